@@ -1,0 +1,48 @@
+# `make demo` and `make test` do all set-up themselves: a fresh machine needs Python 3.11+ and nothing else.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+
+.PHONY: demo test test-slow lint format bench clean
+.DEFAULT_GOAL := help
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+demo: $(VENV)/.run  ## start the real server and drive five adapters and the base through it (ARGS="--once --json")
+	@$(BIN)/loramux demo $(ARGS)
+
+test: $(VENV)/.dev  ## every test but the slow ones
+	$(BIN)/python -m pytest $(ARGS)
+
+test-slow: $(VENV)/.dev  ## the tests that take minutes
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+lint: $(VENV)/.dev  ## ruff, mypy --strict and the layer rules
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
+
+format: $(VENV)/.dev  ## let ruff lay out the code
+	$(BIN)/ruff format . && $(BIN)/ruff check --fix .
+
+bench: $(VENV)/.dev  ## ours against PEFT, in one run, with ratios and a plot
+	$(BIN)/python benchmarks/compare.py $(ARGS)
+
+clean:  ## forget the virtual environment
+	rm -rf $(VENV)
+
+# Output goes to stderr, so that `make -s demo ARGS="--once --json"` prints one JSON document and nothing else.
+$(VENV)/.pip: scripts/check_python.sh
+	@sh scripts/check_python.sh "$(PYTHON)" >&2
+	@$(PYTHON) -m venv $(VENV) >&2
+	@touch $@
+
+$(VENV)/.run: $(VENV)/.pip pyproject.toml
+	@echo "loramux: installing into $(VENV) (the first time takes a few minutes)" >&2
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e . >&2
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.run
+	@echo "loramux: installing the test and lint tools into $(VENV)" >&2
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]" >&2
+	@touch $@

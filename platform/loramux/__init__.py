@@ -1,0 +1,1 @@
+"""The platform: engine, records, registry, tenants, usage and the gateway between them."""

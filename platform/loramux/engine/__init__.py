@@ -1,0 +1,1 @@
+"""One continuously batched loop that serves many adapters and the base model."""

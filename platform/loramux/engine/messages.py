@@ -1,0 +1,131 @@
+"""The plain messages that cross between a gateway and an engine, whether thread, process or machine."""
+
+from __future__ import annotations
+
+import msgspec
+
+from loramux.engine.request import Request
+
+# ---- towards the engine
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    """Queue a request; its TokenEvents follow."""
+
+    request: Request
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """The client left or a stop string was seen: free the request's pages at the next step."""
+
+    request_id: str
+
+
+class Retire(msgspec.Struct, frozen=True, tag=True):
+    """A revision was deleted: free its pages once its last running request has ended."""
+
+    digest: str
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """Finish what runs, answer what waits, stop."""
+
+
+Command = Submit | Cancel | Retire | Shutdown
+
+# ---- towards the gateway
+
+
+class TopLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """One alternative of a position."""
+
+    token_id: int
+    logprob: float
+
+
+class EngineFault(msgspec.Struct, frozen=True):
+    """Why a request could not be served: a stable code and a sentence for its caller."""
+
+    code: str
+    """`context_length_exceeded`, `adapter_failed`, `engine_overloaded` or `internal_error`."""
+    message: str
+
+
+class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """One step's news of one request: a token, an end, or both.
+
+    `finish_reason` is None while the request runs; then `stop` (end of sequence or a stop token), `length`,
+    `cancelled` or `error` (with `fault`).
+    """
+
+    request_id: str
+    token_id: int | None = None
+    logprob: float | None = None
+    top_logprobs: list[TopLogprob] | None = None
+    cached_tokens: int = 0
+    """Prompt tokens whose KV was reused; meaningful on the first event."""
+    finish_reason: str | None = None
+    fault: EngineFault | None = None
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters since the start, and gauges of this moment."""
+
+    steps: int = 0
+    waiting: int = 0
+    running: int = 0
+    pages_total: int = 0
+    pages_kv: int = 0
+    pages_adapters: int = 0
+    pages_free: int = 0
+    adapters_resident: int = 0
+    adapter_loads: int = 0
+    adapter_load_seconds: float = 0.0
+    adapter_evictions: int = 0
+    adapter_load_failures: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    distinct_adapters: int = 0
+    """Distinct adapters in the latest step that had any row."""
+    max_distinct_adapters: int = 0
+    """The most in any step since the start; the base model does not count."""
+    max_distinct_adapters_beside_base: int = 0
+    """The most in a step that also held rows of the base model."""
+    adapter_bytes_read: int = 0
+    """Sum over steps of the bytes of that step's distinct adapters (for omega)."""
+    weight_bytes: int = 0
+    """Bytes of the base model's weights that every step reads."""
+
+
+class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine learned when it loaded the model."""
+
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    pages_total: int
+    block_size: int
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The model is loaded and the loop runs."""
+
+    facts: ModelFacts
+
+
+class StepReport(msgspec.Struct, frozen=True, tag=True):
+    """Everything one step has to tell: one message a step, however many requests it held."""
+
+    events: list[TokenEvent]
+    stats: EngineStats
+
+
+class Stopped(msgspec.Struct, frozen=True, tag=True):
+    """The engine has ended; with a reason when it did not mean to."""
+
+    reason: str | None = None
+
+
+Report = Ready | StepReport | Stopped

@@ -1,0 +1,67 @@
+"""What was asked of the engine: frozen, plain, and the same on both sides of the mailbox."""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+
+class ServiceClass(enum.StrEnum):
+    """Scheduling class of a request; classes divide the engine by weight and never starve each other."""
+
+    INTERACTIVE = "interactive"
+    STANDARD = "standard"
+    BATCH = "batch"
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How the next token is chosen and when generation ends. Token ids only: stop *strings* are the gateway's.
+
+    The order is the usual one: penalties and logit_bias on the logits, then temperature, top_k, top_p, min_p.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    """0 chooses the most likely token (greedy)."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps every token."""
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    stop_token_ids: tuple[int, ...] = ()
+    """Ends generation; the stop token itself is counted and reported, and its text is never shown."""
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    """None: none. 0: the chosen token's. n > 0: also those of the n most likely tokens."""
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the choice is the arg max."""
+        return self.temperature == 0.0
+
+
+class AdapterRef(msgspec.Struct, frozen=True):
+    """One immutable revision: its content digest, and the local folder that holds its verified PEFT files."""
+
+    digest: str
+    path: str
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One generation. `tenant` and `adapter` are set by the server and never read from a client's body."""
+
+    id: str
+    tenant: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    adapter: AdapterRef | None = None
+    """None: the base model."""
+    service_class: ServiceClass = ServiceClass.STANDARD
+    weight: float = 1.0
+    """The tenant's share within its class."""

@@ -1,0 +1,1 @@
+"""The tables and every SQL statement; the only package that knows SQLAlchemy."""

@@ -1,0 +1,121 @@
+"""Every setting, read once from one TOML file, checked, and frozen."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+Positive = Annotated[int, Meta(ge=1)]
+
+
+class SettingsError(ValueError):
+    """A setting is missing or out of range; the message names the file, the field and the limit."""
+
+
+class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where the API listens."""
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Meta(ge=1, le=65535)] = 8000
+    max_upload_bytes: Positive = 2 << 30
+    drain_seconds: Annotated[float, Meta(ge=0)] = 30.0
+    """How long SIGTERM waits for running streams."""
+
+
+class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The one base model."""
+
+    path: str
+    """A local transformers checkpoint; relative paths start at the settings file."""
+    served_model_name: str
+    dtype: str = "auto"
+    """auto (as saved), bfloat16, float16 or float32."""
+
+
+class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The loop and its memory; the names are the field's usual ones."""
+
+    device: str = "auto"
+    max_num_seqs: Positive = 64
+    max_num_batched_tokens: Positive = 1024
+    max_model_len: Annotated[int, Meta(ge=8)] | None = None
+    """None: as the model's config says."""
+    block_size: Annotated[int, Meta(ge=1, le=256)] = 16
+    pool_bytes: Annotated[int, Meta(ge=1)] | None = None
+    """The one pool for KV and adapters. None: gpu_memory_utilization of the device, or 2 GiB on a CPU."""
+    gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
+    num_threads: Positive | None = None
+    in_process: bool = False
+    """Run the engine on a thread of the server instead of in a process of its own."""
+
+
+class RecordsSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where rows and blobs live."""
+
+    url: str = "sqlite:///var/loramux.sqlite3"
+    """sqlite:///PATH (relative to the settings file) or postgresql://..."""
+    blobs: str = "var/blobs"
+    pepper_file: str = "var/pepper"
+    """Secret that keys are MACed with; made on first use, mode 0600."""
+
+
+class AdapterLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a tenant may upload."""
+
+    max_rank: Positive = 256
+    max_bytes: Positive = 2 << 30
+    max_adapters_per_tenant: Positive = 10_000
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The whole file."""
+
+    model: ModelSettings
+    server: ServerSettings = ServerSettings()
+    engine: EngineSettings = EngineSettings()
+    records: RecordsSettings = RecordsSettings()
+    adapters: AdapterLimits = AdapterLimits()
+
+
+def load_settings(path: Path) -> Settings:
+    """Read and check a settings file; relative paths in it come back absolute.
+
+    Raises SettingsError naming the file and the field.
+    """
+    try:
+        data = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise SettingsError(f"settings file {path} does not exist; start from one in configs/") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path} is not valid TOML: {error}") from None
+    try:
+        settings = msgspec.convert(data, Settings)
+    except msgspec.ValidationError as error:
+        raise SettingsError(f"{path}: {error}") from None
+    return resolve_paths(settings, path.resolve().parent)
+
+
+def resolve_paths(settings: Settings, root: Path) -> Settings:
+    """The same settings with every relative path made absolute, starting at `root`."""
+
+    def at(value: str) -> str:
+        return os.path.normpath(root / Path(value).expanduser())
+
+    url = settings.records.url
+    if url.startswith("sqlite:///"):
+        url = "sqlite:///" + at(url.removeprefix("sqlite:///"))
+    return msgspec.structs.replace(
+        settings,
+        model=msgspec.structs.replace(settings.model, path=at(settings.model.path)),
+        records=msgspec.structs.replace(
+            settings.records,
+            url=url,
+            blobs=at(settings.records.blobs),
+            pepper_file=at(settings.records.pepper_file),
+        ),
+    )
