@@ -1,0 +1,158 @@
+"""KV in the page pool, and the one attention function that every transformers model calls in every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+
+from loramux_kernels import AttentionBatch, KvLayer, paged_attention, write_kv
+
+IMPLEMENTATION = "loramux"
+PROBE = "loramux_probe"
+
+
+class UnsupportedModel(RuntimeError):
+    """The base cannot be served correctly through the attention function; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """One layer's KV for one token."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def elements(self) -> int:
+        """Elements of key and value together."""
+        return self.num_kv_heads * (self.key_dim + self.value_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """How a page holds `block_size` tokens across all layers: layer after layer, keys `[heads, tokens, dim]`, then values."""
+
+    layers: tuple[LayerShape, ...]
+    block_size: int
+
+    @property
+    def page_elements(self) -> int:
+        """Elements of one page."""
+        return self.block_size * sum(layer.elements for layer in self.layers)
+
+    def views(self, pool: torch.Tensor) -> list[KvLayer]:
+        """Each layer's keys and values as strided views of the flat pool."""
+        num_pages = pool.numel() // self.page_elements
+        views, start = [], 0
+        for layer in self.layers:
+            key = self._view(pool, num_pages, layer.num_kv_heads, layer.key_dim, start)
+            start += layer.num_kv_heads * self.block_size * layer.key_dim
+            value = self._view(pool, num_pages, layer.num_kv_heads, layer.value_dim, start)
+            start += layer.num_kv_heads * self.block_size * layer.value_dim
+            views.append(KvLayer(key, value))
+        return views
+
+    def _view(self, pool: torch.Tensor, pages: int, heads: int, dim: int, start: int) -> torch.Tensor:
+        stride = (self.page_elements, self.block_size * dim, dim, 1)
+        return torch.as_strided(pool, (pages, heads, self.block_size, dim), stride, start)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionStep:
+    """What a forward lends to every layer's attention: the pool's views and this step's tables."""
+
+    layers: list[KvLayer]
+    batch: AttentionBatch
+
+
+def attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    attention_step: AttentionStep,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention over packed sequences: write this step's KV into its pages, then read each sequence's own.
+
+    query `[1, Hq, T, Dk]`, key `[1, Hkv, T, Dk]`, value `[1, Hkv, T, Dv]`, already rotated; returns `[1, T, Hq, Dv]`.
+    """
+    assert attention_mask is None, "no mask function is registered, so transformers passes none"
+    layer = attention_step.layers[module.layer_idx]
+    write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), layer, attention_step.batch.slot_mapping)
+    output = paged_attention(
+        query[0].transpose(0, 1),
+        layer,
+        attention_step.batch,
+        query.shape[-1] ** -0.5 if scaling is None else scaling,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    return output.unsqueeze(0), None
+
+
+AttentionInterface.register(IMPLEMENTATION, attend)
+
+
+class _Probe:
+    """Records what a model's layers hand to attention in one forward."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, LayerShape] = {}
+        self.calls = 0
+
+    def __call__(
+        self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, None]:
+        self.calls += 1
+        self.seen[module.layer_idx] = LayerShape(key.shape[1], key.shape[3], value.shape[3])
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+
+def probe_layers(model: nn.Module) -> tuple[LayerShape, ...]:
+    """Every layer's KV shape, learned from one forward of two tokens.
+
+    Raises UnsupportedModel when a layer does not call the attention function exactly once: its KV would be lost.
+    """
+    probe = _Probe()
+    with _attention(model, probe):
+        tokens = torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device)
+        try:
+            model(input_ids=tokens, position_ids=torch.arange(2, device=tokens.device)[None], use_cache=False)
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise UnsupportedModel(f"{_kind(model)} cannot run on a packed batch: {error}") from error
+    num_layers = model.config.get_text_config().num_hidden_layers
+    if probe.calls != num_layers or sorted(probe.seen) != list(range(num_layers)):
+        raise UnsupportedModel(
+            f"{_kind(model)} called the attention function {probe.calls} times for {num_layers} layers; "
+            f"it does its own attention, which a shared page pool cannot serve."
+        )
+    return tuple(probe.seen[index] for index in range(num_layers))
+
+
+@contextmanager
+def _attention(model: nn.Module, function: _Probe) -> Iterator[None]:
+    AttentionInterface.register(PROBE, function)
+    model.set_attn_implementation(PROBE)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(IMPLEMENTATION)
+
+
+def _kind(model: nn.Module) -> str:
+    return type(model).__name__

@@ -1,0 +1,133 @@
+"""The engine: one continuously batched loop, a step at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from loramux.engine.budget import Budget
+from loramux.engine.messages import EngineStats, StepReport
+from loramux.engine.model import LoadedModel
+from loramux.engine.pages import PagePool
+from loramux.engine.request import Request
+from loramux.engine.residency import Residency
+from loramux.engine.scheduler import Scheduler, SchedulerLimits
+from loramux.engine.step import Step
+from loramux.engine.store import DiskStore
+from loramux.settings import Settings
+from loramux_adapters import Limits
+
+
+@dataclass(slots=True)
+class _Counters:
+    """Since the start; what the bill is reconciled against and what the benchmarks read."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    distinct: int = 0
+    max_distinct: int = 0
+    max_distinct_beside_base: int = 0
+    adapter_bytes_read: int = 0
+
+
+class Engine:
+    """A loaded model, its scheduler and its pool. Not thread-safe: one worker owns it."""
+
+    def __init__(self, loaded: LoadedModel, settings: Settings, wake: Callable[[], None]) -> None:
+        """`wake` is called from other threads when something that the next step can use has become ready."""
+        self.facts = loaded.facts
+        self._runner = loaded.runner
+        self._weight_bytes = loaded.weight_bytes
+        self._pool = PagePool(loaded.facts.pages_total)
+        limits = Limits(max_rank=settings.adapters.max_rank, max_bytes=settings.adapters.max_bytes)
+        self._store = DiskStore(loaded.runner.bank, loaded.base, limits, wake)
+        self._residency = Residency(self._pool, self._store, time.monotonic)
+        self.scheduler = Scheduler(
+            SchedulerLimits(
+                max_num_seqs=settings.engine.max_num_seqs,
+                max_num_batched_tokens=settings.engine.max_num_batched_tokens,
+                max_model_len=loaded.facts.max_model_len,
+            ),
+            Budget(loaded.facts.pages_total, settings.engine.block_size),
+            self._pool,
+            self._residency,
+            time.monotonic,
+        )
+        self._counters = _Counters()
+
+    def step(self) -> StepReport | None:
+        """Plan, run and commit one step; None when there was nothing to run and nothing to tell."""
+        step = self.scheduler.plan()
+        events = self.scheduler.take_news()
+        if not step.empty:
+            self._count(step)
+            events += self.scheduler.commit(step, self._runner.run(step))
+        for event in events:
+            if event.finish_reason is not None:
+                self._runner.sampler.forget(event.request_id)
+        self._counters.output_tokens += sum(event.token_id is not None for event in events)
+        return StepReport(events, self.stats()) if events or not step.empty else None
+
+    def submit(self, request: Request) -> None:
+        """Queue a request."""
+        self.scheduler.add(request)
+
+    def cancel(self, request_id: str) -> None:
+        """End a request now; its pages are free for the next step."""
+        self.scheduler.cancel(request_id)
+
+    def retire(self, digest: str) -> None:
+        """Free a deleted revision's pages once nothing uses it."""
+        self._residency.retire(digest)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing runs or waits."""
+        return self.scheduler.idle
+
+    @property
+    def stalled(self) -> bool:
+        """Whether the next step has to wait for an adapter."""
+        return self.scheduler.stalled
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges of this moment."""
+        pages, loads, count = self._pool.counts, self._residency.counters, self._counters
+        return EngineStats(
+            steps=count.steps,
+            waiting=len(self.scheduler.queue),
+            running=len(self.scheduler.running),
+            pages_total=pages.total,
+            pages_kv=pages.kv,
+            pages_adapters=pages.adapters,
+            pages_free=pages.free,
+            adapters_resident=self._residency.num_resident,
+            adapter_loads=loads.loads,
+            adapter_load_seconds=loads.load_seconds,
+            adapter_evictions=loads.evictions,
+            adapter_load_failures=loads.failures,
+            preemptions=self.scheduler.num_preemptions,
+            prompt_tokens=count.prompt_tokens,
+            output_tokens=count.output_tokens,
+            distinct_adapters=count.distinct,
+            max_distinct_adapters=count.max_distinct,
+            max_distinct_adapters_beside_base=count.max_distinct_beside_base,
+            adapter_bytes_read=count.adapter_bytes_read,
+            weight_bytes=self._weight_bytes,
+        )
+
+    def close(self) -> None:
+        """Stop the loader threads."""
+        self._store.close()
+
+    def _count(self, step: Step) -> None:
+        count, slots = self._counters, step.adapter_slots
+        count.steps += 1
+        count.prompt_tokens += sum(max(0, min(c.end, c.sequence.num_prompt_tokens) - c.start) for c in step.chunks)
+        count.distinct = len(slots)
+        count.max_distinct = max(count.max_distinct, len(slots))
+        if step.holds_base:
+            count.max_distinct_beside_base = max(count.max_distinct_beside_base, len(slots))
+        count.adapter_bytes_read += sum(map(self._runner.bank.bytes_of, slots))

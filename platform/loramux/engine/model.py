@@ -1,0 +1,137 @@
+"""Loading: a transformers checkpoint becomes a runner, with one pool of memory for its KV and its adapters."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from loramux.engine.attention import KvLayout, UnsupportedModel, probe_layers
+from loramux.engine.messages import ModelFacts
+from loramux.engine.runner import ModelRunner
+from loramux.engine.sampler import Sampler
+from loramux.settings import Settings
+from loramux_adapters import BaseDescription, describe_base
+from loramux_adapters.bank import AdapterBank, Site
+from loramux_adapters.linear import install_linears
+
+logger = logging.getLogger(__name__)
+
+SUPPORTED = frozenset(["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "olmo2", "granite", "smollm3"])
+"""`model_type`s whose tokens a test holds against PEFT's; others may call the attention function and still go wrong."""
+
+DEFAULT_CPU_POOL = 2 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A base model ready to serve."""
+
+    runner: ModelRunner
+    base: BaseDescription
+    facts: ModelFacts
+    weight_bytes: int
+    """Bytes of weights that a step reads at least once."""
+
+
+def load_model(settings: Settings) -> LoadedModel:
+    """Load `settings.model` and give the rest of the memory to one pool.
+
+    Raises UnsupportedModel for an architecture that would be served wrong, OSError when the folder is no checkpoint.
+    """
+    directory = Path(settings.model.path)
+    config = AutoConfig.from_pretrained(directory)
+    if config.model_type not in SUPPORTED:
+        raise UnsupportedModel(
+            f"model_type {config.model_type!r} has not been shown to give the same tokens here as in transformers; "
+            f"supported are {', '.join(sorted(SUPPORTED))}."
+        )
+    device = _device(settings.engine.device)
+    _set_threads(settings.engine.num_threads)
+    dtype = "auto" if settings.model.dtype == "auto" else getattr(torch, settings.model.dtype)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).to(device).eval().requires_grad_(False)
+    with torch.inference_mode():
+        layout = KvLayout(probe_layers(model), settings.engine.block_size)
+    base = describe_base(directory)
+    # The pool is not touched before it is used, so memory that no page ever held is never really taken.
+    pool = torch.empty(_pool_elements(settings, model, layout), dtype=model.dtype, device=device)
+    num_pages = pool.numel() // layout.page_elements
+    sites = {
+        name: Site(i, shape.in_features, shape.out_features) for i, (name, shape) in enumerate(base.modules.items())
+    }
+    bank = AdapterBank(pool, layout.page_elements, sites, settings.adapters.max_rank, max_slots=num_pages)
+    other = _bytes_outside(model, sites)
+    weight_bytes = install_linears(model, bank) + other
+    eos = _eos_token_ids(model)
+    runner = ModelRunner(model, layout.views(pool), bank, Sampler(eos), settings.engine.block_size)
+    facts = ModelFacts(
+        max_model_len=_max_model_len(settings, model),
+        vocab_size=model.config.get_text_config().vocab_size,
+        eos_token_ids=eos,
+        dtype=str(model.dtype).removeprefix("torch."),
+        pages_total=num_pages,
+        block_size=settings.engine.block_size,
+    )
+    logger.info(
+        "serving %s in %s on %s: %d pages of %d tokens",
+        directory.name,
+        facts.dtype,
+        device,
+        num_pages,
+        facts.block_size,
+    )
+    return LoadedModel(runner, base, facts, weight_bytes)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(name)
+
+
+def _set_threads(num_threads: int | None) -> None:
+    torch.set_num_threads(num_threads or len(os.sched_getaffinity(0)))
+
+
+def _pool_elements(settings: Settings, model: nn.Module, layout: KvLayout) -> int:
+    num_bytes = settings.engine.pool_bytes
+    if num_bytes is None and model.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(model.device)
+        num_bytes = int(free - (1 - settings.engine.gpu_memory_utilization) * total)
+    page_bytes = layout.page_elements * model.dtype.itemsize
+    num_pages = (DEFAULT_CPU_POOL if num_bytes is None else num_bytes) // page_bytes
+    if num_pages < 1:
+        raise UnsupportedModel(
+            f"engine.pool_bytes = {num_bytes} is less than one page of {page_bytes} bytes; raise it."
+        )
+    return num_pages * layout.page_elements
+
+
+def _bytes_outside(model: nn.Module, sites: dict[str, Site]) -> int:
+    """Bytes of the weights that are no sites; a step reads but a few rows of the embedding, unless it is the head too."""
+    head = model.get_output_embeddings()
+    tied = head is not None and head.weight is model.get_input_embeddings().weight
+    skipped = {f"{name}.weight" for name in sites}
+    if not tied:
+        skipped |= {n for n, p in model.named_parameters() if p is model.get_input_embeddings().weight}
+    return sum(p.numel() * p.element_size() for n, p in model.named_parameters() if n not in skipped)
+
+
+def _max_model_len(settings: Settings, model: nn.Module) -> int:
+    limit = model.config.get_text_config().max_position_embeddings
+    wanted = settings.engine.max_model_len or limit
+    if wanted > limit:
+        raise UnsupportedModel(f"engine.max_model_len = {wanted} is more than the {limit} positions that the base has.")
+    return wanted
+
+
+def _eos_token_ids(model: nn.Module) -> tuple[int, ...]:
+    for config in (model.generation_config, model.config.get_text_config()):
+        if (eos := getattr(config, "eos_token_id", None)) is not None:
+            return tuple(eos) if isinstance(eos, list | tuple) else (eos,)
+    return ()
