@@ -42,7 +42,7 @@ class AdapterBank:
         tiles = -(-max_rank // RANK_TILE)
         shape = (max_slots, len(sites), tiles)
         device = pool.device
-        # Uninitialised on purpose: a row is written whole when its slot is given out, and memory not touched is not held.
+        # Uninitialised on purpose: a row is written whole when its slot is given out; untouched memory is not held.
         self.table = LoraTable(
             a_offsets=torch.empty(shape, dtype=torch.int64, device=device),
             b_offsets=torch.empty(shape, dtype=torch.int64, device=device),
@@ -74,7 +74,7 @@ class AdapterBank:
         return self._bytes[slot]
 
     def plan_layout(self, plan: AdapterPlan) -> AdapterLayout:
-        """Where the tiles of a validated adapter would go; raises AdapterRejected when its rank is above the table's."""
+        """Where the tiles of a validated adapter would go; raises AdapterRejected when its rank is too large."""
         shapes = []
         for pair in plan.pairs:
             if pair.rank > self._max_rank:

@@ -37,7 +37,7 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """How a page holds `block_size` tokens across all layers: layer after layer, keys `[heads, tokens, dim]`, then values."""
+    """How a page holds `block_size` tokens: layer after layer, keys `[heads, tokens, dim]`, then values likewise."""
 
     layers: tuple[LayerShape, ...]
     block_size: int
@@ -72,7 +72,7 @@ class AttentionStep:
     batch: AttentionBatch
 
 
-def attend(
+def attend(  # noqa: PLR0913 - the signature is transformers'
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import multiprocessing
 import os
 import queue
@@ -98,10 +99,8 @@ class ProcessChannel:
     def send(self, command: Command) -> None:
         """Write to the pipe."""
         assert self._connection is not None, "open() comes first"
-        try:
+        with contextlib.suppress(OSError):  # it died; the listener has said so
             self._connection.send_bytes(self._encoder.encode(command))
-        except OSError:
-            pass  # it died; the listener has said so
 
     def join(self, timeout: float) -> None:
         """Wait for the process, then insist."""
@@ -112,7 +111,8 @@ class ProcessChannel:
                 self._process.join()
 
     def _listen(self, on_report: Callable[[Report], None]) -> None:
-        assert self._connection is not None and self._process is not None
+        assert self._connection is not None
+        assert self._process is not None
         decoder = msgspec.msgpack.Decoder(Report)
         report: Report | None = None
         while not isinstance(report, Stopped):
@@ -216,10 +216,8 @@ class MailboxEngine:
 
 
 def _post(loop: asyncio.AbstractEventLoop, function: Callable[[Report], None], report: Report) -> None:
-    try:
+    with contextlib.suppress(RuntimeError):  # the event loop has closed: nobody listens any more
         loop.call_soon_threadsafe(function, report)
-    except RuntimeError:
-        pass  # the event loop has closed: nobody listens any more
 
 
 def spawn_engine(settings: Settings) -> EngineClient:

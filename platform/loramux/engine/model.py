@@ -22,7 +22,9 @@ from loramux_adapters.linear import install_linears
 
 logger = logging.getLogger(__name__)
 
-SUPPORTED = frozenset(["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "olmo2", "granite", "smollm3"])
+SUPPORTED = frozenset(
+    ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "olmo2", "granite", "smollm3")
+)
 """`model_type`s whose tokens a test holds against PEFT's; others may call the attention function and still go wrong."""
 
 DEFAULT_CPU_POOL = 2 << 30
@@ -42,7 +44,7 @@ class LoadedModel:
 def load_model(settings: Settings) -> LoadedModel:
     """Load `settings.model` and give the rest of the memory to one pool.
 
-    Raises UnsupportedModel for an architecture that would be served wrong, OSError when the folder is no checkpoint.
+    Raises UnsupportedModel for an architecture that would be served wrong, OSError when there is none.
     """
     directory = Path(settings.model.path)
     config = AutoConfig.from_pretrained(directory)
@@ -113,7 +115,7 @@ def _pool_elements(settings: Settings, model: nn.Module, layout: KvLayout) -> in
 
 
 def _bytes_outside(model: nn.Module, sites: dict[str, Site]) -> int:
-    """Bytes of the weights that are no sites; a step reads but a few rows of the embedding, unless it is the head too."""
+    """Bytes of weights that are no sites. Of an embedding that is not the head too, a step reads but a few rows."""
     head = model.get_output_embeddings()
     tied = head is not None and head.weight is model.get_input_embeddings().weight
     skipped = {f"{name}.weight" for name in sites}

@@ -177,7 +177,7 @@ class Scheduler:
         return self._ready(sequence) and sequence in self.running
 
     def _reserve(self, sequence: Sequence, length: int, chunks: dict[Sequence, Chunk]) -> bool:
-        """Take pages for `length` more tokens, preempting the newest sequences if need be; False if it was preempted."""
+        """Take pages for `length` more tokens, preempting the newest if need be; False if that was `sequence`."""
         missing = self.budget.pages_for(sequence.num_computed + length) - len(sequence.pages)
         while missing > 0 and not self.residency.make_room(missing):
             newest = self.running[-1]

@@ -1,0 +1,110 @@
+"""Token for token what PEFT says in float32, whatever else is in the batch, however prefill is cut."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from loramux.engine.attention import UnsupportedModel
+from loramux.engine.model import load_model
+from loramux.settings import ModelSettings, Settings
+from zoo import FAMILIES, RECIPES, Asked, Zoo, serve
+
+SERVED = sorted(set(FAMILIES) - {"falcon", "llama4"})
+EVERY_MODEL = [None, *RECIPES]
+
+
+def some_requests(seed: int, count: int) -> list[Asked]:
+    rng = random.Random(seed)
+    return [
+        Asked(
+            name=f"r{i}",
+            adapter=EVERY_MODEL[i % len(EVERY_MODEL)],
+            prompt=tuple(rng.randrange(3, 97) for _ in range(rng.choice([1, 2, 5, 16, 17, 33]))),
+            output=rng.randrange(1, 12),
+        )
+        for i in range(count)
+    ]
+
+
+def check(zoo: Zoo, asked: list[Asked], got: dict[str, list[int]]) -> None:
+    for request in asked:
+        assert got[request.name] == zoo.answer(request), request
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_everything_mixed(zoo_of, family: str) -> None:
+    zoo = zoo_of(family)
+    asked = some_requests(seed=1, count=18)
+    engine = zoo.engine(max_num_batched_tokens=13)
+    check(zoo, asked, serve(zoo, engine, asked, arrivals=[i // 2 for i in range(len(asked))]))
+    stats = engine.stats()
+    assert stats.max_distinct_adapters_beside_base >= 2
+    assert stats.pages_kv == 0
+    assert stats.waiting == stats.running == 0
+
+
+@pytest.mark.parametrize("adapter", EVERY_MODEL)
+def test_every_adapter_alone(zoo_of, adapter: str | None) -> None:
+    zoo = zoo_of("llama")
+    asked = [Asked("alone", adapter, tuple(range(5, 40)), 12)]
+    check(zoo, asked, serve(zoo, zoo.engine(max_num_batched_tokens=7), asked))
+
+
+def test_adapters_matter(zoo_of) -> None:
+    zoo = zoo_of("llama")
+    answers = {tuple(zoo.answer(Asked("x", adapter, tuple(range(5, 20)), 8))) for adapter in EVERY_MODEL}
+    assert len(answers) == len(EVERY_MODEL)
+
+
+def test_a_pool_so_small_that_requests_wait_and_adapters_are_evicted(zoo_of) -> None:
+    zoo = zoo_of("llama")
+    asked = some_requests(seed=2, count=18)
+    # 48 pages of 4 tokens: the largest adapter and one long request leave room for little else.
+    engine = zoo.engine(pool_bytes=48 * 4 * 3 * 2 * 2 * 16 * 4)
+    check(zoo, asked, serve(zoo, engine, asked))
+    assert engine.stats().adapter_evictions > 0
+
+
+def test_preempted_requests_answer_the_same(zoo_of) -> None:
+    zoo = zoo_of("llama")
+    asked = some_requests(seed=3, count=6)
+    engine = zoo.engine()
+    scheduler = engine.scheduler
+    plan = scheduler.plan
+
+    def preempting_plan():
+        if len(scheduler.running) > 1 and engine.stats().steps % 3 == 2:
+            scheduler._preempt(scheduler.running[-1])
+        return plan()
+
+    scheduler.plan = preempting_plan
+    check(zoo, asked, serve(zoo, engine, asked))
+    assert engine.stats().preemptions > 2
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 10_000),
+    arrivals=st.lists(st.integers(0, 12), min_size=7, max_size=7),
+    budget=st.integers(8, 40),
+    block_size=st.sampled_from([1, 3, 4, 16]),
+    max_num_seqs=st.integers(1, 8),
+)
+def test_any_order_of_arrivals(
+    zoo_of, seed: int, arrivals: list[int], budget: int, block_size: int, max_num_seqs: int
+) -> None:
+    zoo = zoo_of("qwen3")
+    asked = some_requests(seed, count=7)
+    engine = zoo.engine(max_num_batched_tokens=budget, block_size=max(block_size, 3), max_num_seqs=max_num_seqs)
+    check(zoo, asked, serve(zoo, engine, asked, arrivals))
+
+
+@pytest.mark.parametrize("family", ["falcon", "llama4"])
+def test_bases_that_the_hook_cannot_serve_are_refused(zoo_of, tmp_path, family: str) -> None:
+    zoo = Zoo(family, tmp_path)
+    with pytest.raises(UnsupportedModel, match=family):
+        load_model(Settings(model=ModelSettings(path=str(zoo.base), served_model_name="b")))

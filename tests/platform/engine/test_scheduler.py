@@ -1,0 +1,278 @@
+"""The scheduler on plain numbers: pages are conserved, everything ends, heads hold their place."""
+
+from concurrent.futures import Future
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from loramux.engine.budget import Budget
+from loramux.engine.messages import TokenEvent
+from loramux.engine.pages import OutOfPages, PagePool, PageUse
+from loramux.engine.request import AdapterRef, Request, SamplingParams, ServiceClass
+from loramux.engine.residency import Residency
+from loramux.engine.scheduler import Scheduler, SchedulerLimits
+from loramux.engine.step import BASE_SLOT
+
+
+class ManualStore:
+    """Loads end when the test says so."""
+
+    def __init__(self, sizes: dict[str, int]) -> None:
+        self.sizes = sizes
+        self.pending: list[tuple[Future[int], int]] = []
+        self.live: dict[int, list[int]] = {}
+
+    def inspect(self, ref: AdapterRef) -> Future[int]:
+        return self._later(self.sizes[ref.digest])
+
+    def fill(self, ref: AdapterRef, pages: list[int]) -> Future[int]:
+        assert len(pages) == self.sizes[ref.digest]
+        slot = next(i for i in range(100) if i not in self.live)
+        self.live[slot] = pages
+        return self._later(slot)
+
+    def drop(self, slot: int) -> None:
+        del self.live[slot]
+
+    def finish(self, index: int = 0, error: Exception | None = None) -> None:
+        future, result = self.pending.pop(index)
+        if error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    def finish_all(self) -> None:
+        while self.pending:
+            self.finish()
+
+    def _later(self, result: int) -> Future[int]:
+        future: Future[int] = Future()
+        self.pending.append((future, result))
+        return future
+
+
+class House:
+    """A scheduler over a small pool, and a model that always answers token 7."""
+
+    def __init__(self, num_pages: int = 12, block_size: int = 4, max_num_seqs: int = 4, max_tokens: int = 16) -> None:
+        self.store = ManualStore({"a": 2, "b": 3, "huge": 100})
+        self.pool = PagePool(num_pages)
+        self.time = 0.0
+        self.residency = Residency(self.pool, self.store, self.clock)
+        self.scheduler = Scheduler(
+            SchedulerLimits(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_tokens, max_model_len=1000),
+            Budget(num_pages, block_size),
+            self.pool,
+            self.residency,
+            self.clock,
+        )
+        self.finished: dict[str, str] = {}
+        self.generated: dict[str, int] = {}
+        self.order: list[str] = []
+
+    def clock(self) -> float:
+        self.time += 1.0
+        return self.time
+
+    def submit(
+        self, name: str, prompt: int, output: int, adapter: str | None = None, service_class=ServiceClass.STANDARD
+    ) -> None:
+        ref = AdapterRef(adapter, f"/{adapter}") if adapter else None
+        self.scheduler.add(
+            Request(
+                id=name,
+                tenant="t",
+                prompt_token_ids=[1] * prompt,
+                sampling=SamplingParams(max_tokens=output, temperature=0),
+                adapter=ref,
+                service_class=service_class,
+            )
+        )
+
+    def step(self) -> int:
+        step = self.scheduler.plan()
+        for chunk in step.chunks:
+            assert len(chunk.sequence.pages) * self.scheduler.budget.block_size >= chunk.end
+            assert (chunk.slot == BASE_SLOT) == (chunk.sequence.digest is None)
+        assert sum(chunk.length for chunk in step.chunks) <= self.scheduler.limits.max_num_batched_tokens
+        assert [slot for slot, _ in step.runs] == sorted({slot for slot, _ in step.runs}, key=lambda s: (s == -1, s))
+        sampled = [TokenEvent(request_id=c.sequence.id, token_id=7) for c in step.sampling]
+        for event in self.scheduler.take_news() + self.scheduler.commit(step, sampled):
+            if event.token_id is not None:
+                self.generated[event.request_id] = self.generated.get(event.request_id, 0) + 1
+            if event.finish_reason:
+                assert event.request_id not in self.finished
+                self.finished[event.request_id] = event.finish_reason
+                self.order.append(event.request_id)
+        return len(step.chunks)
+
+    def run(self, steps: int = 500) -> None:
+        for _ in range(steps):
+            if self.scheduler.idle:
+                return
+            self.store.finish_all()
+            self.step()
+        raise AssertionError("the house did not come to rest")
+
+
+def test_prefill_is_chunked_under_the_token_budget_and_decode_goes_first() -> None:
+    house = House(num_pages=40, max_tokens=8)
+    house.submit("short", prompt=3, output=10)
+    house.step()
+    house.submit("long", prompt=20, output=1)
+    step = house.scheduler.plan()
+    assert {c.sequence.id: c.length for c in step.chunks} == {"short": 1, "long": 7}
+
+
+def test_too_long_is_answered_at_once_with_the_numbers() -> None:
+    house = House(num_pages=12, block_size=4)
+    house.submit("big", prompt=40, output=9)
+    (event,) = house.scheduler.take_news()
+    assert event.fault is not None
+    assert event.fault.code == "context_length_exceeded"
+    assert "40" in event.fault.message
+    assert "48" in event.fault.message
+
+
+def test_an_adapter_that_leaves_no_room_is_refused_not_waited_for() -> None:
+    house = House()
+    house.submit("never", prompt=4, output=4, adapter="huge")
+    house.submit("after", prompt=4, output=4)
+    house.run()
+    assert house.finished == {"never": "error", "after": "length"}
+
+
+def test_a_head_that_does_not_fit_holds_its_place() -> None:
+    house = House(num_pages=12, block_size=4)
+    house.submit("running", prompt=4, output=20)
+    house.step()
+    house.submit("head", prompt=30, output=10)
+    house.submit("small", prompt=1, output=1)
+    house.run()
+    assert house.order[0] == "running", "the small one would have fitted beside it, and must not overtake"
+
+
+def test_base_traffic_does_not_wait_for_a_load() -> None:
+    house = House()
+    house.submit("cold", prompt=4, output=2, adapter="a")
+    house.submit("base", prompt=4, output=2)
+    for _ in range(3):
+        house.step()
+    assert house.finished == {"base": "length"}
+    assert house.scheduler.stalled
+    house.run()
+    assert house.finished["cold"] == "length"
+
+
+def test_a_failed_load_fails_its_own_requests_only_and_is_tried_again() -> None:
+    house = House()
+    house.submit("bad", prompt=4, output=2, adapter="a")
+    house.submit("good", prompt=4, output=2, adapter="b")
+    house.store.finish(0, RuntimeError("disk on fire"))
+    house.run()
+    assert house.finished == {"bad": "error", "good": "length"}
+    house.submit("again", prompt=4, output=2, adapter="a")
+    house.run()
+    assert house.finished["again"] == "length"
+
+
+def test_cancelling_frees_the_pages() -> None:
+    house = House()
+    house.submit("gone", prompt=8, output=20)
+    house.step()
+    assert house.pool.counts.kv == 2
+    house.scheduler.cancel("gone")
+    assert house.pool.counts.kv == 0
+    house.step()
+    assert house.finished == {"gone": "cancelled"}
+
+
+def test_idle_adapters_make_room_and_retired_ones_leave() -> None:
+    house = House(num_pages=6, block_size=4)
+    house.submit("x", prompt=4, output=2, adapter="a")
+    house.run()
+    assert house.pool.counts.adapters == 2
+    house.submit("y", prompt=16, output=8)
+    house.run()
+    assert house.pool.counts.adapters == 0
+    house.submit("z", prompt=4, output=2, adapter="b")
+    house.run()
+    house.residency.retire("b")
+    assert house.pool.counts.adapters == 0
+    assert not house.store.live
+
+
+def test_a_pool_gives_no_page_twice() -> None:
+    pool = PagePool(3)
+    first = pool.take(2, PageUse.KV)
+    with pytest.raises(OutOfPages):
+        pool.take(2, PageUse.ADAPTER)
+    pool.give_back(first, PageUse.KV)
+    assert sorted(pool.take(3, PageUse.ADAPTER)) == [0, 1, 2]
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Any order of arrivals, cancellations, loads and steps: memory adds up and everybody is answered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.house = House(num_pages=14, block_size=4, max_num_seqs=5, max_tokens=12)
+        self.sent: dict[str, int] = {}
+
+    @rule(
+        prompt=st.integers(1, 30),
+        output=st.integers(1, 20),
+        adapter=st.sampled_from([None, "a", "b", "huge"]),
+        service_class=st.sampled_from(list(ServiceClass)),
+    )
+    def arrive(self, prompt: int, output: int, adapter: str | None, service_class: ServiceClass) -> None:
+        name = f"r{len(self.sent)}"
+        self.sent[name] = output
+        self.house.submit(name, prompt, output, adapter, service_class)
+
+    @precondition(lambda self: self.sent)
+    @rule(pick=st.integers(0, 1000))
+    def cancel(self, pick: int) -> None:
+        self.house.scheduler.cancel(f"r{pick % len(self.sent)}")
+
+    @precondition(lambda self: self.house.store.pending)
+    @rule(pick=st.integers(0, 1000), fails=st.booleans())
+    def load(self, pick: int, fails: bool) -> None:
+        self.house.store.finish(pick % len(self.house.store.pending), RuntimeError("no") if fails else None)
+
+    @rule(digest=st.sampled_from(["a", "b"]))
+    def retire(self, digest: str) -> None:
+        self.house.residency.retire(digest)
+
+    @rule()
+    def step(self) -> None:
+        self.house.step()
+
+    @invariant()
+    def pages_have_one_holder(self) -> None:
+        house = self.house
+        held = [page for sequence in house.scheduler.running for page in sequence.pages]
+        held += [page for r in house.residency._known.values() for page in r.pages]
+        assert len(held) == len(set(held))
+        assert len(held) + house.pool.num_free == house.pool.num_pages
+        assert house.pool.counts.kv == sum(len(s.pages) for s in house.scheduler.running)
+
+    @invariant()
+    def what_runs_is_pinned(self) -> None:
+        for sequence in self.house.scheduler.running:
+            if sequence.digest is not None:
+                assert self.house.residency._known[sequence.digest].users > 0
+
+    def teardown(self) -> None:
+        self.house.run(2000)
+        assert set(self.house.finished) == set(self.sent)
+        for name, reason in self.house.finished.items():
+            if reason == "length":
+                assert self.house.generated[name] == self.sent[name]
+        assert self.house.pool.counts.kv == 0
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
