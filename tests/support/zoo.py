@@ -146,7 +146,7 @@ class Zoo:
 def make_engine(base: Path, **engine_settings: object) -> Engine:
     defaults = {
         "num_threads": 1,
-        "block_size": 4,
+        "block_size": 16,
         "pool_bytes": 4 << 20,
         "max_num_seqs": 8,
         "max_num_batched_tokens": 16,

@@ -19,6 +19,7 @@ from loramux.settings import Settings
 from loramux_adapters import BaseDescription, describe_base
 from loramux_adapters.bank import AdapterBank, Site
 from loramux_adapters.linear import install_linears
+from loramux_kernels import RANK_TILE
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ def load_model(settings: Settings) -> LoadedModel:
     # The pool is not touched before it is used, so memory that no page ever held is never really taken.
     pool = torch.empty(_pool_elements(settings, model, layout), dtype=model.dtype, device=device)
     num_pages = pool.numel() // layout.page_elements
+    _demand_room_for_tiles(base, layout)
     sites = {
         name: Site(i, shape.in_features, shape.out_features) for i, (name, shape) in enumerate(base.modules.items())
     }
@@ -112,6 +114,16 @@ def _pool_elements(settings: Settings, model: nn.Module, layout: KvLayout) -> in
             f"engine.pool_bytes = {num_bytes} is less than one page of {page_bytes} bytes; raise it."
         )
     return num_pages * layout.page_elements
+
+
+def _demand_room_for_tiles(base: BaseDescription, layout: KvLayout) -> None:
+    """A page must hold the widest rank tile, or adapters that are sound could not be loaded."""
+    widest = RANK_TILE * max(max(shape.in_features, shape.out_features) for shape in base.modules.values())
+    if widest > layout.page_elements:
+        needed = -(-widest * layout.block_size // layout.page_elements)
+        raise UnsupportedModel(
+            f"engine.block_size = {layout.block_size} makes pages too small for this base's adapters; use {needed} or more."
+        )
 
 
 def _bytes_outside(model: nn.Module, sites: dict[str, Site]) -> int:
