@@ -1,0 +1,30 @@
+"""Semantics: y[s[k]:s[k+1], slice i] += scale(slot[k], sites[i]) * v[i, s[k]:s[k+1], :r] @ Bt(slot[k], sites[i])."""
+
+from __future__ import annotations
+
+import torch
+
+from loramux_kernels.table import LoraGroup, LoraTable, Segments, read_rank_rows
+
+
+def lora_expand(
+    v: torch.Tensor, pool: torch.Tensor, table: LoraTable, group: LoraGroup, segments: Segments, y: torch.Tensor
+) -> None:
+    """Add every adapter's contribution to the base's outputs, in place, for all sites of a group at once.
+
+    `v` is `lora_shrink`'s; `y` `[T, sum(out_features)]` with T >= segments.rows, of the pool's dtype, last dimension
+    contiguous, any row stride. Sums are taken in float32 and rounded once.
+    """
+    lora_expand_reference(v, pool, table, group, segments, y)
+
+
+def lora_expand_reference(
+    v: torch.Tensor, pool: torch.Tensor, table: LoraTable, group: LoraGroup, segments: Segments, y: torch.Tensor
+) -> None:
+    """`lora_expand` in torch, on any device and in any floating dtype."""
+    for slot, start, stop in segments.spans:
+        for i, site in enumerate(group.sites):
+            if rank := int(table.ranks[slot, site]):
+                bt = read_rank_rows(pool, table.b_offsets[slot, site], rank, group.out_features[i])
+                out = y[start:stop, group.out_starts[i] : group.out_starts[i + 1]]
+                out.copy_(out.float() + table.scales[slot, site] * (v[i, start:stop, :rank] @ bt))

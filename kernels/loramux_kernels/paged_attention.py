@@ -1,0 +1,69 @@
+"""Semantics: out[t, h] = softmax(scaling * q[t, h] @ K[s, h // G].T + mask) @ V[s, h // G] over sequence s of row t."""
+
+from __future__ import annotations
+
+import torch
+
+from loramux_kernels.kv_cache import AttentionBatch, KvLayer
+
+
+def paged_attention(
+    query: torch.Tensor,
+    layer: KvLayer,
+    batch: AttentionBatch,
+    scaling: float,
+    *,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Causal attention of packed query rows `[T, Hq, Dk]` over each sequence's own pages: `[T, Hq, Dv]`.
+
+    Query row i of a sequence with n query rows sits at position context_len - n + i. Query head h reads kv head
+    h // (Hq // Hkv). `sliding_window` w: a row at p sees (p - w, p]. `softcap` c: scores become c * tanh(score / c).
+    `sinks` [Hq]: a score per head that takes part in the softmax and has no value. Scores and sums are float32.
+    """
+    return paged_attention_reference(
+        query, layer, batch, scaling, sliding_window=sliding_window, softcap=softcap, sinks=sinks
+    )
+
+
+def paged_attention_reference(
+    query: torch.Tensor,
+    layer: KvLayer,
+    batch: AttentionBatch,
+    scaling: float,
+    *,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`paged_attention` in torch, a sequence at a time, on any device and in any floating dtype."""
+    output = query.new_empty(query.shape[0], query.shape[1], layer.value.shape[3])
+    groups = query.shape[1] // layer.key.shape[1]
+    for sequence, (start, stop, context) in enumerate(batch.spans):
+        pages = batch.block_table[sequence, : -(-context // layer.block_size)].long()
+        key = _read_pages(layer.key, pages, context).repeat_interleave(groups, 0)
+        value = _read_pages(layer.value, pages, context).repeat_interleave(groups, 0)
+        scores = query[start:stop].transpose(0, 1).float() @ key.transpose(1, 2) * scaling
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.masked_fill(~_visible(stop - start, context, sliding_window, query.device), float("-inf"))
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.float().view(-1, 1, 1).expand(-1, stop - start, 1)), dim=-1)
+        weights = scores.softmax(-1)[..., :context]
+        output[start:stop] = (weights @ value).transpose(0, 1).to(output.dtype)
+    return output
+
+
+def _read_pages(cache: torch.Tensor, pages: torch.Tensor, context: int) -> torch.Tensor:
+    """The first `context` tokens of `pages` as float32 `[num_kv_heads, context, head_dim]`."""
+    return cache[pages].transpose(0, 1).flatten(1, 2)[:, :context].float()
+
+
+def _visible(rows: int, context: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """bool[rows, context]: which positions each of the last `rows` positions may look at."""
+    at = torch.arange(context - rows, context, device=device)[:, None]
+    other = torch.arange(context, device=device)
+    visible = other <= at
+    return visible if window is None else visible & (other > at - window)
