@@ -1,1 +1,30 @@
-"""The tables and every SQL statement; the only package that knows SQLAlchemy."""
+"""Rows: the schema, its migrations, and the repositories that hold every SQL statement."""
+
+from loramux.records.database import Database
+from loramux.records.errors import (
+    RecordsError,
+    RecordsUnavailable,
+    RowRefused,
+    SchemaOutOfDate,
+    SchemaTooNew,
+    UnsupportedUrl,
+)
+from loramux.records.identity import Principal, TenantId
+from loramux.records.schema import check, current_revision, head_revision, is_current, migrate
+
+__all__ = [
+    "Database",
+    "Principal",
+    "RecordsError",
+    "RecordsUnavailable",
+    "RowRefused",
+    "SchemaOutOfDate",
+    "SchemaTooNew",
+    "TenantId",
+    "UnsupportedUrl",
+    "check",
+    "current_revision",
+    "head_revision",
+    "is_current",
+    "migrate",
+]

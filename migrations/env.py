@@ -1,0 +1,32 @@
+"""Alembic's entry: runs on the connection that `loramux.records.migrate` lends, or on LORAMUX_RECORDS_URL by hand."""
+
+import os
+
+from alembic import context
+from sqlalchemy import Connection, create_engine
+
+from loramux.records.database import parse_url
+from loramux.records.models import Base
+
+
+def run(connection: Connection) -> None:
+    """All steps in the connection's own transaction, on SQLite too: half a migration is never seen."""
+    context.configure(
+        connection=connection,
+        target_metadata=Base.metadata,
+        transactional_ddl=True,
+        render_as_batch=connection.dialect.name == "sqlite",
+    )
+    with context.begin_transaction():
+        context.run_migrations()
+
+
+lent: Connection | None = context.config.attributes.get("connection")
+if lent is not None:
+    run(lent)
+else:
+    url = os.environ.get("LORAMUX_RECORDS_URL")
+    if url is None:
+        raise SystemExit("set LORAMUX_RECORDS_URL, for example sqlite:////tmp/dev.sqlite3 (or use `loramux migrate`)")
+    with create_engine(parse_url(url)).begin() as connection:
+        run(connection)

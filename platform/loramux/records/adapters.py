@@ -1,0 +1,156 @@
+"""Statements about adapters, their revisions and aliases."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import msgspec
+from sqlalchemy import ColumnElement, Row, Select, func, select, update
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from loramux.records.identity import TenantId, new_id
+from loramux.records.models import AdapterRow, AliasRow, RequestRow, RevisionRow
+
+DEFAULT_ALIAS = "default"
+READY = "ready"
+DELETED = "deleted"
+
+Listed = Row[AdapterRow, RevisionRow]
+
+
+class RevisionContent(msgspec.Struct, frozen=True):
+    """What a revision is, apart from its name."""
+
+    digest: str
+    rank: int
+    size_bytes: int
+
+
+class AdapterRepository:
+    """One tenant's adapters; a deleted one is invisible here until its name is uploaded again."""
+
+    def __init__(self, session: AsyncSession, tenant: TenantId) -> None:
+        self._session = session
+        self._tenant = tenant
+
+    async def register(self, name: str, content: RevisionContent, at: int) -> Listed:
+        """Make `content` what `name` means: a new revision unless the adapter already has this very content.
+
+        The caller holds the registry's lock, so that numbers are given out one at a time.
+        """
+        adapter = await self._adapter_named(name)
+        if adapter is None:
+            adapter = AdapterRow(id=new_id("adapter"), tenant_id=self._tenant, name=name, created_at=at)
+            self._session.add(adapter)
+        adapter.deleted_at = None
+        await self._session.flush()
+        revision = await self._revision_with(adapter.id, content.digest)
+        if revision is None:
+            revision = await self._add_revision(adapter.id, content, at)
+        revision.state = READY
+        await self._session.flush()
+        await self._point(adapter.id, DEFAULT_ALIAS, revision.id, at)
+        listed = await self.default(name)
+        assert listed is not None
+        return listed
+
+    async def count(self) -> int:
+        """How many adapters the tenant has."""
+        statement = select(func.count()).select_from(AdapterRow)
+        return await self._session.scalar(statement.where(*self._visible())) or 0
+
+    async def exists(self, name: str) -> bool:
+        """Whether the tenant has an adapter of that name."""
+        return (
+            await self._session.scalar(select(AdapterRow.id).where(*self._visible(), AdapterRow.name == name))
+            is not None
+        )
+
+    async def all(self) -> Sequence[Listed]:
+        """Every adapter with its default revision, by name."""
+        return (await self._session.execute(self._aliased(DEFAULT_ALIAS).order_by(AdapterRow.name))).all()
+
+    async def default(self, name: str) -> Listed | None:
+        """The adapter with its default revision."""
+        return await self.aliased(name, DEFAULT_ALIAS)
+
+    async def aliased(self, name: str, alias: str) -> Listed | None:
+        """The adapter with the revision that `alias` names."""
+        return (await self._session.execute(self._aliased(alias).where(AdapterRow.name == name))).one_or_none()
+
+    async def numbered(self, name: str, number: int) -> Listed | None:
+        """The adapter with its revision `number`."""
+        statement = self._listed().where(AdapterRow.name == name, RevisionRow.number == number)
+        return (await self._session.execute(statement)).one_or_none()
+
+    async def delete(self, name: str, at: int) -> Sequence[str] | None:
+        """Hide the adapter and all its revisions; their digests, or None when there is no such adapter."""
+        adapter = await self._session.scalar(select(AdapterRow).where(*self._visible(), AdapterRow.name == name))
+        if adapter is None:
+            return None
+        adapter.deleted_at = at
+        ready = (RevisionRow.adapter_id == adapter.id, RevisionRow.state == READY)
+        digests = (await self._session.scalars(select(RevisionRow.digest).where(*ready))).all()
+        await self._session.execute(update(RevisionRow).where(*ready).values(state=DELETED))
+        return digests
+
+    def _visible(self) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
+        return AdapterRow.tenant_id == self._tenant, AdapterRow.deleted_at.is_(None)
+
+    def _listed(self) -> Select[AdapterRow, RevisionRow]:
+        return (
+            select(AdapterRow, RevisionRow)
+            .join(RevisionRow, RevisionRow.adapter_id == AdapterRow.id)
+            .where(*self._visible(), RevisionRow.state == READY)
+        )
+
+    def _aliased(self, alias: str) -> Select[AdapterRow, RevisionRow]:
+        return self._listed().join(AliasRow, AliasRow.revision_id == RevisionRow.id).where(AliasRow.name == alias)
+
+    async def _adapter_named(self, name: str) -> AdapterRow | None:
+        statement = select(AdapterRow).where(AdapterRow.tenant_id == self._tenant, AdapterRow.name == name)
+        return await self._session.scalar(statement)
+
+    async def _revision_with(self, adapter_id: str, digest: str) -> RevisionRow | None:
+        statement = select(RevisionRow).where(RevisionRow.adapter_id == adapter_id, RevisionRow.digest == digest)
+        return await self._session.scalar(statement)
+
+    async def _add_revision(self, adapter_id: str, content: RevisionContent, at: int) -> RevisionRow:
+        last = select(func.max(RevisionRow.number)).where(RevisionRow.adapter_id == adapter_id)
+        revision = RevisionRow(
+            id=new_id("revision"),
+            tenant_id=self._tenant,
+            adapter_id=adapter_id,
+            number=(await self._session.scalar(last) or 0) + 1,
+            digest=content.digest,
+            rank=content.rank,
+            size_bytes=content.size_bytes,
+            state=READY,
+            created_at=at,
+        )
+        self._session.add(revision)
+        return revision
+
+    async def _point(self, adapter_id: str, alias: str, revision_id: str, at: int) -> None:
+        row = AliasRow(
+            adapter_id=adapter_id, name=alias, tenant_id=self._tenant, revision_id=revision_id, updated_at=at
+        )
+        await self._session.merge(row)
+        await self._session.flush()
+
+
+class ContentRepository:
+    """Which stored contents are still needed, over all tenants; answers digests only."""
+
+    def __init__(self, session: AsyncSession) -> None:
+        self._session = session
+
+    async def unreferenced(self, digests: Collection[str]) -> frozenset[str]:
+        """Those of `digests` that no visible revision has."""
+        statement = select(RevisionRow.digest).where(RevisionRow.digest.in_(digests), RevisionRow.state == READY)
+        return frozenset(digests) - frozenset(await self._session.scalars(statement))
+
+    async def unused(self, digests: Collection[str]) -> frozenset[str]:
+        """Those of `digests` that no visible revision has and no open request runs with."""
+        running = select(RequestRow.adapter_digest).where(RequestRow.status == "open").distinct()
+        return await self.unreferenced(digests) - frozenset(await self._session.scalars(running))

@@ -1,0 +1,124 @@
+"""The schema's revision: which one the code wants, which one a database has, and the way from one to the other.
+
+All functions here are synchronous and open their own connection; call them from a thread inside an event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from alembic import command
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from alembic.util import CommandError
+from sqlalchemy import URL, Connection, create_engine, text
+from sqlalchemy.pool import NullPool
+
+import loramux
+from loramux.records.database import BUSY_SECONDS, parse_url, prepare_sqlite, sqlite_file
+from loramux.records.errors import SchemaOutOfDate, SchemaTooNew
+
+MIGRATION_LOCK = 7_401_001
+"""PostgreSQL advisory lock: two processes that migrate at once do it one after the other."""
+
+
+def migrations_folder() -> Path:
+    """`loramux/migrations` of an installed wheel, or `migrations` of the repository."""
+    package = Path(loramux.__file__).parent
+    installed = package / "migrations"
+    return installed if installed.is_dir() else package.parents[1] / "migrations"
+
+
+def head_revision() -> str:
+    """The revision that this release works with."""
+    head = ScriptDirectory.from_config(_config()).get_current_head()
+    assert head is not None, "the migration history is empty"
+    return head
+
+
+def current_revision(url: str) -> str | None:
+    """The revision that the database has; None for an empty or absent one. Creates nothing."""
+    parsed = parse_url(url)
+    file = sqlite_file(parsed)
+    if file is not None and not file.exists():
+        return None
+    with _connect(parsed) as connection:
+        return MigrationContext.configure(connection).get_current_revision()
+
+
+def is_current(url: str) -> bool:
+    """Whether the database is at this release's revision."""
+    return current_revision(url) == head_revision()
+
+
+def check(url: str) -> None:
+    """Raise unless the database is at this release's revision.
+
+    Raises SchemaOutOfDate (with the command to run) or SchemaTooNew.
+    """
+    current, head = current_revision(url), head_revision()
+    if current == head:
+        return
+    if current is not None and not _known(current):
+        raise _too_new(url, current)
+    has = "has no tables yet" if current is None else f"is at schema {current}"
+    raise SchemaOutOfDate(
+        f"the database {parse_url(url)!r} {has} and this release needs {head}; run: loramux migrate --config FILE"
+    )
+
+
+def migrate(url: str) -> str:
+    """Bring the database to this release's revision and return it; does nothing where it is there already.
+
+    Makes a SQLite file and its folder where they are absent. All steps run in one transaction. Raises SchemaTooNew.
+    """
+    parsed = parse_url(url)
+    file = sqlite_file(parsed)
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    with _connect(parsed) as connection, connection.begin():
+        if connection.dialect.name == "postgresql":
+            connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": MIGRATION_LOCK})
+        config = _config()
+        config.attributes["connection"] = connection
+        try:
+            command.upgrade(config, "head")
+        except CommandError as error:
+            current = MigrationContext.configure(connection).get_current_revision()
+            if current is None or _known(current):
+                raise
+            raise _too_new(url, current) from error
+    return head_revision()
+
+
+def _config() -> Config:
+    config = Config()
+    config.set_main_option("script_location", str(migrations_folder()).replace("%", "%%"))
+    return config
+
+
+def _known(revision: str) -> bool:
+    return any(script.revision == revision for script in ScriptDirectory.from_config(_config()).walk_revisions())
+
+
+def _too_new(url: str, revision: str) -> SchemaTooNew:
+    return SchemaTooNew(
+        f"the database {parse_url(url)!r} is at schema {revision}, which this release does not know; "
+        "run a loramux at least as new as the one that migrated it"
+    )
+
+
+@contextmanager
+def _connect(url: URL) -> Iterator[Connection]:
+    is_sqlite = sqlite_file(url) is not None
+    engine = create_engine(url, poolclass=NullPool, connect_args={"timeout": BUSY_SECONDS} if is_sqlite else {})
+    if is_sqlite:
+        prepare_sqlite(engine, begin="BEGIN IMMEDIATE")
+    try:
+        with engine.connect() as connection:
+            yield connection
+    finally:
+        engine.dispose()

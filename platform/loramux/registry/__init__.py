@@ -1,0 +1,27 @@
+"""Names of adapters and what they mean: upload, resolve, list, delete."""
+
+from loramux.registry.errors import (
+    AdapterNotFound,
+    InvalidName,
+    ModelNotFound,
+    RegistryError,
+    RevisionUnavailable,
+    TooManyAdapters,
+)
+from loramux.registry.names import ModelName, parse_model
+from loramux.registry.registry import AdapterInfo, Registry, ResolvedModel, Revision
+
+__all__ = [
+    "AdapterInfo",
+    "AdapterNotFound",
+    "InvalidName",
+    "ModelName",
+    "ModelNotFound",
+    "Registry",
+    "RegistryError",
+    "ResolvedModel",
+    "Revision",
+    "RevisionUnavailable",
+    "TooManyAdapters",
+    "parse_model",
+]

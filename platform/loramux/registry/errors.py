@@ -1,0 +1,63 @@
+"""Why the registry says no. What is wrong with an adapter's *files* is loramux_adapters.AdapterRejected instead.
+
+RegistryError(code, field, message)
+├── InvalidName            a name that cannot be, or that is not the caller's to give: 400
+├── ModelNotFound          no such model, or not the caller's: 404, and the same answer
+│   └── AdapterNotFound    likewise, by the adapter's name
+├── TooManyAdapters        the tenant's limit is reached: 400
+└── RevisionUnavailable    the files that are stored are missing or damaged: 503
+"""
+
+from __future__ import annotations
+
+SHOWN = 160
+"""A refusal repeats at most so many characters of what it was given."""
+
+
+class RegistryError(Exception):
+    """A stable code, the field that is wrong, and a sentence with the way out."""
+
+    code = "invalid_request"
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.field = field
+
+
+class InvalidName(RegistryError):
+    """The message says the grammar."""
+
+    code = "invalid_adapter_name"
+
+
+class ModelNotFound(RegistryError):
+    """The same for a model that does not exist and one that is another tenant's."""
+
+    code = "model_not_found"
+
+    def __init__(self, model: str) -> None:
+        super().__init__(f"The model `{model[:SHOWN]}` does not exist or you do not have access to it.", "model")
+
+
+class AdapterNotFound(ModelNotFound):
+    """The same, by the name of an adapter."""
+
+    code = "adapter_not_found"
+
+    def __init__(self, name: str) -> None:
+        RegistryError.__init__(
+            self, f"The adapter `{name[:SHOWN]}` does not exist or you do not have access to it.", "name"
+        )
+
+
+class TooManyAdapters(RegistryError):
+    """The message names the limit."""
+
+    code = "too_many_adapters"
+
+
+class RevisionUnavailable(RegistryError):
+    """The operator's disk is at fault, not the caller."""
+
+    code = "adapter_unavailable"

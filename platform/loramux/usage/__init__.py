@@ -1,0 +1,27 @@
+"""What was used, and the proof of it."""
+
+from loramux.records.errors import ChainBroken
+from loramux.records.ledger import LedgerEntry
+from loramux.records.usage import UsageTotals
+from loramux.usage.errors import InvalidQuery, RequestRefused, UnknownRequest, UsageClosed, UsageError
+from loramux.usage.query import UsageBucket, UsagePage, UsageQuery, UsageResult
+from loramux.usage.settling import OpenedRequest, Settlement
+from loramux.usage.usage import Usage
+
+__all__ = [
+    "ChainBroken",
+    "InvalidQuery",
+    "LedgerEntry",
+    "OpenedRequest",
+    "RequestRefused",
+    "Settlement",
+    "UnknownRequest",
+    "Usage",
+    "UsageBucket",
+    "UsageClosed",
+    "UsageError",
+    "UsagePage",
+    "UsageQuery",
+    "UsageResult",
+    "UsageTotals",
+]

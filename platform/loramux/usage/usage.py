@@ -1,0 +1,85 @@
+"""Usage, from a request's first row to the proof of the bill."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+from loramux.records import Database, Principal, TenantId
+from loramux.records.identity import new_id
+from loramux.records.ledger import LedgerEntry, LedgerRepository
+from loramux.records.usage import UsageRepository, UsageTotals
+from loramux.usage.errors import UsageClosed
+from loramux.usage.group_commit import GroupCommit
+from loramux.usage.query import SECOND, UsagePage, UsageQuery, plan_buckets
+from loramux.usage.settling import OpenedRequest, Operation, Outcome, Settlement, Settler, unused
+
+
+class Usage:
+    """What every tenant used. `open` and `settle` need start(); the questions do not."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._settler = Settler(database, new_id("server"))
+        self._writer: GroupCommit[Operation, Outcome] = GroupCommit(self._settler.commit)
+
+    def start(self) -> None:
+        """Begin to write."""
+        self._writer.start()
+
+    async def stop(self) -> None:
+        """Write what was submitted, then end."""
+        await self._writer.stop()
+
+    async def open(self, request: OpenedRequest) -> None:
+        """Write the request's row, durably, before the engine sees it.
+
+        A caller that is cancelled while it waits leaves no open row: it is settled with nothing used.
+        Raises RequestRefused, UsageClosed.
+        """
+        try:
+            await self._writer.submit(request)
+        except asyncio.CancelledError:
+            self._abandon(request)
+            raise
+
+    async def settle(self, settlement: Settlement) -> LedgerEntry:
+        """Put the request on the bill, durably, before its client sees the usage.
+
+        Once per request: settling again returns the entry that there is. A caller that is cancelled while it
+        waits has settled all the same. Raises UnknownRequest, RequestRefused, UsageClosed.
+        """
+        entry = await self._writer.submit(settlement)
+        assert entry is not None
+        return entry
+
+    def _abandon(self, request: OpenedRequest) -> None:
+        with suppress(UsageClosed):  # then the next boot's sweep closes it
+            self._writer.post(unused(request.id, "cancelled")).add_done_callback(_forget)
+
+    async def sweep(self) -> int:
+        """At boot: close the requests that dead servers left open, as interrupted and free of charge."""
+        return await self._settler.sweep()
+
+    async def completions(self, principal: Principal, query: UsageQuery) -> UsagePage:
+        """The caller's usage in buckets of time. Raises InvalidQuery."""
+        plan = plan_buckets(query, self._database.now() // SECOND)
+        async with self._database.read() as session:
+            totals = await UsageRepository(session, principal.tenant).by_bucket(plan.window, plan.group_by)
+        return plan.page(totals)
+
+    async def rows(self, tenant: TenantId) -> list[UsageTotals]:
+        """Everything the tenant used, by model."""
+        async with self._database.read() as session:
+            return await UsageRepository(session, tenant).by_model()
+
+    async def verify_chain(self) -> int:
+        """Prove that no ledger entry was altered; the number of entries. Raises ChainBroken."""
+        async with self._database.read() as session:
+            return (await LedgerRepository(session).verify()).sequence
+
+
+def _forget(outcome: asyncio.Future[Outcome]) -> None:
+    """Nobody waits for it: look at its exception, so that asyncio does not complain."""
+    if not outcome.cancelled():
+        outcome.exception()
