@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import URL, Engine, event, func, make_url, select
+from sqlalchemy import URL, Engine, event, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
-from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, create_async_engine
 
 from loramux.records.errors import RecordsUnavailable, RowRefused, UnsupportedUrl
 
@@ -94,6 +94,10 @@ class Database:
         async with _transaction(self._reader) as session:
             yield session
 
+    def connect(self) -> AsyncConnection:
+        """A connection of one's own, for what outlives a transaction (`records.locks`); use it as a context."""
+        return self._writer.connect()
+
     async def close(self) -> None:
         """Close every connection; the database can be used again afterwards."""
         await self._reader.dispose()
@@ -113,15 +117,6 @@ async def _transaction(engine: AsyncEngine) -> AsyncIterator[AsyncSession]:
         if error.connection_invalidated:
             raise RecordsUnavailable(f"the connection to the database broke: {error.orig}") from error
         raise
-
-
-async def exclusive(session: AsyncSession, lock: int) -> None:
-    """Hold `lock` until this transaction ends; nobody else's transaction passes here with the same number.
-
-    SQLite needs nothing: a writing transaction is alone already.
-    """
-    if session.get_bind().dialect.name == "postgresql":
-        await session.execute(select(func.pg_advisory_xact_lock(lock)))
 
 
 def _engines(url: URL) -> tuple[AsyncEngine, AsyncEngine]:

@@ -33,9 +33,14 @@ class RequestRepository:
         found = await self._session.scalars(select(RequestRow).where(RequestRow.id.in_(ids)))
         return {row.id: row for row in found}
 
-    async def left_open(self, *, besides: str, limit: int) -> Sequence[RequestRow]:
-        """Some of the requests that are open and belong to another server process than `besides`."""
-        statement = select(RequestRow).where(RequestRow.status == OPEN, RequestRow.server_id != besides)
+    async def servers_with_open(self, *, besides: str) -> list[str]:
+        """The other servers that have requests open."""
+        statement = select(RequestRow.server_id).where(RequestRow.status == OPEN, RequestRow.server_id != besides)
+        return list(await self._session.scalars(statement.distinct()))
+
+    async def left_open(self, servers: Collection[str], limit: int) -> Sequence[RequestRow]:
+        """Some of the requests that these servers have open."""
+        statement = select(RequestRow).where(RequestRow.status == OPEN, RequestRow.server_id.in_(servers))
         return (await self._session.scalars(statement.order_by(RequestRow.id).limit(limit))).all()
 
     async def close(self, ids: Sequence[str], status: str, at: int) -> None:

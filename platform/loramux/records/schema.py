@@ -20,9 +20,7 @@ from sqlalchemy.pool import NullPool
 import loramux
 from loramux.records.database import BUSY_SECONDS, parse_url, prepare_sqlite, sqlite_file
 from loramux.records.errors import SchemaOutOfDate, SchemaTooNew
-
-MIGRATION_LOCK = 7_401_001
-"""PostgreSQL advisory lock: two processes that migrate at once do it one after the other."""
+from loramux.records.locks import MIGRATIONS
 
 
 def migrations_folder() -> Path:
@@ -81,7 +79,7 @@ def migrate(url: str) -> str:
         file.parent.mkdir(parents=True, exist_ok=True)
     with _connect(parsed) as connection, connection.begin():
         if connection.dialect.name == "postgresql":
-            connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": MIGRATION_LOCK})
+            connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": MIGRATIONS})
         config = _config()
         config.attributes["connection"] = connection
         try:

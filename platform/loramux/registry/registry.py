@@ -11,7 +11,7 @@ import msgspec
 
 from loramux.records import Database, Principal
 from loramux.records.adapters import DEFAULT_ALIAS, AdapterRepository, ContentRepository, Listed, RevisionContent
-from loramux.records.database import exclusive
+from loramux.records.locks import CONTENTS, exclusive
 from loramux.registry.errors import AdapterNotFound, ModelNotFound, RevisionUnavailable, TooManyAdapters
 from loramux.registry.names import adapter_part, check_adapter_name, parse_model
 from loramux.settings import AdapterLimits
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-CONTENTS_LOCK = 7_401_002
-"""Held while contents and the rows that need them change together, so that none goes while another comes."""
 
 VALIDATIONS_AT_ONCE = 2
 SWEEP_PAGE = 500
@@ -92,7 +89,7 @@ class Registry:
             async with self._validations:
                 content = await finished(self._examine, folder, config_file, weights_file)
             async with self._database.begin() as session:
-                await exclusive(session, CONTENTS_LOCK)
+                await exclusive(session, CONTENTS)
                 await finished(self._blobs.publish, folder, content.digest)
                 adapters = AdapterRepository(session, principal.tenant)
                 listed = await adapters.register(adapter, content, self._database.now())
@@ -137,7 +134,7 @@ class Registry:
         """
         adapter = adapter_part(principal.tenant_name, name)
         async with self._database.begin() as session:
-            await exclusive(session, CONTENTS_LOCK)
+            await exclusive(session, CONTENTS)
             adapters = AdapterRepository(session, principal.tenant)
             digests = await adapters.delete(adapter, self._database.now()) if adapter else None
             if digests is None:
@@ -155,7 +152,7 @@ class Registry:
 
     async def _remove_unused(self, digests: frozenset[str]) -> int:
         async with self._database.begin() as session:
-            await exclusive(session, CONTENTS_LOCK)
+            await exclusive(session, CONTENTS)
             unused = await ContentRepository(session).unused(digests)
             for digest in unused:
                 await finished(self._blobs.remove, digest)

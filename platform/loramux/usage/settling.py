@@ -8,6 +8,7 @@ import msgspec
 
 from loramux.records import Database, RowRefused, TenantId
 from loramux.records.ledger import LedgerDraft, LedgerEntry, LedgerRepository
+from loramux.records.locks import gone
 from loramux.records.models import RequestRow
 from loramux.records.requests import INTERRUPTED, OPEN, SETTLED, RequestRepository
 from loramux.usage.errors import RequestRefused, UnknownRequest
@@ -132,7 +133,8 @@ class Settler:
         async with self._database.begin() as session:
             requests, ledger = RequestRepository(session), LedgerRepository(session)
             head = await ledger.lock()
-            left = await requests.left_open(besides=self._server_id, limit=SWEEP_BATCH)
+            dead = await gone(session, await requests.servers_with_open(besides=self._server_id))
+            left = await requests.left_open(dead, SWEEP_BATCH)
             now = self._database.now()
             await ledger.append(head, [_draft(row, unused(row.id, INTERRUPTED), now, kind=INTERRUPTED) for row in left])
             if left:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 
 from loramux.records import Database, Principal, TenantId
 from loramux.records.identity import new_id
 from loramux.records.ledger import LedgerEntry, LedgerRepository
+from loramux.records.locks import alive
 from loramux.records.usage import UsageRepository, UsageTotals
 from loramux.usage.errors import UsageClosed
 from loramux.usage.group_commit import GroupCommit
@@ -20,16 +21,20 @@ class Usage:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._settler = Settler(database, new_id("server"))
+        self._server_id = new_id("server")
+        self._settler = Settler(database, self._server_id)
         self._writer: GroupCommit[Operation, Outcome] = GroupCommit(self._settler.commit)
+        self._life = AsyncExitStack()
 
-    def start(self) -> None:
-        """Begin to write."""
+    async def start(self) -> None:
+        """Begin to write, as a server that others see alive."""
+        await self._life.enter_async_context(alive(self._database, self._server_id))
         self._writer.start()
 
     async def stop(self) -> None:
         """Write what was submitted, then end."""
         await self._writer.stop()
+        await self._life.aclose()
 
     async def open(self, request: OpenedRequest) -> None:
         """Write the request's row, durably, before the engine sees it.
@@ -58,7 +63,10 @@ class Usage:
             self._writer.post(unused(request.id, "cancelled")).add_done_callback(_forget)
 
     async def sweep(self) -> int:
-        """At boot: close the requests that dead servers left open, as interrupted and free of charge."""
+        """At boot: close the requests that dead servers left open, as interrupted and free of charge; how many.
+
+        A server that was thought dead and still settles puts its usage on the bill all the same.
+        """
         return await self._settler.sweep()
 
     async def completions(self, principal: Principal, query: UsageQuery) -> UsagePage:
