@@ -1,1 +1,39 @@
 """PEFT files on disk become a validated adapter, and its weights become resident in pages of the pool."""
+
+from loramux_adapters.base import BaseDescription, LinearShape, describe_base, describe_model
+from loramux_adapters.config import LoraConfig, parse_adapter_config
+from loramux_adapters.errors import AdapterRejected, BaseMismatch, BaseUnusable, ConfigRejected, WeightsFileRejected
+from loramux_adapters.finite import check_finite
+from loramux_adapters.header import SafetensorsHeader, TensorInfo, read_header
+from loramux_adapters.plan import AdapterPlan, Limits, LoraPair, plan_adapter
+from loramux_adapters.validate import CONFIG_NAME, WEIGHTS_NAME, inspect_adapter, validate_adapter
+from loramux_adapters.weights import AdapterWeights, LoraWeights, load_adapter
+
+__all__ = [
+    "CONFIG_NAME",
+    "WEIGHTS_NAME",
+    "AdapterPlan",
+    "AdapterRejected",
+    "AdapterWeights",
+    "BaseDescription",
+    "BaseMismatch",
+    "BaseUnusable",
+    "ConfigRejected",
+    "Limits",
+    "LinearShape",
+    "LoraConfig",
+    "LoraPair",
+    "LoraWeights",
+    "SafetensorsHeader",
+    "TensorInfo",
+    "WeightsFileRejected",
+    "check_finite",
+    "describe_base",
+    "describe_model",
+    "inspect_adapter",
+    "load_adapter",
+    "parse_adapter_config",
+    "plan_adapter",
+    "read_header",
+    "validate_adapter",
+]

@@ -1,0 +1,133 @@
+"""adapter_config.json, strictly: what PEFT writes for LoRA is read, named as harmless, or refused by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from loramux_adapters import strict_json
+from loramux_adapters.errors import ConfigRejected
+from loramux_adapters.refusals import check_kind, check_known, check_switched_off
+
+MAX_CONFIG_BYTES = 1 << 20
+MAX_TARGETS = 10_000
+MAX_PATTERNS = 1_024
+
+Name = Annotated[str, Meta(min_length=1, max_length=512)]
+Rank = Annotated[int, Meta(ge=1, le=65_536)]
+Alpha = Annotated[float, Meta(ge=-1e6, le=1e6)]
+Layer = Annotated[int, Meta(ge=0, le=100_000)]
+Regex = Annotated[str, Meta(min_length=1, max_length=65_536)]
+Names = Annotated[tuple[Name, ...], Meta(max_length=MAX_TARGETS)]
+
+ALL_LINEAR = "all-linear"
+
+HARMLESS = frozenset(
+    (
+        "auto_mapping",
+        "corda_config",  # read only beside init_lora_weights; conversion to plain LoRA leaves it in the file
+        "ensure_weight_tying",  # concerns embeddings and the head, whose adapters are refused
+        "eva_config",  # how the ranks were found; rank_pattern holds the result
+        "fan_in_fan_out",  # PEFT sets it by the class of the module, whatever the file says
+        "inference_mode",
+        "lora_dropout",  # training only
+        "lora_ga_config",  # as corda_config
+        "megatron_core",  # read only beside megatron_config
+        "peft_version",
+        "qalora_group_size",  # read only beside use_qalora
+        "revision",
+        "runtime_config",  # PEFT ignores it in a file
+    )
+)
+"""Fields of LoraConfig that do not change what a trained adapter computes."""
+
+
+class LoraConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What of an adapter_config.json decides the computation; PEFT's names and meaning."""
+
+    r: Rank
+    lora_alpha: Alpha
+    target_modules: Regex | Names
+    """A regular expression for whole names, or names and suffixes of names; `all-linear`: see plan.py."""
+    exclude_modules: Regex | Names | None = None
+    use_rslora: bool = False
+    rank_pattern: Annotated[dict[Name, Rank], Meta(max_length=MAX_PATTERNS)] = {}
+    alpha_pattern: Annotated[dict[Name, Alpha], Meta(max_length=MAX_PATTERNS)] = {}
+    layers_to_transform: Annotated[tuple[Layer, ...], Meta(max_length=MAX_TARGETS)] | None = None
+    layers_pattern: Annotated[tuple[Name, ...], Meta(max_length=64)] | None = None
+    base_model_name_or_path: str | None = None
+
+    @property
+    def all_linear(self) -> bool:
+        """Whether the targets are every linear but the head."""
+        return isinstance(self.target_modules, str) and self.target_modules.lower() == ALL_LINEAR
+
+
+_READ = frozenset(LoraConfig.__struct_fields__)
+_KINDS = frozenset(("peft_type", "task_type", "bias", "init_lora_weights"))
+_REQUIRED = ("r", "lora_alpha", "target_modules")
+
+
+def parse_adapter_config(data: bytes) -> LoraConfig:
+    """Read the bytes of an adapter_config.json.
+
+    Raises ConfigRejected: `config_invalid` (not JSON, wrong type or range), `config_too_large`, `field_missing`,
+    `field_unsupported`, `field_unknown`, `peft_type_unsupported`.
+    """
+    document = _document(data)
+    check_kind(document)
+    check_switched_off(document)
+    check_known(document, _READ | HARMLESS | _KINDS)
+    for field in _REQUIRED:
+        if document.get(field) is None:
+            raise ConfigRejected("field_missing", field, f"adapter_config.json has no {field}; PEFT always writes it.")
+    config = _convert(document)
+    _check_layers(config, document)
+    return config
+
+
+def _document(data: bytes) -> dict[str, Any]:
+    if len(data) > MAX_CONFIG_BYTES:
+        raise ConfigRejected(
+            "config_too_large", None, f"adapter_config.json has {len(data)} bytes; {MAX_CONFIG_BYTES} are taken."
+        )
+    try:
+        document = strict_json.parse(data)
+    except ValueError as error:
+        raise ConfigRejected("config_invalid", None, f"adapter_config.json is not valid JSON: {error}.") from None
+    if not isinstance(document, dict):
+        raise ConfigRejected("config_invalid", None, "adapter_config.json is not a JSON object.")
+    return document
+
+
+def _convert(document: Mapping[str, Any]) -> LoraConfig:
+    given = {field: value for field, value in document.items() if field in _READ and value is not None}
+    # PEFT writes one name or index bare, and reads an empty list of either as none.
+    if type(index := given.get("layers_to_transform")) is int:
+        given["layers_to_transform"] = [index]
+    if isinstance(pattern := given.get("layers_pattern"), str):
+        given["layers_pattern"] = [pattern] if pattern else []
+    if given.get("exclude_modules") in ("", []):
+        del given["exclude_modules"]
+    try:
+        return msgspec.convert(given, LoraConfig)
+    except msgspec.ValidationError as error:
+        path = re.search(r"`\$\.?([^.`\[]*)", str(error))
+        field = path[1] if path and path[1] else None
+        raise ConfigRejected("config_invalid", field, f"adapter_config.json is not valid: {error}.") from None
+
+
+def _check_layers(config: LoraConfig, document: Mapping[str, Any]) -> None:
+    """What PEFT itself raises for."""
+    if isinstance(config.target_modules, str):
+        for field in ("layers_to_transform", "layers_pattern"):
+            if document.get(field) is not None:
+                raise ConfigRejected(
+                    "config_invalid", field, f"{field} cannot stand beside a target_modules that is a string."
+                )
+    elif config.layers_pattern and config.layers_to_transform is None:
+        raise ConfigRejected("config_invalid", "layers_pattern", "layers_pattern needs layers_to_transform beside it.")

@@ -1,0 +1,49 @@
+"""Why an adapter, or a base model, was not taken.
+
+AdapterRejected          an adapter that will not be served
+├── ConfigRejected       adapter_config.json asks for what this server does not do, or is not valid
+├── WeightsFileRejected  the weights file is missing, not safetensors, damaged, or holds NaN
+└── BaseMismatch         configuration and weights do not fit the base model, or each other
+BaseUnusable             the base model itself cannot be described
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+MAX_SHOWN = 3
+
+
+class AdapterRejected(Exception):
+    """An adapter is refused: a stable `code`, the `field` or tensor at fault where there is one, and a sentence."""
+
+    def __init__(self, code: str, field: str | None, message: str) -> None:
+        super().__init__(code, field, message)
+        self.code = code
+        self.field = field
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class ConfigRejected(AdapterRejected):
+    """adapter_config.json cannot be served as it stands; the message says how to convert it."""
+
+
+class WeightsFileRejected(AdapterRejected):
+    """adapter_model.safetensors is not a whole, safe safetensors file of finite floats."""
+
+
+class BaseMismatch(AdapterRejected):
+    """The tensors are not exactly those that the configuration implies on this base."""
+
+
+class BaseUnusable(ValueError):
+    """The base model's folder cannot be read as a transformers causal language model."""
+
+
+def shown(names: Sequence[str], limit: int = MAX_SHOWN) -> str:
+    """The first `limit` names, cut to a length that fits a sentence, and how many more there are."""
+    listed = ", ".join(repr(name[:120]) for name in names[:limit])
+    return listed if len(names) <= limit else f"{listed} and {len(names) - limit} more"

@@ -1,0 +1,180 @@
+"""The header of a safetensors file, bounded and checked before any library sees the file.
+
+Format: 8 bytes little-endian header length n, n bytes of JSON, then the tensors' bytes without gaps.
+Source: https://github.com/huggingface/safetensors#format; this reader refuses more than the library does.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from loramux_adapters import strict_json
+from loramux_adapters.errors import WeightsFileRejected
+
+MAX_HEADER_BYTES = 1 << 20
+MAX_TENSORS = 10_000
+MAX_DIMENSIONS = 8
+MAX_NAME_LENGTH = 512
+MAX_SIZE = 1 << 48
+
+ITEM_BYTES: Mapping[str, int] = {"F32": 4, "F16": 2, "BF16": 2}
+
+_NAME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
+_CONVERT = (
+    "Pickled weights can run code when they are read, so only safetensors is taken: load the adapter with PEFT and "
+    "call save_pretrained(..., safe_serialization=True)."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor: `dtype` F32, F16 or BF16, and bytes `[start, end)` of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorsHeader:
+    """Every tensor of a file, in the order of their bytes."""
+
+    tensors: Mapping[str, TensorInfo]
+    metadata: Mapping[str, str]
+    file_bytes: int
+
+
+def read_header(path: Path) -> SafetensorsHeader:
+    """Read and check the header of `path`; at most 1 MiB of the file is read.
+
+    Raises WeightsFileRejected: `weights_missing`, `weights_pickled`, `weights_truncated`, `header_too_large` or
+    `header_invalid`, `too_many_tensors`, `dtype_unsupported`.
+    """
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise FileNotFoundError
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            length = _header_length(prefix, status.st_size)
+            data = file.read(length)
+    except FileNotFoundError:
+        raise _rejected("weights_missing", None, f"There is no file {path.name}; it holds the weights.") from None
+    if len(data) < length:
+        raise _rejected("weights_truncated", None, "The file ends inside its header; upload it again.")
+    return parse_header(data, status.st_size)
+
+
+def parse_header(data: bytes, file_bytes: int) -> SafetensorsHeader:
+    """Check the JSON of a header that stands in a file of `file_bytes`. Raises as read_header does."""
+    document = _document(data)
+    metadata = _metadata(document.pop("__metadata__", {}))
+    if len(document) > MAX_TENSORS:
+        raise _rejected(
+            "too_many_tensors", None, f"The file holds {len(document)} tensors; at most {MAX_TENSORS} are taken."
+        )
+    first_byte = 8 + len(data)
+    tensors = {name: _tensor(name, entry, first_byte) for name, entry in document.items()}
+    ordered = dict(sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)))
+    _check_contiguous(ordered, first_byte, file_bytes)
+    return SafetensorsHeader(ordered, metadata, file_bytes)
+
+
+def _header_length(prefix: bytes, file_bytes: int) -> int:
+    length = int.from_bytes(prefix, "little")
+    if len(prefix) == 8 and 2 <= length <= MAX_HEADER_BYTES:
+        if 8 + length > file_bytes:
+            raise _rejected(
+                "weights_truncated",
+                None,
+                f"The header says {length} bytes, the file has {file_bytes}; upload it again.",
+            )
+        return length
+    if prefix[:1] == b"\x80" or prefix[:2] == b"PK":
+        raise _rejected("weights_pickled", None, f"The weights are a pickle (.bin, .pt), not safetensors. {_CONVERT}")
+    if len(prefix) < 8:
+        raise _rejected("weights_truncated", None, f"The file has {file_bytes} bytes and no header; upload it again.")
+    raise _rejected(
+        "header_too_large",
+        None,
+        f"The header would be {length} bytes long; 2 to {MAX_HEADER_BYTES} are taken. Is this a safetensors file?",
+    )
+
+
+def _document(data: bytes) -> dict[str, Any]:
+    if data[:1] != b"{":
+        raise _invalid(None, "it does not start with '{'")
+    try:
+        document = strict_json.parse(data)
+    except ValueError as error:
+        raise _invalid(None, str(error)) from None
+    assert isinstance(document, dict)
+    return document
+
+
+def _metadata(value: Any) -> dict[str, str]:
+    if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
+        raise _invalid("__metadata__", "it may hold only strings")
+    return value
+
+
+def _tensor(name: str, entry: Any, first_byte: int) -> TensorInfo:
+    if len(name) > MAX_NAME_LENGTH or not _NAME.fullmatch(name):
+        raise _invalid(
+            name[:120],
+            f"a tensor's name is dotted parts of letters, digits, '_' and '-', up to {MAX_NAME_LENGTH} characters",
+        )
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise _invalid(name, "a tensor has exactly dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        raise _rejected(
+            "dtype_unsupported",
+            name,
+            f"The tensor {name} has dtype {str(dtype)[:40]!r}; {', '.join(ITEM_BYTES)} are taken. "
+            "Convert it before saving, e.g. with model.to(torch.bfloat16).",
+        )
+    if not _are_sizes(shape) or len(shape) > MAX_DIMENSIONS:
+        raise _invalid(name, f"shape is up to {MAX_DIMENSIONS} integers from 0 to 2^48")
+    if not _are_sizes(offsets) or len(offsets) != 2:
+        raise _invalid(name, "data_offsets are two integers from 0 to 2^48")
+    start, end = offsets
+    if end - start != math.prod(shape) * ITEM_BYTES[dtype]:
+        raise _invalid(name, f"data_offsets span {end - start} bytes, which shape {shape} in {dtype} does not fill")
+    return TensorInfo(dtype, tuple(shape), first_byte + start, first_byte + end)
+
+
+def _are_sizes(value: Any) -> bool:
+    # bool is a subclass of int, and true is no size.
+    return isinstance(value, list) and all(type(item) is int and 0 <= item <= MAX_SIZE for item in value)
+
+
+def _check_contiguous(ordered: Mapping[str, TensorInfo], first_byte: int, file_bytes: int) -> None:
+    position = first_byte
+    for name, tensor in ordered.items():
+        if tensor.start != position:
+            what = "overlaps the one before it" if tensor.start < position else "leaves a gap before it"
+            raise _invalid(name, f"its data {what}")
+        position = tensor.end
+    if position > file_bytes:
+        raise _rejected(
+            "weights_truncated", None, f"The tensors end at byte {position}, the file at {file_bytes}; upload it again."
+        )
+    if position < file_bytes:
+        raise _invalid(None, f"{file_bytes - position} bytes follow the last tensor")
+
+
+def _invalid(field: str | None, reason: str) -> WeightsFileRejected:
+    where = "" if field is None else f" at {field!r}"
+    return _rejected("header_invalid", field, f"The safetensors header is not valid{where}: {reason}.")
+
+
+def _rejected(code: str, field: str | None, message: str) -> WeightsFileRejected:
+    return WeightsFileRejected(code, field, message)

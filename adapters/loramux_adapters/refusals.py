@@ -1,0 +1,141 @@
+"""The fields of PEFT's LoraConfig (0.21.2) that this server does not serve: why, and how to convert.
+
+Every other field is either read by config.py or named there as one that has no effect on a trained adapter. A field
+listed here is refused only when it is switched on: null, false and empty values are what PEFT writes for "off".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from loramux_adapters.errors import ConfigRejected
+
+
+class Refusal(NamedTuple):
+    """Why a field cannot be served, and the way out."""
+
+    reason: str
+    way_out: str
+
+
+_TO_LORA = "Many other kinds become a LoRA with peft.save_as_lora; upload what it writes."
+_RETRAIN = "Train the adapter without it."
+_RESTORE = (
+    "Save the adapter again with save_pretrained(..., path_initial_model_for_weight_conversion=<folder of the adapter "
+    "as it was initialised>): PEFT then writes an ordinary LoRA for the unchanged base."
+)
+_NO_BIAS = "Train with bias='none' and lora_bias=false."
+_NO_EMBEDDINGS = "Train without it: LoRA on the decoder's linear layers only."
+
+REFUSALS: Mapping[str, Refusal] = {
+    "use_dora": Refusal("DoRA rescales the base's weights column by column, which is not served.", _RETRAIN),
+    "lora_bias": Refusal("A bias on lora_B is not served.", _NO_BIAS),
+    "modules_to_save": Refusal(
+        "Whole trained copies of the base's modules are not served beside other adapters.", _NO_EMBEDDINGS
+    ),
+    "trainable_token_indices": Refusal("Trained rows of the embedding are not served.", _NO_EMBEDDINGS),
+    "target_parameters": Refusal(
+        "LoRA on bare parameters (the experts of mixture models) is not served.", "Use target_modules only."
+    ),
+    "layer_replication": Refusal(
+        "It builds a deeper model than the base that is served.", "Train on the base's own layers."
+    ),
+    "alora_invocation_tokens": Refusal(
+        "Activated LoRA switches on in the middle of a prompt, which is not served.", _RETRAIN
+    ),
+    "use_qalora": Refusal("QALoRA pools the inputs of a quantised base.", _RETRAIN),
+    "loftq_config": Refusal("LoftQ replaces the base's weights by quantised ones.", _RETRAIN),
+    "kasa_config": Refusal("KaSA truncates the base's weights and adds a diagonal between A and B.", _RETRAIN),
+    "monteclora_config": Refusal("MonteCLoRA adds sampled perturbations to A.", _RETRAIN),
+    "velora_config": Refusal(
+        "VeLoRA stores a training buffer beside every pair.",
+        "Its forward is plain LoRA's: delete the lora_velora_embed tensors and set velora_config to null.",
+    ),
+    "use_bdlora": Refusal(
+        "BD-LoRA stores A or B as the blocks of a block-diagonal matrix.",
+        "Write the blocks out into full matrices (torch.block_diag) and set use_bdlora to null.",
+    ),
+    "arrow_config": Refusal("Arrow routes between several adapters inside one.", "Upload the adapters singly."),
+    "megatron_config": Refusal("Megatron's parallel layers are not those of the base that is served.", _RETRAIN),
+}
+
+_CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_LEAVES_THE_BASE = ("gaussian", "eva", "orthogonal", "mica")
+
+
+def check_switched_off(document: Mapping[str, Any]) -> None:
+    """Raise ConfigRejected (`field_unsupported`) for the first field of REFUSALS that is on."""
+    for field, refusal in REFUSALS.items():
+        if is_on(document.get(field)):
+            raise ConfigRejected(
+                "field_unsupported", field, f"{field} is set in adapter_config.json. {refusal.reason} {refusal.way_out}"
+            )
+
+
+def check_known(document: Mapping[str, Any], known: frozenset[str]) -> None:
+    """Raise ConfigRejected (`field_unknown`) for a field that no PEFT known here has, unless it is off."""
+    for field, value in document.items():
+        if field not in known and field not in REFUSALS and is_on(value):
+            raise ConfigRejected(
+                "field_unknown",
+                field[:120],
+                f"adapter_config.json has a field {field[:120]!r} that this server does not know (it knows those of "
+                "PEFT 0.21.2) and therefore cannot promise to serve. Remove it if it has no effect on the trained "
+                "weights, or save the adapter with PEFT 0.21.",
+            )
+
+
+def check_kind(document: Mapping[str, Any]) -> None:
+    """Raise ConfigRejected unless the file is a LoRA for text generation that left the base as it was."""
+    _check_peft_type(document.get("peft_type"))
+    _check_task_type(document.get("task_type"))
+    _check_bias(document.get("bias"))
+    _check_initialisation(document.get("init_lora_weights", True))
+
+
+def is_on(value: Any) -> bool:
+    """Whether a value switches its field on. 0 does: a number that is not known is not known to be harmless."""
+    return value is not None and value is not False and value not in ("", [], {})
+
+
+def _check_peft_type(value: Any) -> None:
+    if value == "LORA":
+        return
+    if value is None:
+        raise ConfigRejected("field_missing", "peft_type", "adapter_config.json has no peft_type; LORA is expected.")
+    raise ConfigRejected(
+        "peft_type_unsupported", "peft_type", f"peft_type is {str(value)[:40]!r}; only LORA is served. {_TO_LORA}"
+    )
+
+
+def _check_task_type(value: Any) -> None:
+    if value not in (None, "CAUSAL_LM"):
+        raise ConfigRejected(
+            "field_unsupported",
+            "task_type",
+            f"task_type is {str(value)[:40]!r}; this server generates text, which is CAUSAL_LM.",
+        )
+
+
+def _check_bias(value: Any) -> None:
+    if value not in (None, "none"):
+        raise ConfigRejected(
+            "field_unsupported", "bias", f"bias is {str(value)[:40]!r}; trained biases are not served. {_NO_BIAS}"
+        )
+
+
+def _check_initialisation(value: Any) -> None:
+    if isinstance(value, bool):
+        return
+    name = str(value)[:40].lower()
+    if name in _LEAVES_THE_BASE:
+        return
+    if name.startswith(_CHANGES_THE_BASE):
+        reason = f"init_lora_weights is {name!r}, which changes the base's own weights. {_RESTORE}"
+        raise ConfigRejected("field_unsupported", "init_lora_weights", reason)
+    raise ConfigRejected(
+        "field_unsupported",
+        "init_lora_weights",
+        f"init_lora_weights is {name!r}; known to leave the base alone are true, false, {', '.join(_LEAVES_THE_BASE)}.",
+    )

@@ -1,0 +1,44 @@
+"""A folder with PEFT's two files, checked from the cheapest question to the dearest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from loramux_adapters.base import BaseDescription
+from loramux_adapters.config import MAX_CONFIG_BYTES, LoraConfig, parse_adapter_config
+from loramux_adapters.errors import ConfigRejected
+from loramux_adapters.finite import check_finite
+from loramux_adapters.header import read_header
+from loramux_adapters.plan import AdapterPlan, Limits, plan_adapter
+
+CONFIG_NAME = "adapter_config.json"
+WEIGHTS_NAME = "adapter_model.safetensors"
+
+
+def read_config(directory: Path) -> LoraConfig:
+    """Read `directory`/adapter_config.json, at most 1 MiB of it. Raises ConfigRejected."""
+    try:
+        with (directory / CONFIG_NAME).open("rb") as file:
+            return parse_adapter_config(file.read(MAX_CONFIG_BYTES + 1))
+    except (FileNotFoundError, IsADirectoryError):
+        raise ConfigRejected(
+            "config_missing", None, f"There is no {CONFIG_NAME}; PEFT's save_pretrained writes it beside the weights."
+        ) from None
+
+
+def inspect_adapter(directory: Path, base: BaseDescription, limits: Limits) -> AdapterPlan:
+    """Everything of validate_adapter but the reading of the weights; milliseconds. Raises AdapterRejected."""
+    config = read_config(directory)
+    return plan_adapter(config, read_header(directory / WEIGHTS_NAME), base, limits)
+
+
+def validate_adapter(directory: Path, base: BaseDescription, limits: Limits) -> AdapterPlan:
+    """The plan of the adapter in `directory`, its weights known to be finite. Raises AdapterRejected.
+
+    Memory: the two headers and a few MiB, whatever the files' sizes.
+    """
+    config = read_config(directory)
+    header = read_header(directory / WEIGHTS_NAME)
+    plan = plan_adapter(config, header, base, limits)
+    check_finite(directory / WEIGHTS_NAME, header)
+    return plan
