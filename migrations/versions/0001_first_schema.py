@@ -83,8 +83,8 @@ def create_adapters() -> None:
             ["adapters.tenant_id", "adapters.id"],
             name="fk_revisions_tenant_id_adapter_id",
         ),
-        sa.CheckConstraint("state IN ('ready', 'deleted')", name="ck_revisions_state"),
-        sa.CheckConstraint("number >= 1 AND rank >= 1 AND size_bytes >= 0", name="ck_revisions_quantities"),
+        sa.CheckConstraint("state IN ('ready', 'deleted')", name=op.f("ck_revisions_state")),
+        sa.CheckConstraint("number >= 1 AND rank >= 1 AND size_bytes >= 0", name=op.f("ck_revisions_quantities")),
     )
     op.create_index("ix_revisions_digest", "revisions", ["digest"])
     op.create_table(
@@ -121,8 +121,8 @@ def create_requests() -> None:
         sa.ForeignKeyConstraint(
             ["tenant_id", "key_id"], ["keys.tenant_id", "keys.id"], name="fk_requests_tenant_id_key_id"
         ),
-        sa.CheckConstraint("status IN ('open', 'settled', 'interrupted')", name="ck_requests_status"),
-        sa.CheckConstraint("prompt_tokens >= 0 AND max_tokens >= 0", name="ck_requests_quantities"),
+        sa.CheckConstraint("status IN ('open', 'settled', 'interrupted')", name=op.f("ck_requests_status")),
+        sa.CheckConstraint("prompt_tokens >= 0 AND max_tokens >= 0", name=op.f("ck_requests_quantities")),
     )
     still_open = sa.text("status = 'open'")
     op.create_index("ix_requests_open", "requests", ["server_id"], sqlite_where=still_open, postgresql_where=still_open)
@@ -150,9 +150,9 @@ def create_ledger() -> None:
         sa.PrimaryKeyConstraint("sequence", name="pk_ledger_entries"),
         sa.UniqueConstraint("event_id", name="uq_ledger_entries_event_id"),
         sa.ForeignKeyConstraint(["tenant_id"], ["tenants.id"], name="fk_ledger_entries_tenant_id"),
-        sa.CheckConstraint("kind IN ('usage', 'interrupted')", name="ck_ledger_entries_kind"),
-        sa.CheckConstraint("input_tokens >= 0 AND output_tokens >= 0", name="ck_ledger_entries_quantities"),
-        sa.CheckConstraint("cached_tokens >= 0 AND cached_tokens <= input_tokens", name="ck_ledger_entries_cached"),
+        sa.CheckConstraint("kind IN ('usage', 'interrupted')", name=op.f("ck_ledger_entries_kind")),
+        sa.CheckConstraint("input_tokens >= 0 AND output_tokens >= 0", name=op.f("ck_ledger_entries_quantities")),
+        sa.CheckConstraint("cached_tokens >= 0 AND cached_tokens <= input_tokens", name=op.f("ck_ledger_entries_cached")),
     )
     op.create_index("ix_ledger_entries_tenant_id_created_at", "ledger_entries", ["tenant_id", "created_at"])
     head = op.create_table(
@@ -161,7 +161,7 @@ def create_ledger() -> None:
         sa.Column("sequence", BIG, nullable=False),
         sa.Column("hash", sa.Text(), nullable=False),
         sa.PrimaryKeyConstraint("id", name="pk_ledger_head"),
-        sa.CheckConstraint("id = 1", name="ck_ledger_head_single"),
+        sa.CheckConstraint("id = 1", name=op.f("ck_ledger_head_single")),
     )
     op.bulk_insert(head, [{"id": 1, "sequence": 0, "hash": GENESIS}])
 

