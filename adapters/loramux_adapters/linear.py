@@ -73,8 +73,7 @@ def install_linears(model: nn.Module, bank: AdapterBank) -> int:
     """
     total = 0
     for names in _groups(bank.sites):
-        linears = [model.get_submodule(name) for name in names]
-        assert all(isinstance(linear, nn.Linear) for linear in linears), f"{names} are sites but not linears"
+        linears = [_linear(model, name) for name in names]
         group = GroupedLinear(linears, [bank.sites[name] for name in names], bank)
         total += group.linear.weight_bytes
         start = 0
@@ -84,6 +83,12 @@ def install_linears(model: nn.Module, bank: AdapterBank) -> int:
             start += linear.out_features
             del linear.weight
     return total
+
+
+def _linear(model: nn.Module, name: str) -> nn.Linear:
+    linear = model.get_submodule(name)
+    assert isinstance(linear, nn.Linear), f"{name} is a site but no linear"
+    return linear
 
 
 def _groups(sites: Mapping[str, Site]) -> Iterable[list[str]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 from loramux_kernels import AttentionBatch, KvLayer, paged_attention, write_kv
 
@@ -91,7 +91,7 @@ def attend(  # noqa: PLR0913 - the signature is transformers'
     query `[1, Hq, T, Dk]`, key `[1, Hkv, T, Dk]`, value `[1, Hkv, T, Dv]`, already rotated; returns `[1, T, Hq, Dv]`.
     """
     assert attention_mask is None, "no mask function is registered, so transformers passes none"
-    layer = attention_step.layers[module.layer_idx]
+    layer = attention_step.layers[_layer_index(module)]
     write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), layer, attention_step.batch.slot_mapping)
     output = paged_attention(
         query[0].transpose(0, 1),
@@ -119,11 +119,11 @@ class _Probe:
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, None]:
         self.calls += 1
-        self.seen[module.layer_idx] = LayerShape(key.shape[1], key.shape[3], value.shape[3])
+        self.seen[_layer_index(module)] = LayerShape(key.shape[1], key.shape[3], value.shape[3])
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 
-def probe_layers(model: nn.Module) -> tuple[LayerShape, ...]:
+def probe_layers(model: PreTrainedModel) -> tuple[LayerShape, ...]:
     """Every layer's KV shape, learned from one forward of two tokens.
 
     Raises UnsupportedModel when a layer does not call the attention function exactly once: its KV would be lost.
@@ -145,7 +145,7 @@ def probe_layers(model: nn.Module) -> tuple[LayerShape, ...]:
 
 
 @contextmanager
-def _attention(model: nn.Module, function: _Probe) -> Iterator[None]:
+def _attention(model: PreTrainedModel, function: _Probe) -> Iterator[None]:
     AttentionInterface.register(PROBE, function)
     model.set_attn_implementation(PROBE)
     try:
@@ -154,5 +154,11 @@ def _attention(model: nn.Module, function: _Probe) -> Iterator[None]:
         model.set_attn_implementation(IMPLEMENTATION)
 
 
-def _kind(model: nn.Module) -> str:
+def _kind(model: PreTrainedModel) -> str:
     return type(model).__name__
+
+
+def _layer_index(module: nn.Module) -> int:
+    index = module.layer_idx
+    assert isinstance(index, int), "transformers numbers its attention modules"
+    return index

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from loramux.engine.attention import KvLayout, UnsupportedModel, probe_layers
 from loramux.engine.messages import ModelFacts
@@ -102,7 +101,7 @@ def _set_threads(num_threads: int | None) -> None:
     torch.set_num_threads(num_threads or len(os.sched_getaffinity(0)))
 
 
-def _pool_elements(settings: Settings, model: nn.Module, layout: KvLayout) -> int:
+def _pool_elements(settings: Settings, model: PreTrainedModel, layout: KvLayout) -> int:
     num_bytes = settings.engine.pool_bytes
     if num_bytes is None and model.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(model.device)
@@ -126,7 +125,7 @@ def _demand_room_for_tiles(base: BaseDescription, layout: KvLayout) -> None:
         )
 
 
-def _bytes_outside(model: nn.Module, sites: dict[str, Site]) -> int:
+def _bytes_outside(model: PreTrainedModel, sites: dict[str, Site]) -> int:
     """Bytes of weights that are no sites. Of an embedding that is not the head too, a step reads but a few rows."""
     head = model.get_output_embeddings()
     tied = head is not None and head.weight is model.get_input_embeddings().weight
@@ -136,7 +135,7 @@ def _bytes_outside(model: nn.Module, sites: dict[str, Site]) -> int:
     return sum(p.numel() * p.element_size() for n, p in model.named_parameters() if n not in skipped)
 
 
-def _max_model_len(settings: Settings, model: nn.Module) -> int:
+def _max_model_len(settings: Settings, model: PreTrainedModel) -> int:
     limit = model.config.get_text_config().max_position_embeddings
     wanted = settings.engine.max_model_len or limit
     if wanted > limit:
@@ -144,7 +143,7 @@ def _max_model_len(settings: Settings, model: nn.Module) -> int:
     return wanted
 
 
-def _eos_token_ids(model: nn.Module) -> tuple[int, ...]:
+def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
     for config in (model.generation_config, model.config.get_text_config()):
         if (eos := getattr(config, "eos_token_id", None)) is not None:
             return tuple(eos) if isinstance(eos, list | tuple) else (eos,)

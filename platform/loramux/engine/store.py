@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 
 from loramux.engine.request import AdapterRef
-from loramux_adapters import BaseDescription, Limits, load_adapter, validate_adapter
+from loramux_adapters import BaseDescription, Limits, inspect_adapter, load_adapter
 from loramux_adapters.bank import AdapterBank
 
 
 class DiskStore:
-    """Validates again what it reads: the folder may have changed since the upload."""
+    """Checks again what it reads, but for the values, which do not change under a digest."""
 
     def __init__(self, bank: AdapterBank, base: BaseDescription, limits: Limits, wake: Callable[[], None]) -> None:
         self._bank = bank
@@ -24,7 +24,7 @@ class DiskStore:
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="adapter")
 
     def inspect(self, ref: AdapterRef) -> Future[int]:
-        """Validate the files; the result is the number of pages the adapter takes."""
+        """Check the files; the result is the number of pages the adapter takes."""
         return self._start(self._inspect, ref)
 
     def fill(self, ref: AdapterRef, pages: list[int]) -> Future[int]:
@@ -45,12 +45,10 @@ class DiskStore:
         return future
 
     def _inspect(self, ref: AdapterRef) -> int:
-        plan = validate_adapter(Path(ref.path), self._base, self._limits)
+        plan = inspect_adapter(Path(ref.path), self._base, self._limits)
         return self._bank.plan_layout(plan).num_pages
 
     @torch.inference_mode()
     def _fill(self, ref: AdapterRef, pages: list[int]) -> int:
-        directory = Path(ref.path)
-        layout = self._bank.plan_layout(validate_adapter(directory, self._base, self._limits))
-        weights = load_adapter(directory, self._base, self._limits, self._bank.pool.dtype)
-        return self._bank.install(weights, layout, pages)
+        weights = load_adapter(Path(ref.path), self._base, self._limits, self._bank.pool.dtype)
+        return self._bank.install(weights, self._bank.plan_layout(weights.plan), pages)
