@@ -121,7 +121,7 @@ def _demand_room_for_tiles(base: BaseDescription, layout: KvLayout) -> None:
     if widest > layout.page_elements:
         needed = -(-widest * layout.block_size // layout.page_elements)
         raise UnsupportedModel(
-            f"engine.block_size = {layout.block_size} makes pages too small for this base's adapters; use {needed} or more."
+            f"engine.block_size = {layout.block_size} makes pages too small for this base's adapters; use {needed}+."
         )
 
 

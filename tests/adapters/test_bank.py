@@ -1,0 +1,115 @@
+"""Resident adapters: what the table points at is the file's weights, and the linears add them to the right rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from loramux_adapters import AdapterPlan, AdapterRejected, AdapterWeights, LoraPair, LoraWeights
+from loramux_adapters.bank import AdapterBank, Site
+from loramux_adapters.linear import LoraLinear, install_linears
+from loramux_kernels import Segments
+
+PAGE = 16 * 48
+NUM_PAGES = 40
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(32, 48)
+        self.k_proj = nn.Linear(32, 16, bias=False)
+        self.v_proj = nn.Linear(32, 16)
+        self.o_proj = nn.Linear(48, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.o_proj(self.q_proj(x) * self.k_proj(x).sum(-1, keepdim=True)) + self.v_proj(x).mean()
+
+
+def bank_for(model: nn.Module) -> AdapterBank:
+    linears = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear)]
+    sites = {name: Site(i, m.in_features, m.out_features) for i, (name, m) in enumerate(linears)}
+    return AdapterBank(torch.full((NUM_PAGES * PAGE,), float("nan")), PAGE, sites, max_rank=64, max_slots=8)
+
+
+def random_adapter(bank: AdapterBank, ranks: dict[str, int], seed: int) -> AdapterWeights:
+    torch.manual_seed(seed)
+    pairs, modules = [], {}
+    for name, rank in ranks.items():
+        site = bank.sites[name]
+        pairs.append(LoraPair(name, rank, 0.5 + seed, site.in_features, site.out_features))
+        modules[name] = LoraWeights(
+            torch.randn(rank, site.in_features), torch.randn(site.out_features, rank), 0.5 + seed
+        )
+    return AdapterWeights(AdapterPlan(tuple(pairs), 0), modules)
+
+
+def install(bank: AdapterBank, weights: AdapterWeights, pages: list[int]) -> int:
+    layout = bank.plan_layout(weights.plan)
+    return bank.install(weights, layout, pages[: layout.num_pages])
+
+
+@torch.no_grad()
+def test_each_row_gets_its_own_adapter_and_base_rows_none() -> None:
+    torch.manual_seed(0)
+    model = Attention()
+    original = Attention()
+    original.load_state_dict(model.state_dict())
+    bank = bank_for(model)
+    first = random_adapter(bank, {"q_proj": 5, "o_proj": 33, "v_proj": 16}, seed=1)
+    second = random_adapter(bank, {"k_proj": 17}, seed=2)
+    pages = torch.randperm(NUM_PAGES).tolist()
+    slots = install(bank, first, pages[:20]), install(bank, second, pages[20:])
+    install_linears(model, bank)
+    assert isinstance(model.q_proj, LoraLinear)
+    assert not any(isinstance(m, nn.Linear) for m in model.modules())
+    for rows in ((2, 3, 1), (1, 1, 4)):
+        x = torch.randn(1, sum(rows), 32)
+        a, b, c = x.split(rows, dim=1)
+        with bank.serving(Segments((0, rows[0], rows[0] + rows[1]), slots)):
+            parts = model.q_proj(x), model.k_proj(x), model.v_proj(x)
+        for part, name in zip(parts, ("q_proj", "k_proj", "v_proj"), strict=True):
+            expected = []
+            for rows_in, weights in ((a, first), (b, second), (c, None)):
+                y = original.get_submodule(name)(rows_in)
+                if weights and (m := weights.modules.get(name)):
+                    y = y + m.scale * rows_in @ m.a.T @ m.b.T
+                expected.append(y)
+            torch.testing.assert_close(part, torch.cat(expected, dim=1), rtol=1e-5, atol=1e-4)
+
+
+@torch.no_grad()
+def test_outside_a_serving_block_only_the_base_answers() -> None:
+    torch.manual_seed(0)
+    model = Attention()
+    x = torch.randn(1, 4, 32)
+    expected = model(x)
+    install_linears(model, bank_for(model))
+    torch.testing.assert_close(model(x), expected)
+
+
+@torch.no_grad()
+def test_siblings_with_different_inputs_are_not_confused() -> None:
+    model = Attention()
+    x, z = torch.randn(1, 4, 32), torch.randn(1, 4, 32)
+    expected = model.q_proj(x), model.k_proj(z), model.v_proj(x)
+    install_linears(model, bank_for(model))
+    for got, want in zip((model.q_proj(x), model.k_proj(z), model.v_proj(x)), expected, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_a_dropped_slot_is_given_out_again_clean() -> None:
+    bank = bank_for(Attention())
+    slot = install(bank, random_adapter(bank, {"q_proj": 5, "k_proj": 4}, 1), list(range(NUM_PAGES)))
+    bank.drop(slot)
+    again = install(bank, random_adapter(bank, {"v_proj": 3}, 2), list(range(NUM_PAGES)))
+    assert again == slot
+    assert bank.table.ranks[again].tolist() == [0, 0, 3, 0]
+
+
+def test_a_rank_above_the_tables_is_refused() -> None:
+    bank = bank_for(Attention())
+    with pytest.raises(AdapterRejected, match="up to 64") as caught:
+        bank.plan_layout(random_adapter(bank, {"q_proj": 65}, 1).plan)
+    assert caught.value.code == "rank_too_large"
