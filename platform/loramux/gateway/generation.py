@@ -1,0 +1,160 @@
+"""One API request under way."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import cast
+
+from loramux.engine import EngineClient, EngineDied
+from loramux.engine.messages import TokenEvent
+from loramux.engine.request import Request
+from loramux.gateway.ask import Delta, TokenUsage
+from loramux.gateway.errors import EngineDown, GatewayError, GenerationFailed
+from loramux.gateway.transcript import Transcript
+from loramux.usage import OpenedRequest, Settlement, Usage
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One answer to one prompt: what the engine is asked, and what it has said."""
+
+    prompt: int
+    """Which of the request's prompts it answers."""
+    request: Request
+    transcript: Transcript
+
+
+class Generation:
+    """A request's choices, running in the engine; iterate for their deltas.
+
+    It lives in a task of its own, so that whatever becomes of its reader, the engine is told and the usage is
+    recorded: the row is open before the engine sees anything, and it is settled before the reader gets the deltas
+    with the finish reasons. A reader that leaves calls abandon(). A request that the house fails costs nothing.
+    """
+
+    def __init__(
+        self, opened: OpenedRequest, created: int, choices: list[Choice], engine: EngineClient, usage: Usage
+    ) -> None:
+        self.id = opened.id
+        self.model = opened.model
+        self.created = created
+        """Unix seconds."""
+        self.status = "running"
+        """Then completed, cancelled or failed."""
+        self._opened = opened
+        self._choices = choices
+        self._engine = engine
+        self._usage = usage
+        self._items: asyncio.Queue[Delta | GatewayError | None] = asyncio.Queue()
+        self._first = asyncio.Event()
+        self._failure: GatewayError | None = None
+        self._abandoned = False
+        self._pumps: list[asyncio.Task[None]] = []
+        self.task = asyncio.create_task(self._run(), name=self.id)
+
+    async def started(self) -> None:
+        """Wait for the first sign of life; raises what the request failed with before there was one."""
+        await self._first.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        while (item := await self._items.get()) is not None:
+            if isinstance(item, GatewayError):
+                raise item
+            yield item
+
+    def abandon(self) -> None:
+        """Nobody reads on: free the engine's pages, and settle with what was generated. Does nothing at the end."""
+        self._abandoned = True
+        for pump in self._pumps:
+            pump.cancel()
+
+    @property
+    def prompt_token_ids(self) -> list[list[int]]:
+        """Every prompt's tokens, in order."""
+        return list({choice.prompt: choice.request.prompt_token_ids for choice in self._choices}.values())
+
+    @property
+    def usage(self) -> TokenUsage:
+        """What has been used so far: prompts that the engine has answered at all, and every token that came out."""
+        answered = [choice for choice in self._choices if choice.transcript.num_tokens]
+        firsts = {choice.prompt: choice for choice in reversed(answered)}.values()
+        return TokenUsage(
+            prompt_tokens=sum(len(choice.request.prompt_token_ids) for choice in firsts),
+            cached_tokens=sum(choice.transcript.cached_tokens for choice in firsts),
+            completion_tokens=sum(choice.transcript.num_tokens for choice in answered),
+        )
+
+    async def _run(self) -> None:
+        try:
+            await self._usage.open(self._opened)
+            self._failure = await self._generate()
+            self.status = self._outcome()
+            await self._usage.settle(self._settlement())
+        except Exception:
+            logger.exception("request %s could not be recorded", self.id)
+            self.status = "failed"
+            self._failure = GenerationFailed("The request could not be recorded.", code="internal_error")
+        for choice in self._choices if self._failure is None else ():
+            self._put(Delta(index=choice.transcript.index, finish_reason=choice.transcript.finish_reason))
+        self._put(self._failure)
+
+    async def _generate(self) -> GatewayError | None:
+        """Run every choice to its end; one that fails takes the others with it."""
+        failure: GatewayError | None = None
+        try:
+            async with asyncio.TaskGroup() as pumps:
+                self._pumps = [pumps.create_task(self._pump(choice)) for choice in self._choices]
+                if self._abandoned:
+                    self.abandon()
+        except* Exception as failures:
+            failure = self._explain(failures.exceptions[0])
+        return failure
+
+    async def _pump(self, choice: Choice) -> None:
+        events = cast(AsyncGenerator[TokenEvent, None], self._engine.stream(choice.request))
+        async with aclosing(events):
+            async for event in events:
+                delta = choice.transcript.push(event)
+                if delta.token_ids or delta.text:
+                    self._put(delta)
+                if choice.transcript.finish_reason is not None:
+                    return
+
+    def _put(self, item: Delta | GatewayError | None) -> None:
+        self._items.put_nowait(item)
+        self._first.set()
+
+    def _explain(self, failure: Exception) -> GatewayError:
+        if isinstance(failure, GatewayError):
+            return failure
+        if isinstance(failure, EngineDied):
+            return EngineDown()
+        logger.error("request %s failed", self.id, exc_info=failure)
+        return GenerationFailed("The server failed while it generated the answer.", code="internal_error")
+
+    def _outcome(self) -> str:
+        if self._failure is not None:
+            return "failed"
+        finished = all(choice.transcript.finish_reason for choice in self._choices)
+        return "completed" if finished else "cancelled"
+
+    def _settlement(self) -> Settlement:
+        used = self.usage if self.status != "failed" else TokenUsage(0, 0, 0)
+        reasons = {choice.transcript.finish_reason for choice in self._choices}
+        told = {"failed": "error", "cancelled": "cancelled", "completed": "length" if "length" in reasons else "stop"}
+        return Settlement(
+            request_id=self.id,
+            input_tokens=used.prompt_tokens,
+            cached_tokens=used.cached_tokens,
+            output_tokens=used.completion_tokens,
+            finish_reason=told[self.status],
+            status=self.status,
+        )

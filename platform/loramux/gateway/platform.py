@@ -1,0 +1,118 @@
+"""The house, put together from its settings: records, tenants, registry, usage, engine, and what answers requests."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from loramux import records
+from loramux.engine import EngineClient, spawn_engine
+from loramux.gateway.adapters import AdapterService
+from loramux.gateway.service import CompletionService
+from loramux.gateway.tokenizer import Tokenizer
+from loramux.registry import Registry
+from loramux.settings import Settings, SettingsError
+from loramux.storage import BlobStore
+from loramux.tenants import Tenants, load_or_create_pepper
+from loramux.usage import Usage
+
+if TYPE_CHECKING:
+    from loramux_adapters import BaseDescription
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Platform:
+    """Everything that a server serves from."""
+
+    settings: Settings
+    started_at: int
+    """Unix seconds."""
+    tenants: Tenants
+    adapters: AdapterService
+    usage: Usage
+    engine: EngineClient
+    completions: CompletionService
+
+
+def migrate(settings: Settings) -> str:
+    """Bring the database to this release's schema, and return its revision."""
+    return records.migrate(settings.records.url)
+
+
+@asynccontextmanager
+async def open_tenants(settings: Settings) -> AsyncIterator[Tenants]:
+    """Tenants and keys alone, for the command line: no model is loaded."""
+    async with _open_database(settings) as database:
+        yield Tenants(database, load_or_create_pepper(Path(settings.records.pepper_file)))
+
+
+@asynccontextmanager
+async def open_platform(settings: Settings, engine: EngineClient | None = None) -> AsyncIterator[Platform]:
+    """The whole house, swept and serving; at the end it drains, and stops everything in reverse order.
+
+    `engine` takes the place of the one that the settings ask for. Raises RecordsError, SettingsError, TenantsError,
+    or EngineDied where the model cannot be loaded.
+    """
+    async with AsyncExitStack() as stack:
+        database = await stack.enter_async_context(_open_database(settings))
+        tenants = Tenants(database, load_or_create_pepper(Path(settings.records.pepper_file)))
+        blobs = BlobStore(Path(settings.records.blobs))
+        stack.callback(blobs.close)
+        usage = Usage(database)
+        await usage.start()
+        stack.push_async_callback(usage.stop)
+        engine = engine or spawn_engine(settings)
+        stack.push_async_callback(engine.stop)
+        facts, (base, tokenizer) = await asyncio.gather(engine.start(), _describe(Path(settings.model.path)))
+        registry = Registry(database, blobs, base, settings.model.served_model_name, settings.adapters)
+        await _sweep(registry, usage)
+        completions = CompletionService(engine=engine, facts=facts, registry=registry, usage=usage, tokenizer=tokenizer)
+        stack.push_async_callback(completions.drain, settings.server.drain_seconds)
+        yield Platform(
+            settings=settings,
+            started_at=int(time.time()),
+            tenants=tenants,
+            adapters=AdapterService(registry, blobs, engine),
+            usage=usage,
+            engine=engine,
+            completions=completions,
+        )
+
+
+@asynccontextmanager
+async def _open_database(settings: Settings) -> AsyncIterator[records.Database]:
+    """The database at this release's schema: an embedded one is brought there, another must be there already."""
+    url = settings.records.url
+    await asyncio.to_thread(records.migrate if url.startswith("sqlite:") else records.check, url)
+    database = records.Database(url)
+    try:
+        yield database
+    finally:
+        await database.close()
+
+
+async def _describe(model_dir: Path) -> tuple[BaseDescription, Tokenizer]:
+    return await asyncio.to_thread(_describe_base, model_dir), await asyncio.to_thread(Tokenizer.load, model_dir)
+
+
+def _describe_base(model_dir: Path) -> BaseDescription:
+    from loramux_adapters import BaseUnusable, describe_base  # torch: not for those who only make a key
+
+    try:
+        return describe_base(model_dir)
+    except BaseUnusable as error:
+        raise SettingsError(f"model.path: {error}") from None
+
+
+async def _sweep(registry: Registry, usage: Usage) -> None:
+    interrupted, contents = await usage.sweep(), await registry.sweep()
+    if interrupted or contents:
+        logger.info("after a crash: %d requests closed as interrupted, %d contents removed", interrupted, contents)
