@@ -39,24 +39,26 @@ class LedgerDraft(msgspec.Struct, frozen=True, kw_only=True):
     status: str
     created_at: int
 
-    @property
-    def event_id(self) -> str:
-        """The same for the same event, whoever writes it and however often."""
-        return "evt_" + hashlib.sha256(f"{self.kind}:{self.request_id}".encode()).hexdigest()[:32]
-
 
 class LedgerEntry(LedgerDraft, frozen=True, kw_only=True):
-    """A line of the bill: `hash` covers every field, `prev_hash` included, so no line changes unseen."""
+    """A line of the bill: `hash` covers every other field, so that no line changes unseen."""
 
     sequence: int
+    event_id: str
+    """The same for the same event, whoever writes it and however often."""
     prev_hash: str
     hash: str
 
 
-def chain_hash(draft: LedgerDraft, sequence: int, prev_hash: str) -> str:
-    """SHA-256 over the entry as JSON: keys sorted, no spaces, ASCII."""
-    facts = {name: getattr(draft, name) for name in LedgerDraft.__struct_fields__}
-    facts |= {"event_id": draft.event_id, "sequence": sequence, "prev_hash": prev_hash}
+def event_id(draft: LedgerDraft) -> str:
+    """The draft's event, by kind and request."""
+    return "evt_" + hashlib.sha256(f"{draft.kind}:{draft.request_id}".encode()).hexdigest()[:32]
+
+
+def chain_hash(entry: LedgerEntry) -> str:
+    """SHA-256 over all fields but `hash` as JSON: keys sorted, no spaces, ASCII."""
+    facts = msgspec.structs.asdict(entry)
+    del facts["hash"]
     canonical = json.dumps(facts, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -81,8 +83,7 @@ class LedgerRepository:
             entries.append(entry)
             last = entry.hash
         if entries:
-            rows = [msgspec.structs.asdict(entry) | {"event_id": entry.event_id} for entry in entries]
-            await self._session.execute(insert(LedgerRow), rows)
+            await self._session.execute(insert(LedgerRow), [msgspec.structs.asdict(entry) for entry in entries])
             await self._session.execute(update(LedgerHeadRow).values(sequence=sequence, hash=last))
         return entries
 
@@ -100,7 +101,7 @@ class LedgerRepository:
                 raise ChainBroken(sequence, f"missing; {entry.sequence} comes next")
             if entry.prev_hash != last:
                 raise ChainBroken(sequence, "does not follow from the entry before it")
-            if entry.hash != chain_hash(entry, sequence, last):
+            if entry.hash != chain_hash(entry):
                 raise ChainBroken(sequence, "its content is not what was hashed")
             last = entry.hash
         head = (await self._session.scalars(select(LedgerHeadRow))).one()
@@ -124,12 +125,9 @@ class LedgerRepository:
 
 
 def _follow(draft: LedgerDraft, sequence: int, prev_hash: str) -> LedgerEntry:
-    return LedgerEntry(
-        **msgspec.structs.asdict(draft),
-        sequence=sequence,
-        prev_hash=prev_hash,
-        hash=chain_hash(draft, sequence, prev_hash),
-    )
+    facts = msgspec.structs.asdict(draft)
+    entry = LedgerEntry(**facts, sequence=sequence, event_id=event_id(draft), prev_hash=prev_hash, hash="")
+    return msgspec.structs.replace(entry, hash=chain_hash(entry))
 
 
 def _entry(row: LedgerRow) -> LedgerEntry:
