@@ -1,0 +1,174 @@
+"""The machine under the figures: what it is, how fast it reads memory, and what a run takes from it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import threading
+import time
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+import psutil
+from measurements import Resources
+from specs import BENCHMARKS
+
+TELLING_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "bf16", "sve")
+PACKAGES = ("torch", "transformers", "peft")
+SAMPLE_SECONDS = 2.0
+"""Between two looks at memory; reading a large tree's page tables costs tens of milliseconds."""
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True, tag="machine"):
+    """Where and with what a comparison ran."""
+
+    date: str
+    commit: str
+    cpu: str
+    cores: int
+    flags: list[str]
+    memory_bytes: int
+    system: str
+    python: str
+    packages: dict[str, str]
+    environment: dict[str, str]
+    bandwidth_bytes_per_s: float
+
+
+def describe(threads: int) -> Machine:
+    """This machine, now; measures its memory bandwidth for a second or two."""
+    cpuinfo = _cpuinfo()
+    flags = (cpuinfo.get("flags") or cpuinfo.get("Features") or "").split()
+    return Machine(
+        date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        commit=_commit(),
+        cpu=cpuinfo.get("model name") or platform.processor() or platform.machine(),
+        cores=len(os.sched_getaffinity(0)),
+        flags=[flag for flag in TELLING_FLAGS if flag in flags],
+        memory_bytes=psutil.virtual_memory().total,
+        system=f"{platform.system()} {platform.release()}",
+        python=platform.python_version(),
+        packages={name: _version(name) for name in PACKAGES},
+        environment={k: v for k, v in sorted(os.environ.items()) if k.startswith(("OMP_", "KMP_", "MKL_"))},
+        bandwidth_bytes_per_s=read_bandwidth(threads),
+    )
+
+
+def read_bandwidth(threads: int, size: int = 1 << 30, tries: int = 5) -> float:
+    """Bytes a second that a sum over `size` bytes reads; the best of `tries`."""
+    import torch
+
+    torch.set_num_threads(threads)
+    data = torch.ones(size // 4, dtype=torch.float32)
+    return size / min(_seconds_to_sum(data) for _ in range(tries))
+
+
+def _seconds_to_sum(data: object) -> float:
+    start = time.perf_counter()
+    data.sum()  # type: ignore[attr-defined]  # a tensor; torch is imported late
+    return time.perf_counter() - start
+
+
+def _cpuinfo() -> dict[str, str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return {}
+    pairs = (line.split(":", 1) for line in lines if ":" in line)
+    return {key.strip(): value.strip() for key, value in pairs}
+
+
+def _commit() -> str:
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], cwd=BENCHMARKS, capture_output=True, text=True, check=False)
+        return done.stdout.strip()
+
+    commit = git("rev-parse", "--short=12", "HEAD")
+    return f"{commit or 'unknown'}{' with local changes' if git('status', '--porcelain') else ''}"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "absent"
+
+
+# ---- what a window of time takes
+
+
+class Watch:
+    """Between entering and leaving: the peak memory of a process tree, and who used the processor.
+
+    `resources` is there after leaving. The load generator's own process counts as processor time, not as memory.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._process = psutil.Process(pid)
+        self._done = threading.Event()
+        self._sampler = threading.Thread(target=self._sample, daemon=True)
+        self._peak = 0
+        self.resources: Resources
+
+    def __enter__(self) -> Watch:
+        self._start = time.perf_counter()
+        self._own, self._all = self._own_seconds(), _busy_seconds()
+        self._sampler.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        wall = time.perf_counter() - self._start
+        own, busy = self._own_seconds() - self._own, _busy_seconds() - self._all
+        self._done.set()
+        self._sampler.join()
+        self._peak = max(self._peak, tree_pss(self._process))
+        self.resources = Resources(
+            peak_pss_bytes=self._peak, own_cores=own / wall, other_cores=max(0.0, (busy - own) / wall)
+        )
+
+    def _sample(self) -> None:
+        while not self._done.wait(SAMPLE_SECONDS):
+            self._peak = max(self._peak, tree_pss(self._process))
+
+    def _own_seconds(self) -> float:
+        processes = {p.pid: p for p in (*_tree(self._process), psutil.Process())}
+        return sum(_cpu_seconds(p) for p in processes.values())
+
+
+def tree_pss(root: psutil.Process) -> int:
+    """Bytes of `root` and its descendants, pages shared between processes divided among them."""
+    return sum(_pss(process) for process in _tree(root))
+
+
+def _tree(root: psutil.Process) -> list[psutil.Process]:
+    try:
+        return [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _pss(process: psutil.Process) -> int:
+    try:
+        rollup = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in rollup.splitlines() if line.startswith("Pss:")), 0)
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    try:
+        times = process.cpu_times()
+    except psutil.NoSuchProcess:
+        return 0.0
+    return float(times.user + times.system)
+
+
+def _busy_seconds() -> float:
+    times = psutil.cpu_times()
+    return float(times.user + times.nice + times.system + getattr(times, "softirq", 0.0))

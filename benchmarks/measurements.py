@@ -1,0 +1,148 @@
+"""Measurements of systems on one machine, and the ratios between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from statistics import median
+
+import msgspec
+from figures import Figures, Outcome
+from workloads import Item
+
+
+class Case(msgspec.Struct, frozen=True, kw_only=True):
+    """What is measured."""
+
+    system: str
+    model: str
+    dtype: str
+    workload: str
+    mode: str = "continuous"
+    """continuous: requests join and leave as they like. static: batch after batch, each as long as its longest."""
+    rep: int = 0
+
+
+class Resources(msgspec.Struct, frozen=True, kw_only=True):
+    """What a window of time took from the machine."""
+
+    peak_pss_bytes: int
+    """Proportional set size of the measured process tree: pages that processes share count once."""
+    own_cores: float
+    """Processor time over wall time, the load generator included."""
+    other_cores: float
+    """The same for everything else on the machine: well above 0, the measurement is not to be trusted."""
+
+
+class Counters(msgspec.Struct, frozen=True, kw_only=True):
+    """What our engine counted in a window of time."""
+
+    steps: int
+    adapter_bytes_read: int
+    weight_bytes: int
+
+
+class Floor(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine's own steps say that a drive could have been."""
+
+    steps: int
+    omega: float
+    """The decode floor of LoRA's overhead: bytes of the steps' distinct adapters over all others that they read."""
+    share: float
+    """Time to read what the steps had to read, at the machine's bandwidth, over the time they took."""
+
+
+class Drive(msgspec.Struct, frozen=True, kw_only=True):
+    """One workload sent once through one system."""
+
+    outcomes: list[Outcome]
+    wall_s: float
+    resources: Resources
+    start_s: float
+    """How long the system took to start, its model loaded and ready to serve."""
+    counters: Counters | None = None
+
+
+class Measurement(msgspec.Struct, frozen=True, kw_only=True, tag="measurement"):
+    """One drive in figures."""
+
+    case: Case
+    figures: Figures
+    resources: Resources
+    start_s: float
+    floor: Floor | None = None
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True, tag="failure"):
+    """A system that could not be measured."""
+
+    system: str
+    model: str
+    dtype: str
+    rep: int
+    reason: str
+
+
+class Agreement(msgspec.Struct, frozen=True, kw_only=True, tag="agreement"):
+    """How many of a drive's answers are the same text as the reference's."""
+
+    case: Case
+    reference: str
+    same: int
+    requests: int
+
+
+def context_tokens(items: Iterable[Item]) -> int:
+    """Tokens of context that attention reads for all generated tokens: the k-th sees the prompt and k before it."""
+    return sum(i.max_tokens * len(i.prompt_token_ids) + i.max_tokens * (i.max_tokens - 1) // 2 for i in items)
+
+
+def floor_of(counters: Counters, kv_bytes: int, wall_s: float, bandwidth_bytes_per_s: float) -> Floor:
+    """omega = adapter bytes / (steps x weight bytes + KV bytes), as in docs/benchmarks.md."""
+    without_adapters = counters.steps * counters.weight_bytes + kv_bytes
+    floor_s = (without_adapters + counters.adapter_bytes_read) / bandwidth_bytes_per_s
+    return Floor(
+        steps=counters.steps,
+        omega=counters.adapter_bytes_read / without_adapters,
+        share=floor_s / wall_s,
+    )
+
+
+# ---- ratios
+
+
+@dataclass(frozen=True)
+class Spread:
+    """One figure over the repetitions."""
+
+    values: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """The figure to quote."""
+        return median(self.values)
+
+    def __str__(self) -> str:
+        if len(self.values) == 1:
+            return f"{self.median:.2f}"
+        return f"{self.median:.2f} ({min(self.values):.2f} to {max(self.values):.2f})"
+
+
+Figure = Callable[[Measurement], float | None]
+
+
+def spread(measurements: Iterable[Measurement], figure: Figure) -> Spread | None:
+    """`figure` of each that has it; None of nothing."""
+    values = tuple(value for m in measurements if (value := figure(m)) is not None)
+    return Spread(values) if values else None
+
+
+def paired(over: Iterable[Measurement], under: Iterable[Measurement], figure: Figure) -> Spread | None:
+    """`figure` of `over` by that of `under`, repetition by repetition; None when no repetition has both."""
+    denominators = {m.case.rep: value for m in under if (value := figure(m))}
+    ratios = tuple(
+        value / denominators[m.case.rep]
+        for m in over
+        if m.case.rep in denominators and (value := figure(m)) is not None
+    )
+    return Spread(ratios) if ratios else None

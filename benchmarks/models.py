@@ -1,0 +1,148 @@
+"""Make the models and their PEFT adapters from configs alone: random weights, fixed seeds, nothing downloaded.
+
+python benchmarks/models.py 20m 0.5b
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import product
+from pathlib import Path
+from string import ascii_lowercase
+
+import torch
+from peft import LoraConfig
+from progress import say
+from safetensors.torch import save_file
+from specs import ADAPTERS, MODELS, TARGET_MODULES, VOCAB_SIZE, ModelSpec, rank_of
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+SPECIAL_TOKENS = ("<|pad|>", "<|bos|>", "<|eos|>")
+DELTA_SHARE = 0.3
+"""Standard deviation of an adapter's weight change over that of the base's weights."""
+
+
+def ensure(spec: ModelSpec) -> None:
+    """Make what is missing of a model and its adapters."""
+    if not spec.model_path.exists():
+        say(f"making the model {spec.name}")
+        with _whole(spec.model_path) as path:
+            _save_model(spec, path)
+    missing = [number for number, adapter in enumerate(ADAPTERS) if not spec.adapter_path(adapter).exists()]
+    if missing:
+        say(f"making {len(missing)} adapters of {spec.name}")
+    for number in missing:
+        with _whole(spec.adapter_path(ADAPTERS[number])) as path:
+            _save_adapter(spec, number, path)
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[Path]:
+    """A folder to fill that becomes `path` only when all of it is written."""
+    partial = path.with_name(path.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    yield partial
+    partial.rename(path)
+
+
+def llama_config(spec: ModelSpec) -> LlamaConfig:
+    """The model's transformers config."""
+    return LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.intermediate_size,
+        num_hidden_layers=spec.num_hidden_layers,
+        num_attention_heads=spec.num_attention_heads,
+        num_key_value_heads=spec.num_key_value_heads,
+        head_dim=spec.head_dim,
+        initializer_range=spec.initializer_range,
+        max_position_embeddings=4096,
+        rope_theta=500_000.0,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE of VOCAB_SIZE tokens made without a corpus, hence the same on every machine.
+
+    Special tokens, the 256 bytes, every pair of ASCII letters' and signs' bytes, then lower-case triples. Nearly every
+    token is whole text, so a random model's answers can be compared as text.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    ascii_bytes = [c for c in alphabet if c.isascii()]
+    pairs = [(a, b) for a, b in product(ascii_bytes, repeat=2)]
+    triples = [(a + b, c) for a, b, c in product(ascii_lowercase, repeat=3)]
+    room = VOCAB_SIZE - len(SPECIAL_TOKENS) - len(alphabet)
+    merges = [*pairs, *triples][:room]
+    words = [*SPECIAL_TOKENS, *alphabet, *(left + right for left, right in merges)]
+    tokenizer = Tokenizer(BPE(vocab={word: i for i, word in enumerate(words)}, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    pad, bos, eos = SPECIAL_TOKENS
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=pad,
+        bos_token=bos,
+        eos_token=eos,
+        model_max_length=4096,
+        clean_up_tokenization_spaces=False,
+        chat_template="{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:",
+    )
+
+
+def _save_model(spec: ModelSpec, path: Path) -> None:
+    torch.manual_seed(1234)
+    LlamaForCausalLM(llama_config(spec)).to(torch.bfloat16).save_pretrained(path)
+    build_tokenizer().save_pretrained(path)
+
+
+def _save_adapter(spec: ModelSpec, number: int, path: Path) -> None:
+    rank = rank_of(number)
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank,
+        target_modules=list(TARGET_MODULES),
+        lora_dropout=0.0,
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=spec.name,
+        inference_mode=True,
+    )
+    config.save_pretrained(path)
+    generator = torch.Generator().manual_seed(9000 + number)
+    save_file(dict(_lora_tensors(spec, rank, generator)), path / "adapter_model.safetensors")
+
+
+def _lora_tensors(spec: ModelSpec, rank: int, generator: torch.Generator) -> Iterator[tuple[str, torch.Tensor]]:
+    with torch.device("meta"):
+        model = LlamaForCausalLM(llama_config(spec))
+    for name, module in model.named_modules():
+        if not name.endswith(TARGET_MODULES):
+            continue
+        std_a = (3 * module.in_features) ** -0.5
+        std_b = DELTA_SHARE * spec.initializer_range / (2 * rank**0.5 * std_a)
+        a = torch.randn(rank, module.in_features, generator=generator) * std_a
+        b = torch.randn(module.out_features, rank, generator=generator) * std_b
+        yield f"base_model.model.{name}.lora_A.weight", a.to(torch.bfloat16)
+        yield f"base_model.model.{name}.lora_B.weight", b.to(torch.bfloat16)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("models", nargs="+", choices=MODELS, metavar="MODEL", help=f"of {', '.join(MODELS)}")
+    for name in parser.parse_args().models:
+        ensure(MODELS[name])
+
+
+if __name__ == "__main__":
+    main()

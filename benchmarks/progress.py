@@ -1,0 +1,34 @@
+"""What a run says while it runs, on stderr; stdout is for results."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+_REFRESHES_PER_SECOND = 1
+"""A terminal redrawn often takes processor time from what is measured."""
+
+
+def console() -> Console:
+    """The console on stderr, as it is now."""
+    return Console(stderr=True, soft_wrap=True)
+
+
+def say(line: str) -> None:
+    """One line of progress."""
+    console().print(line, highlight=False, markup=False)
+
+
+def bar(unit: str) -> Progress:
+    """A bar that counts `unit`; silent where stderr is no terminal."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn(unit),
+        TimeElapsedColumn(),
+        console=console(),
+        refresh_per_second=_REFRESHES_PER_SECOND,
+        transient=True,
+        disable=not console().is_terminal,
+    )

@@ -1,0 +1,95 @@
+"""One sitting: systems measured one after the other on one machine, every figure written down at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import report
+from figures import same_answers, summarise
+from machine import Machine
+from measurements import Agreement, Case, Drive, Failure, Measurement, context_tokens, floor_of
+from peers.peft_static import PeftStatic
+from peers.serving import SystemFailed
+from progress import say
+from specs import Setup
+from systems import System
+from workloads import Item
+
+EXACT_DTYPE = "float32"
+"""Where greedy answers can be compared word by word; in bfloat16 any two systems drift apart."""
+
+
+@dataclass(frozen=True)
+class Sitting:
+    """What is measured, and the folder that the results go to."""
+
+    directory: Path
+    machine: Machine
+    systems: tuple[System, ...]
+    workloads: dict[str, list[Item]]
+    reps: int
+
+    def run(self, setup: Setup) -> None:
+        """Measure one model in one dtype. Every other repetition goes through the systems backwards, against drift."""
+        for rep in range(self.reps):
+            drives: list[tuple[Case, Drive]] = []
+            for system in self.systems if rep % 2 == 0 else reversed(self.systems):
+                drives += self._try(system, setup, rep)
+            for agreement in agreements(drives) if setup.dtype == EXACT_DTYPE else ():
+                self.record(agreement)
+
+    def _try(self, system: System, setup: Setup, rep: int) -> Iterator[tuple[Case, Drive]]:
+        """A system that fails costs its own figures only."""
+        try:
+            yield from self._measure(system, setup, rep)
+        except SystemFailed as error:
+            say(f"  not measured: {error}")
+            self.record(
+                Failure(system=system.label, model=setup.spec.name, dtype=setup.dtype, rep=rep, reason=f"{error}")
+            )
+
+    def _measure(self, system: System, setup: Setup, rep: int) -> Iterator[tuple[Case, Drive]]:
+        cases = self._cases(system, setup, rep)
+        runs = [(case.mode, self.workloads[case.workload]) for case in cases]
+        say(f"{setup.spec.name} {setup.dtype}, repetition {rep + 1} of {self.reps}: {system.label}, {len(runs)} runs")
+        for case, drive in zip(cases, system.drives(setup, runs), strict=True):
+            measurement = self._figures(setup, case, drive)
+            self.record(measurement)
+            say(f"  {case.workload} {case.mode}: {measurement.figures.output_tokens_per_s:.1f} tokens/s")
+            yield case, drive
+
+    def _cases(self, system: System, setup: Setup, rep: int) -> list[Case]:
+        return [
+            Case(system=system.label, model=setup.spec.name, dtype=setup.dtype, workload=name, mode=mode, rep=rep)
+            for name, items in self.workloads.items()
+            for mode in system.modes(items)
+        ]
+
+    def _figures(self, setup: Setup, case: Case, drive: Drive) -> Measurement:
+        items = self.workloads[case.workload]
+        kv_bytes = setup.spec.kv_bytes_per_token(setup.dtype) * context_tokens(items)
+        bandwidth = self.machine.bandwidth_bytes_per_s
+        return Measurement(
+            case=case,
+            figures=summarise(items, drive.outcomes, drive.wall_s),
+            resources=drive.resources,
+            start_s=drive.start_s,
+            floor=floor_of(drive.counters, kv_bytes, drive.wall_s, bandwidth) if drive.counters else None,
+        )
+
+    def record(self, line: report.Line) -> None:
+        """Append a line to the results, so that a run cut short keeps what it has."""
+        with (self.directory / report.LINES).open("ab") as lines:
+            lines.write(msgspec.json.encode(line) + b"\n")
+
+
+def agreements(drives: Sequence[tuple[Case, Drive]]) -> Iterator[Agreement]:
+    """Every drive's answers beside PEFT's to the same workload."""
+    references = {case.workload: drive for case, drive in drives if case.system == PeftStatic().label}
+    for case, drive in drives:
+        if case.system != PeftStatic().label and case.workload in references:
+            same = same_answers(references[case.workload].outcomes, drive.outcomes)
+            yield Agreement(case=case, reference=PeftStatic().label, same=same, requests=len(drive.outcomes))

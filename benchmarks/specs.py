@@ -1,0 +1,75 @@
+"""What is measured: the shapes of the models and adapters, and where their files lie. Light: imports no torch."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+BENCHMARKS = Path(__file__).resolve().parent
+WORK = Path(os.environ.get("LORAMUX_BENCH_WORK", BENCHMARKS / "work"))
+"""Models, adapters, server logs and databases of the runs; never committed."""
+
+VOCAB_SIZE = 16384
+MAX_MODEL_LEN = 1024
+TARGET_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+RANKS = (8, 16, 32, 64)
+ADAPTERS = tuple(f"ad{i:02d}" for i in range(16))
+ITEM_SIZES = {"bfloat16": 2, "float32": 4}
+
+
+def rank_of(adapter: int) -> int:
+    """The rank of the i-th adapter: the ranks take turns."""
+    return RANKS[adapter % len(RANKS)]
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A Llama of random weights; the field names are transformers'."""
+
+    name: str
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    initializer_range: float
+
+    def kv_bytes_per_token(self, dtype: str) -> int:
+        """Keys and values of one token in all layers (kappa)."""
+        return 2 * ITEM_SIZES[dtype] * self.num_hidden_layers * self.num_key_value_heads * self.head_dim
+
+    @property
+    def model_path(self) -> Path:
+        """The transformers checkpoint."""
+        return WORK / "models" / self.name
+
+    def adapter_path(self, adapter: str) -> Path:
+        """One PEFT folder."""
+        return WORK / "adapters" / self.name / adapter
+
+
+MODELS = {
+    spec.name: spec
+    for spec in (
+        ModelSpec("micro", 64, 128, 2, 2, 1, 32, 0.2),
+        ModelSpec("20m", 384, 1024, 6, 6, 2, 64, 0.05),
+        ModelSpec("0.5b", 1280, 3840, 24, 20, 4, 64, 0.03),
+    )
+}
+"""`micro` is for tests; its figures mean nothing."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What every system of a comparison gets alike."""
+
+    spec: ModelSpec
+    dtype: str
+    threads: int
+    max_num_seqs: int = 16
+    pool_bytes: int = 2 << 30
+    """Memory for KV: ours holds the adapters in it too, vLLM reserves theirs beside it."""
+    scratch: Path = WORK / "runs"
+    """Where logs, databases and settings of the servers go."""
