@@ -72,6 +72,7 @@ def create_adapters() -> None:
         sa.Column("digest", sa.Text(), nullable=False),
         sa.Column("rank", BIG, nullable=False),
         sa.Column("size_bytes", BIG, nullable=False),
+        sa.Column("base", sa.Text(), nullable=False),
         sa.Column("state", sa.Text(), nullable=False),
         sa.Column("created_at", BIG, nullable=False),
         sa.PrimaryKeyConstraint("id", name="pk_revisions"),
@@ -152,7 +153,7 @@ def create_ledger() -> None:
         sa.ForeignKeyConstraint(["tenant_id"], ["tenants.id"], name="fk_ledger_entries_tenant_id"),
         sa.CheckConstraint("kind IN ('usage', 'interrupted')", name=op.f("ck_ledger_entries_kind")),
         sa.CheckConstraint("input_tokens >= 0 AND output_tokens >= 0", name=op.f("ck_ledger_entries_quantities")),
-        sa.CheckConstraint("cached_tokens >= 0 AND cached_tokens <= input_tokens", name=op.f("ck_ledger_entries_cached")),
+        sa.CheckConstraint("cached_tokens BETWEEN 0 AND input_tokens", name=op.f("ck_ledger_entries_cached")),
     )
     op.create_index("ix_ledger_entries_tenant_id_created_at", "ledger_entries", ["tenant_id", "created_at"])
     head = op.create_table(

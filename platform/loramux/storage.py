@@ -77,8 +77,13 @@ class BlobStore:
             shutil.rmtree(folder, ignore_errors=True)
 
     def stage(self, folder: Path, config_file: Path, weights_file: Path) -> None:
-        """Put both files into `folder` under their standard names: moved out of a staging area, else copied."""
+        """Put both files into `folder` under their standard names: moved out of a staging area, else copied.
+
+        One that is not there is left out.
+        """
         for source, name in ((config_file, CONFIG_FILE), (weights_file, WEIGHTS_FILE)):
+            if not source.is_file():
+                continue
             if source.resolve().is_relative_to(self._incoming.resolve()):
                 source.rename(folder / name)
             else:
@@ -121,14 +126,16 @@ class BlobStore:
             self._verified[digest] = signature
         return folder
 
-    def is_verified(self, digest: str) -> bool:
-        """Whether `directory` would answer without reading the files."""
+    def known_directory(self, digest: str) -> Path | None:
+        """What `directory` answers, if it can without reading the files; quick enough for an event loop."""
+        folder = self._path(digest)
         signature = self._verified.get(digest)
-        return signature is not None and signature == _signature(self._path(digest))
+        return folder if signature is not None and signature == _signature(folder) else None
 
     def digests(self) -> list[str]:
         """Every content that is stored."""
-        return [f"sha256:{folder.parent.name}{folder.name}" for folder in self._contents.glob("??/*")]
+        names = (f"sha256:{folder.parent.name}{folder.name}" for folder in self._contents.glob("??/*"))
+        return sorted(name for name in names if _digest.fullmatch(name))
 
     def remove(self, digest: str) -> None:
         """Forget a content; does nothing when it is not stored."""
@@ -171,10 +178,14 @@ def content_digest_or_none(folder: Path) -> str | None:
 
 
 def _claim(area: Path) -> int:
-    area.mkdir()
-    descriptor = os.open(area, os.O_RDONLY | os.O_DIRECTORY)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    return descriptor
+    """Make the area and hold it; again where another process's sweep took it in between."""
+    while True:
+        area.mkdir(exist_ok=True)
+        descriptor = _try_claim(area)
+        if descriptor is not None and area.exists():
+            return descriptor
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 def _try_claim(area: Path) -> int | None:

@@ -24,6 +24,7 @@ class RevisionContent(msgspec.Struct, frozen=True):
     digest: str
     rank: int
     size_bytes: int
+    base: str
 
 
 class AdapterRepository:
@@ -47,7 +48,7 @@ class AdapterRepository:
         revision = await self._revision_with(adapter.id, content.digest)
         if revision is None:
             revision = await self._add_revision(adapter.id, content, at)
-        revision.state = READY
+        revision.state, revision.base = READY, content.base
         await self._session.flush()
         await self._point(adapter.id, DEFAULT_ALIAS, revision.id, at)
         listed = await self.default(name)
@@ -125,6 +126,7 @@ class AdapterRepository:
             digest=content.digest,
             rank=content.rank,
             size_bytes=content.size_bytes,
+            base=content.base,
             state=READY,
             created_at=at,
         )

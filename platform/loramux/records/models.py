@@ -84,7 +84,7 @@ class AdapterRow(Base):
 
 
 class RevisionRow(Base):
-    """An adapter's immutable, content-addressed weights; only `state` ever changes."""
+    """An adapter's immutable, content-addressed weights; `state` and `base` alone ever change."""
 
     __tablename__ = "revisions"
     __table_args__ = (
@@ -105,6 +105,8 @@ class RevisionRow(Base):
     """`sha256:` and 64 hexadecimal digits, over both files (`loramux.storage`)."""
     rank: Mapped[int]
     size_bytes: Mapped[int]
+    base: Mapped[str]
+    """Fingerprint of the base model that it was last validated against."""
     state: Mapped[str]
     created_at: Mapped[int]
 
@@ -164,7 +166,7 @@ class LedgerRow(Base):
     __table_args__ = (
         CheckConstraint("kind IN ('usage', 'interrupted')", name="kind"),
         CheckConstraint("input_tokens >= 0 AND output_tokens >= 0", name="quantities"),
-        CheckConstraint("cached_tokens >= 0 AND cached_tokens <= input_tokens", name="cached"),
+        CheckConstraint("cached_tokens BETWEEN 0 AND input_tokens", name="cached"),
         Index("ix_ledger_entries_tenant_id_created_at", "tenant_id", "created_at"),
     )
 

@@ -5,7 +5,7 @@ RegistryError(code, field, message)
 ├── ModelNotFound          no such model, or not the caller's: 404, and the same answer
 │   └── AdapterNotFound    likewise, by the adapter's name
 ├── TooManyAdapters        the tenant's limit is reached: 400
-└── RevisionUnavailable    the files that are stored are missing or damaged: 503
+└── RevisionUnavailable    its files are damaged, or it was made for another base model: 503
 """
 
 from __future__ import annotations
@@ -58,6 +58,6 @@ class TooManyAdapters(RegistryError):
 
 
 class RevisionUnavailable(RegistryError):
-    """The operator's disk is at fault, not the caller."""
+    """Something has changed on the operator's side since the upload; the message says what."""
 
     code = "adapter_unavailable"

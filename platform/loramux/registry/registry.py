@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
@@ -76,22 +77,28 @@ class Registry:
         self._limits = limits
         self._validations = asyncio.Semaphore(VALIDATIONS_AT_ONCE)
 
+    def staging(self) -> AbstractContextManager[Path]:
+        """A folder to receive an upload in, which `upload` then takes files from without copying; gone afterwards."""
+        return self._blobs.staging()
+
     async def upload(self, principal: Principal, name: str, config_file: Path, weights_file: Path) -> AdapterInfo:
         """Check both files and make them the next revision of `name`; the same content again changes nothing.
 
-        Files inside `blobs.staging()` are moved, others copied. Validated, then stored, then registered: a crash
+        Files inside `staging()` are moved, others copied. Validated, then stored, then registered: a crash
         in between leaves at most a content that `sweep` removes. Raises InvalidName, TooManyAdapters, or
         loramux_adapters.AdapterRejected, and then nothing is left behind.
         """
         adapter = check_adapter_name(principal.tenant_name, name, self._served_model_name)
-        await self._check_room(principal, adapter)
+        async with self._database.read() as session:
+            await self._check_room(AdapterRepository(session, principal.tenant), adapter)
         with self._blobs.staging() as folder:
             async with self._validations:
                 content = await finished(self._examine, folder, config_file, weights_file)
             async with self._database.begin() as session:
                 await exclusive(session, CONTENTS)
-                await finished(self._blobs.publish, folder, content.digest)
                 adapters = AdapterRepository(session, principal.tenant)
+                await self._check_room(adapters, adapter)
+                await finished(self._blobs.publish, folder, content.digest)
                 listed = await adapters.register(adapter, content, self._database.now())
         return _info(principal, listed)
 
@@ -146,7 +153,7 @@ class Registry:
     async def sweep(self) -> int:
         """At boot: remove what crashes left behind, staged or stored; the number of contents removed."""
         await finished(self._blobs.sweep_incoming)
-        stored = sorted(await finished(self._blobs.digests))
+        stored = await finished(self._blobs.digests)
         pages = [stored[start : start + SWEEP_PAGE] for start in range(0, len(stored), SWEEP_PAGE)]
         return sum([await self._remove_unused(frozenset(page)) for page in pages])
 
@@ -158,15 +165,13 @@ class Registry:
                 await finished(self._blobs.remove, digest)
         return len(unused)
 
-    async def _check_room(self, principal: Principal, adapter: str) -> None:
+    async def _check_room(self, adapters: AdapterRepository, name: str) -> None:
         limit = self._limits.max_adapters_per_tenant
-        async with self._database.read() as session:
-            adapters = AdapterRepository(session, principal.tenant)
-            if await adapters.count() >= limit and not await adapters.exists(adapter):
-                raise TooManyAdapters(
-                    f"you have {limit} adapters, the most that is allowed (max_adapters_per_tenant); delete one first",
-                    "name",
-                )
+        if await adapters.count() >= limit and not await adapters.exists(name):
+            raise TooManyAdapters(
+                f"you have {limit} adapters, the most that is allowed (max_adapters_per_tenant); delete one first",
+                "name",
+            )
 
     def _examine(self, folder: Path, config_file: Path, weights_file: Path) -> RevisionContent:
         from loramux_adapters import Limits, validate_adapter  # torch: not for those who only list or resolve
@@ -176,23 +181,26 @@ class Registry:
         plan = validate_adapter(folder, self._base, limits)
         return RevisionContent(
             digest=self._blobs.seal(folder),
-            rank=max(pair.rank for pair in plan.pairs),
+            rank=plan.max_rank,
             size_bytes=sum((folder / name).stat().st_size for name in FILES),
+            base=self._base.fingerprint,
         )
 
     async def _resolved(self, principal: Principal, listed: Listed) -> ResolvedModel:
         adapter, revision = listed
-        try:
-            if self._blobs.is_verified(revision.digest):
-                directory = self._blobs.directory(revision.digest)
-            else:
-                directory = await finished(self._blobs.directory, revision.digest)
-        except StorageError as error:
+        name = f"{principal.tenant_name}/{adapter.name}@{revision.number}"
+        if revision.base != self._base.fingerprint:
             raise RevisionUnavailable(
-                f"The files of `{principal.tenant_name}/{adapter.name}@{revision.number}` are damaged: {error}", "model"
-            ) from error
+                f"`{name}` was made for another base model than {self._served_model_name}; upload one made for this",
+                "model",
+            )
+        try:
+            known = self._blobs.known_directory(revision.digest)
+            directory = known or await finished(self._blobs.directory, revision.digest)
+        except StorageError as error:
+            raise RevisionUnavailable(f"the files of `{name}` are damaged: {error}", "model") from error
         return ResolvedModel(
-            name=f"{principal.tenant_name}/{adapter.name}@{revision.number}",
+            name=name,
             revision=Revision(
                 adapter_id=adapter.id, number=revision.number, digest=revision.digest, directory=directory
             ),
