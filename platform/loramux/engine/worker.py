@@ -11,6 +11,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 import msgspec
+from transformers.utils.logging import disable_progress_bar
 
 from loramux.engine.engine import Engine
 from loramux.engine.messages import Cancel, Command, Ready, Report, Retire, Shutdown, Stopped, Submit
@@ -76,6 +77,7 @@ def serve_process(settings: Settings, connection: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    disable_progress_bar()  # a server's log is no terminal
     inbox: Inbox = queue.SimpleQueue()
     encoder = msgspec.msgpack.Encoder()
     threading.Thread(target=_receive, args=(connection, inbox), daemon=True, name="inbox").start()
