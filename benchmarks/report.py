@@ -138,6 +138,7 @@ COLUMNS: tuple[tuple[str, Column], ...] = (
     ("p99", _seconds("ttft_p99_s")),
     ("total p50", _seconds("total_p50_s")),
     ("p99", _seconds("total_p99_s")),
+    ("start", lambda g: f"{median(m.start_s for m in g):.0f} s"),
     ("peak memory", lambda g: f"{max(m.resources.peak_pss_bytes for m in g) / 2**30:.2f} GiB"),
     ("omega", lambda g: _median(spread(g, lambda m: m.floor.omega if m.floor else None), "{:.2f}")),
     ("of the memory floor", lambda g: _median(spread(g, lambda m: m.floor.share if m.floor else None), "{:.0%}")),
@@ -146,10 +147,12 @@ COLUMNS: tuple[tuple[str, Column], ...] = (
 
 
 def _agreements(results: Results) -> str:
-    rows = [
-        (a.case.model, a.case.dtype, a.case.workload, a.case.system, a.case.mode, f"{a.same} of {a.requests}")
-        for a in results.agreements
-    ]
+    sums: dict[tuple[str, ...], tuple[int, int]] = {}
+    for a in results.agreements:
+        key = (a.case.model, a.case.dtype, a.case.workload, a.case.system, a.case.mode)
+        same, requests = sums.get(key, (0, 0))
+        sums[key] = same + a.same, requests + a.requests
+    rows = [(*key, f"{same} of {requests}") for key, (same, requests) in sums.items()]
     header = ("model", "dtype", "workload", "system", "mode", "answers equal to PEFT's")
     return "## Same answers\n\n" + table(header, rows) if rows else ""
 
