@@ -196,7 +196,7 @@ class Registry:
             )
         try:
             known = self._blobs.known_directory(revision.digest)
-            directory = known or await finished(self._blobs.directory, revision.digest)
+            directory: Path = known or await finished(self._blobs.directory, revision.digest)
         except StorageError as error:
             raise RevisionUnavailable(f"the files of `{name}` are damaged: {error}", "model") from error
         return ResolvedModel(

@@ -1,0 +1,138 @@
+"""The writer: what waits together is committed together, and one bad operation harms only itself."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from loramux.records import RecordsUnavailable
+from loramux.usage import UsageClosed, group_commit
+from loramux.usage.group_commit import GroupCommit
+
+pytestmark = pytest.mark.anyio
+
+
+class Disk:
+    """Remembers what each commit wrote; a commit takes until it is let go, and fails over negative numbers."""
+
+    def __init__(self) -> None:
+        self.commits: list[list[int]] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.outages = 0
+
+    async def commit(self, batch: Sequence[int]) -> list[str | Exception]:
+        await self.gate.wait()
+        if self.outages:
+            self.outages -= 1
+            raise RecordsUnavailable("no answer")
+        if any(number < 0 for number in batch):
+            raise ValueError(f"negative: {min(batch)}")
+        self.commits.append(list(batch))
+        return [KeyError(0) if number == 0 else str(number) for number in batch]
+
+
+@pytest.fixture
+def disk() -> Disk:
+    return Disk()
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_commit, "PAUSES", (0.0, 0.0))
+
+
+async def started(disk: Disk, **options: int) -> GroupCommit[int, str]:
+    writer: GroupCommit[int, str] = GroupCommit(disk.commit, **options)
+    writer.start()
+    return writer
+
+
+async def outcomes(writer: GroupCommit[int, str], numbers: Sequence[int]) -> list[str | BaseException]:
+    return await asyncio.gather(*(writer.submit(number) for number in numbers), return_exceptions=True)
+
+
+async def test_a_lone_operation_is_committed_alone(disk: Disk) -> None:
+    writer = await started(disk)
+    assert await writer.submit(7) == "7"
+    assert disk.commits == [[7]]
+    await writer.stop()
+
+
+async def test_what_arrives_during_a_commit_goes_together_in_order(disk: Disk) -> None:
+    writer = await started(disk)
+    disk.gate.clear()
+    first = writer.post(1)
+    await asyncio.sleep(0)  # the writer takes it
+    rest = [writer.post(number) for number in range(2, 100)]
+    disk.gate.set()
+    assert await first == "1"
+    assert await asyncio.gather(*rest) == [str(number) for number in range(2, 100)]
+    assert disk.commits == [[1], list(range(2, 100))]
+    await writer.stop()
+
+
+async def test_a_batch_has_a_limit(disk: Disk) -> None:
+    writer = await started(disk, max_batch=10)
+    await outcomes(writer, range(1, 26))
+    assert [len(batch) for batch in disk.commits] == [10, 10, 5]
+    await writer.stop()
+
+
+async def test_one_bad_operation_harms_only_itself(disk: Disk) -> None:
+    writer = await started(disk)
+    answers = await outcomes(writer, [1, -2, 3, 0, 4])
+    assert [str(answer) for answer in answers] == ["1", "negative: -2", "3", "0", "4"]
+    assert isinstance(answers[1], ValueError)
+    assert isinstance(answers[3], KeyError)
+    assert disk.commits == [[1], [3], [0], [4]]
+    assert await writer.submit(5) == "5"
+    await writer.stop()
+
+
+async def test_an_outage_is_waited_for(disk: Disk) -> None:
+    writer = await started(disk)
+    disk.outages = 2
+    assert await outcomes(writer, [1, 2]) == ["1", "2"]
+    assert disk.commits == [[1, 2]]
+    await writer.stop()
+
+
+async def test_a_long_outage_is_told_to_all(disk: Disk) -> None:
+    writer = await started(disk)
+    disk.outages = 3
+    assert [type(answer) for answer in await outcomes(writer, [1, 2])] == [RecordsUnavailable] * 2
+    assert await writer.submit(3) == "3"
+    await writer.stop()
+
+
+async def test_a_caller_that_leaves_is_committed_all_the_same(disk: Disk) -> None:
+    writer = await started(disk)
+    disk.gate.clear()
+    leaving, staying = writer.post(1), writer.post(2)
+    leaving.cancel()
+    disk.gate.set()
+    assert await staying == "2"
+    assert disk.commits == [[1, 2]]
+    await writer.stop()
+
+
+async def test_stopping_commits_what_was_submitted(disk: Disk) -> None:
+    writer = await started(disk, max_batch=3)
+    posted = [writer.post(number) for number in range(1, 8)]
+    await writer.stop()
+    assert [future.result() for future in posted] == [str(number) for number in range(1, 8)]
+
+
+async def test_nothing_is_taken_before_or_after(disk: Disk) -> None:
+    writer: GroupCommit[int, str] = GroupCommit(disk.commit)
+    with pytest.raises(UsageClosed):
+        await writer.submit(1)
+    writer.start()
+    await writer.stop()
+    await writer.stop()
+    with pytest.raises(UsageClosed):
+        await writer.submit(1)
+    writer.start()
+    assert await writer.submit(2) == "2"
+    await writer.stop()

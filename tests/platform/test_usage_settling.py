@@ -1,0 +1,287 @@
+"""From a request's open row to its one line on the bill, whatever crashes in between."""
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, nullcontext
+
+import msgspec
+import pytest
+import sqlalchemy as sa
+
+from loramux.records import Database, Principal
+from loramux.records.models import LedgerRow, RequestRow
+from loramux.usage import OpenedRequest, RequestRefused, Settlement, UnknownRequest, Usage, UsageClosed
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def acme(enrol: Callable[[str], Awaitable[Principal]]) -> Principal:
+    return await enrol("acme")
+
+
+Server = Callable[[], Awaitable[Usage]]
+
+
+@pytest.fixture
+async def server(url: str) -> AsyncIterator[Server]:
+    """Start a server with connections of its own; all end with the test."""
+    async with AsyncExitStack() as servers:
+
+        async def server() -> Usage:
+            database = Database(url)
+            servers.push_async_callback(database.close)
+            usage = Usage(database)
+            await usage.start()
+            servers.push_async_callback(usage.stop)
+            return usage
+
+        yield server
+
+
+@pytest.fixture
+async def usage(server: Server) -> Usage:
+    return await server()
+
+
+def opened(principal: Principal, id: str, **changes: object) -> OpenedRequest:
+    request = OpenedRequest(
+        id=id,
+        tenant=principal.tenant,
+        key_id=principal.key_id,
+        model="acme/upper@1",
+        adapter_digest="sha256:" + "a" * 64,
+        prompt_tokens=12,
+        max_tokens=100,
+    )
+    return msgspec.structs.replace(request, **changes)
+
+
+def settlement(id: str, **changes: object) -> Settlement:
+    end = Settlement(
+        request_id=id, input_tokens=12, cached_tokens=3, output_tokens=7, finish_reason="stop", status="completed"
+    )
+    return msgspec.structs.replace(end, **changes)
+
+
+async def statuses(database: Database) -> dict[str, str]:
+    async with database.read() as session:
+        return {row.id: row.status for row in await session.execute(sa.select(RequestRow.id, RequestRow.status))}
+
+
+async def kinds(database: Database) -> list[tuple[str, str, int]]:
+    columns = LedgerRow.request_id, LedgerRow.kind, LedgerRow.output_tokens
+    async with database.read() as session:
+        return [tuple(row) for row in await session.execute(sa.select(*columns).order_by(LedgerRow.sequence))]
+
+
+async def test_open_then_settle(usage: Usage, database: Database, acme: Principal) -> None:
+    await usage.open(opened(acme, "r1"))
+    assert await statuses(database) == {"r1": "open"}
+    entry = await usage.settle(settlement("r1"))
+    assert await statuses(database) == {"r1": "settled"}
+    assert (entry.sequence, entry.tenant_id, entry.key_id, entry.model) == (1, acme.tenant, acme.key_id, "acme/upper@1")
+    assert (entry.input_tokens, entry.cached_tokens, entry.output_tokens) == (12, 3, 7)
+    assert (entry.finish_reason, entry.status) == ("stop", "completed")
+    assert entry.adapter_digest == "sha256:" + "a" * 64
+    assert await usage.verify_chain() == 1
+
+
+async def test_settling_again_changes_nothing(usage: Usage, acme: Principal) -> None:
+    await usage.open(opened(acme, "r1"))
+    entry = await usage.settle(settlement("r1"))
+    assert await usage.settle(settlement("r1", output_tokens=99)) == entry
+    assert await usage.verify_chain() == 1
+
+
+async def test_settling_twice_at_once_bills_once(usage: Usage, acme: Principal) -> None:
+    await usage.open(opened(acme, "r1"))
+    entries = await asyncio.gather(*(usage.settle(settlement("r1")) for _ in range(20)))
+    assert len(set(entries)) == 1
+    assert await usage.verify_chain() == 1
+
+
+async def test_settling_on_several_servers_at_once_bills_once(server: Server, usage: Usage, acme: Principal) -> None:
+    await usage.open(opened(acme, "r1"))
+    others = [await server() for _ in range(4)]
+    entries = await asyncio.gather(*(other.settle(settlement("r1")) for other in others for _ in range(5)))
+    assert len(set(entries)) == 1
+    assert await usage.verify_chain() == 1
+
+
+async def test_many_servers_leave_no_gap(server: Server, database: Database, acme: Principal) -> None:
+    servers = [await server() for _ in range(4)]
+
+    async def serve(number: int) -> int:
+        usage = servers[number % 4]
+        await usage.open(opened(acme, f"r{number}"))
+        return (await usage.settle(settlement(f"r{number}"))).sequence
+
+    assert sorted(await asyncio.gather(*(serve(number) for number in range(200)))) == list(range(1, 201))
+    assert await servers[0].verify_chain() == 200
+    assert set((await statuses(database)).values()) == {"settled"}
+
+
+async def test_a_request_that_was_never_opened_is_refused_alone(usage: Usage, acme: Principal) -> None:
+    await usage.open(opened(acme, "r1"))
+    outcomes = await asyncio.gather(
+        usage.settle(settlement("r1")), usage.settle(settlement("r2")), return_exceptions=True
+    )
+    assert isinstance(outcomes[1], UnknownRequest)
+    assert "r2" in str(outcomes[1])
+    assert await usage.verify_chain() == 1
+
+
+async def test_a_row_that_the_database_refuses_harms_only_itself(
+    usage: Usage, database: Database, acme: Principal
+) -> None:
+    for number in range(6):
+        await usage.open(opened(acme, f"r{number}"))
+    bad = {2: {"output_tokens": -1}, 4: {"cached_tokens": 13}}
+    settlements = [settlement(f"r{number}", **bad.get(number, {})) for number in range(6)]
+    outcomes = await asyncio.gather(*map(usage.settle, settlements), return_exceptions=True)
+    assert [number for number, outcome in enumerate(outcomes) if isinstance(outcome, RequestRefused)] == [2, 4]
+    assert await usage.verify_chain() == 4
+    assert [id for id, status in sorted((await statuses(database)).items()) if status == "open"] == ["r2", "r4"]
+
+
+async def test_a_key_of_another_tenant_is_refused(
+    usage: Usage, acme: Principal, enrol: Callable[[str], Awaitable[Principal]]
+) -> None:
+    globex = await enrol("globex")
+    with pytest.raises(RequestRefused):
+        await usage.open(opened(acme, "r1", key_id=globex.key_id))
+
+
+async def test_another_servers_request_id_is_refused(server: Server, usage: Usage, acme: Principal) -> None:
+    other = await server()
+    await usage.open(opened(acme, "r1"))
+    with pytest.raises(RequestRefused, match="r1"):
+        await other.open(opened(acme, "r1"))
+
+
+async def test_a_caller_cancelled_while_opening_leaves_nothing_open(
+    usage: Usage, database: Database, acme: Principal
+) -> None:
+    opening = asyncio.create_task(usage.open(opened(acme, "r1")))
+    await asyncio.sleep(0)
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    await usage.stop()
+    assert await statuses(database) == {"r1": "settled"}
+    assert await kinds(database) == [("r1", "usage", 0)]
+
+
+async def test_a_caller_cancelled_while_settling_is_on_the_bill(
+    usage: Usage, database: Database, acme: Principal
+) -> None:
+    await usage.open(opened(acme, "r1"))
+    settling = asyncio.create_task(usage.settle(settlement("r1")))
+    await asyncio.sleep(0)
+    settling.cancel()
+    await asyncio.gather(settling, return_exceptions=True)
+    await usage.stop()
+    assert await kinds(database) == [("r1", "usage", 7)]
+
+
+async def test_nothing_is_written_without_the_writer(database: Database, acme: Principal) -> None:
+    with pytest.raises(UsageClosed):
+        await Usage(database).open(opened(acme, "r1"))
+
+
+async def test_sweep_leaves_ones_own_requests_alone(usage: Usage, database: Database, acme: Principal) -> None:
+    await usage.open(opened(acme, "r1"))
+    assert await usage.sweep() == 0
+    assert await statuses(database) == {"r1": "open"}
+
+
+async def test_sweep_leaves_a_living_servers_requests_alone(
+    backend: str, server: Server, usage: Usage, database: Database, acme: Principal
+) -> None:
+    if backend == "sqlite":
+        pytest.skip("an embedded database has one server")
+    other = await server()
+    await other.open(opened(acme, "r1"))
+    assert await usage.sweep() == 0
+    await other.stop()
+    assert await usage.sweep() == 1
+    assert await statuses(database) == {"r1": "interrupted"}
+
+
+async def test_a_server_thought_dead_still_bills(
+    server: Server, usage: Usage, database: Database, acme: Principal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("loramux.usage.usage.alive", lambda *_: nullcontext())
+    other = await server()
+    await other.open(opened(acme, "r1"))
+    assert await usage.sweep() == 1
+    await other.settle(settlement("r1"))
+    assert await kinds(database) == [("r1", "interrupted", 0), ("r1", "usage", 7)]
+    assert await statuses(database) == {"r1": "settled"}
+    assert [(row.output_tokens, row.requests) for row in await usage.rows(acme.tenant)] == [(7, 1)]
+
+
+CRASH = """
+import asyncio, os, signal, sys
+from loramux.records import Database
+from loramux.usage import OpenedRequest, Settlement, Usage
+
+async def main(url, tenant, key):
+    usage = Usage(Database(url))
+    await usage.start()
+
+    async def open(id):
+        await usage.open(OpenedRequest(
+            id=id, tenant=tenant, key_id=key, model="m", adapter_digest=None, prompt_tokens=5, max_tokens=5
+        ))
+
+    async def settle(id):
+        await usage.settle(Settlement(
+            request_id=id, input_tokens=5, cached_tokens=0, output_tokens=2, finish_reason="stop", status="completed"
+        ))
+
+    await asyncio.gather(*(open(f"r{n}") for n in range(40)))
+    await asyncio.gather(*(settle(f"r{n}") for n in range(10)))
+    print("settled", flush=True)
+    rest = [asyncio.create_task(settle(f"r{n}")) for n in range(10, 20)]
+    await asyncio.sleep(float(sys.argv[4]))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main(*sys.argv[1:4]))
+"""
+
+
+@pytest.mark.parametrize("seconds_into_the_commit", [0, 0.001, 0.004, 0.1])
+async def test_after_a_kill_nothing_is_lost_or_counted_twice(
+    url: str, usage: Usage, database: Database, acme: Principal, seconds_into_the_commit: float
+) -> None:
+    """Killed with 10 requests settled, 10 in the middle of a commit, and 20 open."""
+    command = [sys.executable, "-c", CRASH, url, acme.tenant, acme.key_id]
+    crash = await asyncio.to_thread(
+        subprocess.run, [*command, str(seconds_into_the_commit)], capture_output=True, text=True, check=False
+    )
+    assert crash.returncode == -9, crash.stderr
+    assert crash.stdout == "settled\n"
+    interrupted = await swept(usage)
+    survived = [kind for _, kind, _ in await kinds(database)].count("usage")
+    assert survived in (10, 20)
+    assert survived + interrupted == 40
+    assert await usage.sweep() == 0
+    assert await usage.verify_chain() == 40
+    [row] = await usage.rows(acme.tenant)
+    assert (row.requests, row.input_tokens, row.output_tokens) == (survived, 5 * survived, 2 * survived)
+    assert sorted(set((await statuses(database)).values())) == ["interrupted", "settled"]
+
+
+async def swept(usage: Usage) -> int:
+    """Sweep until PostgreSQL has noticed that the killed client's connection is gone."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        if number := await usage.sweep():
+            return number
+        await asyncio.sleep(0.05)
+    return 0
