@@ -17,7 +17,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Until the first token; None when there was none."""
     total_s: float
     output_tokens: int = 0
-    text: str = ""
+    token_ids: list[int] = []
+    """The answer, where the server tells (`return_token_ids`)."""
     error: str | None = None
 
 
@@ -68,6 +69,6 @@ def summarise(items: Sequence[Item], outcomes: Sequence[Outcome], wall_s: float)
 
 
 def same_answers(reference: Sequence[Outcome], answers: Sequence[Outcome]) -> int:
-    """How many answers are the reference's text; U+FFFD is left out, since servers flush broken UTF-8 differently."""
-    texts = {o.id: o.text.replace("\ufffd", "") for o in reference}
-    return sum(texts.get(o.id) == o.text.replace("\ufffd", "") for o in answers if o.error is None)
+    """How many answers are the reference's, token for token."""
+    expected = {o.id: o.token_ids for o in reference}
+    return sum(expected.get(o.id) == o.token_ids for o in answers if o.error is None)

@@ -26,6 +26,8 @@ from workloads import Item, load
 
 TIMEOUT = httpx.Timeout(3600.0, connect=30.0)
 """A request may wait for all the others: the slowest peer's queue decides."""
+RETURN_TOKEN_IDS = {"return_token_ids": True}
+"""vLLM's field, and ours: answers come with their token ids."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ class _Stream:
 
     item: Item
     due: float
-    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
     first: float | None = None
     output_tokens: int = 0
     error: str | None = None
@@ -115,7 +117,7 @@ class _Stream:
         for choice in event.choices:
             if self.first is None and (choice.text or choice.token_ids):
                 self.first = time.perf_counter()
-            self.texts.append(choice.text)
+            self.token_ids += choice.token_ids or ()
         if event.usage is not None:
             self.output_tokens = event.usage.completion_tokens
         if bytes(event.error):
@@ -127,7 +129,7 @@ class _Stream:
             ttft_s=None if self.first is None else self.first - self.due,
             total_s=time.perf_counter() - self.due,
             output_tokens=self.output_tokens,
-            text="".join(self.texts),
+            token_ids=self.token_ids,
             error=self.error,
         )
 

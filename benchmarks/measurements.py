@@ -84,7 +84,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, tag="failure"):
 
 
 class Agreement(msgspec.Struct, frozen=True, kw_only=True, tag="agreement"):
-    """How many of a drive's answers are the same text as the reference's."""
+    """How many of a drive's answers are the same tokens as the reference's."""
 
     case: Case
     reference: str

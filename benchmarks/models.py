@@ -76,7 +76,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     """A byte-level BPE of VOCAB_SIZE tokens made without a corpus, hence the same on every machine.
 
     Special tokens, the 256 bytes, every pair of ASCII letters' and signs' bytes, then lower-case triples. Nearly every
-    token is whole text, so a random model's answers can be compared as text.
+    token is whole text, so a random model's answers stream like real ones.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     ascii_bytes = [c for c in alphabet if c.isascii()]

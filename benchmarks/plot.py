@@ -35,7 +35,7 @@ def _throughput(axes: Any, cell: Cell) -> None:
     axes.set_title(f"{cell.model}, {cell.dtype}, {cell.suite}")
     _bars(axes, cell, lambda way, share: spread(cell.of(way[0], share, way[1]), tokens_per_s))
     axes.set_ylabel("output tokens/s")
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=2, frameon=False)
 
 
 def _first_token(axes: Any, cell: Cell) -> None:
@@ -74,6 +74,7 @@ def _overhead(axes: Any, cell: Cell) -> None:
         floor = median(value for m in cell.of(OURS, share) if (value := omega(m)) is not None)
         axes.hlines(100 * floor, i - 0.3, i + 0.3, color="black", label="omega, the floor" if i == 0 else None)
     axes.set_xticks(range(len(found)), shares)
+    axes.set_xlim(-0.7, len(found) - 0.3)
     axes.set_ylabel("LoRA overhead of loramux (%)")
     if found:
         axes.legend(fontsize=8)

@@ -153,7 +153,7 @@ def _agreements(results: Results) -> str:
         same, requests = sums.get(key, (0, 0))
         sums[key] = same + a.same, requests + a.requests
     rows = [(*key, f"{same} of {requests}") for key, (same, requests) in sums.items()]
-    header = ("model", "dtype", "workload", "system", "mode", "answers equal to PEFT's")
+    header = ("model", "dtype", "workload", "system", "mode", "answers equal to PEFT's, token for token")
     return "## Same answers\n\n" + table(header, rows) if rows else ""
 
 

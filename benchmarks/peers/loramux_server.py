@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from loadgen import Target
+from loadgen import RETURN_TOKEN_IDS, Target
 from measurements import Counters
 from peers.serving import Command, Serving, SystemFailed, free_port, running
 from progress import bar
@@ -46,7 +46,7 @@ class Loramux:
         arguments = [str(_executable()), "serve", "--config", str(settings)]
         command = Command(arguments, f"{url}/health/ready", folder / "server.log", {})
         with running(command) as (pid, start_s):
-            target = Target(f"{url}/v1", key, adapter_name=f"{TENANT}/{{adapter}}")
+            target = Target(f"{url}/v1", key, adapter_name=f"{TENANT}/{{adapter}}", extra_body=RETURN_TOKEN_IDS)
             _upload_adapters(target, setup.spec)
             yield Serving(target, pid, start_s)
 
@@ -59,9 +59,9 @@ class Loramux:
             for sample in family.samples
         }
         return Counters(
-            steps=int(samples["loramux_steps_total"]),
-            adapter_bytes_read=int(samples["loramux_adapter_bytes_read_total"]),
-            weight_bytes=int(samples["loramux_weight_bytes"]),
+            steps=int(samples["loramux_engine_steps_total"]),
+            adapter_bytes_read=int(samples["loramux_engine_adapter_bytes_read_total"]),
+            weight_bytes=int(samples["loramux_engine_weight_bytes"]),
         )
 
 

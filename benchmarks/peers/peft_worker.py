@@ -23,7 +23,7 @@ from measurements import Drive
 from peft import PeftModel
 from progress import bar
 from specs import MODELS, ModelSpec
-from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessorList
+from transformers import AutoModelForCausalLM, LogitsProcessorList
 from workloads import Item, load
 
 BASE = "__base__"
@@ -48,7 +48,6 @@ class Peft:
     """A loaded model with the adapters that a workload asks for."""
 
     model: Any
-    tokenizer: Any
 
     @classmethod
     def load(cls, spec: ModelSpec, dtype: torch.dtype, adapters: Sequence[str]) -> Peft:
@@ -60,7 +59,7 @@ class Peft:
                 model.load_adapter(path, **options)
             else:
                 model = PeftModel.from_pretrained(model, path, **options)
-        return cls(model.eval().to(dtype), AutoTokenizer.from_pretrained(spec.model_path))
+        return cls(model.eval().to(dtype))
 
     @torch.inference_mode()
     def run_batch(self, batch: Sequence[Item], start: float) -> list[Outcome]:
@@ -84,7 +83,7 @@ class Peft:
                 ttft_s=steps.times[0] - start,
                 total_s=steps.times[item.max_tokens - 1] - start,
                 output_tokens=item.max_tokens,
-                text=self.tokenizer.decode(row[: item.max_tokens], skip_special_tokens=True),
+                token_ids=row[: item.max_tokens].tolist(),
             )
             for item, row in zip(batch, tokens[:, input_ids.shape[1] :], strict=True)
         ]

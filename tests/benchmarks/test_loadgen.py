@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from completions_server import TOKEN_SECONDS, Seen, answer, serving
 from figures import Outcome
-from loadgen import Plan, Target, as_arrived, at_once, drive, in_waves
+from loadgen import RETURN_TOKEN_IDS, Plan, Target, as_arrived, at_once, drive, in_waves
 from workloads import Item, dump
 
 
@@ -32,11 +32,10 @@ def run(target: Target, plan: Plan) -> tuple[list[Outcome], float]:
 
 def test_every_answer_comes_back_whole_and_to_its_own_request(server: tuple[str, Seen]) -> None:
     url, _ = server
-    outcomes, wall_s = run(Target(url), at_once(items(12)))
+    outcomes, wall_s = run(Target(url, extra_body=RETURN_TOKEN_IDS), at_once(items(12)))
     for i, outcome in enumerate(outcomes):
-        body = {"model": "base", "prompt": [i]}
         assert outcome.id == f"r{i}"
-        assert outcome.text == "".join(answer(body, k) for k in range(5))
+        assert outcome.token_ids == [answer("base", [i, 7], k) for k in range(5)]
         assert (outcome.output_tokens, outcome.error) == (5, None)
         assert outcome.ttft_s is not None
         assert TOKEN_SECONDS <= outcome.ttft_s < outcome.total_s <= wall_s
@@ -51,7 +50,7 @@ def test_the_first_token_is_not_an_empty_first_chunk(server: tuple[str, Seen]) -
 
 def test_the_body_asks_for_exactly_that_many_greedy_tokens(server: tuple[str, Seen]) -> None:
     url, seen = server
-    run(Target(url, "sk-1", "base", "bench/{adapter}", {"return_token_ids": True}), at_once(items(1, 3, "ad07")))
+    run(Target(url, "sk-1", "base", "bench/{adapter}", {"seed": 3}), at_once(items(1, 3, "ad07")))
     assert seen.keys == {"Bearer sk-1"}
     assert seen.bodies == [
         {
@@ -63,7 +62,7 @@ def test_the_body_asks_for_exactly_that_many_greedy_tokens(server: tuple[str, Se
             "temperature": 0,
             "stream": True,
             "stream_options": {"include_usage": True},
-            "return_token_ids": True,
+            "seed": 3,
         }
     ]
 

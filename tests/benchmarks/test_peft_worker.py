@@ -43,9 +43,9 @@ def test_batched_answers_are_those_of_requests_alone(name: str) -> None:
     peft = Peft.load(MICRO, torch.float32, adapters)
     batched, _ = run(peft, items, batch_size=4)
     alone, _ = run(peft, items, batch_size=1)
-    assert [o.text for o in batched] == [o.text for o in alone]
+    assert [o.token_ids for o in batched] == [o.token_ids for o in alone]
     assert [o.output_tokens for o in batched] == [item.max_tokens for item in items]
-    assert len({o.text for o in batched}) == len(items)
+    assert len({tuple(o.token_ids) for o in batched}) == len(items)
 
 
 def test_adapters_are_applied_to_their_own_rows() -> None:
@@ -54,8 +54,8 @@ def test_adapters_are_applied_to_their_own_rows() -> None:
     for item, outcome in zip(items, mixed, strict=True):
         own = [item.adapter] if item.adapter else []
         alone, _ = run(Peft.load(MICRO, torch.float32, own), [item], batch_size=1)
-        assert outcome.text == alone[0].text
-    assert len({outcome.text for outcome in mixed}) == 4
+        assert outcome.token_ids == alone[0].token_ids
+    assert len({tuple(outcome.token_ids) for outcome in mixed}) == 4
 
 
 def test_times_are_those_of_the_batch_and_of_the_requests_own_last_token() -> None:

@@ -13,7 +13,7 @@ import pytest
 import report
 from completions_server import answer, serving
 from figures import Outcome
-from loadgen import Target
+from loadgen import RETURN_TOKEN_IDS, Target
 from machine import Machine
 from measurements import Counters, Drive
 from peers.serving import Serving, SystemFailed
@@ -37,7 +37,7 @@ class SmallServer:
     @contextmanager
     def serving(self, setup: Setup) -> Iterator[Serving]:
         with serving() as (url, seen):
-            yield Serving(Target(url, base_name=self.base_name), os.getpid(), 0.5)
+            yield Serving(Target(url, base_name=self.base_name, extra_body=RETURN_TOKEN_IDS), os.getpid(), 0.5)
             self.seen += [body["model"] for body in seen.bodies]
 
     def counters(self, serving: Serving) -> Counters:
@@ -47,7 +47,7 @@ class SmallServer:
 
 @dataclass(frozen=True)
 class AnswersLikePeft:
-    """Gives the texts that the small server gives, as PEFT's reference."""
+    """Gives the answers that the small server gives, as PEFT's reference."""
 
     label: str = "peft"
 
@@ -61,9 +61,10 @@ class AnswersLikePeft:
 
 
 def _outcome(place: int, item: Item) -> Outcome:
-    body = {"model": item.adapter or "base", "prompt": item.prompt_token_ids}
-    text = "".join(answer(body, k) for k in range(item.max_tokens)) if place else "something else"
-    return Outcome(id=item.id, ttft_s=0.1, total_s=0.2, output_tokens=item.max_tokens, text=text)
+    token_ids = [answer(item.adapter or "base", item.prompt_token_ids, k) for k in range(item.max_tokens)]
+    if place == 0:
+        token_ids[-1] += 1
+    return Outcome(id=item.id, ttft_s=0.1, total_s=0.2, output_tokens=item.max_tokens, token_ids=token_ids)
 
 
 MACHINE = Machine(
