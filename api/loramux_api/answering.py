@@ -1,0 +1,140 @@
+"""A generation's way back to its client: whole or as a stream, and what happens when the client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Iterable
+from itertools import chain
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+from litestar import MediaType, Request, Response
+from litestar.response import Stream
+from litestar.types import ASGIApp, Receive, Scope, Send
+
+from loramux.gateway import Delta, GatewayError, Generation, TokenUsage
+from loramux_api.problems import error_answer
+
+T = TypeVar("T")
+CLIENT_CLOSED_REQUEST = 499
+"""nginx's status for an answer that nobody reads."""
+SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+_encode = msgspec.json.Encoder().encode
+
+
+class Writer(Protocol):
+    """Gives a generation the shape of one endpoint."""
+
+    def opening(self) -> Iterable[msgspec.Struct]:
+        """A stream's first events."""
+
+    def chunk(self, delta: Delta) -> msgspec.Struct | None:
+        """The event for a delta, if it makes one."""
+
+    def closing(self, usage: TokenUsage) -> Iterable[msgspec.Struct]:
+        """A stream's last events."""
+
+    def whole(self, choices: list[Delta], usage: TokenUsage) -> msgspec.Struct:
+        """The answer in one piece."""
+
+
+class ClientGone(Exception):
+    """The client closed the connection."""
+
+
+async def answer(
+    request: Request[Any, Any, Any], generation: Generation, writer: Writer, *, stream: bool
+) -> Response[Any]:
+    """The response to a generation; the generation is abandoned as soon as the client leaves.
+
+    A stream's response begins with its first token, so that whatever fails before has its proper status.
+    """
+    try:
+        if stream:
+            await unless_gone(request, generation.started())
+            return GenerationStream(generation, writer)
+        choices = await unless_gone(request, _gather(generation))
+    except ClientGone:
+        generation.abandon()
+        return Response(None, status_code=CLIENT_CLOSED_REQUEST)
+    except BaseException:
+        generation.abandon()
+        raise
+    return Response(_encode(writer.whole(choices, generation.usage)), media_type=MediaType.JSON)
+
+
+async def unless_gone(request: Request[Any, Any, Any], work: Awaitable[T]) -> T:
+    """Await `work`, unless the client leaves first: then it is cancelled. Raises ClientGone.
+
+    Servers do not cancel a handler whose client has left; they only say so to who asks. The body has been read.
+    """
+    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_until_gone(request))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone
+        return working.result()
+    finally:
+        working.cancel()
+        gone.cancel()
+
+
+class GenerationStream(Stream):
+    """Server-sent events, framed with LF, that abandon their generation however they end."""
+
+    def __init__(self, generation: Generation, writer: Writer) -> None:
+        super().__init__(_events(generation, writer), media_type="text/event-stream", headers=SSE_HEADERS)
+        self._generation = generation
+
+    def to_asgi_response(self, *args: Any, **kwargs: Any) -> ASGIApp:  # type: ignore[override]  # Litestar calls it, no more
+        """Litestar's own response, watched from outside: a generator that was never started is never told."""
+        response = super().to_asgi_response(*args, **kwargs)
+
+        async def watched(scope: Scope, receive: Receive, send: Send) -> None:
+            try:
+                await response(scope, receive, send)
+            finally:
+                self._generation.abandon()
+
+        return watched
+
+
+async def _events(generation: Generation, writer: Writer) -> AsyncIterator[bytes]:
+    try:
+        for event in writer.opening():
+            yield _frame(event)
+        async for delta in generation:
+            if (chunk := writer.chunk(delta)) is not None:
+                yield _frame(chunk)
+        for event in writer.closing(generation.usage):
+            yield _frame(event)
+    except GatewayError as error:
+        yield _frame(error_answer(error))
+    yield b"data: [DONE]\n\n"
+
+
+def _frame(event: msgspec.Struct) -> bytes:
+    return b"data: " + _encode(event) + b"\n\n"
+
+
+async def _gather(generation: Generation) -> list[Delta]:
+    """Every choice's deltas joined into one, in order."""
+    by_choice: dict[int, list[Delta]] = {}
+    async for delta in generation:
+        by_choice.setdefault(delta.index, []).append(delta)
+    return [_joined(by_choice[index]) for index in sorted(by_choice)]
+
+
+def _joined(deltas: list[Delta]) -> Delta:
+    return Delta(
+        index=deltas[-1].index,
+        text="".join(delta.text for delta in deltas),
+        token_ids=tuple(chain.from_iterable(delta.token_ids for delta in deltas)),
+        logprobs=tuple(chain.from_iterable(delta.logprobs for delta in deltas)),
+        finish_reason=deltas[-1].finish_reason,
+    )
+
+
+async def _until_gone(request: Request[Any, Any, Any]) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

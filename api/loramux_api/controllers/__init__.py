@@ -1,0 +1,1 @@
+"""Thin handlers, one module a subject; siblings do not import each other."""

@@ -1,0 +1,61 @@
+"""GET /v1/models."""
+
+from __future__ import annotations
+
+from litestar import Controller, get
+from litestar.di import NamedDependency
+from litestar.params import FromPath
+
+from loramux.gateway import Platform
+from loramux.registry import AdapterInfo, AdapterNotFound, ModelNotFound
+from loramux.tenants import Principal
+from loramux_api.auth import requires
+from loramux_api.schemas.resources import SECOND, Model, ModelList
+
+
+class ModelController(Controller):
+    """What can stand in a request's `model`."""
+
+    path = "/v1/models"
+    tags = ("Models",)
+    guards = (requires("inference"),)
+
+    @get(summary="List models")
+    async def list_models(
+        self, principal: NamedDependency[Principal], platform: NamedDependency[Platform]
+    ) -> ModelList:
+        """The base model and your own adapters."""
+        adapters = await platform.adapters.all(principal)
+        return ModelList(data=[_base(platform), *(_adapter(platform, adapter) for adapter in adapters)])
+
+    @get("/{name:path}", summary="Describe a model")
+    async def get_model(
+        self, name: FromPath[str], principal: NamedDependency[Principal], platform: NamedDependency[Platform]
+    ) -> Model:
+        """One model, by the name that the list gives it."""
+        name = name.removeprefix("/")
+        if name == platform.settings.model.served_model_name:
+            return _base(platform)
+        try:
+            return _adapter(platform, await platform.adapters.get(principal, name))
+        except AdapterNotFound:
+            raise ModelNotFound(name) from None
+
+
+def _base(platform: Platform) -> Model:
+    return Model(
+        id=platform.settings.model.served_model_name,
+        created=platform.started_at,
+        owned_by="loramux",
+        max_model_len=platform.completions.facts.max_model_len,
+    )
+
+
+def _adapter(platform: Platform, adapter: AdapterInfo) -> Model:
+    return Model(
+        id=adapter.name,
+        created=adapter.created_at // SECOND,
+        owned_by=adapter.name.partition("/")[0],
+        parent=platform.settings.model.served_model_name,
+        max_model_len=platform.completions.facts.max_model_len,
+    )

@@ -1,0 +1,51 @@
+"""The description of the API at /schema."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.metadata import version
+
+from litestar.openapi import OpenAPIConfig
+from litestar.openapi.plugins import JsonRenderPlugin, SwaggerRenderPlugin
+from litestar.openapi.spec import (
+    Components,
+    OpenAPIFormat,
+    OpenAPIMediaType,
+    OpenAPIType,
+    Operation,
+    RequestBody,
+    Schema,
+    SecurityScheme,
+)
+
+from loramux.storage import CONFIG_FILE, WEIGHTS_FILE
+
+_FILE = Schema(type=OpenAPIType.STRING, format=OpenAPIFormat.BINARY)
+
+
+@dataclass
+class UploadOperation(Operation):
+    """The form of POST /v1/adapters, which is streamed and therefore not declared as a handler's argument."""
+
+    def __post_init__(self) -> None:
+        form = Schema(
+            type=OpenAPIType.OBJECT,
+            required=["name", CONFIG_FILE, WEIGHTS_FILE],
+            properties={"name": Schema(type=OpenAPIType.STRING), CONFIG_FILE: _FILE, WEIGHTS_FILE: _FILE},
+        )
+        self.request_body = RequestBody(content={"multipart/form-data": OpenAPIMediaType(schema=form)}, required=True)
+
+
+def openapi_config() -> OpenAPIConfig:
+    """Swagger at /schema, the document itself at /schema/openapi.json."""
+    key = SecurityScheme(type="http", scheme="bearer", description="A key of your tenant: sk-lm-...")
+    return OpenAPIConfig(
+        title="loramux",
+        version=version("loramux"),
+        description="Thousands of customers' LoRA fine-tunes of one base model behind one OpenAI-compatible API.",
+        path="/schema",
+        render_plugins=[SwaggerRenderPlugin(path="/"), JsonRenderPlugin()],
+        components=Components(security_schemes={"key": key}),
+        security=[{"key": []}],
+        use_handler_docstrings=True,
+    )

@@ -1,0 +1,102 @@
+"""The request fields that both endpoints share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar
+
+import msgspec
+from msgspec import Meta
+
+from loramux.engine.request import SamplingParams
+from loramux_api.schemas.strict import Body, Unsupported
+
+MAX_CHOICES = 128
+MAX_TOP_LOGPROBS = 20
+
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Positive = Annotated[int, Meta(ge=1)]
+StopString = Annotated[str, Meta(min_length=1, max_length=512)]
+TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """Only with `stream`."""
+
+    include_usage: bool | None = None
+    """One more chunk before [DONE], without choices, that brings the usage."""
+    include_obfuscation: bool | None = None
+    """Accepted and without effect: chunks are never padded."""
+
+
+class SamplingBody(Body, kw_only=True):
+    """How tokens are chosen and when generation ends; null is the same as absent."""
+
+    model: str
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    """0 and -1 keep every token."""
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    seed: Int64 | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Annotated[dict[int, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=16)] | None = None
+    stop_token_ids: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=128)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0)] | None = None
+    ignore_eos: bool | None = None
+    max_tokens: Positive | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    """Add `token_ids` to every choice and `prompt_token_ids` to the answer."""
+    user: str | None = None
+    """Accepted and without effect."""
+
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {
+        "best_of": Unsupported("ask for n choices and pick one.", (None, 1)),
+        "echo": Unsupported(
+            "the prompt is not repeated in the answer; put it before the text yourself.", (None, False)
+        ),
+        "guided_json": Unsupported("answers are not constrained to a grammar."),
+        "prompt_logprobs": Unsupported("log probabilities are given for generated tokens only."),
+        "use_beam_search": Unsupported("answers are sampled, not searched for.", (None, False)),
+    }
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+def sampling_params(body: SamplingBody, logprobs: int | None) -> SamplingParams:
+    """The engine's parameters; max_tokens is settled by the gateway."""
+    return SamplingParams(
+        max_tokens=body.max_tokens or 0,
+        temperature=_given(body.temperature, 1.0),
+        top_p=_given(body.top_p, 1.0),
+        top_k=max(body.top_k or 0, 0),
+        min_p=body.min_p or 0.0,
+        seed=body.seed,
+        repetition_penalty=body.repetition_penalty or 1.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        logit_bias=body.logit_bias or {},
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        min_tokens=body.min_tokens or 0,
+        ignore_eos=bool(body.ignore_eos),
+        logprobs=logprobs,
+    )
+
+
+def _given(value: float | None, default: float) -> float:
+    return default if value is None else value

@@ -1,0 +1,146 @@
+"""Multipart uploads, streamed to disk: memory holds one chunk of the network at a time, however large the files."""
+
+from __future__ import annotations
+
+from io import BufferedWriter
+from pathlib import Path
+from typing import Any
+
+from litestar import Request
+from python_multipart import MultipartParser
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import parse_options_header
+
+from loramux.gateway import InvalidRequest
+from loramux.storage import CONFIG_FILE, WEIGHTS_FILE
+
+MAX_NAME_BYTES = 1024
+MAX_CONFIG_BYTES = 1 << 20
+_HOW = f"send the field 'name' and the files '{CONFIG_FILE}' and '{WEIGHTS_FILE}' as multipart/form-data"
+
+
+async def receive_upload(request: Request[Any, Any, Any], folder: Path) -> str:
+    """Write the form's two files into `folder` under their standard names, and return its `name`.
+
+    Raises InvalidRequest for a form with parts missing, doubled, unknown or too large. The size of the whole body is
+    Litestar's to limit.
+    """
+    kind, options = parse_options_header(request.headers.get("content-type"))
+    boundary = options.get(b"boundary")
+    if kind != b"multipart/form-data" or not boundary:
+        raise InvalidRequest(f"The body is not a form: {_HOW}.", code="invalid_form")
+    form = _Form(folder)
+    try:
+        parser = MultipartParser(boundary, form.callbacks())
+        async for chunk in request.stream():
+            parser.write(chunk)
+        parser.finalize()
+        form.demand_end()
+    except FormParserError as error:
+        raise InvalidRequest(f"The form is damaged: {error}; {_HOW}.", code="invalid_form") from None
+    finally:
+        form.close()
+    return form.name()
+
+
+class _Form:
+    """Takes the parser's events."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._header = bytearray()
+        self._value = bytearray()
+        self._disposition = b""
+        self._part = ""
+        self._seen: dict[str, int] = {}
+        """Bytes by part."""
+        self._name = bytearray()
+        self._file: BufferedWriter | None = None
+        self._finished = False
+
+    def callbacks(self) -> Any:
+        """What MultipartParser calls."""
+        return {
+            "on_part_begin": self._begin,
+            "on_header_begin": self._begin_header,
+            "on_header_field": lambda data, start, end: self._header.extend(data[start:end]),
+            "on_header_value": lambda data, start, end: self._value.extend(data[start:end]),
+            "on_header_end": self._end_header,
+            "on_headers_finished": self._open,
+            "on_part_data": self._write,
+            "on_part_end": self.close,
+            "on_end": self._finish,
+        }
+
+    def name(self) -> str:
+        """The form's name; raises InvalidRequest where a part is missing."""
+        for part in ("name", CONFIG_FILE, WEIGHTS_FILE):
+            if not self._seen.get(part):
+                raise InvalidRequest(
+                    f"'{part}' is missing or empty: {_HOW}.", param=part, code="missing_required_parameter"
+                )
+        try:
+            return self._name.decode()
+        except UnicodeDecodeError:
+            raise InvalidRequest("'name' is not UTF-8.", param="name", code="invalid_value") from None
+
+    def demand_end(self) -> None:
+        """Raise InvalidRequest unless the form's last boundary was seen."""
+        if not self._finished:
+            raise InvalidRequest(f"The form ends before its last boundary: {_HOW}.", code="invalid_form")
+
+    def close(self) -> None:
+        """End the file that is being written."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _finish(self) -> None:
+        self._finished = True
+
+    def _begin(self) -> None:
+        self._disposition = b""
+
+    def _begin_header(self) -> None:
+        self._header.clear()
+        self._value.clear()
+
+    def _end_header(self) -> None:
+        if bytes(self._header).lower() == b"content-disposition":
+            self._disposition = bytes(self._value)
+
+    def _open(self) -> None:
+        self._part = _part_name(self._disposition)
+        if self._part in self._seen:
+            raise InvalidRequest(f"'{self._part}' is there twice: {_HOW}.", param=self._part, code="invalid_form")
+        self._seen[self._part] = 0
+        if self._part != "name":
+            self._file = (self._folder / self._part).open("wb")
+
+    def _write(self, data: bytes, start: int, end: int) -> None:
+        self._seen[self._part] += end - start
+        limit = {"name": MAX_NAME_BYTES, CONFIG_FILE: MAX_CONFIG_BYTES}.get(self._part)
+        if limit is not None and self._seen[self._part] > limit:
+            raise InvalidRequest(f"'{self._part}' has more than {limit} bytes.", param=self._part, code="too_large")
+        if self._file is None:
+            self._name.extend(data[start:end])
+        else:
+            self._file.write(data[start:end])
+
+
+def _part_name(disposition: bytes) -> str:
+    """Which of the three parts it is, by its field or by its file's name; raises InvalidRequest for a fourth."""
+    _, options = parse_options_header(disposition)
+    field, file = (options.get(key, b"").decode(errors="replace") for key in (b"name", b"filename"))
+    for known in (CONFIG_FILE, WEIGHTS_FILE):
+        if known in (field, file):
+            return known
+    if field == "name" and not file:
+        return field
+    pickled = file.endswith((".bin", ".pt", ".pth", ".pkl")) or field.endswith((".bin", ".pt", ".pth", ".pkl"))
+    why = " Pickled weights are never read: save them with safetensors." if pickled else ""
+    raise InvalidRequest(
+        f"'{(file or field)[:80]}' is not a part of this form.{why} Please {_HOW}.",
+        param=field[:80],
+        code="invalid_form",
+    )

@@ -1,0 +1,83 @@
+"""A loramux application on a real port, in a thread of the test's process."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import httpx
+import uvicorn
+from granian.constants import HTTPModes, Interfaces
+from granian.server.embed import Server
+from litestar import Litestar
+
+
+@dataclass(frozen=True)
+class Running:
+    app: Litestar
+    url: str
+    loop: asyncio.AbstractEventLoop
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def running(app: Litestar, server: str) -> Iterator[Running]:
+    """`app` served by granian or uvicorn until the block ends; then its lifespan ends too."""
+    loop = asyncio.new_event_loop()
+    port = free_port()
+    serve, stop = (_granian if server == "granian" else _uvicorn)(app, port)
+    thread = threading.Thread(target=_run, args=(loop, serve), name=server)
+    thread.start()
+    try:
+        url = f"http://127.0.0.1:{port}"
+        _await_health(url, thread)
+        yield Running(app, url, loop)
+    finally:
+        loop.call_soon_threadsafe(stop)
+        thread.join(30)
+        assert not thread.is_alive(), "the server did not stop"
+
+
+def _run(loop, serve):
+    asyncio.set_event_loop(loop)
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        runner.run(serve())
+
+
+def _granian(app, port):
+    made = []
+
+    async def serve():
+        made.append(Server(app, port=port, interface=Interfaces.ASGI, http=HTTPModes.http1, log_enabled=False))
+        await made[0].serve()
+
+    return serve, lambda: made[0].stop()
+
+
+def _uvicorn(app, port):
+    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error", lifespan="on"))
+
+    def stop():
+        server.should_exit = True
+
+    return server.serve, stop
+
+
+def _await_health(url: str, thread: threading.Thread) -> None:
+    for _ in range(600):
+        assert thread.is_alive(), "the server ended while it was starting"
+        try:
+            if httpx.get(f"{url}/health/live").status_code == 200:
+                return
+        except httpx.TransportError:
+            threading.Event().wait(0.05)
+    raise AssertionError("the server did not start")
