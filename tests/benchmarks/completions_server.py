@@ -20,6 +20,7 @@ from litestar.response import Stream
 
 AnyRequest = Request[Any, Any, Any]
 TOKEN_SECONDS = 0.002
+THINKING_SECONDS = 0.5
 
 
 @dataclass
@@ -58,6 +59,7 @@ async def _tokens(body: dict[str, Any], seen: Seen) -> AsyncIterator[str]:
         await _ten(seen)
     yield ": a comment, as keep-alives are\n\n"
     yield event({"choices": [{"text": "", "index": 0}]})
+    await asyncio.sleep(THINKING_SECONDS if body["model"] == "thinks-first" else 0)
     for index in range(body["max_tokens"]):
         await asyncio.sleep(TOKEN_SECONDS)
         if body["model"] == "breaks" and index == 2:
