@@ -150,11 +150,11 @@ class Tenants:
         Raises TenantNotFound, or InvalidTenant for an unknown scope or an empty or over-long label.
         """
         granted = _scopes(scopes)
-        if not 1 <= len(name) <= 128:
-            raise InvalidTenant("a key's name has 1 to 128 characters", "name")
+        if not 1 <= len(name) <= 128 or not name.isprintable():
+            raise InvalidTenant("a key's name has 1 to 128 printable characters", "name")
         secret = SECRET_PREFIX + secrets.token_urlsafe(32)
         async with self._database.begin() as session:
-            tenant = await TenantRepository(session).named(tenant_name)
+            tenant = await TenantRepository(session).named(tenant_name) if is_name(tenant_name) else None
             if tenant is None:
                 raise TenantNotFound(f"there is no tenant {tenant_name[:80]!r}; create it first", "tenant")
             row = KeyRow(
@@ -177,7 +177,7 @@ class Tenants:
     async def revoke_key(self, key_id: str) -> Key:
         """End a key, at once and for good; a second time changes nothing. Raises KeyNotFound."""
         async with self._database.begin() as session:
-            row = await KeyRepository(session).revoke(key_id, self._database.now())
+            row = await KeyRepository(session).revoke(key_id, self._database.now()) if is_name(key_id) else None
         if row is None:
             raise KeyNotFound(f"there is no key {key_id[:80]!r}", "key_id")
         return _key(row)
@@ -185,7 +185,7 @@ class Tenants:
     async def authenticate(self, secret: str) -> Principal:
         """Who holds this secret. Raises InvalidKey."""
         found = None
-        if secret.startswith(SECRET_PREFIX) and len(secret) <= MAX_SECRET_LENGTH:
+        if secret.startswith(SECRET_PREFIX) and len(secret) <= MAX_SECRET_LENGTH and secret.isascii():
             async with self._database.read() as session:
                 found = await KeyRepository(session).with_mac(self._mac(secret))
         if found is None:

@@ -52,9 +52,17 @@ async def test_the_secret_is_nowhere_in_the_database(tenants: Tenants, database:
     assert secret.removeprefix("sk-lm-")[:20] not in repr(tuple(row))
 
 
-@pytest.mark.parametrize(
-    "alter", [lambda s: s + "x", lambda s: s[:-1], lambda s: s.upper(), lambda s: "", lambda s: s * 9]
-)
+ALTERATIONS = [
+    lambda secret: secret + "x",
+    lambda secret: secret[:-1],
+    lambda secret: secret.upper(),
+    lambda secret: "",
+    lambda secret: secret * 9,
+    lambda secret: secret + "\ud800",
+]
+
+
+@pytest.mark.parametrize("alter", ALTERATIONS)
 async def test_any_other_secret_is_nobodys(tenants: Tenants, alter: Callable[[str], str]) -> None:
     await tenants.create("acme")
     _, secret = await tenants.create_key("acme")
@@ -113,8 +121,9 @@ async def test_a_name_is_taken_once(tenants: Tenants) -> None:
 
 
 async def test_refusals_name_the_field_and_the_way_out(tenants: Tenants) -> None:
-    with pytest.raises(TenantNotFound, match="create it first"):
-        await tenants.create_key("nobody")
+    for nobody in ("nobody", "no\0body"):
+        with pytest.raises(TenantNotFound, match="create it first"):
+            await tenants.create_key(nobody)
     await tenants.create("acme")
     with pytest.raises(InvalidTenant, match=r"adapters, inference, operator, usage; unknown: root"):
         await tenants.create_key("acme", scopes=["usage", "root"])
@@ -122,8 +131,9 @@ async def test_refusals_name_the_field_and_the_way_out(tenants: Tenants) -> None
         await tenants.create_key("acme", scopes=[])
     with pytest.raises(InvalidTenant, match="1 to 128"):
         await tenants.create_key("acme", name="x" * 129)
-    with pytest.raises(KeyNotFound):
-        await tenants.revoke_key("key_none")
+    for unknown in ("key_none", "key\0none"):
+        with pytest.raises(KeyNotFound):
+            await tenants.revoke_key(unknown)
 
 
 async def test_a_pepper_is_made_once_and_only_its_owner_reads_it(tmp_path: Path) -> None:

@@ -195,8 +195,9 @@ class Registry:
                 "model",
             )
         try:
-            known = self._blobs.known_directory(revision.digest)
-            directory: Path = known or await finished(self._blobs.directory, revision.digest)
+            directory = self._blobs.known_directory(revision.digest)
+            if directory is None:
+                directory = await finished(self._blobs.directory, revision.digest)
         except StorageError as error:
             raise RevisionUnavailable(f"the files of `{name}` are damaged: {error}", "model") from error
         return ResolvedModel(

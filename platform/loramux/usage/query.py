@@ -26,6 +26,8 @@ GROUP_BY = ("project_id", "user_id", "api_key_id", "model", "batch")
 LATEST = 1 << 40
 """A time in seconds that no clock shows for thirty thousand years; larger ones do not fit in microseconds."""
 
+MAX_FILTER = 100
+
 _page = re.compile(r"page_([0-9a-f]{1,11})_([0-9a-f]{1,11})")
 
 
@@ -55,8 +57,11 @@ class UsageQuery(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidQuery("group_by", f"group_by takes {', '.join(GROUP_BY)}; not {unknown[0][:40]}")
         if self.limit is not None and not 1 <= self.limit <= self.width.max_limit:
             raise InvalidQuery("limit", f"limit is 1 to {self.width.max_limit} for bucket_width={self.bucket_width}")
-        if self.page is not None and _page.fullmatch(self.page) is None:
-            raise InvalidQuery("page", "page is the next_page of an earlier answer, unchanged")
+        for field, values in (("models", self.models), ("api_key_ids", self.api_key_ids)):
+            if len(values) > MAX_FILTER or not all(value.isprintable() for value in values):
+                raise InvalidQuery(field, f"{field} takes at most {MAX_FILTER} names, of printable characters")
+        if self.page is not None and not self._continues():
+            raise InvalidQuery("page", "page is the next_page of an earlier answer to this question, unchanged")
 
     @property
     def width(self) -> BucketWidth:
@@ -65,10 +70,17 @@ class UsageQuery(msgspec.Struct, frozen=True, kw_only=True):
 
     def span(self, now: int) -> tuple[int, int]:
         """Where this page starts and the whole answer ends, in seconds; a page keeps its first page's end."""
-        match = _page.fullmatch(self.page or "")
-        if match is not None:
-            return int(match[1], 16), int(match[2], 16)
+        if self.page is not None:
+            return self._page_span()
         return self.start_time, self.end_time if self.end_time is not None else max(now, self.start_time) + 1
+
+    def _continues(self) -> bool:
+        start, end = self._page_span()
+        return self.start_time <= start < end <= LATEST and self.end_time in (None, end)
+
+    def _page_span(self) -> tuple[int, int]:
+        match = _page.fullmatch(self.page or "")
+        return (int(match[1], 16), int(match[2], 16)) if match else (0, 0)
 
 
 class UsageResult(msgspec.Struct, frozen=True, kw_only=True):
