@@ -22,7 +22,7 @@ Rank = Annotated[int, Meta(ge=1, le=65_536)]
 Alpha = Annotated[float, Meta(ge=-1e6, le=1e6)]
 Layer = Annotated[int, Meta(ge=0, le=100_000)]
 Regex = Annotated[str, Meta(min_length=1, max_length=65_536)]
-Names = Annotated[tuple[Name, ...], Meta(max_length=MAX_TARGETS)]
+Names = Annotated[tuple[Name, ...], Meta(min_length=1, max_length=MAX_TARGETS)]
 
 ALL_LINEAR = "all-linear"
 

@@ -27,7 +27,7 @@ ITEM_BYTES: Mapping[str, int] = {"F32": 4, "F16": 2, "BF16": 2}
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 _CONVERT = (
-    "Pickled weights can run code when they are read, so only safetensors is taken: load the adapter with PEFT and "
+    "pickled weights can run code when they are read, so only safetensors is taken. Load the adapter with PEFT and "
     "call save_pretrained(..., safe_serialization=True)."
 )
 
@@ -54,7 +54,7 @@ class SafetensorsHeader:
 def read_header(path: Path) -> SafetensorsHeader:
     """Read and check the header of `path`; at most 1 MiB of the file is read.
 
-    Raises WeightsFileRejected: `weights_missing`, `weights_pickled`, `weights_truncated`, `header_too_large` or
+    Raises WeightsFileRejected: `weights_missing`, `weights_pickled`, `weights_truncated`, `header_length_invalid` or
     `header_invalid`, `too_many_tensors`, `dtype_unsupported`.
     """
     try:
@@ -66,7 +66,9 @@ def read_header(path: Path) -> SafetensorsHeader:
             length = _header_length(prefix, status.st_size)
             data = file.read(length)
     except FileNotFoundError:
-        raise _rejected("weights_missing", None, f"There is no file {path.name}; it holds the weights.") from None
+        raise _rejected(
+            "weights_missing", None, f"There is no file {path.name}. If the weights are in a .bin: {_CONVERT}"
+        ) from None
     if len(data) < length:
         raise _rejected("weights_truncated", None, "The file ends inside its header; upload it again.")
     return parse_header(data, status.st_size)
@@ -98,11 +100,11 @@ def _header_length(prefix: bytes, file_bytes: int) -> int:
             )
         return length
     if prefix[:1] == b"\x80" or prefix[:2] == b"PK":
-        raise _rejected("weights_pickled", None, f"The weights are a pickle (.bin, .pt), not safetensors. {_CONVERT}")
+        raise _rejected("weights_pickled", None, f"The weights are a pickle (.bin, .pt), not safetensors; {_CONVERT}")
     if len(prefix) < 8:
         raise _rejected("weights_truncated", None, f"The file has {file_bytes} bytes and no header; upload it again.")
     raise _rejected(
-        "header_too_large",
+        "header_length_invalid",
         None,
         f"The header would be {length} bytes long; 2 to {MAX_HEADER_BYTES} are taken. Is this a safetensors file?",
     )
@@ -128,8 +130,9 @@ def _metadata(value: Any) -> dict[str, str]:
 def _tensor(name: str, entry: Any, first_byte: int) -> TensorInfo:
     if len(name) > MAX_NAME_LENGTH or not _NAME.fullmatch(name):
         raise _invalid(
-            name[:120],
-            f"a tensor's name is dotted parts of letters, digits, '_' and '-', up to {MAX_NAME_LENGTH} characters",
+            None,
+            f"the name {name[:120]!r} is not dotted parts of letters, digits, '_' and '-' of up to {MAX_NAME_LENGTH} "
+            "characters",
         )
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise _invalid(name, "a tensor has exactly dtype, shape and data_offsets")
@@ -141,8 +144,8 @@ def _tensor(name: str, entry: Any, first_byte: int) -> TensorInfo:
             f"The tensor {name} has dtype {str(dtype)[:40]!r}; {', '.join(ITEM_BYTES)} are taken. "
             "Convert it before saving, e.g. with model.to(torch.bfloat16).",
         )
-    if not _are_sizes(shape) or len(shape) > MAX_DIMENSIONS:
-        raise _invalid(name, f"shape is up to {MAX_DIMENSIONS} integers from 0 to 2^48")
+    if not _are_sizes(shape) or len(shape) > MAX_DIMENSIONS or 0 in shape:
+        raise _invalid(name, f"shape is up to {MAX_DIMENSIONS} integers from 1 to 2^48")
     if not _are_sizes(offsets) or len(offsets) != 2:
         raise _invalid(name, "data_offsets are two integers from 0 to 2^48")
     start, end = offsets

@@ -93,7 +93,8 @@ def _stands_in_layers(rules: TargetRules) -> NameTest:
 
     def test(name: str) -> bool:
         match = next(filter(None, (expression.match(name) for expression in compiled)), None)
-        return match is not None and int(match["idx"]) in layers
+        # A pattern with a bare alternative can match without an index.
+        return match is not None and match["idx"] is not None and int(match["idx"]) in layers
 
     return test
 

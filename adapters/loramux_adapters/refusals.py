@@ -126,7 +126,7 @@ def _check_bias(value: Any) -> None:
 
 
 def _check_initialisation(value: Any) -> None:
-    if isinstance(value, bool):
+    if value is None or isinstance(value, bool):
         return
     name = str(value)[:40].lower()
     if name in _LEAVES_THE_BASE:

@@ -10,7 +10,9 @@ from typing import Any
 def parse(data: bytes) -> Any:
     """The value in `data`; raises ValueError with the reason. The caller bounds the size."""
     try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+        value = json.loads(
+            data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant, parse_int=_integer
+        )
         if b"\\u" in data:
             # An escaped half of a surrogate pair passes Python's parser and no other.
             json.dumps(value, ensure_ascii=False).encode("utf-8")
@@ -29,6 +31,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         duplicate, _ = Counter(key for key, _ in pairs).most_common(1)[0]
         raise ValueError(f"the key {duplicate[:120]!r} stands twice")
     return result
+
+
+def _integer(text: str) -> int:
+    if text == "-0":
+        raise ValueError("-0 is no integer to other readers")
+    return int(text)
 
 
 def _no_constant(name: str) -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from loramux_adapters.base import BaseDescription
 from loramux_adapters.errors import WeightsFileRejected
-from loramux_adapters.plan import AdapterPlan, Limits, LoraPair
-from loramux_adapters.validate import WEIGHTS_NAME, inspect_adapter
+from loramux_adapters.header import TensorInfo, read_header
+from loramux_adapters.plan import AdapterPlan, Limits, plan_adapter
+from loramux_adapters.validate import WEIGHTS_NAME, read_config
+
+_DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,36 +37,33 @@ class AdapterWeights:
     modules: Mapping[str, LoraWeights]
 
 
-class _OpenFile(Protocol):
-    def get_tensor(self, name: str) -> torch.Tensor: ...
-
-
 def load_adapter(directory: Path, base: BaseDescription, limits: Limits, dtype: torch.dtype) -> AdapterWeights:
     """Read the adapter in `directory` as `dtype`, after everything that can be checked without reading its weights.
 
     That the weights are finite is validate_adapter's question, asked once at upload; here only an overflow that the
     conversion to `dtype` itself makes is refused (`weights_overflow`). Raises AdapterRejected.
     """
-    plan = inspect_adapter(directory, base, limits)
-    try:
-        with safe_open(directory / WEIGHTS_NAME, framework="pt", device="cpu") as file:
-            modules = {pair.module: _load_pair(file, pair, dtype) for pair in plan.pairs}
-    except SafetensorError as error:
-        raise WeightsFileRejected("header_invalid", None, f"The safetensors file is not valid: {error}.") from error
+    config, path = read_config(directory), directory / WEIGHTS_NAME
+    header = read_header(path)
+    plan = plan_adapter(config, header, base, limits)
+    with path.open("rb") as file:
+        tensors = {name: _read(file, name, info, dtype) for name, info in header.tensors.items()}
+    modules = {pair.module: LoraWeights(tensors[pair.a_key], tensors[pair.b_key], pair.scale) for pair in plan.pairs}
     return AdapterWeights(plan, modules)
 
 
-def _load_pair(file: _OpenFile, pair: LoraPair, dtype: torch.dtype) -> LoraWeights:
-    return LoraWeights(_load(file, pair.a_key, dtype), _load(file, pair.b_key, dtype), pair.scale)
-
-
-def _load(file: _OpenFile, key: str, dtype: torch.dtype) -> torch.Tensor:
-    tensor = file.get_tensor(key)
-    converted = tensor.to(dtype).contiguous()
+def _read(file: BufferedReader, name: str, info: TensorInfo, dtype: torch.dtype) -> torch.Tensor:
+    # Read, not mapped as the safetensors library does: a file that shrinks under a mapping ends the process.
+    data = torch.empty(info.end - info.start, dtype=torch.uint8)
+    file.seek(info.start)
+    if file.readinto(data.numpy().data) != len(data):
+        raise WeightsFileRejected("weights_truncated", None, "The file became shorter while it was read.")
+    tensor = data.view(_DTYPES[info.dtype]).view(info.shape)
+    converted = tensor.to(dtype)
     if torch.finfo(dtype).max < torch.finfo(tensor.dtype).max and not torch.isfinite(converted).all():
         raise WeightsFileRejected(
             "weights_overflow",
-            key,
-            f"{key} holds values beyond what {dtype} can express, in which this server runs its base.",
+            name,
+            f"{name} holds values beyond what {dtype} can express, in which this server runs its base.",
         )
     return converted

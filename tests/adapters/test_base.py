@@ -1,0 +1,79 @@
+"""What the base offers, known without reading a weight."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+from adapter_files import FAMILIES, tiny_base, tiny_model
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from loramux_adapters import BaseUnusable, LinearShape, describe_base
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_linear_but_the_head_is_described(family: str, base_of) -> None:
+    base = base_of(family)
+    real = {
+        name: tuple(module.weight.shape) if isinstance(module, Conv1D) else tuple(module.weight.shape)[::-1]
+        for name, module in tiny_model(family).named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and name != "lm_head"
+    }
+    assert {name: (shape.in_features, shape.out_features) for name, shape in base.modules.items()} == real
+    assert list(base.modules) == list(real)
+    assert base.output_head == "lm_head"
+    assert (base.num_layers, base.hidden_size, base.vocab_size) == (2, 64, 97)
+    assert {shape.layer for shape in base.modules.values()} == {0, 1}
+
+
+def test_every_module_has_a_name(base_of) -> None:
+    names = [name for name, _ in tiny_model("gemma3").named_modules() if name]
+    assert sorted(base_of("gemma3").names) == sorted(names)
+
+
+def test_gpt2_stores_its_weights_transposed(base_of) -> None:
+    assert base_of("gpt2").modules["transformer.h.0.attn.c_attn"] == LinearShape(64, 192, layer=0, transposed=True)
+
+
+def test_phi3_joins_its_projections(base_of) -> None:
+    assert base_of("phi3").modules["model.layers.1.mlp.gate_up_proj"] == LinearShape(64, 192, layer=1)
+
+
+def test_the_fingerprint_is_equal_where_the_same_adapters_fit(base_of) -> None:
+    assert base_of("llama").fingerprint == base_of("mistral").fingerprint
+    assert base_of("llama").fingerprint == base_of("llama_tied").fingerprint
+    assert len({base_of(family).fingerprint for family in ("llama", "qwen3", "phi3", "gpt2")}) == 4
+
+
+def test_a_description_travels_between_processes(llama) -> None:
+    assert pickle.loads(pickle.dumps(llama)) == llama
+
+
+def test_a_model_of_many_gigabytes_is_described_without_its_memory(tmp_path: Path) -> None:
+    config = FAMILIES["llama"].to_dict() | {
+        "hidden_size": 65536,
+        "num_attention_heads": 64,
+        "intermediate_size": 262144,
+    }
+    type(FAMILIES["llama"]).from_dict(config).save_pretrained(tmp_path)
+    assert describe_base(tmp_path).modules["model.layers.0.mlp.up_proj"] == LinearShape(65536, 262144, layer=0)
+
+
+@pytest.mark.parametrize("text", [None, "", "[]", "{}", '{"model_type": "no-such-model"}', '{"model_type": "vit"}'])
+def test_a_folder_that_is_no_causal_model_is_refused(text: str | None, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(BaseUnusable, match=tmp_path.name):
+        describe_base(tmp_path)
+
+
+def test_remote_code_is_never_run(tmp_path: Path) -> None:
+    tiny_base("llama", tmp_path)
+    text = (tmp_path / "config.json").read_text().replace('"model_type": "llama"', '"model_type": "evil"')
+    text = text.replace("{", '{"auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"},', 1)
+    (tmp_path / "config.json").write_text(text)
+    (tmp_path / "evil.py").write_text("raise SystemExit('remote code ran')")
+    with pytest.raises(BaseUnusable):
+        describe_base(tmp_path)
