@@ -1,0 +1,158 @@
+"""Compile every GPU kernel for given architectures where no GPU is, and refuse register spills.
+
+    python -m loramux_kernels.compile_check --arch 80 --arch 90 [--only NAME] [--json]
+
+Prints, for each variant and architecture: registers a thread, bytes of shared memory, bytes spilled, tensor-core
+instructions, and 16-byte loads against all loads from global memory. Exits 1 when a variant spills or does not compile.
+Needs triton, in a process of its own, without TRITON_INTERPRET.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+
+from loramux_kernels.cuda.launch import Launch
+from loramux_kernels.cuda.variants import Variant, all_variants
+
+POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What the assembler said about one variant on one architecture."""
+
+    variant: str
+    kernel: str
+    arch: int
+    registers: int
+    shared_bytes: int
+    spill_bytes: int
+    tensor_core_instructions: int
+    wide_loads: int
+    """16-byte loads and copies from global memory."""
+    loads: int
+
+
+def compile_launch(variant: str, launch: Launch, arch: int) -> Compiled:
+    """Compile one launch for `arch` (80, 90, ...) and read what ptxas reports."""
+    compiled = triton.compile(_source(launch), target=GPUTarget("cuda", arch, 32), options=launch.options)
+    ptx = compiled.asm["ptx"]
+    report = _assemble(ptx, arch)
+    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", report)
+    loads = re.findall(r"\b(?:ld\.global|cp\.async\.c[ag]|cp\.async\.bulk)[^;]*;", ptx)
+    return Compiled(
+        variant=variant,
+        kernel=launch.kernel.__name__,
+        arch=arch,
+        registers=max(int(n) for n in re.findall(r"Used (\d+) registers", report)),
+        shared_bytes=compiled.metadata.shared,
+        spill_bytes=sum(int(n) for n in spills),
+        tensor_core_instructions=len(re.findall(r"\bmma\.sync|\bwgmma\.mma_async", ptx)),
+        wide_loads=sum(bool(re.search(r"v4\.b32|v2\.b64|0x10|, 16[,;]", load)) for load in loads),
+        loads=len(loads),
+    )
+
+
+def _source(launch: Launch) -> ASTSource:
+    """The kernel with its arguments' types, specialised on them as a launch on a GPU would be."""
+    signature, constants, attributes = {}, {}, {}
+    for index, parameter in enumerate(launch.kernel.params):
+        value = launch.arguments[parameter.name]
+        special = not (parameter.is_constexpr or parameter.do_not_specialize)
+        if parameter.is_constexpr or value is None or (special and _is_one(value)):
+            signature[parameter.name] = "constexpr"
+            constants[(index,)] = value
+            continue
+        signature[parameter.name] = _type_name(value)
+        if special and _divisible(value):
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    return ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
+
+
+def _type_name(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return POINTERS[value.dtype]
+    if isinstance(value, float):
+        return "fp32"
+    return "i32" if -(2**31) <= value < 2**31 else "i64"
+
+
+def _is_one(value: Any) -> bool:
+    return isinstance(value, int) and value == 1
+
+
+def _divisible(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
+
+
+def _assemble(ptx: str, arch: int) -> str:
+    """What `ptxas -v` prints about the kernel; raises CalledProcessError when it refuses it."""
+    target = re.search(r"\.target\s+(\w+)", ptx)
+    assert target, "every PTX file names its target"
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [get_ptxas(arch).path, "-v", f"--gpu-name={target[1]}", file.name, "-o", "/dev/null"]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stderr  # noqa: S603 - triton's own ptxas
+
+
+def compile_all(variants: Sequence[Variant], archs: Sequence[int]) -> Iterator[Compiled]:
+    """Each variant on each architecture, as it is done."""
+    for variant in variants:
+        for arch in archs:
+            yield compile_launch(variant.name, variant.launch, arch)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m loramux_kernels.compile_check", description=__doc__.split("\n")[0])
+    parser.add_argument("--arch", type=int, action="append", help="80 (A100), 90 (H100, H200), ...; repeatable")
+    parser.add_argument("--only", default="", help="variants whose name contains this")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(arguments)
+    variants = [variant for variant in all_variants() if options.only in variant.name]
+    if not variants:
+        parser.error(f"no variant's name contains {options.only!r}")
+    results = []
+    for result in compile_all(variants, options.arch or [80, 90]):
+        results.append(result)
+        if not options.json:
+            print(_line(result), flush=True)
+    spilled = [result for result in results if result.spill_bytes]
+    if options.json:
+        print(json.dumps({"triton": triton.__version__, "results": [asdict(r) for r in results]}, indent=1))
+    else:
+        print(f"triton {triton.__version__}: {len(results)} compiled, {len(spilled)} spill")
+    return 1 if spilled else 0
+
+
+def _line(result: Compiled) -> str:
+    return (
+        f"{result.variant:<44} sm_{result.arch}  {result.registers:>3} registers  {result.shared_bytes:>6} B shared  "
+        f"{result.spill_bytes:>4} B spilled  {result.tensor_core_instructions:>4} mma  "
+        f"{result.wide_loads:>3}/{result.loads:<3} wide loads"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""A kernel launch as plain data: run on a GPU, or compiled for one where none is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+PROGRAMS_WITHOUT_GPU = 3
+"""Programs of a persistent launch in the interpreter: few, so that each walks through several items."""
+
+ASSUMED_PROCESSORS = 132
+"""Multiprocessors of the GPU that launches are prepared for where none is (an H100 or H200)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """A kernel, its grid and everything that it is called with."""
+
+    kernel: Any
+    """A function decorated with `triton.jit`."""
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    """By parameter name, constexprs included."""
+    num_warps: int
+    num_stages: int
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the compiler is told; fused multiply-add by name, since its default differs between versions."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
+
+    def run(self) -> None:
+        """Enqueue the kernel on the current stream."""
+        self.kernel[self.grid](**self.arguments, **self.options)
+
+
+def run_all(launches: Iterable[Launch]) -> None:
+    """Enqueue launches one after the other."""
+    for launch in launches:
+        launch.run()
+
+
+def resident_programs(device: torch.device, per_processor: int) -> int:
+    """Programs of a persistent launch that keeps `per_processor` of them on each multiprocessor."""
+    if device.type != "cuda":
+        return PROGRAMS_WITHOUT_GPU
+    return processors(device) * per_processor
+
+
+@lru_cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of `device`."""
+    if device.type != "cuda":
+        return ASSUMED_PROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

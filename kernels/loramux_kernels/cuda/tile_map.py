@@ -1,0 +1,140 @@
+"""Which rows of a step go through which LoRA kernel: cut once a step on the host, read by every layer's launches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from loramux_kernels.cuda.work_list import Ints, WorkList, cut, reserve, upload
+from loramux_kernels.table import RANK_TILE, LoraTable, Segments
+
+SHORT_ROWS = 32
+"""Segments up to here are short: their adapter's bytes, not their rows, are what they cost."""
+
+ITEM_WIDTH = 4
+"""Of an item: slot, first row, one past the last row, first rank row (0 for expand)."""
+
+
+@dataclass(frozen=True)
+class TileShape:
+    """How much one item covers."""
+
+    rows: int
+    """1: a row by itself, multiplied without tensor cores."""
+    rank: int
+    """Rank rows that one item of shrink takes."""
+
+
+ROW = TileShape(1, RANK_TILE)
+SHORT = TileShape(16, RANK_TILE)
+LONG_ROWS = 64
+
+
+@dataclass(frozen=True, eq=False)
+class RowTiles:
+    """The items of one tile shape."""
+
+    shape: TileShape
+    shrink: WorkList
+    """(row tile, rank tile) pairs that exist at the adapters' true ranks."""
+    expand: WorkList
+    """Row tiles."""
+
+
+@dataclass(frozen=True, eq=False)
+class TileMap:
+    """A step's adapter rows as work for the LoRA kernels."""
+
+    rows: int
+    """Rows that belong to an adapter."""
+    rank: int
+    """Width of the intermediate: the largest rank of the step, in whole rank tiles."""
+    tiles: tuple[RowTiles, ...]
+    """One entry for each tile shape that occurs: at most one for short segments and one for long ones."""
+
+    @property
+    def max_splits(self) -> int:
+        """Most partial sums that shrink may cut one product into; few rows leave a GPU idle otherwise."""
+        if self.rows <= 256:
+            return 16
+        return 4 if self.rows <= 2048 else 1
+
+    @classmethod
+    def for_step(cls, segments: Segments, ranks: Ints, device: torch.device) -> TileMap:
+        """The map of one step; `ranks` `[S]` are the largest that each segment's adapter holds on any site."""
+        plans = [(shape, *_items(segments, ranks, shape)) for shape in _shapes(segments, ranks)]
+        plans = [plan for plan in plans if len(plan[1])]
+        if not plans:
+            return cls(segments.rows, 0, ())
+        uploaded = iter(upload([items for _, *lists in plans for items in lists], device))
+        tiles = tuple(RowTiles(shape, next(uploaded), next(uploaded)) for shape, *_ in plans)
+        return cls(segments.rows, _whole_tiles(ranks), tiles)
+
+    @classmethod
+    def reserve(cls, rows: int, rank: int, shape: TileShape, device: torch.device) -> TileMap:
+        """An empty map of fixed addresses for launches held in a CUDA graph, for up to `rows` rows of ranks to `rank`."""
+        shrink = reserve(rows * -(-rank // shape.rank), ITEM_WIDTH, device)
+        tiles = RowTiles(shape, shrink, reserve(rows, ITEM_WIDTH, device))
+        return cls(rows, -(-rank // RANK_TILE) * RANK_TILE, (tiles,))
+
+    def refill(self, segments: Segments, ranks: Ints) -> None:
+        """Put another step's segments into a reserved map; all of them go through its one tile shape."""
+        (tiles,) = self.tiles
+        for work, items in zip((tiles.shrink, tiles.expand), _items(segments, ranks, tiles.shape, every=True), strict=True):
+            work.refill(items)
+
+
+def tile_map_of(segments: Segments, table: LoraTable) -> TileMap:
+    """The map of `segments`, made on first use and kept with them, as a cached property would be.
+
+    Reads the ranks from `table`, for which the host waits once a step; `lend_tile_map` spares it that.
+    """
+    if "tile_map" not in vars(segments):
+        slots = torch.tensor(segments.slots, device=table.ranks.device)
+        ranks = table.ranks[slots].amax(dim=1).cpu().numpy().astype(np.int64)
+        lend_tile_map(segments, TileMap.for_step(segments, ranks, table.ranks.device))
+    return vars(segments)["tile_map"]
+
+
+def lend_tile_map(segments: Segments, tile_map: TileMap) -> None:
+    """Have every launch for `segments` use `tile_map`: one made without asking the device, or a reserved one."""
+    vars(segments)["tile_map"] = tile_map
+
+
+def _shapes(segments: Segments, ranks: Ints) -> tuple[TileShape, TileShape]:
+    """The shapes for this step's short and long segments."""
+    lengths = np.diff(segments.cu_seqlens)
+    short = lengths <= SHORT_ROWS
+    # Reading an adapter once for each row beats padding to a tensor-core tile while rows hardly share adapters.
+    rowwise = lengths[short].sum() < 2 * (-(-lengths[short] // SHORT.rows)).sum()
+    widest = int(ranks[~short].max(initial=0))
+    long_rank = next((rank for rank in (16, 32) if widest <= rank), 64)
+    return (ROW if rowwise else SHORT), TileShape(LONG_ROWS, long_rank)
+
+
+def _rows_of(segments: Segments, shape: TileShape, *, every: bool = False) -> Ints:
+    """The row tiles `[n, 3]` (segment, first row, one past the last) of the segments that `shape` serves."""
+    starts = np.asarray(segments.cu_seqlens[:-1], dtype=np.int64)
+    lengths = np.diff(segments.cu_seqlens).astype(np.int64)
+    served = np.full(len(lengths), True) if every else (lengths > SHORT_ROWS) == (shape.rows == LONG_ROWS)
+    owner, offset = cut(np.where(served, lengths, 0), shape.rows)
+    first = starts[owner] + offset
+    return np.stack((owner, first, np.minimum(first + shape.rows, (starts + lengths)[owner])), axis=1)
+
+
+def _items(segments: Segments, ranks: Ints, shape: TileShape, *, every: bool = False) -> tuple[Ints, Ints]:
+    """(shrink items, expand items) of one shape; an adapter of rank 0 has none."""
+    rows = _rows_of(segments, shape, every=every)
+    rows = rows[ranks[rows[:, 0]] > 0]
+    slots = np.asarray(segments.slots, dtype=np.int64)[rows[:, 0]]
+    tiles = np.column_stack((slots, rows[:, 1:], np.zeros_like(slots)))
+    owner, rank_start = cut(ranks[rows[:, 0]], shape.rank)
+    shrink = tiles[owner]
+    shrink[:, 3] = rank_start
+    return shrink, tiles
+
+
+def _whole_tiles(ranks: Ints) -> int:
+    return -(-int(ranks.max(initial=0)) // RANK_TILE) * RANK_TILE
