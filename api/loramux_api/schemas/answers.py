@@ -50,11 +50,11 @@ class ChatLogprobs(msgspec.Struct):
     refusal: None = None
 
 
-class AssistantMessage(msgspec.Struct):
+class AssistantMessage(msgspec.Struct, kw_only=True):
     """The whole answer."""
 
-    content: str
     role: Literal["assistant"] = "assistant"
+    content: str
     refusal: None = None
 
 

@@ -79,7 +79,7 @@ class ChatWriter:
     def _choice(self, choice: Delta) -> ChatChoice:
         return ChatChoice(
             index=choice.index,
-            message=AssistantMessage(choice.text),
+            message=AssistantMessage(content=choice.text),
             logprobs=self._logprobs(choice),
             finish_reason=choice.finish_reason,
             token_ids=self._token_ids(choice),

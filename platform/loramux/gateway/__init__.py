@@ -2,7 +2,7 @@
 
 from loramux.engine import EngineClient, EngineDied
 from loramux.gateway.adapters import AdapterService
-from loramux.gateway.ask import Ask, Conversation, Delta, Message, Prompt, Token, TokenLogprob, TokenUsage
+from loramux.gateway.ask import Ask, Conversation, Delta, FinishReason, Message, Prompt, Token, TokenLogprob, TokenUsage
 from loramux.gateway.errors import (
     Draining,
     EngineDown,
@@ -26,6 +26,7 @@ __all__ = [
     "EngineClient",
     "EngineDied",
     "EngineDown",
+    "FinishReason",
     "GatewayError",
     "Generation",
     "GenerationFailed",

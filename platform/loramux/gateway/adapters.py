@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from loramux.engine import EngineClient
 from loramux.gateway.errors import InvalidRequest
 from loramux.registry import AdapterInfo, Registry
-from loramux.storage import BlobStore
 from loramux.tenants import Principal
 
 
 class AdapterService:
     """Upload, list and delete."""
 
-    def __init__(self, registry: Registry, blobs: BlobStore, engine: EngineClient) -> None:
+    def __init__(self, registry: Registry, engine: EngineClient) -> None:
         self._registry = registry
-        self._blobs = blobs
         self._engine = engine
 
-    @contextmanager
-    def staging(self) -> Iterator[Path]:
+    def staging(self) -> AbstractContextManager[Path]:
         """An empty folder to receive files in; gone when the block ends."""
-        with self._blobs.staging() as folder:
-            yield folder
+        return self._registry.staging()
 
     async def upload(self, principal: Principal, name: str, config_file: Path, weights_file: Path) -> AdapterInfo:
         """Make two received files the next revision of `name`.

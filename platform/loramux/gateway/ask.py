@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from loramux.engine.request import SamplingParams
 
@@ -15,6 +16,7 @@ class Message:
     content: str
 
 
+FinishReason = Literal["stop", "length"]
 Conversation = tuple[Message, ...]
 Prompt = Conversation | str | list[int]
 """A conversation for the chat template, a text to continue, or token ids as they are."""
@@ -63,8 +65,8 @@ class Delta:
     text: str = ""
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
-    finish_reason: str | None = None
-    """`stop` or `length`, on the choice's last delta, which comes after the usage has been recorded."""
+    finish_reason: FinishReason | None = None
+    """On the choice's last delta, which comes after the usage has been recorded."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -47,6 +48,12 @@ class Generation:
         """Unix seconds."""
         self.status = "running"
         """Then completed, cancelled or failed."""
+        self.prompt_token_ids = list({c.prompt: c.request.prompt_token_ids for c in choices}.values())
+        """Every prompt's tokens, in order."""
+        self.seconds_to_first_token: float | None = None
+        self.seconds: float | None = None
+        """From the beginning to the end."""
+        self._began = time.monotonic()
         self._opened = opened
         self._choices = choices
         self._engine = engine
@@ -55,6 +62,7 @@ class Generation:
         self._first = asyncio.Event()
         self._failure: GatewayError | None = None
         self._abandoned = False
+        self._cut: GatewayError | None = None
         self._pumps: list[asyncio.Task[None]] = []
         self.task = asyncio.create_task(self._run(), name=self.id)
 
@@ -73,13 +81,16 @@ class Generation:
     def abandon(self) -> None:
         """Nobody reads on: free the engine's pages, and settle with what was generated. Does nothing at the end."""
         self._abandoned = True
+        self._stop_pumps()
+
+    def cut_off(self, why: GatewayError) -> None:
+        """The house cannot go on: the reader is told `why`, and pays nothing."""
+        self._cut = why
+        self.abandon()
+
+    def _stop_pumps(self) -> None:
         for pump in self._pumps:
             pump.cancel()
-
-    @property
-    def prompt_token_ids(self) -> list[list[int]]:
-        """Every prompt's tokens, in order."""
-        return list({choice.prompt: choice.request.prompt_token_ids for choice in self._choices}.values())
 
     @property
     def usage(self) -> TokenUsage:
@@ -95,7 +106,8 @@ class Generation:
     async def _run(self) -> None:
         try:
             await self._usage.open(self._opened)
-            self._failure = await self._generate()
+            self._failure = await self._generate() or (None if self._finished else self._cut)
+            self.seconds = time.monotonic() - self._began
             self.status = self._outcome()
             await self._usage.settle(self._settlement())
         except Exception:
@@ -113,7 +125,7 @@ class Generation:
             async with asyncio.TaskGroup() as pumps:
                 self._pumps = [pumps.create_task(self._pump(choice)) for choice in self._choices]
                 if self._abandoned:
-                    self.abandon()
+                    self._stop_pumps()
         except* Exception as failures:
             failure = self._explain(failures.exceptions[0])
         return failure
@@ -123,6 +135,7 @@ class Generation:
         async with aclosing(events):
             async for event in events:
                 delta = choice.transcript.push(event)
+                self.seconds_to_first_token = self.seconds_to_first_token or time.monotonic() - self._began
                 if delta.token_ids or delta.text:
                     self._put(delta)
                 if choice.transcript.finish_reason is not None:
@@ -140,11 +153,14 @@ class Generation:
         logger.error("request %s failed", self.id, exc_info=failure)
         return GenerationFailed("The server failed while it generated the answer.", code="internal_error")
 
+    @property
+    def _finished(self) -> bool:
+        return all(choice.transcript.finish_reason for choice in self._choices)
+
     def _outcome(self) -> str:
         if self._failure is not None:
             return "failed"
-        finished = all(choice.transcript.finish_reason for choice in self._choices)
-        return "completed" if finished else "cancelled"
+        return "completed" if self._finished else "cancelled"
 
     def _settlement(self) -> Settlement:
         used = self.usage if self.status != "failed" else TokenUsage(0, 0, 0)

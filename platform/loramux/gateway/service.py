@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from itertools import product
@@ -56,6 +57,7 @@ class CompletionService:
         self._usage = usage
         self._tokenizer = tokenizer
         self._running: set[Generation] = set()
+        self._observers: list[Callable[[Generation], None]] = []
         self._draining = False
 
     @property
@@ -100,10 +102,18 @@ class CompletionService:
         ]
         return self._watch(Generation(opened, int(time.time()), choices, self._engine, self._usage))
 
-    def demand_serving(self) -> None:
-        """Raise Draining or EngineDown unless a request would be taken now."""
+    def on_ended(self, observer: Callable[[Generation], None]) -> None:
+        """Call `observer` with every generation that has ended."""
+        self._observers.append(observer)
+
+    def demand_accepting(self) -> None:
+        """Raise Draining when the server is being stopped."""
         if self._draining:
             raise Draining
+
+    def demand_serving(self) -> None:
+        """Raise Draining or EngineDown unless a request would be taken now."""
+        self.demand_accepting()
         if not self._engine.alive:
             raise EngineDown
 
@@ -118,7 +128,7 @@ class CompletionService:
         if tasks:
             await asyncio.wait(tasks, timeout=seconds)
         for generation in tuple(self._running):
-            generation.abandon()
+            generation.cut_off(Draining())
         if self._running:
             await asyncio.wait({generation.task for generation in self._running})
 
@@ -155,6 +165,8 @@ class CompletionService:
         self.counters.prompt_tokens += used.prompt_tokens
         self.counters.cached_tokens += used.cached_tokens
         self.counters.completion_tokens += used.completion_tokens
+        for observer in self._observers:
+            observer(generation)
 
 
 def _seeded(sampling: SamplingParams, i: int) -> SamplingParams:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from loramux.engine.messages import TokenEvent
-from loramux.gateway.ask import Delta, TokenLogprob
+from loramux.gateway.ask import Delta, FinishReason, TokenLogprob
 from loramux.gateway.detokenizer import Detokenizer
 from loramux.gateway.errors import from_fault
 from loramux.gateway.stops import StopMatcher
@@ -26,7 +26,7 @@ class Transcript:
         self.num_tokens = 0
         """Tokens generated up to and including the one that ended the answer, whether shown or not."""
         self.cached_tokens = 0
-        self.finish_reason: str | None = None
+        self.finish_reason: FinishReason | None = None
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer.decode, prompt_token_ids)
         self._matcher = StopMatcher(stop)
@@ -46,7 +46,7 @@ class Transcript:
         self.num_tokens += event.token_id is not None
         self.cached_tokens = max(self.cached_tokens, event.cached_tokens)
         text = self._match(self._read(event), last=event.finish_reason is not None)
-        self.finish_reason = event.finish_reason if self._matcher.matched is None else "stop"
+        self.finish_reason = self._ending(event)
         self._num_shown += len(text)
         token_ids = () if event.token_id is None else (event.token_id,)
         return Delta(index=self.index, text=text, token_ids=token_ids, logprobs=tuple(self._release()))
@@ -70,6 +70,11 @@ class Transcript:
             return text
         shown = self._matcher.push(text)
         return shown + self._matcher.flush() if last and self._matcher.matched is None else shown
+
+    def _ending(self, event: TokenEvent) -> FinishReason | None:
+        if event.finish_reason == "stop" or self._matcher.matched is not None:
+            return "stop"
+        return "length" if event.finish_reason is not None else None
 
     def _hold(self) -> None:
         for offset, event in self._unread:

@@ -1,0 +1,5 @@
+"""`python -m loramux_api` is `loramux`."""
+
+from loramux_api.cli import main
+
+main()
