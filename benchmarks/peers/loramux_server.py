@@ -41,7 +41,7 @@ class Loramux:
         settings = folder / "settings.toml"
         settings.write_text(_settings(setup, port))
         _cli("tenant", "create", TENANT, "--config", str(settings))
-        key = _cli("key", "create", "--tenant", TENANT, "--config", str(settings))["secret"]
+        key = _cli("key", "create", "--tenant", TENANT, "--config", str(settings))["key"]
         url = f"http://127.0.0.1:{port}"
         arguments = [str(_executable()), "serve", "--config", str(settings)]
         command = Command(arguments, f"{url}/health/ready", folder / "server.log", {})
