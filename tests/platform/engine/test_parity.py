@@ -7,11 +7,11 @@ import random
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from zoo import FAMILIES, RECIPES, Asked, Zoo, serve
 
 from loramux.engine.attention import UnsupportedModel
 from loramux.engine.model import load_model
 from loramux.settings import ModelSettings, Settings
-from zoo import FAMILIES, RECIPES, Asked, Zoo, serve
 
 SERVED = sorted(set(FAMILIES) - {"falcon", "llama4"})
 EVERY_MODEL = [None, *RECIPES]
