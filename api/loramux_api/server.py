@@ -54,8 +54,9 @@ def demand_free(address: ServerSettings) -> None:
         with socket.create_server((address.host, address.port), family=_family(address.host)):
             pass
     except OSError as error:
+        why = os.strerror(error.errno or 0)
         raise SettingsError(
-            f"server.host, server.port: cannot listen on {address.host}:{address.port} ({os.strerror(error.errno or 0)}); "
+            f"server.host, server.port: cannot listen on {address.host}:{address.port} ({why}); "
             "choose another with --host and --port"
         ) from None
 

@@ -60,7 +60,10 @@ def _granian(app, port):
         made.append(Server(app, port=port, interface=Interfaces.ASGI, http=HTTPModes.http1, log_enabled=False))
         await made[0].serve()
 
-    return serve, lambda: made[0].stop()
+    def stop():
+        made[0].stop()
+
+    return serve, stop
 
 
 def _uvicorn(app, port):

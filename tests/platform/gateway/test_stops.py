@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -13,7 +15,7 @@ def pieces(matcher: StopMatcher, text: str, cuts: list[int]) -> list[str]:
     """Push the text piece by piece and stop at a match, as a transcript does."""
     edges = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
     shown = []
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in pairwise(edges):
         shown.append(matcher.push(text[start:end]))
         if matcher.matched is not None:
             return shown

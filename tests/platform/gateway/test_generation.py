@@ -1,0 +1,304 @@
+"""Generations over a scripted engine and the real usage, on SQLite."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from scripted_engine import EOS, ScriptedEngine
+from tiny_base import byte_tokenizer
+
+from loramux import records
+from loramux.engine.messages import EngineFault
+from loramux.engine.request import SamplingParams
+from loramux.gateway import Ask, Draining, EngineDown, GatewayError, Generation, InvalidRequest, Message, TokenUsage
+from loramux.gateway.service import CompletionService
+from loramux.gateway.tokenizer import Tokenizer
+from loramux.registry import ResolvedModel
+from loramux.tenants import Tenants
+from loramux.usage import Usage
+
+
+class House(SimpleNamespace):
+    """A completion service, its engine, the usage behind it and somebody who asks."""
+
+    engine: ScriptedEngine
+    service: CompletionService
+    usage: Usage
+    database: records.Database
+
+    async def begin(self, **changes: object) -> Generation:
+        ask = {"kind": "cmpl", "model": "tiny", "prompts": ("hello",), "sampling": SamplingParams(max_tokens=0)}
+        return await self.service.begin(self.principal, Ask(**(ask | changes)))
+
+    async def entries(self) -> list[tuple[str | None, int, int, int, str | None]]:
+        from sqlalchemy import select
+
+        from loramux.records.models import LedgerRow
+
+        async with self.database.read() as session:
+            rows = (await session.scalars(select(LedgerRow).order_by(LedgerRow.sequence))).all()
+        return [(r.status, r.input_tokens, r.cached_tokens, r.output_tokens, r.finish_reason) for r in rows]
+
+
+class BaseOnly:
+    """A registry in which nobody has adapters."""
+
+    async def resolve(self, principal: object, model: str) -> ResolvedModel:
+        return ResolvedModel(name=model, revision=None)
+
+
+@asynccontextmanager
+async def house(folder: Path, **engine: object) -> AsyncIterator[House]:
+    url = f"sqlite:///{folder}/records.sqlite3"
+    records.migrate(url)
+    database = records.Database(url)
+    tenants, usage, scripted = Tenants(database, b"p" * 32), Usage(database), ScriptedEngine(**engine)
+    await tenants.create("acme")
+    principal = await tenants.authenticate((await tenants.create_key("acme"))[1])
+    await usage.start()
+    service = CompletionService(
+        engine=scripted,
+        facts=await scripted.start(),
+        registry=BaseOnly(),
+        usage=usage,
+        tokenizer=Tokenizer(byte_tokenizer()),
+    )
+    try:
+        yield House(engine=scripted, service=service, usage=usage, database=database, principal=principal)
+    finally:
+        await service.drain(1)
+        await usage.stop()
+        await database.close()
+
+
+def in_house(test: Callable[[House], Awaitable[None]], folder: Path, **engine: object) -> None:
+    async def run() -> None:
+        async with asyncio.timeout(20), house(folder, **engine) as made:
+            await test(made)
+
+    asyncio.run(run())
+
+
+async def read(generation: Generation) -> str:
+    return "".join([delta.text async for delta in generation])
+
+
+def test_the_usage_is_recorded_before_the_finish_reason_is_told(tmp_path: Path) -> None:
+    async def test(made: House) -> None:
+        generation = await made.begin()
+        async for delta in generation:
+            settled = await made.entries()
+            if delta.finish_reason is not None:
+                assert settled == [("completed", 6, 0, 6, "stop")]
+            elif delta.text == "h":
+                assert settled == []
+        assert generation.usage == TokenUsage(6, 0, 6)
+
+    in_house(test, tmp_path, pause=0.02)
+
+
+def test_the_request_is_recorded_before_the_engine_sees_it(tmp_path: Path) -> None:
+    async def test(made: House) -> None:
+        seen = []
+
+        async def refuse(_: object) -> None:
+            seen.append(len(made.engine.requests))
+            raise RuntimeError("the disk is full")
+
+        made.usage.open = refuse
+        with pytest.raises(GatewayError, match="could not be recorded"):
+            await read(await made.begin())
+        assert seen == [0]
+        assert made.engine.requests == []
+
+    in_house(test, tmp_path)
+
+
+def test_an_answer_whose_usage_cannot_be_recorded_is_not_finished(tmp_path: Path) -> None:
+    async def test(made: House) -> None:
+        async def refuse(_: object) -> None:
+            raise RuntimeError("the disk is full")
+
+        made.usage.settle = refuse
+        reasons: list[str | None] = []
+
+        async def listen(generation: Generation) -> None:
+            async for delta in generation:
+                reasons.append(delta.finish_reason)  # noqa: PERF401  it ends in an error
+
+        with pytest.raises(GatewayError, match="could not be recorded"):
+            await listen(await made.begin())
+        assert set(reasons) == {None}
+
+    in_house(test, tmp_path)
+
+
+def test_a_reader_that_leaves_pays_for_what_was_generated(tmp_path: Path) -> None:
+    async def test(made: House) -> None:
+        generation = await made.begin(prompts=("a long prompt",))
+        seen = 0
+        async for _ in generation:
+            seen += 1
+            if seen == 3:
+                break
+        generation.abandon()
+        await generation.task
+        assert made.engine.cancelled == [f"{generation.id}-0"]
+        assert await made.entries() == [("cancelled", 14, 0, generation.usage.completion_tokens, "cancelled")]
+        assert 3 <= generation.usage.completion_tokens < 13
+        assert made.service.counters.requests == {"completed": 0, "cancelled": 1, "failed": 0}
+
+    in_house(test, tmp_path, pause=0.02)
+
+
+def test_a_reader_that_leaves_before_the_first_token_pays_nothing(tmp_path: Path) -> None:
+    async def test(made: House) -> None:
+        generation = await made.begin()
+        generation.abandon()
+        await generation.task
+        assert await made.entries() == [("cancelled", 0, 0, 0, "cancelled")]
+        assert made.engine.running == 0
+
+    in_house(test, tmp_path, pause=5.0)
+
+
+def test_a_stop_string_cancels_the_engine_and_bills_what_ended_it(tmp_path: Path) -> None:
+    async def test(made: House) -> None:
+        generation = await made.begin(prompts=("one, two, three",), stop=(" two",), max_tokens=100)
+        assert await read(generation) == "one,"
+        assert made.engine.cancelled == [f"{generation.id}-0"]
+        assert await made.entries() == [("completed", 16, 0, 8, "stop")]
+
+    in_house(test, tmp_path)
+
+
+def test_choices_count_their_prompt_once_and_have_seeds_of_their_own(tmp_path: Path) -> None:
+    async def test(made: House) -> None:
+        sampling = SamplingParams(max_tokens=0, seed=2**63 - 1)
+        generation = await made.begin(prompts=("ab", "cde"), n=2, sampling=sampling)
+        texts: dict[int, str] = {}
+        async for delta in generation:
+            texts[delta.index] = texts.get(delta.index, "") + delta.text
+        assert texts == {0: "ab", 1: "ab", 2: "cde", 3: "cde"}
+        assert sorted(request.id for request in made.engine.requests) == [f"{generation.id}-{i}" for i in range(4)]
+        assert [request.sampling.seed for request in made.engine.requests] == [2**63 - 1, 0, 2**63 - 1, 0]
+        assert await made.entries() == [("completed", 3 + 4, 0, 2 * 3 + 2 * 4, "stop")]
+
+    in_house(test, tmp_path)
+
+
+def test_an_engine_that_fails_a_request_is_not_paid(tmp_path: Path) -> None:
+    async def test(made: House) -> None:
+        with pytest.raises(GatewayError, match="cannot be read"):
+            await read(await made.begin(n=3))
+        assert await made.entries() == [("failed", 0, 0, 0, "error")]
+
+    in_house(test, tmp_path, fault=EngineFault("adapter_failed", "the adapter cannot be read"))
+
+
+def test_an_engine_that_dies_ends_its_requests_and_takes_no_more(tmp_path: Path) -> None:
+    async def test(made: House) -> None:
+        generation = await made.begin()
+        await generation.started()
+        made.engine.died.set()
+        with pytest.raises(EngineDown):
+            await read(generation)
+        assert await made.entries() == [("failed", 0, 0, 0, "error")]
+        with pytest.raises(EngineDown):
+            await made.begin()
+        assert not made.service.serving
+
+    in_house(test, tmp_path, pause=0.05)
+
+
+def test_draining_waits_for_what_runs_and_refuses_what_comes(tmp_path: Path) -> None:
+    async def test(made: House) -> None:
+        generation = await made.begin()
+        draining = asyncio.create_task(made.service.drain(10))
+        await asyncio.sleep(0)
+        with pytest.raises(Draining):
+            await made.begin()
+        assert await read(generation) == "hello"
+        await draining
+        assert await made.entries() == [("completed", 6, 0, 6, "stop")]
+
+    in_house(test, tmp_path, pause=0.02)
+
+
+def test_draining_cuts_off_what_takes_too_long_and_says_so(tmp_path: Path) -> None:
+    async def test(made: House) -> None:
+        generation = await made.begin()
+        await generation.started()
+        await made.service.drain(0.01)
+        with pytest.raises(Draining):
+            await read(generation)
+        assert await made.entries() == [("failed", 0, 0, 0, "error")]
+
+    in_house(test, tmp_path, pause=0.2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "max_tokens"),
+    [
+        ({"prompts": ((Message("user", "hi"),),)}, 256 - len("user: hi\nassistant:")),
+        ({}, 16),
+        ({"prompts": ([1] * 250,)}, 6),
+        ({"max_tokens": 250}, 250),
+    ],
+    ids=["chat: what is left", "text: 16", "text: no more than is left", "as asked"],
+)
+def test_max_tokens_when_nothing_or_enough_is_asked(
+    tmp_path: Path, changes: dict[str, object], max_tokens: int
+) -> None:
+    async def test(made: House) -> None:
+        await read(await made.begin(**changes))
+        assert made.engine.requests[0].sampling.max_tokens == max_tokens
+
+    in_house(test, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "param", "told"),
+    [
+        ({"prompts": ([1] * 256,)}, "prompt", "256 tokens. However, your prompt has 256"),
+        ({"prompts": ([1] * 200,), "max_tokens": 57}, "prompt", r"257 tokens \(200 in the prompt, 57"),
+        ({"prompts": ((Message("user", "x" * 300),),)}, "messages", "your prompt has"),
+        ({"prompts": ("ok", [1, 260])}, "prompt", "token 260, and this model has the tokens 0 to 259"),
+        ({"prompts": ([-1],)}, "prompt", "token -1"),
+        ({"prompts": ([],)}, "prompt", "holds no token"),
+        ({"sampling": SamplingParams(max_tokens=0, min_tokens=17)}, "min_tokens", "more than the 16"),
+        ({"sampling": SamplingParams(max_tokens=0, stop_token_ids=(260,))}, "stop_token_ids", "token 260"),
+        ({"sampling": SamplingParams(max_tokens=0, logit_bias={999: 1.0})}, "logit_bias", "token 999"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_numbers(
+    tmp_path: Path, changes: dict[str, object], param: str, told: str
+) -> None:
+    async def test(made: House) -> None:
+        with pytest.raises(InvalidRequest, match=told) as refusal:
+            await made.begin(**changes)
+        assert refusal.value.param == param
+        assert await made.entries() == []
+
+    in_house(test, tmp_path)
+
+
+def test_counters_add_up(tmp_path: Path) -> None:
+    async def test(made: House) -> None:
+        ended: list[Generation] = []
+        made.service.on_ended(ended.append)
+        await read(await made.begin())
+        await read(await made.begin(prompts=("ab",)))
+        await asyncio.sleep(0)
+        counters = made.service.counters
+        assert (counters.prompt_tokens, counters.completion_tokens) == (6 + 3, 6 + 3)
+        assert counters.requests["completed"] == len(ended) == 2
+        assert all(one.seconds_to_first_token is not None and one.seconds is not None for one in ended)
+        assert made.service.running == 0
+
+    in_house(test, tmp_path, script=lambda request: [*request.prompt_token_ids[1:], EOS])
