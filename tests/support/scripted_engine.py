@@ -16,10 +16,10 @@ EOS = 256
 FACTS = ModelFacts(
     max_model_len=256, vocab_size=260, eos_token_ids=(EOS,), dtype="float32", pages_total=64, block_size=16
 )
-Script = Callable[[Request], list[int]]
+Script = Callable[[Request], list[int | EngineFault]]
 
 
-def echo(request: Request) -> list[int]:
+def echo(request: Request) -> list[int | EngineFault]:
     """Say the prompt again, then end."""
     return [*(token for token in request.prompt_token_ids if token < EOS), EOS]
 
@@ -30,7 +30,6 @@ class ScriptedEngine:
 
     script: Script = echo
     pause: float = 0.0
-    fault: EngineFault | None = None
     facts: ModelFacts = FACTS
     requests: list[Request] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
@@ -48,21 +47,19 @@ class ScriptedEngine:
         request = msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=Request)  # as the mailbox does
         self.requests.append(request)
         self.running += 1
-        finished = False
+        event = None
         try:
-            if self.fault is not None:
-                finished = True
-                yield TokenEvent(request_id=request.id, finish_reason="error", fault=self.fault)
-                return
             said = self.script(request)[: request.sampling.max_tokens]
-            for number, token_id in enumerate(said, start=1):
+            for number, said_now in enumerate(said, start=1):
                 await self._pause()
                 self._demand_alive()
-                finished = number == len(said)
-                yield self._event(request, token_id, last=finished)
+                event = self._event(request, said_now, last=number == len(said))
+                yield event
+                if event.finish_reason is not None:
+                    return
         finally:
             self.running -= 1
-            if not finished:
+            if event is None or event.finish_reason is None:
                 self.cancelled.append(request.id)
 
     def retire(self, digest: str) -> None:
@@ -87,14 +84,16 @@ class ScriptedEngine:
         if not self.alive:
             raise EngineDied("the script says so")
 
-    def _event(self, request: Request, token_id: int, *, last: bool) -> TokenEvent:
-        stops = token_id == EOS or token_id in request.sampling.stop_token_ids
+    def _event(self, request: Request, said: int | EngineFault, *, last: bool) -> TokenEvent:
+        if isinstance(said, EngineFault):
+            return TokenEvent(request_id=request.id, finish_reason="error", fault=said)
+        stops = said == EOS or said in request.sampling.stop_token_ids
         wanted = request.sampling.logprobs
-        top = [TopLogprob(token_id, -0.5), TopLogprob((token_id + 1) % EOS, -1.5)][:wanted] if wanted else None
+        top = [TopLogprob(said, -0.5), TopLogprob((said + 1) % EOS, -1.5)][:wanted] if wanted else None
         return TokenEvent(
             request_id=request.id,
-            token_id=token_id,
+            token_id=said,
             logprob=None if wanted is None else -0.5,
             top_logprobs=top,
-            finish_reason=("stop" if stops else "length") if last else None,
+            finish_reason="stop" if stops else "length" if last else None,
         )

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from loramux.engine.request import SamplingParams
+from loramux.gateway import InvalidRequest
 from loramux_api.schemas.strict import Body, Unsupported
 
 MAX_CHOICES = 128
@@ -79,7 +80,9 @@ class SamplingBody(Body, kw_only=True):
 
 
 def sampling_params(body: SamplingBody, logprobs: int | None) -> SamplingParams:
-    """The engine's parameters; max_tokens is settled by the gateway."""
+    """The engine's parameters; max_tokens is settled by the gateway. Raises InvalidRequest."""
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("'stream_options' is only allowed when 'stream' is true.", param="stream_options")
     return SamplingParams(
         max_tokens=body.max_tokens or 0,
         temperature=_given(body.temperature, 1.0),

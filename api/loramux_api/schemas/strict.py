@@ -93,7 +93,7 @@ def _check_names(fields: Mapping[str, msgspec.Raw], body: type[Body]) -> None:
 def _refuse(told: str) -> NoReturn:
     """Turn msgspec's sentence into ours: it ends in the JSON path of the offending value."""
     located = _where.search(told)
-    path = located["path"] if located else ""
+    path = located["path"].replace("[...]", "") if located else ""
     sentence = told[: located.start()] if located else told
     if missing := _missing.match(sentence):
         param = _join(path, missing["name"])

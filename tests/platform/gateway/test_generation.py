@@ -195,10 +195,11 @@ def test_choices_count_their_prompt_once_and_have_seeds_of_their_own(tmp_path: P
 def test_an_engine_that_fails_a_request_is_not_paid(tmp_path: Path) -> None:
     async def test(made: House) -> None:
         with pytest.raises(GatewayError, match="cannot be read"):
-            await read(await made.begin(n=3))
+            await read(await made.begin(n=3, max_tokens=100))
         assert await made.entries() == [("failed", 0, 0, 0, "error")]
 
-    in_house(test, tmp_path, fault=EngineFault("adapter_failed", "the adapter cannot be read"))
+    fault = EngineFault("adapter_failed", "the adapter cannot be read")
+    in_house(test, tmp_path, script=lambda request: [65, fault] if request.id.endswith("-1") else [65] * 100)
 
 
 def test_an_engine_that_dies_ends_its_requests_and_takes_no_more(tmp_path: Path) -> None:
