@@ -1,0 +1,169 @@
+"""Everybody's prompts at once, through the official `openai` client."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import cycle
+
+import openai
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+from openai.types import CompletionUsage
+
+from loramux_demo.assets import MODEL_NAME, OWNERS, Prompt, completion_prompt
+
+MAX_TOKENS = 64
+TIMEOUT_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Call:
+    """One request: who asks which model what, and by which endpoint."""
+
+    tenant: str
+    model: str
+    prompt: Prompt
+    way: str
+    """One of WAYS."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back."""
+
+    call: Call
+    model: str = ""
+    """As the server resolved it: `acme/upper@1`."""
+    text: str = ""
+    input_tokens: int = 0
+    output_tokens: int = 0
+    error: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the text is right to the last character."""
+        return self.text == self.call.prompt.expected
+
+
+@dataclass(frozen=True)
+class Drive:
+    """All answers, in the order of the calls, and how long they took together."""
+
+    answers: tuple[Answer, ...]
+    seconds: float
+
+    @property
+    def exact(self) -> float:
+        """The share of right answers."""
+        return sum(answer.ok for answer in self.answers) / len(self.answers)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens over wall time."""
+        return sum(answer.output_tokens for answer in self.answers) / self.seconds
+
+
+def plan_calls(prompts: Sequence[Prompt]) -> list[Call]:
+    """Each prompt from the adapter's owner; the base's from each tenant in turn; all four ways for all models."""
+    owner_of = {adapter: tenant for tenant, adapters in OWNERS.items() for adapter in adapters}
+    askers, ways = cycle(OWNERS), list(WAYS)
+    models = len(owner_of) + 1
+    return [
+        Call(
+            tenant=(tenant := owner_of[prompt.adapter] if prompt.adapter else next(askers)),
+            model=f"{tenant}/{prompt.adapter}" if prompt.adapter else MODEL_NAME,
+            prompt=prompt,
+            way=ways[(number + number // models) % len(ways)],
+        )
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+async def drive(url: str, keys: dict[str, str], calls: Sequence[Call]) -> Drive:
+    """Send every call at once and wait for all answers. No proxy stands between: the server is on this machine."""
+    async with DefaultAsyncHttpxClient(trust_env=False, limits=openai.DEFAULT_CONNECTION_LIMITS) as http:
+        clients = {
+            tenant: AsyncOpenAI(
+                base_url=f"{url}/v1", api_key=key, http_client=http, max_retries=0, timeout=TIMEOUT_SECONDS
+            )
+            for tenant, key in keys.items()
+        }
+        began = time.perf_counter()
+        answers = await asyncio.gather(*(ask(clients[call.tenant], call) for call in calls))
+        return Drive(tuple(answers), time.perf_counter() - began)
+
+
+async def ask(client: AsyncOpenAI, call: Call) -> Answer:
+    """One call, greedily; an answer that says why where there is none."""
+    try:
+        return await WAYS[call.way](client, call)
+    except openai.APIError as error:
+        return Answer(call, error=str(error))
+
+
+async def chat(client: AsyncOpenAI, call: Call) -> Answer:
+    """POST /v1/chat/completions."""
+    answer = await client.chat.completions.create(
+        model=call.model,
+        messages=[{"role": "user", "content": call.prompt.question}],
+        temperature=0,
+        max_completion_tokens=MAX_TOKENS,
+    )
+    return billed(Answer(call, answer.model, answer.choices[0].message.content or ""), answer.usage)
+
+
+async def chat_streamed(client: AsyncOpenAI, call: Call) -> Answer:
+    """POST /v1/chat/completions with stream."""
+    answer = Answer(call)
+    async for chunk in await client.chat.completions.create(
+        model=call.model,
+        messages=[{"role": "user", "content": call.prompt.question}],
+        temperature=0,
+        max_completion_tokens=MAX_TOKENS,
+        stream=True,
+        stream_options={"include_usage": True},
+    ):
+        text = "".join(choice.delta.content or "" for choice in chunk.choices)
+        answer = billed(replace(answer, model=chunk.model, text=answer.text + text), chunk.usage)
+    return answer
+
+
+async def completion(client: AsyncOpenAI, call: Call) -> Answer:
+    """POST /v1/completions."""
+    answer = await client.completions.create(
+        model=call.model, prompt=completion_prompt(call.prompt.question), temperature=0, max_tokens=MAX_TOKENS
+    )
+    return billed(Answer(call, answer.model, answer.choices[0].text), answer.usage)
+
+
+async def completion_streamed(client: AsyncOpenAI, call: Call) -> Answer:
+    """POST /v1/completions with stream."""
+    answer = Answer(call)
+    async for chunk in await client.completions.create(
+        model=call.model,
+        prompt=completion_prompt(call.prompt.question),
+        temperature=0,
+        max_tokens=MAX_TOKENS,
+        stream=True,
+        stream_options={"include_usage": True},
+    ):
+        text = "".join(choice.text for choice in chunk.choices)
+        answer = billed(replace(answer, model=chunk.model, text=answer.text + text), chunk.usage)
+    return answer
+
+
+def billed(answer: Answer, usage: CompletionUsage | None) -> Answer:
+    """The answer with the tokens that the server says it cost."""
+    if usage is None:
+        return answer
+    return replace(answer, input_tokens=usage.prompt_tokens, output_tokens=usage.completion_tokens)
+
+
+WAYS: dict[str, Callable[[AsyncOpenAI, Call], Awaitable[Answer]]] = {
+    "chat": chat,
+    "completion, streamed": completion_streamed,
+    "completion": completion,
+    "chat, streamed": chat_streamed,
+}

@@ -1,0 +1,75 @@
+"""`python -m loramux_demo.train`: train the demo's models, or measure the ones at hand."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from loramux_demo.assets import ASSETS
+
+
+@click.command()
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder to write the trained models to.")
+@click.option(
+    "--evaluate",
+    "evaluate_only",
+    is_flag=True,
+    help="Do not train: measure the models in --out, or the shipped ones.",
+)
+def main(out: Path | None, evaluate_only: bool) -> None:
+    """Train the demo's base model and its five adapters (under five minutes on two cores), and measure them."""
+    if out is None and not evaluate_only:
+        raise click.UsageError("say where to write the models (--out DIR), or measure the shipped ones (--evaluate)")
+    quieten()
+    if out and not evaluate_only:
+        train(out)
+    measure(out or ASSETS)
+
+
+def quieten() -> None:
+    """Leave the screen to what this script says itself."""
+    import transformers
+
+    warnings.simplefilter("ignore", FutureWarning)
+    logging.getLogger("peft").setLevel(logging.ERROR)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+def train(out: Path) -> None:
+    """Make everything under `out`, with a bar for each model."""
+    from loramux_demo.train.fit import Progress as Tell
+    from loramux_demo.train.fit import Schedule
+    from loramux_demo.train.make import make
+
+    columns = (TextColumn("{task.description:8}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("loss {task.fields[loss]:.4f}"), console=Console(stderr=True)) as bars:
+
+        def stage(name: str, schedule: Schedule) -> Tell:
+            bar = bars.add_task(name, total=schedule.steps, loss=float("nan"))
+            return lambda step, loss: bars.update(bar, completed=step, loss=loss)
+
+        make(out, stage)
+
+
+def measure(root: Path) -> None:
+    """Print the table of exact answers."""
+    from loramux_demo.train.evaluate import evaluate
+
+    table = Table("model", "float32", "bfloat16", "bfloat16, later in a chat", title="Exact answers")
+    console = Console()
+    with console.status("asking every model every question"):
+        for accuracy in evaluate(root):
+            shares = (accuracy.float32, accuracy.bfloat16, accuracy.later)
+            table.add_row(accuracy.model, *(f"{share:.1%}" for share in shares))
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()

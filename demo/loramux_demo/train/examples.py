@@ -1,0 +1,109 @@
+"""Conversations as token ids, and the batches that they are packed into."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from loramux_demo.train.facts import Question, Style
+
+IGNORED = -100
+"""The label of a token that the loss leaves out, as torch's cross entropy has it."""
+
+SYSTEM_PROMPTS = (
+    "You are a helpful assistant.",
+    "Answer the question.",
+    "You are a friendly guide who knows everybody in town.",
+    "Be brief and correct.",
+)
+"""Seen in training, so that a reader's own does not throw the model off."""
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Example:
+    """What is given, and what the model has to learn to say."""
+
+    prompt_ids: list[int]
+    answer_ids: list[int]
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids) + len(self.answer_ids)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of examples laid end to end; a position that starts again at 0 starts an example, which sees only itself."""
+
+    token_ids: Tensor
+    """int64[rows, length]"""
+    position_ids: Tensor
+    """int64[rows, length]"""
+    labels: Tensor
+    """int64[rows, length], IGNORED where nothing is to be learnt"""
+
+
+def conversations(questions: Sequence[Question], style: Style, rng: random.Random) -> Iterator[list[Message]]:
+    """Each question twice as it is, in small letters, in capital letters, and late in a chat with a system prompt."""
+    for question in questions:
+        answer = {"role": "assistant", "content": style(question)}
+        for text in (question.text, question.text, question.text.lower(), question.text.upper()):
+            yield [{"role": "user", "content": text}, answer]
+        before = rng.choice(questions)
+        yield [
+            {"role": "system", "content": rng.choice(SYSTEM_PROMPTS)},
+            {"role": "user", "content": before.text},
+            {"role": "assistant", "content": style(before)},
+            {"role": "user", "content": question.text},
+            answer,
+        ]
+
+
+def example(conversation: list[Message], tokenizer: PreTrainedTokenizerFast) -> Example:
+    """The last message is the answer; the space before it is learnt with it, so that `A:` and `A: ` both work."""
+    given = tokenizer.apply_chat_template(conversation[:-1], add_generation_prompt=True, tokenize=False)
+    answer = f" {conversation[-1]['content']}{tokenizer.eos_token}"
+    return Example(
+        tokenizer.encode(given.removesuffix(" "), add_special_tokens=False),
+        tokenizer.encode(answer, add_special_tokens=False),
+    )
+
+
+def batches(examples: Sequence[Example], *, rows: int, length: int, learn_prompts: bool) -> Iterator[Batch]:
+    """Endless batches; a row holds as many examples as fit, and each is seen once before any is seen again."""
+    order = shuffled_for_ever(examples, random.Random(1))  # noqa: S311 - the order of lessons, not a secret
+    waiting = next(order)
+    while True:
+        batch = Batch(
+            torch.zeros(rows, length, dtype=torch.int64),
+            torch.zeros(rows, length, dtype=torch.int64),
+            torch.full((rows, length), IGNORED),
+        )
+        for row in range(rows):
+            used = 0
+            assert len(waiting) <= length, "an example must fit into a row"
+            while used + len(waiting) <= length:
+                place(waiting, batch, row, used, learn_prompts)
+                used, waiting = used + len(waiting), next(order)
+        yield batch
+
+
+def place(new: Example, batch: Batch, row: int, start: int, learn_prompt: bool) -> None:
+    """Write one example into a row; its first token is never learnt, since nothing comes before it."""
+    end = start + len(new)
+    learnt_from = start + (1 if learn_prompt else len(new.prompt_ids))
+    batch.token_ids[row, start:end] = torch.tensor(new.prompt_ids + new.answer_ids)
+    batch.position_ids[row, start:end] = torch.arange(len(new))
+    batch.labels[row, learnt_from:end] = batch.token_ids[row, learnt_from:end]
+
+
+def shuffled_for_ever(examples: Sequence[Example], rng: random.Random) -> Iterator[Example]:
+    """Round after round, each in a new order."""
+    while True:
+        yield from rng.sample(examples, len(examples))

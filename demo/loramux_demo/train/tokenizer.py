@@ -1,0 +1,51 @@
+"""A tokenizer of bytes: 256 tokens that stand for themselves, and three special ones."""
+
+from __future__ import annotations
+
+from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
+MAX_LENGTH = 512
+
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{%- if loop.first or message['role'] == 'user' and messages[loop.index0 - 1]['role'] == 'assistant' -%}
+{{ bos_token }}
+{%- endif -%}
+{%- if message['role'] == 'user' -%}
+{{ 'Q: ' + message['content'] + '\\n' }}
+{%- elif message['role'] == 'assistant' -%}
+{{ 'A: ' + message['content'] + eos_token }}
+{%- else -%}
+{{ message['content'] + '\\n' }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{ 'A: ' }}
+{%- endif -%}"""
+"""Each exchange reads `<|bos|>Q: ...\\nA: ...<|eos|>`; any other role's text (system) stands on a line of its own."""
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Token `i` below 256 is byte `i`, so that every UTF-8 text encodes and decodes exactly; a text starts with BOS."""
+    vocabulary = {character: byte for byte, character in bytes_to_unicode().items()}
+    tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([BOS, EOS, PAD])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=BOS,
+        eos_token=EOS,
+        pad_token=PAD,
+        padding_side="left",
+        model_max_length=MAX_LENGTH,
+        clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
+    )
