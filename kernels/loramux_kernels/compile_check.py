@@ -22,7 +22,6 @@ from typing import Any
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from loramux_kernels.cuda.launch import Launch
@@ -39,7 +38,7 @@ POINTERS = {
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What the assembler said about one variant on one architecture."""
+    """What became of one variant on one architecture."""
 
     variant: str
     kernel: str
@@ -47,6 +46,7 @@ class Compiled:
     registers: int
     shared_bytes: int
     spill_bytes: int
+    """Stack frame of a thread: what did not fit its registers."""
     tensor_core_instructions: int
     wide_loads: int
     """16-byte loads and copies from global memory."""
@@ -54,19 +54,18 @@ class Compiled:
 
 
 def compile_launch(variant: str, launch: Launch, arch: int) -> Compiled:
-    """Compile one launch for `arch` (80, 90, ...) and read what ptxas reports."""
+    """Compile one launch for `arch` (80, 90, ...) and read what came out."""
     compiled = triton.compile(_source(launch), target=GPUTarget("cuda", arch, 32), options=launch.options)
     ptx = compiled.asm["ptx"]
-    report = _assemble(ptx, arch)
-    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", report)
+    usage = _resource_usage(compiled.asm["cubin"])
     loads = re.findall(r"\b(?:ld\.global|cp\.async\.c[ag]|cp\.async\.bulk)[^;]*;", ptx)
     return Compiled(
         variant=variant,
         kernel=launch.kernel.__name__,
         arch=arch,
-        registers=max(int(n) for n in re.findall(r"Used (\d+) registers", report)),
+        registers=usage["REG"],
         shared_bytes=compiled.metadata.shared,
-        spill_bytes=sum(int(n) for n in spills),
+        spill_bytes=usage["STACK"],
         tensor_core_instructions=len(re.findall(r"\bmma\.sync|\bwgmma\.mma_async", ptx)),
         wide_loads=sum(bool(re.search(r"v4\.b32|v2\.b64|0x10|, 16[,;]", load)) for load in loads),
         loads=len(loads),
@@ -105,15 +104,14 @@ def _divisible(value: Any) -> bool:
     return isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
 
 
-def _assemble(ptx: str, arch: int) -> str:
-    """What `ptxas -v` prints about the kernel; raises CalledProcessError when it refuses it."""
-    target = re.search(r"\.target\s+(\w+)", ptx)
-    assert target, "every PTX file names its target"
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
+def _resource_usage(cubin: bytes) -> dict[str, int]:
+    """What the machine code takes: REG a thread, STACK bytes a thread, ..."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
         file.flush()
-        command = [get_ptxas(arch).path, "-v", f"--gpu-name={target[1]}", file.name, "-o", "/dev/null"]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stderr  # noqa: S603 - triton's own ptxas
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout  # noqa: S603 - triton's own
+    return {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", output)}
 
 
 def compile_all(variants: Sequence[Variant], archs: Sequence[int]) -> Iterator[Compiled]:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from loramux_kernels.cuda.launch import Launch
 from loramux_kernels.cuda.lora_expand import prepare_expand
 from loramux_kernels.cuda.lora_shrink import new_intermediate, prepare_shrink
+from loramux_kernels.cuda.kv_cache import prepare_write_kv
+from loramux_kernels.cuda.paged_attention import prepare_attention
+from loramux_kernels.kv_cache import AttentionBatch, KvLayer
 from loramux_kernels.table import LoraGroup, LoraTable, Segments
 
 
@@ -23,12 +27,12 @@ class Variant:
 
 def all_variants() -> list[Variant]:
     """What has to compile."""
-    return list(_lora())
+    return [*_lora(), *_attention(), *_write_kv()]
 
 
 def _lora() -> Iterator[Variant]:
     steps = {"row": ((0, 1, 2), 64), "short": ((0, 20, 40), 64), "long": ((0, 200, 400), 64), "long-r16": ((0, 200, 400), 16)}
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+    for dtype in (torch.bfloat16, torch.float32):
         for name, (cu_seqlens, rank) in steps.items():
             yield from _lora_pair(f"{name}-{_short(dtype)}", Segments(cu_seqlens, (0, 1)), rank, dtype)
     odd = LoraGroup((0, 1), (130, 66))
@@ -48,6 +52,46 @@ def _lora_pair(
         yield Variant(f"shrink-{name}", launch)
     for launch in prepare_expand(v, x.view(-1), table, group, segments, y):
         yield Variant(f"expand-{name}", launch)
+
+
+def _attention() -> Iterator[Variant]:
+    for dims in ((64, 64), (80, 80), (128, 128), (192, 128), (256, 256)):
+        yield from _attention_step(*dims, torch.bfloat16)
+    for dim in (64, 128, 256):
+        yield from _attention_step(dim, dim, torch.bfloat16, sliding_window=4096, softcap=50.0, sinks=torch.empty(16))
+        yield from _attention_step(dim, dim, torch.float32)
+    yield from _attention_step(128, 128, torch.float16)
+
+
+def _attention_step(key_dim: int, value_dim: int, dtype: torch.dtype, **features: Any) -> Iterator[Variant]:
+    """A step with a decoding sequence, whose context is cut and merged, and one in prefill."""
+    rows, context = 257, 4096
+    batch = AttentionBatch(
+        cu_seqlens=torch.tensor([0, 1, rows], dtype=torch.int32),
+        context_lens=torch.tensor([context, rows - 1], dtype=torch.int32),
+        block_table=torch.zeros(2, context // 16, dtype=torch.int32),
+        slot_mapping=torch.zeros(rows, dtype=torch.int64),
+    )
+    query = torch.empty(rows, 16, key_dim, dtype=dtype)
+    output = torch.empty(rows, 16, value_dim, dtype=dtype)
+    launches = prepare_attention(query, _kv(key_dim, value_dim, dtype), batch, 0.1, output, **features)
+    name = f"{key_dim}x{value_dim}-{_short(dtype)}" + ("-window-softcap-sinks" if features else "")
+    for launch in launches:
+        stage = launch.kernel.__name__.strip("_")
+        yield Variant(f"{stage}-{launch.arguments['BLOCK_ROWS']}-{name}", launch)
+
+
+def _write_kv() -> Iterator[Variant]:
+    for key_dim, value_dim in ((64, 64), (128, 128), (192, 128), (256, 256)):
+        key = torch.empty(4, 4, key_dim, dtype=torch.bfloat16)
+        value = torch.empty(4, 4, value_dim, dtype=torch.bfloat16)
+        layer = _kv(key_dim, value_dim, torch.bfloat16)
+        launch = prepare_write_kv(key, value, layer, torch.zeros(4, dtype=torch.int64))
+        yield Variant(f"write-kv-{key_dim}x{value_dim}-bf16", launch)
+
+
+def _kv(key_dim: int, value_dim: int, dtype: torch.dtype) -> KvLayer:
+    return KvLayer(torch.empty(2, 4, 16, key_dim, dtype=dtype), torch.empty(2, 4, 16, value_dim, dtype=dtype))
 
 
 def _short(dtype: torch.dtype) -> str:

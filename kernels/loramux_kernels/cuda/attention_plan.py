@@ -1,0 +1,170 @@
+"""Which query rows meet which stretch of their context in one program: cut once a step on the host, for every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from loramux_kernels.cuda.launch import resident_programs
+from loramux_kernels.cuda.work_list import Ints, WorkList, cut, reserve, upload
+from loramux_kernels.kv_cache import AttentionBatch
+
+ITEM_WIDTH = 8
+"""Of an attention item: sequence, first query row, query rows, position of the first, first token, one past the last
+token, where its partial result goes (-1: straight to the output), whether it holds the sequence's first token.
+Of a merge item: first query row, query rows, first partial result, number of them."""
+
+SHORT_ROWS = 16
+"""Query rows times heads of a group in a decode tile: the least that tensor cores take."""
+
+LEAST_TOKENS = 256
+"""Of context in a piece: shorter ones would spend their time on merging."""
+
+FAIR_LOAD = 1.15
+"""The busiest program's share of the mean that is still cheaper than cutting contexts and merging."""
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """What a plan depends on besides the batch: the same for all layers of one kind."""
+
+    groups: int
+    """Query heads that share a kv head: they lie side by side in a tile's rows."""
+    kv_heads: int
+    sliding_window: int | None
+    long_rows: int
+    """Query rows times groups in a prefill tile."""
+
+    @property
+    def short_rows(self) -> int:
+        """Rows of a decode tile."""
+        return max(SHORT_ROWS, 1 << (self.groups - 1).bit_length())
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionTiles:
+    """The items of one tile height."""
+
+    rows: int
+    """Query rows times groups; a power of two."""
+    items: WorkList
+    merges: WorkList | None
+    """None when no context was cut."""
+    partials: int
+    """Partial results that the items write."""
+    programs: int
+    """Programs to launch with: as many as the GPU holds at once."""
+
+
+def plan_attention(batch: AttentionBatch, shape: AttentionShape) -> tuple[AttentionTiles, ...]:
+    """The work of a step: decode tiles and prefill tiles, whichever occur.
+
+    Made on first use and kept with the batch, as a cached property would be; reads `batch.spans`.
+    """
+    plans: dict[AttentionShape, tuple[AttentionTiles, ...]] = vars(batch).setdefault("attention_plans", {})
+    if shape not in plans:
+        plans[shape] = _plan(batch.spans, shape, batch.block_table.device)
+    return plans[shape]
+
+
+def reserve_attention(
+    shape: AttentionShape, max_sequences: int, max_partials: int, device: torch.device
+) -> AttentionTiles:
+    """Empty decode tiles of fixed addresses, for launches held in a CUDA graph: `lend_attention` them to its batch."""
+    items = reserve(max_sequences + max_partials, ITEM_WIDTH, device)
+    merges = reserve(max_sequences, ITEM_WIDTH, device)
+    return AttentionTiles(shape.short_rows, items, merges, max_partials, _programs(shape.short_rows, shape, device))
+
+
+def lend_attention(batch: AttentionBatch, shape: AttentionShape, tiles: AttentionTiles) -> None:
+    """Have every launch for `batch` of this shape use `tiles`."""
+    vars(batch).setdefault("attention_plans", {})[shape] = (tiles,)
+
+
+def refill_attention(tiles: AttentionTiles, spans: Sequence[tuple[int, int, int]], shape: AttentionShape) -> None:
+    """Put another step's decoding sequences into reserved tiles."""
+    assert tiles.merges is not None, "reserved tiles may be merged"
+    whole = _tiles(spans, tiles.rows, shape)
+    pieces, merges = _cut_contexts(whole, shape.kv_heads, tiles.programs, tiles.partials)
+    tiles.items.refill(pieces)
+    tiles.merges.refill(merges)
+
+
+def _plan(
+    spans: Sequence[tuple[int, int, int]], shape: AttentionShape, device: torch.device
+) -> tuple[AttentionTiles, ...]:
+    short = shape.short_rows // shape.groups
+    plans = []
+    for rows, some in (
+        (shape.short_rows, [(i, span) for i, span in enumerate(spans) if span[1] - span[0] <= short]),
+        (shape.long_rows, [(i, span) for i, span in enumerate(spans) if span[1] - span[0] > short]),
+    ):
+        tiles = _tiles([span for _, span in some], rows, shape)
+        tiles[:, 0] = np.array([i for i, _ in some], dtype=np.int64)[tiles[:, 0]]
+        if len(tiles):
+            programs = _programs(rows, shape, device)
+            plans.append((rows, programs, *_cut_contexts(tiles, shape.kv_heads, programs)))
+    if not plans:
+        return ()
+    uploaded = iter(upload([items for _, _, *lists in plans for items in lists], device))
+    tiles_of = []
+    for rows, programs, _, merges in plans:
+        items, merge_list = next(uploaded), next(uploaded)
+        partials = int(merges[:, 3].sum())
+        tiles_of.append(AttentionTiles(rows, items, merge_list if partials else None, partials, programs))
+    return tuple(tiles_of)
+
+
+def _tiles(spans: Sequence[tuple[int, int, int]], rows: int, shape: AttentionShape) -> Ints:
+    """Whole-context items, one for each tile of query rows."""
+    start, stop, context = np.array(spans, dtype=np.int64).reshape(-1, 3).T
+    height = rows // shape.groups
+    owner, offset = cut(stop - start, height)
+    count = np.minimum(height, (stop - start)[owner] - offset)
+    position = (context - (stop - start))[owner] + offset
+    first = np.zeros_like(position)
+    if shape.sliding_window is not None:
+        first = np.maximum(position - shape.sliding_window + 1, 0)
+    columns = (owner, start[owner] + offset, count, position, first, position + count)
+    return np.column_stack((*columns, np.full_like(first, -1), np.ones_like(first)))
+
+
+def _programs(rows: int, shape: AttentionShape, device: torch.device) -> int:
+    """A multiprocessor's registers hold two decode tiles' programs or one prefill tile's."""
+    return resident_programs(device, 2 if rows == shape.short_rows else 1)
+
+
+def _cut_contexts(
+    tiles: Ints, kv_heads: int, programs: int, max_partials: int | None = None
+) -> tuple[Ints, Ints]:
+    """(items, merges): long contexts cut so that every program has as much to read, longest first."""
+    tokens = tiles[:, 5] - tiles[:, 4]
+    tiles, tokens = tiles[order := np.argsort(-tokens, kind="stable")], tokens[order]
+    loads = np.bincount(np.arange(len(tokens) * kv_heads) % programs, np.repeat(tokens, kv_heads))
+    mean = tokens.sum() * kv_heads / programs
+    if len(loads) == programs and loads.max() <= FAIR_LOAD * mean:
+        return tiles, tiles[:0]
+    piece = max(LEAST_TOKENS, -(-int(mean / 3) // LEAST_TOKENS) * LEAST_TOKENS)
+    while max_partials is not None and -(-tokens[tokens > piece] // piece).sum() > max_partials:
+        piece *= 2
+    return _cut_into(tiles, tokens, piece)
+
+
+def _cut_into(tiles: Ints, tokens: Ints, piece: int) -> tuple[Ints, Ints]:
+    owner, offset = cut(tokens, piece)
+    items = tiles[owner]
+    items[:, 4] += offset
+    items[:, 5] = np.minimum(items[:, 4] + piece, items[:, 5])
+    items[:, 7] = offset == 0
+    pieces = np.bincount(owner, minlength=len(tiles))
+    partial = pieces[owner] > 1
+    items[partial, 6] = np.arange(partial.sum())
+    merged = pieces > 1
+    counts = pieces[merged]
+    firsts = np.cumsum(counts) - counts
+    merges = np.zeros((len(counts), ITEM_WIDTH), dtype=np.int64)
+    merges[:, :4] = np.column_stack((tiles[merged, 1], tiles[merged, 2], firsts, counts))
+    return items, merges

@@ -1,0 +1,263 @@
+"""Semantics: out[t, h] = softmax(scaling * q[t, h] @ K[s, h // G].T + mask) @ V[s, h // G] over sequence s of row t.
+
+A tile's rows are query rows times the G heads that share a kv head, so that each key and value is loaded once for all
+of them. Sequences with few query rows and sequences in prefill run in one launch each; contexts that were cut for
+balance are merged by a third, always in the same order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from loramux_kernels.cuda.attention_plan import ITEM_WIDTH, AttentionShape, AttentionTiles, plan_attention
+from loramux_kernels.cuda.launch import Launch, run_all
+from loramux_kernels.kv_cache import AttentionBatch, KvLayer
+
+_ITEM = tl.constexpr(ITEM_WIDTH)
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_NEVER = tl.constexpr(float("-inf"))
+
+
+def paged_attention(
+    query: torch.Tensor,
+    layer: KvLayer,
+    batch: AttentionBatch,
+    scaling: float,
+    *,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Causal attention of packed query rows `[T, Hq, Dk]` over each sequence's own pages: `[T, Hq, Dv]`.
+
+    Arguments as for the public operator, on a GPU. Rows that belong to no sequence of the batch stay undefined.
+    """
+    output = query.new_empty(query.shape[0], query.shape[1], layer.value.shape[3])
+    run_all(
+        prepare_attention(
+            query, layer, batch, scaling, output, sliding_window=sliding_window, softcap=softcap, sinks=sinks
+        )
+    )
+    return output
+
+
+def prepare_attention(
+    query: torch.Tensor,
+    layer: KvLayer,
+    batch: AttentionBatch,
+    scaling: float,
+    output: torch.Tensor,
+    *,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> list[Launch]:
+    """The launches that fill `output` `[T, Hq, Dv]`."""
+    assert query.stride(2) == layer.key.stride(3) == layer.value.stride(3) == 1, "each head's vector is contiguous"
+    kv_heads, key_dim, value_dim = layer.key.shape[1], layer.key.shape[3], layer.value.shape[3]
+    shape = AttentionShape(
+        groups=query.shape[1] // kv_heads,
+        kv_heads=kv_heads,
+        sliding_window=sliding_window,
+        long_rows=_long_rows(max(key_dim, value_dim) > 128, query.dtype == torch.float32),
+    )
+    shared: dict[str, Any] = {
+        "output": output,
+        "output_token": output.stride(0),
+        "KV_HEADS": kv_heads,
+        "GROUPS": shape.groups,
+        "VALUE_DIM": value_dim,
+        "BLOCK_VALUE": triton.next_power_of_2(value_dim),
+    }
+    attend: dict[str, Any] = {
+        "query": query,
+        "key_cache": layer.key,
+        "value_cache": layer.value,
+        "block_table": batch.block_table,
+        "sinks": sinks,
+        "scaling": scaling,
+        "softcap": softcap,
+        "window": sliding_window,
+        "query_token": query.stride(0),
+        "query_head": query.stride(1),
+        "key_page": layer.key.stride(0),
+        "key_head": layer.key.stride(1),
+        "key_token": layer.key.stride(2),
+        "value_page": layer.value.stride(0),
+        "value_head": layer.value.stride(1),
+        "value_token": layer.value.stride(2),
+        "table_stride": batch.block_table.stride(0),
+        "PAGE": layer.block_size,
+        "KEY_DIM": key_dim,
+        "BLOCK_KEY": triton.next_power_of_2(key_dim),
+    }
+    return [
+        launch for tiles in plan_attention(batch, shape) for launch in _launches(tiles, shared, attend, query)
+    ]
+
+
+def _long_rows(wide: bool, float32: bool) -> int:
+    """Rows of a prefill tile: what the registers hold of its sums."""
+    if float32:
+        return 32 if wide else 64
+    return 64 if wide else 128
+
+
+def _launches(
+    tiles: AttentionTiles, shared: dict[str, Any], attend: dict[str, Any], query: torch.Tensor
+) -> list[Launch]:
+    """Attention over one tile height, and the merge of its partial results where contexts were cut."""
+    shape = (tiles.partials, shared["KV_HEADS"], tiles.rows)
+    shared = {
+        **shared,
+        "partial_output": query.new_empty(*shape, shared["VALUE_DIM"], dtype=torch.float32),
+        "partial_lse": query.new_empty(shape, dtype=torch.float32),
+        "BLOCK_ROWS": tiles.rows,
+    }
+    wide = max(attend["BLOCK_KEY"], shared["BLOCK_VALUE"]) > 128
+    tokens = 16 if query.dtype == torch.float32 else 32 if wide else 64
+    arguments = {**shared, **attend, "work": tiles.items.work, "BLOCK_TOKENS": tokens}
+    grid = (tiles.programs,)
+    num_warps = 8 if tiles.rows * (2 if wide else 1) > 64 else 4
+    launches = [Launch(_attend, grid, arguments, num_warps=num_warps, num_stages=3)]
+    if tiles.merges is not None:
+        arguments = {**shared, "work": tiles.merges.work}
+        launches.append(Launch(_merge, grid, arguments, num_warps=4, num_stages=1))
+    return launches
+
+
+@triton.jit
+def _attend(
+    query, key_cache, value_cache, output, partial_output, partial_lse, work, block_table, sinks,
+    scaling, softcap, window, query_token, query_head, key_page, key_head, key_token,
+    value_page, value_head, value_token, table_stride, output_token,
+    KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+):
+    """One tile of query rows by one kv head by one stretch of context an item."""
+    tile_row = tl.arange(0, BLOCK_ROWS) // GROUPS
+    member = tl.arange(0, BLOCK_ROWS) % GROUPS
+    d = tl.arange(0, BLOCK_KEY)
+    for task in range(tl.program_id(0), tl.load(work) * KV_HEADS, tl.num_programs(0)):
+        head = task % KV_HEADS
+        item = work + (task // KV_HEADS + 1) * _ITEM
+        row = tl.load(item + 1).to(tl.int64) + tile_row
+        has_row = tile_row < tl.load(item + 2)
+        first_position = tl.load(item + 3)
+        first_token = tl.load(item + 4)
+        stop = tl.load(item + 5)
+        partial = tl.load(item + 6).to(tl.int64)
+        query_rows = query + row[:, None] * query_token + (head * GROUPS + member)[:, None] * query_head
+        q = tl.load(query_rows + d[None, :], mask=has_row[:, None] & (d < KEY_DIM)[None, :], other=0.0)
+        highest = tl.full((BLOCK_ROWS,), _NEVER, tl.float32)
+        total = tl.zeros((BLOCK_ROWS,), tl.float32)
+        if sinks is not None:
+            if tl.load(item + 7) != 0:
+                highest = tl.load(sinks + head * GROUPS + member).to(tl.float32) * _LOG2_E
+                total += 1.0
+        sums = tl.zeros((BLOCK_ROWS, BLOCK_VALUE), tl.float32)
+        # Tokens that every row of the tile sees need no mask; with a window, hardly any are.
+        seen = first_token
+        if window is None:
+            seen += (tl.minimum(stop, first_position + 1) - first_token) // BLOCK_TOKENS * BLOCK_TOKENS
+        keys = key_cache + head * key_head
+        values = value_cache + head * value_head
+        pages = block_table + tl.load(item).to(tl.int64) * table_stride
+        sums, total, highest = _absorb(
+            q, sums, total, highest, keys, values, pages, first_token, seen, first_position + tile_row,
+            scaling, softcap, window, key_page, key_token, value_page, value_token,
+            KEY_DIM, VALUE_DIM, PAGE, BLOCK_KEY, BLOCK_VALUE, BLOCK_TOKENS, False,
+        )
+        sums, total, highest = _absorb(
+            q, sums, total, highest, keys, values, pages, seen, stop, first_position + tile_row,
+            scaling, softcap, window, key_page, key_token, value_page, value_token,
+            KEY_DIM, VALUE_DIM, PAGE, BLOCK_KEY, BLOCK_VALUE, BLOCK_TOKENS, True,
+        )
+        e = tl.arange(0, BLOCK_VALUE)
+        inside = has_row[:, None] & (e < VALUE_DIM)[None, :]
+        result = sums / tl.where(total == 0.0, 1.0, total)[:, None]
+        if partial < 0:
+            out = output + row[:, None] * output_token + (head * GROUPS + member)[:, None] * VALUE_DIM + e[None, :]
+            tl.store(out, result.to(output.dtype.element_ty), mask=inside)
+        else:
+            slot = (partial * KV_HEADS + head) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+            tl.store(partial_output + slot[:, None] * VALUE_DIM + e[None, :], result, mask=inside)
+            tl.store(partial_lse + slot, highest + tl.log2(total), mask=has_row)
+
+
+@triton.jit
+def _absorb(
+    q, sums, total, highest, keys, values, pages, start, stop, position,
+    scaling, softcap, window, key_page, key_token, value_page, value_token,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, MASKED: tl.constexpr,
+):
+    """Take tokens [start, stop) into the running softmax; MASKED where not every row sees all of them."""
+    d = tl.arange(0, BLOCK_KEY)
+    e = tl.arange(0, BLOCK_VALUE)
+    for first in range(start, stop, BLOCK_TOKENS):
+        token = first + tl.arange(0, BLOCK_TOKENS)
+        exists = token < stop
+        page = tl.load(pages + token // PAGE, mask=exists, other=0).to(tl.int64)
+        key = keys + (page * key_page + (token % PAGE) * key_token)[:, None] + d[None, :]
+        k = tl.load(key, mask=exists[:, None] & (d < KEY_DIM)[None, :], other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scaling
+        if softcap is not None:
+            scores = softcap * (1.0 - 2.0 / (tl.exp(scores * (2.0 / softcap)) + 1.0))
+        scores *= _LOG2_E
+        if MASKED:
+            visible = exists[None, :] & (token[None, :] <= position[:, None])
+            if window is not None:
+                visible &= token[None, :] > position[:, None] - window
+            scores = tl.where(visible, scores, _NEVER)
+        new_highest = tl.maximum(highest, tl.max(scores, axis=1))
+        # A row that has seen nothing yet keeps weights of 0, not NaN.
+        shift = tl.where(new_highest == _NEVER, 0.0, new_highest)
+        weights = tl.exp2(scores - shift[:, None])
+        decay = tl.exp2(highest - shift)
+        total = total * decay + tl.sum(weights, axis=1)
+        value = values + (page * value_page + (token % PAGE) * value_token)[:, None] + e[None, :]
+        v = tl.load(value, mask=exists[:, None] & (e < VALUE_DIM)[None, :], other=0.0)
+        sums = tl.dot(weights.to(v.dtype), v, sums * decay[:, None], input_precision="ieee")
+        highest = new_highest
+    return sums, total, highest
+
+
+@triton.jit
+def _merge(
+    output, partial_output, partial_lse, work, output_token,
+    KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+):
+    """Join the partial results of one tile of query rows and one kv head an item, in order."""
+    tile_row = tl.arange(0, BLOCK_ROWS) // GROUPS
+    member = tl.arange(0, BLOCK_ROWS) % GROUPS
+    e = tl.arange(0, BLOCK_VALUE)
+    for task in range(tl.program_id(0), tl.load(work) * KV_HEADS, tl.num_programs(0)):
+        head = task % KV_HEADS
+        item = work + (task // KV_HEADS + 1) * _ITEM
+        row = tl.load(item).to(tl.int64) + tile_row
+        has_row = tile_row < tl.load(item + 1)
+        inside = has_row[:, None] & (e < VALUE_DIM)[None, :]
+        first = tl.load(item + 2)
+        highest = tl.full((BLOCK_ROWS,), _NEVER, tl.float32)
+        total = tl.zeros((BLOCK_ROWS,), tl.float32)
+        sums = tl.zeros((BLOCK_ROWS, BLOCK_VALUE), tl.float32)
+        for partial in range(first, first + tl.load(item + 3)):
+            slot = (partial * KV_HEADS + head) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS).to(tl.int64)
+            lse = tl.load(partial_lse + slot, mask=has_row, other=_NEVER)
+            result = tl.load(partial_output + slot[:, None] * VALUE_DIM + e[None, :], mask=inside, other=0.0)
+            new_highest = tl.maximum(highest, lse)
+            shift = tl.where(new_highest == _NEVER, 0.0, new_highest)
+            weight = tl.exp2(lse - shift)
+            decay = tl.exp2(highest - shift)
+            sums = sums * decay[:, None] + result * weight[:, None]
+            total = total * decay + weight
+            highest = new_highest
+        result = sums / tl.where(total == 0.0, 1.0, total)[:, None]
+        out = output + row[:, None] * output_token + (head * GROUPS + member)[:, None] * VALUE_DIM + e[None, :]
+        tl.store(out, result.to(output.dtype.element_ty), mask=inside)
