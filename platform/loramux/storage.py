@@ -98,16 +98,21 @@ class BlobStore:
         return content_digest(folder)
 
     def publish(self, folder: Path, digest: str) -> None:
-        """Give a sealed folder its final name, unless the same content has it already; a corrupt one is replaced."""
+        """Give a sealed folder its final name, unless content that `directory` has verified has it already.
+
+        Reads no file: it is quick enough to be done while a transaction is open.
+        """
+        if self.known_directory(digest) is not None:
+            return
+        self.remove(digest)
+        signature = _signature(folder)
+        assert signature is not None, "a folder is sealed before it is published"
         target = self._path(digest)
-        if target.exists():
-            if content_digest_or_none(target) == digest:
-                return
-            self.remove(digest)
         target.parent.mkdir(exist_ok=True)
         folder.rename(target)
         _sync(target.parent)
         _sync(self._contents)
+        self._verified[digest] = signature
 
     def directory(self, digest: str) -> Path:
         """The folder with this content's two files.

@@ -115,11 +115,13 @@ def test_a_lost_file_is_missing_and_the_same_upload_repairs_it(store: BlobStore,
     assert store.directory(digest)
 
 
-def test_files_are_read_once_to_verify_them(store: BlobStore, tmp_path: Path) -> None:
+def test_files_are_read_once_by_each_process_to_verify_them(store: BlobStore, tmp_path: Path) -> None:
     digest = put(store, tmp_path / "source")
-    assert store.known_directory(digest) is None
-    folder = store.directory(digest)
-    assert store.known_directory(digest) == folder
+    assert store.known_directory(digest) is not None, "it has just read them to name them"
+    other = BlobStore(tmp_path / "blobs")
+    assert other.known_directory(digest) is None
+    assert other.directory(digest) == other.known_directory(digest) == store.known_directory(digest)
+    other.close()
 
 
 def test_removing(store: BlobStore, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
@@ -179,8 +179,11 @@ class Registry:
         self._blobs.stage(folder, config_file, weights_file)
         limits = Limits(max_rank=self._limits.max_rank, max_bytes=self._limits.max_bytes)
         plan = validate_adapter(folder, self._base, limits)
+        digest = self._blobs.seal(folder)
+        with suppress(StorageError):  # verified now, so that publishing it again reads nothing
+            self._blobs.directory(digest)
         return RevisionContent(
-            digest=self._blobs.seal(folder),
+            digest=digest,
             rank=plan.max_rank,
             size_bytes=sum((folder / name).stat().st_size for name in FILES),
             base=self._base.fingerprint,
