@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_files import save_adapter, tiny_base
 from safetensors.torch import load
+from tiny_peft import save_adapter, tiny_base
 
 from loramux_adapters import BaseDescription, describe_base
 

@@ -6,7 +6,7 @@ import pickle
 from pathlib import Path
 
 import pytest
-from adapter_files import FAMILIES, tiny_base, tiny_model
+from tiny_peft import FAMILIES, tiny_base, tiny_model
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 

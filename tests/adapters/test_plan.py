@@ -8,10 +8,10 @@ from typing import Any
 
 import peft
 import pytest
-from adapter_files import FAMILIES, tiny_model
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from peft.utils.save_and_load import get_peft_model_state_dict
+from tiny_peft import FAMILIES, tiny_model
 
 from loramux_adapters import (
     AdapterPlan,

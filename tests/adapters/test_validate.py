@@ -13,8 +13,8 @@ from typing import Any
 import peft
 import pytest
 import torch
-from adapter_files import raw_safetensors, save_adapter, tiny_model, write_adapter
 from safetensors.torch import load, save_file
+from tiny_peft import raw_safetensors, save_adapter, tiny_model, write_adapter
 
 from loramux_adapters import CONFIG_NAME, WEIGHTS_NAME, AdapterRejected, Limits, validate_adapter
 from loramux_adapters.finite import CHUNK_BYTES

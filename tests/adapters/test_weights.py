@@ -9,8 +9,8 @@ from typing import Any
 import peft
 import pytest
 import torch
-from adapter_files import FAMILIES, save_adapter, tiny_model, write_adapter
 from safetensors.torch import load_file
+from tiny_peft import FAMILIES, save_adapter, tiny_model, write_adapter
 
 from loramux_adapters import AdapterRejected, AdapterWeights, Limits, load_adapter
 
