@@ -4,16 +4,17 @@ import asyncio
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, nullcontext
 
 import msgspec
 import pytest
 import sqlalchemy as sa
 
-from loramux.records import Database, Principal
+from loramux.records import Database, Principal, RecordsUnavailable
 from loramux.records.models import LedgerRow, RequestRow
 from loramux.usage import OpenedRequest, RequestRefused, Settlement, UnknownRequest, Usage, UsageClosed
+from loramux.usage.settling import Operation, Outcome, Settler
 
 pytestmark = pytest.mark.anyio
 
@@ -223,6 +224,42 @@ async def test_a_server_thought_dead_still_bills(
     assert await kinds(database) == [("r1", "interrupted", 0), ("r1", "usage", 7)]
     assert await statuses(database) == {"r1": "settled"}
     assert [(row.output_tokens, row.requests) for row in await usage.rows(acme.tenant)] == [(7, 1)]
+
+
+async def test_broken_connections_are_replaced(
+    backend: str, usage: Usage, acme: Principal, sql: Callable[[str], None]
+) -> None:
+    if backend == "sqlite":
+        pytest.skip("an embedded database has no connection that breaks")
+    await usage.open(opened(acme, "r1"))
+    sql(
+        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+        " WHERE datname = current_database() AND pid <> pg_backend_pid()"
+    )
+    assert (await usage.settle(settlement("r1"))).sequence == 1
+    assert await usage.verify_chain() == 1
+
+
+async def test_a_commit_whose_answer_was_lost_is_not_done_twice(
+    server: Server, database: Database, acme: Principal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection breaks after the commit: the writer cannot know, and tries the whole batch again."""
+    commit, lost = Settler.commit, []
+
+    async def commit_and_lose(self: Settler, batch: Sequence[Operation]) -> list[Outcome | Exception]:
+        outcomes = await commit(self, batch)
+        if len(lost) < 2:
+            lost.append(batch)
+            raise RecordsUnavailable("the connection broke")
+        return outcomes
+
+    monkeypatch.setattr(Settler, "commit", commit_and_lose)
+    usage = await server()
+    await usage.open(opened(acme, "r1"))
+    entry = await usage.settle(settlement("r1"))
+    assert len(lost) == 2
+    assert entry.sequence == 1
+    assert await kinds(database) == [("r1", "usage", 7)]
 
 
 CRASH = """

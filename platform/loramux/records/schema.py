@@ -1,6 +1,7 @@
 """The schema's revision: which one the code wants, which one a database has, and the way from one to the other.
 
 All functions here are synchronous and open their own connection; call them from a thread inside an event loop.
+Those that take a url raise UnsupportedUrl and RecordsUnavailable besides what they say.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from alembic.util import CommandError
 from sqlalchemy import URL, Connection, create_engine, text
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
 
 import loramux
 from loramux.records.database import BUSY_SECONDS, parse_url, prepare_sqlite, sqlite_file
-from loramux.records.errors import SchemaOutOfDate, SchemaTooNew
+from loramux.records.errors import RecordsUnavailable, SchemaOutOfDate, SchemaTooNew
 from loramux.records.locks import MIGRATIONS
 
 
@@ -118,5 +120,7 @@ def _connect(url: URL) -> Iterator[Connection]:
     try:
         with engine.connect() as connection:
             yield connection
+    except DBAPIError as error:
+        raise RecordsUnavailable(f"the database {url!r} cannot be used: {error.orig}") from error
     finally:
         engine.dispose()

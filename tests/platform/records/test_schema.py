@@ -11,6 +11,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 
 from loramux.records import (
+    RecordsUnavailable,
     SchemaOutOfDate,
     SchemaTooNew,
     UnsupportedUrl,
@@ -87,6 +88,15 @@ def test_passwords_are_not_shown() -> None:
 def test_databases_that_nobody_else_can_reach_are_refused(url: str) -> None:
     with pytest.raises(UnsupportedUrl, match="sqlite:///PATH"):
         parse_url(url)
+
+
+def test_what_is_no_database_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("this is a text, and not a database at all, however long it may be")
+    for ask in (check, migrate):
+        with pytest.raises(RecordsUnavailable, match="not a database"):
+            ask(f"sqlite:///{tmp_path / 'text'}")
+        with pytest.raises(RecordsUnavailable, match="cannot be used"):
+            ask("postgresql://nobody@127.0.0.1:9/none")
 
 
 def test_two_processes_migrate_at_once(empty_url: str) -> None:
