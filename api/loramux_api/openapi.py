@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib.metadata import version
 
-from litestar.openapi import OpenAPIConfig
+from litestar.openapi import OpenAPIConfig, ResponseSpec
 from litestar.openapi.plugins import JsonRenderPlugin, SwaggerRenderPlugin
 from litestar.openapi.spec import (
     Components,
@@ -19,7 +19,18 @@ from litestar.openapi.spec import (
 )
 
 from loramux.storage import CONFIG_FILE, WEIGHTS_FILE
+from loramux_api.schemas.problems import ErrorAnswer
 
+REFUSALS = {
+    400: ResponseSpec(ErrorAnswer, description="The request cannot be served as it stands; `param` names the field."),
+    401: ResponseSpec(ErrorAnswer, description="There is no key, or it is not valid."),
+    403: ResponseSpec(ErrorAnswer, description="The key lacks the scope."),
+    404: ResponseSpec(ErrorAnswer, description="It does not exist, or it is another tenant's."),
+    413: ResponseSpec(ErrorAnswer, description="The body is too large."),
+    500: ResponseSpec(ErrorAnswer, description="Our own fault; the message holds the id to report."),
+    503: ResponseSpec(ErrorAnswer, description="Not now: see Retry-After."),
+}
+"""What every route with a key may answer beside its success."""
 _FILE = Schema(type=OpenAPIType.STRING, format=OpenAPIFormat.BINARY)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from loramux_api.schemas.problems import ErrorAnswer, ErrorObject
 
 logger = logging.getLogger(__name__)
 
+_missing_parameter = re.compile(r"Missing required \w+ parameter '(?P<name>\w+)'")
 INVALID, SERVER, PERMISSION = "invalid_request_error", "server_error", "permission_error"
 
 
@@ -102,7 +104,10 @@ def _of_validation(error: HTTPException) -> tuple[str, str | None]:
     key = found.get("key")
     if key == "data":
         return "The body is empty; send a JSON object.", None
-    return (f"Invalid value for '{key}': {found['message']}.", key) if key else (error.detail, None)
+    if key:
+        return f"Invalid value for '{key}': {found['message']}.", key
+    missing = _missing_parameter.search(error.detail)
+    return error.detail, missing["name"] if missing else None
 
 
 def _on_gateway(_: Request[Any, Any, Any], error: GatewayError) -> Response[ErrorAnswer]:

@@ -30,9 +30,11 @@ class Site:
     def url(self) -> str:
         return self.server.url
 
-    def http(self, tenant: str | None = "acme", **kwargs) -> httpx.Client:
-        headers = {"Authorization": f"Bearer {self.keys[tenant]}"} if tenant else {}
-        return httpx.Client(base_url=self.url, headers=headers, timeout=20, **kwargs)
+    def http(self, tenant: str = "acme", **headers: str) -> httpx.Client:
+        """A client with the tenant's key; header names are written with underscores."""
+        sent = {"Authorization": f"Bearer {self.keys[tenant]}"}
+        sent |= {name.replace("_", "-"): value for name, value in headers.items()}
+        return httpx.Client(base_url=self.url, headers=sent, timeout=20)
 
     def openai(self, tenant: str = "acme") -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.keys[tenant], max_retries=0, timeout=20)
@@ -41,7 +43,7 @@ class Site:
 def make_settings(base_dir: Path, folder: Path) -> Settings:
     return Settings(
         model=ModelSettings(path=str(base_dir), served_model_name="tiny"),
-        server=ServerSettings(max_upload_bytes=1 << 20, drain_seconds=5),
+        server=ServerSettings(max_upload_bytes=2 << 20, drain_seconds=5),
         records=RecordsSettings(
             url=f"sqlite:///{folder}/records.sqlite3", blobs=f"{folder}/blobs", pepper_file=f"{folder}/pepper"
         ),

@@ -12,7 +12,7 @@ from loramux.gateway import AdapterService
 from loramux.storage import CONFIG_FILE, WEIGHTS_FILE
 from loramux.tenants import Principal
 from loramux_api.auth import requires
-from loramux_api.openapi import UploadOperation
+from loramux_api.openapi import REFUSALS, UploadOperation
 from loramux_api.schemas.resources import Adapter, AdapterList, Deleted, adapter_object
 from loramux_api.uploads import receive_upload
 
@@ -24,7 +24,7 @@ class AdapterController(Controller):
     tags = ("Adapters",)
     guards = (requires("adapters"),)
 
-    @post(summary="Upload an adapter", operation_class=UploadOperation)
+    @post(summary="Upload an adapter", responses=REFUSALS, operation_class=UploadOperation)
     async def upload(
         self,
         request: Request[Any, Any, Any],
@@ -41,21 +41,21 @@ class AdapterController(Controller):
             info = await adapters.upload(principal, name, folder / CONFIG_FILE, folder / WEIGHTS_FILE)
         return adapter_object(info)
 
-    @get(summary="List adapters")
+    @get(summary="List adapters", responses=REFUSALS)
     async def list_adapters(
         self, principal: NamedDependency[Principal], adapters: NamedDependency[AdapterService]
     ) -> AdapterList:
         """Your adapters at their current revisions."""
         return AdapterList(data=[adapter_object(info) for info in await adapters.all(principal)])
 
-    @get("/{name:path}", summary="Describe an adapter")
+    @get("/{name:path}", summary="Describe an adapter", responses=REFUSALS)
     async def get_adapter(
         self, name: FromPath[str], principal: NamedDependency[Principal], adapters: NamedDependency[AdapterService]
     ) -> Adapter:
         """One of your adapters, as `adapter` or `tenant/adapter`."""
         return adapter_object(await adapters.get(principal, name.removeprefix("/")))
 
-    @delete("/{name:path}", status_code=200, summary="Delete an adapter")
+    @delete("/{name:path}", status_code=200, summary="Delete an adapter", responses=REFUSALS)
     async def delete_adapter(
         self, name: FromPath[str], principal: NamedDependency[Principal], adapters: NamedDependency[AdapterService]
     ) -> Deleted:

@@ -13,6 +13,7 @@ from loramux.gateway import CompletionService
 from loramux.tenants import Principal
 from loramux_api.answering import answer
 from loramux_api.auth import requires
+from loramux_api.openapi import REFUSALS
 from loramux_api.schemas.answers import ChatCompletion
 from loramux_api.schemas.chat import ChatBody, to_ask
 from loramux_api.schemas.chat_writer import ChatWriter
@@ -32,7 +33,8 @@ class ChatController(Controller):
         status_code=200,
         summary="Continue a conversation",
         responses={
-            200: ResponseSpec(ChatCompletion, description="With stream: server-sent chat.completion.chunk events.")
+            200: ResponseSpec(ChatCompletion, description="With stream: server-sent chat.completion.chunk events."),
+            **REFUSALS,
         },
     )
     async def create(

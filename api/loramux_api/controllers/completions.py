@@ -13,6 +13,7 @@ from loramux.gateway import CompletionService
 from loramux.tenants import Principal
 from loramux_api.answering import answer
 from loramux_api.auth import requires
+from loramux_api.openapi import REFUSALS
 from loramux_api.schemas.answers import TextCompletion
 from loramux_api.schemas.completion_writer import CompletionWriter
 from loramux_api.schemas.completions import CompletionBody, to_ask
@@ -31,7 +32,10 @@ class CompletionController(Controller):
         return_dto=None,
         status_code=200,
         summary="Continue texts",
-        responses={200: ResponseSpec(TextCompletion, description="With stream: server-sent text_completion events.")},
+        responses={
+            200: ResponseSpec(TextCompletion, description="With stream: server-sent text_completion events."),
+            **REFUSALS,
+        },
     )
     async def create(
         self,

@@ -10,6 +10,7 @@ from loramux.gateway import Platform
 from loramux.registry import AdapterInfo, AdapterNotFound, ModelNotFound
 from loramux.tenants import Principal
 from loramux_api.auth import requires
+from loramux_api.openapi import REFUSALS
 from loramux_api.schemas.resources import SECOND, Model, ModelList
 
 
@@ -20,7 +21,7 @@ class ModelController(Controller):
     tags = ("Models",)
     guards = (requires("inference"),)
 
-    @get(summary="List models")
+    @get(summary="List models", responses=REFUSALS)
     async def list_models(
         self, principal: NamedDependency[Principal], platform: NamedDependency[Platform]
     ) -> ModelList:
@@ -28,7 +29,7 @@ class ModelController(Controller):
         adapters = await platform.adapters.all(principal)
         return ModelList(data=[_base(platform), *(_adapter(platform, adapter) for adapter in adapters)])
 
-    @get("/{name:path}", summary="Describe a model")
+    @get("/{name:path}", summary="Describe a model", responses=REFUSALS)
     async def get_model(
         self, name: FromPath[str], principal: NamedDependency[Principal], platform: NamedDependency[Platform]
     ) -> Model:

@@ -12,6 +12,7 @@ from loramux.gateway import InvalidRequest, Platform
 from loramux.tenants import Principal
 from loramux.usage import UsagePage, UsageQuery
 from loramux_api.auth import requires
+from loramux_api.openapi import REFUSALS
 
 LISTS = ("group_by", "models", "api_key_ids")
 SINGLES = ("start_time", "end_time", "bucket_width", "limit", "page")
@@ -24,7 +25,7 @@ class UsageController(Controller):
     tags = ("Usage",)
     guards = (requires("usage"),)
 
-    @get("/completions", summary="Usage of completions")
+    @get("/completions", summary="Usage of completions", responses=REFUSALS)
     async def completions(
         self,
         request: Request[Any, Any, Any],

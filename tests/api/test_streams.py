@@ -1,0 +1,152 @@
+"""What is on the wire of a stream, and what happens when its reader leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from scripted_engine import EOS
+from site_fixture import Site
+
+TEXT = {"model": "tiny", "prompt": "hi"}
+STREAM = TEXT | {"stream": True}
+
+
+def until(happened: Callable[[], bool]) -> None:
+    """Wait for something that another thread does; fails after ten seconds."""
+    for _ in range(1000):
+        if happened():
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError("it did not happen")
+
+
+def settled(site: Site, tenant: str) -> dict[str, int]:
+    """What the tenant has used so far."""
+    with site.http(tenant) as client:
+        page = client.get("/v1/organization/usage/completions", params={"start_time": int(time.time()) - 3600}).json()
+    results = [result for bucket in page["data"] for result in bucket["results"]]
+    return {key: sum(r[key] for r in results) for key in ("input_tokens", "output_tokens", "num_model_requests")}
+
+
+def test_events_are_framed_with_lf_and_end_with_done(site: Site) -> None:
+    with site.http() as client:
+        response = client.post("/v1/completions", json=STREAM)
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert response.headers["cache-control"] == "no-cache"
+    assert b"\r" not in response.content
+    events = response.content.split(b"\n\n")
+    assert events[-2:] == [b"data: [DONE]", b""]
+    assert all(event.startswith(b"data: {") for event in events[:-2])
+    assert [json.loads(event[6:])["choices"][0]["text"] for event in events[:-2]] == ["h", "i", ""]
+
+
+def test_chunks_arrive_while_the_engine_still_works(site: Site) -> None:
+    site.engine.pause = 0.05
+    with site.http() as client, client.stream("POST", "/v1/completions", json=STREAM) as response:
+        lines = response.iter_lines()
+        assert json.loads(next(lines)[6:])["choices"][0]["text"] == "h"
+        assert site.engine.running == 1
+        assert "".join(lines).endswith("data: [DONE]")
+
+
+def test_no_chunk_holds_half_a_character_or_part_of_a_stop_string(site: Site) -> None:
+    site.engine.script = lambda request: [*"aé€🙂 STOP never".encode(), EOS]
+    with site.http() as client:
+        response = client.post("/v1/completions", json=STREAM | {"stop": "STOP", "max_tokens": 100})
+    events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+    assert [event["choices"][0]["text"] for event in events] == ["a", "é", "€", "🙂", " ", ""]
+    assert events[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_token_ids_on_request(site: Site, path: str) -> None:
+    asked = {"model": "tiny", "return_token_ids": True, "stream": True}
+    asked |= {"prompt": "é"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "é"}]}
+    with site.http() as client:
+        response = client.post(path, json=asked)
+        whole = client.post(path, json=asked | {"stream": False}).json()
+    events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+    streamed = [token for event in events for token in event["choices"][0].get("token_ids", [])]
+    prompts = [
+        p for event in events for p in (event.get("prompt_token_ids"), event["choices"][0].get("prompt_token_ids"))
+    ]
+    sent = site.engine.requests[0].prompt_token_ids
+    assert streamed == whole["choices"][0]["token_ids"] == [*(token for token in sent if token < EOS), EOS]
+    assert [prompt for prompt in prompts if prompt] == [sent]
+    assert sent in (whole.get("prompt_token_ids"), whole["choices"][0].get("prompt_token_ids"))
+
+
+@pytest.mark.parametrize("asked", [STREAM, TEXT], ids=["stream", "whole"])
+def test_a_client_that_leaves_frees_the_engine_and_pays_for_what_was_generated(
+    site: Site, asked: dict[str, Any]
+) -> None:
+    site.engine.script = lambda request: [65] * 200
+    site.engine.pause = 0.02
+    before = settled(site, "acme")
+    with socket.create_connection(("127.0.0.1", int(site.url.rsplit(":", 1)[1]))) as connection:
+        connection.sendall(raw_post(site, asked | {"max_tokens": 200}))
+        until(lambda: site.engine.running == 1)
+        time.sleep(0.2)
+    until(lambda: site.engine.running == 0)
+    assert len(site.engine.cancelled) == 1
+    until(lambda: settled(site, "acme")["num_model_requests"] == before["num_model_requests"] + 1)
+    after = settled(site, "acme")
+    assert after["input_tokens"] - before["input_tokens"] == 3
+    assert 1 <= after["output_tokens"] - before["output_tokens"] < 200
+
+
+@pytest.mark.parametrize("asked", [STREAM, TEXT], ids=["stream", "whole"])
+def test_a_client_that_leaves_before_the_first_token_pays_nothing(site: Site, asked: dict[str, Any]) -> None:
+    site.engine.pause = 60.0
+    before = settled(site, "acme")
+    with socket.create_connection(("127.0.0.1", int(site.url.rsplit(":", 1)[1]))) as connection:
+        connection.sendall(raw_post(site, asked))
+        until(lambda: site.engine.running == 1)
+    until(lambda: site.engine.running == 0)
+    until(lambda: settled(site, "acme")["num_model_requests"] == before["num_model_requests"] + 1)
+    after = settled(site, "acme")
+    assert (after["input_tokens"], after["output_tokens"]) == (before["input_tokens"], before["output_tokens"])
+
+
+def test_two_hundred_streams_at_once_each_get_their_own_answer(site: Site) -> None:
+    site.engine.pause = 0.01
+
+    async def one(client: httpx.AsyncClient, i: int) -> str:
+        response = await client.post("/v1/completions", json=STREAM | {"prompt": f"stream {i}", "max_tokens": 20})
+        events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+        return "".join(event["choices"][0]["text"] for event in events)
+
+    async def all_of_them() -> list[str]:
+        headers = {"Authorization": f"Bearer {site.keys['acme']}"}
+        limits = httpx.Limits(max_connections=200)
+        async with httpx.AsyncClient(base_url=site.url, headers=headers, limits=limits, timeout=60) as client:
+            return await asyncio.gather(*(one(client, i) for i in range(200)))
+
+    assert asyncio.run(all_of_them()) == [f"stream {i}" for i in range(200)]
+    assert site.engine.running == 0
+
+
+def test_the_response_of_a_stream_survives_a_keep_alive_connection(site: Site) -> None:
+    with site.http() as client:
+        texts = [client.post("/v1/completions", json=asked).text for asked in (STREAM, TEXT, STREAM)]
+    assert texts[0].endswith("data: [DONE]\n\n")
+    assert json.loads(texts[1])["choices"][0]["text"] == "hi"
+    assert texts[2].endswith("data: [DONE]\n\n")
+
+
+def raw_post(site: Site, body: dict[str, Any]) -> bytes:
+    """A request as bytes, for a connection that will be dropped."""
+    content = json.dumps(body).encode()
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Authorization: Bearer {site.keys['acme']}\r\nContent-Length: {len(content)}\r\n\r\n"
+    )
+    return head.encode() + content
