@@ -1,10 +1,12 @@
 """What can be wrong with the records as a whole.
 
 RecordsError
-├── UnsupportedUrl     the address names no database that loramux speaks
-├── SchemaOutOfDate    the tables are older than this release: migrate
-├── SchemaTooNew       the tables are newer than this release: upgrade loramux
-└── ChainBroken        a ledger entry is not what was once written
+├── UnsupportedUrl       the address names no database that loramux speaks
+├── SchemaOutOfDate      the tables are older than this release: migrate
+├── SchemaTooNew         the tables are newer than this release: upgrade loramux
+├── RowRefused           a row breaks a constraint or a trigger
+├── RecordsUnavailable   the database cannot be reached or used, or is locked
+└── ChainBroken          a ledger entry is not what was once written
 """
 
 from __future__ import annotations
