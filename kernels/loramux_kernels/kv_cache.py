@@ -7,6 +7,9 @@ from functools import cached_property
 
 import torch
 
+from loramux_kernels.native import native_for
+from loramux_kernels.native.abi import AttentionBatchAbi, KvLayerAbi
+
 
 @dataclass(frozen=True, eq=False)
 class KvLayer:
@@ -21,6 +24,16 @@ class KvLayer:
     def block_size(self) -> int:
         """Tokens of a page."""
         return self.key.shape[2]
+
+    @cached_property
+    def abi(self) -> KvLayerAbi:
+        """Addresses and strides, for the C++ operators."""
+        key, value = self.key, self.value
+        assert key.stride(3) == value.stride(3) == 1, "a token's row is contiguous"
+        return KvLayerAbi(
+            key.data_ptr(), value.data_ptr(), *key.stride()[:3], *value.stride()[:3],
+            self.block_size, key.shape[1], key.shape[3], value.shape[3],
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,13 +55,33 @@ class AttentionBatch:
         rows = self.cu_seqlens.tolist()
         return tuple(zip(rows, rows[1:], self.context_lens.tolist(), strict=False))
 
+    @cached_property
+    def abi(self) -> AttentionBatchAbi:
+        """The tensors' addresses, for the C++ operators."""
+        tensors = (self.cu_seqlens, self.context_lens, self.block_table)
+        assert all(t.dtype == torch.int32 and t.is_contiguous() for t in tensors), "tables are contiguous and int32"
+        return AttentionBatchAbi(*(tensor.data_ptr() for tensor in tensors), *self.block_table.shape)
+
 
 def write_kv(key: torch.Tensor, value: torch.Tensor, layer: KvLayer, slot_mapping: torch.Tensor) -> None:
     """Store the step's new keys `[T, num_kv_heads, head_dim_k]` and values `[T, num_kv_heads, head_dim_v]`.
 
     `slot_mapping` int64[T]; no two tokens share a slot.
     """
-    write_kv_reference(key, value, layer, slot_mapping)
+    if (native := native_for(key)) is None:
+        write_kv_reference(key, value, layer, slot_mapping)
+        return
+    if key.stride(2) != 1 or value.stride(2) != 1:
+        key, value = key.contiguous(), value.contiguous()
+    native.loramux_write_kv(
+        key.element_size(),
+        layer.abi,
+        *(key.data_ptr(), key.stride(0), key.stride(1)),
+        *(value.data_ptr(), value.stride(0), value.stride(1)),
+        slot_mapping.data_ptr(),
+        len(slot_mapping),
+        torch.get_num_threads(),
+    )
 
 
 def write_kv_reference(key: torch.Tensor, value: torch.Tensor, layer: KvLayer, slot_mapping: torch.Tensor) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 
+from loramux_kernels.native import native_for
+from loramux_kernels.native.abi import DTYPES
 from loramux_kernels.table import LoraGroup, LoraTable, Segments, read_rank_rows
 
 
@@ -15,7 +19,33 @@ def lora_expand(
     `v` is `lora_shrink`'s; `y` `[T, sum(out_features)]` with T >= segments.rows, of the pool's dtype, last dimension
     contiguous, any row stride. Sums are taken in float32 and rounded once.
     """
-    lora_expand_reference(v, pool, table, group, segments, y)
+    if (native := native_for(y)) is not None:
+        _expand_natively(native, v, pool, table, group, segments, y)
+    else:
+        lora_expand_reference(v, pool, table, group, segments, y)
+
+
+def _expand_natively(
+    native: ctypes.CDLL,
+    v: torch.Tensor,
+    pool: torch.Tensor,
+    table: LoraTable,
+    group: LoraGroup,
+    segments: Segments,
+    y: torch.Tensor,
+) -> None:
+    native.loramux_lora_expand(
+        DTYPES[y.dtype],
+        v.data_ptr(),
+        v.shape[2],
+        pool.data_ptr(),
+        table.abi,
+        group.packed.buffer_info()[0],
+        segments.packed.buffer_info()[0],
+        y.data_ptr(),
+        y.stride(0),
+        torch.get_num_threads(),
+    )
 
 
 def lora_expand_reference(

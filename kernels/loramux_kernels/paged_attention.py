@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
+
 import torch
 
 from loramux_kernels.kv_cache import AttentionBatch, KvLayer
+from loramux_kernels.native import native_for
+from loramux_kernels.native.abi import DTYPES, AttentionAbi
 
 
 def paged_attention(
@@ -23,9 +28,32 @@ def paged_attention(
     h // (Hq // Hkv). `sliding_window` w: a row at p sees (p - w, p]. `softcap` c: scores become c * tanh(score / c).
     `sinks` [Hq]: a score per head that takes part in the softmax and has no value. Scores and sums are float32.
     """
-    return paged_attention_reference(
-        query, layer, batch, scaling, sliding_window=sliding_window, softcap=softcap, sinks=sinks
-    )
+    attend = paged_attention_reference
+    if (native := native_for(query)) is not None:
+        attend = functools.partial(_attend_natively, native)
+    return attend(query, layer, batch, scaling, sliding_window=sliding_window, softcap=softcap, sinks=sinks)
+
+
+def _attend_natively(
+    native: ctypes.CDLL,
+    query: torch.Tensor,
+    layer: KvLayer,
+    batch: AttentionBatch,
+    scaling: float,
+    *,
+    sliding_window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    query = query if query.stride(2) == 1 else query.contiguous()
+    sinks = None if sinks is None else sinks.float().contiguous()
+    output = query.new_empty(query.shape[0], query.shape[1], layer.value.shape[3])
+    call = AttentionAbi(
+        query.data_ptr(), output.data_ptr(), None if sinks is None else sinks.data_ptr(),
+        query.stride(0), query.stride(1), query.shape[1], sliding_window or 0, scaling, softcap or 0.0,
+    )  # fmt: skip
+    native.loramux_attention(DTYPES[query.dtype], call, layer.abi, batch.abi, torch.get_num_threads())
+    return output
 
 
 def paged_attention_reference(

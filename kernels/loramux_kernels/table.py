@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from array import array
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
 import torch
+
+from loramux_kernels.native.abi import LoraTableAbi
 
 RANK_TILE = 16
 """Rank rows of one tile; a tile lies contiguously in the pool and never straddles a page."""
@@ -29,6 +32,13 @@ class LoraTable:
     scales: torch.Tensor
     """float32[num_slots, num_sites]"""
 
+    @cached_property
+    def abi(self) -> LoraTableAbi:
+        """The tensors' addresses, for the C++ operators."""
+        tensors = (self.a_offsets, self.b_offsets, self.ranks, self.scales)
+        assert all(tensor.is_contiguous() for tensor in tensors), "rows are found by arithmetic"
+        return LoraTableAbi(*(tensor.data_ptr() for tensor in tensors), *self.a_offsets.shape[1:])
+
 
 @dataclass(frozen=True)
 class Segments:
@@ -38,6 +48,7 @@ class Segments:
     """[S + 1], from 0; rows from cu_seqlens[-1] on are the base model's."""
     slots: tuple[int, ...]
     """[S]"""
+    _found: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         assert len(self.cu_seqlens) == len(self.slots) + 1, "one slot for each run of rows"
@@ -52,6 +63,17 @@ class Segments:
     def spans(self) -> tuple[tuple[int, int, int], ...]:
         """(slot, first row, one past the last row) of each segment."""
         return tuple((slot, a, b) for slot, (a, b) in zip(self.slots, pairwise(self.cu_seqlens), strict=True))
+
+    @cached_property
+    def packed(self) -> array[int]:
+        """S, cu_seqlens and slots as the C++ operators read them."""
+        return array("q", (len(self.slots), *self.cu_seqlens, *self.slots))
+
+    def max_rank(self, table: LoraTable) -> int:
+        """The largest rank that these slots hold on any site; looked up once, for a step serves one table."""
+        if "max_rank" not in self._found:
+            self._found["max_rank"] = int(table.ranks[list(self.slots)].max()) if self.slots else 0
+        return self._found["max_rank"]
 
 
 @dataclass(frozen=True)
@@ -71,13 +93,10 @@ class LoraGroup:
             starts.append(starts[-1] + width)
         return tuple(starts)
 
-
-def max_rank(table: LoraTable, group: LoraGroup, segments: Segments) -> int:
-    """The largest rank that any segment holds on any site of the group; 0 when no adapter touches it."""
-    if not segments.slots:
-        return 0
-    ranks = table.ranks[list(segments.slots)][:, list(group.sites)]
-    return int(ranks.max())
+    @cached_property
+    def packed(self) -> array[int]:
+        """The number of sites, the sites and out_starts as the C++ operators read them."""
+        return array("q", (len(self.sites), *self.sites, *self.out_starts))
 
 
 def read_rank_rows(pool: torch.Tensor, offsets: torch.Tensor, rank: int, width: int) -> torch.Tensor:

@@ -1,0 +1,71 @@
+"""The C++ operators' signatures and structures, as abi.hpp has them."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, c_float, c_int, c_int64, c_void_p
+
+import torch
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""The codes by which dtypes cross."""
+
+
+class LoraTableAbi(ctypes.Structure):
+    """Addresses of a LoraTable's tensors."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("a_offsets", "b_offsets", "ranks", "scales")),
+        *((name, c_int64) for name in ("num_sites", "max_tiles")),
+    )
+
+
+class KvLayerAbi(ctypes.Structure):
+    """A KvLayer's addresses and its strides in elements."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("key", "value")),
+        *((f"{tensor}_{axis}", c_int64) for tensor in ("key", "value") for axis in ("page", "head", "token")),
+        *((name, c_int64) for name in ("block_size", "num_kv_heads", "key_dim", "value_dim")),
+    )
+
+
+class AttentionBatchAbi(ctypes.Structure):
+    """Addresses of an AttentionBatch's tensors."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("cu_seqlens", "context_lens", "block_table")),
+        *((name, c_int64) for name in ("num_sequences", "max_blocks")),
+    )
+
+
+class AttentionAbi(ctypes.Structure):
+    """One call of attention: 0 stands for no window and no soft cap."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("query", "output", "sinks")),
+        *((name, c_int64) for name in ("query_row", "query_head", "num_heads", "sliding_window")),
+        *((name, c_float) for name in ("scaling", "softcap")),
+    )
+
+
+class RuntimeAbi(ctypes.Structure):
+    """The functions of the OpenMP runtime that torch has loaded."""
+
+    _fields_ = tuple((name, c_void_p) for name in ("parallel", "thread", "threads"))
+
+
+_LORA = (POINTER(LoraTableAbi), c_void_p, c_void_p)  # table, group, segments
+
+SIGNATURES = {
+    "loramux_use_runtime": (RuntimeAbi,),
+    "loramux_lora_shrink": (c_int, c_void_p, c_int64, c_int64, c_void_p, *_LORA, c_void_p, c_int64, c_int),
+    "loramux_lora_expand": (c_int, c_void_p, c_int64, c_void_p, *_LORA, c_void_p, c_int64, c_int),
+    "loramux_linear_pack": (c_int, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_int),
+    "loramux_linear": (c_int, c_void_p, *(c_int64,) * 3, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int),
+    "loramux_attention": (c_int, POINTER(AttentionAbi), POINTER(KvLayerAbi), POINTER(AttentionBatchAbi), c_int),
+    "loramux_write_kv": (
+        c_int64, POINTER(KvLayerAbi), c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int,
+    ),
+}  # fmt: skip
+"""Argument types of the functions that return nothing."""

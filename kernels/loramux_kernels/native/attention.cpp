@@ -1,0 +1,289 @@
+// Attention straight from the pages: one pass over a sequence's context with a running softmax in float32. The query
+// heads that share a kv head, and a few query rows, are worked on together, so that each key and value is read once.
+//
+// Chunks of context start at multiples of CHUNK whatever the step, and a masked position adds exactly nothing: a row's
+// answer does not depend on the rows beside it, nor on how its prompt was cut.
+#include <atomic>
+#include <vector>
+
+#include "abi.hpp"
+#include "parallel.hpp"
+#include "simd.hpp"
+
+namespace loramux {
+namespace {
+
+constexpr int CHUNK = 64, GROUPS = CHUNK / 16;
+constexpr int QUERY_ROWS = 32;  // rows of a block, unless a kv head serves more heads than that
+#if defined(__AVX512F__)
+constexpr int MAX_ROWS = 6;  // 6 x 4 sums, 4 columns, 1 broadcast of 32 registers
+#else
+constexpr int MAX_ROWS = 2;
+#endif
+const float MASKED = -__builtin_inff(), NOTHING_YET = -1e30f;
+
+struct Item {
+    int64_t sequence, head, first, count;  // query rows first .. first + count of the sequence
+};
+
+// What a thread needs for one item; grows to the largest that it meets.
+struct Scratch {
+    std::vector<f32x16> memory;
+    float *query, *keys, *scores, *sums, *highest, *total, *rescale;
+
+    void fit(int64_t rows, int64_t units, int64_t value_dim) {
+        int64_t sizes[] = {rows * units, CHUNK * units, rows * CHUNK, rows * value_dim, rows, rows, rows}, all = 0;
+        for (int64_t size : sizes) all += (size + 15) / 16;
+        if ((int64_t)memory.size() < all) memory.resize(all);
+        float** parts[] = {&query, &keys, &scores, &sums, &highest, &total, &rescale};
+        f32x16* at = memory.data();
+        for (int i = 0; i < 7; at += (sizes[i] + 15) / 16, i++) *parts[i] = (float*)at;
+    }
+};
+
+template <class T>
+class Attention {
+    using U = Unit<T>;
+
+   public:
+    Attention(const AttentionAbi& call, const KvLayerAbi& layer, const AttentionBatchAbi& batch)
+        : call(call), layer(layer), batch(batch) {}
+
+    void run(int threads) const {
+        std::vector<Item> items;
+        int64_t work = list_items(items);
+        std::atomic<size_t> taken{0};
+        on_threads(threads_for(work * (int64_t)sizeof(T), threads), [&](int, int) {
+            Scratch scratch;
+            for (size_t i; (i = taken++) < items.size();) attend(items[i], scratch);
+        });
+    }
+
+   private:
+    const AttentionAbi& call;
+    const KvLayerAbi& layer;
+    const AttentionBatchAbi& batch;
+    const int64_t heads_per_kv = call.num_heads / layer.num_kv_heads;
+    const int64_t units = (layer.key_dim + U::elements - 1) / U::elements;
+    const int64_t padded_value_dim = (layer.value_dim + 15) / 16 * 16;
+
+    int64_t list_items(std::vector<Item>& items) const {
+        const int64_t block = heads_per_kv < QUERY_ROWS ? QUERY_ROWS / heads_per_kv : 1;
+        int64_t work = 0;
+        for (int64_t s = 0; s < batch.num_sequences; s++) {
+            int64_t rows = batch.cu_seqlens[s + 1] - batch.cu_seqlens[s];
+            work += rows * batch.context_lens[s] * layer.num_kv_heads * layer.key_dim;
+            for (int64_t first = 0; first < rows; first += block)
+                for (int64_t head = 0; head < layer.num_kv_heads; head++)
+                    items.push_back({s, head, first, rows - first < block ? rows - first : block});
+        }
+        return work;
+    }
+
+    struct Context {
+        const T *key, *value;    // of the kv head, in page 0
+        const int32_t* pages;
+        int64_t rows, position;  // of query and head together; of the first query row
+        int64_t first_row;       // in the packed query
+        int64_t head;
+    };
+
+    const T* key_at(const Context& c, int64_t token) const {
+        return c.key + c.pages[token / layer.block_size] * layer.key_page + token % layer.block_size * layer.key_token;
+    }
+
+    const T* value_at(const Context& c, int64_t token) const {
+        return c.value + c.pages[token / layer.block_size] * layer.value_page +
+               token % layer.block_size * layer.value_token;
+    }
+
+    void attend(const Item& item, Scratch& scratch) const {
+        int64_t query_rows = batch.cu_seqlens[item.sequence + 1] - batch.cu_seqlens[item.sequence];
+        Context c{(const T*)layer.key + item.head * layer.key_head,
+                  (const T*)layer.value + item.head * layer.value_head,
+                  batch.block_table + item.sequence * batch.max_blocks,
+                  item.count * heads_per_kv,
+                  batch.context_lens[item.sequence] - query_rows + item.first,
+                  batch.cu_seqlens[item.sequence] + item.first,
+                  item.head * heads_per_kv};
+        scratch.fit(c.rows, units, padded_value_dim);
+        begin(c, scratch);
+        int64_t stop = c.position + item.count;
+        int64_t start = call.sliding_window > 0 && c.position >= call.sliding_window
+                            ? (c.position - call.sliding_window + 1) / CHUNK * CHUNK
+                            : 0;
+        for (; start < stop; start += CHUNK) {
+            int64_t tokens = stop - start < CHUNK ? stop - start : CHUNK;
+            gather_keys(c, start, tokens, stop, scratch.keys);
+            multiply_keys(c.rows, tokens, scratch);
+            weigh(c, start, tokens, scratch);
+            add_values(c, start, tokens, scratch);
+        }
+        end(c, scratch);
+    }
+
+    void begin(const Context& c, Scratch& scratch) const {
+        for (int64_t row = 0; row < c.rows; row++) {
+            const T* q = (const T*)call.query + (c.first_row + row / heads_per_kv) * call.query_row +
+                         (c.head + row % heads_per_kv) * call.query_head;
+            for (int64_t u = 0; u < units; u += 16) {
+                f32x16 part = U::load_first(q + u * U::elements, layer.key_dim - u * U::elements);
+                store_first(scratch.query + row * units + u, part, units - u);
+            }
+            const float* sinks = call.sinks;
+            scratch.highest[row] = sinks ? sinks[c.head + row % heads_per_kv] : NOTHING_YET;
+            scratch.total[row] = sinks ? 1.f : 0.f;
+        }
+        std::memset(scratch.sums, 0, c.rows * padded_value_dim * sizeof(float));
+    }
+
+    // keys[group][unit][16 tokens], zero past the last token; fetches what comes next on the way
+    void gather_keys(const Context& c, int64_t start, int64_t tokens, int64_t stop, float* keys) const {
+        constexpr int line = 64 / sizeof(T);
+        for (int64_t group = 0; group * 16 < tokens; group++, keys += units * 16) {
+            int64_t count = tokens - group * 16 < 16 ? tokens - group * 16 : 16, token = start + group * 16;
+            const T* at[16];
+            for (int64_t t = 0; t < count; t++) {
+                at[t] = key_at(c, token + t);
+                const T* value = value_at(c, token + t);
+                for (int64_t d = 0; d < layer.value_dim; d += line) __builtin_prefetch(value + d);
+                if (token + t + CHUNK < stop) {
+                    const T* next = key_at(c, token + t + CHUNK);
+                    for (int64_t d = 0; d < layer.key_dim; d += line) __builtin_prefetch(next + d);
+                }
+            }
+            for (int64_t u = 0; u < units; u += 16) {
+                f32x16 rows[16];
+                for (int t = 0; t < 16; t++)
+                    rows[t] = t < count ? U::load_first(at[t] + u * U::elements, layer.key_dim - u * U::elements)
+                                        : f32x16{};
+                transpose(rows);
+                for (int i = 0; i < 16 && u + i < units; i++) store(keys + (u + i) * 16, rows[i]);
+            }
+        }
+    }
+
+    void multiply_keys(int64_t rows, int64_t tokens, Scratch& scratch) const {
+        int64_t groups = (tokens + 15) / 16;
+        for (int64_t row = 0; row < rows; row += MAX_ROWS) {
+            int64_t count = rows - row < MAX_ROWS ? rows - row : MAX_ROWS;
+            const float* query = scratch.query + row * units;
+            float* scores = scratch.scores + row * CHUNK;
+            if (groups == GROUPS)
+                multiply_rows<GROUPS>(count, query, scratch.keys, scores);
+            else
+                for (int64_t g = 0; g < groups; g++)
+                    multiply_rows<1>(count, query, scratch.keys + g * units * 16, scores + g * 16);
+        }
+    }
+
+    template <int G, int M = MAX_ROWS>
+    void multiply_rows(int64_t rows, const float* query, const float* keys, float* scores) const {
+        if constexpr (M > 0) {
+            if (rows == M) return multiply_block<G, M>(query, keys, scores);
+            multiply_rows<G, M - 1>(rows, query, keys, scores);
+        }
+    }
+
+    template <int G, int M>
+    void multiply_block(const float* query, const float* keys, float* scores) const {
+        f32x16 acc[M][G] = {};
+        for (int64_t u = 0; u < units; u++, keys += 16) {
+            f32x16 column[G];
+            for (int g = 0; g < G; g++) column[g] = load(keys + g * units * 16);
+            for (int m = 0; m < M; m++)
+                for (int g = 0; g < G; g++)
+                    acc[m][g] = U::add_product(acc[m][g], column[g], splat(query[m * units + u]));
+        }
+        for (int m = 0; m < M; m++)
+            for (int g = 0; g < G; g++) store(scores + m * CHUNK + g * 16, acc[m][g]);
+    }
+
+    // Scores become weights relative to the highest score so far; rescale[row] brings earlier sums to the same scale.
+    void weigh(const Context& c, int64_t start, int64_t tokens, Scratch& scratch) const {
+        const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        const int groups = (int)(tokens + 15) / 16;
+        for (int64_t row = 0; row < c.rows; row++) {
+            int64_t position = c.position + row / heads_per_kv - start, from = 0;
+            if (call.sliding_window > 0 && position >= call.sliding_window) from = position - call.sliding_window + 1;
+            int64_t last = position < tokens ? position : tokens - 1;
+            float* scores = scratch.scores + row * CHUNK;
+            f32x16 s[GROUPS], high = splat(scratch.highest[row]);
+            for (int g = 0; g < groups; g++) {
+                s[g] = load(scores + g * 16) * call.scaling;
+                if (call.softcap > 0) s[g] = call.softcap * tanh(s[g] / call.softcap);
+                i32x16 token = lane + g * 16;
+                s[g] = blend((token >= (int)from) & (token <= (int)last), s[g], splat(MASKED));
+                high = max(high, s[g]);
+            }
+            float highest = largest(high);
+            f32x16 sums = {};
+            for (int g = 0; g < groups; g++) {
+                f32x16 weight = exp(s[g] - highest);
+                store(scores + g * 16, weight);
+                sums += weight;
+            }
+            float scale = exp(splat(scratch.highest[row] - highest))[0];
+            scratch.rescale[row] = scale;
+            scratch.highest[row] = highest;
+            scratch.total[row] = scratch.total[row] * scale + sum(sums);
+        }
+    }
+
+    void add_values(const Context& c, int64_t start, int64_t tokens, Scratch& scratch) const {
+        const T* value[CHUNK];
+        for (int64_t t = 0; t < tokens; t++) value[t] = value_at(c, start + t);
+        for (int64_t row = 0; row < c.rows; row += MAX_ROWS) {
+            int64_t count = c.rows - row < MAX_ROWS ? c.rows - row : MAX_ROWS, d = 0;
+            for (; d + 64 <= layer.value_dim; d += 64) add_rows<4>(count, value, d, tokens, row, scratch);
+            for (; d < layer.value_dim; d += 16) add_rows<1>(count, value, d, tokens, row, scratch);
+        }
+    }
+
+    template <int V, int M = MAX_ROWS>
+    void add_rows(int64_t rows, const T* const* value, int64_t d, int64_t tokens, int64_t row, Scratch& scratch) const {
+        if constexpr (M > 0) {
+            if (rows == M) return add_block<V, M>(value, d, tokens, row, scratch);
+            add_rows<V, M - 1>(rows, value, d, tokens, row, scratch);
+        }
+    }
+
+    template <int V, int M>
+    void add_block(const T* const* value, int64_t d, int64_t tokens, int64_t row, Scratch& scratch) const {
+        const float* weight = scratch.scores + row * CHUNK;
+        float* sums = scratch.sums + row * padded_value_dim + d;
+        const int64_t left = V > 1 ? 16 : layer.value_dim - d;
+        f32x16 acc[M][V];
+        for (int m = 0; m < M; m++)
+            for (int v = 0; v < V; v++) acc[m][v] = load(sums + m * padded_value_dim + v * 16) * scratch.rescale[row + m];
+        for (int64_t t = 0; t < tokens; t++) {
+            f32x16 column[V];
+            for (int v = 0; v < V; v++) column[v] = load_first(value[t] + d + v * 16, left);
+            for (int m = 0; m < M; m++)
+                for (int v = 0; v < V; v++) acc[m][v] += weight[m * CHUNK + t] * column[v];
+        }
+        for (int m = 0; m < M; m++)
+            for (int v = 0; v < V; v++) store(sums + m * padded_value_dim + v * 16, acc[m][v]);
+    }
+
+    void end(const Context& c, Scratch& scratch) const {
+        for (int64_t row = 0; row < c.rows; row++) {
+            T* out = (T*)call.output + ((c.first_row + row / heads_per_kv) * call.num_heads + c.head + row % heads_per_kv) *
+                                           layer.value_dim;
+            for (int64_t d = 0; d < layer.value_dim; d += 16) {
+                f32x16 mean = load(scratch.sums + row * padded_value_dim + d) / scratch.total[row];
+                store_first(out + d, mean, layer.value_dim - d);
+            }
+        }
+    }
+};
+
+}  // namespace
+}  // namespace loramux
+
+using namespace loramux;
+
+LORAMUX_EXPORT void loramux_attention(int dtype, const AttentionAbi* call, const KvLayerAbi* layer,
+                                      const AttentionBatchAbi* batch, int threads) {
+    on_dtype(dtype, [&](auto zero) { Attention<decltype(zero)>(*call, *layer, *batch).run(threads); });
+}

@@ -1,0 +1,94 @@
+"""Compiles the C++ operators for the processor at hand, once, into a cache that later processes share."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+COMPILERS = ("c++", "g++", "clang++")
+"""Looked for on PATH, in this order; the variable CXX goes before them."""
+
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-math-errno", "-w")
+
+
+class NativeUnavailable(RuntimeError):
+    """The C++ operators cannot be built here; the message says what to install or mend."""
+
+
+def compiled_library() -> Path:
+    """The shared library for this processor, compiled if the cache does not hold it.
+
+    Raises NativeUnavailable where there is no compiler, or where it fails.
+    """
+    compiler, sources = find_compiler(), _sources()
+    command = (*compiler, *FLAGS, _tuned_for_this_processor())
+    target = cache_directory() / _fingerprint(command, sources) / "libloramux.so"
+    if not target.exists():
+        _compile([*command, *(str(s) for s in sources if s.suffix == ".cpp")], target)
+    return target
+
+
+def find_compiler() -> tuple[str, ...]:
+    """The C++ compiler's command; raises NativeUnavailable where there is none."""
+    chosen = os.environ.get("CXX", "").split()
+    for command in (chosen, *((name,) for name in COMPILERS)):
+        if command and (path := shutil.which(command[0])):
+            return (path, *command[1:])
+    raise NativeUnavailable(
+        "no C++ compiler on PATH (looked for $CXX, c++, g++, clang++); install one, such as the packages "
+        "g++ (Debian, Ubuntu), gcc-c++ (Fedora) or the Xcode command line tools (macOS)"
+    )
+
+
+def cache_directory() -> Path:
+    """Where compiled libraries are kept: LORAMUX_CACHE_DIR, or ~/.cache/loramux."""
+    chosen = os.environ.get("LORAMUX_CACHE_DIR")
+    return Path(chosen) if chosen else Path.home() / ".cache" / "loramux"
+
+
+def _sources() -> list[Path]:
+    return sorted(Path(__file__).parent.glob("*.[ch]pp"))
+
+
+def _tuned_for_this_processor() -> str:
+    return "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
+
+
+def _fingerprint(command: Sequence[str], sources: Sequence[Path]) -> str:
+    """Names everything that the compiled code depends on."""
+    version = subprocess.run([command[0], "--version"], capture_output=True, check=False).stdout  # noqa: S603 - as found
+    digest = hashlib.sha256("\0".join(command).encode() + version + _processor())
+    for source in sources:
+        digest.update(source.name.encode() + source.read_bytes())
+    return digest.hexdigest()[:24]
+
+
+def _processor() -> bytes:
+    """What the processor can do: a home folder may be shared among machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_bytes().splitlines()
+    except OSError:
+        return platform.processor().encode()
+    facts = (b"model name", b"flags", b"Features", b"CPU part")
+    return b"\n".join(sorted({line for line in lines if line.startswith(facts)}))
+
+
+def _compile(command: Sequence[str], target: Path) -> None:
+    """Another process may be compiling the same: each writes a file of its own, and a rename decides."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            output = Path(folder) / target.name
+            done = subprocess.run([*command, "-o", str(output)], capture_output=True, text=True, check=False)  # noqa: S603
+            if done.returncode != 0:
+                first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
+                raise NativeUnavailable(f"{command[0]} failed: {first}")
+            output.replace(target)
+    except OSError as error:
+        raise NativeUnavailable(f"{target.parent}: {error}; set LORAMUX_CACHE_DIR to a writable folder") from error

@@ -1,0 +1,328 @@
+// lora_shrink and lora_expand, straight from the rank tiles in the pool. Memory is the limit while decoding: each
+// adapter's bytes are read once, by one thread, and the threads' shares are cut by cost and not by adapter.
+//
+// A row's sums run over k (shrink) or rank (expand) in one fixed order, whatever rows stand beside it: in float32 an
+// answer never depends on the rest of the batch.
+#include "abi.hpp"
+#include "parallel.hpp"
+#include "simd.hpp"
+
+namespace loramux {
+namespace {
+
+constexpr int RANK_TILE = 16;
+
+struct Segments {
+    int64_t count;
+    const int64_t *rows, *slots;
+    explicit Segments(const int64_t* packed) : count(packed[0]), rows(packed + 1), slots(packed + 2 + packed[0]) {}
+};
+
+struct Group {
+    int64_t count;
+    const int64_t *sites, *starts;
+    explicit Group(const int64_t* packed) : count(packed[0]), sites(packed + 1), starts(packed + 1 + packed[0]) {}
+};
+
+inline int64_t blocks(int64_t n, int64_t size) { return (n + size - 1) / size; }
+
+// A (segment, site) pair that has something to compute, and where it lies.
+struct Pair {
+    int64_t site;  // within the group
+    int64_t first_row, rows, rank;
+    const int64_t* offsets;
+    float scale;
+};
+
+template <class Visit>
+void for_each_pair(const Segments& segments, const Group& group, const LoraTableAbi& table, const int64_t* offsets,
+                   const Visit& visit) {
+    for (int64_t k = 0; k < segments.count; k++)
+        for (int64_t i = 0; i < group.count; i++) {
+            int64_t cell = segments.slots[k] * table.num_sites + group.sites[i];
+            int64_t first = segments.rows[k], rows = segments.rows[k + 1] - first;
+            if (table.ranks[cell] && rows)
+                visit(Pair{i, first, rows, table.ranks[cell], offsets + cell * table.max_tiles, table.scales[cell]});
+        }
+}
+
+struct Work {
+    int64_t units, each;
+};
+
+// Runs units of equal cost within a pair; each thread takes a contiguous share of the whole cost. `start` says where a
+// unit's weights begin, for `run` is told where the next one's do: nothing else could fetch them in time.
+template <class Cost, class Start, class Run>
+void share_out(const Segments& segments, const Group& group, const LoraTableAbi& table, const int64_t* offsets,
+               int threads, const Cost& cost, const Start& start, const Run& run) {
+    int64_t total = 0;
+    for_each_pair(segments, group, table, offsets, [&](const Pair& p) { total += cost(p).units * cost(p).each; });
+    on_threads(threads_for(total, threads), [&](int thread, int team) {
+        int64_t at = 0, from = share(total, thread, team), to = share(total, thread + 1, team);
+        Pair pair{};
+        int64_t unit = -1;
+        for_each_pair(segments, group, table, offsets, [&](const Pair& p) {
+            auto [units, each] = cost(p);
+            int64_t begin = at < from ? blocks(from - at, each) : 0, end = at < to ? blocks(to - at, each) : 0;
+            for (int64_t next = begin; next < end && next < units; next++) {
+                if (unit >= 0) run(pair, unit, start(p, next));
+                pair = p;
+                unit = next;
+            }
+            at += units * each;
+        });
+        if (unit >= 0) run(pair, unit, start(pair, unit));
+    });
+}
+
+// v[M][N] = x[M][:] . a[N][:]
+template <class T, int M, int N>
+void dot_block(const T* x, int64_t ldx, const T* a, const T* next, int64_t width, float* v, int64_t ldv) {
+    using U = Unit<T>;
+    constexpr int step = 16 * U::elements;
+    f32x16 acc[M][N] = {};
+    int64_t k = 0;
+    for (; k + step <= width; k += step) {
+        f32x16 row[M];
+        for (int m = 0; m < M; m++) row[m] = U::load(x + m * ldx + k);
+        for (int n = 0; n < N; n++) {
+            f32x16 column = U::load(a + n * width + k);
+            if (next) __builtin_prefetch(next + n * width + k);
+            for (int m = 0; m < M; m++) acc[m][n] = U::add_product(acc[m][n], row[m], column);
+        }
+    }
+    if (int64_t rest = width - k)
+        for (int n = 0; n < N; n++) {
+            f32x16 column = U::load_first(a + n * width + k, rest);
+            for (int m = 0; m < M; m++)
+                acc[m][n] = U::add_product(acc[m][n], U::load_first(x + m * ldx + k, rest), column);
+        }
+    for (int m = 0; m < M; m++)
+        for (int n = 0; n < N; n++) v[m * ldv + n] = sum(acc[m][n]);
+}
+
+template <class T, int N>
+void dot_rows(const T* x, int64_t ldx, int64_t rows, const T* a, const T* next, int64_t width, float* v, int64_t ldv) {
+    for (; rows >= 4; rows -= 4, x += 4 * ldx, v += 4 * ldv, next = nullptr)
+        dot_block<T, 4, N>(x, ldx, a, next, width, v, ldv);
+    for (; rows; rows--, x += ldx, v += ldv, next = nullptr) dot_block<T, 1, N>(x, ldx, a, next, width, v, ldv);
+}
+
+constexpr int64_t SHRINK_ROWS = 48, SHRINK_RANKS = 4;
+
+template <class T>
+void shrink(const T* x, int64_t ldx, int64_t width, const T* pool, const LoraTableAbi& table, const Group& group,
+            const Segments& segments, float* v, int64_t ldv, int threads) {
+    int64_t all_rows = segments.rows[segments.count];
+    auto cost = [&](const Pair& p) {
+        int64_t rows = p.rows < SHRINK_ROWS ? p.rows : SHRINK_ROWS;
+        return Work{blocks(p.rank, SHRINK_RANKS) * blocks(p.rows, SHRINK_ROWS), width * (4 + rows)};
+    };
+    auto first_rank = [&](const Pair& p, int64_t unit) { return unit % blocks(p.rank, SHRINK_RANKS) * SHRINK_RANKS; };
+    auto start = [&](const Pair& p, int64_t unit) {
+        int64_t rank = first_rank(p, unit);
+        return pool + p.offsets[rank / RANK_TILE] + rank % RANK_TILE * width;
+    };
+    share_out(segments, group, table, table.a_offsets, threads, cost, start, [&](const Pair& p, int64_t unit, const T* next) {
+        int64_t rank = first_rank(p, unit), row = unit / blocks(p.rank, SHRINK_RANKS) * SHRINK_ROWS,
+                rows = p.rows - row < SHRINK_ROWS ? p.rows - row : SHRINK_ROWS;
+        row += p.first_row;
+        const T* a = start(p, unit);
+        float* out = v + (p.site * all_rows + row) * ldv + rank;
+        const T* in = x + row * ldx;
+        switch (p.rank - rank) {
+            case 1: return dot_rows<T, 1>(in, ldx, rows, a, next, width, out, ldv);
+            case 2: return dot_rows<T, 2>(in, ldx, rows, a, next, width, out, ldv);
+            case 3: return dot_rows<T, 3>(in, ldx, rows, a, next, width, out, ldv);
+            default: return dot_rows<T, 4>(in, ldx, rows, a, next, width, out, ldv);
+        }
+    });
+}
+
+constexpr int64_t EXPAND_ROWS = 48, EXPAND_COLUMNS = 1024;
+
+using Sums = float (*)[EXPAND_COLUMNS];
+
+// How R rank rows of B, weighted, are added to rows of sums, a strip of columns at a time.
+template <class T, int R>
+struct RankRows {
+    static constexpr int columns = 16;
+    struct Weights {
+        f32x16 of[R];
+        void set(const float* v) {
+            for (int r = 0; r < R; r++) of[r] = splat(v[r]);
+        }
+    };
+    f32x16 row[R];
+    RankRows(const T* b, int64_t width) {
+        for (int r = 0; r < R; r++) row[r] = load(b + r * width);
+    }
+    RankRows(const T* b, int64_t width, int64_t left) {
+        for (int r = 0; r < R; r++) row[r] = load_first(b + r * width, left);
+    }
+    void add_to(float* sums, const Weights& weights, bool fresh) const {
+        f32x16 total = fresh ? f32x16{} : load(sums);
+        for (int r = 0; r < R; r++) total += weights.of[r] * row[r];
+        store(sums, total);
+    }
+};
+
+// One strip of sums, weighted, onto y.
+template <class T>
+inline void finish(T* y, const float* sums, float scale) { store(y, load(y) + scale * load(sums)); }
+
+#if LORAMUX_BF16_PAIRS
+// Pairs of rank rows, interleaved, meet pairs of weights. A weight keeps its precision as the sum of two bf16. The
+// interleaving leaves a strip's columns in the order 0-3, 8-11, 16-19, 24-27; 4-7, ...
+template <int R>
+struct RankRows<bf16, R> {
+    static constexpr int columns = 32, pairs = (R + 1) / 2;
+    struct Weights {
+        __m512bh high[pairs], low[pairs];
+        void set(const float* v) {
+            for (int p = 0; p < pairs; p++) {
+                float even = v[2 * p], odd = 2 * p + 1 < R ? v[2 * p + 1] : 0.f;
+                float even_high = bits_of<float>(rounded(even)), odd_high = bits_of<float>(rounded(odd));
+                high[p] = both(even_high, odd_high);
+                low[p] = both(even - even_high, odd - odd_high);
+            }
+        }
+        static uint32_t rounded(float x) { return (bits_of<uint32_t>(x) + 0x8000u) & 0xffff0000u; }
+        static __m512bh both(float even, float odd) {
+            return (__m512bh)_mm512_set1_epi32((int)(rounded(even) >> 16 | rounded(odd)));
+        }
+    };
+    __m512bh first[pairs], second[pairs];
+    RankRows(const bf16* b, int64_t width) : RankRows(b, width, 32) {}
+    RankRows(const bf16* b, int64_t width, int64_t left) {
+        for (int p = 0; p < pairs; p++) {
+            __m512i even = (__m512i)Unit<bf16>::load_first(b + 2 * p * width, left);
+            __m512i odd = 2 * p + 1 < R ? (__m512i)Unit<bf16>::load_first(b + (2 * p + 1) * width, left) : __m512i{};
+            first[p] = (__m512bh)_mm512_unpacklo_epi16(even, odd);
+            second[p] = (__m512bh)_mm512_unpackhi_epi16(even, odd);
+        }
+    }
+    void add_to(float* sums, const Weights& weights, bool fresh) const {
+        __m512 a{}, b{};
+        if (!fresh) a = (__m512)load(sums), b = (__m512)load(sums + 16);
+        for (int p = 0; p < pairs; p++) {
+            a = _mm512_dpbf16_ps(_mm512_dpbf16_ps(a, first[p], weights.high[p]), first[p], weights.low[p]);
+            b = _mm512_dpbf16_ps(_mm512_dpbf16_ps(b, second[p], weights.high[p]), second[p], weights.low[p]);
+        }
+        store(sums, (f32x16)a);
+        store(sums + 16, (f32x16)b);
+    }
+};
+
+template <>
+inline void finish(bf16* y, const float* sums, float scale) {
+    const __m512i order[2] = {
+        _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23),
+        _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31),
+    };
+    __m512 a = (__m512)load(sums), b = (__m512)load(sums + 16);
+    for (int half = 0; half < 2; half++, y += 16)
+        store(y, load(y) + scale * (f32x16)_mm512_permutex2var_ps(a, order[half], b));
+}
+#endif
+
+// sums[M][columns] += v[M][:R] @ b[:R][columns]
+template <class T, int M, int R>
+void add_ranks(const float* v, int64_t ldv, const T* b, const T* next, int64_t width, int64_t columns, Sums sums,
+               bool fresh) {
+    using Rows = RankRows<T, R>;
+    constexpr int cache_line = 64 / sizeof(T);
+    typename Rows::Weights weights[M];
+    for (int m = 0; m < M; m++) weights[m].set(v + m * ldv);
+    int64_t c = 0;
+    for (; c + Rows::columns <= columns; c += Rows::columns) {
+        if (next && c % cache_line == 0)
+            for (int r = 0; r < R; r++) __builtin_prefetch(next + r * width + c);
+        Rows rows(b + c, width);
+        for (int m = 0; m < M; m++) rows.add_to(sums[m] + c, weights[m], fresh);
+    }
+    if (c < columns) {
+        Rows rows(b + c, width, columns - c);
+        for (int m = 0; m < M; m++) rows.add_to(sums[m] + c, weights[m], fresh);
+    }
+}
+
+// y[M][columns] += scale * v[M][:rank] @ bt[:rank][columns]
+template <class T, int M>
+void expand_block(const float* v, int64_t ldv, const T* pool, const Pair& p, const T* next, int64_t width,
+                  int64_t column, int64_t columns, T* y, int64_t ldy) {
+    alignas(64) float sums[M][EXPAND_COLUMNS];
+    auto rows_at = [&](int64_t rank) { return pool + p.offsets[rank / RANK_TILE] + rank % RANK_TILE * width + column; };
+    const T* b = rows_at(0);
+    for (int64_t rank = 0; rank < p.rank; rank += 4) {
+        const T* then = rank + 4 < p.rank ? rows_at(rank + 4) : next;
+        const T* fetch = next ? then : nullptr;
+        switch (p.rank - rank) {
+            case 1: add_ranks<T, M, 1>(v + rank, ldv, b, fetch, width, columns, sums, rank == 0); break;
+            case 2: add_ranks<T, M, 2>(v + rank, ldv, b, fetch, width, columns, sums, rank == 0); break;
+            case 3: add_ranks<T, M, 3>(v + rank, ldv, b, fetch, width, columns, sums, rank == 0); break;
+            default: add_ranks<T, M, 4>(v + rank, ldv, b, fetch, width, columns, sums, rank == 0);
+        }
+        b = then;
+    }
+    constexpr int strip = RankRows<T, 1>::columns;
+    for (int m = 0; m < M; m++, y += ldy) {
+        int64_t c = 0;
+        for (; c + strip <= columns; c += strip) finish(y + c, sums[m] + c, p.scale);
+        if (c < columns) {
+            T padded[strip] = {};
+            std::memcpy(padded, y + c, (columns - c) * sizeof(T));
+            finish(padded, sums[m] + c, p.scale);
+            std::memcpy(y + c, padded, (columns - c) * sizeof(T));
+        }
+    }
+}
+
+template <class T>
+void expand(const float* v, int64_t ldv, const T* pool, const LoraTableAbi& table, const Group& group,
+            const Segments& segments, T* y, int64_t ldy, int threads) {
+    int64_t all_rows = segments.rows[segments.count];
+    auto width_of = [&](const Pair& p) { return group.starts[p.site + 1] - group.starts[p.site]; };
+    auto cost = [&](const Pair& p) {
+        int64_t rows = p.rows < EXPAND_ROWS ? p.rows : EXPAND_ROWS;
+        return Work{blocks(width_of(p), EXPAND_COLUMNS) * blocks(p.rows, EXPAND_ROWS), p.rank * EXPAND_COLUMNS * (4 + rows)};
+    };
+    auto start = [&](const Pair& p, int64_t unit) {
+        return pool + p.offsets[0] + unit % blocks(width_of(p), EXPAND_COLUMNS) * EXPAND_COLUMNS;
+    };
+    share_out(segments, group, table, table.b_offsets, threads, cost, start, [&](const Pair& p, int64_t unit, const T* next) {
+        int64_t width = width_of(p), chunks = blocks(width, EXPAND_COLUMNS), from = unit % chunks * EXPAND_COLUMNS;
+        int64_t to = width - from < EXPAND_COLUMNS ? width : from + EXPAND_COLUMNS;
+        int64_t row = unit / chunks * EXPAND_ROWS, rows = p.rows - row < EXPAND_ROWS ? p.rows - row : EXPAND_ROWS;
+        row += p.first_row;
+        const float* in = v + (p.site * all_rows + row) * ldv;
+        T* out = y + row * ldy + group.starts[p.site];
+        for (; rows >= 4; rows -= 4, in += 4 * ldv, out += 4 * ldy, next = nullptr)
+            expand_block<T, 4>(in, ldv, pool, p, next, width, from, to - from, out + from, ldy);
+        for (; rows; rows--, in += ldv, out += ldy, next = nullptr) 
+            expand_block<T, 1>(in, ldv, pool, p, next, width, from, to - from, out + from, ldy);
+    });
+}
+
+}  // namespace
+}  // namespace loramux
+
+using namespace loramux;
+
+LORAMUX_EXPORT void loramux_lora_shrink(int dtype, const void* x, int64_t ldx, int64_t width, const void* pool,
+                                        const LoraTableAbi* table, const int64_t* group, const int64_t* segments,
+                                        float* v, int64_t ldv, int threads) {
+    on_dtype(dtype, [&](auto zero) {
+        using T = decltype(zero);
+        shrink((const T*)x, ldx, width, (const T*)pool, *table, Group(group), Segments(segments), v, ldv, threads);
+    });
+}
+
+LORAMUX_EXPORT void loramux_lora_expand(int dtype, const float* v, int64_t ldv, const void* pool,
+                                        const LoraTableAbi* table, const int64_t* group, const int64_t* segments,
+                                        void* y, int64_t ldy, int threads) {
+    on_dtype(dtype, [&](auto zero) {
+        using T = decltype(zero);
+        expand(v, ldv, (const T*)pool, *table, Group(group), Segments(segments), (T*)y, ldy, threads);
+    });
+}

@@ -1,0 +1,20 @@
+#include "parallel.hpp"
+
+#include "abi.hpp"
+
+namespace loramux {
+Runtime runtime;
+}
+
+LORAMUX_EXPORT void loramux_use_runtime(loramux::Runtime theirs) { loramux::runtime = theirs; }
+
+// Bit d is set where tensors of dtype d are served.
+LORAMUX_EXPORT int loramux_dtypes() {
+#if defined(__F16C__)
+    return 7;
+#else
+    return 3;
+#endif
+}
+
+LORAMUX_EXPORT int loramux_multiplies_bf16_pairs() { return LORAMUX_BF16_PAIRS; }

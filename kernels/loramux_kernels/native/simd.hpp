@@ -1,0 +1,233 @@
+// Vectors of sixteen floats, and the element types that tensors hold.
+//
+// Written with the vector extensions that GCC and Clang share, so that it compiles to AVX-512, AVX2 or NEON; intrinsics
+// only where the extensions have no word for it, behind the feature macros that -march=native sets.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace loramux {
+
+typedef float f32x16 __attribute__((vector_size(64)));
+typedef int32_t i32x16 __attribute__((vector_size(64)));
+typedef uint32_t u32x16 __attribute__((vector_size(64)));
+typedef uint16_t u16x16 __attribute__((vector_size(32)));
+
+struct bf16 {
+    uint16_t bits;
+};
+struct f16 {
+    uint16_t bits;
+};
+
+inline f32x16 splat(float x) { return x - f32x16{}; }
+
+template <class To, class From>
+inline To bits_of(const From& from) {
+    static_assert(sizeof(To) == sizeof(From), "the same bits under another type");
+    To to;
+    std::memcpy(&to, &from, sizeof to);
+    return to;
+}
+
+// Sixteen elements as floats, and back with one rounding to nearest even.
+
+inline f32x16 load(const float* p) {
+    f32x16 v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+}
+
+inline f32x16 load(const bf16* p) {
+#if defined(__AVX512F__)  // GCC 12 widens in two halves
+    return (f32x16)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+#else
+    u16x16 v;
+    std::memcpy(&v, p, sizeof v);
+    return bits_of<f32x16>(__builtin_convertvector(v, u32x16) << 16);
+#endif
+}
+
+inline void store(float* p, f32x16 v) { std::memcpy(p, &v, sizeof v); }
+
+inline void store(bf16* p, f32x16 v) {
+#if defined(__AVX512BF16__)
+    auto rounded = _mm512_cvtneps_pbh((__m512)v);
+    std::memcpy(p, &rounded, 32);
+#else
+    u32x16 u = bits_of<u32x16>(v);
+    u32x16 is_nan = (u32x16)((u & 0x7fffffffu) > 0x7f800000u);
+    u32x16 rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+    u16x16 out = __builtin_convertvector((is_nan & 0x7fc0u) | (~is_nan & rounded), u16x16);
+    std::memcpy(p, &out, sizeof out);
+#endif
+}
+
+#if defined(__F16C__)
+inline f32x16 load(const f16* p) {
+    f32x16 v;
+    __m256 half[2] = {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)),
+                      _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
+    std::memcpy(&v, half, sizeof v);
+    return v;
+}
+
+inline void store(f16* p, f32x16 v) {
+    __m256 half[2];
+    std::memcpy(half, &v, sizeof v);
+    _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(half[0], _MM_FROUND_TO_NEAREST_INT));
+    _mm_storeu_si128((__m128i*)(p + 8), _mm256_cvtps_ph(half[1], _MM_FROUND_TO_NEAREST_INT));
+}
+#endif
+
+// The first `left` of sixteen elements, or all; past them reads as zero and is not written.
+
+template <class T>
+inline f32x16 load_first(const T* p, int64_t left) {
+    if (left >= 16) return load(p);
+    T padded[16] = {};
+    std::memcpy(padded, p, left * sizeof(T));
+    return load(padded);
+}
+
+template <class T>
+inline void store_first(T* p, f32x16 v, int64_t left) {
+    if (left >= 16) return store(p, v);
+    T padded[16];
+    store(padded, v);
+    std::memcpy(p, padded, left * sizeof(T));
+}
+
+inline float sum(f32x16 v) {  // always in the same order, so that equal rows give equal sums
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)v);
+#else
+    float x[16];
+    store(x, v);
+    for (int width = 8; width; width /= 2)
+        for (int i = 0; i < width; i++) x[i] += x[i + width];
+    return x[0];
+#endif
+}
+
+inline float largest(f32x16 v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)v);
+#else
+    float x[16];
+    store(x, v);
+    for (int width = 8; width; width /= 2)
+        for (int i = 0; i < width; i++) x[i] = x[i] > x[i + width] ? x[i] : x[i + width];
+    return x[0];
+#endif
+}
+
+inline f32x16 blend(i32x16 take_a, f32x16 a, f32x16 b) {
+    return bits_of<f32x16>((take_a & bits_of<i32x16>(a)) | (~take_a & bits_of<i32x16>(b)));
+}
+
+inline f32x16 max(f32x16 a, f32x16 b) { return blend(a > b, a, b); }
+
+// e^x within 2 units in the last place; 0 below the smallest normal number; NaN stays NaN. Coefficients: Cephes, expf.
+inline f32x16 exp(f32x16 x) {
+    const float shifter = 12582912.f;  // 1.5 * 2^23: adding and taking it away rounds to a whole number
+    i32x16 vanishes = x < splat(-87.3f);
+    f32x16 bounded = max(x, splat(-87.3f));
+    bounded = blend(bounded > splat(88.7f), splat(88.7f), bounded);
+    f32x16 n = (bounded * 1.44269504088896341f + shifter) - shifter;
+    f32x16 r = bounded - n * 0.693359375f + n * 2.12194440e-4f;
+    f32x16 p = splat(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + r + 1.f;
+    i32x16 exponent = __builtin_convertvector(n, i32x16);
+    i32x16 half = exponent >> 1;  // two steps, for 2^128 has no exponent of its own
+    f32x16 scaled = p * bits_of<f32x16>((half + 127) << 23) * bits_of<f32x16>((exponent - half + 127) << 23);
+    return blend(x != x, x, blend(vanishes, f32x16{}, scaled));
+}
+
+// Coefficients: Cephes, tanhf.
+inline f32x16 tanh(f32x16 x) {
+    f32x16 z = x * x;
+    f32x16 p = splat(-5.70498872745e-3f);
+    p = p * z + 2.06390887954e-2f;
+    p = p * z - 5.37397155531e-2f;
+    p = p * z + 1.33314422036e-1f;
+    p = p * z - 3.33332819422e-1f;
+    f32x16 near = p * z * x + x;
+    f32x16 far = 1.f - 2.f / (exp(x + x) + 1.f);
+    return blend(z < splat(0.390625f), near, far);
+}
+
+// Dot products go by units: two bf16 where the processor multiplies such pairs, else one element, widened to a float.
+
+#if defined(__AVX512BF16__)
+#define LORAMUX_BF16_PAIRS 1
+#else
+#define LORAMUX_BF16_PAIRS 0
+#endif
+
+template <class T>
+struct Unit {
+    static constexpr int elements = 1;
+    static f32x16 load(const T* p) { return loramux::load(p); }
+    static f32x16 load_first(const T* p, int64_t left) { return loramux::load_first(p, left); }
+    static f32x16 add_product(f32x16 sum, f32x16 a, f32x16 b) { return sum + a * b; }
+};
+
+#if LORAMUX_BF16_PAIRS
+template <>
+struct Unit<bf16> {
+    static constexpr int elements = 2;
+    static f32x16 load(const bf16* p) { return loramux::load((const float*)p); }
+    static f32x16 load_first(const bf16* p, int64_t left) {
+        if (left >= 32) return load(p);
+        bf16 padded[32] = {};
+        std::memcpy(padded, p, left * sizeof(bf16));
+        return load(padded);
+    }
+    static f32x16 add_product(f32x16 sum, f32x16 a, f32x16 b) {
+        return (f32x16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(__m512)a, (__m512bh)(__m512)b);
+    }
+};
+#endif
+
+// rows[i][j] becomes rows[j][i]
+inline void transpose(f32x16 rows[16]) {
+#if defined(__AVX512F__)
+    __m512 t[16];
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_ps((__m512)rows[i], (__m512)rows[i + 1]);
+        t[i + 1] = _mm512_unpackhi_ps((__m512)rows[i], (__m512)rows[i + 1]);
+    }
+    __m512 u[16];
+    for (int i = 0; i < 16; i += 4)
+        for (int j = 0; j < 2; j++) {
+            u[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(t[i + j]), _mm512_castps_pd(t[i + 2 + j])));
+            u[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(t[i + j]), _mm512_castps_pd(t[i + 2 + j])));
+        }
+    for (int i = 0; i < 4; i++) {
+        __m512 a = _mm512_shuffle_f32x4(u[i], u[4 + i], 0x88), b = _mm512_shuffle_f32x4(u[i], u[4 + i], 0xdd);
+        __m512 c = _mm512_shuffle_f32x4(u[8 + i], u[12 + i], 0x88), d = _mm512_shuffle_f32x4(u[8 + i], u[12 + i], 0xdd);
+        rows[i] = (f32x16)_mm512_shuffle_f32x4(a, c, 0x88);
+        rows[8 + i] = (f32x16)_mm512_shuffle_f32x4(a, c, 0xdd);
+        rows[4 + i] = (f32x16)_mm512_shuffle_f32x4(b, d, 0x88);
+        rows[12 + i] = (f32x16)_mm512_shuffle_f32x4(b, d, 0xdd);
+    }
+#else
+    float from[16][16], to[16][16];
+    std::memcpy(from, rows, sizeof from);
+    for (int i = 0; i < 16; i++)
+        for (int j = 0; j < 16; j++) to[j][i] = from[i][j];
+    std::memcpy(rows, to, sizeof to);
+#endif
+}
+
+}  // namespace loramux

@@ -1,0 +1,218 @@
+"""lora_shrink and lora_expand against float64 sums over whole matrices, on ragged segments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loramux_kernels import (
+    RANK_TILE,
+    LoraGroup,
+    LoraTable,
+    Segments,
+    lora_expand,
+    lora_expand_reference,
+    lora_shrink,
+    lora_shrink_reference,
+)
+
+pytestmark = pytest.mark.usefixtures("native")
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Adapters with random weights in a poisoned pool, and the whole matrices they are cut from."""
+
+    pool: torch.Tensor
+    table: LoraTable
+    group: LoraGroup
+    segments: Segments
+    a: dict[tuple[int, int], torch.Tensor]
+    b: dict[tuple[int, int], torch.Tensor]
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+def make_case(
+    dtype: torch.dtype,
+    ranks: list[list[int]],
+    rows: list[int],
+    in_features: int = 40,
+    out_features: tuple[int, ...] = (48,),
+    base_rows: int = 2,
+    seed: int = 0,
+) -> Case:
+    """`ranks[slot][site]`; segment k has rows[k] rows of slot k; tiles lie scattered, everything else is NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    num_slots, num_sites = len(ranks), len(out_features)
+    max_tiles = max(1, -(-max(r for row in ranks for r in row) // RANK_TILE))
+    offsets = torch.full((2, num_slots, num_sites, max_tiles), -(10**12), dtype=torch.int64)
+    tiles: list[tuple[int, torch.Tensor]] = []
+    a, b, end = {}, {}, 0
+    for slot in range(num_slots):
+        for site, rank in enumerate(ranks[slot]):
+            a[slot, site] = torch.randn(rank, in_features, generator=generator).to(dtype)
+            b[slot, site] = torch.randn(rank, out_features[site], generator=generator).to(dtype)
+            for which, matrix in ((0, a[slot, site]), (1, b[slot, site])):
+                for tile in range(-(-rank // RANK_TILE)):
+                    rows_of_tile = matrix[tile * RANK_TILE : (tile + 1) * RANK_TILE]
+                    end += int(torch.randint(1, 50, (), generator=generator))
+                    offsets[which, slot, site, tile] = end
+                    tiles.append((end, rows_of_tile))
+                    end += rows_of_tile.numel()
+    pool = torch.full((end + 64,), float("nan"), dtype=dtype)
+    for start, tile_rows in tiles:
+        pool[start : start + tile_rows.numel()] = tile_rows.flatten()
+    table = LoraTable(
+        a_offsets=offsets[0].contiguous(),
+        b_offsets=offsets[1].contiguous(),
+        ranks=torch.tensor(ranks, dtype=torch.int32),
+        scales=torch.rand(num_slots, num_sites, generator=generator) + 0.5,
+    )
+    cu_seqlens = [0]
+    for count in rows:
+        cu_seqlens.append(cu_seqlens[-1] + count)
+    total = cu_seqlens[-1] + base_rows
+    x = torch.full((total, in_features), float("nan"), dtype=dtype)
+    x[: cu_seqlens[-1]] = torch.randn(cu_seqlens[-1], in_features, generator=generator).to(dtype)
+    y = torch.randn(total, sum(out_features), generator=generator).to(dtype)
+    group = LoraGroup(tuple(range(num_sites)), out_features)
+    return Case(pool, table, group, Segments(tuple(cu_seqlens), tuple(range(len(rows)))), a, b, x, y)
+
+
+def check(case: Case) -> None:
+    """The operators' result against whole matrices in float64, and that base rows and rank 0 are left alone."""
+    dtype = case.x.dtype
+    v = lora_shrink(case.x, case.pool, case.table, case.group, case.segments)
+    assert v.dtype == torch.float32
+    assert v.shape[:2] == (len(case.group.sites), case.segments.rows)
+    y = case.y.clone()
+    lora_expand(v, case.pool, case.table, case.group, case.segments, y)
+    expected = case.y.double()
+    for slot, start, stop in case.segments.spans:
+        for site, first in enumerate(case.group.out_starts[:-1]):
+            a, b = case.a[slot, site].double(), case.b[slot, site].double()
+            exact = case.x[start:stop].double() @ a.T
+            torch.testing.assert_close(v[site, start:stop, : len(a)].double(), exact, rtol=1e-4, atol=1e-4)
+            expected[start:stop, first : first + b.shape[1]] += case.table.scales[slot, site].double() * (exact @ b)
+    scale = expected.abs().amax().item() + 1 if expected.numel() else 1.0
+    torch.testing.assert_close(y.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * scale * 0.1)
+    assert torch.equal(y[case.segments.rows :], case.y[case.segments.rows :])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    ranks=st.lists(st.lists(st.integers(0, 40), min_size=2, max_size=2), min_size=1, max_size=5),
+    rows=st.data(),
+    in_features=st.integers(1, 100),
+    out_features=st.tuples(st.integers(1, 90), st.integers(1, 90)),
+    base_rows=st.integers(0, 3),
+)
+def test_ragged(dtype, ranks, rows, in_features, out_features, base_rows):
+    counts = rows.draw(st.lists(st.integers(0, 9), min_size=len(ranks), max_size=len(ranks)))
+    check(make_case(dtype, ranks, counts, in_features, out_features, base_rows))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("ranks", "rows"),
+    [
+        ([[16]], [1]),
+        ([[8], [64], [1], [17]], [1, 1, 1, 1]),
+        ([[33]], [130]),
+        ([[0], [16]], [3, 2]),
+        ([[0]], [4]),
+        ([[256]], [2]),
+    ],
+    ids=["one row", "one row each", "prefill", "rank 0 beside 16", "rank 0 alone", "many tiles"],
+)
+def test_shapes_of_traffic(dtype, ranks, rows):
+    check(make_case(dtype, ranks, rows, in_features=96, out_features=(2080,)))
+
+
+def test_no_adapter_rows():
+    case = make_case(torch.bfloat16, [[8]], [])
+    check(case)
+    assert case.segments.rows == 0
+
+
+def test_output_with_row_stride():
+    case = make_case(torch.bfloat16, [[20, 5]], [6], out_features=(33, 64))
+    wide = torch.full((8, 300), float("nan"), dtype=torch.bfloat16)
+    y = wide[:, 10:107]
+    y.copy_(case.y)
+    v = lora_shrink(case.x, case.pool, case.table, case.group, case.segments)
+    lora_expand(v, case.pool, case.table, case.group, case.segments, y)
+    other = case.y.clone()
+    lora_expand(v, case.pool, case.table, case.group, case.segments, other)
+    assert torch.equal(y, other)
+    assert wide[:, :10].isnan().all()
+    assert wide[:, 107:].isnan().all()
+
+
+def test_inputs_with_row_stride():
+    case = make_case(torch.float32, [[20]], [6])
+    wide = torch.full((8, 80), float("nan"))
+    wide[:, :40] = case.x
+    args = (case.pool, case.table, case.group, case.segments)
+    assert torch.equal(lora_shrink(wide[:, :40], *args), lora_shrink(case.x, *args))
+
+
+def test_offsets_beyond_32_bits():
+    case = make_case(torch.bfloat16, [[16]], [2])
+    far = 2**31 + 64
+    try:
+        pool = torch.empty(far + len(case.pool), dtype=torch.bfloat16)  # untouched memory is not held
+    except RuntimeError:
+        pytest.skip("no 4 GiB of address space")
+    pool[far:] = case.pool
+    moved = LoraTable(case.table.a_offsets + far, case.table.b_offsets + far, case.table.ranks, case.table.scales)
+    near = lora_shrink(case.x, case.pool, case.table, case.group, case.segments)
+    away = lora_shrink(case.x, pool, moved, case.group, case.segments)
+    assert torch.equal(near, away)
+    results = []
+    for place, table in ((case.pool, case.table), (pool, moved)):
+        results.append(case.y.clone())
+        lora_expand(near, place, table, case.group, case.segments, results[-1])
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_row_does_not_depend_on_its_neighbours(dtype, threads):
+    """Bit for bit: alone, among other revisions, in a long prefill, by one thread or many."""
+    ranks = [[24, 8], [40, 3], [16, 16]]
+    case = make_case(dtype, ranks, [7, 50, 1], in_features=200, out_features=(96, 1100))
+    torch.set_num_threads(threads)
+    v = lora_shrink(case.x, case.pool, case.table, case.group, case.segments)
+    y = case.y.clone()
+    lora_expand(v, case.pool, case.table, case.group, case.segments, y)
+    for slot, start, stop in case.segments.spans:
+        for row in {start, (start + stop) // 2, stop - 1}:
+            alone = Segments((0, 1), (slot,))
+            v_alone = lora_shrink(case.x[row : row + 1], case.pool, case.table, case.group, alone)
+            y_alone = case.y[row : row + 1].clone()
+            lora_expand(v_alone, case.pool, case.table, case.group, alone, y_alone)
+            assert torch.equal(y_alone[0], y[row])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_references_agree_with_the_operators(dtype):
+    case = make_case(dtype, [[24], [0], [7]], [3, 2, 4])
+    args = (case.pool, case.table, case.group, case.segments)
+    v, v_reference = lora_shrink(case.x, *args), lora_shrink_reference(case.x, *args)
+    for slot, start, stop in case.segments.spans:
+        rank = int(case.table.ranks[slot, 0])
+        torch.testing.assert_close(v[:, start:stop, :rank], v_reference[:, start:stop, :rank], rtol=1e-4, atol=1e-4)
+    y, y_reference = case.y.clone(), case.y.clone()
+    lora_expand(v, *args, y)
+    lora_expand_reference(v_reference, *args, y_reference)
+    torch.testing.assert_close(y, y_reference)

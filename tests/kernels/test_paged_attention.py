@@ -1,0 +1,180 @@
+"""paged_attention against a float64 softmax over contiguous keys; what was never written in the pool is NaN."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loramux_kernels import AttentionBatch, KvLayer, paged_attention, paged_attention_reference, write_kv
+
+pytestmark = pytest.mark.usefixtures("native")
+
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's attention."""
+
+    query_heads: int = 4
+    kv_heads: int = 2
+    key_dim: int = 16
+    value_dim: int = 16
+    block_size: int = 16
+
+
+@dataclass(frozen=True)
+class Case:
+    """Packed sequences whose whole context is in a poisoned cache."""
+
+    query: torch.Tensor
+    layer: KvLayer
+    batch: AttentionBatch
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+
+
+def make_case(sequences: list[tuple[int, int]], dtype: torch.dtype, shape: Shape = Shape(), seed: int = 0) -> Case:
+    """`sequences`: (query rows, context length) each; pages are handed out in a random order."""
+    generator = torch.Generator().manual_seed(seed)
+    pages_of = [-(-context // shape.block_size) for _, context in sequences]
+    num_pages = sum(pages_of) + 2
+    order = torch.randperm(num_pages, generator=generator)
+    # One page holds two layers, of which this is the second: strides are not those of a contiguous tensor.
+    size_k = shape.kv_heads * shape.block_size * shape.key_dim
+    size_v = shape.kv_heads * shape.block_size * shape.value_dim
+    pool = torch.full((num_pages, 2 * (size_k + size_v)), float("nan"), dtype=dtype)
+    start = size_k + size_v
+    layer = KvLayer(
+        pool[:, start : start + size_k].unflatten(1, (shape.kv_heads, shape.block_size, shape.key_dim)),
+        pool[:, start + size_k :].unflatten(1, (shape.kv_heads, shape.block_size, shape.value_dim)),
+    )
+    block_table = torch.full((len(sequences), max(pages_of)), -1, dtype=torch.int32)
+    keys, values, slots, first = [], [], [], 0
+    for row, ((count, context), pages) in enumerate(zip(sequences, pages_of, strict=True)):
+        block_table[row, :pages] = order[first : first + pages]
+        first += pages
+        keys.append(torch.randn(context, shape.kv_heads, shape.key_dim, generator=generator).to(dtype))
+        values.append(torch.randn(context, shape.kv_heads, shape.value_dim, generator=generator).to(dtype))
+        at = torch.arange(context)
+        slot = block_table[row][at // shape.block_size].long() * shape.block_size + at % shape.block_size
+        write_kv(keys[-1], values[-1], layer, slot)
+        slots.append(slot[context - count :])
+    counts = torch.tensor([0] + [count for count, _ in sequences])
+    batch = AttentionBatch(
+        cu_seqlens=counts.cumsum(0).int(),
+        context_lens=torch.tensor([context for _, context in sequences], dtype=torch.int32),
+        block_table=block_table,
+        slot_mapping=torch.cat(slots),
+    )
+    query = torch.randn(int(counts.sum()), shape.query_heads, shape.key_dim, generator=generator).to(dtype)
+    return Case(query, layer, batch, keys, values)
+
+
+def expected(case: Case, scaling: float, window: int | None, softcap: float | None, sinks: torch.Tensor | None):
+    outputs = []
+    for (start, stop, context), key, value in zip(case.batch.spans, case.keys, case.values, strict=True):
+        groups = case.query.shape[1] // key.shape[1]
+        q = case.query[start:stop].double()
+        scores = torch.einsum("qhd,khd->hqk", q, key.double().repeat_interleave(groups, 1)) * scaling
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        at, other = torch.arange(context - (stop - start), context)[:, None], torch.arange(context)
+        hidden = other > at
+        if window:
+            hidden |= other <= at - window
+        weights = scores.masked_fill(hidden, float("-inf")).exp()
+        total = weights.sum(-1, keepdim=True)
+        if sinks is not None:
+            total = total + sinks.double().exp().view(-1, 1, 1)
+        outputs.append(torch.einsum("hqk,khd->qhd", weights / total, value.double().repeat_interleave(groups, 1)))
+    return torch.cat(outputs)
+
+
+def check(case: Case, window: int | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None):
+    scaling = case.query.shape[2] ** -0.5
+    options = {"sliding_window": window, "softcap": softcap, "sinks": sinks}
+    wanted = expected(case, scaling, window, softcap, sinks)
+    tolerance = TOLERANCE[case.query.dtype]
+    for function in (paged_attention, paged_attention_reference):
+        output = function(case.query, case.layer, case.batch, scaling, **options)
+        assert output.dtype == case.query.dtype
+        torch.testing.assert_close(output.double(), wanted, rtol=tolerance, atol=tolerance)
+
+
+sequence = st.tuples(st.integers(1, 40), st.integers(0, 150)).map(lambda t: (t[0], t[0] + t[1]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sequences=st.lists(sequence, min_size=1, max_size=4),
+    dtype=st.sampled_from(list(TOLERANCE)),
+    kv_heads=st.integers(1, 3),
+    groups=st.integers(1, 9),
+    key_dim=st.integers(1, 80),
+    value_dim=st.integers(1, 80),
+    block_size=st.sampled_from([1, 3, 16, 64, 256]),
+    window=st.none() | st.integers(1, 100),
+    softcap=st.none() | st.floats(0.5, 50.0),
+    with_sinks=st.booleans(),
+)
+def test_ragged(sequences, dtype, kv_heads, groups, key_dim, value_dim, block_size, window, softcap, with_sinks):
+    shape = Shape(kv_heads * groups, kv_heads, key_dim, value_dim, block_size)
+    sinks = torch.linspace(-2, 2, shape.query_heads) if with_sinks else None
+    check(make_case(sequences, dtype, shape), window, softcap, sinks)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_decode_beside_prefill(dtype):
+    check(make_case([(1, 1), (1, 129), (37, 37), (20, 90), (1, 64), (300, 300)], dtype, Shape(20, 4, 64, 64)))
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_values_of_another_width_than_keys(dtype):
+    check(make_case([(1, 70), (5, 9)], dtype, Shape(8, 2, key_dim=192, value_dim=128)))
+
+
+@pytest.mark.parametrize("window", [1, 2, 63, 64, 65, 200])
+def test_sliding_window(window):
+    check(make_case([(1, 200), (70, 190), (130, 130)], torch.float32), window=window)
+
+
+def test_soft_cap_and_sinks_together():
+    check(make_case([(1, 80), (9, 20)], torch.float32), 30, 5.0, torch.tensor([-50.0, 0.0, 3.0, 60.0]))
+
+
+def test_query_strided_as_transformers_leaves_it():
+    case = make_case([(3, 3), (1, 40)], torch.bfloat16)
+    strided = case.query.transpose(0, 1).contiguous().transpose(0, 1)
+    assert not strided.is_contiguous()
+    args = (case.layer, case.batch, 0.25)
+    assert torch.equal(paged_attention(strided, *args), paged_attention(case.query, *args))
+
+
+def test_a_nan_in_the_context_shows():
+    """Otherwise the poison in these tests would prove nothing."""
+    case = make_case([(1, 40)], torch.float32)
+    case.layer.key[case.batch.block_table[0, 1]] = float("nan")
+    assert paged_attention(case.query, case.layer, case.batch, 0.25).isnan().all()
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("window", [None, 50])
+def test_a_row_does_not_depend_on_how_its_prompt_was_cut(dtype, window):
+    """Bit for bit: one prefill of 150 rows, chunks of it, and one row at a time, alone or in company."""
+    shape = Shape(10, 2, 24, 40)
+    whole = make_case([(150, 150), (1, 33)], dtype, shape)
+    output = paged_attention(whole.query, whole.layer, whole.batch, 0.3, sliding_window=window)
+    for start, stop in [(0, 7), (7, 64), (64, 65), (120, 150), (149, 150)]:
+        chunk = AttentionBatch(
+            cu_seqlens=torch.tensor([0, stop - start], dtype=torch.int32),
+            context_lens=torch.tensor([stop], dtype=torch.int32),
+            block_table=whole.batch.block_table[:1],
+            slot_mapping=whole.batch.slot_mapping[start:stop],
+        )
+        part = paged_attention(whole.query[start:stop], whole.layer, chunk, 0.3, sliding_window=window)
+        assert torch.equal(part, output[start:stop])
