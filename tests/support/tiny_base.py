@@ -28,7 +28,7 @@ def byte_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> transformers.Pr
     )
 
 
-def make_base(folder: Path, chat_template: str | None = CHAT_TEMPLATE) -> Path:
+def make_base(folder: Path, chat_template: str | None = CHAT_TEMPLATE, context: int = 256) -> Path:
     """config.json and tokenizer of a two-layer Llama; its weights too, random."""
     config = transformers.LlamaConfig(
         vocab_size=260,
@@ -37,7 +37,7 @@ def make_base(folder: Path, chat_template: str | None = CHAT_TEMPLATE) -> Path:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=256,
+        max_position_embeddings=context,
         bos_token_id=257,
         eos_token_id=256,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,25 +13,17 @@ def refused() -> Iterator[None]:
     """Turn the house's own errors into click's; everything else is a bug and keeps its traceback."""
     try:
         yield
+    except (click.ClickException, click.Abort, click.exceptions.Exit):
+        raise
     except Exception as error:
-        if type(error) in _ours():
+        if isinstance(error, _ours()):
             raise click.ClickException(str(error)) from None
         raise
 
 
-def _ours() -> set[type[Exception]]:
-    """The error classes of modules that have been loaded; one that was not cannot have raised anything."""
-    bases = {
-        "loramux.settings": "SettingsError",
-        "loramux.records": "RecordsError",
-        "loramux.tenants": "TenantsError",
-        "loramux.engine": "EngineDied",
-    }
-    roots: list[type[Exception]] = [
-        getattr(sys.modules[m], name) for m, names in bases.items() if m in sys.modules for name in names
-    ]
-    return {kind for root in roots for kind in (root, *_descendants(root))}
+def _ours() -> tuple[type[Exception], ...]:
+    from loramux.gateway import EngineDied, RecordsError
+    from loramux.settings import SettingsError
+    from loramux.tenants import TenantsError
 
-
-def _descendants(root: type[Exception]) -> set[type[Exception]]:
-    return {kind for child in root.__subclasses__() for kind in (child, *_descendants(child))}
+    return (SettingsError, RecordsError, TenantsError, EngineDied)

@@ -1,0 +1,172 @@
+"""The command line: what a newcomer reads, what a script reads, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+from peft_uploads import make_adapter
+from site_fixture import Site
+
+from loramux.settings import load_settings
+from loramux_api.cli import COMMANDS, main
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.fixture
+def config(base_dir: Path, tmp_path: Path) -> Path:
+    file = tmp_path / "loramux.toml"
+    file.write_text(f'[model]\npath = "{base_dir}"\nserved_model_name = "tiny"\n[server]\nport = 8765\n')
+    return file
+
+
+def loramux(*arguments: str, code: int = 0, **environment: str) -> Result:
+    environment = {"LORAMUX_API_KEY": "", "LORAMUX_CONFIG": "", "LORAMUX_URL": ""} | environment
+    result = CliRunner().invoke(main, arguments, env=environment)
+    assert result.exit_code == code, result.output
+    return result
+
+
+def read(*arguments: str) -> Any:
+    """What the command prints with --json, which is one document and nothing else."""
+    result = loramux(*arguments, "--json")
+    assert result.stderr == ""
+    return json.loads(result.stdout)
+
+
+def commands(group: click.Command = main, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    if not isinstance(group, click.Group):
+        return [path]
+    context = click.Context(group)
+    inner = [(name, group.get_command(context, name)) for name in group.list_commands(context)]
+    return [leaf for name, command in inner if command for leaf in commands(command, (*path, name))]
+
+
+@pytest.mark.parametrize("path", commands(), ids=" ".join)
+def test_every_command_explains_itself_with_an_example(path: tuple[str, ...]) -> None:
+    shown = loramux(*path, "--help").stdout
+    assert f"loramux {' '.join(path)}" in shown.split("Example:")[1]
+    assert "--json" in shown
+
+
+@pytest.mark.parametrize("path", commands(), ids=" ".join)
+def test_every_command_that_touches_a_house_takes_its_settings(path: tuple[str, ...]) -> None:
+    assert path == ("demo",) or "--config" in loramux(*path, "--help").stdout
+
+
+def test_the_list_of_commands_is_the_commands() -> None:
+    shown = loramux("--help").stdout
+    assert all(name in shown and meaning in shown for name, (_, meaning) in COMMANDS.items())
+
+
+def test_tenants_and_keys_from_nothing(config: Path) -> None:
+    where = ("--config", str(config))
+    made = read("tenant", "create", "acme", *where)
+    assert made["name"] == "acme"
+    assert [one["id"] for one in read("tenant", "ls", *where)] == [made["id"]]
+    key = read("key", "create", "--tenant", "acme", "--name", "ci", "--scope", "usage", *where)
+    assert key["key"].startswith("sk-lm-")
+    assert key["scopes"] == ["usage"]
+    listed = read("key", "ls", "--tenant", "acme", *where)
+    assert [(one["name"], one["hint"]) for one in listed] == [("ci", key["key"][-4:])]
+    assert key["key"] not in json.dumps(listed)
+    assert read("key", "revoke", key["id"], *where)["revoked_at"]
+    assert "revoked" in loramux("key", "ls", "--tenant", "acme", *where).stdout
+
+
+def test_a_key_alone_goes_to_stdout(config: Path) -> None:
+    loramux("tenant", "create", "acme", "--config", str(config))
+    result = loramux("key", "create", "--tenant", "acme", LORAMUX_CONFIG=str(config))
+    assert result.stdout.startswith("sk-lm-")
+    assert len(result.stdout.split()) == 1
+    assert "not shown again" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("tenant", "create", "Acme Inc"), "a tenant's name is 1 to 63"),
+        (("key", "create", "--tenant", "nobody"), "there is no tenant 'nobody'"),
+        (("key", "ls", "--tenant", "nobody"), "there is no tenant 'nobody'"),
+        (("key", "revoke", "key_x"), "there is no key 'key_x'"),
+        (("adapter", "push", "{here}", "--key", "sk-lm-x"), "adapter_config.json"),
+        (("adapter", "ls", "--key", "sk-lm-x"), "no loramux server answers at http://127.0.0.1:8765"),
+    ],
+)
+def test_a_refusal_is_one_sentence_on_stderr(config: Path, arguments: tuple[str, ...], told: str) -> None:
+    given = [argument.format(here=config.parent) for argument in arguments]
+    result = loramux(*given, "--config", str(config), code=1)
+    assert result.stdout == ""
+    assert result.stderr.startswith("Error: ")
+    assert told in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_second_tenant_of_the_same_name_is_refused(config: Path) -> None:
+    loramux("tenant", "create", "acme", "--config", str(config))
+    assert "already" in loramux("tenant", "create", "acme", "--config", str(config), code=1).stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (None, "does not exist"),
+        ("[model", "is not valid TOML"),
+        ("[model]\npath = 'x'", "served_model_name"),
+        ("[model]\npath = 'x'\nserved_model_name = 'y'\n[server]\nport = 99999", "server.port"),
+        ("[model]\npath = 'x'\nserved_model_name = 'y'\n[records]\nurl = 'mysql://x'", "sqlite:///PATH or postgresql"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_by_field(tmp_path: Path, text: str | None, told: str) -> None:
+    file = tmp_path / "loramux.toml"
+    if text is not None:
+        file.write_text(text)
+    assert told in loramux("migrate", "--config", str(file), code=1).stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("serve",),
+        ("nonsense",),
+        ("tenant", "create"),
+        ("key", "create", "--tenant", "a", "--scope", "root", "--config", "x"),
+    ],
+)
+def test_wrong_usage_exits_with_two(arguments: tuple[str, ...]) -> None:
+    assert "Usage:" in loramux(*arguments, code=2).stderr
+
+
+def test_migrate_twice(config: Path) -> None:
+    first = read("migrate", "--config", str(config))
+    assert first["revision"]
+    assert read("migrate", "--config", str(config)) == first
+
+
+def test_push_and_list_over_http(site: Site, base_dir: Path, tmp_path: Path) -> None:
+    folder = make_adapter(base_dir, tmp_path / "my-adapter")
+    at = ("--url", f"{site.url}/v1", "--key", site.keys["globex"])
+    made = read("adapter", "push", str(folder), *at)
+    assert (made["name"], made["state"]) == ("globex/my-adapter", "ready")
+    assert made in read("adapter", "ls", *at)
+    assert made["digest"] in loramux("adapter", "push", str(folder), "--name", "my-adapter", *at).stdout
+    assert "globex/my-adapter@1" in loramux("adapter", "ls", *at).stdout
+
+
+def test_what_the_server_refuses_is_told_in_its_own_words(site: Site, base_dir: Path, tmp_path: Path) -> None:
+    folder = make_adapter(base_dir, tmp_path)
+    wrong_key = loramux("adapter", "push", str(folder), "--url", site.url, "--key", "sk-lm-wrong", code=1)
+    assert "unknown or was revoked" in wrong_key.stderr
+    at = ("--url", site.url, "--key", site.keys["acme"])
+    assert "no name for an adapter" in loramux("adapter", "push", str(folder), "--name", "A B", *at, code=1).stderr
+
+
+@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.toml")), ids=lambda file: file.name)
+def test_the_settings_that_are_shipped_are_valid(file: Path) -> None:
+    settings = load_settings(file)
+    assert settings.model.served_model_name

@@ -1,0 +1,153 @@
+"""A real server process with a real engine: two tenants, the official client, and clients that leave."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import openai
+import pytest
+from peft_uploads import make_adapter
+from server_process import Child, Place, served
+
+TENANTS = ("acme", "globex")
+MODELS = {"acme": ["tiny", "acme/one", "acme/two"], "globex": ["tiny", "globex/one"]}
+
+
+@dataclass(frozen=True)
+class House:
+    server: Child
+    keys: dict[str, str]
+
+    def client(self, tenant: str) -> openai.OpenAI:
+        return self.server.openai(self.keys[tenant])
+
+    def used(self, tenant: str) -> dict[str | None, tuple[int, int, int]]:
+        """(input tokens, output tokens, requests) by model."""
+        query = {"start_time": int(time.time()) - 3600, "bucket_width": "1h", "group_by": "model"}
+        with self.server.http(self.keys[tenant]) as http:
+            page = http.get("/v1/organization/usage/completions", params=query).json()
+        sums: dict[str | None, tuple[int, int, int]] = {}
+        for result in (result for bucket in page["data"] for result in bucket["results"]):
+            counts = (result["input_tokens"], result["output_tokens"], result["num_model_requests"])
+            before = sums.get(result["model"], (0, 0, 0))
+            sums[result["model"]] = (before[0] + counts[0], before[1] + counts[1], before[2] + counts[2])
+        return sums
+
+
+@pytest.fixture(scope="module")
+def house(base_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    place = Place(tmp_path_factory.mktemp("house"), base_dir).furnish()
+    keys = {tenant: place.key_of(tenant) for tenant in TENANTS}
+    adapters = {
+        rank: make_adapter(base_dir, tmp_path_factory.mktemp("adapter"), rank, seed=rank) for rank in (4, 8, 20)
+    }
+    with served(place) as server:
+        house = House(server, keys)
+        push(house, "acme", "one", adapters[4])
+        push(house, "acme", "two", adapters[8])
+        push(house, "globex", "one", adapters[20])
+        yield house
+        server.process.terminate()
+        assert server.process.wait(60) == 0
+
+
+def push(house: House, tenant: str, name: str, folder: Path) -> None:
+    with house.server.http(house.keys[tenant]) as http:
+        files = {file.name: (file.name, file.read_bytes()) for file in folder.iterdir() if file.suffix != ".md"}
+        assert http.post("/v1/adapters", data={"name": name}, files=files).status_code == 201
+
+
+def until(happened: Callable[[], bool]) -> None:
+    for _ in range(2000):
+        if happened():
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError("it did not happen")
+
+
+def test_every_model_answers_in_its_own_way_alone_and_all_together(house: House) -> None:
+    asked = [(tenant, model) for tenant, models in MODELS.items() for model in models]
+
+    def ask(who: tuple[str, str]) -> str:
+        tenant, model = who
+        extra = {"return_token_ids": True, "ignore_eos": True}
+        answer = house.client(tenant).completions.create(
+            model=model, prompt="The quick brown fox", temperature=0, max_tokens=24, extra_body=extra
+        )
+        assert answer.model == (model if model == "tiny" else f"{model}@1")
+        return str(answer.choices[0].model_extra)
+
+    alone = [ask(who) for who in asked]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        together = list(pool.map(ask, asked))
+    assert together == alone
+    assert alone[0] == alone[3], "the base answers both tenants alike"
+    assert len(set(alone)) == len(alone) - 1, "no two adapters answer alike"
+
+
+def test_the_bill_is_the_sum_of_the_answers(house: House) -> None:
+    before = {tenant: house.used(tenant) for tenant in TENANTS}
+    counted: dict[tuple[str, str], list[int]] = {}
+    for tenant, models in MODELS.items():
+        for model in models:
+            for stream in (False, True):
+                usage, name = answered(house.client(tenant), model, stream=stream)
+                total = counted.setdefault((tenant, name), [0, 0, 0])
+                for i, value in enumerate((usage.prompt_tokens, usage.completion_tokens, 1)):
+                    total[i] += value
+    for (tenant, name), total in counted.items():
+        earlier = before[tenant].get(name, (0, 0, 0))
+        assert house.used(tenant)[name] == tuple(a + b for a, b in zip(earlier, total, strict=True))
+
+
+def answered(client: openai.OpenAI, model: str, *, stream: bool) -> tuple[openai.types.CompletionUsage, str]:
+    asked = {"model": model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 7, "seed": 3}
+    if not stream:
+        whole = client.chat.completions.create(**asked)
+        assert whole.usage is not None
+        return whole.usage, whole.model
+    chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    assert chunks[-1].usage is not None
+    return chunks[-1].usage, chunks[-1].model
+
+
+def test_a_seeded_answer_is_the_same_streamed_and_whole(house: House) -> None:
+    asked = {"model": "acme/one", "prompt": ["a", "b"], "n": 2, "seed": 11, "max_tokens": 20, "logprobs": 1}
+    whole = house.client("acme").completions.create(**asked)
+    texts = dict.fromkeys(range(4), "")
+    tokens: dict[int, list[str]] = {i: [] for i in range(4)}
+    for chunk in house.client("acme").completions.create(**asked, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            tokens[choice.index] += choice.logprobs.tokens if choice.logprobs else []
+    assert [choice.text for choice in whole.choices] == list(texts.values())
+    assert [choice.logprobs.tokens for choice in whole.choices if choice.logprobs] == list(tokens.values())
+
+
+def test_a_client_that_leaves_in_the_middle_frees_its_pages_and_is_billed(house: House) -> None:
+    before = house.used("acme").get("acme/two@1", (0, 0, 0))
+    extra = {"ignore_eos": True}
+    stream = house.client("acme").completions.create(
+        model="acme/two", prompt="x" * 50, max_tokens=8000, stream=True, extra_body=extra
+    )
+    for _ in range(20):
+        next(stream)
+    assert house.server.metric("loramux_engine_pages_kv") > 0
+    stream.close()
+    until(lambda: house.server.metric("loramux_engine_running") == 0)
+    until(lambda: house.server.metric("loramux_engine_pages_kv") == 0)
+    until(lambda: house.used("acme")["acme/two@1"][2] == before[2] + 1)
+    after = house.used("acme")["acme/two@1"]
+    assert after[0] - before[0] == 51
+    assert 20 <= after[1] - before[1] < 8000
+
+
+def test_another_tenants_adapter_is_as_good_as_absent(house: House) -> None:
+    for name in ("acme/one", "acme/none"):
+        with pytest.raises(openai.NotFoundError):
+            house.client("globex").completions.create(model=name, prompt="x")

@@ -1,0 +1,93 @@
+"""`loramux serve` as a child process, as a user starts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import openai
+from running_server import free_port
+
+LORAMUX = (sys.executable, "-m", "loramux_api")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A folder with settings and records, which outlives its servers."""
+
+    folder: Path
+    base: Path
+    in_process: bool = False
+
+    @property
+    def config(self) -> Path:
+        return self.folder / "loramux.toml"
+
+    def furnish(self) -> Place:
+        self.config.write_text(
+            f'[model]\npath = "{self.base}"\nserved_model_name = "tiny"\n'
+            "[engine]\npool_bytes = 16_777_216\nmax_num_batched_tokens = 64\nnum_threads = 1\n"
+            f"in_process = {str(self.in_process).lower()}\n"
+            "[server]\ndrain_seconds = 60\n"
+        )
+        return self
+
+    def loramux(self, *arguments: str) -> dict:
+        command = [*LORAMUX, *arguments, "--config", str(self.config), "--json"]
+        return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+    def key_of(self, tenant: str) -> str:
+        self.loramux("tenant", "create", tenant)
+        return self.loramux("key", "create", "--tenant", tenant)["key"]
+
+
+@dataclass(frozen=True)
+class Child:
+    process: subprocess.Popen[str]
+    url: str
+
+    def openai(self, key: str) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
+
+    def http(self, key: str) -> httpx.Client:
+        return httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {key}"}, timeout=60)
+
+    def metric(self, name: str) -> float:
+        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
+        return next(float(line.split()[-1]) for line in lines if line.startswith(f"{name} "))
+
+    def engine_pid(self) -> int:
+        """The engine's process: the server's one child that is loramux's own (another is multiprocessing's tracker)."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return next(int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes())
+
+
+@contextmanager
+def served(place: Place) -> Iterator[Child]:
+    """A server on `place`, until the block ends; then it is told to stop, if it has not ended already."""
+    port = free_port()
+    command = [*LORAMUX, "serve", "--config", str(place.config), "--port", str(port), "--json"]
+    with (place.folder / "server.log").open("a") as log:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True)
+    try:
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        assert said, (place.folder / "server.log").read_text()
+        assert json.loads(said)["status"] == "serving"
+        yield Child(process, f"http://127.0.0.1:{port}")
+    finally:
+        if process.poll() is None:
+            process.terminate()
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
