@@ -137,9 +137,7 @@ def _programs(rows: int, shape: AttentionShape, device: torch.device) -> int:
     return resident_programs(device, 2 if rows == shape.short_rows else 1)
 
 
-def _cut_contexts(
-    tiles: Ints, kv_heads: int, programs: int, max_partials: int | None = None
-) -> tuple[Ints, Ints]:
+def _cut_contexts(tiles: Ints, kv_heads: int, programs: int, max_partials: int | None = None) -> tuple[Ints, Ints]:
     """(items, merges): long contexts cut so that every program has as much to read, longest first."""
     tokens = tiles[:, 5] - tiles[:, 4]
     tiles, tokens = tiles[order := np.argsort(-tokens, kind="stable")], tokens[order]

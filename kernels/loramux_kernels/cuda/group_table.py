@@ -37,7 +37,9 @@ def group_table(group: LoraGroup, block_columns: int, device: torch.device) -> G
     """
     blocks = [
         (index, site, block, width, start, 0, 0, 0)
-        for index, (site, width, start) in enumerate(zip(group.sites, group.out_features, group.out_starts, strict=False))
+        for index, (site, width, start) in enumerate(
+            zip(group.sites, group.out_features, group.out_starts, strict=False)
+        )
         for block in range(-(-width // block_columns))
     ]
     return GroupTable(

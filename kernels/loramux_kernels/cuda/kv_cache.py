@@ -19,9 +19,7 @@ def write_kv(key: torch.Tensor, value: torch.Tensor, layer: KvLayer, slot_mappin
         prepare_write_kv(key, value, layer, slot_mapping).run()
 
 
-def prepare_write_kv(
-    key: torch.Tensor, value: torch.Tensor, layer: KvLayer, slot_mapping: torch.Tensor
-) -> Launch:
+def prepare_write_kv(key: torch.Tensor, value: torch.Tensor, layer: KvLayer, slot_mapping: torch.Tensor) -> Launch:
     """The launch that stores keys and values: a program for each token."""
     tensors = (key, value, layer.key, layer.value)
     assert all(tensor.stride(-1) == 1 for tensor in tensors), "each head's vector is contiguous"
@@ -46,11 +44,28 @@ def prepare_write_kv(
 
 @triton.jit
 def _write_kv(
-    key, value, key_cache, value_cache, slot_mapping, block_size,
-    key_token, key_head, value_token, value_head,
-    key_cache_page, key_cache_head, key_cache_token, value_cache_page, value_cache_head, value_cache_token,
-    NUM_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr,
+    key,
+    value,
+    key_cache,
+    value_cache,
+    slot_mapping,
+    block_size,
+    key_token,
+    key_head,
+    value_token,
+    value_head,
+    key_cache_page,
+    key_cache_head,
+    key_cache_token,
+    value_cache_page,
+    value_cache_head,
+    value_cache_token,
+    NUM_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_KEY: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
@@ -58,18 +73,32 @@ def _write_kv(
         page = slot // block_size
         offset = slot % block_size
         to_key = key_cache + page * key_cache_page + offset * key_cache_token
-        _copy_heads(key + token * key_token, key_head, to_key, key_cache_head, NUM_HEADS, KEY_DIM, BLOCK_HEADS, BLOCK_KEY)
+        _copy_heads(
+            key + token * key_token, key_head, to_key, key_cache_head, NUM_HEADS, KEY_DIM, BLOCK_HEADS, BLOCK_KEY
+        )
         to_value = value_cache + page * value_cache_page + offset * value_cache_token
         _copy_heads(
-            value + token * value_token, value_head, to_value, value_cache_head,
-            NUM_HEADS, VALUE_DIM, BLOCK_HEADS, BLOCK_VALUE,
+            value + token * value_token,
+            value_head,
+            to_value,
+            value_cache_head,
+            NUM_HEADS,
+            VALUE_DIM,
+            BLOCK_HEADS,
+            BLOCK_VALUE,
         )
 
 
 @triton.jit
 def _copy_heads(
-    source, source_head, target, target_head,
-    NUM_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    source,
+    source_head,
+    target,
+    target_head,
+    NUM_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
 ):
     head = tl.arange(0, BLOCK_HEADS)[:, None]
     element = tl.arange(0, BLOCK_DIM)[None, :]

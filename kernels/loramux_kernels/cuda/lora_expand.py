@@ -88,9 +88,27 @@ def _block_columns(tiles: RowTiles, dtype: torch.dtype) -> int:
 
 @triton.jit(do_not_specialize=["v_rows", "max_splits"])
 def _expand_rows(
-    v, pool, y, shrink_work, work, blocks, b_offsets, ranks, scales,
-    y_stride, v_rows, v_rank, table_sites, table_tiles, split_programs, max_splits, num_blocks,
-    NUM_SITES: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, ALIGNED: tl.constexpr,
+    v,
+    pool,
+    y,
+    shrink_work,
+    work,
+    blocks,
+    b_offsets,
+    ranks,
+    scales,
+    y_stride,
+    v_rows,
+    v_rank,
+    table_sites,
+    table_tiles,
+    split_programs,
+    max_splits,
+    num_blocks,
+    NUM_SITES: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     """One row by one block of columns an item, without tensor cores: B streams through registers once."""
     splits = split_count(tl.load(shrink_work), NUM_SITES, split_programs, max_splits)
@@ -128,9 +146,27 @@ def _expand_rows(
 
 @triton.jit(do_not_specialize=["v_rows", "max_splits"])
 def _expand_tiles(
-    v, pool, y, shrink_work, work, blocks, b_offsets, ranks, scales,
-    y_stride, v_rows, v_rank, table_sites, table_tiles, split_programs, max_splits, num_blocks,
-    NUM_SITES: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, ALIGNED: tl.constexpr,
+    v,
+    pool,
+    y,
+    shrink_work,
+    work,
+    blocks,
+    b_offsets,
+    ranks,
+    scales,
+    y_stride,
+    v_rows,
+    v_rank,
+    table_sites,
+    table_tiles,
+    split_programs,
+    max_splits,
+    num_blocks,
+    NUM_SITES: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     """A tile of rows by one block of columns an item, on tensor cores."""
     splits = split_count(tl.load(shrink_work), NUM_SITES, split_programs, max_splits)

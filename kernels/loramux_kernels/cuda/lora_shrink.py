@@ -95,9 +95,23 @@ def split_count(items, num_sites, split_programs, max_splits):
 
 @triton.jit(do_not_specialize=["v_rows", "max_splits"])
 def _shrink_rows(
-    x, pool, v, work, sites, a_offsets, ranks,
-    in_features, x_stride, v_rows, v_rank, table_sites, table_tiles, split_programs, max_splits,
-    NUM_SITES: tl.constexpr, BLOCK_K: tl.constexpr,
+    x,
+    pool,
+    v,
+    work,
+    sites,
+    a_offsets,
+    ranks,
+    in_features,
+    x_stride,
+    v_rows,
+    v_rank,
+    table_sites,
+    table_tiles,
+    split_programs,
+    max_splits,
+    NUM_SITES: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
     """One row by one rank tile an item, without tensor cores: A streams through registers once."""
     items = tl.load(work)
@@ -128,9 +142,25 @@ def _shrink_rows(
 
 @triton.jit(do_not_specialize=["v_rows", "max_splits"])
 def _shrink_tiles(
-    x, pool, v, work, sites, a_offsets, ranks,
-    in_features, x_stride, v_rows, v_rank, table_sites, table_tiles, split_programs, max_splits,
-    NUM_SITES: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_K: tl.constexpr,
+    x,
+    pool,
+    v,
+    work,
+    sites,
+    a_offsets,
+    ranks,
+    in_features,
+    x_stride,
+    v_rows,
+    v_rank,
+    table_sites,
+    table_tiles,
+    split_programs,
+    max_splits,
+    NUM_SITES: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
     """A tile of rows by some rank tiles an item, on tensor cores."""
     items = tl.load(work)

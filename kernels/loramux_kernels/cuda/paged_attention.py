@@ -95,9 +95,7 @@ def prepare_attention(
         "KEY_DIM": key_dim,
         "BLOCK_KEY": triton.next_power_of_2(key_dim),
     }
-    return [
-        launch for tiles in plan_attention(batch, shape) for launch in _launches(tiles, shared, attend, query)
-    ]
+    return [launch for tiles in plan_attention(batch, shape) for launch in _launches(tiles, shared, attend, query)]
 
 
 def _long_rows(wide: bool, float32: bool) -> int:
@@ -132,15 +130,41 @@ def _launches(
 
 @triton.jit
 def _attend(
-    query, key_cache, value_cache, output, partial_output, partial_lse, work, block_table, sinks,
-    scaling, softcap, window, query_token, query_head, key_page, key_head, key_token,
-    value_page, value_head, value_token, table_stride, output_token,
-    KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    query,
+    key_cache,
+    value_cache,
+    output,
+    partial_output,
+    partial_lse,
+    work,
+    block_table,
+    sinks,
+    scaling,
+    softcap,
+    window,
+    query_token,
+    query_head,
+    key_page,
+    key_head,
+    key_token,
+    value_page,
+    value_head,
+    value_token,
+    table_stride,
+    output_token,
+    KV_HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_KEY: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
 ):
     """One tile of query rows by one kv head by one stretch of context an item."""
     tile_row = tl.arange(0, BLOCK_ROWS) // GROUPS
-    member = tl.arange(0, BLOCK_ROWS) % GROUPS
+    member = tl.arange(0, BLOCK_ROWS).to(tl.int64) % GROUPS
     d = tl.arange(0, BLOCK_KEY)
     for task in range(tl.program_id(0), tl.load(work) * KV_HEADS, tl.num_programs(0)):
         head = task % KV_HEADS
@@ -168,14 +192,56 @@ def _attend(
         values = value_cache + head * value_head
         pages = block_table + tl.load(item).to(tl.int64) * table_stride
         sums, total, highest = _absorb(
-            q, sums, total, highest, keys, values, pages, first_token, seen, first_position + tile_row,
-            scaling, softcap, window, key_page, key_token, value_page, value_token,
-            KEY_DIM, VALUE_DIM, PAGE, BLOCK_KEY, BLOCK_VALUE, BLOCK_TOKENS, False,
+            q,
+            sums,
+            total,
+            highest,
+            keys,
+            values,
+            pages,
+            first_token,
+            seen,
+            first_position + tile_row,
+            scaling,
+            softcap,
+            window,
+            key_page,
+            key_token,
+            value_page,
+            value_token,
+            KEY_DIM,
+            VALUE_DIM,
+            PAGE,
+            BLOCK_KEY,
+            BLOCK_VALUE,
+            BLOCK_TOKENS,
+            False,
         )
         sums, total, highest = _absorb(
-            q, sums, total, highest, keys, values, pages, seen, stop, first_position + tile_row,
-            scaling, softcap, window, key_page, key_token, value_page, value_token,
-            KEY_DIM, VALUE_DIM, PAGE, BLOCK_KEY, BLOCK_VALUE, BLOCK_TOKENS, True,
+            q,
+            sums,
+            total,
+            highest,
+            keys,
+            values,
+            pages,
+            seen,
+            stop,
+            first_position + tile_row,
+            scaling,
+            softcap,
+            window,
+            key_page,
+            key_token,
+            value_page,
+            value_token,
+            KEY_DIM,
+            VALUE_DIM,
+            PAGE,
+            BLOCK_KEY,
+            BLOCK_VALUE,
+            BLOCK_TOKENS,
+            True,
         )
         e = tl.arange(0, BLOCK_VALUE)
         inside = has_row[:, None] & (e < VALUE_DIM)[None, :]
@@ -191,10 +257,30 @@ def _attend(
 
 @triton.jit
 def _absorb(
-    q, sums, total, highest, keys, values, pages, start, stop, position,
-    scaling, softcap, window, key_page, key_token, value_page, value_token,
-    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, MASKED: tl.constexpr,
+    q,
+    sums,
+    total,
+    highest,
+    keys,
+    values,
+    pages,
+    start,
+    stop,
+    position,
+    scaling,
+    softcap,
+    window,
+    key_page,
+    key_token,
+    value_page,
+    value_token,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_KEY: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
     """Take tokens [start, stop) into the running softmax; MASKED where not every row sees all of them."""
     d = tl.arange(0, BLOCK_KEY)
@@ -229,13 +315,20 @@ def _absorb(
 
 @triton.jit
 def _merge(
-    output, partial_output, partial_lse, work, output_token,
-    KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, VALUE_DIM: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    output,
+    partial_output,
+    partial_lse,
+    work,
+    output_token,
+    KV_HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
 ):
     """Join the partial results of one tile of query rows and one kv head an item, in order."""
     tile_row = tl.arange(0, BLOCK_ROWS) // GROUPS
-    member = tl.arange(0, BLOCK_ROWS) % GROUPS
+    member = tl.arange(0, BLOCK_ROWS).to(tl.int64) % GROUPS
     e = tl.arange(0, BLOCK_VALUE)
     for task in range(tl.program_id(0), tl.load(work) * KV_HEADS, tl.num_programs(0)):
         head = task % KV_HEADS

@@ -82,7 +82,9 @@ class TileMap:
     def refill(self, segments: Segments, ranks: Ints) -> None:
         """Put another step's segments into a reserved map; all of them go through its one tile shape."""
         (tiles,) = self.tiles
-        for work, items in zip((tiles.shrink, tiles.expand), _items(segments, ranks, tiles.shape, every=True), strict=True):
+        for work, items in zip(
+            (tiles.shrink, tiles.expand), _items(segments, ranks, tiles.shape, every=True), strict=True
+        ):
             work.refill(items)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,9 @@ from loramux_kernels.cuda.lora_expand import prepare_expand
 from loramux_kernels.cuda.lora_shrink import new_intermediate, prepare_shrink
 from loramux_kernels.cuda.kv_cache import prepare_write_kv
 from loramux_kernels.cuda.paged_attention import prepare_attention
+from loramux_kernels.cuda.sampling import prepare_sample
 from loramux_kernels.kv_cache import AttentionBatch, KvLayer
+from loramux_kernels.sampling import LogitBias, Penalties, SamplingBatch
 from loramux_kernels.table import LoraGroup, LoraTable, Segments
 
 
@@ -27,11 +29,16 @@ class Variant:
 
 def all_variants() -> list[Variant]:
     """What has to compile."""
-    return [*_lora(), *_attention(), *_write_kv()]
+    return [*_lora(), *_attention(), *_write_kv(), *_sampling()]
 
 
 def _lora() -> Iterator[Variant]:
-    steps = {"row": ((0, 1, 2), 64), "short": ((0, 20, 40), 64), "long": ((0, 200, 400), 64), "long-r16": ((0, 200, 400), 16)}
+    steps = {
+        "row": ((0, 1, 2), 64),
+        "short": ((0, 20, 40), 64),
+        "long": ((0, 200, 400), 64),
+        "long-r16": ((0, 200, 400), 16),
+    }
     for dtype in (torch.bfloat16, torch.float32):
         for name, (cu_seqlens, rank) in steps.items():
             yield from _lora_pair(f"{name}-{_short(dtype)}", Segments(cu_seqlens, (0, 1)), rank, dtype)
@@ -88,6 +95,18 @@ def _write_kv() -> Iterator[Variant]:
         layer = _kv(key_dim, value_dim, torch.bfloat16)
         launch = prepare_write_kv(key, value, layer, torch.zeros(4, dtype=torch.int64))
         yield Variant(f"write-kv-{key_dim}x{value_dim}-bf16", launch)
+
+
+def _sampling() -> Iterator[Variant]:
+    rows = 4
+    floats, ints, pairs = torch.ones(rows), torch.ones(rows, dtype=torch.int32), torch.zeros(32, dtype=torch.int32)
+    penalties = Penalties(pairs, pairs, pairs.bool(), floats, floats, floats)
+    bias = LogitBias(pairs, pairs, torch.zeros(32))
+    plain = SamplingBatch(floats, ints, floats, floats, ints.long(), ints)
+    for vocab, batch in ((128_256, plain), (151_936, replace(plain, penalties=penalties, bias=bias))):
+        logits = torch.empty(rows, vocab, dtype=torch.bfloat16)
+        for launch in prepare_sample(logits, batch, torch.empty(rows, dtype=torch.int64)):
+            yield Variant(f"sample-{launch.kernel.__name__.strip('_')}-{vocab}", launch)
 
 
 def _kv(key_dim: int, value_dim: int, dtype: torch.dtype) -> KvLayer:

@@ -1,0 +1,139 @@
+"""Semantics: token[s] = argmax(steered[s]) if greedy, else a draw from softmax(kept(steered[s] / temperature[s])).
+
+Steered are the logits after penalties and bias; kept leaves the tokens that top_k, then top_p, then min_p allow.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+_NEVER = float("-inf")
+_WORD = 0xFFFF_FFFF
+
+
+@dataclass(frozen=True, eq=False)
+class Penalties:
+    """What requests have seen and written, as runs of tokens, and what that costs; S rows of logits, N tokens."""
+
+    rows: torch.Tensor
+    """int32[N]: the row of logits that a token counts for."""
+    token_ids: torch.Tensor
+    """int32[N]"""
+    generated: torch.Tensor
+    """bool[N]: whether the model wrote the token; else it stood in the prompt."""
+    repetition: torch.Tensor
+    """float32[S]; 1 for none. Divides positive logits of seen tokens and multiplies the others (Keskar et al., 2019)."""
+    presence: torch.Tensor
+    """float32[S]; 0 for none. Subtracted from generated tokens' logits."""
+    frequency: torch.Tensor
+    """float32[S]; 0 for none. Likewise, once for each time."""
+
+
+@dataclass(frozen=True, eq=False)
+class LogitBias:
+    """What is added to single logits (-inf forbids a token); no (row, token) pair twice."""
+
+    rows: torch.Tensor
+    """int32[M]"""
+    token_ids: torch.Tensor
+    """int32[M]"""
+    values: torch.Tensor
+    """float32[M]"""
+
+
+@dataclass(frozen=True, eq=False)
+class SamplingBatch:
+    """How each row of logits becomes a token."""
+
+    temperature: torch.Tensor
+    """float32[S]; 0 takes the most likely token, the first of equals."""
+    top_k: torch.Tensor
+    """int32[S]; 0 keeps all. Equals of the k-th stay."""
+    top_p: torch.Tensor
+    """float32[S]; 1 keeps all. A token stays while those strictly above it hold less than this."""
+    min_p: torch.Tensor
+    """float32[S]; 0 keeps all. Relative to the most likely token."""
+    seed: torch.Tensor
+    """int64[S]: each request's own."""
+    step: torch.Tensor
+    """int32[S]: tokens that the request has generated. A (seed, step) pair always draws the same numbers."""
+    penalties: Penalties | None = None
+    bias: LogitBias | None = None
+
+
+def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """One token for each row of `logits` `[S, vocab]`, any float dtype: int64[S]; sums are taken in float32."""
+    return sample_reference(logits, batch)
+
+
+def sample_reference(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """`sample` in torch, on any device."""
+    steered = steer(logits.float(), batch)
+    greedy = batch.temperature == 0
+    scaled = steered / torch.where(greedy, 1.0, batch.temperature)[:, None]
+    scores = keep(scaled, batch) - arrival_times(batch.seed, batch.step, logits.shape[1]).log()
+    return torch.where(greedy[:, None], steered, scores).argmax(dim=-1)
+
+
+def steer(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """Penalties and bias on float32 logits `[S, vocab]`, in a new tensor."""
+    logits = logits.clone()
+    if (p := batch.penalties) is not None:
+        counts = torch.zeros(2, *logits.shape, device=logits.device)
+        places = (p.generated.long(), p.rows.long(), p.token_ids.long())
+        counts.index_put_(places, torch.ones_like(p.rows, dtype=torch.float32), accumulate=True)
+        seen, written = counts.amax(dim=0) > 0, counts[1]
+        repetition = p.repetition[:, None]
+        logits = torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
+        logits -= p.frequency[:, None] * written + p.presence[:, None] * (written > 0)
+    if (b := batch.bias) is not None:
+        logits.index_put_((b.rows.long(), b.token_ids.long()), b.values, accumulate=True)
+    return logits
+
+
+def keep(scaled: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """float32 logits `[S, vocab]` over the temperature, -inf where top_k, top_p or min_p rule a token out."""
+    vocab = scaled.shape[1]
+    ordered = scaled.sort(dim=-1, descending=True).values
+    k = torch.where((batch.top_k <= 0) | (batch.top_k > vocab), vocab, batch.top_k).long()
+    ordered = ordered.masked_fill(ordered < ordered.gather(1, k[:, None] - 1), _NEVER)
+    probabilities = ordered.softmax(dim=-1)
+    # Equals share the mass above the first of them, so that they stay or go together.
+    above = (probabilities.cumsum(dim=-1) - probabilities).masked_fill(_repeats(ordered), 0.0).cummax(dim=-1).values
+    above[:, 0] = 0.0
+    last = (((above < batch.top_p[:, None]) | (batch.top_p[:, None] >= 1)) & (ordered > _NEVER)).sum(dim=-1)
+    lowest = ordered.gather(1, last[:, None] - 1)
+    return scaled.masked_fill((scaled < lowest) | (scaled < ordered[:, :1] + batch.min_p[:, None].log()), _NEVER)
+
+
+def _repeats(ordered: torch.Tensor) -> torch.Tensor:
+    repeats = torch.zeros_like(ordered, dtype=torch.bool)
+    repeats[:, 1:] = ordered[:, 1:] == ordered[:, :-1]
+    return repeats
+
+
+def arrival_times(seed: torch.Tensor, step: torch.Tensor, vocab: int) -> torch.Tensor:
+    """Independent Exp(1) numbers `float32[S, vocab]`: with rates p, token t arrives first with probability p[t].
+
+    Philox 4x32-10 (Salmon et al., 2011), the key being the seed and the counter (token // 4, step, 0, 0), which yields
+    four neighbouring tokens' numbers.
+    """
+    quads = torch.arange(-(-vocab // 4), device=seed.device).expand(len(seed), -1)
+    words = philox(seed[:, None], quads, step.long()[:, None].expand_as(quads))
+    uniform = (torch.stack(words, dim=-1).flatten(1)[:, :vocab].float() + 0.5) * 2.0**-32
+    # -log(1 - u), whose small values, which decide, keep their precision.
+    return torch.where(uniform < 2.0**-10, uniform * (1 + uniform * (0.5 + uniform / 3)), -(1 - uniform).log())
+
+
+def philox(key: torch.Tensor, c0: torch.Tensor, c1: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Ten rounds over the counter (c0, c1, 0, 0): four words, as int64 tensors with values below 2^32."""
+    c2 = c3 = torch.zeros_like(c0)
+    k0, k1 = key & _WORD, key >> 32 & _WORD
+    for _ in range(10):
+        left, right = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c2 = (right >> 32 & _WORD) ^ c1 ^ k0, (left >> 32 & _WORD) ^ c3 ^ k1
+        c1, c3 = right & _WORD, left & _WORD
+        k0, k1 = k0 + 0x9E3779B9 & _WORD, k1 + 0xBB67AE85 & _WORD
+    return c0, c1, c2, c3
