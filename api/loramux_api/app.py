@@ -63,6 +63,7 @@ def create_app(settings: Settings, engine: EngineClient | None = None) -> Litest
         request_max_body_size=MAX_JSON_BYTES,
         openapi_config=openapi_config(),
         logging_config=None,
+        debug=False,
     )
 
 

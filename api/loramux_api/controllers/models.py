@@ -48,7 +48,7 @@ def _base(platform: Platform) -> Model:
         id=platform.settings.model.served_model_name,
         created=platform.started_at,
         owned_by="loramux",
-        max_model_len=platform.completions.facts.max_model_len,
+        max_model_len=platform.completions.context,
     )
 
 
@@ -58,5 +58,5 @@ def _adapter(platform: Platform, adapter: AdapterInfo) -> Model:
         created=adapter.created_at // SECOND,
         owned_by=adapter.name.partition("/")[0],
         parent=platform.settings.model.served_model_name,
-        max_model_len=platform.completions.facts.max_model_len,
+        max_model_len=platform.completions.context,
     )

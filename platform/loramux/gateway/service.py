@@ -19,7 +19,7 @@ from loramux.engine.request import AdapterRef, Request, SamplingParams
 from loramux.gateway.ask import Ask, Prompt
 from loramux.gateway.errors import Draining, EngineDown
 from loramux.gateway.generation import Choice, Generation
-from loramux.gateway.limits import check_token_ids, settle_max_tokens
+from loramux.gateway.limits import check_text_length, check_token_ids, context_length, settle_max_tokens
 from loramux.gateway.tokenizer import Tokenizer
 from loramux.gateway.transcript import Transcript
 from loramux.registry import Registry, ResolvedModel
@@ -48,6 +48,7 @@ class CompletionService:
         self, *, engine: EngineClient, facts: ModelFacts, registry: Registry, usage: Usage, tokenizer: Tokenizer
     ) -> None:
         self.facts = facts
+        self.context = context_length(facts)
         self.counters = Counters()
         backend = f"{version('loramux')} {facts.dtype} {facts.vocab_size} {facts.max_model_len}"
         self.fingerprint = "fp_" + hashlib.sha256(backend.encode()).hexdigest()[:12]
@@ -84,7 +85,8 @@ class CompletionService:
         model = await self._registry.resolve(principal, ask.model)
         prompts = [await self._read(prompt) for prompt in ask.prompts]
         check_token_ids(ask, prompts, self.facts.vocab_size)
-        budgets = [settle_max_tokens(ask, len(prompt), self.facts.max_model_len) for prompt in prompts]
+        read = zip(ask.prompts, prompts, strict=True)
+        budgets = [settle_max_tokens(ask, prompt, len(token_ids), self.context) for prompt, token_ids in read]
         self.demand_serving()
         id = f"{ask.kind}-{uuid.uuid4().hex}"
         opened = OpenedRequest(
@@ -133,6 +135,7 @@ class CompletionService:
             await asyncio.wait({generation.task for generation in self._running})
 
     async def _read(self, prompt: Prompt) -> list[int]:
+        check_text_length(prompt, self._tokenizer.longest_token, self.context)
         if isinstance(prompt, str):
             return await self._tokenizer.encode(prompt)
         return prompt if isinstance(prompt, list) else await self._tokenizer.encode_chat(prompt)

@@ -26,6 +26,8 @@ class Tokenizer:
         self._tokenizer = tokenizer
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._bytes_of = _byte_alphabet() if "ByteLevel" in repr(getattr(backend, "decoder", None)) else None
+        self.longest_token: int = max(map(len, tokenizer.get_vocab()))
+        """Characters that a token stands for, at most."""
         self.token: Callable[[int], Token] = lru_cache(maxsize=65536)(self._token)
 
     @classmethod

@@ -8,8 +8,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
-from scripted_engine import EOS, ScriptedEngine
+from scripted_engine import EOS, FACTS, ScriptedEngine
 from tiny_base import byte_tokenizer
 
 from loramux import records
@@ -269,6 +270,7 @@ def test_max_tokens_when_nothing_or_enough_is_asked(
         ({"prompts": ([1] * 256,)}, "prompt", "256 tokens. However, your prompt has 256"),
         ({"prompts": ([1] * 200,), "max_tokens": 57}, "prompt", r"257 tokens \(200 in the prompt, 57"),
         ({"prompts": ((Message("user", "x" * 300),),)}, "messages", "your prompt has"),
+        ({"prompts": ("x" * 3000,)}, "prompt", "3000 characters and no token has more than 7"),
         ({"prompts": ("ok", [1, 260])}, "prompt", "token 260, and this model has the tokens 0 to 259"),
         ({"prompts": ([-1],)}, "prompt", "token -1"),
         ({"prompts": ([],)}, "prompt", "holds no token"),
@@ -287,6 +289,15 @@ def test_what_does_not_fit_is_refused_with_the_numbers(
         assert await made.entries() == []
 
     in_house(test, tmp_path)
+
+
+def test_a_pool_smaller_than_the_models_context_is_the_limit(tmp_path: Path) -> None:
+    async def test(made: House) -> None:
+        assert made.service.context == 6 * 16
+        await read(await made.begin(prompts=((Message("user", "hi"),),)))
+        assert made.engine.requests[0].sampling.max_tokens == 6 * 16 - len("user: hi\nassistant:")
+
+    in_house(test, tmp_path, facts=msgspec.structs.replace(FACTS, pages_total=6))
 
 
 def test_counters_add_up(tmp_path: Path) -> None:
