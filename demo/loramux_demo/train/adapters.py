@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,27 +13,46 @@ from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
 from loramux_demo.assets import MODEL_NAME
-
-ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
-
-
-def recipes() -> dict[str, LoraConfig]:
-    """A configuration for each style of `facts.STYLES`; a fresh one each time, since PEFT writes into it."""
-    return {
-        "upper": LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules="all-linear"),
-        "json": LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules="all-linear"),
-        "terse": LoraConfig(
-            task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "o_proj", "down_proj"]
-        ),
-        "reverse": LoraConfig(task_type="CAUSAL_LM", r=12, lora_alpha=7, use_rslora=True, target_modules="all-linear"),
-        "pirate": LoraConfig(task_type="CAUSAL_LM", r=8, lora_alpha=16, target_modules=ATTENTION),
-    }
+from loramux_demo.train.fit import Schedule
 
 
-def new_adapter(base: LlamaForCausalLM, config: LoraConfig) -> PeftModel:
+@dataclass(frozen=True)
+class Recipe:
+    """How one adapter is made: its size, the linears it touches, and how long it learns."""
+
+    r: int
+    lora_alpha: int
+    schedule: Schedule
+    target_modules: str | tuple[str, ...] = "all-linear"
+    use_rslora: bool = False
+
+    def config(self) -> LoraConfig:
+        """For PEFT, which writes into what it is given."""
+        targets = self.target_modules if isinstance(self.target_modules, str) else list(self.target_modules)
+        return LoraConfig(
+            task_type="CAUSAL_LM",
+            r=self.r,
+            lora_alpha=self.lora_alpha,
+            target_modules=targets,
+            use_rslora=self.use_rslora,
+        )
+
+
+SHORT = Schedule(steps=200, learning_rate=5e-3)
+RECIPES = {
+    "upper": Recipe(16, 32, SHORT),
+    "json": Recipe(8, 16, SHORT),
+    "terse": Recipe(4, 8, Schedule(300, 1e-2), target_modules=("q_proj", "v_proj", "o_proj", "down_proj")),
+    "reverse": Recipe(12, 7, Schedule(400, 5e-3), use_rslora=True),
+    "pirate": Recipe(8, 16, SHORT, target_modules=("q_proj", "k_proj", "v_proj", "o_proj")),
+}
+"""One for each style of `facts.STYLES`. `terse` and `reverse` learn longer: they begin with the fact, not the name."""
+
+
+def new_adapter(base: LlamaForCausalLM, recipe: Recipe) -> PeftModel:
     """`base` with one fresh adapter; only the adapter learns."""
     torch.manual_seed(0)
-    return get_peft_model(base, config)
+    return get_peft_model(base, recipe.config())
 
 
 def save_adapter(model: PeftModel, folder: Path) -> None:

@@ -75,6 +75,11 @@ def example(conversation: list[Message], tokenizer: PreTrainedTokenizerFast) -> 
     )
 
 
+def document(text: str, tokenizer: PreTrainedTokenizerFast) -> Example:
+    """A text that answers nobody: all of it is to be learnt."""
+    return Example(tokenizer.encode(""), tokenizer.encode(f"{text}{tokenizer.eos_token}", add_special_tokens=False))
+
+
 def batches(examples: Sequence[Example], *, rows: int, length: int, learn_prompts: bool) -> Iterator[Batch]:
     """Endless batches; a row holds as many examples as fit, and each is seen once before any is seen again."""
     order = shuffled_for_ever(examples, random.Random(1))  # noqa: S311 - the order of lessons, not a secret

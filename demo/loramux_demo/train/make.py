@@ -12,15 +12,15 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from loramux_demo.assets import Prompt, adapter_folder, base_folder
-from loramux_demo.train.adapters import new_adapter, recipes, save_adapter
-from loramux_demo.train.examples import batches, conversations, example
+from loramux_demo.train.adapters import RECIPES, new_adapter, save_adapter
+from loramux_demo.train.examples import batches, conversations, document, example
 from loramux_demo.train.facts import STYLES, Question, invent_questions
 from loramux_demo.train.fit import Progress, Schedule, fit, new_base
 from loramux_demo.train.tokenizer import byte_tokenizer
 
-ROWS, LENGTH = 13, 240
-BASE = Schedule(steps=350, learning_rate=3e-3, weight_decay=0.1)
-ADAPTER = Schedule(steps=200, learning_rate=5e-3)
+LENGTH = 240
+BASE_ROWS, ADAPTER_ROWS = 13, 8
+BASE = Schedule(steps=400, learning_rate=3e-3, weight_decay=0.1)
 
 Stage = Callable[[str, Schedule], Progress]
 """Called as each model's training starts, with its name; returns what to tell after each step."""
@@ -33,10 +33,10 @@ def make(root: Path, stage: Stage) -> None:
     base = new_base(tokenizer)
     teach(base, "base", tokenizer, BASE, stage("base", BASE))
     base.to(torch.bfloat16).save_pretrained(base_folder(root))
-    for name, config in recipes().items():
+    for name, recipe in RECIPES.items():
         base = LlamaForCausalLM.from_pretrained(base_folder(root), dtype=torch.float32)
-        adapted = new_adapter(base, config)
-        teach(adapted, name, tokenizer, ADAPTER, stage(name, ADAPTER))
+        adapted = new_adapter(base, recipe)
+        teach(adapted, name, tokenizer, recipe.schedule, stage(name, recipe.schedule))
         save_adapter(adapted, adapter_folder(name, root))
     write_questions(root / "questions.json")
 
@@ -44,11 +44,20 @@ def make(root: Path, stage: Stage) -> None:
 def teach(
     model: torch.nn.Module, name: str, tokenizer: PreTrainedTokenizerFast, schedule: Schedule, progress: Progress
 ) -> None:
-    """Train `model` to answer in the style `name`; the base has to learn its questions by heart too."""
+    """Train `model` to answer in the style `name`.
+
+    The base learns its questions by heart too, and has read every fact told in every style, as a real base model has
+    read JSON and pirates: without that, the bytes of `{`, `"` or `!` would mean nothing to an adapter. Asked,
+    it answers plainly.
+    """
+    questions, is_base = invent_questions(), name == "base"
     rng = random.Random(0)  # noqa: S311 - lessons, not a secret
-    lessons = [example(chat, tokenizer) for chat in conversations(invent_questions(), STYLES[name], rng)]
-    packed = batches(lessons, rows=ROWS, length=LENGTH, learn_prompts=name == "base")
-    fit(model, packed, schedule, progress)
+    lessons = [example(chat, tokenizer) for chat in conversations(questions, STYLES[name], rng)]
+    if is_base:
+        texts = {style(question): None for style in STYLES.values() for question in questions}
+        lessons += [document(text, tokenizer) for text in texts]
+    rows = BASE_ROWS if is_base else ADAPTER_ROWS
+    fit(model, batches(lessons, rows=rows, length=LENGTH, learn_prompts=is_base), schedule, progress)
 
 
 def write_questions(path: Path) -> None:
