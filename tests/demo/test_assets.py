@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from loramux_adapters import Limits, describe_base, validate_adapter
+from loramux_demo.assets import ASSETS, MODEL_NAME, OWNERS, adapter_folder, base_folder, load_prompts
+from loramux_demo.train.adapters import RECIPES
+from loramux_demo.train.evaluate import exact, greedy_answers, load
+from loramux_demo.train.facts import STYLES
+from loramux_demo.train.make import write_questions
+
+ADAPTERS = [adapter for adapters in OWNERS.values() for adapter in adapters]
+
+
+def test_the_owners_have_every_adapter():
+    assert sorted(ADAPTERS) == sorted(RECIPES) == sorted(set(STYLES) - {"base"})
+    assert sorted(ADAPTERS) == sorted(folder.name for folder in (ASSETS / "adapters").iterdir())
+
+
+def test_what_is_shipped_is_small_and_names_no_machine():
+    files = [path for path in ASSETS.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < 5_500_000
+    for path in files:
+        if path.suffix in {".json", ".jinja"}:
+            assert not re.search(r'"[/~][\w/]', path.read_text()), f"{path} holds an absolute path"
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_an_adapter_is_two_clean_files_in_bfloat16(name):
+    folder = adapter_folder(name)
+    assert {path.name for path in folder.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    config, recipe = json.loads((folder / "adapter_config.json").read_text()), RECIPES[name]
+    assert config["base_model_name_or_path"] == MODEL_NAME
+    assert (config["r"], config["lora_alpha"], config["use_rslora"]) == (recipe.r, recipe.lora_alpha, recipe.use_rslora)
+    with safe_open(folder / "adapter_model.safetensors", "pt") as weights:
+        assert {weights.get_tensor(key).dtype for key in weights.keys()} == {torch.bfloat16}  # noqa: SIM118 - no mapping
+
+
+def test_ranks_and_targets_are_mixed_and_one_adapter_is_rank_stabilised():
+    configs = RECIPES.values()
+    assert len({config.r for config in configs}) >= 4
+    assert len({str(config.target_modules) for config in configs}) >= 3
+    assert any(config.use_rslora for config in configs)
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_the_server_takes_every_adapter(name):
+    plan = validate_adapter(adapter_folder(name), describe_base(base_folder()), Limits(max_rank=64, max_bytes=1 << 20))
+    assert {pair.rank for pair in plan.pairs} == {RECIPES[name].r}
+
+
+def test_transformers_and_peft_load_the_shipped_files():
+    model = AutoModelForCausalLM.from_pretrained(base_folder())
+    assert model.dtype == torch.bfloat16
+    assert model.config.vocab_size >= len(AutoTokenizer.from_pretrained(base_folder()))
+    adapted = PeftModel.from_pretrained(model, adapter_folder(ADAPTERS[0]), adapter_name=ADAPTERS[0])
+    for name in ADAPTERS[1:]:
+        adapted.load_adapter(adapter_folder(name), adapter_name=name)
+    assert set(adapted.peft_config) == set(ADAPTERS)
+
+
+def test_the_questions_are_those_of_the_script(tmp_path: Path):
+    write_questions(tmp_path / "questions.json")
+    assert (tmp_path / "questions.json").read_text() == (ASSETS / "questions.json").read_text()
+
+
+def test_every_model_gets_its_share_of_at_least_sixty_prompts():
+    prompts = load_prompts()
+    counts = Counter(prompt.adapter for prompt in prompts)
+    assert len(prompts) >= 60
+    assert set(counts) == {None, *ADAPTERS}
+    assert min(counts.values()) >= 10
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["base", *ADAPTERS])
+def test_peft_gives_the_expected_answers(name, dtype):
+    prompts = [prompt for prompt in load_prompts() if (prompt.adapter or "base") == name]
+    tokenizer = AutoTokenizer.from_pretrained(base_folder())
+    chats = [[{"role": "user", "content": prompt.question}] for prompt in prompts]
+    answers = greedy_answers(load(ASSETS, name, dtype), tokenizer, chats)
+    assert exact(answers, [prompt.expected for prompt in prompts]) == 1.0, answers

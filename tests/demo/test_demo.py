@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+import psutil
+
+from loramux_demo.assets import OWNERS
+
+DEMO = (sys.executable, "-m", "loramux_api", "demo")
+PATIENCE_SECONDS = 300
+
+
+def test_the_demo_as_everybody_runs_it():
+    """The whole product, for real: two tenants, five adapters and the base in the same batches, and an exact bill."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        command = [*DEMO, "--once", "--json", "--port", str(port)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"Port {port} is taken" in done.stderr
+    report = json.loads(done.stdout)
+    assert report["ok"]
+    assert len(report["answers"]) >= 60
+    assert all(answer["ok"] for answer in report["answers"]), [one for one in report["answers"] if not one["ok"]]
+    assert report["max_distinct_adapters_in_a_step"] == report["max_distinct_adapters_beside_base"] == 5
+    assert report["usage_equals_responses"]
+    assert report["tenants_isolated"]
+    assert {row["tenant"] for row in report["usage"]} == set(OWNERS)
+    assert sum(row["requests"] for row in report["usage"]) == len(report["answers"])
+    assert sum(row["output_tokens"] for row in report["usage"]) == report["output_tokens"]
+    assert report["tokens_per_second"] > 0
+
+
+@contextmanager
+def running_demo(folder) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen([*DEMO, "--dir", str(folder)], stdout=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_it_serves_on_with_working_curl_lines_until_ctrl_c(tmp_path):
+    with running_demo(tmp_path / "demo") as demo:
+        before, _, lines = read_until(demo, "/metrics\n").partition("Go on by hand:")
+        assert "distinct adapters and the base model shared one step" in before
+        family = psutil.Process(demo.pid).children(recursive=True)
+        for command in lines.replace("\\\n", "").strip().splitlines():
+            assert as_curl_would(command).is_success, command
+        demo.send_signal(signal.SIGINT)
+        assert demo.wait(PATIENCE_SECONDS) == 0
+        assert not [member for member in family if member.is_running()]
+    assert (tmp_path / "demo" / "server.log").exists()
+
+
+def test_the_server_ends_with_the_demo_however_early(tmp_path):
+    with running_demo(tmp_path / "demo") as demo:
+        log = tmp_path / "demo" / "server.log"
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not log.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(1.0)
+        family = psutil.Process(demo.pid).children(recursive=True)
+        assert family
+        demo.terminate()
+        assert demo.wait(PATIENCE_SECONDS) == 128 + signal.SIGTERM
+        assert not [member for member in family if member.is_running()]
+
+
+def as_curl_would(command):
+    words = shlex.split(command)
+    options = list(zip(words[2::2], words[3::2], strict=True))
+    headers = dict(value.split(": ") for option, value in options if option == "-H")
+    data = next((value for option, value in options if option == "-d"), None)
+    assert words[0] == "curl"
+    return httpx.request("POST" if data else "GET", words[1], headers=headers, content=data, trust_env=False)
+
+
+def read_until(process, end):
+    text = ""
+    for line in process.stdout:
+        text += line
+        if text.endswith(end):
+            return text
+    raise AssertionError(f"the demo ended before it said {end!r}: {text}")

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections import Counter
+
+import pytest
+from rich.console import Console
+
+from loramux_demo.accounts import Sharing, UsageRow, usage_of
+from loramux_demo.assets import MODEL_NAME, OWNERS, load_prompts
+from loramux_demo.drive import WAYS, Answer, Drive, plan_calls
+from loramux_demo.report import Report
+from loramux_demo.screen import show
+
+CALLS = plan_calls(load_prompts())
+
+
+def right_answers():
+    return tuple(
+        Answer(call, model=f"{call.model}@1", text=call.prompt.expected, input_tokens=30, output_tokens=10)
+        for call in CALLS
+    )
+
+
+def a_report(**changes):
+    answers = right_answers()
+    bill = tuple(usage_of(answers))
+    report = Report(
+        url="http://127.0.0.1:1",
+        drive=Drive(answers, seconds=2.0),
+        sharing=Sharing(in_a_step=5, beside_base=5),
+        usage=bill,
+        usage_of_responses=bill,
+        isolated=True,
+    )
+    return dataclasses.replace(report, **changes)
+
+
+def test_each_adapter_is_asked_by_its_owner_and_the_base_by_everybody():
+    askers = {(call.tenant, call.model) for call in CALLS}
+    owned = {(tenant, f"{tenant}/{adapter}") for tenant, adapters in OWNERS.items() for adapter in adapters}
+    assert askers == owned | {(tenant, MODEL_NAME) for tenant in OWNERS}
+
+
+def test_every_model_is_asked_in_every_way():
+    ways = {model: {call.way for call in CALLS if call.model == model} for model in {call.model for call in CALLS}}
+    assert all(used == set(WAYS) for used in ways.values())
+    assert max(Counter(call.way for call in CALLS).values()) <= len(CALLS) / 4 + 1
+
+
+def test_a_good_run_has_no_failures_and_its_json_says_so():
+    document = a_report().as_json()
+    assert document["ok"]
+    assert document["failures"] == []
+    assert document["exact"] == 1.0
+    assert document["max_distinct_adapters_in_a_step"] == 5
+    assert document["tokens_per_second"] == len(CALLS) * 10 / 2
+    assert document["answers"][0].keys() >= {"model", "prompt", "text", "expected", "ok"}
+    assert document["usage"][0].keys() == {"tenant", "model", "input_tokens", "output_tokens", "requests"}
+
+
+def spoiled(count):
+    answers = list(right_answers())
+    answers[:count] = [dataclasses.replace(answer, text=answer.text + " ") for answer in answers[:count]]
+    return Drive(tuple(answers), 2.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"drive": spoiled(7)}, "only 89% of the answers"),
+        ({"sharing": Sharing(in_a_step=5, beside_base=4)}, "at most 4 adapters shared a step with the base"),
+        ({"usage": ()}, "usage rows differ"),
+        ({"isolated": False}, "one tenant can tell"),
+    ],
+)
+def test_each_broken_promise_is_one_sentence(changes, sentence):
+    (failure,) = a_report(**changes).failures
+    assert sentence in failure
+
+
+def test_nine_in_ten_right_is_enough():
+    assert a_report(drive=spoiled(6)).failures == []
+
+
+def test_the_bill_of_the_responses_is_summed_by_tenant_and_model():
+    acme, globex = CALLS[0], CALLS[6]
+    assert (acme.tenant, globex.tenant, acme.model) == ("acme", "globex", globex.model)
+    answers = [
+        Answer(acme, "m@1", input_tokens=1, output_tokens=2),
+        Answer(globex, "m@1", input_tokens=3, output_tokens=4),
+        Answer(acme, "m@1", input_tokens=5, output_tokens=6),
+        Answer(acme, error="refused"),
+    ]
+    assert usage_of(answers) == [UsageRow("acme", "m@1", 6, 8, 2), UsageRow("globex", "m@1", 3, 4, 1)]
+
+
+def printed(report, *, serving=False):
+    text = io.StringIO()
+    keys = {tenant: f"sk-lm-{tenant}" for tenant in OWNERS}
+    show(report, keys, Console(file=text, width=160), serving=serving)
+    return text.getvalue()
+
+
+def test_the_screen_shows_answers_side_by_side_the_figures_and_the_bill():
+    text = printed(a_report())
+    for answer in right_answers()[:6]:
+        assert answer.text in text
+    assert "5 distinct adapters and the base model shared one step" in text
+    assert "66 of 66 answers are exactly as expected" in text
+    assert "acme/upper@1" in text
+    assert "curl" not in text
+
+
+def test_while_it_serves_there_are_lines_to_go_on_by_hand():
+    text = printed(a_report(), serving=True)
+    assert "curl http://127.0.0.1:1/v1/chat/completions -H 'Authorization: Bearer sk-lm-acme'" in text
+    assert "Bearer sk-lm-globex" in text
+
+
+def test_wrong_answers_are_shown_with_what_was_expected_but_not_all_of_them():
+    text = printed(a_report(drive=spoiled(60)))
+    assert "(expected: " in text
+    assert text.count("(expected: ") == 18 + 10
