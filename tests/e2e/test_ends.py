@@ -16,7 +16,7 @@ from server_process import Child, Place, served
 LONG = {
     "model": "tiny",
     "prompt": "x",
-    "max_tokens": 4000,
+    "max_tokens": 1500,
     "stream": True,
     "ignore_eos": True,
     "return_token_ids": True,

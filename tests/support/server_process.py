@@ -77,8 +77,8 @@ def served(place: Place) -> Iterator[Child]:
     command = [*LORAMUX, "serve", "--config", str(place.config), "--port", str(port), "--json"]
     with (place.folder / "server.log").open("a") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True)
+    assert process.stdout is not None
     try:
-        assert process.stdout is not None
         said = process.stdout.readline()
         assert said, (place.folder / "server.log").read_text()
         assert json.loads(said)["status"] == "serving"
@@ -91,3 +91,5 @@ def served(place: Place) -> Iterator[Child]:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             raise
+        finally:
+            process.stdout.close()
