@@ -5,49 +5,70 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from operator import attrgetter
 
 from loramux.engine.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What the pool can still promise.
-
-    `watermark` pages stay free at admission, so that rounding and uneven progress rarely cost a preemption.
-    """
+    """What the pool can still promise."""
 
     num_pages: int
     block_size: int
-    watermark: int = 0
+    watermark_share: float = 0.01
+    """Share of the pool kept free at admission, so that rounding and outlived estimates rarely cost a preemption."""
+    reserve_share: float = 0.05
+    """Share of the pool, and of the rows, that only those may take who hold less than that: whoever comes newly into a
+    full house gets in without waiting for, or preempting, anybody."""
+
+    @property
+    def watermark(self) -> int:
+        """Pages kept free at admission."""
+        return int(self.num_pages * self.watermark_share)
+
+    @property
+    def reserve(self) -> int:
+        """Pages kept for small holders."""
+        return int(self.num_pages * self.reserve_share)
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold `num_tokens` tokens of one sequence."""
         return -(-num_tokens // self.block_size)
 
     def kv_peak(self, sequences: Iterable[Sequence]) -> int:
-        """The most pages the sequences hold at once if each generates all it may, one token a step.
+        """The most pages the sequences hold at once if each generates what it is expected to, one token a step.
 
-        The sum peaks when one of them ends, so it is enough to look at those moments: when the i-th longest
-        ends, it and the i - 1 longer ones have all grown by what it had left.
+        The sum peaks when one of them ends: when the i-th longest ends, it and the i - 1 longer ones have all grown by
+        the `left` tokens that it had left. A sequence of q full pages and r tokens then holds
+        q + ceil((r + left) / block_size), so it is enough to count the longer ones by r. O(n log n + n * block_size).
         """
-        runs = sorted(((s.max_tokens_left, len(s.token_ids)) for s in sequences), reverse=True)
-        return max(
-            (
-                sum(self.pages_for(held + left) for _, held in runs[: i + 1])
-                for i, (left, _) in enumerate(runs)
-                if i + 1 == len(runs) or runs[i + 1][0] < left
-            ),
-            default=0,
-        )
+        size = self.block_size
+        remainders = [0] * size
+        full_pages, peak = 0, 0
+        runs = sorted(((s.likely_left, len(s.token_ids)) for s in sequences), reverse=True)
+        for count, (left, held) in enumerate(runs, start=1):
+            full_pages += held // size
+            remainders[held % size] += 1
+            grown, rest = divmod(left, size)
+            over = sum(remainders[size - rest + 1 :]) if rest else -remainders[0]
+            peak = max(peak, full_pages + count * (grown + 1) + over)
+        return peak
 
     def fits_alone(self, num_tokens: int, adapter_pages: int) -> bool:
         """Whether a request of `num_tokens` (prompt and output) could ever run, in an otherwise empty pool."""
         return self.pages_for(num_tokens) + adapter_pages <= self.num_pages
 
-    def admits(self, candidate: Sequence, running: Items[Sequence], pinned_pages: int) -> bool:
-        """Whether `candidate` may join: the peak of KV and the adapters in use (its own included) stay in the pool.
+    def admits(self, candidate: Sequence, running: Items[Sequence], adapter_pages: int, reserved: int = 0) -> bool:
+        """Whether `candidate` may join: the peak of KV, and the adapters in use (its own included), stay in the pool.
 
-        Adapters that nobody uses are evictable and therefore not counted. An empty house admits whatever fits alone.
+        Adapters that nobody uses are evictable and therefore not counted. `reserved` pages are kept from it. An empty
+        house admits whatever fits alone.
         """
-        watermark = self.watermark if running else 0
-        return self.kv_peak([*running, candidate]) + pinned_pages + watermark <= self.num_pages
+        if not running:
+            return self.kv_peak([candidate]) + adapter_pages <= self.num_pages
+        limit = self.num_pages - self.watermark - reserved - adapter_pages
+        held = sum(map(len, map(attrgetter("pages"), running)))
+        if held + self.pages_for(len(candidate.token_ids)) > limit:
+            return False  # spares most of the asking in a full house
+        return self.kv_peak([*running, candidate]) <= limit

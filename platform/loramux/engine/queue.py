@@ -1,61 +1,147 @@
-"""Who is next: classes share the engine by weight, and within a class it is first come, first served."""
+"""Who is next: classes share the engine by weight, within a class its tenants do, and a tenant's requests are FIFO."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator
 
-from loramux.engine.request import ServiceClass
+from loramux.engine.fairness import Contest, Flow, Group
+from loramux.engine.policy import Policy
+from loramux.engine.request import Request, ServiceClass
 from loramux.engine.sequence import Sequence
-
-CLASS_SHARES = {ServiceClass.INTERACTIVE: 8.0, ServiceClass.STANDARD: 3.0, ServiceClass.BATCH: 1.0}
-"""Shares, never strict priority: every class with work moves."""
 
 
 class RequestQueue:
-    """Waiting sequences in the order in which they should be admitted.
+    """Waiting sequences, and the accounts that say in which order they should be admitted.
 
-    A class's counter grows by what its requests are charged over its share (virtual time, as in weighted fair
-    queueing); the class with the lowest counter goes first. A class that was idle re-enters at the lowest counter
-    of the busy ones, so that sleeping earns no credit.
+    A flow (a tenant in a class) takes part in the contest while something of its is waiting that could run. Where all
+    it has waits for adapters it stands out, and comes back, as one whose queue was empty, when one of them arrives.
     """
 
-    def __init__(self) -> None:
-        self._waiting: dict[ServiceClass, deque[Sequence]] = {c: deque() for c in ServiceClass}
-        self._virtual_time = dict.fromkeys(ServiceClass, 0.0)
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._classes: Contest[Group] = Contest()
+        self._groups = {c: Group(weight=share) for c, share in policy.class_shares.items()}
+        self._flows: dict[tuple[ServiceClass, str], Flow] = {}
+        self._waiting: dict[Flow, deque[Sequence]] = {}
+        self._standing_out: defaultdict[str, list[Flow]] = defaultdict(list)
+        self._length = 0
+
+    # questions
 
     def __len__(self) -> int:
-        return sum(map(len, self._waiting.values()))
+        return self._length
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Every waiting sequence, class by class in the order of their counters."""
-        for service_class in sorted(self._busy(), key=self._virtual_time.__getitem__):
-            yield from tuple(self._waiting[service_class])
+        """Every waiting sequence, flow by flow in no particular order."""
+        for waiting in self._waiting.values():
+            yield from tuple(waiting)
+
+    @property
+    def flows(self) -> Iterable[Flow]:
+        """Every tenant seen, by class."""
+        return self._flows.values()
+
+    @property
+    def groups(self) -> Iterable[Group]:
+        """The classes."""
+        return self._groups.values()
+
+    @property
+    def first(self) -> Flow | None:
+        """The flow to admit from next, of those not set aside."""
+        candidates = ((g.booked, flow) for g in self._groups.values() if (flow := g.contest.first))
+        return min(candidates, key=lambda pair: pair[0], default=(0.0, None))[1]
+
+    def waiting(self, flow: Flow) -> deque[Sequence]:
+        """What waits in `flow`, in order."""
+        return self._waiting[flow]
+
+    def backlogged(self, flow: Flow) -> bool:
+        """Whether something of `flow` waits that could run."""
+        return flow in flow.group.contest
+
+    # requests come and go
+
+    def flow_of(self, request: Request) -> Flow:
+        """The account that `request` belongs to, with its latest weight."""
+        key = (request.service_class, request.tenant)
+        flow = self._flows.get(key)
+        if flow is None:
+            group = self._groups[request.service_class]
+            flow = self._flows[key] = Flow(weight=request.weight, tenant=request.tenant, group=group)
+            self._waiting[flow] = deque()
+        flow.reweigh(request.weight)
+        return flow
 
     def push(self, sequence: Sequence) -> None:
-        """Queue at the end of its class."""
-        self._lift(sequence.request.service_class)
-        self._waiting[sequence.request.service_class].append(sequence)
+        """Queue at the end of its flow."""
+        self._waiting[sequence.flow].append(sequence)
+        self._length += 1
+        self._enter(sequence.flow)
 
     def push_front(self, sequence: Sequence) -> None:
         """Queue again at the head: it was preempted and keeps its place."""
-        self._lift(sequence.request.service_class)
-        self._waiting[sequence.request.service_class].appendleft(sequence)
+        self._waiting[sequence.flow].appendleft(sequence)
+        self._length += 1
+        self._enter(sequence.flow)
 
     def remove(self, sequence: Sequence) -> None:
         """Take out an admitted, cancelled or failed sequence."""
-        self._waiting[sequence.request.service_class].remove(sequence)
+        waiting = self._waiting[sequence.flow]
+        waiting.remove(sequence)
+        self._length -= 1
+        if not waiting:
+            self._leave(sequence.flow)
 
-    def charge(self, sequence: Sequence, tokens: int) -> None:
-        """Count executed `tokens` against the class of `sequence`."""
-        service_class = sequence.request.service_class
-        self._virtual_time[service_class] += tokens / CLASS_SHARES[service_class]
+    def stand_out(self, flow: Flow, digests: Iterable[str]) -> None:
+        """Nothing of `flow` can run before one of `digests` has arrived."""
+        for digest in digests:
+            self._standing_out[digest].append(flow)
+        self._leave(flow)
 
-    def _busy(self) -> list[ServiceClass]:
-        return [c for c, waiting in self._waiting.items() if waiting]
+    def call_back(self, digest: str) -> None:
+        """`digest` has arrived, or has failed to: look at its flows again."""
+        for flow in self._standing_out.pop(digest, ()):
+            if self._waiting[flow]:
+                self._enter(flow)
 
-    def _lift(self, service_class: ServiceClass) -> None:
-        busy = self._busy()
-        if busy and service_class not in busy:
-            floor = min(self._virtual_time[c] for c in busy)
-            self._virtual_time[service_class] = max(self._virtual_time[service_class], floor)
+    # accounts
+
+    def draw_ceilings(self) -> None:
+        """Before a step: who is more than tau ahead of one who waits sits it out."""
+        tau, floor = self._policy.tau, self._classes.floor
+        for group in self._groups.values():
+            inner = group.contest.floor
+            group.ceiling = float("inf") if inner is None else inner + tau
+            if floor is not None and group.served > floor + tau:
+                group.ceiling = float("-inf")
+
+    def charge(self, flow: Flow, units: float) -> None:
+        """Count executed service."""
+        flow.group.contest.charge(flow, units)
+        self._classes.charge(flow.group, units)
+
+    def book(self, flow: Flow, units: float) -> None:
+        """Count service that is expected, or (negative) no longer is."""
+        flow.group.contest.book(flow, units)
+        self._classes.book(flow.group, units)
+
+    def set_aside(self, flow: Flow) -> None:
+        """`flow` is not `first` again in this step."""
+        flow.group.contest.set_aside(flow)
+
+    def restore(self) -> None:
+        """A new step: nobody is set aside."""
+        for group in self._groups.values():
+            group.contest.restore()
+
+    def _enter(self, flow: Flow) -> None:
+        self._classes.enter(flow.group)
+        flow.group.contest.enter(flow)
+
+    def _leave(self, flow: Flow) -> None:
+        contest = flow.group.contest
+        contest.leave(flow)
+        if contest.floor is None:
+            self._classes.leave(flow.group)

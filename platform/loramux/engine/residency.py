@@ -2,65 +2,13 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
 
 from loramux.engine.pages import PagePool, PageUse
 from loramux.engine.request import AdapterRef
-
-
-class AdapterStore(Protocol):
-    """Where weights come from and go to; every method returns at once and works on threads of its own."""
-
-    def inspect(self, ref: AdapterRef) -> Future[int]:
-        """Check the files; the result is the number of pages the revision takes."""
-        ...
-
-    def fill(self, ref: AdapterRef, pages: list[int]) -> Future[int]:
-        """Read the weights into `pages`; the result is the bank slot that serves them."""
-        ...
-
-    def drop(self, slot: int) -> None:
-        """Forget a slot; its pages are about to be given back."""
-        ...
-
-
-class AdapterState(enum.Enum):
-    """A revision's way into the pool."""
-
-    INSPECTING = enum.auto()
-    KNOWN = enum.auto()
-    """On disk, its size known, no pages held."""
-    LOADING = enum.auto()
-    """Pages held, weights on their way."""
-    READY = enum.auto()
-    FAILED = enum.auto()
-
-
-@dataclass(eq=False, slots=True)
-class _Resident:
-    """One revision; `users` are the sequences admitted under it and not yet ended."""
-
-    ref: AdapterRef
-    pending: Future[int] | None
-    state: AdapterState = AdapterState.INSPECTING
-    num_pages: int = 0
-    pages: list[int] = field(default_factory=list)
-    slot: int | None = None
-    users: int = 0
-    interested: int = 0
-    last_used: float = 0.0
-    loading_since: float = 0.0
-    retired: bool = False
-    failure: str = ""
-
-    @property
-    def idle(self) -> bool:
-        """Whether its pages may be taken."""
-        return self.users == 0 and self.state is AdapterState.READY
+from loramux.engine.resident import AdapterState, AdapterStore, Patience, Resident
 
 
 @dataclass(slots=True)
@@ -74,13 +22,21 @@ class ResidencyCounters:
 
 
 class Residency:
-    """The pool's adapters. Questions are pure; `want`, `pin`, `unpin`, `poll`, `make_room` and `retire` act."""
+    """The pool's adapters. Questions are pure; everything under `acts` acts."""
 
-    def __init__(self, pool: PagePool, store: AdapterStore, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, pool: PagePool, store: AdapterStore, clock: Callable[[], float], patience: Patience | None = None
+    ) -> None:
         self._pool = pool
         self._store = store
         self._clock = clock
-        self._known: dict[str, _Resident] = {}
+        self._patience = patience or Patience()
+        self._known: dict[str, Resident] = {}
+        self._pending: dict[str, Resident] = {}
+        self._idle: dict[str, Resident] = {}
+        self._idle_pages = 0
+        self.num_resident = 0
+        """Revisions that hold pages."""
         self.counters = ResidencyCounters()
 
     # questions
@@ -89,9 +45,15 @@ class Residency:
         """Where a wanted revision stands."""
         return self._known[digest].state
 
+    def failed(self, digest: str) -> bool:
+        """Whether it is known and FAILED."""
+        return digest in self._known and self._known[digest].state is AdapterState.FAILED
+
     def failure(self, digest: str) -> str:
-        """Why it FAILED."""
-        return self._known[digest].failure
+        """Why it FAILED, and when it is tried again."""
+        failed = self._known[digest]
+        wait = max(0.0, failed.retry_at - self._clock())
+        return f"{failed.reason} It failed {failed.failures} times in a row and is tried again in {wait:.0f} s."
 
     def slot(self, digest: str) -> int | None:
         """The bank slot of a READY revision, else None."""
@@ -102,23 +64,25 @@ class Residency:
         return self._known[digest].num_pages
 
     def pinned_pages(self, candidate: str | None = None) -> int:
-        """Pages of every revision in use, and of `candidate` as if it were."""
-        return sum(r.num_pages for d, r in self._known.items() if r.users or d == candidate)
-
-    @property
-    def num_resident(self) -> int:
-        """Revisions that hold pages."""
-        return sum(1 for r in self._known.values() if r.pages)
+        """Pages of every revision in use or loading, and of `candidate` as if it were."""
+        pinned = self._pool.counts.adapters - self._idle_pages
+        if candidate is None or not (candidate in self._idle or not self._known[candidate].pages):
+            return pinned
+        return pinned + self._known[candidate].num_pages
 
     # acts
 
     def want(self, ref: AdapterRef) -> None:
-        """A request for `ref` is waiting: learn its size, if that is not known. A FAILED one is tried again."""
+        """A request for `ref` waits: learn its size, if that is not known. A FAILED one is tried again in its time."""
         resident = self._known.get(ref.digest)
-        if resident is None or (resident.state is AdapterState.FAILED and not resident.interested):
-            resident = self._known[ref.digest] = _Resident(ref, self._store.inspect(ref))
+        if resident is None:
+            resident = self._known[ref.digest] = Resident(ref)
+            self._inspect(resident)
+        elif resident.state is AdapterState.FAILED and self._clock() >= resident.retry_at:
+            self._inspect(resident)
         resident.interested += 1
         resident.retired = False
+        resident.warm(self._clock() / self._patience.half_life)
 
     def unwant(self, digest: str) -> None:
         """The request that wanted it has ended, in whatever way."""
@@ -126,37 +90,57 @@ class Residency:
         resident.interested -= 1
         self._forget_if_retired(resident)
 
-    def pin(self, digest: str) -> None:
-        """A sequence was admitted under the revision: hold its pages and load it if need be."""
+    def load(self, digest: str, *, spare_wanted: bool, leave_free: int) -> bool:
+        """Start to load a KNOWN revision; False when its pages cannot be had at this moment.
+
+        `leave_free` more pages must be left; with `spare_wanted` nothing that others wait for is evicted for it.
+        """
         resident = self._known[digest]
+        if not self.make_room(resident.num_pages + leave_free, spare_wanted=spare_wanted):
+            return False
+        resident.pages = self._pool.take(resident.num_pages, PageUse.ADAPTER)
+        self.num_resident += 1
+        resident.state = AdapterState.LOADING
+        resident.loading_since = self._clock()
+        self._start(resident, self._store.fill(resident.ref, resident.pages))
+        return True
+
+    def pin(self, digest: str) -> int:
+        """A sequence was admitted under a READY revision, which stays until it is unpinned; returns its slot."""
+        resident = self._known[digest]
+        assert resident.slot is not None, "only a READY revision is pinned"
+        self._set_idle(resident, False)
         resident.users += 1
-        if resident.state is AdapterState.KNOWN:
-            self.make_room(resident.num_pages)
-            resident.pages = self._pool.take(resident.num_pages, PageUse.ADAPTER)
-            resident.state = AdapterState.LOADING
-            resident.loading_since = self._clock()
-            resident.pending = self._store.fill(resident.ref, resident.pages)
+        return resident.slot
 
     def unpin(self, digest: str) -> None:
         """A sequence ended or was preempted; the weights stay until somebody needs the room."""
         resident = self._known[digest]
         resident.users -= 1
-        resident.last_used = self._clock()
+        self._set_idle(resident, resident.users == 0)
         self._forget_if_retired(resident)
 
-    def poll(self) -> None:
-        """Take note of inspections and loads that have ended."""
-        for resident in self._known.values():
-            if resident.pending is not None and resident.pending.done():
-                self._conclude(resident, resident.pending)
+    def poll(self) -> list[str]:
+        """Take note of inspections and loads that have ended, and say of which revisions."""
+        ended = [resident for resident in self._pending.values() if resident.pending and resident.pending.done()]
+        for resident in ended:
+            self._conclude(resident)
+        return [resident.ref.digest for resident in ended]
 
-    def make_room(self, num_pages: int) -> bool:
-        """Evict idle revisions, least recently used first, until `num_pages` are free; whether they are."""
-        while self._pool.num_free < num_pages:
-            idle = [r for r in self._known.values() if r.idle]
-            if not idle:
-                return False
-            self._evict(min(idle, key=lambda r: r.last_used))
+    def make_room(self, num_pages: int, *, spare_wanted: bool = False) -> bool:
+        """Evict idle revisions until `num_pages` are free; whether they are. None is evicted where that would not do.
+
+        First those that nobody waits for; of these, first those whose pages are expected to save least.
+        """
+        if (missing := num_pages - self._pool.num_free) <= 0:
+            return True
+        idle = [r for r in self._idle.values() if not (spare_wanted and r.interested)]
+        if sum(r.num_pages for r in idle) < missing:
+            return False
+        for resident in sorted(idle, key=lambda r: r.worth(self._patience.overhead_pages)):
+            if self._pool.num_free >= num_pages:
+                break
+            self._release(resident, AdapterState.KNOWN)
             self.counters.evictions += 1
         return True
 
@@ -166,31 +150,56 @@ class Residency:
             resident.retired = True
             self._forget_if_retired(resident)
 
-    def _conclude(self, resident: _Resident, pending: Future[int]) -> None:
-        resident.pending = None
+    def _inspect(self, resident: Resident) -> None:
+        resident.state = AdapterState.INSPECTING
+        self._start(resident, self._store.inspect(resident.ref))
+
+    def _start(self, resident: Resident, pending: Future[int]) -> None:
+        resident.pending = pending
+        self._pending[resident.ref.digest] = resident
+
+    def _conclude(self, resident: Resident) -> None:
+        pending, resident.pending = self._pending.pop(resident.ref.digest).pending, None
+        assert pending is not None
         if error := pending.exception():
-            self.counters.failures += 1
-            resident.failure = str(error)
-            self._release(resident, AdapterState.FAILED)
+            self._fail(resident, error)
         elif resident.state is AdapterState.INSPECTING:
             resident.num_pages, resident.state = pending.result(), AdapterState.KNOWN
         else:
-            resident.slot, resident.state = pending.result(), AdapterState.READY
+            resident.slot, resident.state, resident.failures = pending.result(), AdapterState.READY, 0
+            self._set_idle(resident, True)
             self.counters.loads += 1
             self.counters.load_seconds += self._clock() - resident.loading_since
         self._forget_if_retired(resident)
 
-    def _evict(self, resident: _Resident) -> None:
-        assert resident.idle, "only an idle revision may lose its pages"
-        self._release(resident, AdapterState.KNOWN)
+    def _fail(self, resident: Resident, error: BaseException) -> None:
+        self.counters.failures += 1
+        resident.failures += 1
+        resident.retry_at = self._clock() + self._patience.quarantine(resident.failures)
+        resident.reason = str(error)
+        self._release(resident, AdapterState.FAILED)
 
-    def _release(self, resident: _Resident, state: AdapterState) -> None:
+    def _set_idle(self, resident: Resident, idle: bool) -> None:
+        digest = resident.ref.digest
+        if idle == (digest in self._idle):
+            return
+        if idle:
+            self._idle[digest] = resident
+            self._idle_pages += resident.num_pages
+        else:
+            del self._idle[digest]
+            self._idle_pages -= resident.num_pages
+
+    def _release(self, resident: Resident, state: AdapterState) -> None:
+        assert not resident.users, "only a revision out of use may lose its pages"
+        self._set_idle(resident, False)
         if resident.slot is not None:
             self._store.drop(resident.slot)
+        self.num_resident -= bool(resident.pages)
         self._pool.give_back(resident.pages, PageUse.ADAPTER)
         resident.pages, resident.slot, resident.state = [], None, state
 
-    def _forget_if_retired(self, resident: _Resident) -> None:
+    def _forget_if_retired(self, resident: Resident) -> None:
         if resident.retired and not (resident.users or resident.interested or resident.pending):
             self._release(resident, AdapterState.KNOWN)
-            self._known = {d: r for d, r in self._known.items() if r is not resident}
+            del self._known[resident.ref.digest]

@@ -7,15 +7,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
-from loramux.engine.sequence import Sequence
+import msgspec
 
-BASE_SLOT = -1
-"""The slot of rows that no adapter serves; they come last in a step."""
+from loramux.engine.sequence import BASE_SLOT, Sequence
+
+__all__ = ["BASE_SLOT", "Chunk", "Step"]
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """`length` tokens of a sequence from `start`: one while decoding, up to the token budget in prefill."""
+class Chunk(msgspec.Struct, frozen=True, gc=False, eq=False):
+    """`length` tokens of a sequence from `start`: one while decoding, up to the token budget in prefill.
+
+    A Struct because a step makes hundreds, and makes them ten times faster than a frozen dataclass's.
+    """
 
     sequence: Sequence
     start: int
@@ -31,7 +34,7 @@ class Chunk:
     @property
     def samples(self) -> bool:
         """Whether the chunk reaches the sequence's last token, so that a new one is sampled from it."""
-        return self.end == len(self.sequence.token_ids)
+        return self.start + self.length == len(self.sequence.token_ids)
 
 
 @dataclass(frozen=True)
@@ -43,16 +46,16 @@ class Step:
     @classmethod
     def lay_out(cls, chunks: Iterable[Chunk]) -> Step:
         """Order the chunks; stable, so that equals keep the scheduler's order."""
-        return cls(tuple(sorted(chunks, key=lambda chunk: (chunk.slot == BASE_SLOT, chunk.slot))))
+        return cls(tuple(sorted(chunks, key=_row_order)))
 
     @property
     def empty(self) -> bool:
         """Whether there is nothing to run."""
         return not self.chunks
 
-    @property
+    @cached_property
     def sampling(self) -> list[Chunk]:
-        """The chunks that yield a token, in row order."""
+        """The chunks that yield a token, in row order, as they were when first asked for: before the commit."""
         return [chunk for chunk in self.chunks if chunk.samples]
 
     @cached_property
@@ -69,3 +72,7 @@ class Step:
     def holds_base(self) -> bool:
         """Whether any row is the base model's."""
         return bool(self.runs) and self.runs[-1][0] == BASE_SLOT
+
+
+def _row_order(chunk: Chunk) -> int:
+    return chunk.slot & 0xFFFF_FFFF  # BASE_SLOT becomes the highest

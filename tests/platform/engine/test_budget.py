@@ -30,21 +30,21 @@ def test_peak_equals_a_run_in_lockstep(shapes: list[tuple[int, int, int]], block
     budget = Budget(num_pages=1000, block_size=block_size)
     running = [sequence(*shape) for shape in shapes]
     peak = max(
-        (sum(budget.pages_for(len(s.token_ids) + t) for s in running if s.max_tokens_left >= t) for t in range(60)),
+        (sum(budget.pages_for(len(s.token_ids) + t) for s in running if s.likely_left >= t) for t in range(60)),
         default=0,
     )
     assert budget.kv_peak(running) == peak
 
 
 def test_a_lone_candidate_may_fill_the_pool_exactly() -> None:
-    budget = Budget(num_pages=10, block_size=16, watermark=2)
-    assert budget.admits(sequence(100, 60), [], pinned_pages=0)
-    assert not budget.admits(sequence(100, 61), [], pinned_pages=0)
-    assert not budget.admits(sequence(100, 60), [], pinned_pages=1)
+    budget = Budget(num_pages=10, block_size=16, watermark_share=0.2)
+    assert budget.admits(sequence(100, 60), [], adapter_pages=0)
+    assert not budget.admits(sequence(100, 61), [], adapter_pages=0)
+    assert not budget.admits(sequence(100, 60), [], adapter_pages=1)
 
 
 def test_the_watermark_counts_beside_others() -> None:
-    budget = Budget(num_pages=10, block_size=16, watermark=2)
+    budget = Budget(num_pages=10, block_size=16, watermark_share=0.2)
     running = [sequence(16, 16)]
-    assert budget.admits(sequence(80, 16), running, pinned_pages=0)
-    assert not budget.admits(sequence(96, 16), running, pinned_pages=0)
+    assert budget.admits(sequence(80, 16), running, adapter_pages=0)
+    assert not budget.admits(sequence(96, 16), running, adapter_pages=0)

@@ -1,0 +1,28 @@
+"""What the scheduler is steered by: shares, bounds and how far it looks ahead."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from loramux.engine.request import ServiceClass
+
+
+def _shares() -> dict[ServiceClass, float]:
+    return {ServiceClass.INTERACTIVE: 8.0, ServiceClass.STANDARD: 3.0, ServiceClass.BATCH: 1.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Service is counted in units: a prompt token computed is one, a token generated two (as in VTC, OSDI 2024)."""
+
+    class_shares: dict[ServiceClass, float] = field(default_factory=_shares)
+    """Shares, never strict priority: every class with work moves."""
+    tau: float = 2048.0
+    """Units over weight that one may be ahead of another who waits; further ahead it sits out."""
+    load_units_per_page: float = 1.0
+    """What loading an adapter is charged: a page crosses the host link in about the time of one token's prefill
+    (2 MiB at 50 GB/s against 16 GFLOP at 400 TFLOP/s: 42 and 40 microseconds)."""
+    lookahead: int = 32
+    """Tenants a step looks at beyond those it admits, to have their adapters loaded."""
+    window: int = 8
+    """Requests of one tenant a step looks at for one whose adapter is ready."""

@@ -1,0 +1,85 @@
+"""One revision on its way into the pool: where it comes from, where it stands, and how well it is remembered."""
+
+from __future__ import annotations
+
+import enum
+import math
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from loramux.engine.request import AdapterRef
+
+
+class AdapterStore(Protocol):
+    """Where weights come from and go to; every method returns at once and works on threads of its own."""
+
+    def inspect(self, ref: AdapterRef) -> Future[int]:
+        """Check the files, and so bring them into the host's memory; the result is the pages the revision takes."""
+        ...
+
+    def fill(self, ref: AdapterRef, pages: list[int]) -> Future[int]:
+        """Read the weights into `pages`; the result is the bank slot that serves them."""
+        ...
+
+    def drop(self, slot: int) -> None:
+        """Forget a slot; its pages are about to be given back."""
+        ...
+
+
+class AdapterState(enum.Enum):
+    """A revision's way into the pool."""
+
+    INSPECTING = enum.auto()
+    KNOWN = enum.auto()
+    """On disk, its size known, no pages held."""
+    LOADING = enum.auto()
+    """Pages held, weights on their way."""
+    READY = enum.auto()
+    FAILED = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How residency remembers: failures and use."""
+
+    first_retry: float = 1.0
+    """Seconds before a failed revision is tried again; doubled with every failure in a row, its quarantine."""
+    last_retry: float = 600.0
+    half_life: float = 300.0
+    """Seconds after which a use counts half."""
+    overhead_pages: float = 8.0
+    """What a load costs beside its bytes, in the time that a page takes."""
+
+    def quarantine(self, failures: int) -> float:
+        """Seconds to wait after so many failures in a row."""
+        return min(self.last_retry, self.first_retry * 2.0 ** (failures - 1))
+
+
+@dataclass(eq=False, slots=True)
+class Resident:
+    """One revision; `users` are the running sequences under it, `interested` the waiting and running ones."""
+
+    ref: AdapterRef
+    pending: Future[int] | None = None
+    state: AdapterState = AdapterState.INSPECTING
+    num_pages: int = 0
+    pages: list[int] = field(default_factory=list)
+    slot: int | None = None
+    users: int = 0
+    interested: int = 0
+    heat: float = float("-inf")
+    """log2 of its uses, each counted 2 ** (when / half-life): as time passes, all of them cool at the same rate."""
+    loading_since: float = 0.0
+    retired: bool = False
+    failures: int = 0
+    retry_at: float = 0.0
+    reason: str = ""
+
+    def warm(self, now: float) -> None:
+        """A use at `now`, in half-lives."""
+        self.heat = now + math.log2(1.0 + 2.0 ** max(self.heat - now, -1000.0))
+
+    def worth(self, overhead_pages: float) -> tuple[bool, float]:
+        """Whether somebody waits for it, and log2 of expected uses a second x cost of a miss / pages."""
+        return self.interested > 0, self.heat + math.log2(1.0 + overhead_pages / max(self.num_pages, 1))

@@ -1,0 +1,122 @@
+"""The bound that fairness.py claims, on the running scheduler: any weights, loads, preemptions and pool sizes."""
+
+from __future__ import annotations
+
+from house import House
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from loramux.engine.fairness import Account, Contest, Ranking
+from loramux.engine.policy import Policy
+from loramux.engine.request import ServiceClass
+from loramux.simulator.gap import ServiceGap
+
+TENANTS = ["t", "u", "v"]
+PAGES_OF_BOTH_ADAPTERS = 5
+
+
+def test_a_ranking_mends_what_has_grown_and_keeps_order_among_equals() -> None:
+    a, b, c = Account(), Account(), Account()
+    ranking: Ranking[Account] = Ranking(lambda account: account.served)
+    for account in (a, b, c):
+        ranking.put(account)
+    assert ranking.first() is a
+    a.served, b.served = 3.0, 1.0
+    assert ranking.first() is c
+    ranking.drop(c)
+    assert ranking.first() is b
+    b.served = 3.0
+    assert ranking.first() is a
+
+
+def test_sleeping_earns_nothing_and_debts_that_nobody_feels_are_void() -> None:
+    contest: Contest[Account] = Contest()
+    busy, sleeper, late = Account(), Account(), Account()
+    contest.enter(busy)
+    contest.charge(busy, 100.0)
+    contest.enter(sleeper)
+    assert sleeper.served == busy.served == 100.0
+    assert sleeper.received == 0.0
+    contest.leave(sleeper)
+    contest.charge(busy, 50.0)
+    contest.leave(busy)
+    contest.charge(busy, 25.0)
+    contest.enter(late)
+    assert late.served == 175.0, "nobody waited: it starts beside the one who got most"
+
+
+class FairnessMachine(RuleBasedStateMachine):
+    """Three tenants in three classes; what two of them received while both waited stays together."""
+
+    @initialize(
+        pages=st.sampled_from([25, 60, 400]),
+        rows=st.integers(2, 6),
+        tokens=st.integers(4, 16),
+        tau=st.sampled_from([0.0, 5.0, 20.0]),
+        weights=st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=3, max_size=3),
+    )
+    def open(self, pages: int, rows: int, tokens: int, tau: float, weights: list[float]) -> None:
+        self.policy = Policy(tau=tau)
+        self.house = House(pages, block_size=4, max_num_seqs=rows, max_tokens=tokens, policy=self.policy)
+        self.weights = dict(zip(TENANTS, weights, strict=True))
+        self.delta = tokens + 2 * rows + PAGES_OF_BOTH_ADAPTERS * self.policy.load_units_per_page
+        self.gaps = {group: ServiceGap() for group in self.house.scheduler.queue.groups}
+        self.class_gap = ServiceGap()
+        self.sent = 0
+        self.arrive("t", 1, 150, None, ServiceClass.STANDARD, copies=rows)
+        self.step(2)  # somebody has every row, and for long
+
+    @rule(
+        tenant=st.sampled_from(TENANTS),
+        prompt=st.integers(1, 30),
+        output=st.integers(1, 50),
+        adapter=st.sampled_from([None, None, "a", "b"]),
+        service_class=st.sampled_from(list(ServiceClass)),
+        copies=st.integers(1, 12),
+    )
+    def arrive(
+        self, tenant: str, prompt: int, output: int, adapter: str | None, service_class: ServiceClass, copies: int
+    ) -> None:
+        for _ in range(copies):
+            self.sent += 1
+            weight = self.weights[tenant]
+            self.house.submit(f"r{self.sent}", prompt, output, adapter, service_class, tenant, weight)
+
+    @precondition(lambda self: self.sent)
+    @rule(pick=st.integers(1, 1000))
+    def cancel(self, pick: int) -> None:
+        self.house.scheduler.cancel(f"r{pick % self.sent + 1}")
+
+    @precondition(lambda self: self.house.store.pending)
+    @rule()
+    def load(self) -> None:
+        self.house.store.finish()
+
+    @rule(count=st.sampled_from([1, 5, 30]))
+    def step(self, count: int) -> None:
+        queue = self.house.scheduler.queue
+        for _ in range(count):
+            self.house.step()
+            for group, gap in self.gaps.items():
+                gap.observe(flow for flow in queue.flows if flow.group is group and queue.backlogged(flow))
+            self.class_gap.observe(group for group in queue.groups if group.contest.floor is not None)
+
+    @invariant()
+    def tenants_of_a_class_stay_together(self) -> None:
+        delta = self.delta / min(self.weights.values())
+        for gap in self.gaps.values():
+            assert gap.largest <= 2 * (self.policy.tau + delta)
+
+    @invariant()
+    def classes_stay_together(self) -> None:
+        assert self.class_gap.largest <= 2 * (self.policy.tau + self.delta)
+
+    def teardown(self) -> None:
+        if hasattr(self, "house"):
+            self.house.run(20_000)
+            assert len(self.house.finished) == self.sent
+
+
+TestFairnessMachine = FairnessMachine.TestCase
+TestFairnessMachine.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)

@@ -1,0 +1,131 @@
+"""A scheduler over a small pool, and a model that always answers the same token."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+from loramux.engine.budget import Budget
+from loramux.engine.messages import TokenEvent
+from loramux.engine.pages import PagePool
+from loramux.engine.policy import Policy
+from loramux.engine.request import AdapterRef, Request, SamplingParams, ServiceClass
+from loramux.engine.residency import Residency
+from loramux.engine.scheduler import Scheduler, SchedulerLimits
+from loramux.engine.step import BASE_SLOT
+
+
+class ManualStore:
+    """Loads end when the test says so."""
+
+    def __init__(self, sizes: dict[str, int]) -> None:
+        self.sizes = sizes
+        self.pending: list[tuple[Future[int], int]] = []
+        self.live: dict[int, list[int]] = {}
+
+    def inspect(self, ref: AdapterRef) -> Future[int]:
+        return self._later(self.sizes[ref.digest])
+
+    def fill(self, ref: AdapterRef, pages: list[int]) -> Future[int]:
+        assert len(pages) == self.sizes[ref.digest]
+        slot = next(i for i in range(100) if i not in self.live)
+        self.live[slot] = pages
+        return self._later(slot)
+
+    def drop(self, slot: int) -> None:
+        del self.live[slot]
+
+    def finish(self, index: int = 0, error: Exception | None = None) -> None:
+        future, result = self.pending.pop(index)
+        if error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    def finish_all(self) -> None:
+        while self.pending:
+            self.finish()
+
+    def _later(self, result: int) -> Future[int]:
+        future: Future[int] = Future()
+        self.pending.append((future, result))
+        return future
+
+
+class House:
+    """A scheduler over a small pool, and a model that always answers token 7."""
+
+    def __init__(
+        self,
+        num_pages: int = 12,
+        block_size: int = 4,
+        max_num_seqs: int = 4,
+        max_tokens: int = 16,
+        policy: Policy | None = None,
+    ) -> None:
+        self.store = ManualStore({"a": 2, "b": 3, "huge": 100})
+        self.pool = PagePool(num_pages)
+        self.time = 0.0
+        self.residency = Residency(self.pool, self.store, self.clock)
+        self.scheduler = Scheduler(
+            SchedulerLimits(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_tokens, max_model_len=1000),
+            Budget(num_pages, block_size),
+            self.pool,
+            self.residency,
+            self.clock,
+            policy,
+        )
+        self.finished: dict[str, str] = {}
+        self.generated: dict[str, int] = {}
+        self.order: list[str] = []
+
+    def clock(self) -> float:
+        self.time += 1.0
+        return self.time
+
+    def submit(
+        self,
+        name: str,
+        prompt: int,
+        output: int,
+        adapter: str | None = None,
+        service_class: ServiceClass = ServiceClass.STANDARD,
+        tenant: str = "t",
+        weight: float = 1.0,
+    ) -> None:
+        ref = AdapterRef(adapter, f"/{adapter}") if adapter else None
+        self.scheduler.add(
+            Request(
+                id=name,
+                tenant=tenant,
+                prompt_token_ids=[1] * prompt,
+                sampling=SamplingParams(max_tokens=output, temperature=0),
+                adapter=ref,
+                service_class=service_class,
+                weight=weight,
+            )
+        )
+
+    def step(self) -> int:
+        step = self.scheduler.plan()
+        for chunk in step.chunks:
+            assert len(chunk.sequence.pages) * self.scheduler.budget.block_size >= chunk.end
+            assert (chunk.slot == BASE_SLOT) == (chunk.sequence.digest is None)
+        assert sum(chunk.length for chunk in step.chunks) <= self.scheduler.limits.max_num_batched_tokens
+        assert [slot for slot, _ in step.runs] == sorted({slot for slot, _ in step.runs}, key=lambda s: (s == -1, s))
+        sampled = [TokenEvent(request_id=c.sequence.id, token_id=7) for c in step.sampling]
+        for event in self.scheduler.take_news() + self.scheduler.commit(step, sampled):
+            if event.token_id is not None:
+                self.generated[event.request_id] = self.generated.get(event.request_id, 0) + 1
+            if event.finish_reason:
+                assert event.request_id not in self.finished
+                self.finished[event.request_id] = event.finish_reason
+                self.order.append(event.request_id)
+        return len(step.chunks)
+
+    def run(self, steps: int = 500) -> None:
+        for _ in range(steps):
+            if self.scheduler.idle:
+                return
+            self.store.finish_all()
+            self.step()
+        raise AssertionError("the house did not come to rest")
