@@ -24,7 +24,7 @@ class Penalties:
     generated: torch.Tensor
     """bool[N]: whether the model wrote the token; else it stood in the prompt."""
     repetition: torch.Tensor
-    """float32[S]; 1 for none. Divides positive logits of seen tokens and multiplies the others (Keskar et al., 2019)."""
+    """float32[S]; 1 for none. Divides seen tokens' positive logits, multiplies the others (Keskar et al., 2019)."""
     presence: torch.Tensor
     """float32[S]; 0 for none. Subtracted from generated tokens' logits."""
     frequency: torch.Tensor

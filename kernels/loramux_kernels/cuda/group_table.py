@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import torch
 
@@ -29,7 +29,7 @@ class GroupTable:
     """Whether every row of B starts where a vector load may."""
 
 
-@lru_cache(maxsize=None)
+@cache
 def group_table(group: LoraGroup, block_columns: int, device: torch.device) -> GroupTable:
     """The tables of `group` with its slices cut into blocks of `block_columns`.
 

@@ -1,4 +1,4 @@
-"""Semantics: y[s[k]:s[k+1], slice i] += scale(slot[k], sites[i]) * sum_p v[p, i, s[k]:s[k+1], :r] @ Bt(slot[k], sites[i])."""
+"""Semantics: y[s[k]:s[k+1], slice i] += scale(slot[k], sites[i]) * sum_p v[p, i, s[k]:s[k+1], :r] @ Bt."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def lora_expand(
     """Add every adapter's contribution to the base's outputs, in place, for all sites of a group at once.
 
     Arguments as for the public operator, on a GPU; `v` is the GPU's `lora_shrink`'s, `b_offsets` are multiples of 8
-    elements. The intermediate stays float32 to within 2^-16: tensor cores take it as the sum of two of the pool's numbers.
+    elements. The intermediate stays float32 to within 2^-16: tensor cores take it as a sum of two.
     """
     run_all(prepare_expand(v, pool, table, group, segments, y))
 

@@ -179,10 +179,9 @@ def _attend(
         q = tl.load(query_rows + d[None, :], mask=has_row[:, None] & (d < KEY_DIM)[None, :], other=0.0)
         highest = tl.full((BLOCK_ROWS,), _NEVER, tl.float32)
         total = tl.zeros((BLOCK_ROWS,), tl.float32)
-        if sinks is not None:
-            if tl.load(item + 7) != 0:
-                highest = tl.load(sinks + head * GROUPS + member).to(tl.float32) * _LOG2_E
-                total += 1.0
+        if sinks is not None and tl.load(item + 7) != 0:
+            highest = tl.load(sinks + head * GROUPS + member).to(tl.float32) * _LOG2_E
+            total += 1.0
         sums = tl.zeros((BLOCK_ROWS, BLOCK_VALUE), tl.float32)
         # Tokens that every row of the tile sees need no mask; with a window, hardly any are.
         seen = first_token

@@ -2,7 +2,7 @@
 
 Nothing is sorted. One pass over the vocabulary, shared by all programs, finds each row's greatest logit and, where no
 token is ruled out, its winner. A row that rules tokens out is finished by one program: it lists the few tokens that
-hold nearly all the mass, or takes all where they are many, and finds each threshold by bisection on the bits of a float.
+hold nearly all the mass, or takes all where they are many; thresholds come by bisection on the bits of a float.
 """
 
 from __future__ import annotations
@@ -61,7 +61,17 @@ def prepare_sample(logits: torch.Tensor, batch: SamplingBatch, tokens: torch.Ten
 
 @triton.jit
 def _scan(
-    logits, chunk_best, chunk_token, temperature, top_k, top_p, min_p, seed, step, logits_stride, vocab,
+    logits,
+    chunk_best,
+    chunk_token,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    seed,
+    step,
+    logits_stride,
+    vocab,
     BLOCK: tl.constexpr,
 ):
     """The best score of one chunk of one row: of the race, or the logit where the race must wait for a threshold."""
@@ -83,8 +93,23 @@ def _scan(
 
 @triton.jit
 def _finish(
-    logits, chunk_best, chunk_token, listed, listed_token, tokens, temperature, top_k, top_p, min_p, seed, step,
-    logits_stride, vocab, chunks, BLOCK: tl.constexpr, BLOCK_CHUNKS: tl.constexpr,
+    logits,
+    chunk_best,
+    chunk_token,
+    listed,
+    listed_token,
+    tokens,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    seed,
+    step,
+    logits_stride,
+    vocab,
+    chunks,
+    BLOCK: tl.constexpr,
+    BLOCK_CHUNKS: tl.constexpr,
 ):
     """The winner among a row's chunks, or the whole race where tokens are ruled out."""
     row = tl.program_id(0).to(tl.int64)
@@ -112,8 +137,18 @@ def _finish(
         if p < 1.0:
             lowest = _threshold(source, values, count, direct, best, heat, lowest, p * mass, True, BLOCK)
         winner = _race(
-            source, values, names, count, direct, best, heat, lowest, floor,
-            tl.load(seed + row), tl.load(step + row), BLOCK,
+            source,
+            values,
+            names,
+            count,
+            direct,
+            best,
+            heat,
+            lowest,
+            floor,
+            tl.load(seed + row),
+            tl.load(step + row),
+            BLOCK,
         )
     tl.store(tokens + row, winner.to(tl.int64))
 
@@ -126,7 +161,7 @@ def _rules_out(row, vocab, top_k, top_p, min_p):
 
 @triton.jit
 def _list_tokens(source, values, names, vocab, best, heat, k, p, floor, BLOCK: tl.constexpr):
-    """List the tokens within some margin of the best, all that can stay among them: (their number, all tokens' mass)."""
+    """List the tokens within some margin of the best, all that can stay: (their number, all tokens' mass)."""
     near, middle, far = 4.0, 8.0, 14.0
     near_count, middle_count, far_count = 0, 0, 0
     near_mass, middle_mass, far_mass, mass = 0.0, 0.0, 0.0, 0.0

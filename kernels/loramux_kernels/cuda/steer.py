@@ -31,7 +31,12 @@ def prepare_steer(logits: torch.Tensor, batch: SamplingBatch) -> list[Launch]:
         }
         prices = {"repetition": p.repetition, "presence": p.presence, "frequency": p.frequency}
         grid = (triton.cdiv(len(p.rows), BLOCK),)
-        count = {**counting, "generated": p.generated.view(torch.uint8), "counts_stride": logits.shape[1], "BLOCK": BLOCK}
+        count = {
+            **counting,
+            "generated": p.generated.view(torch.uint8),
+            "counts_stride": logits.shape[1],
+            "BLOCK": BLOCK,
+        }
         launches.append(Launch(_count, grid, count, num_warps=4, num_stages=1))
         penalise = {**shared, **counting, **prices, "counts_stride": logits.shape[1]}
         launches.append(Launch(_penalise, grid, penalise, num_warps=4, num_stages=1))
@@ -54,7 +59,16 @@ def _count(rows, token_ids, generated, counts, length, counts_stride, BLOCK: tl.
 
 @triton.jit
 def _penalise(
-    logits, rows, token_ids, counts, repetition, presence, frequency, length, logits_stride, counts_stride,
+    logits,
+    rows,
+    token_ids,
+    counts,
+    repetition,
+    presence,
+    frequency,
+    length,
+    logits_stride,
+    counts_stride,
     BLOCK: tl.constexpr,
 ):
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -74,7 +74,7 @@ class TileMap:
 
     @classmethod
     def reserve(cls, rows: int, rank: int, shape: TileShape, device: torch.device) -> TileMap:
-        """An empty map of fixed addresses for launches held in a CUDA graph, for up to `rows` rows of ranks to `rank`."""
+        """An empty map of fixed addresses for launches held in a CUDA graph: up to `rows` rows, ranks to `rank`."""
         shrink = reserve(rows * -(-rank // shape.rank), ITEM_WIDTH, device)
         tiles = RowTiles(shape, shrink, reserve(rows, ITEM_WIDTH, device))
         return cls(rows, -(-rank // RANK_TILE) * RANK_TILE, (tiles,))

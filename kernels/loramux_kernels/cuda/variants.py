@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from loramux_kernels.cuda.kv_cache import prepare_write_kv
 from loramux_kernels.cuda.launch import Launch
 from loramux_kernels.cuda.lora_expand import prepare_expand
 from loramux_kernels.cuda.lora_shrink import new_intermediate, prepare_shrink
-from loramux_kernels.cuda.kv_cache import prepare_write_kv
 from loramux_kernels.cuda.paged_attention import prepare_attention
 from loramux_kernels.cuda.sampling import prepare_sample
 from loramux_kernels.kv_cache import AttentionBatch, KvLayer
