@@ -4,6 +4,7 @@
 // Chunks of context start at multiples of CHUNK whatever the step, and a masked position adds exactly nothing: a row's
 // answer does not depend on the rows beside it, nor on how its prompt was cut.
 #include <atomic>
+#include <utility>
 #include <vector>
 
 #include "abi.hpp"
@@ -55,7 +56,27 @@ class Attention {
         std::atomic<size_t> taken{0};
         on_threads(threads_for(work * (int64_t)sizeof(T), threads), [&](int, int) {
             Scratch scratch;
-            for (size_t i; (i = taken++) < items.size();) attend(items[i], scratch);
+            Chunk chunk, next;
+            size_t i = taken++;
+            if (i >= items.size()) return;
+            Context now = context_of(items[i]);
+            for (find(now, now.start, chunk);;) {
+                size_t j = taken++;  // before it is needed, for its first chunk is fetched during this item's last
+                Context later = j < items.size() ? context_of(items[j]) : Context{};
+                scratch.fit(now.rows, units, padded_value_dim);
+                begin(now, scratch);
+                for (bool last = false; !last; std::swap(chunk, next)) {
+                    last = chunk.start + CHUNK >= now.stop;
+                    find(last ? later : now, last ? later.start : chunk.start + CHUNK, next);
+                    gather_keys(chunk, next, scratch.keys);
+                    multiply_keys(now.rows, chunk.tokens, scratch);
+                    weigh(now, chunk, scratch);
+                    add_values(now.rows, chunk, next, scratch);
+                }
+                end(now, scratch);
+                if (j >= items.size()) return;
+                now = later;
+            }
         });
     }
 
@@ -81,45 +102,49 @@ class Attention {
     }
 
     struct Context {
-        const T *key, *value;    // of the kv head, in page 0
+        const T *key, *value;   // of the kv head, in page 0
         const int32_t* pages;
-        int64_t rows, position;  // of query and head together; of the first query row
-        int64_t first_row;       // in the packed query
-        int64_t head;
+        int64_t rows;           // of query and head together
+        int64_t position;       // of the first query row
+        int64_t start, stop;    // of what the rows see; the start a multiple of CHUNK
+        int64_t first_row, head;  // in the packed query
     };
 
-    const T* key_at(const Context& c, int64_t token) const {
-        return c.key + c.pages[token / layer.block_size] * layer.key_page + token % layer.block_size * layer.key_token;
-    }
+    // Where a chunk's tokens are; pages are looked up, not divided for, token by token.
+    struct Chunk {
+        int64_t start, tokens;
+        const T *key[CHUNK], *value[CHUNK];
+    };
 
-    const T* value_at(const Context& c, int64_t token) const {
-        return c.value + c.pages[token / layer.block_size] * layer.value_page +
-               token % layer.block_size * layer.value_token;
-    }
-
-    void attend(const Item& item, Scratch& scratch) const {
-        int64_t query_rows = batch.cu_seqlens[item.sequence + 1] - batch.cu_seqlens[item.sequence];
-        Context c{(const T*)layer.key + item.head * layer.key_head,
-                  (const T*)layer.value + item.head * layer.value_head,
-                  batch.block_table + item.sequence * batch.max_blocks,
-                  item.count * heads_per_kv,
-                  batch.context_lens[item.sequence] - query_rows + item.first,
-                  batch.cu_seqlens[item.sequence] + item.first,
-                  item.head * heads_per_kv};
-        scratch.fit(c.rows, units, padded_value_dim);
-        begin(c, scratch);
-        int64_t stop = c.position + item.count;
-        int64_t start = call.sliding_window > 0 && c.position >= call.sliding_window
-                            ? (c.position - call.sliding_window + 1) / CHUNK * CHUNK
-                            : 0;
-        for (; start < stop; start += CHUNK) {
-            int64_t tokens = stop - start < CHUNK ? stop - start : CHUNK;
-            gather_keys(c, start, tokens, stop, scratch.keys);
-            multiply_keys(c.rows, tokens, scratch);
-            weigh(c, start, tokens, scratch);
-            add_values(c, start, tokens, scratch);
+    void find(const Context& c, int64_t start, Chunk& chunk) const {
+        chunk.start = start;
+        chunk.tokens = c.stop - start < CHUNK ? c.stop - start : CHUNK;
+        int64_t page = start / layer.block_size, offset = start % layer.block_size;
+        for (int64_t t = 0; t < chunk.tokens; page++, offset = 0) {
+            const T* key = c.key + c.pages[page] * layer.key_page;
+            const T* value = c.value + c.pages[page] * layer.value_page;
+            for (; offset < layer.block_size && t < chunk.tokens; offset++, t++) {
+                chunk.key[t] = key + offset * layer.key_token;
+                chunk.value[t] = value + offset * layer.value_token;
+            }
         }
-        end(c, scratch);
+        for (int64_t t = chunk.tokens; t > 0 && t % 16; t++) chunk.key[t] = chunk.key[0];  // whole vectors; masked later
+    }
+
+    Context context_of(const Item& item) const {
+        int64_t first_row = batch.cu_seqlens[item.sequence] + item.first;
+        int64_t after = batch.cu_seqlens[item.sequence + 1] - first_row;
+        int64_t position = batch.context_lens[item.sequence] - after;
+        int64_t hidden = call.sliding_window > 0 ? position - call.sliding_window + 1 : 0;
+        return {(const T*)layer.key + item.head * layer.key_head,
+                (const T*)layer.value + item.head * layer.value_head,
+                batch.block_table + item.sequence * batch.max_blocks,
+                item.count * heads_per_kv,
+                position,
+                hidden > 0 ? hidden / CHUNK * CHUNK : 0,
+                position + item.count,
+                first_row,
+                item.head * heads_per_kv};
     }
 
     void begin(const Context& c, Scratch& scratch) const {
@@ -137,26 +162,22 @@ class Attention {
         std::memset(scratch.sums, 0, c.rows * padded_value_dim * sizeof(float));
     }
 
-    // keys[group][unit][16 tokens], zero past the last token; fetches what comes next on the way
-    void gather_keys(const Context& c, int64_t start, int64_t tokens, int64_t stop, float* keys) const {
-        constexpr int line = 64 / sizeof(T);
-        for (int64_t group = 0; group * 16 < tokens; group++, keys += units * 16) {
-            int64_t count = tokens - group * 16 < 16 ? tokens - group * 16 : 16, token = start + group * 16;
-            const T* at[16];
-            for (int64_t t = 0; t < count; t++) {
-                at[t] = key_at(c, token + t);
-                const T* value = value_at(c, token + t);
-                for (int64_t d = 0; d < layer.value_dim; d += line) __builtin_prefetch(value + d);
-                if (token + t + CHUNK < stop) {
-                    const T* next = key_at(c, token + t + CHUNK);
-                    for (int64_t d = 0; d < layer.key_dim; d += line) __builtin_prefetch(next + d);
-                }
-            }
+    static void fetch(const T* row, int64_t width) {
+        for (int64_t d = 0; d < width; d += 64 / sizeof(T)) __builtin_prefetch(row + d);
+    }
+
+    // keys[group][unit][16 tokens]; the next chunk's keys are fetched on the way
+    void gather_keys(const Chunk& chunk, const Chunk& next, float* keys) const {
+        for (int64_t first = 0; first < chunk.tokens; first += 16, keys += units * 16) {
+            for (int64_t t = first; t < first + 16 && t < next.tokens; t++) fetch(next.key[t], layer.key_dim);
             for (int64_t u = 0; u < units; u += 16) {
+                const int64_t element = u * U::elements, left = layer.key_dim - element;
                 f32x16 rows[16];
-                for (int t = 0; t < 16; t++)
-                    rows[t] = t < count ? U::load_first(at[t] + u * U::elements, layer.key_dim - u * U::elements)
-                                        : f32x16{};
+                if (left >= 16 * U::elements)
+#pragma GCC unroll 16
+                    for (int t = 0; t < 16; t++) rows[t] = U::load(chunk.key[first + t] + element);
+                else
+                    for (int t = 0; t < 16; t++) rows[t] = U::load_first(chunk.key[first + t] + element, left);
                 transpose(rows);
                 for (int i = 0; i < 16 && u + i < units; i++) store(keys + (u + i) * 16, rows[i]);
             }
@@ -200,13 +221,13 @@ class Attention {
     }
 
     // Scores become weights relative to the highest score so far; rescale[row] brings earlier sums to the same scale.
-    void weigh(const Context& c, int64_t start, int64_t tokens, Scratch& scratch) const {
+    void weigh(const Context& c, const Chunk& chunk, Scratch& scratch) const {
         const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-        const int groups = (int)(tokens + 15) / 16;
+        const int groups = (int)(chunk.tokens + 15) / 16;
         for (int64_t row = 0; row < c.rows; row++) {
-            int64_t position = c.position + row / heads_per_kv - start, from = 0;
+            int64_t position = c.position + row / heads_per_kv - chunk.start, from = 0;
             if (call.sliding_window > 0 && position >= call.sliding_window) from = position - call.sliding_window + 1;
-            int64_t last = position < tokens ? position : tokens - 1;
+            int64_t last = position < chunk.tokens ? position : chunk.tokens - 1;
             float* scores = scratch.scores + row * CHUNK;
             f32x16 s[GROUPS], high = splat(scratch.highest[row]);
             for (int g = 0; g < groups; g++) {
@@ -230,35 +251,35 @@ class Attention {
         }
     }
 
-    void add_values(const Context& c, int64_t start, int64_t tokens, Scratch& scratch) const {
-        const T* value[CHUNK];
-        for (int64_t t = 0; t < tokens; t++) value[t] = value_at(c, start + t);
-        for (int64_t row = 0; row < c.rows; row += MAX_ROWS) {
-            int64_t count = c.rows - row < MAX_ROWS ? c.rows - row : MAX_ROWS, d = 0;
-            for (; d + 64 <= layer.value_dim; d += 64) add_rows<4>(count, value, d, tokens, row, scratch);
-            for (; d < layer.value_dim; d += 16) add_rows<1>(count, value, d, tokens, row, scratch);
+    void add_values(int64_t rows, const Chunk& chunk, const Chunk& next, Scratch& scratch) const {
+        for (int64_t row = 0; row < rows; row += MAX_ROWS) {
+            int64_t count = rows - row < MAX_ROWS ? rows - row : MAX_ROWS, d = 0;
+            const Chunk* fetched = row == 0 ? &next : nullptr;
+            for (; d + 64 <= layer.value_dim; d += 64) add_rows<4>(count, chunk, fetched, d, row, scratch);
+            for (; d < layer.value_dim; d += 16) add_rows<1>(count, chunk, fetched, d, row, scratch);
         }
     }
 
     template <int V, int M = MAX_ROWS>
-    void add_rows(int64_t rows, const T* const* value, int64_t d, int64_t tokens, int64_t row, Scratch& scratch) const {
+    void add_rows(int64_t rows, const Chunk& chunk, const Chunk* next, int64_t d, int64_t row, Scratch& scratch) const {
         if constexpr (M > 0) {
-            if (rows == M) return add_block<V, M>(value, d, tokens, row, scratch);
-            add_rows<V, M - 1>(rows, value, d, tokens, row, scratch);
+            if (rows == M) return add_block<V, M>(chunk, next, d, row, scratch);
+            add_rows<V, M - 1>(rows, chunk, next, d, row, scratch);
         }
     }
 
     template <int V, int M>
-    void add_block(const T* const* value, int64_t d, int64_t tokens, int64_t row, Scratch& scratch) const {
+    void add_block(const Chunk& chunk, const Chunk* next, int64_t d, int64_t row, Scratch& scratch) const {
         const float* weight = scratch.scores + row * CHUNK;
         float* sums = scratch.sums + row * padded_value_dim + d;
         const int64_t left = V > 1 ? 16 : layer.value_dim - d;
         f32x16 acc[M][V];
         for (int m = 0; m < M; m++)
             for (int v = 0; v < V; v++) acc[m][v] = load(sums + m * padded_value_dim + v * 16) * scratch.rescale[row + m];
-        for (int64_t t = 0; t < tokens; t++) {
+        for (int64_t t = 0; t < chunk.tokens; t++) {
+            if (next && t < next->tokens) fetch(next->value[t] + d, V * 16);
             f32x16 column[V];
-            for (int v = 0; v < V; v++) column[v] = load_first(value[t] + d + v * 16, left);
+            for (int v = 0; v < V; v++) column[v] = load_first(chunk.value[t] + d + v * 16, left);
             for (int m = 0; m < M; m++)
                 for (int v = 0; v < V; v++) acc[m][v] += weight[m * CHUNK + t] * column[v];
         }

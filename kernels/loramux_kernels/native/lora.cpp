@@ -253,6 +253,8 @@ void expand_block(const float* v, int64_t ldv, const T* pool, const Pair& p, con
                   int64_t column, int64_t columns, T* y, int64_t ldy) {
     alignas(64) float sums[M][EXPAND_COLUMNS];
     auto rows_at = [&](int64_t rank) { return pool + p.offsets[rank / RANK_TILE] + rank % RANK_TILE * width + column; };
+    for (int m = 0; m < M; m++)
+        for (int64_t c = 0; c < columns; c += 64 / sizeof(T)) __builtin_prefetch(y + m * ldy + c, 1);
     const T* b = rows_at(0);
     for (int64_t rank = 0; rank < p.rank; rank += 4) {
         const T* then = rank + 4 < p.rank ? rows_at(rank + 4) : next;

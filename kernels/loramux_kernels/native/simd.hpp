@@ -132,12 +132,12 @@ inline f32x16 blend(i32x16 take_a, f32x16 a, f32x16 b) {
 
 inline f32x16 max(f32x16 a, f32x16 b) { return blend(a > b, a, b); }
 
-// e^x within 2 units in the last place; 0 below the smallest normal number; NaN stays NaN. Coefficients: Cephes, expf.
+// e^x within 2 units in the last place for x up to 88; 0 below the smallest normal number; NaN stays NaN. Coefficients: Cephes, expf.
 inline f32x16 exp(f32x16 x) {
     const float shifter = 12582912.f;  // 1.5 * 2^23: adding and taking it away rounds to a whole number
     i32x16 vanishes = x < splat(-87.3f);
     f32x16 bounded = max(x, splat(-87.3f));
-    bounded = blend(bounded > splat(88.7f), splat(88.7f), bounded);
+    bounded = blend(bounded > splat(88.f), splat(88.f), bounded);
     f32x16 n = (bounded * 1.44269504088896341f + shifter) - shifter;
     f32x16 r = bounded - n * 0.693359375f + n * 2.12194440e-4f;
     f32x16 p = splat(1.9875691500e-4f);
@@ -148,8 +148,7 @@ inline f32x16 exp(f32x16 x) {
     p = p * r + 5.0000001201e-1f;
     p = p * (r * r) + r + 1.f;
     i32x16 exponent = __builtin_convertvector(n, i32x16);
-    i32x16 half = exponent >> 1;  // two steps, for 2^128 has no exponent of its own
-    f32x16 scaled = p * bits_of<f32x16>((half + 127) << 23) * bits_of<f32x16>((exponent - half + 127) << 23);
+    f32x16 scaled = p * bits_of<f32x16>((exponent + 127) << 23);
     return blend(x != x, x, blend(vanishes, f32x16{}, scaled));
 }
 
