@@ -27,6 +27,7 @@ REFUSALS = {
     403: ResponseSpec(ErrorAnswer, description="The key lacks the scope."),
     404: ResponseSpec(ErrorAnswer, description="It does not exist, or it is another tenant's."),
     413: ResponseSpec(ErrorAnswer, description="The body is too large."),
+    429: ResponseSpec(ErrorAnswer, description="Over capacity, or over a limit of yours: see Retry-After."),
     500: ResponseSpec(ErrorAnswer, description="Our own fault; the message holds the id to report."),
     503: ResponseSpec(ErrorAnswer, description="Not now: see Retry-After."),
 }

@@ -11,7 +11,7 @@ from litestar import MediaType, Request, Response
 from litestar.exceptions import HTTPException
 from litestar.types import ExceptionHandlersMap
 
-from loramux.gateway import GatewayError, GenerationFailed, InvalidRequest, Unavailable
+from loramux.gateway import GatewayError, GenerationFailed, InvalidRequest, OverCapacity, Unavailable
 from loramux.registry import ModelNotFound, RegistryError, RevisionUnavailable
 from loramux.tenants import InvalidKey, TenantsError
 from loramux.usage import InvalidQuery
@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 _missing_parameter = re.compile(r"Missing required \w+ parameter '(?P<name>\w+)'")
 INVALID, SERVER, PERMISSION = "invalid_request_error", "server_error", "permission_error"
+OVER_CAPACITY = "over_capacity_error"
 
 
 class Forbidden(GatewayError):
@@ -55,6 +56,8 @@ def _of_gateway(error: GatewayError) -> Problem:
             status, kind = 403, PERMISSION
         case InvalidRequest():
             status, kind = 400, INVALID
+        case OverCapacity():
+            status, kind = 429, OVER_CAPACITY
         case Unavailable():
             status, kind = 503, SERVER
         case _:

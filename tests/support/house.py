@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 
 from loramux.engine.budget import Budget
-from loramux.engine.messages import TokenEvent
+from loramux.engine.messages import EngineFault, TokenEvent
 from loramux.engine.pages import PagePool
 from loramux.engine.policy import Policy
 from loramux.engine.request import AdapterRef, Request, SamplingParams, ServiceClass
@@ -61,7 +61,10 @@ class House:
         max_num_seqs: int = 4,
         max_tokens: int = 16,
         policy: Policy | None = None,
+        pace: tuple[float, float] | None = None,
     ) -> None:
+        """`pace`: seconds of a step and of each token in it; without one the clock ticks whenever it is read."""
+        self.pace = pace
         self.store = ManualStore({"a": 2, "b": 3, "huge": 100})
         self.pool = PagePool(num_pages)
         self.time = 0.0
@@ -77,9 +80,11 @@ class House:
         self.finished: dict[str, str] = {}
         self.generated: dict[str, int] = {}
         self.order: list[str] = []
+        self.faults: dict[str, EngineFault] = {}
+        self.first_token_at: dict[str, float] = {}
 
     def clock(self) -> float:
-        self.time += 1.0
+        self.time += self.pace is None
         return self.time
 
     def submit(
@@ -91,6 +96,7 @@ class House:
         service_class: ServiceClass = ServiceClass.STANDARD,
         tenant: str = "t",
         weight: float = 1.0,
+        deadline_ms: int | None = None,
     ) -> None:
         ref = AdapterRef(adapter, f"/{adapter}") if adapter else None
         self.scheduler.add(
@@ -102,6 +108,7 @@ class House:
                 adapter=ref,
                 service_class=service_class,
                 weight=weight,
+                deadline_ms=deadline_ms,
             )
         )
 
@@ -112,14 +119,19 @@ class House:
             assert (chunk.slot == BASE_SLOT) == (chunk.sequence.digest is None)
         assert sum(chunk.length for chunk in step.chunks) <= self.scheduler.limits.max_num_batched_tokens
         assert [slot for slot, _ in step.runs] == sorted({slot for slot, _ in step.runs}, key=lambda s: (s == -1, s))
+        if self.pace:
+            self.time += self.pace[0] + self.pace[1] * sum(chunk.length for chunk in step.chunks)
         sampled = [TokenEvent(request_id=c.sequence.id, token_id=7) for c in step.sampling]
         for event in self.scheduler.take_news() + self.scheduler.commit(step, sampled):
             if event.token_id is not None:
+                self.first_token_at.setdefault(event.request_id, self.time)
                 self.generated[event.request_id] = self.generated.get(event.request_id, 0) + 1
             if event.finish_reason:
                 assert event.request_id not in self.finished
                 self.finished[event.request_id] = event.finish_reason
                 self.order.append(event.request_id)
+            if event.fault:
+                self.faults[event.request_id] = event.fault
         return len(step.chunks)
 
     def run(self, steps: int = 500) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from litestar import Controller, Request, Response, post
@@ -17,6 +18,7 @@ from loramux_api.openapi import REFUSALS
 from loramux_api.schemas.answers import TextCompletion
 from loramux_api.schemas.completion_writer import CompletionWriter
 from loramux_api.schemas.completions import CompletionBody, to_ask
+from loramux_api.schemas.headers import Deadline
 from loramux_api.schemas.strict import StrictJSON
 
 
@@ -43,8 +45,9 @@ class CompletionController(Controller):
         request: Request[Any, Any, Any],
         principal: NamedDependency[Principal],
         completions: NamedDependency[CompletionService],
+        deadline_ms: Deadline = None,
     ) -> Response[Any]:
         """Continue one or several prompts with an adapter of yours, or with the base model."""
-        generation = await completions.begin(principal, to_ask(data))
+        generation = await completions.begin(principal, replace(to_ask(data), deadline_ms=deadline_ms))
         writer = CompletionWriter(data, generation, completions.fingerprint)
         return await answer(request, generation, writer, stream=bool(data.stream))

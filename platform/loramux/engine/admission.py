@@ -20,13 +20,21 @@ class Admission:
     """Moves sequences between the queue and the batch, under one budget."""
 
     def __init__(self, policy: Policy, budget: Budget, queue: RequestQueue, batch: Batch, residency: Residency) -> None:
-        self._history = OutputHistory()
         self.num_preemptions = 0
+        self._history = OutputHistory()
         self._policy = policy
         self._budget = budget
         self._queue = queue
         self._batch = batch
         self._residency = residency
+
+    def estimate(self, sequence: Sequence) -> None:
+        """How long it should get (for memory) and what it should take (for shares), by its revision's history."""
+        sampling = sequence.request.sampling
+        expected = self._history.expect(_history_key(sequence), sampling.max_tokens)
+        sequence.likely_len = sequence.num_prompt_tokens + expected.p90
+        outputs = max(expected.mean, sequence.num_output_tokens + 1)
+        sequence.due = sequence.num_prompt_tokens + 2 * outputs
 
     def admit(self, draft: Draft, refuse: Callable[[Sequence], None]) -> None:
         """Fill `draft` from the queue. A head that does not fit holds its place: nobody behind it goes in.
@@ -87,7 +95,7 @@ class Admission:
         flow = sequence.flow
         if flow.too_far:
             return False
-        self._estimate(sequence)
+        self.estimate(sequence)
         if not (self._has_room(sequence) or self._clear_the_way(sequence, draft)):
             return False
         if self._cold(sequence):
@@ -122,14 +130,6 @@ class Admission:
         assert extended, "the budget counts what is held, so that what it admits has its first pages"
         draft.lay(sequence, length)
         self._queue.charge(flow, sequence.charge(length))
-
-    def _estimate(self, sequence: Sequence) -> None:
-        """How long it should get (for memory) and what it should take (for shares), by its revision's history."""
-        sampling = sequence.request.sampling
-        expected = self._history.expect(_history_key(sequence), sampling.max_tokens)
-        sequence.likely_len = sequence.num_prompt_tokens + expected.p90
-        outputs = max(expected.mean, sequence.num_output_tokens + 1)
-        sequence.due = sequence.num_prompt_tokens + 2 * outputs
 
     # room
 

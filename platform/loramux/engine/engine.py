@@ -92,6 +92,11 @@ class Engine:
         """Whether the next step has to wait for an adapter."""
         return self.scheduler.stalled
 
+    @property
+    def patience(self) -> float | None:
+        """Seconds that a stalled engine may wait before somebody has to be answered; None: as long as it takes."""
+        return self.scheduler.seconds_to_deadline
+
     def stats(self) -> EngineStats:
         """Counters and gauges of this moment."""
         pages, loads, count = self._pool.counts, self._residency.counters, self._counters

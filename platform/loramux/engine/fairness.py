@@ -20,11 +20,13 @@ is charged, and swings back and forth.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from operator import attrgetter
 from typing import Generic, TypeVar
+
+from loramux.engine.load import Load
 
 
 @dataclass(eq=False, slots=True)
@@ -38,6 +40,8 @@ class Account:
     """`served`, and what its admitted requests are expected to take yet."""
     lifted: float = 0.0
     """What rule 1 added."""
+    queued: Load = field(default_factory=Load)
+    """What waits."""
 
     @property
     def received(self) -> float:
@@ -83,6 +87,9 @@ class Ranking(Generic[AccountT]):
     def __contains__(self, account: AccountT) -> bool:
         return account in self._tickets
 
+    def __iter__(self) -> Iterator[AccountT]:
+        return iter(self._tickets)
+
     def put(self, account: AccountT) -> None:
         """Rank `account`, or rank it anew."""
         ticket = self._tickets[account] = next(self._next_ticket)
@@ -117,6 +124,9 @@ class Contest(Generic[AccountT]):
     def __contains__(self, account: AccountT) -> bool:
         return account in self._by_served
 
+    def __iter__(self) -> Iterator[AccountT]:
+        return iter(self._by_served)
+
     @property
     def floor(self) -> float | None:
         """The lowest counter of those that wait; None where nobody does."""
@@ -128,11 +138,22 @@ class Contest(Generic[AccountT]):
         """Who should be admitted next."""
         return self._by_booked.first()
 
+    def entry(self, account: AccountT) -> float:
+        """Where `account` is, or would be after rule 1, in the order of admission."""
+        if account in self:
+            return account.booked
+        return account.booked + max(0.0, self._start - account.served)
+
+    @property
+    def _start(self) -> float:
+        """Where one who comes back starts (rule 1)."""
+        floor = self.floor
+        return self._peak if floor is None else floor
+
     def enter(self, account: AccountT) -> None:
         """Eligible work has come (rule 1)."""
         if account not in self:
-            floor = self.floor
-            account.lift(self._peak if floor is None else floor)
+            account.lift(self._start)
             self._by_served.put(account)
             self._by_booked.put(account)
 

@@ -47,8 +47,11 @@ class EngineFault(msgspec.Struct, frozen=True):
     """Why a request could not be served: a stable code and a sentence for its caller."""
 
     code: str
-    """`context_length_exceeded`, `adapter_failed`, `engine_overloaded` or `internal_error`."""
+    """`context_length_exceeded`, `adapter_failed`, `engine_overloaded` (refused when it came: it would miss its
+    deadline), `deadline_exceeded` (its deadline passed while it waited) or `internal_error`."""
     message: str
+    retry_after: int | None = None
+    """Seconds after which it may go better."""
 
 
 class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 
-from loramux.engine.fairness import Contest, Flow, Group
+from loramux.engine.fairness import AccountT, Contest, Flow, Group
+from loramux.engine.load import Load
 from loramux.engine.policy import Policy
 from loramux.engine.request import Request, ServiceClass
 from loramux.engine.sequence import Sequence
@@ -57,6 +58,19 @@ class RequestQueue:
         """What waits in `flow`, in order."""
         return self._waiting[flow]
 
+    def ahead_of(self, flow: Flow) -> Load:
+        """What is expected to be admitted before a request that comes to the end of `flow` now.
+
+        Fluid fair queueing: the others of its class are served up to the counter that `flow` will have reached by then,
+        and the other classes up to the counter that its class will have.
+        """
+        group = flow.group
+        ahead = Load()
+        ahead.add(flow.queued)
+        _add_others(ahead, group.contest, flow, group.contest.entry(flow) + ahead.units / flow.weight)
+        _add_others(ahead, self._classes, group, self._classes.entry(group) + ahead.units / group.weight)
+        return ahead
+
     def backlogged(self, flow: Flow) -> bool:
         """Whether something of `flow` waits that could run."""
         return flow in flow.group.contest
@@ -77,21 +91,22 @@ class RequestQueue:
     def push(self, sequence: Sequence) -> None:
         """Queue at the end of its flow."""
         self._waiting[sequence.flow].append(sequence)
-        self._length += 1
-        self._enter(sequence.flow)
+        self._count(sequence, _load_of(sequence))
 
     def push_front(self, sequence: Sequence) -> None:
         """Queue again at the head: it was preempted and keeps its place."""
         self._waiting[sequence.flow].appendleft(sequence)
-        self._length += 1
-        self._enter(sequence.flow)
+        self._count(sequence, _load_of(sequence))
 
     def remove(self, sequence: Sequence) -> None:
         """Take out an admitted, cancelled or failed sequence."""
         waiting = self._waiting[sequence.flow]
         waiting.remove(sequence)
         self._length -= 1
+        for account in (sequence.flow, sequence.flow.group):
+            account.queued.add(sequence.queued, -1.0)
         if not waiting:
+            sequence.flow.queued = Load()  # no rounding error outlives a queue
             self._leave(sequence.flow)
 
     def stand_out(self, flow: Flow, digests: Iterable[str]) -> None:
@@ -136,6 +151,13 @@ class RequestQueue:
         for group in self._groups.values():
             group.contest.restore()
 
+    def _count(self, sequence: Sequence, load: Load) -> None:
+        self._length += 1
+        sequence.queued = load
+        for account in (sequence.flow, sequence.flow.group):
+            account.queued.add(load)
+        self._enter(sequence.flow)
+
     def _enter(self, flow: Flow) -> None:
         self._classes.enter(flow.group)
         flow.group.contest.enter(flow)
@@ -145,3 +167,15 @@ class RequestQueue:
         contest.leave(flow)
         if contest.floor is None:
             self._classes.leave(flow.group)
+
+
+def _load_of(sequence: Sequence) -> Load:
+    output = (sequence.due - sequence.num_prompt_tokens) / 2 - sequence.num_output_tokens
+    return Load(1.0, sequence.num_uncomputed, max(1.0, output), sequence.likely_len)
+
+
+def _add_others(ahead: Load, contest: Contest[AccountT], own: AccountT, level: float) -> None:
+    """Of every other party in `contest`, what it is owed before `own` has reached `level`."""
+    for other in contest:
+        if other is not own:
+            ahead.add(other.queued, other.queued.share_of((level - other.booked) * other.weight))

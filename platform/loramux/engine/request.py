@@ -65,3 +65,5 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     service_class: ServiceClass = ServiceClass.STANDARD
     weight: float = 1.0
     """The tenant's share within its class."""
+    deadline_ms: int | None = None
+    """Its first token must come within so many milliseconds, or it is refused. None: as the policy says."""

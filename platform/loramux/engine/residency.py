@@ -63,12 +63,22 @@ class Residency:
         """Pages it takes; 0 while INSPECTING."""
         return self._known[digest].num_pages
 
+    def expected_wait(self, digest: str) -> float:
+        """Seconds that a wanted revision is likely to take yet until it is READY, by the mean of the loads so far."""
+        resident, counters = self._known.get(digest), self.counters
+        if not counters.loads or (resident and resident.state is AdapterState.READY):
+            return 0.0
+        loading = resident is not None and resident.state is AdapterState.LOADING
+        spent = self._clock() - resident.loading_since if resident and loading else 0.0
+        return max(0.0, counters.load_seconds / counters.loads - spent)
+
     def pinned_pages(self, candidate: str | None = None) -> int:
         """Pages of every revision in use or loading, and of `candidate` as if it were."""
         pinned = self._pool.counts.adapters - self._idle_pages
-        if candidate is None or not (candidate in self._idle or not self._known[candidate].pages):
+        resident = self._known.get(candidate) if candidate else None
+        if resident is None or (resident.pages and candidate not in self._idle):
             return pinned
-        return pinned + self._known[candidate].num_pages
+        return pinned + resident.num_pages
 
     # acts
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import msgspec
 
 from loramux.engine.admission import Admission
 from loramux.engine.batch import Batch, Draft
 from loramux.engine.budget import Budget
+from loramux.engine.deadlines import Deadlines
 from loramux.engine.fairness import Flow
+from loramux.engine.forecast import Forecast
 from loramux.engine.messages import EngineFault, TokenEvent
 from loramux.engine.pages import PagePool
-from loramux.engine.policy import Policy
+from loramux.engine.policy import Policy, SchedulerLimits
 from loramux.engine.queue import RequestQueue
 from loramux.engine.request import Request
 from loramux.engine.residency import Residency
@@ -22,15 +23,7 @@ from loramux.engine.resident import AdapterState
 from loramux.engine.sequence import Sequence
 from loramux.engine.step import Step
 
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """The familiar knobs."""
-
-    max_num_seqs: int
-    """Rows of a step."""
-    max_num_batched_tokens: int
-    max_model_len: int
+__all__ = ["Scheduler", "SchedulerLimits"]
 
 
 class Scheduler:
@@ -52,7 +45,10 @@ class Scheduler:
         self.queue = RequestQueue(self.policy)
         self._batch = Batch(pool, residency, budget.block_size)
         self._admission = Admission(self.policy, budget, self.queue, self._batch, residency)
+        self._forecast = Forecast(limits, budget, self.queue, self._batch, residency)
+        self._deadlines = Deadlines(self.policy, self._forecast)
         self._clock = clock
+        self._planned_at = 0.0
         self._sequences: dict[str, Sequence] = {}
         self._news: list[TokenEvent] = []
 
@@ -76,15 +72,26 @@ class Scheduler:
         """Whether nothing can run before an adapter has arrived."""
         return not self._news and not self.running
 
+    @property
+    def seconds_to_deadline(self) -> float | None:
+        """Until the next of those that wait would have to be answered; None where nobody has a deadline."""
+        deadline = self._deadlines.next
+        return None if deadline is None else max(0.0, deadline - self._clock())
+
     # requests come and go
 
     def add(self, request: Request) -> None:
-        """Queue a request, or answer it at once when it could never run."""
+        """Queue a request, or answer it at once when it could never run, or not by its deadline."""
         if fault := self._impossible(request):
             self._news.append(_ending(request.id, "error", fault))
             return
         sequence = Sequence(request, self._clock(), self.queue.flow_of(request))
+        self._admission.estimate(sequence)
+        if fault := self._deadlines.refusal(sequence):
+            self._news.append(_ending(request.id, "error", fault))
+            return
         self._sequences[request.id] = sequence
+        self._deadlines.watch(sequence)
         if request.adapter is not None:
             self.residency.want(request.adapter)
         self.queue.push(sequence)
@@ -106,7 +113,9 @@ class Scheduler:
 
     def plan(self) -> Step:
         """Give every ready decoding sequence a row and the rest of the budget to prefill, old and newly admitted."""
+        self._planned_at = self._clock()
         self._heed_adapters()
+        self._heed_deadlines()
         self.queue.draw_ceilings()
         draft = Draft(self.limits.max_num_batched_tokens, self.limits.max_num_seqs)
         self._go_on(draft)
@@ -119,6 +128,7 @@ class Scheduler:
         `sampled` holds one event for each of `step.sampling`, with the token and, where it ends the answer, `stop`.
         """
         sampling = step.sampling
+        self._forecast.pace.observe(sum(chunk.length for chunk in step.chunks), self._clock() - self._planned_at)
         for chunk in step.chunks:
             chunk.sequence.num_computed = chunk.end
         return [self._append(chunk.sequence, event) for chunk, event in zip(sampling, sampled, strict=True)]
@@ -129,6 +139,11 @@ class Scheduler:
                 for sequence in [s for s in self.queue if s.digest == digest]:
                     self._fail(sequence)
             self.queue.call_back(digest)
+
+    def _heed_deadlines(self) -> None:
+        for sequence in self._deadlines.missed(self._planned_at):
+            if sequence.id in self._sequences and not sequence.started:
+                self._refuse(sequence, self._deadlines.fault(sequence))
 
     def _go_on(self, draft: Draft) -> None:
         """The rows of those admitted earlier."""

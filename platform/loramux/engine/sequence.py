@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from loramux.engine.fairness import Flow
+from loramux.engine.load import Load
 from loramux.engine.request import Request
 
 BASE_SLOT = -1
@@ -36,6 +38,10 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     """block_table: page i holds tokens [i * block_size, (i + 1) * block_size)."""
     num_preemptions: int = 0
+    queued: Load = field(default_factory=Load)
+    """What it was counted for when it was queued last."""
+    must_start_by: float = math.inf
+    """Seconds of the scheduler's clock; one that has not run by then is answered and not run."""
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_token_ids)
@@ -71,6 +77,11 @@ class Sequence:
     def num_uncomputed(self) -> int:
         """Tokens that must go through the model before the next one can be sampled: 1 while decoding."""
         return len(self.token_ids) - self.num_computed
+
+    @property
+    def started(self) -> bool:
+        """Whether any of it has been planned to run."""
+        return bool(self.pages or self.num_preemptions)
 
     @property
     def units(self) -> int:

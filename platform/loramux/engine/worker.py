@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -41,16 +42,19 @@ def serve(settings: Settings, inbox: Inbox, send: Callable[[Report], None]) -> N
 def _loop(engine: Engine, inbox: Inbox, send: Callable[[Report], None]) -> None:
     stopping = False
     while not (stopping and engine.idle):
-        for command in _arrived(inbox, wait=engine.idle or engine.stalled):
+        for command in _arrived(inbox, wait=engine.idle or engine.stalled, patience=engine.patience):
             stopping |= isinstance(command, Shutdown)
             _obey(engine, command)
         if report := engine.step():
             send(report)
 
 
-def _arrived(inbox: Inbox, *, wait: bool) -> list[Command]:
-    """Everything in the inbox; waits for the first where nothing can run without it."""
-    arrived = [inbox.get()] if wait else []
+def _arrived(inbox: Inbox, *, wait: bool, patience: float | None) -> list[Command]:
+    """Everything in the inbox; waits for the first, `patience` seconds at most, where nothing can run without it."""
+    arrived: list[Command | None] = []
+    if wait:
+        with contextlib.suppress(queue.Empty):
+            arrived.append(inbox.get(timeout=patience))
     while not inbox.empty():
         arrived.append(inbox.get())
     return [command for command in arrived if command is not None]

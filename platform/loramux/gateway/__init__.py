@@ -9,6 +9,7 @@ from loramux.gateway.errors import (
     GatewayError,
     GenerationFailed,
     InvalidRequest,
+    OverCapacity,
     Unavailable,
 )
 from loramux.gateway.generation import Generation
@@ -32,6 +33,7 @@ __all__ = [
     "GenerationFailed",
     "InvalidRequest",
     "Message",
+    "OverCapacity",
     "Platform",
     "Prompt",
     "RecordsError",

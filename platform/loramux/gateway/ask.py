@@ -36,6 +36,8 @@ class Ask:
     """None: whatever the context still holds after a conversation, DEFAULT_MAX_TOKENS after a text."""
     n: int = 1
     stop: tuple[str, ...] = ()
+    deadline_ms: int | None = None
+    """Every choice's first token must come within so many milliseconds, or the request is refused."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,8 @@
     ├── InvalidRequest       the caller can mend it: `param` names the field
     ├── Unavailable          not now: try again after `retry_after` seconds
     │   ├── Draining         this server is being stopped
-    │   └── EngineDown       the engine has died
+    │   ├── EngineDown       the engine has died
+    │   └── OverCapacity     it would miss its deadline, or has missed it: nothing of it was run
     └── GenerationFailed     the house failed after it had accepted the request; nothing is charged
 
 What the registry, the tenants and the usage refuse keeps its own type (ModelNotFound, InvalidKey, InvalidQuery, ...).
@@ -32,7 +33,7 @@ class InvalidRequest(GatewayError):
 class Unavailable(GatewayError):
     """The request is fine, the moment is not."""
 
-    retry_after = 1
+    retry_after: int = 1
     """Seconds."""
 
 
@@ -54,6 +55,14 @@ class EngineDown(Unavailable):
         super().__init__("The engine has stopped and is being restarted. Please retry.", code="engine_unavailable")
 
 
+class OverCapacity(Unavailable):
+    """There is more to do than the request's deadline leaves time for."""
+
+    def __init__(self, fault: EngineFault) -> None:
+        super().__init__(fault.message, code=fault.code)
+        self.retry_after = fault.retry_after or 1
+
+
 class GenerationFailed(GatewayError):
     """What was generated until then is lost."""
 
@@ -62,5 +71,10 @@ def from_fault(fault: EngineFault | None) -> GatewayError:
     """What the engine reported, as what the caller is told."""
     if fault is None:
         return GenerationFailed("The engine gave the request up without a reason.", code="internal_error")
-    kind = {"context_length_exceeded": InvalidRequest, "engine_overloaded": Unavailable}
-    return kind.get(fault.code, GenerationFailed)(fault.message, code=fault.code)
+    match fault.code:
+        case "context_length_exceeded":
+            return InvalidRequest(fault.message, code=fault.code)
+        case "engine_overloaded" | "deadline_exceeded":
+            return OverCapacity(fault)
+        case _:
+            return GenerationFailed(fault.message, code=fault.code)

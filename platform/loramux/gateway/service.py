@@ -152,6 +152,7 @@ class CompletionService:
             prompt_token_ids=token_ids,
             sampling=_seeded(msgspec.structs.replace(ask.sampling, max_tokens=max_tokens), i),
             adapter=AdapterRef(revision.digest, str(revision.directory)) if revision else None,
+            deadline_ms=ask.deadline_ms,
         )
         transcript = Transcript(index, self._tokenizer, token_ids, ask.stop, ask.sampling.min_tokens)
         return Choice(number, request, transcript)

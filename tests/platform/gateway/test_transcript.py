@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from loramux.engine.messages import EngineFault, TokenEvent, TopLogprob
 from loramux.gateway.ask import Delta
-from loramux.gateway.errors import GenerationFailed, InvalidRequest, Unavailable
+from loramux.gateway.errors import GenerationFailed, InvalidRequest, OverCapacity
 from loramux.gateway.tokenizer import Tokenizer
 from loramux.gateway.transcript import Transcript
 
@@ -107,7 +107,8 @@ def test_half_a_character_at_the_end_is_shown_as_such() -> None:
     ("code", "kind"),
     [
         ("context_length_exceeded", InvalidRequest),
-        ("engine_overloaded", Unavailable),
+        ("engine_overloaded", OverCapacity),
+        ("deadline_exceeded", OverCapacity),
         ("adapter_failed", GenerationFailed),
         ("internal_error", GenerationFailed),
     ],

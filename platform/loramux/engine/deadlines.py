@@ -1,0 +1,66 @@
+"""First-token deadlines: who is refused when it comes because it would miss its own, and who has missed it waiting."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from itertools import count
+
+from loramux.engine.forecast import Forecast
+from loramux.engine.messages import EngineFault
+from loramux.engine.policy import Policy
+from loramux.engine.sequence import Sequence
+
+
+class Deadlines:
+    """Those that wait, by when they must have started."""
+
+    def __init__(self, policy: Policy, forecast: Forecast) -> None:
+        self._policy = policy
+        self._forecast = forecast
+        self._waiting: list[tuple[float, int, Sequence]] = []
+        self._tickets = count()
+
+    def refusal(self, sequence: Sequence) -> EngineFault | None:
+        """Why `sequence`, which has just come and is not queued yet, should not be; None where it may."""
+        deadline = self._milliseconds(sequence)
+        wait = 0.0 if deadline is None else 1000.0 * self._forecast.first_token(sequence)
+        if deadline is None or wait <= deadline:
+            return None
+        return EngineFault(
+            "engine_overloaded",
+            f"The server is over capacity: the first token is expected in {wait:.0f} ms and the request's deadline is "
+            f"{deadline} ms. Retry later, or allow more time.",
+            retry_after=max(1, math.ceil((wait - deadline) / 1000.0)),
+        )
+
+    def watch(self, sequence: Sequence) -> None:
+        """`sequence` is being queued."""
+        if (deadline := self._milliseconds(sequence)) is not None:
+            sequence.must_start_by = sequence.arrival + deadline / 1000.0
+            heapq.heappush(self._waiting, (sequence.must_start_by, next(self._tickets), sequence))
+
+    def missed(self, now: float) -> list[Sequence]:
+        """Those whose time has come, each once; some of them have started, or ended."""
+        due = []
+        while self._waiting and self._waiting[0][0] < now:
+            due.append(heapq.heappop(self._waiting)[2])
+        return due
+
+    @property
+    def next(self) -> float | None:
+        """When the next one's time comes."""
+        return self._waiting[0][0] if self._waiting else None
+
+    def fault(self, sequence: Sequence) -> EngineFault:
+        """What one that has missed its deadline is told."""
+        return EngineFault(
+            "deadline_exceeded",
+            f"The request's deadline of {self._milliseconds(sequence)} ms passed while it waited, and nothing of it "
+            f"was run. Retry later, or allow more time.",
+            retry_after=1,
+        )
+
+    def _milliseconds(self, sequence: Sequence) -> int | None:
+        asked = sequence.request.deadline_ms
+        return self._policy.deadlines_ms.get(sequence.request.service_class) if asked is None else asked
