@@ -105,6 +105,8 @@ def _of_validation(error: HTTPException) -> tuple[str, str | None]:
     """What Litestar found wrong with query and path parameters, or with a body that is not there."""
     found = error.extra[0] if isinstance(error.extra, list) and error.extra else {}
     key = found.get("key")
+    if key and found.get("source") == "header":
+        key = key.replace("_", "-")  # handlers' arguments are named after them
     if key == "data":
         return "The body is empty; send a JSON object.", None
     if key:

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 Positive = Annotated[int, Meta(ge=1)]
+Share = Annotated[float, Meta(gt=0, le=1_000_000)]
 
 
 class SettingsError(ValueError):
@@ -54,6 +55,31 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Run the engine on a thread of the server instead of in a process of its own."""
 
 
+class ClassShares(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How the service classes divide the engine when all of them have work."""
+
+    interactive: Share = 8.0
+    standard: Share = 3.0
+    batch: Share = 1.0
+
+
+class ClassDeadlines(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Milliseconds to the first token, for requests that bring no deadline of their own; None: as long as it takes."""
+
+    interactive: Positive | None = None
+    standard: Positive | None = None
+    batch: Positive | None = None
+
+
+class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Who gets how much, and when the answer is no. docs/scheduling.md explains each."""
+
+    class_shares: ClassShares = ClassShares()
+    tau: Annotated[float, Meta(ge=0)] = 2048.0
+    """Units of service over weight that a tenant may be ahead of another one who waits."""
+    deadlines_ms: ClassDeadlines = ClassDeadlines()
+
+
 class RecordsSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Where rows and blobs live."""
 
@@ -78,6 +104,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     model: ModelSettings
     server: ServerSettings = ServerSettings()
     engine: EngineSettings = EngineSettings()
+    scheduler: SchedulerSettings = SchedulerSettings()
     records: RecordsSettings = RecordsSettings()
     adapters: AdapterLimits = AdapterLimits()
 

@@ -7,8 +7,9 @@ from site_fixture import Site
 
 from loramux.engine.messages import EngineFault
 
+TEXT = {"model": "tiny", "prompt": "hi"}
 BODIES = {
-    "/v1/completions": {"model": "tiny", "prompt": "hi"},
+    "/v1/completions": TEXT,
     "/v1/chat/completions": {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]},
 }
 
@@ -24,9 +25,7 @@ def test_the_deadline_reaches_the_engine(site: Site, path: str) -> None:
 @pytest.mark.parametrize("value", ["0", "-1", "soon", "3600001"])
 def test_a_deadline_that_is_none_is_refused(site: Site, value: str) -> None:
     with site.http() as client:
-        answer = client.post(
-            "/v1/completions", json=BODIES["/v1/completions"], headers={"x-loramux-deadline-ms": value}
-        )
+        answer = client.post("/v1/completions", json=TEXT, headers={"x-loramux-deadline-ms": value})
     assert answer.status_code == 400
     assert "x-loramux-deadline-ms" in answer.text
     assert not site.engine.requests
@@ -37,7 +36,7 @@ def test_a_deadline_that_is_none_is_refused(site: Site, value: str) -> None:
 def test_over_capacity_is_429_with_retry_after(site: Site, code: str, stream: bool) -> None:
     site.engine.script = lambda _: [EngineFault(code, "expected in 9000 ms", retry_after=7)]
     with site.http() as client:
-        answer = client.post("/v1/completions", json=BODIES["/v1/completions"] | {"stream": stream})
+        answer = client.post("/v1/completions", json=TEXT | {"stream": stream})
     assert answer.status_code == 429
     assert answer.headers["retry-after"] == "7"
     error = answer.json()["error"]

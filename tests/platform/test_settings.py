@@ -37,6 +37,9 @@ def test_a_postgresql_url_is_left_alone(tmp_path: Path) -> None:
         (GOOD + "[engine]\nmax_num_seq = 3\n", "max_num_seq"),
         (GOOD + "[engine]\ngpu_memory_utilization = 1.5\n", "gpu_memory_utilization"),
         (GOOD + "[server]\nport = 70000\n", "port"),
+        (GOOD + "[scheduler]\ntau = -1\n", "scheduler.tau"),
+        (GOOD + "[scheduler.class_shares]\nbatch = 0\n", "class_shares.batch"),
+        (GOOD + "[scheduler.deadlines_ms]\ninteractive = 0\n", "deadlines_ms.interactive"),
         ("[model\n", "TOML"),
     ],
 )

@@ -45,9 +45,9 @@ class ChatController(Controller):
         request: Request[Any, Any, Any],
         principal: NamedDependency[Principal],
         completions: NamedDependency[CompletionService],
-        deadline_ms: Deadline = None,
+        x_loramux_deadline_ms: Deadline = None,
     ) -> Response[Any]:
         """Answer a conversation with an adapter of yours, or with the base model."""
-        generation = await completions.begin(principal, replace(to_ask(data), deadline_ms=deadline_ms))
+        generation = await completions.begin(principal, replace(to_ask(data), deadline_ms=x_loramux_deadline_ms))
         writer = ChatWriter(data, generation, completions.fingerprint)
         return await answer(request, generation, writer, stream=bool(data.stream))

@@ -10,6 +10,7 @@ from loramux.engine.budget import Budget
 from loramux.engine.messages import EngineStats, StepReport
 from loramux.engine.model import LoadedModel
 from loramux.engine.pages import PagePool
+from loramux.engine.policy import Policy
 from loramux.engine.request import Request
 from loramux.engine.residency import Residency
 from loramux.engine.scheduler import Scheduler, SchedulerLimits
@@ -54,6 +55,7 @@ class Engine:
             self._pool,
             self._residency,
             time.monotonic,
+            Policy.from_settings(settings.scheduler),
         )
         self._counters = _Counters()
 

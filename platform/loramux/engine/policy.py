@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from loramux.engine.request import ServiceClass
+from loramux.settings import SchedulerSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,3 +40,12 @@ class Policy:
     """Tenants a step looks at beyond those it admits, to have their adapters loaded."""
     window: int = 8
     """Requests of one tenant a step looks at for one whose adapter is ready."""
+
+    @classmethod
+    def from_settings(cls, settings: SchedulerSettings) -> Policy:
+        """What an operator asks for."""
+        return cls(
+            class_shares={c: getattr(settings.class_shares, c) for c in ServiceClass},
+            tau=settings.tau,
+            deadlines_ms={c: limit for c in ServiceClass if (limit := getattr(settings.deadlines_ms, c)) is not None},
+        )

@@ -1,4 +1,4 @@
-"""First-token deadlines: predicted when a request comes, refused early with the numbers, kept an eye on in the queue."""
+"""First-token deadlines: predicted when a request comes, refused early with the numbers, watched in the queue."""
 
 from __future__ import annotations
 
