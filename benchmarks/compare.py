@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 
 import report
@@ -74,7 +75,14 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--reps", type=int, default=1, help="repetitions of everything (default 1)")
     parser.add_argument("--peer", type=_peer, action="append", default=[], help="vllm=VENV; measured in the same run")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of every system")
-    parser.add_argument("--out", type=Path, help="a folder (default benchmarks/results/DATE-TIME)")
+    parser.add_argument(
+        "--systems", type=lambda text: text.split(","), help="only these, of loramux, peft, vllm, vllm-without-lora"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="a folder (default benchmarks/results/DATE-TIME); one that holds results is gone on with",
+    )
     arguments = parser.parse_args()
     defaults = QUICK if arguments.quick else FULL
     parser.set_defaults(**defaults)
@@ -82,21 +90,26 @@ def _parse_arguments() -> argparse.Namespace:
 
 
 def _sitting(arguments: argparse.Namespace, directory: Path) -> Sitting:
-    peers = [system for systems in arguments.peer for system in systems]
+    systems = _chosen((Served(Loramux()), PeftStatic(), *chain.from_iterable(arguments.peer)), arguments.systems)
     say("measuring the machine")
     return Sitting(
         directory=directory,
         machine=describe(arguments.threads),
-        systems=(Served(Loramux()), PeftStatic(), *peers),
+        systems=systems,
         workloads={name: comparison(name) for name in arguments.workloads},
         reps=arguments.reps,
     )
 
 
-def _new_directory(arguments: argparse.Namespace) -> Path:
+def _chosen(systems: tuple[System, ...], names: Sequence[str] | None) -> tuple[System, ...]:
+    labels = [system.label for system in systems]
+    if unknown := set(names or ()) - set(labels):
+        sys.exit(f"compare: --systems: {', '.join(sorted(unknown))} not known; there are {', '.join(labels)}")
+    return tuple(system for system in systems if names is None or system.label in names)
+
+
+def _directory(arguments: argparse.Namespace) -> Path:
     directory: Path = arguments.out or BENCHMARKS / "results" / datetime.now(UTC).strftime("%Y-%m-%d-%H%M")
-    if (directory / report.LINES).exists():
-        sys.exit(f"compare: {directory} already holds results; name another folder with --out")
     directory.mkdir(parents=True, exist_ok=True)
     return directory
 
@@ -106,7 +119,7 @@ def main() -> int:
     arguments = _parse_arguments()
     # As an exception, so that servers are stopped on the way out.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("compare: stopped by SIGTERM"))
-    directory = _new_directory(arguments)
+    directory = _directory(arguments)
     subprocess.run([sys.executable, str(BENCHMARKS / "models.py"), *arguments.models], check=True)
     sitting = _sitting(arguments, directory)
     sitting.record(sitting.machine)

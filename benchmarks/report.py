@@ -46,10 +46,11 @@ class Results:
 
 
 def read(directory: Path) -> Results:
-    """The results in a folder."""
+    """The results in a folder; none where nothing has been measured yet."""
     results = Results()
     decoder = msgspec.json.Decoder(Line)
-    for line in decoder.decode_lines((directory / LINES).read_bytes()):
+    lines = directory / LINES
+    for line in decoder.decode_lines(lines.read_bytes() if lines.exists() else b""):
         results.take(line)
     return results
 

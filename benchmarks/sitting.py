@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import msgspec
@@ -53,6 +54,8 @@ class Sitting:
 
     def _measure(self, system: System, setup: Setup, rep: int) -> Iterator[tuple[Case, Drive]]:
         cases = self._cases(system, setup, rep)
+        if not cases:
+            return
         runs = [(case.mode, self.workloads[case.workload]) for case in cases]
         say(f"{setup.spec.name} {setup.dtype}, repetition {rep + 1} of {self.reps}: {system.label}, {len(runs)} runs")
         for case, drive in zip(cases, system.drives(setup, runs), strict=True):
@@ -62,11 +65,17 @@ class Sitting:
             yield case, drive
 
     def _cases(self, system: System, setup: Setup, rep: int) -> list[Case]:
-        return [
+        """What the folder does not hold yet."""
+        cases = [
             Case(system=system.label, model=setup.spec.name, dtype=setup.dtype, workload=name, mode=mode, rep=rep)
             for name, items in self.workloads.items()
             for mode in system.modes(items)
         ]
+        return [case for case in cases if case not in self._measured_before]
+
+    @cached_property
+    def _measured_before(self) -> frozenset[Case]:
+        return frozenset(m.case for m in report.read(self.directory).measurements)
 
     def _figures(self, setup: Setup, case: Case, drive: Drive) -> Measurement:
         items = self.workloads[case.workload]

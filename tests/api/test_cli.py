@@ -170,3 +170,5 @@ def test_what_the_server_refuses_is_told_in_its_own_words(site: Site, base_dir: 
 def test_the_settings_that_are_shipped_are_valid(file: Path) -> None:
     settings = load_settings(file)
     assert settings.model.served_model_name
+    if file.name == "demo.toml":
+        assert (Path(settings.model.path) / "config.json").is_file()

@@ -114,6 +114,14 @@ def test_every_system_runs_every_workload_in_each_of_its_modes(tmp_path: Path) -
     assert all(m.figures.failed == m.figures.wrong_length == 0 for m in results.measurements)
 
 
+def test_a_folder_that_holds_results_is_gone_on_with(tmp_path: Path) -> None:
+    first, second = SmallServer("loramux"), SmallServer("loramux")
+    sit(tmp_path, (Served(first),))
+    results = sit(tmp_path, (Served(second), AnswersLikePeft()), reps=2)
+    assert len(second.seen) == len(first.seen), "only the second repetition"
+    assert len({m.case for m in results.measurements}) == len(results.measurements) == 8
+
+
 def test_a_server_is_warmed_up_with_every_adapter_before_it_is_measured(tmp_path: Path) -> None:
     ours = SmallServer("loramux")
     sit(tmp_path, (Served(ours),))

@@ -15,6 +15,8 @@ from granian.constants import HTTPModes, Interfaces
 from granian.server.embed import Server
 from litestar import Litestar
 
+from loramux_api.server import BACKLOG, MAX_CONNECTIONS
+
 
 @dataclass(frozen=True)
 class Running:
@@ -57,7 +59,17 @@ def _granian(app, port):
     made = []
 
     async def serve():
-        made.append(Server(app, port=port, interface=Interfaces.ASGI, http=HTTPModes.http1, log_enabled=False))
+        made.append(
+            Server(
+                app,
+                port=port,
+                interface=Interfaces.ASGI,
+                http=HTTPModes.http1,
+                backlog=BACKLOG,
+                backpressure=MAX_CONNECTIONS,
+                log_enabled=False,
+            )
+        )
         await made[0].serve()
 
     def stop():

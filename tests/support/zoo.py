@@ -103,21 +103,29 @@ class Zoo:
 
     def make_adapters(self) -> None:
         """Save every recipe with weights that matter."""
-        model = transformers.AutoModelForCausalLM.from_pretrained(self.base, dtype=torch.float32).eval()
         for seed, (name, recipe) in enumerate(RECIPES.items()):
-            config = peft.LoraConfig(task_type="CAUSAL_LM", **recipe)
-            if self._reference is None:
-                self._reference = peft.get_peft_model(model, config, adapter_name=name)
-            else:
-                self._reference.add_adapter(name, config)
-            torch.manual_seed(100 + seed)
-            with torch.no_grad():
-                for key, parameter in self._reference.named_parameters():
-                    if f"lora_B.{name}" in key:
-                        parameter.copy_(torch.randn(parameter.shape) * 0.15)
-        assert self._reference is not None
-        self._reference.save_pretrained(self.adapters)
+            self.make_adapter(name, recipe, 100 + seed)
+
+    def make_adapter(self, name: str, recipe: dict[str, object], seed: int) -> None:
+        """Save an adapter whose B is not zero."""
+        config = peft.LoraConfig(task_type="CAUSAL_LM", **recipe)
+        if self._reference is None:
+            model = transformers.AutoModelForCausalLM.from_pretrained(self.base, dtype=torch.float32).eval()
+            self._reference = peft.get_peft_model(model, config, adapter_name=name)
+        else:
+            self._reference.add_adapter(name, config)
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for key, parameter in self._reference.named_parameters():
+                if f"lora_B.{name}." in key:
+                    parameter.copy_(torch.randn(parameter.shape) * 0.15)
+        self._reference.save_pretrained(self.adapters, selected_adapters=[name])
         self._reference.eval()
+
+    def forget_adapter(self, name: str) -> None:
+        """Drop an adapter from PEFT's model; its files stay."""
+        assert self._reference is not None
+        self._reference.delete_adapter(name)
 
     def ref(self, name: str) -> AdapterRef:
         return AdapterRef(digest=f"sha256:{name}", path=str(self.adapters / name))

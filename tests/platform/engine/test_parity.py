@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -15,6 +16,7 @@ from loramux.settings import ModelSettings, Settings
 
 SERVED = sorted(set(FAMILIES) - {"falcon", "llama4"})
 EVERY_MODEL = [None, *RECIPES]
+DRAWN = itertools.count()
 
 
 def some_requests(seed: int, count: int) -> list[Asked]:
@@ -101,6 +103,37 @@ def test_any_order_of_arrivals(
     asked = some_requests(seed, count=7)
     engine = zoo.engine(max_num_batched_tokens=budget, block_size=block_size, max_num_seqs=max_num_seqs)
     check(zoo, asked, serve(zoo, engine, asked, arrivals))
+
+
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+RANKS = st.integers(1, 40)
+RECIPE = st.fixed_dictionaries(
+    {
+        "r": RANKS,
+        "lora_alpha": st.integers(1, 40),
+        "use_rslora": st.booleans(),
+        "target_modules": st.sets(st.sampled_from(LINEARS), min_size=1),
+        "layers_to_transform": st.none() | st.sets(st.integers(0, 2), min_size=1).map(sorted),
+        "rank_pattern": st.dictionaries(st.sampled_from(LINEARS), RANKS, max_size=2),
+        "alpha_pattern": st.dictionaries(st.sampled_from(LINEARS), st.integers(1, 40), max_size=2),
+    }
+)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(recipes=st.lists(RECIPE, min_size=1, max_size=3), seed=st.integers(0, 10_000))
+def test_any_ranks_and_targets(zoo_of, recipes: list[dict[str, object]], seed: int) -> None:
+    zoo = zoo_of("llama")
+    names = [f"drawn{next(DRAWN)}" for _ in recipes]
+    try:
+        for name, recipe in zip(names, recipes, strict=True):
+            zoo.make_adapter(name, recipe, seed)
+        asked = [Asked(f"{name} {i}", name, tuple(range(5 + i, 20 + 3 * i)), 6) for i in (0, 1) for name in names]
+        asked.append(Asked("base", None, (9, 8, 7), 6))
+        check(zoo, asked, serve(zoo, zoo.engine(max_num_batched_tokens=11), asked))
+    finally:
+        for name in names:
+            zoo.forget_adapter(name)
 
 
 @pytest.mark.parametrize("family", ["falcon", "llama4"])

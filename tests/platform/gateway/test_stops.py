@@ -33,6 +33,7 @@ def ends_with_first_stop(text: str, stops: list[str]) -> str:
 
 @given(text=st.text(ALPHABET, max_size=30), stops=STOPS, cuts=st.lists(st.integers(0, 30), max_size=8))
 @example(text="abab⚑", stops=["bab⚑", "ab"], cuts=[1, 2, 3])
+@example(text="ab⚑ b", stops=["ab⚑ ", "b⚑"], cuts=[])
 def test_pieces_join_to_the_text_before_the_first_stop_string(text: str, stops: list[str], cuts: list[int]) -> None:
     matcher = StopMatcher(stops)
     assert "".join(pieces(matcher, text, cuts)) == ends_with_first_stop(text, stops)
