@@ -50,6 +50,8 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     pool_bytes: Annotated[int, Meta(ge=1)] | None = None
     """The one pool for KV and adapters. None: gpu_memory_utilization of the device, or 2 GiB on a CPU."""
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
+    prefix_cache: bool = True
+    """Keep full pages of KV for requests of the same tenant and revision that begin with the same tokens."""
     num_threads: Positive | None = None
     in_process: bool = False
     """Run the engine on a thread of the server instead of in a process of its own."""

@@ -1,4 +1,4 @@
-"""A real server process with a real engine: two tenants, the official client, and clients that leave."""
+"""A real server process with a real engine: two tenants, the official client, conversations, clients that leave."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from peft_uploads import make_adapter
 from server_process import Child, Place, served
 
 TENANTS = ("acme", "globex")
+BLOCK = 16
+LONG = "The harbour master wrote down every ship that came. " * 20
 MODELS = {"acme": ["tiny", "acme/one", "acme/two"], "globex": ["tiny", "globex/one"]}
 
 
@@ -151,3 +153,56 @@ def test_another_tenants_adapter_is_as_good_as_absent(house: House) -> None:
     for name in ("acme/one", "acme/none"):
         with pytest.raises(openai.NotFoundError):
             house.client("globex").completions.create(model=name, prompt="x")
+
+
+def ask(client: openai.OpenAI, model: str, *said: str, **keywords: object) -> openai.types.CompletionUsage:
+    roles = ("user", "assistant")
+    messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(said)]
+    asked = {"model": model, "messages": messages, "max_tokens": 5, "temperature": 0, **keywords}
+    if not asked.get("stream"):
+        return client.chat.completions.create(**asked).usage
+    return list(client.chat.completions.create(**asked, stream_options={"include_usage": True}))[-1].usage
+
+
+def cached(usage: openai.types.CompletionUsage) -> int:
+    assert usage.prompt_tokens_details is not None
+    return usage.prompt_tokens_details.cached_tokens
+
+
+@pytest.mark.parametrize(("model", "stream"), [("tiny", False), ("acme/one", True)])
+def test_the_second_turn_computes_only_its_new_tokens(house: House, model: str, stream: bool) -> None:
+    server, client = house.server, house.client("acme")
+    first = ask(client, model, LONG, stream=stream)
+    assert first.prompt_tokens > 1000
+    assert cached(first) == 0
+    computed = server.metric("loramux_engine_prompt_tokens_total")
+    second = ask(client, model, LONG, "I see.", "Which was the last?", stream=stream)
+    assert cached(second) == first.prompt_tokens // BLOCK * BLOCK
+    new = server.metric("loramux_engine_prompt_tokens_total") - computed
+    assert new == second.prompt_tokens - cached(second)
+    assert new < second.prompt_tokens - first.prompt_tokens + BLOCK
+    assert server.metric("loramux_engine_pages_kv_cached") > 1000 // BLOCK
+
+
+def test_what_the_model_said_is_found_too_and_only_by_its_tenant(house: House) -> None:
+    asked = {"model": "tiny", "max_tokens": 40, "temperature": 0, "extra_body": {"ignore_eos": True}}
+    prompt = list(LONG.encode()[:500])
+    extra = {"ignore_eos": True, "return_token_ids": True}
+    answer = house.client("acme").completions.create(prompt=prompt, **asked | {"extra_body": extra})
+    said = answer.choices[0].model_extra["token_ids"]
+    assert len(said) == 40
+    longer = [*prompt, *said, 66]
+    turn = {tenant: house.client(tenant).completions.create(prompt=longer, **asked) for tenant in TENANTS}
+    assert cached(turn["acme"].usage) == (500 + 40 - 1) // BLOCK * BLOCK
+    assert cached(turn["globex"].usage) == 0
+    assert turn["acme"].choices[0].text == turn["globex"].choices[0].text
+
+
+def test_usage_tells_found_tokens_apart_and_choices_pay_for_their_prompt_once(house: House) -> None:
+    client = house.client("globex")
+    text = "Something else entirely. " * 30
+    first = ask(client, "tiny", text, n=3)
+    again = ask(client, "tiny", text, n=3)
+    assert first.prompt_tokens == again.prompt_tokens
+    assert cached(first) == 0
+    assert cached(again) == (again.prompt_tokens - 1) // BLOCK * BLOCK

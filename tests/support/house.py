@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import Future
 
 from loramux.engine.budget import Budget
@@ -11,7 +12,7 @@ from loramux.engine.policy import Policy
 from loramux.engine.request import AdapterRef, Request, SamplingParams, ServiceClass
 from loramux.engine.residency import Residency
 from loramux.engine.scheduler import Scheduler, SchedulerLimits
-from loramux.engine.step import BASE_SLOT
+from loramux.engine.step import BASE_SLOT, Chunk, Step
 
 
 class ManualStore:
@@ -51,6 +52,33 @@ class ManualStore:
         return future
 
 
+class KvOracle:
+    """What every place of the pool holds, so that nobody reads what was not written for the same text and identity."""
+
+    def __init__(self, block_size: int, store: ManualStore) -> None:
+        self._block_size = block_size
+        self._store = store
+        self._held: dict[tuple[int, int], object] = {}
+
+    def run(self, step: Step) -> None:
+        """Every row writes its KV, then every row reads all of its context."""
+        for pages in self._store.live.values():
+            for page in pages:
+                self._held.update({(page, offset): "weights" for offset in range(self._block_size)})
+        for chunk in step.chunks:
+            self._held.update(list(self._meant(chunk))[chunk.start :])
+        for chunk in step.chunks:
+            for place, meaning in self._meant(chunk):
+                assert self._held[place] == meaning
+
+    def _meant(self, chunk: Chunk) -> Iterator[tuple[tuple[int, int], object]]:
+        sequence = chunk.sequence
+        meaning: object = tuple(sequence.request.kv_identity)
+        for position, token in enumerate(sequence.token_ids[: chunk.end]):
+            meaning = hash((meaning, token))
+            yield (sequence.pages[position // self._block_size], position % self._block_size), meaning
+
+
 class House:
     """A scheduler over a small pool, and a model that always answers token 7."""
 
@@ -77,8 +105,10 @@ class House:
             self.clock,
             policy,
         )
+        self.oracle = KvOracle(block_size, self.store) if self.scheduler.policy.prefix_cache else None
         self.finished: dict[str, str] = {}
         self.generated: dict[str, int] = {}
+        self.cached: dict[str, int] = {}
         self.order: list[str] = []
         self.faults: dict[str, EngineFault] = {}
         self.first_token_at: dict[str, float] = {}
@@ -90,25 +120,27 @@ class House:
     def submit(
         self,
         name: str,
-        prompt: int,
+        prompt: int | list[int],
         output: int,
         adapter: str | None = None,
         service_class: ServiceClass = ServiceClass.STANDARD,
         tenant: str = "t",
         weight: float = 1.0,
         deadline_ms: int | None = None,
+        scope: str = "",
     ) -> None:
         ref = AdapterRef(adapter, f"/{adapter}") if adapter else None
         self.scheduler.add(
             Request(
                 id=name,
                 tenant=tenant,
-                prompt_token_ids=[1] * prompt,
+                prompt_token_ids=[1] * prompt if isinstance(prompt, int) else prompt,
                 sampling=SamplingParams(max_tokens=output, temperature=0),
                 adapter=ref,
                 service_class=service_class,
                 weight=weight,
                 deadline_ms=deadline_ms,
+                cache_scope=scope,
             )
         )
 
@@ -121,10 +153,13 @@ class House:
         assert [slot for slot, _ in step.runs] == sorted({slot for slot, _ in step.runs}, key=lambda s: (s == -1, s))
         if self.pace:
             self.time += self.pace[0] + self.pace[1] * sum(chunk.length for chunk in step.chunks)
+        if self.oracle:
+            self.oracle.run(step)
         sampled = [TokenEvent(request_id=c.sequence.id, token_id=7) for c in step.sampling]
         for event in self.scheduler.take_news() + self.scheduler.commit(step, sampled):
             if event.token_id is not None:
                 self.first_token_at.setdefault(event.request_id, self.time)
+                self.cached.setdefault(event.request_id, event.cached_tokens)
                 self.generated[event.request_id] = self.generated.get(event.request_id, 0) + 1
             if event.finish_reason:
                 assert event.request_id not in self.finished

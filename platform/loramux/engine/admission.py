@@ -9,9 +9,9 @@ from loramux.engine.batch import Batch, Draft
 from loramux.engine.budget import Budget
 from loramux.engine.fairness import Flow
 from loramux.engine.history import OutputHistory
+from loramux.engine.memory import Memory
 from loramux.engine.policy import Policy
 from loramux.engine.queue import RequestQueue
-from loramux.engine.residency import Residency
 from loramux.engine.resident import AdapterState
 from loramux.engine.sequence import Sequence
 
@@ -19,14 +19,15 @@ from loramux.engine.sequence import Sequence
 class Admission:
     """Moves sequences between the queue and the batch, under one budget."""
 
-    def __init__(self, policy: Policy, budget: Budget, queue: RequestQueue, batch: Batch, residency: Residency) -> None:
+    def __init__(self, policy: Policy, budget: Budget, queue: RequestQueue, batch: Batch, memory: Memory) -> None:
         self.num_preemptions = 0
         self._history = OutputHistory()
         self._policy = policy
         self._budget = budget
         self._queue = queue
         self._batch = batch
-        self._residency = residency
+        self._memory = memory
+        self._residency = memory.residency
 
     def estimate(self, sequence: Sequence) -> None:
         """How long it should get (for memory) and what it should take (for shares), by its revision's history."""
@@ -95,6 +96,7 @@ class Admission:
         flow = sequence.flow
         if flow.too_far:
             return False
+        self._memory.cache.look_up(sequence)
         self.estimate(sequence)
         if not (self._has_room(sequence) or self._clear_the_way(sequence, draft)):
             return False
@@ -113,7 +115,7 @@ class Admission:
         digest = sequence.digest
         assert digest is not None, "only adapters are cold"
         leave_free = self._budget.watermark if spare_wanted else 0
-        if not self._residency.load(digest, spare_wanted=spare_wanted, leave_free=leave_free):
+        if not self._memory.load(digest, spare_wanted=spare_wanted, leave_free=leave_free):
             return False
         units = self._residency.size(digest) * self._policy.load_units_per_page
         self._queue.book(sequence.flow, units)
@@ -126,10 +128,11 @@ class Admission:
         self._batch.join(sequence)
         self._queue.book(flow, sequence.due - sequence.units)
         length = min(sequence.num_uncomputed, draft.tokens_left)
-        extended = self._batch.extend(sequence, length)
+        end = sequence.num_computed + length
+        extended = self._batch.extend(sequence, end)
         assert extended, "the budget counts what is held, so that what it admits has its first pages"
+        self._queue.charge(flow, sequence.cost(sequence.num_computed, end))
         draft.lay(sequence, length)
-        self._queue.charge(flow, sequence.charge(length))
 
     # room
 

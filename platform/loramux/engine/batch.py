@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from loramux.engine.fairness import Flow
-from loramux.engine.pages import PagePool, PageUse
-from loramux.engine.residency import Residency
+from loramux.engine.memory import Memory
 from loramux.engine.sequence import BASE_SLOT, Sequence
 from loramux.engine.step import Chunk, Step
 
@@ -33,10 +32,9 @@ class Draft:
 class Batch:
     """The running sequences, in order of admission, and their pages and adapters."""
 
-    def __init__(self, pool: PagePool, residency: Residency, block_size: int) -> None:
+    def __init__(self, memory: Memory, block_size: int) -> None:
         self.running: list[Sequence] = []
-        self._pool = pool
-        self._residency = residency
+        self._memory = memory
         self._block_size = block_size
 
     def held_by(self, flow: Flow) -> tuple[int, int]:
@@ -45,22 +43,33 @@ class Batch:
         return len(held), sum(held)
 
     def join(self, sequence: Sequence) -> None:
-        """Admit `sequence`; its adapter is READY."""
-        sequence.slot = BASE_SLOT if sequence.digest is None else self._residency.pin(sequence.digest)
+        """Admit `sequence`, behind the KV that was looked up for it; its adapter is READY."""
+        residency = self._memory.residency
+        sequence.slot = BASE_SLOT if sequence.digest is None else residency.pin(sequence.digest)
+        self._memory.cache.hold(sequence)
         self.running.append(sequence)
 
     def leave(self, sequence: Sequence) -> None:
         """Give back what `sequence` held."""
         self.running.remove(sequence)
-        self._pool.give_back(sequence.forget_kv(), PageUse.KV)
+        self._memory.cache.release(sequence)
         if sequence.digest is not None:
-            self._residency.unpin(sequence.digest)
+            self._memory.residency.unpin(sequence.digest)
 
     def extend(self, sequence: Sequence, num_tokens: int) -> bool:
         """Take pages for the first `num_tokens` tokens, evicting what is idle; False where that is not enough."""
         missing = -(-num_tokens // self._block_size) - len(sequence.pages)
         if missing > 0:
-            if not self._residency.make_room(missing):
+            if (pages := self._memory.take_kv(missing)) is None:
                 return False
-            sequence.pages += self._pool.take(missing, PageUse.KV)
+            sequence.pages += pages
         return True
+
+    def commit(self, step: Step) -> None:
+        """The step has run: its KV is in the pages, and the full ones are there for others."""
+        size, cache = self._block_size, self._memory.cache
+        for chunk in step.chunks:
+            sequence, end = chunk.sequence, chunk.end
+            sequence.num_computed = end
+            if end // size > len(sequence.trail):
+                cache.publish(sequence)

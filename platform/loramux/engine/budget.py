@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from operator import attrgetter
+from itertools import islice
+from operator import itemgetter
 
+from loramux.engine.prefix_tree import CachedPage
 from loramux.engine.sequence import Sequence
 
 
@@ -36,20 +39,27 @@ class Budget:
         """Pages that hold `num_tokens` tokens of one sequence."""
         return -(-num_tokens // self.block_size)
 
-    def kv_peak(self, sequences: Iterable[Sequence]) -> int:
+    def kv_peak(self, sequences: Iterable[Sequence], reused: Items[CachedPage] = ()) -> int:
         """The most pages the sequences hold at once if each generates what it is expected to, one token a step.
 
         The sum peaks when one of them ends: when the i-th longest ends, it and the i - 1 longer ones have all grown by
         the `left` tokens that it had left. A sequence of q full pages and r tokens then holds
         q + ceil((r + left) / block_size), so it is enough to count the longer ones by r. O(n log n + n * block_size).
+
+        A page that several of them share is counted for the one that holds it longest, so the sum stays exact. `reused`
+        are pages that one of them does not hold yet and will.
         """
         size = self.block_size
         remainders = [0] * size
         full_pages, peak = 0, 0
-        runs = sorted(((s.likely_left, len(s.token_ids)) for s in sequences), reverse=True)
-        for count, (left, held) in enumerate(runs, start=1):
+        counted: set[CachedPage] = set()
+        about_to = set(reused)
+        runs = sorted(((s.likely_left, len(s.token_ids), s.trail) for s in sequences), key=itemgetter(0), reverse=True)
+        for count, (left, held, trail) in enumerate(runs, start=1):
             full_pages += held // size
             remainders[held % size] += 1
+            if trail and (trail[0].users > 1 or trail[0] in about_to):
+                full_pages -= _count_shared(trail, counted, about_to)
             grown, rest = divmod(left, size)
             over = sum(remainders[size - rest + 1 :]) if rest else -remainders[0]
             peak = max(peak, full_pages + count * (grown + 1) + over)
@@ -62,13 +72,39 @@ class Budget:
     def admits(self, candidate: Sequence, running: Items[Sequence], adapter_pages: int, reserved: int = 0) -> bool:
         """Whether `candidate` may join: the peak of KV, and the adapters in use (its own included), stay in the pool.
 
-        Adapters that nobody uses are evictable and therefore not counted. `reserved` pages are kept from it. An empty
-        house admits whatever fits alone.
+        Adapters and cached KV that nobody uses are evictable and therefore not counted, unless they are what the
+        candidate would use; what it shares with those that run costs it nothing. `reserved` pages are kept from it. An
+        empty house admits whatever fits alone.
         """
         if not running:
             return self.kv_peak([candidate]) + adapter_pages <= self.num_pages
         limit = self.num_pages - self.watermark - reserved - adapter_pages
-        held = sum(map(len, map(attrgetter("pages"), running)))
-        if held + self.pages_for(len(candidate.token_ids)) > limit:
+        found = bisect_left(candidate.trail, True, key=_unused)
+        if sum(map(_own_pages, running)) + self.pages_for(len(candidate.token_ids)) - found > limit:
             return False  # spares most of the asking in a full house
-        return self.kv_peak([*running, candidate]) <= limit
+        return self.kv_peak([*running, candidate], candidate.trail[:found]) <= limit
+
+
+def _unused(page: CachedPage) -> bool:
+    return not page.users
+
+
+def _unshared(page: CachedPage) -> bool:
+    return page.users < 2
+
+
+def _own_pages(sequence: Sequence) -> int:
+    """Pages that no other sequence uses."""
+    trail = sequence.trail
+    shared = bisect_left(trail, True, key=_unshared) if trail and trail[0].users > 1 else 0
+    return len(sequence.pages) - shared
+
+
+def _count_shared(trail: Items[CachedPage], counted: set[CachedPage], about_to: set[CachedPage]) -> int:
+    """How many pages of `trail` are in `counted`; puts in the others that somebody shares."""
+    already = bisect_left(trail, True, key=lambda page: page not in counted)
+    for page in islice(trail, already, None):
+        if page.users < 2 and page not in about_to:
+            break
+        counted.add(page)
+    return already

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from loramux.engine.budget import Budget
 from loramux.engine.messages import EngineStats, StepReport
@@ -26,6 +26,8 @@ class _Counters:
 
     steps: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0
+    recomputed_tokens: int = 0
     output_tokens: int = 0
     distinct: int = 0
     max_distinct: int = 0
@@ -41,10 +43,10 @@ class Engine:
         self.facts = loaded.facts
         self._runner = loaded.runner
         self._weight_bytes = loaded.weight_bytes
-        self._pool = PagePool(loaded.facts.pages_total)
+        pool = PagePool(loaded.facts.pages_total)
         limits = Limits(max_rank=settings.adapters.max_rank, max_bytes=settings.adapters.max_bytes)
         self._store = DiskStore(loaded.runner.bank, loaded.base, limits, wake)
-        self._residency = Residency(self._pool, self._store, time.monotonic)
+        self._residency = Residency(pool, self._store, time.monotonic)
         self.scheduler = Scheduler(
             SchedulerLimits(
                 max_num_seqs=settings.engine.max_num_seqs,
@@ -52,10 +54,10 @@ class Engine:
                 max_model_len=loaded.facts.max_model_len,
             ),
             Budget(loaded.facts.pages_total, settings.engine.block_size),
-            self._pool,
+            pool,
             self._residency,
             time.monotonic,
-            Policy.from_settings(settings.scheduler),
+            replace(Policy.from_settings(settings.scheduler), prefix_cache=settings.engine.prefix_cache),
         )
         self._counters = _Counters()
 
@@ -70,6 +72,7 @@ class Engine:
             if event.finish_reason is not None:
                 self._runner.sampler.forget(event.request_id)
         self._counters.output_tokens += sum(event.token_id is not None for event in events)
+        self._counters.cached_tokens += sum(event.cached_tokens for event in events)
         return StepReport(events, self.stats()) if events or not step.empty else None
 
     def submit(self, request: Request) -> None:
@@ -82,7 +85,7 @@ class Engine:
 
     def retire(self, digest: str) -> None:
         """Free a deleted revision's pages once nothing uses it."""
-        self._residency.retire(digest)
+        self.scheduler.memory.retire(digest)
 
     @property
     def idle(self) -> bool:
@@ -101,15 +104,18 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters and gauges of this moment."""
-        pages, loads, count = self._pool.counts, self._residency.counters, self._counters
+        pages, loads, count = self.scheduler.memory.counts, self._residency.counters, self._counters
         return EngineStats(
             steps=count.steps,
             waiting=len(self.scheduler.queue),
             running=len(self.scheduler.running),
             pages_total=pages.total,
             pages_kv=pages.kv,
+            pages_kv_cached=pages.kv_cached,
             pages_adapters=pages.adapters,
+            pages_adapters_idle=pages.adapters_idle,
             pages_free=pages.free,
+            kv_evictions=self.scheduler.memory.cache.num_evictions,
             adapters_resident=self._residency.num_resident,
             adapter_loads=loads.loads,
             adapter_load_seconds=loads.load_seconds,
@@ -117,6 +123,8 @@ class Engine:
             adapter_load_failures=loads.failures,
             preemptions=self.scheduler.num_preemptions,
             prompt_tokens=count.prompt_tokens,
+            cached_tokens=count.cached_tokens,
+            recomputed_tokens=count.recomputed_tokens,
             output_tokens=count.output_tokens,
             distinct_adapters=count.distinct,
             max_distinct_adapters=count.max_distinct,
@@ -132,7 +140,9 @@ class Engine:
     def _count(self, step: Step) -> None:
         count, slots = self._counters, step.adapter_slots
         count.steps += 1
-        count.prompt_tokens += sum(max(0, min(c.end, c.sequence.num_prompt_tokens) - c.start) for c in step.chunks)
+        for chunk in step.chunks:
+            count.prompt_tokens += chunk.sequence.fresh_prompt(chunk.start, chunk.end)
+            count.recomputed_tokens += chunk.sequence.recomputed(chunk.start, chunk.end)
         count.distinct = len(slots)
         count.max_distinct = max(count.max_distinct, len(slots))
         if step.holds_base:

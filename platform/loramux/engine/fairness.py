@@ -19,14 +19,13 @@ is charged, and swings back and forth.
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import count
 from operator import attrgetter
 from typing import Generic, TypeVar
 
 from loramux.engine.load import Load
+from loramux.engine.ranking import Ranking
 
 
 @dataclass(eq=False, slots=True)
@@ -72,52 +71,12 @@ class Account:
 AccountT = TypeVar("AccountT", bound=Account)
 
 
-class Ranking(Generic[AccountT]):
-    """Accounts by a number that mostly grows, the lowest first; a rank that has grown is mended when it surfaces.
-
-    Whoever lowers an account's number puts it again.
-    """
-
-    def __init__(self, rank: Callable[[AccountT], float]) -> None:
-        self._rank = rank
-        self._heap: list[tuple[float, int, AccountT]] = []
-        self._tickets: dict[AccountT, int] = {}
-        self._next_ticket = count()
-
-    def __contains__(self, account: AccountT) -> bool:
-        return account in self._tickets
-
-    def __iter__(self) -> Iterator[AccountT]:
-        return iter(self._tickets)
-
-    def put(self, account: AccountT) -> None:
-        """Rank `account`, or rank it anew."""
-        ticket = self._tickets[account] = next(self._next_ticket)
-        heapq.heappush(self._heap, (self._rank(account), ticket, account))
-
-    def drop(self, account: AccountT) -> None:
-        """Take `account` out; nothing happens where it is not in."""
-        self._tickets.pop(account, None)
-
-    def first(self) -> AccountT | None:
-        """The lowest; of equals, the one put first."""
-        while self._heap:
-            rank, ticket, account = self._heap[0]
-            if self._tickets.get(account) != ticket:
-                heapq.heappop(self._heap)
-            elif rank < (now := self._rank(account)):
-                heapq.heapreplace(self._heap, (now, ticket, account))
-            else:
-                return account
-        return None
-
-
 class Contest(Generic[AccountT]):
     """Parties with eligible work waiting: `enter` when it comes, `leave` when there is none."""
 
     def __init__(self) -> None:
-        self._by_served: Ranking[AccountT] = Ranking(attrgetter("served"))
-        self._by_booked: Ranking[AccountT] = Ranking(attrgetter("booked"))
+        self._by_served: Ranking[AccountT, float] = Ranking(attrgetter("served"))
+        self._by_booked: Ranking[AccountT, float] = Ranking(attrgetter("booked"))
         self._aside: list[AccountT] = []
         self._peak = 0.0
 

@@ -79,8 +79,14 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     running: int = 0
     pages_total: int = 0
     pages_kv: int = 0
+    """KV of running requests."""
+    pages_kv_cached: int = 0
+    """KV kept for requests that begin alike, and in no other use: given up when the room is needed."""
     pages_adapters: int = 0
+    """Adapters in use or loading."""
+    pages_adapters_idle: int = 0
     pages_free: int = 0
+    kv_evictions: int = 0
     adapters_resident: int = 0
     adapter_loads: int = 0
     adapter_load_seconds: float = 0.0
@@ -88,6 +94,11 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     adapter_load_failures: int = 0
     preemptions: int = 0
     prompt_tokens: int = 0
+    """Prompt tokens computed, each once per request: neither found in the cache nor computed again."""
+    cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache, of the requests that got a first token."""
+    recomputed_tokens: int = 0
+    """Tokens, of prompts and answers, computed again after a preemption."""
     output_tokens: int = 0
     distinct_adapters: int = 0
     """Distinct adapters in the latest step that had any row."""

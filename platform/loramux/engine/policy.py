@@ -36,6 +36,8 @@ class Policy:
     load_units_per_page: float = 1.0
     """What loading an adapter is charged: a page crosses the host link in about the time of one token's prefill
     (2 MiB at 50 GB/s against 16 GFLOP at 400 TFLOP/s: 42 and 40 microseconds)."""
+    prefix_cache: bool = False
+    """Whether full pages of KV are kept for others that begin alike."""
     lookahead: int = 32
     """Tenants a step looks at beyond those it admits, to have their adapters loaded."""
     window: int = 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from typing import NamedTuple
 
 import msgspec
 
@@ -53,6 +54,15 @@ class AdapterRef(msgspec.Struct, frozen=True):
     path: str
 
 
+class KvIdentity(NamedTuple):
+    """Whose KV it is: what is computed under one identity is never read under another."""
+
+    tenant: str
+    digest: str | None
+    """The revision's content, never its name, so that a name that moves on leaves no stale KV; None: the base."""
+    scope: str
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One generation. `tenant` and `adapter` are set by the server and never read from a client's body."""
 
@@ -67,3 +77,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """The tenant's share within its class."""
     deadline_ms: int | None = None
     """Its first token must come within so many milliseconds, or it is refused. None: as the policy says."""
+    cache_scope: str = ""
+    """Who shares its KV inside the tenant: those with the same scope (a project's id). Set by the server too."""
+
+    @property
+    def kv_identity(self) -> KvIdentity:
+        """Under which its KV may be reused."""
+        return KvIdentity(self.tenant, self.adapter.digest if self.adapter else None, self.cache_scope)

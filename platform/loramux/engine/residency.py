@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from loramux.engine.pages import PagePool, PageUse
+from loramux.engine.ranking import Ranking
 from loramux.engine.request import AdapterRef
 from loramux.engine.resident import AdapterState, AdapterStore, Patience, Resident
 
@@ -35,6 +36,9 @@ class Residency:
         self._pending: dict[str, Resident] = {}
         self._idle: dict[str, Resident] = {}
         self._idle_pages = 0
+        self._by_worth: Ranking[Resident, tuple[bool, bool, float]] = Ranking(
+            lambda resident: (resident.num_trees > 0, resident.interested > 0, self.worth(resident))
+        )
         self.num_resident = 0
         """Revisions that hold pages."""
         self.counters = ResidencyCounters()
@@ -44,6 +48,10 @@ class Residency:
     def state(self, digest: str) -> AdapterState:
         """Where a wanted revision stands."""
         return self._known[digest].state
+
+    def knows(self, digest: str) -> bool:
+        """Whether it was wanted, and not forgotten since."""
+        return digest in self._known
 
     def failed(self, digest: str) -> bool:
         """Whether it is known and FAILED."""
@@ -72,6 +80,30 @@ class Residency:
         spent = self._clock() - resident.loading_since if resident and loading else 0.0
         return max(0.0, counters.load_seconds / counters.loads - spent)
 
+    @property
+    def now(self) -> float:
+        """Half-lives: the clock that heat is measured by."""
+        return self._clock() / self._patience.half_life
+
+    @property
+    def idle_pages(self) -> int:
+        """Pages of revisions out of use."""
+        return self._idle_pages
+
+    @property
+    def unwanted_pages(self) -> int:
+        """Pages of revisions out of use that nobody waits for either."""
+        return sum(resident.num_pages for resident in self._idle.values() if not resident.interested)
+
+    @property
+    def least_worthy(self) -> Resident | None:
+        """The first to evict: a leaf (no KV under it) before others, one that nobody waits for before others."""
+        return self._by_worth.first()
+
+    def worth(self, resident: Resident) -> float:
+        """What a page of it is expected to save."""
+        return resident.worth(self._patience.overhead_pages)
+
     def pinned_pages(self, candidate: str | None = None) -> int:
         """Pages of every revision in use or loading, and of `candidate` as if it were."""
         pinned = self._pool.counts.adapters - self._idle_pages
@@ -92,28 +124,23 @@ class Residency:
             self._inspect(resident)
         resident.interested += 1
         resident.retired = False
-        resident.warm(self._clock() / self._patience.half_life)
+        resident.warm(self.now)
 
     def unwant(self, digest: str) -> None:
         """The request that wanted it has ended, in whatever way."""
         resident = self._known[digest]
         resident.interested -= 1
+        self._rank(resident)
         self._forget_if_retired(resident)
 
-    def load(self, digest: str, *, spare_wanted: bool, leave_free: int) -> bool:
-        """Start to load a KNOWN revision; False when its pages cannot be had at this moment.
-
-        `leave_free` more pages must be left; with `spare_wanted` nothing that others wait for is evicted for it.
-        """
+    def load(self, digest: str) -> None:
+        """Start to load a KNOWN revision; the pages it takes are free."""
         resident = self._known[digest]
-        if not self.make_room(resident.num_pages + leave_free, spare_wanted=spare_wanted):
-            return False
         resident.pages = self._pool.take(resident.num_pages, PageUse.ADAPTER)
         self.num_resident += 1
         resident.state = AdapterState.LOADING
         resident.loading_since = self._clock()
         self._start(resident, self._store.fill(resident.ref, resident.pages))
-        return True
 
     def pin(self, digest: str) -> int:
         """A sequence was admitted under a READY revision, which stays until it is unpinned; returns its slot."""
@@ -137,22 +164,20 @@ class Residency:
             self._conclude(resident)
         return [resident.ref.digest for resident in ended]
 
-    def make_room(self, num_pages: int, *, spare_wanted: bool = False) -> bool:
-        """Evict idle revisions until `num_pages` are free; whether they are. None is evicted where that would not do.
+    def evict(self, resident: Resident) -> None:
+        """Give back the pages of an idle revision; it is loaded again when it is wanted."""
+        self._release(resident, AdapterState.KNOWN)
+        self.counters.evictions += 1
 
-        First those that nobody waits for; of these, first those whose pages are expected to save least.
-        """
-        if (missing := num_pages - self._pool.num_free) <= 0:
-            return True
-        idle = [r for r in self._idle.values() if not (spare_wanted and r.interested)]
-        if sum(r.num_pages for r in idle) < missing:
-            return False
-        for resident in sorted(idle, key=lambda r: r.worth(self._patience.overhead_pages)):
-            if self._pool.num_free >= num_pages:
-                break
-            self._release(resident, AdapterState.KNOWN)
-            self.counters.evictions += 1
-        return True
+    def cover(self, digest: str) -> None:
+        """A tree of KV has begun under it."""
+        self._known[digest].num_trees += 1
+
+    def uncover(self, digest: str) -> None:
+        """A tree of KV under it has become empty."""
+        if resident := self._known.get(digest):
+            resident.num_trees -= 1
+            self._rank(resident)
 
     def retire(self, digest: str) -> None:
         """The revision was deleted: free its pages as soon as nothing uses them."""
@@ -196,9 +221,16 @@ class Residency:
         if idle:
             self._idle[digest] = resident
             self._idle_pages += resident.num_pages
+            self._by_worth.put(resident)
         else:
             del self._idle[digest]
             self._idle_pages -= resident.num_pages
+            self._by_worth.drop(resident)
+
+    def _rank(self, resident: Resident) -> None:
+        """Something made it easier to evict."""
+        if resident in self._by_worth:
+            self._by_worth.put(resident)
 
     def _release(self, resident: Resident, state: AdapterState) -> None:
         assert not resident.users, "only a revision out of use may lose its pages"

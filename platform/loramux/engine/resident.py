@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from loramux.engine.ranking import COLD, warmed
 from loramux.engine.request import AdapterRef
 
 
@@ -68,8 +69,9 @@ class Resident:
     slot: int | None = None
     users: int = 0
     interested: int = 0
-    heat: float = float("-inf")
-    """log2 of its uses, each counted 2 ** (when / half-life): as time passes, all of them cool at the same rate."""
+    num_trees: int = 0
+    """Prefix trees with cached KV under it; it is no leaf before they are empty."""
+    heat: float = COLD
     loading_since: float = 0.0
     retired: bool = False
     failures: int = 0
@@ -78,8 +80,8 @@ class Resident:
 
     def warm(self, now: float) -> None:
         """A use at `now`, in half-lives."""
-        self.heat = now + math.log2(1.0 + 2.0 ** max(self.heat - now, -1000.0))
+        self.heat = warmed(self.heat, now)
 
-    def worth(self, overhead_pages: float) -> tuple[bool, float]:
-        """Whether somebody waits for it, and log2 of expected uses a second x cost of a miss / pages."""
-        return self.interested > 0, self.heat + math.log2(1.0 + overhead_pages / max(self.num_pages, 1))
+    def worth(self, overhead_pages: float) -> float:
+        """log2 of expected uses x cost of a miss / pages; a page's way over the host link costs one."""
+        return self.heat + math.log2(1.0 + overhead_pages / max(self.num_pages, 1))

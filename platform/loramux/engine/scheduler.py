@@ -13,9 +13,11 @@ from loramux.engine.budget import Budget
 from loramux.engine.deadlines import Deadlines
 from loramux.engine.fairness import Flow
 from loramux.engine.forecast import Forecast
+from loramux.engine.memory import Memory
 from loramux.engine.messages import EngineFault, TokenEvent
 from loramux.engine.pages import PagePool
 from loramux.engine.policy import Policy, SchedulerLimits
+from loramux.engine.prefix_cache import PrefixCache
 from loramux.engine.queue import RequestQueue
 from loramux.engine.request import Request
 from loramux.engine.residency import Residency
@@ -43,8 +45,10 @@ class Scheduler:
         self.residency = residency
         self.policy = policy or Policy()
         self.queue = RequestQueue(self.policy)
-        self._batch = Batch(pool, residency, budget.block_size)
-        self._admission = Admission(self.policy, budget, self.queue, self._batch, residency)
+        cache = PrefixCache(self.policy, pool, residency, budget.block_size)
+        self.memory = Memory(pool, residency, cache)
+        self._batch = Batch(self.memory, budget.block_size)
+        self._admission = Admission(self.policy, budget, self.queue, self._batch, self.memory)
         self._forecast = Forecast(limits, budget, self.queue, self._batch, residency)
         self._deadlines = Deadlines(self.policy, self._forecast)
         self._clock = clock
@@ -129,8 +133,7 @@ class Scheduler:
         """
         sampling = step.sampling
         self._forecast.pace.observe(sum(chunk.length for chunk in step.chunks), self._clock() - self._planned_at)
-        for chunk in step.chunks:
-            chunk.sequence.num_computed = chunk.end
+        self._batch.commit(step)
         return [self._append(chunk.sequence, event) for chunk, event in zip(sampling, sampled, strict=True)]
 
     def _heed_adapters(self) -> None:
@@ -153,7 +156,7 @@ class Scheduler:
                 draft.lay(sequence, length)
         units: defaultdict[Flow, int] = defaultdict(int)
         for sequence, chunk in draft.chunks.items():
-            units[sequence.flow] += sequence.charge(chunk.end)
+            units[sequence.flow] += sequence.cost(chunk.start, chunk.end)
         for flow, charged in units.items():
             self.queue.charge(flow, charged)
 
@@ -188,6 +191,8 @@ class Scheduler:
     def _append(self, sequence: Sequence, event: TokenEvent) -> TokenEvent:
         assert event.token_id is not None, "a sampled event carries its token"
         sequence.token_ids.append(event.token_id)
+        if sequence.num_output_tokens == 1:
+            event = msgspec.structs.replace(event, cached_tokens=sequence.num_cached)
         if event.finish_reason is None and len(sequence.token_ids) == sequence.max_len:
             event = msgspec.structs.replace(event, finish_reason="length")
         if event.finish_reason is not None:
@@ -201,7 +206,7 @@ class Scheduler:
         else:
             self.queue.remove(sequence)
         if sequence.digest is not None:
-            self.residency.unwant(sequence.digest)
+            self.memory.unwant(sequence.digest)
         del self._sequences[sequence.id]
 
     def _fail(self, sequence: Sequence) -> None:

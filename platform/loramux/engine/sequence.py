@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from loramux.engine.fairness import Flow
 from loramux.engine.load import Load
+from loramux.engine.prefix_tree import CachedPage
 from loramux.engine.request import Request
 
 BASE_SLOT = -1
@@ -29,14 +30,19 @@ class Sequence:
     """Tokens it is expected to grow to; memory is planned by it."""
     num_computed: int = 0
     """Leading tokens whose KV is in `pages`."""
-    num_charged: int = 0
-    """Leading prompt tokens whose computation was charged; computing them again is free."""
+    num_seen: int = 0
+    """Leading tokens that had been computed, or found in the cache, when it last began to run; computing them again is
+    free."""
+    num_cached: int = 0
+    """Prompt tokens that it found in the cache before it had computed them itself."""
     due: float = 0.0
     """Units it should have taken in all when it ends, as was expected when it was admitted."""
     slot: int = BASE_SLOT
     """The bank slot of its adapter while it runs."""
     pages: list[int] = field(default_factory=list)
     """block_table: page i holds tokens [i * block_size, (i + 1) * block_size)."""
+    trail: list[CachedPage] = field(default_factory=list)
+    """The pages of the prefix cache that `pages` begins with; while it waits, those it could begin with."""
     num_preemptions: int = 0
     queued: Load = field(default_factory=Load)
     """What it was counted for when it was queued last."""
@@ -85,20 +91,33 @@ class Sequence:
 
     @property
     def units(self) -> int:
-        """Service charged so far: a prompt token is one unit, a generated one two."""
-        return self.num_charged + 2 * self.num_output_tokens
+        """Service that is behind it: a prompt token is one unit, whether computed or found, a generated one two."""
+        return min(max(self.num_seen, self.num_computed), self.num_prompt_tokens) + 2 * self.num_output_tokens
 
-    def charge(self, end: int) -> int:
-        """Units that computing the tokens before `end` costs, and take them as charged.
+    def fresh_prompt(self, start: int, end: int) -> int:
+        """How many of the tokens [start, end) are of the prompt, and are computed for the first time."""
+        return max(0, min(end, len(self.request.prompt_token_ids)) - max(start, self.num_seen))
 
-        Computing a prompt token for the first time is one, reaching the last token (so that one is generated) two.
+    def recomputed(self, start: int, end: int) -> int:
+        """How many of the tokens [start, end) had been computed before, or found, and were lost since."""
+        return max(0, min(end, self.num_seen) - start)
+
+    def cost(self, start: int, end: int) -> int:
+        """Units that computing the tokens [start, end) is charged.
+
+        A prompt token computed for the first time is one, reaching the last token (so that one is generated) two.
         """
-        prompt = min(end, len(self.request.prompt_token_ids))
-        fresh = max(0, prompt - self.num_charged)
-        self.num_charged += fresh
-        return fresh + 2 * (end == len(self.token_ids))
+        return self.fresh_prompt(start, end) + 2 * (end == len(self.token_ids))
+
+    def begin_behind(self, pages: list[int], block_size: int) -> None:
+        """Start to run with KV that was found in the cache."""
+        self.pages = pages
+        self.num_computed = len(pages) * block_size
+        self.num_cached += self.fresh_prompt(0, self.num_computed)
+        self.num_seen = max(self.num_seen, self.num_computed)
 
     def forget_kv(self) -> list[int]:
         """Drop the KV (preemption, end) and return the pages that held it."""
+        self.num_seen = max(self.num_seen, self.num_computed)
         pages, self.pages, self.num_computed = self.pages, [], 0
         return pages

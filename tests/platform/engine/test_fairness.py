@@ -7,8 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from loramux.engine.fairness import Account, Contest, Ranking
+from loramux.engine.fairness import Account, Contest
 from loramux.engine.policy import Policy
+from loramux.engine.ranking import Ranking
 from loramux.engine.request import ServiceClass
 from loramux.simulator.gap import ServiceGap
 
@@ -18,7 +19,7 @@ PAGES_OF_BOTH_ADAPTERS = 5
 
 def test_a_ranking_mends_what_has_grown_and_keeps_order_among_equals() -> None:
     a, b, c = Account(), Account(), Account()
-    ranking: Ranking[Account] = Ranking(lambda account: account.served)
+    ranking: Ranking[Account, float] = Ranking(lambda account: account.served)
     for account in (a, b, c):
         ranking.put(account)
     assert ranking.first() is a

@@ -1,0 +1,85 @@
+"""Reused KV changes no token: PEFT's answers in float32, with the cache on and off, however prefill is cut."""
+
+from __future__ import annotations
+
+import pytest
+from zoo import Asked, Zoo, serve
+
+from loramux.engine.engine import Engine
+
+TEXT = tuple(range(5, 75))
+MODELS = [None, "plain", "rslora"]
+
+
+def conversations(turn: int) -> list[Asked]:
+    """Every model is asked texts that begin alike and end otherwise; the turns ask the same."""
+    return [
+        Asked(f"{turn} {model} {end}", model, (*TEXT[:end], 80 + end % 7, 3), 6)
+        for end in (30, 47, 64, 70)
+        for model in MODELS
+    ]
+
+
+def check(zoo: Zoo, engine: Engine, asked: list[Asked]) -> None:
+    got = serve(zoo, engine, asked, arrivals=[i // 3 for i in range(len(asked))])
+    for request in asked:
+        assert got[request.name] == zoo.answer(request), request
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gemma3", "qwen3"])
+@pytest.mark.parametrize("budget", [11, 64])
+def test_cached_and_computed_prompts_answer_the_same(zoo_of, family: str, budget: int) -> None:
+    zoo = zoo_of(family)
+    engine = zoo.engine(max_num_batched_tokens=budget)
+    for turn in range(2):
+        check(zoo, engine, conversations(turn))
+    stats = engine.stats()
+    whole = sum(len(asked.prompt) for asked in conversations(0))
+    assert stats.prompt_tokens + stats.cached_tokens == 2 * whole
+    assert stats.cached_tokens >= sum(len(asked.prompt) // 16 * 16 for asked in conversations(1))
+    assert stats.recomputed_tokens == 0
+    assert (stats.pages_kv, stats.pages_adapters) == (0, 0)
+    assert stats.pages_kv_cached > 0
+    assert stats.pages_adapters_idle > 0
+
+
+def test_switched_off_nothing_is_reused(zoo_of) -> None:
+    zoo = zoo_of("llama")
+    engine = zoo.engine(prefix_cache=False)
+    for turn in range(2):
+        check(zoo, engine, conversations(turn))
+    stats = engine.stats()
+    assert stats.cached_tokens == stats.pages_kv_cached == 0
+    assert stats.prompt_tokens == 2 * sum(len(asked.prompt) for asked in conversations(0))
+
+
+def test_preempted_ones_reuse_their_own_and_no_token_is_counted_twice(zoo_of) -> None:
+    zoo = zoo_of("mistral")
+    engine = zoo.engine()
+    scheduler = engine.scheduler
+    plan = scheduler.plan
+
+    def preempting_plan():
+        if scheduler.running and engine.stats().steps % 4 == 3:
+            scheduler._preempt(scheduler.running[-1])
+        return plan()
+
+    scheduler.plan = preempting_plan
+    asked = [Asked(f"p{i}", model, (*TEXT[i:50], 4), 14) for i, model in enumerate([*MODELS, *MODELS])]
+    check(zoo, engine, asked)
+    stats = engine.stats()
+    assert stats.preemptions >= 4
+    assert stats.prompt_tokens + stats.cached_tokens == sum(len(one.prompt) for one in asked)
+    assert stats.output_tokens == 14 * len(asked)
+    assert 0 < stats.recomputed_tokens < 16 * stats.preemptions, "all but the pages that were not full"
+
+
+def test_a_pool_in_which_cached_kv_and_adapters_evict_each_other(zoo_of) -> None:
+    zoo = zoo_of("llama")
+    engine = zoo.engine(pool_bytes=28 * 16 * 3 * 2 * 2 * 16 * 4)  # 28 pages
+    for turn in range(2):
+        check(zoo, engine, conversations(turn))
+    stats = engine.stats()
+    assert stats.kv_evictions > 0
+    assert stats.adapter_evictions > 0
+    assert stats.cached_tokens > 0
