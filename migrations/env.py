@@ -6,14 +6,14 @@ from alembic import context
 from sqlalchemy import Connection, create_engine
 
 from loramux.records.database import parse_url
-from loramux.records.models import Base
+from loramux.records.metadata import METADATA
 
 
 def run(connection: Connection) -> None:
     """All steps in the connection's own transaction, on SQLite too: half a migration is never seen."""
     context.configure(
         connection=connection,
-        target_metadata=Base.metadata,
+        target_metadata=METADATA,
         transactional_ddl=True,
         render_as_batch=connection.dialect.name == "sqlite",
     )

@@ -13,13 +13,17 @@ from litestar.di import Provide
 
 from loramux.gateway import AdapterService, CompletionService, EngineClient, Platform, open_platform
 from loramux.settings import Settings, load_settings
-from loramux.tenants import Principal
+from loramux.tenants import Account, Principal
 from loramux_api.auth import platform_of, principal_of
 from loramux_api.controllers.adapters import AdapterController
+from loramux_api.controllers.audit import AuditController
 from loramux_api.controllers.chat import ChatController
 from loramux_api.controllers.completions import CompletionController
 from loramux_api.controllers.health import HealthController
+from loramux_api.controllers.keys import KeyController
+from loramux_api.controllers.members import MemberController
 from loramux_api.controllers.models import ModelController
+from loramux_api.controllers.projects import ProjectController
 from loramux_api.controllers.usage import UsageController
 from loramux_api.metrics import Metrics
 from loramux_api.openapi import openapi_config
@@ -53,6 +57,10 @@ def create_app(settings: Settings, engine: EngineClient | None = None) -> Litest
             CompletionController,
             ModelController,
             UsageController,
+            KeyController,
+            ProjectController,
+            MemberController,
+            AuditController,
             HealthController,
             uploads,
         ],
@@ -79,6 +87,9 @@ def _dependencies() -> dict[str, Provide]:
     def principal(request: AnyRequest) -> Principal:
         return principal_of(request)
 
+    def account(request: AnyRequest) -> Account:
+        return platform_of(request).tenants.account_of(principal_of(request))
+
     def completions(request: AnyRequest) -> CompletionService:
         return platform_of(request).completions
 
@@ -87,5 +98,5 @@ def _dependencies() -> dict[str, Provide]:
 
     return {
         provider.__name__: Provide(provider, sync_to_thread=False)
-        for provider in (platform, principal, completions, adapters)
+        for provider in (platform, principal, account, completions, adapters)
     }

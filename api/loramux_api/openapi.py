@@ -24,8 +24,9 @@ from loramux_api.schemas.problems import ErrorAnswer
 REFUSALS = {
     400: ResponseSpec(ErrorAnswer, description="The request cannot be served as it stands; `param` names the field."),
     401: ResponseSpec(ErrorAnswer, description="There is no key, or it is not valid."),
-    403: ResponseSpec(ErrorAnswer, description="The key lacks the scope."),
+    403: ResponseSpec(ErrorAnswer, description="The key or the member lacks the scope, or the tenant is suspended."),
     404: ResponseSpec(ErrorAnswer, description="It does not exist, or it is another tenant's."),
+    409: ResponseSpec(ErrorAnswer, description="It exists already, or is still needed."),
     413: ResponseSpec(ErrorAnswer, description="The body is too large."),
     429: ResponseSpec(ErrorAnswer, description="Over capacity, or over a limit of yours: see Retry-After."),
     500: ResponseSpec(ErrorAnswer, description="Our own fault; the message holds the id to report."),
@@ -50,7 +51,7 @@ class UploadOperation(Operation):
 
 def openapi_config() -> OpenAPIConfig:
     """Swagger at /schema, the document itself at /schema/openapi.json."""
-    key = SecurityScheme(type="http", scheme="bearer", description="A key of your tenant: sk-lm-...")
+    key = SecurityScheme(type="http", scheme="bearer", description="A key of your tenant, sk-lm-..., or an OIDC token.")
     return OpenAPIConfig(
         title="loramux",
         version=version("loramux"),

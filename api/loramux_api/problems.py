@@ -13,7 +13,15 @@ from litestar.types import ExceptionHandlersMap
 
 from loramux.gateway import GatewayError, GenerationFailed, InvalidRequest, OverCapacity, Unavailable
 from loramux.registry import ModelNotFound, RegistryError, RevisionUnavailable
-from loramux.tenants import InvalidKey, TenantsError
+from loramux.tenants import (
+    AlreadyExists,
+    InvalidKey,
+    NotFound,
+    NotPermitted,
+    StillNeeded,
+    TenantsError,
+    TenantSuspended,
+)
 from loramux.usage import InvalidQuery
 from loramux_api.request_ids import request_id
 from loramux_api.schemas.problems import ErrorAnswer, ErrorObject
@@ -71,13 +79,17 @@ def _of_platform(error: RegistryError | TenantsError | InvalidQuery) -> Problem:
     match error:
         case InvalidKey():
             status = 401
-        case ModelNotFound():
+        case ModelNotFound() | NotFound():
             status = 404
+        case NotPermitted() | TenantSuspended():
+            status = 403
+        case AlreadyExists() | StillNeeded():
+            status = 409
         case RevisionUnavailable():
             status = 503
         case _:
             status = 400
-    kind = INVALID if status < 500 else SERVER
+    kind = {403: PERMISSION, 503: SERVER}.get(status, INVALID)
     told = ErrorObject(message=error.message, type=kind, param=error.field, code=error.code)
     return Problem(status, told, retry_after=10 if status == 503 else None)
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import tomllib
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 Positive = Annotated[int, Meta(ge=1)]
 Share = Annotated[float, Meta(gt=0, le=1_000_000)]
+Signature = Literal[
+    "RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "Ed25519"
+]  # fmt: skip
+"""Those with a public key: a secret that is shared with an issuer proves nothing about who signed."""
 
 
 class SettingsError(ValueError):
@@ -100,6 +104,28 @@ class AdapterLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     max_adapters_per_tenant: Positive = 10_000
 
 
+class PriceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What budgets count a token with: nano-units of the currency, so that 1 a million tokens is 1000."""
+
+    input_nano: Annotated[int, Meta(ge=0)] = 0
+    cached_nano: Annotated[int, Meta(ge=0)] = 0
+    output_nano: Annotated[int, Meta(ge=0)] = 0
+
+
+class IssuerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """An OIDC issuer whose tokens are taken from people; https, or http on this very machine."""
+
+    issuer: Annotated[str, Meta(pattern=r"^(https://[^/]|http://(127\.0\.0\.1|localhost|\[::1\])[:/])")]
+    """Exactly as tokens have it in `iss`; its discovery document lies under it."""
+    audience: Annotated[str, Meta(min_length=1)]
+    """What tokens must have in `aud`."""
+    identity_claim: str = "sub"
+    """The claim that says who it is; `email` is taken only with `email_verified`."""
+    algorithms: tuple[
+        Literal["RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "Ed25519"], ...
+    ] = ("RS256", "ES256")
+
+
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The whole file."""
 
@@ -109,6 +135,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     scheduler: SchedulerSettings = SchedulerSettings()
     records: RecordsSettings = RecordsSettings()
     adapters: AdapterLimits = AdapterLimits()
+    prices: PriceSettings = PriceSettings()
+    issuers: tuple[IssuerSettings, ...] = ()
+    """People's; keys need none."""
 
 
 def load_settings(path: Path) -> Settings:

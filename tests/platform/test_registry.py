@@ -469,7 +469,7 @@ def publish_and_die(*args):
 
 blobs.publish = publish_and_die
 registry = Registry(Database(url), blobs, pickle.loads((root / "base").read_bytes()), "base", AdapterLimits())
-principal = Principal(tenant, "acme", key, frozenset())
+principal = Principal(tenant, "acme", key, frozenset(), "project_any")
 source = root / "source"
 files = source / "adapter_config.json", source / "adapter_model.safetensors"
 asyncio.run(registry.upload(principal, "upper", *files))

@@ -149,12 +149,12 @@ async def test_a_row_that_the_database_refuses_harms_only_itself(
     assert [id for id, status in sorted((await statuses(database)).items()) if status == "open"] == ["r2", "r4"]
 
 
-async def test_a_key_of_another_tenant_is_refused(
+async def test_a_project_of_another_tenant_is_refused(
     usage: Usage, acme: Principal, enrol: Callable[[str], Awaitable[Principal]]
 ) -> None:
     globex = await enrol("globex")
     with pytest.raises(RequestRefused):
-        await usage.open(opened(acme, "r1", key_id=globex.key_id))
+        await usage.open(opened(acme, "r1", project_id=globex.project))
 
 
 async def test_another_servers_request_id_is_refused(server: Server, usage: Usage, acme: Principal) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from running_server import Running
 from scripted_engine import ScriptedEngine
 
 from loramux.gateway import open_tenants
-from loramux.settings import ModelSettings, RecordsSettings, ServerSettings, Settings
+from loramux.settings import IssuerSettings, ModelSettings, RecordsSettings, ServerSettings, Settings
+from loramux.tenants import TENANT_SCOPES, KeyRequest, Role, Tenants
 
 TENANTS = ("acme", "globex")
 
@@ -40,8 +42,9 @@ class Site:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.keys[tenant], max_retries=0, timeout=20)
 
 
-def make_settings(base_dir: Path, folder: Path) -> Settings:
+def make_settings(base_dir: Path, folder: Path, issuers: Sequence[str] = ()) -> Settings:
     return Settings(
+        issuers=tuple(IssuerSettings(issuer=issuer, audience="loramux") for issuer in issuers),
         model=ModelSettings(path=str(base_dir), served_model_name="tiny"),
         server=ServerSettings(max_upload_bytes=2 << 20, drain_seconds=5),
         records=RecordsSettings(
@@ -57,7 +60,29 @@ def make_keys(settings: Settings) -> dict[str, str]:
             for name in TENANTS:
                 await tenants.create(name)
                 keys[name] = (await tenants.create_key(name))[1]
-            keys["no-scopes"] = (await tenants.create_key("acme", scopes=["operator"]))[1]
+            keys |= await make_odd_keys(tenants)
+            for issuer in settings.issuers:
+                members = (await tenants.account("acme")).members
+                for role in Role:
+                    await members.add(issuer.issuer, f"the {role}", role)
             return keys
 
     return asyncio.run(make())
+
+
+async def make_odd_keys(tenants: Tenants) -> dict[str, str]:
+    """A key without scopes of a tenant's, one with all, and those that do not count any more."""
+    acme = await tenants.account("acme")
+    everything = TENANT_SCOPES | {"operator"}
+    keys = {"no-scopes": (await tenants.create_key("acme", scopes=["operator"]))[1]}
+    keys["all-scopes"] = (await acme.keys.create(KeyRequest(scopes=everything)))[1]
+    nothing = KeyRequest(scopes=everything, models=frozenset({"acme/nothing"}))
+    keys["no-models"] = (await acme.keys.create(nothing))[1]
+    revoked, keys["revoked"] = await acme.keys.create(KeyRequest(scopes=everything))
+    await tenants.revoke_key(revoked.id)
+    expired, keys["expired"] = await acme.keys.create(KeyRequest(scopes=everything))
+    await acme.keys.rotate(expired.id, 0)
+    await tenants.create("initech")
+    keys["suspended"] = (await tenants.create_key("initech", scopes=everything))[1]
+    await tenants.suspend("initech")
+    return keys

@@ -14,8 +14,12 @@ COMMANDS = {
     "serve": ("loramux_api.cli.serving:serve", "Serve one base model and everybody's adapters."),
     "demo": ("loramux_demo.cli:demo_command", "See it work: five adapters and the base model in the same batches."),
     "migrate": ("loramux_api.cli.records:migrate", "Bring the database to this release's schema."),
-    "tenant": ("loramux_api.cli.records:tenant", "Make and list tenants (customers)."),
-    "key": ("loramux_api.cli.records:key", "Make, list and revoke API keys."),
+    "tenant": ("loramux_api.cli.tenants:tenant", "Make, list, move and suspend tenants (customers)."),
+    "tier": ("loramux_api.cli.tenants:tier", "Levels of service: a scheduler class and a weight."),
+    "key": ("loramux_api.cli.keys:key", "Make, list, rotate and revoke API keys."),
+    "project": ("loramux_api.cli.people:project", "A tenant's projects."),
+    "member": ("loramux_api.cli.people:member", "A tenant's people and their roles."),
+    "audit": ("loramux_api.cli.people:audit", "Who changed what."),
     "adapter": ("loramux_api.cli.adapters:adapter", "Upload and list adapters on a running server."),
 }
 

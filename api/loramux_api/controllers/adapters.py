@@ -22,9 +22,10 @@ class AdapterController(Controller):
 
     path = "/v1/adapters"
     tags = ("Adapters",)
-    guards = (requires("adapters"),)
 
-    @post(summary="Upload an adapter", responses=REFUSALS, operation_class=UploadOperation)
+    @post(
+        guards=[requires("adapters")], summary="Upload an adapter", responses=REFUSALS, operation_class=UploadOperation
+    )
     async def upload(
         self,
         request: Request[Any, Any, Any],
@@ -41,21 +42,23 @@ class AdapterController(Controller):
             info = await adapters.upload(principal, name, folder / CONFIG_FILE, folder / WEIGHTS_FILE)
         return adapter_object(info)
 
-    @get(summary="List adapters", responses=REFUSALS)
+    @get(guards=[requires("read")], summary="List adapters", responses=REFUSALS)
     async def list_adapters(
         self, principal: NamedDependency[Principal], adapters: NamedDependency[AdapterService]
     ) -> AdapterList:
         """Your adapters at their current revisions."""
         return AdapterList(data=[adapter_object(info) for info in await adapters.all(principal)])
 
-    @get("/{name:path}", summary="Describe an adapter", responses=REFUSALS)
+    @get("/{name:path}", guards=[requires("read")], summary="Describe an adapter", responses=REFUSALS)
     async def get_adapter(
         self, name: FromPath[str], principal: NamedDependency[Principal], adapters: NamedDependency[AdapterService]
     ) -> Adapter:
         """One of your adapters, as `adapter` or `tenant/adapter`."""
         return adapter_object(await adapters.get(principal, name.removeprefix("/")))
 
-    @delete("/{name:path}", status_code=200, summary="Delete an adapter", responses=REFUSALS)
+    @delete(
+        "/{name:path}", guards=[requires("adapters")], status_code=200, summary="Delete an adapter", responses=REFUSALS
+    )
     async def delete_adapter(
         self, name: FromPath[str], principal: NamedDependency[Principal], adapters: NamedDependency[AdapterService]
     ) -> Deleted:

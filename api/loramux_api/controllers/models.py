@@ -19,15 +19,16 @@ class ModelController(Controller):
 
     path = "/v1/models"
     tags = ("Models",)
-    guards = (requires("inference"),)
+    guards = (requires("read"),)
 
     @get(summary="List models", responses=REFUSALS)
     async def list_models(
         self, principal: NamedDependency[Principal], platform: NamedDependency[Platform]
     ) -> ModelList:
-        """The base model and your own adapters."""
-        adapters = await platform.adapters.all(principal)
-        return ModelList(data=[_base(platform), *(_adapter(platform, adapter) for adapter in adapters)])
+        """The base model and your own adapters, as far as your key may name them."""
+        adapters = [_adapter(platform, adapter) for adapter in await platform.adapters.all(principal)]
+        base = _base(platform)
+        return ModelList(data=[base, *adapters] if principal.may_use(base.id) else adapters)
 
     @get("/{name:path}", summary="Describe a model", responses=REFUSALS)
     async def get_model(
@@ -35,7 +36,7 @@ class ModelController(Controller):
     ) -> Model:
         """One model, by the name that the list gives it."""
         name = name.removeprefix("/")
-        if name == platform.settings.model.served_model_name:
+        if name == platform.settings.model.served_model_name and principal.may_use(name):
             return _base(platform)
         try:
             return _adapter(platform, await platform.adapters.get(principal, name))

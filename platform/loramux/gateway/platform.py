@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,8 +50,8 @@ def migrate(settings: Settings) -> str:
 @asynccontextmanager
 async def open_tenants(settings: Settings) -> AsyncIterator[Tenants]:
     """Tenants and keys alone, for the command line: no model is loaded."""
-    async with _open_database(settings) as database:
-        yield Tenants(database, load_or_create_pepper(Path(settings.records.pepper_file)))
+    async with _open_database(settings) as database, aclosing(_tenants(settings, database)) as tenants:
+        yield tenants
 
 
 @asynccontextmanager
@@ -63,7 +63,8 @@ async def open_platform(settings: Settings, engine: EngineClient | None = None) 
     """
     async with AsyncExitStack() as stack:
         database = await stack.enter_async_context(_open_database(settings))
-        tenants = Tenants(database, load_or_create_pepper(Path(settings.records.pepper_file)))
+        tenants = await stack.enter_async_context(aclosing(_tenants(settings, database)))
+        tenants.last_use.start()
         blobs = BlobStore(Path(settings.records.blobs))
         stack.callback(blobs.close)
         usage = Usage(database)
@@ -85,6 +86,10 @@ async def open_platform(settings: Settings, engine: EngineClient | None = None) 
             engine=engine,
             completions=completions,
         )
+
+
+def _tenants(settings: Settings, database: records.Database) -> Tenants:
+    return Tenants(database, load_or_create_pepper(Path(settings.records.pepper_file)), settings.issuers)
 
 
 @asynccontextmanager

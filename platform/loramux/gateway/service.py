@@ -15,7 +15,7 @@ import msgspec
 
 from loramux.engine import EngineClient
 from loramux.engine.messages import ModelFacts
-from loramux.engine.request import AdapterRef, Request, SamplingParams
+from loramux.engine.request import AdapterRef, Request, SamplingParams, ServiceClass
 from loramux.gateway.ask import Ask, Prompt
 from loramux.gateway.errors import Draining, EngineDown
 from loramux.gateway.generation import Choice, Generation
@@ -39,6 +39,16 @@ class Counters:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Who asks for what, and what became of it."""
+
+    principal: Principal
+    ask: Ask
+    opened: OpenedRequest
+    model: ResolvedModel
 
 
 class CompletionService:
@@ -93,13 +103,14 @@ class CompletionService:
             id=id,
             tenant=principal.tenant,
             key_id=principal.key_id,
+            project_id=principal.project,
             model=model.name,
             adapter_digest=model.revision.digest if model.revision else None,
             prompt_tokens=sum(map(len, prompts)),
             max_tokens=sum(budgets) * ask.n,
         )
         choices = [
-            self._choice(ask, opened, model, (p, prompts[p], budgets[p]), i)
+            self._choice(_Asked(principal, ask, opened, model), (p, prompts[p], budgets[p]), i)
             for p, i in product(range(len(prompts)), range(ask.n))
         ]
         return self._watch(Generation(opened, int(time.time()), choices, self._engine, self._usage))
@@ -140,12 +151,11 @@ class CompletionService:
             return await self._tokenizer.encode(prompt)
         return prompt if isinstance(prompt, list) else await self._tokenizer.encode_chat(prompt)
 
-    def _choice(
-        self, ask: Ask, opened: OpenedRequest, model: ResolvedModel, prompt: tuple[int, list[int], int], i: int
-    ) -> Choice:
+    def _choice(self, asked: _Asked, prompt: tuple[int, list[int], int], i: int) -> Choice:
         number, token_ids, max_tokens = prompt
+        ask, opened, principal = asked.ask, asked.opened, asked.principal
         index = number * ask.n + i
-        revision = model.revision
+        revision = asked.model.revision
         request = Request(
             id=f"{opened.id}-{index}",
             tenant=opened.tenant,
@@ -153,6 +163,8 @@ class CompletionService:
             sampling=_seeded(msgspec.structs.replace(ask.sampling, max_tokens=max_tokens), i),
             adapter=AdapterRef(revision.digest, str(revision.directory)) if revision else None,
             deadline_ms=ask.deadline_ms,
+            service_class=ServiceClass(principal.service_class),
+            weight=float(principal.weight),
         )
         transcript = Transcript(index, self._tokenizer, token_ids, ask.stop, ask.sampling.min_tokens)
         return Choice(number, request, transcript)

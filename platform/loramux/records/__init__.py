@@ -9,12 +9,16 @@ from loramux.records.errors import (
     SchemaTooNew,
     UnsupportedUrl,
 )
-from loramux.records.identity import Principal, TenantId
+from loramux.records.identity import Origin, Principal, ProjectId, TenantId
+from loramux.records.metadata import METADATA
 from loramux.records.schema import check, current_revision, head_revision, is_current, migrate
 
 __all__ = [
+    "METADATA",
     "Database",
+    "Origin",
     "Principal",
+    "ProjectId",
     "RecordsError",
     "RecordsUnavailable",
     "RowRefused",

@@ -51,16 +51,19 @@ def sqlite_file(url: URL) -> Path | None:
     return Path(url.database) if url.get_backend_name() == "sqlite" and url.database else None
 
 
-def prepare_sqlite(engine: Engine, *, begin: str, query_only: bool = False) -> None:
-    """Make every connection of `engine` durable and strict, and let SQLAlchemy start transactions with `begin`."""
+def prepare_sqlite(engine: Engine, *, begin: str, **pragmas: str) -> None:
+    """Make every connection of `engine` durable and strict, and let SQLAlchemy start transactions with `begin`.
+
+    `pragmas` add to those that are always set, or take their place.
+    """
+    chosen = {"journal_mode": "WAL", "synchronous": "FULL", "foreign_keys": "ON", "recursive_triggers": "ON"} | pragmas
 
     @event.listens_for(engine, "connect")
     def configure(connection: Any, _record: object) -> None:
         connection.isolation_level = None  # the driver starts no transactions of its own
         cursor = connection.cursor()
-        for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "recursive_triggers=ON"):
-            cursor.execute(f"PRAGMA {pragma}")
-        cursor.execute(f"PRAGMA query_only={'ON' if query_only else 'OFF'}")
+        for pragma, value in chosen.items():
+            cursor.execute(f"PRAGMA {pragma}={value}")
         cursor.close()
 
     @event.listens_for(engine, "begin")
@@ -128,5 +131,5 @@ def _engines(url: URL) -> tuple[AsyncEngine, AsyncEngine]:
     writer = create_async_engine(aiosqlite, connect_args=timeout, pool_size=1, max_overflow=0, pool_timeout=60)
     reader = create_async_engine(aiosqlite, connect_args=timeout, pool_size=READERS, max_overflow=0, pool_timeout=60)
     prepare_sqlite(writer.sync_engine, begin="BEGIN IMMEDIATE")
-    prepare_sqlite(reader.sync_engine, begin="BEGIN", query_only=True)
+    prepare_sqlite(reader.sync_engine, begin="BEGIN", query_only="ON")
     return writer, reader

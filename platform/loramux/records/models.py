@@ -22,7 +22,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from loramux.records.identity import TenantId
+from loramux.records.identity import ProjectId, TenantId
 
 BigInt = BigInteger().with_variant(Integer(), "sqlite")
 """64 bits on both; SQLite calls every integer so, and makes an INTEGER primary key the row's own address."""
@@ -40,7 +40,13 @@ class Base(DeclarativeBase):
             "pk": "pk_%(table_name)s",
         }
     )
-    type_annotation_map: ClassVar = {str: Text(), TenantId: Text(), int: BigInt, bytes: LargeBinary()}
+    type_annotation_map: ClassVar = {
+        str: Text(),
+        TenantId: Text(),
+        ProjectId: Text(),
+        int: BigInt,
+        bytes: LargeBinary(),
+    }
 
 
 class TenantRow(Base):
@@ -50,14 +56,19 @@ class TenantRow(Base):
 
     id: Mapped[TenantId] = mapped_column(primary_key=True)
     name: Mapped[str] = mapped_column(unique=True)
+    tier: Mapped[str] = mapped_column(ForeignKey("tiers.name"))
     created_at: Mapped[int]
+    suspended_at: Mapped[int | None]
 
 
 class KeyRow(Base):
     """A tenant's API key: its MAC and its last characters, never the key."""
 
     __tablename__ = "keys"
-    __table_args__ = (UniqueConstraint("tenant_id", "id"),)
+    __table_args__ = (
+        UniqueConstraint("tenant_id", "id"),
+        ForeignKeyConstraint(["tenant_id", "project_id"], ["projects.tenant_id", "projects.id"]),
+    )
 
     id: Mapped[str] = mapped_column(primary_key=True)
     tenant_id: Mapped[TenantId] = mapped_column(ForeignKey("tenants.id"))
@@ -66,7 +77,15 @@ class KeyRow(Base):
     """Sorted, separated by spaces."""
     mac: Mapped[bytes] = mapped_column(unique=True)
     hint: Mapped[str]
+    project_id: Mapped[ProjectId]
+    models: Mapped[str | None]
+    """The allow-list, sorted, one a line; null allows every model of the tenant."""
+    created_by: Mapped[str]
     created_at: Mapped[int]
+    expires_at: Mapped[int | None]
+    last_used_at: Mapped[int | None]
+    replaced_by: Mapped[str | None]
+    """The key that a rotation made of this one."""
     revoked_at: Mapped[int | None]
 
 
@@ -134,7 +153,7 @@ class RequestRow(Base):
 
     __tablename__ = "requests"
     __table_args__ = (
-        ForeignKeyConstraint(["tenant_id", "key_id"], ["keys.tenant_id", "keys.id"]),
+        ForeignKeyConstraint(["tenant_id", "project_id"], ["projects.tenant_id", "projects.id"]),
         CheckConstraint("status IN ('open', 'settled', 'interrupted')", name="status"),
         CheckConstraint("prompt_tokens >= 0 AND max_tokens >= 0", name="quantities"),
         Index(
@@ -148,6 +167,8 @@ class RequestRow(Base):
     id: Mapped[str] = mapped_column(primary_key=True)
     tenant_id: Mapped[TenantId]
     key_id: Mapped[str]
+    """The key that asked, or the member who did in person."""
+    project_id: Mapped[ProjectId | None]
     server_id: Mapped[str]
     """The server process that runs it; when that one is gone, nobody else will settle the request."""
     model: Mapped[str]

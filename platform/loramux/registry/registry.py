@@ -89,6 +89,8 @@ class Registry:
         loramux_adapters.AdapterRejected, and then nothing is left behind.
         """
         adapter = check_adapter_name(principal.tenant_name, name, self._served_model_name)
+        if not principal.may_use(f"{principal.tenant_name}/{adapter}"):
+            raise AdapterNotFound(name)
         async with self._database.read() as session:
             await self._check_room(AdapterRepository(session, principal.tenant), adapter)
         with self._blobs.staging() as folder:
@@ -104,10 +106,12 @@ class Registry:
 
     async def resolve(self, principal: Principal, model: str) -> ResolvedModel:
         """What `model` means to this caller now. Raises ModelNotFound, RevisionUnavailable."""
-        if model == self._served_model_name:
+        if model == self._served_model_name and principal.may_use(model):
             return ResolvedModel(name=model, revision=None)
         name = parse_model(model)
         if name is None or name.tenant != principal.tenant_name:
+            raise ModelNotFound(model)
+        if not principal.may_use(f"{name.tenant}/{name.adapter}"):
             raise ModelNotFound(model)
         async with self._database.read() as session:
             adapters = AdapterRepository(session, principal.tenant)
@@ -120,13 +124,14 @@ class Registry:
         return await self._resolved(principal, listed)
 
     async def list_adapters(self, principal: Principal) -> list[AdapterInfo]:
-        """The caller's adapters with their current revisions, by name."""
+        """The caller's adapters with their current revisions, by name; those that its allow-list has."""
         async with self._database.read() as session:
-            return [_info(principal, listed) for listed in await AdapterRepository(session, principal.tenant).all()]
+            every = [_info(principal, listed) for listed in await AdapterRepository(session, principal.tenant).all()]
+        return [info for info in every if principal.may_use(info.name)]
 
     async def get(self, principal: Principal, name: str) -> AdapterInfo:
         """One of the caller's adapters, as `adapter` or `tenant/adapter`. Raises AdapterNotFound."""
-        adapter = adapter_part(principal.tenant_name, name)
+        adapter = _own(principal, name)
         async with self._database.read() as session:
             listed = await AdapterRepository(session, principal.tenant).default(adapter) if adapter else None
         if listed is None:
@@ -139,7 +144,7 @@ class Registry:
         Their files go too, unless an open request still runs with them: then a later delete or sweep takes them.
         Raises AdapterNotFound.
         """
-        adapter = adapter_part(principal.tenant_name, name)
+        adapter = _own(principal, name)
         async with self._database.begin() as session:
             await exclusive(session, CONTENTS)
             adapters = AdapterRepository(session, principal.tenant)
@@ -219,6 +224,12 @@ async def finished(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) 
     except asyncio.CancelledError:
         await asyncio.wait({running})
         raise
+
+
+def _own(principal: Principal, name: str) -> str | None:
+    """The adapter's own name; None where it cannot be the caller's to know of."""
+    adapter = adapter_part(principal.tenant_name, name)
+    return adapter if adapter and principal.may_use(f"{principal.tenant_name}/{adapter}") else None
 
 
 def _info(principal: Principal, listed: Listed) -> AdapterInfo:

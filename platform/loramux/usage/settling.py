@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from loramux.records import Database, RowRefused, TenantId
+from loramux.records import Database, ProjectId, RowRefused, TenantId
 from loramux.records.ledger import LedgerDraft, LedgerEntry, LedgerRepository
 from loramux.records.locks import gone
 from loramux.records.models import RequestRow
@@ -23,6 +23,8 @@ class OpenedRequest(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     tenant: TenantId
     key_id: str
+    """Or the member who asks in person."""
+    project_id: ProjectId | None = None
     model: str
     """As resolved: `tenant/adapter@3`, or the base model's name."""
     adapter_digest: str | None
@@ -145,6 +147,7 @@ class Settler:
         return {
             "id": request.id,
             "tenant_id": request.tenant,
+            "project_id": request.project_id,
             "key_id": request.key_id,
             "server_id": self._server_id,
             "model": request.model,

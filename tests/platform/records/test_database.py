@@ -5,15 +5,16 @@ import asyncio
 import pytest
 import sqlalchemy as sa
 
-from loramux.records import Database, RecordsUnavailable, RowRefused, TenantId
+from loramux.records import Database, ProjectId, RecordsUnavailable, RowRefused, TenantId
 from loramux.records import database as database_module
-from loramux.records.models import KeyRow, TenantRow
+from loramux.records.models import TenantRow
+from loramux.records.tenancy_models import ProjectRow
 
 pytestmark = pytest.mark.anyio
 
 
 def tenant(name: str) -> TenantRow:
-    return TenantRow(id=TenantId(f"tenant_{name}"), name=name, created_at=1)
+    return TenantRow(id=TenantId(f"tenant_{name}"), name=name, tier="standard", created_at=1)
 
 
 async def names(database: Database) -> list[str]:
@@ -58,16 +59,14 @@ async def test_a_cancelled_block_leaves_nothing(database: Database) -> None:
 
 async def test_a_broken_constraint_raises(database: Database) -> None:
     with pytest.raises(RowRefused):
-        await add(database, tenant("a"), TenantRow(id=TenantId("tenant_b"), name="a", created_at=1))
+        await add(database, tenant("a"), TenantRow(id=TenantId("tenant_b"), name="a", tier="standard", created_at=1))
     assert await names(database) == []
 
 
 async def test_foreign_keys_are_enforced(database: Database) -> None:
     with pytest.raises(RowRefused):
         async with database.begin() as session:
-            session.add(
-                KeyRow(id="k", tenant_id=TenantId("nobody"), name="k", scopes="usage", mac=b"m", hint="", created_at=1)
-            )
+            session.add(ProjectRow(id=ProjectId("p"), tenant_id=TenantId("nobody"), name="p", created_at=1))
 
 
 async def test_a_reader_cannot_write(database: Database) -> None:

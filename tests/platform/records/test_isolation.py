@@ -8,11 +8,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from loramux.records import Database, RowRefused, TenantId
+from loramux.records import Database, ProjectId, RowRefused, TenantId
 from loramux.records.adapters import AdapterRepository, RevisionContent
 from loramux.records.identity import new_id
 from loramux.records.ledger import LedgerDraft, LedgerRepository
 from loramux.records.models import AdapterRow, AliasRow, KeyRow, RevisionRow, TenantRow
+from loramux.records.tenancy import ProjectRepository
+from loramux.records.tenancy_models import ProjectRow
 from loramux.records.tenants import KeyRepository
 from loramux.records.usage import UsageRepository, UsageWindow
 
@@ -34,8 +36,22 @@ def content(number: int) -> RevisionContent:
     return RevisionContent(digest=f"sha256:{number:064}", rank=number, size_bytes=number, base="base")
 
 
-def key_of(tenant: TenantId) -> KeyRow:
-    return KeyRow(id=new_id("key"), tenant_id=tenant, name="k", scopes="", mac=tenant.encode(), hint="", created_at=1)
+def project_of(tenant: TenantId) -> ProjectRow:
+    return ProjectRow(id=ProjectId(f"project-{tenant}"), tenant_id=tenant, name="default", created_at=1)
+
+
+def key_of(tenant: TenantId, project: str) -> KeyRow:
+    return KeyRow(
+        id=new_id("key"),
+        tenant_id=tenant,
+        project_id=ProjectId(project),
+        name="k",
+        scopes="",
+        mac=tenant.encode(),
+        hint="",
+        created_by="",
+        created_at=1,
+    )
 
 
 def revision_of(tenant: str, adapter: str) -> RevisionRow:
@@ -65,9 +81,10 @@ class TwoTenants:
     async def enrol(self) -> None:
         async with self.database.begin() as session:
             for tenant in self.ids:
-                session.add(TenantRow(id=tenant, name=f"tenant-{next(fresh)}", created_at=1))
+                session.add(TenantRow(id=tenant, name=f"tenant-{next(fresh)}", tier="standard", created_at=1))
                 await session.flush()
-                KeyRepository(session).add(key_of(tenant))
+                await ProjectRepository(session, tenant).add(project_of(tenant))
+                await KeyRepository(session, tenant).add(key_of(tenant, f"project-{tenant}"))
 
     async def act(self, tenant: int, operation: str, name: str, number: int) -> None:
         async with self.database.begin() as session:
@@ -117,9 +134,10 @@ class TwoTenants:
             window = UsageWindow(start=0, end=10, width=10)
             assert totals == {name: used for name, used in self.used[tenant].items() if used}
             assert sum(total.output_tokens for total in await usage.by_bucket(window, ())) == sum(totals.values())
-            self.all_mine(tenant, await KeyRepository(session).of(mine))
+            self.all_mine(tenant, await KeyRepository(session, mine).all())
+            self.all_mine(tenant, await ProjectRepository(session, mine).all())
 
-    def all_mine(self, tenant: int, rows: Iterable[AdapterRow | RevisionRow | KeyRow]) -> None:
+    def all_mine(self, tenant: int, rows: Iterable[AdapterRow | RevisionRow | KeyRow | ProjectRow]) -> None:
         assert all(row.tenant_id == self.ids[tenant] for row in rows)
 
 
@@ -146,6 +164,7 @@ def alias_for(revision: str) -> AliasRow:
 MIXTURES: dict[str, Callable[[], object]] = {
     "a revision of another's adapter": lambda: revision_of("b", "of-a3"),
     "an alias for another's revision": lambda: alias_for("revision-of-b"),
+    "a key in another's project": lambda: key_of(TenantId("a"), "project-b"),
     "an alias across one's own adapters": lambda: alias_for("revision-of-a2"),
 }
 
@@ -155,8 +174,9 @@ MIXTURES: dict[str, Callable[[], object]] = {
 async def test_the_tables_refuse_a_mixture(database: Database, mixture: str) -> None:
     async with database.begin() as session:
         for tenant, adapters in (("a", ("of-a", "of-a2", "of-a3")), ("b", ("of-b",))):
-            session.add(TenantRow(id=TenantId(tenant), name=tenant, created_at=1))
+            session.add(TenantRow(id=TenantId(tenant), name=tenant, tier="standard", created_at=1))
             await session.flush()
+            await ProjectRepository(session, TenantId(tenant)).add(project_of(TenantId(tenant)))
             for adapter in adapters:
                 session.add(AdapterRow(id=adapter, tenant_id=TenantId(tenant), name=adapter, created_at=1))
                 await session.flush()

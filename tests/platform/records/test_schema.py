@@ -22,7 +22,7 @@ from loramux.records import (
     migrate,
 )
 from loramux.records.database import parse_url
-from loramux.records.models import Base
+from loramux.records.metadata import METADATA
 from loramux.records.schema import migrations_folder
 
 
@@ -45,7 +45,7 @@ def test_from_empty_to_head_and_again(empty_url: str) -> None:
 def test_the_tables_are_the_models(url: str) -> None:
     with connected(url) as connection:
         options = {"compare_type": True, "compare_server_default": True}
-        drift = compare_metadata(MigrationContext.configure(connection, opts=options), Base.metadata)
+        drift = compare_metadata(MigrationContext.configure(connection, opts=options), METADATA)
     assert drift == []
 
 
@@ -53,7 +53,7 @@ def test_constraints_are_the_models(url: str) -> None:
     """Autogenerate does not look at check constraints; their names are compared here."""
     with connected(url) as connection:
         inspector = sa.inspect(connection)
-        for table in Base.metadata.sorted_tables:
+        for table in METADATA.sorted_tables:
             wanted = {str(c.name) for c in table.constraints if isinstance(c, sa.CheckConstraint)}
             assert {c["name"] for c in inspector.get_check_constraints(table.name)} == wanted
 

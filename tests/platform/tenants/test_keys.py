@@ -1,0 +1,220 @@
+"""Keys: projects, allow-lists, expiry, rotation, and when they were last used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from loramux.records import Database
+from loramux.tenants import (
+    InvalidKey,
+    InvalidTenant,
+    KeyNotFound,
+    KeyRequest,
+    NotPermitted,
+    ProjectNotFound,
+    Tenants,
+    TenantSuspended,
+)
+
+pytestmark = pytest.mark.anyio
+
+SECOND = 1_000_000
+
+
+class Clock:
+    """Stands still until it is told."""
+
+    def __init__(self) -> None:
+        self.now = 1_700_000_000 * SECOND
+
+    def __call__(self) -> int:
+        return self.now
+
+
+@pytest.fixture
+def clock(database: Database) -> Clock:
+    database.now = Clock()
+    return database.now
+
+
+async def test_a_key_belongs_to_a_project(tenants: Tenants) -> None:
+    await tenants.create("acme")
+    account = await tenants.account("acme")
+    web = await account.projects.create("web")
+    key, secret = await account.keys.create(KeyRequest(project="web"))
+    assert key.project == web.id == (await tenants.authenticate(secret)).project
+    await account.projects.archive("web")
+    with pytest.raises(ProjectNotFound, match="'web'"):
+        await account.keys.create(KeyRequest(project="web"))
+    assert (await tenants.authenticate(secret)).project == web.id
+
+
+async def test_an_allow_list_travels_with_the_caller(tenants: Tenants) -> None:
+    await tenants.create("acme")
+    account = await tenants.account("acme")
+    _, secret = await account.keys.create(KeyRequest(models=frozenset({"acme/upper", "tiny"})))
+    principal = await tenants.authenticate(secret)
+    assert [principal.may_use(model) for model in ("acme/upper", "tiny", "acme/json")] == [True, True, False]
+    for wrong in (frozenset(), frozenset({""}), frozenset({"a\nb"}), frozenset({"x" * 201})):
+        with pytest.raises(InvalidTenant, match="tenant/adapter, or the base's name"):
+            await account.keys.create(KeyRequest(models=wrong))
+
+
+async def test_a_key_expires_to_the_microsecond_and_says_when(tenants: Tenants, clock: Clock) -> None:
+    await tenants.create("acme")
+    _, secret = await (await tenants.account("acme")).keys.create(KeyRequest(expires_in=60))
+    clock.now += 60 * SECOND - 1
+    await tenants.authenticate(secret)
+    clock.now += 1
+    with pytest.raises(InvalidKey, match=r"has expired \(2023-11-14T22:14:20"):
+        await tenants.authenticate(secret)
+
+
+@pytest.mark.parametrize("seconds", [0, -1, 10**12])
+async def test_a_life_has_bounds(tenants: Tenants, seconds: int) -> None:
+    await tenants.create("acme")
+    with pytest.raises(InvalidTenant, match="expires_in is 1 to"):
+        await (await tenants.account("acme")).keys.create(KeyRequest(expires_in=seconds))
+
+
+async def test_a_rotation_overlaps(tenants: Tenants, clock: Clock) -> None:
+    await tenants.create("acme")
+    keys = (await tenants.account("acme")).keys
+    old, old_secret = await keys.create(
+        KeyRequest(name="ci", scopes=frozenset({"usage"}), models=frozenset({"tiny"}), expires_in=10_000)
+    )
+    made, secret = await keys.rotate(old.id, 3600)
+    inherited = ("name", "scopes", "models", "project", "expires_at")
+    assert [getattr(made, name) for name in inherited] == [getattr(old, name) for name in inherited]
+    await tenants.authenticate(old_secret)
+    clock.now += 3600 * SECOND
+    with pytest.raises(InvalidKey, match="expired"):
+        await tenants.authenticate(old_secret)
+    await tenants.authenticate(secret)
+    assert [(key.id, key.replaced_by) for key in await keys.all() if key.id == old.id] == [(old.id, made.id)]
+    with pytest.raises(InvalidTenant, match="has ended"):
+        await keys.rotate(old.id, 0)
+
+
+async def test_a_rotation_never_lengthens_a_life(tenants: Tenants, clock: Clock) -> None:
+    await tenants.create("acme")
+    keys = (await tenants.account("acme")).keys
+    old, secret = await keys.create(KeyRequest(expires_in=60))
+    await keys.rotate(old.id, 3600)
+    clock.now += 60 * SECOND
+    with pytest.raises(InvalidKey, match="expired"):
+        await tenants.authenticate(secret)
+
+
+async def test_nobody_gives_what_it_lacks(tenants: Tenants) -> None:
+    await tenants.create("acme")
+    account = await tenants.account("acme")
+    rich, _ = await account.keys.create(KeyRequest(scopes=frozenset({"keys", "members"})))
+    _, secret = await account.keys.create(KeyRequest(scopes=frozenset({"keys", "usage"})))
+    own = tenants.account_of(await tenants.authenticate(secret))
+    made, _ = await own.keys.create(KeyRequest(scopes=frozenset({"usage", "read"})))
+    assert made.created_by != rich.created_by
+    for beyond in ("inference", "operator"):
+        with pytest.raises(NotPermitted, match=beyond):
+            await own.keys.create(KeyRequest(scopes=frozenset({"usage", beyond})))
+    with pytest.raises(NotPermitted, match="members"):
+        await own.keys.rotate(rich.id, 0)
+
+
+async def test_another_tenants_key_is_not_there(tenants: Tenants) -> None:
+    for name in ("acme", "globex"):
+        await tenants.create(name)
+    theirs, secret = await tenants.create_key("globex")
+    keys = (await tenants.account("acme")).keys
+    for attempt in (keys.revoke(theirs.id), keys.rotate(theirs.id, 0)):
+        with pytest.raises(KeyNotFound):
+            await attempt
+    assert theirs not in await keys.all()
+    await tenants.authenticate(secret)
+
+
+async def test_a_suspended_tenant_is_told_so(tenants: Tenants) -> None:
+    await tenants.create("acme")
+    _, secret = await tenants.create_key("acme")
+    await tenants.suspend("acme")
+    with pytest.raises(TenantSuspended, match="'acme' is suspended"):
+        await tenants.authenticate(secret)
+    await tenants.resume("acme")
+    await tenants.authenticate(secret)
+
+
+async def test_last_use_is_written_in_batches(tenants: Tenants, clock: Clock) -> None:
+    await tenants.create("acme")
+    keys = (await tenants.account("acme")).keys
+    secrets = [(await keys.create(KeyRequest()))[1] for _ in range(3)]
+    for secret in secrets[:2]:
+        await tenants.authenticate(secret)
+    assert [key.last_used_at for key in await keys.all()] == [None] * 3
+    await tenants.last_use.flush()
+    assert sorted(key.last_used_at or 0 for key in await keys.all()) == [0, clock.now, clock.now]
+    later = clock.now
+    clock.now -= SECOND
+    await tenants.authenticate(secrets[0])
+    await tenants.last_use.flush()
+    assert max(key.last_used_at or 0 for key in await keys.all()) == later
+
+
+async def test_a_tier_reaches_the_scheduler(tenants: Tenants) -> None:
+    await tenants.create("acme")
+    _, secret = await tenants.create_key("acme")
+    principal = await tenants.authenticate(secret)
+    assert (principal.tier, principal.service_class, principal.weight) == ("standard", "standard", 1)
+    await tenants.tiers.put("gold", "interactive", 4)
+    await tenants.move("acme", "gold")
+    principal = await tenants.authenticate(secret)
+    assert (principal.tier, principal.service_class, principal.weight) == ("gold", "interactive", 4)
+    await tenants.tiers.put("gold", "batch", 2)
+    assert (await tenants.authenticate(secret)).service_class == "batch"
+
+
+async def test_the_entity_of_a_key_has_no_secret(tenants: Tenants) -> None:
+    await tenants.create("acme")
+    key, secret = await tenants.create_key("acme")
+    assert secret not in msgspec.json.encode(key).decode()
+    assert secret not in msgspec.json.encode(await tenants.audit.read()).decode()
+
+
+async def test_changes_are_noted_with_who_and_from_where(
+    tenants: Tenants, sql: Callable[[str], None], database: Database
+) -> None:
+    await tenants.create("acme")
+    key, _ = await tenants.create_key("acme")
+    await tenants.revoke_key(key.id)
+    await tenants.revoke_key(key.id)
+    log = await tenants.audit.read()
+    assert [entry.action for entry in log] == ["key.revoke", "key.create", "project.create", "tenant.create"]
+    revoked = log[0]
+    assert revoked.actor.startswith("local:")
+    assert revoked.object_id == key.id
+    before, after = (msgspec.json.decode(state) for state in (revoked.before, revoked.after))
+    assert {name for name in before if before[name] != after[name]} == {"revoked_at"}
+    assert [e.action for e in await tenants.audit.read(before=log[1].sequence, limit=1)] == ["project.create"]
+    for change in ("UPDATE audit_entries SET actor = 'x'", "DELETE FROM audit_entries"):
+        with pytest.raises(Exception, match="append-only"):
+            sql(change)
+
+
+async def test_a_change_that_fails_notes_nothing(tenants: Tenants, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that cannot be noted does not happen."""
+    await tenants.create("acme")
+    before = await tenants.audit.read()
+    account = await tenants.account("acme")
+    with pytest.raises(ProjectNotFound):
+        await account.keys.create(KeyRequest(project="nowhere"))
+    assert await tenants.audit.read() == before
+
+    async def fail(*_: object, **__: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("loramux.tenants.audit.Change.note", fail)
+    with pytest.raises(ZeroDivisionError):
+        await account.keys.create(KeyRequest())
+    assert await account.keys.all() == []
