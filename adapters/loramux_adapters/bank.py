@@ -56,6 +56,11 @@ class AdapterBank:
         self._segments: Segments | None = None
 
     @property
+    def page_bytes(self) -> int:
+        """What a page holds."""
+        return self.page_elements * self.pool.element_size()
+
+    @property
     def segments(self) -> Segments | None:
         """Those of the forward that runs now; None outside one, and in one that holds no adapter's row."""
         return self._segments

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 Positive = Annotated[int, Meta(ge=1)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
 Share = Annotated[float, Meta(gt=0, le=1_000_000)]
 Signature = Literal[
     "RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "Ed25519"
@@ -77,12 +78,33 @@ class ClassDeadlines(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     batch: Positive | None = None
 
 
+class ReservedPages(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Share of the pool that is kept for a class while it holds less."""
+
+    interactive: Fraction = 0.0
+    standard: Fraction = 0.0
+    batch: Fraction = 0.0
+
+    def __post_init__(self) -> None:
+        if (total := self.interactive + self.standard + self.batch) > 0.9:
+            raise ValueError(f"reserved_pages add up to {total:g}, and may to 0.9: the rest serves everybody")
+
+
 class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Who gets how much, and when the answer is no. docs/scheduling.md explains each."""
 
     class_shares: ClassShares = ClassShares()
     tau: Annotated[float, Meta(ge=0)] = 2048.0
     """Units of service over weight that a tenant may be ahead of another one who waits."""
+    quantum: Annotated[float, Meta(ge=0)] = 512.0
+    """Units over weight by which a tenant may be admitted early because its adapter is in the batch already."""
+    overhead_target: Annotated[float, Meta(gt=0)] = 0.1
+    """From which slow-down by the adapters in the batch on `quantum` counts."""
+    reserved_pages: ReservedPages = ReservedPages()
+    tenant_guaranteed_pages: Fraction = 0.0
+    """Share of the pool, times the tenant's weight, that it gets back from those who have borrowed it."""
+    tenant_max_pages: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Share of the pool that one tenant may hold."""
     deadlines_ms: ClassDeadlines = ClassDeadlines()
 
 

@@ -38,6 +38,8 @@ def test_a_postgresql_url_is_left_alone(tmp_path: Path) -> None:
         (GOOD + "[engine]\ngpu_memory_utilization = 1.5\n", "gpu_memory_utilization"),
         (GOOD + "[server]\nport = 70000\n", "port"),
         (GOOD + "[scheduler]\ntau = -1\n", "scheduler.tau"),
+        (GOOD + "[scheduler]\ntenant_max_pages = 0\n", "scheduler.tenant_max_pages"),
+        (GOOD + "[scheduler.reserved_pages]\ninteractive = 0.6\nbatch = 0.4\n", "reserved_pages add up to 1"),
         (GOOD + "[scheduler.class_shares]\nbatch = 0\n", "class_shares.batch"),
         (GOOD + "[scheduler.deadlines_ms]\ninteractive = 0\n", "deadlines_ms.interactive"),
         ("[model\n", "TOML"),

@@ -6,24 +6,24 @@ from collections.abc import Callable
 from itertools import islice
 
 from loramux.engine.batch import Batch, Draft
-from loramux.engine.budget import Budget
 from loramux.engine.fairness import Flow
 from loramux.engine.history import OutputHistory
 from loramux.engine.memory import Memory
 from loramux.engine.policy import Policy
 from loramux.engine.queue import RequestQueue
 from loramux.engine.resident import AdapterState
+from loramux.engine.room import Room
 from loramux.engine.sequence import Sequence
 
 
 class Admission:
     """Moves sequences between the queue and the batch, under one budget."""
 
-    def __init__(self, policy: Policy, budget: Budget, queue: RequestQueue, batch: Batch, memory: Memory) -> None:
+    def __init__(self, policy: Policy, room: Room, queue: RequestQueue, batch: Batch, memory: Memory) -> None:
         self.num_preemptions = 0
         self._history = OutputHistory()
         self._policy = policy
-        self._budget = budget
+        self._room = room
         self._queue = queue
         self._batch = batch
         self._memory = memory
@@ -37,21 +37,44 @@ class Admission:
         outputs = max(expected.mean, sequence.num_output_tokens + 1)
         sequence.due = sequence.num_prompt_tokens + 2 * outputs
 
-    def admit(self, draft: Draft, refuse: Callable[[Sequence], None]) -> None:
-        """Fill `draft` from the queue. A head that does not fit holds its place: nobody behind it goes in.
+    def interrupt(self, max_num_seqs: int) -> Flow | None:
+        """Between two steps: let the next in order take the places of those that owe it theirs; who is to go first now.
+
+        Only for who can join at once, and where it is enough: otherwise somebody would be interrupted for nothing.
+        """
+        flow = self._queue.first
+        sequence = self._next_of(flow) if flow and not flow.too_far else None
+        if sequence is None or self._cold(sequence) or self._room.over_quota(sequence):
+            return None
+        self._memory.cache.look_up(sequence)
+        self.estimate(sequence)
+        debtors = self._room.debtors(sequence)
+        if not (debtors and self._room.has_pages(sequence, leaving=set(debtors))):
+            return None
+        while debtors and not (len(self._batch.running) < max_num_seqs and self._room.has_pages(sequence)):
+            debtor = debtors.pop()
+            if self._room.owes(debtor, sequence):
+                self.preempt(debtor)
+        return flow
+
+    def admit(self, draft: Draft, refuse: Callable[[Sequence, str], None], favoured: Flow | None = None) -> None:
+        """Fill `draft` from the queue, from `favoured` first. A head that does not fit holds its place: nobody behind
+        it goes in.
 
         Those behind it have their adapters loaded where that takes nothing from anybody. `refuse` is called with those
-        that could not run in an empty house either.
+        that could not run in an empty house either, and why.
         """
         is_open, looked_at = True, 0
-        while looked_at < self._policy.lookahead and (flow := self._queue.first):
+        while looked_at < self._policy.lookahead and (flow := favoured or self._choose()):
+            favoured = None
             if (sequence := self._next_of(flow)) is None:
                 continue
-            if not self._fits_alone(sequence):
-                refuse(sequence)
+            if reason := self._room.never(sequence):
+                refuse(sequence, reason)
+            elif self._room.over_quota(sequence):
+                self._queue.stand_out(flow, [_quota_of(flow.tenant)])
             elif not (is_open and self._advance(sequence, draft)):
-                # One that sits out is not waiting for room, and keeps nobody out.
-                is_open = is_open and flow.too_far
+                is_open = is_open and not self._waits_for_room(sequence)
                 self._prefetch(sequence)
                 self._queue.set_aside(flow)
                 looked_at += 1
@@ -68,6 +91,7 @@ class Admission:
         """Out of the batch; what it was expected to take and did not is no longer booked."""
         self._batch.leave(sequence)
         self._queue.book(sequence.flow, sequence.units - sequence.due)
+        self._queue.call_back(_quota_of(sequence.flow.tenant))
 
     def remember(self, sequence: Sequence) -> None:
         """An answer came to its own end: the next ones of its revision are expected to be like it."""
@@ -84,9 +108,23 @@ class Admission:
         self._queue.stand_out(flow, coming)
         return None
 
-    def _fits_alone(self, sequence: Sequence) -> bool:
-        adapter_pages = self._residency.size(sequence.digest) if sequence.digest else 0
-        return self._budget.fits_alone(sequence.max_len, adapter_pages)
+    def _choose(self) -> Flow | None:
+        """The first in order; where adapters crowd the batch, the first within a quantum of it that brings none."""
+        first = self._queue.first
+        if first is None or self._room.omega() <= self._policy.overhead_target:
+            return first
+        return next((flow for flow in self._queue.near(first) if not self._brings_an_adapter(flow)), first)
+
+    def _brings_an_adapter(self, flow: Flow) -> bool:
+        digest = self._queue.waiting(flow)[0].digest
+        return digest is not None and not self._residency.in_use(digest)
+
+    def _waits_for_room(self, sequence: Sequence) -> bool:
+        """Whether it is the pool that `sequence` waits for, and its turn: then nobody overtakes it.
+
+        Who sits out, or was to go before its turn, keeps nobody out.
+        """
+        return not sequence.flow.too_far and sequence.flow is self._queue.first
 
     def _cold(self, sequence: Sequence) -> bool:
         return sequence.digest is not None and self._residency.state(sequence.digest) is AdapterState.KNOWN
@@ -98,11 +136,11 @@ class Admission:
             return False
         self._memory.cache.look_up(sequence)
         self.estimate(sequence)
-        if not (self._has_room(sequence) or self._clear_the_way(sequence, draft)):
+        if not (self._room.has_pages(sequence) or self._clear_the_way(sequence, draft)):
             return False
         if self._cold(sequence):
             return self._load(sequence, spare_wanted=False)
-        if not (draft.tokens_left and self._has_row(flow, draft)):
+        if not (draft.tokens_left and self._room.has_row(flow, draft)):
             return False
         self._join(sequence, draft)
         return True
@@ -114,7 +152,7 @@ class Admission:
     def _load(self, sequence: Sequence, *, spare_wanted: bool) -> bool:
         digest = sequence.digest
         assert digest is not None, "only adapters are cold"
-        leave_free = self._budget.watermark if spare_wanted else 0
+        leave_free = self._room.watermark if spare_wanted else 0
         if not self._memory.load(digest, spare_wanted=spare_wanted, leave_free=leave_free):
             return False
         units = self._residency.size(digest) * self._policy.load_units_per_page
@@ -134,31 +172,21 @@ class Admission:
         self._queue.charge(flow, sequence.cost(sequence.num_computed, end))
         draft.lay(sequence, length)
 
-    # room
-
-    def _has_row(self, flow: Flow, draft: Draft) -> bool:
-        reserved = int((len(draft.chunks) + draft.rows_left) * self._budget.reserve_share)
-        return draft.rows_left > reserved or (draft.rows_left > 0 and self._batch.held_by(flow)[0] < reserved)
-
-    def _has_room(self, sequence: Sequence) -> bool:
-        running, adapters = self._batch.running, self._residency.pinned_pages(sequence.digest)
-        reserve = self._budget.reserve
-        if self._budget.admits(sequence, running, adapters, reserve):
-            return True
-        _, held = self._batch.held_by(sequence.flow)
-        small = held + self._budget.pages_for(sequence.likely_len) <= reserve
-        return small and self._budget.admits(sequence, running, adapters)
-
     def _clear_the_way(self, sequence: Sequence, draft: Draft) -> bool:
         """Preempt those that sit out until `sequence` fits: of the most served, the newest first."""
         out = [s for s in self._batch.running if s.flow.too_far and s not in draft.chunks]
         out.sort(key=lambda s: (s.flow.group.served, s.flow.served))  # stable, so that pop() takes the newest
         while out:
             self.preempt(out.pop())
-            if self._has_room(sequence):
+            if self._room.has_pages(sequence):
                 return True
         return False
 
 
 def _history_key(sequence: Sequence) -> tuple[str, str | None]:
     return sequence.request.tenant, sequence.digest
+
+
+def _quota_of(tenant: str) -> tuple[str, str]:
+    """The event that some of the tenant's quota has come free."""
+    return "quota", tenant

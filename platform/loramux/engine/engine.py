@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from loramux.engine.budget import Budget
 from loramux.engine.messages import EngineStats, StepReport
@@ -43,9 +43,9 @@ class Engine:
         self.facts = loaded.facts
         self._runner = loaded.runner
         self._weight_bytes = loaded.weight_bytes
-        pool = PagePool(loaded.facts.pages_total)
+        pool, bank = PagePool(loaded.facts.pages_total), loaded.runner.bank
         limits = Limits(max_rank=settings.adapters.max_rank, max_bytes=settings.adapters.max_bytes)
-        self._store = DiskStore(loaded.runner.bank, loaded.base, limits, wake)
+        self._store = DiskStore(bank, loaded.base, limits, wake)
         self._residency = Residency(pool, self._store, time.monotonic)
         self.scheduler = Scheduler(
             SchedulerLimits(
@@ -57,7 +57,7 @@ class Engine:
             pool,
             self._residency,
             time.monotonic,
-            replace(Policy.from_settings(settings.scheduler), prefix_cache=settings.engine.prefix_cache),
+            Policy.from_settings(settings, loaded.weight_bytes / bank.page_bytes),
         )
         self._counters = _Counters()
 

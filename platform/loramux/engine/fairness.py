@@ -97,6 +97,11 @@ class Contest(Generic[AccountT]):
         """Who should be admitted next."""
         return self._by_booked.first()
 
+    def near(self, span: float, limit: int) -> list[AccountT]:
+        """Who should be admitted next, and those booked no more than `span` beyond, in order."""
+        lowest = self._by_booked.first()
+        return [] if lowest is None else self._by_booked.lowest(limit, up_to=lowest.booked + span)
+
     def entry(self, account: AccountT) -> float:
         """Where `account` is, or would be after rule 1, in the order of admission."""
         if account in self:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from loramux.engine.request import ServiceClass
-from loramux.settings import SchedulerSettings
+from loramux.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,19 @@ class Policy:
     """Shares, never strict priority: every class with work moves."""
     tau: float = 2048.0
     """Units over weight that one may be ahead of another who waits; further ahead it sits out."""
+    quantum: float = 512.0
+    """Units over weight by which one may be admitted early because its adapter is in the batch already, once the
+    batch's adapters cost more than `overhead_target`."""
+    overhead_target: float = 0.1
+    """Bytes of a step's adapters over the bytes it reads anyway, beyond which others go before (see quantum)."""
+    weight_pages: float = math.inf
+    """The base's weights, which every step reads, in pages; infinite where nobody said: adapters then cost nothing."""
+    reserved_pages: Mapping[ServiceClass, float] = field(default_factory=dict)
+    """Share of the pool kept for a class while it holds less."""
+    tenant_guaranteed_pages: float = 0.0
+    """Share of the pool, times its weight, that a tenant gets back from those who hold more than theirs."""
+    tenant_max_pages: float = 1.0
+    """Share of the pool that a tenant may hold, the guaranteed pages and the borrowed ones."""
     deadlines_ms: Mapping[ServiceClass, int] = field(default_factory=dict)
     """Milliseconds to the first token, for requests of a class that do not bring a deadline of their own."""
     load_units_per_page: float = 1.0
@@ -43,11 +57,23 @@ class Policy:
     window: int = 8
     """Requests of one tenant a step looks at for one whose adapter is ready."""
 
+    def max_pages(self, num_pages: int) -> int:
+        """The most that one tenant may hold of so many."""
+        return int(num_pages * self.tenant_max_pages)
+
     @classmethod
-    def from_settings(cls, settings: SchedulerSettings) -> Policy:
-        """What an operator asks for."""
+    def from_settings(cls, settings: Settings, weight_pages: float) -> Policy:
+        """What an operator asks for, for a model whose weights are as large as `weight_pages`."""
+        asked = settings.scheduler
         return cls(
-            class_shares={c: getattr(settings.class_shares, c) for c in ServiceClass},
-            tau=settings.tau,
-            deadlines_ms={c: limit for c in ServiceClass if (limit := getattr(settings.deadlines_ms, c)) is not None},
+            class_shares={c: getattr(asked.class_shares, c) for c in ServiceClass},
+            tau=asked.tau,
+            quantum=asked.quantum,
+            overhead_target=asked.overhead_target,
+            weight_pages=weight_pages,
+            reserved_pages={c: getattr(asked.reserved_pages, c) for c in ServiceClass},
+            tenant_guaranteed_pages=asked.tenant_guaranteed_pages,
+            tenant_max_pages=asked.tenant_max_pages,
+            deadlines_ms={c: limit for c in ServiceClass if (limit := getattr(asked.deadlines_ms, c)) is not None},
+            prefix_cache=settings.engine.prefix_cache,
         )

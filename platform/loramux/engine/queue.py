@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 
 from loramux.engine.fairness import AccountT, Contest, Flow, Group
 from loramux.engine.load import Load
@@ -16,7 +16,8 @@ class RequestQueue:
     """Waiting sequences, and the accounts that say in which order they should be admitted.
 
     A flow (a tenant in a class) takes part in the contest while something of its is waiting that could run. Where all
-    it has waits for adapters it stands out, and comes back, as one whose queue was empty, when one of them arrives.
+    it has waits for adapters, or its tenant has used up its quota, it stands out, and comes back, as one whose queue
+    was empty, when an adapter arrives or a request of the tenant ends.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -25,7 +26,7 @@ class RequestQueue:
         self._groups = {c: Group(weight=share) for c, share in policy.class_shares.items()}
         self._flows: dict[tuple[ServiceClass, str], Flow] = {}
         self._waiting: dict[Flow, deque[Sequence]] = {}
-        self._standing_out: defaultdict[str, list[Flow]] = defaultdict(list)
+        self._standing_out: defaultdict[Hashable, list[Flow]] = defaultdict(list)
         self._length = 0
 
     # questions
@@ -71,6 +72,15 @@ class RequestQueue:
         _add_others(ahead, self._classes, group, self._classes.entry(group) + ahead.units / group.weight)
         return ahead
 
+    def near(self, flow: Flow) -> list[Flow]:
+        """`flow`, which is the first of its class, and those within a quantum of it, in order."""
+        return flow.group.contest.near(self._policy.quantum, self._policy.lookahead)
+
+    def may_interrupt(self, flow: Flow, other: Flow) -> bool:
+        """Whether `other` is of a lower class than `flow`, and that class has taken and booked more of its share."""
+        group, lower = flow.group, other.group
+        return lower.weight < group.weight and lower.booked > self._classes.entry(group)
+
     def backlogged(self, flow: Flow) -> bool:
         """Whether something of `flow` waits that could run."""
         return flow in flow.group.contest
@@ -109,15 +119,15 @@ class RequestQueue:
             sequence.flow.queued = Load()  # no rounding error outlives a queue
             self._leave(sequence.flow)
 
-    def stand_out(self, flow: Flow, digests: Iterable[str]) -> None:
-        """Nothing of `flow` can run before one of `digests` has arrived."""
-        for digest in digests:
-            self._standing_out[digest].append(flow)
+    def stand_out(self, flow: Flow, events: Iterable[Hashable]) -> None:
+        """Nothing of `flow` can run before one of `events`."""
+        for event in events:
+            self._standing_out[event].append(flow)
         self._leave(flow)
 
-    def call_back(self, digest: str) -> None:
-        """`digest` has arrived, or has failed to: look at its flows again."""
-        for flow in self._standing_out.pop(digest, ()):
+    def call_back(self, event: Hashable) -> None:
+        """`event` has come: look again at the flows that stood out for it."""
+        for flow in self._standing_out.pop(event, ()):
             if self._waiting[flow]:
                 self._enter(flow)
 

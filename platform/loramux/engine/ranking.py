@@ -63,6 +63,15 @@ class Ranking(Generic[ItemT, RankT]):
                 return item
         return None
 
+    def lowest(self, limit: int, up_to: RankT) -> list[ItemT]:
+        """Those whose rank is not above `up_to`, in order, `limit` at most."""
+        entries: list[tuple[RankT, int, ItemT]] = []
+        while len(entries) < limit and self.first() is not None and not up_to < self._heap[0][0]:
+            entries.append(heapq.heappop(self._heap))
+        for entry in entries:
+            heapq.heappush(self._heap, entry)
+        return [item for _, _, item in entries]
+
     def _sweep(self) -> None:
         """Forget what was dropped or put again and has never surfaced since."""
         self._heap = [entry for entry in self._heap if self._tickets.get(entry[2]) == entry[1]]

@@ -63,6 +63,10 @@ class Residency:
         wait = max(0.0, failed.retry_at - self._clock())
         return f"{failed.reason} It failed {failed.failures} times in a row and is tried again in {wait:.0f} s."
 
+    def in_use(self, digest: str) -> bool:
+        """Whether a running sequence pins it."""
+        return digest in self._known and self._known[digest].users > 0
+
     def slot(self, digest: str) -> int | None:
         """The bank slot of a READY revision, else None."""
         return self._known[digest].slot

@@ -22,6 +22,7 @@ from loramux.engine.queue import RequestQueue
 from loramux.engine.request import Request
 from loramux.engine.residency import Residency
 from loramux.engine.resident import AdapterState
+from loramux.engine.room import Room
 from loramux.engine.sequence import Sequence
 from loramux.engine.step import Step
 
@@ -48,7 +49,8 @@ class Scheduler:
         cache = PrefixCache(self.policy, pool, residency, budget.block_size)
         self.memory = Memory(pool, residency, cache)
         self._batch = Batch(self.memory, budget.block_size)
-        self._admission = Admission(self.policy, budget, self.queue, self._batch, self.memory)
+        self._room = Room(self.policy, budget, self.queue, self._batch, residency)
+        self._admission = Admission(self.policy, self._room, self.queue, self._batch, self.memory)
         self._forecast = Forecast(limits, budget, self.queue, self._batch, residency)
         self._deadlines = Deadlines(self.policy, self._forecast)
         self._clock = clock
@@ -121,9 +123,10 @@ class Scheduler:
         self._heed_adapters()
         self._heed_deadlines()
         self.queue.draw_ceilings()
+        favoured = self._admission.interrupt(self.limits.max_num_seqs)
         draft = Draft(self.limits.max_num_batched_tokens, self.limits.max_num_seqs)
         self._go_on(draft)
-        self._admission.admit(draft, self._refuse_for_ever)
+        self._admission.admit(draft, self._refuse_for_ever, favoured)
         return draft.finish()
 
     def commit(self, step: Step, sampled: Iterable[TokenEvent]) -> list[TokenEvent]:
@@ -180,8 +183,8 @@ class Scheduler:
         return True
 
     def _victim(self) -> Sequence:
-        """The newest of the tenant that got most, of the class with the smallest share."""
-        return max(reversed(self.running), key=lambda s: (-s.flow.group.weight, s.flow.served))
+        """With borrowed pages, then of the class with the smallest share, then the newest of who got most."""
+        return min(reversed(self.running), key=self._room.standing)
 
     def _preempt(self, sequence: Sequence) -> None:
         self._admission.preempt(sequence)
@@ -218,18 +221,13 @@ class Scheduler:
         self._end(sequence)
         self._news.append(_ending(sequence.id, "error", fault))
 
-    def _refuse_for_ever(self, sequence: Sequence) -> None:
-        assert sequence.digest is not None, "requests for the base were measured when they came"
-        message = (
-            f"The request needs {self.budget.pages_for(sequence.max_len)} pages of KV and its adapter "
-            f"{self.residency.size(sequence.digest)}: more than the pool's {self.budget.num_pages}. "
-            f"Lower max_tokens, or ask the operator for a larger engine.pool_bytes."
-        )
-        self._refuse(sequence, EngineFault("context_length_exceeded", message))
+    def _refuse_for_ever(self, sequence: Sequence, reason: str) -> None:
+        self._refuse(sequence, EngineFault("context_length_exceeded", reason))
 
     def _impossible(self, request: Request) -> EngineFault | None:
         total = len(request.prompt_token_ids) + request.sampling.max_tokens
-        limit = min(self.limits.max_model_len, self.budget.num_pages * self.budget.block_size)
+        pages = self.policy.max_pages(self.budget.num_pages)
+        limit = min(self.limits.max_model_len, pages * self.budget.block_size)
         if total <= limit:
             return None
         return EngineFault(

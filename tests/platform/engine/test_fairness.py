@@ -56,9 +56,20 @@ class FairnessMachine(RuleBasedStateMachine):
         tokens=st.integers(4, 16),
         tau=st.sampled_from([0.0, 5.0, 20.0]),
         weights=st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=3, max_size=3),
+        guaranteed=st.sampled_from([0.0, 0.3]),
+        weight_pages=st.sampled_from([4.0, 1000.0]),
     )
-    def open(self, pages: int, rows: int, tokens: int, tau: float, weights: list[float]) -> None:
-        self.policy = Policy(tau=tau)
+    def open(
+        self,
+        pages: int,
+        rows: int,
+        tokens: int,
+        tau: float,
+        weights: list[float],
+        guaranteed: float,
+        weight_pages: float,
+    ) -> None:
+        self.policy = Policy(tau=tau, quantum=10.0, tenant_guaranteed_pages=guaranteed, weight_pages=weight_pages)
         self.house = House(pages, block_size=4, max_num_seqs=rows, max_tokens=tokens, policy=self.policy)
         self.weights = dict(zip(TENANTS, weights, strict=True))
         self.delta = tokens + 2 * rows + PAGES_OF_BOTH_ADAPTERS * self.policy.load_units_per_page
