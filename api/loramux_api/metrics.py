@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import accumulate
 
 import msgspec
 from litestar.types import Message, Scope
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.utils import floatToGoString
 
+from loramux.engine.distribution import Distribution
+from loramux.engine.messages import EngineMeters
 from loramux.gateway import Generation, Platform
 
 GAUGES = frozenset(
@@ -26,6 +30,7 @@ GAUGES = frozenset(
         "max_distinct_adapters",
         "max_distinct_adapters_beside_base",
         "weight_bytes",
+        "service_gap",
     }
 )
 """The fields of EngineStats that can fall; the others only grow."""
@@ -40,9 +45,12 @@ class PlatformCollector:
 
     def collect(self) -> Iterator[Metric]:
         """One family each."""
-        for name, value in msgspec.structs.asdict(self._platform.engine.stats()).items():
+        stats = msgspec.structs.asdict(self._platform.engine.stats())
+        meters: EngineMeters = stats.pop("meters")
+        for name, value in stats.items():
             family = GaugeMetricFamily if name in GAUGES else CounterMetricFamily
             yield family(f"loramux_engine_{name}", f"Engine: {name.replace('_', ' ')}.", value=value)
+        yield from _of_meters(meters)
         yield GaugeMetricFamily("loramux_engine_up", "Whether the engine serves.", value=self._platform.engine.alive)
         yield from self._completions()
 
@@ -59,6 +67,8 @@ class PlatformCollector:
         for kind in ("prompt", "cached", "completion"):
             tokens.add_metric([kind], getattr(completions.counters, f"{kind}_tokens"))
         yield tokens
+        gaps = completions.counters.token_gaps.distribution
+        yield _histogram("loramux_inter_token_seconds", "From a token to the next, of ended requests.", gaps)
 
 
 class Metrics:
@@ -98,3 +108,23 @@ class Metrics:
 
     def _histogram(self, name: str, meaning: str) -> Histogram:
         return Histogram(name, meaning, buckets=SECONDS, registry=self._registry)
+
+
+def _of_meters(meters: EngineMeters) -> Iterator[Metric]:
+    yield _histogram("loramux_queue_seconds", "From a request's arrival to its first step.", meters.queue_seconds)
+    yield _histogram("loramux_adapter_load_seconds", "Of adapters into the pool.", meters.adapter_load_seconds)
+    yield _histogram("loramux_step_adapters", "Distinct adapters in a step.", meters.step_adapters)
+    service = GaugeMetricFamily(
+        "loramux_tenant_service_units",
+        "Service over weight that a tenant received since the start; those who received most, and all others together.",
+        labels=["tenant", "service_class"],
+    )
+    for one in meters.tenants:
+        service.add_metric([one.tenant, one.service_class], one.units)
+    yield service
+
+
+def _histogram(name: str, meaning: str, values: Distribution) -> HistogramMetricFamily:
+    ends = [*map(floatToGoString, values.bounds), "+Inf"]
+    buckets = list(zip(ends, accumulate(values.counts), strict=True))
+    return HistogramMetricFamily(name, meaning, buckets=buckets, sum_value=values.total)

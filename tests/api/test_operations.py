@@ -38,6 +38,7 @@ def test_metrics_count_requests_tokens_and_the_engines_pages(site: Site) -> None
     assert grown("loramux_completions_total", status="completed") == 1
     assert grown("loramux_http_responses_total", method="POST", route="/v1/completions", status="200") == 1
     assert grown("loramux_first_token_seconds_count") == 1
+    assert grown("loramux_inter_token_seconds_count") == 2
     assert grown("loramux_engine_steps_total") == 1
     assert after["loramux_engine_pages_free", ()] == 64
     assert after["loramux_engine_up", ()] == 1

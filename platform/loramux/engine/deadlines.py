@@ -37,8 +37,8 @@ class Deadlines:
     def watch(self, sequence: Sequence) -> None:
         """`sequence` is being queued."""
         if (deadline := self._milliseconds(sequence)) is not None:
-            sequence.must_start_by = sequence.arrival + deadline / 1000.0
-            heapq.heappush(self._waiting, (sequence.must_start_by, next(self._tickets), sequence))
+            must_begin_by = sequence.arrival + deadline / 1000.0
+            heapq.heappush(self._waiting, (must_begin_by, next(self._tickets), sequence))
 
     def missed(self, now: float) -> list[Sequence]:
         """Those whose time has come, each once; some of them have started, or ended."""

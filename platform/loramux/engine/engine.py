@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from loramux.engine.budget import Budget
-from loramux.engine.messages import EngineStats, StepReport
+from loramux.engine.distribution import COUNTS, Histogram
+from loramux.engine.messages import EngineMeters, EngineStats, StepReport
 from loramux.engine.model import LoadedModel
 from loramux.engine.pages import PagePool
 from loramux.engine.policy import Policy
 from loramux.engine.request import Request
 from loramux.engine.residency import Residency
 from loramux.engine.scheduler import Scheduler, SchedulerLimits
+from loramux.engine.service_meter import ServiceMeter
 from loramux.engine.step import Step
 from loramux.engine.store import DiskStore
 from loramux.settings import Settings
@@ -30,6 +32,7 @@ class _Counters:
     recomputed_tokens: int = 0
     output_tokens: int = 0
     distinct: int = 0
+    step_adapters: Histogram = field(default_factory=lambda: Histogram(COUNTS))
     max_distinct: int = 0
     max_distinct_beside_base: int = 0
     adapter_bytes_read: int = 0
@@ -59,6 +62,7 @@ class Engine:
             time.monotonic,
             Policy.from_settings(settings, loaded.weight_bytes / bank.page_bytes),
         )
+        self._service = ServiceMeter(self.scheduler.queue, time.monotonic)
         self._counters = _Counters()
 
     def step(self) -> StepReport | None:
@@ -104,6 +108,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters and gauges of this moment."""
+        self._service.look()
         pages, loads, count = self.scheduler.memory.counts, self._residency.counters, self._counters
         return EngineStats(
             steps=count.steps,
@@ -118,10 +123,15 @@ class Engine:
             kv_evictions=self.scheduler.memory.cache.num_evictions,
             adapters_resident=self._residency.num_resident,
             adapter_loads=loads.loads,
-            adapter_load_seconds=loads.load_seconds,
+            adapter_load_seconds=loads.load_seconds.total,
+            adapter_hits=loads.hits,
+            adapter_misses=loads.misses,
             adapter_evictions=loads.evictions,
             adapter_load_failures=loads.failures,
             preemptions=self.scheduler.num_preemptions,
+            refused_over_capacity=self.scheduler.counters.refused,
+            missed_deadlines=self.scheduler.counters.missed,
+            service_gap=self._service.gap,
             prompt_tokens=count.prompt_tokens,
             cached_tokens=count.cached_tokens,
             recomputed_tokens=count.recomputed_tokens,
@@ -131,6 +141,12 @@ class Engine:
             max_distinct_adapters_beside_base=count.max_distinct_beside_base,
             adapter_bytes_read=count.adapter_bytes_read,
             weight_bytes=self._weight_bytes,
+            meters=EngineMeters(
+                queue_seconds=self.scheduler.counters.queue_seconds.distribution,
+                adapter_load_seconds=loads.load_seconds.distribution,
+                step_adapters=count.step_adapters.distribution,
+                tenants=self._service.tenants,
+            ),
         )
 
     def close(self) -> None:
@@ -144,6 +160,7 @@ class Engine:
             count.prompt_tokens += chunk.sequence.fresh_prompt(chunk.start, chunk.end)
             count.recomputed_tokens += chunk.sequence.recomputed(chunk.start, chunk.end)
         count.distinct = len(slots)
+        count.step_adapters.observe(len(slots))
         count.max_distinct = max(count.max_distinct, len(slots))
         if step.holds_base:
             count.max_distinct_beside_base = max(count.max_distinct_beside_base, len(slots))

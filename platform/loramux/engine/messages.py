@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from loramux.engine.distribution import Distribution
 from loramux.engine.request import Request
 
 # ---- towards the engine
@@ -71,6 +72,26 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
     fault: EngineFault | None = None
 
 
+class TenantService(msgspec.Struct, frozen=True, array_like=True):
+    """What one tenant (by its opaque id), or all others together, received in a class, in units over weight."""
+
+    tenant: str
+    service_class: str
+    units: float
+
+
+class EngineMeters(msgspec.Struct, frozen=True, kw_only=True):
+    """What is more than a number."""
+
+    queue_seconds: Distribution = Distribution((), [0], 0.0)
+    """From a request's arrival to its first step."""
+    adapter_load_seconds: Distribution = Distribution((), [0], 0.0)
+    """From pages held to READY."""
+    step_adapters: Distribution = Distribution((), [0], 0.0)
+    """Distinct adapters in a step."""
+    tenants: list[TenantService] = []
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Counters since the start, and gauges of this moment."""
 
@@ -92,7 +113,16 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     adapter_load_seconds: float = 0.0
     adapter_evictions: int = 0
     adapter_load_failures: int = 0
+    adapter_hits: int = 0
+    """Requests that found their adapter in the pool when they came."""
+    adapter_misses: int = 0
     preemptions: int = 0
+    refused_over_capacity: int = 0
+    """Requests that would have missed their deadline."""
+    missed_deadlines: int = 0
+    """Requests whose deadline passed while they waited."""
+    service_gap: float = 0.0
+    """Between tenants of a class that wait now, in units over weight."""
     prompt_tokens: int = 0
     """Prompt tokens computed, each once per request: neither found in the cache nor computed again."""
     cached_tokens: int = 0
@@ -110,6 +140,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Sum over steps of the bytes of that step's distinct adapters (for omega)."""
     weight_bytes: int = 0
     """Bytes of the base model's weights that every step reads."""
+    meters: EngineMeters = EngineMeters()
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 
 from loramux.engine.fairness import AccountT, Contest, Flow, Group
 from loramux.engine.load import Load
@@ -48,6 +48,11 @@ class RequestQueue:
     def groups(self) -> Iterable[Group]:
         """The classes."""
         return self._groups.values()
+
+    @property
+    def classes(self) -> Mapping[ServiceClass, Group]:
+        """The classes by name."""
+        return self._groups
 
     @property
     def first(self) -> Flow | None:

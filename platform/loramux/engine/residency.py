@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from loramux.engine.distribution import SECONDS, Histogram
 from loramux.engine.pages import PagePool, PageUse
 from loramux.engine.ranking import Ranking
 from loramux.engine.request import AdapterRef
@@ -17,7 +18,10 @@ class ResidencyCounters:
     """Since the start."""
 
     loads: int = 0
-    load_seconds: float = 0.0
+    load_seconds: Histogram = field(default_factory=lambda: Histogram(SECONDS))
+    hits: int = 0
+    """Requests that found their revision READY when they came."""
+    misses: int = 0
     evictions: int = 0
     failures: int = 0
 
@@ -82,7 +86,7 @@ class Residency:
             return 0.0
         loading = resident is not None and resident.state is AdapterState.LOADING
         spent = self._clock() - resident.loading_since if resident and loading else 0.0
-        return max(0.0, counters.load_seconds / counters.loads - spent)
+        return max(0.0, counters.load_seconds.total / counters.loads - spent)
 
     @property
     def now(self) -> float:
@@ -126,6 +130,9 @@ class Residency:
             self._inspect(resident)
         elif resident.state is AdapterState.FAILED and self._clock() >= resident.retry_at:
             self._inspect(resident)
+        ready = resident.state is AdapterState.READY
+        self.counters.hits += ready
+        self.counters.misses += not ready
         resident.interested += 1
         resident.retired = False
         resident.warm(self.now)
@@ -208,7 +215,7 @@ class Residency:
             resident.slot, resident.state, resident.failures = pending.result(), AdapterState.READY, 0
             self._set_idle(resident, True)
             self.counters.loads += 1
-            self.counters.load_seconds += self._clock() - resident.loading_since
+            self.counters.load_seconds.observe(self._clock() - resident.loading_since)
         self._forget_if_retired(resident)
 
     def _fail(self, resident: Resident, error: BaseException) -> None:

@@ -9,6 +9,7 @@ from loramux.engine.budget import Budget
 from loramux.engine.fairness import Flow
 from loramux.engine.policy import Policy
 from loramux.engine.queue import RequestQueue
+from loramux.engine.request import Request
 from loramux.engine.residency import Residency
 from loramux.engine.sequence import Sequence
 
@@ -33,6 +34,17 @@ class Room:
     def watermark(self) -> int:
         """Pages that nothing but what runs may take."""
         return self._budget.watermark
+
+    def too_long(self, request: Request, max_model_len: int) -> str | None:
+        """Why no pool of this size, model or quota could hold `request`, with the numbers; None where they could."""
+        prompt, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
+        limit = min(max_model_len, self._policy.max_pages(self._budget.num_pages) * self._budget.block_size)
+        if prompt + max_tokens <= limit:
+            return None
+        return (
+            f"The prompt has {prompt} tokens and max_tokens is {max_tokens}: together {prompt + max_tokens}, more than "
+            f"the {limit} that this server can hold. Shorten the prompt or max_tokens."
+        )
 
     def never(self, sequence: Sequence) -> str | None:
         """Why `sequence` could not run in an empty house either, with the numbers; None where it could."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -11,6 +12,7 @@ from loramux.engine.admission import Admission
 from loramux.engine.batch import Batch, Draft
 from loramux.engine.budget import Budget
 from loramux.engine.deadlines import Deadlines
+from loramux.engine.distribution import SECONDS, Histogram
 from loramux.engine.fairness import Flow
 from loramux.engine.forecast import Forecast
 from loramux.engine.memory import Memory
@@ -27,6 +29,17 @@ from loramux.engine.sequence import Sequence
 from loramux.engine.step import Step
 
 __all__ = ["Scheduler", "SchedulerLimits"]
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """Since the start."""
+
+    refused: int = 0
+    """Would have missed their deadline."""
+    missed: int = 0
+    """Missed it while they waited."""
+    queue_seconds: Histogram = field(default_factory=lambda: Histogram(SECONDS))
 
 
 class Scheduler:
@@ -55,6 +68,7 @@ class Scheduler:
         self._deadlines = Deadlines(self.policy, self._forecast)
         self._clock = clock
         self._planned_at = 0.0
+        self.counters = SchedulerCounters()
         self._sequences: dict[str, Sequence] = {}
         self._news: list[TokenEvent] = []
 
@@ -88,12 +102,13 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request, or answer it at once when it could never run, or not by its deadline."""
-        if fault := self._impossible(request):
-            self._news.append(_ending(request.id, "error", fault))
+        if reason := self._room.too_long(request, self.limits.max_model_len):
+            self._news.append(_ending(request.id, "error", EngineFault("context_length_exceeded", reason)))
             return
         sequence = Sequence(request, self._clock(), self.queue.flow_of(request))
         self._admission.estimate(sequence)
         if fault := self._deadlines.refusal(sequence):
+            self.counters.refused += 1
             self._news.append(_ending(request.id, "error", fault))
             return
         self._sequences[request.id] = sequence
@@ -127,6 +142,7 @@ class Scheduler:
         draft = Draft(self.limits.max_num_batched_tokens, self.limits.max_num_seqs)
         self._go_on(draft)
         self._admission.admit(draft, self._refuse_for_ever, favoured)
+        self._note_starts(draft)
         return draft.finish()
 
     def commit(self, step: Step, sampled: Iterable[TokenEvent]) -> list[TokenEvent]:
@@ -139,6 +155,12 @@ class Scheduler:
         self._batch.commit(step)
         return [self._append(chunk.sequence, event) for chunk, event in zip(sampling, sampled, strict=True)]
 
+    def _note_starts(self, draft: Draft) -> None:
+        for sequence in draft.chunks:
+            if sequence.began_at is None:
+                sequence.began_at = self._planned_at
+                self.counters.queue_seconds.observe(self._planned_at - sequence.arrival)
+
     def _heed_adapters(self) -> None:
         for digest in self.residency.poll():
             if self.residency.failed(digest):
@@ -148,7 +170,8 @@ class Scheduler:
 
     def _heed_deadlines(self) -> None:
         for sequence in self._deadlines.missed(self._planned_at):
-            if sequence.id in self._sequences and not sequence.started:
+            if sequence.id in self._sequences and sequence.began_at is None:
+                self.counters.missed += 1
                 self._refuse(sequence, self._deadlines.fault(sequence))
 
     def _go_on(self, draft: Draft) -> None:
@@ -223,18 +246,6 @@ class Scheduler:
 
     def _refuse_for_ever(self, sequence: Sequence, reason: str) -> None:
         self._refuse(sequence, EngineFault("context_length_exceeded", reason))
-
-    def _impossible(self, request: Request) -> EngineFault | None:
-        total = len(request.prompt_token_ids) + request.sampling.max_tokens
-        pages = self.policy.max_pages(self.budget.num_pages)
-        limit = min(self.limits.max_model_len, pages * self.budget.block_size)
-        if total <= limit:
-            return None
-        return EngineFault(
-            "context_length_exceeded",
-            f"The prompt has {len(request.prompt_token_ids)} tokens and max_tokens is {request.sampling.max_tokens}: "
-            f"together {total}, more than the {limit} that this server can hold. Shorten the prompt or max_tokens.",
-        )
 
 
 def _ending(request_id: str, finish_reason: str, fault: EngineFault | None = None) -> TokenEvent:

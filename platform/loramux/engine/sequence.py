@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 from loramux.engine.fairness import Flow
@@ -46,8 +45,8 @@ class Sequence:
     num_preemptions: int = 0
     queued: Load = field(default_factory=Load)
     """What it was counted for when it was queued last."""
-    must_start_by: float = math.inf
-    """Seconds of the scheduler's clock; one that has not run by then is answered and not run."""
+    began_at: float | None = None
+    """When its first step was planned, in seconds of the scheduler's clock."""
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_token_ids)
@@ -83,11 +82,6 @@ class Sequence:
     def num_uncomputed(self) -> int:
         """Tokens that must go through the model before the next one can be sampled: 1 while decoding."""
         return len(self.token_ids) - self.num_computed
-
-    @property
-    def started(self) -> bool:
-        """Whether any of it has been planned to run."""
-        return bool(self.pages or self.num_preemptions)
 
     @property
     def units(self) -> int:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import cast
 
 from loramux.engine import EngineClient, EngineDied
+from loramux.engine.distribution import SECONDS, Histogram
 from loramux.engine.messages import TokenEvent
 from loramux.engine.request import Request
 from loramux.gateway.ask import Delta, TokenUsage
@@ -40,7 +41,13 @@ class Generation:
     """
 
     def __init__(
-        self, opened: OpenedRequest, created: int, choices: list[Choice], engine: EngineClient, usage: Usage
+        self,
+        opened: OpenedRequest,
+        created: int,
+        choices: list[Choice],
+        engine: EngineClient,
+        usage: Usage,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.id = opened.id
         self.model = opened.model
@@ -51,9 +58,12 @@ class Generation:
         self.prompt_token_ids = list({c.prompt: c.request.prompt_token_ids for c in choices}.values())
         """Every prompt's tokens, in order."""
         self.seconds_to_first_token: float | None = None
+        self.token_gaps = Histogram(SECONDS)
+        """Seconds between one token of a choice and its next."""
         self.seconds: float | None = None
         """From the beginning to the end."""
-        self._began = time.monotonic()
+        self._clock = clock
+        self._began = clock()
         self._opened = opened
         self._choices = choices
         self._engine = engine
@@ -107,7 +117,7 @@ class Generation:
         try:
             await self._usage.open(self._opened)
             self._failure = await self._generate() or (None if self._finished else self._cut)
-            self.seconds = time.monotonic() - self._began
+            self.seconds = self._clock() - self._began
             self.status = self._outcome()
             await self._usage.settle(self._settlement())
         except Exception:
@@ -132,14 +142,24 @@ class Generation:
 
     async def _pump(self, choice: Choice) -> None:
         events = cast(AsyncGenerator[TokenEvent, None], self._engine.stream(choice.request))
+        before: float | None = None
         async with aclosing(events):
             async for event in events:
                 delta = choice.transcript.push(event)
-                self.seconds_to_first_token = self.seconds_to_first_token or time.monotonic() - self._began
+                before = self._note_token(before)
                 if delta.token_ids or delta.text:
                     self._put(delta)
                 if choice.transcript.finish_reason is not None:
                     return
+
+    def _note_token(self, before: float | None) -> float:
+        """A choice has a token, its last one came at `before`; the time."""
+        now = self._clock()
+        if self.seconds_to_first_token is None:
+            self.seconds_to_first_token = now - self._began
+        if before is not None:
+            self.token_gaps.observe(now - before)
+        return now
 
     def _put(self, item: Delta | GatewayError | None) -> None:
         self._items.put_nowait(item)

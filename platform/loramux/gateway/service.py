@@ -14,6 +14,7 @@ from itertools import product
 import msgspec
 
 from loramux.engine import EngineClient
+from loramux.engine.distribution import SECONDS, Histogram
 from loramux.engine.messages import ModelFacts
 from loramux.engine.request import AdapterRef, Request, SamplingParams, ServiceClass
 from loramux.gateway.ask import Ask, Prompt
@@ -39,6 +40,8 @@ class Counters:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    token_gaps: Histogram = field(default_factory=lambda: Histogram(SECONDS))
+    """Seconds between one token and the next, of requests that have ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +184,7 @@ class CompletionService:
         self.counters.prompt_tokens += used.prompt_tokens
         self.counters.cached_tokens += used.cached_tokens
         self.counters.completion_tokens += used.completion_tokens
+        self.counters.token_gaps.add(generation.token_gaps)
         for observer in self._observers:
             observer(generation)
 
