@@ -116,7 +116,7 @@ def _of_meters(meters: EngineMeters) -> Iterator[Metric]:
     yield _histogram("loramux_step_adapters", "Distinct adapters in a step.", meters.step_adapters)
     service = GaugeMetricFamily(
         "loramux_tenant_service_units",
-        "Service over weight that a tenant received since the start; those who received most, and all others together.",
+        "Service that a tenant received (prompt tokens + 2 x generated) since the start: who got most, and all others.",
         labels=["tenant", "service_class"],
     )
     for one in meters.tenants:

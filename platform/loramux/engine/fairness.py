@@ -39,6 +39,8 @@ class Account:
     """`served`, and what its admitted requests are expected to take yet."""
     lifted: float = 0.0
     """What rule 1 added."""
+    executed: float = 0.0
+    """Units, whatever the weight."""
     queued: Load = field(default_factory=Load)
     """What waits."""
 
@@ -49,6 +51,7 @@ class Account:
 
     def charge(self, units: float) -> None:
         """Executed, as booked before."""
+        self.executed += units
         self.served += units / self.weight
 
     def book(self, units: float) -> None:

@@ -73,7 +73,7 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TenantService(msgspec.Struct, frozen=True, array_like=True):
-    """What one tenant (by its opaque id), or all others together, received in a class, in units over weight."""
+    """What one tenant (by its opaque id), or all others together, received in a class, in units of service."""
 
     tenant: str
     service_class: str

@@ -25,7 +25,7 @@ class ServiceMeter:
         self.tenants: list[TenantService] = []
         """Those who received most, and the sum of the others, by class."""
         self.gap = 0.0
-        """The largest difference of counters between two tenants of a class that both wait."""
+        """The largest difference of counters, in units over weight, between two tenants of a class that both wait."""
 
     def look(self) -> None:
         """Look again where the last look is old enough."""
@@ -37,9 +37,10 @@ class ServiceMeter:
 
     def _by_tenant(self) -> list[TenantService]:
         names = {group: service_class for service_class, group in self._queue.classes.items()}
-        ranked = sorted(self._queue.flows, key=attrgetter("received"), reverse=True)
+        ranked = sorted(self._queue.flows, key=attrgetter("executed"), reverse=True)
         others: defaultdict[str, float] = defaultdict(float)
         for flow in ranked[LABELLED_TENANTS:]:
-            others[names[flow.group]] += flow.received
-        told = [TenantService(flow.tenant, names[flow.group], flow.received) for flow in ranked[:LABELLED_TENANTS]]
+            others[names[flow.group]] += flow.executed
+        most = ranked[:LABELLED_TENANTS]
+        told = [TenantService(flow.tenant, names[flow.group], flow.executed) for flow in most]
         return told + [TenantService(OTHERS, name, units) for name, units in others.items()]
