@@ -78,7 +78,7 @@ def _cli(*arguments: str) -> dict[str, Any]:
 
 
 def _settings(setup: Setup, port: int) -> str:
-    tables: dict[str, dict[str, str | int]] = {
+    tables: dict[str, dict[str, str | int | bool]] = {
         "model": {"path": str(setup.spec.model_path), "served_model_name": "base", "dtype": setup.dtype},
         "server": {"port": port},
         "engine": {
@@ -87,6 +87,7 @@ def _settings(setup: Setup, port: int) -> str:
             "max_model_len": MAX_MODEL_LEN,
             "pool_bytes": setup.pool_bytes,
             "num_threads": setup.threads,
+            "prefix_cache": False,
         },
     }
     # A JSON string or number is a TOML one too.

@@ -157,8 +157,10 @@ class Engine:
         count, slots = self._counters, step.adapter_slots
         count.steps += 1
         for chunk in step.chunks:
-            count.prompt_tokens += chunk.sequence.fresh_prompt(chunk.start, chunk.end)
-            count.recomputed_tokens += chunk.sequence.recomputed(chunk.start, chunk.end)
+            sequence, start = chunk.sequence, chunk.start
+            if start < sequence.num_prompt_tokens or start < sequence.num_seen:
+                count.prompt_tokens += sequence.fresh_prompt(start, chunk.end)
+                count.recomputed_tokens += sequence.recomputed(start, chunk.end)
         count.distinct = len(slots)
         count.step_adapters.observe(len(slots))
         count.max_distinct = max(count.max_distinct, len(slots))

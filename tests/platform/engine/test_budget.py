@@ -4,7 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loramux.engine.budget import Budget
-from loramux.engine.request import Request, SamplingParams
+from loramux.engine.prefix_tree import CachedPage, PrefixTree
+from loramux.engine.request import KvIdentity, Request, SamplingParams
 from loramux.engine.sequence import Sequence
 
 
@@ -34,6 +35,45 @@ def test_peak_equals_a_run_in_lockstep(shapes: list[tuple[int, int, int]], block
         default=0,
     )
     assert budget.kv_peak(running) == peak
+
+
+def trail(tree: PrefixTree, words: list[int], users: int) -> list[CachedPage]:
+    """The pages of `words`, one word a page, used `users` times more."""
+    pages: list[CachedPage] = []
+    for word in words:
+        siblings = pages[-1].children if pages else tree.children
+        parent = pages[-1] if pages else None
+        pages.append(siblings.setdefault((word,), CachedPage(tree, parent, (word,), page=0)))
+        pages[-1].users += users
+    return pages
+
+
+@given(
+    st.lists(st.tuples(st.lists(st.integers(0, 1), max_size=4), st.integers(0, 20), st.integers(1, 20)), min_size=1),
+    st.sampled_from([1, 4, 16]),
+)
+def test_a_shared_page_counts_once_until_its_last_user_ends(
+    shapes: list[tuple[list[int], int, int]], block_size: int
+) -> None:
+    budget = Budget(num_pages=1000, block_size=block_size)
+    tree = PrefixTree(KvIdentity("t", None, ""))
+    everybody = []
+    for number, (words, own, output) in enumerate(shapes):
+        made = sequence(len(words) * block_size + own + 1, output)
+        made.trail = trail(tree, words, users=number > 0)
+        everybody.append(made)
+    candidate, *running = everybody
+
+    def held(alive: list[Sequence], t: int) -> int:
+        shared = {page for s in alive for page in s.trail}
+        return len(shared) + sum(budget.pages_for(len(s.token_ids) + t) - len(s.trail) for s in alive)
+
+    def peak(sequences: list[Sequence]) -> int:
+        return max((held([s for s in sequences if s.likely_left >= t], t) for t in range(30)), default=0)
+
+    assert budget.kv_peak(running) == peak(running)
+    found = [page for page in candidate.trail if page.users]
+    assert budget.kv_peak([*running, candidate], found) == peak(everybody)
 
 
 def test_a_lone_candidate_may_fill_the_pool_exactly() -> None:
