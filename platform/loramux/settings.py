@@ -57,6 +57,8 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
     prefix_cache: bool = True
     """Keep full pages of KV for requests of the same tenant and revision that begin with the same tokens."""
+    share_base_cache_between_projects: bool = False
+    """Let a tenant's projects find each other's KV of the base model, as they do an adapter's. Tenants never do."""
     num_threads: Positive | None = None
     in_process: bool = False
     """Run the engine on a thread of the server instead of in a process of its own."""

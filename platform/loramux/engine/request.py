@@ -78,7 +78,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     deadline_ms: int | None = None
     """Its first token must come within so many milliseconds, or it is refused. None: as the policy says."""
     cache_scope: str = ""
-    """Who shares its KV inside the tenant: those with the same scope (a project's id). Set by the server too."""
+    """Who shares its KV inside the tenant: those of the same scope (a project's id, or nothing). The server sets it."""
 
     @property
     def kv_identity(self) -> KvIdentity:

@@ -75,7 +75,14 @@ async def open_platform(settings: Settings, engine: EngineClient | None = None) 
         facts, (base, tokenizer) = await asyncio.gather(engine.start(), _describe(Path(settings.model.path)))
         registry = Registry(database, blobs, base, settings.model.served_model_name, settings.adapters)
         await _sweep(registry, usage)
-        completions = CompletionService(engine=engine, facts=facts, registry=registry, usage=usage, tokenizer=tokenizer)
+        completions = CompletionService(
+            engine=engine,
+            facts=facts,
+            registry=registry,
+            usage=usage,
+            tokenizer=tokenizer,
+            share_base_cache=settings.engine.share_base_cache_between_projects,
+        )
         stack.push_async_callback(completions.drain, settings.server.drain_seconds)
         yield Platform(
             settings=settings,

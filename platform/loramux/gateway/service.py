@@ -58,8 +58,16 @@ class CompletionService:
     """Answers Asks from one engine, for every tenant."""
 
     def __init__(
-        self, *, engine: EngineClient, facts: ModelFacts, registry: Registry, usage: Usage, tokenizer: Tokenizer
+        self,
+        *,
+        engine: EngineClient,
+        facts: ModelFacts,
+        registry: Registry,
+        usage: Usage,
+        tokenizer: Tokenizer,
+        share_base_cache: bool = False,
     ) -> None:
+        """`share_base_cache`: a tenant's projects find each other's KV of the base model; tenants never do."""
         self.facts = facts
         self.context = context_length(facts)
         self.counters = Counters()
@@ -70,6 +78,7 @@ class CompletionService:
         self._registry = registry
         self._usage = usage
         self._tokenizer = tokenizer
+        self._share_base_cache = share_base_cache
         self._running: set[Generation] = set()
         self._observers: list[Callable[[Generation], None]] = []
         self._draining = False
@@ -168,6 +177,7 @@ class CompletionService:
             deadline_ms=ask.deadline_ms,
             service_class=ServiceClass(principal.service_class),
             weight=float(principal.weight),
+            cache_scope=principal.project if revision is None and not self._share_base_cache else "",
         )
         transcript = Transcript(index, self._tokenizer, token_ids, ask.stop, ask.sampling.min_tokens)
         return Choice(number, request, transcript)

@@ -46,15 +46,16 @@ class House(SimpleNamespace):
         return [(r.status, r.input_tokens, r.cached_tokens, r.output_tokens, r.finish_reason) for r in rows]
 
 
-class BaseOnly:
-    """A registry in which nobody has adapters."""
+class AnyName:
+    """A registry in which every name with a slash is a revision, and every other the base."""
 
     async def resolve(self, principal: object, model: str) -> ResolvedModel:
-        return ResolvedModel(name=model, revision=None)
+        revision = SimpleNamespace(digest="d1", directory="/d1") if "/" in model else None
+        return ResolvedModel(name=model, revision=revision)
 
 
 @asynccontextmanager
-async def house(folder: Path, **engine: object) -> AsyncIterator[House]:
+async def house(folder: Path, *, share_base_cache: bool = False, **engine: object) -> AsyncIterator[House]:
     url = f"sqlite:///{folder}/records.sqlite3"
     records.migrate(url)
     database = records.Database(url)
@@ -65,9 +66,10 @@ async def house(folder: Path, **engine: object) -> AsyncIterator[House]:
     service = CompletionService(
         engine=scripted,
         facts=await scripted.start(),
-        registry=BaseOnly(),
+        registry=AnyName(),
         usage=usage,
         tokenizer=Tokenizer(byte_tokenizer()),
+        share_base_cache=share_base_cache,
     )
     try:
         yield House(engine=scripted, service=service, usage=usage, database=database, principal=principal)
@@ -83,6 +85,20 @@ def in_house(test: Callable[[House], Awaitable[None]], folder: Path, **engine: o
             await test(made)
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_projects_share_an_adapters_cache_and_the_bases_only_where_the_operator_says_so(
+    tmp_path: Path, shared: bool
+) -> None:
+    async def test(made: House) -> None:
+        for model in ("tiny", "acme/one"):
+            await read(await made.begin(model=model))
+        base, adapter = made.engine.requests
+        assert base.kv_identity == (made.principal.tenant, None, "" if shared else made.principal.project)
+        assert adapter.kv_identity == (made.principal.tenant, "d1", "")
+
+    in_house(test, tmp_path, share_base_cache=shared)
 
 
 async def read(generation: Generation) -> str:
