@@ -49,10 +49,12 @@ class AdapterBank:
             ranks=torch.empty(shape[:2], dtype=torch.int32, device=device),
             scales=torch.empty(shape[:2], dtype=torch.float32, device=device),
         )
-        self._max_rank = max_rank
+        self.max_rank = max_rank
         self._free_slots = list(range(max_slots - 1, -1, -1))
         self._bytes = [0] * max_slots
+        self._ranks = [0] * max_slots
         self._lock = threading.Lock()
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._segments: Segments | None = None
 
     @property
@@ -78,15 +80,19 @@ class AdapterBank:
         """Bytes of weights that a step reads when it holds rows of this slot."""
         return self._bytes[slot]
 
+    def rank_of(self, slot: int) -> int:
+        """The largest rank that this slot holds on any site."""
+        return self._ranks[slot]
+
     def plan_layout(self, plan: AdapterPlan) -> AdapterLayout:
         """Where the tiles of a validated adapter would go; raises AdapterRejected when its rank is too large."""
         shapes = []
         for pair in plan.pairs:
-            if pair.rank > self._max_rank:
+            if pair.rank > self.max_rank:
                 raise AdapterRejected(
                     "rank_too_large",
                     "r",
-                    f"{pair.module} has rank {pair.rank}; this server holds up to {self._max_rank}.",
+                    f"{pair.module} has rank {pair.rank}; this server holds up to {self.max_rank}.",
                 )
             site = self.sites[pair.module]
             shapes.append(SiteShape(site.index, pair.rank, site.in_features, site.out_features))
@@ -95,6 +101,11 @@ class AdapterBank:
     def install(self, weights: AdapterWeights, layout: AdapterLayout, pages: list[int]) -> int:
         """Copy an adapter into `pages` and return the slot that serves it."""
         slot = self._take_slot()
+        with self._beside_steps():
+            self._write(slot, weights, layout, pages)
+        return slot
+
+    def _write(self, slot: int, weights: AdapterWeights, layout: AdapterLayout, pages: list[int]) -> None:
         by_site = {self.sites[name].index: module for name, module in weights.modules.items()}
         offsets = torch.zeros(2, *self.table.a_offsets.shape[1:], dtype=torch.int64)
         for tile in layout.tiles:
@@ -110,8 +121,18 @@ class AdapterBank:
             ranks[index], scales[index] = module.a.shape[0], module.scale
         for row, value in zip(self._rows(slot), (*offsets, ranks, scales), strict=True):
             row.copy_(value)
-        self._bytes[slot] = layout.num_bytes
-        return slot
+        self._bytes[slot], self._ranks[slot] = layout.num_bytes, int(ranks.max())
+
+    @contextmanager
+    def _beside_steps(self) -> Iterator[None]:
+        """Copy on a stream of its own, behind the steps that may still touch what was freed, and wait for the end."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.default_stream(self.pool.device))
+        with torch.cuda.stream(self._stream):
+            yield
+        self._stream.synchronize()
 
     def drop(self, slot: int) -> None:
         """Forget a slot; its pages may be overwritten as soon as this returns."""

@@ -1,6 +1,6 @@
 """Compile every GPU kernel for given architectures where no GPU is, and refuse register spills.
 
-    python -m loramux_kernels.compile_check --arch 80 --arch 90 [--only NAME] [--json]
+    python -m loramux_kernels.compile_check --arch 80 --arch 90 [--only NAME] [--jobs N] [--json]
 
 Prints, for each variant and architecture: registers a thread, bytes of shared memory, bytes spilled, tensor-core
 instructions, and 16-byte loads against all loads from global memory. Exits 1 when a variant spills or does not compile.
@@ -11,12 +11,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import cache
+from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -25,7 +29,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from loramux_kernels.cuda.launch import Launch
-from loramux_kernels.cuda.variants import Variant, all_variants
+from loramux_kernels.cuda.variants import all_variants
 
 POINTERS = {
     torch.bfloat16: "*bf16",
@@ -115,11 +119,23 @@ def _resource_usage(cubin: bytes) -> dict[str, int]:
     return {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", output)}
 
 
-def compile_all(variants: Sequence[Variant], archs: Sequence[int]) -> Iterator[Compiled]:
-    """Each variant on each architecture, as it is done."""
-    for variant in variants:
-        for arch in archs:
-            yield compile_launch(variant.name, variant.launch, arch)
+def compile_all(names: Sequence[str], archs: Sequence[int], jobs: int) -> Iterator[Compiled]:
+    """Each variant on each architecture, in order, by `jobs` processes."""
+    work = [(name, arch) for name in names for arch in archs]
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        yield from pool.map(_compile_named, work)
+
+
+def _compile_named(work: tuple[str, int]) -> Compiled:
+    """A variant by its name: launches hold tensors, which need not cross to another process."""
+    name, arch = work
+    return compile_launch(name, variants_by_name()[name], arch)
+
+
+@cache
+def variants_by_name() -> dict[str, Launch]:
+    """The launch of every variant."""
+    return {variant.name: variant.launch for variant in all_variants()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -127,13 +143,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m loramux_kernels.compile_check", description=__doc__.split("\n")[0])
     parser.add_argument("--arch", type=int, action="append", help="80 (A100), 90 (H100, H200), ...; repeatable")
     parser.add_argument("--only", default="", help="variants whose name contains this")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes that compile")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
-    variants = [variant for variant in all_variants() if options.only in variant.name]
-    if not variants:
+    if triton.knobs.runtime.interpret:
+        parser.error("TRITON_INTERPRET is set: nothing would be compiled; run this without it")
+    names = [name for name in variants_by_name() if options.only in name]
+    if not names:
         parser.error(f"no variant's name contains {options.only!r}")
     results = []
-    for result in compile_all(variants, options.arch or [80, 90]):
+    for result in compile_all(names, options.arch or [80, 90], options.jobs):
         results.append(result)
         if not options.json:
             print(_line(result), flush=True)

@@ -7,6 +7,7 @@ from functools import cached_property
 
 import torch
 
+from loramux_kernels.device import runs_triton
 from loramux_kernels.native import native_for
 from loramux_kernels.native.abi import AttentionBatchAbi, KvLayerAbi
 
@@ -66,8 +67,13 @@ class AttentionBatch:
 def write_kv(key: torch.Tensor, value: torch.Tensor, layer: KvLayer, slot_mapping: torch.Tensor) -> None:
     """Store the step's new keys `[T, num_kv_heads, head_dim_k]` and values `[T, num_kv_heads, head_dim_v]`.
 
-    `slot_mapping` int64[T]; no two tokens share a slot.
+    `slot_mapping` int64[T]; no two tokens share a slot. On a GPU a token whose slot is negative is not stored.
     """
+    if runs_triton(key):
+        from loramux_kernels.cuda import kv_cache as triton_kv_cache
+
+        triton_kv_cache.write_kv(key, value, layer, slot_mapping)
+        return
     if (native := native_for(key)) is None:
         write_kv_reference(key, value, layer, slot_mapping)
         return

@@ -6,6 +6,7 @@ import ctypes
 
 import torch
 
+from loramux_kernels.device import runs_triton
 from loramux_kernels.native import native_for
 from loramux_kernels.native.abi import DTYPES
 from loramux_kernels.table import LoraGroup, LoraTable, Segments, read_rank_rows
@@ -19,7 +20,11 @@ def lora_expand(
     `v` is `lora_shrink`'s; `y` `[T, sum(out_features)]` with T >= segments.rows, of the pool's dtype, last dimension
     contiguous, any row stride. Sums are taken in float32 and rounded once.
     """
-    if (native := native_for(y)) is not None:
+    if runs_triton(y):
+        from loramux_kernels.cuda import lora_expand as triton_expand
+
+        triton_expand.lora_expand(v, pool, table, group, segments, y)
+    elif (native := native_for(y)) is not None:
         _expand_natively(native, v, pool, table, group, segments, y)
     else:
         lora_expand_reference(v, pool, table, group, segments, y)

@@ -6,6 +6,7 @@ import ctypes
 
 import torch
 
+from loramux_kernels.device import runs_triton
 from loramux_kernels.native import native_for
 from loramux_kernels.native.abi import DTYPES
 from loramux_kernels.table import LoraGroup, LoraTable, Segments, read_rank_rows
@@ -17,8 +18,13 @@ def lora_shrink(
     """Project every adapter's rows down to its rank, for all sites of a group at once.
 
     `x` `[T, in_features]` with T >= segments.rows, last dimension contiguous; `pool` 1-D, of x's dtype. Returns float32
-    `[len(sites), segments.rows, max rank in the step]`; what lies past a segment's own rank is undefined.
+    `[len(sites), segments.rows, max rank in the step]`; what lies past a segment's own rank is undefined. On a GPU
+    it is `[splits, len(sites), ...]`, which the GPU's `lora_expand` adds up.
     """
+    if runs_triton(x):
+        from loramux_kernels.cuda import lora_shrink as triton_shrink
+
+        return triton_shrink.lora_shrink(x, pool, table, group, segments)
     if (native := native_for(x)) is not None:
         return _shrink_natively(native, x, pool, table, group, segments)
     return lora_shrink_reference(x, pool, table, group, segments)

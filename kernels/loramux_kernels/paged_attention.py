@@ -7,6 +7,7 @@ import functools
 
 import torch
 
+from loramux_kernels.device import runs_triton
 from loramux_kernels.kv_cache import AttentionBatch, KvLayer
 from loramux_kernels.native import native_for
 from loramux_kernels.native.abi import DTYPES, AttentionAbi
@@ -29,7 +30,11 @@ def paged_attention(
     `sinks` [Hq]: a score per head that takes part in the softmax and has no value. Scores and sums are float32.
     """
     attend = paged_attention_reference
-    if (native := native_for(query)) is not None:
+    if runs_triton(query):
+        from loramux_kernels.cuda import paged_attention as triton_attention
+
+        attend = triton_attention.paged_attention
+    elif (native := native_for(query)) is not None:
         attend = functools.partial(_attend_natively, native)
     return attend(query, layer, batch, scaling, sliding_window=sliding_window, softcap=softcap, sinks=sinks)
 

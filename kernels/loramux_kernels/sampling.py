@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from loramux_kernels.device import runs_triton
+
 _NEVER = float("-inf")
 _WORD = 0xFFFF_FFFF
 
@@ -24,7 +26,7 @@ class Penalties:
     generated: torch.Tensor
     """bool[N]: whether the model wrote the token; else it stood in the prompt."""
     repetition: torch.Tensor
-    """float32[S]; 1 for none. Divides seen tokens' positive logits, multiplies the others (Keskar et al., 2019)."""
+    """float32[S]; 1 for none. Divides seen tokens' logits above 0, multiplies the others (Keskar et al., 2019)."""
     presence: torch.Tensor
     """float32[S]; 0 for none. Subtracted from generated tokens' logits."""
     frequency: torch.Tensor
@@ -52,7 +54,7 @@ class SamplingBatch:
     top_k: torch.Tensor
     """int32[S]; 0 keeps all. Equals of the k-th stay."""
     top_p: torch.Tensor
-    """float32[S]; 1 keeps all. A token stays while those strictly above it hold less than this."""
+    """float32[S]; 1 keeps all. A token stays while those strictly above it hold less than this; the best does."""
     min_p: torch.Tensor
     """float32[S]; 0 keeps all. Relative to the most likely token."""
     seed: torch.Tensor
@@ -65,6 +67,10 @@ class SamplingBatch:
 
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     """One token for each row of `logits` `[S, vocab]`, any float dtype: int64[S]; sums are taken in float32."""
+    if runs_triton(logits):
+        from loramux_kernels.cuda import sampling as triton_sampling
+
+        return triton_sampling.sample(logits, batch)
     return sample_reference(logits, batch)
 
 
@@ -103,7 +109,9 @@ def keep(scaled: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     # Equals share the mass above the first of them, so that they stay or go together.
     above = (probabilities.cumsum(dim=-1) - probabilities).masked_fill(_repeats(ordered), 0.0).cummax(dim=-1).values
     above[:, 0] = 0.0
-    last = (((above < batch.top_p[:, None]) | (batch.top_p[:, None] >= 1)) & (ordered > _NEVER)).sum(dim=-1)
+    last = (
+        (((above < batch.top_p[:, None]) | (batch.top_p[:, None] >= 1)) & (ordered > _NEVER)).sum(dim=-1).clamp(min=1)
+    )
     lowest = ordered.gather(1, last[:, None] - 1)
     return scaled.masked_fill((scaled < lowest) | (scaled < ordered[:, :1] + batch.min_p[:, None].log()), _NEVER)
 

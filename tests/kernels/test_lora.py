@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lora_cases import Case, make_case
 
 from loramux_kernels import (
-    RANK_TILE,
-    LoraGroup,
     LoraTable,
     Segments,
     lora_expand,
@@ -25,67 +22,6 @@ pytestmark = pytest.mark.usefixtures("native")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-
-
-@dataclass(frozen=True)
-class Case:
-    """Adapters with random weights in a poisoned pool, and the whole matrices they are cut from."""
-
-    pool: torch.Tensor
-    table: LoraTable
-    group: LoraGroup
-    segments: Segments
-    a: dict[tuple[int, int], torch.Tensor]
-    b: dict[tuple[int, int], torch.Tensor]
-    x: torch.Tensor
-    y: torch.Tensor
-
-
-def make_case(
-    dtype: torch.dtype,
-    ranks: list[list[int]],
-    rows: list[int],
-    in_features: int = 40,
-    out_features: tuple[int, ...] = (48,),
-    base_rows: int = 2,
-    seed: int = 0,
-) -> Case:
-    """`ranks[slot][site]`; segment k has rows[k] rows of slot k; tiles lie scattered, everything else is NaN."""
-    generator = torch.Generator().manual_seed(seed)
-    num_slots, num_sites = len(ranks), len(out_features)
-    max_tiles = max(1, -(-max(r for row in ranks for r in row) // RANK_TILE))
-    offsets = torch.full((2, num_slots, num_sites, max_tiles), -(10**12), dtype=torch.int64)
-    tiles: list[tuple[int, torch.Tensor]] = []
-    a, b, end = {}, {}, 0
-    for slot in range(num_slots):
-        for site, rank in enumerate(ranks[slot]):
-            a[slot, site] = torch.randn(rank, in_features, generator=generator).to(dtype)
-            b[slot, site] = torch.randn(rank, out_features[site], generator=generator).to(dtype)
-            for which, matrix in ((0, a[slot, site]), (1, b[slot, site])):
-                for tile in range(-(-rank // RANK_TILE)):
-                    rows_of_tile = matrix[tile * RANK_TILE : (tile + 1) * RANK_TILE]
-                    end += int(torch.randint(1, 50, (), generator=generator))
-                    offsets[which, slot, site, tile] = end
-                    tiles.append((end, rows_of_tile))
-                    end += rows_of_tile.numel()
-    pool = torch.full((end + 64,), float("nan"), dtype=dtype)
-    for start, tile_rows in tiles:
-        pool[start : start + tile_rows.numel()] = tile_rows.flatten()
-    table = LoraTable(
-        a_offsets=offsets[0].contiguous(),
-        b_offsets=offsets[1].contiguous(),
-        ranks=torch.tensor(ranks, dtype=torch.int32),
-        scales=torch.rand(num_slots, num_sites, generator=generator) + 0.5,
-    )
-    cu_seqlens = [0]
-    for count in rows:
-        cu_seqlens.append(cu_seqlens[-1] + count)
-    total = cu_seqlens[-1] + base_rows
-    x = torch.full((total, in_features), float("nan"), dtype=dtype)
-    x[: cu_seqlens[-1]] = torch.randn(cu_seqlens[-1], in_features, generator=generator).to(dtype)
-    y = torch.randn(total, sum(out_features), generator=generator).to(dtype)
-    group = LoraGroup(tuple(range(num_sites)), out_features)
-    return Case(pool, table, group, Segments(tuple(cu_seqlens), tuple(range(len(rows)))), a, b, x, y)
 
 
 def check(case: Case) -> None:

@@ -2,98 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
+from attention_cases import Case, Shape, expected, make_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loramux_kernels import AttentionBatch, KvLayer, paged_attention, paged_attention_reference, write_kv
+from loramux_kernels import AttentionBatch, paged_attention, paged_attention_reference
 from loramux_kernels.native import native_for
 
 pytestmark = pytest.mark.usefixtures("native")
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A model's attention."""
-
-    query_heads: int = 4
-    kv_heads: int = 2
-    key_dim: int = 16
-    value_dim: int = 16
-    block_size: int = 16
-
-
-@dataclass(frozen=True)
-class Case:
-    """Packed sequences whose whole context is in a poisoned cache."""
-
-    query: torch.Tensor
-    layer: KvLayer
-    batch: AttentionBatch
-    keys: list[torch.Tensor]
-    values: list[torch.Tensor]
-
-
-def make_case(sequences: list[tuple[int, int]], dtype: torch.dtype, shape: Shape = Shape(), seed: int = 0) -> Case:
-    """`sequences`: (query rows, context length) each; pages are handed out in a random order."""
-    generator = torch.Generator().manual_seed(seed)
-    pages_of = [-(-context // shape.block_size) for _, context in sequences]
-    num_pages = sum(pages_of) + 2
-    order = torch.randperm(num_pages, generator=generator)
-    # One page holds two layers, of which this is the second: strides are not those of a contiguous tensor.
-    size_k = shape.kv_heads * shape.block_size * shape.key_dim
-    size_v = shape.kv_heads * shape.block_size * shape.value_dim
-    pool = torch.full((num_pages, 2 * (size_k + size_v)), float("nan"), dtype=dtype)
-    start = size_k + size_v
-    layer = KvLayer(
-        pool[:, start : start + size_k].unflatten(1, (shape.kv_heads, shape.block_size, shape.key_dim)),
-        pool[:, start + size_k :].unflatten(1, (shape.kv_heads, shape.block_size, shape.value_dim)),
-    )
-    block_table = torch.full((len(sequences), max(pages_of)), -1, dtype=torch.int32)
-    keys, values, slots, first = [], [], [], 0
-    for row, ((count, context), pages) in enumerate(zip(sequences, pages_of, strict=True)):
-        block_table[row, :pages] = order[first : first + pages]
-        first += pages
-        keys.append(torch.randn(context, shape.kv_heads, shape.key_dim, generator=generator).to(dtype))
-        values.append(torch.randn(context, shape.kv_heads, shape.value_dim, generator=generator).to(dtype))
-        at = torch.arange(context)
-        slot = block_table[row][at // shape.block_size].long() * shape.block_size + at % shape.block_size
-        write_kv(keys[-1], values[-1], layer, slot)
-        slots.append(slot[context - count :])
-    counts = torch.tensor([0] + [count for count, _ in sequences])
-    batch = AttentionBatch(
-        cu_seqlens=counts.cumsum(0).int(),
-        context_lens=torch.tensor([context for _, context in sequences], dtype=torch.int32),
-        block_table=block_table,
-        slot_mapping=torch.cat(slots),
-    )
-    query = torch.randn(int(counts.sum()), shape.query_heads, shape.key_dim, generator=generator).to(dtype)
-    return Case(query, layer, batch, keys, values)
-
-
-def expected(case: Case, scaling: float, window: int | None, softcap: float | None, sinks: torch.Tensor | None):
-    outputs = []
-    for (start, stop, context), key, value in zip(case.batch.spans, case.keys, case.values, strict=True):
-        groups = case.query.shape[1] // key.shape[1]
-        q = case.query[start:stop].double()
-        scores = torch.einsum("qhd,khd->hqk", q, key.double().repeat_interleave(groups, 1)) * scaling
-        if softcap:
-            scores = softcap * torch.tanh(scores / softcap)
-        at, other = torch.arange(context - (stop - start), context)[:, None], torch.arange(context)
-        hidden = other > at
-        if window:
-            hidden |= other <= at - window
-        weights = scores.masked_fill(hidden, float("-inf")).exp()
-        total = weights.sum(-1, keepdim=True)
-        if sinks is not None:
-            total = total + sinks.double().exp().view(-1, 1, 1)
-        outputs.append(torch.einsum("hqk,khd->qhd", weights / total, value.double().repeat_interleave(groups, 1)))
-    return torch.cat(outputs)
 
 
 def check(case: Case, window: int | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None):

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from loramux.engine.engine import Engine
-from loramux.engine.model import load_model
+from loramux.engine.model import LoadedModel, load_model
 from loramux.engine.request import AdapterRef, Request, SamplingParams
 from loramux.settings import EngineSettings, ModelSettings, Settings
 
@@ -152,6 +152,11 @@ class Zoo:
 
 
 def make_engine(base: Path, **engine_settings: object) -> Engine:
+    loaded, settings = load(base, **engine_settings)
+    return Engine(loaded, settings, wake=lambda: None)
+
+
+def load(base: Path, **engine_settings: object) -> tuple[LoadedModel, Settings]:
     defaults = {
         "num_threads": 1,
         "block_size": 16,
@@ -163,7 +168,7 @@ def make_engine(base: Path, **engine_settings: object) -> Engine:
         model=ModelSettings(path=str(base), served_model_name="base", dtype="float32"),
         engine=EngineSettings(**defaults | engine_settings),
     )
-    return Engine(load_model(settings), settings, wake=lambda: None)
+    return load_model(settings), settings
 
 
 def serve(zoo: Zoo, engine: Engine, asked: list[Asked], arrivals: list[int] | None = None) -> dict[str, list[int]]:

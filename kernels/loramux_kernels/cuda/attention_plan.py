@@ -23,6 +23,9 @@ SHORT_ROWS = 16
 LEAST_TOKENS = 256
 """Of context in a piece: shorter ones would spend their time on merging."""
 
+PROGRAMS = 2
+"""Attention programs that a multiprocessor's registers hold at once."""
+
 FAIR_LOAD = 1.15
 """The busiest program's share of the mean that is still cheaper than cutting contexts and merging."""
 
@@ -55,8 +58,6 @@ class AttentionTiles:
     """None when no context was cut."""
     partials: int
     """Partial results that the items write."""
-    programs: int
-    """Programs to launch with: as many as the GPU holds at once."""
 
 
 def plan_attention(batch: AttentionBatch, shape: AttentionShape) -> tuple[AttentionTiles, ...]:
@@ -70,13 +71,17 @@ def plan_attention(batch: AttentionBatch, shape: AttentionShape) -> tuple[Attent
     return plans[shape]
 
 
+def attention_shapes(batch: AttentionBatch) -> tuple[AttentionShape, ...]:
+    """The kinds of attention that launches for `batch` have asked for."""
+    return tuple(vars(batch).get("attention_plans", ()))
+
+
 def reserve_attention(
     shape: AttentionShape, max_sequences: int, max_partials: int, device: torch.device
 ) -> AttentionTiles:
     """Empty decode tiles of fixed addresses, for launches held in a CUDA graph: `lend_attention` them to its batch."""
     items = reserve(max_sequences + max_partials, ITEM_WIDTH, device)
-    merges = reserve(max_sequences, ITEM_WIDTH, device)
-    return AttentionTiles(shape.short_rows, items, merges, max_partials, _programs(shape.short_rows, shape, device))
+    return AttentionTiles(shape.short_rows, items, reserve(max_sequences, ITEM_WIDTH, device), max_partials)
 
 
 def lend_attention(batch: AttentionBatch, shape: AttentionShape, tiles: AttentionTiles) -> None:
@@ -88,7 +93,7 @@ def refill_attention(tiles: AttentionTiles, spans: Sequence[tuple[int, int, int]
     """Put another step's decoding sequences into reserved tiles."""
     assert tiles.merges is not None, "reserved tiles may be merged"
     whole = _tiles(spans, tiles.rows, shape)
-    pieces, merges = _cut_contexts(whole, shape.kv_heads, tiles.programs, tiles.partials)
+    pieces, merges = _cut_contexts(whole, shape.kv_heads, tiles.items.work.device, tiles.partials)
     tiles.items.refill(pieces)
     tiles.merges.refill(merges)
 
@@ -105,16 +110,15 @@ def _plan(
         tiles = _tiles([span for _, span in some], rows, shape)
         tiles[:, 0] = np.array([i for i, _ in some], dtype=np.int64)[tiles[:, 0]]
         if len(tiles):
-            programs = _programs(rows, shape, device)
-            plans.append((rows, programs, *_cut_contexts(tiles, shape.kv_heads, programs)))
+            plans.append((rows, *_cut_contexts(tiles, shape.kv_heads, device)))
     if not plans:
         return ()
-    uploaded = iter(upload([items for _, _, *lists in plans for items in lists], device))
+    uploaded = iter(upload([items for _, *lists in plans for items in lists], device))
     tiles_of = []
-    for rows, programs, _, merges in plans:
+    for rows, _, merges in plans:
         items, merge_list = next(uploaded), next(uploaded)
         partials = int(merges[:, 3].sum())
-        tiles_of.append(AttentionTiles(rows, items, merge_list if partials else None, partials, programs))
+        tiles_of.append(AttentionTiles(rows, items, merge_list if partials else None, partials))
     return tuple(tiles_of)
 
 
@@ -132,15 +136,13 @@ def _tiles(spans: Sequence[tuple[int, int, int]], rows: int, shape: AttentionSha
     return np.column_stack((*columns, np.full_like(first, -1), np.ones_like(first)))
 
 
-def _programs(rows: int, shape: AttentionShape, device: torch.device) -> int:
-    """A multiprocessor's registers hold two decode tiles' programs or one prefill tile's."""
-    return resident_programs(device, 2 if rows == shape.short_rows else 1)
-
-
-def _cut_contexts(tiles: Ints, kv_heads: int, programs: int, max_partials: int | None = None) -> tuple[Ints, Ints]:
+def _cut_contexts(
+    tiles: Ints, kv_heads: int, device: torch.device, max_partials: int | None = None
+) -> tuple[Ints, Ints]:
     """(items, merges): long contexts cut so that every program has as much to read, longest first."""
     tokens = tiles[:, 5] - tiles[:, 4]
     tiles, tokens = tiles[order := np.argsort(-tokens, kind="stable")], tokens[order]
+    programs = resident_programs(device, PROGRAMS)
     loads = np.bincount(np.arange(len(tokens) * kv_heads) % programs, np.repeat(tokens, kv_heads))
     mean = tokens.sum() * kv_heads / programs
     if len(loads) == programs and loads.max() <= FAIR_LOAD * mean:

@@ -44,29 +44,13 @@ def prepare_write_kv(key: torch.Tensor, value: torch.Tensor, layer: KvLayer, slo
 
 @triton.jit
 def _write_kv(
-    key,
-    value,
-    key_cache,
-    value_cache,
-    slot_mapping,
-    block_size,
-    key_token,
-    key_head,
-    value_token,
-    value_head,
-    key_cache_page,
-    key_cache_head,
-    key_cache_token,
-    value_cache_page,
-    value_cache_head,
-    value_cache_token,
-    NUM_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK_KEY: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr,
-):
+    key: tl.tensor, value: tl.tensor, key_cache: tl.tensor, value_cache: tl.tensor, slot_mapping: tl.tensor,
+    block_size: tl.tensor, key_token: tl.tensor, key_head: tl.tensor, value_token: tl.tensor, value_head: tl.tensor,
+    key_cache_page: tl.tensor, key_cache_head: tl.tensor, key_cache_token: tl.tensor, value_cache_page: tl.tensor,
+    value_cache_head: tl.tensor, value_cache_token: tl.tensor,
+    NUM_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+    BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr,
+) -> None:  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
     if slot >= 0:
@@ -91,15 +75,9 @@ def _write_kv(
 
 @triton.jit
 def _copy_heads(
-    source,
-    source_head,
-    target,
-    target_head,
-    NUM_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-):
+    source: tl.tensor, source_head: tl.tensor, target: tl.tensor, target_head: tl.tensor,
+    NUM_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_DIM: tl.constexpr,
+) -> None:  # fmt: skip
     head = tl.arange(0, BLOCK_HEADS)[:, None]
     element = tl.arange(0, BLOCK_DIM)[None, :]
     inside = (head < NUM_HEADS) & (element < DIM)

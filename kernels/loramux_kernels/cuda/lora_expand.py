@@ -1,4 +1,4 @@
-"""Semantics: y[s[k]:s[k+1], slice i] += scale(slot[k], sites[i]) * sum_p v[p, i, s[k]:s[k+1], :r] @ Bt."""
+"""Semantics: y[s[k]:s[k+1], slice i] += scale(slot[k], sites[i]) * sum over p of v[p, i, s[k]:s[k+1], :r] @ Bt(...)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def lora_expand(
     """Add every adapter's contribution to the base's outputs, in place, for all sites of a group at once.
 
     Arguments as for the public operator, on a GPU; `v` is the GPU's `lora_shrink`'s, `b_offsets` are multiples of 8
-    elements. The intermediate stays float32 to within 2^-16: tensor cores take it as a sum of two.
+    elements. The intermediate keeps float32's precision to within 2^-16: tensor cores take it as a sum of two numbers.
     """
     run_all(prepare_expand(v, pool, table, group, segments, y))
 
@@ -74,42 +74,24 @@ def _launch(tiles: RowTiles, shared: dict[str, Any], group: LoraGroup, y: torch.
     if tiles.shape.rows == 1:
         arguments["MAX_SPLITS"] = MAX_SPLITS
         return Launch(_expand_rows, grid, arguments, num_warps=4, num_stages=1)
-    arguments["BLOCK_ROWS"] = tiles.shape.rows
+    arguments["BLOCK_ROWS"] = tiles.shape.expand_rows
     return Launch(_expand_tiles, grid, arguments, num_warps=4, num_stages=2)
 
 
 def _block_columns(tiles: RowTiles, dtype: torch.dtype) -> int:
     if tiles.shape.rows == 1:
         return 512
-    if tiles.shape.rows == LONG_ROWS or dtype == torch.float32:
-        return 64 if dtype == torch.float32 else 128
-    return 256
+    return 64 if dtype == torch.float32 else 256
 
 
 @triton.jit(do_not_specialize=["v_rows", "max_splits"])
 def _expand_rows(
-    v,
-    pool,
-    y,
-    shrink_work,
-    work,
-    blocks,
-    b_offsets,
-    ranks,
-    scales,
-    y_stride,
-    v_rows,
-    v_rank,
-    table_sites,
-    table_tiles,
-    split_programs,
-    max_splits,
-    num_blocks,
-    NUM_SITES: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
+    v: tl.tensor, pool: tl.tensor, y: tl.tensor, shrink_work: tl.tensor, work: tl.tensor, blocks: tl.tensor,
+    b_offsets: tl.tensor, ranks: tl.tensor, scales: tl.tensor, y_stride: tl.tensor, v_rows: tl.tensor,
+    v_rank: tl.tensor, table_sites: tl.tensor, table_tiles: tl.tensor, split_programs: tl.tensor,
+    max_splits: tl.tensor, num_blocks: tl.tensor,
+    NUM_SITES: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, ALIGNED: tl.constexpr,
+) -> None:  # fmt: skip
     """One row by one block of columns an item, without tensor cores: B streams through registers once."""
     splits = split_count(tl.load(shrink_work), NUM_SITES, split_programs, max_splits)
     tile_rank = tl.arange(0, _TILE)
@@ -146,28 +128,12 @@ def _expand_rows(
 
 @triton.jit(do_not_specialize=["v_rows", "max_splits"])
 def _expand_tiles(
-    v,
-    pool,
-    y,
-    shrink_work,
-    work,
-    blocks,
-    b_offsets,
-    ranks,
-    scales,
-    y_stride,
-    v_rows,
-    v_rank,
-    table_sites,
-    table_tiles,
-    split_programs,
-    max_splits,
-    num_blocks,
-    NUM_SITES: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
+    v: tl.tensor, pool: tl.tensor, y: tl.tensor, shrink_work: tl.tensor, work: tl.tensor, blocks: tl.tensor,
+    b_offsets: tl.tensor, ranks: tl.tensor, scales: tl.tensor, y_stride: tl.tensor, v_rows: tl.tensor,
+    v_rank: tl.tensor, table_sites: tl.tensor, table_tiles: tl.tensor, split_programs: tl.tensor,
+    max_splits: tl.tensor, num_blocks: tl.tensor,
+    NUM_SITES: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, ALIGNED: tl.constexpr,
+) -> None:  # fmt: skip
     """A tile of rows by one block of columns an item, on tensor cores."""
     splits = split_count(tl.load(shrink_work), NUM_SITES, split_programs, max_splits)
     tile_rank = tl.arange(0, _TILE)
@@ -205,7 +171,7 @@ def _expand_tiles(
 
 
 @triton.jit
-def _multiply(inner, weights, total):
+def _multiply(inner: tl.tensor, weights: tl.tensor, total: tl.tensor) -> tl.tensor:
     """total + inner @ weights with `inner` float32, whatever the dtype of `weights`."""
     if weights.dtype == tl.float32:
         return tl.dot(inner, weights, total, input_precision="ieee")

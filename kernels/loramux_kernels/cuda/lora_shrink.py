@@ -76,7 +76,7 @@ def _launch(tiles: RowTiles, shared: dict[str, Any], x: torch.Tensor) -> Launch:
         return Launch(_shrink_rows, (programs,), {**arguments, "BLOCK_K": 512}, num_warps=4, num_stages=1)
     arguments["BLOCK_ROWS"] = tiles.shape.rows
     arguments["BLOCK_RANK"] = tiles.shape.rank
-    arguments["BLOCK_K"] = 32 if x.dtype == torch.float32 else 128
+    arguments["BLOCK_K"] = 16 if x.dtype == torch.float32 else 128
     num_warps = 4 if tiles.shape.rows == LONG_ROWS else 2
     return Launch(_shrink_tiles, (programs,), arguments, num_warps=num_warps, num_stages=3)
 
@@ -88,31 +88,18 @@ def shrink_programs(tiles: RowTiles, device: torch.device) -> int:
 
 
 @triton.jit
-def split_count(items, num_sites, split_programs, max_splits):
+def split_count(items: tl.tensor, num_sites: tl.tensor, split_programs: tl.tensor, max_splits: tl.tensor) -> tl.tensor:
     """Splits of in_features that this step's items leave room for: shrink and expand agree on it."""
     return tl.minimum(tl.maximum(split_programs // tl.maximum(items * num_sites, 1), 1), max_splits)
 
 
 @triton.jit(do_not_specialize=["v_rows", "max_splits"])
 def _shrink_rows(
-    x,
-    pool,
-    v,
-    work,
-    sites,
-    a_offsets,
-    ranks,
-    in_features,
-    x_stride,
-    v_rows,
-    v_rank,
-    table_sites,
-    table_tiles,
-    split_programs,
-    max_splits,
-    NUM_SITES: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    x: tl.tensor, pool: tl.tensor, v: tl.tensor, work: tl.tensor, sites: tl.tensor, a_offsets: tl.tensor,
+    ranks: tl.tensor, in_features: tl.tensor, x_stride: tl.tensor, v_rows: tl.tensor, v_rank: tl.tensor,
+    table_sites: tl.tensor, table_tiles: tl.tensor, split_programs: tl.tensor, max_splits: tl.tensor,
+    NUM_SITES: tl.constexpr, BLOCK_K: tl.constexpr,
+) -> None:  # fmt: skip
     """One row by one rank tile an item, without tensor cores: A streams through registers once."""
     items = tl.load(work)
     splits = split_count(items, NUM_SITES, split_programs, max_splits)
@@ -142,26 +129,11 @@ def _shrink_rows(
 
 @triton.jit(do_not_specialize=["v_rows", "max_splits"])
 def _shrink_tiles(
-    x,
-    pool,
-    v,
-    work,
-    sites,
-    a_offsets,
-    ranks,
-    in_features,
-    x_stride,
-    v_rows,
-    v_rank,
-    table_sites,
-    table_tiles,
-    split_programs,
-    max_splits,
-    NUM_SITES: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_RANK: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    x: tl.tensor, pool: tl.tensor, v: tl.tensor, work: tl.tensor, sites: tl.tensor, a_offsets: tl.tensor,
+    ranks: tl.tensor, in_features: tl.tensor, x_stride: tl.tensor, v_rows: tl.tensor, v_rank: tl.tensor,
+    table_sites: tl.tensor, table_tiles: tl.tensor, split_programs: tl.tensor, max_splits: tl.tensor,
+    NUM_SITES: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_K: tl.constexpr,
+) -> None:  # fmt: skip
     """A tile of rows by some rank tiles an item, on tensor cores."""
     items = tl.load(work)
     splits = split_count(items, NUM_SITES, split_programs, max_splits)

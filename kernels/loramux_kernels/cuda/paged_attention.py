@@ -13,8 +13,17 @@ import torch
 import triton
 import triton.language as tl
 
-from loramux_kernels.cuda.attention_plan import ITEM_WIDTH, AttentionShape, AttentionTiles, plan_attention
-from loramux_kernels.cuda.launch import Launch, run_all
+from loramux_kernels.cuda.attention_merge import merge_partials
+from loramux_kernels.cuda.attention_plan import (
+    ITEM_WIDTH,
+    PROGRAMS,
+    SHORT_ROWS,
+    AttentionShape,
+    AttentionTiles,
+    plan_attention,
+)
+from loramux_kernels.cuda.launch import Launch, resident_programs, run_all
+from loramux_kernels.cuda.running_softmax import absorb
 from loramux_kernels.kv_cache import AttentionBatch, KvLayer
 
 _ITEM = tl.constexpr(ITEM_WIDTH)
@@ -59,19 +68,16 @@ def prepare_attention(
     """The launches that fill `output` `[T, Hq, Dv]`."""
     assert query.stride(2) == layer.key.stride(3) == layer.value.stride(3) == 1, "each head's vector is contiguous"
     kv_heads, key_dim, value_dim = layer.key.shape[1], layer.key.shape[3], layer.value.shape[3]
-    shape = AttentionShape(
-        groups=query.shape[1] // kv_heads,
-        kv_heads=kv_heads,
-        sliding_window=sliding_window,
-        long_rows=_long_rows(max(key_dim, value_dim) > 128, query.dtype == torch.float32),
-    )
+    # Prefill tiles as high as a thread's registers hold of their sums.
+    long_rows = (32 if max(key_dim, value_dim) > 128 else 64) // (2 if query.dtype == torch.float32 else 1)
+    shape = AttentionShape(query.shape[1] // kv_heads, kv_heads, sliding_window, long_rows)
     shared: dict[str, Any] = {
         "output": output,
         "output_token": output.stride(0),
         "KV_HEADS": kv_heads,
         "GROUPS": shape.groups,
         "VALUE_DIM": value_dim,
-        "BLOCK_VALUE": triton.next_power_of_2(value_dim),
+        "BLOCK_VALUE": _padded(value_dim),
     }
     attend: dict[str, Any] = {
         "query": query,
@@ -84,25 +90,31 @@ def prepare_attention(
         "window": sliding_window,
         "query_token": query.stride(0),
         "query_head": query.stride(1),
-        "key_page": layer.key.stride(0),
-        "key_head": layer.key.stride(1),
-        "key_token": layer.key.stride(2),
-        "value_page": layer.value.stride(0),
-        "value_head": layer.value.stride(1),
-        "value_token": layer.value.stride(2),
+        **_strides("key", layer.key),
+        **_strides("value", layer.value),
         "table_stride": batch.block_table.stride(0),
         "PAGE": layer.block_size,
         "KEY_DIM": key_dim,
-        "BLOCK_KEY": triton.next_power_of_2(key_dim),
+        "BLOCK_KEY": _padded(key_dim),
     }
-    return [launch for tiles in plan_attention(batch, shape) for launch in _launches(tiles, shared, attend, query)]
+    plan = plan_attention(batch, shape)
+    return [launch for tiles in plan for launch in _launches(tiles, shared, attend, query)]
 
 
-def _long_rows(wide: bool, float32: bool) -> int:
-    """Rows of a prefill tile: what the registers hold of its sums."""
-    if float32:
-        return 32 if wide else 64
-    return 64 if wide else 128
+def _padded(dim: int) -> int:
+    """To what a tensor core multiplies: a power of two, 16 at least."""
+    return max(16, int(triton.next_power_of_2(dim)))
+
+
+def _strides(name: str, cache: torch.Tensor) -> dict[str, int]:
+    return {f"{name}_{axis}": cache.stride(i) for i, axis in enumerate(("page", "head", "token"))}
+
+
+def _block_tokens(rows: int, dim: int, dtype: torch.dtype) -> int:
+    """Tokens of context at a time: what the registers hold of their addresses and scores."""
+    if dtype == torch.float32:
+        return 16
+    return 64 if dim <= 64 or (dim <= 128 and rows == SHORT_ROWS) else 32
 
 
 def _launches(
@@ -116,52 +128,32 @@ def _launches(
         "partial_lse": query.new_empty(shape, dtype=torch.float32),
         "BLOCK_ROWS": tiles.rows,
     }
-    wide = max(attend["BLOCK_KEY"], shared["BLOCK_VALUE"]) > 128
-    tokens = 16 if query.dtype == torch.float32 else 32 if wide else 64
-    arguments = {**shared, **attend, "work": tiles.items.work, "BLOCK_TOKENS": tokens}
-    grid = (tiles.programs,)
-    num_warps = 8 if tiles.rows * (2 if wide else 1) > 64 else 4
-    launches = [Launch(_attend, grid, arguments, num_warps=num_warps, num_stages=3)]
+    widest = max(attend["BLOCK_KEY"], shared["BLOCK_VALUE"])
+    arguments = {
+        **shared,
+        **attend,
+        "work": tiles.items.work,
+        "BLOCK_TOKENS": _block_tokens(tiles.rows, widest, query.dtype),
+    }
+    grid = (resident_programs(query.device, PROGRAMS),)
+    launches = [Launch(_attend, grid, arguments, num_warps=4, num_stages=3)]
     if tiles.merges is not None:
         arguments = {**shared, "work": tiles.merges.work}
-        launches.append(Launch(_merge, grid, arguments, num_warps=4, num_stages=1))
+        launches.append(Launch(merge_partials, grid, arguments, num_warps=4, num_stages=1))
     return launches
 
 
 @triton.jit
 def _attend(
-    query,
-    key_cache,
-    value_cache,
-    output,
-    partial_output,
-    partial_lse,
-    work,
-    block_table,
-    sinks,
-    scaling,
-    softcap,
-    window,
-    query_token,
-    query_head,
-    key_page,
-    key_head,
-    key_token,
-    value_page,
-    value_head,
-    value_token,
-    table_stride,
-    output_token,
-    KV_HEADS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK_KEY: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    query: tl.tensor, key_cache: tl.tensor, value_cache: tl.tensor, output: tl.tensor, partial_output: tl.tensor,
+    partial_lse: tl.tensor, work: tl.tensor, block_table: tl.tensor, sinks: tl.tensor, scaling: tl.tensor,
+    softcap: tl.tensor, window: tl.tensor, query_token: tl.tensor, query_head: tl.tensor, key_page: tl.tensor,
+    key_head: tl.tensor, key_token: tl.tensor, value_page: tl.tensor, value_head: tl.tensor, value_token: tl.tensor,
+    table_stride: tl.tensor, output_token: tl.tensor,
+    KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
-):
+) -> None:  # fmt: skip
     """One tile of query rows by one kv head by one stretch of context an item."""
     tile_row = tl.arange(0, BLOCK_ROWS) // GROUPS
     member = tl.arange(0, BLOCK_ROWS).to(tl.int64) % GROUPS
@@ -179,18 +171,20 @@ def _attend(
         q = tl.load(query_rows + d[None, :], mask=has_row[:, None] & (d < KEY_DIM)[None, :], other=0.0)
         highest = tl.full((BLOCK_ROWS,), _NEVER, tl.float32)
         total = tl.zeros((BLOCK_ROWS,), tl.float32)
-        if sinks is not None and tl.load(item + 7) != 0:
-            highest = tl.load(sinks + head * GROUPS + member).to(tl.float32) * _LOG2_E
-            total += 1.0
+        if sinks is not None:  # noqa: SIM102 - known when compiling; what is nested in it is not
+            if tl.load(item + 7) != 0:
+                highest = tl.load(sinks + head * GROUPS + member).to(tl.float32) * _LOG2_E
+                total += 1.0
         sums = tl.zeros((BLOCK_ROWS, BLOCK_VALUE), tl.float32)
         # Tokens that every row of the tile sees need no mask; with a window, hardly any are.
         seen = first_token
         if window is None:
-            seen += (tl.minimum(stop, first_position + 1) - first_token) // BLOCK_TOKENS * BLOCK_TOKENS
+            whole = tl.maximum(tl.minimum(stop, first_position + 1) - first_token, 0)
+            seen += whole // BLOCK_TOKENS * BLOCK_TOKENS
         keys = key_cache + head * key_head
         values = value_cache + head * value_head
         pages = block_table + tl.load(item).to(tl.int64) * table_stride
-        sums, total, highest = _absorb(
+        sums, total, highest = absorb(
             q,
             sums,
             total,
@@ -216,7 +210,7 @@ def _attend(
             BLOCK_TOKENS,
             False,
         )
-        sums, total, highest = _absorb(
+        sums, total, highest = absorb(
             q,
             sums,
             total,
@@ -252,104 +246,3 @@ def _attend(
             slot = (partial * KV_HEADS + head) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
             tl.store(partial_output + slot[:, None] * VALUE_DIM + e[None, :], result, mask=inside)
             tl.store(partial_lse + slot, highest + tl.log2(total), mask=has_row)
-
-
-@triton.jit
-def _absorb(
-    q,
-    sums,
-    total,
-    highest,
-    keys,
-    values,
-    pages,
-    start,
-    stop,
-    position,
-    scaling,
-    softcap,
-    window,
-    key_page,
-    key_token,
-    value_page,
-    value_token,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK_KEY: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Take tokens [start, stop) into the running softmax; MASKED where not every row sees all of them."""
-    d = tl.arange(0, BLOCK_KEY)
-    e = tl.arange(0, BLOCK_VALUE)
-    for first in range(start, stop, BLOCK_TOKENS):
-        token = first + tl.arange(0, BLOCK_TOKENS)
-        exists = token < stop
-        page = tl.load(pages + token // PAGE, mask=exists, other=0).to(tl.int64)
-        key = keys + (page * key_page + (token % PAGE) * key_token)[:, None] + d[None, :]
-        k = tl.load(key, mask=exists[:, None] & (d < KEY_DIM)[None, :], other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scaling
-        if softcap is not None:
-            scores = softcap * (1.0 - 2.0 / (tl.exp(scores * (2.0 / softcap)) + 1.0))
-        scores *= _LOG2_E
-        if MASKED:
-            visible = exists[None, :] & (token[None, :] <= position[:, None])
-            if window is not None:
-                visible &= token[None, :] > position[:, None] - window
-            scores = tl.where(visible, scores, _NEVER)
-        new_highest = tl.maximum(highest, tl.max(scores, axis=1))
-        # A row that has seen nothing yet keeps weights of 0, not NaN.
-        shift = tl.where(new_highest == _NEVER, 0.0, new_highest)
-        weights = tl.exp2(scores - shift[:, None])
-        decay = tl.exp2(highest - shift)
-        total = total * decay + tl.sum(weights, axis=1)
-        value = values + (page * value_page + (token % PAGE) * value_token)[:, None] + e[None, :]
-        v = tl.load(value, mask=exists[:, None] & (e < VALUE_DIM)[None, :], other=0.0)
-        sums = tl.dot(weights.to(v.dtype), v, sums * decay[:, None], input_precision="ieee")
-        highest = new_highest
-    return sums, total, highest
-
-
-@triton.jit
-def _merge(
-    output,
-    partial_output,
-    partial_lse,
-    work,
-    output_token,
-    KV_HEADS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-):
-    """Join the partial results of one tile of query rows and one kv head an item, in order."""
-    tile_row = tl.arange(0, BLOCK_ROWS) // GROUPS
-    member = tl.arange(0, BLOCK_ROWS).to(tl.int64) % GROUPS
-    e = tl.arange(0, BLOCK_VALUE)
-    for task in range(tl.program_id(0), tl.load(work) * KV_HEADS, tl.num_programs(0)):
-        head = task % KV_HEADS
-        item = work + (task // KV_HEADS + 1) * _ITEM
-        row = tl.load(item).to(tl.int64) + tile_row
-        has_row = tile_row < tl.load(item + 1)
-        inside = has_row[:, None] & (e < VALUE_DIM)[None, :]
-        first = tl.load(item + 2)
-        highest = tl.full((BLOCK_ROWS,), _NEVER, tl.float32)
-        total = tl.zeros((BLOCK_ROWS,), tl.float32)
-        sums = tl.zeros((BLOCK_ROWS, BLOCK_VALUE), tl.float32)
-        for partial in range(first, first + tl.load(item + 3)):
-            slot = (partial * KV_HEADS + head) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS).to(tl.int64)
-            lse = tl.load(partial_lse + slot, mask=has_row, other=_NEVER)
-            result = tl.load(partial_output + slot[:, None] * VALUE_DIM + e[None, :], mask=inside, other=0.0)
-            new_highest = tl.maximum(highest, lse)
-            shift = tl.where(new_highest == _NEVER, 0.0, new_highest)
-            weight = tl.exp2(lse - shift)
-            decay = tl.exp2(highest - shift)
-            sums = sums * decay[:, None] + result * weight[:, None]
-            total = total * decay + weight
-            highest = new_highest
-        result = sums / tl.where(total == 0.0, 1.0, total)[:, None]
-        out = output + row[:, None] * output_token + (head * GROUPS + member)[:, None] * VALUE_DIM + e[None, :]
-        tl.store(out, result.to(output.dtype.element_ty), mask=inside)

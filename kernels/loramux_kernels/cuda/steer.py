@@ -47,7 +47,11 @@ def prepare_steer(logits: torch.Tensor, batch: SamplingBatch) -> list[Launch]:
 
 
 @triton.jit
-def _count(rows, token_ids, generated, counts, length, counts_stride, BLOCK: tl.constexpr):
+def _count(
+    rows: tl.tensor, token_ids: tl.tensor, generated: tl.tensor, counts: tl.tensor, length: tl.tensor,
+    counts_stride: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = index < length
     row = tl.load(rows + index, mask=inside, other=0).to(tl.int64)
@@ -59,18 +63,11 @@ def _count(rows, token_ids, generated, counts, length, counts_stride, BLOCK: tl.
 
 @triton.jit
 def _penalise(
-    logits,
-    rows,
-    token_ids,
-    counts,
-    repetition,
-    presence,
-    frequency,
-    length,
-    logits_stride,
-    counts_stride,
+    logits: tl.tensor, rows: tl.tensor, token_ids: tl.tensor, counts: tl.tensor, repetition: tl.tensor,
+    presence: tl.tensor, frequency: tl.tensor, length: tl.tensor, logits_stride: tl.tensor,
+    counts_stride: tl.tensor,
     BLOCK: tl.constexpr,
-):
+) -> None:  # fmt: skip
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = index < length
     row = tl.load(rows + index, mask=inside, other=0).to(tl.int64)
@@ -89,7 +86,11 @@ def _penalise(
 
 
 @triton.jit
-def _bias(logits, rows, token_ids, values, length, logits_stride, BLOCK: tl.constexpr):
+def _bias(
+    logits: tl.tensor, rows: tl.tensor, token_ids: tl.tensor, values: tl.tensor, length: tl.tensor,
+    logits_stride: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = index < length
     row = tl.load(rows + index, mask=inside, other=0).to(tl.int64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,11 +26,17 @@ class TileShape:
     """1: a row by itself, multiplied without tensor cores."""
     rank: int
     """Rank rows that one item of shrink takes."""
+    expand_rows: int
+    """Rows of an item of expand. Fewer than 64, so that Hopper's wgmma is not used: the intermediate reaches it in
+    registers, which assemblers before CUDA 13.3 may reuse too early (triton-lang/triton#9433)."""
 
 
-ROW = TileShape(1, RANK_TILE)
-SHORT = TileShape(16, RANK_TILE)
+ROW = TileShape(1, RANK_TILE, 1)
+SHORT = TileShape(16, RANK_TILE, 16)
 LONG_ROWS = 64
+
+DECODE_SHAPES = (ROW, SHORT)
+"""What a step of single rows may go through: `decode_shape` chooses."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +81,7 @@ class TileMap:
 
     @classmethod
     def reserve(cls, rows: int, rank: int, shape: TileShape, device: torch.device) -> TileMap:
-        """An empty map of fixed addresses for launches held in a CUDA graph: up to `rows` rows, ranks to `rank`."""
+        """An empty map of fixed addresses for launches held in a CUDA graph: up to `rows` rows, ranks up to `rank`."""
         shrink = reserve(rows * -(-rank // shape.rank), ITEM_WIDTH, device)
         tiles = RowTiles(shape, shrink, reserve(rows, ITEM_WIDTH, device))
         return cls(rows, -(-rank // RANK_TILE) * RANK_TILE, (tiles,))
@@ -94,7 +101,7 @@ def tile_map_of(segments: Segments, table: LoraTable) -> TileMap:
     Reads the ranks from `table`, for which the host waits once a step; `lend_tile_map` spares it that.
     """
     if "tile_map" not in vars(segments):
-        slots = torch.tensor(segments.slots, device=table.ranks.device)
+        slots = torch.tensor(segments.slots, dtype=torch.int64, device=table.ranks.device)
         ranks = table.ranks[slots].amax(dim=1).cpu().numpy().astype(np.int64)
         lend_tile_map(segments, TileMap.for_step(segments, ranks, table.ranks.device))
     return vars(segments)["tile_map"]
@@ -105,37 +112,50 @@ def lend_tile_map(segments: Segments, tile_map: TileMap) -> None:
     vars(segments)["tile_map"] = tile_map
 
 
+def decode_shape(segments: Segments, ranks: Sequence[int]) -> TileShape:
+    """The shape for all of a decode step's segments, `ranks` being their adapters'."""
+    lengths = np.diff(segments.cu_seqlens)
+    return _short_shape(lengths[np.asarray(ranks) > 0])
+
+
+def _short_shape(lengths: Ints) -> TileShape:
+    # Reading an adapter once for each row beats padding to a tensor-core tile while rows hardly share adapters.
+    return ROW if lengths.sum() < 2 * (-(-lengths // SHORT.rows)).sum() else SHORT
+
+
 def _shapes(segments: Segments, ranks: Ints) -> tuple[TileShape, TileShape]:
     """The shapes for this step's short and long segments."""
     lengths = np.diff(segments.cu_seqlens)
     short = lengths <= SHORT_ROWS
-    # Reading an adapter once for each row beats padding to a tensor-core tile while rows hardly share adapters.
-    rowwise = lengths[short].sum() < 2 * (-(-lengths[short] // SHORT.rows)).sum()
     widest = int(ranks[~short].max(initial=0))
     long_rank = next((rank for rank in (16, 32) if widest <= rank), 64)
-    return (ROW if rowwise else SHORT), TileShape(LONG_ROWS, long_rank)
-
-
-def _rows_of(segments: Segments, shape: TileShape, *, every: bool = False) -> Ints:
-    """The row tiles `[n, 3]` (segment, first row, one past the last) of the segments that `shape` serves."""
-    starts = np.asarray(segments.cu_seqlens[:-1], dtype=np.int64)
-    lengths = np.diff(segments.cu_seqlens).astype(np.int64)
-    served = np.full(len(lengths), True) if every else (lengths > SHORT_ROWS) == (shape.rows == LONG_ROWS)
-    owner, offset = cut(np.where(served, lengths, 0), shape.rows)
-    first = starts[owner] + offset
-    return np.stack((owner, first, np.minimum(first + shape.rows, (starts + lengths)[owner])), axis=1)
+    return _short_shape(lengths[short & (ranks > 0)]), TileShape(LONG_ROWS, long_rank, 32)
 
 
 def _items(segments: Segments, ranks: Ints, shape: TileShape, *, every: bool = False) -> tuple[Ints, Ints]:
-    """(shrink items, expand items) of one shape; an adapter of rank 0 has none."""
-    rows = _rows_of(segments, shape, every=every)
-    rows = rows[ranks[rows[:, 0]] > 0]
-    slots = np.asarray(segments.slots, dtype=np.int64)[rows[:, 0]]
-    tiles = np.column_stack((slots, rows[:, 1:], np.zeros_like(slots)))
+    """(shrink items, expand items) of the segments that `shape` serves; an adapter of rank 0 has none."""
+    lengths = np.diff(segments.cu_seqlens).astype(np.int64)
+    served = ranks > 0
+    if not every:
+        served &= (lengths > SHORT_ROWS) == (shape.rows == LONG_ROWS)
+    lengths = np.where(served, lengths, 0)
+    rows = _row_tiles(segments, lengths, shape.rows)
     owner, rank_start = cut(ranks[rows[:, 0]], shape.rank)
-    shrink = tiles[owner]
-    shrink[:, 3] = rank_start
-    return shrink, tiles
+    shrink = np.column_stack((rows[owner], rank_start))
+    expand = _row_tiles(segments, lengths, shape.expand_rows)
+    expand = np.column_stack((expand, np.zeros(len(expand), dtype=np.int64)))
+    slots = np.asarray(segments.slots, dtype=np.int64)
+    for items in (shrink, expand):
+        items[:, 0] = slots[items[:, 0]]
+    return shrink, expand
+
+
+def _row_tiles(segments: Segments, lengths: Ints, height: int) -> Ints:
+    """[n, 3]: segment, first row, one past the last; `lengths` rows of each segment are cut."""
+    starts = np.asarray(segments.cu_seqlens[:-1], dtype=np.int64)
+    owner, offset = cut(lengths, height)
+    first = starts[owner] + offset
+    return np.column_stack((owner, first, np.minimum(first + height, (starts + lengths)[owner])))
 
 
 def _whole_tiles(ranks: Ints) -> int:

@@ -84,7 +84,7 @@ def _attention_step(key_dim: int, value_dim: int, dtype: torch.dtype, **features
     launches = prepare_attention(query, _kv(key_dim, value_dim, dtype), batch, 0.1, output, **features)
     name = f"{key_dim}x{value_dim}-{_short(dtype)}" + ("-window-softcap-sinks" if features else "")
     for launch in launches:
-        stage = launch.kernel.__name__.strip("_")
+        stage = launch.kernel.__name__.strip("_").removesuffix("_partials")
         yield Variant(f"{stage}-{launch.arguments['BLOCK_ROWS']}-{name}", launch)
 
 

@@ -22,14 +22,12 @@ class WorkList:
     def refill(self, items: Ints) -> None:
         """Replace the items `[n, width]` in place, n at most the capacity: for launches held in a CUDA graph."""
         assert len(items) < len(self.work), f"{len(items)} items in a list that holds {len(self.work) - 1}"
-        self.work[: len(items) + 1].copy_(_with_header(items), non_blocking=True)
+        self.work[: len(items) + 1].copy_(_pinned(_with_header(items), self.work.device), non_blocking=True)
 
 
 def upload(lists: Sequence[Ints], device: torch.device) -> list[WorkList]:
     """Copy lists of items `[n, width]` to the device, in one transfer; all have the same width."""
-    host = torch.cat([_with_header(items) for items in lists])
-    if device.type == "cuda":
-        host = host.pin_memory()
+    host = _pinned(torch.cat([_with_header(items) for items in lists]), device)
     on_device = host.to(device, non_blocking=True)
     return [WorkList(part) for part in on_device.split([len(items) + 1 for items in lists])]
 
@@ -45,6 +43,11 @@ def cut(lengths: Ints, size: int | Ints) -> tuple[Ints, Ints]:
     owner = np.repeat(np.arange(len(lengths)), pieces)
     index = np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     return owner, index * (size if isinstance(size, int) else size[owner])
+
+
+def _pinned(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`host` where a GPU copies it from while the host goes on."""
+    return host.pin_memory() if device.type == "cuda" else host
 
 
 def _with_header(items: Ints) -> torch.Tensor:

@@ -123,16 +123,17 @@ class _Probe:
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 
-def probe_layers(model: PreTrainedModel) -> tuple[LayerShape, ...]:
-    """Every layer's KV shape, learned from one forward of two tokens.
+def probe_layers(model: PreTrainedModel, num_tokens: int = 2) -> tuple[LayerShape, ...]:
+    """Every layer's KV shape, learned from one forward of `num_tokens` tokens.
 
     Raises UnsupportedModel when a layer does not call the attention function exactly once: its KV would be lost.
     """
     probe = _Probe()
     with _attention(model, probe):
-        tokens = torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device)
+        tokens = torch.zeros(1, num_tokens, dtype=torch.long, device=next(model.parameters()).device)
+        positions = torch.arange(num_tokens, device=tokens.device)[None]
         try:
-            model(input_ids=tokens, position_ids=torch.arange(2, device=tokens.device)[None], use_cache=False)
+            model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=1)
         except (RuntimeError, ValueError, TypeError) as error:
             raise UnsupportedModel(f"{_kind(model)} cannot run on a packed batch: {error}") from error
     num_layers = model.config.get_text_config().num_hidden_layers

@@ -18,6 +18,7 @@ from loramux.engine.scheduler import Scheduler, SchedulerLimits
 from loramux.engine.service_meter import ServiceMeter
 from loramux.engine.step import Step
 from loramux.engine.store import DiskStore
+from loramux.engine.turns import InTurn, OneAhead, Turns
 from loramux.settings import Settings
 from loramux_adapters import Limits
 
@@ -63,6 +64,7 @@ class Engine:
             Policy.from_settings(settings, loaded.weight_bytes / bank.page_bytes),
         )
         self._service = ServiceMeter(self.scheduler.queue, time.monotonic)
+        self._turns: Turns = (OneAhead if self._runner.runs_ahead else InTurn)(self.scheduler, self._runner)
         self._counters = _Counters()
 
     def step(self) -> StepReport | None:
@@ -71,10 +73,10 @@ class Engine:
         events = self.scheduler.take_news()
         if not step.empty:
             self._count(step)
-            events += self.scheduler.commit(step, self._runner.run(step))
+        events += self._turns.take(step)
         for event in events:
             if event.finish_reason is not None:
-                self._runner.sampler.forget(event.request_id)
+                self._runner.forget(event.request_id)
         self._counters.output_tokens += sum(event.token_id is not None for event in events)
         self._counters.cached_tokens += sum(event.cached_tokens for event in events)
         return StepReport(events, self.stats()) if events or not step.empty else None
@@ -93,13 +95,13 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing runs or waits."""
-        return self.scheduler.idle
+        """Whether nothing runs, waits or is still to be told."""
+        return self.scheduler.idle and self._turns.idle
 
     @property
     def stalled(self) -> bool:
         """Whether the next step has to wait for an adapter."""
-        return self.scheduler.stalled
+        return self.scheduler.stalled and self._turns.idle
 
     @property
     def patience(self) -> float | None:

@@ -11,14 +11,17 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from loramux.engine.attention import KvLayout, UnsupportedModel, probe_layers
+from loramux.engine.device_sampler import DeviceSampler
+from loramux.engine.forward import Forward
 from loramux.engine.messages import ModelFacts
-from loramux.engine.runner import ModelRunner
+from loramux.engine.runner import ModelRunner, Runner
 from loramux.engine.sampler import Sampler
 from loramux.settings import Settings
 from loramux_adapters import BaseDescription, describe_base
 from loramux_adapters.bank import AdapterBank, Site
 from loramux_adapters.linear import install_linears
 from loramux_kernels import RANK_TILE
+from loramux_kernels.device import runs_triton
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +37,7 @@ DEFAULT_CPU_POOL = 2 << 30
 class LoadedModel:
     """A base model ready to serve."""
 
-    runner: ModelRunner
+    runner: Runner
     base: BaseDescription
     facts: ModelFacts
     weight_bytes: int
@@ -53,15 +56,23 @@ def load_model(settings: Settings) -> LoadedModel:
             f"model_type {config.model_type!r} has not been shown to give the same tokens here as in transformers; "
             f"supported are {', '.join(sorted(SUPPORTED))}."
         )
-    device = _device(settings.engine.device)
     _set_threads(settings.engine.num_threads)
     dtype = "auto" if settings.model.dtype == "auto" else getattr(torch, settings.model.dtype)
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).to(device).eval().requires_grad_(False)
-    with torch.inference_mode():
-        layout = KvLayout(probe_layers(model), settings.engine.block_size)
-    base = describe_base(directory)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).to(_device(settings.engine.device))
+    return assemble(model, describe_base(directory), settings)
+
+
+def assemble(model: PreTrainedModel, base: BaseDescription, settings: Settings) -> LoadedModel:
+    """Make `model`, which `base` describes, ready to serve where it is; its linears are replaced.
+
+    Raises UnsupportedModel where `settings` do not fit it.
+    """
+    model.eval().requires_grad_(False)
+    layout, activation_bytes = _probe(model, settings)
+    max_model_len = _max_model_len(settings, model)
     # The pool is not touched before it is used, so memory that no page ever held is never really taken.
-    pool = torch.empty(_pool_elements(settings, model, layout), dtype=model.dtype, device=device)
+    elements = _pool_elements(settings, model, layout, activation_bytes)
+    pool = torch.empty(elements, dtype=model.dtype, device=model.device)
     num_pages = pool.numel() // layout.page_elements
     _demand_room_for_tiles(base, layout)
     sites = {
@@ -71,9 +82,9 @@ def load_model(settings: Settings) -> LoadedModel:
     other = _bytes_outside(model, sites)
     weight_bytes = install_linears(model, bank) + other
     eos = _eos_token_ids(model)
-    runner = ModelRunner(model, layout.views(pool), bank, Sampler(eos), settings.engine.block_size)
+    runner = _runner(Forward(model, layout.views(pool), bank), settings, eos, max_model_len)
     facts = ModelFacts(
-        max_model_len=_max_model_len(settings, model),
+        max_model_len=max_model_len,
         vocab_size=model.config.get_text_config().vocab_size,
         eos_token_ids=eos,
         dtype=str(model.dtype).removeprefix("torch."),
@@ -82,9 +93,9 @@ def load_model(settings: Settings) -> LoadedModel:
     )
     logger.info(
         "serving %s in %s on %s: %d pages of %d tokens",
-        directory.name,
+        settings.model.served_model_name,
         facts.dtype,
-        device,
+        model.device,
         num_pages,
         facts.block_size,
     )
@@ -97,15 +108,40 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def _probe(model: PreTrainedModel, settings: Settings) -> tuple[KvLayout, int]:
+    """How the layers' KV lies in a page; and, on a GPU, the memory that the largest step takes beside the pool."""
+    on_gpu = model.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(model.device)
+    before = torch.cuda.memory_allocated(model.device) if on_gpu else 0
+    with torch.inference_mode():
+        shapes = probe_layers(model, settings.engine.max_num_batched_tokens if on_gpu else 2)
+    peak = torch.cuda.max_memory_allocated(model.device) if on_gpu else 0
+    if on_gpu:
+        torch.cuda.empty_cache()  # so that what is free is what the driver says is free
+    return KvLayout(shapes, settings.engine.block_size), peak - before
+
+
+def _runner(forward: Forward, settings: Settings, eos: tuple[int, ...], max_model_len: int) -> Runner:
+    """What runs steps on the pool's device."""
+    engine, pool = settings.engine, forward.bank.pool
+    if not runs_triton(pool):
+        return ModelRunner(forward, Sampler(eos), engine.block_size)
+    # Only where it runs: it needs triton.
+    from loramux.engine.gpu_runner import GpuRunner
+
+    return GpuRunner.over(forward, DeviceSampler(eos, pool.device), engine, max_model_len)
+
+
 def _set_threads(num_threads: int | None) -> None:
     torch.set_num_threads(num_threads or len(os.sched_getaffinity(0)))
 
 
-def _pool_elements(settings: Settings, model: PreTrainedModel, layout: KvLayout) -> int:
+def _pool_elements(settings: Settings, model: PreTrainedModel, layout: KvLayout, activation_bytes: int) -> int:
     num_bytes = settings.engine.pool_bytes
     if num_bytes is None and model.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(model.device)
-        num_bytes = int(free - (1 - settings.engine.gpu_memory_utilization) * total)
+        num_bytes = int(free - (1 - settings.engine.gpu_memory_utilization) * total) - activation_bytes
     page_bytes = layout.page_elements * model.dtype.itemsize
     num_pages = (DEFAULT_CPU_POOL if num_bytes is None else num_bytes) // page_bytes
     if num_pages < 1:

@@ -38,7 +38,7 @@ class Sampler:
                 choice = Choice(most_likely[row])
             else:
                 choice = self._choose(logits[row].float(), sequence)
-            events.append(self._event(sequence, choice))
+            events.append(token_event(sequence, choice, self.eos_token_ids))
         return events
 
     def forget(self, request_id: str) -> None:
@@ -60,10 +60,9 @@ class Sampler:
         return Choice(token_id, float(logprobs[token_id]), top)
 
     def _forbid_early_end(self, logits: torch.Tensor, sequence: Sequence) -> torch.Tensor:
-        params = sequence.request.sampling
-        if sequence.num_output_tokens >= params.min_tokens:
+        ends = [i for i in forbidden_ends(sequence, self.eos_token_ids) if i < logits.numel()]
+        if not ends:
             return logits
-        ends = [i for i in {*self.eos_token_ids, *params.stop_token_ids} if i < logits.numel()]
         return logits.index_fill(0, torch.tensor(ends, dtype=torch.long, device=logits.device), _NEVER)
 
     def _generator(self, sequence: Sequence) -> torch.Generator:
@@ -77,18 +76,26 @@ class Sampler:
             self._generators[sequence.id] = generator
         return self._generators[sequence.id]
 
-    def _event(self, sequence: Sequence, choice: Choice) -> TokenEvent:
-        params = sequence.request.sampling
-        ended = choice.token_id in params.stop_token_ids or (
-            choice.token_id in self.eos_token_ids and not params.ignore_eos
-        )
-        return TokenEvent(
-            request_id=sequence.id,
-            token_id=choice.token_id,
-            logprob=choice.logprob,
-            top_logprobs=choice.top,
-            finish_reason="stop" if ended else None,
-        )
+
+def token_event(sequence: Sequence, choice: Choice, eos_token_ids: tuple[int, ...]) -> TokenEvent:
+    """The news of one sampled token, with `stop` where it ends the answer."""
+    params = sequence.request.sampling
+    ended = choice.token_id in params.stop_token_ids or (choice.token_id in eos_token_ids and not params.ignore_eos)
+    return TokenEvent(
+        request_id=sequence.id,
+        token_id=choice.token_id,
+        logprob=choice.logprob,
+        top_logprobs=choice.top,
+        finish_reason="stop" if ended else None,
+    )
+
+
+def forbidden_ends(sequence: Sequence, eos_token_ids: tuple[int, ...]) -> set[int]:
+    """Tokens that would end the answer before it has `min_tokens`."""
+    params = sequence.request.sampling
+    if sequence.num_output_tokens >= params.min_tokens:
+        return set()
+    return {*eos_token_ids, *params.stop_token_ids}
 
 
 def is_plain_greedy(sequence: Sequence) -> bool:

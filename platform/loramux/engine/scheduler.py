@@ -26,7 +26,7 @@ from loramux.engine.residency import Residency
 from loramux.engine.resident import AdapterState
 from loramux.engine.room import Room
 from loramux.engine.sequence import Sequence
-from loramux.engine.step import Step
+from loramux.engine.step import Chunk, Step
 
 __all__ = ["Scheduler", "SchedulerLimits"]
 
@@ -160,6 +160,19 @@ class Scheduler:
             if sequence.began_at is None:
                 sequence.began_at = self._planned_at
                 self.counters.queue_seconds.observe(self._planned_at - sequence.arrival)
+
+    def holds(self, sequence: Sequence) -> bool:
+        """Whether `sequence` has not ended."""
+        return self._sequences.get(sequence.id) is sequence
+
+    def reveal(self, chunk: Chunk, event: TokenEvent) -> None:
+        """The token that `chunk` sampled, of a step that was committed with PENDING in its place."""
+        sequence = chunk.sequence
+        assert event.token_id is not None, "a sampled event carries its token"
+        sequence.token_ids[chunk.end] = event.token_id
+        if event.finish_reason is not None and self.holds(sequence):
+            self._admission.remember(sequence)
+            self._end(sequence)
 
     def _heed_adapters(self) -> None:
         for digest in self.residency.poll():

@@ -11,7 +11,10 @@ import msgspec
 
 from loramux.engine.sequence import BASE_SLOT, Sequence
 
-__all__ = ["BASE_SLOT", "Chunk", "Step"]
+__all__ = ["BASE_SLOT", "PENDING", "Chunk", "Step"]
+
+PENDING = -1
+"""Stands among a sequence's tokens for one that the device has chosen and the host has not read yet."""
 
 
 class Chunk(msgspec.Struct, frozen=True, gc=False, eq=False):

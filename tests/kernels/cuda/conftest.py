@@ -1,0 +1,39 @@
+"""The kernels' own tests: on a GPU as they are compiled, elsewhere in Triton's interpreter.
+
+    pytest tests/kernels/cuda                      # where a GPU is
+    TRITON_INTERPRET=1 pytest tests/kernels/cuda   # anywhere; `tests/kernels/test_cuda_interpreted.py` does this
+
+Without either nothing here is collected.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+collect_ignore_glob = [] if INTERPRETED or torch.cuda.is_available() else ["test_*.py"]
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where the kernels run."""
+    return torch.device("cpu" if INTERPRETED else "cuda")
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New tensors start as NaN, so that an element that no kernel wrote shows."""
+
+    def poisoned(make):
+        def made(*args, **kwargs):
+            tensor = make(*args, **kwargs)
+            return tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
+
+        return made
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
+    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))

@@ -1,0 +1,193 @@
+"""lora_shrink and lora_expand as Triton kernels, against the torch references in float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lora_cases import Case, make_case
+
+from loramux_kernels import LoraGroup, LoraTable, Segments, lora_expand_reference, lora_shrink_reference
+from loramux_kernels.cuda.lora_expand import lora_expand, prepare_expand
+from loramux_kernels.cuda.lora_shrink import lora_shrink, prepare_shrink
+from loramux_kernels.cuda.tile_map import ROW, SHORT, TileMap, lend_tile_map, tile_map_of
+
+DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()  # the interpreter cannot bf16
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+def case_on(device: torch.device, dtype: torch.dtype, ranks: list[list[int]], rows: list[int], **shape) -> Case:
+    return make_case(dtype, ranks, rows, alignment=8, **shape).to(device)
+
+
+def run(case: Case) -> torch.Tensor:
+    args = (case.pool, case.table, case.group, case.segments)
+    y = case.y.clone()
+    lora_expand(lora_shrink(case.x, *args), *args, y)
+    return y
+
+
+def reference(case: Case) -> torch.Tensor:
+    """In float32 throughout, however narrow the case's dtype."""
+    args = (case.pool, case.table, case.group, case.segments)
+    y = case.y.float()
+    lora_expand_reference(lora_shrink_reference(case.x, *args), *args, y)
+    return y
+
+
+def check(case: Case) -> None:
+    y, wanted = run(case), reference(case)
+    tolerance = TOLERANCE[case.x.dtype]
+    largest = wanted.abs().amax(dim=1, keepdim=True) if wanted.numel() else wanted
+    assert bool(((y.float() - wanted).abs() <= tolerance * largest).all()), (y.float() - wanted).abs().max()
+    assert torch.equal(y[case.segments.rows :], case.y[case.segments.rows :]), "base rows are left alone"
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    ranks=st.lists(st.lists(st.integers(0, 70), min_size=2, max_size=2), min_size=1, max_size=4),
+    rows=st.data(),
+    in_features=st.integers(1, 100),
+    out_features=st.tuples(st.integers(1, 90), st.integers(1, 300)),
+    base_rows=st.integers(0, 3),
+)
+def test_ragged(device, dtype, ranks, rows, in_features, out_features, base_rows):
+    counts = rows.draw(st.lists(st.integers(0, 90), min_size=len(ranks), max_size=len(ranks)))
+    shape = {"in_features": in_features, "out_features": out_features, "base_rows": base_rows}
+    check(case_on(device, dtype, ranks, counts, **shape))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("ranks", "rows"),
+    [
+        ([[16]], [1]),
+        ([[8], [64], [1], [17]], [1, 1, 1, 1]),
+        ([[16], [8]], [20, 12]),
+        ([[33]], [130]),
+        ([[16]], [65]),
+        ([[64], [8], [32]], [100, 1, 20]),
+        ([[0], [16]], [3, 2]),
+        ([[256]], [2]),
+    ],
+    ids=["one row", "one row each", "short", "long", "long r16", "long beside short", "rank 0 beside 16", "r256"],
+)
+def test_shapes_of_traffic(device, dtype, ranks, rows):
+    check(case_on(device, dtype, ranks, rows, in_features=1100, out_features=(520,)))
+
+
+@pytest.mark.parametrize(("ranks", "rows"), [([[0], [0]], [4, 40]), ([[8]], [])], ids=["rank 0 alone", "base alone"])
+def test_a_step_without_adapters_launches_nothing(device, ranks, rows):
+    case = case_on(device, torch.float32, ranks, rows)
+    args = (case.pool, case.table, case.group, case.segments)
+    v = lora_shrink(case.x, *args)
+    assert prepare_shrink(case.x, *args, v) == []
+    assert prepare_expand(v, *args, case.y) == []
+    check(case)
+
+
+def test_in_features_are_split_where_a_step_has_few_rows(device):
+    case = case_on(device, torch.float32, [[16, 8], [40, 3]], [1, 1], in_features=2100, out_features=(64, 24))
+    v = lora_shrink(case.x, case.pool, case.table, case.group, case.segments)
+    assert v.shape[0] == 5
+    check(case)
+
+
+def test_fused_slices_of_unequal_ranks_and_widths(device):
+    ranks = [[8, 0, 33], [16, 5, 0], [64, 64, 64], [0, 0, 0]]
+    check(case_on(device, torch.float32, ranks, [3, 40, 70, 5], in_features=200, out_features=(48, 600, 17)))
+
+
+def test_rows_with_strides(device):
+    case = case_on(device, torch.float32, [[20, 5]], [6], out_features=(33, 64))
+    wide_x = torch.full((8, 80), float("nan"), device=device)
+    wide_x[:, :40] = case.x
+    wide_y = torch.full((8, 300), float("nan"), device=device)
+    wide_y[:, 10:107] = case.y
+    args = (case.pool, case.table, case.group, case.segments)
+    lora_expand(lora_shrink(wide_x[:, :40], *args), *args, wide_y[:, 10:107])
+    assert torch.equal(wide_y[:, 10:107], run(case))
+    assert wide_y[:, :10].isnan().all()
+    assert wide_y[:, 107:].isnan().all()
+
+
+def test_offsets_beyond_32_bits(device):
+    case = case_on(device, torch.float16, [[16], [24]], [2, 40])
+    far = 2**31 + 64
+    try:
+        pool = case.pool.new_zeros(far + len(case.pool))  # zeroed memory is not held before it is written
+    except RuntimeError:
+        pytest.skip("no 4 GiB of memory")
+    pool[far:] = case.pool
+    offsets = (case.table.a_offsets + far, case.table.b_offsets + far)
+    moved = LoraTable(*offsets, case.table.ranks, case.table.scales)
+    y = case.y.clone()
+    lora_expand(lora_shrink(case.x, pool, moved, case.group, case.segments), pool, moved, case.group, case.segments, y)
+    assert torch.equal(y, run(case))
+
+
+@pytest.mark.parametrize("rows", [[1, 1, 1, 1], [20, 9, 3, 1], [100, 70, 1, 40]])
+def test_the_same_step_gives_the_same_bits(device, rows):
+    case = case_on(device, torch.float16, [[16], [8], [33], [64]], rows, in_features=1100)
+    assert torch.equal(run(case), run(case))
+
+
+def test_an_adapter_that_is_not_asked_for_is_not_read(device):
+    """Slot 1 holds NaN weights: one stray read would show."""
+    case = case_on(device, torch.float32, [[16], [16], [16]], [2, 3, 4])
+    first, last = case.table.a_offsets[1, 0, 0], case.table.b_offsets[1, 0, 0]
+    case.pool[first : first + 16 * 40] = float("nan")
+    case.pool[last : last + 16 * 48] = float("nan")
+    skipping = Segments((0, 2, 4), (0, 2))
+    args = (case.pool, case.table, case.group, skipping)
+    y = case.y.clone()
+    lora_expand(lora_shrink(case.x, *args), *args, y)
+    assert not y.isnan().any()
+
+
+@pytest.mark.parametrize("shape", [ROW, SHORT], ids=["row by row", "tiles"])
+def test_reserved_tables_serve_one_step_after_another(device, shape):
+    """As a CUDA graph uses them: addresses and launches stay, what they read is replaced."""
+    ranks = [[16], [40], [0], [5]]
+    case = case_on(device, torch.float32, ranks, [4, 3, 2, 3], in_features=600, out_features=(96,))
+    reserved = TileMap.reserve(12, 64, shape, device)
+    steps = [Segments((0, 4, 7, 9, 12), (0, 1, 2, 3)), Segments((0, 1, 2), (3, 1)), Segments((0,), ())]
+    fixed = Segments((0, 12), (0,))
+    lend_tile_map(fixed, reserved)
+    y = case.y.clone()
+    args = (case.pool, case.table, case.group, fixed)
+    v = lora_shrink(case.x, *args)
+    launches = [*prepare_shrink(case.x, *args, v), *prepare_expand(v, *args, y)]
+    assert len(launches) == 2
+    for segments in steps:
+        largest = case.table.ranks.amax(dim=1).cpu().numpy()
+        reserved.refill(segments, largest[list(segments.slots)].astype("int64"))
+        y.copy_(case.y)
+        for launch in launches:
+            launch.run()
+        other = Case(**{**vars(case), "segments": segments})
+        torch.testing.assert_close(y, reference(other), rtol=1e-5, atol=1e-4)
+
+
+def test_tile_maps_hold_true_ranks_and_no_more(device):
+    ranks = torch.tensor([[16, 8], [40, 0], [0, 0]], dtype=torch.int32, device=device)
+    offsets = torch.zeros(3, 2, 4, dtype=torch.int64, device=device)
+    table = LoraTable(offsets, offsets, ranks, torch.ones(3, 2, device=device))
+    tile_map = tile_map_of(Segments((0, 1, 2, 12), (0, 1, 2)), table)
+    (tiles,) = tile_map.tiles
+    assert tiles.shape == ROW
+    assert tiles.shrink.work.tolist()[1:] == [[0, 0, 1, 0], [1, 1, 2, 0], [1, 1, 2, 16], [1, 1, 2, 32]]
+    assert tiles.expand.work.tolist()[1:] == [[0, 0, 1, 0], [1, 1, 2, 0]]
+    assert (tile_map.rank, tile_map.rows) == (48, 12)
+
+
+def test_group_tables_are_made_once(device):
+    from loramux_kernels.cuda.group_table import group_table
+
+    group = LoraGroup((3, 5), (300, 64))
+    table = group_table(group, 256, device)
+    assert table is group_table(LoraGroup((3, 5), (300, 64)), 256, device)
+    assert table.blocks[:, :5].tolist() == [[0, 3, 0, 300, 0], [0, 3, 1, 300, 0], [1, 5, 0, 64, 300]]
+    assert not group_table(LoraGroup((0,), (30,)), 256, device).aligned

@@ -1,0 +1,157 @@
+"""paged_attention as Triton kernels, against a float64 softmax over contiguous keys; unwritten pages are NaN."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention_cases import Case, Shape, expected, make_case
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loramux_kernels import AttentionBatch, KvLayer
+from loramux_kernels.cuda.attention_plan import (
+    AttentionShape,
+    lend_attention,
+    plan_attention,
+    refill_attention,
+    reserve_attention,
+)
+from loramux_kernels.cuda.paged_attention import paged_attention, prepare_attention
+
+DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()  # the interpreter cannot bf16
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+def check(
+    case: Case, device: torch.device, window: int | None = None, softcap: float | None = None, with_sinks: bool = False
+) -> None:
+    scaling = case.query.shape[2] ** -0.5
+    sinks = torch.linspace(-2, 2, case.query.shape[1]) if with_sinks else None
+    wanted = expected(case, scaling, window, softcap, sinks)
+    on = case.to(device)
+    options = {"sliding_window": window, "softcap": softcap, "sinks": None if sinks is None else sinks.to(device)}
+    output = paged_attention(on.query, on.layer, on.batch, scaling, **options)
+    assert output.dtype == case.query.dtype
+    tolerance = TOLERANCE[case.query.dtype]
+    torch.testing.assert_close(output.cpu().double(), wanted, rtol=tolerance, atol=tolerance)
+
+
+sequence = st.tuples(st.integers(1, 70), st.integers(0, 300)).map(lambda t: (t[0], t[0] + t[1]))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    sequences=st.lists(sequence, min_size=1, max_size=3),
+    dtype=st.sampled_from(DTYPES),
+    kv_heads=st.integers(1, 2),
+    groups=st.integers(1, 9),
+    key_dim=st.integers(1, 80),
+    value_dim=st.integers(1, 80),
+    block_size=st.sampled_from([1, 3, 16, 64]),
+    window=st.none() | st.integers(1, 100),
+    softcap=st.none() | st.floats(0.5, 50.0),
+    with_sinks=st.booleans(),
+)
+def test_ragged(
+    device, sequences, dtype, kv_heads, groups, key_dim, value_dim, block_size, window, softcap, with_sinks
+):
+    shape = Shape(kv_heads * groups, kv_heads, key_dim, value_dim, block_size)
+    check(make_case(sequences, dtype, shape), device, window, softcap, with_sinks)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dims", [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)])
+def test_head_sizes(device, dtype, dims):
+    """One sequence decodes beside one in prefill, four query heads on each kv head."""
+    check(make_case([(1, 70), (33, 40)], dtype, Shape(8, 2, *dims)), device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("features", [{}, {"window": 300, "softcap": 5.0, "with_sinks": True}], ids=["plain", "all"])
+def test_long_contexts_are_cut_and_merged(device, dtype, features):
+    case = make_case([(1, 1500), (1, 3), (40, 700), (1, 256), (1, 257)], dtype, Shape(4, 1, 32, 16))
+    plan = plan_attention(case.to(device).batch, AttentionShape(4, 1, features.get("window"), 32))
+    assert any(tiles.partials for tiles in plan)
+    check(case, device, **features)
+
+
+@pytest.mark.parametrize("context", [256, 257, 270, 287, 288, 530])
+def test_a_cut_through_the_newest_tokens(device, context):
+    """The last piece holds tokens that the tile's first rows do not see at all."""
+    check(make_case([(32, context)], torch.float32, Shape(1, 1, 16, 16)), device)
+
+
+@pytest.mark.parametrize("window", [1, 2, 63, 64, 65, 200])
+def test_sliding_window(device, window):
+    check(make_case([(1, 200), (70, 190)], torch.float32), device, window=window)
+
+
+def test_soft_cap_and_sinks(device):
+    case = make_case([(1, 80), (9, 20)], torch.float32)
+    check(case, device, softcap=5.0)
+    check(case, device, with_sinks=True)
+
+
+def test_one_row(device):
+    check(make_case([(1, 1)], torch.float32), device)
+
+
+def test_query_strided_as_transformers_leaves_it(device):
+    case = make_case([(3, 3), (1, 40)], torch.float32).to(device)
+    strided = case.query.transpose(0, 1).contiguous().transpose(0, 1)
+    assert not strided.is_contiguous()
+    args = (case.layer, case.batch, 0.25)
+    assert torch.equal(paged_attention(strided, *args), paged_attention(case.query, *args))
+
+
+def test_a_nan_in_the_context_shows(device):
+    """Otherwise the poison in these tests would prove nothing."""
+    case = make_case([(1, 40)], torch.float32).to(device)
+    case.layer.key[case.batch.block_table[0, 1]] = float("nan")
+    assert paged_attention(case.query, case.layer, case.batch, 0.25).isnan().all()
+
+
+def test_the_same_step_gives_the_same_bits(device):
+    case = make_case([(1, 900), (40, 100), (1, 5)], torch.float16, Shape(8, 2, 64, 64)).to(device)
+    args = (case.query, case.layer, case.batch, 0.125)
+    assert torch.equal(paged_attention(*args), paged_attention(*args))
+
+
+def test_pages_beyond_32_bits(device):
+    """The context's one page starts more than 2^31 elements into the pool."""
+    case = make_case([(1, 16)], torch.float16).to(device)
+    home = int(case.batch.block_table[0, 0])
+    page_elements, far = case.layer.key.stride(0), 2**31 // case.layer.key.stride(0) + 1
+    try:
+        pool = case.query.new_zeros((far + 1) * page_elements)  # zeroed memory is not held before it is written
+    except RuntimeError:
+        pytest.skip("no 4 GiB of memory")
+    views = []
+    for near in (case.layer.key, case.layer.value):
+        shape = (far + 1, *near.shape[1:])
+        offset = near.storage_offset() - case.layer.key.storage_offset()
+        views.append(torch.as_strided(pool, shape, near.stride(), offset))
+        views[-1][far] = near[home]
+    table = torch.full_like(case.batch.block_table, far)
+    away = AttentionBatch(case.batch.cu_seqlens, case.batch.context_lens, table, case.batch.slot_mapping)
+    args = (case.query, case.layer, case.batch, 0.25)
+    assert torch.equal(paged_attention(case.query, KvLayer(*views), away, 0.25), paged_attention(*args))
+
+
+def test_reserved_tables_serve_one_step_after_another(device):
+    """As a CUDA graph uses them: addresses and launches stay, what they read is replaced; unused rows stay NaN."""
+    case = make_case([(1, 900), (1, 30), (1, 257), (1, 1)], torch.float32).to(device)
+    shape = AttentionShape(2, 2, None, 32)
+    tiles = reserve_attention(shape, max_sequences=4, max_partials=12, device=device)
+    lend_attention(case.batch, shape, tiles)
+    output = torch.full((4, 4, 16), float("nan"), device=device)
+    launches = prepare_attention(case.query, case.layer, case.batch, 0.25, output)
+    assert len(launches) == 2, "all decode, with a merge that may find nothing to do"
+    for count in (4, 2, 0, 3):
+        refill_attention(tiles, case.batch.spans[:count], shape)
+        output.fill_(float("nan"))
+        for launch in launches:
+            launch.run()
+        wanted = expected(case, 0.25, None, None, None)[:count]
+        torch.testing.assert_close(output[:count].cpu().double(), wanted, rtol=1e-5, atol=1e-5)
+        assert output[count:].isnan().all()

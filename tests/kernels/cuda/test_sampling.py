@@ -1,0 +1,159 @@
+"""Sampling on the device, against the torch reference that sorts."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loramux_kernels.cuda.sampling import BLOCK, sample
+from loramux_kernels.sampling import LogitBias, Penalties, SamplingBatch, arrival_times, keep, sample_reference, steer
+
+
+def batch_of(rows: int, device: torch.device, **columns: object) -> SamplingBatch:
+    """Neutral parameters but for `columns`: a number, or one for each row."""
+    neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": range(rows), "step": 0}
+    dtypes = {"top_k": torch.int32, "step": torch.int32, "seed": torch.int64}
+    tensors = {}
+    for name, value in (neutral | columns).items():
+        values = torch.as_tensor(list(value) if isinstance(value, range) else value, dtype=dtypes.get(name))
+        tensors[name] = values.to(dtypes.get(name, torch.float32)).expand(rows).contiguous().to(device)
+    return SamplingBatch(**tensors)
+
+
+def check(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """The reference's tokens; where rounding decided, one that comes as close to winning."""
+    before = logits.clone()
+    tokens = sample(logits, batch)
+    assert torch.equal(logits, before), "the model's logits are left alone"
+    assert tokens.dtype == torch.int64
+    wanted = sample_reference(logits, batch)
+    if torch.equal(tokens, wanted):
+        return tokens
+    steered = steer(logits.float(), batch)
+    heat = torch.where(batch.temperature == 0, 1.0, batch.temperature)
+    looser = replace(batch, top_p=batch.top_p + 1e-4, min_p=batch.min_p * 0.9999)
+    race = -arrival_times(batch.seed, batch.step, logits.shape[1]).log()
+    scores = keep(steered / heat[:, None], looser) + torch.where(batch.temperature == 0, 0.0, 1.0)[:, None] * race
+    won = scores.gather(1, tokens[:, None])
+    assert bool((won >= scores.gather(1, wanted[:, None]) - 1e-4).all())
+    return tokens
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    vocab=st.integers(1, 200) | st.integers(4000, 9000),
+    spread=st.sampled_from([0.1, 1.0, 8.0]),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    rows=st.lists(
+        st.tuples(
+            st.sampled_from([0.0, 0.5, 1.0, 2.0]),
+            st.sampled_from([0, 0, 1, 3, 50, 10_000]),
+            st.sampled_from([1.0, 1.0, 0.0, 0.1, 0.9, 0.999]),
+            st.sampled_from([0.0, 0.0, 0.05, 1.0]),
+            st.integers(-(2**63), 2**63 - 1),
+            st.integers(0, 2**31 - 1),
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+    steered=st.booleans(),
+)
+def test_equals_the_reference(device, vocab, spread, dtype, rows, steered):
+    generator = torch.Generator().manual_seed(vocab)
+    logits = (torch.randn(len(rows), vocab, generator=generator) * spread).to(dtype).to(device)
+    names = ("temperature", "top_k", "top_p", "min_p", "seed", "step")
+    batch = batch_of(len(rows), device, **dict(zip(names, map(list, zip(*rows, strict=True)), strict=True)))
+    if steered:
+        penalties = some_penalties(len(rows), vocab, 30, generator)
+        bias = LogitBias(
+            penalties.rows[:1], penalties.token_ids[:1], torch.tensor([float("-inf")] if vocab > 1 else [1.0])
+        )
+        batch = replace(batch, penalties=on(penalties, device), bias=on(bias, device))
+    check(logits, batch)
+
+
+def some_penalties(rows: int, vocab: int, count: int, generator: torch.Generator) -> Penalties:
+    def ints(high: int) -> torch.Tensor:
+        return torch.randint(0, high, (count,), generator=generator, dtype=torch.int32)
+
+    prices = torch.rand(3, rows, generator=generator)
+    return Penalties(ints(rows), ints(vocab), ints(2).bool(), prices[0] + 0.5, prices[1], prices[2])
+
+
+def on(struct, device: torch.device):
+    return type(struct)(**{f.name: getattr(struct, f.name).to(device) for f in fields(struct)})
+
+
+def test_penalties_follow_their_definitions(device):
+    """A token seen twice in the output and once in the prompt; one in the prompt alone; a bias on top."""
+    logits = torch.tensor([[1.0, 2.0, -3.0, 4.0]], device=device)
+    rows = torch.zeros(4, dtype=torch.int32)
+    penalties = Penalties(
+        rows,
+        torch.tensor([1, 2, 2, 2], dtype=torch.int32),
+        torch.tensor([False, True, True, False]),
+        *torch.tensor([[2.0], [0.5], [0.25]]),
+    )
+    from loramux_kernels.cuda.steer import prepare_steer
+
+    batch = replace(batch_of(1, device), penalties=on(penalties, device))
+    changed = logits.clone()
+    for launch in prepare_steer(changed, batch):
+        launch.run()
+    torch.testing.assert_close(changed.cpu(), torch.tensor([[1.0, 1.0, -6.0 - 0.5 - 0.5, 4.0]]))
+    torch.testing.assert_close(changed, steer(logits, batch))
+
+
+def test_greedy_takes_the_first_of_equals(device):
+    logits = torch.zeros(2, BLOCK + 10, device=device)
+    logits[1, [7, BLOCK + 3]] = 1.0
+    assert check(logits, batch_of(2, device, temperature=0.0)).tolist() == [0, 7]
+
+
+def test_flat_rows_race_over_the_whole_vocabulary(device):
+    """More tokens stay than a list holds."""
+    logits = torch.zeros(2, 2 * BLOCK + 5, device=device)
+    check(logits, batch_of(2, device, top_p=[0.99, 0.999], seed=[3, 4]))
+
+
+def test_a_seed_and_step_draw_the_same_whatever_runs_beside_them(device):
+    logits = torch.randn(1, 300, generator=torch.Generator().manual_seed(0)).to(device)
+    alone = sample(logits, batch_of(1, device, seed=42, step=7))
+    beside = sample(
+        logits.expand(5, -1).contiguous(), batch_of(5, device, seed=[1, 42, 2, 42, 3], step=[7, 7, 7, 8, 7])
+    )
+    assert beside[1] == alone[0]
+    assert len(set(beside.tolist())) >= 4
+
+
+def test_draws_follow_the_distribution(device):
+    """Each with a step of its own under one seed."""
+    draws = 600
+    probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    logits = probabilities.log().expand(draws, -1).contiguous().to(device)
+    tokens = sample(logits, batch_of(draws, device, seed=[11] * draws, step=range(draws)))
+    wanted = draws * probabilities
+    counts = torch.bincount(tokens.cpu(), minlength=4)
+    assert ((counts - wanted) ** 2 / wanted).sum() < 16.27, "three degrees of freedom, p = 0.001; the seed is fixed"
+
+
+@pytest.mark.parametrize(
+    ("params", "kept"),
+    [
+        ({"top_k": 2}, {0, 1}),
+        ({"top_p": 0.5}, {0}),
+        ({"top_p": 0.51}, {0, 1}),
+        ({"top_p": 0.0}, {0}),
+        ({"min_p": 0.5}, {0, 1}),
+        ({"min_p": 1.0}, {0}),
+        ({"top_k": 3, "top_p": 0.8}, {0, 1}),
+    ],
+)
+def test_what_is_ruled_out_never_comes(device, params, kept):
+    draws = 8
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().expand(draws, -1).contiguous().to(device)
+    assert set(check(logits, batch_of(draws, device, **params)).tolist()) <= kept

@@ -1,0 +1,47 @@
+"""Every GPU kernel variant becomes machine code for sm_80 and sm_90 without a spill, in a process of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+
+def compile_check(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "loramux_kernels.compile_check", *arguments]
+    without = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return subprocess.run(command, env=without | environment, capture_output=True, text=True, check=False)
+
+
+def test_every_variant_compiles_without_a_spill() -> None:
+    done = compile_check("--arch", "80", "--arch", "90", "--json")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    results = json.loads(done.stdout)["results"]
+    assert {result["spill_bytes"] for result in results} == {0}
+    by_arch = {arch: {r["variant"]: r for r in results if r["arch"] == arch} for arch in (80, 90)}
+    assert by_arch[80].keys() == by_arch[90].keys()
+    for arch, limit in ((80, 163 << 10), (90, 227 << 10)):
+        assert len(by_arch[arch]) > 50
+        assert all(result["shared_bytes"] <= limit for result in by_arch[arch].values())
+    kernels = {result["kernel"] for result in results}
+    assert {"_shrink_rows", "_shrink_tiles", "_expand_rows", "_expand_tiles", "_attend", "merge_partials"} <= kernels
+    assert {"_write_kv", "_scan", "_finish", "_count", "_penalise", "_bias"} <= kernels
+    for result in results:
+        # Decode rows and float32 sums go without; everything else multiplies on tensor cores.
+        if result["kernel"] in ("_shrink_tiles", "_expand_tiles", "_attend") and "fp32" not in result["variant"]:
+            assert result["tensor_core_instructions"] > 0, result
+
+
+def test_an_unknown_variant_and_the_interpreter_are_refused() -> None:
+    unknown = compile_check("--only", "no such kernel")
+    assert (unknown.returncode, unknown.stdout) == (2, "")
+    assert "no variant's name contains" in unknown.stderr
+    interpreted = compile_check(TRITON_INTERPRET="1")
+    assert interpreted.returncode == 2
+    assert "TRITON_INTERPRET" in interpreted.stderr

@@ -1,0 +1,23 @@
+"""The GPU kernels' tests in Triton's interpreter: in a process of its own, since triton must be told before import."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+
+def test_every_kernel_equals_its_reference() -> None:
+    folder = Path(__file__).parent / "cuda"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)]
+    # No GPU even where there is one: there, `pytest tests/kernels/cuda` without the interpreter tests the real thing.
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, cwd=folder.parents[2], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout

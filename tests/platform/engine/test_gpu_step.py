@@ -1,0 +1,151 @@
+"""What the GPU's runner is made of, where no GPU is: buffers, buckets, recordings, the sampler's parameters."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from loramux.engine.device_sampler import DeviceSampler
+from loramux.engine.graphs import record_calls
+from loramux.engine.packing import pack
+from loramux.engine.request import Request, SamplingParams
+from loramux.engine.sampler import Sampler
+from loramux.engine.sequence import Sequence
+from loramux.engine.step import PENDING, Chunk, Step
+from loramux.engine.step_buffers import StepBuffers
+
+CPU = torch.device("cpu")
+EOS = 9
+
+
+def sequence(name: str = "r", prompt: tuple[int, ...] = (1, 2), output: tuple[int, ...] = (), **params) -> Sequence:
+    sampling = SamplingParams(**{"max_tokens": 20, "temperature": 0.0} | params)
+    made = Sequence(Request(id=name, tenant="t", prompt_token_ids=list(prompt), sampling=sampling), 0.0)
+    made.token_ids += output
+    made.pages = list(range(5, 5 + len(made.token_ids)))
+    return made
+
+
+def decode(*sequences: Sequence, slots: tuple[int, ...] = ()) -> Step:
+    slots = slots or (-1,) * len(sequences)
+    return Step.lay_out(Chunk(s, len(s.token_ids) - 1, 1, slot) for s, slot in zip(sequences, slots, strict=True))
+
+
+def test_buckets_hold_every_count_and_waste_little() -> None:
+    pytest.importorskip("triton")
+    from loramux.engine.decode_graphs import buckets
+
+    for most in (1, 3, 8, 63, 64, 200, 256):
+        chosen = buckets(most)
+        assert chosen[-1] == most
+        assert list(chosen) == sorted(set(chosen))
+        for count in range(1, most + 1):
+            bucket = next(bucket for bucket in chosen if bucket >= count)
+            assert bucket - count <= max(1, bucket // 2 if bucket < 16 else 15)
+    assert buckets(64) == (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)
+
+
+def test_buffers_keep_their_addresses_and_padding_rows_store_nothing() -> None:
+    buffers = StepBuffers(max_rows=8, max_sequences=4, max_blocks=6, device=CPU)
+    fixed = buffers.padded(4)
+    first = pack(decode(sequence(prompt=(3, 4, 5)), sequence("q", (6,)), sequence("z", (7, 8))), block_size=2)
+    inputs = buffers.fill(first, np.zeros(3, dtype=np.int64), None)
+    assert inputs.input_ids.tolist() == [5, 6, 8]
+    assert fixed.input_ids.tolist() == [5, 6, 8, 0]
+    assert fixed.position_ids.tolist() == [2, 0, 1, 0]
+    assert fixed.batch.slot_mapping.tolist() == [6 * 2, 5 * 2, 5 * 2 + 1, -1]
+    assert inputs.batch.block_table[0].tolist()[:3] == [5, 6, 7]
+    assert inputs.batch.spans == ((0, 1, 3), (1, 2, 1), (2, 3, 2))
+    addresses = [t.data_ptr() for t in (fixed.input_ids, fixed.batch.slot_mapping, fixed.batch.block_table)]
+    second = pack(decode(sequence("q", (6, 2))), block_size=2)
+    inputs = buffers.fill(second, np.zeros(1, dtype=np.int64), None)
+    assert fixed.input_ids.tolist() == [2, 0, 0, 0]
+    assert fixed.batch.slot_mapping.tolist() == [11, -1, -1, -1]
+    assert [t.data_ptr() for t in (fixed.input_ids, fixed.batch.slot_mapping, fixed.batch.block_table)] == addresses
+    assert inputs.input_ids.data_ptr() == fixed.input_ids.data_ptr()
+
+
+def test_a_pending_token_is_taken_from_the_step_before() -> None:
+    """In any row: a preempted sequence prefills through it."""
+    buffers = StepBuffers(max_rows=8, max_sequences=4, max_blocks=6, device=CPU)
+    waiting, preempted = sequence("w", (1, 2), (PENDING,)), sequence("p", (3, 4), (PENDING,))
+    step = Step((Chunk(waiting, 2, 1), Chunk(preempted, 0, 3)))
+    sources = np.array([1, 0, 0, 0], dtype=np.int64)
+    inputs = buffers.fill(pack(step, 2), sources, torch.tensor([77, 66]))
+    assert inputs.input_ids.tolist() == [66, 3, 4, 77]
+
+
+def test_a_recording_follows_its_buffers() -> None:
+    buffer = torch.zeros(3)
+    recording = record_calls(lambda: buffer * 2)
+    buffer.fill_(4)
+    assert recording.output.tolist() == [0, 0, 0]
+    recording.replay()
+    assert recording.output.tolist() == [8, 8, 8]
+
+
+def events(logits: torch.Tensor, *sequences: Sequence, before=None):
+    return DeviceSampler((EOS,), CPU).launch(logits, list(sequences), before).events()
+
+
+def test_greedy_rows_agree_with_the_hosts_sampler() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(5, 30)
+    sequences = [
+        sequence("a", (1, 2), (3, 3)),
+        sequence("b", (1, 2), (3, 4), repetition_penalty=1.5, presence_penalty=0.3, frequency_penalty=0.2),
+        sequence("c", logit_bias={7: 50.0, 40: 100.0}),
+        sequence("d", min_tokens=2, stop_token_ids=(4,), logit_bias={EOS: 100.0, 4: 100.0, 6: 90.0}),
+        sequence("e", logprobs=3),
+    ]
+    host = Sampler((EOS,)).sample(logits, sequences)
+    device = events(logits, *sequences)
+    assert [e.token_id for e in device] == [e.token_id for e in host]
+    assert device[3].token_id == 6
+    assert device[4].logprob == pytest.approx(host[4].logprob)
+    assert [t.token_id for t in device[4].top_logprobs] == [t.token_id for t in host[4].top_logprobs]
+
+
+def test_ends_are_told_as_the_host_tells_them() -> None:
+    logits = torch.zeros(3, 12)
+    logits[:, EOS] = 5.0
+    told = events(
+        logits, sequence("a"), sequence("b", ignore_eos=True), sequence("c", ignore_eos=True, stop_token_ids=(EOS,))
+    )
+    assert [event.finish_reason for event in told] == ["stop", None, "stop"]
+
+
+def test_a_penalty_counts_the_token_that_only_the_device_knows() -> None:
+    sampler = DeviceSampler((EOS,), CPU)
+    penalised = sequence("p", (1,), frequency_penalty=2.0)
+    first = torch.zeros(1, 12)
+    first[0, 5] = 1.0
+    before = sampler.launch(first, [penalised], None).sampled
+    penalised.token_ids.append(PENDING)
+    second = torch.zeros(1, 12)
+    second[0, [5, 6]] = torch.tensor([3.0, 1.5])
+    assert sampler.launch(second, [penalised], before).events()[0].token_id == 6
+
+
+def test_a_seed_draws_the_same_and_requests_without_one_do_not() -> None:
+    logits = torch.zeros(1, 500)
+
+    def draws(**params) -> list[int]:
+        sampler, tokens = DeviceSampler((EOS,), CPU), []
+        s = sequence("s", temperature=1.0, **params)
+        for _ in range(5):
+            tokens.append(sampler.launch(logits, [s], None).events()[0].token_id)
+            s.token_ids.append(tokens[-1])
+        sampler.forget("s")
+        assert not sampler._seeds
+        return tokens
+
+    assert draws(seed=3) == draws(seed=3)
+    assert draws(seed=-1) != draws(seed=3)
+    assert draws() != draws()
+
+
+def test_a_step_that_samples_nothing() -> None:
+    """A chunk of a prompt."""
+    assert events(torch.zeros(0, 12)) == []
