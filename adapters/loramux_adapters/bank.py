@@ -25,6 +25,11 @@ class Site:
     out_features: int
 
 
+def slot_bytes(num_sites: int, max_rank: int) -> int:
+    """Bytes that one slot takes in the table: two offsets for each tile of each site, a rank and a scale."""
+    return num_sites * (-(-max_rank // RANK_TILE) * 16 + 8)
+
+
 class AdapterBank:
     """Rows (`slots`) of resident adapters over one pool.
 

@@ -97,4 +97,4 @@ def _base_first(mix: Mix) -> tuple[bool, tuple[int, ...]]:
 
 
 FULL = Grid(LLAMA_8B, (1, 8, 32, 64, 128), (512, 1024, 4096), ((1, 512), (4, 1024), (8, 512)), mixes(), 20)
-QUICK = Grid(TINY, (1, 3), (20,), ((2, 9),), (mixes()[0], mixes()[3], Mix("all mixed", None, (8, 16))), 2)
+QUICK = Grid(TINY, (2,), (12,), ((2, 9),), (mixes()[0], Mix("1 r8", 1, (8,)), Mix("all mixed", None, (8, 16))), 1)

@@ -1,4 +1,4 @@
-"""The GPU kernels' tests in Triton's interpreter: in a process of its own, since triton must be told before import."""
+"""What runs on a GPU, in Triton's interpreter: in a process of its own, since triton must be told before import."""
 
 from __future__ import annotations
 
@@ -12,12 +12,24 @@ import pytest
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
+FOLDERS = ("tests/kernels/cuda", "tests/platform/engine/cuda")
 
-def test_every_kernel_equals_its_reference() -> None:
-    folder = Path(__file__).parent / "cuda"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)]
+
+def test_kernels_and_engine_in_the_interpreter() -> None:
+    root = Path(__file__).resolve().parents[2]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-n",
+        "auto",
+        *(str(root / f) for f in FOLDERS),
+    ]
     # No GPU even where there is one: there, `pytest tests/kernels/cuda` without the interpreter tests the real thing.
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, cwd=folder.parents[2], capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert " passed" in done.stdout

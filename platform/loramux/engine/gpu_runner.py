@@ -41,7 +41,8 @@ class GpuRunner:
         max_blocks = -(-max_model_len // settings.block_size)
         rows = max(settings.max_num_batched_tokens, settings.max_num_seqs)
         buffers = StepBuffers(rows, settings.max_num_seqs, max_blocks, device)
-        graphs = DecodeGraphs(forward, buffers, recorder_for(device), forward.bank.max_rank)
+        recorder = recorder_for(lambda: forward(buffers.padded(1), None), device)
+        graphs = DecodeGraphs(forward, buffers, recorder, forward.bank.max_rank)
         return cls(forward, sampler, buffers, graphs, settings.block_size)
 
     @property

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+ANSWERED_BY_THE_DEVICE = frozenset(
+    ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive")
+)
+"""Operators that make the host wait for a value, or for a shape that depends on one."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +58,30 @@ def record_calls(function: Callable[[], torch.Tensor]) -> Recording:
     return Recording(lambda: output.copy_(function()), output)
 
 
-def recorder_for(device: torch.device) -> Recorder:
-    """What records on `device`."""
-    return CudaGraphs() if device.type == "cuda" else record_calls
+def recorder_for(function: Callable[[], torch.Tensor], device: torch.device) -> Recorder:
+    """What records functions like `function` on `device`: calls where it asks the device, which no graph can hold."""
+    questions = questions_of(function)
+    if questions:
+        logger.warning("decode steps run without CUDA graphs: the model asks the device for %s", sorted(questions))
+    return CudaGraphs() if device.type == "cuda" and not questions else record_calls
+
+
+def questions_of(function: Callable[[], torch.Tensor]) -> set[str]:
+    """The operators with which `function` makes the host wait for its device."""
+    with _Listener() as listener:
+        function()
+    return listener.heard
+
+
+class _Listener(TorchDispatchMode):
+    """Takes note of operators that a CUDA graph cannot hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.split(".")[0]
+        if name in ANSWERED_BY_THE_DEVICE:
+            self.heard.add(name)
+        return func(*args, **kwargs or {})

@@ -18,7 +18,7 @@ from loramux.engine.runner import ModelRunner, Runner
 from loramux.engine.sampler import Sampler
 from loramux.settings import Settings
 from loramux_adapters import BaseDescription, describe_base
-from loramux_adapters.bank import AdapterBank, Site
+from loramux_adapters.bank import AdapterBank, Site, slot_bytes
 from loramux_adapters.linear import install_linears
 from loramux_kernels import RANK_TILE
 from loramux_kernels.device import runs_triton
@@ -71,7 +71,10 @@ def assemble(model: PreTrainedModel, base: BaseDescription, settings: Settings) 
     layout, activation_bytes = _probe(model, settings)
     max_model_len = _max_model_len(settings, model)
     # The pool is not touched before it is used, so memory that no page ever held is never really taken.
-    elements = _pool_elements(settings, model, layout, activation_bytes)
+    num_bytes = settings.engine.pool_bytes or DEFAULT_CPU_POOL
+    if settings.engine.pool_bytes is None and model.device.type == "cuda":
+        num_bytes = _gpu_pool_bytes(settings, model, layout, activation_bytes, len(base.modules))
+    elements = _pool_elements(num_bytes, model, layout)
     pool = torch.empty(elements, dtype=model.dtype, device=model.device)
     num_pages = pool.numel() // layout.page_elements
     _demand_room_for_tiles(base, layout)
@@ -137,16 +140,23 @@ def _set_threads(num_threads: int | None) -> None:
     torch.set_num_threads(num_threads or len(os.sched_getaffinity(0)))
 
 
-def _pool_elements(settings: Settings, model: PreTrainedModel, layout: KvLayout, activation_bytes: int) -> int:
-    num_bytes = settings.engine.pool_bytes
-    if num_bytes is None and model.device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(model.device)
-        num_bytes = int(free - (1 - settings.engine.gpu_memory_utilization) * total) - activation_bytes
+def _gpu_pool_bytes(
+    settings: Settings, model: PreTrainedModel, layout: KvLayout, activation_bytes: int, num_sites: int
+) -> int:
+    """What gpu_memory_utilization leaves beside weights, activations and a row of the adapters' table for each page."""
+    free, total = torch.cuda.mem_get_info(model.device)
+    left = int(free - (1 - settings.engine.gpu_memory_utilization) * total) - activation_bytes
     page_bytes = layout.page_elements * model.dtype.itemsize
-    num_pages = (DEFAULT_CPU_POOL if num_bytes is None else num_bytes) // page_bytes
+    return left * page_bytes // (page_bytes + slot_bytes(num_sites, settings.adapters.max_rank))
+
+
+def _pool_elements(num_bytes: int, model: PreTrainedModel, layout: KvLayout) -> int:
+    page_bytes = layout.page_elements * model.dtype.itemsize
+    num_pages = num_bytes // page_bytes
     if num_pages < 1:
         raise UnsupportedModel(
-            f"engine.pool_bytes = {num_bytes} is less than one page of {page_bytes} bytes; raise it."
+            f"A pool of {num_bytes} bytes is less than one page of {page_bytes}; raise engine.pool_bytes"
+            f" or, on a GPU, engine.gpu_memory_utilization."
         )
     return num_pages * layout.page_elements
 

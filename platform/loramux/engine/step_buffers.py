@@ -35,6 +35,7 @@ class StepBuffers:
         self.max_sequences = max_sequences
         self._device = device
         self._rows = torch.zeros(4, max_rows, dtype=torch.int64, device=device)
+        self._rows[2] = NO_SLOT
         self._block_table = torch.zeros(max_sequences, max_blocks, dtype=torch.int32, device=device)
 
     def fill(self, packed: PackedStep, sources: NDArray[np.int64], sampled: torch.Tensor | None) -> StepInputs:

@@ -80,6 +80,8 @@ class OneAhead:
     def _commit(self, step: Step) -> dict[str, TokenEvent]:
         """Commit what has not ended since it was planned."""
         alive = Step(tuple(chunk for chunk in step.chunks if self._scheduler.holds(chunk.sequence)))
+        if alive.empty:
+            return {}
         unknown = [TokenEvent(request_id=chunk.sequence.id, token_id=PENDING) for chunk in alive.sampling]
         return {event.request_id: event for event in self._scheduler.commit(alive, unknown)}
 

@@ -1,6 +1,6 @@
 """The kernels' own tests: on a GPU as they are compiled, elsewhere in Triton's interpreter.
 
-    pytest tests/kernels/cuda                      # where a GPU is
+    pytest -m gpu                                  # where a GPU is
     TRITON_INTERPRET=1 pytest tests/kernels/cuda   # anywhere; `tests/kernels/test_cuda_interpreted.py` does this
 
 Without either nothing here is collected.
@@ -9,6 +9,7 @@ Without either nothing here is collected.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,12 @@ import torch
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 collect_ignore_glob = [] if INTERPRETED or torch.cuda.is_available() else ["test_*.py"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker("gpu")
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from loramux.engine.device_sampler import DeviceSampler
-from loramux.engine.graphs import record_calls
+from loramux.engine.graphs import questions_of, record_calls, recorder_for
 from loramux.engine.packing import pack
 from loramux.engine.request import Request, SamplingParams
 from loramux.engine.sampler import Sampler
@@ -85,6 +85,16 @@ def test_a_recording_follows_its_buffers() -> None:
     assert recording.output.tolist() == [8, 8, 8]
 
 
+def test_a_function_that_asks_the_device_is_not_put_into_a_graph(caplog) -> None:
+    buffer = torch.ones(3)
+    assert questions_of(lambda: buffer * 2) == set()
+    assert questions_of(lambda: buffer * buffer.max().item()) == {"_local_scalar_dense"}
+    assert questions_of(lambda: buffer if buffer.sum() > 0 else -buffer) == {"_local_scalar_dense"}
+    assert questions_of(lambda: buffer[buffer > 0]) == {"nonzero"}
+    assert recorder_for(lambda: buffer * buffer.max().item(), CPU) is record_calls
+    assert "without CUDA graphs" in caplog.text
+
+
 def events(logits: torch.Tensor, *sequences: Sequence, before=None):
     return DeviceSampler((EOS,), CPU).launch(logits, list(sequences), before).events()
 
@@ -95,7 +105,7 @@ def test_greedy_rows_agree_with_the_hosts_sampler() -> None:
     sequences = [
         sequence("a", (1, 2), (3, 3)),
         sequence("b", (1, 2), (3, 4), repetition_penalty=1.5, presence_penalty=0.3, frequency_penalty=0.2),
-        sequence("c", logit_bias={7: 50.0, 40: 100.0}),
+        sequence("c", logit_bias={7: 50.0}),
         sequence("d", min_tokens=2, stop_token_ids=(4,), logit_bias={EOS: 100.0, 4: 100.0, 6: 90.0}),
         sequence("e", logprobs=3),
     ]
