@@ -86,7 +86,7 @@ def b_of(flat: torch.Tensor, rank: int, widths: tuple[int, ...], site: int) -> t
 
 def reference(operands: LoraOperands) -> torch.Tensor:
     """y in float32, by the torch reference."""
-    y = operands.y.float()
+    y = operands.y.to(torch.float32, copy=True)
     args = (operands.pool, operands.table, operands.group, operands.segments)
     lora_expand_reference(lora_shrink_reference(operands.x, *args), *args, y)
     return y

@@ -6,4 +6,4 @@ import sys
 from pathlib import Path
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-sys.path[:0] = [str(BENCHMARKS), str(Path(__file__).resolve().parent)]
+sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "gpu"), str(Path(__file__).resolve().parent)]

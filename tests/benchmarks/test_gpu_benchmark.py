@@ -10,14 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from floors import Ceilings, StepBytes, Work, adapter_bytes, attention_work, kv_bytes_per_token, lora_work
+from grid import FULL, LLAMA_8B, QUICK, Mix
+from tables import Report, geometric_mean
 
 ROOT = Path(__file__).resolve().parents[2]
 GPU = ROOT / "benchmarks" / "gpu"
-sys.path.insert(0, str(GPU))
-
-from floors import Ceilings, StepBytes, Work, adapter_bytes, attention_work, kv_bytes_per_token, lora_work  # noqa: E402
-from grid import FULL, LLAMA_8B, QUICK, Mix  # noqa: E402
-from tables import Report, geometric_mean  # noqa: E402
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
+from loramux.engine.attention import KvLayout, LayerShape
 from loramux.engine.device_sampler import DeviceSampler
 from loramux.engine.graphs import questions_of, record_calls, recorder_for
+from loramux.engine.model import _gpu_pool_bytes
 from loramux.engine.packing import pack
 from loramux.engine.request import Request, SamplingParams
 from loramux.engine.sampler import Sampler
 from loramux.engine.sequence import Sequence
 from loramux.engine.step import PENDING, Chunk, Step
 from loramux.engine.step_buffers import StepBuffers
+from loramux.settings import AdapterLimits, ModelSettings, Settings
+from loramux_adapters.bank import AdapterBank, Site, slot_bytes
 
 CPU = torch.device("cpu")
 EOS = 9
@@ -93,6 +99,22 @@ def test_a_function_that_asks_the_device_is_not_put_into_a_graph(caplog) -> None
     assert questions_of(lambda: buffer[buffer > 0]) == {"nonzero"}
     assert recorder_for(lambda: buffer * buffer.max().item(), CPU) is record_calls
     assert "without CUDA graphs" in caplog.text
+
+
+def test_the_pool_of_a_gpu_leaves_room_for_everything_else(monkeypatch) -> None:
+    """Of 1000 MB with 700 free, at 0.9: 600 MB less activations, in pages that each bring a row of the table."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (700_000_000, 1_000_000_000))
+    settings = Settings(model=ModelSettings(path="", served_model_name="m"), adapters=AdapterLimits(max_rank=32))
+    layout = KvLayout((LayerShape(2, 16, 16),) * 3, block_size=16)
+    model = SimpleNamespace(device=CPU, dtype=torch.float32)
+    num_bytes = _gpu_pool_bytes(settings, model, layout, 50_000_000, num_sites=7)
+    page_bytes, row_bytes = layout.page_elements * 4, slot_bytes(7, 32)
+    pages = num_bytes // page_bytes
+    assert pages * (page_bytes + row_bytes) <= 550_000_000 < (pages + 1) * (page_bytes + row_bytes)
+    bank = AdapterBank(torch.empty(64), 64, {str(i): Site(i, 1, 1) for i in range(7)}, max_rank=32, max_slots=5)
+    table = bank.table
+    tensors = (table.a_offsets, table.b_offsets, table.ranks, table.scales)
+    assert sum(tensor.numel() * tensor.element_size() for tensor in tensors) == 5 * row_bytes
 
 
 def events(logits: torch.Tensor, *sequences: Sequence, before=None):
