@@ -39,7 +39,7 @@ def check(
 sequence = st.tuples(st.integers(1, 70), st.integers(0, 300)).map(lambda t: (t[0], t[0] + t[1]))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     sequences=st.lists(sequence, min_size=1, max_size=3),
     dtype=st.sampled_from(DTYPES),

@@ -43,7 +43,7 @@ def check(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     return tokens
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     vocab=st.integers(1, 200) | st.integers(4000, 9000),
     spread=st.sampled_from([0.1, 1.0, 8.0]),
