@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -73,6 +73,12 @@ def questions_of(function: Callable[[], torch.Tensor]) -> set[str]:
     return listener.heard
 
 
+def _masks(args: Sequence[Any]) -> bool:
+    """Whether one of an indexing operator's indices is a mask, whose ones must be counted first."""
+    indices = args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else ()
+    return any(isinstance(index, torch.Tensor) and index.dtype == torch.bool for index in indices)
+
+
 class _Listener(TorchDispatchMode):
     """Takes note of operators that a CUDA graph cannot hold."""
 
@@ -82,6 +88,6 @@ class _Listener(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.__name__.split(".")[0]
-        if name in ANSWERED_BY_THE_DEVICE:
+        if name in ANSWERED_BY_THE_DEVICE or (name.startswith("index") and _masks(args)):
             self.heard.add(name)
         return func(*args, **kwargs or {})

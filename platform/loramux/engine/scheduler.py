@@ -98,8 +98,6 @@ class Scheduler:
         deadline = self._deadlines.next
         return None if deadline is None else max(0.0, deadline - self._clock())
 
-    # requests come and go
-
     def add(self, request: Request) -> None:
         """Queue a request, or answer it at once when it could never run, or not by its deadline."""
         if reason := self._room.too_long(request, self.limits.max_model_len):
@@ -129,8 +127,6 @@ class Scheduler:
         """Endings that no step brought about: refusals, cancellations, failed adapters."""
         news, self._news = self._news, []
         return news
-
-    # one step
 
     def plan(self) -> Step:
         """Give every ready decoding sequence a row and the rest of the budget to prefill, old and newly admitted."""
@@ -224,8 +220,6 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self._admission.preempt(sequence)
-
-    # results and endings
 
     def _append(self, sequence: Sequence, event: TokenEvent) -> TokenEvent:
         assert event.token_id is not None, "a sampled event carries its token"
