@@ -10,6 +10,7 @@ shapes anywhere: its figures say nothing. Results go to `benchmarks/results/gpu-
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -62,6 +63,8 @@ def _run(bench: Bench, sections: Sequence[str], peers: dict[str, PeerKernels]) -
         measure_kernels(bench, peers)
     if "peft" in sections:
         measure_peft(bench, device, dtype)
+        gc.collect()  # the pool that follows takes what is free
+        torch.cuda.empty_cache()
     if {"steps", "throughput"} & set(sections):
         serving = ServingModel(bench.grid, device, dtype)
         if "steps" in sections:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -42,7 +42,7 @@ class _Logprobs:
     """int64[len(rows), most asked for]"""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Arriving:
     """A step's tokens on their way to the host."""
 
@@ -50,7 +50,7 @@ class Arriving:
     eos_token_ids: tuple[int, ...]
     _tokens: torch.Tensor
     _logprobs: _Logprobs | None
-    _arrived: torch.cuda.Event | None = field(default=None)
+    _arrived: torch.cuda.Event | None
 
     def events(self) -> list[TokenEvent]:
         """Wait for the tokens: an event for each row."""
@@ -86,11 +86,8 @@ class DeviceSampler:
             sample(logits, self._batch(sequences, logits.shape[1], before)) if sequences else _no_tokens(self._device)
         )
         sampled = Sampled(sequences, tokens, {sequence: row for row, sequence in enumerate(sequences)})
-        arriving = Arriving(sampled, self._eos_token_ids, _to_host(tokens), self._logprobs(logits, sampled))
-        if self._device.type == "cuda":
-            arriving._arrived = torch.cuda.Event()
-            arriving._arrived.record()
-        return arriving
+        on_its_way = (_to_host(tokens), self._logprobs(logits, sampled))
+        return Arriving(sampled, self._eos_token_ids, *on_its_way, _end_of_stream(self._device))
 
     def forget(self, request_id: str) -> None:
         """The request has ended: drop its seed."""
@@ -174,6 +171,15 @@ def _rows_in(before: Sampled, sequences: list[Sequence]) -> NDArray[np.int64]:
 
 def _no_tokens(device: torch.device) -> torch.Tensor:
     return torch.zeros(0, dtype=torch.int64, device=device)
+
+
+def _end_of_stream(device: torch.device) -> torch.cuda.Event | None:
+    """What has happened once the device has done everything so far; None where it has already."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
