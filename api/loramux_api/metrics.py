@@ -26,6 +26,8 @@ GAUGES = frozenset(
         "pages_adapters_idle",
         "pages_free",
         "adapters_resident",
+        "adapters_host",
+        "adapters_host_bytes",
         "distinct_adapters",
         "max_distinct_adapters",
         "max_distinct_adapters_beside_base",

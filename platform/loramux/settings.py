@@ -126,6 +126,10 @@ class AdapterLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     max_rank: Positive = 256
     max_bytes: Positive = 2 << 30
     max_adapters_per_tenant: Positive = 10_000
+    host_bytes: Annotated[int, Meta(ge=0)] = 1 << 30
+    """Adapters kept in the host's memory, so that one that comes back into the pool is not read from disk again."""
+    max_loading: Annotated[int, Meta(ge=1, le=64)] = 4
+    """Adapters on their way into the pool at a time."""
 
 
 class PriceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -11,6 +11,7 @@ from loramux.engine.pages import PagePool
 from loramux.engine.policy import Policy
 from loramux.engine.request import AdapterRef, Request, SamplingParams, ServiceClass
 from loramux.engine.residency import Residency
+from loramux.engine.resident import Patience
 from loramux.engine.scheduler import Scheduler, SchedulerLimits
 from loramux.engine.step import BASE_SLOT, Chunk, Step
 
@@ -22,6 +23,7 @@ class ManualStore:
         self.sizes = sizes
         self.pending: list[tuple[Future[int], int]] = []
         self.live: dict[int, list[int]] = {}
+        self.forgotten: list[str] = []
 
     def inspect(self, ref: AdapterRef) -> Future[int]:
         return self._later(self.sizes[ref.digest])
@@ -34,6 +36,9 @@ class ManualStore:
 
     def drop(self, slot: int) -> None:
         del self.live[slot]
+
+    def forget(self, digest: str) -> None:
+        self.forgotten.append(digest)
 
     def finish(self, index: int = 0, error: Exception | None = None) -> None:
         future, result = self.pending.pop(index)
@@ -90,13 +95,14 @@ class House:
         max_tokens: int = 16,
         policy: Policy | None = None,
         pace: tuple[float, float] | None = None,
+        max_loading: int = 4,
     ) -> None:
         """`pace`: seconds of a step and of each token in it; without one the clock ticks whenever it is read."""
         self.pace = pace
-        self.store = ManualStore({"a": 2, "b": 3, "huge": 100})
+        self.store = ManualStore({"a": 2, "b": 3, "c": 2, "huge": 100})
         self.pool = PagePool(num_pages)
         self.time = 0.0
-        self.residency = Residency(self.pool, self.store, self.clock)
+        self.residency = Residency(self.pool, self.store, self.clock, Patience(max_loading=max_loading))
         self.scheduler = Scheduler(
             SchedulerLimits(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_tokens, max_model_len=1000),
             Budget(num_pages, block_size),

@@ -122,8 +122,10 @@ class Admission:
     def _waits_for_room(self, sequence: Sequence) -> bool:
         """Whether it is the pool that `sequence` waits for, and its turn: then nobody overtakes it.
 
-        Who sits out, or was to go before its turn, keeps nobody out.
+        Who sits out, was to go before its turn, or waits for others' loads to end, keeps nobody out.
         """
+        if self._cold(sequence) and self._residency.saturated:
+            return False
         return not sequence.flow.too_far and sequence.flow is self._queue.first
 
     def _cold(self, sequence: Sequence) -> bool:

@@ -8,16 +8,18 @@ from dataclasses import dataclass, field
 
 from loramux.engine.budget import Budget
 from loramux.engine.distribution import COUNTS, Histogram
+from loramux.engine.host_tier import HostTier
 from loramux.engine.messages import EngineMeters, EngineStats, StepReport
 from loramux.engine.model import LoadedModel
 from loramux.engine.pages import PagePool
 from loramux.engine.policy import Policy
 from loramux.engine.request import Request
 from loramux.engine.residency import Residency
+from loramux.engine.resident import Patience
 from loramux.engine.scheduler import Scheduler, SchedulerLimits
 from loramux.engine.service_meter import ServiceMeter
 from loramux.engine.step import Step
-from loramux.engine.store import DiskStore
+from loramux.engine.store import DiskStore, Source
 from loramux.engine.turns import InTurn, OneAhead, Turns
 from loramux.settings import Settings
 from loramux_adapters import Limits
@@ -49,8 +51,11 @@ class Engine:
         self._weight_bytes = loaded.weight_bytes
         pool, bank = PagePool(loaded.facts.pages_total), loaded.runner.bank
         limits = Limits(max_rank=settings.adapters.max_rank, max_bytes=settings.adapters.max_bytes)
-        self._store = DiskStore(bank, loaded.base, limits, wake)
-        self._residency = Residency(pool, self._store, time.monotonic)
+        source, adapters = Source(loaded.base, limits, bank.pool.dtype), settings.adapters
+        self._host = HostTier(adapters.host_bytes, time.monotonic)
+        self._store = DiskStore(bank, source, self._host, adapters.max_loading, wake)
+        patience = Patience(max_loading=adapters.max_loading)
+        self._residency = Residency(pool, self._store, time.monotonic, patience)
         self.scheduler = Scheduler(
             SchedulerLimits(
                 max_num_seqs=settings.engine.max_num_seqs,
@@ -124,6 +129,8 @@ class Engine:
             pages_free=pages.free,
             kv_evictions=self.scheduler.memory.cache.num_evictions,
             adapters_resident=self._residency.num_resident,
+            adapters_host=len(self._host),
+            adapters_host_bytes=self._host.num_bytes,
             adapter_loads=loads.loads,
             adapter_load_seconds=loads.load_seconds.total,
             adapter_hits=loads.hits,

@@ -48,10 +48,12 @@ class Memory:
         return self._pool.take(num_pages, PageUse.KV) if self._make_room(num_pages) else None
 
     def load(self, digest: str, *, spare_wanted: bool, leave_free: int) -> bool:
-        """Start to load a KNOWN revision; False when its pages cannot be had at this moment.
+        """Start to load a KNOWN revision; False when its pages, or a turn, cannot be had at this moment.
 
         `leave_free` more pages must be left; with `spare_wanted` no revision that others wait for is evicted for it.
         """
+        if self.residency.saturated:
+            return False
         if not self._make_room(self.residency.size(digest) + leave_free, spare_wanted=spare_wanted):
             return False
         self.residency.load(digest)

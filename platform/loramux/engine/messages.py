@@ -109,6 +109,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     pages_free: int = 0
     kv_evictions: int = 0
     adapters_resident: int = 0
+    adapters_host: int = 0
+    """Adapters kept in the host's memory."""
+    adapters_host_bytes: int = 0
     adapter_loads: int = 0
     adapter_load_seconds: float = 0.0
     adapter_evictions: int = 0

@@ -71,10 +71,6 @@ class Residency:
         """Whether a running sequence pins it."""
         return digest in self._known and self._known[digest].users > 0
 
-    def slot(self, digest: str) -> int | None:
-        """The bank slot of a READY revision, else None."""
-        return self._known[digest].slot
-
     def size(self, digest: str) -> int:
         """Pages it takes; 0 while INSPECTING."""
         return self._known[digest].num_pages
@@ -87,6 +83,12 @@ class Residency:
         loading = resident is not None and resident.state is AdapterState.LOADING
         spent = self._clock() - resident.loading_since if resident and loading else 0.0
         return max(0.0, counters.load_seconds.total / counters.loads - spent)
+
+    @property
+    def saturated(self) -> bool:
+        """Whether as many loads are under way as may be."""
+        loading = sum(resident.state is AdapterState.LOADING for resident in self._pending.values())
+        return loading >= self._patience.max_loading
 
     @property
     def now(self) -> float:
@@ -256,3 +258,4 @@ class Residency:
         if resident.retired and not (resident.users or resident.interested or resident.pending):
             self._release(resident, AdapterState.KNOWN)
             del self._known[resident.ref.digest]
+            self._store.forget(resident.ref.digest)

@@ -27,6 +27,10 @@ class AdapterStore(Protocol):
         """Forget a slot; its pages are about to be given back."""
         ...
 
+    def forget(self, digest: str) -> None:
+        """The revision was deleted: keep nothing of it."""
+        ...
+
 
 class AdapterState(enum.Enum):
     """A revision's way into the pool."""
@@ -49,6 +53,8 @@ class Patience:
     last_retry: float = 600.0
     half_life: float = 300.0
     """Seconds after which a use counts half."""
+    max_loading: int = 4
+    """Loads under way at a time; the others wait in the scheduler's order."""
     overhead_pages: float = 8.0
     """What a load costs beside its bytes, in the time that a page takes."""
 
