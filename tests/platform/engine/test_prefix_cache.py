@@ -153,13 +153,15 @@ def test_a_revision_retired_in_use_leaves_with_its_last_request_even_when_that_w
     assert house.pool.num_free == house.pool.num_pages
 
 
-def test_kv_goes_before_the_revision_it_lies_on() -> None:
+def test_kv_goes_before_the_revision_it_lies_on_even_where_it_is_worth_more() -> None:
     house = a_house(num_pages=12)
-    ask(house, "a", TEXT[:12], adapter="a")  # 3 pages of KV, 2 of weights
-    ask(house, "large", TEXT[:32], output=4)  # leaves room for 3
-    counts = house.scheduler.memory.counts
-    assert counts.adapters_idle == 2
-    assert house.scheduler.memory.cache.num_evictions > 0
+    for turn in range(20):
+        ask(house, f"hot {turn}", TEXT[:12], adapter="b")  # 3 pages of KV, 3 of weights
+    memory = house.scheduler.memory
+    assert memory.residency.worth(memory.residency.least_worthy) < memory.cache.worth(memory.cache.least_worthy)
+    ask(house, "large", list(range(32)), output=4)  # leaves room for 3
+    assert memory.counts.adapters_idle == 3
+    assert memory.cache.num_evictions > 0
     assert house.residency.counters.evictions == 0
 
 
