@@ -26,6 +26,7 @@ GAUGES = frozenset(
         "pages_adapters_idle",
         "pages_free",
         "adapters_resident",
+        "adapters_pinned",
         "adapters_host",
         "adapters_host_bytes",
         "distinct_adapters",

@@ -130,6 +130,11 @@ class AdapterLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Adapters kept in the host's memory, so that one that comes back into the pool is not read from disk again."""
     max_loading: Annotated[int, Meta(ge=1, le=64)] = 4
     """Adapters on their way into the pool at a time."""
+    preload: tuple[str, ...] = ()
+    """Adapters that are in the pool before the first request and stay: `tenant/adapter`, `tenant/adapter@3`."""
+    pinned_pool_share: Annotated[float, Meta(ge=0, le=0.9)] = 0.25
+    """Share of the pool that pinned and preloaded adapters may hold."""
+    pins_per_tenant: Annotated[int, Meta(ge=0)] = 2
 
 
 class PriceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -10,7 +10,7 @@ import msgspec
 
 from loramux.engine import EngineDied
 from loramux.engine.messages import EngineFault, EngineStats, ModelFacts, TokenEvent, TopLogprob
-from loramux.engine.request import Request
+from loramux.engine.request import AdapterRef, Request
 
 EOS = 256
 FACTS = ModelFacts(
@@ -34,6 +34,7 @@ class ScriptedEngine:
     requests: list[Request] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     retired: list[str] = field(default_factory=list)
+    pinned: list[tuple[str, str]] = field(default_factory=list)
     died: asyncio.Event = field(default_factory=asyncio.Event)
     running: int = 0
     started: bool = False
@@ -64,6 +65,13 @@ class ScriptedEngine:
 
     def retire(self, digest: str) -> None:
         self.retired.append(digest)
+
+    async def pin(self, ref: AdapterRef, owner: str = "") -> EngineFault | None:
+        self.pinned.append((ref.digest, owner))
+        return None
+
+    def unpin(self, digest: str, owner: str = "") -> None:
+        self.pinned.remove((digest, owner))
 
     def stats(self) -> EngineStats:
         return EngineStats(steps=len(self.requests), running=self.running, pages_total=64, pages_free=64)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Protocol
 
-from loramux.engine.messages import EngineStats, ModelFacts, TokenEvent
-from loramux.engine.request import Request
+from loramux.engine.messages import EngineFault, EngineStats, ModelFacts, TokenEvent
+from loramux.engine.request import AdapterRef, Request
 
 
 class EngineClient(Protocol):
@@ -26,6 +26,17 @@ class EngineClient(Protocol):
 
     def retire(self, digest: str) -> None:
         """Free a deleted revision's pages once nothing uses them."""
+        ...
+
+    async def pin(self, ref: AdapterRef, owner: str = "") -> EngineFault | None:
+        """Keep a revision in the pool, for a tenant or (empty) the operator; waits until it is there.
+
+        The fault says why it cannot be. Raises EngineDied when the engine ends meanwhile.
+        """
+        ...
+
+    def unpin(self, digest: str, owner: str = "") -> None:
+        """Keep it for `owner` no longer."""
         ...
 
     def stats(self) -> EngineStats:

@@ -12,8 +12,9 @@ from loramux.engine.host_tier import HostTier
 from loramux.engine.messages import EngineMeters, EngineStats, StepReport
 from loramux.engine.model import LoadedModel
 from loramux.engine.pages import PagePool
+from loramux.engine.pins import PinLimits, Pins
 from loramux.engine.policy import Policy
-from loramux.engine.request import Request
+from loramux.engine.request import AdapterRef, Request
 from loramux.engine.residency import Residency
 from loramux.engine.resident import Patience
 from loramux.engine.scheduler import Scheduler, SchedulerLimits
@@ -68,6 +69,8 @@ class Engine:
             time.monotonic,
             Policy.from_settings(settings, loaded.weight_bytes / bank.page_bytes),
         )
+        limits_of_pins = PinLimits(adapters.pinned_pool_share, adapters.pins_per_tenant)
+        self._pins = Pins(limits_of_pins, self.scheduler.budget, self.scheduler.memory)
         self._service = ServiceMeter(self.scheduler.queue, time.monotonic)
         self._turns: Turns = (OneAhead if self._runner.runs_ahead else InTurn)(self.scheduler, self._runner)
         self._counters = _Counters()
@@ -79,12 +82,13 @@ class Engine:
         if not step.empty:
             self._count(step)
         events += self._turns.take(step)
+        pins = self._pins.advance()
         for event in events:
             if event.finish_reason is not None:
                 self._runner.forget(event.request_id)
         self._counters.output_tokens += sum(event.token_id is not None for event in events)
         self._counters.cached_tokens += sum(event.cached_tokens for event in events)
-        return StepReport(events, self.stats()) if events or not step.empty else None
+        return StepReport(events, self.stats(), pins) if events or pins or not step.empty else None
 
     def submit(self, request: Request) -> None:
         """Queue a request."""
@@ -96,7 +100,16 @@ class Engine:
 
     def retire(self, digest: str) -> None:
         """Free a deleted revision's pages once nothing uses it."""
+        self._pins.retire(digest)
         self.scheduler.memory.retire(digest)
+
+    def pin(self, ref: AdapterRef, owner: str) -> None:
+        """Keep a revision in the pool; a later step's report says what became of it."""
+        self._pins.pin(ref, owner)
+
+    def unpin(self, digest: str, owner: str) -> None:
+        """Keep it for `owner` no longer."""
+        self._pins.unpin(digest, owner)
 
     @property
     def idle(self) -> bool:
@@ -129,6 +142,7 @@ class Engine:
             pages_free=pages.free,
             kv_evictions=self.scheduler.memory.cache.num_evictions,
             adapters_resident=self._residency.num_resident,
+            adapters_pinned=len(self._pins),
             adapters_host=len(self._host),
             adapters_host_bytes=self._host.num_bytes,
             adapter_loads=loads.loads,

@@ -18,8 +18,10 @@ from loramux.engine.client import EngineClient, EngineDied
 from loramux.engine.messages import (
     Cancel,
     Command,
+    EngineFault,
     EngineStats,
     ModelFacts,
+    Pin,
     Ready,
     Report,
     Retire,
@@ -28,8 +30,9 @@ from loramux.engine.messages import (
     Stopped,
     Submit,
     TokenEvent,
+    Unpin,
 )
-from loramux.engine.request import Request
+from loramux.engine.request import AdapterRef, Request
 from loramux.settings import Settings
 
 
@@ -136,6 +139,7 @@ class MailboxEngine:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._queues: dict[str, asyncio.Queue[TokenEvent | None]] = {}
+        self._pins: dict[tuple[str, str], asyncio.Future[EngineFault | None]] = {}
         self._stats = EngineStats()
         self._ended: str | None = "the engine has not been started"
         self._facts: asyncio.Future[ModelFacts] | None = None
@@ -173,6 +177,17 @@ class MailboxEngine:
         """Free a deleted revision's pages once nothing uses them."""
         self._channel.send(Retire(digest))
 
+    async def pin(self, ref: AdapterRef, owner: str = "") -> EngineFault | None:
+        """Keep a revision in the pool; waits until it is there, or cannot be."""
+        self._demand_alive()
+        told = self._pins.setdefault((ref.digest, owner), asyncio.get_running_loop().create_future())
+        self._channel.send(Pin(ref, owner))
+        return await asyncio.shield(told)
+
+    def unpin(self, digest: str, owner: str = "") -> None:
+        """Keep it no longer."""
+        self._channel.send(Unpin(digest, owner))
+
     def stats(self) -> EngineStats:
         """Those of the latest report."""
         return self._stats
@@ -195,8 +210,11 @@ class MailboxEngine:
 
     def _take(self, report: Report) -> None:
         match report:
-            case StepReport(events, stats):
+            case StepReport(events, stats, pins):
                 self._stats = stats
+                for pinned in pins:
+                    if told := self._pins.pop((pinned.digest, pinned.owner), None):
+                        told.set_result(pinned.fault)
                 for event in events:
                     if waiting := self._queues.get(event.request_id):
                         waiting.put_nowait(event)
@@ -213,6 +231,8 @@ class MailboxEngine:
             self._facts.set_exception(EngineDied(self._ended))
         for waiting in self._queues.values():
             waiting.put_nowait(None)
+        for told in self._pins.values():
+            told.set_exception(EngineDied(self._ended))
 
 
 def _post(loop: asyncio.AbstractEventLoop, function: Callable[[Report], None], report: Report) -> None:

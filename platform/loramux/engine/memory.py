@@ -36,6 +36,7 @@ class Memory:
         self.residency = residency
         self.cache = cache
         self._pool = pool
+        self._kept: dict[str, int] = {}
 
     @property
     def counts(self) -> PageCounts:
@@ -58,6 +59,20 @@ class Memory:
             return False
         self.residency.load(digest)
         return True
+
+    def keep(self, digest: str) -> None:
+        """Pin a READY revision, whether it is asked for or not, until `let_go`."""
+        self._kept[digest] = self.residency.size(digest)
+        self.residency.pin(digest)
+
+    def let_go(self, digest: str) -> None:
+        """It is as any other again."""
+        del self._kept[digest]
+        self.residency.unpin(digest)
+
+    def kept_pages(self, besides: str | None = None) -> int:
+        """Pages that revisions hold whether they are asked for or not."""
+        return sum(pages for digest, pages in self._kept.items() if digest != besides)
 
     def retire(self, digest: str) -> None:
         """The revision was deleted: free its pages, and those of its KV, as soon as nothing uses them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from loramux.engine.distribution import Distribution
-from loramux.engine.request import Request
+from loramux.engine.request import AdapterRef, Request
 
 # ---- towards the engine
 
@@ -28,11 +28,26 @@ class Retire(msgspec.Struct, frozen=True, tag=True):
     digest: str
 
 
+class Pin(msgspec.Struct, frozen=True, tag=True):
+    """Keep a revision in the pool from now on, whether it is asked for or not; a Pinned follows."""
+
+    ref: AdapterRef
+    owner: str = ""
+    """A tenant; empty: the operator."""
+
+
+class Unpin(msgspec.Struct, frozen=True, tag=True):
+    """`owner` keeps it no longer."""
+
+    digest: str
+    owner: str = ""
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Finish what runs, answer what waits, stop."""
 
 
-Command = Submit | Cancel | Retire | Shutdown
+Command = Submit | Cancel | Retire | Pin | Unpin | Shutdown
 
 # ---- towards the gateway
 
@@ -69,6 +84,14 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0
     """Prompt tokens whose KV was reused; meaningful on the first event."""
     finish_reason: str | None = None
+    fault: EngineFault | None = None
+
+
+class Pinned(msgspec.Struct, frozen=True):
+    """What became of a pin: it is in the pool, or a fault says why not (`pin_limit` or `adapter_failed`)."""
+
+    digest: str
+    owner: str
     fault: EngineFault | None = None
 
 
@@ -109,6 +132,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     pages_free: int = 0
     kv_evictions: int = 0
     adapters_resident: int = 0
+    adapters_pinned: int = 0
+    """Revisions kept in the pool because somebody asked for it."""
     adapters_host: int = 0
     """Adapters kept in the host's memory."""
     adapters_host_bytes: int = 0
@@ -168,6 +193,7 @@ class StepReport(msgspec.Struct, frozen=True, tag=True):
 
     events: list[TokenEvent]
     stats: EngineStats
+    pins: list[Pinned] = []
 
 
 class Stopped(msgspec.Struct, frozen=True, tag=True):

@@ -80,8 +80,8 @@ class Residency:
         resident, counters = self._known.get(digest), self.counters
         if not counters.loads or (resident and resident.state is AdapterState.READY):
             return 0.0
-        loading = resident is not None and resident.state is AdapterState.LOADING
-        spent = self._clock() - resident.loading_since if resident and loading else 0.0
+        loading = resident if resident and resident.state is AdapterState.LOADING else None
+        spent = self._clock() - loading.loading_since if loading else 0.0
         return max(0.0, counters.load_seconds.total / counters.loads - spent)
 
     @property
@@ -132,9 +132,8 @@ class Residency:
             self._inspect(resident)
         elif resident.state is AdapterState.FAILED and self._clock() >= resident.retry_at:
             self._inspect(resident)
-        ready = resident.state is AdapterState.READY
-        self.counters.hits += ready
-        self.counters.misses += not ready
+        self.counters.hits += resident.state is AdapterState.READY
+        self.counters.misses += resident.state is not AdapterState.READY
         resident.interested += 1
         resident.retired = False
         resident.warm(self.now)

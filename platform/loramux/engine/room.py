@@ -7,10 +7,10 @@ from collections.abc import Collection
 from loramux.engine.batch import Batch, Draft
 from loramux.engine.budget import Budget
 from loramux.engine.fairness import Flow
+from loramux.engine.memory import Memory
 from loramux.engine.policy import Policy
 from loramux.engine.queue import RequestQueue
 from loramux.engine.request import Request
-from loramux.engine.residency import Residency
 from loramux.engine.sequence import Sequence
 
 
@@ -23,12 +23,13 @@ class Room:
       than it is guaranteed needs it. `Policy.tenant_max_pages`: the most that a tenant may hold.
     """
 
-    def __init__(self, policy: Policy, budget: Budget, queue: RequestQueue, batch: Batch, residency: Residency) -> None:
+    def __init__(self, policy: Policy, budget: Budget, queue: RequestQueue, batch: Batch, memory: Memory) -> None:
         self._policy = policy
         self._budget = budget
         self._queue = queue
         self._batch = batch
-        self._residency = residency
+        self._memory = memory
+        self._residency = memory.residency
 
     @property
     def watermark(self) -> int:
@@ -50,11 +51,13 @@ class Room:
         """Why `sequence` could not run in an empty house either, with the numbers; None where it could."""
         digest, budget = sequence.digest, self._budget
         adapter_pages = self._residency.size(digest) if digest else 0
-        if budget.fits_alone(sequence.max_len, adapter_pages):
+        kept = self._memory.kept_pages(besides=digest)
+        if budget.fits_alone(sequence.max_len, adapter_pages + kept):
             return None
         return (
-            f"The request needs {budget.pages_for(sequence.max_len)} pages of KV and its adapter {adapter_pages}: more "
-            f"than the pool's {budget.num_pages}. Lower max_tokens, or ask the operator for a larger engine.pool_bytes."
+            f"The request needs {budget.pages_for(sequence.max_len)} pages of KV and its adapter {adapter_pages}; the "
+            f"pool has {budget.num_pages}, of which pinned adapters hold {kept}. Lower max_tokens, or ask the operator "
+            f"for a larger engine.pool_bytes."
         )
 
     def over_quota(self, sequence: Sequence) -> bool:

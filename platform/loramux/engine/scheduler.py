@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 
 import msgspec
 
 from loramux.engine.admission import Admission
 from loramux.engine.batch import Batch, Draft
 from loramux.engine.budget import Budget
+from loramux.engine.counters import SchedulerCounters
 from loramux.engine.deadlines import Deadlines
-from loramux.engine.distribution import SECONDS, Histogram
 from loramux.engine.fairness import Flow
 from loramux.engine.forecast import Forecast
 from loramux.engine.memory import Memory
@@ -29,17 +28,6 @@ from loramux.engine.sequence import Sequence
 from loramux.engine.step import Chunk, Step
 
 __all__ = ["Scheduler", "SchedulerLimits"]
-
-
-@dataclass(slots=True)
-class SchedulerCounters:
-    """Since the start."""
-
-    refused: int = 0
-    """Would have missed their deadline."""
-    missed: int = 0
-    """Missed it while they waited."""
-    queue_seconds: Histogram = field(default_factory=lambda: Histogram(SECONDS))
 
 
 class Scheduler:
@@ -62,12 +50,12 @@ class Scheduler:
         cache = PrefixCache(self.policy, pool, residency, budget.block_size)
         self.memory = Memory(pool, residency, cache)
         self._batch = Batch(self.memory, budget.block_size)
-        self._room = Room(self.policy, budget, self.queue, self._batch, residency)
+        self._room = Room(self.policy, budget, self.queue, self._batch, self.memory)
         self._admission = Admission(self.policy, self._room, self.queue, self._batch, self.memory)
         self._forecast = Forecast(limits, budget, self.queue, self._batch, residency)
         self._deadlines = Deadlines(self.policy, self._forecast)
         self._clock = clock
-        self._planned_at = 0.0
+        self._planned_at, self._running_tokens = 0.0, 0
         self.counters = SchedulerCounters()
         self._sequences: dict[str, Sequence] = {}
         self._news: list[TokenEvent] = []
@@ -130,7 +118,10 @@ class Scheduler:
 
     def plan(self) -> Step:
         """Give every ready decoding sequence a row and the rest of the budget to prefill, old and newly admitted."""
-        self._planned_at = self._clock()
+        now = self._clock()
+        if self._running_tokens:
+            self._forecast.pace.observe(self._running_tokens, now - self._planned_at)
+        self._planned_at, self._running_tokens = now, 0
         self._heed_adapters()
         self._heed_deadlines()
         self.queue.draw_ceilings()
@@ -147,9 +138,11 @@ class Scheduler:
         `sampled` holds one event for each of `step.sampling`, with the token and, where it ends the answer, `stop`.
         """
         sampling = step.sampling
-        self._forecast.pace.observe(sum(chunk.length for chunk in step.chunks), self._clock() - self._planned_at)
         self._batch.commit(step)
-        return [self._append(chunk.sequence, event) for chunk, event in zip(sampling, sampled, strict=True)]
+        events = [self._append(chunk.sequence, event) for chunk, event in zip(sampling, sampled, strict=True)]
+        # Where something runs, the next plan follows at once: the time between them is the step's.
+        self._running_tokens = sum(chunk.length for chunk in step.chunks) if self.running else 0
+        return events
 
     def _note_starts(self, draft: Draft) -> None:
         for sequence in draft.chunks:
@@ -209,7 +202,7 @@ class Scheduler:
         while not self._batch.extend(sequence, sequence.num_computed + length):
             victim = self._victim()
             draft.chunks.pop(victim, None)
-            self._preempt(victim)
+            self._admission.preempt(victim)
             if victim is sequence:
                 return False
         return True
@@ -217,9 +210,6 @@ class Scheduler:
     def _victim(self) -> Sequence:
         """With borrowed pages, then of the class with the smallest share, then the newest of who got most."""
         return min(reversed(self.running), key=self._room.standing)
-
-    def _preempt(self, sequence: Sequence) -> None:
-        self._admission.preempt(sequence)
 
     def _append(self, sequence: Sequence, event: TokenEvent) -> TokenEvent:
         assert event.token_id is not None, "a sampled event carries its token"

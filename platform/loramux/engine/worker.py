@@ -15,7 +15,7 @@ import msgspec
 from transformers.utils.logging import disable_progress_bar
 
 from loramux.engine.engine import Engine
-from loramux.engine.messages import Cancel, Command, Ready, Report, Retire, Shutdown, Stopped, Submit
+from loramux.engine.messages import Cancel, Command, Pin, Ready, Report, Retire, Shutdown, Stopped, Submit, Unpin
 from loramux.engine.model import load_model
 from loramux.settings import Settings
 
@@ -68,6 +68,10 @@ def _obey(engine: Engine, command: Command) -> None:
             engine.cancel(request_id)
         case Retire(digest):
             engine.retire(digest)
+        case Pin(ref, owner):
+            engine.pin(ref, owner)
+        case Unpin(digest, owner):
+            engine.unpin(digest, owner)
         case Shutdown():
             pass
 

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from loramux.engine import EngineClient
+from loramux.engine.request import AdapterRef
 from loramux.gateway.errors import InvalidRequest
 from loramux.registry import AdapterInfo, Registry
 from loramux.tenants import Principal
@@ -34,6 +35,17 @@ class AdapterService:
             return await self._registry.upload(principal, name, config_file, weights_file)
         except AdapterRejected as rejected:
             raise InvalidRequest(rejected.message, param=rejected.field, code=rejected.code) from None
+
+    async def preload(self, principal: Principal, model: str) -> str | None:
+        """Have `model` in the engine's pool, and stay there; why not, where it cannot be.
+
+        Raises ModelNotFound, RevisionUnavailable or EngineDied.
+        """
+        revision = (await self._registry.resolve(principal, model)).revision
+        if revision is None:
+            return None
+        fault = await self._engine.pin(AdapterRef(revision.digest, str(revision.directory)))
+        return fault.message if fault else None
 
     async def all(self, principal: Principal) -> list[AdapterInfo]:
         """The caller's adapters, by name."""

@@ -16,10 +16,10 @@ from loramux.engine import EngineClient, spawn_engine
 from loramux.gateway.adapters import AdapterService
 from loramux.gateway.service import CompletionService
 from loramux.gateway.tokenizer import Tokenizer
-from loramux.registry import Registry
+from loramux.registry import Registry, RegistryError
 from loramux.settings import Settings, SettingsError
 from loramux.storage import BlobStore
-from loramux.tenants import Tenants, load_or_create_pepper
+from loramux.tenants import Tenants, TenantsError, load_or_create_pepper
 from loramux.usage import Usage
 
 if TYPE_CHECKING:
@@ -75,6 +75,8 @@ async def open_platform(settings: Settings, engine: EngineClient | None = None) 
         facts, (base, tokenizer) = await asyncio.gather(engine.start(), _describe(Path(settings.model.path)))
         registry = Registry(database, blobs, base, settings.model.served_model_name, settings.adapters)
         await _sweep(registry, usage)
+        adapters = AdapterService(registry, engine)
+        await _preload(settings, tenants, adapters)
         completions = CompletionService(
             engine=engine,
             facts=facts,
@@ -88,7 +90,7 @@ async def open_platform(settings: Settings, engine: EngineClient | None = None) 
             settings=settings,
             started_at=int(time.time()),
             tenants=tenants,
-            adapters=AdapterService(registry, engine),
+            adapters=adapters,
             usage=usage,
             engine=engine,
             completions=completions,
@@ -122,6 +124,17 @@ def _describe_base(model_dir: Path) -> BaseDescription:
         return describe_base(model_dir)
     except BaseUnusable as error:
         raise SettingsError(f"model.path: {error}") from None
+
+
+async def _preload(settings: Settings, tenants: Tenants, adapters: AdapterService) -> None:
+    """What cannot be preloaded is loaded when it is asked for, like any other: a reason to warn, not to stop."""
+    for model in settings.adapters.preload:
+        try:
+            refused = await adapters.preload(await tenants.representing(model.partition("/")[0]), model)
+        except (TenantsError, RegistryError) as error:
+            refused = error.message
+        if refused:
+            logger.warning("adapters.preload: an adapter is not preloaded: %s", refused)
 
 
 async def _sweep(registry: Registry, usage: Usage) -> None:

@@ -116,6 +116,11 @@ class Tenants:
             raise _unknown(name)
         return tenant_of(row)
 
+    async def representing(self, name: str) -> Principal:
+        """What the house itself does in a tenant's place: no key, no scopes. Raises TenantNotFound."""
+        tenant = await self.named(name)
+        return Principal(tenant.id, tenant.name, "house", frozenset(), ProjectId(""))
+
     async def move(self, name: str, tier: str) -> Tenant:
         """Give the tenant another tier, from its next request on. Raises TenantNotFound, TierNotFound."""
         async with self._changes.begin() as change:

@@ -1,0 +1,39 @@
+"""`[adapters] preload`: pinned before the first request; what cannot be is a warning."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import pytest
+from peft_uploads import CONFIG, WEIGHTS, make_adapter
+from scripted_engine import ScriptedEngine
+from site_fixture import make_settings
+from tiny_base import make_base
+
+from loramux.gateway import open_platform
+from loramux.settings import AdapterLimits
+
+
+def test_adapters_are_preloaded_by_name_and_the_others_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    base = make_base(tmp_path / "base")
+    folder = make_adapter(base, tmp_path / "adapter")
+    settings = make_settings(base, tmp_path)
+    wanted = AdapterLimits(preload=("acme/one", "acme/two", "nobody/one"))
+
+    async def use() -> None:
+        async with open_platform(settings, ScriptedEngine()) as platform:
+            await platform.tenants.create("acme")
+            acme = await platform.tenants.representing("acme")
+            await platform.adapters.upload(acme, "one", folder / CONFIG, folder / WEIGHTS)
+        engine = ScriptedEngine()
+        async with open_platform(msgspec.structs.replace(settings, adapters=wanted), engine) as platform:
+            info = await platform.adapters.get(acme, "one")
+            assert engine.pinned == [(info.digest, "")]
+
+    asyncio.run(use())
+    assert "acme/two" in caplog.text
+    assert "nobody" in caplog.text
