@@ -96,7 +96,7 @@ class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     """Who gets how much, and when the answer is no. docs/scheduling.md explains each."""
 
     class_shares: ClassShares = ClassShares()
-    tau: Annotated[float, Meta(ge=0)] = 2048.0
+    tau: Annotated[float, Meta(ge=0)] = 8192.0
     """Units of service over weight that a tenant may be ahead of another one who waits."""
     quantum: Annotated[float, Meta(ge=0)] = 512.0
     """Units over weight by which a tenant may be admitted early because its adapter is in the batch already."""

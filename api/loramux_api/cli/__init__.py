@@ -21,6 +21,11 @@ COMMANDS = {
     "member": ("loramux_api.cli.people:member", "A tenant's people and their roles."),
     "audit": ("loramux_api.cli.people:audit", "Who changed what."),
     "adapter": ("loramux_api.cli.adapters:adapter", "Upload and list adapters on a running server."),
+    "simulate": (
+        "loramux_api.cli.simulating:simulate",
+        "Try loads and policies on a model of a device.",
+    ),
+    "plan": ("loramux_api.cli.planning:plan", "Find the settings and the number of GPUs that a workload needs."),
 }
 
 

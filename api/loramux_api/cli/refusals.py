@@ -24,6 +24,7 @@ def refused() -> Iterator[None]:
 def _ours() -> tuple[type[Exception], ...]:
     from loramux.gateway import EngineDied, RecordsError
     from loramux.settings import SettingsError
+    from loramux.simulator import ScenarioError
     from loramux.tenants import TenantsError
 
-    return (SettingsError, RecordsError, TenantsError, EngineDied)
+    return (SettingsError, RecordsError, TenantsError, EngineDied, ScenarioError)

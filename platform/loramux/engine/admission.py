@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from itertools import islice
 
@@ -33,8 +34,8 @@ class Admission:
         """How long it should get (for memory) and what it should take (for shares), by its revision's history."""
         sampling = sequence.request.sampling
         expected = self._history.expect(_history_key(sequence), sampling.max_tokens)
-        sequence.likely_len = sequence.num_prompt_tokens + expected.p90
-        outputs = max(expected.mean, sequence.num_output_tokens + 1)
+        sequence.likely_len = sequence.num_prompt_tokens + math.ceil(expected)
+        outputs = max(expected, sequence.num_output_tokens + 1)
         sequence.due = sequence.num_prompt_tokens + 2 * outputs
 
     def interrupt(self, max_num_seqs: int) -> Flow | None:

@@ -3,40 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from itertools import combinations
+
+import numpy as np
 
 from loramux.engine.fairness import Account
 
-
-@dataclass(slots=True)
-class _Pair:
-    """One pair's difference of received service since both wait: where it started from matters not, its range does."""
-
-    lifts: tuple[float, float]
-    lowest: float
-    highest: float
+WATCHED = 256
+"""Parties watched at once: the work grows with the square. Where more wait, the first that came are watched."""
 
 
 class ServiceGap:
     """The largest difference, over any interval in which two parties both waited, between what they received.
 
-    In units over weight. VTC (OSDI 2024) calls it the accumulated service difference of backlogged clients.
+    In units over weight. VTC (OSDI 2024) calls it the accumulated service difference of backlogged clients. What one
+    pair's difference was when both began to wait matters not, its range since then does.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, watched: int = WATCHED) -> None:
         self.largest = 0.0
-        self._pairs: dict[tuple[Account, Account], _Pair] = {}
+        self._places: dict[Account, int] = {}
+        self._free = list(range(watched - 1, -1, -1))
+        self._lifted = np.zeros(watched)
+        self._lowest = np.zeros((watched, watched))
+        self._highest = np.zeros((watched, watched))
 
     def observe(self, waiting: Iterable[Account]) -> None:
-        """Once a step, with those that have eligible work waiting, in an order that stays the same."""
-        pairs = {}
-        for one, other in combinations(waiting, 2):
-            difference = one.received - other.received
-            pair = self._pairs.get((one, other))
-            if pair is None or pair.lifts != (one.lifted, other.lifted):
-                pair = _Pair((one.lifted, other.lifted), difference, difference)
-            pair.lowest, pair.highest = min(pair.lowest, difference), max(pair.highest, difference)
-            self.largest = max(self.largest, pair.highest - pair.lowest)
-            pairs[one, other] = pair
-        self._pairs = pairs
+        """Once a step, with those that have eligible work waiting."""
+        accounts = list(waiting)
+        self._forget_all_but(accounts)
+        if len(accounts) < 2:
+            return
+        news = [account for account in accounts if account not in self._places][: len(self._free)]
+        for account in news:
+            self._places[account] = self._free.pop()
+        watched = [account for account in accounts if account in self._places]
+        self._measure(watched, news)
+
+    def _forget_all_but(self, accounts: list[Account]) -> None:
+        if self._places and self._places.keys() - (staying := set(accounts)):
+            for account in [account for account in self._places if account not in staying]:
+                self._free.append(self._places.pop(account))
+
+    def _measure(self, watched: list[Account], news: list[Account]) -> None:
+        places = np.array([self._places[account] for account in watched])
+        received = np.array([account.received for account in watched])
+        lifted = np.array([account.lifted for account in watched])
+        differences = received[:, None] - received[None, :]
+        square = np.ix_(places, places)
+        lowest, highest = self._lowest[square], self._highest[square]
+        fresh = set(news)
+        began = np.array([account in fresh for account in watched]) | (lifted != self._lifted[places])
+        anew = began[:, None] | began[None, :]
+        lowest = np.where(anew, differences, np.minimum(lowest, differences))
+        highest = np.where(anew, differences, np.maximum(highest, differences))
+        self._lowest[square], self._highest[square], self._lifted[places] = lowest, highest, lifted
+        self.largest = max(self.largest, float((highest - lowest).max()))

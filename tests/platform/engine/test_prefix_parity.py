@@ -75,7 +75,7 @@ def test_preempted_ones_reuse_their_own_and_no_token_is_counted_twice(zoo_of) ->
 
 def test_a_pool_in_which_cached_kv_and_adapters_evict_each_other(zoo_of) -> None:
     zoo = zoo_of("llama")
-    engine = zoo.engine(pool_bytes=28 * 16 * 3 * 2 * 2 * 16 * 4)  # 28 pages
+    engine = zoo.engine(pool_bytes=32 * 16 * 3 * 2 * 2 * 16 * 4)  # 32 pages
     for turn in range(2):
         check(zoo, engine, conversations(turn))
     stats = engine.stats()

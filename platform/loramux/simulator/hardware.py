@@ -1,0 +1,190 @@
+"""Devices and models as a handful of numbers, and how long a step takes on them.
+
+A step reads the weights, the KV of all contexts and the distinct adapters once, and computes two operations for each
+weight and token: the roofline, with the shares of the data sheet's figures that kernels reach in practice, plus a fixed
+cost. `docs/simulator.md` compares it with measured runs.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+Positive = Annotated[float, Meta(gt=0)]
+Count = Annotated[int, Meta(ge=1)]
+
+
+class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One accelerator. Bandwidths in bytes a second, as the data sheet has them."""
+
+    memory_bytes: Positive
+    memory_bandwidth: Positive
+    flops: Positive
+    """Dense bf16 operations a second."""
+    link_bandwidth: Positive
+    """From the host's memory."""
+    disk_bandwidth: Positive = 2e9
+    """Into the host's memory."""
+    memory_efficiency: Annotated[float, Meta(gt=0, le=1)] = 0.8
+    flops_efficiency: Annotated[float, Meta(gt=0, le=1)] = 0.6
+    step_overhead_s: Annotated[float, Meta(ge=0)] = 0.0008
+    """Launches, sampling and planning; facts: 0.8-2.2 ms without CUDA graphs."""
+    load_overhead_s: Annotated[float, Meta(ge=0)] = 0.0003
+    """Of one adapter's load, beside its bytes."""
+    dollars_per_hour: Annotated[float, Meta(ge=0)] = 0.0
+    """A round on-demand price; give your own."""
+
+
+DEVICES = {
+    "h200": Device(
+        memory_bytes=141e9, memory_bandwidth=4.8e12, flops=989e12, link_bandwidth=50e9, dollars_per_hour=4.0
+    ),
+    "h100": Device(
+        memory_bytes=80e9, memory_bandwidth=3.35e12, flops=989e12, link_bandwidth=50e9, dollars_per_hour=3.0
+    ),
+    "a100-80": Device(
+        memory_bytes=80e9, memory_bandwidth=2.0e12, flops=312e12, link_bandwidth=25e9, dollars_per_hour=1.8
+    ),
+    "a10g": Device(memory_bytes=24e9, memory_bandwidth=600e9, flops=70e12, link_bandwidth=12e9, dollars_per_hour=1.0),
+    # Two cores of an AMD EPYC, from measured steps of the 0.5b model in bf16 (decision 0002): 41 ms for 16 decoding
+    # rows, 63 ms with 16 adapters of 0.58 of the base's bytes, 1.3 s for 1,024 tokens of prefill.
+    "cpu": Device(
+        memory_bytes=3e9,
+        memory_bandwidth=26e9,
+        flops=0.8e12,
+        link_bandwidth=5e9,
+        memory_efficiency=1.0,
+        flops_efficiency=1.0,
+        step_overhead_s=0.003,
+        load_overhead_s=0.02,
+        dollars_per_hour=0.08,
+    ),
+}
+"""By name."""
+
+
+class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A decoder's shape, in the names of transformers' configs."""
+
+    num_hidden_layers: Count
+    hidden_size: Count
+    intermediate_size: Count
+    num_attention_heads: Count
+    num_key_value_heads: Count
+    vocab_size: Count
+    head_dim: Count | None = None
+    """None: hidden_size / num_attention_heads."""
+    tie_word_embeddings: bool = False
+    bytes_per_element: Count = 2
+    lora_targets: tuple[str, ...] = ("q", "k", "v", "o", "gate", "up", "down")
+    """Linears that adapters change."""
+    max_model_len: Count = 8192
+
+    @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """(in, out) of a layer's linears."""
+        head = self.head_dim or self.hidden_size // self.num_attention_heads
+        hidden, wide = self.hidden_size, self.intermediate_size
+        query, key = head * self.num_attention_heads, head * self.num_key_value_heads
+        return {
+            "q": (hidden, query),
+            "k": (hidden, key),
+            "v": (hidden, key),
+            "o": (query, hidden),
+            "gate": (hidden, wide),
+            "up": (hidden, wide),
+            "down": (wide, hidden),
+        }
+
+    @property
+    def num_active_weights(self) -> int:
+        """Weights that every token goes through: the layers' and the output's."""
+        layer = sum(ins * outs for ins, outs in self.linears.values())
+        return self.num_hidden_layers * layer + self.vocab_size * self.hidden_size
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the whole model in memory."""
+        untied = 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size
+        return (self.num_active_weights + untied) * self.bytes_per_element
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Keys and values of all layers."""
+        return 2 * self.bytes_per_element * self.num_hidden_layers * self.linears["k"][1]
+
+    @property
+    def weights_per_rank(self) -> int:
+        """Weights that one rank of an adapter has in all."""
+        linears = self.linears
+        return self.num_hidden_layers * sum(sum(linears[target]) for target in self.lora_targets)
+
+    def adapter_bytes(self, rank: int) -> int:
+        """One adapter at its true rank."""
+        return self.bytes_per_element * rank * self.weights_per_rank
+
+    @property
+    def attention_flops(self) -> int:
+        """For one query and one key, over all layers and heads: the product and the weighted sum."""
+        return 4 * self.num_hidden_layers * self.linears["q"][1]
+
+
+def _llama(layers: int, hidden: int, wide: int, heads: int, kv_heads: int, vocab: int, **rest: int | bool) -> Model:
+    shape = {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": wide,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+    }
+    return msgspec.convert(shape | rest, Model)
+
+
+MODELS = {
+    "llama-3.1-8b": _llama(32, 4096, 14336, 32, 8, 128256),
+    "llama-3.1-70b": _llama(80, 8192, 28672, 64, 8, 128256),
+    "llama-2-7b": _llama(32, 4096, 11008, 32, 32, 32000),
+    "qwen2.5-0.5b": _llama(24, 896, 4864, 14, 2, 151936, tie_word_embeddings=True),
+}
+"""By name."""
+
+
+class Work(msgspec.Struct, frozen=True, gc=False):
+    """What one step has to do."""
+
+    num_tokens: int
+    context_tokens: int
+    """Keys and values read, over all sequences."""
+    attention_pairs: int
+    """Query-key pairs computed."""
+    adapter_bytes: int
+    """Of the distinct adapters."""
+    adapter_ranks: int
+    """The sum over tokens of their adapter's rank."""
+
+
+class StepTime:
+    """The time of a step as a function of its work."""
+
+    def __init__(self, device: Device, model: Model) -> None:
+        self._bytes_per_second = device.memory_bandwidth * device.memory_efficiency
+        self._flops = device.flops * device.flops_efficiency
+        self._overhead = device.step_overhead_s
+        self._active_bytes = model.num_active_weights * model.bytes_per_element
+        self._kv_bytes = model.kv_bytes_per_token
+        self._token_flops = 2 * model.num_active_weights
+        self._rank_flops = 2 * model.weights_per_rank
+        self._pair_flops = model.attention_flops
+
+    def seconds(self, work: Work, link_bandwidth: float = 0.0) -> float:
+        """How long `work` takes while adapters come in at `link_bandwidth`, which the memory must write as well."""
+        read = self._active_bytes + self._kv_bytes * work.context_tokens + work.adapter_bytes
+        flops = (
+            self._token_flops * work.num_tokens
+            + self._pair_flops * work.attention_pairs
+            + self._rank_flops * work.adapter_ranks
+        )
+        return self._overhead + max(read / (self._bytes_per_second - link_bandwidth), flops / self._flops)

@@ -1,0 +1,176 @@
+"""Which settings, and how many GPUs, serve a workload within its goals at the least cost: tried in the simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+
+from loramux.engine.policy import Policy
+from loramux.engine.request import ServiceClass
+from loramux.simulator.hardware import Device, Model
+from loramux.simulator.report import Report
+from loramux.simulator.scenario import Scenario, ScenarioError
+from loramux.simulator.simulation import Simulation
+from loramux.simulator.traffic import Arrivals
+
+MOST_GPUS = 256
+
+
+class Goals(msgspec.Struct, frozen=True, kw_only=True):
+    """What the plan must keep; P99, in milliseconds."""
+
+    ttft_ms: float = 2000.0
+    itl_ms: float = 100.0
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """What is tried."""
+
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 128
+    block_size: int = 16
+    class_shares: tuple[float, float, float] = (8.0, 3.0, 1.0)
+    """interactive : standard : batch."""
+    gpus: int = 1
+
+
+class Trial(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings, and what the simulator says of them."""
+
+    settings: Settings
+    ttft_ms_p50: float
+    ttft_ms_p99: float
+    itl_ms_p50: float
+    itl_ms_p99: float
+    preemption_rate: float
+    pool_use: float
+    tokens_per_s: float
+    """Of all GPUs together."""
+    adapters_resident: int
+    """The most that one GPU's pool held at once."""
+    dollars_per_million_tokens: float
+    """Prompt and output tokens together."""
+
+    def excess(self, goals: Goals) -> float:
+        """By what factor the worse of the two goals is missed; at most 1 where both are kept."""
+        return max(self.ttft_ms_p99 / goals.ttft_ms, self.itl_ms_p99 / goals.itl_ms)
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """The recommendation, and all that was tried for it."""
+
+    recommended: Trial
+    goals: Goals
+    goals_met: bool
+    tried: list[Trial]
+
+
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "max_num_batched_tokens": (512, 1024, 4096, 8192),
+    "max_num_seqs": (32, 64, 256, 512),
+    "block_size": (8, 32),
+    "class_shares": ((4.0, 2.0, 1.0), (16.0, 4.0, 1.0)),
+}
+"""Beside what `Settings` begins with."""
+
+
+class Planner:
+    """Finds the fewest GPUs that keep the goals, then tunes one knob after the other for them and for one GPU less."""
+
+    def __init__(self, device: Device, model: Model, arrivals: Arrivals, goals: Goals) -> None:
+        self._device = device
+        self._model = model
+        self._arrivals = arrivals
+        self._goals = goals
+        self._tried: dict[Settings, Trial] = {}
+        classes = {source.service_class for source in arrivals.sources}
+        self._choices = {knob: c for knob, c in _CHOICES.items() if knob != "class_shares" or len(classes) > 1}
+
+    @property
+    def num_knob_trials(self) -> int:
+        """How many simulations tuning takes for one number of GPUs."""
+        return sum(map(len, self._choices.values()))
+
+    def plan(self, tell: Callable[[Trial], None] = lambda _: None) -> Plan:
+        """Search; `tell` hears of every simulation. Raises ScenarioError where the model does not fit the device."""
+        best = self._tuned(self._fewest_gpus(tell), tell)
+        while best.settings.gpus > 1:
+            fewer = msgspec.structs.replace(best.settings, gpus=best.settings.gpus - 1)
+            candidate = self._tuned(self._try(fewer, tell), tell)
+            if candidate.excess(self._goals) > 1:
+                break
+            best = candidate
+        met = best.excess(self._goals) <= 1
+        return Plan(recommended=best, goals=self._goals, goals_met=met, tried=list(self._tried.values()))
+
+    def _fewest_gpus(self, tell: Callable[[Trial], None]) -> Trial:
+        """With the knobs as they are: doubled until the goals are kept, or more do not help, then bisected."""
+        trial, short = self._try(Settings(), tell), 0
+        while trial.excess(self._goals) > 1:
+            short, gpus = trial.settings.gpus, trial.settings.gpus * 2
+            if gpus > min(MOST_GPUS, len(self._arrivals)):
+                return trial
+            trial = self._try(Settings(gpus=gpus), tell)
+        while trial.settings.gpus - short > 1:
+            middle = self._try(Settings(gpus=(trial.settings.gpus + short) // 2), tell)
+            if middle.excess(self._goals) > 1:
+                short = middle.settings.gpus
+            else:
+                trial = middle
+        return trial
+
+    def _tuned(self, start: Trial, tell: Callable[[Trial], None]) -> Trial:
+        best = start
+        for knob in self._choices:
+            others = [self._try(settings, tell) for settings in self._variants(best.settings, knob)]
+            best = min([best, *others], key=self._rank)
+        return best
+
+    def _variants(self, settings: Settings, knob: str) -> Iterator[Settings]:
+        for choice in self._choices[knob]:
+            yield msgspec.structs.replace(settings, **{knob: choice})
+
+    def _rank(self, trial: Trial) -> tuple[float, float]:
+        """Goals first; of those that keep them, the one with most in hand, less what it preempts."""
+        excess = trial.excess(self._goals)
+        return max(excess, 1.0), excess + trial.preemption_rate
+
+    def _try(self, settings: Settings, tell: Callable[[Trial], None]) -> Trial:
+        if settings not in self._tried:
+            simulation = Simulation(self._scenario(settings), self._arrivals.on_engine(0, settings.gpus))
+            trial = self._tried[settings] = self._trial(settings, simulation.run(), simulation.most_adapters)
+            tell(trial)
+        return self._tried[settings]
+
+    def _scenario(self, settings: Settings) -> Scenario:
+        scenario = Scenario(
+            duration_s=max(1e-3, float(self._arrivals.at[-1])),
+            device=self._device,
+            model=self._model,
+            block_size=settings.block_size,
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            policy=Policy(class_shares=dict(zip(ServiceClass, settings.class_shares, strict=True))),
+            clients=(),
+        )
+        if scenario.num_pages < 1:
+            raise ScenarioError(f"a model of {self._model.weight_bytes / 1e9:.0f} GB does not fit into this GPU")
+        return scenario
+
+    def _trial(self, settings: Settings, report: Report, most_adapters: int) -> Trial:
+        tokens_per_s = report.throughput_tokens_per_s * settings.gpus
+        dollars = self._device.dollars_per_hour * settings.gpus
+        return Trial(
+            settings=settings,
+            ttft_ms_p50=report.ttft_ms.p50 or 0.0,
+            ttft_ms_p99=report.ttft_ms.p99 or 0.0,
+            itl_ms_p50=report.itl_ms.p50 or 0.0,
+            itl_ms_p99=report.itl_ms.p99 or 0.0,
+            preemption_rate=report.preemption_rate,
+            pool_use=report.pool_use,
+            tokens_per_s=tokens_per_s,
+            adapters_resident=most_adapters,
+            dollars_per_million_tokens=dollars / (tokens_per_s * 3600 / 1e6) if tokens_per_s else 0.0,
+        )

@@ -1,0 +1,196 @@
+"""What is simulated: a device, a model, the engine's knobs and the clients, from TOML, any value of it changeable."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from loramux.engine.policy import Policy
+from loramux.engine.request import ServiceClass
+from loramux.simulator.arrivals import Lengths
+from loramux.simulator.hardware import DEVICES, MODELS, Device, Model
+
+Count = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(ge=0)]
+Positive = Annotated[float, Meta(gt=0)]
+_PRESETS: dict[str, Mapping[str, Device | Model]] = {"device": DEVICES, "model": MODELS}
+
+
+class ScenarioError(ValueError):
+    """A scenario, a workload or an override cannot be used; the message names the file, the field and the limit."""
+
+
+class Client(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One kind of traffic, from one tenant or shared by many alike."""
+
+    tenant: str
+    tenants: Count = 1
+    """More than one: `tenant-0`, `tenant-1`, ..."""
+    rate: Positive
+    """Requests a second of all of them together, while they are on."""
+    cv: Annotated[float, Meta(ge=0)] = 1.0
+    """Coefficient of variation of the gaps (Gamma): 0 is a metronome, 1 Poisson, more is burstier."""
+    start_s: Seconds = 0.0
+    requests: Count | None = None
+    """At most so many; None: as many as come before the scenario ends."""
+    on_s: Positive | None = None
+    """Active for so long, then silent for off_s, and so on."""
+    off_s: Seconds = 0.0
+    prompt_tokens: Lengths
+    output_tokens: Lengths
+    max_tokens: Count | None = None
+    """What its requests ask for at most; None: exactly what they will generate."""
+    adapters: Annotated[int, Meta(ge=0)] = 0
+    """0: the base model. Adapter i belongs to the client's tenant i modulo tenants."""
+    popularity: str = "uniform"
+    """Of the adapters: identical, distinct, uniform or zipf:EXPONENT."""
+    ranks: tuple[Count, ...] = (16,)
+    """Adapter i has rank ranks[i modulo their number]."""
+    preload: bool = False
+    """Its adapters are in the pool before the first request, as if they had been warmed."""
+    service_class: ServiceClass = ServiceClass.STANDARD
+    weight: Positive = 1.0
+    deadline_s: Positive | None = None
+    """Within which its requests want their first token."""
+
+
+class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One simulation, wholly: the same scenario gives the same figures on every machine."""
+
+    description: str = ""
+    seed: int = 0
+    duration_s: Positive
+    """Requests arrive for so long; what has arrived is served to its end."""
+    device: Device
+    """A table with a `preset` and what differs from it, or all of it."""
+    model: Model
+    """As with the device."""
+    gpus: Count = 1
+    """Engines that share the traffic, each adapter's requests on one of them; the first is simulated."""
+    pool_tokens: Count | None = None
+    """Of KV that the one pool could hold; None: what the weights leave of memory_utilization of the device."""
+    memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
+    block_size: Annotated[int, Meta(ge=1, le=256)] = 16
+    max_num_seqs: Count = 256
+    max_num_batched_tokens: Count = 2048
+    policy: Policy = Policy()
+    """What differs from the engine's own."""
+    order: str = "fair"
+    """`fair` as the engine has it; `fifo`, for comparison: in order of arrival, whoever it is."""
+    clients: Annotated[tuple[Client, ...], Meta(min_length=1)]
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the pool."""
+        if self.pool_tokens is not None:
+            return max(1, self.pool_tokens // self.block_size)
+        free = self.device.memory_bytes * self.memory_utilization - self.model.weight_bytes
+        return int(free // (self.model.kv_bytes_per_token * self.block_size))
+
+
+def scenarios_folder() -> Path:
+    """`loramux/configs/scenarios` of an installed wheel, or `configs/scenarios` of the repository."""
+    package = Path(__file__).parents[1]
+    installed = package / "configs"
+    return (installed if installed.is_dir() else package.parents[1] / "configs") / "scenarios"
+
+
+def scenario_names() -> list[str]:
+    """The scenarios that are shipped."""
+    return sorted(path.stem for path in scenarios_folder().glob("*.toml"))
+
+
+def load_scenario(name_or_path: str, overrides: Iterable[str] = ()) -> Scenario:
+    """A shipped scenario by its name, or a TOML file, with `key=value` overrides.
+
+    Raises ScenarioError naming what is wrong and what would be right.
+    """
+    shipped = scenarios_folder() / f"{name_or_path}.toml"
+    path = shipped if shipped.is_file() else Path(name_or_path)
+    try:
+        data = tomllib.loads(path.read_text())
+    except (FileNotFoundError, IsADirectoryError):
+        names = ", ".join(scenario_names())
+        raise ScenarioError(f"no scenario {name_or_path!r}: give a TOML file or one of {names}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ScenarioError(f"{path} is not valid TOML: {error}") from None
+    for override in overrides:
+        _override(data, override)
+    return make_scenario(data, str(path))
+
+
+def make_scenario(data: Mapping[str, Any], source: str) -> Scenario:
+    """A scenario of plain data, presets filled in; `source` is for messages."""
+    filled = {**data, **{key: _preset(key, data[key], source) for key in _PRESETS if key in data}}
+    known = {field.name for field in dataclasses.fields(Policy)}
+    for name in set(data.get("policy", ())) - known:
+        raise ScenarioError(f"{source}: policy has no {name!r}; it has {', '.join(sorted(known))}")
+    try:
+        scenario = msgspec.convert(filled, Scenario, strict=True)
+    except msgspec.ValidationError as error:
+        raise ScenarioError(f"{source}: {error}") from None
+    if scenario.order not in ("fair", "fifo"):
+        raise ScenarioError(f"{source}: order is {scenario.order!r}; it is fair or fifo")
+    if scenario.num_pages < 1:
+        raise ScenarioError(f"{source}: the model does not fit the device; raise memory_utilization or pool_tokens")
+    return scenario
+
+
+def _preset(key: str, table: Any, source: str) -> Any:
+    """`table` over the preset that it names; a bare name stands for the preset itself."""
+    if isinstance(table, str):
+        table = {"preset": table}
+    if not isinstance(table, dict) or "preset" not in table:
+        return table
+    presets, name = _PRESETS[key], table["preset"]
+    if name not in presets:
+        raise ScenarioError(f"{source}: {key}.preset {name!r} is none of {', '.join(presets)}")
+    return msgspec.to_builtins(presets[name]) | {field: value for field, value in table.items() if field != "preset"}
+
+
+def _override(data: dict[str, Any], override: str) -> None:
+    """Set one value in place: `pool_tokens=1000000`, `clients.0.rate=3`, `device.preset=h100`."""
+    key, separator, text = override.partition("=")
+    if not separator:
+        raise ScenarioError(f"override {override!r} has no '='; write for example pool_tokens=1000000")
+    *parents, last = key.strip().split(".")
+    place: Any = data
+    for parent in parents:
+        place = _step_into(place, parent, override)
+    if isinstance(place, list):
+        place[_index(place, last, override)] = _value(text)
+    elif isinstance(place, dict):
+        place[last] = _value(text)
+    else:
+        raise ScenarioError(f"override {override!r}: {'.'.join(parents)} has no fields")
+
+
+def _step_into(place: Any, name: str, override: str) -> Any:
+    if isinstance(place, list):
+        return place[_index(place, name, override)]
+    if not isinstance(place, dict):
+        raise ScenarioError(f"override {override!r}: {name!r} is not inside a table")
+    if name in _PRESETS and isinstance(place.get(name), str):
+        place[name] = {"preset": place[name]}
+    return place.setdefault(name, {})
+
+
+def _index(items: list[Any], text: str, override: str) -> int:
+    if not (text.isdecimal() and int(text) < len(items)):
+        raise ScenarioError(f"override {override!r}: {text!r} is no index from 0 to {len(items) - 1}")
+    return int(text)
+
+
+def _value(text: str) -> Any:
+    """JSON where it is JSON, else the text itself."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text.strip()

@@ -1,0 +1,93 @@
+"""Where a simulated engine's adapters come from: a disk and a host link, each with a queue and its own time."""
+
+from __future__ import annotations
+
+import heapq
+from concurrent.futures import Future
+from itertools import count
+
+from loramux.engine.request import AdapterRef
+from loramux.simulator.clock import MOMENT, VirtualClock
+from loramux.simulator.hardware import Device
+
+
+class SimulatedStore:
+    """An AdapterStore whose work ends when the clock says so: one transfer at a time over disk and link."""
+
+    def __init__(self, clock: VirtualClock, device: Device, sizes: dict[str, tuple[int, int]]) -> None:
+        """`sizes`: pages and bytes of every revision, by digest."""
+        self._clock = clock
+        self._device = device
+        self._sizes = sizes
+        self._due: list[tuple[float, int, Future[int], int]] = []
+        self._tickets = count()
+        self._free_slots: list[int] = []
+        self._digests: list[str | None] = []
+        self._disk_free_at = 0.0
+        self._link_free_at = 0.0
+
+    # what the engine asks for
+
+    def inspect(self, ref: AdapterRef) -> Future[int]:
+        """Read the files into the host's memory; the result is the number of pages."""
+        pages, size = self._sizes[ref.digest]
+        self._disk_free_at = max(self._clock.now, self._disk_free_at) + size / self._device.disk_bandwidth
+        return self._later(self._disk_free_at, pages)
+
+    def fill(self, ref: AdapterRef, pages: list[int]) -> Future[int]:
+        """Copy the weights over the link; the result is a slot."""
+        size = self._sizes[ref.digest][1]
+        assert len(pages) == self._sizes[ref.digest][0], "the engine takes the pages it was told"
+        seconds = self._device.load_overhead_s + size / self._device.link_bandwidth
+        self._link_free_at = max(self._clock.now, self._link_free_at) + seconds
+        return self._later(self._link_free_at, self._slot_for(ref.digest))
+
+    def drop(self, slot: int) -> None:
+        """Forget a slot."""
+        assert self._digests[slot] is not None, "a slot is dropped once"
+        self._digests[slot] = None
+        heapq.heappush(self._free_slots, slot)
+
+    # what the simulation asks for
+
+    @property
+    def next_due(self) -> float | None:
+        """When the next transfer ends; None where none is under way."""
+        return self._due[0][0] if self._due else None
+
+    @property
+    def link_bandwidth(self) -> float:
+        """Bytes a second that come over the link at this moment."""
+        return self._device.link_bandwidth if self._link_free_at > self._clock.now else 0.0
+
+    def settle(self) -> None:
+        """Give out the results of what has ended by now."""
+        while self._due and self._due[0][0] <= self._clock.now + MOMENT:
+            _, _, future, result = heapq.heappop(self._due)
+            future.set_result(result)
+
+    def settle_all(self) -> None:
+        """Everything under way ends at once, as before the first request comes."""
+        for _, _, future, result in self._due:
+            future.set_result(result)
+        self._due.clear()
+        self._disk_free_at = self._link_free_at = self._clock.now
+
+    def digest_of(self, slot: int) -> str:
+        """The revision that a slot serves."""
+        digest = self._digests[slot]
+        assert digest is not None, "a step runs only adapters that are in the pool"
+        return digest
+
+    def _slot_for(self, digest: str) -> int:
+        if not self._free_slots:
+            self._free_slots.append(len(self._digests))
+            self._digests.append(None)
+        slot = heapq.heappop(self._free_slots)
+        self._digests[slot] = digest
+        return slot
+
+    def _later(self, when: float, result: int) -> Future[int]:
+        future: Future[int] = Future()
+        heapq.heappush(self._due, (when, next(self._tickets), future, result))
+        return future

@@ -1,0 +1,161 @@
+"""A scenario's requests, in the order in which they arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from loramux.engine.request import AdapterRef, Request, SamplingParams, ServiceClass
+from loramux.simulator.arrivals import arrival_times, choose, with_pauses
+from loramux.simulator.scenario import Client, ScenarioError
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where requests come from: what those of one tenant and adapter have in common."""
+
+    tenant: str
+    adapter: AdapterRef | None
+    rank: int
+    service_class: ServiceClass
+    weight: float
+    deadline_s: float | None
+    preload: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """Requests in order of arrival, as columns."""
+
+    sources: list[Source]
+    source: np.ndarray
+    """int64[n], index into `sources`."""
+    at: np.ndarray
+    """float64[n], seconds."""
+    prompt_tokens: np.ndarray
+    """int64[n]"""
+    output_tokens: np.ndarray
+    """int64[n]"""
+    max_tokens: np.ndarray
+    """int64[n]"""
+
+    def __len__(self) -> int:
+        return len(self.at)
+
+    @property
+    def adapters(self) -> dict[AdapterRef, int]:
+        """The rank of every adapter."""
+        return {source.adapter: source.rank for source in self.sources if source.adapter}
+
+    @property
+    def preloaded(self) -> list[AdapterRef]:
+        """The adapters that are in the pool from the beginning."""
+        return [source.adapter for source in self.sources if source.adapter and source.preload]
+
+    def only(self, which: np.ndarray) -> Arrivals:
+        """Those of `which`, bool[n] or int64[k]."""
+        return Arrivals(
+            self.sources,
+            self.source[which],
+            self.at[which],
+            self.prompt_tokens[which],
+            self.output_tokens[which],
+            self.max_tokens[which],
+        )
+
+    def on_engine(self, engine: int, engines: int) -> Arrivals:
+        """The share of one of `engines`, all of them equal: a source keeps to as few engines as its part allows."""
+        if engines == 1:
+            return self
+        sources = np.random.default_rng(0).permutation(len(self.sources))[self.source]
+        counts = np.bincount(sources, minlength=len(self.sources))
+        before = np.cumsum(counts) - counts
+        order = np.argsort(sources, kind="stable")
+        turn = np.empty(len(self), dtype=np.int64)
+        turn[order] = np.arange(len(self)) - before[sources[order]]
+        # A source covers an interval as long as its part; its requests go around in it by the golden ratio.
+        place = before[sources] + counts[sources] * (turn * 0.6180339887498949 % 1.0)
+        return self.only(place * engines // len(self) == engine)
+
+    def requests(self) -> Iterator[tuple[float, Source, int, Request]]:
+        """(arrival, source, tokens it will generate, request); no two prompts begin alike: none hits a cache."""
+        columns = (self.source, self.at, self.prompt_tokens, self.output_tokens, self.max_tokens)
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        for number, (index, at, prompt, output, most) in enumerate(rows):
+            source = self.sources[index]
+            request = Request(
+                id=str(number),
+                tenant=source.tenant,
+                prompt_token_ids=[number, *[0] * (prompt - 1)],
+                sampling=SamplingParams(max_tokens=most),
+                adapter=source.adapter,
+                service_class=source.service_class,
+                weight=source.weight,
+                deadline_ms=None if source.deadline_s is None else round(source.deadline_s * 1000),
+            )
+            yield at, source, output, request
+
+
+def drawn(clients: Iterable[Client], duration_s: float, seed: int) -> Arrivals:
+    """Draw the requests of `duration_s` seconds; each client has a generator of its own: one more changes no other.
+
+    Raises ScenarioError where none arrives.
+    """
+    parts = [_draw(client, duration_s, np.random.default_rng([seed, index])) for index, client in enumerate(clients)]
+    sources: list[Source] = []
+    offsets = []
+    for part in parts:
+        offsets.append(len(sources))
+        sources += part.sources
+    joined = Arrivals(
+        sources,
+        np.concatenate([part.source + offset for part, offset in zip(parts, offsets, strict=True)]),
+        *(
+            np.concatenate([getattr(part, column) for part in parts])
+            for column in ("at", "prompt_tokens", "output_tokens", "max_tokens")
+        ),
+    )
+    if not len(joined):
+        raise ScenarioError("no request arrives: raise duration_s or a client's rate")
+    return joined.only(np.argsort(joined.at, kind="stable"))
+
+
+def _draw(client: Client, duration_s: float, rng: np.random.Generator) -> Arrivals:
+    at = _times(client, duration_s, rng)
+    sources = _sources(client)
+    popularity = client.popularity if client.adapters else "uniform"
+    try:
+        source = choose(rng, len(at), popularity, len(sources))
+    except ValueError as error:
+        raise ScenarioError(f"client {client.tenant!r}: {error}") from None
+    prompts = client.prompt_tokens.draw(rng, len(at))
+    outputs = client.output_tokens.draw(rng, len(at))
+    most = outputs if client.max_tokens is None else np.full(len(at), client.max_tokens)
+    return Arrivals(sources, source, at, prompts, np.minimum(outputs, most), most)
+
+
+def _times(client: Client, duration: float, rng: np.random.Generator) -> np.ndarray:
+    """Arrivals before the end; drawn in one go, with room for a lucky streak."""
+    active = duration - client.start_s
+    if active <= 0:
+        return np.empty(0)
+    expected = client.rate * active
+    count = client.requests or int(expected + 6 * (1 + client.cv) * expected**0.5 + 16)
+    at = arrival_times(rng, count, client.rate, client.cv)
+    if client.on_s is not None:
+        at = with_pauses(at, client.on_s, client.off_s)
+    at = at + client.start_s
+    return at[at < duration]
+
+
+def _sources(client: Client) -> list[Source]:
+    names = [client.tenant] if client.tenants == 1 else [f"{client.tenant}-{i}" for i in range(client.tenants)]
+    common = (client.service_class, client.weight, client.deadline_s, client.preload)
+    if not client.adapters:
+        return [Source(name, None, 0, *common) for name in names]
+    refs = [AdapterRef(f"{client.tenant}/{i}", "") for i in range(client.adapters)]
+    return [
+        Source(names[i % len(names)], ref, client.ranks[i % len(client.ranks)], *common) for i, ref in enumerate(refs)
+    ]

@@ -1,0 +1,89 @@
+"""The promised figures, exactly repeatable. Small versions run always; the scenarios as they are shipped are slow."""
+
+from __future__ import annotations
+
+import pytest
+
+from loramux.simulator import Report, Simulation, load_scenario
+
+
+def simulate(name: str, *overrides: str) -> Report:
+    return Simulation(load_scenario(name, overrides)).run()
+
+
+small = pytest.param("small", id="small")
+full = pytest.param("full", id="full", marks=pytest.mark.slow)
+sizes = pytest.mark.parametrize("size", [small, full])
+
+
+def shorter(size: str, seconds: int) -> list[str]:
+    return [f"duration_s={seconds}"] if size == "small" else []
+
+
+@sizes
+@pytest.mark.parametrize("pool_tokens", [10_000, 1_000_000])
+def test_two_clients_get_the_same_at_any_pool_size_and_nothing_is_lost(size: str, pool_tokens: int) -> None:
+    """VTC, OSDI 2024: 7,946 units at 10,000 tokens, growing with the pool; FCFS 262,110."""
+    overrides = [*shorter(size, 60), f"pool_tokens={pool_tokens}"]
+    fair = simulate("fairness-two-clients", *overrides)
+    fifo = simulate("fairness-two-clients", *overrides, "order=fifo")
+    assert fair.service_gap_max <= min(8000, fair.service_gap_bound)
+    assert fifo.service_gap_max > 2 * fair.service_gap_max
+    assert fair.throughput_tokens_per_s >= 0.99 * fifo.throughput_tokens_per_s
+
+
+@sizes
+def test_a_batch_of_hundreds_changes_nothing_about_the_gap(size: str) -> None:
+    fair = simulate(
+        "fairness-two-clients",
+        *shorter(size, 20),
+        "pool_tokens=1000000",
+        "max_num_seqs=512",
+        "clients.0.rate=5",
+        "clients.1.rate=10",
+    )
+    assert fair.service_gap_max <= min(8000, fair.service_gap_bound)
+
+
+def test_a_flood_moves_nobody_elses_first_token() -> None:
+    """At most a tenth of its alone value plus one step, of those that the flood makes."""
+    beside = simulate("fairness-flood")
+    alone = simulate("fairness-flood", "clients.1.requests=1")
+    step = beside.per_tenant["flood"].itl_ms.p99
+    assert beside.per_tenant["flood"].ttft_ms.p99 > 20 * beside.per_tenant["steady"].ttft_ms.p99
+    assert beside.per_tenant["steady"].ttft_ms.p99 <= 1.1 * alone.per_tenant["steady"].ttft_ms.p99 + step
+
+
+@sizes
+def test_two_thousand_adapters_cost_five_percent_at_most(size: str) -> None:
+    """S-LoRA, MLSys 2024: 10%."""
+    few, many = (simulate(f"adapters-{n}", *shorter(size, 15)) for n in (5, 2000))
+    assert len(many.per_tenant) > 40 * len(few.per_tenant)
+    assert many.throughput_tokens_per_s >= 0.95 * few.throughput_tokens_per_s
+
+
+@sizes
+def test_sixteen_adapters_where_eight_slots_would_fit_are_no_cliff(size: str) -> None:
+    """SGLang issue 13349: 40 ms become 6,278."""
+    eight, sixteen = (simulate(f"active-{n}", *shorter(size, 20)) for n in (8, 16))
+    assert sixteen.ttft_ms.p50 <= 2 * eight.ttft_ms.p50
+    assert sixteen.throughput_tokens_per_s >= 0.95 * eight.throughput_tokens_per_s
+
+
+@sizes
+def test_a_cold_adapter_costs_its_own_load_and_nobody_else(size: str) -> None:
+    scenario = load_scenario("cold-adapters")
+    floor_ms = 1000 * scenario.model.adapter_bytes(16) / scenario.device.link_bandwidth
+    cold = simulate("cold-adapters", *shorter(size, 60))
+    warm = simulate("cold-adapters", *shorter(size, 60), "clients.1.preload=true")
+    added = cold.per_tenant["cold"].ttft_ms.p99 - warm.per_tenant["cold"].ttft_ms.p99
+    assert floor_ms < cold.per_tenant["cold"].ttft_ms.p50 - warm.per_tenant["cold"].ttft_ms.p50, "they were cold"
+    assert added <= max(5.0, 1.3 * floor_ms)
+    assert cold.per_tenant["resident"].itl_ms.p99 <= 1.03 * warm.per_tenant["resident"].itl_ms.p99
+
+
+@sizes
+def test_azure_conversations_fill_the_pool_and_are_hardly_ever_sent_back(size: str) -> None:
+    report = simulate("azure-conversation", *shorter(size, 100))
+    assert report.pool_use >= 0.9
+    assert report.preemption_rate <= 0.01
