@@ -55,6 +55,12 @@ class PlatformCollector:
             yield family(f"loramux_engine_{name}", f"Engine: {name.replace('_', ' ')}.", value=value)
         yield from _of_meters(meters)
         yield GaugeMetricFamily("loramux_engine_up", "Whether the engine serves.", value=self._platform.engine.alive)
+        drift = self._platform.usage.drift_tokens + self._platform.engine.unclaimed_tokens
+        yield GaugeMetricFamily(
+            "loramux_ledger_drift_tokens",
+            "Tokens that the engine counted and the ledger lacks.",
+            value=drift,
+        )
         yield from self._completions()
 
     def _completions(self) -> Iterator[Metric]:

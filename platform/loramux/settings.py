@@ -157,6 +157,20 @@ class IssuerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     algorithms: tuple[Signature, ...] = ("RS256", "ES256")
 
 
+class SinkSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Somebody who is told what is used."""
+
+    name: str
+    """Its place in the ledger is kept under this name."""
+    kind: Literal["openmeter", "stripe", "lago", "webhook"]
+    url: str
+    """Where its API begins; of a webhook, the whole address."""
+    secret_file: str
+    """Holds its API key, or the webhook's `whsec_...`."""
+    customers: dict[str, str] = {}
+    """What the sink calls a tenant: Stripe's customer id, Lago's external_subscription_id."""
+
+
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The whole file."""
 
@@ -169,6 +183,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     prices: PriceSettings = PriceSettings()
     issuers: tuple[IssuerSettings, ...] = ()
     """People's; keys need none."""
+    sinks: tuple[SinkSettings, ...] = ()
 
 
 def load_settings(path: Path) -> Settings:
@@ -200,6 +215,7 @@ def resolve_paths(settings: Settings, root: Path) -> Settings:
         url = "sqlite:///" + at(url.removeprefix("sqlite:///"))
     return msgspec.structs.replace(
         settings,
+        sinks=tuple(msgspec.structs.replace(sink, secret_file=at(sink.secret_file)) for sink in settings.sinks),
         model=msgspec.structs.replace(settings.model, path=at(settings.model.path)),
         records=msgspec.structs.replace(
             settings.records,

@@ -12,7 +12,7 @@ import pytest
 import sqlalchemy as sa
 
 from loramux.records import Database, Principal, RecordsUnavailable
-from loramux.records.models import LedgerRow, RequestRow
+from loramux.records.ledger_models import LedgerRow, RequestRow
 from loramux.usage import OpenedRequest, RequestRefused, Settlement, UnknownRequest, Usage, UsageClosed
 from loramux.usage.settling import Operation, Outcome, Settler
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from loramux.engine import EngineDied
-from loramux.engine.messages import EngineFault, EngineStats, ModelFacts, TokenEvent, TopLogprob
+from loramux.engine.messages import EngineCount, EngineFault, EngineStats, ModelFacts, TokenEvent, TopLogprob
 from loramux.engine.request import AdapterRef, Request
 
 EOS = 256
@@ -36,6 +36,10 @@ class ScriptedEngine:
     retired: list[str] = field(default_factory=list)
     pinned: list[tuple[str, str]] = field(default_factory=list)
     died: asyncio.Event = field(default_factory=asyncio.Event)
+    overrun: int = 0
+    """Tokens that still come after a cancellation."""
+    left: dict[str, asyncio.Event] = field(default_factory=dict)
+    told: dict[str, int] = field(default_factory=dict)
     running: int = 0
     started: bool = False
 
@@ -48,20 +52,30 @@ class ScriptedEngine:
         request = msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=Request)  # as the mailbox does
         self.requests.append(request)
         self.running += 1
-        event = None
+        self.left[request.id] = asyncio.Event()
+        finished, late = False, 0
         try:
-            said = self.script(request)[: request.sampling.max_tokens]
-            for number, said_now in enumerate(said, start=1):
-                await self._pause()
+            for event in self._events(request):
+                await self._pause(request.id)
                 self._demand_alive()
-                event = self._event(request, said_now, last=number == len(said))
+                if request.id in self.cancelled:
+                    late += 1
+                if late > self.overrun:
+                    event = TokenEvent(request_id=request.id, finish_reason="cancelled")  # noqa: PLW2901
+                event = self._counted(request, event)  # noqa: PLW2901
+                finished = event.finish_reason is not None
                 yield event
-                if event.finish_reason is not None:
+                if finished:
                     return
         finally:
             self.running -= 1
-            if event is None or event.finish_reason is None:
-                self.cancelled.append(request.id)
+            if not finished:
+                self.cancel(request.id)
+
+    def cancel(self, request_id: str) -> None:
+        if request_id not in self.cancelled:
+            self.cancelled.append(request_id)
+            self.left[request_id].set()
 
     def retire(self, digest: str) -> None:
         self.retired.append(digest)
@@ -77,16 +91,33 @@ class ScriptedEngine:
         return EngineStats(steps=len(self.requests), running=self.running, pages_total=64, pages_free=64)
 
     @property
+    def unclaimed_tokens(self) -> int:
+        return 0
+
+    @property
     def alive(self) -> bool:
         return self.started and not self.died.is_set()
 
     async def stop(self) -> None:
         self.started = False
 
-    async def _pause(self) -> None:
-        waiting = asyncio.ensure_future(self.died.wait())
-        await asyncio.wait({waiting}, timeout=self.pause)
-        waiting.cancel()
+    async def _pause(self, request_id: str) -> None:
+        waiting = {asyncio.ensure_future(event.wait()) for event in (self.died, self.left[request_id])}
+        await asyncio.wait(waiting, timeout=self.pause, return_when=asyncio.FIRST_COMPLETED)
+        for one in waiting:
+            one.cancel()
+
+    def _events(self, request: Request) -> list[TokenEvent]:
+        said = self.script(request)[: request.sampling.max_tokens]
+        return [self._event(request, one, last=number == len(said)) for number, one in enumerate(said, start=1)]
+
+    def _counted(self, request: Request, event: TokenEvent) -> TokenEvent:
+        told = self.told.get(request.id, 0) + (event.token_id is not None)
+        self.told[request.id] = told
+        if event.finish_reason is None:
+            return event
+        count = EngineCount(prompt_tokens=len(request.prompt_token_ids), output_tokens=told) if told else EngineCount()
+        return msgspec.structs.replace(event, count=count)
 
     def _demand_alive(self) -> None:
         if not self.alive:

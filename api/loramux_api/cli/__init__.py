@@ -20,6 +20,8 @@ COMMANDS = {
     "project": ("loramux_api.cli.people:project", "A tenant's projects."),
     "member": ("loramux_api.cli.people:member", "A tenant's people and their roles."),
     "audit": ("loramux_api.cli.people:audit", "Who changed what."),
+    "price": ("loramux_api.cli.billing:price", "Add price lists, and give them to tenants."),
+    "usage": ("loramux_api.cli.exporting:usage", "Close periods, write invoices and exports, and prove them."),
     "adapter": ("loramux_api.cli.adapters:adapter", "Upload and list adapters on a running server."),
     "simulate": (
         "loramux_api.cli.simulating:simulate",

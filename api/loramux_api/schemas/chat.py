@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import Meta
 
-from loramux.gateway import Ask, Conversation, InvalidRequest, Message
+from loramux.gateway import Ask, Conversation, InvalidRequest, Message, canonical_tags
 from loramux_api.schemas.sampling import MAX_TOP_LOGPROBS, Positive, SamplingBody, TopLogprobs, sampling_params
 from loramux_api.schemas.strict import Unsupported
 
@@ -50,7 +50,6 @@ class ChatBody(SamplingBody, kw_only=True):
 
     ignored: ClassVar[frozenset[str]] = frozenset(
         {
-            "metadata",
             "parallel_tool_calls",
             "prediction",
             "prompt_cache_key",
@@ -91,6 +90,7 @@ def to_ask(body: ChatBody) -> Ask:
         max_tokens=body.max_completion_tokens or body.max_tokens,
         n=body.n or 1,
         stop=body.stops,
+        tags=canonical_tags(body.metadata),
     )
 
 

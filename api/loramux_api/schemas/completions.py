@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
-from loramux.gateway import Ask, InvalidRequest, Prompt
+from loramux.gateway import Ask, InvalidRequest, Prompt, canonical_tags
 from loramux_api.schemas.sampling import MAX_CHOICES, SamplingBody, TopLogprobs, sampling_params
 from loramux_api.schemas.strict import Unsupported
 
@@ -44,6 +44,7 @@ def to_ask(body: CompletionBody) -> Ask:
         max_tokens=body.max_tokens,
         n=n,
         stop=body.stops,
+        tags=canonical_tags(body.metadata),
     )
 
 

@@ -55,6 +55,8 @@ class SamplingBody(Body, kw_only=True):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     """Add `token_ids` to every choice and `prompt_token_ids` to the answer."""
+    metadata: dict[str, str] | None = None
+    """Up to 16 tags by which the bill can be divided."""
     user: str | None = None
     """Accepted and without effect."""
 

@@ -158,6 +158,7 @@ class Admission:
         leave_free = self._room.watermark if spare_wanted else 0
         if not self._memory.load(digest, spare_wanted=spare_wanted, leave_free=leave_free):
             return False
+        sequence.num_loads += 1
         units = self._residency.size(digest) * self._policy.load_units_per_page
         self._queue.book(sequence.flow, units)
         self._queue.charge(sequence.flow, units)

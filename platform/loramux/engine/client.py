@@ -24,6 +24,10 @@ class EngineClient(Protocol):
         """
         ...
 
+    def cancel(self, request_id: str) -> None:
+        """End a request; its stream goes on to its last event, which says what it used. Ended ones are left alone."""
+        ...
+
     def retire(self, digest: str) -> None:
         """Free a deleted revision's pages once nothing uses them."""
         ...
@@ -41,6 +45,11 @@ class EngineClient(Protocol):
 
     def stats(self) -> EngineStats:
         """The latest counters; never blocks."""
+        ...
+
+    @property
+    def unclaimed_tokens(self) -> int:
+        """Tokens of requests that ended when nobody was listening, so that no bill can hold them."""
         ...
 
     @property

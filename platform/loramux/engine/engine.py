@@ -21,6 +21,7 @@ from loramux.engine.scheduler import Scheduler, SchedulerLimits
 from loramux.engine.service_meter import ServiceMeter
 from loramux.engine.step import Step
 from loramux.engine.store import DiskStore, Source
+from loramux.engine.tally import Tallies
 from loramux.engine.turns import InTurn, OneAhead, Turns
 from loramux.settings import Settings
 from loramux_adapters import Limits
@@ -74,6 +75,7 @@ class Engine:
         self._service = ServiceMeter(self.scheduler.queue, time.monotonic)
         self._turns: Turns = (OneAhead if self._runner.runs_ahead else InTurn)(self.scheduler, self._runner)
         self._counters = _Counters()
+        self._tallies = Tallies()
 
     def step(self) -> StepReport | None:
         """Plan, run and commit one step; None when there was nothing to run and nothing to tell."""
@@ -81,6 +83,7 @@ class Engine:
         events = self.scheduler.take_news()
         if not step.empty:
             self._count(step)
+            self._tallies.note(step)
         events += self._turns.take(step)
         pins = self._pins.advance()
         for event in events:
@@ -88,6 +91,7 @@ class Engine:
                 self._runner.forget(event.request_id)
         self._counters.output_tokens += sum(event.token_id is not None for event in events)
         self._counters.cached_tokens += sum(event.cached_tokens for event in events)
+        events = self._tallies.tell(events)
         return StepReport(events, self.stats(), pins) if events or pins or not step.empty else None
 
     def submit(self, request: Request) -> None:
@@ -130,6 +134,7 @@ class Engine:
         """Counters and gauges of this moment."""
         self._service.look()
         pages, loads, count = self.scheduler.memory.counts, self._residency.counters, self._counters
+        ended = self._tallies.ended
         return EngineStats(
             steps=count.steps,
             waiting=len(self.scheduler.queue),
@@ -159,6 +164,9 @@ class Engine:
             cached_tokens=count.cached_tokens,
             recomputed_tokens=count.recomputed_tokens,
             output_tokens=count.output_tokens,
+            ended_prompt_tokens=ended.prompt_tokens,
+            ended_cached_tokens=ended.cached_tokens,
+            ended_output_tokens=ended.output_tokens,
             distinct_adapters=count.distinct,
             max_distinct_adapters=count.max_distinct,
             max_distinct_adapters_beside_base=count.max_distinct_beside_base,

@@ -141,6 +141,7 @@ class MailboxEngine:
         self._queues: dict[str, asyncio.Queue[TokenEvent | None]] = {}
         self._pins: dict[tuple[str, str], asyncio.Future[EngineFault | None]] = {}
         self._stats = EngineStats()
+        self._unclaimed = 0
         self._ended: str | None = "the engine has not been started"
         self._facts: asyncio.Future[ModelFacts] | None = None
         self._stopped = asyncio.Event()
@@ -171,7 +172,11 @@ class MailboxEngine:
         finally:
             del self._queues[request.id]
             if not finished:
-                self._channel.send(Cancel(request.id))
+                self.cancel(request.id)
+
+    def cancel(self, request_id: str) -> None:
+        """Free the request's pages at the next step."""
+        self._channel.send(Cancel(request_id))
 
     def retire(self, digest: str) -> None:
         """Free a deleted revision's pages once nothing uses them."""
@@ -191,6 +196,11 @@ class MailboxEngine:
     def stats(self) -> EngineStats:
         """Those of the latest report."""
         return self._stats
+
+    @property
+    def unclaimed_tokens(self) -> int:
+        """Of requests whose stream had been closed when they ended."""
+        return self._unclaimed
 
     @property
     def alive(self) -> bool:
@@ -218,6 +228,8 @@ class MailboxEngine:
                 for event in events:
                     if waiting := self._queues.get(event.request_id):
                         waiting.put_nowait(event)
+                    elif event.count is not None:
+                        self._unclaimed += event.count.prompt_tokens + event.count.output_tokens
             case Ready(facts):
                 assert self._facts is not None
                 self._facts.set_result(facts)

@@ -70,6 +70,25 @@ class EngineFault(msgspec.Struct, frozen=True):
     """Seconds after which it may go better."""
 
 
+class EngineCount(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request used, by the engine's own count; zero for one that got no token out."""
+
+    prompt_tokens: int = 0
+    """Computed, once however often, or found in the KV cache."""
+    cached_tokens: int = 0
+    """Those of them that were found."""
+    output_tokens: int = 0
+    adapter_loads: int = 0
+
+    def __add__(self, other: EngineCount) -> EngineCount:
+        return EngineCount(
+            prompt_tokens=self.prompt_tokens + other.prompt_tokens,
+            cached_tokens=self.cached_tokens + other.cached_tokens,
+            output_tokens=self.output_tokens + other.output_tokens,
+            adapter_loads=self.adapter_loads + other.adapter_loads,
+        )
+
+
 class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
     """One step's news of one request: a token, an end, or both.
 
@@ -85,6 +104,8 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt tokens whose KV was reused; meaningful on the first event."""
     finish_reason: str | None = None
     fault: EngineFault | None = None
+    count: EngineCount | None = None
+    """On the last event."""
 
 
 class Pinned(msgspec.Struct, frozen=True):
@@ -158,6 +179,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     recomputed_tokens: int = 0
     """Tokens, of prompts and answers, computed again after a preemption."""
     output_tokens: int = 0
+    ended_prompt_tokens: int = 0
+    """The sum of `TokenEvent.count` over all requests that have ended, and so the next two."""
+    ended_cached_tokens: int = 0
+    ended_output_tokens: int = 0
     distinct_adapters: int = 0
     """Distinct adapters in the latest step that had any row."""
     max_distinct_adapters: int = 0

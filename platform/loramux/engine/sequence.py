@@ -47,6 +47,8 @@ class Sequence:
     """What it was counted for when it was queued last."""
     began_at: float | None = None
     """When its first step was planned, in seconds of the scheduler's clock."""
+    num_loads: int = 0
+    """How often its adapter was loaded because it was the first to need it."""
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_token_ids)

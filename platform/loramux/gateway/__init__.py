@@ -13,13 +13,23 @@ from loramux.gateway.errors import (
     Unavailable,
 )
 from loramux.gateway.generation import Generation
-from loramux.gateway.platform import Platform, migrate, open_platform, open_tenants
+from loramux.gateway.platform import (
+    BillingDesk,
+    Platform,
+    migrate,
+    open_billing,
+    open_platform,
+    open_sinks,
+    open_tenants,
+)
 from loramux.gateway.service import CompletionService
+from loramux.gateway.tags import canonical_tags
 from loramux.records import RecordsError
 
 __all__ = [
     "AdapterService",
     "Ask",
+    "BillingDesk",
     "CompletionService",
     "Conversation",
     "Delta",
@@ -41,7 +51,10 @@ __all__ = [
     "TokenLogprob",
     "TokenUsage",
     "Unavailable",
+    "canonical_tags",
     "migrate",
+    "open_billing",
     "open_platform",
+    "open_sinks",
     "open_tenants",
 ]

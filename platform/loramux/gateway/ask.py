@@ -38,6 +38,8 @@ class Ask:
     stop: tuple[str, ...] = ()
     deadline_ms: int | None = None
     """Every choice's first token must come within so many milliseconds, or the request is refused."""
+    tags: str = ""
+    """What the caller wants to find on the bill, as `loramux.gateway.tags` writes it."""
 
 
 @dataclass(frozen=True, slots=True)

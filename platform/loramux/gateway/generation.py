@@ -7,29 +7,21 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import cast
 
 from loramux.engine import EngineClient, EngineDied
 from loramux.engine.distribution import SECONDS, Histogram
 from loramux.engine.messages import TokenEvent
-from loramux.engine.request import Request
 from loramux.gateway.ask import Delta, TokenUsage
+from loramux.gateway.choice import Choice, settlement, used
 from loramux.gateway.errors import EngineDown, GatewayError, GenerationFailed
-from loramux.gateway.transcript import Transcript
-from loramux.usage import OpenedRequest, Settlement, Usage
+from loramux.usage import OpenedRequest, Usage
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """One answer to one prompt: what the engine is asked, and what it has said."""
-
-    prompt: int
-    """Which of the request's prompts it answers."""
-    request: Request
-    transcript: Transcript
+LAST_WORD_SECONDS = 30.0
+"""How long an engine may take to end what it was told to cancel; one that takes longer hangs."""
 
 
 class Generation:
@@ -38,6 +30,9 @@ class Generation:
     It lives in a task of its own, so that whatever becomes of its reader, the engine is told and the usage is
     recorded: the row is open before the engine sees anything, and it is settled before the reader gets the deltas
     with the finish reasons. A reader that leaves calls abandon(). A request that the house fails costs nothing.
+
+    Whoever ends a choice early tells the engine so and listens on to its last event, a step later, so that the bill and
+    the engine speak of the same tokens.
     """
 
     def __init__(
@@ -74,6 +69,7 @@ class Generation:
         self._abandoned = False
         self._cut: GatewayError | None = None
         self._pumps: list[asyncio.Task[None]] = []
+        self._patience: asyncio.TimerHandle | None = None
         self.task = asyncio.create_task(self._run(), name=self.id)
 
     async def started(self) -> None:
@@ -90,13 +86,22 @@ class Generation:
 
     def abandon(self) -> None:
         """Nobody reads on: free the engine's pages, and settle with what was generated. Does nothing at the end."""
-        self._abandoned = True
-        self._stop_pumps()
+        if not self._abandoned:
+            self._abandoned = True
+            self._cancel_choices()
 
     def cut_off(self, why: GatewayError) -> None:
         """The house cannot go on: the reader is told `why`, and pays nothing."""
         self._cut = why
         self.abandon()
+
+    def _cancel_choices(self) -> None:
+        """Have the engine end what it still runs; one that does not is no longer listened to."""
+        if self._pumps:
+            for choice in self._choices:
+                if choice.count is None:
+                    self._engine.cancel(choice.request.id)
+            self._patience = asyncio.get_running_loop().call_later(LAST_WORD_SECONDS, self._stop_pumps)
 
     def _stop_pumps(self) -> None:
         for pump in self._pumps:
@@ -104,14 +109,8 @@ class Generation:
 
     @property
     def usage(self) -> TokenUsage:
-        """What has been used so far: prompts that the engine has answered at all, and every token that came out."""
-        answered = [choice for choice in self._choices if choice.transcript.num_tokens]
-        firsts = {choice.prompt: choice for choice in reversed(answered)}.values()
-        return TokenUsage(
-            prompt_tokens=sum(len(choice.request.prompt_token_ids) for choice in firsts),
-            cached_tokens=sum(choice.transcript.cached_tokens for choice in firsts),
-            completion_tokens=sum(choice.transcript.num_tokens for choice in answered),
-        )
+        """What has been used so far: prompts that the engine has answered at all, and every token that was read."""
+        return used(self._choices)
 
     async def _run(self) -> None:
         try:
@@ -119,7 +118,8 @@ class Generation:
             self._failure = await self._generate() or (None if self._finished else self._cut)
             self.seconds = self._clock() - self._began
             self.status = self._outcome()
-            await self._usage.settle(self._settlement())
+            paid = self.usage if self.status != "failed" else TokenUsage(0, 0, 0)
+            await self._usage.settle(settlement(self.id, self._choices, self.status, paid=paid))
         except Exception:
             logger.exception("request %s could not be recorded", self.id)
             self.status = "failed"
@@ -130,27 +130,39 @@ class Generation:
 
     async def _generate(self) -> GatewayError | None:
         """Run every choice to its end; one that fails takes the others with it."""
-        failure: GatewayError | None = None
-        try:
-            async with asyncio.TaskGroup() as pumps:
-                self._pumps = [pumps.create_task(self._pump(choice)) for choice in self._choices]
-                if self._abandoned:
-                    self._stop_pumps()
-        except* Exception as failures:
-            failure = self._explain(failures.exceptions[0])
-        return failure
+        if self._abandoned:
+            return None
+        self._pumps = [asyncio.create_task(self._pump(choice)) for choice in self._choices]
+        ends = await asyncio.gather(*self._pumps, return_exceptions=True)
+        if self._patience is not None:
+            self._patience.cancel()
+        failures = [end for end in ends if isinstance(end, Exception)]
+        return self._explain(failures[0]) if failures else None
 
     async def _pump(self, choice: Choice) -> None:
+        if self._abandoned:
+            return
         events = cast(AsyncGenerator[TokenEvent, None], self._engine.stream(choice.request))
         before: float | None = None
-        async with aclosing(events):
-            async for event in events:
-                delta = choice.transcript.push(event)
-                before = self._note_token(before)
-                if delta.token_ids or delta.text:
-                    self._put(delta)
-                if choice.transcript.finish_reason is not None:
-                    return
+        try:
+            async with aclosing(events):
+                async for event in events:
+                    choice.note(event)
+                    if not self._abandoned and choice.transcript.finish_reason is None:
+                        before = self._push(choice, event, before)
+        except Exception:
+            self.abandon()
+            raise
+
+    def _push(self, choice: Choice, event: TokenEvent, before: float | None) -> float:
+        """Give the reader what an event adds; the choice's last token came at `before`, this one now."""
+        delta = choice.transcript.push(event)
+        now = self._note_token(before)
+        if delta.token_ids or delta.text:
+            self._put(delta)
+        if choice.transcript.finish_reason is not None and event.finish_reason is None:
+            self._engine.cancel(choice.request.id)
+        return now
 
     def _note_token(self, before: float | None) -> float:
         """A choice has a token, its last one came at `before`; the time."""
@@ -181,16 +193,3 @@ class Generation:
         if self._failure is not None:
             return "failed"
         return "completed" if self._finished else "cancelled"
-
-    def _settlement(self) -> Settlement:
-        used = self.usage if self.status != "failed" else TokenUsage(0, 0, 0)
-        reasons = {choice.transcript.finish_reason for choice in self._choices}
-        told = {"failed": "error", "cancelled": "cancelled", "completed": "length" if "length" in reasons else "stop"}
-        return Settlement(
-            request_id=self.id,
-            input_tokens=used.prompt_tokens,
-            cached_tokens=used.cached_tokens,
-            output_tokens=used.completion_tokens,
-            finish_reason=told[self.status],
-            status=self.status,
-        )

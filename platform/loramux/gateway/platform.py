@@ -8,12 +8,18 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import httpx
+
 from loramux import records
+from loramux.billing import Billing, Catalog
 from loramux.engine import EngineClient, spawn_engine
+from loramux.exports import Delivery, Sink, make_sink
 from loramux.gateway.adapters import AdapterService
+from loramux.gateway.chores import every
 from loramux.gateway.service import CompletionService
 from loramux.gateway.tokenizer import Tokenizer
 from loramux.registry import Registry, RegistryError
@@ -24,6 +30,10 @@ from loramux.usage import Usage
 
 if TYPE_CHECKING:
     from loramux_adapters import BaseDescription
+
+STORAGE_SECONDS = 3600.0
+DELIVERY_SECONDS = 10.0
+SINK_SECONDS = 20.0
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +48,19 @@ class Platform:
     tenants: Tenants
     adapters: AdapterService
     usage: Usage
+    billing: Billing
     engine: EngineClient
     completions: CompletionService
+
+
+@dataclass(frozen=True, slots=True)
+class BillingDesk:
+    """What an operator's billing commands work with."""
+
+    database: records.Database
+    usage: Usage
+    billing: Billing
+    catalog: Catalog
 
 
 def migrate(settings: Settings) -> str:
@@ -52,6 +73,19 @@ async def open_tenants(settings: Settings) -> AsyncIterator[Tenants]:
     """Tenants and keys alone, for the command line: no model is loaded."""
     async with _open_database(settings) as database, aclosing(_tenants(settings, database)) as tenants:
         yield tenants
+
+
+@asynccontextmanager
+async def open_billing(settings: Settings) -> AsyncIterator[BillingDesk]:
+    """The ledger and the money alone, for the command line: no model is loaded."""
+    async with _open_database(settings) as database:
+        yield BillingDesk(database, Usage(database), Billing(database), Catalog(database))
+
+
+async def open_sinks(settings: Settings, stack: AsyncExitStack) -> list[Sink]:
+    """The sinks of the settings, whose connections close with `stack`. Raises ExportError."""
+    clients = [await stack.enter_async_context(httpx.AsyncClient(timeout=SINK_SECONDS)) for _ in settings.sinks]
+    return [make_sink(sink, client) for sink, client in zip(settings.sinks, clients, strict=True)]
 
 
 @asynccontextmanager
@@ -86,12 +120,16 @@ async def open_platform(settings: Settings, engine: EngineClient | None = None) 
             share_base_cache=settings.engine.share_base_cache_between_projects,
         )
         stack.push_async_callback(completions.drain, settings.server.drain_seconds)
+        await stack.enter_async_context(every(STORAGE_SECONDS, usage.accrue))
+        for sink in await open_sinks(settings, stack):
+            await stack.enter_async_context(every(DELIVERY_SECONDS, partial(Delivery(database).run, sink)))
         yield Platform(
             settings=settings,
             started_at=int(time.time()),
             tenants=tenants,
             adapters=adapters,
             usage=usage,
+            billing=Billing(database),
             engine=engine,
             completions=completions,
         )

@@ -18,8 +18,9 @@ from loramux.engine.distribution import SECONDS, Histogram
 from loramux.engine.messages import ModelFacts
 from loramux.engine.request import AdapterRef, Request, SamplingParams, ServiceClass
 from loramux.gateway.ask import Ask, Prompt
+from loramux.gateway.choice import Choice
 from loramux.gateway.errors import Draining, EngineDown
-from loramux.gateway.generation import Choice, Generation
+from loramux.gateway.generation import Generation
 from loramux.gateway.limits import check_text_length, check_token_ids, context_length, settle_max_tokens
 from loramux.gateway.tokenizer import Tokenizer
 from loramux.gateway.transcript import Transcript
@@ -118,6 +119,9 @@ class CompletionService:
             project_id=principal.project,
             model=model.name,
             adapter_digest=model.revision.digest if model.revision else None,
+            base_model=model.base_model,
+            tier=principal.tier,
+            tags=ask.tags,
             prompt_tokens=sum(map(len, prompts)),
             max_tokens=sum(budgets) * ask.n,
         )

@@ -25,7 +25,6 @@ class Transcript:
         self.index = index
         self.num_tokens = 0
         """Tokens generated up to and including the one that ended the answer, whether shown or not."""
-        self.cached_tokens = 0
         self.finish_reason: FinishReason | None = None
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer.decode, prompt_token_ids)
@@ -44,7 +43,6 @@ class Transcript:
         if event.finish_reason in ("error", "cancelled"):
             raise from_fault(event.fault)
         self.num_tokens += event.token_id is not None
-        self.cached_tokens = max(self.cached_tokens, event.cached_tokens)
         text = self._match(self._read(event), last=event.finish_reason is not None)
         self.finish_reason = self._ending(event)
         self._num_shown += len(text)

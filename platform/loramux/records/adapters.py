@@ -9,7 +9,8 @@ from sqlalchemy import ColumnElement, Row, Select, func, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from loramux.records.identity import TenantId, new_id
-from loramux.records.models import AdapterRow, AliasRow, RequestRow, RevisionRow
+from loramux.records.ledger_models import RequestRow
+from loramux.records.models import AdapterRow, AliasRow, RevisionRow
 
 DEFAULT_ALIAS = "default"
 READY = "ready"
@@ -48,7 +49,10 @@ class AdapterRepository:
         revision = await self._revision_with(adapter.id, content.digest)
         if revision is None:
             revision = await self._add_revision(adapter.id, content, at)
-        revision.state, revision.base = READY, content.base
+        if revision.deleted_at is not None:  # nothing was stored meanwhile; what is not counted of before still is
+            uncounted = revision.deleted_at - (revision.counted_until or revision.created_at)
+            revision.counted_until = at - max(0, uncounted)
+        revision.state, revision.base, revision.deleted_at = READY, content.base, None
         await self._session.flush()
         await self._point(adapter.id, DEFAULT_ALIAS, revision.id, at)
         listed = await self.default(name)
@@ -92,7 +96,7 @@ class AdapterRepository:
         adapter.deleted_at = at
         ready = (RevisionRow.adapter_id == adapter.id, RevisionRow.state == READY)
         digests = (await self._session.scalars(select(RevisionRow.digest).where(*ready))).all()
-        await self._session.execute(update(RevisionRow).where(*ready).values(state=DELETED))
+        await self._session.execute(update(RevisionRow).where(*ready).values(state=DELETED, deleted_at=at))
         return digests
 
     def _visible(self) -> tuple[ColumnElement[bool], ColumnElement[bool]]:

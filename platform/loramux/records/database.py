@@ -51,6 +51,11 @@ def sqlite_file(url: URL) -> Path | None:
     return Path(url.database) if url.get_backend_name() == "sqlite" and url.database else None
 
 
+def is_postgresql(session: AsyncSession) -> bool:
+    """Whether the session's database is PostgreSQL; else it is SQLite."""
+    return session.get_bind().dialect.name == "postgresql"
+
+
 def prepare_sqlite(engine: Engine, *, begin: str, **pragmas: str) -> None:
     """Make every connection of `engine` durable and strict, and let SQLAlchemy start transactions with `begin`.
 

@@ -9,11 +9,14 @@ from sqlalchemy import func, select
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from loramux.records.database import Database, sqlite_file
+from loramux.records.database import Database, is_postgresql, sqlite_file
 
 MIGRATIONS = 7_401_001
 CONTENTS = 7_401_002
 """Held while stored contents and the rows that need them change together, so that none goes while another comes."""
+
+PRICES = 7_401_004
+"""Held while prices are added, and while a period is closed that they would be in."""
 
 SERVERS = 7_401_003
 """The class of PostgreSQL's two-part locks that living servers hold, each under the hash of its id."""
@@ -24,7 +27,7 @@ async def exclusive(session: AsyncSession, lock: int) -> None:
 
     SQLite needs nothing: a writing transaction is alone already.
     """
-    if _is_postgresql(session):
+    if is_postgresql(session):
         await session.execute(select(func.pg_advisory_xact_lock(lock)))
 
 
@@ -48,11 +51,7 @@ async def alive(database: Database, server_id: str) -> AsyncIterator[None]:
 
 async def gone(session: AsyncSession, server_ids: Sequence[str]) -> list[str]:
     """Those of other servers that live no more. On SQLite all: an embedded database has one server."""
-    if not _is_postgresql(session):
+    if not is_postgresql(session):
         return list(server_ids)
     free = func.pg_try_advisory_xact_lock
     return [id for id in server_ids if await session.scalar(select(free(SERVERS, func.hashtext(id))))]
-
-
-def _is_postgresql(session: AsyncSession) -> bool:
-    return session.get_bind().dialect.name == "postgresql"

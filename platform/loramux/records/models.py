@@ -18,7 +18,6 @@ from sqlalchemy import (
     MetaData,
     Text,
     UniqueConstraint,
-    text,
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
@@ -103,7 +102,7 @@ class AdapterRow(Base):
 
 
 class RevisionRow(Base):
-    """An adapter's immutable, content-addressed weights; `state` and `base` alone ever change."""
+    """An adapter's immutable, content-addressed weights; what is not its content may change."""
 
     __tablename__ = "revisions"
     __table_args__ = (
@@ -128,6 +127,10 @@ class RevisionRow(Base):
     """Fingerprint of the base model that it was last validated against."""
     state: Mapped[str]
     created_at: Mapped[int]
+    deleted_at: Mapped[int | None]
+    """When its storage ceased to be charged."""
+    counted_until: Mapped[int | None]
+    """Up to when its storage is on the bill; None: not at all yet."""
 
 
 class AliasRow(Base):
@@ -146,75 +149,3 @@ class AliasRow(Base):
     tenant_id: Mapped[TenantId]
     revision_id: Mapped[str]
     updated_at: Mapped[int]
-
-
-class RequestRow(Base):
-    """What was asked, written before the engine sees it, with the most it can come to cost."""
-
-    __tablename__ = "requests"
-    __table_args__ = (
-        ForeignKeyConstraint(["tenant_id", "project_id"], ["projects.tenant_id", "projects.id"]),
-        CheckConstraint("status IN ('open', 'settled', 'interrupted')", name="status"),
-        CheckConstraint("prompt_tokens >= 0 AND max_tokens >= 0", name="quantities"),
-        Index(
-            "ix_requests_open",
-            "server_id",
-            sqlite_where=text("status = 'open'"),
-            postgresql_where=text("status = 'open'"),
-        ),
-    )
-
-    id: Mapped[str] = mapped_column(primary_key=True)
-    tenant_id: Mapped[TenantId]
-    key_id: Mapped[str]
-    """The key that asked, or the member who did in person."""
-    project_id: Mapped[ProjectId | None]
-    server_id: Mapped[str]
-    """The server process that runs it; when that one is gone, nobody else will settle the request."""
-    model: Mapped[str]
-    adapter_digest: Mapped[str | None]
-    prompt_tokens: Mapped[int]
-    max_tokens: Mapped[int]
-    status: Mapped[str]
-    created_at: Mapped[int]
-    settled_at: Mapped[int | None]
-
-
-class LedgerRow(Base):
-    """One line of the bill. Triggers refuse every UPDATE, DELETE and gap; corrections are new rows."""
-
-    __tablename__ = "ledger_entries"
-    __table_args__ = (
-        CheckConstraint("kind IN ('usage', 'interrupted')", name="kind"),
-        CheckConstraint("input_tokens >= 0 AND output_tokens >= 0", name="quantities"),
-        CheckConstraint("cached_tokens BETWEEN 0 AND input_tokens", name="cached"),
-        Index("ix_ledger_entries_tenant_id_created_at", "tenant_id", "created_at"),
-    )
-
-    sequence: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    event_id: Mapped[str] = mapped_column(unique=True)
-    kind: Mapped[str]
-    tenant_id: Mapped[TenantId] = mapped_column(ForeignKey("tenants.id"))
-    key_id: Mapped[str]
-    request_id: Mapped[str]
-    model: Mapped[str]
-    adapter_digest: Mapped[str | None]
-    input_tokens: Mapped[int]
-    cached_tokens: Mapped[int]
-    output_tokens: Mapped[int]
-    finish_reason: Mapped[str | None]
-    status: Mapped[str]
-    created_at: Mapped[int]
-    prev_hash: Mapped[str]
-    hash: Mapped[str]
-
-
-class LedgerHeadRow(Base):
-    """The ledger's last sequence and hash: one row, locked by whoever appends."""
-
-    __tablename__ = "ledger_head"
-    __table_args__ = (CheckConstraint("id = 1", name="single"),)
-
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    sequence: Mapped[int]
-    hash: Mapped[str]

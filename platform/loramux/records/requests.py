@@ -8,14 +8,31 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from sqlalchemy import insert, select, update
+from sqlalchemy import select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from loramux.records.models import RequestRow
+from loramux.records.bulk import among, insert_new
+from loramux.records.ledger_models import RequestRow
 
 OPEN = "open"
 SETTLED = "settled"
 INTERRUPTED = "interrupted"
+
+BILLED = (
+    RequestRow.id,
+    RequestRow.tenant_id,
+    RequestRow.key_id,
+    RequestRow.project_id,
+    RequestRow.model,
+    RequestRow.adapter_digest,
+    RequestRow.base_model,
+    RequestRow.tier,
+    RequestRow.tags,
+)
+"""What a request hands down to its line on the bill."""
+
+BilledRequest = Any
+"""A row of BILLED; SQLAlchemy gives rows of so many columns no type."""
 
 
 class RequestRepository:
@@ -24,26 +41,32 @@ class RequestRepository:
     def __init__(self, session: AsyncSession) -> None:
         self._session = session
 
-    async def add(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Insert rows, given as columns."""
-        await self._session.execute(insert(RequestRow), rows)
+    async def add(self, rows: Sequence[dict[str, Any]]) -> bool:
+        """Insert rows, given as columns; False when some id was there already, and then only the others are added."""
+        return await insert_new(self._session, RequestRow, rows) == len(rows)
 
-    async def by_id(self, ids: Collection[str]) -> dict[str, RequestRow]:
-        """The requests with these ids, those that exist."""
-        found = await self._session.scalars(select(RequestRow).where(RequestRow.id.in_(ids)))
-        return {row.id: row for row in found}
+    async def owners(self, ids: Collection[str]) -> dict[str, str]:
+        """Which server has opened each of these requests, those that exist."""
+        statement = select(RequestRow.id, RequestRow.server_id).where(among(self._session, RequestRow.id, ids))
+        return {id: server for id, server in await self._session.execute(statement)}
 
     async def servers_with_open(self, *, besides: str) -> list[str]:
         """The other servers that have requests open."""
         statement = select(RequestRow.server_id).where(RequestRow.status == OPEN, RequestRow.server_id != besides)
         return list(await self._session.scalars(statement.distinct()))
 
-    async def left_open(self, servers: Collection[str], limit: int) -> Sequence[RequestRow]:
-        """Some of the requests that these servers have open."""
-        statement = select(RequestRow).where(RequestRow.status == OPEN, RequestRow.server_id.in_(servers))
-        return (await self._session.scalars(statement.order_by(RequestRow.id).limit(limit))).all()
+    async def left_open(self, servers: Collection[str], limit: int) -> list[str]:
+        """Some of the requests that these servers have open, by id."""
+        statement = select(RequestRow.id).where(RequestRow.status == OPEN, RequestRow.server_id.in_(servers))
+        return list(await self._session.scalars(statement.order_by(RequestRow.id).limit(limit)))
 
-    async def close(self, ids: Sequence[str], status: str, at: int) -> None:
-        """Write the end of these requests."""
-        statement = update(RequestRow).where(RequestRow.id.in_(ids)).values(status=status, settled_at=at)
-        await self._session.execute(statement, execution_options={"synchronize_session": False})
+    async def close(self, ids: Collection[str], status: str, at: int) -> dict[str, BilledRequest]:
+        """Write the end of these requests; those that were not settled before, by id."""
+        statement = (
+            update(RequestRow)
+            .where(among(self._session, RequestRow.id, ids), RequestRow.status != SETTLED)
+            .values(status=status, settled_at=at)
+            .returning(*BILLED)
+            .execution_options(synchronize_session=False)
+        )
+        return {row.id: row for row in (await self._session.execute(statement)).all()}

@@ -10,7 +10,8 @@ from sqlalchemy import ColumnElement, Label, SQLColumnExpression, case, cast, fu
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from loramux.records.identity import TenantId
-from loramux.records.models import BigInt, LedgerRow
+from loramux.records.ledger_models import LedgerRow
+from loramux.records.models import BigInt
 
 
 class UsageTotals(msgspec.Struct, frozen=True, kw_only=True):

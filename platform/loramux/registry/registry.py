@@ -56,6 +56,8 @@ class ResolvedModel(msgspec.Struct, frozen=True, kw_only=True):
     """What a model name means at this moment: `tenant/adapter@3`, or the base model (no revision)."""
 
     name: str
+    base_model: str
+    """The base model's served name."""
     revision: Revision | None
 
 
@@ -107,7 +109,7 @@ class Registry:
     async def resolve(self, principal: Principal, model: str) -> ResolvedModel:
         """What `model` means to this caller now. Raises ModelNotFound, RevisionUnavailable."""
         if model == self._served_model_name and principal.may_use(model):
-            return ResolvedModel(name=model, revision=None)
+            return ResolvedModel(name=model, base_model=model, revision=None)
         name = parse_model(model)
         if name is None or name.tenant != principal.tenant_name:
             raise ModelNotFound(model)
@@ -210,6 +212,7 @@ class Registry:
             raise RevisionUnavailable(f"the files of `{name}` are damaged: {error}", "model") from error
         return ResolvedModel(
             name=name,
+            base_model=self._served_model_name,
             revision=Revision(
                 adapter_id=adapter.id, number=revision.number, digest=revision.digest, directory=directory
             ),

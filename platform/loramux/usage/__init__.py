@@ -1,5 +1,6 @@
 """What was used, and the proof of it."""
 
+from loramux.records.counts import Counted
 from loramux.records.errors import ChainBroken
 from loramux.records.ledger import LedgerEntry
 from loramux.records.usage import UsageTotals
@@ -10,6 +11,7 @@ from loramux.usage.usage import Usage
 
 __all__ = [
     "ChainBroken",
+    "Counted",
     "InvalidQuery",
     "LedgerEntry",
     "OpenedRequest",

@@ -17,7 +17,7 @@ from loramux.usage.errors import UsageClosed
 Operation = TypeVar("Operation")
 Outcome = TypeVar("Outcome")
 
-MAX_BATCH = 256
+MAX_BATCH = 1024
 
 PAUSES = (0.05, 0.25, 1.0, 3.0)
 """Seconds between attempts while the database does not answer."""
@@ -27,7 +27,7 @@ Commit = Callable[[Sequence[Operation]], Awaitable[Sequence[Outcome | Exception]
 
 
 class GroupCommit(Generic[Operation, Outcome]):
-    """Commits operations in batches; a batch that fails is done again one by one, so that only the guilty fail."""
+    """Commits operations in batches; one that fails is halved and done again, so that only the guilty fail."""
 
     def __init__(self, commit: Commit[Operation, Outcome], max_batch: int = MAX_BATCH) -> None:
         self._commit = commit
@@ -84,7 +84,8 @@ class GroupCommit(Generic[Operation, Outcome]):
         except Exception as error:  # whatever it was, its caller gets it, and the writer lives
             if len(batch) == 1:
                 return [error]
-        return [(await self._settle([operation]))[0] for operation in batch]
+        half = len(batch) // 2
+        return [*await self._settle(batch[:half]), *await self._settle(batch[half:])]
 
     async def _attempt(self, batch: Sequence[Operation]) -> Sequence[Outcome | Exception]:
         for pause in PAUSES:

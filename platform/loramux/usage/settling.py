@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from loramux.records import Database, ProjectId, RowRefused, TenantId
+from loramux.records.counts import Counted, CountRepository, Weights
 from loramux.records.ledger import LedgerDraft, LedgerEntry, LedgerRepository
+from loramux.records.ledger_models import LedgerHeadRow
 from loramux.records.locks import gone
-from loramux.records.models import RequestRow
-from loramux.records.requests import INTERRUPTED, OPEN, SETTLED, RequestRepository
+from loramux.records.requests import INTERRUPTED, OPEN, SETTLED, BilledRequest, RequestRepository
 from loramux.usage.errors import RequestRefused, UnknownRequest
 
 USAGE = "usage"
@@ -28,38 +29,53 @@ class OpenedRequest(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     """As resolved: `tenant/adapter@3`, or the base model's name."""
     adapter_digest: str | None
+    base_model: str = ""
+    tier: str = ""
+    tags: str = ""
+    """As `loramux.usage.tags` writes them."""
     prompt_tokens: int
     max_tokens: int
 
 
 class Settlement(msgspec.Struct, frozen=True, kw_only=True):
-    """How a request ended, in whole tokens; cached_tokens are part of input_tokens."""
+    """How a request ended, in whole tokens; cached_tokens are part of input_tokens, waived or not."""
 
     request_id: str
-    input_tokens: int
-    cached_tokens: int
-    output_tokens: int
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
     """Every token generated up to and including the one that ended it, also those the client never saw."""
+    waived_input_tokens: int = 0
+    waived_cached_tokens: int = 0
+    waived_output_tokens: int = 0
+    adapter_load: int = 0
+    """How often weights were read into the pool for it."""
     finish_reason: str | None
     status: str
     """`completed`, `cancelled` or `failed`."""
+    counted: Counted | None = None
+    """What the engine counted for it by itself; None when it died, and then the quantities are 0."""
 
 
 Operation = OpenedRequest | Settlement
 Outcome = LedgerEntry | None
 """A settlement's entry; None for an opened request."""
 
+QUANTITIES = (
+    "input_tokens",
+    "cached_tokens",
+    "output_tokens",
+    "waived_input_tokens",
+    "waived_cached_tokens",
+    "waived_output_tokens",
+    "adapter_load",
+)
+INHERITED = ("tenant_id", "key_id", "project_id", "model", "adapter_digest", "base_model", "tier", "tags")
+
 
 def unused(request_id: str, status: str) -> Settlement:
     """The end of a request that is recorded and costs nothing."""
-    return Settlement(
-        request_id=request_id,
-        input_tokens=0,
-        cached_tokens=0,
-        output_tokens=0,
-        finish_reason=None,
-        status=status,
-    )
+    return Settlement(request_id=request_id, finish_reason=None, status=status)
 
 
 class Settler:
@@ -85,12 +101,13 @@ class Settler:
 
     async def _commit(self, batch: Sequence[Operation]) -> list[Outcome | Exception]:
         opened = [operation for operation in batch if isinstance(operation, OpenedRequest)]
-        settled = [operation for operation in batch if isinstance(operation, Settlement)]
+        settled = {one.request_id: one for one in reversed(batch) if isinstance(one, Settlement)}
         async with self._database.begin() as session:
             refused = await self._open(RequestRepository(session), opened) if opened else {}
-            entries = (
-                await self._settle(RequestRepository(session), LedgerRepository(session), settled) if settled else {}
-            )
+            entries: dict[str, LedgerEntry | Exception] = {}
+            if settled:
+                repositories = RequestRepository(session), LedgerRepository(session), CountRepository(session)
+                entries = await self._settle(*repositories, settled)
         return [
             entries[operation.request_id] if isinstance(operation, Settlement) else refused.get(operation.id)
             for operation in batch
@@ -98,38 +115,37 @@ class Settler:
 
     async def _open(self, requests: RequestRepository, opened: Sequence[OpenedRequest]) -> dict[str, Exception]:
         """Insert the rows; one that a lost connection made us write twice is fine, another one's id is not."""
-        existing = await requests.by_id([request.id for request in opened])
         now = self._database.now()
-        rows = {request.id: self._row(request, now) for request in opened if request.id not in existing}
-        if rows:
-            await requests.add(list(rows.values()))
+        rows = {request.id: self._row(request, now) for request in opened}
+        if await requests.add(list(rows.values())):
+            return {}
         return {
             id: RequestRefused(f"there is another request {id} already")
-            for id, row in existing.items()
-            if row.server_id != self._server_id
+            for id, server in (await requests.owners(rows)).items()
+            if server != self._server_id
         }
 
     async def _settle(
-        self, requests: RequestRepository, ledger: LedgerRepository, settled: Sequence[Settlement]
+        self,
+        requests: RequestRepository,
+        ledger: LedgerRepository,
+        counts: CountRepository,
+        settled: dict[str, Settlement],
     ) -> dict[str, LedgerEntry | Exception]:
         """Append what is not in the ledger yet. The head comes first: it makes two servers take turns."""
         head = await ledger.lock()
-        ids = sorted({settlement.request_id for settlement in settled})
-        rows = await requests.by_id(ids)
-        entries = await ledger.of_requests(USAGE, ids)
         now = self._database.now()
-        drafts = {
-            settlement.request_id: _draft(rows[settlement.request_id], settlement, now)
-            for settlement in settled
-            if settlement.request_id in rows and settlement.request_id not in entries
-        }
-        appended = await ledger.append(head, list(drafts.values()))
-        if drafts:
-            await requests.close(list(drafts), SETTLED, now)
+        closed = await requests.close(settled, SETTLED, now)
+        fresh = [(closed[id], settlement) for id, settlement in settled.items() if id in closed]
+        appended = await ledger.append(head, [_draft(row, settlement, now) for row, settlement in fresh])
+        if counted := _by_weights(fresh):
+            await counts.add(self._server_id, counted)
+        others = settled.keys() - closed.keys()
+        known = await ledger.of_requests(USAGE, others) if others else {}
         unknown: dict[str, LedgerEntry | Exception] = {
-            id: UnknownRequest(f"request {id} was never opened") for id in ids if id not in rows
+            id: UnknownRequest(f"request {id} was never opened") for id in others - known.keys()
         }
-        return unknown | entries | {entry.request_id: entry for entry in appended}
+        return unknown | known | {entry.request_id: entry for entry in appended}
 
     async def _sweep_batch(self) -> int:
         async with self._database.begin() as session:
@@ -137,21 +153,29 @@ class Settler:
             head = await ledger.lock()
             dead = await gone(session, await requests.servers_with_open(besides=self._server_id))
             left = await requests.left_open(dead, SWEEP_BATCH)
-            now = self._database.now()
-            await ledger.append(head, [_draft(row, unused(row.id, INTERRUPTED), now, kind=INTERRUPTED) for row in left])
-            if left:
-                await requests.close([row.id for row in left], INTERRUPTED, now)
+            return await self._interrupt(requests, ledger, head, left) if left else 0
+
+    async def _interrupt(
+        self, requests: RequestRepository, ledger: LedgerRepository, head: LedgerHeadRow, left: list[str]
+    ) -> int:
+        now = self._database.now()
+        closed = await requests.close(left, INTERRUPTED, now)
+        drafts = [_draft(closed[id], unused(id, INTERRUPTED), now, INTERRUPTED) for id in left]
+        await ledger.append(head, drafts)
         return len(left)
 
     def _row(self, request: OpenedRequest, now: int) -> dict[str, object]:
         return {
             "id": request.id,
             "tenant_id": request.tenant,
-            "project_id": request.project_id,
             "key_id": request.key_id,
+            "project_id": request.project_id,
             "server_id": self._server_id,
             "model": request.model,
             "adapter_digest": request.adapter_digest,
+            "base_model": request.base_model,
+            "tier": request.tier,
+            "tags": request.tags,
             "prompt_tokens": request.prompt_tokens,
             "max_tokens": request.max_tokens,
             "status": OPEN,
@@ -159,18 +183,22 @@ class Settler:
         }
 
 
-def _draft(row: RequestRow, settlement: Settlement, now: int, kind: str = USAGE) -> LedgerDraft:
+def _draft(row: BilledRequest, settlement: Settlement, now: int, kind: str = USAGE) -> LedgerDraft:
     return LedgerDraft(
         kind=kind,
-        tenant_id=row.tenant_id,
-        key_id=row.key_id,
         request_id=row.id,
-        model=row.model,
-        adapter_digest=row.adapter_digest,
-        input_tokens=settlement.input_tokens,
-        cached_tokens=settlement.cached_tokens,
-        output_tokens=settlement.output_tokens,
         finish_reason=settlement.finish_reason,
         status=settlement.status,
         created_at=now,
+        **{name: getattr(row, name) for name in INHERITED},
+        **{name: getattr(settlement, name) for name in QUANTITIES},
     )
+
+
+def _by_weights(settled: Iterable[tuple[BilledRequest, Settlement]]) -> dict[Weights, Counted]:
+    sums: dict[Weights, Counted] = {}
+    for row, settlement in settled:
+        if settlement.counted is not None:
+            weights = row.base_model, row.adapter_digest or ""
+            sums[weights] = sums.get(weights, Counted()) + settlement.counted
+    return sums

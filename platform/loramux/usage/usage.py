@@ -6,6 +6,7 @@ import asyncio
 from contextlib import AsyncExitStack, suppress
 
 from loramux.records import Database, Principal, TenantId
+from loramux.records.counts import Counted
 from loramux.records.identity import new_id
 from loramux.records.ledger import LedgerEntry, LedgerRepository
 from loramux.records.locks import alive
@@ -14,6 +15,7 @@ from loramux.usage.errors import UsageClosed
 from loramux.usage.group_commit import GroupCommit
 from loramux.usage.query import SECOND, UsagePage, UsageQuery, plan_buckets
 from loramux.usage.settling import OpenedRequest, Operation, Outcome, Settlement, Settler, unused
+from loramux.usage.storage import StorageMeter
 
 
 class Usage:
@@ -25,6 +27,8 @@ class Usage:
         self._settler = Settler(database, self._server_id)
         self._writer: GroupCommit[Operation, Outcome] = GroupCommit(self._settler.commit)
         self._life = AsyncExitStack()
+        self.drift_tokens = 0
+        """Tokens by which what this server settled differs from what its engine counted for it."""
 
     async def start(self) -> None:
         """Begin to write, as a server that others see alive."""
@@ -56,6 +60,8 @@ class Usage:
         """
         entry = await self._writer.submit(settlement)
         assert entry is not None
+        if settlement.counted is not None:
+            self.drift_tokens += settlement.counted.drift(_billed(entry))
         return entry
 
     def _abandon(self, request: OpenedRequest) -> None:
@@ -68,6 +74,10 @@ class Usage:
         A server that was thought dead and still settles puts its usage on the bill all the same.
         """
         return await self._settler.sweep()
+
+    async def accrue(self) -> int:
+        """Put adapters' storage on the bill, up to the last day that is over; the number of entries."""
+        return await StorageMeter(self._database).accrue()
 
     async def completions(self, principal: Principal, query: UsageQuery) -> UsagePage:
         """The caller's usage in buckets of time. Raises InvalidQuery."""
@@ -85,6 +95,15 @@ class Usage:
         """Prove that no ledger entry was altered; the number of entries. Raises ChainBroken."""
         async with self._database.read() as session:
             return (await LedgerRepository(session).verify()).sequence
+
+
+def _billed(entry: LedgerEntry) -> Counted:
+    """What an entry says that the engine did, paid or not."""
+    return Counted(
+        prompt_tokens=entry.input_tokens + entry.waived_input_tokens,
+        cached_tokens=entry.cached_tokens + entry.waived_cached_tokens,
+        output_tokens=entry.output_tokens + entry.waived_output_tokens,
+    )
 
 
 def _forget(outcome: asyncio.Future[Outcome]) -> None:

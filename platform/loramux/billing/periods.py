@@ -1,0 +1,74 @@
+"""Billing periods: calendar months, UTC."""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime
+
+import msgspec
+
+from loramux.billing.errors import InvalidPeriod
+from loramux.records.billing_models import PeriodRow
+from loramux.records.quantities import Span
+
+SECOND = 1_000_000
+"""Microseconds."""
+_month = re.compile(r"(\d{4})-(0[1-9]|1[0-2])")
+
+
+class Month(msgspec.Struct, frozen=True, order=True):
+    """A calendar month, UTC."""
+
+    year: int
+    month: int
+
+    @classmethod
+    def parse(cls, text: str) -> Month:
+        """From `2026-11`. Raises InvalidPeriod."""
+        match = _month.fullmatch(text)
+        if match is None or int(match[1]) < 1970:
+            raise InvalidPeriod(f"a period is a month such as 2026-11; got {text[:20]!r}", "period")
+        return cls(int(match[1]), int(match[2]))
+
+    @classmethod
+    def at(cls, microseconds: int) -> Month:
+        """The month that a moment lies in."""
+        moment = datetime.fromtimestamp(microseconds // SECOND, UTC)
+        return cls(moment.year, moment.month)
+
+    @property
+    def next(self) -> Month:
+        """The month after."""
+        return Month(self.year + self.month // 12, self.month % 12 + 1)
+
+    @property
+    def starts_at(self) -> int:
+        """Its first microsecond."""
+        return int(datetime(self.year, self.month, 1, tzinfo=UTC).timestamp()) * SECOND
+
+    @property
+    def ends_at(self) -> int:
+        """The next one's first microsecond."""
+        return self.next.starts_at
+
+    def __str__(self) -> str:
+        return f"{self.year:04}-{self.month:02}"
+
+
+class Period(msgspec.Struct, frozen=True, kw_only=True):
+    """A month and the ledger entries that are billed in it; an open one has no last entry yet, and no digest."""
+
+    month: Month
+    span: Span
+    digest: str | None
+    """The hash of the last entry, which covers every entry before."""
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it can no longer change."""
+        return self.digest is not None
+
+
+def closed_period(row: PeriodRow) -> Period:
+    """A period as it was closed."""
+    return Period(month=Month.parse(row.id), span=Span(row.first_sequence, row.last_sequence), digest=row.digest)

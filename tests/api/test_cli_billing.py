@@ -1,0 +1,114 @@
+"""A month from its price list to its exports, by the commands that an operator types."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sqlite3
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from site_fixture import Site
+
+from loramux_api.cli import main
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+MONTH = datetime.now(UTC).strftime("%Y-%m")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    file = tmp_path / "loramux.toml"
+    file.write_text(
+        '[model]\npath = "base"\nserved_model_name = "tiny"\n[records]\nurl = "sqlite:///records.sqlite3"\n'
+    )
+    return file
+
+
+def loramux(config: Path, *arguments: str, code: int = 0) -> Result:
+    result = CliRunner().invoke(main, [*arguments, "--config", str(config)], env={"LORAMUX_CONFIG": ""})
+    assert result.exit_code == code, result.output
+    return result
+
+
+def read(config: Path, *arguments: str) -> Any:
+    return json.loads(loramux(config, *arguments, "--json").stdout)
+
+
+def test_a_month_from_its_prices_to_its_exports(config: Path, tmp_path: Path) -> None:
+    loramux(config, "tenant", "create", "acme")
+    assert read(config, "price", "apply", str(CONFIGS / "plans.toml")) == {"added": 5}
+    assert read(config, "price", "apply", str(CONFIGS / "plans.toml")) == {"added": 0}
+    assert [plan["name"] for plan in read(config, "price", "ls")] == ["standard"]
+    loramux(config, "price", "give", "standard", "--tenant", "acme", "--from", MONTH)
+    assert (
+        "already; choose a later"
+        in loramux(config, "price", "give", "standard", "--tenant", "acme", "--from", MONTH, code=1).stderr
+    )
+    draft = read(config, "usage", "invoice", "--tenant", "acme", "--period", MONTH, "--html", str(tmp_path / "i.html"))
+    assert (draft["status"], draft["total"], draft["currency"]) == ("draft", "0.00", "USD")
+    assert f"INV-{MONTH}-acme" in (tmp_path / "i.html").read_text()
+    assert "not over yet" in loramux(config, "usage", "close", "--period", MONTH, code=1).stderr
+    for focus in ((), ("--focus",)):
+        made = read(config, "usage", "export", "--period", MONTH, "--out", str(tmp_path / "out"), *focus)
+        data = (tmp_path / "out" / made["file"]).read_bytes()
+        assert (made["rows"], made["sha256"]) == (0, hashlib.sha256(data).hexdigest())
+    assert read(config, "usage", "reconcile")["entries"] == 0
+    assert read(config, "usage", "margin", "--period", MONTH, "--gpu-cost", "12.50") == []
+    assert "no amount" in loramux(config, "usage", "margin", "--period", MONTH, "--gpu-cost", "x", code=2).stderr
+    assert read(config, "usage", "deliver") == []
+
+
+def test_drift_is_told_and_exits_with_one(config: Path, tmp_path: Path) -> None:
+    loramux(config, "tenant", "create", "acme")
+    with sqlite3.connect(tmp_path / "records.sqlite3") as records:
+        records.execute("INSERT INTO engine_counts VALUES ('server', 'tiny', '', 5, 0, 2)")
+    told = loramux(config, "usage", "reconcile", code=1).stderr
+    assert "differ by 7 tokens" in told
+    assert "tiny" in told
+
+
+def test_a_ledger_that_was_altered_exits_with_one(config: Path, tmp_path: Path) -> None:
+    loramux(config, "tenant", "create", "acme")
+    with sqlite3.connect(tmp_path / "records.sqlite3") as records:
+        records.execute("UPDATE ledger_head SET sequence = 3")
+    assert "ledger entry 3" in loramux(config, "usage", "reconcile", code=1).stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("usage", "invoice", "--tenant", "nobody", "--period", MONTH), "there is no tenant 'nobody'"),
+        (("usage", "close", "--period", "2026-13"), "a period is a month such as 2026-11"),
+        (("usage", "correct", "evt_1", "--change", "output_tokens=1", "--reason", "x"), "no entry 'evt_1'"),
+        (("usage", "export", "--period", "1999-01"), "nothing is billed in 1999-01"),
+        (("price", "give", "none", "--tenant", "nobody", "--from", MONTH), "there is no tenant 'nobody'"),
+        (("price", "apply", "absent.toml"), "cannot be read"),
+    ],
+)
+def test_refusals_say_what_is_wrong(config: Path, arguments: tuple[str, ...], told: str) -> None:
+    assert told in loramux(config, *arguments, code=1).stderr
+
+
+def test_costs_by_the_admin_client(site: Site) -> None:
+    import time
+
+    import openai
+
+    site.openai("globex").completions.create(model="tiny", prompt="ab", extra_body={"metadata": {"team": "red"}})
+    admin = openai.OpenAI(base_url=f"{site.url}/v1", api_key="x", admin_api_key=site.keys["globex"], max_retries=0)
+    page = admin.admin.organization.usage.costs(start_time=int(time.time()) - 60, group_by=["line_item", "project_id"])
+    results = [result for bucket in page.data for result in bucket.results]
+    assert {"input_uncached, tiny, standard", "output, tiny, standard"} <= {result.line_item for result in results}
+    assert {result.amount.value for result in results} == {0.0}
+    with site.http("globex") as http:
+        for query, param in (
+            ("bucket_width=1h", "bucket_width"),
+            ("group_by=user_id", "group_by"),
+            ("limit=0", "limit"),
+        ):
+            refused = http.get(f"/v1/organization/costs?start_time=0&{query}")
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)

@@ -1,0 +1,347 @@
+"""Plans, periods and invoices over a real ledger, whose totals are computed again in SQL and in decimal."""
+
+import asyncio
+import datetime
+from collections.abc import AsyncIterator, Awaitable, Callable
+from decimal import ROUND_HALF_UP, Decimal
+from pathlib import Path
+
+import msgspec
+import pytest
+import sqlalchemy as sa
+from billed import DAY, DECEMBER, NOVEMBER, PLANS, SECOND, Clock, give_plan, use
+
+from loramux.billing import (
+    Billing,
+    BillingError,
+    Catalog,
+    CostsQuery,
+    InvalidPeriod,
+    InvalidPlan,
+    Invoice,
+    Month,
+    PeriodNotOpen,
+    UnknownEntry,
+    read_plans,
+    reconcile,
+)
+from loramux.records import Database, Principal
+from loramux.records.database import parse_url
+from loramux.records.ledger import LedgerRepository
+from loramux.usage import Counted, OpenedRequest, Settlement, Usage
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+async def database(url: str, clock: Clock, anyio_backend: str) -> AsyncIterator[Database]:
+    database = Database(url, clock=clock)
+    yield database
+    await database.close()
+
+
+@pytest.fixture
+async def usage(database: Database) -> AsyncIterator[Usage]:
+    usage = Usage(database)
+    await usage.start()
+    yield usage
+    await usage.stop()
+
+
+@pytest.fixture
+async def acme(enrol: Callable[[str], Awaitable[Principal]]) -> Principal:
+    return await enrol("acme")
+
+
+@pytest.fixture
+async def priced(database: Database, acme: Principal, tmp_path: Path) -> Billing:
+    await give_plan(database, tmp_path)
+    return Billing(database)
+
+
+AMOUNTS = [(1_000_003, 17, 4_001), (999_999, 400_000, 9_500), (123, 0, 77)]
+
+
+async def busy_november(usage: Usage, acme: Principal) -> list[str]:
+    return [await use(usage, acme, f"r{i}", *amount) for i, amount in enumerate(AMOUNTS)]
+
+
+async def test_an_invoice_is_what_sql_and_decimal_make_of_the_ledger(
+    url: str, usage: Usage, acme: Principal, priced: Billing, clock: Clock
+) -> None:
+    await busy_november(usage, acme)
+    clock.now = DECEMBER.starts_at
+    [invoice] = await priced.close(NOVEMBER)
+    engine = sa.create_engine(parse_url(url), poolclass=sa.NullPool)
+    sums = sa.text(
+        "SELECT sum(input_tokens - cached_tokens), sum(cached_tokens), sum(output_tokens) FROM ledger_entries"
+        " WHERE tenant_id = :tenant AND sequence BETWEEN :first AND :last"
+    )
+    with engine.connect() as connection:
+        span = {"tenant": acme.tenant, "first": invoice.first_sequence, "last": invoice.last_sequence}
+        uncached, cached, output = (Decimal(int(value)) for value in connection.execute(sums, span).one())
+    engine.dispose()
+    over = output - 1_000  # the free quota
+    exact = [
+        uncached * Decimal("0.20") / 1_000_000,
+        cached * Decimal("0.02") / 1_000_000,
+        (Decimal(10_000) * Decimal("0.0137") + (over - 10_000) * Decimal("0.0091")) / 1_000,
+    ]
+    cents = [amount.quantize(Decimal("0.01"), ROUND_HALF_UP) for amount in exact]
+    assert [line.amount for line in invoice.lines[:3]] == cents
+    assert invoice.lines[3].amount == Decimal("0.50") - sum(cents)
+    assert invoice.total == Decimal("0.50")
+
+
+async def test_a_closed_period_never_changes_and_what_comes_later_is_in_the_next(
+    usage: Usage, acme: Principal, priced: Billing, clock: Clock
+) -> None:
+    [first, *_] = await busy_november(usage, acme)
+    draft = await priced.invoice("acme", NOVEMBER)
+    assert draft.status == "draft"
+    clock.now = DECEMBER.starts_at
+    [final] = await priced.close(NOVEMBER)
+    assert (final.status, final.lines[:3]) == ("final", draft.lines)
+    clock.now -= 5 * SECOND  # a server whose clock is late
+    await use(usage, acme, "late", 1_000_000, 0, 0)
+    await priced.correct(first, {"output_tokens": -4_001}, "refund")
+    again = await priced.correct(first, {"output_tokens": -4_001}, "refund")
+    assert again.corrects == first
+    clock.now = DECEMBER.ends_at
+    assert await priced.invoice("acme", NOVEMBER) == final
+    [december] = await priced.close(DECEMBER)
+    assert (december.first_sequence, december.last_sequence) == (4, 5)
+    assert [(line.meter, line.quantity) for line in december.lines[:2]] == [
+        ("input_uncached", 1_000_000),
+        ("output", -4_001),
+    ]
+    assert december.lines[1].amount < 0
+    assert await usage.verify_chain() == 5
+
+
+async def test_periods_close_once_in_order_when_they_are_over(priced: Billing, clock: Clock) -> None:
+    with pytest.raises(PeriodNotOpen, match="not over yet"):
+        await priced.close(NOVEMBER)
+    clock.now = DECEMBER.ends_at
+    [invoice] = await priced.close(NOVEMBER)
+    assert (invoice.first_sequence, invoice.last_sequence, invoice.ledger_digest) == (1, 0, "0" * 64)
+    for month, told in ((NOVEMBER, "closed already"), (Month(2027, 1), "2026-12 is still open")):
+        with pytest.raises(PeriodNotOpen, match=told):
+            await priced.close(month)
+
+
+async def test_closing_at_once_closes_once(priced: Billing, clock: Clock) -> None:
+    clock.now = DECEMBER.starts_at
+    ends = await asyncio.gather(*(priced.close(NOVEMBER) for _ in range(4)), return_exceptions=True)
+    assert sorted(type(end).__name__ for end in ends) == ["PeriodNotOpen", "PeriodNotOpen", "PeriodNotOpen", "list"]
+
+
+@pytest.mark.parametrize("table", ["plans", "prices", "subscriptions", "periods", "invoices"])
+async def test_what_was_promised_is_not_rewritten(
+    priced: Billing, clock: Clock, sql: Callable[[str], None], table: str
+) -> None:
+    clock.now = DECEMBER.starts_at
+    await priced.close(NOVEMBER)
+    for statement in (
+        f"DELETE FROM {table}",
+        f"UPDATE {table} SET {'created_at' if table != 'periods' else 'closed_at'} = 0",
+    ):
+        with pytest.raises(sa.exc.DBAPIError, match="append-only"):
+            sql(statement)
+
+
+async def test_prices_are_only_added_and_never_to_a_closed_period(
+    database: Database, priced: Billing, clock: Clock, tmp_path: Path
+) -> None:
+    catalog, file = Catalog(database), tmp_path / "plans.toml"
+    assert await catalog.apply(read_plans(file)) == 0
+    for changed, told in (("0.20", "later valid_from"), ("USD", "another currency")):
+        file.write_text(PLANS.replace(changed, {"0.20": "0.30", "USD": "EUR"}[changed]))
+        with pytest.raises(InvalidPlan, match=told):
+            await catalog.apply(read_plans(file))
+    clock.now = DECEMBER.starts_at
+    await priced.close(NOVEMBER)
+    file.write_text(PLANS.replace('"input_cached"\nvalid_from = 2026-11-01', '"input_cached"\nvalid_from = 2026-11-20'))
+    with pytest.raises(InvalidPlan, match="the first open day is 2026-12-01"):
+        await catalog.apply(read_plans(file))
+    with pytest.raises(InvalidPlan, match="2026-11 is closed"):
+        await catalog.subscribe("acme", "standard", NOVEMBER)
+    [plan] = await catalog.plans()
+    assert len(plan.prices) == 3
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ('currency = "USD"', 'currency = "XAU"', "ISO 4217"),
+        ('price = "0.20"', "price = 0.20", "Expected `str"),
+        ('price = "0.20"', 'price = "0.0000000001"', "at most 9 digits"),
+        ('meter = "output"', 'meter = "waived_output"', "meter is one of"),
+        ('minimum = "0.50"', 'minimum = "0.505"', "at most 2 digits"),
+        ("above = 10_000", "above = 0", "begin above 0 and rise"),
+        ("free = 1_000", "fre = 1_000", "unknown field"),
+        ('name = "standard"', 'name = "No Spaces"', "a plan's name"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused_with_its_field(tmp_path: Path, old: str, new: str, told: str) -> None:
+    (tmp_path / "plans.toml").write_text(PLANS.replace(old, new))
+    with pytest.raises(InvalidPlan, match=told):
+        read_plans(tmp_path / "plans.toml")
+
+
+async def test_corrections_name_what_there_is(priced: Billing, usage: Usage, acme: Principal) -> None:
+    [first, *_] = await busy_november(usage, acme)
+    with pytest.raises(UnknownEntry):
+        await priced.correct("evt_none", {"output_tokens": 1}, "x")
+    for changes in ({"sequence": 1}, {"output_tokens": 0}, {}):
+        with pytest.raises(BillingError, match="a correction changes"):
+            await priced.correct(first, changes, "x")
+
+
+async def test_costs_by_day_and_whom_they_belong_to_add_up_to_the_invoice(
+    usage: Usage, acme: Principal, priced: Billing, clock: Clock
+) -> None:
+    await use(usage, acme, "a", 2_000_000, 0, 3_000, project_id=acme.project, tags='{"team":"red"}')
+    clock.now += DAY * SECOND
+    await use(usage, acme, "b", 1_000_000, 500_000, 7_000)
+    start = NOVEMBER.starts_at // SECOND
+    query = CostsQuery(start_time=start, group_by=("project_id", "line_item"), limit=31)
+    page = await priced.costs(acme, query)
+    assert (len(page.data), page.has_more) == (16, False)
+    results = [(bucket.start_time, result) for bucket in page.data for result in bucket.results]
+    by_project = {result.project_id for _, result in results}
+    assert by_project == {acme.project, None}
+    total = sum(result.amount.value for _, result in results)
+    assert total == (await priced.invoice("acme", NOVEMBER)).total > 0
+    assert {result.amount.currency for _, result in results} == {"usd"}
+    only = await priced.costs(acme, CostsQuery(start_time=start, project_ids=(acme.project,), limit=31))
+    assert sum(r.amount.value for b in only.data for r in b.results) == sum(
+        r.amount.value for _, r in results if r.project_id == acme.project
+    )
+
+
+async def test_costs_come_in_pages(priced: Billing, usage: Usage, acme: Principal) -> None:
+    await busy_november(usage, acme)
+    start, seen, page = NOVEMBER.starts_at // SECOND, [], None
+    while True:
+        got = await priced.costs(acme, CostsQuery(start_time=start, limit=4, page=page))
+        seen += [bucket.start_time for bucket in got.data]
+        if not got.has_more:
+            break
+        page = got.next_page
+    assert seen == [start + DAY * day for day in range(15)]
+
+
+async def test_another_tenants_costs_are_not_seen(
+    priced: Billing, usage: Usage, acme: Principal, enrol: Callable[[str], Awaitable[Principal]]
+) -> None:
+    await busy_november(usage, acme)
+    page = await priced.costs(await enrol("globex"), CostsQuery(start_time=NOVEMBER.starts_at // SECOND, limit=31))
+    assert all(bucket.results == () for bucket in page.data)
+
+
+async def test_margins_divide_the_whole_cost_by_what_ran(priced: Billing, usage: Usage, acme: Principal) -> None:
+    await use(usage, acme, "a", 1000, 0, 500, model="acme/a@1")
+    await use(usage, acme, "b", 2000, 1000, 1500, model="acme/b@1")
+    found = await priced.margins(NOVEMBER, 6 * 10**9)
+    assert [(one.model, one.units, one.cost) for one in found] == [
+        ("acme/a@1", 2000, Decimal(2)),
+        ("acme/b@1", 4000, Decimal(4)),
+    ]
+    assert all(one.margin == one.price - one.cost for one in found)
+
+
+async def test_engines_and_ledger_agree_and_a_lost_token_is_found(
+    database: Database, usage: Usage, acme: Principal, priced: Billing
+) -> None:
+    await busy_november(usage, acme)
+    assert (await reconcile(database)).drift_tokens == 0
+    await usage.open(OpenedRequest(**opened("x", acme)))
+    wrong = Counted(prompt_tokens=12, output_tokens=8)
+    await usage.settle(
+        Settlement(
+            request_id="x", input_tokens=12, output_tokens=7, finish_reason="stop", status="completed", counted=wrong
+        )
+    )
+    found = await reconcile(database)
+    assert (found.drift_tokens, usage.drift_tokens) == (1, 1)
+    [drifted] = [one for one in found.weights if one.drift]
+    assert drifted.adapter_digest == "sha256:b"
+
+
+async def test_a_correction_is_no_drift(database: Database, usage: Usage, acme: Principal, priced: Billing) -> None:
+    [first, *_] = await busy_november(usage, acme)
+    await priced.correct(first, {"output_tokens": -1}, "goodwill")
+    assert (await reconcile(database)).drift_tokens == 0
+
+
+async def test_sums_larger_than_64_bits_are_exact(database: Database, acme: Principal, priced: Billing) -> None:
+    from loramux.records.ledger import LedgerDraft
+
+    huge = 2**62 + 12_345
+    drafts = [
+        LedgerDraft(
+            kind="storage",
+            tenant_id=acme.tenant,
+            key_id="",
+            request_id=f"revision:{i}",
+            model="acme/a@1",
+            adapter_digest=None,
+            input_tokens=0,
+            cached_tokens=0,
+            output_tokens=0,
+            adapter_byte_seconds=huge,
+            finish_reason=None,
+            status="stored",
+            created_at=database.now(),
+        )
+        for i in range(5)
+    ]
+    async with database.begin() as session:
+        ledger = LedgerRepository(session)
+        await ledger.append(await ledger.lock(), drafts)
+    invoice = await priced.invoice("acme", NOVEMBER)
+    assert [line.quantity for line in invoice.lines] == [5 * huge]
+
+
+@pytest.mark.parametrize("text", ["2026-13", "2026-1", "26-11", "", "2026-11-01", "1969-12"])
+def test_what_is_no_month_is_refused(text: str) -> None:
+    with pytest.raises(InvalidPeriod, match="such as 2026-11"):
+        Month.parse(text)
+
+
+def test_months_follow_each_other() -> None:
+    assert str(DECEMBER.next) == "2027-01"
+    assert (
+        NOVEMBER.ends_at
+        == DECEMBER.starts_at
+        == int(datetime.datetime(2026, 12, 1, tzinfo=datetime.UTC).timestamp()) * SECOND
+    )
+    assert Month.at(DECEMBER.starts_at - 1) == NOVEMBER
+
+
+async def test_the_document_is_the_invoice(priced: Billing, usage: Usage, acme: Principal, clock: Clock) -> None:
+    await busy_november(usage, acme)
+    clock.now = DECEMBER.starts_at
+    [made] = await priced.close(NOVEMBER)
+    assert (
+        msgspec.json.decode(msgspec.json.encode(made), type=Invoice) == made == await priced.invoice("acme", NOVEMBER)
+    )
+
+
+def opened(id: str, who: Principal) -> dict[str, object]:
+    return {
+        "id": id,
+        "tenant": who.tenant,
+        "key_id": who.key_id,
+        "model": "acme/b@1",
+        "adapter_digest": "sha256:b",
+        "base_model": "base",
+        "prompt_tokens": 12,
+        "max_tokens": 8,
+    }
