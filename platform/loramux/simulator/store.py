@@ -48,6 +48,9 @@ class SimulatedStore:
         self._digests[slot] = None
         heapq.heappush(self._free_slots, slot)
 
+    def forget(self, digest: str) -> None:
+        """The revision was deleted; a simulation's are read again when they are wanted again."""
+
     # what the simulation asks for
 
     @property
