@@ -51,7 +51,7 @@ class Budget:
         """
         size = self.block_size
         remainders = [0] * size
-        full_pages, peak = 0, 0
+        full_pages, peak, already = 0, 0, 0
         counted: set[CachedPage] = set()
         about_to = set(reused)
         runs = sorted(((s.likely_left, len(s.token_ids), s.trail) for s in sequences), key=itemgetter(0), reverse=True)
@@ -59,7 +59,12 @@ class Budget:
             full_pages += held // size
             remainders[held % size] += 1
             if trail and (trail[0].users > 1 or trail[0] in about_to):
-                full_pages -= _count_shared(trail, counted, about_to)
+                already = _length_inside(trail, counted, already)
+                full_pages -= already
+                for page in islice(trail, already, None):
+                    if page.users < 2 and page not in about_to:
+                        break
+                    counted.add(page)
             grown, rest = divmod(left, size)
             over = sum(remainders[size - rest + 1 :]) if rest else -remainders[0]
             peak = max(peak, full_pages + count * (grown + 1) + over)
@@ -100,11 +105,8 @@ def _own_pages(sequence: Sequence) -> int:
     return len(sequence.pages) - shared
 
 
-def _count_shared(trail: Items[CachedPage], counted: set[CachedPage], about_to: set[CachedPage]) -> int:
-    """How many pages of `trail` are in `counted`; puts in the others that somebody shares."""
-    already = bisect_left(trail, True, key=lambda page: page not in counted)
-    for page in islice(trail, already, None):
-        if page.users < 2 and page not in about_to:
-            break
-        counted.add(page)
-    return already
+def _length_inside(trail: Items[CachedPage], counted: set[CachedPage], guess: int) -> int:
+    """How many pages of `trail`, from its beginning, are in `counted`; cheap where it is as many as guessed."""
+    if guess < len(trail) and trail[guess] not in counted and (not guess or trail[guess - 1] in counted):
+        return guess
+    return bisect_left(trail, True, key=lambda page: page not in counted)
