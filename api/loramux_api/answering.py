@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Iterable
-from itertools import chain
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -12,8 +11,9 @@ from litestar import MediaType, Request, Response
 from litestar.response import Stream
 from litestar.types import ASGIApp, Receive, Scope, Send
 
-from loramux.gateway import Delta, GatewayError, Generation, TokenUsage
+from loramux.gateway import Answer, Delta, GatewayError, TokenUsage, join_by_choice
 from loramux_api.problems import error_answer
+from loramux_api.rates import rate_headers
 
 T = TypeVar("T")
 CLIENT_CLOSED_REQUEST = 499
@@ -42,9 +42,7 @@ class ClientGone(Exception):
     """The client closed the connection."""
 
 
-async def answer(
-    request: Request[Any, Any, Any], generation: Generation, writer: Writer, *, stream: bool
-) -> Response[Any]:
+async def answer(request: Request[Any, Any, Any], generation: Answer, writer: Writer, *, stream: bool) -> Response[Any]:
     """The response to a generation; the generation is abandoned as soon as the client leaves.
 
     A stream's response begins with its first token, so that whatever fails before has its proper status.
@@ -60,7 +58,14 @@ async def answer(
     except BaseException:
         generation.abandon()
         raise
-    return Response(_encode(writer.whole(choices, generation.usage)), media_type=MediaType.JSON)
+    whole = _encode(writer.whole(choices, generation.usage))
+    return Response(whole, media_type=MediaType.JSON, headers=answer_headers(generation))
+
+
+def answer_headers(generation: Answer) -> dict[str, str]:
+    """What is left of the limits, and whether the answer is an old one."""
+    replayed = {"Idempotent-Replayed": "true"} if generation.replayed else {}
+    return rate_headers(generation.standing) | replayed
 
 
 async def unless_gone(request: Request[Any, Any, Any], work: Awaitable[T]) -> T:
@@ -82,8 +87,9 @@ async def unless_gone(request: Request[Any, Any, Any], work: Awaitable[T]) -> T:
 class GenerationStream(Stream):
     """Server-sent events, framed with LF, that abandon their generation however they end."""
 
-    def __init__(self, generation: Generation, writer: Writer) -> None:
-        super().__init__(_events(generation, writer), media_type="text/event-stream", headers=SSE_HEADERS)
+    def __init__(self, generation: Answer, writer: Writer) -> None:
+        headers = SSE_HEADERS | answer_headers(generation)
+        super().__init__(_events(generation, writer), media_type="text/event-stream", headers=headers)
         self._generation = generation
 
     def to_asgi_response(self, *args: Any, **kwargs: Any) -> ASGIApp:  # type: ignore[override]  # Litestar calls it, no more
@@ -99,7 +105,7 @@ class GenerationStream(Stream):
         return watched
 
 
-async def _events(generation: Generation, writer: Writer) -> AsyncIterator[bytes]:
+async def _events(generation: Answer, writer: Writer) -> AsyncIterator[bytes]:
     try:
         for event in writer.opening():
             yield _frame(event)
@@ -117,22 +123,9 @@ def _frame(event: msgspec.Struct) -> bytes:
     return b"data: " + _encode(event) + b"\n\n"
 
 
-async def _gather(generation: Generation) -> list[Delta]:
+async def _gather(generation: Answer) -> list[Delta]:
     """Every choice's deltas joined into one, in order."""
-    by_choice: dict[int, list[Delta]] = {}
-    async for delta in generation:
-        by_choice.setdefault(delta.index, []).append(delta)
-    return [_joined(by_choice[index]) for index in sorted(by_choice)]
-
-
-def _joined(deltas: list[Delta]) -> Delta:
-    return Delta(
-        index=deltas[-1].index,
-        text="".join(delta.text for delta in deltas),
-        token_ids=tuple(chain.from_iterable(delta.token_ids for delta in deltas)),
-        logprobs=tuple(chain.from_iterable(delta.logprobs for delta in deltas)),
-        finish_reason=deltas[-1].finish_reason,
-    )
+    return join_by_choice([delta async for delta in generation])
 
 
 async def _until_gone(request: Request[Any, Any, Any]) -> None:

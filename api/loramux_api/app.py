@@ -12,15 +12,19 @@ from litestar import Litestar, Request, Router
 from litestar.di import Provide
 
 from loramux.gateway import AdapterService, CompletionService, EngineClient, Platform, open_platform
+from loramux.limits import Limits
 from loramux.settings import Settings, load_settings
-from loramux.tenants import Account, Principal
+from loramux.tenants import Account, Principal, Tenants
 from loramux_api.auth import platform_of, principal_of
 from loramux_api.controllers.adapters import AdapterController
+from loramux_api.controllers.admin import AdminController, AdminTenantController, AdminTierController
+from loramux_api.controllers.admin_limits import AdminTenantLimitController, AdminTierLimitController
 from loramux_api.controllers.audit import AuditController
 from loramux_api.controllers.chat import ChatController
 from loramux_api.controllers.completions import CompletionController
 from loramux_api.controllers.health import HealthController
 from loramux_api.controllers.keys import KeyController
+from loramux_api.controllers.limits import BudgetController, LimitController
 from loramux_api.controllers.members import MemberController
 from loramux_api.controllers.models import ModelController
 from loramux_api.controllers.projects import ProjectController
@@ -61,6 +65,13 @@ def create_app(settings: Settings, engine: EngineClient | None = None) -> Litest
             ProjectController,
             MemberController,
             AuditController,
+            LimitController,
+            BudgetController,
+            AdminTenantController,
+            AdminTierController,
+            AdminController,
+            AdminTierLimitController,
+            AdminTenantLimitController,
             HealthController,
             uploads,
         ],
@@ -90,6 +101,12 @@ def _dependencies() -> dict[str, Provide]:
     def account(request: AnyRequest) -> Account:
         return platform_of(request).tenants.account_of(principal_of(request))
 
+    def limits(request: AnyRequest) -> Limits:
+        return Limits(platform_of(request).tenants.changes_of(principal_of(request)))
+
+    def operators(request: AnyRequest) -> Tenants:
+        return platform_of(request).tenants.in_the_name_of(principal_of(request))
+
     def completions(request: AnyRequest) -> CompletionService:
         return platform_of(request).completions
 
@@ -98,5 +115,5 @@ def _dependencies() -> dict[str, Provide]:
 
     return {
         provider.__name__: Provide(provider, sync_to_thread=False)
-        for provider in (platform, principal, account, completions, adapters)
+        for provider in (platform, principal, account, limits, operators, completions, adapters)
     }

@@ -19,20 +19,25 @@ from litestar.openapi.spec import (
 )
 
 from loramux.storage import CONFIG_FILE, WEIGHTS_FILE
-from loramux_api.schemas.problems import ErrorAnswer
+from loramux_api.schemas.problems import ErrorAnswer, ProblemDetails
 
 REFUSALS = {
     400: ResponseSpec(ErrorAnswer, description="The request cannot be served as it stands; `param` names the field."),
     401: ResponseSpec(ErrorAnswer, description="There is no key, or it is not valid."),
     403: ResponseSpec(ErrorAnswer, description="The key or the member lacks the scope, or the tenant is suspended."),
     404: ResponseSpec(ErrorAnswer, description="It does not exist, or it is another tenant's."),
-    409: ResponseSpec(ErrorAnswer, description="It exists already, or is still needed."),
+    409: ResponseSpec(ErrorAnswer, description="It exists already, is still needed, or still runs."),
     413: ResponseSpec(ErrorAnswer, description="The body is too large."),
     429: ResponseSpec(ErrorAnswer, description="Over capacity, or over a limit of yours: see Retry-After."),
     500: ResponseSpec(ErrorAnswer, description="Our own fault; the message holds the id to report."),
     503: ResponseSpec(ErrorAnswer, description="Not now: see Retry-After."),
 }
 """What every route with a key may answer beside its success."""
+PROBLEMS = {
+    status: ResponseSpec(ProblemDetails, description=spec.description, media_type="application/problem+json")
+    for status, spec in REFUSALS.items()
+}
+"""The same under /admin, as RFC 9457 has them."""
 _FILE = Schema(type=OpenAPIType.STRING, format=OpenAPIFormat.BINARY)
 
 

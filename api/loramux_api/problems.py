@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any
 
 from litestar import MediaType, Request, Response
@@ -12,6 +14,7 @@ from litestar.exceptions import HTTPException
 from litestar.types import ExceptionHandlersMap
 
 from loramux.gateway import GatewayError, GenerationFailed, InvalidRequest, OverCapacity, Unavailable
+from loramux.limits import LimitNotFound, LimitReached, LimitsError
 from loramux.registry import ModelNotFound, RegistryError, RevisionUnavailable
 from loramux.tenants import (
     AlreadyExists,
@@ -22,15 +25,21 @@ from loramux.tenants import (
     TenantsError,
     TenantSuspended,
 )
-from loramux.usage import InvalidQuery
+from loramux.usage import IdempotencyMismatch, InvalidQuery, StillRunning
+from loramux_api.rates import rate_headers
 from loramux_api.request_ids import request_id
-from loramux_api.schemas.problems import ErrorAnswer, ErrorObject
+from loramux_api.schemas.problems import ErrorAnswer, ErrorObject, ProblemDetails
 
 logger = logging.getLogger(__name__)
 
 _missing_parameter = re.compile(r"Missing required \w+ parameter '(?P<name>\w+)'")
 INVALID, SERVER, PERMISSION = "invalid_request_error", "server_error", "permission_error"
 OVER_CAPACITY = "over_capacity_error"
+
+
+ADMIN = "/admin"
+
+PlatformError = RegistryError | TenantsError | InvalidQuery | LimitsError
 
 
 class Forbidden(GatewayError):
@@ -44,13 +53,27 @@ class Problem:
     status: int
     error: ErrorObject
     retry_after: int | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
 
-    def response(self) -> Response[ErrorAnswer]:
-        """The whole response."""
-        headers = {"Retry-After": str(self.retry_after)} if self.retry_after is not None else {}
+    def response(self, request: Request[Any, Any, Any]) -> Response[Any]:
+        """The whole response: OpenAI's shape, and RFC 9457's under /admin."""
+        headers = dict(self.headers)
+        if self.retry_after is not None:
+            headers["Retry-After"] = str(self.retry_after)
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
-        return Response(ErrorAnswer(self.error), status_code=self.status, headers=headers, media_type=MediaType.JSON)
+        if not request.url.path.startswith(ADMIN):
+            answer = ErrorAnswer(self.error)
+            return Response(answer, status_code=self.status, headers=headers, media_type=MediaType.JSON)
+        details = ProblemDetails(
+            title=HTTPStatus(self.status).phrase,
+            status=self.status,
+            detail=self.error.message,
+            instance=f"urn:request:{request_id(request.scope)}",
+            code=self.error.code,
+            param=self.error.param,
+        )
+        return Response(details, status_code=self.status, headers=headers, media_type="application/problem+json")
 
 
 def error_answer(error: GatewayError) -> ErrorAnswer:
@@ -75,11 +98,25 @@ def _of_gateway(error: GatewayError) -> Problem:
     return Problem(status, told, retry_after)
 
 
-def _of_platform(error: RegistryError | TenantsError | InvalidQuery) -> Problem:
+def _of_limits(error: LimitsError | LimitReached) -> Problem:
+    if not isinstance(error, LimitReached):
+        return _of_platform(error)
+    again = {} if error.retry_after is not None else {"x-should-retry": "false"}
+    told = ErrorObject(message=error.message, type=error.kind, code=error.code)
+    return Problem(429, told, error.retry_after, rate_headers(error.standing) | again)
+
+
+def _of_claim(error: IdempotencyMismatch | StillRunning) -> Problem:
+    status = 409 if isinstance(error, StillRunning) else 422
+    told = ErrorObject(message=str(error), type=INVALID, param="Idempotency-Key", code=error.code)
+    return Problem(status, told, retry_after=1 if status == 409 else None)
+
+
+def _of_platform(error: PlatformError) -> Problem:
     match error:
         case InvalidKey():
             status = 401
-        case ModelNotFound() | NotFound():
+        case ModelNotFound() | NotFound() | LimitNotFound():
             status = 404
         case NotPermitted() | TenantSuspended():
             status = 403
@@ -127,28 +164,34 @@ def _of_validation(error: HTTPException) -> tuple[str, str | None]:
     return error.detail, missing["name"] if missing else None
 
 
-def _on_gateway(_: Request[Any, Any, Any], error: GatewayError) -> Response[ErrorAnswer]:
-    return _of_gateway(error).response()
+def _on_gateway(request: Request[Any, Any, Any], error: GatewayError) -> Response[Any]:
+    return _of_gateway(error).response(request)
 
 
-def _on_platform(
-    _: Request[Any, Any, Any], error: RegistryError | TenantsError | InvalidQuery
-) -> Response[ErrorAnswer]:
-    return _of_platform(error).response()
+def _on_limits(request: Request[Any, Any, Any], error: LimitsError) -> Response[Any]:
+    return _of_limits(error).response(request)
 
 
-def _on_litestar(request: Request[Any, Any, Any], error: HTTPException) -> Response[ErrorAnswer]:
+def _on_claim(request: Request[Any, Any, Any], error: IdempotencyMismatch | StillRunning) -> Response[Any]:
+    return _of_claim(error).response(request)
+
+
+def _on_platform(request: Request[Any, Any, Any], error: PlatformError) -> Response[Any]:
+    return _of_platform(error).response(request)
+
+
+def _on_litestar(request: Request[Any, Any, Any], error: HTTPException) -> Response[Any]:
     if error.status_code >= 500:
         return _on_anything(request, error)
-    return _of_litestar(request, error).response()
+    return _of_litestar(request, error).response(request)
 
 
-def _on_anything(request: Request[Any, Any, Any], error: Exception) -> Response[ErrorAnswer]:
+def _on_anything(request: Request[Any, Any, Any], error: Exception) -> Response[Any]:
     """Our own fault: the log has the whole of it, the client the id to find it by."""
     id = request_id(request.scope)
     logger.error("request %s failed", id, exc_info=error)
     message = f"The server had an error while processing your request. Its id is {id}; please report it."
-    return _of_gateway(GenerationFailed(message, code="internal_error")).response()
+    return _of_gateway(GenerationFailed(message, code="internal_error")).response(request)
 
 
 EXCEPTION_HANDLERS: ExceptionHandlersMap = {
@@ -156,6 +199,9 @@ EXCEPTION_HANDLERS: ExceptionHandlersMap = {
     RegistryError: _on_platform,
     TenantsError: _on_platform,
     InvalidQuery: _on_platform,
+    LimitsError: _on_limits,
+    IdempotencyMismatch: _on_claim,
+    StillRunning: _on_claim,
     HTTPException: _on_litestar,
     Exception: _on_anything,
 }

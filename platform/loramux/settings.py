@@ -137,14 +137,6 @@ class AdapterLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     pins_per_tenant: Annotated[int, Meta(ge=0)] = 2
 
 
-class PriceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What budgets count a token with: nano-units of the currency, so that 1 a million tokens is 1000."""
-
-    input_nano: Annotated[int, Meta(ge=0)] = 0
-    cached_nano: Annotated[int, Meta(ge=0)] = 0
-    output_nano: Annotated[int, Meta(ge=0)] = 0
-
-
 class IssuerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """An OIDC issuer whose tokens are taken from people; https, or http on this very machine."""
 
@@ -180,7 +172,6 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     scheduler: SchedulerSettings = SchedulerSettings()
     records: RecordsSettings = RecordsSettings()
     adapters: AdapterLimits = AdapterLimits()
-    prices: PriceSettings = PriceSettings()
     issuers: tuple[IssuerSettings, ...] = ()
     """People's; keys need none."""
     sinks: tuple[SinkSettings, ...] = ()

@@ -25,7 +25,11 @@ WRONG = {
     "not text": {"Authorization": "Bearer sk-lm-\xff"},
     "no token": {"Authorization": "Bearer a.b.c"},
 }
-BODIES = {"/v1/members/{member_id:str}": {"role": "viewer"}}
+BODIES = {
+    "/v1/members/{member_id:str}": {"role": "viewer"},
+    "/v1/limits/{subject:str}/{name:str}": {"value": 1},
+    "/v1/budgets/{subject:str}/{period:str}": {"amount_nano": 1},
+}
 """What gets past the body's own checks, where something is named in the path."""
 
 

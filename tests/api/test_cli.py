@@ -79,6 +79,41 @@ def test_tenants_and_keys_from_nothing(config: Path) -> None:
     assert "revoked" in loramux("key", "ls", "--tenant", "acme", *where).stdout
 
 
+def test_an_operators_day_without_a_server(config: Path) -> None:
+    where = ("--config", str(config))
+    assert read("tier", "put", "gold", "--class", "interactive", "--weight", "4", *where)["weight"] == 4
+    assert read("tenant", "create", "acme", "--tier", "gold", *where)["tier"] == "gold"
+    assert read("tenant", "move", "acme", "--tier", "batch", *where)["tier"] == "batch"
+    assert read("tier", "rm", "gold", *where)["name"] == "gold"
+    assert {tier["name"] for tier in read("tier", "ls", *where)} == {"interactive", "standard", "batch"}
+    assert read("tenant", "suspend", "acme", *where)["suspended_at"]
+    assert read("tenant", "resume", "acme", *where)["suspended_at"] is None
+    of_acme = ("--tenant", "acme", *where)
+    web = read("project", "create", "web", *of_acme)
+    assert [one["name"] for one in read("project", "ls", *of_acme)] == ["default", "web"]
+    made = read("key", "create", "--project", "web", "--days", "3", "--model", "tiny", *of_acme)
+    rotated = read("key", "rotate", made["id"], "--overlap", "60", *of_acme)
+    assert [one["replaced_by"] for one in read("key", "ls", *of_acme)] == [rotated["id"], None]
+    assert read("project", "archive", "web", *of_acme)["archived_at"]
+    person = ("--issuer", "https://id.example", "--subject", "alice", "--role", "owner")
+    member = read("member", "add", *person, *of_acme)
+    assert loramux("member", "role", member["id"], "--role", "viewer", *of_acme, code=1).stderr.count("last owner") == 1
+    assert [one["role"] for one in read("member", "ls", *of_acme)] == ["owner"]
+    assert read("limit", "set", "concurrent_requests", "3", *of_acme)["value"] == 3
+    assert read("limit", "set", "concurrent_requests", "2", "--on", web["id"], *of_acme)["subject"] == web["id"]
+    assert read("limit", "set-tier", "adapters", "5", "--tier", "batch", *where)["value"] == 5
+    assert {one["name"] for one in read("limit", "ls", *of_acme)} == {"concurrent_requests", "adapters"}
+    assert read("limit", "rm", "concurrent_requests", *of_acme)["name"] == "concurrent_requests"
+    assert read("budget", "set", "month", "12.000000001", *of_acme)["amount"] == 12_000_000_001
+    assert read("budget", "ls", *of_acme)[0]["spent"] == 0
+    assert read("budget", "rm", "month", *of_acme)["period"] == "month"
+    log = read("audit", "ls", *of_acme)
+    assert log[0]["action"] == "budget.remove"
+    assert read("audit", "ls", "--limit", "1", "--before", str(log[0]["sequence"]), *where)[0]["action"] == "budget.put"
+    for amount in ("x", "1.2.3", "1.0000000001", "-1", ""):
+        assert loramux("budget", "set", "day", amount, *of_acme, code=2)
+
+
 def test_a_key_alone_goes_to_stdout(config: Path) -> None:
     loramux("tenant", "create", "acme", "--config", str(config))
     result = loramux("key", "create", "--tenant", "acme", LORAMUX_CONFIG=str(config))

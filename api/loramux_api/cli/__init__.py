@@ -19,6 +19,8 @@ COMMANDS = {
     "key": ("loramux_api.cli.keys:key", "Make, list, rotate and revoke API keys."),
     "project": ("loramux_api.cli.people:project", "A tenant's projects."),
     "member": ("loramux_api.cli.people:member", "A tenant's people and their roles."),
+    "limit": ("loramux_api.cli.limits:limit", "What tenants, projects and keys may use."),
+    "budget": ("loramux_api.cli.limits:budget", "How much they may spend."),
     "audit": ("loramux_api.cli.people:audit", "Who changed what."),
     "price": ("loramux_api.cli.billing:price", "Add price lists, and give them to tenants."),
     "usage": ("loramux_api.cli.exporting:usage", "Close periods, write invoices and exports, and prove them."),

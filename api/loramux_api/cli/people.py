@@ -94,7 +94,7 @@ def member() -> None:
 @tenant_option
 @click.option("--issuer", required=True, help="As its tokens have it in `iss`.")
 @click.option("--subject", required=True, help="What the issuer calls the person.")
-@click.option("--role", type=click.Choice(list(Role)), required=True, help="What the person may do.")
+@click.option("--role", type=click.Choice([role.value for role in Role]), required=True, help="What the person may do.")
 @config_option()
 @json_option
 def add_member(tenant_name: str, issuer: str, subject: str, role: str, config: Path, as_json: bool) -> None:
@@ -134,7 +134,7 @@ def list_members(tenant_name: str, config: Path, as_json: bool) -> None:
 @member.command("role")
 @click.argument("member_id")
 @tenant_option
-@click.option("--role", type=click.Choice(list(Role)), required=True, help="The new one.")
+@click.option("--role", type=click.Choice([role.value for role in Role]), required=True, help="The new one.")
 @config_option()
 @json_option
 def change_role(member_id: str, tenant_name: str, role: str, config: Path, as_json: bool) -> None:

@@ -25,8 +25,18 @@ def _ours() -> tuple[type[Exception], ...]:
     from loramux.billing import BillingError
     from loramux.exports import ExportError
     from loramux.gateway import EngineDied, RecordsError
+    from loramux.limits import LimitsError
     from loramux.settings import SettingsError
     from loramux.simulator import ScenarioError
     from loramux.tenants import TenantsError
 
-    return (SettingsError, RecordsError, TenantsError, BillingError, ExportError, EngineDied, ScenarioError)
+    return (
+        SettingsError,
+        RecordsError,
+        TenantsError,
+        LimitsError,
+        BillingError,
+        ExportError,
+        EngineDied,
+        ScenarioError,
+    )

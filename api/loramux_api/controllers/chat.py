@@ -14,11 +14,12 @@ from loramux.gateway import CompletionService
 from loramux.tenants import Principal
 from loramux_api.answering import answer
 from loramux_api.auth import requires
+from loramux_api.idempotency import claim_of
 from loramux_api.openapi import REFUSALS
 from loramux_api.schemas.answers import ChatCompletion
 from loramux_api.schemas.chat import ChatBody, to_ask
 from loramux_api.schemas.chat_writer import ChatWriter
-from loramux_api.schemas.headers import Deadline
+from loramux_api.schemas.headers import Deadline, IdempotencyKey
 from loramux_api.schemas.strict import StrictJSON
 
 
@@ -46,8 +47,10 @@ class ChatController(Controller):
         principal: NamedDependency[Principal],
         completions: NamedDependency[CompletionService],
         x_loramux_deadline_ms: Deadline = None,
+        idempotency_key: IdempotencyKey = None,
     ) -> Response[Any]:
         """Answer a conversation with an adapter of yours, or with the base model."""
-        generation = await completions.begin(principal, replace(to_ask(data), deadline_ms=x_loramux_deadline_ms))
+        ask = replace(to_ask(data), deadline_ms=x_loramux_deadline_ms, claim=await claim_of(request, idempotency_key))
+        generation = await completions.begin(principal, ask)
         writer = ChatWriter(data, generation, completions.fingerprint)
         return await answer(request, generation, writer, stream=bool(data.stream))

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from msgspec import UNSET, UnsetType
 
-from loramux.gateway import Delta, Generation, Token, TokenLogprob, TokenUsage
+from loramux.gateway import Answer, Delta, Token, TokenLogprob, TokenUsage
 from loramux_api.schemas.answers import (
     AssistantMessage,
     ChatChoice,
@@ -25,7 +25,7 @@ from loramux_api.schemas.usage import usage_object
 class ChatWriter:
     """Writes one request's answer."""
 
-    def __init__(self, body: ChatBody, generation: Generation, fingerprint: str) -> None:
+    def __init__(self, body: ChatBody, generation: Answer, fingerprint: str) -> None:
         self._body = body
         self._generation = generation
         self._fingerprint = fingerprint

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from msgspec import UNSET, UnsetType
 
-from loramux.gateway import Delta, Generation, TokenUsage
+from loramux.gateway import Answer, Delta, TokenUsage
 from loramux_api.schemas.answers import TextChoice, TextCompletion, TextLogprobs, UsageObject
 from loramux_api.schemas.completions import CompletionBody
 from loramux_api.schemas.usage import usage_object
@@ -15,7 +15,7 @@ from loramux_api.schemas.usage import usage_object
 class CompletionWriter:
     """Writes one request's answer."""
 
-    def __init__(self, body: CompletionBody, generation: Generation, fingerprint: str) -> None:
+    def __init__(self, body: CompletionBody, generation: Answer, fingerprint: str) -> None:
         self._body = body
         self._generation = generation
         self._fingerprint = fingerprint

@@ -19,3 +19,13 @@ Deadline = Annotated[
     ),
 ]
 """When the client stops caring for an answer."""
+
+IdempotencyKey = Annotated[
+    str | None,
+    HeaderParameter(
+        name="Idempotency-Key",
+        description="1 to 255 visible ASCII characters, a UUID for instance. The same request again under the same key "
+        "gets the same answer, billed once; 409 while it runs, 422 with another body. Kept for a day.",
+    ),
+]
+"""By which a request can be sent again."""

@@ -141,10 +141,10 @@ def key_object(key: Key, secret: str | UnsetType = UNSET) -> KeyObject:
         hint=key.hint,
         created_by=key.created_by,
         created_at=key.created_at // SECOND,
-        expires_at=_seconds(key.expires_at),
-        last_used_at=_seconds(key.last_used_at),
+        expires_at=seconds(key.expires_at),
+        last_used_at=seconds(key.last_used_at),
         replaced_by=key.replaced_by,
-        revoked_at=_seconds(key.revoked_at),
+        revoked_at=seconds(key.revoked_at),
         key=secret,
     )
 
@@ -155,7 +155,7 @@ def project_object(project: Project) -> ProjectObject:
         id=project.id,
         name=project.name,
         created_at=project.created_at // SECOND,
-        archived_at=_seconds(project.archived_at),
+        archived_at=seconds(project.archived_at),
     )
 
 
@@ -186,5 +186,6 @@ def audit_object(entry: AuditEntry) -> AuditObject:
     )
 
 
-def _seconds(microseconds: int | None) -> int | None:
+def seconds(microseconds: int | None) -> int | None:
+    """A time in Unix seconds, where there is one."""
     return None if microseconds is None else microseconds // SECOND

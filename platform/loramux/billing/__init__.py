@@ -1,6 +1,7 @@
 """Money: plans and prices, periods and invoices, costs and margins, and the proof that engines and bill agree."""
 
 from loramux.billing.billing import Billing
+from loramux.billing.budget_prices import PlanPrices
 from loramux.billing.catalog import Catalog, Plan, Subscriptions
 from loramux.billing.costs import CostPage, CostsQuery, cost_page, costs_of
 from loramux.billing.errors import BillingError, Drift, InvalidPeriod, InvalidPlan, PeriodNotOpen, UnknownEntry
@@ -28,6 +29,7 @@ __all__ = [
     "PeriodNotOpen",
     "Plan",
     "PlanDraft",
+    "PlanPrices",
     "Reconciliation",
     "Subscriptions",
     "UnknownEntry",

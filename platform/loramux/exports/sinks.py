@@ -160,8 +160,13 @@ class WebhookSink(HttpSink):
 
     async def send(self, events: Sequence[MeterEvent], now: int) -> list[Refusal]:
         """All or none are taken; a receiver that says no is asked again, since only it knows what is wrong."""
-        body = msgspec.json.encode({"type": "usage.recorded", "data": {"events": events}})
         id = "msg_" + hashlib.sha256(f"{events[0].id}:{events[-1].id}".encode()).hexdigest()[:32]
+        await self.tell("usage.recorded", id, {"events": events}, now)
+        return []
+
+    async def tell(self, kind: str, id: str, data: Any, now: int) -> None:
+        """Deliver one message. Raises NotDelivered or Unknown."""
+        body = msgspec.json.encode({"type": kind, "data": data})
         headers = {
             "Content-Type": "application/json",
             "webhook-id": id,
@@ -171,7 +176,6 @@ class WebhookSink(HttpSink):
         response = await self._post("", content=body, headers=headers)
         if not response.is_success:
             raise NotDelivered(f"answered {response.status_code}")
-        return []
 
 
 KINDS: dict[str, type[OpenMeterSink | StripeSink | LagoSink]] = {

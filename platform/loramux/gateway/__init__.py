@@ -2,6 +2,7 @@
 
 from loramux.engine import EngineClient, EngineDied
 from loramux.gateway.adapters import AdapterService
+from loramux.gateway.answers import Answer, join_by_choice
 from loramux.gateway.ask import Ask, Conversation, Delta, FinishReason, Message, Prompt, Token, TokenLogprob, TokenUsage
 from loramux.gateway.errors import (
     Draining,
@@ -28,6 +29,7 @@ from loramux.records import RecordsError
 
 __all__ = [
     "AdapterService",
+    "Answer",
     "Ask",
     "BillingDesk",
     "CompletionService",
@@ -52,6 +54,7 @@ __all__ = [
     "TokenUsage",
     "Unavailable",
     "canonical_tags",
+    "join_by_choice",
     "migrate",
     "open_billing",
     "open_platform",

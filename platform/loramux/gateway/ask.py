@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import builtins
 from dataclasses import dataclass
 from typing import Literal
 
 from loramux.engine.request import SamplingParams
+from loramux.usage import Claim
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,8 @@ class Ask:
     """None: whatever the context still holds after a conversation, DEFAULT_MAX_TOKENS after a text."""
     n: int = 1
     stop: tuple[str, ...] = ()
+    claim: Claim | None = None
+    """The idempotency key that it came with."""
     deadline_ms: int | None = None
     """Every choice's first token must come within so many milliseconds, or the request is refused."""
     tags: str = ""
@@ -47,7 +51,7 @@ class Token:
     """A vocabulary entry as people see it, and its exact bytes (which need not be UTF-8 on their own)."""
 
     text: str
-    bytes: bytes
+    bytes: builtins.bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,13 +9,17 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from typing import cast
 
+import msgspec
+
 from loramux.engine import EngineClient, EngineDied
 from loramux.engine.distribution import SECONDS, Histogram
 from loramux.engine.messages import TokenEvent
+from loramux.gateway.answers import encode_answer
 from loramux.gateway.ask import Delta, TokenUsage
 from loramux.gateway.choice import Choice, settlement, used
 from loramux.gateway.errors import EngineDown, GatewayError, GenerationFailed
-from loramux.usage import OpenedRequest, Usage
+from loramux.limits import LimitsError, Standing
+from loramux.usage import Answered, IdempotencyMismatch, OpenedRequest, StillRunning, Usage
 
 logger = logging.getLogger(__name__)
 
@@ -29,11 +33,14 @@ class Generation:
 
     It lives in a task of its own, so that whatever becomes of its reader, the engine is told and the usage is
     recorded: the row is open before the engine sees anything, and it is settled before the reader gets the deltas
-    with the finish reasons. A reader that leaves calls abandon(). A request that the house fails costs nothing.
+    with the finish reasons. A reader that leaves calls abandon(); only a request with an idempotency key runs on then,
+    for the reader who comes again. A request that the house fails costs nothing.
 
     Whoever ends a choice early tells the engine so and listens on to its last event, a step later, so that the bill and
     the engine speak of the same tokens.
     """
+
+    replayed = False
 
     def __init__(
         self,
@@ -57,6 +64,10 @@ class Generation:
         """Seconds between one token of a choice and its next."""
         self.seconds: float | None = None
         """From the beginning to the end."""
+        self.standing = Standing()
+        self._admission: asyncio.Future[Answered | None] = asyncio.get_running_loop().create_future()
+        self._said: list[Delta] = []
+        """Kept for an idempotency key."""
         self._clock = clock
         self._began = clock()
         self._opened = opened
@@ -72,6 +83,23 @@ class Generation:
         self._patience: asyncio.TimerHandle | None = None
         self.task = asyncio.create_task(self._run(), name=self.id)
 
+    @property
+    def tenant(self) -> str:
+        """Whose it is."""
+        return self._opened.tenant
+
+    @property
+    def waiting(self) -> bool:
+        """Whether its first token is still to come."""
+        return self.seconds_to_first_token is None and not self.task.done()
+
+    async def admitted(self) -> Answered | None:
+        """Wait until the row is open; Answered where the request was answered before.
+
+        Raises what the request was refused with: LimitsError, IdempotencyMismatch, StillRunning or GenerationFailed.
+        """
+        return await asyncio.shield(self._admission)
+
     async def started(self) -> None:
         """Wait for the first sign of life; raises what the request failed with before there was one."""
         await self._first.wait()
@@ -86,14 +114,18 @@ class Generation:
 
     def abandon(self) -> None:
         """Nobody reads on: free the engine's pages, and settle with what was generated. Does nothing at the end."""
-        if not self._abandoned:
-            self._abandoned = True
-            self._cancel_choices()
+        if self._opened.claim is None:
+            self._stop()
 
     def cut_off(self, why: GatewayError) -> None:
         """The house cannot go on: the reader is told `why`, and pays nothing."""
         self._cut = why
-        self.abandon()
+        self._stop()
+
+    def _stop(self) -> None:
+        if not self._abandoned:
+            self._abandoned = True
+            self._cancel_choices()
 
     def _cancel_choices(self) -> None:
         """Have the engine end what it still runs; one that does not is no longer listened to."""
@@ -114,19 +146,43 @@ class Generation:
 
     async def _run(self) -> None:
         try:
-            await self._usage.open(self._opened)
+            if not await self._admit():
+                return
             self._failure = await self._generate() or (None if self._finished else self._cut)
             self.seconds = self._clock() - self._began
             self.status = self._outcome()
             paid = self.usage if self.status != "failed" else TokenUsage(0, 0, 0)
-            await self._usage.settle(settlement(self.id, self._choices, self.status, paid=paid))
+            end = settlement(self.id, self._choices, self.status, paid=paid)
+            await self._usage.settle(msgspec.structs.replace(end, answer=self._kept_answer()))
         except Exception:
             logger.exception("request %s could not be recorded", self.id)
             self.status = "failed"
             self._failure = GenerationFailed("The request could not be recorded.", code="internal_error")
+            if not self._admission.done():
+                self._refuse(self._failure)
         for choice in self._choices if self._failure is None else ():
             self._put(Delta(index=choice.transcript.index, finish_reason=choice.transcript.finish_reason))
         self._put(self._failure)
+
+    async def _admit(self) -> bool:
+        """Whether the request is to run."""
+        try:
+            outcome = await self._usage.open(self._opened)
+        except (LimitsError, IdempotencyMismatch, StillRunning) as refusal:
+            self.status = "refused"
+            self._refuse(refusal)
+            return False
+        if isinstance(outcome, Answered):
+            self.status = "replayed"
+            self._admission.set_result(outcome)
+            return False
+        self.standing = outcome
+        self._admission.set_result(None)
+        return True
+
+    def _refuse(self, why: Exception) -> None:
+        self._admission.set_exception(why)
+        self._admission.exception()  # it may be that nobody waits for it
 
     async def _generate(self) -> GatewayError | None:
         """Run every choice to its end; one that fails takes the others with it."""
@@ -151,7 +207,7 @@ class Generation:
                     if not self._abandoned and choice.transcript.finish_reason is None:
                         before = self._push(choice, event, before)
         except Exception:
-            self.abandon()
+            self._stop()
             raise
 
     def _push(self, choice: Choice, event: TokenEvent, before: float | None) -> float:
@@ -174,6 +230,8 @@ class Generation:
         return now
 
     def _put(self, item: Delta | GatewayError | None) -> None:
+        if self._opened.claim is not None and isinstance(item, Delta):
+            self._said.append(item)
         self._items.put_nowait(item)
         self._first.set()
 
@@ -193,3 +251,9 @@ class Generation:
         if self._failure is not None:
             return "failed"
         return "completed" if self._finished else "cancelled"
+
+    def _kept_answer(self) -> bytes | None:
+        if self._opened.claim is None or self.status != "completed":
+            return None
+        ends = [Delta(index=c.transcript.index, finish_reason=c.transcript.finish_reason) for c in self._choices]
+        return encode_answer(self, [*self._said, *ends])

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import httpx
 
 from loramux import records
-from loramux.billing import Billing, Catalog
+from loramux.billing import Billing, Catalog, PlanPrices
 from loramux.engine import EngineClient, spawn_engine
-from loramux.exports import Delivery, Sink, make_sink
+from loramux.exports import AlertDelivery, Delivery, Sink, WebhookSink, make_sink
 from loramux.gateway.adapters import AdapterService
 from loramux.gateway.chores import every
 from loramux.gateway.service import CompletionService
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from loramux_adapters import BaseDescription
 
 STORAGE_SECONDS = 3600.0
+FORGET_SECONDS = 3600.0
 DELIVERY_SECONDS = 10.0
 SINK_SECONDS = 20.0
 
@@ -101,7 +102,7 @@ async def open_platform(settings: Settings, engine: EngineClient | None = None) 
         tenants.last_use.start()
         blobs = BlobStore(Path(settings.records.blobs))
         stack.callback(blobs.close)
-        usage = Usage(database)
+        usage = Usage(database, PlanPrices(database, settings.model.served_model_name))
         await usage.start()
         stack.push_async_callback(usage.stop)
         engine = engine or spawn_engine(settings)
@@ -121,7 +122,11 @@ async def open_platform(settings: Settings, engine: EngineClient | None = None) 
         )
         stack.push_async_callback(completions.drain, settings.server.drain_seconds)
         await stack.enter_async_context(every(STORAGE_SECONDS, usage.accrue))
-        for sink in await open_sinks(settings, stack):
+        await stack.enter_async_context(every(FORGET_SECONDS, usage.forget_answers))
+        sinks = await open_sinks(settings, stack)
+        if webhooks := [sink for sink in sinks if isinstance(sink, WebhookSink)]:
+            await stack.enter_async_context(every(DELIVERY_SECONDS, AlertDelivery(database, webhooks).run))
+        for sink in sinks:
             await stack.enter_async_context(every(DELIVERY_SECONDS, partial(Delivery(database).run, sink)))
         yield Platform(
             settings=settings,

@@ -17,6 +17,7 @@ from loramux.engine import EngineClient
 from loramux.engine.distribution import SECONDS, Histogram
 from loramux.engine.messages import ModelFacts
 from loramux.engine.request import AdapterRef, Request, SamplingParams, ServiceClass
+from loramux.gateway.answers import Answer, Replay
 from loramux.gateway.ask import Ask, Prompt
 from loramux.gateway.choice import Choice
 from loramux.gateway.errors import Draining, EngineDown
@@ -28,6 +29,7 @@ from loramux.registry import Registry, ResolvedModel
 from loramux.tenants import Principal
 from loramux.usage import OpenedRequest, Usage
 
+ENDS = ("completed", "cancelled", "failed", "refused", "replayed")
 _SEEDS = 2**63
 """Seeds wrap round at this."""
 
@@ -36,7 +38,7 @@ _SEEDS = 2**63
 class Counters:
     """Since the start, over all tenants."""
 
-    requests: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("completed", "cancelled", "failed"), 0))
+    requests: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ENDS, 0))
     """By how they ended."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -99,10 +101,11 @@ class CompletionService:
         """Whether a request would be taken now."""
         return self._engine.alive and not self._draining
 
-    async def begin(self, principal: Principal, ask: Ask) -> Generation:
+    async def begin(self, principal: Principal, ask: Ask) -> Answer:
         """Start the request.
 
-        Raises ModelNotFound or RevisionUnavailable (registry), InvalidRequest, Draining, EngineDown.
+        Raises ModelNotFound or RevisionUnavailable (registry), InvalidRequest, Draining, EngineDown, LimitsError, and
+        where its idempotency key stands against it IdempotencyMismatch or StillRunning.
         """
         self.demand_serving()
         model = await self._registry.resolve(principal, ask.model)
@@ -124,12 +127,16 @@ class CompletionService:
             tags=ask.tags,
             prompt_tokens=sum(map(len, prompts)),
             max_tokens=sum(budgets) * ask.n,
+            waiting=sum(one.tenant == principal.tenant and one.waiting for one in self._running),
+            claim=ask.claim,
         )
         choices = [
             self._choice(_Asked(principal, ask, opened, model), (p, prompts[p], budgets[p]), i)
             for p, i in product(range(len(prompts)), range(ask.n))
         ]
-        return self._watch(Generation(opened, int(time.time()), choices, self._engine, self._usage))
+        generation = self._watch(Generation(opened, int(time.time()), choices, self._engine, self._usage))
+        answered = await generation.admitted()
+        return generation if answered is None else Replay(answered)
 
     def on_ended(self, observer: Callable[[Generation], None]) -> None:
         """Call `observer` with every generation that has ended."""

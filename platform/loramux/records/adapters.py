@@ -64,6 +64,13 @@ class AdapterRepository:
         statement = select(func.count()).select_from(AdapterRow)
         return await self._session.scalar(statement.where(*self._visible())) or 0
 
+    async def bytes_besides(self, digest: str) -> int:
+        """Bytes of all the tenant's revisions but those with this very content."""
+        statement = select(func.sum(RevisionRow.size_bytes)).where(
+            RevisionRow.tenant_id == self._tenant, RevisionRow.state == READY, RevisionRow.digest != digest
+        )
+        return int(await self._session.scalar(statement) or 0)
+
     async def exists(self, name: str) -> bool:
         """Whether the tenant has an adapter of that name."""
         return (

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import msgspec
 
+from loramux.limits import AdapterCaps, adapter_caps
 from loramux.records import Database, Principal
 from loramux.records.adapters import DEFAULT_ALIAS, AdapterRepository, ContentRepository, Listed, RevisionContent
 from loramux.records.locks import CONTENTS, exclusive
@@ -94,14 +95,15 @@ class Registry:
         if not principal.may_use(f"{principal.tenant_name}/{adapter}"):
             raise AdapterNotFound(name)
         async with self._database.read() as session:
-            await self._check_room(AdapterRepository(session, principal.tenant), adapter)
+            caps = await adapter_caps(session, principal, self._limits)
+            await self._check_room(AdapterRepository(session, principal.tenant), adapter, caps)
         with self._blobs.staging() as folder:
             async with self._validations:
-                content = await finished(self._examine, folder, config_file, weights_file)
+                content = await finished(self._examine, folder, config_file, weights_file, caps)
             async with self._database.begin() as session:
                 await exclusive(session, CONTENTS)
                 adapters = AdapterRepository(session, principal.tenant)
-                await self._check_room(adapters, adapter)
+                await self._check_room(adapters, adapter, caps, content)
                 await finished(self._blobs.publish, folder, content.digest)
                 listed = await adapters.register(adapter, content, self._database.now())
         return _info(principal, listed)
@@ -172,19 +174,29 @@ class Registry:
                 await finished(self._blobs.remove, digest)
         return len(unused)
 
-    async def _check_room(self, adapters: AdapterRepository, name: str) -> None:
-        limit = self._limits.max_adapters_per_tenant
-        if await adapters.count() >= limit and not await adapters.exists(name):
+    async def _check_room(
+        self, adapters: AdapterRepository, name: str, caps: AdapterCaps, content: RevisionContent | None = None
+    ) -> None:
+        if await adapters.count() >= caps.adapters and not await adapters.exists(name):
             raise TooManyAdapters(
-                f"you have {limit} adapters, the most that is allowed (max_adapters_per_tenant); delete one first",
+                f"you have {caps.adapters} adapters, the most that is allowed; delete one first, or ask for more",
+                "name",
+            )
+        if caps.bytes_in_all is None or content is None:
+            return
+        have = await adapters.bytes_besides(content.digest)
+        if have + content.size_bytes > caps.bytes_in_all:
+            raise TooManyAdapters(
+                f"your adapters have {have} bytes and this one {content.size_bytes}; together they may have "
+                f"{caps.bytes_in_all} (adapter_bytes). Delete one first, or ask for more",
                 "name",
             )
 
-    def _examine(self, folder: Path, config_file: Path, weights_file: Path) -> RevisionContent:
+    def _examine(self, folder: Path, config_file: Path, weights_file: Path, caps: AdapterCaps) -> RevisionContent:
         from loramux_adapters import Limits, validate_adapter  # torch: not for those who only list or resolve
 
         self._blobs.stage(folder, config_file, weights_file)
-        limits = Limits(max_rank=self._limits.max_rank, max_bytes=self._limits.max_bytes)
+        limits = Limits(max_rank=caps.rank, max_bytes=self._limits.max_bytes)
         plan = validate_adapter(folder, self._base, limits)
         digest = self._blobs.seal(folder)
         with suppress(StorageError):  # verified now, so that publishing it again reads nothing

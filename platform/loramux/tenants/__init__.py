@@ -26,7 +26,7 @@ from loramux.tenants.keys import KeyRequest, Keys
 from loramux.tenants.members import Members
 from loramux.tenants.pepper import load_or_create_pepper
 from loramux.tenants.projects import Projects
-from loramux.tenants.tenants import Account, Tenants, changes_of
+from loramux.tenants.tenants import Account, Tenants
 from loramux.tenants.tiers import SERVICE_CLASSES, Tiers
 
 __all__ = [
@@ -72,6 +72,5 @@ __all__ = [
     "Tier",
     "TierNotFound",
     "Tiers",
-    "changes_of",
     "load_or_create_pepper",
 ]

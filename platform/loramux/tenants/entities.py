@@ -92,6 +92,8 @@ class Mandate(msgspec.Struct, frozen=True):
     origin: Origin
     may_grant: frozenset[str]
     may_appoint: frozenset[Role] = frozenset()
+    may_allow: frozenset[str] | None = None
+    """The only models that its keys may name; None: any."""
 
 
 def tenant_of(row: TenantRow) -> Tenant:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import msgspec
 
 from loramux.records import TenantId
@@ -53,7 +51,7 @@ class Keys:
         """
         scopes = check_scopes(wanted.scopes)
         _check_label(wanted.name)
-        self._demand_own(scopes)
+        self._demand_own(scopes, wanted.models)
         models = _allow_list(wanted.models)
         if wanted.expires_in is not None and not 1 <= wanted.expires_in <= MAX_LIFE_SECONDS:
             raise InvalidTenant(f"expires_in is 1 to {MAX_LIFE_SECONDS} seconds, or absent", "expires_in")
@@ -84,7 +82,8 @@ class Keys:
             raise InvalidTenant(f"overlap is 0 to {MAX_OVERLAP_SECONDS} seconds", "overlap_seconds")
         async with self._changes.begin() as change:
             old = await self._live(change, key_id)
-            self._demand_own(frozenset(old.scopes.split()))
+            models = None if old.models is None else frozenset(old.models.splitlines())
+            self._demand_own(frozenset(old.scopes.split()), models)
             before = key_of(old)
             row = KeyRow(
                 name=old.name,
@@ -130,10 +129,14 @@ class Keys:
             raise KeyNotFound(f"there is no key {key_id[:80]!r}", "key_id")
         return row
 
-    def _demand_own(self, scopes: Iterable[str]) -> None:
-        beyond = sorted(frozenset(scopes) - self._changes.mandate.may_grant)
+    def _demand_own(self, scopes: frozenset[str], models: frozenset[str] | None) -> None:
+        mandate = self._changes.mandate
+        beyond = sorted(scopes - mandate.may_grant)
         if beyond:
             raise NotPermitted(f"you cannot give a key what you do not have yourself: {', '.join(beyond)}", "scopes")
+        if mandate.may_allow is not None and (models is None or not models <= mandate.may_allow):
+            yours = ", ".join(sorted(mandate.may_allow))[:200]
+            raise NotPermitted(f"your own key may name only {yours}; give the new one these or fewer", "models")
 
 
 def _check_label(name: str) -> None:

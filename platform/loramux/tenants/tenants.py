@@ -74,14 +74,22 @@ class Tenants:
         """For what is kept beside tenancy and audited with it."""
         return self._changes
 
+    def changes_of(self, principal: Principal) -> Changes:
+        """The same, in the name of a customer: it gives away no more than it has; a key appoints as an admin does."""
+        role = Role.ADMIN if principal.role is None else Role(principal.role)
+        appoints = APPOINTS.get(role, frozenset())
+        return Changes(
+            self._database, Mandate(principal.key_id, principal.origin, principal.scopes, appoints, principal.models)
+        )
+
     @property
     def tiers(self) -> Tiers:
         """Levels of service."""
         return Tiers(self._changes)
 
     def account_of(self, principal: Principal) -> Account:
-        """The caller's own tenant, within what the caller may do; a key appoints as an admin does."""
-        return Account(changes_of(self._database, principal), principal.tenant, self._pepper)
+        """The caller's own tenant, within what the caller may do."""
+        return Account(self.changes_of(principal), principal.tenant, self._pepper)
 
     async def account(self, tenant_name: str) -> Account:
         """A tenant by its name. Raises TenantNotFound."""
@@ -162,13 +170,6 @@ class Tenants:
                 row.suspended_at = at
                 await change.note(action, row.id, tenant=row.id, before=before, after=tenant_of(row))
         return tenant_of(row)
-
-
-def changes_of(database: Database, principal: Principal) -> Changes:
-    """Changes in the name of a customer: it gives away no more than it has itself."""
-    role = Role.ADMIN if principal.role is None else Role(principal.role)
-    mandate = Mandate(principal.key_id, principal.origin, principal.scopes, APPOINTS.get(role, frozenset()))
-    return Changes(database, mandate)
 
 
 async def _locked(change: Change, name: str) -> TenantRow:

@@ -4,19 +4,32 @@ from loramux.records.counts import Counted
 from loramux.records.errors import ChainBroken
 from loramux.records.ledger import LedgerEntry
 from loramux.records.usage import UsageTotals
-from loramux.usage.errors import InvalidQuery, RequestRefused, UnknownRequest, UsageClosed, UsageError
+from loramux.usage.claims import Answered, Claim
+from loramux.usage.errors import (
+    IdempotencyMismatch,
+    InvalidQuery,
+    RequestRefused,
+    StillRunning,
+    UnknownRequest,
+    UsageClosed,
+    UsageError,
+)
 from loramux.usage.query import UsageBucket, UsagePage, UsageQuery, UsageResult
 from loramux.usage.settling import OpenedRequest, Settlement
 from loramux.usage.usage import Usage
 
 __all__ = [
+    "Answered",
     "ChainBroken",
+    "Claim",
     "Counted",
+    "IdempotencyMismatch",
     "InvalidQuery",
     "LedgerEntry",
     "OpenedRequest",
     "RequestRefused",
     "Settlement",
+    "StillRunning",
     "UnknownRequest",
     "Usage",
     "UsageBucket",

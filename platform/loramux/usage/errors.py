@@ -3,6 +3,8 @@
 UsageError
 ├── InvalidQuery(field, message)   a question that cannot be answered: 400
 ├── RequestRefused                 a request or settlement that the database refuses (our own fault: 500)
+├── IdempotencyMismatch            the key came with another request before: 422
+├── StillRunning                   the key's request has no answer yet: 409
 ├── UnknownRequest                 a settlement for a request that was never opened (likewise)
 └── UsageClosed                    the writer is not running
 """
@@ -23,6 +25,18 @@ class InvalidQuery(UsageError):
         super().__init__(message)
         self.field = field
         self.message = message
+
+
+class IdempotencyMismatch(UsageError):
+    """The message names the key."""
+
+    code = "idempotency_key_reused"
+
+
+class StillRunning(UsageError):
+    """The message names the key."""
+
+    code = "idempotency_key_in_use"
 
 
 class RequestRefused(UsageError):

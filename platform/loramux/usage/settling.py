@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import msgspec
+from sqlalchemy.ext.asyncio import AsyncSession
 
+from loramux.limits import Books, Demand, LimitsError, Prices, Standing, Used
 from loramux.records import Database, ProjectId, RowRefused, TenantId
 from loramux.records.counts import Counted, CountRepository, Weights
 from loramux.records.ledger import LedgerDraft, LedgerEntry, LedgerRepository
 from loramux.records.ledger_models import LedgerHeadRow
 from loramux.records.locks import gone
 from loramux.records.requests import INTERRUPTED, OPEN, SETTLED, BilledRequest, RequestRepository
+from loramux.usage import claims
+from loramux.usage.claims import Answered, Claim
 from loramux.usage.errors import RequestRefused, UnknownRequest
 
 USAGE = "usage"
@@ -35,6 +39,10 @@ class OpenedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """As `loramux.usage.tags` writes them."""
     prompt_tokens: int
     max_tokens: int
+    waiting: int = 0
+    """How many requests of the tenant wait on this server already."""
+    claim: Claim | None = None
+    """The idempotency key that it came with."""
 
 
 class Settlement(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,13 +61,15 @@ class Settlement(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str | None
     status: str
     """`completed`, `cancelled` or `failed`."""
+    answer: bytes | None = None
+    """What to tell whoever sends the request again; None frees its idempotency key."""
     counted: Counted | None = None
     """What the engine counted for it by itself; None when it died, and then the quantities are 0."""
 
 
 Operation = OpenedRequest | Settlement
-Outcome = LedgerEntry | None
-"""A settlement's entry; None for an opened request."""
+Outcome = LedgerEntry | Standing | Answered
+"""A settlement's entry; for a request its standing, or the answer that it had already."""
 
 QUANTITIES = (
     "input_tokens",
@@ -81,9 +91,10 @@ def unused(request_id: str, status: str) -> Settlement:
 class Settler:
     """Writes for one server process, which `server_id` names."""
 
-    def __init__(self, database: Database, server_id: str) -> None:
+    def __init__(self, database: Database, server_id: str, prices: Prices) -> None:
         self._database = database
         self._server_id = server_id
+        self._prices = prices
 
     async def commit(self, batch: Sequence[Operation]) -> list[Outcome | Exception]:
         """Write the whole batch in one transaction. Raises RequestRefused, and then nothing was written."""
@@ -102,44 +113,57 @@ class Settler:
     async def _commit(self, batch: Sequence[Operation]) -> list[Outcome | Exception]:
         opened = [operation for operation in batch if isinstance(operation, OpenedRequest)]
         settled = {one.request_id: one for one in reversed(batch) if isinstance(one, Settlement)}
+        outcomes: dict[str, Outcome | Exception] = {}
+        entries: dict[str, LedgerEntry | Exception] = {}
         async with self._database.begin() as session:
-            refused = await self._open(RequestRepository(session), opened) if opened else {}
-            entries: dict[str, LedgerEntry | Exception] = {}
-            if settled:
-                repositories = RequestRepository(session), LedgerRepository(session), CountRepository(session)
-                entries = await self._settle(*repositories, settled)
+            # the ledger's head comes first, then the books: whoever locks both does it in this order
+            head = await LedgerRepository(session).lock() if settled else None
+            books = Books(session, self._database.now())
+            await books.read([_demand(request) for request in opened], list(settled), self._prices)
+            if opened:
+                outcomes = await self._open(session, opened, books)
+            if head is not None:
+                entries = await self._settle(session, head, settled, books)
+            await books.write()
         return [
-            entries[operation.request_id] if isinstance(operation, Settlement) else refused.get(operation.id)
+            entries[operation.request_id] if isinstance(operation, Settlement) else outcomes[operation.id]
             for operation in batch
         ]
 
-    async def _open(self, requests: RequestRepository, opened: Sequence[OpenedRequest]) -> dict[str, Exception]:
-        """Insert the rows; one that a lost connection made us write twice is fine, another one's id is not."""
-        now = self._database.now()
-        rows = {request.id: self._row(request, now) for request in opened}
-        if await requests.add(list(rows.values())):
-            return {}
-        return {
+    async def _open(
+        self, session: AsyncSession, opened: Sequence[OpenedRequest], books: Books
+    ) -> dict[str, Outcome | Exception]:
+        """Insert the rows of what is admitted; one that a lost connection made us write twice is fine."""
+        requests, now = RequestRepository(session), self._database.now()
+        outcomes: dict[str, Outcome | Exception] = {**await claims.judge(session, _claimants(opened), now)}
+        fresh = [request for request in opened if request.id not in outcomes]
+        outcomes |= {request.id: _admitted(books, request) for request in fresh}
+        if refused := [one.id for one in fresh if one.claim and isinstance(outcomes[one.id], Exception)]:
+            await claims.settle(session, dict.fromkeys(refused))
+        rows = {one.id: self._row(one, now) for one in fresh if not isinstance(outcomes[one.id], Exception)}
+        if not rows or await requests.add(list(rows.values())):
+            return outcomes
+        return outcomes | {
             id: RequestRefused(f"there is another request {id} already")
             for id, server in (await requests.owners(rows)).items()
             if server != self._server_id
         }
 
     async def _settle(
-        self,
-        requests: RequestRepository,
-        ledger: LedgerRepository,
-        counts: CountRepository,
-        settled: dict[str, Settlement],
+        self, session: AsyncSession, head: LedgerHeadRow, settled: dict[str, Settlement], books: Books
     ) -> dict[str, LedgerEntry | Exception]:
-        """Append what is not in the ledger yet. The head comes first: it makes two servers take turns."""
-        head = await ledger.lock()
+        """Append what is not in the ledger yet, and give back what the requests held."""
+        requests, ledger = RequestRepository(session), LedgerRepository(session)
         now = self._database.now()
         closed = await requests.close(settled, SETTLED, now)
         fresh = [(closed[id], settlement) for id, settlement in settled.items() if id in closed]
         appended = await ledger.append(head, [_draft(row, settlement, now) for row, settlement in fresh])
         if counted := _by_weights(fresh):
-            await counts.add(self._server_id, counted)
+            await CountRepository(session).add(self._server_id, counted)
+        if fresh:
+            await claims.settle(session, {row.id: settlement.answer for row, settlement in fresh})
+        for row, settlement in fresh:
+            books.release(row.id, _used(settlement))
         others = settled.keys() - closed.keys()
         known = await ledger.of_requests(USAGE, others) if others else {}
         unknown: dict[str, LedgerEntry | Exception] = {
@@ -153,16 +177,22 @@ class Settler:
             head = await ledger.lock()
             dead = await gone(session, await requests.servers_with_open(besides=self._server_id))
             left = await requests.left_open(dead, SWEEP_BATCH)
-            return await self._interrupt(requests, ledger, head, left) if left else 0
+            if left:
+                await self._interrupt(session, head, left)
+        return len(left)
 
-    async def _interrupt(
-        self, requests: RequestRepository, ledger: LedgerRepository, head: LedgerHeadRow, left: list[str]
-    ) -> int:
-        now = self._database.now()
+    async def _interrupt(self, session: AsyncSession, head: LedgerHeadRow, left: list[str]) -> None:
+        """What died with its server costs nothing, gives everything back, and may be sent again."""
+        requests, ledger, now = RequestRepository(session), LedgerRepository(session), self._database.now()
+        books = Books(session, now)
+        await books.read([], left, self._prices)
         closed = await requests.close(left, INTERRUPTED, now)
         drafts = [_draft(closed[id], unused(id, INTERRUPTED), now, INTERRUPTED) for id in left]
         await ledger.append(head, drafts)
-        return len(left)
+        for id in left:
+            books.release(id, Used())
+        await books.write()
+        await claims.settle(session, dict.fromkeys(left))
 
     def _row(self, request: OpenedRequest, now: int) -> dict[str, object]:
         return {
@@ -181,6 +211,38 @@ class Settler:
             "status": OPEN,
             "created_at": now,
         }
+
+
+def _demand(request: OpenedRequest) -> Demand:
+    return Demand(
+        request_id=request.id,
+        tenant=request.tenant,
+        tier=request.tier,
+        project=request.project_id,
+        key=request.key_id,
+        prompt_tokens=request.prompt_tokens,
+        max_tokens=request.max_tokens,
+        waiting=request.waiting,
+    )
+
+
+def _admitted(books: Books, request: OpenedRequest) -> Standing | LimitsError:
+    try:
+        return books.admit(_demand(request))
+    except LimitsError as error:
+        return error
+
+
+def _claimants(opened: Sequence[OpenedRequest]) -> list[claims.Claimant]:
+    return [
+        claims.Claimant(request_id=one.id, tenant=one.tenant, key_id=one.key_id, claim=one.claim)
+        for one in opened
+        if one.claim is not None
+    ]
+
+
+def _used(settlement: Settlement) -> Used:
+    return Used(settlement.input_tokens, settlement.cached_tokens, settlement.output_tokens, settlement.adapter_load)
 
 
 def _draft(row: BilledRequest, settlement: Settlement, now: int, kind: str = USAGE) -> LedgerDraft:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack, suppress
 
+from loramux.limits import NoPrices, Prices, Standing
 from loramux.records import Database, Principal, TenantId
 from loramux.records.counts import Counted
 from loramux.records.identity import new_id
 from loramux.records.ledger import LedgerEntry, LedgerRepository
 from loramux.records.locks import alive
 from loramux.records.usage import UsageRepository, UsageTotals
+from loramux.usage import claims
+from loramux.usage.claims import Answered
 from loramux.usage.errors import UsageClosed
 from loramux.usage.group_commit import GroupCommit
 from loramux.usage.query import SECOND, UsagePage, UsageQuery, plan_buckets
@@ -21,10 +24,11 @@ from loramux.usage.storage import StorageMeter
 class Usage:
     """What every tenant used. `open` and `settle` need start(); the questions do not."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, prices: Prices | None = None) -> None:
+        """`prices` are what budgets count with; None: nothing costs anything."""
         self._database = database
         self._server_id = new_id("server")
-        self._settler = Settler(database, self._server_id)
+        self._settler = Settler(database, self._server_id, prices or NoPrices())
         self._writer: GroupCommit[Operation, Outcome] = GroupCommit(self._settler.commit)
         self._life = AsyncExitStack()
         self.drift_tokens = 0
@@ -40,17 +44,20 @@ class Usage:
         await self._writer.stop()
         await self._life.aclose()
 
-    async def open(self, request: OpenedRequest) -> None:
-        """Write the request's row, durably, before the engine sees it.
+    async def open(self, request: OpenedRequest) -> Standing | Answered:
+        """Write the request's row, durably, before the engine sees it, and take what it needs of its limits.
 
-        A caller that is cancelled while it waits leaves no open row: it is settled with nothing used.
-        Raises RequestRefused, UsageClosed.
+        Answered where its idempotency key was answered before; then nothing is opened. A caller that is cancelled while
+        it waits leaves no open row: it is settled with nothing used. Raises what `Books.admit` raises,
+        IdempotencyMismatch, StillRunning, RequestRefused, UsageClosed.
         """
         try:
-            await self._writer.submit(request)
+            outcome = await self._writer.submit(request)
         except asyncio.CancelledError:
             self._abandon(request)
             raise
+        assert isinstance(outcome, Standing | Answered)
+        return outcome
 
     async def settle(self, settlement: Settlement) -> LedgerEntry:
         """Put the request on the bill, durably, before its client sees the usage.
@@ -59,7 +66,7 @@ class Usage:
         waits has settled all the same. Raises UnknownRequest, RequestRefused, UsageClosed.
         """
         entry = await self._writer.submit(settlement)
-        assert entry is not None
+        assert isinstance(entry, LedgerEntry)
         if settlement.counted is not None:
             self.drift_tokens += settlement.counted.drift(_billed(entry))
         return entry
@@ -78,6 +85,11 @@ class Usage:
     async def accrue(self) -> int:
         """Put adapters' storage on the bill, up to the last day that is over; the number of entries."""
         return await StorageMeter(self._database).accrue()
+
+    async def forget_answers(self) -> None:
+        """Remove the answers whose idempotency keys have expired."""
+        async with self._database.begin() as session:
+            await claims.forget_expired(session, self._database.now())
 
     async def completions(self, principal: Principal, query: UsageQuery) -> UsagePage:
         """The caller's usage in buckets of time. Raises InvalidQuery."""

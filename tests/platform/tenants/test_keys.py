@@ -124,6 +124,21 @@ async def test_nobody_gives_what_it_lacks(tenants: Tenants) -> None:
         await own.keys.rotate(rich.id, 0)
 
 
+async def test_a_key_with_an_allow_list_makes_no_wider_ones(tenants: Tenants) -> None:
+    await tenants.create("acme")
+    account = await tenants.account("acme")
+    wide, _ = await account.keys.create(KeyRequest(scopes=frozenset({"usage"})))
+    narrow = KeyRequest(scopes=frozenset({"keys", "usage"}), models=frozenset({"acme/a", "tiny"}))
+    own = tenants.account_of(await tenants.authenticate((await account.keys.create(narrow))[1]))
+    made, _ = await own.keys.create(KeyRequest(scopes=frozenset({"usage"}), models=frozenset({"tiny"})))
+    await own.keys.rotate(made.id, 0)
+    for models in (None, frozenset({"tiny", "acme/b"})):
+        with pytest.raises(NotPermitted, match="may name only acme/a, tiny"):
+            await own.keys.create(KeyRequest(scopes=frozenset({"usage"}), models=models))
+    with pytest.raises(NotPermitted, match="may name only"):
+        await own.keys.rotate(wide.id, 0)
+
+
 async def test_another_tenants_key_is_not_there(tenants: Tenants) -> None:
     for name in ("acme", "globex"):
         await tenants.create(name)

@@ -1,0 +1,148 @@
+"""/v1/limits and /v1/budgets: a tenant reads all of its own, and sets those of its projects, keys and members."""
+
+from __future__ import annotations
+
+from litestar import Controller, delete, get, put
+from litestar.di import NamedDependency
+from litestar.params import FromPath, JSONBody
+
+from loramux.limits import Limits
+from loramux.tenants import Account, Principal
+from loramux_api.auth import requires
+from loramux_api.openapi import REFUSALS
+from loramux_api.problems import Forbidden
+from loramux_api.schemas.limits import (
+    BudgetBody,
+    BudgetObject,
+    LimitBody,
+    LimitObject,
+    budget_object,
+    budget_state_object,
+    limit_object,
+)
+from loramux_api.schemas.strict import StrictJSON
+from loramux_api.schemas.tenancy import Listing
+
+
+class LimitController(Controller):
+    """What the tenant may use."""
+
+    path = "/v1/limits"
+    tags = ("Limits",)
+
+    @get(guards=[requires("read")], summary="List limits", responses=REFUSALS)
+    async def list_limits(
+        self, principal: NamedDependency[Principal], account: NamedDependency[Account], limits: NamedDependency[Limits]
+    ) -> Listing[LimitObject]:
+        """The tenant's, those of its tier that it has none of its own for, and those of its projects and keys."""
+        found = await limits.of(principal.tenant, principal.tier, await subjects_of(account))
+        return Listing(data=[limit_object(limit) for limit in found])
+
+    @put(
+        "/{subject:str}/{name:str}",
+        dto=StrictJSON[LimitBody],
+        return_dto=None,
+        guards=[requires("limits")],
+        summary="Set a limit of a project, key or member",
+        responses=REFUSALS,
+    )
+    async def set_limit(
+        self,
+        subject: FromPath[str],
+        name: FromPath[str],
+        data: JSONBody[LimitBody],
+        principal: NamedDependency[Principal],
+        limits: NamedDependency[Limits],
+    ) -> LimitObject:
+        """Counts from the next request on, beside the tenant's own, which its operator sets."""
+        demand_below(principal, subject)
+        return limit_object(await limits.put(principal.tenant, subject, name, data.value))
+
+    @delete(
+        "/{subject:str}/{name:str}",
+        status_code=200,
+        guards=[requires("limits")],
+        summary="Remove a limit of a project, key or member",
+        responses=REFUSALS,
+    )
+    async def remove_limit(
+        self,
+        subject: FromPath[str],
+        name: FromPath[str],
+        principal: NamedDependency[Principal],
+        limits: NamedDependency[Limits],
+    ) -> LimitObject:
+        """There is none afterwards, but for those of the tenant."""
+        demand_below(principal, subject)
+        return limit_object(await limits.remove(principal.tenant, subject, name))
+
+
+class BudgetController(Controller):
+    """How much the tenant may spend."""
+
+    path = "/v1/budgets"
+    tags = ("Limits",)
+
+    @get(guards=[requires("billing")], summary="List budgets", responses=REFUSALS)
+    async def list_budgets(
+        self, principal: NamedDependency[Principal], account: NamedDependency[Account], limits: NamedDependency[Limits]
+    ) -> Listing[BudgetObject]:
+        """The budgets of the tenant, its projects and its keys, and what the current periods have come to."""
+        found = await limits.budgets(principal.tenant, await subjects_of(account))
+        return Listing(data=[budget_state_object(state) for state in found])
+
+    @put(
+        "/{subject:str}/{period:str}",
+        dto=StrictJSON[BudgetBody],
+        return_dto=None,
+        guards=[requires("billing")],
+        summary="Set a budget of a project, key or member",
+        responses=REFUSALS,
+    )
+    async def set_budget(
+        self,
+        subject: FromPath[str],
+        period: FromPath[str],
+        data: JSONBody[BudgetBody],
+        principal: NamedDependency[Principal],
+        limits: NamedDependency[Limits],
+    ) -> BudgetObject:
+        """`period` is day, month (both UTC) or total."""
+        demand_below(principal, subject)
+        budget = await limits.put_budget(principal.tenant, subject, period, data.amount_nano, data.thresholds)
+        return budget_object(budget)
+
+    @delete(
+        "/{subject:str}/{period:str}",
+        status_code=200,
+        guards=[requires("billing")],
+        summary="Remove a budget of a project, key or member",
+        responses=REFUSALS,
+    )
+    async def remove_budget(
+        self,
+        subject: FromPath[str],
+        period: FromPath[str],
+        principal: NamedDependency[Principal],
+        limits: NamedDependency[Limits],
+    ) -> BudgetObject:
+        """What was counted of it is forgotten; the bill is not."""
+        demand_below(principal, subject)
+        return budget_object(await limits.remove_budget(principal.tenant, subject, period))
+
+
+async def subjects_of(account: Account) -> list[str]:
+    """Everything of a tenant that can have limits of its own."""
+    projects, keys, members = await account.projects.all(), await account.keys.all(), await account.members.all()
+    return [*(one.id for one in projects), *(one.id for one in keys), *(one.id for one in members)]
+
+
+def demand_below(principal: Principal, subject: str) -> None:
+    """Raise Forbidden for the tenant's own limits."""
+    if subject == principal.tenant:
+        raise Forbidden(
+            "The limits of a whole organization are its operator's to set; you can set those of your projects, "
+            "keys and members.",
+            param="subject",
+            code="insufficient_permissions",
+        )

@@ -1,0 +1,192 @@
+"""Limits and idempotency keys on the wire."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from peft_uploads import form, make_adapter
+from site_fixture import Site
+
+TEXT = {"model": "tiny", "prompt": "hi", "max_tokens": 4}
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+
+
+@pytest.fixture
+def tenant(site: Site, request: pytest.FixtureRequest) -> str:
+    """A tenant of the test's own, by its key's name."""
+    name = f"t{abs(hash((request.node.name, site.url))):x}"
+    with site.http("all-scopes") as http:
+        http.post("/admin/tenants", json={"name": name}).raise_for_status()
+        made = http.post(f"/admin/tenants/{name}/keys", json={})
+        site.keys[name] = made.json()["key"]
+    return name
+
+
+def put(site: Site, path: str, body: dict[str, object]) -> None:
+    with site.http("all-scopes") as http:
+        answer = http.put(f"/admin/{path}", json=body)
+        assert answer.status_code == 200, answer.text
+
+
+def test_what_is_left_is_in_the_headers(site: Site, tenant: str) -> None:
+    put(site, f"tenants/{tenant}/limits/requests_per_minute", {"value": 2})
+    put(site, f"tenants/{tenant}/limits/tokens_per_minute", {"value": 600})
+    with site.http(tenant) as http:
+        first = http.post("/v1/completions", json=TEXT)
+        assert first.headers["x-ratelimit-limit-requests"] == "2"
+        assert first.headers["x-ratelimit-remaining-requests"] == "1"
+        assert first.headers["x-ratelimit-limit-tokens"] == "600"
+        assert first.headers["x-ratelimit-remaining-tokens"] == "593"
+        assert first.headers["x-ratelimit-reset-tokens"] == "700ms"
+        with http.stream("POST", "/v1/completions", json=TEXT | {"stream": True}) as stream:
+            assert stream.headers["x-ratelimit-remaining-requests"] == "0"
+            stream.read()
+        refused = http.post("/v1/completions", json=TEXT)
+    assert refused.status_code == 429
+    error = refused.json()["error"]
+    assert (error["type"], error["code"]) == ("requests", "rate_limit_exceeded")
+    assert 1 <= int(refused.headers["retry-after"]) <= 30
+    assert refused.headers["x-ratelimit-remaining-requests"] == "0"
+    with pytest.raises(openai.RateLimitError):
+        site.openai(tenant).completions.create(**TEXT)
+
+
+def test_money_is_refused_for_good(site: Site, tenant: str) -> None:
+    put(site, f"tenants/{tenant}/budgets/total", {"amount_nano": 0})
+    with site.http(tenant) as http:
+        refused = http.post("/v1/chat/completions", json=CHAT)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "insufficient_quota")
+    assert refused.headers["x-should-retry"] == "false"
+    assert "retry-after" not in refused.headers
+
+
+def test_a_queue_has_its_length(site: Site, tenant: str) -> None:
+    put(site, f"tenants/{tenant}/limits/queued_requests", {"value": 1})
+    site.engine.pause = 1.5
+    one_token = TEXT | {"max_tokens": 1}
+    first = threading.Thread(target=lambda: site.http(tenant).post("/v1/completions", json=one_token))
+    first.start()
+    while not site.engine.requests:
+        pass
+    with site.http(tenant) as http:
+        refused = http.post("/v1/completions", json=TEXT)
+    first.join()
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_limit_exceeded")
+
+
+def test_a_tenant_limits_its_own_and_not_itself(site: Site) -> None:
+    with site.http("all-scopes") as http:
+        made = http.post("/v1/keys", json={}).json()
+        path = f"/v1/limits/{made['id']}/requests_per_minute"
+        assert http.put(path, json={"value": 0}).json()["value"] == 0
+        assert http.put(f"/v1/budgets/{made['id']}/day", json={"amount_nano": 5}).json()["thresholds"] == [50, 80, 100]
+        assert made["id"] in {one["subject"] for one in http.get("/v1/limits").json()["data"]}
+        assert made["id"] in {one["subject"] for one in http.get("/v1/budgets").json()["data"]}
+        site.keys["limited"] = made["key"]
+        assert site.http("limited").post("/v1/completions", json=TEXT).status_code == 429
+        assert http.delete(path).status_code == 200
+        assert http.delete(f"/v1/budgets/{made['id']}/day").status_code == 200
+        assert site.http("limited").post("/v1/completions", json=TEXT).status_code == 200
+        own = http.get("/admin/tenants/acme").json()["id"]
+        assert http.put(f"/v1/limits/{own}/requests_per_minute", json={"value": 9}).status_code == 403
+        assert http.put(f"/v1/budgets/{own}/day", json={"amount_nano": 9}).status_code == 403
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", TEXT), ("/v1/chat/completions", CHAT)])
+def test_a_repeated_request_gets_the_same_answer_and_is_billed_once(
+    site: Site, tenant: str, path: str, body: dict[str, object], stream: bool
+) -> None:
+    body = body | {"n": 2, "stream": stream, "seed": 1, "logprobs": 1 if path == "/v1/completions" else True}
+    headers = {"Idempotency-Key": f"{path}-{stream}"}
+    with site.http(tenant) as http:
+        first = http.post(path, json=body, headers=headers)
+        asked = len(site.engine.requests)
+        again = http.post(path, json=body, headers=headers)
+        whole = http.post(path, json=body | {"stream": not stream}, headers=headers)
+        used = http.get("/v1/organization/usage/completions", params={"start_time": int(time.time()) - 86_400}).json()
+    assert first.status_code == again.status_code == 200
+    assert "idempotent-replayed" not in first.headers
+    assert again.headers["idempotent-replayed"] == "true"
+    if not stream:
+        assert again.json() == first.json()
+    else:
+        assert again.text.splitlines()[-2] == first.text.splitlines()[-2]
+        assert first.text[:60] == again.text[:60]
+    assert whole.status_code == 422
+    assert len(site.engine.requests) == asked
+    assert sum(result["num_model_requests"] for bucket in used["data"] for result in bucket["results"]) == 1
+
+
+def test_in_flight_a_repeated_request_is_refused_and_one_whose_client_left_runs_on(site: Site, tenant: str) -> None:
+    site.engine.pause = 0.3
+    headers = {"Idempotency-Key": "k"}
+    with site.http(tenant) as http:
+        with pytest.raises(httpx.ReadTimeout):
+            http.post("/v1/completions", json=TEXT, headers=headers, timeout=0.2)
+        busy = http.post("/v1/completions", json=TEXT, headers=headers)
+        assert (busy.status_code, busy.json()["error"]["code"]) == (409, "idempotency_key_in_use")
+        assert busy.headers["retry-after"] == "1"
+        while busy.status_code == 409:
+            busy = http.post("/v1/completions", json=TEXT, headers=headers)
+        assert busy.headers["idempotent-replayed"] == "true"
+        other = http.post("/v1/completions", json=TEXT | {"seed": 2}, headers=headers)
+        assert (other.status_code, other.json()["error"]["code"]) == (422, "idempotency_key_reused")
+        wrong = http.post("/v1/completions", json=TEXT, headers={"Idempotency-Key": "x" * 256})
+        assert wrong.json()["error"]["param"] == "Idempotency-Key"
+
+
+def test_adapters_have_their_limits(site: Site, tenant: str, base_dir: Path, tmp_path: Path) -> None:
+    small, large = (make_adapter(base_dir, tmp_path / str(rank), rank) for rank in (2, 4))
+    with site.http(tenant) as http, site.http("all-scopes") as operator:
+        for name, value, told in (
+            ("adapters", 0, "you have 0 adapters, the most that is allowed"),
+            ("adapter_bytes", 1000, "together they may have 1000 (adapter_bytes)"),
+            ("adapter_rank", 3, "rank"),
+        ):
+            put(site, f"tenants/{tenant}/limits/{name}", {"value": value})
+            refused = http.post("/v1/adapters", **form(large, "large"))
+            assert refused.status_code == 400
+            assert told in refused.json()["error"]["message"]
+            operator.delete(f"/admin/tenants/{tenant}/limits/{name}").raise_for_status()
+        put(site, f"tenants/{tenant}/limits/adapter_rank", {"value": 2})
+        assert http.post("/v1/adapters", **form(small, "small")).status_code == 201
+        assert http.delete("/v1/adapters/small").status_code == 200
+
+
+def test_operators_get_problem_details(site: Site) -> None:
+    with site.http("all-scopes", x_request_id="find-me") as http:
+        for path, status in (("/admin/tenants/nobody", 404), ("/admin/audit?limit=x", 400), ("/admin/nothing", 404)):
+            answer = http.get(path)
+            assert answer.status_code == status
+            assert answer.headers["content-type"].startswith("application/problem+json")
+            problem = answer.json()
+            assert problem["status"] == status
+            assert problem["instance"] == "urn:request:find-me"
+            assert problem["detail"]
+    denied = httpx.get(f"{site.url}/admin/tenants")
+    assert (denied.status_code, denied.json()["title"]) == (401, "Unauthorized")
+
+
+def test_an_operators_day(site: Site, tenant: str) -> None:
+    with site.http("all-scopes") as http:
+        assert http.put("/admin/tiers/gold", json={"service_class": "interactive", "weight": 4}).status_code == 200
+        assert http.patch(f"/admin/tenants/{tenant}", json={"tier": "gold"}).json()["tier"] == "gold"
+        put(site, "tiers/gold/limits/concurrent_requests", {"value": 7})
+        limits = http.get(f"/admin/tenants/{tenant}/limits").json()["data"]
+        assert [(one["subject"], one["value"]) for one in limits] == [("tier:gold", 7)]
+        assert site.http(tenant).post("/v1/completions", json=TEXT).status_code == 200
+        assert (site.engine.requests[-1].service_class, site.engine.requests[-1].weight) == ("interactive", 4.0)
+        assert http.patch(f"/admin/tenants/{tenant}", json={"suspended": True}).json()["suspended_at"]
+        assert site.http(tenant).get("/v1/models").status_code == 403
+        assert http.patch(f"/admin/tenants/{tenant}", json={"suspended": False}).json()["suspended_at"] is None
+        (key,) = http.get(f"/admin/tenants/{tenant}/keys").json()["data"]
+        assert http.delete(f"/admin/keys/{key['id']}").status_code == 200
+        assert site.http(tenant).get("/v1/models").status_code == 401
+        actions = [one["action"] for one in http.get("/admin/audit", params={"tenant": tenant}).json()["data"]]
+    assert actions[:4] == ["key.revoke", "tenant.resume", "tenant.suspend", "tenant.tier"]
