@@ -4,12 +4,38 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import defaultdict
+from dataclasses import dataclass
 from itertools import count
 
+from loramux.engine.fairness import Flow
 from loramux.engine.forecast import Forecast
 from loramux.engine.messages import EngineFault
 from loramux.engine.policy import Policy
 from loramux.engine.sequence import Sequence
+
+MEMORY = 0.95
+"""Of what was learned before, with every request."""
+
+MARGIN = 1.1
+
+
+@dataclass(slots=True)
+class _Experience:
+    """How much longer a flow's requests wait than was forecast: who comes later, and goes first, is in no forecast."""
+
+    waited: float = 1.0
+    foretold: float = 1.0
+
+    @property
+    def lateness(self) -> float:
+        """A factor, at least 1, with a margin: half of all requests wait longer than the mean."""
+        return max(1.0, MARGIN * self.waited / self.foretold)
+
+    def add(self, waited: float, foretold: float) -> None:
+        """One request's seconds."""
+        self.waited = MEMORY * self.waited + waited
+        self.foretold = MEMORY * self.foretold + foretold
 
 
 class Deadlines:
@@ -20,12 +46,15 @@ class Deadlines:
         self._forecast = forecast
         self._waiting: list[tuple[float, int, Sequence]] = []
         self._tickets = count()
+        self._experience: defaultdict[Flow, _Experience] = defaultdict(_Experience)
 
     def refusal(self, sequence: Sequence) -> EngineFault | None:
         """Why `sequence`, which has just come and is not queued yet, should not be; None where it may."""
-        deadline = self._milliseconds(sequence)
-        wait = 0.0 if deadline is None else 1000.0 * self._forecast.first_token(sequence)
-        if deadline is None or wait <= deadline:
+        if (deadline := self._milliseconds(sequence)) is None:
+            return None
+        sequence.foretold = self._forecast.first_token(sequence)
+        wait = 1000.0 * sequence.foretold * self._experience[sequence.flow].lateness
+        if wait <= deadline:
             return None
         return EngineFault(
             "engine_overloaded",
@@ -39,6 +68,11 @@ class Deadlines:
         if (deadline := self._milliseconds(sequence)) is not None:
             must_begin_by = sequence.arrival + deadline / 1000.0
             heapq.heappush(self._waiting, (must_begin_by, next(self._tickets), sequence))
+
+    def learn(self, sequence: Sequence, now: float) -> None:
+        """`sequence` has waited until now, and does no longer."""
+        if sequence.foretold is not None:
+            self._experience[sequence.flow].add(now - sequence.arrival, sequence.foretold)
 
     def missed(self, now: float) -> list[Sequence]:
         """Those whose time has come, each once; some of them have started, or ended."""

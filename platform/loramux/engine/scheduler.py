@@ -149,6 +149,7 @@ class Scheduler:
             if sequence.began_at is None:
                 sequence.began_at = self._planned_at
                 self.counters.queue_seconds.observe(self._planned_at - sequence.arrival)
+                self._deadlines.learn(sequence, self._planned_at)
 
     def holds(self, sequence: Sequence) -> bool:
         """Whether `sequence` has not ended."""
@@ -174,6 +175,7 @@ class Scheduler:
         for sequence in self._deadlines.missed(self._planned_at):
             if sequence.id in self._sequences and sequence.began_at is None:
                 self.counters.missed += 1
+                self._deadlines.learn(sequence, self._planned_at)
                 self._refuse(sequence, self._deadlines.fault(sequence))
 
     def _go_on(self, draft: Draft) -> None:

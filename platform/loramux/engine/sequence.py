@@ -21,6 +21,8 @@ class Sequence:
     arrival: float
     flow: Flow = field(default_factory=Flow)
     """Whom its service is charged to."""
+    num_prompt_tokens: int = field(init=False)
+    """Tokens the client sent."""
     token_ids: list[int] = field(init=False)
     """Prompt and output."""
     max_len: int = field(init=False)
@@ -45,6 +47,8 @@ class Sequence:
     num_preemptions: int = 0
     queued: Load = field(default_factory=Load)
     """What it was counted for when it was queued last."""
+    foretold: float | None = None
+    """Seconds to its first token, as was forecast when it came; None where it has no deadline."""
     began_at: float | None = None
     """When its first step was planned, in seconds of the scheduler's clock."""
     num_loads: int = 0
@@ -52,6 +56,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
         self.max_len = self.likely_len = len(self.token_ids) + self.request.sampling.max_tokens
 
     @property
@@ -65,11 +70,6 @@ class Sequence:
         return self.request.adapter.digest if self.request.adapter else None
 
     @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens the client sent."""
-        return len(self.request.prompt_token_ids)
-
-    @property
     def num_output_tokens(self) -> int:
         """Tokens generated so far."""
         return len(self.token_ids) - self.num_prompt_tokens
@@ -78,7 +78,8 @@ class Sequence:
     def likely_left(self) -> int:
         """Tokens it is expected to generate yet. One that outlives its estimate may go on for half as long again."""
         held = len(self.token_ids)
-        return max(self.likely_len - held, min(self.max_len - held, self.num_output_tokens // 2))
+        left, beyond = self.likely_len - held, (held - self.num_prompt_tokens) // 2
+        return left if left >= beyond else max(left, min(self.max_len - held, beyond))
 
     @property
     def num_uncomputed(self) -> int:
@@ -92,7 +93,7 @@ class Sequence:
 
     def fresh_prompt(self, start: int, end: int) -> int:
         """How many of the tokens [start, end) are of the prompt, and are computed for the first time."""
-        return max(0, min(end, len(self.request.prompt_token_ids)) - max(start, self.num_seen))
+        return max(0, min(end, self.num_prompt_tokens) - max(start, self.num_seen))
 
     def recomputed(self, start: int, end: int) -> int:
         """How many of the tokens [start, end) had been computed before, or found, and were lost since."""

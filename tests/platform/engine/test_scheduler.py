@@ -113,6 +113,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         super().__init__()
         self.house = House(num_pages=14, block_size=4, max_num_seqs=5, max_tokens=12)
         self.sent: dict[str, int] = {}
+        self.serving: dict[str, tuple[int, list[int]]] = {}
 
     @rule(
         prompt=st.integers(1, 30),
@@ -154,10 +155,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert house.pool.counts.kv == sum(len(s.pages) for s in house.scheduler.running)
 
     @invariant()
-    def what_runs_is_pinned(self) -> None:
+    def what_runs_keeps_the_weights_it_began_with(self) -> None:
+        """Nothing in use is evicted, and no revision is swapped under a request: same slot, same pages, to its end."""
+        serving = {}
         for sequence in self.house.scheduler.running:
             if sequence.digest is not None:
-                assert self.house.residency._known[sequence.digest].users > 0
+                resident = self.house.residency._known[sequence.digest]
+                assert resident.users > 0
+                assert resident.slot == sequence.slot
+                assert self.house.store.live[sequence.slot] is resident.pages
+                serving[sequence.id] = (sequence.slot, list(resident.pages))
+        for name in serving.keys() & self.serving.keys():
+            assert serving[name] == self.serving[name]
+        self.serving = serving
 
     def teardown(self) -> None:
         self.house.run(2000)

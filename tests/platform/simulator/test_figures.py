@@ -87,3 +87,11 @@ def test_azure_conversations_fill_the_pool_and_are_hardly_ever_sent_back(size: s
     report = simulate("azure-conversation", *shorter(size, 100))
     assert report.pool_use >= 0.9
     assert report.preemption_rate <= 0.01
+
+
+@sizes
+def test_under_overload_who_is_accepted_is_served_in_time(size: str) -> None:
+    """S-LoRA, MLSys 2024: 0.86 of the requests in time with early abort, 0.27 first come first served."""
+    report = simulate("overload", *shorter(size, 40))
+    assert report.in_deadline >= 0.9
+    assert 0.1 * report.accepted < report.refused < 0.5 * report.accepted, "1.5 times the capacity, and no more refused"

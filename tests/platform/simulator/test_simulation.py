@@ -11,7 +11,7 @@ import pytest
 
 from loramux.engine.fairness import Account
 from loramux.engine.request import AdapterRef
-from loramux.simulator import DEVICES, MODELS, ServiceGap, Simulation, load_scenario, plot_report
+from loramux.simulator import DEVICES, MODELS, ServiceGap, Simulation, load_scenario, make_scenario, plot_report
 from loramux.simulator.clock import VirtualClock
 from loramux.simulator.hardware import StepTime, Work
 from loramux.simulator.measures import Times
@@ -136,3 +136,31 @@ def test_the_plot_is_a_picture(tmp_path: Path) -> None:
     simulation = simulate("fairness-two-clients", "duration_s=5")
     plot_report(simulation.course, "title", tmp_path / "course.png")
     assert (tmp_path / "course.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_no_class_and_no_tenant_waits_for_ever() -> None:
+    """While others never stop asking for more than there is, one request of the smallest class still gets its turn."""
+    client = {"prompt_tokens": {"distribution": "constant", "tokens": 64}, "adapters": 2}
+    crowd = {"tenant": "crowd", "tenants": 4, "rate": 60, "output_tokens": {"distribution": "constant", "tokens": 64}}
+    last = {"tenant": "last", "rate": 1, "requests": 1, "start_s": 5, "weight": 0.5, "service_class": "batch"}
+    short = {"distribution": "constant", "tokens": 8}
+    scenario = make_scenario(
+        {
+            "duration_s": 60,
+            "device": "a10g",
+            "model": "llama-2-7b",
+            "pool_tokens": 4000,
+            "max_num_seqs": 16,
+            "clients": [
+                client | crowd | {"service_class": "interactive"},
+                client | crowd | {"tenant": "more", "service_class": "standard"},
+                client | last | {"output_tokens": short},
+            ],
+        },
+        "here",
+    )
+    simulation = Simulation(scenario)
+    while simulation.clock.now < 60:
+        assert simulation.advance()
+    assert simulation.meter.tallies["crowd-0"].ttft.milliseconds(1.0) > 10_000, "the engine is far behind"
+    assert simulation.meter.tallies["last"].accepted == 1

@@ -1,0 +1,165 @@
+"""Plans: the fewest GPUs that keep the goals, from descriptions and logs; and the two commands."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from loramux.simulator import DEVICES, MODELS, Goals, Planner, ScenarioError, model_of, read_workload
+from loramux_api.cli import main
+
+TRAFFIC = """
+duration_s = 4
+[[clients]]
+tenant = "chat"
+tenants = 4
+adapters = 12
+rate = 60
+prompt_tokens = { distribution = "lognormal", mu = 5.5, sigma = 0.5, high = 1000 }
+output_tokens = { distribution = "uniform", low = 10, high = 60 }
+"""
+
+
+@pytest.fixture
+def traffic(tmp_path: Path) -> Path:
+    path = tmp_path / "traffic.toml"
+    path.write_text(TRAFFIC)
+    return path
+
+
+def log_of(traffic: Path, suffix: str) -> Path:
+    arrivals, path = read_workload(traffic), traffic.with_suffix(suffix)
+    rows = [
+        {
+            "arrival_s": at,
+            "prompt_tokens": len(request.prompt_token_ids),
+            "output_tokens": output,
+            "tenant": source.tenant,
+            "adapter": source.adapter.digest,
+        }
+        for at, source, output, request in arrivals.requests()
+    ]
+    with path.open("w", newline="") as file:
+        if suffix == ".jsonl":
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+        else:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv"])
+def test_a_log_says_the_same_as_the_traffic_it_was_taken_of(traffic: Path, suffix: str) -> None:
+    described, logged = read_workload(traffic), read_workload(log_of(traffic, suffix))
+    assert logged.prompt_tokens.tolist() == described.prompt_tokens.tolist()
+    assert logged.at.tolist() == pytest.approx((described.at - described.at[0]).tolist())
+    assert len(logged.adapters) == len(described.adapters)
+    tenants = [described.sources[i].tenant for i in described.source]
+    assert [logged.sources[i].tenant for i in logged.source] == tenants
+
+
+def test_as_many_gpus_as_the_goals_need_and_no_more(traffic: Path) -> None:
+    heard = []
+    planner = Planner(DEVICES["a10g"], MODELS["qwen2.5-0.5b"], read_workload(traffic), Goals(ttft_ms=400, itl_ms=60))
+    plan = planner.plan(heard.append)
+    assert plan.goals_met
+    assert plan.recommended.excess(plan.goals) <= 1
+    assert plan.tried == heard
+    fewer = [trial for trial in plan.tried if trial.settings.gpus < plan.recommended.settings.gpus]
+    assert all(trial.excess(plan.goals) > 1 for trial in fewer)
+    same = [t for t in plan.tried if t.settings.gpus == plan.recommended.settings.gpus and t.excess(plan.goals) <= 1]
+    assert min(t.excess(plan.goals) + t.preemption_rate for t in same) == pytest.approx(
+        plan.recommended.excess(plan.goals) + plan.recommended.preemption_rate
+    )
+
+
+def test_goals_that_nothing_keeps_are_said_to_be_missed(traffic: Path) -> None:
+    arrivals = read_workload(traffic)
+    few = arrivals.only(arrivals.at < 0.1)
+    plan = Planner(DEVICES["a10g"], MODELS["llama-2-7b"], few, Goals(ttft_ms=1, itl_ms=1)).plan()
+    assert not plan.goals_met
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("a.jsonl", '{"arrival_s": 0, "prompt_tokens": 3}\n', "request 1.*output_tokens"),
+        ("a.jsonl", "{\n", "line 1"),
+        ("a.jsonl", "", "no requests"),
+        ("a.csv", "arrival_s,prompt_tokens,output_tokens\n0,x,3\n", "request 1"),
+        ("a.toml", "duration_s = 0\nclients = []", "duration_s"),
+        ("a.parquet", "", "jsonl"),
+    ],
+)
+def test_a_workload_that_cannot_be_read_is_refused_by_place(tmp_path: Path, name: str, text: str, words: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(ScenarioError, match=words):
+        read_workload(path)
+
+
+def test_a_model_comes_from_its_own_config(tmp_path: Path) -> None:
+    llama = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_hidden_layers": 32}
+    config = llama | {
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "dtype": "bfloat16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config | {"rope_theta": 5e5}))
+    expected = msgspec.structs.replace(MODELS["llama-3.1-8b"], max_model_len=131072)
+    assert model_of(str(tmp_path)) == model_of(str(tmp_path / "config.json")) == expected
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 8}))
+    with pytest.raises(ScenarioError, match="num_hidden_layers"):
+        model_of(str(tmp_path))
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(main, arguments)
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_simulate_prints_one_json_document(tmp_path: Path) -> None:
+    code, out, _ = run("simulate", "fairness-two-clients", "--set", "duration_s=3", "--json")
+    report = json.loads(out)
+    assert code == 0
+    assert report["accepted"] == 5 + 9
+    assert set(report["per_tenant"]) == {"modest", "greedy"}
+    code, out, _ = run("simulate", "--scenario", "fairness-two-clients", "--set", "duration_s=3")
+    assert "service gap" in out
+    assert "fairness-flood" in run("simulate")[1]
+
+
+def test_a_wrong_scenario_is_one_sentence_and_exit_code_1() -> None:
+    code, _, error = run("simulate", "fairness-two-clients", "--set", "duration=3")
+    assert code == 1
+    assert "duration" in error
+    assert "Traceback" not in error
+
+
+def test_plan_prints_settings_that_can_be_pasted(traffic: Path) -> None:
+    command = [
+        "plan",
+        "--workload",
+        str(traffic),
+        "--gpu",
+        "h100",
+        "--model",
+        "qwen2.5-0.5b",
+        "--dollars-per-hour",
+        "36",
+    ]
+    code, out, _ = run(*command)
+    assert code == 0
+    assert "# GPUs: 1 x h100" in out
+    assert out.split("[engine]")[1].count("=") == 3
+    plan = json.loads(run(*command, "--json")[1])
+    best = plan["recommended"]
+    assert best["dollars_per_million_tokens"] == pytest.approx(0.01e6 / best["tokens_per_s"])
+    assert plan["goals_met"]
