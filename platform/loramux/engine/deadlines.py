@@ -6,7 +6,6 @@ import heapq
 import math
 from collections import defaultdict
 from dataclasses import dataclass
-from itertools import count
 
 from loramux.engine.fairness import Flow
 from loramux.engine.forecast import Forecast
@@ -44,8 +43,7 @@ class Deadlines:
     def __init__(self, policy: Policy, forecast: Forecast) -> None:
         self._policy = policy
         self._forecast = forecast
-        self._waiting: list[tuple[float, int, Sequence]] = []
-        self._tickets = count()
+        self._waiting: list[tuple[float, str]] = []
         self._experience: defaultdict[Flow, _Experience] = defaultdict(_Experience)
 
     def refusal(self, sequence: Sequence) -> EngineFault | None:
@@ -67,18 +65,18 @@ class Deadlines:
         """`sequence` is being queued."""
         if (deadline := self._milliseconds(sequence)) is not None:
             must_begin_by = sequence.arrival + deadline / 1000.0
-            heapq.heappush(self._waiting, (must_begin_by, next(self._tickets), sequence))
+            heapq.heappush(self._waiting, (must_begin_by, sequence.id))
 
     def learn(self, sequence: Sequence, now: float) -> None:
         """`sequence` has waited until now, and does no longer."""
         if sequence.foretold is not None:
             self._experience[sequence.flow].add(now - sequence.arrival, sequence.foretold)
 
-    def missed(self, now: float) -> list[Sequence]:
-        """Those whose time has come, each once; some of them have started, or ended."""
+    def missed(self, now: float) -> list[str]:
+        """The ids of those whose time has come, each once; some of them have started, or ended."""
         due = []
         while self._waiting and self._waiting[0][0] < now:
-            due.append(heapq.heappop(self._waiting)[2])
+            due.append(heapq.heappop(self._waiting)[1])
         return due
 
     @property

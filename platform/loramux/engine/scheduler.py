@@ -172,8 +172,8 @@ class Scheduler:
             self.queue.call_back(digest)
 
     def _heed_deadlines(self) -> None:
-        for sequence in self._deadlines.missed(self._planned_at):
-            if sequence.id in self._sequences and sequence.began_at is None:
+        for request_id in self._deadlines.missed(self._planned_at):
+            if (sequence := self._sequences.get(request_id)) and sequence.began_at is None:
                 self.counters.missed += 1
                 self._deadlines.learn(sequence, self._planned_at)
                 self._refuse(sequence, self._deadlines.fault(sequence))

@@ -76,6 +76,19 @@ def test_interruption_is_bounded_by_shares() -> None:
     assert house.order.index("b") < 35
 
 
+def test_a_class_that_has_had_its_share_interrupts_nobody() -> None:
+    shares = {INTERACTIVE: 2.0, ServiceClass.STANDARD: 1.5, BATCH: 1.0}
+    house = House(num_pages=20, max_num_seqs=8, max_tokens=64, policy=Policy(class_shares=shares))
+    house.submit("has", prompt=24, output=8, service_class=INTERACTIVE)
+    house.submit("low", prompt=4, output=4, service_class=BATCH)
+    house.step()
+    house.submit("more", prompt=40, output=4, service_class=INTERACTIVE)
+    house.step()
+    assert running(house) == {"has", "low"}
+    house.run()
+    assert set(house.finished.values()) == {"length"}
+
+
 def test_rows_are_taken_over_too() -> None:
     house = House(num_pages=100, max_num_seqs=2, max_tokens=32)
     for i in range(2):
