@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from itertools import accumulate
-from operator import attrgetter
 
 from loramux.engine.batch import Batch
 from loramux.engine.budget import Budget
@@ -14,6 +13,7 @@ from loramux.engine.pace import Pace
 from loramux.engine.policy import SchedulerLimits
 from loramux.engine.queue import RequestQueue
 from loramux.engine.residency import Residency
+from loramux.engine.room import Room
 from loramux.engine.sequence import Sequence
 
 
@@ -21,13 +21,20 @@ class Forecast:
     """Pure questions; an estimate, not a promise: what it cannot know is who else comes and how long answers get."""
 
     def __init__(
-        self, limits: SchedulerLimits, budget: Budget, queue: RequestQueue, batch: Batch, residency: Residency
+        self,
+        limits: SchedulerLimits,
+        budget: Budget,
+        queue: RequestQueue,
+        batch: Batch,
+        residency: Residency,
+        room: Room,
     ) -> None:
         self._limits = limits
         self._budget = budget
         self._queue = queue
         self._batch = batch
         self._residency = residency
+        self._room = room
         self.pace = Pace()
         """Of the steps; whoever runs them measures them."""
 
@@ -52,12 +59,14 @@ class Forecast:
         return self._residency.expected_wait(candidate.digest) if candidate.digest else 0.0
 
     def _steps_to_admission(self, candidate: Sequence, ahead: Load) -> float:
-        """Steps until enough rows and pages have come free, at one token a step."""
-        budget, running = self._budget, sorted(self._batch.running, key=attrgetter("likely_left"))
+        """Steps until enough has come free, at one token a step; at once of those that must make place for it."""
+        budget = self._budget
+        left_of = {s: 0 if self._room.owes(s, candidate) else s.likely_left for s in self._batch.running}
+        running = sorted(left_of, key=left_of.__getitem__)
         pool = budget.num_pages - budget.watermark - self._residency.pinned_pages(candidate.digest)
         rows = len(running) + ahead.requests + 1.0 - self._limits.max_num_seqs
         pages = budget.kv_peak(running) + (ahead.room + candidate.likely_len) / budget.block_size - pool
-        left = [sequence.likely_left for sequence in running]
+        left = [left_of[sequence] for sequence in running]
         freed = [budget.pages_for(len(sequence.token_ids) + sequence.likely_left) for sequence in running]
         generation = ahead.output / max(ahead.requests, 1.0)
         return max(_steps_until(rows, [1] * len(left), left, generation), _steps_until(pages, freed, left, generation))

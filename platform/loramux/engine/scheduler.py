@@ -52,7 +52,7 @@ class Scheduler:
         self._batch = Batch(self.memory, budget.block_size)
         self._room = Room(self.policy, budget, self.queue, self._batch, self.memory)
         self._admission = Admission(self.policy, self._room, self.queue, self._batch, self.memory)
-        self._forecast = Forecast(limits, budget, self.queue, self._batch, residency)
+        self._forecast = Forecast(limits, budget, self.queue, self._batch, residency, self._room)
         self._deadlines = Deadlines(self.policy, self._forecast)
         self._clock = clock
         self._planned_at, self._running_tokens = 0.0, 0

@@ -86,6 +86,19 @@ def test_who_can_make_it_is_accepted_and_makes_it() -> None:
     assert house.first_token_at["fine"] - begin < 8
 
 
+def test_who_may_interrupt_the_others_is_not_refused_for_their_length() -> None:
+    house = House(num_pages=60, max_num_seqs=2, max_tokens=64, pace=PACE)
+    for i in range(2):
+        house.submit(f"b{i}", 8, 100, service_class=ServiceClass.BATCH)
+    for _ in range(6):
+        house.step()
+    begin = house.time
+    house.submit("now", 20, 4, tenant="u", service_class=ServiceClass.INTERACTIVE, deadline_ms=1000)
+    house.run()
+    assert house.finished["now"] == "length"
+    assert house.first_token_at["now"] - begin <= 1.0
+
+
 def test_a_class_has_a_deadline_of_its_own() -> None:
     house = busy(policy=Policy(deadlines_ms={ServiceClass.STANDARD: 100}))
     house.submit("standard", 8, 4)
