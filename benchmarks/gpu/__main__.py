@@ -1,10 +1,11 @@
 """One sitting on one GPU: right first, then how fast, against the card's own ceilings and against peers.
 
     PYTHONPATH=kernels:adapters:platform python benchmarks/gpu [--peer vllm=PATH] [--peer sglang=PATH]
-    PYTHONPATH=kernels:adapters:platform TRITON_INTERPRET=1 python benchmarks/gpu --device cpu --quick
+    PYTHONPATH=kernels:adapters:platform python benchmarks/gpu --device cpu --quick
 
 Needs torch, triton, transformers, peft, safetensors and msgspec; no network. The second line runs the flow at tiny
-shapes anywhere: its figures say nothing. Results go to `benchmarks/results/gpu-DATE-TIME/`.
+shapes anywhere, under TRITON_INTERPRET=1 through the kernels themselves: its figures say nothing. Results go to
+`benchmarks/results/gpu-DATE-TIME/`.
 """
 
 from __future__ import annotations

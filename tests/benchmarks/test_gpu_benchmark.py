@@ -96,7 +96,7 @@ runpy.run_path(sys.argv.pop(1), run_name="__main__")
 
 def benchmark(*arguments: str) -> subprocess.CompletedProcess[str]:
     roots = os.pathsep.join(str(ROOT / name) for name in ("kernels", "adapters", "platform"))
-    environment = {**os.environ, "PYTHONPATH": roots, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": roots, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", BLOCKED, str(GPU), *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=ROOT)
 

@@ -111,15 +111,16 @@ def test_preempted_requests_answer_the_same(zoo_of) -> None:
     assert engine.stats().preemptions >= 6
 
 
+@pytest.mark.parametrize("room", [1, 2, 6], ids=["the last there was room for", "the last but one", "any"])
 @pytest.mark.parametrize("at", [0, 1, 4])
-def test_a_stop_token_ends_the_answer_where_it_stands(zoo_of, at: int) -> None:
+def test_a_stop_token_ends_the_answer_where_it_stands(zoo_of, at: int, room: int) -> None:
     """The row that ran after it is told to nobody, and its neighbour does not notice."""
     zoo = zoo_of("llama")
     stopping, other = Asked("s", None, (5, 6, 7), 9), Asked("o", "plain", (9, 8), 9)
     tokens = zoo.answer(stopping)
     stop = tokens[at]
     engine, _ = late_engine(zoo)
-    engine.submit(to_request(zoo, stopping, stop_token_ids=(stop,)))
+    engine.submit(to_request(zoo, stopping, stop_token_ids=(stop,), max_tokens=tokens.index(stop) + room))
     engine.submit(to_request(zoo, other))
     events = drain(engine)
     told = [event for event in events if event.request_id == "s"]
