@@ -105,7 +105,10 @@ def _plan(
     plans = []
     for rows, some in (
         (shape.short_rows, [(i, span) for i, span in enumerate(spans) if span[1] - span[0] <= short]),
-        (shape.long_rows, [(i, span) for i, span in enumerate(spans) if span[1] - span[0] > short]),
+        (
+            max(shape.long_rows, shape.short_rows),
+            [(i, span) for i, span in enumerate(spans) if span[1] - span[0] > short],
+        ),
     ):
         tiles = _tiles([span for _, span in some], rows, shape)
         tiles[:, 0] = np.array([i for i, _ in some], dtype=np.int64)[tiles[:, 0]]

@@ -81,7 +81,7 @@ def _launch(tiles: RowTiles, shared: dict[str, Any], group: LoraGroup, y: torch.
 def _block_columns(tiles: RowTiles, dtype: torch.dtype) -> int:
     if tiles.shape.rows == 1:
         return 512
-    return 64 if dtype == torch.float32 else 256
+    return 128 if dtype == torch.float32 else 256
 
 
 @triton.jit(do_not_specialize=["v_rows", "max_splits"])

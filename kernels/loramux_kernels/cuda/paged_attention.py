@@ -68,8 +68,7 @@ def prepare_attention(
     """The launches that fill `output` `[T, Hq, Dv]`."""
     assert query.stride(2) == layer.key.stride(3) == layer.value.stride(3) == 1, "each head's vector is contiguous"
     kv_heads, key_dim, value_dim = layer.key.shape[1], layer.key.shape[3], layer.value.shape[3]
-    # Prefill tiles as high as a thread's registers hold of their sums.
-    long_rows = (32 if max(key_dim, value_dim) > 128 else 64) // (2 if query.dtype == torch.float32 else 1)
+    long_rows = _long_rows(max(key_dim, value_dim), query.dtype)
     shape = AttentionShape(query.shape[1] // kv_heads, kv_heads, sliding_window, long_rows)
     shared: dict[str, Any] = {
         "output": output,
@@ -99,6 +98,13 @@ def prepare_attention(
     }
     plan = plan_attention(batch, shape)
     return [launch for tiles in plan for launch in _launches(tiles, shared, attend, query)]
+
+
+def _long_rows(dim: int, dtype: torch.dtype) -> int:
+    """Prefill tiles as high as a thread's registers hold of their sums."""
+    if dtype == torch.float32:
+        return SHORT_ROWS
+    return 32 if dim > 128 else 64
 
 
 def _padded(dim: int) -> int:
@@ -136,7 +142,8 @@ def _launches(
         "BLOCK_TOKENS": _block_tokens(tiles.rows, widest, query.dtype),
     }
     grid = (resident_programs(query.device, PROGRAMS),)
-    launches = [Launch(_attend, grid, arguments, num_warps=4, num_stages=3)]
+    num_stages = 2 if query.dtype == torch.float32 and widest > 128 else 3
+    launches = [Launch(_attend, grid, arguments, num_warps=4, num_stages=num_stages)]
     if tiles.merges is not None:
         arguments = {**shared, "work": tiles.merges.work}
         launches.append(Launch(merge_partials, grid, arguments, num_warps=4, num_stages=1))

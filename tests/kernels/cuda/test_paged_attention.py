@@ -70,7 +70,7 @@ def test_head_sizes(device, dtype, dims):
 @pytest.mark.parametrize("features", [{}, {"window": 300, "softcap": 5.0, "with_sinks": True}], ids=["plain", "all"])
 def test_long_contexts_are_cut_and_merged(device, dtype, features):
     case = make_case([(1, 1500), (1, 3), (40, 700), (1, 256), (1, 257)], dtype, Shape(4, 1, 32, 16))
-    plan = plan_attention(case.to(device).batch, AttentionShape(4, 1, features.get("window"), 32))
+    plan = plan_attention(case.to(device).batch, AttentionShape(4, 1, features.get("window"), 16))
     assert any(tiles.partials for tiles in plan)
     check(case, device, **features)
 
@@ -141,7 +141,7 @@ def test_pages_beyond_32_bits(device):
 def test_reserved_tables_serve_one_step_after_another(device):
     """As a CUDA graph uses them: addresses and launches stay, what they read is replaced; unused rows stay NaN."""
     case = make_case([(1, 900), (1, 30), (1, 257), (1, 1)], torch.float32).to(device)
-    shape = AttentionShape(2, 2, None, 32)
+    shape = AttentionShape(2, 2, None, 16)
     tiles = reserve_attention(shape, max_sequences=4, max_partials=12, device=device)
     lend_attention(case.batch, shape, tiles)
     output = torch.full((4, 4, 16), float("nan"), device=device)
