@@ -142,7 +142,7 @@ def _launches(
         "BLOCK_TOKENS": _block_tokens(tiles.rows, widest, query.dtype),
     }
     grid = (resident_programs(query.device, PROGRAMS),)
-    num_stages = 2 if query.dtype == torch.float32 and widest > 128 else 3
+    num_stages = 1 if query.dtype == torch.float32 else 3
     launches = [Launch(_attend, grid, arguments, num_warps=4, num_stages=num_stages)]
     if tiles.merges is not None:
         arguments = {**shared, "work": tiles.merges.work}
