@@ -80,7 +80,7 @@ def test_preempted_requests_answer_the_same(zoo_of) -> None:
 
     def preempting_plan():
         if scheduler.running and engine.stats().steps % 3 == 2:
-            scheduler._preempt(scheduler.running[-1])
+            scheduler._admission.preempt(scheduler.running[-1])
         return plan()
 
     scheduler.plan = preempting_plan

@@ -116,7 +116,7 @@ def test_a_preempted_request_finds_its_own_pages() -> None:
         house.step()
     (sequence,) = house.scheduler.running
     done = sequence.num_computed
-    house.scheduler._preempt(sequence)
+    house.scheduler._admission.preempt(sequence)
     house.step()
     assert sequence.num_computed == done + 1
     assert sequence.num_seen == done
@@ -146,7 +146,7 @@ def test_a_revision_retired_in_use_leaves_with_its_last_request_even_when_that_w
     (sequence,) = house.scheduler.running
     house.scheduler.memory.retire("a")
     assert sequence.pages, "what is in use stays"
-    house.scheduler._preempt(sequence)
+    house.scheduler._admission.preempt(sequence)
     assert house.pool.counts.kv == 0
     house.run()
     assert house.finished["last"] == "length"
@@ -225,7 +225,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 1000))
     def preempt(self, pick: int) -> None:
         running = self.house.scheduler.running
-        self.house.scheduler._preempt(running[pick % len(running)])
+        self.house.scheduler._admission.preempt(running[pick % len(running)])
 
     @precondition(lambda self: self.house.store.pending)
     @rule()

@@ -60,7 +60,7 @@ def test_preempted_ones_reuse_their_own_and_no_token_is_counted_twice(zoo_of) ->
 
     def preempting_plan():
         if scheduler.running and engine.stats().steps % 4 == 3:
-            scheduler._preempt(scheduler.running[-1])
+            scheduler._admission.preempt(scheduler.running[-1])
         return plan()
 
     scheduler.plan = preempting_plan
