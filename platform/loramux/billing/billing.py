@@ -19,7 +19,7 @@ from loramux.records.billing_models import InvoiceRow, PeriodRow
 from loramux.records.ledger import LedgerDraft, LedgerEntry, LedgerRepository
 from loramux.records.locks import PRICES, exclusive
 from loramux.records.models import TenantRow
-from loramux.records.quantities import QuantityRepository, Span
+from loramux.records.quantities import DAY, QuantityRepository, Span
 from loramux.records.tenants import TenantRepository
 
 FOREVER = 2**62
@@ -68,7 +68,7 @@ class Billing:
             return await _bill(session, tenant, period, group_by)
 
     async def close(self, month: Month) -> list[Invoice]:
-        """Freeze a month: its entries, their digest, and everybody's invoice. Raises PeriodNotOpen.
+        """Freeze a month: its entries, their digest, and the invoices of all who have a plan. Raises PeriodNotOpen.
 
         Its entries are all that follow the period before and were written before the month's end, and what lies between
         them. Entries that come later belong to the next period, whatever they are about.
@@ -92,11 +92,8 @@ class Billing:
             )
             await periods.add(row)
             period = closed_period(row)
-            return [
-                await _keep(session, period, tenant, now)
-                for tenant in await TenantRepository(session).all()
-                if tenant.created_at < month.ends_at
-            ]
+            made = [await _keep(session, period, tenant, now) for tenant in await TenantRepository(session).all()]
+            return [invoice for invoice in made if invoice is not None]
 
     async def invoice(self, tenant_name: str, month: Month) -> Invoice:
         """A tenant's invoice: as it was kept for a closed month, a draft of this moment for an open one.
@@ -115,19 +112,23 @@ class Billing:
                 )
             return invoice(await _bill(session, tenant.id, period), tenant.id, tenant.name)
 
-    async def bills(self, tenant: TenantId, group_by: Sequence[str]) -> list[Bill]:
-        """A tenant's bills of every period, closed and open, each divided by `group_by` (of `records.quantities`)."""
+    async def bills(self, tenant: TenantId, group_by: Sequence[str], since: int) -> list[Bill]:
+        """A tenant's bills of the periods that may be about a time after `since`, in microseconds.
+
+        Each is divided by `group_by` (of `records.quantities`). Late entries are in later periods.
+        """
         async with self._database.read() as session:
             return [
                 await _bill(session, tenant, period, group_by)
                 for period in await _periods(session, self._database.now())
+                if not period.is_closed or period.month.next.ends_at > since
             ]
 
     async def costs(self, principal: Principal, query: CostsQuery) -> CostPage:
         """The caller's costs by day, as OpenAI's endpoint has them."""
-        divided_by = query.divided_by
-        bills = await self.bills(principal.tenant, divided_by)
-        return cost_page(query, costs_of(bills, divided_by), self._database.now() // SECOND)
+        divided_by, now = query.divided_by, self._database.now() // SECOND
+        bills = await self.bills(principal.tenant, divided_by, query.days(now)[0] * DAY)
+        return cost_page(query, costs_of(bills, divided_by), now)
 
     async def margins(self, month: Month, gpu_nanos: int) -> list[Margin]:
         """What every tenant's models brought in a month beside their share of what the GPUs cost, in nano-units.
@@ -173,8 +174,11 @@ def _demand_closable(month: Month, latest: Month | None, now: int) -> None:
         raise PeriodNotOpen(f"{month} is not over yet; it ends at midnight UTC before {month.next}-01", "period")
 
 
-async def _keep(session: AsyncSession, period: Period, tenant: TenantRow, now: int) -> Invoice:
+async def _keep(session: AsyncSession, period: Period, tenant: TenantRow, now: int) -> Invoice | None:
+    """Make a tenant's invoice; a tenant without a plan has none."""
     of = await _bill(session, tenant.id, period)
+    if of.subscriptions.plan_at(period.month.ends_at - 1) is None:
+        return None
     made = invoice(of, tenant.id, tenant.name)
     text = document(made)
     row = InvoiceRow(

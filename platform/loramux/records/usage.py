@@ -15,11 +15,12 @@ from loramux.records.models import BigInt
 
 
 class UsageTotals(msgspec.Struct, frozen=True, kw_only=True):
-    """A sum of ledger entries, in whole tokens; `model` and `api_key_id` only where the sum was grouped by them."""
+    """A sum of ledger entries, in whole tokens; the first three only where the sum was grouped by them."""
 
     bucket: int = 0
     model: str | None = None
     api_key_id: str | None = None
+    project_id: str | None = None
     input_tokens: int
     cached_tokens: int
     output_tokens: int
@@ -38,7 +39,11 @@ class UsageWindow(msgspec.Struct, frozen=True, kw_only=True):
 
 Group = SQLColumnExpression[Any]
 
-GROUPS: dict[str, Group] = {"model": LedgerRow.model, "api_key_id": LedgerRow.key_id}
+GROUPS: dict[str, Group] = {
+    "model": LedgerRow.model,
+    "api_key_id": LedgerRow.key_id,
+    "project_id": LedgerRow.project_id,
+}
 
 
 class UsageRepository:

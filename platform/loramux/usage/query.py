@@ -143,8 +143,8 @@ class BucketPlan(msgspec.Struct, frozen=True):
 
     @property
     def group_by(self) -> tuple[str, ...]:
-        """The asked groups that rows differ in; projects, users and batches are not recorded yet."""
-        return tuple(name for name in ("model", "api_key_id") if name in self.query.group_by)
+        """The asked groups that rows differ in; users and batches are not recorded."""
+        return tuple(name for name in ("model", "api_key_id", "project_id") if name in self.query.group_by)
 
     def page(self, totals: list[UsageTotals]) -> UsagePage:
         """The sums laid out over all buckets of the page, empty ones too."""
@@ -171,6 +171,7 @@ class BucketPlan(msgspec.Struct, frozen=True):
             output_tokens=total.output_tokens,
             input_cached_tokens=total.cached_tokens,
             num_model_requests=total.requests,
+            project_id=total.project_id,
             api_key_id=total.api_key_id,
             model=total.model,
             batch=False if "batch" in self.query.group_by else None,
