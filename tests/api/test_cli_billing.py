@@ -40,8 +40,8 @@ def read(config: Path, *arguments: str) -> Any:
 
 def test_a_month_from_its_prices_to_its_exports(config: Path, tmp_path: Path) -> None:
     loramux(config, "tenant", "create", "acme")
-    assert read(config, "price", "apply", str(CONFIGS / "plans.toml")) == {"added": 5}
-    assert read(config, "price", "apply", str(CONFIGS / "plans.toml")) == {"added": 0}
+    assert read(config, "price", "apply", str(CONFIGS / "prices" / "standard.toml")) == {"added": 5}
+    assert read(config, "price", "apply", str(CONFIGS / "prices" / "standard.toml")) == {"added": 0}
     assert [plan["name"] for plan in read(config, "price", "ls")] == ["standard"]
     loramux(config, "price", "give", "standard", "--tenant", "acme", "--from", MONTH)
     assert (

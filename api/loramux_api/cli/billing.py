@@ -142,7 +142,7 @@ def price() -> None:
 
     \b
     Example:
-      loramux price apply configs/plans.toml --config configs/single-node.toml
+      loramux price apply configs/prices/standard.toml --config configs/single-node.toml
     """
 
 
@@ -155,7 +155,7 @@ def apply(file: Path, config: Path, as_json: bool) -> None:
 
     \b
     Example:
-      loramux price apply configs/plans.toml --config configs/single-node.toml
+      loramux price apply configs/prices/standard.toml --config configs/single-node.toml
     """
     drafts = read_plans(file)
     added = with_desk(config, lambda desk: desk.catalog.apply(drafts))
