@@ -4,7 +4,7 @@
     python benchmarks/fairness.py --weights 1,3 --units 20000
 
 Tenant `flood` keeps 64 requests in flight all the time. Tenant `chat` first asks alone, then one question at a time
-beside the flood (what the flood does to its first token), then keeps 16 in flight, so that both always have requests
+beside the flood (what the flood does to its first token), then keeps 32 in flight, so that both always have requests
 waiting: from there on the service that the engine has charged to each, over its weight, must grow alike. The result is
 JSON on stdout.
 """
@@ -35,7 +35,9 @@ from specs import BENCHMARKS
 
 MODEL_PATH = BENCHMARKS.parent / "demo/loramux_demo/assets/base"
 FLOOD, CHAT = "flood", "chat"
-IN_FLIGHT = {FLOOD: 64, CHAT: 16}
+IN_FLIGHT = {FLOOD: 64, CHAT: 32}
+ROWS = 4
+"""Few, and long answers: the engine is to be what they wait for, not HTTP."""
 QUESTIONS = 30
 POLL_SECONDS = 0.2
 PATIENCE_SECONDS = 600.0
@@ -58,7 +60,7 @@ class Site:
     """By opaque id."""
     model: str
     prompt_tokens: int = 32
-    max_tokens: int = 128
+    max_tokens: int = 256
 
     def client(self, tenant: str) -> httpx.AsyncClient:
         """With the tenant's key, and as many connections as it likes."""
@@ -168,7 +170,7 @@ def run(folder: Path, weights: tuple[int, int], units: float, threads: int) -> d
     config, port = folder / "settings.toml", free_port()
     config.write_text(
         f'[model]\npath = "{MODEL_PATH}"\nserved_model_name = "base"\n[server]\nport = {port}\n'
-        f'[engine]\ndevice = "cpu"\nmax_num_seqs = 16\nmax_num_batched_tokens = 256\nnum_threads = {threads}\n'
+        f'[engine]\ndevice = "cpu"\nmax_num_seqs = {ROWS}\nmax_num_batched_tokens = 256\nnum_threads = {threads}\n'
         f"pool_bytes = {64 << 20}\n[scheduler]\ntau = 512\n"
     )
     keys, by_id = {}, {}
