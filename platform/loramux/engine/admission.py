@@ -25,6 +25,7 @@ class Admission:
         self._history = OutputHistory()
         self._policy = policy
         self._room = room
+        self._told_no: tuple[Sequence, int, int] | None = None
         self._queue = queue
         self._batch = batch
         self._memory = memory
@@ -139,14 +140,24 @@ class Admission:
             return False
         self._memory.cache.look_up(sequence)
         self.estimate(sequence)
-        if not (self._room.has_pages(sequence) or self._clear_the_way(sequence, draft)):
+        cold = self._cold(sequence)
+        if not (cold or (draft.tokens_left and self._room.has_row(flow, draft))):
             return False
-        if self._cold(sequence):
+        if not (self._has_pages(sequence) or self._clear_the_way(sequence, draft)):
+            return False
+        if cold:
             return self._load(sequence, spare_wanted=False)
-        if not (draft.tokens_left and self._room.has_row(flow, draft)):
-            return False
         self._join(sequence, draft)
         return True
+
+    def _has_pages(self, sequence: Sequence) -> bool:
+        """As the room says; who was told no is told so, unasked, until somebody leaves or other adapters are in use."""
+        asked = (sequence, self._batch.num_departures, self._residency.pinned_pages())
+        if asked == self._told_no:
+            return False
+        has_pages = self._room.has_pages(sequence)
+        self._told_no = None if has_pages else asked
+        return has_pages
 
     def _prefetch(self, sequence: Sequence) -> None:
         if self._cold(sequence):

@@ -34,6 +34,8 @@ class Batch:
 
     def __init__(self, memory: Memory, block_size: int) -> None:
         self.running: list[Sequence] = []
+        self.num_departures = 0
+        """Since the start."""
         self._memory = memory
         self._block_size = block_size
 
@@ -52,6 +54,7 @@ class Batch:
     def leave(self, sequence: Sequence) -> None:
         """Give back what `sequence` held."""
         self.running.remove(sequence)
+        self.num_departures += 1
         self._memory.cache.release(sequence)
         if sequence.digest is not None:
             self._memory.residency.unpin(sequence.digest)

@@ -84,10 +84,15 @@ class Budget:
         if not running:
             return self.kv_peak([candidate]) + adapter_pages <= self.num_pages
         limit = self.num_pages - self.watermark - reserved - adapter_pages
+        if sum(map(self._pages_at_end, running)) + self._pages_at_end(candidate) <= limit:
+            return True  # and most of it in an empty one: nobody can hold more than what it ends with
         found = bisect_left(candidate.trail, True, key=_unused)
         if sum(map(_own_pages, running)) + self.pages_for(len(candidate.token_ids)) - found > limit:
             return False  # spares most of the asking in a full house
         return self.kv_peak([*running, candidate], candidate.trail[:found]) <= limit
+
+    def _pages_at_end(self, sequence: Sequence) -> int:
+        return self.pages_for(len(sequence.token_ids) + sequence.likely_left)
 
 
 def _unused(page: CachedPage) -> bool:

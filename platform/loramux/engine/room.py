@@ -110,7 +110,7 @@ class Room:
 
     def omega(self) -> float:
         """Bytes of the adapters in use over the bytes that a step reads anyway: the least that they slow it down by."""
-        held = sum(len(sequence.pages) for sequence in self._batch.running)
+        held = self._memory.counts.kv
         return self._residency.pinned_pages() / (self._policy.weight_pages + held) if held else 0.0
 
     def _likely_pages(self, sequence: Sequence) -> int:
