@@ -74,17 +74,19 @@ class Simulation:
         wanted = self.arrivals.preloaded
         for ref in wanted:
             self.residency.want(ref)
-        self.store.settle_all()
-        self.residency.poll()
+        self._settle_all()
         for ref in wanted:
             if not self.scheduler.memory.load(ref.digest, spare_wanted=False, leave_free=0):
                 raise ScenarioError(
                     f"the pool of {self.pool.num_pages} pages cannot hold all {len(wanted)} preloaded adapters"
                 )
-        self.store.settle_all()
-        self.residency.poll()
+            self._settle_all()
         for ref in wanted:
             self.scheduler.memory.unwant(ref.digest)
+
+    def _settle_all(self) -> None:
+        self.store.settle_all()
+        self.residency.poll()
 
     def advance(self) -> bool:
         """One step, or a jump to when there is something to do; False at the end."""
