@@ -14,7 +14,8 @@ import sqlalchemy as sa
 from loramux.records import Database, Principal, RecordsUnavailable
 from loramux.records.ledger_models import LedgerRow, RequestRow
 from loramux.usage import OpenedRequest, RequestRefused, Settlement, UnknownRequest, Usage, UsageClosed
-from loramux.usage.settling import Operation, Outcome, Settler
+from loramux.usage.operations import Operation, Outcome
+from loramux.usage.settling import Settler
 
 pytestmark = pytest.mark.anyio
 

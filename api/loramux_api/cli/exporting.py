@@ -1,4 +1,4 @@
-"""loramux usage export."""
+"""loramux usage export and deliver."""
 
 from __future__ import annotations
 

@@ -62,8 +62,7 @@ class SinkRepository:
         return SinkState(cursor=row.cursor, trying_until=row.trying_until, trying_since=row.trying_since)
 
     async def trying(self, until: int, since: int | None) -> bool:
-        """Note the batch that is about to be sent, or with no `since` that it surely did not arrive; False without
-        lease."""
+        """Note the batch that is to be sent; with no `since`, that it did not arrive. False without the lease."""
         values = {"trying_until": until if since is not None else None, "trying_since": since}
         return await self._update(values)
 

@@ -14,8 +14,8 @@ from loramux.usage.errors import (
     UsageClosed,
     UsageError,
 )
+from loramux.usage.operations import OpenedRequest, Settlement
 from loramux.usage.query import UsageBucket, UsagePage, UsageQuery, UsageResult
-from loramux.usage.settling import OpenedRequest, Settlement
 from loramux.usage.usage import Usage
 
 __all__ = [

@@ -16,8 +16,9 @@ from loramux.usage import claims
 from loramux.usage.claims import Answered
 from loramux.usage.errors import UsageClosed
 from loramux.usage.group_commit import GroupCommit
+from loramux.usage.operations import OpenedRequest, Operation, Outcome, Settlement, unused
 from loramux.usage.query import SECOND, UsagePage, UsageQuery, plan_buckets
-from loramux.usage.settling import OpenedRequest, Operation, Outcome, Settlement, Settler, unused
+from loramux.usage.settling import Settler
 from loramux.usage.storage import StorageMeter
 
 
