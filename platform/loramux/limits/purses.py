@@ -36,7 +36,7 @@ class Purses:
             self._held[row.request_id].append(row)
         held = {row.budget_id for rows in self._held.values() for row in rows}
         subjects = {subject for demand in demands for subject in demand.subjects}
-        for row in await limits.budgets(subjects, held):
+        for row in await limits.budgets(subjects, held) if subjects or held else ():
             budget = self._by_id[row.id] = budget_of(row)
             self._of_subject[budget.subject].append(budget)
         if not self._by_id:
