@@ -33,6 +33,16 @@ def put(site: Site, path: str, body: dict[str, object]) -> None:
         assert answer.status_code == 200, answer.text
 
 
+def ask(site: Site, key: str, **changes: object) -> httpx.Response:
+    with site.http(key) as http:
+        return http.post("/v1/completions", json=TEXT | changes)
+
+
+def models(site: Site, key: str) -> int:
+    with site.http(key) as http:
+        return http.get("/v1/models").status_code
+
+
 def test_what_is_left_is_in_the_headers(site: Site, tenant: str) -> None:
     put(site, f"tenants/{tenant}/limits/requests_per_minute", {"value": 2})
     put(site, f"tenants/{tenant}/limits/tokens_per_minute", {"value": 600})
@@ -52,8 +62,8 @@ def test_what_is_left_is_in_the_headers(site: Site, tenant: str) -> None:
     assert (error["type"], error["code"]) == ("requests", "rate_limit_exceeded")
     assert 1 <= int(refused.headers["retry-after"]) <= 30
     assert refused.headers["x-ratelimit-remaining-requests"] == "0"
-    with pytest.raises(openai.RateLimitError):
-        site.openai(tenant).completions.create(**TEXT)
+    with site.openai(tenant) as client, pytest.raises(openai.RateLimitError):
+        client.completions.create(**TEXT)
 
 
 def test_money_is_refused_for_good(site: Site, tenant: str) -> None:
@@ -68,8 +78,7 @@ def test_money_is_refused_for_good(site: Site, tenant: str) -> None:
 def test_a_queue_has_its_length(site: Site, tenant: str) -> None:
     put(site, f"tenants/{tenant}/limits/queued_requests", {"value": 1})
     site.engine.pause = 1.5
-    one_token = TEXT | {"max_tokens": 1}
-    first = threading.Thread(target=lambda: site.http(tenant).post("/v1/completions", json=one_token))
+    first = threading.Thread(target=lambda: ask(site, tenant, max_tokens=1))
     first.start()
     while not site.engine.requests:
         pass
@@ -88,10 +97,10 @@ def test_a_tenant_limits_its_own_and_not_itself(site: Site) -> None:
         assert made["id"] in {one["subject"] for one in http.get("/v1/limits").json()["data"]}
         assert made["id"] in {one["subject"] for one in http.get("/v1/budgets").json()["data"]}
         site.keys["limited"] = made["key"]
-        assert site.http("limited").post("/v1/completions", json=TEXT).status_code == 429
+        assert ask(site, "limited").status_code == 429
         assert http.delete(path).status_code == 200
         assert http.delete(f"/v1/budgets/{made['id']}/day").status_code == 200
-        assert site.http("limited").post("/v1/completions", json=TEXT).status_code == 200
+        assert ask(site, "limited").status_code == 200
         own = http.get("/admin/tenants/acme").json()["id"]
         assert http.put(f"/v1/limits/{own}/requests_per_minute", json={"value": 9}).status_code == 403
         assert http.put(f"/v1/budgets/{own}/day", json={"amount_nano": 9}).status_code == 403
@@ -180,13 +189,13 @@ def test_an_operators_day(site: Site, tenant: str) -> None:
         put(site, "tiers/gold/limits/concurrent_requests", {"value": 7})
         limits = http.get(f"/admin/tenants/{tenant}/limits").json()["data"]
         assert [(one["subject"], one["value"]) for one in limits] == [("tier:gold", 7)]
-        assert site.http(tenant).post("/v1/completions", json=TEXT).status_code == 200
+        assert ask(site, tenant).status_code == 200
         assert (site.engine.requests[-1].service_class, site.engine.requests[-1].weight) == ("interactive", 4.0)
         assert http.patch(f"/admin/tenants/{tenant}", json={"suspended": True}).json()["suspended_at"]
-        assert site.http(tenant).get("/v1/models").status_code == 403
+        assert models(site, tenant) == 403
         assert http.patch(f"/admin/tenants/{tenant}", json={"suspended": False}).json()["suspended_at"] is None
         (key,) = http.get(f"/admin/tenants/{tenant}/keys").json()["data"]
         assert http.delete(f"/admin/keys/{key['id']}").status_code == 200
-        assert site.http(tenant).get("/v1/models").status_code == 401
+        assert models(site, tenant) == 401
         actions = [one["action"] for one in http.get("/admin/audit", params={"tenant": tenant}).json()["data"]]
     assert actions[:4] == ["key.revoke", "tenant.resume", "tenant.suspend", "tenant.tier"]

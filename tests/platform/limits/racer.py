@@ -54,7 +54,7 @@ async def main(url: str, number: str) -> None:
     while line := await asyncio.to_thread(sys.stdin.readline):
         race = json.loads(line)
         sizes = [1 + index % race["sizes"] for index in range(race["requests"])]
-        ids = [f"{race['tenant']}-{number}-{index}" for index in range(race["requests"])]
+        ids = [f"{race['name']}-{number}-{index}" for index in range(race["requests"])]
         used = await asyncio.gather(*(attempt(usage, race, id, size) for id, size in zip(ids, sizes, strict=True)))
         admitted = sum(tokens > 0 for tokens in used)
         print(json.dumps({"admitted": admitted, "refused": len(used) - admitted, "used": sum(used)}), flush=True)
