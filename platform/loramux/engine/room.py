@@ -94,8 +94,11 @@ class Room:
         """Whether `running` must make place for `sequence`.
 
         It must where it is of a lower class that has taken more than its share, and where it is of no higher class, its
-        tenant has borrowed, and `sequence` asks for no more than its own tenant is guaranteed.
+        tenant has borrowed, and `sequence` asks for no more than its own tenant is guaranteed. Either way it first gets
+        somewhere with the place it has: two that displace each other would else do nothing but recompute, for ever.
         """
+        if not running.has_gained:
+            return False
         if self._queue.may_interrupt(sequence.flow, running.flow):
             return True
         higher = running.flow.group.weight > sequence.flow.group.weight  # one cannot owe the other, and the other it

@@ -34,6 +34,8 @@ class Sequence:
     num_seen: int = 0
     """Leading tokens that had been computed, or found in the cache, when it last began to run; computing them again is
     free."""
+    units_at_start: int = 0
+    """`units` when it last began to run."""
     num_cached: int = 0
     """Prompt tokens that it found in the cache before it had computed them itself."""
     due: float = 0.0
@@ -91,6 +93,11 @@ class Sequence:
         """Service that is behind it: a prompt token is one unit, whether computed or found, a generated one two."""
         return min(max(self.num_seen, self.num_computed), self.num_prompt_tokens) + 2 * self.num_output_tokens
 
+    @property
+    def has_gained(self) -> bool:
+        """Whether it has got anywhere since it last began to run, beyond what it had lost."""
+        return self.units > self.units_at_start
+
     def fresh_prompt(self, start: int, end: int) -> int:
         """How many of the tokens [start, end) are of the prompt, and are computed for the first time."""
         return max(0, min(end, self.num_prompt_tokens) - max(start, self.num_seen))
@@ -112,6 +119,7 @@ class Sequence:
         self.num_computed = len(pages) * block_size
         self.num_cached += self.fresh_prompt(0, self.num_computed)
         self.num_seen = max(self.num_seen, self.num_computed)
+        self.units_at_start = self.units
 
     def forget_kv(self) -> list[int]:
         """Drop the KV (preemption, end) and return the pages that held it."""

@@ -56,7 +56,7 @@ class FairnessMachine(RuleBasedStateMachine):
         tokens=st.integers(4, 16),
         tau=st.sampled_from([0.0, 5.0, 20.0]),
         weights=st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=3, max_size=3),
-        guaranteed=st.just(0.0),
+        guaranteed=st.sampled_from([0.0, 0.3]),
         weight_pages=st.sampled_from([4.0, 1000.0]),
     )
     def open(
