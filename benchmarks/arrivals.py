@@ -4,47 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
-import numpy as np
-
-Rng = np.random.Generator
-LONGEST = 4096
-"""Tokens; the tails of the log-normals are cut off here."""
-
-
-class Lengths(Protocol):
-    """A distribution of token counts."""
-
-    def draw(self, rng: Rng, count: int) -> np.ndarray:
-        """int64[count], each at least 1."""
-        ...
-
-
-@dataclass(frozen=True)
-class Uniform:
-    """Every length from `low` to `high`, both included, alike."""
-
-    low: int
-    high: int
-
-    def draw(self, rng: Rng, count: int) -> np.ndarray:
-        """int64[count]."""
-        return rng.integers(self.low, self.high + 1, count)
-
-
-@dataclass(frozen=True)
-class LogNormal:
-    """exp(Normal(mu, sigma)) tokens, cut off at both ends."""
-
-    mu: float
-    sigma: float
-    low: int = 1
-    high: int = LONGEST
-
-    def draw(self, rng: Rng, count: int) -> np.ndarray:
-        """int64[count]."""
-        return np.clip(rng.lognormal(self.mu, self.sigma, count).astype(np.int64), self.low, self.high)
+from loramux.simulator.arrivals import Lengths, LogNormal, Rng, Uniform, choose
 
 
 @dataclass(frozen=True)
@@ -70,33 +31,18 @@ PATTERNS = {
 """S-LoRA's synthetic traffic (cv of 1, 2, 4, 6 and 8 there), fits of two Azure traces, and VTC's slice of LMSYS."""
 
 
-def arrival_times(rng: Rng, count: int, rate: float, cv: float) -> np.ndarray:
-    """float64[count] seconds, the first at 0: Gamma gaps of mean 1/rate with shape 1/cv^2 and scale cv^2/rate."""
-    gaps = rng.gamma(1 / cv**2, cv**2 / rate, count)
-    times: np.ndarray = np.cumsum(gaps) - gaps[0]
-    return times
-
-
 def choose_adapters(rng: Rng, count: int, popularity: str, names: Iterable[str]) -> list[str | None]:
     """The adapter of each request.
 
-    `base` (None for all), `only:NAME`, `identical` (all the first), `uniform`, `zipf:EXPONENT`, or `distinct` (each
-    another until all have had a turn). Raises ValueError for anything else.
+    `base` (None for all), `only:NAME`, or what `choose` knows. Raises ValueError for anything else.
     """
     adapters = list(names)
     kind, _, argument = popularity.partition(":")
-    match kind:
-        case "base":
-            return [None] * count
-        case "only":
-            return [argument] * count
-        case "identical":
-            return [adapters[0]] * count
-        case "distinct":
-            return [adapters[i % len(adapters)] for i in range(count)]
-        case "uniform" | "zipf":
-            weights = np.arange(1, len(adapters) + 1) ** -float(argument or 0.0)
-            return [adapters[i] for i in rng.choice(len(adapters), count, p=weights / weights.sum())]
-    raise ValueError(
-        f"popularity {popularity!r} is none of base, only:NAME, identical, uniform, zipf:EXPONENT, distinct"
-    )
+    if kind == "base":
+        return [None] * count
+    if kind == "only":
+        return [argument] * count
+    try:
+        return [adapters[i] for i in choose(rng, count, popularity, len(adapters))]
+    except ValueError as error:
+        raise ValueError(f"{error}; nor base, nor only:NAME") from None

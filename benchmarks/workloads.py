@@ -14,8 +14,10 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-from arrivals import PATTERNS, LogNormal, Pattern, arrival_times, choose_adapters
+from arrivals import PATTERNS, Pattern, choose_adapters
 from specs import ADAPTERS, VOCAB_SIZE
+
+from loramux.simulator.arrivals import LogNormal, arrival_times
 
 FIRST_PLAIN_TOKEN = 3
 """Below it are the special tokens."""

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from arrivals import PATTERNS, LogNormal, Uniform, arrival_times, choose_adapters
+from arrivals import PATTERNS, choose_adapters
 from specs import ADAPTERS, MAX_MODEL_LEN, RANKS, VOCAB_SIZE, rank_of
 from workloads import SHARES, SUITES, Item, comparison, dump, load, trace
+
+from loramux.simulator.arrivals import LogNormal, Uniform, arrival_times
 
 ALL = [f"{suite}-{share}" for suite in SUITES for share in SHARES]
 
