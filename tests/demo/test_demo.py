@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 
 import httpx
 import psutil
@@ -42,7 +43,10 @@ def test_the_demo_as_everybody_runs_it():
 
 @contextmanager
 def running_demo(folder) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen([*DEMO, "--dir", str(folder)], stdout=subprocess.PIPE, text=True)
+    # Where the tests run as a background job they ignore Ctrl-C, and the demo would inherit that.
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    command = [*DEMO, "--dir", str(folder)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=heed)  # noqa: PLW1509
     try:
         yield process
     finally:
