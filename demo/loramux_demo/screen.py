@@ -27,7 +27,7 @@ def show(report: Report, keys: dict[str, str], console: Console, *, serving: boo
         console.print(line, highlight=False)
     if serving:
         console.print("\nServing on until Ctrl-C. Go on by hand:\n", highlight=False)
-        print(*curl_lines(report, keys), sep="\n", file=console.file)
+        print(*curl_lines(report, keys), sep="\n", file=console.file, flush=True)  # a pipe would keep them for itself
 
 
 def answers_table(report: Report) -> Table:
