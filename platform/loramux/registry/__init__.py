@@ -1,5 +1,6 @@
 """Names of adapters and what they mean: upload, resolve, list, delete."""
 
+from loramux.registry.entities import AdapterInfo, ResolvedModel, Revision
 from loramux.registry.errors import (
     AdapterNotFound,
     InvalidName,
@@ -9,7 +10,7 @@ from loramux.registry.errors import (
     TooManyAdapters,
 )
 from loramux.registry.names import ModelName, parse_model
-from loramux.registry.registry import AdapterInfo, Registry, ResolvedModel, Revision
+from loramux.registry.registry import Registry
 
 __all__ = [
     "AdapterInfo",
