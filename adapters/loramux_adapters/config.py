@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -46,17 +46,12 @@ HARMLESS = frozenset(
 """Fields of LoraConfig that do not change what a trained adapter computes."""
 
 
-class LoraConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What of an adapter_config.json decides the computation; PEFT's names and meaning."""
+class Targets(msgspec.Struct, frozen=True, kw_only=True):
+    """Which modules an adapter changes, as adapters of every kind say it; PEFT's names and meaning."""
 
-    r: Rank
-    lora_alpha: Alpha
     target_modules: Regex | Names
-    """A regular expression for whole names, or names and suffixes of names; `all-linear`: see plan.py."""
+    """A regular expression for whole names, or names and suffixes of names; `all-linear`: see targets.py."""
     exclude_modules: Regex | Names | None = None
-    use_rslora: bool = False
-    rank_pattern: Annotated[dict[Name, Rank], Meta(max_length=MAX_PATTERNS)] = {}
-    alpha_pattern: Annotated[dict[Name, Alpha], Meta(max_length=MAX_PATTERNS)] = {}
     layers_to_transform: Annotated[tuple[Layer, ...], Meta(max_length=MAX_TARGETS)] | None = None
     layers_pattern: Annotated[tuple[Name, ...], Meta(max_length=64)] | None = None
     base_model_name_or_path: str | None = None
@@ -67,9 +62,20 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True):
         return isinstance(self.target_modules, str) and self.target_modules.lower() == ALL_LINEAR
 
 
+class LoraConfig(Targets, frozen=True, kw_only=True):
+    """What of a LoRA's adapter_config.json decides the computation."""
+
+    r: Rank
+    lora_alpha: Alpha
+    use_rslora: bool = False
+    rank_pattern: Annotated[dict[Name, Rank], Meta(max_length=MAX_PATTERNS)] = {}
+    alpha_pattern: Annotated[dict[Name, Alpha], Meta(max_length=MAX_PATTERNS)] = {}
+
+
 _READ = frozenset(LoraConfig.__struct_fields__)
 _KINDS = frozenset(("peft_type", "task_type", "bias", "init_lora_weights"))
-_REQUIRED = ("r", "lora_alpha", "target_modules")
+
+T = TypeVar("T", bound=Targets)
 
 
 def parse_adapter_config(data: bytes) -> LoraConfig:
@@ -78,19 +84,27 @@ def parse_adapter_config(data: bytes) -> LoraConfig:
     Raises ConfigRejected: `config_invalid` (not JSON, wrong type or range), `config_too_large`, `field_missing`,
     `field_unsupported`, `field_unknown`, `peft_type_unsupported`.
     """
-    document = _document(data)
+    document = parse_document(data)
     check_kind(document)
     check_switched_off(document)
     check_known(document, _READ | HARMLESS | _KINDS)
-    for field in _REQUIRED:
-        if document.get(field) is None:
-            raise ConfigRejected("field_missing", field, f"adapter_config.json has no {field}; PEFT always writes it.")
-    config = _convert(document)
+    return read_fields(document, LoraConfig)
+
+
+def read_fields(document: Mapping[str, Any], kind: type[T]) -> T:
+    """The fields that `kind` has, as it wants them. Raises ConfigRejected: `field_missing`, `config_invalid`."""
+    for field in msgspec.structs.fields(kind):
+        if field.required and document.get(field.name) is None:
+            raise ConfigRejected(
+                "field_missing", field.name, f"adapter_config.json has no {field.name}; PEFT always writes it."
+            )
+    config = _convert(document, kind)
     _check_layers(config, document)
     return config
 
 
-def _document(data: bytes) -> dict[str, Any]:
+def parse_document(data: bytes) -> dict[str, Any]:
+    """The JSON object of an adapter_config.json. Raises ConfigRejected: `config_too_large`, `config_invalid`."""
     if len(data) > MAX_CONFIG_BYTES:
         raise ConfigRejected(
             "config_too_large", None, f"adapter_config.json has {len(data)} bytes; {MAX_CONFIG_BYTES} are taken."
@@ -104,8 +118,9 @@ def _document(data: bytes) -> dict[str, Any]:
     return document
 
 
-def _convert(document: Mapping[str, Any]) -> LoraConfig:
-    given = {field: value for field, value in document.items() if field in _READ and value is not None}
+def _convert(document: Mapping[str, Any], kind: type[T]) -> T:
+    read = frozenset(kind.__struct_fields__)
+    given = {field: value for field, value in document.items() if field in read and value is not None}
     # PEFT writes one name or index bare, and reads an empty list of either as none.
     if type(index := given.get("layers_to_transform")) is int:
         given["layers_to_transform"] = [index]
@@ -114,14 +129,14 @@ def _convert(document: Mapping[str, Any]) -> LoraConfig:
     if given.get("exclude_modules") in ("", []):
         del given["exclude_modules"]
     try:
-        return msgspec.convert(given, LoraConfig)
+        return msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
         path = re.search(r"`\$\.?([^.`\[]*)", str(error))
         field = path[1] if path and path[1] else None
         raise ConfigRejected("config_invalid", field, f"adapter_config.json is not valid: {error}.") from None
 
 
-def _check_layers(config: LoraConfig, document: Mapping[str, Any]) -> None:
+def _check_layers(config: Targets, document: Mapping[str, Any]) -> None:
     """What PEFT itself raises for."""
     if isinstance(config.target_modules, str):
         for field in ("layers_to_transform", "layers_pattern"):

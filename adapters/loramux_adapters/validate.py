@@ -17,9 +17,14 @@ WEIGHTS_NAME = "adapter_model.safetensors"
 
 def read_config(directory: Path) -> LoraConfig:
     """Read `directory`/adapter_config.json, at most 1 MiB of it. Raises ConfigRejected."""
+    return parse_adapter_config(read_config_file(directory))
+
+
+def read_config_file(directory: Path) -> bytes:
+    """The first bytes of `directory`/adapter_config.json: one more than are taken. Raises ConfigRejected."""
     try:
         with (directory / CONFIG_NAME).open("rb") as file:
-            return parse_adapter_config(file.read(MAX_CONFIG_BYTES + 1))
+            return file.read(MAX_CONFIG_BYTES + 1)
     except (FileNotFoundError, IsADirectoryError):
         raise ConfigRejected(
             "config_missing", None, f"There is no {CONFIG_NAME}; PEFT's save_pretrained writes it beside the weights."
