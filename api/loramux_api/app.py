@@ -15,6 +15,7 @@ from loramux.gateway import AdapterService, CompletionService, EngineClient, Pla
 from loramux.limits import Limits
 from loramux.settings import Settings, load_settings
 from loramux.tenants import Account, Principal, Tenants
+from loramux.webhooks import Endpoints
 from loramux_api.auth import platform_of, principal_of
 from loramux_api.controllers.adapters import AdapterController
 from loramux_api.controllers.admin import AdminController, AdminTenantController, AdminTierController
@@ -22,6 +23,7 @@ from loramux_api.controllers.admin_limits import AdminTenantLimitController, Adm
 from loramux_api.controllers.audit import AuditController
 from loramux_api.controllers.chat import ChatController
 from loramux_api.controllers.completions import CompletionController
+from loramux_api.controllers.events import EventController
 from loramux_api.controllers.health import HealthController
 from loramux_api.controllers.keys import KeyController
 from loramux_api.controllers.limits import BudgetController, LimitController
@@ -29,6 +31,7 @@ from loramux_api.controllers.members import MemberController
 from loramux_api.controllers.models import ModelController
 from loramux_api.controllers.projects import ProjectController
 from loramux_api.controllers.usage import UsageController
+from loramux_api.controllers.webhooks import WebhookController
 from loramux_api.metrics import Metrics
 from loramux_api.openapi import openapi_config
 from loramux_api.problems import EXCEPTION_HANDLERS
@@ -72,6 +75,8 @@ def create_app(settings: Settings, engine: EngineClient | None = None) -> Litest
             AdminController,
             AdminTierLimitController,
             AdminTenantLimitController,
+            EventController,
+            WebhookController,
             HealthController,
             uploads,
         ],
@@ -104,6 +109,10 @@ def _dependencies() -> dict[str, Provide]:
     def limits(request: AnyRequest) -> Limits:
         return Limits(platform_of(request).tenants.changes_of(principal_of(request)))
 
+    def endpoints(request: AnyRequest) -> Endpoints:
+        house, caller = platform_of(request), principal_of(request)
+        return house.webhooks.endpoints(house.tenants.changes_of(caller), caller)
+
     def operators(request: AnyRequest) -> Tenants:
         return platform_of(request).tenants.in_the_name_of(principal_of(request))
 
@@ -115,5 +124,5 @@ def _dependencies() -> dict[str, Provide]:
 
     return {
         provider.__name__: Provide(provider, sync_to_thread=False)
-        for provider in (platform, principal, account, limits, operators, completions, adapters)
+        for provider in (platform, principal, account, limits, endpoints, operators, completions, adapters)
     }

@@ -26,6 +26,7 @@ from loramux.tenants import (
     TenantSuspended,
 )
 from loramux.usage import IdempotencyMismatch, InvalidQuery, StillRunning
+from loramux.webhooks import EndpointNotFound, WebhookError
 from loramux_api.rates import rate_headers
 from loramux_api.request_ids import request_id
 from loramux_api.schemas.problems import ErrorAnswer, ErrorObject, ProblemDetails
@@ -39,7 +40,7 @@ OVER_CAPACITY = "over_capacity_error"
 
 ADMIN = "/admin"
 
-PlatformError = RegistryError | TenantsError | InvalidQuery | LimitsError
+PlatformError = RegistryError | TenantsError | InvalidQuery | LimitsError | WebhookError
 
 
 class Forbidden(GatewayError):
@@ -116,7 +117,7 @@ def _of_platform(error: PlatformError) -> Problem:
     match error:
         case InvalidKey():
             status = 401
-        case ModelNotFound() | NotFound() | LimitNotFound():
+        case ModelNotFound() | NotFound() | LimitNotFound() | EndpointNotFound():
             status = 404
         case NotPermitted() | TenantSuspended():
             status = 403
@@ -199,6 +200,7 @@ EXCEPTION_HANDLERS: ExceptionHandlersMap = {
     RegistryError: _on_platform,
     TenantsError: _on_platform,
     InvalidQuery: _on_platform,
+    WebhookError: _on_platform,
     LimitsError: _on_limits,
     IdempotencyMismatch: _on_claim,
     StillRunning: _on_claim,

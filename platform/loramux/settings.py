@@ -163,6 +163,14 @@ class SinkSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """What the sink calls a tenant: Stripe's customer id, Lago's external_subscription_id."""
 
 
+class WebhookSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Tenants' own webhooks."""
+
+    max_per_tenant: Annotated[int, Meta(ge=0)] = 10
+    allow_private_addresses: bool = False
+    """Let them lead into this network, and to http://: only where every tenant is trusted."""
+
+
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The whole file."""
 
@@ -175,6 +183,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     issuers: tuple[IssuerSettings, ...] = ()
     """People's; keys need none."""
     sinks: tuple[SinkSettings, ...] = ()
+    webhooks: WebhookSettings = WebhookSettings()
 
 
 def load_settings(path: Path) -> Settings:

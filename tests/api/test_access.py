@@ -26,6 +26,7 @@ WRONG = {
     "no token": {"Authorization": "Bearer a.b.c"},
 }
 BODIES = {
+    "/v1/webhooks/{webhook_id:str}": {"enabled": True},
     "/v1/members/{member_id:str}": {"role": "viewer"},
     "/v1/limits/{subject:str}/{name:str}": {"value": 1},
     "/v1/budgets/{subject:str}/{period:str}": {"amount_nano": 1},

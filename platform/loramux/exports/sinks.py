@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
-import hmac
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -18,6 +16,7 @@ from loramux.exports.delivery import NotDelivered, Refusal, Sink, Unknown
 from loramux.exports.errors import ExportError
 from loramux.exports.events import MeterEvent
 from loramux.settings import SinkSettings
+from loramux.webhooks.signing import read_secret, signed
 
 SECOND = 1_000_000
 HOUR = 3600 * SECOND
@@ -156,7 +155,7 @@ class WebhookSink(HttpSink):
 
     def __init__(self, name: str, client: httpx.AsyncClient, url: str, secret: str) -> None:
         super().__init__(name, client, url, {})
-        self._secret = base64.b64decode(secret.removeprefix("whsec_"))
+        self._secret = read_secret(secret)
 
     async def send(self, events: Sequence[MeterEvent], now: int) -> list[Refusal]:
         """All or none are taken; a receiver that says no is asked again, since only it knows what is wrong."""
@@ -166,14 +165,8 @@ class WebhookSink(HttpSink):
 
     async def tell(self, kind: str, id: str, data: Any, now: int) -> None:
         """Deliver one message. Raises NotDelivered or Unknown."""
-        body = msgspec.json.encode({"type": kind, "data": data})
-        headers = {
-            "Content-Type": "application/json",
-            "webhook-id": id,
-            "webhook-timestamp": str(now // SECOND),
-            "webhook-signature": signature(self._secret, id, now // SECOND, body),
-        }
-        response = await self._post("", content=body, headers=headers)
+        message = signed(self._secret, id, {"type": kind, "data": data}, now)
+        response = await self._post("", content=message.body, headers=message.headers)
         if not response.is_success:
             raise NotDelivered(f"answered {response.status_code}")
 
@@ -183,12 +176,6 @@ KINDS: dict[str, type[OpenMeterSink | StripeSink | LagoSink]] = {
     "stripe": StripeSink,
     "lago": LagoSink,
 }
-
-
-def signature(secret: bytes, id: str, timestamp: int, body: bytes) -> str:
-    """Of standardwebhooks.com, version 1."""
-    signed = hmac.digest(secret, f"{id}.{timestamp}.".encode() + body, "sha256")
-    return "v1," + base64.b64encode(signed).decode()
 
 
 def cloud_event(event: MeterEvent) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from loramux.settings import Settings, SettingsError
 from loramux.storage import BlobStore
 from loramux.tenants import Tenants, TenantsError, load_or_create_pepper
 from loramux.usage import Usage
+from loramux.webhooks import Webhooks, webhook_client
 
 if TYPE_CHECKING:
     from loramux_adapters import BaseDescription
@@ -35,6 +36,7 @@ STORAGE_SECONDS = 3600.0
 FORGET_SECONDS = 3600.0
 DELIVERY_SECONDS = 10.0
 SINK_SECONDS = 20.0
+WEBHOOK_SECONDS = 1.0
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +54,7 @@ class Platform:
     billing: Billing
     engine: EngineClient
     completions: CompletionService
+    webhooks: Webhooks
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +127,12 @@ async def open_platform(settings: Settings, engine: EngineClient | None = None) 
         await stack.enter_async_context(every(STORAGE_SECONDS, usage.accrue))
         await stack.enter_async_context(every(FORGET_SECONDS, usage.forget_answers))
         sinks = await open_sinks(settings, stack)
-        if webhooks := [sink for sink in sinks if isinstance(sink, WebhookSink)]:
-            await stack.enter_async_context(every(DELIVERY_SECONDS, AlertDelivery(database, webhooks).run))
+        if listening := [sink for sink in sinks if isinstance(sink, WebhookSink)]:
+            await stack.enter_async_context(every(DELIVERY_SECONDS, AlertDelivery(database, listening).run))
+        client = await stack.enter_async_context(webhook_client(settings.webhooks))
+        webhooks = Webhooks(database, client, _pepper(settings), settings.webhooks)
+        await stack.enter_async_context(every(FORGET_SECONDS, webhooks.courier.forget))
+        await stack.enter_async_context(every(WEBHOOK_SECONDS, webhooks.courier.run))
         for sink in sinks:
             await stack.enter_async_context(every(DELIVERY_SECONDS, partial(Delivery(database).run, sink)))
         yield Platform(
@@ -137,11 +144,16 @@ async def open_platform(settings: Settings, engine: EngineClient | None = None) 
             billing=Billing(database),
             engine=engine,
             completions=completions,
+            webhooks=webhooks,
         )
 
 
 def _tenants(settings: Settings, database: records.Database) -> Tenants:
-    return Tenants(database, load_or_create_pepper(Path(settings.records.pepper_file)), settings.issuers)
+    return Tenants(database, _pepper(settings), settings.issuers)
+
+
+def _pepper(settings: Settings) -> bytes:
+    return load_or_create_pepper(Path(settings.records.pepper_file))
 
 
 @asynccontextmanager

@@ -8,6 +8,8 @@ import msgspec
 from sqlalchemy import ColumnElement, Row, Select, func, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from loramux.records import events
+from loramux.records.events import Detail, EventRepository
 from loramux.records.identity import TenantId, new_id
 from loramux.records.ledger_models import RequestRow
 from loramux.records.models import AdapterRow, AliasRow, RevisionRow
@@ -47,6 +49,7 @@ class AdapterRepository:
         adapter.deleted_at = None
         await self._session.flush()
         revision = await self._revision_with(adapter.id, content.digest)
+        appears = revision is None or revision.deleted_at is not None
         if revision is None:
             revision = await self._add_revision(adapter.id, content, at)
         if revision.deleted_at is not None:  # nothing was stored meanwhile; what is not counted of before still is
@@ -54,6 +57,8 @@ class AdapterRepository:
             revision.counted_until = at - max(0, uncounted)
         revision.state, revision.base, revision.deleted_at = READY, content.base, None
         await self._session.flush()
+        if appears:
+            await self._tell(events.READY, name, revision.number, revision.digest, at)
         await self._point(adapter.id, DEFAULT_ALIAS, revision.id, at)
         listed = await self.default(name)
         assert listed is not None
@@ -102,9 +107,15 @@ class AdapterRepository:
             return None
         adapter.deleted_at = at
         ready = (RevisionRow.adapter_id == adapter.id, RevisionRow.state == READY)
-        digests = (await self._session.scalars(select(RevisionRow.digest).where(*ready))).all()
+        statement = select(RevisionRow.number, RevisionRow.digest).where(*ready).order_by(RevisionRow.number)
+        retired = (await self._session.execute(statement)).all()
         await self._session.execute(update(RevisionRow).where(*ready).values(state=DELETED, deleted_at=at))
-        return digests
+        for number, digest in retired:
+            await self._tell(events.RETIRED, name, number, digest, at)
+        return [digest for _, digest in retired]
+
+    async def _tell(self, kind: str, name: str, number: int, digest: str, at: int) -> None:
+        await EventRepository(self._session, self._tenant).add(kind, name, Detail(revision=number, digest=digest), at)
 
     def _visible(self) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
         return AdapterRow.tenant_id == self._tenant, AdapterRow.deleted_at.is_(None)

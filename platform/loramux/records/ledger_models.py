@@ -23,6 +23,13 @@ class RequestRow(Base):
             sqlite_where=text("status = 'open'"),
             postgresql_where=text("status = 'open'"),
         ),
+        Index(
+            "ix_requests_adapter_digest_created_at",
+            "adapter_digest",
+            "created_at",
+            sqlite_where=text("adapter_digest IS NOT NULL"),
+            postgresql_where=text("adapter_digest IS NOT NULL"),
+        ),
     )
 
     id: Mapped[str] = mapped_column(primary_key=True)

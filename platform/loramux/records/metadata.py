@@ -2,7 +2,23 @@
 
 from __future__ import annotations
 
-from loramux.records import billing_models, idempotency_models, ledger_models, limit_models, models, tenancy_models
+from loramux.records import (
+    billing_models,
+    idempotency_models,
+    ledger_models,
+    limit_models,
+    models,
+    tenancy_models,
+    webhook_models,
+)
 
 METADATA = models.Base.metadata
-TABLE_MODULES = (models, tenancy_models, limit_models, idempotency_models, ledger_models, billing_models)
+TABLE_MODULES = (
+    models,
+    tenancy_models,
+    limit_models,
+    idempotency_models,
+    ledger_models,
+    billing_models,
+    webhook_models,
+)

@@ -9,7 +9,7 @@ from loramux.tenants.errors import InvalidTenant
 
 CUSTOMER_SCOPES = frozenset({"inference", "adapters", "usage"})
 """What a key has unless it is said otherwise."""
-MANAGEMENT_SCOPES = frozenset({"read", "keys", "projects", "members", "limits", "billing", "audit"})
+MANAGEMENT_SCOPES = frozenset({"read", "keys", "projects", "members", "limits", "billing", "audit", "webhooks"})
 TENANT_SCOPES = CUSTOMER_SCOPES | MANAGEMENT_SCOPES
 SCOPES = TENANT_SCOPES | {"operator"}
 IMPLIED = {scope: frozenset({scope, "read"}) for scope in TENANT_SCOPES}
@@ -29,7 +29,7 @@ class Role(StrEnum):
 ROLE_SCOPES = {
     Role.OWNER: TENANT_SCOPES,
     Role.ADMIN: TENANT_SCOPES,
-    Role.DEVELOPER: frozenset({"inference", "adapters", "usage", "keys", "read"}),
+    Role.DEVELOPER: frozenset({"inference", "adapters", "usage", "keys", "webhooks", "read"}),
     Role.BILLING: frozenset({"usage", "billing", "limits", "read"}),
     Role.VIEWER: frozenset({"usage", "read"}),
 }
