@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Sequence
+from itertools import chain
 from typing import Any
 
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -36,15 +37,16 @@ class Books:
         self._caps: dict[str, Caps] = {}
         self._counters: dict[str, Counter] = {}
         self._held: dict[str, list[Any]] = defaultdict(list)
-        self._new: list[dict[str, Any]] = []
+        self._new: dict[str, list[dict[str, Any]]] = defaultdict(list)
         self._ended: list[str] = []
 
     async def read(self, demands: Sequence[Demand], ended: Collection[str], prices: Prices) -> None:
         """Look up and lock what these requests touch. Whoever locks the ledger's head as well does that first."""
-        requests = {*ended, *(demand.request_id for demand in demands)}
         if demands:
             await self._read_caps(demands)
-        for row in await self._counts.holds(requests):
+        limited = (demand.request_id for demand in demands if not demand.subjects.keys().isdisjoint(self._caps))
+        requests = {*ended, *limited}
+        for row in await self._counts.holds(requests) if requests else ():
             self._held[row.request_id].append(row)
         subjects = {subject for demand in demands for subject in demand.subjects if subject in self._caps}
         subjects |= {row.subject for rows in self._held.values() for row in rows}
@@ -52,7 +54,7 @@ class Books:
             self._counters[row.subject] = Counter(
                 Bucket(row.requests_free, row.requests_at), Bucket(row.tokens_free, row.tokens_at), row.running
             )
-        await self._purses.read(demands, requests, prices)
+        await self._purses.read(demands, ended, prices)
 
     def admit(self, demand: Demand) -> Standing:
         """Take what the request needs, of every subject or of none.
@@ -62,7 +64,7 @@ class Books:
         """
         capped = {subject: word for subject, word in demand.subjects.items() if subject in self._caps}
         counters = {subject: refilled(self._counters[subject], self._caps[subject], self._now) for subject in capped}
-        if demand.request_id in self._held or self._purses.holds(demand.request_id):
+        if self.holds(demand.request_id):
             return self._standing(counters)
         try:
             for subject, word in capped.items():
@@ -74,14 +76,19 @@ class Books:
         for subject, counter in counters.items():
             counters[subject] = taken(counter, self._caps[subject], demand.tokens)
             reserved = 0 if self._caps[subject].tokens_per_minute is None else demand.tokens
-            self._new.append({"request_id": demand.request_id, "subject": subject, "tokens": reserved})
+            hold = {"request_id": demand.request_id, "subject": subject, "tokens": reserved}
+            self._new[demand.request_id].append(hold)
         self._counters |= counters
         self._purses.hold(demand, cost)
         return self._standing(counters)
 
+    def holds(self, request_id: str) -> bool:
+        """Whether the request has taken anything, now or before."""
+        return request_id in self._held or request_id in self._new or self._purses.holds(request_id)
+
     def release(self, request_id: str, used: Used) -> None:
         """Give back what the request holds and did not use. Once: nothing is held afterwards."""
-        if request_id in self._held or self._purses.holds(request_id):
+        if self.holds(request_id):
             self._ended.append(request_id)
         for row in self._held.pop(request_id, ()):
             counter = given_back(self._counters[row.subject], max(0, row.tokens - used.tokens))
@@ -92,7 +99,7 @@ class Books:
     async def write(self) -> None:
         """Write what has changed."""
         await self._counts.write_counters([_row(*item) for item in sorted(self._counters.items())])
-        await self._counts.add_holds(self._new)
+        await self._counts.add_holds(list(chain.from_iterable(self._new.values())))
         await self._purses.write()
         if self._ended:
             await self._counts.remove_holds(self._ended)

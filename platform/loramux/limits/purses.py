@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -25,20 +26,20 @@ class Purses:
         self._by_id: dict[str, Budget] = {}
         self._spendings: dict[Spending, Spent] = {}
         self._held: dict[str, list[Any]] = defaultdict(list)
-        self._new: list[dict[str, Any]] = []
+        self._new: dict[str, list[dict[str, Any]]] = defaultdict(list)
         self._alerts: list[dict[str, Any]] = []
         self._tariff: Tariff | None = None
 
-    async def read(self, demands: Sequence[Demand], request_ids: Collection[str], prices: Prices) -> None:
-        """Look up and lock the budgets that these demands meet, and those that these requests hold something of."""
+    async def read(self, demands: Sequence[Demand], ended: Collection[str], prices: Prices) -> None:
+        """Look up and lock the budgets that these demands meet, and those that ended requests hold something of."""
         limits = LimitRepository(self._session)
-        for row in await self._counts.budget_holds(request_ids):
-            self._held[row.request_id].append(row)
-        held = {row.budget_id for rows in self._held.values() for row in rows}
         subjects = {subject for demand in demands for subject in demand.subjects}
-        for row in await limits.budgets(subjects, held) if subjects or held else ():
-            budget = self._by_id[row.id] = budget_of(row)
-            self._of_subject[budget.subject].append(budget)
+        self._know(await limits.budgets(subjects) if subjects else ())
+        requests = {*ended, *(demand.request_id for demand in demands if self._budgets_of(demand))}
+        for row in await self._counts.budget_holds(requests) if requests else ():
+            self._held[row.request_id].append(row)
+        held = {row.budget_id for rows in self._held.values() for row in rows} - self._by_id.keys()
+        self._know(await limits.budgets((), held) if held else ())
         if not self._by_id:
             return
         self._tariff = await prices.tariff(self._session, {budget.tenant for budget in self._by_id.values()})
@@ -48,8 +49,8 @@ class Purses:
             self._spendings[row.budget_id, row.start] = Spent(row.spent, row.held)
 
     def holds(self, request_id: str) -> bool:
-        """Whether the request was admitted already."""
-        return request_id in self._held
+        """Whether the request has anything set aside, now or before."""
+        return request_id in self._held or request_id in self._new
 
     def demand(self, demand: Demand) -> int:
         """The most that the request can cost; raises BudgetSpent unless every budget of its has so much left."""
@@ -69,7 +70,7 @@ class Purses:
             spent = self._spendings[period]
             self._spendings[period] = Spent(spent.spent, spent.held + cost)
             hold = {"request_id": demand.request_id, "budget_id": budget.id, "start": period[1], "amount": cost}
-            self._new.append(hold | {"tier": demand.tier})
+            self._new[demand.request_id].append(hold | {"tier": demand.tier})
 
     def release(self, request_id: str, used: Used) -> None:
         """Spend what was used, and let go of the rest. In the period in which the request began."""
@@ -89,8 +90,13 @@ class Purses:
             for (budget, start), spent in sorted(self._spendings.items())
         ]
         await self._counts.write_spendings(rows)
-        await self._counts.add_budget_holds(self._new)
+        await self._counts.add_budget_holds(list(chain.from_iterable(self._new.values())))
         await self._counts.add_alerts(self._alerts)
+
+    def _know(self, rows: Iterable[Any]) -> None:
+        for row in rows:
+            budget = self._by_id[row.id] = budget_of(row)
+            self._of_subject[budget.subject].append(budget)
 
     def _budgets_of(self, demand: Demand) -> list[Budget]:
         return [budget for subject in demand.subjects for budget in self._of_subject.get(subject, ())]

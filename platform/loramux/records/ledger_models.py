@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sqlalchemy import CheckConstraint, ForeignKey, ForeignKeyConstraint, Index, text
+from sqlalchemy import CheckConstraint, ForeignKey, ForeignKeyConstraint, Index, text, true
 from sqlalchemy.orm import Mapped, mapped_column
 
 from loramux.records.identity import ProjectId, TenantId
@@ -46,6 +46,10 @@ class RequestRow(Base):
     tags: Mapped[str] = mapped_column(server_default=text("''"))
     prompt_tokens: Mapped[int]
     max_tokens: Mapped[int]
+    has_holds: Mapped[bool] = mapped_column(server_default=true())
+    """Whether it may hold something of limits or budgets; where not, nobody looks."""
+    has_claim: Mapped[bool] = mapped_column(server_default=true())
+    """Whether it may have an idempotency key."""
     status: Mapped[str]
     created_at: Mapped[int]
     settled_at: Mapped[int | None]

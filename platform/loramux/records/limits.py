@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, cast
 
-from sqlalchemy import Table, bindparam, delete, insert, select, tuple_, union_all, update
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy import Table, bindparam, delete, select, tuple_, union_all, update
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import DeclarativeBase
 
-from loramux.records.bulk import among
+from loramux.records.bulk import among, insert_new, insert_rows
 from loramux.records.identity import TenantId
 from loramux.records.limit_models import (
     AlertRow,
@@ -121,7 +120,7 @@ class CountRepository:
         if not missing:
             return found
         zero = dict.fromkeys(COUNTED, 0)
-        await self._insert_new(CounterRow, [{"subject": subject} | zero for subject in missing])
+        await insert_new(self._session, CounterRow, [{"subject": subject} | zero for subject in missing])
         return (await self._session.execute(statement.with_for_update())).all()
 
     async def spendings(self, budgets: Collection[Spending]) -> Rows:
@@ -131,9 +130,8 @@ class CountRepository:
         missing = sorted(set(budgets) - {(row.budget_id, row.start) for row in found})
         if not missing:
             return found
-        await self._insert_new(
-            SpendingRow, [{"budget_id": budget, "start": start, "spent": 0, "held": 0} for budget, start in missing]
-        )
+        fresh = [{"budget_id": budget, "start": start, "spent": 0, "held": 0} for budget, start in missing]
+        await insert_new(self._session, SpendingRow, fresh)
         return (await self._session.execute(statement)).all()
 
     async def write_counters(self, rows: Sequence[dict[str, Any]]) -> None:
@@ -151,11 +149,13 @@ class CountRepository:
 
     async def add_holds(self, rows: Sequence[dict[str, Any]]) -> None:
         """What newly opened requests hold of subjects."""
-        await self._execute(insert(table(HoldRow)), rows)
+        if rows:
+            await insert_rows(self._session, HoldRow, rows)
 
     async def add_budget_holds(self, rows: Sequence[dict[str, Any]]) -> None:
         """What newly opened requests hold of budgets."""
-        await self._execute(insert(table(BudgetHoldRow)), rows)
+        if rows:
+            await insert_rows(self._session, BudgetHoldRow, rows)
 
     async def remove_holds(self, request_ids: Collection[str]) -> None:
         """What ended requests held."""
@@ -166,11 +166,7 @@ class CountRepository:
     async def add_alerts(self, rows: Sequence[dict[str, Any]]) -> None:
         """Alerts that are not there already."""
         if rows:
-            await self._insert_new(AlertRow, rows)
-
-    async def _insert_new(self, model: type[DeclarativeBase], rows: Sequence[dict[str, Any]]) -> None:
-        dialect = sqlite if self._session.get_bind().dialect.name == "sqlite" else postgresql
-        await self._session.execute(dialect.insert(table(model)).on_conflict_do_nothing(), rows)
+            await insert_new(self._session, AlertRow, rows)
 
     async def _execute(self, statement: Any, rows: Sequence[dict[str, Any]]) -> None:
         if rows:

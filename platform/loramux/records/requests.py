@@ -28,8 +28,10 @@ BILLED = (
     RequestRow.base_model,
     RequestRow.tier,
     RequestRow.tags,
+    RequestRow.has_holds,
+    RequestRow.has_claim,
 )
-"""What a request hands down to its line on the bill."""
+"""What a request hands down to its line on the bill, and what it may have taken."""
 
 BilledRequest = Any
 """A row of BILLED; SQLAlchemy gives rows of so many columns no type."""
@@ -49,6 +51,11 @@ class RequestRepository:
         """Which server has opened each of these requests, those that exist."""
         statement = select(RequestRow.id, RequestRow.server_id).where(among(self._session, RequestRow.id, ids))
         return {id: server for id, server in await self._session.execute(statement)}
+
+    async def note_holds(self, ids: Collection[str]) -> None:
+        """These requests hold something now."""
+        statement = update(RequestRow).where(among(self._session, RequestRow.id, ids)).values(has_holds=True)
+        await self._session.execute(statement, execution_options={"synchronize_session": False})
 
     async def servers_with_open(self, *, besides: str) -> list[str]:
         """The other servers that have requests open."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -42,11 +42,23 @@ class Settler:
         self._prices = prices
 
     async def commit(self, batch: Sequence[Operation]) -> list[Outcome | Exception]:
-        """Write the whole batch in one transaction. Raises RequestRefused, and then nothing was written."""
+        """Write the whole batch in one transaction, and the end of what begins in it in another.
+
+        Raises RequestRefused, and then the batch can be written again.
+        """
+        opened = [operation for operation in batch if isinstance(operation, OpenedRequest)]
+        settled = {one.request_id: one for one in reversed(batch) if isinstance(one, Settlement)}
+        late = {one.id: settled.pop(one.id) for one in opened if one.id in settled}
         try:
-            return await self._commit(batch)
+            outcomes, entries = await self._commit(opened, settled)
+            if late:
+                entries |= (await self._commit([], late))[1]
         except RowRefused as error:
             raise RequestRefused(f"the database refuses it: {error}") from error
+        return [
+            entries[operation.request_id] if isinstance(operation, Settlement) else outcomes[operation.id]
+            for operation in batch
+        ]
 
     async def sweep(self) -> int:
         """Settle what other servers left open, as interrupted and free of charge; the number of requests."""
@@ -55,25 +67,25 @@ class Settler:
             swept += batch
         return swept
 
-    async def _commit(self, batch: Sequence[Operation]) -> list[Outcome | Exception]:
-        opened = [operation for operation in batch if isinstance(operation, OpenedRequest)]
-        settled = {one.request_id: one for one in reversed(batch) if isinstance(one, Settlement)}
+    async def _commit(
+        self, opened: Sequence[OpenedRequest], settled: dict[str, Settlement]
+    ) -> tuple[dict[str, Outcome | Exception], dict[str, LedgerEntry | Exception]]:
         outcomes: dict[str, Outcome | Exception] = {}
         entries: dict[str, LedgerEntry | Exception] = {}
         async with self._database.begin() as session:
             # the ledger's head comes first, then the books: whoever locks both does it in this order
             head = await LedgerRepository(session).lock() if settled else None
-            books = Books(session, self._database.now())
-            await books.read([_demand(request) for request in opened], list(settled), self._prices)
+            requests, books = RequestRepository(session), Books(session, self._database.now())
+            closed = await requests.close(settled, SETTLED, self._database.now()) if settled else {}
+            await books.read([_demand(request) for request in opened], _holders(closed), self._prices)
             if opened:
                 outcomes = await self._open(session, opened, books)
             if head is not None:
-                entries = await self._settle(session, head, settled, books)
+                ends = [(closed[id], settlement) for id, settlement in settled.items() if id in closed]
+                entries = await self._settle(session, head, ends, books)
+                entries |= await self._known(session, settled.keys() - closed.keys())
             await books.write()
-        return [
-            entries[operation.request_id] if isinstance(operation, Settlement) else outcomes[operation.id]
-            for operation in batch
-        ]
+        return outcomes, entries
 
     async def _open(
         self, session: AsyncSession, opened: Sequence[OpenedRequest], books: Books
@@ -85,36 +97,44 @@ class Settler:
         outcomes |= {request.id: _admitted(books, request) for request in fresh}
         if refused := [one.id for one in fresh if one.claim and isinstance(outcomes[one.id], Exception)]:
             await claims.settle(session, dict.fromkeys(refused))
-        rows = {one.id: self._row(one, now) for one in fresh if not isinstance(outcomes[one.id], Exception)}
+        rows = {
+            one.id: self._row(one, now) | {"has_holds": books.holds(one.id)}
+            for one in fresh
+            if not isinstance(outcomes[one.id], Exception)
+        }
         if not rows or await requests.add(list(rows.values())):
             return outcomes
+        owners = await requests.owners(rows)
+        await requests.note_holds([id for id in owners if rows[id]["has_holds"]])
         return outcomes | {
             id: RequestRefused(f"there is another request {id} already")
-            for id, server in (await requests.owners(rows)).items()
+            for id, server in owners.items()
             if server != self._server_id
         }
 
     async def _settle(
-        self, session: AsyncSession, head: LedgerHeadRow, settled: dict[str, Settlement], books: Books
+        self,
+        session: AsyncSession,
+        head: LedgerHeadRow,
+        closed: Sequence[tuple[BilledRequest, Settlement]],
+        books: Books,
     ) -> dict[str, LedgerEntry | Exception]:
         """Append what is not in the ledger yet, and give back what the requests held."""
-        requests, ledger = RequestRepository(session), LedgerRepository(session)
         now = self._database.now()
-        closed = await requests.close(settled, SETTLED, now)
-        fresh = [(closed[id], settlement) for id, settlement in settled.items() if id in closed]
-        appended = await ledger.append(head, [_draft(row, settlement, now) for row, settlement in fresh])
-        if counted := _by_weights(fresh):
+        drafts = [_draft(row, settlement, now) for row, settlement in closed]
+        appended = await LedgerRepository(session).append(head, drafts)
+        if counted := _by_weights(closed):
             await CountRepository(session).add(self._server_id, counted)
-        if fresh:
-            await claims.settle(session, {row.id: settlement.answer for row, settlement in fresh})
-        for row, settlement in fresh:
-            books.release(row.id, _used(settlement))
-        others = settled.keys() - closed.keys()
-        known = await ledger.of_requests(USAGE, others) if others else {}
-        unknown: dict[str, LedgerEntry | Exception] = {
-            id: UnknownRequest(f"request {id} was never opened") for id in others - known.keys()
-        }
-        return unknown | known | {entry.request_id: entry for entry in appended}
+        await claims.settle(session, {row.id: settlement.answer for row, settlement in closed if row.has_claim})
+        for row, settlement in closed:
+            if row.has_holds:
+                books.release(row.id, _used(settlement))
+        return {entry.request_id: entry for entry in appended}
+
+    async def _known(self, session: AsyncSession, ids: Collection[str]) -> dict[str, LedgerEntry | Exception]:
+        """What became of requests that were settled before."""
+        known = await LedgerRepository(session).of_requests(USAGE, ids) if ids else {}
+        return {id: known.get(id) or UnknownRequest(f"request {id} was never opened") for id in ids}
 
     async def _sweep_batch(self) -> int:
         async with self._database.begin() as session:
@@ -130,14 +150,14 @@ class Settler:
         """What died with its server costs nothing, gives everything back, and may be sent again."""
         requests, ledger, now = RequestRepository(session), LedgerRepository(session), self._database.now()
         books = Books(session, now)
-        await books.read([], left, self._prices)
         closed = await requests.close(left, INTERRUPTED, now)
+        await books.read([], _holders(closed), self._prices)
         drafts = [_draft(closed[id], unused(id, INTERRUPTED), now, INTERRUPTED) for id in left]
         await ledger.append(head, drafts)
-        for id in left:
+        for id in _holders(closed):
             books.release(id, Used())
         await books.write()
-        await claims.settle(session, dict.fromkeys(left))
+        await claims.settle(session, {row.id: None for row in closed.values() if row.has_claim})
 
     def _row(self, request: OpenedRequest, now: int) -> dict[str, object]:
         return {
@@ -153,9 +173,14 @@ class Settler:
             "tags": request.tags,
             "prompt_tokens": request.prompt_tokens,
             "max_tokens": request.max_tokens,
+            "has_claim": request.claim is not None,
             "status": OPEN,
             "created_at": now,
         }
+
+
+def _holders(closed: Mapping[str, BilledRequest]) -> list[str]:
+    return [id for id, row in closed.items() if row.has_holds]
 
 
 def _demand(request: OpenedRequest) -> Demand:

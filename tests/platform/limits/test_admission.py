@@ -223,6 +223,37 @@ async def test_admitting_again_after_a_lost_answer_takes_nothing_twice(
     assert (await limits.budgets(tenant))[0].held == 30
 
 
+async def test_who_leaves_while_the_writer_is_busy_holds_nothing(
+    limits: Limits, caller: Caller, database: Database
+) -> None:
+    tenant = caller.principal.tenant
+    await limits.put(tenant, tenant, "concurrent_requests", 5)
+    await limits.put_budget(tenant, tenant, "day", 1000)
+    staying = asyncio.create_task(caller.open())
+    await asyncio.sleep(0.001)
+    leaving = [asyncio.create_task(caller.open()) for _ in range(4)]
+    await asyncio.sleep(0)
+    for task in leaving:
+        task.cancel()
+    await asyncio.gather(staying, *leaving, return_exceptions=True)
+    await caller.settle(staying.result()[0])
+    assert await held(database) == [0, 0]
+    assert len((await caller.try_many(6))[0]) == 5
+
+
+async def test_what_was_taken_by_a_second_attempt_only_is_given_back(
+    limits: Limits, caller: Caller, database: Database
+) -> None:
+    tenant = caller.principal.tenant
+    id, _ = await caller.open()
+    await limits.put(tenant, tenant, "concurrent_requests", 1)
+    await caller.open(id=id)
+    assert await held(database) == [1, 0]
+    await caller.settle(id)
+    assert await held(database) == [0, 0]
+    await caller.open()
+
+
 async def test_limits_are_audited_and_ones_own(limits: Limits, caller: Caller, tenants: Tenants) -> None:
     tenant = caller.principal.tenant
     globex = await tenants.create("globex")
