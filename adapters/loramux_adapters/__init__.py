@@ -1,4 +1,7 @@
-"""PEFT files on disk become a validated adapter, and its weights become resident in pages of the pool."""
+"""PEFT files on disk become a validated adapter, and its weights become resident in pages of the pool.
+
+What is exported here checks files and imports no torch; weights.py, bank.py and linear.py hold tensors.
+"""
 
 from loramux_adapters.base import BaseDescription, LinearShape, describe_base, describe_model
 from loramux_adapters.config import LoraConfig, parse_adapter_config
@@ -7,14 +10,12 @@ from loramux_adapters.finite import check_finite
 from loramux_adapters.header import SafetensorsHeader, TensorInfo, read_header
 from loramux_adapters.plan import AdapterPlan, Limits, LoraPair, plan_adapter
 from loramux_adapters.validate import CONFIG_NAME, WEIGHTS_NAME, inspect_adapter, validate_adapter
-from loramux_adapters.weights import AdapterWeights, LoraWeights, load_adapter
 
 __all__ = [
     "CONFIG_NAME",
     "WEIGHTS_NAME",
     "AdapterPlan",
     "AdapterRejected",
-    "AdapterWeights",
     "BaseDescription",
     "BaseMismatch",
     "BaseUnusable",
@@ -23,7 +24,6 @@ __all__ = [
     "LinearShape",
     "LoraConfig",
     "LoraPair",
-    "LoraWeights",
     "SafetensorsHeader",
     "TensorInfo",
     "WeightsFileRejected",
@@ -31,7 +31,6 @@ __all__ = [
     "describe_base",
     "describe_model",
     "inspect_adapter",
-    "load_adapter",
     "parse_adapter_config",
     "plan_adapter",
     "read_header",

@@ -10,12 +10,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-from torch import nn
-
 from loramux_adapters.errors import BaseUnusable
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PreTrainedModel
 
 
@@ -56,6 +54,8 @@ class BaseDescription:
 
 def describe_base(model_dir: Path) -> BaseDescription:
     """Describe the checkpoint in `model_dir` from its config.json, on the meta device. Raises BaseUnusable."""
+    # Here and not above: those who only check files against a description need neither library.
+    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if not (model_dir / "config.json").is_file():
@@ -98,6 +98,7 @@ def describe_model(model: PreTrainedModel) -> BaseDescription:
 
 
 def _linear_shape(name: str, module: nn.Module) -> LinearShape | None:
+    from torch import nn
     from transformers.pytorch_utils import Conv1D
 
     if isinstance(module, nn.Linear):

@@ -26,24 +26,22 @@ Names = Annotated[tuple[Name, ...], Meta(min_length=1, max_length=MAX_TARGETS)]
 
 ALL_LINEAR = "all-linear"
 
-HARMLESS = frozenset(
-    (
-        "auto_mapping",
-        "corda_config",  # read only beside init_lora_weights; conversion to plain LoRA leaves it in the file
-        "ensure_weight_tying",  # concerns embeddings and the head, whose adapters are refused
-        "eva_config",  # how the ranks were found; rank_pattern holds the result
-        "fan_in_fan_out",  # PEFT sets it by the class of the module, whatever the file says
-        "inference_mode",
-        "lora_dropout",  # training only
-        "lora_ga_config",  # as corda_config
-        "megatron_core",  # read only beside megatron_config
-        "peft_version",
-        "qalora_group_size",  # read only beside use_qalora
-        "revision",
-        "runtime_config",  # PEFT ignores it in a file
-    )
-)
-"""Fields of LoraConfig that do not change what a trained adapter computes."""
+HARMLESS: Mapping[str, str] = {
+    "auto_mapping": "it is a note of PEFT's for itself",
+    "corda_config": "it is read only beside init_lora_weights; a conversion to plain LoRA leaves it in the file",
+    "ensure_weight_tying": "it concerns embeddings and the head, whose adapters are refused",
+    "eva_config": "it is how the ranks were found; rank_pattern holds the result",
+    "fan_in_fan_out": "PEFT sets it by the class of the module, whatever the file says",
+    "inference_mode": "it does not change the result",
+    "lora_dropout": "it is for training only",
+    "lora_ga_config": "it is read only beside init_lora_weights; a conversion to plain LoRA leaves it in the file",
+    "megatron_core": "it is read only beside megatron_config",
+    "peft_version": "the fields themselves decide",
+    "qalora_group_size": "it is read only beside use_qalora",
+    "revision": "the base is the one that is served",
+    "runtime_config": "PEFT ignores it in a file",
+}
+"""Fields of LoraConfig that do not change what a trained adapter computes, and why."""
 
 
 class Targets(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,7 +85,7 @@ def parse_adapter_config(data: bytes) -> LoraConfig:
     document = parse_document(data)
     check_kind(document)
     check_switched_off(document)
-    check_known(document, _READ | HARMLESS | _KINDS)
+    check_known(document, _READ | HARMLESS.keys() | _KINDS)
     return read_fields(document, LoraConfig)
 
 

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from loramux_adapters.base import BaseDescription
 from loramux_adapters.config import MAX_CONFIG_BYTES, LoraConfig, parse_adapter_config
 from loramux_adapters.errors import ConfigRejected
 from loramux_adapters.finite import check_finite
-from loramux_adapters.header import read_header
+from loramux_adapters.header import SafetensorsHeader, read_header
 from loramux_adapters.plan import AdapterPlan, Limits, plan_adapter
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
+
+CHECKS = ("config", "header", "tensors", "values")
+"""What is asked of every adapter, in this order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """An adapter that passed every check."""
+
+    config: LoraConfig
+    header: SafetensorsHeader
+    plan: AdapterPlan
 
 
 def read_config(directory: Path) -> LoraConfig:
@@ -42,8 +56,22 @@ def validate_adapter(directory: Path, base: BaseDescription, limits: Limits) -> 
 
     Memory: the two headers and a few MiB, whatever the files' sizes.
     """
+    return examine_adapter(directory, base, limits, "F32", lambda _: None).plan
+
+
+def examine_adapter(
+    directory: Path, base: BaseDescription, limits: Limits, serving: str, passed: Callable[[str], None]
+) -> Examined:
+    """As validate_adapter; `passed` is told each of CHECKS once it has passed. Raises AdapterRejected.
+
+    `serving` is the dtype that weights are converted to when they are served: F32, F16 or BF16.
+    """
     config = read_config(directory)
+    passed("config")
     header = read_header(directory / WEIGHTS_NAME)
+    passed("header")
     plan = plan_adapter(config, header, base, limits)
-    check_finite(directory / WEIGHTS_NAME, header)
-    return plan
+    passed("tensors")
+    check_finite(directory / WEIGHTS_NAME, header, serving)
+    passed("values")
+    return Examined(config, header, plan)

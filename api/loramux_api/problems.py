@@ -15,7 +15,7 @@ from litestar.types import ExceptionHandlersMap
 
 from loramux.gateway import GatewayError, GenerationFailed, InvalidRequest, OverCapacity, Unavailable
 from loramux.limits import LimitNotFound, LimitReached, LimitsError
-from loramux.registry import ModelNotFound, RegistryError, RevisionUnavailable
+from loramux.registry import ModelNotFound, RegistryError, RevisionUnavailable, ValidationUnavailable
 from loramux.tenants import (
     AlreadyExists,
     InvalidKey,
@@ -123,7 +123,7 @@ def _of_platform(error: PlatformError) -> Problem:
             status = 403
         case AlreadyExists() | StillNeeded():
             status = 409
-        case RevisionUnavailable():
+        case RevisionUnavailable() | ValidationUnavailable():
             status = 503
         case _:
             status = 400

@@ -11,7 +11,8 @@ from loramux.engine.request import Request, SamplingParams
 from loramux.engine.sequence import Sequence
 from loramux.engine.step import BASE_SLOT, Chunk, Step
 from loramux.settings import AdapterLimits, EngineSettings, ModelSettings, Settings
-from loramux_adapters import AdapterPlan, AdapterWeights, LoraPair, LoraWeights, describe_model
+from loramux_adapters import AdapterPlan, LoraPair, describe_model
+from loramux_adapters.weights import AdapterWeights, LoraWeights
 
 BLOCK_SIZE = 16
 

@@ -137,6 +137,15 @@ class AdapterLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     pins_per_tenant: Annotated[int, Meta(ge=0)] = 2
 
 
+class ValidationSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the processes may use that check uploads before anything serves them."""
+
+    memory_bytes: Positive = 128 << 20
+    """For one upload, beside some 45 MiB that a waiting process holds."""
+    cpu_seconds: Positive = 60
+    wall_seconds: Annotated[float, Meta(gt=0)] = 300.0
+
+
 class IssuerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """An OIDC issuer whose tokens are taken from people; https, or http on this very machine."""
 
@@ -180,6 +189,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     scheduler: SchedulerSettings = SchedulerSettings()
     records: RecordsSettings = RecordsSettings()
     adapters: AdapterLimits = AdapterLimits()
+    validation: ValidationSettings = ValidationSettings()
     issuers: tuple[IssuerSettings, ...] = ()
     """People's; keys need none."""
     sinks: tuple[SinkSettings, ...] = ()

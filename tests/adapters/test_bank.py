@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from loramux_adapters import AdapterPlan, AdapterRejected, AdapterWeights, LoraPair, LoraWeights
+from loramux_adapters import AdapterPlan, AdapterRejected, LoraPair
 from loramux_adapters.bank import AdapterBank, Site
 from loramux_adapters.linear import LoraLinear, install_linears
+from loramux_adapters.weights import AdapterWeights, LoraWeights
 from loramux_kernels import Segments
 
 PAGE = 16 * 48

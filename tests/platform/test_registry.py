@@ -5,7 +5,8 @@ import json
 import pickle
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,10 @@ from loramux.registry import (
     RevisionUnavailable,
     TooManyAdapters,
 )
-from loramux.settings import AdapterLimits
+from loramux.settings import AdapterLimits, ValidationSettings
 from loramux.storage import CONFIG_FILE, WEIGHTS_FILE, BlobStore
 from loramux.usage import OpenedRequest, Settlement, Usage
+from loramux.validation import Validator
 from loramux_adapters import AdapterRejected, BaseDescription, describe_base
 
 pytestmark = pytest.mark.anyio
@@ -71,9 +73,15 @@ async def blobs(tmp_path: Path) -> AsyncIterator[BlobStore]:
     blobs.close()
 
 
+@pytest.fixture(scope="module")
+def validator(base: BaseDescription) -> Iterator[Validator]:
+    with closing(Validator(base, ["base"], "float32", ValidationSettings())) as validator:
+        yield validator
+
+
 @pytest.fixture
-def registry(database: Database, blobs: BlobStore, base: BaseDescription) -> Registry:
-    return Registry(database, blobs, base, SERVED, AdapterLimits(max_rank=16, max_adapters_per_tenant=3))
+def registry(database: Database, blobs: BlobStore, base: BaseDescription, validator: Validator) -> Registry:
+    return Registry(database, blobs, base, SERVED, AdapterLimits(max_rank=16, max_adapters_per_tenant=3), validator)
 
 
 @pytest.fixture
@@ -455,8 +463,9 @@ import asyncio, os, pickle, signal, sys
 from pathlib import Path
 from loramux.records import Database, Principal
 from loramux.registry import Registry
-from loramux.settings import AdapterLimits
+from loramux.settings import AdapterLimits, ValidationSettings
 from loramux.storage import BlobStore
+from loramux.validation import Validator
 
 url, tenant, key, root = sys.argv[1:]
 root = Path(root)
@@ -468,7 +477,9 @@ def publish_and_die(*args):
     os.kill(os.getpid(), signal.SIGKILL)
 
 blobs.publish = publish_and_die
-registry = Registry(Database(url), blobs, pickle.loads((root / "base").read_bytes()), "base", AdapterLimits())
+base = pickle.loads((root / "base").read_bytes())
+validator = Validator(base, ["base"], "float32", ValidationSettings())
+registry = Registry(Database(url), blobs, base, "base", AdapterLimits(), validator)
 principal = Principal(tenant, "acme", key, frozenset(), "project_any")
 source = root / "source"
 files = source / "adapter_config.json", source / "adapter_model.safetensors"
@@ -514,10 +525,16 @@ async def test_damaged_files_are_not_served_and_the_same_upload_repairs_them(
 
 
 async def test_a_revision_of_another_base_is_not_served(
-    registry: Registry, push: Push, acme: Principal, database: Database, blobs: BlobStore, tmp_path: Path
+    registry: Registry,
+    push: Push,
+    acme: Principal,
+    database: Database,
+    blobs: BlobStore,
+    validator: Validator,
+    tmp_path: Path,
 ) -> None:
     await push(acme, "upper")
-    other = Registry(database, blobs, describe(tmp_path / "other", 64), "other", AdapterLimits())
+    other = Registry(database, blobs, describe(tmp_path / "other", 64), "other", AdapterLimits(), validator)
     with pytest.raises(RevisionUnavailable, match="another base model than other"):
         await other.resolve(acme, "acme/upper")
     assert await registry.resolve(acme, "acme/upper")

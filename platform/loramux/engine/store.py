@@ -11,9 +11,9 @@ import torch
 
 from loramux.engine.host_tier import HostTier
 from loramux.engine.request import AdapterRef
-from loramux_adapters import AdapterPlan, BaseDescription, Limits, inspect_adapter, load_adapter
+from loramux_adapters import AdapterPlan, BaseDescription, Limits, inspect_adapter
 from loramux_adapters.bank import AdapterBank
-from loramux_adapters.weights import AdapterWeights
+from loramux_adapters.weights import AdapterWeights, load_adapter
 
 
 @dataclass(frozen=True, slots=True)

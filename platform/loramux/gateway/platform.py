@@ -27,6 +27,7 @@ from loramux.settings import Settings, SettingsError
 from loramux.storage import BlobStore
 from loramux.tenants import Tenants, TenantsError, load_or_create_pepper
 from loramux.usage import Usage
+from loramux.validation import Validator
 from loramux.webhooks import Webhooks, webhook_client
 
 if TYPE_CHECKING:
@@ -111,7 +112,9 @@ async def open_platform(settings: Settings, engine: EngineClient | None = None) 
         engine = engine or spawn_engine(settings)
         stack.push_async_callback(engine.stop)
         facts, (base, tokenizer) = await asyncio.gather(engine.start(), _describe(Path(settings.model.path)))
-        registry = Registry(database, blobs, base, settings.model.served_model_name, settings.adapters)
+        validator = Validator(base, _base_names(settings), facts.dtype, settings.validation)
+        stack.callback(validator.close)
+        registry = Registry(database, blobs, base, settings.model.served_model_name, settings.adapters, validator)
         await _sweep(registry, usage)
         adapters = AdapterService(registry, engine)
         await _preload(settings, tenants, adapters)
@@ -179,6 +182,10 @@ def _describe_base(model_dir: Path) -> BaseDescription:
         return describe_base(model_dir)
     except BaseUnusable as error:
         raise SettingsError(f"model.path: {error}") from None
+
+
+def _base_names(settings: Settings) -> tuple[str, str]:
+    return settings.model.served_model_name, Path(settings.model.path).name
 
 
 async def _preload(settings: Settings, tenants: Tenants, adapters: AdapterService) -> None:

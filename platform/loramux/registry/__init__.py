@@ -8,6 +8,7 @@ from loramux.registry.errors import (
     RegistryError,
     RevisionUnavailable,
     TooManyAdapters,
+    ValidationUnavailable,
 )
 from loramux.registry.names import ModelName, parse_model
 from loramux.registry.registry import Registry
@@ -24,5 +25,6 @@ __all__ = [
     "Revision",
     "RevisionUnavailable",
     "TooManyAdapters",
+    "ValidationUnavailable",
     "parse_model",
 ]

@@ -5,6 +5,7 @@ RegistryError(code, field, message)
 ├── ModelNotFound          no such model, or not the caller's: 404, and the same answer
 │   └── AdapterNotFound    likewise, by the adapter's name
 ├── TooManyAdapters        the tenant's limit is reached: 400
+├── ValidationUnavailable  uploads cannot be checked at present: 503
 └── RevisionUnavailable    its files are damaged, or it was made for another base model: 503
 """
 
@@ -61,3 +62,9 @@ class RevisionUnavailable(RegistryError):
     """Something has changed on the operator's side since the upload; the message says what."""
 
     code = "adapter_unavailable"
+
+
+class ValidationUnavailable(RegistryError):
+    """The process that checks uploads does not start; the server's log says why."""
+
+    code = "validation_unavailable"

@@ -17,6 +17,7 @@ from loramux.registry.resolving import Resolving
 from loramux.registry.uploading import Uploading
 from loramux.settings import AdapterLimits
 from loramux.storage import BlobStore
+from loramux.validation import Validator
 
 if TYPE_CHECKING:
     from loramux_adapters import BaseDescription
@@ -32,10 +33,11 @@ class Registry:
         base: BaseDescription,
         served_model_name: str,
         limits: AdapterLimits,
+        validator: Validator,
     ) -> None:
         self._database = database
         self._contents = Contents(database, blobs)
-        self._uploading = Uploading(database, blobs, base, served_model_name, limits)
+        self._uploading = Uploading(database, blobs, base, served_model_name, limits, validator)
         self._resolving = Resolving(database, blobs, base, served_model_name)
 
     def staging(self) -> AbstractContextManager[Path]:

@@ -12,11 +12,12 @@ from loramux.records import Database, Principal
 from loramux.records.adapters import AdapterRepository, RevisionContent
 from loramux.records.locks import CONTENTS, exclusive
 from loramux.registry.entities import AdapterInfo, info_of
-from loramux.registry.errors import AdapterNotFound, TooManyAdapters
+from loramux.registry.errors import AdapterNotFound, TooManyAdapters, ValidationUnavailable
 from loramux.registry.names import check_adapter_name
 from loramux.registry.threads import finished
 from loramux.settings import AdapterLimits
 from loramux.storage import FILES, BlobStore, StorageError
+from loramux.validation import SandboxDied, Validator
 
 if TYPE_CHECKING:
     from loramux_adapters import BaseDescription
@@ -34,12 +35,14 @@ class Uploading:
         base: BaseDescription,
         served_model_name: str,
         limits: AdapterLimits,
+        validator: Validator,
     ) -> None:
         self._database = database
         self._blobs = blobs
         self._base = base
         self._served_model_name = served_model_name
         self._limits = limits
+        self._validator = validator
         self._validations = asyncio.Semaphore(VALIDATIONS_AT_ONCE)
 
     def staging(self) -> AbstractContextManager[Path]:
@@ -51,7 +54,7 @@ class Uploading:
 
         Files inside `staging()` are moved, others copied. Validated, then stored, then registered: a crash
         in between leaves at most a content that `sweep` removes. Raises InvalidName, TooManyAdapters, or
-        loramux_adapters.AdapterRejected, and then nothing is left behind.
+        ValidationUnavailable or loramux_adapters.AdapterRejected, and then nothing is left behind.
         """
         adapter = check_adapter_name(principal.tenant_name, name, self._served_model_name)
         if not principal.may_use(f"{principal.tenant_name}/{adapter}"):
@@ -89,17 +92,22 @@ class Uploading:
             )
 
     def _examine(self, folder: Path, config_file: Path, weights_file: Path, caps: AdapterCaps) -> RevisionContent:
-        from loramux_adapters import Limits, validate_adapter  # torch: not for those who only list or resolve
+        from loramux_adapters import Limits
 
         self._blobs.stage(folder, config_file, weights_file)
         limits = Limits(max_rank=caps.rank, max_bytes=self._limits.max_bytes)
-        plan = validate_adapter(folder, self._base, limits)
+        try:
+            report = self._validator.examine(folder, limits)
+        except SandboxDied as error:
+            raise ValidationUnavailable("uploads cannot be checked at present; try again in a minute") from error
+        report.demand_sound()
+        assert report.found is not None
         digest = self._blobs.seal(folder)
         with suppress(StorageError):  # verified now, so that publishing it again reads nothing
             self._blobs.directory(digest)
         return RevisionContent(
             digest=digest,
-            rank=plan.max_rank,
+            rank=report.found.rank,
             size_bytes=sum((folder / name).stat().st_size for name in FILES),
             base=self._base.fingerprint,
         )

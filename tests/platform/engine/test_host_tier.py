@@ -11,7 +11,8 @@ from zoo import Asked, Zoo, make_engine, serve
 
 from loramux.engine.host_tier import HostTier
 from loramux.engine.resident import AdapterState
-from loramux_adapters import AdapterPlan, AdapterWeights, LoraWeights
+from loramux_adapters import AdapterPlan
+from loramux_adapters.weights import AdapterWeights, LoraWeights
 
 KIB = 1 << 10
 
