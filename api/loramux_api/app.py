@@ -30,6 +30,7 @@ from loramux_api.controllers.limits import BudgetController, LimitController
 from loramux_api.controllers.members import MemberController
 from loramux_api.controllers.models import ModelController
 from loramux_api.controllers.projects import ProjectController
+from loramux_api.controllers.requests import RequestController
 from loramux_api.controllers.usage import UsageController
 from loramux_api.controllers.webhooks import WebhookController
 from loramux_api.metrics import Metrics
@@ -76,6 +77,7 @@ def create_app(settings: Settings, engine: EngineClient | None = None) -> Litest
             AdminTierLimitController,
             AdminTenantLimitController,
             EventController,
+            RequestController,
             WebhookController,
             HealthController,
             uploads,

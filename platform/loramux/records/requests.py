@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from sqlalchemy import select, update
+import msgspec
+from sqlalchemy import select, tuple_, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from loramux.records.bulk import among, insert_new
+from loramux.records.identity import TenantId
 from loramux.records.ledger_models import RequestRow
+from loramux.records.models import RevisionRow
 
 OPEN = "open"
 SETTLED = "settled"
@@ -35,6 +38,19 @@ BILLED = (
 
 BilledRequest = Any
 """A row of BILLED; SQLAlchemy gives rows of so many columns no type."""
+
+
+class AnsweredRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that a revision was asked to answer. Times in microseconds since the epoch."""
+
+    id: str
+    model: str
+    adapter_digest: str
+    key_id: str
+    status: str
+    prompt_tokens: int
+    created_at: int
+    settled_at: int | None
 
 
 class RequestRepository:
@@ -77,3 +93,25 @@ class RequestRepository:
             .execution_options(synchronize_session=False)
         )
         return {row.id: row for row in (await self._session.execute(statement)).all()}
+
+    async def answered_by(
+        self, tenant: TenantId, adapter: str, before: str | None, limit: int
+    ) -> list[AnsweredRequest]:
+        """The tenant's requests to one adapter of its own, `tenant/adapter`, newest first; `before` is one's id."""
+        digests = select(RevisionRow.digest).where(RevisionRow.tenant_id == tenant)
+        statement = select(RequestRow).where(
+            RequestRow.tenant_id == tenant,
+            RequestRow.adapter_digest.in_(digests),
+            RequestRow.model.startswith(f"{adapter}@", autoescape=True),
+        )
+        if before is not None:
+            last = select(RequestRow.created_at, RequestRow.id).where(
+                RequestRow.tenant_id == tenant, RequestRow.id == before
+            )
+            statement = statement.where(tuple_(RequestRow.created_at, RequestRow.id) < last.scalar_subquery())
+        newest = statement.order_by(RequestRow.created_at.desc(), RequestRow.id.desc()).limit(limit)
+        names = AnsweredRequest.__struct_fields__
+        return [
+            AnsweredRequest(**{name: getattr(row, name) for name in names})
+            for row in await self._session.scalars(newest)
+        ]

@@ -3,6 +3,7 @@
 from loramux.records.counts import Counted
 from loramux.records.errors import ChainBroken
 from loramux.records.ledger import LedgerEntry
+from loramux.records.requests import AnsweredRequest
 from loramux.records.usage import UsageTotals
 from loramux.usage.claims import Answered, Claim
 from loramux.usage.errors import (
@@ -20,6 +21,7 @@ from loramux.usage.usage import Usage
 
 __all__ = [
     "Answered",
+    "AnsweredRequest",
     "ChainBroken",
     "Claim",
     "Counted",

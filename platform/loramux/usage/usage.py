@@ -11,6 +11,7 @@ from loramux.records.counts import Counted
 from loramux.records.identity import new_id
 from loramux.records.ledger import LedgerEntry, LedgerRepository
 from loramux.records.locks import alive
+from loramux.records.requests import AnsweredRequest, RequestRepository
 from loramux.records.usage import UsageRepository, UsageTotals
 from loramux.usage import claims
 from loramux.usage.claims import Answered
@@ -98,6 +99,20 @@ class Usage:
         async with self._database.read() as session:
             totals = await UsageRepository(session, principal.tenant).by_bucket(plan.window, plan.group_by)
         return plan.page(totals)
+
+    async def answered_by(
+        self, principal: Principal, adapter: str, before: str | None = None, limit: int = 100
+    ) -> list[AnsweredRequest]:
+        """The caller's requests to one of its adapters, `adapter` or `tenant/adapter`, newest first.
+
+        `before`: the id of the last page's last request.
+        """
+        prefix = f"{principal.tenant_name}/"
+        model = prefix + adapter.removeprefix(prefix)
+        if not principal.may_use(model):
+            return []
+        async with self._database.read() as session:
+            return await RequestRepository(session).answered_by(principal.tenant, model, before, limit)
 
     async def rows(self, tenant: TenantId) -> list[UsageTotals]:
         """Everything the tenant used, by model."""

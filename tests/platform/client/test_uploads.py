@@ -1,0 +1,169 @@
+"""Uploads over a line that is cut anywhere: every byte arrives once, in its place."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from loramux.client import FilesMissing, Patience, Progress, UploadRejected, UploadUnfinished, uploads
+from loramux.client.flow import Wait
+from loramux.client.running import SyncRunner
+from loramux.client.uploads import FILES, push, resume
+
+PIECE = 100
+
+
+class Instant(SyncRunner):
+    def _perform(self, step: Any) -> Any:
+        return None if isinstance(step, Wait) else super()._perform(step)
+
+
+class Server:
+    """/v1/uploads as the API has it. `cuts`: of each PUT, how many bytes arrive before the line breaks; None: all."""
+
+    def __init__(self, cuts: Iterator[int | None] = iter(())) -> None:  # noqa: B008
+        self.uploads: dict[str, dict[str, Any]] = {}
+        self.bytes: dict[tuple[str, str], bytearray] = {}
+        self.cuts = cuts
+        self.checks = 2
+        self.error: dict[str, str] | None = None
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        parts = request.url.path.split("/")[3:]
+        if request.method == "POST" and not parts:
+            return httpx.Response(201, json=self._create(json.loads(request.content)))
+        if not parts:
+            return httpx.Response(200, json={"data": list(self.uploads.values())})
+        upload = self.uploads[parts[0]]
+        if request.method == "PUT":
+            return self._put(request, upload, parts[2])
+        if parts[1:] == ["complete"]:
+            upload["state"] = "validating"
+            return httpx.Response(202, json=upload)
+        if upload["state"] == "validating":
+            self.checks -= 1
+            if not self.checks:
+                upload |= {"state": "rejected" if self.error else "ready", "error": self.error}
+        return httpx.Response(200, json=upload)
+
+    def _create(self, body: dict[str, Any]) -> dict[str, Any]:
+        id = f"upload-{len(self.uploads)}"
+        files = [{"name": name, **file, "received": 0} for name, file in body["files"].items()]
+        for name in body["files"]:
+            self.bytes[id, name] = bytearray()
+        self.uploads[id] = {
+            "id": id,
+            "adapter": f"acme/{body['adapter']}",
+            "state": "uploading",
+            "files": files,
+            "created_at": 1,
+            "promote": body["promote"],
+        }
+        return self.uploads[id]
+
+    def _put(self, request: httpx.Request, upload: dict[str, Any], name: str) -> httpx.Response:
+        file = next(one for one in upload["files"] if one["name"] == name)
+        if int(request.url.params["offset"]) != file["received"]:
+            return httpx.Response(409, json={"error": {"message": "wrong offset", "code": "wrong_offset"}})
+        cut = next(self.cuts, None)
+        content = self.bytes[upload["id"], name]
+        content += request.content if cut is None else request.content[:cut]
+        file["received"] = len(content)
+        if cut is not None:
+            raise httpx.ReadError("cut", request=request)
+        return httpx.Response(200, json=file)
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uploads, "PIECE", PIECE)
+
+
+def runner(server: Server) -> Instant:
+    return Instant(httpx.Client(base_url="http://house", transport=httpx.MockTransport(server)), Patience())
+
+
+def folder_with(root: Path, config: bytes, weights: bytes) -> Path:
+    for name, content in zip(FILES, (config, weights), strict=True):
+        (root / name).write_bytes(content)
+    return root
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    weights=st.binary(min_size=1, max_size=5 * PIECE),
+    cuts=st.lists(st.none() | st.integers(0, PIECE), max_size=7),
+)
+def test_every_byte_arrives_once_however_the_line_is_cut(
+    tmp_path: Path, weights: bytes, cuts: list[int | None]
+) -> None:
+    server = Server(iter(cuts))
+    folder = folder_with(tmp_path, b"{}", weights)
+    seen: list[Progress] = []
+    upload = runner(server).run(push(folder, "bot", on_progress=seen.append))
+    assert upload.state == "ready"
+    assert bytes(server.bytes[upload.id, FILES[1]]) == weights
+    assert bytes(server.bytes[upload.id, FILES[0]]) == b"{}"
+    sent = [one.done for one in seen if one.stage == "sending" and one.file == FILES[1]]
+    assert sent == sorted(sent)
+    assert sent[-1] == len(weights)
+    assert next(file for file in upload.files if file.name == FILES[1]).sha256 == hashlib.sha256(weights).hexdigest()
+
+
+def test_a_push_that_was_cut_off_is_gone_on_with_by_the_next(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, b"{}", b"w" * 450)
+    server = Server(iter([None, None, None, *[0] * 50]))
+    with pytest.raises(uploads.ConnectionFailed):
+        runner(server).run(push(folder, "bot"))
+    assert server.uploads["upload-0"]["files"][1]["received"] == 200
+    server.cuts = iter(())
+    assert runner(server).run(push(folder, "bot")).id == "upload-0"
+    assert server.bytes["upload-0", FILES[1]] == b"w" * 450
+    server.checks = 1
+    folder_with(tmp_path, b"{}", b"v" * 450)
+    assert runner(server).run(push(folder, "bot")).id == "upload-1"
+
+
+def test_an_upload_is_gone_on_with_by_its_id(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, b"{}", b"w" * 250)
+    server = Server(iter([None, None, *[0] * 50]))
+    with pytest.raises(uploads.ConnectionFailed):
+        runner(server).run(push(folder, "bot", promote=False))
+    server.cuts = iter(())
+    assert runner(server).run(resume("upload-0", folder)).state == "ready"
+
+
+def test_what_is_rejected_is_told_with_its_field(tmp_path: Path) -> None:
+    server = Server()
+    server.error = {"code": "not_finite", "message": "lora_A has a NaN", "param": "lora_A"}
+    with pytest.raises(UploadRejected, match="NaN") as told:
+        runner(server).run(push(folder_with(tmp_path, b"{}", b"w"), "bot"))
+    assert (told.value.code, told.value.param) == ("not_finite", "lora_A")
+
+
+def test_a_wait_has_an_end(tmp_path: Path) -> None:
+    server = Server()
+    server.checks = 10**9
+    with pytest.raises(UploadUnfinished, match="upload-0"):
+        runner(server).run(push(folder_with(tmp_path, b"{}", b"w"), "bot", deadline=20))
+
+
+def test_a_folder_without_an_adapter_is_refused_before_anything_is_sent(tmp_path: Path) -> None:
+    (tmp_path / FILES[0]).write_bytes(b"{}")
+    with pytest.raises(FilesMissing, match="save_pretrained"):
+        runner(Server()).run(push(tmp_path, "bot"))
+
+
+def test_a_file_that_shrinks_meanwhile_is_told(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, b"{}", b"w" * 450)
+    shrink = lambda progress: (folder / FILES[1]).write_bytes(b"w" * 150) if progress.stage == "sending" else None  # noqa: E731
+    with pytest.raises(FilesMissing, match="450"):
+        runner(Server()).run(push(folder, "bot", on_progress=shrink))
