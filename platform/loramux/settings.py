@@ -116,6 +116,13 @@ class RecordsSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     url: str = "sqlite:///var/loramux.sqlite3"
     """sqlite:///PATH (relative to the settings file) or postgresql://..."""
     blobs: str = "var/blobs"
+    """Where adapters' files are kept: a folder, or s3://BUCKET/PREFIX, gs://..., az://..."""
+    blob_options: dict[str, str] = {}
+    """What obstore takes for that store, `endpoint` or `region`, say; credentials are better in the environment."""
+    cache: str = "var/cache"
+    """A folder on this machine, from which the engine reads them."""
+    cache_bytes: Positive = 64 << 30
+    """From there on, contents that are not in use leave the cache."""
     pepper_file: str = "var/pepper"
     """Secret that keys are MACed with; made on first use, mode 0600."""
 
@@ -230,7 +237,8 @@ def resolve_paths(settings: Settings, root: Path) -> Settings:
         records=msgspec.structs.replace(
             settings.records,
             url=url,
-            blobs=at(settings.records.blobs),
+            blobs=settings.records.blobs if "://" in settings.records.blobs else at(settings.records.blobs),
+            cache=at(settings.records.cache),
             pepper_file=at(settings.records.pepper_file),
         ),
     )

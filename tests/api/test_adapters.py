@@ -31,7 +31,8 @@ def clean(site: Site) -> Iterator[None]:
                 assert client.delete(f"/v1/adapters/{one['name']}").status_code == 200
     site.engine.retired.clear()
     yield
-    assert [path for path in Path(site.settings.records.blobs).glob("incoming/*/*")] == []
+    for folder in (site.settings.records.blobs, site.settings.records.cache):
+        assert list(Path(folder).glob("incoming/*/*")) == []
 
 
 def upload(site: Site, content: dict[str, Any], status: int = 201, tenant: str = "acme") -> dict[str, Any]:

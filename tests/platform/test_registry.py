@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import os
 import pickle
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -28,7 +30,7 @@ from loramux.registry import (
     TooManyAdapters,
 )
 from loramux.settings import AdapterLimits, ValidationSettings
-from loramux.storage import CONFIG_FILE, WEIGHTS_FILE, BlobStore
+from loramux.storage import CONFIG_FILE, WEIGHTS_FILE, BlobStore, open_blobs
 from loramux.usage import OpenedRequest, Settlement, Usage
 from loramux.validation import Validator
 from loramux_adapters import AdapterRejected, BaseDescription, describe_base
@@ -68,7 +70,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> BaseDescription:
 
 @pytest.fixture
 async def blobs(tmp_path: Path) -> AsyncIterator[BlobStore]:
-    blobs = BlobStore(tmp_path / "blobs")
+    blobs = open_blobs(str(tmp_path / "blobs"), str(tmp_path / "cache"), {})
     yield blobs
     blobs.close()
 
@@ -106,7 +108,7 @@ Push = Callable[..., Awaitable[AdapterInfo]]
 
 
 def staged(tmp_path: Path) -> list[Path]:
-    return [path for area in (tmp_path / "blobs" / "incoming").iterdir() for path in area.iterdir()]
+    return [path for part in ("blobs", "cache") for path in (tmp_path / part / "incoming").glob("*/*")]
 
 
 async def rows(database: Database) -> tuple[int, int, int]:
@@ -337,23 +339,25 @@ async def test_a_number_names_one_content_for_ever(registry: Registry, push: Pus
     assert (await registry.resolve(acme, "acme/upper@1")).revision.digest == first.digest
 
 
+def opened_request(principal: Principal, digest: str) -> OpenedRequest:
+    return OpenedRequest(
+        id="r1",
+        tenant=principal.tenant,
+        key_id=principal.key_id,
+        model="acme/upper@1",
+        adapter_digest=digest,
+        prompt_tokens=1,
+        max_tokens=1,
+    )
+
+
 async def test_files_of_an_open_request_stay_until_it_ends(
     registry: Registry, push: Push, blobs: BlobStore, acme: Principal, database: Database
 ) -> None:
     info = await push(acme, "upper")
     usage = Usage(database)
     await usage.start()
-    await usage.open(
-        OpenedRequest(
-            id="r1",
-            tenant=acme.tenant,
-            key_id=acme.key_id,
-            model="acme/upper@1",
-            adapter_digest=info.digest,
-            prompt_tokens=1,
-            max_tokens=1,
-        )
-    )
+    await usage.open(opened_request(acme, info.digest))
     assert await registry.delete(acme, "upper") == {info.digest}
     assert await registry.sweep() == 0
     assert blobs.digests() == [info.digest]
@@ -464,12 +468,12 @@ from pathlib import Path
 from loramux.records import Database, Principal
 from loramux.registry import Registry
 from loramux.settings import AdapterLimits, ValidationSettings
-from loramux.storage import BlobStore
+from loramux.storage import open_blobs
 from loramux.validation import Validator
 
 url, tenant, key, root = sys.argv[1:]
 root = Path(root)
-blobs = BlobStore(root / "blobs")
+blobs = open_blobs(str(root / "blobs"), str(root / "cache"), {})
 publish = blobs.publish
 
 def publish_and_die(*args):
@@ -522,6 +526,46 @@ async def test_damaged_files_are_not_served_and_the_same_upload_repairs_them(
         await registry.resolve(acme, "acme/upper")
     assert (await push(acme, "upper")).revision == 1
     assert await registry.resolve(acme, "acme/upper")
+
+
+async def test_the_cache_keeps_its_limit_and_what_runs(
+    registry: Registry, push: Push, blobs: BlobStore, acme: Principal, database: Database, tmp_path: Path
+) -> None:
+    infos = [await push(acme, "upper", seed=seed) for seed in range(3)]
+    usage = Usage(database)
+    await usage.start()
+    await usage.open(opened_request(acme, infos[0].digest))
+    assert await registry.trim_cache(0) == 0, "all of it was asked for only now"
+    for age, info in enumerate(infos):
+        hour_ago = time.time() - 3600 + age
+        os.utime((await registry.resolve(acme, f"acme/upper@{age + 1}")).revision.directory, (hour_ago, hour_ago))
+        assert info.size_bytes == infos[0].size_bytes
+    assert await registry.trim_cache(2 * infos[0].size_bytes) == 1
+    assert {cached.digest for cached in blobs.cached()} == {infos[0].digest, infos[2].digest}
+    assert await registry.trim_cache(1) == 1
+    assert [cached.digest for cached in blobs.cached()] == [infos[0].digest]
+    assert (await registry.resolve(acme, "acme/upper@2")).revision.directory.is_dir(), "it is fetched again"
+    await usage.stop()
+
+
+async def test_what_was_deleted_elsewhere_leaves_the_cache(
+    registry: Registry,
+    push: Push,
+    blobs: BlobStore,
+    acme: Principal,
+    base: BaseDescription,
+    validator: Validator,
+    tmp_path: Path,
+) -> None:
+    info = await push(acme, "upper")
+    there = open_blobs(str(tmp_path / "blobs"), str(tmp_path / "another machine's"), {})
+    await Registry(registry._database, there, base, SERVED, AdapterLimits(), validator).delete(acme, "upper")
+    assert [cached.digest for cached in blobs.cached()] == [info.digest]
+    for cached in (tmp_path / "cache").glob("sha256/*/*"):
+        os.utime(cached, (1, 1))
+    assert await registry.trim_cache(1 << 30) == 1
+    assert blobs.cached() == []
+    there.close()
 
 
 async def test_a_revision_of_another_base_is_not_served(

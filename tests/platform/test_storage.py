@@ -1,21 +1,67 @@
-"""Contents on disk: named by what they are, whole or absent, and nobody's leftovers stay."""
+"""Contents, in a folder and in a real S3 bucket: named by what they are, whole or absent, nobody's leftovers stay."""
 
+import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from s3_server import S3, s3_server
 
-from loramux.storage import CONFIG_FILE, WEIGHTS_FILE, BlobCorrupt, BlobMissing, BlobStore, content_digest
+from loramux.storage import (
+    CONFIG_FILE,
+    FILES,
+    WEIGHTS_FILE,
+    BlobCorrupt,
+    BlobMissing,
+    BlobStore,
+    StorageUnavailable,
+    content_digest,
+    open_blobs,
+)
+
+Open = Callable[[str], BlobStore]
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
+    folder = tmp_path_factory.mktemp("s3") / "buckets"
+    folder.mkdir()
+    with s3_server(folder) as server:
+        yield server
+
+
+@pytest.fixture(params=["folder", "s3"])
+def where(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, dict[str, str]]:
+    """A store of the test's own, and its options."""
+    if request.param == "folder":
+        return str(tmp_path / "blobs"), {}
+    s3: S3 = request.getfixturevalue("s3")
+    return f"{s3.url}/some/prefix/{tmp_path.name}", s3.options
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[BlobStore]:
-    store = BlobStore(tmp_path / "blobs")
-    yield store
-    store.close()
+def opened(where: tuple[str, dict[str, str]], tmp_path: Path) -> Iterator[Open]:
+    """Open the store as a process of the machine with that cache does."""
+    made: list[BlobStore] = []
+
+    def open_as(cache: str = "cache") -> BlobStore:
+        made.append(open_blobs(where[0], str(tmp_path / cache), where[1]))
+        return made[-1]
+
+    yield open_as
+    for store in made:
+        with suppress(OSError):  # closed by the test
+            store.close()
+
+
+@pytest.fixture
+def store(opened: Open) -> BlobStore:
+    return opened("cache")
 
 
 def files(folder: Path, config: bytes = b"{}", weights: bytes = b"weights") -> tuple[Path, Path]:
@@ -25,16 +71,27 @@ def files(folder: Path, config: bytes = b"{}", weights: bytes = b"weights") -> t
     return folder / CONFIG_FILE, folder / WEIGHTS_FILE
 
 
-def put(store: BlobStore, source: Path, weights: bytes = b"weights") -> str:
+def put(store: BlobStore, source: Path, weights: bytes = b"weights", *, adopt: bool = True) -> str:
     with store.staging() as folder:
-        store.stage(folder, *files(source, weights=weights))
+        store.stage(folder, files(source, weights=weights))
         digest = store.seal(folder)
         store.publish(folder, digest)
+        if adopt:
+            store.adopt(folder, digest)
     return digest
 
 
-def left_in(store: BlobStore, tmp_path: Path) -> list[Path]:
-    return [path for area in (tmp_path / "blobs" / "incoming").iterdir() for path in area.iterdir()]
+def place(digest: str) -> str:
+    return f"sha256/{digest[7:9]}/{digest[9:]}"
+
+
+def overwrite(file: Path, data: bytes) -> None:
+    file.chmod(0o644)
+    file.write_bytes(data)
+
+
+def left_in(machine: Path) -> list[Path]:
+    return list(machine.glob("*/incoming/*/*"))
 
 
 def test_a_shell_computes_the_same_digest(store: BlobStore, tmp_path: Path) -> None:
@@ -51,31 +108,38 @@ def test_other_files_have_another_digest(tmp_path: Path, other: tuple[bytes, byt
     assert content_digest(tmp_path / "a") != content_digest(tmp_path / "b")
 
 
-def test_put_then_read(store: BlobStore, tmp_path: Path) -> None:
-    digest = put(store, tmp_path / "source")
-    folder = store.directory(digest)
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
-        CONFIG_FILE: b"{}",
-        WEIGHTS_FILE: b"weights",
-    }
+@pytest.mark.parametrize("adopt", [True, False])
+def test_put_then_read(store: BlobStore, tmp_path: Path, adopt: bool) -> None:
+    digest = put(store, tmp_path / "source", adopt=adopt)
+    for name, content in ((CONFIG_FILE, b"{}"), (WEIGHTS_FILE, b"weights")):
+        assert (store.directory(digest) / name).read_bytes() == content
+        assert b"".join(store.objects.read(f"{place(digest)}/{name}")) == content
     assert store.digests() == [digest]
-    assert left_in(store, tmp_path) == []
+    assert store.is_stored(digest)
+    assert left_in(tmp_path) == []
     assert (tmp_path / "source" / WEIGHTS_FILE).exists(), "a file from elsewhere is copied"
+
+
+def test_a_large_file_goes_and_comes_in_parts(store: BlobStore, opened: Open, tmp_path: Path) -> None:
+    weights = bytes(range(256)) * (80 << 10)
+    assert len(weights) > 2 * (8 << 20)
+    digest = put(store, tmp_path / "source", weights)
+    assert (opened("elsewhere").directory(digest) / WEIGHTS_FILE).read_bytes() == weights
 
 
 def test_a_staged_file_is_moved(store: BlobStore) -> None:
     with store.staging() as received, store.staging() as folder:
         config, weights = files(received)
         inode = weights.stat().st_ino
-        store.stage(folder, config, weights)
+        store.stage(folder, (config, weights))
         assert (folder / WEIGHTS_FILE).stat().st_ino == inode
         assert not weights.exists()
 
 
 def test_the_same_content_is_stored_once(store: BlobStore, tmp_path: Path) -> None:
     assert put(store, tmp_path / "one") == put(store, tmp_path / "two")
-    assert len(store.digests()) == 1
-    assert left_in(store, tmp_path) == []
+    assert len(store.digests()) == len(store.cached()) == 1
+    assert left_in(tmp_path) == []
 
 
 def test_what_is_absent_is_missing(store: BlobStore) -> None:
@@ -88,50 +152,82 @@ def test_a_digest_is_no_path(store: BlobStore) -> None:
         store.directory("sha256:../../../../etc" + "0" * 46)
 
 
-@pytest.mark.parametrize("verified_before", [False, True])
-def test_a_damaged_file_is_not_served_and_the_same_upload_repairs_it(
-    store: BlobStore, tmp_path: Path, verified_before: bool
+def test_what_is_damaged_in_the_store_is_not_served_and_the_same_upload_repairs_it(
+    store: BlobStore, opened: Open, tmp_path: Path
 ) -> None:
     digest = put(store, tmp_path / "source")
-    if verified_before:
-        store.directory(digest)
-        assert store.known_directory(digest) is not None
-    weights = tmp_path / "blobs" / "sha256" / digest[7:9] / digest[9:] / WEIGHTS_FILE
-    weights.chmod(0o644)
-    weights.write_bytes(b"damaged")
-    assert store.known_directory(digest) is None
+    store.objects.put(f"{place(digest)}/{WEIGHTS_FILE}", b"damaged")
+    elsewhere = opened("elsewhere")
     with pytest.raises(BlobCorrupt, match="upload the adapter again"):
-        store.directory(digest)
-    assert put(store, tmp_path / "source") == digest
-    assert (store.directory(digest) / WEIGHTS_FILE).read_bytes() == b"weights"
+        elsewhere.directory(digest)
+    assert elsewhere.cached() == []
+    assert put(elsewhere, tmp_path / "source") == digest
+    assert (opened("third").directory(digest) / WEIGHTS_FILE).read_bytes() == b"weights"
 
 
-def test_a_lost_file_is_missing_and_the_same_upload_repairs_it(store: BlobStore, tmp_path: Path) -> None:
+@pytest.mark.parametrize("verified_before", [False, True])
+def test_what_is_damaged_in_the_cache_is_not_served(
+    store: BlobStore, opened: Open, tmp_path: Path, verified_before: bool
+) -> None:
     digest = put(store, tmp_path / "source")
-    (store.directory(digest) / CONFIG_FILE).unlink()
+    reader = store if verified_before else opened("cache")
+    overwrite(tmp_path / "cache" / place(digest) / WEIGHTS_FILE, b"damaged")
+    assert reader.known_directory(digest) is None
+    if "blobs" in {path.name for path in tmp_path.iterdir()}:  # a folder's cache is links: both are damaged
+        with pytest.raises(BlobCorrupt):
+            reader.directory(digest)
+    else:
+        assert (reader.directory(digest) / WEIGHTS_FILE).read_bytes() == b"weights"
+
+
+@pytest.mark.parametrize("lost", FILES)
+def test_half_a_content_is_no_content_and_the_same_upload_repairs_it(
+    store: BlobStore, opened: Open, tmp_path: Path, lost: str
+) -> None:
+    digest = put(store, tmp_path / "source", adopt=False)
+    store.objects.delete([f"{place(digest)}/{lost}"])
+    assert not store.is_stored(digest)
+    assert store.digests() == [digest], "a sweep must see it"
     with pytest.raises(BlobMissing):
         store.directory(digest)
     put(store, tmp_path / "source")
-    assert store.directory(digest)
+    assert store.is_stored(digest)
+    assert opened("elsewhere").directory(digest)
 
 
-def test_files_are_read_once_by_each_process_to_verify_them(store: BlobStore, tmp_path: Path) -> None:
+def test_files_are_read_once_by_each_process_to_verify_them(store: BlobStore, opened: Open, tmp_path: Path) -> None:
     digest = put(store, tmp_path / "source")
     assert store.known_directory(digest) is not None, "it has just read them to name them"
-    other = BlobStore(tmp_path / "blobs")
+    other = opened("cache")
     assert other.known_directory(digest) is None
     assert other.directory(digest) == other.known_directory(digest) == store.known_directory(digest)
-    other.close()
 
 
 def test_removing(store: BlobStore, tmp_path: Path) -> None:
     digest, other = put(store, tmp_path / "a"), put(store, tmp_path / "b", weights=b"other")
-    store.directory(digest)
     store.remove(digest)
     store.remove(digest)
     assert store.digests() == [other]
     assert store.known_directory(digest) is None
-    assert left_in(store, tmp_path) == []
+    assert [cached.digest for cached in store.cached()] == [other]
+    assert left_in(tmp_path) == []
+
+
+def test_what_is_evicted_is_fetched_again(store: BlobStore, tmp_path: Path) -> None:
+    digest = put(store, tmp_path / "source")
+    store.evict(digest)
+    assert store.cached() == []
+    assert store.known_directory(digest) is None
+    assert (store.directory(digest) / WEIGHTS_FILE).read_bytes() == b"weights"
+
+
+def test_the_cache_knows_what_was_used_last(store: BlobStore, tmp_path: Path) -> None:
+    first, second = put(store, tmp_path / "a"), put(store, tmp_path / "b", weights=b"other")
+    hour_ago = time.time() - 3600
+    for digest in (first, second):
+        os.utime(tmp_path / "cache" / place(digest), (hour_ago, hour_ago))
+    store.known_directory(first)
+    assert [(cached.digest, cached.size) for cached in store.cached()] == [(second, 7), (first, 9)]
 
 
 def test_a_block_that_raises_leaves_nothing_staged(store: BlobStore, tmp_path: Path) -> None:
@@ -142,48 +238,74 @@ def test_a_block_that_raises_leaves_nothing_staged(store: BlobStore, tmp_path: P
 
     with pytest.raises(ZeroDivisionError):
         receive()
-    assert left_in(store, tmp_path) == []
+    assert left_in(tmp_path) == []
 
 
-def test_folders_of_other_names_are_not_contents(store: BlobStore, tmp_path: Path) -> None:
-    (tmp_path / "blobs" / "sha256" / "ab" / "not-a-digest").mkdir(parents=True)
+def test_objects_of_other_names_are_not_contents(store: BlobStore) -> None:
+    store.objects.put("sha256/ab/not-a-digest/x", b"x")
+    store.objects.put("uploads/x", b"x")
     assert store.digests() == []
 
 
-def test_the_living_keep_their_area(store: BlobStore, tmp_path: Path) -> None:
-    other = BlobStore(tmp_path / "blobs")
+def test_objects_that_are_not_a_content(store: BlobStore) -> None:
+    objects = store.objects
+    for number in range(3):
+        objects.put(f"uploads/one/{number}", str(number).encode())
+    objects.put("uploads/other", b"x")
+    assert b"".join(objects.read("uploads/one/2")) == b"2"
+    objects.delete(["uploads/one/0", "uploads/one/absent", "uploads/one/1"])
+    assert objects.names("uploads/one") == ["uploads/one/2"]
+    objects.delete_under("uploads/one")
+    objects.delete_under("uploads/one")
+    assert objects.names("uploads") == ["uploads/other"]
+
+
+def test_a_store_that_does_not_answer_says_so(tmp_path: Path) -> None:
+    options = {"endpoint": "http://127.0.0.1:9", "region": "x", "access_key_id": "k", "secret_access_key": "s"}
+    with pytest.raises(StorageUnavailable):
+        open_blobs("s3://bucket", str(tmp_path / "c"), options | {"no_such_option": "x"})
+    with pytest.raises(StorageUnavailable):
+        open_blobs("ftp://bucket", str(tmp_path / "c"), {})
+
+
+def test_the_living_keep_their_area(store: BlobStore, opened: Open, tmp_path: Path) -> None:
+    other = opened("cache")
     with other.staging() as folder:
         files(folder)
         assert store.sweep_incoming() == 0
         assert (folder / WEIGHTS_FILE).exists()
     other.close()
     assert store.sweep_incoming() == 0
-    assert len(list((tmp_path / "blobs" / "incoming").iterdir())) == 1
+    assert len(list((tmp_path / "cache" / "incoming").iterdir())) == 1
 
 
 KILLED = """
 import os, signal, sys
-from pathlib import Path
-from loramux.storage import BlobStore, WEIGHTS_FILE
-with BlobStore(Path(sys.argv[1])).staging() as folder:
+from loramux.storage import open_blobs, WEIGHTS_FILE
+store = open_blobs(sys.argv[1], sys.argv[2], {})
+os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)
+with store.staging() as folder:
     (folder / WEIGHTS_FILE).write_bytes(b"half")
-    os.kill(os.getpid(), signal.SIGKILL)
+    store.objects.put("x", b"half")
 """
 
 
-def test_the_killed_are_swept(store: BlobStore, tmp_path: Path) -> None:
-    killed = subprocess.run([sys.executable, "-c", KILLED, tmp_path / "blobs"], check=False)
+def test_the_killed_are_swept(tmp_path: Path) -> None:
+    """In a folder, where they leave an area in the cache and one in the store."""
+    where, cache = str(tmp_path / "blobs"), str(tmp_path / "cache")
+    killed = subprocess.run([sys.executable, "-c", KILLED, where, cache], check=False)
     assert killed.returncode == -signal.SIGKILL
-    assert len(list((tmp_path / "blobs" / "incoming").iterdir())) == 2
-    assert store.sweep_incoming() == 1
+    assert len(left_in(tmp_path)) == 2
+    store = open_blobs(where, cache, {})
+    assert "x" not in store.objects.names("")
+    assert store.sweep_incoming() == 2
     assert store.sweep_incoming() == 0
-    assert len(list((tmp_path / "blobs" / "incoming").iterdir())) == 1
+    assert left_in(tmp_path) == []
+    store.close()
 
 
-def test_contents_outlive_their_store(tmp_path: Path) -> None:
-    first = BlobStore(tmp_path / "blobs")
+def test_contents_outlive_their_store(opened: Open, tmp_path: Path) -> None:
+    first = opened("cache")
     digest = put(first, tmp_path / "source")
     first.close()
-    second = BlobStore(tmp_path / "blobs")
-    assert second.directory(digest)
-    second.close()
+    assert opened("cache").directory(digest)

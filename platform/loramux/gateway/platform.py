@@ -23,8 +23,8 @@ from loramux.gateway.chores import every
 from loramux.gateway.service import CompletionService
 from loramux.gateway.tokenizer import Tokenizer
 from loramux.registry import Registry, RegistryError
-from loramux.settings import Settings, SettingsError
-from loramux.storage import BlobStore
+from loramux.settings import RecordsSettings, Settings, SettingsError
+from loramux.storage import BlobStore, StorageUnavailable, open_blobs
 from loramux.tenants import Tenants, TenantsError, load_or_create_pepper
 from loramux.usage import Usage
 from loramux.validation import Validator
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 STORAGE_SECONDS = 3600.0
 FORGET_SECONDS = 3600.0
+CACHE_SECONDS = 60.0
 DELIVERY_SECONDS = 10.0
 SINK_SECONDS = 20.0
 WEBHOOK_SECONDS = 1.0
@@ -104,7 +105,7 @@ async def open_platform(settings: Settings, engine: EngineClient | None = None) 
         database = await stack.enter_async_context(_open_database(settings))
         tenants = await stack.enter_async_context(aclosing(_tenants(settings, database)))
         tenants.last_use.start()
-        blobs = BlobStore(Path(settings.records.blobs))
+        blobs = _open_blobs(settings.records)
         stack.callback(blobs.close)
         usage = Usage(database, PlanPrices(database, settings.model.served_model_name))
         await usage.start()
@@ -129,6 +130,8 @@ async def open_platform(settings: Settings, engine: EngineClient | None = None) 
         stack.push_async_callback(completions.drain, settings.server.drain_seconds)
         await stack.enter_async_context(every(STORAGE_SECONDS, usage.accrue))
         await stack.enter_async_context(every(FORGET_SECONDS, usage.forget_answers))
+        trim_cache = partial(registry.trim_cache, settings.records.cache_bytes)
+        await stack.enter_async_context(every(CACHE_SECONDS, trim_cache))
         sinks = await open_sinks(settings, stack)
         if listening := [sink for sink in sinks if isinstance(sink, WebhookSink)]:
             await stack.enter_async_context(every(DELIVERY_SECONDS, AlertDelivery(database, listening).run))
@@ -149,6 +152,13 @@ async def open_platform(settings: Settings, engine: EngineClient | None = None) 
             completions=completions,
             webhooks=webhooks,
         )
+
+
+def _open_blobs(settings: RecordsSettings) -> BlobStore:
+    try:
+        return open_blobs(settings.blobs, settings.cache, settings.blob_options)
+    except StorageUnavailable as error:
+        raise SettingsError(f"records.blobs: {error}") from None
 
 
 def _tenants(settings: Settings, database: records.Database) -> Tenants:

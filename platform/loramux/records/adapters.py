@@ -37,10 +37,11 @@ class AdapterRepository:
         self._session = session
         self._tenant = tenant
 
-    async def register(self, name: str, content: RevisionContent, at: int) -> Listed:
-        """Make `content` what `name` means: a new revision unless the adapter already has this very content.
+    async def register(self, name: str, content: RevisionContent, at: int, promote: bool = True) -> Listed:
+        """The adapter with `content`: a new revision unless it already has this very content.
 
-        The caller holds the registry's lock, so that numbers are given out one at a time.
+        `promote` makes it what `name` means; an adapter's first revision always is. The caller holds the registry's
+        lock, so that numbers are given out one at a time.
         """
         adapter = await self._adapter_named(name)
         if adapter is None:
@@ -59,8 +60,9 @@ class AdapterRepository:
         await self._session.flush()
         if appears:
             await self._tell(events.READY, name, revision.number, revision.digest, at)
-        await self._point(adapter.id, DEFAULT_ALIAS, revision.id, at)
-        listed = await self.default(name)
+        if promote or await self.default(name) is None:
+            await self._point(adapter.id, DEFAULT_ALIAS, revision.id, at)
+        listed = await self.numbered(name, revision.number)
         assert listed is not None
         return listed
 
@@ -176,5 +178,9 @@ class ContentRepository:
 
     async def unused(self, digests: Collection[str]) -> frozenset[str]:
         """Those of `digests` that no visible revision has and no open request runs with."""
+        return await self.unreferenced(digests) - await self.running(digests)
+
+    async def running(self, digests: Collection[str]) -> frozenset[str]:
+        """Those of `digests` that an open request runs with."""
         running = select(RequestRow.adapter_digest).where(RequestRow.status == "open").distinct()
-        return await self.unreferenced(digests) - frozenset(await self._session.scalars(running))
+        return frozenset(digests) & frozenset(await self._session.scalars(running))

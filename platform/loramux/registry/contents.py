@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from loramux.records import Database
 from loramux.records.adapters import ContentRepository
 from loramux.records.locks import CONTENTS, exclusive
 from loramux.registry.threads import finished
-from loramux.storage import BlobStore
+from loramux.storage import BlobStore, Cached
 
 SWEEP_PAGE = 500
+IDLE_SECONDS = 600.0
+"""A content that was resolved so short a time ago may be about to be read, its request not yet in the records."""
 
 
 class Contents:
@@ -24,6 +28,32 @@ class Contents:
         stored = await finished(self._blobs.digests)
         pages = [stored[start : start + SWEEP_PAGE] for start in range(0, len(stored), SWEEP_PAGE)]
         return sum([await self.remove_unused(frozenset(page)) for page in pages])
+
+    async def trim_cache(self, most: int) -> int:
+        """Take out of this machine's cache what nobody needs, and of what is idle the bytes over `most`; how many."""
+        cached = await finished(self._blobs.cached)
+        pages = [cached[start : start + SWEEP_PAGE] for start in range(0, len(cached), SWEEP_PAGE)]
+        over = sum(content.size for content in cached) - most
+        evicted = 0
+        for page in pages:
+            idle = [content for content in page if content.idle >= IDLE_SECONDS]
+            for content in await self._evictable(idle, over):
+                await finished(self._blobs.evict, content.digest)
+                over, evicted = over - content.size, evicted + 1
+        return evicted
+
+    async def _evictable(self, idle: Sequence[Cached], over: int) -> list[Cached]:
+        """Those without a revision, and others until `over` bytes leave; none that a request runs with."""
+        digests = frozenset(content.digest for content in idle)
+        async with self._database.read() as session:
+            contents = ContentRepository(session)
+            unused, running = await contents.unused(digests), await contents.running(digests)
+        leaving = []
+        for content in idle:
+            if content.digest in unused or (over > 0 and content.digest not in running):
+                leaving.append(content)
+                over -= content.size
+        return leaving
 
     async def remove_unused(self, digests: frozenset[str]) -> int:
         """Remove those of `digests` that nobody needs; how many."""

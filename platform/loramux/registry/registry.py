@@ -12,9 +12,10 @@ from loramux.records.locks import CONTENTS, exclusive
 from loramux.registry.contents import Contents
 from loramux.registry.entities import AdapterInfo, ResolvedModel, info_of
 from loramux.registry.errors import AdapterNotFound
+from loramux.registry.intake import Arrival, Intake
 from loramux.registry.names import adapter_part
 from loramux.registry.resolving import Resolving
-from loramux.registry.uploading import Uploading
+from loramux.registry.threads import finished
 from loramux.settings import AdapterLimits
 from loramux.storage import BlobStore
 from loramux.validation import Validator
@@ -37,16 +38,24 @@ class Registry:
     ) -> None:
         self._database = database
         self._contents = Contents(database, blobs)
-        self._uploading = Uploading(database, blobs, base, served_model_name, limits, validator)
+        self._blobs = blobs
+        self.intake = Intake(database, blobs, base, served_model_name, limits, validator)
+        """For files that come in other ways than `upload`."""
         self._resolving = Resolving(database, blobs, base, served_model_name)
 
     def staging(self) -> AbstractContextManager[Path]:
         """A folder to receive an upload in, which `upload` then takes files from without copying; gone afterwards."""
-        return self._uploading.staging()
+        return self._blobs.staging()
 
     async def upload(self, principal: Principal, name: str, config_file: Path, weights_file: Path) -> AdapterInfo:
-        """Make both files the next revision of `name`: see `Uploading.upload`."""
-        return await self._uploading.upload(principal, name, config_file, weights_file)
+        """Make both files the next revision of `name` and its default; the same content again changes nothing.
+
+        Files inside `staging()` are moved, others copied. Raises what `Intake.demand_place` and `Intake.accept` raise.
+        """
+        adapter = await self.intake.demand_place(principal, name)
+        with self._blobs.staging() as folder:
+            await finished(self._blobs.stage, folder, (config_file, weights_file))
+            return info_of(principal, await self.intake.accept(principal, Arrival(adapter, folder)))
 
     async def resolve(self, principal: Principal, model: str) -> ResolvedModel:
         """What `model` means to this caller now. Raises ModelNotFound, RevisionUnavailable."""
@@ -55,6 +64,10 @@ class Registry:
     async def sweep(self) -> int:
         """At boot: remove what crashes left behind, staged or stored; the number of contents removed."""
         return await self._contents.sweep()
+
+    async def trim_cache(self, most: int) -> int:
+        """Keep this machine's cache to so many bytes: see `Contents.trim_cache`."""
+        return await self._contents.trim_cache(most)
 
     async def list_adapters(self, principal: Principal) -> list[AdapterInfo]:
         """The caller's adapters with their current revisions, by name; those that its allow-list has."""

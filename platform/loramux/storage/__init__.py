@@ -1,0 +1,34 @@
+"""Adapters' files: content-addressed, in a folder or an object store, verified before they are served."""
+
+from loramux.storage.blobs import BlobStore, open_blobs
+from loramux.storage.cache import Cached
+from loramux.storage.contents import (
+    CONFIG_FILE,
+    FILES,
+    WEIGHTS_FILE,
+    BlobCorrupt,
+    BlobMissing,
+    StorageError,
+    StorageUnavailable,
+    content_digest,
+    digest_of,
+)
+from loramux.storage.objects import Folder, Objects, open_objects
+
+__all__ = [
+    "CONFIG_FILE",
+    "FILES",
+    "WEIGHTS_FILE",
+    "BlobCorrupt",
+    "BlobMissing",
+    "BlobStore",
+    "Cached",
+    "Folder",
+    "Objects",
+    "StorageError",
+    "StorageUnavailable",
+    "content_digest",
+    "digest_of",
+    "open_blobs",
+    "open_objects",
+]
