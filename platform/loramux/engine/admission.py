@@ -115,11 +115,11 @@ class Admission:
         first = self._queue.first
         if first is None or self._room.omega() <= self._policy.overhead_target:
             return first
-        return next((flow for flow in self._queue.near(first) if not self._brings_an_adapter(flow)), first)
+        return self._queue.first_near(first, self._brings_none) or first
 
-    def _brings_an_adapter(self, flow: Flow) -> bool:
+    def _brings_none(self, flow: Flow) -> bool:
         digest = self._queue.waiting(flow)[0].digest
-        return digest is not None and not self._residency.in_use(digest)
+        return digest is None or self._residency.in_use(digest)
 
     def _waits_for_room(self, sequence: Sequence) -> bool:
         """Whether it is the pool that `sequence` waits for, and its turn: then nobody overtakes it.

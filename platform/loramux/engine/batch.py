@@ -36,6 +36,8 @@ class Batch:
         self.running: list[Sequence] = []
         self.num_departures = 0
         """Since the start."""
+        self.most_pages = 0
+        """That those that run could ever hold, each at its longest."""
         self._memory = memory
         self._block_size = block_size
 
@@ -50,10 +52,12 @@ class Batch:
         sequence.slot = BASE_SLOT if sequence.digest is None else residency.pin(sequence.digest)
         self._memory.cache.hold(sequence)
         self.running.append(sequence)
+        self.most_pages += self._most_pages_of(sequence)
 
     def leave(self, sequence: Sequence) -> None:
         """Give back what `sequence` held."""
         self.running.remove(sequence)
+        self.most_pages -= self._most_pages_of(sequence)
         self.num_departures += 1
         self._memory.cache.release(sequence)
         if sequence.digest is not None:
@@ -76,3 +80,6 @@ class Batch:
             sequence.num_computed = end
             if end // size > len(sequence.trail):
                 cache.publish(sequence)
+
+    def _most_pages_of(self, sequence: Sequence) -> int:
+        return -(-sequence.max_len // self._block_size)

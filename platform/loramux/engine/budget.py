@@ -74,6 +74,10 @@ class Budget:
         """Whether a request of `num_tokens` (prompt and output) could ever run, in an otherwise empty pool."""
         return self.pages_for(num_tokens) + adapter_pages <= self.num_pages
 
+    def holds_all(self, most_pages: int, candidate: Sequence, reserved: int) -> bool:
+        """Whether there is room however long `candidate` gets, and those that run, which then hold `most_pages`."""
+        return most_pages + self.pages_for(candidate.max_len) <= self.num_pages - self.watermark - reserved
+
     def admits(self, candidate: Sequence, running: Items[Sequence], adapter_pages: int, reserved: int = 0) -> bool:
         """Whether `candidate` may join: the peak of KV, and the adapters in use (its own included), stay in the pool.
 
@@ -84,11 +88,11 @@ class Budget:
         if not running:
             return self.kv_peak([candidate]) + adapter_pages <= self.num_pages
         limit = self.num_pages - self.watermark - reserved - adapter_pages
-        if sum(map(self._pages_at_end, running)) + self._pages_at_end(candidate) <= limit:
-            return True  # and most of it in an empty one: nobody can hold more than what it ends with
         found = bisect_left(candidate.trail, True, key=_unused)
         if sum(map(_own_pages, running)) + self.pages_for(len(candidate.token_ids)) - found > limit:
             return False  # spares most of the asking in a full house
+        if sum(map(self._pages_at_end, running)) + self._pages_at_end(candidate) <= limit:
+            return True  # and most of it in an empty one: nobody can hold more than what it ends with
         return self.kv_peak([*running, candidate], candidate.trail[:found]) <= limit
 
     def _pages_at_end(self, sequence: Sequence) -> int:

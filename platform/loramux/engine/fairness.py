@@ -19,7 +19,7 @@ is charged, and swings back and forth.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Generic, TypeVar
@@ -100,10 +100,10 @@ class Contest(Generic[AccountT]):
         """Who should be admitted next."""
         return self._by_booked.first()
 
-    def near(self, span: float, limit: int) -> list[AccountT]:
-        """Who should be admitted next, and those booked no more than `span` beyond, in order."""
+    def first_near(self, suits: Callable[[AccountT], bool], span: float, limit: int) -> AccountT | None:
+        """The first in order that `suits`, booked no more than `span` beyond the very first; `limit` are looked at."""
         lowest = self._by_booked.first()
-        return [] if lowest is None else self._by_booked.lowest(limit, up_to=lowest.booked + span)
+        return None if lowest is None else self._by_booked.lowest(suits, limit, up_to=lowest.booked + span)
 
     def entry(self, account: AccountT) -> float:
         """Where `account` is, or would be after rule 1, in the order of admission."""

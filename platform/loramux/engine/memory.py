@@ -44,6 +44,11 @@ class Memory:
         pool, cached, idle = self._pool.counts, self.cache.num_idle, self.residency.idle_pages
         return PageCounts(pool.total, pool.kv - cached, cached, pool.adapters - idle, idle, pool.free)
 
+    @property
+    def num_kv(self) -> int:
+        """Pages of KV that running sequences hold, shared ones counted once."""
+        return self._pool.num_taken(PageUse.KV) - self.cache.num_idle
+
     def take_kv(self, num_pages: int) -> list[int] | None:
         """Pages for KV, evicting what is idle; None where that is not enough."""
         return self._pool.take(num_pages, PageUse.KV) if self._make_room(num_pages) else None

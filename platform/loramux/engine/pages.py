@@ -44,6 +44,10 @@ class PagePool:
         """Pages nobody holds."""
         return len(self._free)
 
+    def num_taken(self, use: PageUse) -> int:
+        """Pages held for `use`."""
+        return self._taken[use]
+
     @property
     def counts(self) -> PoolCounts:
         """Pages by use."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 
 from loramux.engine.fairness import AccountT, Contest, Flow, Group
 from loramux.engine.load import Load
@@ -57,8 +57,11 @@ class RequestQueue:
     @property
     def first(self) -> Flow | None:
         """The flow to admit from next, of those not set aside."""
-        candidates = ((g.booked, flow) for g in self._groups.values() if (flow := g.contest.first))
-        return min(candidates, key=lambda pair: pair[0], default=(0.0, None))[1]
+        first = None
+        for group in self._groups.values():
+            if (flow := group.contest.first) and (first is None or group.booked < first.group.booked):
+                first = flow
+        return first
 
     def waiting(self, flow: Flow) -> deque[Sequence]:
         """What waits in `flow`, in order."""
@@ -77,13 +80,19 @@ class RequestQueue:
         _add_others(ahead, self._classes, group, self._classes.entry(group) + ahead.units / group.weight)
         return ahead
 
-    def near(self, flow: Flow) -> list[Flow]:
-        """`flow`, which is the first of its class, and those within a quantum of it, in order."""
-        return flow.group.contest.near(self._policy.quantum, self._policy.lookahead)
+    def first_near(self, flow: Flow, suits: Callable[[Flow], bool]) -> Flow | None:
+        """Of `flow`, which is the first of its class, and those within a quantum of it, the first that `suits`."""
+        return flow.group.contest.first_near(suits, self._policy.quantum, self._policy.lookahead)
 
     def may_interrupt(self, flow: Flow, other: Flow) -> bool:
         """Whether `other` is of a lower class than `flow`, and that class has taken and booked more of its share."""
-        group, lower = flow.group, other.group
+        return self._has_overtaken(other.group, flow.group)
+
+    def any_to_interrupt(self, flow: Flow) -> bool:
+        """Whether there is any class of which that is true."""
+        return any(self._has_overtaken(group, flow.group) for group in self._groups.values())
+
+    def _has_overtaken(self, lower: Group, group: Group) -> bool:
         return lower.weight < group.weight and lower.booked > self._classes.entry(group)
 
     def backlogged(self, flow: Flow) -> bool:

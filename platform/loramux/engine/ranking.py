@@ -63,14 +63,18 @@ class Ranking(Generic[ItemT, RankT]):
                 return item
         return None
 
-    def lowest(self, limit: int, up_to: RankT) -> list[ItemT]:
-        """Those whose rank is not above `up_to`, in order, `limit` at most."""
-        entries: list[tuple[RankT, int, ItemT]] = []
-        while len(entries) < limit and self.first() is not None and not up_to < self._heap[0][0]:
-            entries.append(heapq.heappop(self._heap))
-        for entry in entries:
+    def lowest(self, suits: Callable[[ItemT], bool], limit: int, up_to: RankT) -> ItemT | None:
+        """The lowest that `suits`, of the `limit` lowest whose rank is not above `up_to`."""
+        passed: list[tuple[RankT, int, ItemT]] = []
+        found = None
+        while len(passed) < limit and (item := self.first()) is not None and not up_to < self._heap[0][0]:
+            if suits(item):
+                found = item
+                break
+            passed.append(heapq.heappop(self._heap))
+        for entry in passed:
             heapq.heappush(self._heap, entry)
-        return [item for _, _, item in entries]
+        return found
 
     def _sweep(self) -> None:
         """Forget what was dropped or put again and has never surfaced since."""

@@ -116,7 +116,7 @@ class Residency:
 
     def pinned_pages(self, candidate: str | None = None) -> int:
         """Pages of every revision in use or loading, and of `candidate` as if it were."""
-        pinned = self._pool.counts.adapters - self._idle_pages
+        pinned = self._pool.num_taken(PageUse.ADAPTER) - self._idle_pages
         resident = self._known.get(candidate) if candidate else None
         if resident is None or (resident.pages and candidate not in self._idle):
             return pinned

@@ -77,15 +77,18 @@ class Room:
         """Whether the pool has room for `sequence`, where `leaving` have left."""
         running = [s for s in self._batch.running if s not in leaving] if leaving else self._batch.running
         adapters = self._residency.pinned_pages(sequence.digest)
-        kept, reserve = self._kept_for_other_classes(sequence, running), self._budget.reserve
-        if self._budget.admits(sequence, running, adapters, reserve + kept):
-            return True
-        _, held = self._batch.held_by(sequence.flow)
-        small = held + self._likely_pages(sequence) <= reserve
-        return small and self._budget.admits(sequence, running, adapters, kept)
+        reserved, reserve = self._kept_for_other_classes(sequence, running), self._budget.reserve
+        likely = self._likely_pages(sequence)
+        if likely > reserve or self._batch.held_by(sequence.flow)[1] + likely > reserve:
+            reserved += reserve
+        if not leaving and self._budget.holds_all(self._batch.most_pages, sequence, adapters + reserved):
+            return True  # most of the asking, where the pool is large
+        return self._budget.admits(sequence, running, adapters, reserved)
 
     def debtors(self, sequence: Sequence) -> list[Sequence]:
         """Those that run on what `sequence` has the better claim to, the first to go last."""
+        if not (self._policy.tenant_guaranteed_pages or self._queue.any_to_interrupt(sequence.flow)):
+            return []
         debtors = [s for s in self._batch.running if self.owes(s, sequence)]
         debtors.sort(key=self.standing, reverse=True)  # stable: of equals the newest goes first
         return debtors
@@ -113,7 +116,7 @@ class Room:
 
     def omega(self) -> float:
         """Bytes of the adapters in use over the bytes that a step reads anyway: the least that they slow it down by."""
-        held = self._memory.counts.kv
+        held = self._memory.num_kv
         return self._residency.pinned_pages() / (self._policy.weight_pages + held) if held else 0.0
 
     def _likely_pages(self, sequence: Sequence) -> int:

@@ -181,7 +181,7 @@ class Scheduler:
     def _go_on(self, draft: Draft) -> None:
         """The rows of those admitted earlier."""
         for sequence in self._rows():
-            length = min(sequence.num_uncomputed, draft.tokens_left)
+            length = min(len(sequence.token_ids) - sequence.num_computed, draft.tokens_left)
             if length and sequence.pages and self._extend(sequence, length, draft):
                 draft.lay(sequence, length)
         units: defaultdict[Flow, int] = defaultdict(int)
@@ -196,8 +196,8 @@ class Scheduler:
         if len(rows) > self.limits.max_num_seqs:
             rows.sort(key=lambda s: (s.flow.group.served, s.flow.served))
             del rows[self.limits.max_num_seqs :]
-        rows.sort(key=lambda s: s.num_uncomputed > 1)
-        return rows
+        decoding = [s for s in rows if s.num_uncomputed == 1]
+        return decoding if len(decoding) == len(rows) else decoding + [s for s in rows if s.num_uncomputed > 1]
 
     def _extend(self, sequence: Sequence, length: int, draft: Draft) -> bool:
         """Take pages for `length` more tokens, preempting if need be; False if `sequence` itself had to go."""

@@ -21,6 +21,10 @@ class Sequence:
     arrival: float
     flow: Flow = field(default_factory=Flow)
     """Whom its service is charged to."""
+    id: str = field(init=False)
+    """The request's id."""
+    digest: str | None = field(init=False)
+    """The revision it runs under; None for the base model."""
     num_prompt_tokens: int = field(init=False)
     """Tokens the client sent."""
     token_ids: list[int] = field(init=False)
@@ -57,19 +61,11 @@ class Sequence:
     """How often its adapter was loaded because it was the first to need it."""
 
     def __post_init__(self) -> None:
+        self.id = self.request.id
+        self.digest = self.request.adapter.digest if self.request.adapter else None
         self.token_ids = list(self.request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.max_len = self.likely_len = len(self.token_ids) + self.request.sampling.max_tokens
-
-    @property
-    def id(self) -> str:
-        """The request's id."""
-        return self.request.id
-
-    @property
-    def digest(self) -> str | None:
-        """The revision it runs under; None for the base model."""
-        return self.request.adapter.digest if self.request.adapter else None
 
     @property
     def num_output_tokens(self) -> int:
@@ -111,7 +107,8 @@ class Sequence:
 
         A prompt token computed for the first time is one, reaching the last token (so that one is generated) two.
         """
-        return self.fresh_prompt(start, end) + 2 * (end == len(self.token_ids))
+        fresh = self.fresh_prompt(start, end) if start < self.num_prompt_tokens else 0
+        return fresh + 2 * (end == len(self.token_ids))
 
     def begin_behind(self, pages: list[int], block_size: int) -> None:
         """Start to run with KV that was found in the cache."""

@@ -24,8 +24,8 @@ class ServiceGap:
         self._places: dict[Account, int] = {}
         self._free = list(range(watched - 1, -1, -1))
         self._lifted = np.zeros(watched)
-        self._lowest = np.zeros((watched, watched))
         self._highest = np.zeros((watched, watched))
+        """Of row minus column; the lowest is minus the highest of column minus row."""
 
     def observe(self, waiting: Iterable[Account]) -> None:
         """Once a step, with those that have eligible work waiting."""
@@ -49,12 +49,15 @@ class ServiceGap:
         received = np.array([account.received for account in watched])
         lifted = np.array([account.lifted for account in watched])
         differences = received[:, None] - received[None, :]
-        square = np.ix_(places, places)
-        lowest, highest = self._lowest[square], self._highest[square]
-        fresh = set(news)
-        began = np.array([account in fresh for account in watched]) | (lifted != self._lifted[places])
-        anew = began[:, None] | began[None, :]
-        lowest = np.where(anew, differences, np.minimum(lowest, differences))
-        highest = np.where(anew, differences, np.maximum(highest, differences))
-        self._lowest[square], self._highest[square], self._lifted[places] = lowest, highest, lifted
-        self.largest = max(self.largest, float((highest - lowest).max()))
+        square = (places[:, None], places[None, :])
+        highest = np.maximum(self._highest[square], differences)
+        began = lifted != self._lifted[places]
+        if news:
+            fresh = set(news)
+            began |= np.array([account in fresh for account in watched])
+        if began.any():
+            anew = began[:, None] | began[None, :]
+            highest = np.where(anew, differences, highest)
+            self._lifted[places] = lifted
+        self._highest[square] = highest
+        self.largest = max(self.largest, float((highest + highest.T).max()))

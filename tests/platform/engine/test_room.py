@@ -183,8 +183,10 @@ def test_beyond_the_quantum_the_order_is_the_fair_one() -> None:
     accounts = [Account(booked=booked) for booked in (5.0, 1.0, 3.0, 9.0)]
     for account in accounts:
         contest.enter(account)
-    assert [a.booked for a in contest.near(4.0, 10)] == [1.0, 3.0, 5.0]
-    assert [a.booked for a in contest.near(4.0, 2)] == [1.0, 3.0]
+    assert contest.first_near(lambda account: account.booked >= 3.0, 4.0, 10) is accounts[2]
+    assert contest.first_near(lambda account: account.booked >= 5.0, 4.0, 10) is accounts[0]
+    assert contest.first_near(lambda account: account.booked >= 5.0, 4.0, 2) is None, "the third is not looked at"
+    assert contest.first_near(lambda account: account.booked >= 6.0, 4.0, 10) is None, "further than the span"
     assert contest.first is accounts[1], "asking changes nothing"
 
 
