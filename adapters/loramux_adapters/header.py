@@ -144,8 +144,8 @@ def _tensor(name: str, entry: Any, first_byte: int) -> TensorInfo:
             f"The tensor {name} has dtype {str(dtype)[:40]!r}; {', '.join(ITEM_BYTES)} are taken. "
             "Convert it before saving, e.g. with model.to(torch.bfloat16).",
         )
-    if not _are_sizes(shape) or len(shape) > MAX_DIMENSIONS or 0 in shape:
-        raise _invalid(name, f"shape is up to {MAX_DIMENSIONS} integers from 1 to 2^48")
+    if not _are_sizes(shape) or len(shape) > MAX_DIMENSIONS:
+        raise _invalid(name, f"shape is up to {MAX_DIMENSIONS} integers from 0 to 2^48")
     if not _are_sizes(offsets) or len(offsets) != 2:
         raise _invalid(name, "data_offsets are two integers from 0 to 2^48")
     start, end = offsets

@@ -19,7 +19,7 @@ class Refusal(NamedTuple):
     way_out: str
 
 
-_TO_LORA = "Many other kinds become a LoRA with peft.save_as_lora; upload what it writes."
+_TO_LORA = "Turn it into a LoRA with peft.save_as_lora(path, model, rank=...) and upload what that writes."
 _RETRAIN = "Train the adapter without it."
 _RESTORE = (
     "Save the adapter again with save_pretrained(..., path_initial_model_for_weight_conversion=<folder of the adapter "
@@ -60,6 +60,50 @@ REFUSALS: Mapping[str, Refusal] = {
     "megatron_config": Refusal("Megatron's parallel layers are not those of the base that is served.", _RETRAIN),
 }
 
+_TRAIN_LORA = "Train a LoRA on the same data (peft.LoraConfig) and upload that."
+_PROMPT = "It puts trained vectors before the prompt, where every request here has its own tokens only."
+_TURNS = "It multiplies the base's weights, which requests for other adapters in the same batch share."
+_WEIGHTS = "What it adds depends on the base's own weights, which an upload does not bring."
+_DENSE = "What it adds to a weight has full rank, which no LoRA of a size that is served expresses exactly."
+_ROUTES = "It chooses between several adapters inside one, token by token."
+
+KINDS: Mapping[str, Refusal] = {
+    "ADAMSS": Refusal(_WEIGHTS, _TRAIN_LORA),
+    "ADAPTION_PROMPT": Refusal("It puts trained vectors into the attention of every layer.", _TRAIN_LORA),
+    "BEFT": Refusal("It trains biases, which are not served.", _TRAIN_LORA),
+    "BOFT": Refusal(_TURNS, _TRAIN_LORA),
+    "CARTRIDGE": Refusal("It brings a KV cache of its own, computed elsewhere.", _TRAIN_LORA),
+    "CPT": Refusal(_PROMPT, _TRAIN_LORA),
+    "DEFT": Refusal(_WEIGHTS, _TRAIN_LORA),
+    "FOURIERFT": Refusal(_DENSE, _TO_LORA),
+    "FROD": Refusal(_WEIGHTS, _TRAIN_LORA),
+    "GLORA": Refusal(_WEIGHTS, _TRAIN_LORA),
+    "HIRA": Refusal(_WEIGHTS, _TRAIN_LORA),
+    "HRA": Refusal(_TURNS, _TRAIN_LORA),
+    "IA3": Refusal("It scales the outputs of the base's linears.", _TRAIN_LORA),
+    "LILY": Refusal(_ROUTES, _TRAIN_LORA),
+    "LN_TUNING": Refusal("It trains the base's norms, which are not served beside other adapters.", _TRAIN_LORA),
+    "MULTITASK_PROMPT_TUNING": Refusal(_PROMPT, _TRAIN_LORA),
+    "OFT": Refusal(_TURNS, _TRAIN_LORA),
+    "OSF": Refusal("It splits the base's weights and trains a part of them.", _TRAIN_LORA),
+    "PEANUT": Refusal(_WEIGHTS, _TRAIN_LORA),
+    "POLY": Refusal(_ROUTES, _TRAIN_LORA),
+    "PREFIX_TUNING": Refusal("It puts trained keys and values before every layer's own.", _TRAIN_LORA),
+    "PROMPT_TUNING": Refusal(_PROMPT, _TRAIN_LORA),
+    "PSOFT": Refusal(_WEIGHTS, _TO_LORA),
+    "P_TUNING": Refusal(_PROMPT, _TRAIN_LORA),
+    "ROAD": Refusal("It rotates the outputs of the base's linears.", _TRAIN_LORA),
+    "SHADOW": Refusal("It brings a second network that runs beside the base.", _TRAIN_LORA),
+    "SHIRA": Refusal("It changes single weights all over the matrix, which has full rank.", _TRAIN_LORA),
+    "SUPERTUNING": Refusal("It changes single weights all over the matrix, which has full rank.", _TRAIN_LORA),
+    "TINYLORA": Refusal(_WEIGHTS, _TO_LORA),
+    "TRAINABLE_TOKENS": Refusal("Trained rows of the embedding are not served.", _TRAIN_LORA),
+    "UNILORA": Refusal("Its file holds indices into one trained vector.", _TO_LORA),
+    "WAVEFT": Refusal(_DENSE, _TO_LORA),
+    "XLORA": Refusal(_ROUTES, "Upload the adapters singly."),
+}
+"""The kinds (`peft_type`) of PEFT 0.21.2 that are neither served nor turned into a LoRA (convert/forms.py)."""
+
 _CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _LEAVES_THE_BASE = ("gaussian", "eva", "orthogonal", "mica")
 
@@ -89,8 +133,8 @@ def check_known(document: Mapping[str, Any], known: frozenset[str]) -> None:
 def check_kind(document: Mapping[str, Any]) -> None:
     """Raise ConfigRejected unless the file is a LoRA for text generation that left the base as it was."""
     _check_peft_type(document.get("peft_type"))
-    _check_task_type(document.get("task_type"))
-    _check_bias(document.get("bias"))
+    check_task_type(document.get("task_type"))
+    check_bias(document.get("bias"))
     _check_initialisation(document.get("init_lora_weights", True))
 
 
@@ -104,12 +148,13 @@ def _check_peft_type(value: Any) -> None:
         return
     if value is None:
         raise ConfigRejected("field_missing", "peft_type", "adapter_config.json has no peft_type; LORA is expected.")
-    raise ConfigRejected(
-        "peft_type_unsupported", "peft_type", f"peft_type is {str(value)[:40]!r}; only LORA is served. {_TO_LORA}"
-    )
+    refusal = KINDS.get(value) if isinstance(value, str) else None
+    reason, way_out = refusal or ("LORA is served, and other kinds that are turned into it at upload.", _TO_LORA)
+    raise ConfigRejected("peft_type_unsupported", "peft_type", f"peft_type is {str(value)[:40]!r}. {reason} {way_out}")
 
 
-def _check_task_type(value: Any) -> None:
+def check_task_type(value: Any) -> None:
+    """Raise ConfigRejected (`field_unsupported`) for a model that does something else than generate text."""
     if value not in (None, "CAUSAL_LM"):
         raise ConfigRejected(
             "field_unsupported",
@@ -118,7 +163,8 @@ def _check_task_type(value: Any) -> None:
         )
 
 
-def _check_bias(value: Any) -> None:
+def check_bias(value: Any) -> None:
+    """Raise ConfigRejected (`field_unsupported`) where biases of the base were trained."""
     if value not in (None, "none"):
         raise ConfigRejected(
             "field_unsupported", "bias", f"bias is {str(value)[:40]!r}; trained biases are not served. {_NO_BIAS}"

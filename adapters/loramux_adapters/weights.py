@@ -13,9 +13,8 @@ from loramux_adapters.base import BaseDescription
 from loramux_adapters.errors import WeightsFileRejected
 from loramux_adapters.header import TensorInfo, read_header
 from loramux_adapters.plan import AdapterPlan, Limits, plan_adapter
+from loramux_adapters.tensors import read_tensor
 from loramux_adapters.validate import WEIGHTS_NAME, read_config
-
-_DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +52,7 @@ def load_adapter(directory: Path, base: BaseDescription, limits: Limits, dtype: 
 
 
 def _read(file: BufferedReader, name: str, info: TensorInfo, dtype: torch.dtype) -> torch.Tensor:
-    # Read, not mapped as the safetensors library does: a file that shrinks under a mapping ends the process.
-    data = torch.empty(info.end - info.start, dtype=torch.uint8)
-    file.seek(info.start)
-    if file.readinto(data.numpy().data) != len(data):
-        raise WeightsFileRejected("weights_truncated", None, "The file became shorter while it was read.")
-    tensor = data.view(_DTYPES[info.dtype]).view(info.shape)
+    tensor = read_tensor(file, info)
     converted = tensor.to(dtype)
     if torch.finfo(dtype).max < torch.finfo(tensor.dtype).max and not torch.isfinite(converted).all():
         raise WeightsFileRejected(

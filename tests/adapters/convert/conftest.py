@@ -1,0 +1,18 @@
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from tiny_peft import FAMILIES
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with weights."""
+    folder = tmp_path_factory.mktemp("base")
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES["llama"])).save_pretrained(folder)
+    return folder

@@ -1,0 +1,91 @@
+"""Adapters of other kinds become the LoRA that computes the same: PEFT's own layers are the judges."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from other_kinds import KINDS, deltas, make_kind
+from peft.tuners.lokr.layer import factorization as peft_factorization
+from safetensors.torch import load_file, save_file
+
+from loramux_adapters import AdapterWeights, Limits, describe_base, load_adapter, validate_adapter
+from loramux_adapters.convert import FORMS, convert_adapter
+from loramux_adapters.convert.lycoris import factorization
+
+LIMITS = Limits(max_rank=96, max_bytes=64 << 20)
+
+
+def converted(base: Path, folder: Path, into: Path) -> AdapterWeights:
+    into.mkdir()
+    described = describe_base(base)
+    conversion = convert_adapter(folder, into, described, LIMITS)
+    assert conversion is not None
+    plan = validate_adapter(into, described, LIMITS)
+    assert conversion.max_rank == plan.max_rank
+    return load_adapter(into, described, LIMITS, torch.float32)
+
+
+def test_every_kind_is_tried() -> None:
+    assert {config.peft_type.value for config in KINDS.values()} == set(FORMS)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_lora_computes_what_peft_does(base: Path, tmp_path: Path, name: str) -> None:
+    wanted = deltas(make_kind(base, tmp_path / "other", copy.deepcopy(KINDS[name])))
+    lora = converted(base, tmp_path / "other", tmp_path / "lora").modules
+    assert lora.keys() == wanted.keys()
+    for module, delta in wanted.items():
+        got = lora[module].scale * (lora[module].b @ lora[module].a)
+        assert delta.abs().max() > 1e-3
+        assert torch.allclose(got, delta, rtol=1e-5, atol=3e-6 * delta.abs().max().item() + 1e-6), module
+
+
+@pytest.mark.parametrize("kept", [[True, False, True, True], [False] * 4], ids=["three of four", "none of four"])
+def test_adalora_serves_the_ranks_that_were_kept(base: Path, tmp_path: Path, kept: list[bool]) -> None:
+    config = peft.AdaLoraConfig(init_r=4, lora_alpha=8, total_step=10, target_modules=["q_proj", "v_proj"])
+    model = make_kind(base, tmp_path / "other", config)
+    pruned, whole = "model.layers.1.self_attn.q_proj", "model.layers.0.self_attn.v_proj"
+    model.peft_config["default"].rank_pattern = {
+        f"{pruned}.lora_E.default": kept,
+        f"{whole}.lora_E.default": [True] * 4,
+    }
+    model.save_pretrained(tmp_path / "other")
+    with torch.no_grad():
+        model.base_model.model.get_submodule(pruned).lora_E["default"][[not keep for keep in kept]] = 0
+    lora = converted(base, tmp_path / "other", tmp_path / "lora").modules
+    for module, delta in deltas(model).items():
+        if module == pruned and not any(kept):
+            assert module not in lora
+            continue
+        assert torch.allclose(lora[module].b @ lora[module].a, delta, atol=1e-5)
+        assert lora[module].a.shape[0] == (sum(kept) if module == pruned else 4)
+
+
+@settings(max_examples=300, deadline=None)
+@given(dimension=st.integers(1, 20_000), factor=st.just(-1) | st.integers(0, 200))
+def test_kronecker_factors_are_pefts(dimension: int, factor: int) -> None:
+    assert factorization(dimension, factor) == peft_factorization(dimension, factor)
+
+
+def test_a_half_precision_file_is_converted_too(base: Path, tmp_path: Path) -> None:
+    make_kind(base, tmp_path / "other", peft.LoHaConfig(r=3, target_modules=["q_proj"]))
+    weights = tmp_path / "other" / "adapter_model.safetensors"
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(weights).items()}
+    save_file(tensors, weights)
+    one = "base_model.model.model.layers.0.self_attn.q_proj.hada_"
+    w1, w2 = (tensors[f"{one}{w}_a"].double() @ tensors[f"{one}{w}_b"].double() for w in ("w1", "w2"))
+    lora = converted(base, tmp_path / "other", tmp_path / "lora").modules["model.layers.0.self_attn.q_proj"]
+    assert torch.allclose((lora.b @ lora.a).double(), w1 * w2 * 8 / 3, rtol=1e-4, atol=1e-6)
+
+
+def test_a_lora_is_left_alone(base: Path, tmp_path: Path) -> None:
+    make_kind(base, tmp_path, peft.LoraConfig(target_modules=["q_proj"]))
+    (into := tmp_path / "into").mkdir()
+    assert convert_adapter(tmp_path, into, describe_base(base), LIMITS) is None
+    assert list(into.iterdir()) == []

@@ -1,0 +1,268 @@
+"""Every kind that PEFT has is served, converted or refused by name; what cannot be converted says why."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from other_kinds import make_kind
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from loramux_adapters import AdapterRejected, BaseDescription, Limits, describe_base, validate_adapter
+from loramux_adapters.config import parse_adapter_config
+from loramux_adapters.convert import FORMS, conversion, convert_adapter
+from loramux_adapters.convert.forms import known_fields
+from loramux_adapters.refusals import KINDS
+
+LIMITS = Limits(max_rank=96, max_bytes=1 << 30)
+SERVED = {"LORA"}
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def test_every_kind_of_peft_is_decided_once() -> None:
+    assert sorted([*SERVED, *FORMS, *KINDS]) == sorted(kind.value for kind in peft.PeftType)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kind_that_is_not_served_is_refused_by_name(kind: str) -> None:
+    with pytest.raises(AdapterRejected) as caught:
+        parse_adapter_config(json.dumps({"peft_type": kind}).encode())
+    assert (caught.value.code, caught.value.field) == ("peft_type_unsupported", "peft_type")
+    assert all(part in caught.value.message for part in (kind, *KINDS[kind]))
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_every_field_that_a_converted_kind_has_in_peft_is_decided(kind: str) -> None:
+    """A field that is neither read nor harmless is refused when it is on: none of PEFT's may be unknown by accident."""
+    fields = set(PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType[kind]].__dataclass_fields__)
+    undecided = fields - known_fields(FORMS[kind]) - set(FORMS[kind].REFUSED) - {"modules_to_save"}
+    if kind == "ADALORA":  # its other fields are LoRA's, most of which it cannot be trained with
+        undecided -= set(peft.LoraConfig.__dataclass_fields__)
+    assert undecided == set()
+
+
+@pytest.fixture(scope="session")
+def described(base: Path) -> BaseDescription:
+    return describe_base(base)
+
+
+@pytest.fixture(scope="session")
+def saved(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    configs = {
+        "vera": peft.VeraConfig(r=4, target_modules=["q_proj"]),
+        "loha": peft.LoHaConfig(r=3, target_modules=["q_proj"]),
+        "randlora": peft.RandLoraConfig(r=8, target_modules=["q_proj"]),
+        "vblora": peft.VBLoRAConfig(r=2, target_modules=["q_proj"], num_vectors=9, vector_length=8),
+        "miss": peft.MissConfig(r=4, target_modules=["q_proj"]),
+        "c3a": peft.C3AConfig(block_size=16, target_modules=["q_proj"]),
+        "lokr": peft.LoKrConfig(r=2, target_modules=["q_proj"]),
+        "gralora": peft.GraloraConfig(r=4, target_modules=["q_proj"]),
+        "adalora": peft.AdaLoraConfig(init_r=4, total_step=10, target_modules=["q_proj"]),
+        "pvera": peft.PveraConfig(r=4, target_modules=["q_proj"]),
+    }
+    folder = tmp_path_factory.mktemp("kinds")
+    for name, config in configs.items():
+        make_kind(base, folder / name, config)
+    return {name: folder / name for name in configs}
+
+
+def spoiled(folder: Path, into: Path, fields: dict[str, Any], change: Callable[[Any], object] | None = None) -> Path:
+    into.mkdir()
+    tensors = load_file(folder / WEIGHTS)
+    if change:
+        change(tensors)
+    save_file(tensors, into / WEIGHTS)
+    (into / CONFIG).write_text(json.dumps(json.loads((folder / CONFIG).read_text()) | fields))
+    return into
+
+
+def refusal_of(folder: Path, described: BaseDescription, limits: Limits = LIMITS) -> AdapterRejected:
+    (folder / "into").mkdir()
+    with pytest.raises(AdapterRejected) as caught:
+        convert_adapter(folder, folder / "into", described, limits)
+    return caught.value
+
+
+FIELDS: dict[str, tuple[str, dict[str, Any], str, str]] = {
+    "modules_to_save": ("vera", {"modules_to_save": ["lm_head"]}, "field_unsupported", "modules_to_save"),
+    "a field of the future": ("loha", {"new_future_field": 3}, "field_unsupported", "new_future_field"),
+    "lora's field": ("adalora", {"lora_bias": True}, "field_unsupported", "lora_bias"),
+    "biases": ("vera", {"bias": "all"}, "field_unsupported", "bias"),
+    "another task": ("vera", {"task_type": "SEQ_CLS"}, "field_unsupported", "task_type"),
+    "projections left out": ("vera", {"save_projection": False}, "field_unsupported", "save_projection"),
+    "no weights but top ones": (
+        "vblora",
+        {"save_only_topk_weights": True},
+        "field_unsupported",
+        "save_only_topk_weights",
+    ),
+    "sampling": ("pvera", {"sample_at_inference": True}, "field_unsupported", "sample_at_inference"),
+    "bat": ("miss", {"init_weights": "bat"}, "field_unsupported", "init_weights"),
+    "expressions of c3a": ("c3a", {"block_size_pattern": {"q|v": 8}}, "field_unsupported", "block_size_pattern"),
+    "a size that does not divide": ("c3a", {"block_size": 7}, "config_invalid", "block_size"),
+    "vectors that do not divide": ("vblora", {"vector_length": 7}, "config_invalid", "vector_length"),
+    "more top ones than vectors": ("vblora", {"topk": 10}, "config_invalid", "topk"),
+    "parts that do not divide": ("gralora", {"gralora_k": 3}, "config_invalid", "gralora_k"),
+    "rank of mini": ("miss", {"init_weights": "mini", "mini_r": 7}, "config_invalid", "mini_r"),
+    "rank beyond the inputs": ("miss", {"r": 65}, "config_invalid", "r"),
+    "rank 0": ("loha", {"r": 0}, "config_invalid", "r"),
+    "rank -3": ("vera", {"r": -3}, "config_invalid", "r"),
+    "rank 10^6": ("loha", {"r": 10**6}, "config_invalid", "r"),
+    "rank as text": ("lokr", {"r": "8"}, "config_invalid", "r"),
+    "no rank": ("loha", {"r": None}, "field_missing", "r"),
+    "factor": ("lokr", {"decompose_factor": -2}, "config_invalid", "decompose_factor"),
+    "no targets": ("loha", {"target_modules": None}, "field_missing", "target_modules"),
+    "targets of another base": ("loha", {"target_modules": ["c_attn"]}, "no_module_matched", "target_modules"),
+    "the embedding": ("loha", {"target_modules": ["embed_tokens"]}, "target_unsupported", "target_modules"),
+    "another rank": ("loha", {"r": 4}, "shape_mismatch", "base_model.model.model.layers.0.self_attn.q_proj.hada_w1_a"),
+    "every rank pruned": (
+        "adalora",
+        {"rank_pattern": {f"model.layers.{i}.self_attn.q_proj.lora_E": [False] * 4 for i in (0, 1)}},
+        "rank_pattern_empty",
+        "rank_pattern",
+    ),
+}
+
+
+def pruned(tensors: dict[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        tensors[name] = (tensor[:, :0] if name.endswith("lora_B") else tensor[:0]).contiguous()
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_configuration_that_cannot_be_converted(name: str, saved, described, tmp_path: Path) -> None:
+    kind, fields, code, field = FIELDS[name]
+    folder = spoiled(saved[kind], tmp_path / "x", fields, pruned if name == "every rank pruned" else None)
+    refusal = refusal_of(folder, described)
+    assert (refusal.code, refusal.field) == (code, field)
+    assert refusal.message.endswith(".")
+    assert list((folder / "into").iterdir()) == []
+
+
+Q = "base_model.model.model.layers.0.self_attn.q_proj"
+TENSORS: dict[str, tuple[str, Callable[[Any], object], str]] = {
+    "one is missing": ("loha", lambda t: t.pop(f"{Q}.hada_w1_a"), "tensors_missing"),
+    "one too many": ("loha", lambda t: t.update(more=torch.zeros(1)), "tensors_unexpected"),
+    "NaN": ("vera", lambda t: t[f"{Q}.vera_lambda_b"].fill_(float("nan")), "weights_not_finite"),
+    "infinity": ("vblora", lambda t: t[f"{Q}.vblora_logits_A"].fill_(float("inf")), "weights_not_finite"),
+    "a copy of its own": ("randlora", lambda t: t[f"{Q}.randlora_A"].add_(1), "copy_differs"),
+    "integers": ("loha", lambda t: t.update({f"{Q}.hada_w1_a": torch.zeros(64, 3).int()}), "dtype_unsupported"),
+    "products beyond float32": (
+        "loha",
+        lambda t: [tensor.fill_(1e30) for tensor in t.values()],
+        "weights_overflow",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_weights_that_cannot_be_converted(name: str, saved, described, tmp_path: Path) -> None:
+    kind, change, code = TENSORS[name]
+    assert refusal_of(spoiled(saved[kind], tmp_path / "x", {}, change), described).code == code
+
+
+def test_copies_of_what_is_shared_may_be_left_out(saved, described, tmp_path: Path) -> None:
+    def without_copies(tensors: dict[str, Any]) -> None:
+        for name in [name for name in tensors if name.startswith("base_model.model.") and name[-1] in "AB"]:
+            del tensors[name]
+
+    folder = spoiled(saved["randlora"], tmp_path / "x", {}, without_copies)
+    (tmp_path / "into").mkdir()
+    assert convert_adapter(folder, tmp_path / "into", described, LIMITS) is not None
+
+
+def test_a_rank_beyond_the_limit_names_the_way_out(saved, described, tmp_path: Path) -> None:
+    refusal = refusal_of(spoiled(saved["loha"], tmp_path / "x", {}), described, Limits(max_rank=8))
+    assert refusal.code == "rank_too_large"
+    assert all(part in refusal.message for part in ("LOHA", "rank 9", "up to 8", "peft.save_as_lora"))
+
+
+def test_a_lora_larger_than_the_limit_is_not_written(saved, described, tmp_path: Path) -> None:
+    limit = (saved["loha"] / WEIGHTS).stat().st_size
+    refusal = refusal_of(spoiled(saved["loha"], tmp_path / "x", {}), described, Limits(max_bytes=limit))
+    assert refusal.code == "weights_too_large"
+
+
+@pytest.mark.parametrize(("limit", "tensor"), [("MAX_SHARED_BYTES", "vector_bank"), ("MAX_TENSOR_BYTES", "logits")])
+def test_giant_tensors_are_refused_unread(
+    limit: str, tensor: str, saved, described, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conversion, limit, 100)
+    monkeypatch.setattr(conversion, "read_tensor", None)
+    refusal = refusal_of(spoiled(saved["vblora"], tmp_path / "x", {}), described)
+    assert refusal.code == "weights_too_large"
+    assert tensor in str(refusal.field)
+
+
+values = (
+    st.none() | st.booleans() | st.integers(-3, 70_000) | st.floats() | st.text(max_size=5) | st.lists(st.integers())
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    kind=st.sampled_from(sorted(FORMS)),
+    drawn=st.dictionaries(
+        st.sampled_from(sorted({field for form in FORMS.values() for field in form.__struct_fields__})),
+        values,
+        max_size=4,
+    ),
+)
+def test_any_configuration_ends_in_a_lora_or_a_refusal(
+    kind: str, drawn: dict[str, Any], saved, described, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("drawn")
+    document = {"peft_type": kind, "target_modules": ["q_proj"], "r": 4, "alpha": 4, "block_size": 8} | drawn
+    (folder / CONFIG).write_text(json.dumps(document))
+    (folder / WEIGHTS).write_bytes((saved["loha"] / WEIGHTS).read_bytes())
+    (folder / "into").mkdir()
+    with pytest.raises(AdapterRejected):
+        convert_adapter(folder, folder / "into", described, Limits(max_rank=2))
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_the_call_that_refusals_name_restores_a_plain_lora(init: str, base: Path, described, tmp_path: Path) -> None:
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=init)
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), config)
+    model.peft_config["default"].init_lora_weights = True
+    model.save_pretrained(tmp_path / "first")
+    model.peft_config["default"].init_lora_weights = init
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(tmp_path / "trained")
+    with pytest.raises(AdapterRejected, match="path_initial_model_for_weight_conversion"):
+        validate_adapter(tmp_path / "trained", described, LIMITS)
+    model.save_pretrained(tmp_path / "plain", path_initial_model_for_weight_conversion=tmp_path / "first")
+    plan = validate_adapter(tmp_path / "plain", described, LIMITS)
+    assert {pair.rank for pair in plan.pairs} == {8}
+
+
+TO_LORA = {
+    "FOURIERFT": peft.FourierFTConfig(n_frequency=20, target_modules=["q_proj"]),
+    "PSOFT": peft.PsoftConfig(r=4, target_modules=["q_proj"]),
+    "TINYLORA": peft.TinyLoraConfig(r=4, target_modules=["q_proj"]),
+    "UNILORA": peft.UniLoraConfig(r=4, target_modules=["q_proj"]),
+    "WAVEFT": peft.WaveFTConfig(n_frequency=20, target_modules=["q_proj"]),
+}
+
+
+def test_the_kinds_that_are_sent_to_save_as_lora_are_these() -> None:
+    assert {kind for kind, refusal in KINDS.items() if "save_as_lora" in refusal.way_out} == set(TO_LORA)
+
+
+@pytest.mark.parametrize("kind", TO_LORA)
+def test_save_as_lora_makes_what_is_taken(kind: str, base: Path, described, tmp_path: Path) -> None:
+    model = make_kind(base, tmp_path / "other", TO_LORA[kind])
+    peft.save_as_lora(tmp_path / "lora", model, rank=8)
+    assert {pair.rank for pair in validate_adapter(tmp_path / "lora", described, LIMITS).pairs} == {8}
