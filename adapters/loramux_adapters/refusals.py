@@ -104,6 +104,11 @@ KINDS: Mapping[str, Refusal] = {
 }
 """The kinds (`peft_type`) of PEFT 0.21.2 that are neither served nor turned into a LoRA (convert/forms.py)."""
 
+CONVERTED = frozenset(
+    ("ADALORA", "C3A", "DELORA", "GRALORA", "LOHA", "LOKR", "MISS", "PVERA", "RANDLORA", "VBLORA", "VERA")
+)
+"""The kinds that become a LoRA when they are uploaded (convert/forms.py)."""
+
 _CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _LEAVES_THE_BASE = ("gaussian", "eva", "orthogonal", "mica")
 
@@ -136,6 +141,12 @@ def check_kind(document: Mapping[str, Any]) -> None:
     check_task_type(document.get("task_type"))
     check_bias(document.get("bias"))
     _check_initialisation(document.get("init_lora_weights", True))
+
+
+def is_converted(document: Mapping[str, Any]) -> bool:
+    """Whether it is of a kind that becomes a LoRA first."""
+    kind = document.get("peft_type")
+    return isinstance(kind, str) and kind in CONVERTED
 
 
 def is_on(value: Any) -> bool:

@@ -149,6 +149,8 @@ class ValidationSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
     memory_bytes: Positive = 128 << 20
     """For one upload, beside some 45 MiB that a waiting process holds."""
+    conversion_memory_bytes: Positive = 512 << 20
+    """For one that becomes a LoRA first, beside some 200 MiB of a process that waits once there was one."""
     cpu_seconds: Positive = 60
     wall_seconds: Annotated[float, Meta(gt=0)] = 300.0
 

@@ -25,13 +25,13 @@ from loramux_adapters.finite import check_finite
 from loramux_adapters.header import SafetensorsHeader, read_header
 from loramux_adapters.matching import Match
 from loramux_adapters.plan import PREFIX, Limits
-from loramux_adapters.refusals import check_bias, check_task_type, is_on
+from loramux_adapters.refusals import check_bias, check_task_type, is_converted, is_on
 from loramux_adapters.targets import check_linears, context, match_targets
 from loramux_adapters.tensors import read_tensor
 from loramux_adapters.validate import WEIGHTS_NAME, read_config_file
 
-MAX_SHARED_BYTES = 256 << 20
-MAX_TENSOR_BYTES = 64 << 20
+MAX_SHARED_BYTES = 64 << 20
+MAX_TENSOR_BYTES = 32 << 20
 """Of one tensor that belongs to one linear."""
 
 
@@ -76,9 +76,9 @@ def convert_adapter(folder: Path, into: Path, base: BaseDescription, limits: Lim
     read_header, check_finite and plan_adapter do, and `rank_too_large` where the exact LoRA is too large for `limits`.
     """
     document = parse_document(read_config_file(folder))
-    peft_type = document.get("peft_type")
-    if not isinstance(peft_type, str) or peft_type not in FORMS:
+    if not is_converted(document):
         return None
+    peft_type = document["peft_type"]
     config = _read(document, peft_type)
     matches = match_targets(config, base, config.rank_keys, config.alpha_keys)
     check_linears(matches, base)

@@ -13,7 +13,7 @@ from loramux.validation.report import Check, Found, Refusal, Report, Warned
 from loramux_adapters import AdapterRejected, BaseDescription, Limits
 from loramux_adapters.config import HARMLESS, parse_document
 from loramux_adapters.header import ITEM_BYTES
-from loramux_adapters.refusals import is_on
+from loramux_adapters.refusals import is_converted, is_on
 from loramux_adapters.validate import CHECKS, Examined, examine_adapter, read_config_file
 
 
@@ -34,6 +34,14 @@ class FilesJob(msgspec.Struct, frozen=True, kw_only=True):
     limits: Limits
 
 
+class ConversionJob(msgspec.Struct, frozen=True, kw_only=True):
+    """One folder, and an empty one for what it becomes, by their absolute paths."""
+
+    folder: str
+    into: str
+    limits: Limits
+
+
 def prepare(setup: bytes) -> Callable[[bytes], bytes]:
     """What the fork server calls once."""
     served = msgspec.json.decode(setup, type=FilesSetup)
@@ -44,6 +52,8 @@ def examine(job: FilesJob, served: FilesSetup) -> Report:
     """The report on one folder; a refusal is part of it."""
     folder, passed = Path(job.folder), list[str]()
     try:
+        if is_converted(parse_document(read_config_file(folder))):
+            return Report(checks=(), to_convert=True)
         examined = examine_adapter(folder, served.base, job.limits, served.serving, passed.append)
     except AdapterRejected as rejected:
         failed = Check(name=CHECKS[len(passed)], outcome="failed", detail=rejected.message)

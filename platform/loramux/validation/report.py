@@ -79,6 +79,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """None where the files were refused before it was known."""
     converted: str | None = None
     """From what, and how, where what is served is not what was uploaded."""
+    to_convert: bool = False
+    """Nothing was asked yet: the adapter is of a kind that becomes a LoRA first."""
     warnings: tuple[Warned, ...] = ()
     refusal: Refusal | None = None
     usage: Usage | None = None

@@ -21,7 +21,7 @@ from loramux_adapters import AdapterRejected, BaseDescription, Limits, describe_
 from loramux_adapters.config import parse_adapter_config
 from loramux_adapters.convert import FORMS, conversion, convert_adapter
 from loramux_adapters.convert.forms import known_fields
-from loramux_adapters.refusals import KINDS
+from loramux_adapters.refusals import CONVERTED, KINDS
 
 LIMITS = Limits(max_rank=96, max_bytes=1 << 30)
 SERVED = {"LORA"}
@@ -29,6 +29,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def test_every_kind_of_peft_is_decided_once() -> None:
+    assert set(FORMS) == CONVERTED
     assert sorted([*SERVED, *FORMS, *KINDS]) == sorted(kind.value for kind in peft.PeftType)
 
 
