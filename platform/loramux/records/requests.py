@@ -6,14 +6,14 @@ They go by request id, which only the server makes; the tenant of a settlement i
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
-from sqlalchemy import select, tuple_, update
+from sqlalchemy import Table, select, tuple_, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from loramux.records.bulk import among, insert_new
-from loramux.records.identity import TenantId
+from loramux.records.identity import ProjectId, TenantId
 from loramux.records.ledger_models import RequestRow
 from loramux.records.models import RevisionRow
 
@@ -21,23 +21,25 @@ OPEN = "open"
 SETTLED = "settled"
 INTERRUPTED = "interrupted"
 
-BILLED = (
-    RequestRow.id,
-    RequestRow.tenant_id,
-    RequestRow.key_id,
-    RequestRow.project_id,
-    RequestRow.model,
-    RequestRow.adapter_digest,
-    RequestRow.base_model,
-    RequestRow.tier,
-    RequestRow.tags,
-    RequestRow.has_holds,
-    RequestRow.has_claim,
-)
-"""What a request hands down to its line on the bill, and what it may have taken."""
 
-BilledRequest = Any
-"""A row of BILLED; SQLAlchemy gives rows of so many columns no type."""
+class BilledRequest(msgspec.Struct, frozen=True):
+    """What a request hands down to its line on the bill, and whether it may have taken anything."""
+
+    id: str
+    tenant_id: TenantId
+    key_id: str
+    project_id: ProjectId | None
+    model: str
+    adapter_digest: str | None
+    base_model: str
+    tier: str
+    tags: str
+    has_holds: bool
+    has_claim: bool
+
+
+REQUESTS = cast(Table, RequestRow.__table__)
+BILLED = tuple(REQUESTS.c[name] for name in BilledRequest.__struct_fields__)
 
 
 class AnsweredRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,8 +72,8 @@ class RequestRepository:
 
     async def note_holds(self, ids: Collection[str]) -> None:
         """These requests hold something now."""
-        statement = update(RequestRow).where(among(self._session, RequestRow.id, ids)).values(has_holds=True)
-        await self._session.execute(statement, execution_options={"synchronize_session": False})
+        statement = update(REQUESTS).where(among(self._session, RequestRow.id, ids)).values(has_holds=True)
+        await self._session.execute(statement)
 
     async def servers_with_open(self, *, besides: str) -> list[str]:
         """The other servers that have requests open."""
@@ -86,13 +88,12 @@ class RequestRepository:
     async def close(self, ids: Collection[str], status: str, at: int) -> dict[str, BilledRequest]:
         """Write the end of these requests; those that were not settled before, by id."""
         statement = (
-            update(RequestRow)
-            .where(among(self._session, RequestRow.id, ids), RequestRow.status != SETTLED)
+            update(REQUESTS)
+            .where(among(self._session, RequestRow.id, ids), REQUESTS.c.status != SETTLED)
             .values(status=status, settled_at=at)
             .returning(*BILLED)
-            .execution_options(synchronize_session=False)
         )
-        return {row.id: row for row in (await self._session.execute(statement)).all()}
+        return {row[0]: BilledRequest(*row) for row in await self._session.execute(statement)}
 
     async def answered_by(
         self, tenant: TenantId, adapter: str, before: str | None, limit: int
