@@ -32,6 +32,7 @@ from loramux_api.controllers.models import ModelController
 from loramux_api.controllers.projects import ProjectController
 from loramux_api.controllers.requests import RequestController
 from loramux_api.controllers.usage import UsageController
+from loramux_api.controllers.vllm import VllmController
 from loramux_api.controllers.webhooks import WebhookController
 from loramux_api.metrics import Metrics
 from loramux_api.openapi import openapi_config
@@ -79,6 +80,7 @@ def create_app(settings: Settings, engine: EngineClient | None = None) -> Litest
             EventController,
             RequestController,
             WebhookController,
+            VllmController,
             HealthController,
             uploads,
         ],

@@ -82,6 +82,11 @@ def error_answer(error: GatewayError) -> ErrorAnswer:
     return ErrorAnswer(_of_gateway(error).error)
 
 
+def problem_of(error: GatewayError | PlatformError) -> Problem:
+    """How a refusal is sent."""
+    return _of_gateway(error) if isinstance(error, GatewayError) else _of_platform(error)
+
+
 def _of_gateway(error: GatewayError) -> Problem:
     match error:
         case Forbidden():

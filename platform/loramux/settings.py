@@ -141,6 +141,8 @@ class AdapterLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Adapters that are in the pool before the first request and stay: `tenant/adapter`, `tenant/adapter@3`."""
     pinned_pool_share: Annotated[float, Meta(ge=0, le=0.9)] = 0.25
     """Share of the pool that pinned and preloaded adapters may hold."""
+    local_root: str | None = None
+    """A folder: operators may load adapters from below it with POST /v1/load_lora_adapter. None: nobody may."""
     pins_per_tenant: Annotated[int, Meta(ge=0)] = 2
 
 
@@ -229,12 +231,13 @@ def resolve_paths(settings: Settings, root: Path) -> Settings:
     def at(value: str) -> str:
         return os.path.normpath(root / Path(value).expanduser())
 
-    url = settings.records.url
+    url, root_of_adapters = settings.records.url, settings.adapters.local_root
     if url.startswith("sqlite:///"):
         url = "sqlite:///" + at(url.removeprefix("sqlite:///"))
     return msgspec.structs.replace(
         settings,
         sinks=tuple(msgspec.structs.replace(sink, secret_file=at(sink.secret_file)) for sink in settings.sinks),
+        adapters=msgspec.structs.replace(settings.adapters, local_root=root_of_adapters and at(root_of_adapters)),
         model=msgspec.structs.replace(settings.model, path=at(settings.model.path)),
         records=msgspec.structs.replace(
             settings.records,

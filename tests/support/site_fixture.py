@@ -13,7 +13,15 @@ from running_server import Running
 from scripted_engine import ScriptedEngine
 
 from loramux.gateway import open_tenants
-from loramux.settings import IssuerSettings, ModelSettings, RecordsSettings, ServerSettings, Settings, WebhookSettings
+from loramux.settings import (
+    AdapterLimits,
+    IssuerSettings,
+    ModelSettings,
+    RecordsSettings,
+    ServerSettings,
+    Settings,
+    WebhookSettings,
+)
 from loramux.tenants import TENANT_SCOPES, KeyRequest, Role, Tenants
 
 TENANTS = ("acme", "globex")
@@ -47,6 +55,7 @@ def make_settings(base_dir: Path, folder: Path, issuers: Sequence[str] = ()) -> 
         issuers=tuple(IssuerSettings(issuer=issuer, audience="loramux") for issuer in issuers),
         model=ModelSettings(path=str(base_dir), served_model_name="tiny"),
         server=ServerSettings(max_upload_bytes=2 << 20, drain_seconds=5),
+        adapters=AdapterLimits(local_root=f"{folder}/local"),
         webhooks=WebhookSettings(allow_private_addresses=True),
         records=RecordsSettings(
             url=f"sqlite:///{folder}/records.sqlite3", blobs=f"{folder}/blobs", pepper_file=f"{folder}/pepper"

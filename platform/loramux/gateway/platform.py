@@ -20,6 +20,7 @@ from loramux.engine import EngineClient, spawn_engine
 from loramux.exports import AlertDelivery, Delivery, Sink, WebhookSink, make_sink
 from loramux.gateway.adapters import AdapterService
 from loramux.gateway.chores import every
+from loramux.gateway.local_folders import LocalFolders
 from loramux.gateway.service import CompletionService
 from loramux.gateway.tokenizer import Tokenizer
 from loramux.registry import Registry, RegistryError
@@ -57,6 +58,7 @@ class Platform:
     engine: EngineClient
     completions: CompletionService
     webhooks: Webhooks
+    local_folders: LocalFolders
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +153,7 @@ async def open_platform(settings: Settings, engine: EngineClient | None = None) 
             engine=engine,
             completions=completions,
             webhooks=webhooks,
+            local_folders=LocalFolders(adapters, settings.adapters.local_root),
         )
 
 

@@ -29,7 +29,7 @@ class Resolving:
         """What `model` means to this caller now. Raises ModelNotFound, RevisionUnavailable."""
         if model == self._served_model_name and principal.may_use(model):
             return ResolvedModel(name=model, base_model=model, revision=None)
-        name = parse_model(model)
+        name = parse_model(model if "/" in model else f"{principal.tenant_name}/{model}")
         if name is None or name.tenant != principal.tenant_name:
             raise ModelNotFound(model)
         if not principal.may_use(f"{name.tenant}/{name.adapter}"):
