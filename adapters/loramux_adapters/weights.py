@@ -11,7 +11,7 @@ import torch
 
 from loramux_adapters.base import BaseDescription
 from loramux_adapters.errors import WeightsFileRejected
-from loramux_adapters.header import TensorInfo, read_header
+from loramux_adapters.header import SafetensorsHeader, TensorInfo, read_header
 from loramux_adapters.plan import AdapterPlan, Limits, plan_adapter
 from loramux_adapters.tensors import read_tensor
 from loramux_adapters.validate import WEIGHTS_NAME, read_config
@@ -44,7 +44,11 @@ def load_adapter(directory: Path, base: BaseDescription, limits: Limits, dtype: 
     """
     config, path = read_config(directory), directory / WEIGHTS_NAME
     header = read_header(path)
-    plan = plan_adapter(config, header, base, limits)
+    return read_weights(path, header, plan_adapter(config, header, base, limits), dtype)
+
+
+def read_weights(path: Path, header: SafetensorsHeader, plan: AdapterPlan, dtype: torch.dtype) -> AdapterWeights:
+    """The tensors of `header` as `dtype`; `plan` is made of the same ones. Raises WeightsFileRejected."""
     with path.open("rb") as file:
         tensors = {name: _read(file, name, info, dtype) for name, info in header.tensors.items()}
     modules = {pair.module: LoraWeights(tensors[pair.a_key], tensors[pair.b_key], pair.scale) for pair in plan.pairs}

@@ -59,6 +59,9 @@ served_model_name = "{MODEL_NAME}"
 [engine]
 pool_bytes = {POOL_BYTES}
 
+[validation]
+parity = false
+
 [records]
 url = "sqlite:///loramux.sqlite3"
 blobs = "blobs"

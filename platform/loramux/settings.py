@@ -155,6 +155,12 @@ class ValidationSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     """For one that becomes a LoRA first, beside some 200 MiB of a process that waits once there was one."""
     cpu_seconds: Positive = 60
     wall_seconds: Annotated[float, Meta(gt=0)] = 300.0
+    parity: bool = True
+    """Compare what would be served with what PEFT computes; the report says so where PEFT is not installed."""
+    parity_model_bytes: Annotated[int, Meta(ge=0)] = 256 << 20
+    """A base of up to so many bytes of float32 weights is run whole, and is then in memory twice more."""
+    parity_memory_bytes: Positive = 2 << 30
+    parity_cpu_seconds: Positive = 300
 
 
 class IssuerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -29,7 +29,7 @@ from loramux.registry import (
     RevisionUnavailable,
     TooManyAdapters,
 )
-from loramux.settings import AdapterLimits, ValidationSettings
+from loramux.settings import AdapterLimits, ModelSettings, Settings, ValidationSettings
 from loramux.storage import CONFIG_FILE, WEIGHTS_FILE, BlobStore, open_blobs
 from loramux.usage import OpenedRequest, Settlement, Usage
 from loramux.validation import Validator
@@ -39,6 +39,9 @@ pytestmark = pytest.mark.anyio
 
 Enrol = Callable[[str], Awaitable[Principal]]
 HIDDEN, SERVED = 32, "globex/base"
+CHECKED = Settings(
+    model=ModelSettings(path="/nowhere", served_model_name=SERVED), validation=ValidationSettings(parity=False)
+)
 
 
 def describe(folder: Path, hidden_size: int = HIDDEN) -> BaseDescription:
@@ -77,7 +80,7 @@ async def blobs(tmp_path: Path) -> AsyncIterator[BlobStore]:
 
 @pytest.fixture(scope="module")
 def validator(base: BaseDescription) -> Iterator[Validator]:
-    with closing(Validator(base, ["base"], "float32", ValidationSettings())) as validator:
+    with closing(Validator(CHECKED, base, "float32")) as validator:
         yield validator
 
 
@@ -467,7 +470,7 @@ import asyncio, os, pickle, signal, sys
 from pathlib import Path
 from loramux.records import Database, Principal
 from loramux.registry import Registry
-from loramux.settings import AdapterLimits, ValidationSettings
+from loramux.settings import AdapterLimits, ModelSettings, Settings, ValidationSettings
 from loramux.storage import open_blobs
 from loramux.validation import Validator
 
@@ -482,8 +485,9 @@ def publish_and_die(*args):
 
 blobs.publish = publish_and_die
 base = pickle.loads((root / "base").read_bytes())
-validator = Validator(base, ["base"], "float32", ValidationSettings())
-registry = Registry(Database(url), blobs, base, "base", AdapterLimits(), validator)
+model = ModelSettings(path="/nowhere", served_model_name="base")
+checked = Settings(model=model, validation=ValidationSettings(parity=False))
+registry = Registry(Database(url), blobs, base, "base", AdapterLimits(), Validator(checked, base, "float32"))
 principal = Principal(tenant, "acme", key, frozenset(), "project_any")
 source = root / "source"
 files = source / "adapter_config.json", source / "adapter_model.safetensors"

@@ -38,7 +38,8 @@ class Place:
             f'[model]\npath = "{self.base}"\nserved_model_name = "tiny"\n'
             "[engine]\npool_bytes = 16_777_216\nmax_num_batched_tokens = 64\nnum_threads = 1\n"
             f"in_process = {str(self.in_process).lower()}\n"
-            "[server]\ndrain_seconds = 60\n" + (f'[records]\nurl = "{self.url}"\n' if self.url else "")
+            "[validation]\nparity = false\n[server]\ndrain_seconds = 60\n"
+            + (f'[records]\nurl = "{self.url}"\n' if self.url else "")
         )
         return self
 

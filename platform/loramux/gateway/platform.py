@@ -115,7 +115,7 @@ async def open_platform(settings: Settings, engine: EngineClient | None = None) 
         engine = engine or spawn_engine(settings)
         stack.push_async_callback(engine.stop)
         facts, (base, tokenizer) = await asyncio.gather(engine.start(), _describe(Path(settings.model.path)))
-        validator = Validator(base, _base_names(settings), facts.dtype, settings.validation)
+        validator = Validator(settings, base, facts.dtype)
         stack.callback(validator.close)
         registry = Registry(database, blobs, base, settings.model.served_model_name, settings.adapters, validator)
         await _sweep(registry, usage)
@@ -195,10 +195,6 @@ def _describe_base(model_dir: Path) -> BaseDescription:
         return describe_base(model_dir)
     except BaseUnusable as error:
         raise SettingsError(f"model.path: {error}") from None
-
-
-def _base_names(settings: Settings) -> tuple[str, str]:
-    return settings.model.served_model_name, Path(settings.model.path).name
 
 
 async def _preload(settings: Settings, tenants: Tenants, adapters: AdapterService) -> None:

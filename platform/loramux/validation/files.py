@@ -34,6 +34,12 @@ class FilesJob(msgspec.Struct, frozen=True, kw_only=True):
     limits: Limits
 
 
+class ConversionSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """What adapters of other kinds are converted for."""
+
+    base: BaseDescription
+
+
 class ConversionJob(msgspec.Struct, frozen=True, kw_only=True):
     """One folder, and an empty one for what it becomes, by their absolute paths."""
 

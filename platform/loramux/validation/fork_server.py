@@ -16,6 +16,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -26,18 +27,21 @@ from loramux.validation.report import Usage
 
 NICENESS = 10
 OPEN_FILES = 256
+IDLE_SECONDS = 900.0
+"""A warm process that nobody wants anything of gives its memory back; the next job starts another."""
 
 Work = Callable[[bytes], bytes]
 
 
 def main(module: str, descriptor: int) -> None:
-    """Serve jobs until the socket closes."""
+    """Serve jobs until the socket closes, or nothing has come for long."""
     os.nice(NICENESS)
     work: Work = importlib.import_module(module).prepare(sys.stdin.buffer.read())
     gc.collect()
     gc.freeze()  # so that a collection in a child copies no page that it shares
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children leave no zombies
-    with socket.socket(fileno=descriptor) as control:
+    with socket.socket(fileno=descriptor) as control, suppress(TimeoutError):
+        control.settimeout(IDLE_SECONDS)
         while True:
             _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
             if not descriptors:

@@ -64,11 +64,18 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """What the checks took, in their process."""
+    """What the checks took, in their processes."""
 
     cpu_seconds: float
     peak_bytes: int
-    """Of resident memory."""
+    """Of resident memory, what it shares with the warm process included."""
+
+    def plus(self, other: Usage | None) -> Usage:
+        """Of two processes, one after the other."""
+        if other is None:
+            return self
+        seconds = round(self.cpu_seconds + other.cpu_seconds, 3)
+        return Usage(cpu_seconds=seconds, peak_bytes=max(self.peak_bytes, other.peak_bytes))
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,12 +92,18 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     refusal: Refusal | None = None
     usage: Usage | None = None
 
+    def followed_by(self, later: Report) -> Report:
+        """Both, where `later` holds the checks that came after these."""
+        return msgspec.structs.replace(
+            self,
+            checks=self.checks + later.checks,
+            found=later.found or self.found,
+            warnings=self.warnings + later.warnings,
+            refusal=self.refusal or later.refusal,
+            usage=later.usage if self.usage is None else self.usage.plus(later.usage),
+        )
+
     def demand_sound(self) -> None:
         """Raise loramux_adapters.AdapterRejected where the adapter was refused."""
         if self.refusal is not None:
             raise AdapterRejected(self.refusal.code, self.refusal.field, self.refusal.message)
-
-
-def refused(checks: tuple[Check, ...], refusal: Refusal) -> Report:
-    """The report of an upload that failed the last of `checks`."""
-    return Report(checks=checks, refusal=refusal)

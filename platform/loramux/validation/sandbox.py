@@ -71,6 +71,11 @@ class Sandbox:
 
     def run(self, payload: bytes, limits: JobLimits) -> Answer:
         """Do one job; `payload` and the answer's result are JSON. Raises SandboxError."""
+        with suppress(SandboxDied):
+            return self._run(payload, limits)
+        return self._run(payload, limits)  # it was idle and left in that very moment, or somebody ended it
+
+    def _run(self, payload: bytes, limits: JobLimits) -> Answer:
         ours, theirs = socket.socketpair()
         with ours:
             with theirs:

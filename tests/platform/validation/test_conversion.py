@@ -13,7 +13,7 @@ import pytest
 from other_kinds import make_kind
 from tiny_peft import tiny_model
 
-from loramux.settings import ValidationSettings
+from loramux.settings import ModelSettings, Settings
 from loramux.validation import Validator
 from loramux_adapters import CONFIG_NAME, Limits, describe_base
 from loramux_adapters.refusals import KINDS
@@ -33,7 +33,8 @@ def loha(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(scope="module")
 def validator(loha: tuple[Path, Path]) -> Iterator[Validator]:
     described = describe_base(loha[0])
-    with closing(Validator(described, ("tiny",), "float32", ValidationSettings())) as validator:
+    settings = Settings(model=ModelSettings(path=str(loha[0]), served_model_name="tiny"))
+    with closing(Validator(settings, described, "float32")) as validator:
         yield validator
 
 
@@ -41,7 +42,15 @@ def test_what_is_stored_is_the_lora_and_the_report_says_what_it_was(validator, l
     shutil.copytree(loha[1], tmp_path / "upload")
     report = validator.examine(tmp_path / "upload", LIMITS)
     report.demand_sound()
-    assert [check.name for check in report.checks] == ["conversion", "config", "header", "tensors", "values"]
+    assert [check.name for check in report.checks] == [
+        "conversion",
+        "config",
+        "header",
+        "tensors",
+        "values",
+        "parity_of_layers",
+        "parity_of_tokens",
+    ]
     assert "LOHA" in str(report.converted)
     assert report.found is not None
     assert (report.found.peft_type, report.found.rank, report.found.targets) == ("LORA", 9, {"q_proj": 2})

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,12 +16,18 @@ import torch
 from sandbox_jobs import JOBS
 from tiny_peft import save_adapter, tiny_base
 
-from loramux.settings import ValidationSettings
+from loramux.settings import ModelSettings, Settings, ValidationSettings
 from loramux.validation import Report, Validator
 from loramux.validation.sandbox import Sandbox
 from loramux_adapters import CONFIG_NAME, WEIGHTS_NAME, AdapterRejected, BaseDescription, Limits, describe_base
 
 LIMITS = Limits(max_rank=16)
+
+
+def checked(**validation: Any) -> Settings:
+    """Two names of the base, and no PEFT."""
+    model = ModelSettings(path="/models/Tiny-1B", served_model_name="llama-tiny")
+    return Settings(model=model, validation=ValidationSettings(parity=False, **validation))
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +37,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> BaseDescription:
 
 @pytest.fixture(scope="module")
 def validator(base: BaseDescription) -> Iterator[Validator]:
-    with closing(Validator(base, ("llama-tiny", "Tiny-1B"), "float16", ValidationSettings())) as validator:
+    with closing(Validator(checked(), base, "float16")) as validator:
         yield validator
 
 
@@ -109,12 +116,11 @@ def test_checks_that_cannot_end_refuse(
     job: list[object], code: str, base: BaseDescription, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert job[0] in JOBS
-    settings = ValidationSettings(memory_bytes=32 << 20, wall_seconds=0.5)
     with (
-        closing(Validator(base, ["base"], "float32", settings)) as validator,
+        closing(Validator(checked(memory_bytes=32 << 20, wall_seconds=0.5), base, "float32")) as validator,
         closing(Sandbox("sandbox_jobs", b"1")) as sandbox,
     ):
-        monkeypatch.setattr(validator, "_files", sandbox)
+        monkeypatch.setattr(validator._files, "_sandbox", sandbox)
         run = sandbox.run
         monkeypatch.setattr(sandbox, "run", lambda _, limits: run(msgspec.json.encode(job), limits))
         report = validator.examine(tmp_path, LIMITS)

@@ -1,0 +1,165 @@
+"""The parity check: it passes what is served right, and sees every way in which it would not be."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from zoo import RECIPES, Zoo
+
+from loramux.engine import store
+from loramux.settings import ModelSettings, Settings, ValidationSettings
+from loramux.validation import Report, Validator
+from loramux.validation.parity import layers, worker
+from loramux.validation.parity.comparison import Comparison
+from loramux.validation.parity.jobs import ParityJob, ParitySetup
+from loramux.validation.parity.verdict import compare_tokens
+from loramux_adapters import WEIGHTS_NAME, Limits, describe_base
+from loramux_adapters.weights import AdapterWeights
+
+LIMITS = Limits(max_rank=64)
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
+    zoo = Zoo("llama", tmp_path_factory.mktemp("llama"))
+    zoo.make_adapters()
+    return zoo
+
+
+def setup_of(zoo: Zoo, whole_model_bytes: int) -> ParitySetup:
+    base = describe_base(zoo.base)
+    return ParitySetup(model_dir=str(zoo.base), base=base, max_rank=64, whole_model_bytes=whole_model_bytes)
+
+
+@pytest.fixture(scope="module")
+def comparison(zoo: Zoo) -> Comparison:
+    return Comparison.over(setup_of(zoo, 1 << 30))
+
+
+def report_on(comparison: Comparison, folder: Path) -> Report:
+    """As a job does it, which PEFT changes a model of its own for."""
+    if comparison.whole is not None:
+        whole = dataclasses.replace(comparison.whole, reference=copy.deepcopy(comparison.whole.reference))
+        comparison = dataclasses.replace(comparison, whole=whole)
+    return comparison.report(ParityJob(uploaded=str(folder), served=str(folder), limits=LIMITS))
+
+
+def outcomes(report: Report) -> dict[str, str]:
+    return {check.name: check.outcome for check in report.checks}
+
+
+def rewritten(folder: Path, target: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Path:
+    target.mkdir(exist_ok=True)
+    for file in folder.iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(folder / WEIGHTS_NAME)
+    save_file({name: change(name, tensor) for name, tensor in tensors.items()}, target / WEIGHTS_NAME)
+    return target
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_is_served_right_passes(comparison: Comparison, zoo: Zoo, recipe: str) -> None:
+    report = report_on(comparison, zoo.adapters / recipe)
+    assert report.refusal is None
+    assert outcomes(report) == {"parity_of_layers": "passed", "parity_of_tokens": "passed"}
+    figures = {check.name: check.figures for check in report.checks}
+    assert figures["parity_of_layers"]["largest_error"] < 0.1
+    assert figures["parity_of_layers"]["linears"] >= 2
+    assert figures["parity_of_tokens"]["tokens"] == 24
+    assert figures["parity_of_tokens"]["differing"] == 0
+    assert figures["parity_of_tokens"]["largest_logprob_error"] < 1e-4
+    assert figures["parity_of_tokens"]["mean_divergence_from_base"] > 1e-3
+
+
+def test_a_base_that_is_large_is_compared_by_layers_alone(zoo: Zoo) -> None:
+    report = report_on(Comparison.over(setup_of(zoo, 0)), zoo.adapters / "patterns")
+    assert outcomes(report) == {"parity_of_layers": "passed", "parity_of_tokens": "not_run"}
+    assert "too large" in report.checks[1].detail
+
+
+def wrongly_scaled(weights: AdapterWeights) -> AdapterWeights:
+    modules = {name: dataclasses.replace(pair, scale=pair.scale * 1.05) for name, pair in weights.modules.items()}
+    return dataclasses.replace(weights, modules=modules)
+
+
+def test_a_wrong_scale_is_seen_in_the_layers(comparison: Comparison, zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = layers.read_weights
+    monkeypatch.setattr(layers, "read_weights", lambda *args: wrongly_scaled(read(*args)))
+    report = report_on(comparison, zoo.adapters / "rslora")
+    assert outcomes(report) == {"parity_of_layers": "failed"}
+    assert report.refusal is not None
+    assert report.refusal.code == "parity_failed"
+    assert "times as far from PEFT's as rounding explains" in report.refusal.message
+
+
+def test_a_wrong_scale_is_seen_in_the_tokens(comparison: Comparison, zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = store.load_adapter
+    monkeypatch.setattr(store, "load_adapter", lambda *args: wrongly_scaled(load(*args)))
+    report = report_on(comparison, zoo.adapters / "plain")
+    assert outcomes(report) == {"parity_of_layers": "passed", "parity_of_tokens": "failed"}
+    assert report.refusal is not None
+    assert report.refusal.code == "parity_failed"
+    assert "log probabilities are up to" in report.refusal.message
+
+
+def test_finite_weights_with_products_that_are_not_are_refused(
+    comparison: Comparison, zoo: Zoo, tmp_path: Path
+) -> None:
+    folder = rewritten(zoo.adapters / "attention", tmp_path / "huge", lambda _, tensor: tensor * 1e25)
+    report = report_on(comparison, folder)
+    assert report.refusal is not None
+    assert report.refusal.code == "outputs_not_finite"
+
+
+def test_an_adapter_that_does_nothing_is_said_to(comparison: Comparison, zoo: Zoo, tmp_path: Path) -> None:
+    def untrained(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(tensor) if "lora_B" in name else tensor
+
+    report = report_on(comparison, rewritten(zoo.adapters / "attention", tmp_path / "untrained", untrained))
+    assert report.refusal is None
+    assert [warned.code for warned in report.warnings] == ["no_effect"]
+    assert report.checks[1].figures["mean_divergence_from_base"] == pytest.approx(0, abs=1e-9)
+
+
+def test_a_tie_is_no_difference_and_another_token_is() -> None:
+    logits = torch.tensor([[1.0, 1.0001, 0.0], [3.0, 0.0, 0.0]])
+    logprobs = logits.log_softmax(-1)
+    tied = compare_tokens([0, 0], [float(logprobs[0, 0]), float(logprobs[1, 0])], logits)
+    assert (tied["ties"], tied["differing"]) == (1, 0)
+    other = compare_tokens([0, 2], [float(logprobs[0, 0]), float(logprobs[1, 2])], logits)
+    assert (other["ties"], other["differing"]) == (1, 1)
+    assert compare_tokens([1, 0], [-0.5, float(logprobs[1, 0])], logits)["largest_logprob_error"] > 0.1
+
+
+def test_without_peft_the_report_says_that_it_was_not_run(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "find_spec", lambda _: None)
+    answer = worker.prepare(msgspec.json.encode(setup_of(zoo, 0)))(b"{}")
+    (check,) = msgspec.json.decode(answer, type=Report).checks
+    assert (check.outcome, "loramux[parity]" in check.detail) == ("not_run", True)
+
+
+def test_it_is_part_of_what_an_upload_is_asked(zoo: Zoo, tmp_path: Path) -> None:
+    """Through the processes that a server has; PEFT is loaded there and not here."""
+    settings: dict[str, Any] = {"model": ModelSettings(path=str(zoo.base), served_model_name="base")}
+    huge = rewritten(zoo.adapters / "attention", tmp_path / "huge", lambda _, tensor: tensor * 1e25)
+    with closing(Validator(Settings(**settings), describe_base(zoo.base), "float32")) as validator:
+        good, bad = validator.examine(zoo.adapters / "plain", LIMITS), validator.examine(huge, LIMITS)
+    with closing(
+        Validator(Settings(**settings, validation=ValidationSettings(parity=False)), describe_base(zoo.base), "float32")
+    ) as validator:
+        without = validator.examine(zoo.adapters / "plain", LIMITS)
+    files = ["config", "header", "tensors", "values"]
+    assert [check.name for check in good.checks] == [*files, "parity_of_layers", "parity_of_tokens"]
+    assert good.refusal is None
+    assert bad.refusal is not None
+    assert bad.refusal.code == "outputs_not_finite"
+    assert [check.name for check in without.checks] == files
