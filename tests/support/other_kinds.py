@@ -12,12 +12,13 @@ import transformers
 
 EVERY = ["q_proj", "v_proj", "down_proj"]
 
+# One of each kind has the kind's plain name.
 KINDS: dict[str, peft.PeftConfig] = {
     "loha": peft.LoHaConfig(r=3, alpha=5, target_modules="all-linear"),
     "loha patterns": peft.LoHaConfig(
         r=2, alpha=5, target_modules=EVERY, rank_pattern={"down_proj": 4}, alpha_pattern={"q_proj": 9}
     ),
-    "loha folded": peft.LoHaConfig(r=7, alpha=5, target_modules=["k_proj"]),
+    "loha folded": peft.LoHaConfig(r=7, alpha=5, target_modules=["k_proj", "v_proj"]),
     "lokr": peft.LoKrConfig(r=2, alpha=3, target_modules="all-linear"),
     "lokr both": peft.LoKrConfig(r=1, alpha=3, target_modules=EVERY, decompose_both=True),
     "lokr factor": peft.LoKrConfig(r=1, alpha=3, target_modules=EVERY, decompose_factor=4, rank_pattern={"v_proj": 9}),

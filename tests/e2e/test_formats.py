@@ -1,0 +1,116 @@
+"""The format matrix: made by PEFT, uploaded over HTTP, and answered with PEFT's own tokens, alone and all together."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import peft
+import pytest
+import torch
+import transformers
+from format_matrix import REFUSED, SERVED
+from other_kinds import make_kind
+from server_process import Place, served
+
+from loramux_adapters.refusals import KINDS
+
+PROMPTS = ([5, 80, 33, 7], [11, 12, 13, 200, 201, 9, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50])
+OUTPUT = 6
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+@dataclass(frozen=True)
+class House:
+    """A server with every format, and what PEFT answers."""
+
+    http: httpx.Client
+    made: dict[str, dict[str, Any]]
+    """The server's answers to the uploads."""
+    wanted: dict[tuple[str, int], list[int]]
+    """By the adapter's name, or the base's, and the prompt's number."""
+
+    def ask(self, model: str, prompt: int) -> list[int]:
+        body = {
+            "model": model if model == "tiny" else f"acme/{model}",
+            "prompt": PROMPTS[prompt],
+            "max_tokens": OUTPUT,
+            "temperature": 0,
+            "return_token_ids": True,
+            "ignore_eos": True,
+        }
+        answer = self.http.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]["token_ids"]
+
+
+def upload(http: httpx.Client, name: str, folder: Path) -> httpx.Response:
+    files = {file: (file, (folder / file).read_bytes()) for file in (CONFIG, WEIGHTS)}
+    return http.post("/v1/adapters", data={"name": name}, files=files)
+
+
+@torch.no_grad()
+def greedy(model: torch.nn.Module, prompt: int) -> list[int]:
+    keywords = dict(max_new_tokens=OUTPUT, do_sample=False, eos_token_id=None, pad_token_id=0)
+    ids = torch.tensor([PROMPTS[prompt]])
+    return model.generate(input_ids=ids, **keywords)[0, ids.shape[1] :].tolist()
+
+
+@pytest.fixture(scope="module")
+def house(base_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    place = Place(tmp_path_factory.mktemp("house"), base_dir).furnish()
+    key, folder = place.key_of("acme"), tmp_path_factory.mktemp("formats")
+    base = transformers.AutoModelForCausalLM.from_pretrained(base_dir, dtype=torch.float32).eval()
+    wanted = {("tiny", number): greedy(base, number) for number in range(len(PROMPTS))}
+    for name, config in SERVED.items():
+        model = make_kind(base_dir, folder / name, copy.deepcopy(config))
+        wanted |= {(name, number): greedy(model, number) for number in range(len(PROMPTS))}
+    with served(place) as server, server.http(key) as http:
+        made = {}
+        for name in SERVED:
+            response = upload(http, name, folder / name)
+            assert response.status_code == 201, response.text
+            made[name] = response.json()
+        yield House(http, made, wanted)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_alone_it_answers_as_peft_does(house: House, name: str) -> None:
+    for number in range(len(PROMPTS)):
+        assert house.ask(name, number) == house.wanted[name, number]
+    assert any(house.wanted[name, number] != house.wanted["tiny", number] for number in range(len(PROMPTS)))
+
+
+def test_all_together_they_answer_as_peft_does(house: House) -> None:
+    asked = list(house.wanted)
+    with ThreadPoolExecutor(len(asked)) as pool:
+        got = dict(zip(asked, pool.map(lambda one: house.ask(*one), asked), strict=True))
+    assert got == house.wanted
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_served_is_refused_by_its_field(house: House, name: str, base_dir: Path, tmp_path: Path) -> None:
+    config, field = REFUSED[name]
+    base = transformers.AutoModelForCausalLM.from_pretrained(base_dir, dtype=torch.float32)
+    peft.get_peft_model(base, copy.deepcopy(config)).save_pretrained(tmp_path)
+    response = upload(house.http, "refused", tmp_path)
+    error = response.json()["error"]
+    assert response.is_client_error
+    assert error["param"] == field, error
+    assert field in error["message"] or config.peft_type.value in error["message"]
+
+
+def test_every_kind_that_is_not_served_is_refused_by_its_name(house: House) -> None:
+    for kind, refusal in KINDS.items():
+        files = {CONFIG: (CONFIG, json.dumps({"peft_type": kind})), WEIGHTS: (WEIGHTS, b"\x02\0\0\0\0\0\0\0{}")}
+        response = house.http.post("/v1/adapters", data={"name": "refused"}, files=files)
+        error = response.json()["error"]
+        assert response.is_client_error
+        assert error["code"] == "peft_type_unsupported"
+        assert all(part in error["message"] for part in (kind, *refusal))

@@ -1,0 +1,52 @@
+"""Every format of adapter that is served, as PEFT's configuration of it; one more is one more line."""
+
+from __future__ import annotations
+
+import peft
+from other_kinds import KINDS
+
+LORA = {"r": 5, "lora_alpha": 10, "task_type": "CAUSAL_LM"}
+
+SERVED: dict[str, peft.PeftConfig] = {
+    "lora": peft.LoraConfig(**LORA, target_modules=["q_proj", "v_proj"]),
+    "lora-rslora": peft.LoraConfig(**LORA, target_modules=["q_proj", "o_proj"], use_rslora=True),
+    "lora-patterns": peft.LoraConfig(
+        **LORA,
+        target_modules=["q_proj", "v_proj", "down_proj"],
+        rank_pattern={"down_proj": 21},
+        alpha_pattern={"q_proj": 3},
+    ),
+    "lora-all-linear": peft.LoraConfig(**LORA, target_modules="all-linear"),
+    "lora-regex": peft.LoraConfig(**LORA, target_modules=r".*layers\.1\.(self_attn\.k|mlp\.up)_proj"),
+    "lora-layers": peft.LoraConfig(**LORA, target_modules=["gate_proj", "o_proj"], layers_to_transform=[1]),
+    "lora-exclude": peft.LoraConfig(**LORA, target_modules=["q_proj", "up_proj"], exclude_modules=r".*layers\.0\..*"),
+    **{name: config for name, config in KINDS.items() if " " not in name},
+}
+
+_ON = {"r": 4, "target_modules": ["q_proj"]}
+
+REFUSED: dict[str, tuple[peft.PeftConfig, str]] = {
+    "pissa": (peft.LoraConfig(**_ON, init_lora_weights="pissa"), "init_lora_weights"),
+    "olora": (peft.LoraConfig(**_ON, init_lora_weights="olora"), "init_lora_weights"),
+    "bias": (peft.LoraConfig(**_ON, bias="all"), "bias"),
+    "replication": (peft.LoraConfig(**_ON, layer_replication=[(0, 2), (1, 2)]), "layer_replication"),
+    "norms": (peft.LoraConfig(**_ON, modules_to_save=["norm"]), "modules_to_save"),
+    "vera-seed": (peft.VeraConfig(**_ON, save_projection=False), "save_projection"),
+    "vblora-top": (
+        peft.VBLoRAConfig(**_ON, num_vectors=300, vector_length=8, save_only_topk_weights=True),
+        "save_only_topk_weights",
+    ),
+    "miss-bat": (peft.MissConfig(**_ON, init_weights="bat"), "init_weights"),
+    "oft": (peft.OFTConfig(oft_block_size=8, r=0, target_modules=["q_proj"]), "peft_type"),
+    "boft": (peft.BOFTConfig(boft_block_size=4, target_modules=["q_proj"]), "peft_type"),
+    "hra": (peft.HRAConfig(**_ON), "peft_type"),
+    "hira": (peft.HiraConfig(**_ON), "peft_type"),
+    "shira": (peft.ShiraConfig(r=2, target_modules=["q_proj"]), "peft_type"),
+    "fourierft": (peft.FourierFTConfig(n_frequency=20, target_modules=["q_proj"]), "peft_type"),
+    "waveft": (peft.WaveFTConfig(n_frequency=20, target_modules=["q_proj"]), "peft_type"),
+    "ln-tuning": (peft.LNTuningConfig(target_modules=["norm"]), "peft_type"),
+    "prompt-tuning": (peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), "peft_type"),
+    "prefix-tuning": (peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), "peft_type"),
+    "p-tuning": (peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), "peft_type"),
+}
+"""What PEFT saves and is refused, and the field that the refusal names."""
