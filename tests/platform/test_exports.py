@@ -1,11 +1,8 @@
 """Exports, read back by other people's readers."""
 
-import csv
 import hashlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
-from datetime import UTC, datetime
-from decimal import Decimal
 from pathlib import Path
 
 import duckdb
@@ -15,15 +12,12 @@ from billed import NOVEMBER, Clock, give_plan, use
 
 from loramux.billing import Billing
 from loramux.exports import (
-    FOCUS_COLUMNS,
     LEDGER_COLUMNS,
     ExportedFile,
-    focus_rows,
     invoice_html,
     ledger_pages,
     write_table,
 )
-from loramux.exports.focus import GROUP_BY, Seller
 from loramux.records import Database, Principal
 from loramux.records.ledger import LedgerRepository
 from loramux.records.quantities import Span
@@ -126,127 +120,6 @@ async def test_pages_neither_skip_nor_repeat_while_others_write(
     await usage.stop()
     assert seen == list(range(1, len(seen) + 1))
     assert len(seen) > NUM
-
-
-# FOCUS 1.2, https://focus.finops.org/focus-specification/v1-2/: the columns that a provider must have, each with its
-# type and whether null is allowed; then the values that are allowed where there are few.
-MANDATORY = {
-    "BilledCost": ("decimal", False),
-    "BillingAccountId": ("text", False),
-    "BillingAccountName": ("text", True),
-    "BillingAccountType": ("text", False),
-    "BillingCurrency": ("text", False),
-    "BillingPeriodEnd": ("time", False),
-    "BillingPeriodStart": ("time", False),
-    "ChargeCategory": ("text", False),
-    "ChargeClass": ("text", True),
-    "ChargeDescription": ("text", True),
-    "ChargePeriodEnd": ("time", False),
-    "ChargePeriodStart": ("time", False),
-    "ContractedCost": ("decimal", False),
-    "EffectiveCost": ("decimal", False),
-    "InvoiceId": ("text", True),
-    "InvoiceIssuerName": ("text", False),
-    "ListCost": ("decimal", False),
-    "PricingQuantity": ("decimal", True),
-    "PricingUnit": ("text", True),
-    "ProviderName": ("text", False),
-    "PublisherName": ("text", False),
-    "ServiceCategory": ("text", False),
-    "ServiceName": ("text", False),
-    "ServiceSubcategory": ("text", False),
-    "SkuId": ("text", True),
-    "SkuPriceId": ("text", True),
-}
-ALLOWED = {
-    "ChargeCategory": {"Usage", "Purchase", "Tax", "Credit", "Adjustment"},
-    "ChargeClass": {None, "Correction"},
-    "ChargeFrequency": {None, "One-Time", "Recurring", "Usage-Based"},
-    "PricingCategory": {None, "Standard", "Dynamic", "Committed", "Other"},
-    "ServiceCategory": {"AI and Machine Learning"},
-    "ServiceSubcategory": {"Generative AI"},
-    "CommitmentDiscountCategory": {None, "Spend", "Usage"},
-    "CommitmentDiscountStatus": {None, "Used", "Unused"},
-}
-NOT_NULL_FOR_PRICED_USAGE = (
-    "ConsumedQuantity",
-    "ConsumedUnit",
-    "ContractedUnitPrice",
-    "ListUnitPrice",
-    "PricingCategory",
-    "PricingQuantity",
-    "PricingUnit",
-    "SkuId",
-    "SkuMeter",
-    "SkuPriceId",
-)
-KINDS = {"text": str, "decimal": Decimal, "time": datetime}
-
-
-async def test_focus_rows_keep_the_published_rules_and_add_up_to_the_invoice(
-    database: Database, acme: Principal, clock: Clock
-) -> None:
-    billing = Billing(database)
-    clock.now = NOVEMBER.ends_at
-    [invoice] = await billing.close(NOVEMBER)
-    period = next(one for one in await billing.periods() if one.is_closed)
-    bill = await billing.bill(acme.tenant, period, GROUP_BY)
-    rows = focus_rows(bill, Seller(provider="Example GmbH", tenant_id=acme.tenant, tenant_name="acme"))
-    columns = {column.name: column for column in FOCUS_COLUMNS}
-    assert len(rows) >= 6
-    assert set(MANDATORY) <= set(columns)
-    assert all(name[0].isupper() or name.startswith("x_") for name in columns)
-    for row in rows:
-        assert set(row) <= set(columns)
-        for name, (kind, nullable) in MANDATORY.items():
-            assert columns[name].kind == kind
-            assert (row.get(name) is None and nullable) or isinstance(row[name], KINDS[kind]), name
-        for name, values in ALLOWED.items():
-            assert row.get(name) in values, name
-        check_row(row)
-    assert sum(row["BilledCost"] for row in rows) == invoice.total
-    assert {row["InvoiceId"] for row in rows} == {invoice.id}
-
-
-def check_row(row: dict[str, object]) -> None:
-    """The rules that join columns."""
-    assert row["BillingPeriodStart"] <= row["ChargePeriodStart"] < row["ChargePeriodEnd"] <= row["BillingPeriodEnd"]
-    assert all(row[name].tzinfo is UTC for name in ("ChargePeriodStart", "BillingPeriodEnd"))
-    assert len(row["BillingCurrency"]) == 3
-    assert isinstance(json.loads(row["Tags"]), dict)
-    if row["ChargeCategory"] == "Usage" and row.get("SkuPriceId"):
-        for name in NOT_NULL_FOR_PRICED_USAGE:
-            assert row[name] is not None, name
-        exact = row["ListUnitPrice"] * row["PricingQuantity"]
-        assert abs(exact - row["ListCost"]) <= row["PricingQuantity"] * Decimal("5e-10")
-        assert isinstance(json.loads(row["SkuPriceDetails"]), dict)
-    if row.get("SubAccountId") is None:
-        assert row.get("SubAccountName") is None
-        assert row.get("SubAccountType") is None
-
-
-async def test_focus_is_read_by_another_engine_with_its_types(
-    database: Database, acme: Principal, clock: Clock, tmp_path: Path
-) -> None:
-    billing = Billing(database)
-    clock.now = NOVEMBER.ends_at
-    [invoice] = await billing.close(NOVEMBER)
-    bill = await billing.bill(acme.tenant, (await billing.periods())[0], GROUP_BY)
-
-    async def pages() -> AsyncIterator[list[dict[str, object]]]:
-        yield focus_rows(bill, Seller(provider="x", tenant_id=acme.tenant, tenant_name="acme"))
-
-    made = await write_table(tmp_path, "focus", "parquet", FOCUS_COLUMNS, pages())
-    sums = duckdb.sql(
-        "SELECT sum(BilledCost), epoch_us(min(BillingPeriodStart)), count(*)"
-        f" FROM '{tmp_path / made.file}' GROUP BY InvoiceId"
-    ).fetchall()
-    assert sums[0] == (invoice.total, NOVEMBER.starts_at, made.rows)
-    made = await write_table(tmp_path, "focus", "csv", FOCUS_COLUMNS, pages())
-    with (tmp_path / made.file).open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert sum(Decimal(row["BilledCost"]) for row in rows) == invoice.total
-    assert rows[0]["BillingPeriodStart"] == "2026-11-01T00:00:00Z"
 
 
 async def test_an_invoices_page_shows_its_lines_and_nothing_that_a_name_smuggles_in(

@@ -7,7 +7,8 @@ from loramux.exports.files import FORMATS, ExportedFile, write_table
 from loramux.exports.focus import FOCUS_COLUMNS, focus_rows
 from loramux.exports.html import invoice_html
 from loramux.exports.ledger import LEDGER_COLUMNS, ledger_pages
-from loramux.exports.sinks import WebhookSink, make_sink
+from loramux.exports.sinks import make_sink
+from loramux.exports.webhook_sink import WebhookSink
 from loramux.records.sinks import Parked
 
 __all__ = [

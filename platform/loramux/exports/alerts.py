@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from loramux.exports.delivery import NotDelivered, Unknown
-from loramux.exports.sinks import WebhookSink
+from loramux.exports.webhook_sink import Told, WebhookSink
 from loramux.records import Database
 from loramux.records.limit_models import AlertRow
 from loramux.records.limits import AlertRepository
@@ -45,7 +45,8 @@ class AlertDelivery:
     async def _send(self, alert: AlertRow) -> bool:
         try:
             for webhook in self._webhooks:
-                await webhook.tell(KIND, f"msg_{alert.id}", _data(alert), self._database.now())
+                told = Told(KIND, f"msg_{alert.id}", alert.created_at, _data(alert))
+                await webhook.tell(told, self._database.now())
         except (NotDelivered, Unknown) as error:
             logger.warning("webhook %s: %s; the alert is tried again", webhook.name, error)
             return False

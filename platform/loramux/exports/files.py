@@ -117,5 +117,6 @@ def _sha256(path: Path) -> str:
 
 def _text(value: Any) -> Any:
     if isinstance(value, Decimal):
-        return format(value, "f")
+        told = format(value, "f")
+        return told if "." in told else told + ".0"  # readers that guess types take the column for decimals
     return value.isoformat().replace("+00:00", "Z") if isinstance(value, datetime) else value

@@ -1,11 +1,9 @@
-"""Sinks: OpenMeter (CloudEvents), Stripe and Lago meters, and signed webhooks, each as its own documentation has it."""
+"""Sinks: OpenMeter (CloudEvents), Stripe and Lago meters, each as its own documentation has it."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,54 +13,24 @@ import msgspec
 from loramux.exports.delivery import NotDelivered, Refusal, Sink, Unknown
 from loramux.exports.errors import ExportError
 from loramux.exports.events import MeterEvent
+from loramux.exports.http_sink import HttpSink
+from loramux.exports.webhook_sink import WebhookSink
 from loramux.settings import SinkSettings
-from loramux.webhooks.signing import read_secret, signed
+from loramux.webhooks.messages import rfc3339
 
 SECOND = 1_000_000
 HOUR = 3600 * SECOND
 DAY = 24 * HOUR
-FOREVER = 1 << 62
-SENT_AND_LOST = (httpx.ReadError, httpx.ReadTimeout, httpx.RemoteProtocolError, httpx.WriteError, httpx.WriteTimeout)
-"""The request may have arrived."""
-
-
-class HttpSink:
-    """What all sinks share: a client, and what its failures mean."""
-
-    window = FOREVER
-    max_entries = 100
-
-    def __init__(self, name: str, client: httpx.AsyncClient, url: str, customers: Mapping[str, str]) -> None:
-        self.name = name
-        self._client = client
-        self._url = url.rstrip("/")
-        self._customers = customers
-
-    async def _post(self, path: str, **body: Any) -> httpx.Response:
-        """Raises NotDelivered or Unknown unless the sink has answered for good."""
-        try:
-            response = await self._client.post(self._url + path, **body)
-        except SENT_AND_LOST as error:
-            raise Unknown(f"no answer ({type(error).__name__})") from error
-        except httpx.HTTPError as error:
-            raise NotDelivered(f"cannot be reached ({type(error).__name__})") from error
-        if response.status_code in (401, 403, 404, 408, 429):
-            raise NotDelivered(f"answered {response.status_code}")
-        if response.status_code >= 500:
-            raise Unknown(f"answered {response.status_code}")
-        return response
-
-    def _known(self, events: Sequence[MeterEvent]) -> tuple[list[MeterEvent], list[Refusal]]:
-        """The events of tenants that the sink has a name for, and the others."""
-        known = [event for event in events if event.tenant_name in self._customers]
-        told = "the sink's settings name no customer for this tenant"
-        return known, [Refusal(event, told) for event in events if event.tenant_name not in self._customers]
 
 
 class OpenMeterSink(HttpSink):
-    """A batch of CloudEvents 1.0 to POST /api/v1/events. OpenMeter knows (source, id) again for 32 days."""
+    """A batch of CloudEvents 1.0 to POST /api/v1/events: https://openmeter.io/docs/metering/events/usage-events.
 
-    window = 31 * DAY
+    OpenMeter knows (source, id) again for as long as it is configured to (`dedupe.config.expiration`, a day unless
+    set otherwise: https://github.com/openmeterio/openmeter).
+    """
+
+    window = 23 * HOUR
 
     async def send(self, events: Sequence[MeterEvent], now: int) -> list[Refusal]:  # noqa: ARG002  Sink's signature
         """All or none are taken."""
@@ -73,8 +41,12 @@ class OpenMeterSink(HttpSink):
 
 
 class StripeSink(HttpSink):
-    """One POST /v1/billing/meter_events an event. Stripe knows an identifier again for 24 hours, and takes events
-    that are at most 35 days old; the meter's name is the event_name.
+    """One POST /v1/billing/meter_events an event; the meter's name is the event_name.
+
+    Stripe knows an identifier (at most 100 characters) again for at least 24 hours, takes events that are at most 35
+    days old, whole numbers only, and one call at a time for each customer and meter:
+    https://docs.stripe.com/billing/subscriptions/usage-based/recording-usage-api,
+    https://docs.stripe.com/api/billing/meter-event/create.
     """
 
     window = 23 * HOUR
@@ -92,7 +64,7 @@ class StripeSink(HttpSink):
 
     def _impossible(self, event: MeterEvent, now: int) -> str | None:
         if event.quantity < 0:
-            return "Stripe's meters take no negative values: make a credit note"
+            return "a correction: Stripe would forget it if its cycle is invoiced already; make a credit note"
         return "Stripe takes no events this old" if now - event.occurred_at > self.max_age else None
 
     async def _send(self, event: MeterEvent) -> str | None:
@@ -104,15 +76,16 @@ class StripeSink(HttpSink):
             "payload[value]": str(event.quantity),
         }
         response = await self._post("/v1/billing/meter_events", data=form)
-        if response.is_success or "duplicate" in response.text or "already exists" in response.text:
+        if response.is_success or "already exists with identifier" in response.text:
             return None
         return _why(response)
 
 
 class LagoSink(HttpSink):
-    """Batches of at most 100 to POST /api/v1/events/batch; Lago knows a transaction_id again for ever.
+    """Batches of at most 100 to POST /api/v1/events/batch: https://docs.getlago.com/api-reference/events/batch.
 
-    A batch with one bad event is refused whole; it is sent again without those that Lago names.
+    Lago knows a transaction_id again for ever. A batch with one bad event, or one that it knows, is refused whole
+    (https://github.com/getlago/lago-api/issues/3049); it is sent again without those that Lago names.
     """
 
     max_batch = 100
@@ -148,29 +121,6 @@ class LagoSink(HttpSink):
         }
 
 
-class WebhookSink(HttpSink):
-    """Batches as JSON, signed as standardwebhooks.com says; the receiver knows `webhook-id` again for as long as it
-    likes, and every event by its own id.
-    """
-
-    def __init__(self, name: str, client: httpx.AsyncClient, url: str, secret: str) -> None:
-        super().__init__(name, client, url, {})
-        self._secret = read_secret(secret)
-
-    async def send(self, events: Sequence[MeterEvent], now: int) -> list[Refusal]:
-        """All or none are taken; a receiver that says no is asked again, since only it knows what is wrong."""
-        id = "msg_" + hashlib.sha256(f"{events[0].id}:{events[-1].id}".encode()).hexdigest()[:32]
-        await self.tell("usage.recorded", id, {"events": events}, now)
-        return []
-
-    async def tell(self, kind: str, id: str, data: Any, now: int) -> None:
-        """Deliver one message. Raises NotDelivered or Unknown."""
-        message = signed(self._secret, id, {"type": kind, "data": data}, now)
-        response = await self._post("", content=message.body, headers=message.headers)
-        if not response.is_success:
-            raise NotDelivered(f"answered {response.status_code}")
-
-
 KINDS: dict[str, type[OpenMeterSink | StripeSink | LagoSink]] = {
     "openmeter": OpenMeterSink,
     "stripe": StripeSink,
@@ -180,14 +130,13 @@ KINDS: dict[str, type[OpenMeterSink | StripeSink | LagoSink]] = {
 
 def cloud_event(event: MeterEvent) -> dict[str, Any]:
     """CloudEvents 1.0, with the fields that OpenMeter's meters sum and group by in `data`."""
-    moment = datetime.fromtimestamp(event.occurred_at // SECOND, UTC)
     return {
         "specversion": "1.0",
         "id": event.id,
         "source": "loramux",
         "type": f"loramux.{event.meter}",
         "subject": event.tenant_name,
-        "time": moment.isoformat().replace("+00:00", "Z"),
+        "time": rfc3339(event.occurred_at),
         "datacontenttype": "application/json",
         "data": {
             "quantity": event.quantity,
