@@ -23,7 +23,10 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Writer(Protocol):
-    """Gives a generation the shape of one endpoint."""
+    """Gives a generation the shape of one endpoint; OpenAI's where nothing else is said."""
+
+    ending: bytes = b"data: [DONE]\n\n"
+    """After the last event of a stream."""
 
     def opening(self) -> Iterable[msgspec.Struct]:
         """A stream's first events."""
@@ -36,6 +39,10 @@ class Writer(Protocol):
 
     def whole(self, choices: list[Delta], usage: TokenUsage) -> msgspec.Struct:
         """The answer in one piece."""
+
+    def failure(self, error: GatewayError) -> msgspec.Struct:
+        """The event of what went wrong in the middle of a stream."""
+        return error_answer(error)
 
 
 class ClientGone(Exception):
@@ -115,8 +122,8 @@ async def _events(generation: Answer, writer: Writer) -> AsyncIterator[bytes]:
         for event in writer.closing(generation.usage):
             yield _frame(event)
     except GatewayError as error:
-        yield _frame(error_answer(error))
-    yield b"data: [DONE]\n\n"
+        yield _frame(writer.failure(error))
+    yield writer.ending
 
 
 def _frame(event: msgspec.Struct) -> bytes:

@@ -27,6 +27,7 @@ from loramux_api.controllers.events import EventController
 from loramux_api.controllers.health import HealthController
 from loramux_api.controllers.keys import KeyController
 from loramux_api.controllers.limits import BudgetController, LimitController
+from loramux_api.controllers.lorax import LoraxController
 from loramux_api.controllers.members import MemberController
 from loramux_api.controllers.models import ModelController
 from loramux_api.controllers.projects import ProjectController
@@ -64,6 +65,7 @@ def create_app(settings: Settings, engine: EngineClient | None = None) -> Litest
         route_handlers=[
             ChatController,
             CompletionController,
+            LoraxController,
             ModelController,
             UsageController,
             KeyController,

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from msgspec import UNSET, UnsetType
 
 from loramux.gateway import Answer, Delta, Token, TokenLogprob, TokenUsage
+from loramux_api.answering import Writer
 from loramux_api.schemas.answers import (
     AssistantMessage,
     ChatChoice,
@@ -22,7 +23,7 @@ from loramux_api.schemas.chat import ChatBody
 from loramux_api.schemas.usage import usage_object
 
 
-class ChatWriter:
+class ChatWriter(Writer):
     """Writes one request's answer."""
 
     def __init__(self, body: ChatBody, generation: Answer, fingerprint: str) -> None:

@@ -7,12 +7,13 @@ from collections.abc import Iterable
 from msgspec import UNSET, UnsetType
 
 from loramux.gateway import Answer, Delta, TokenUsage
+from loramux_api.answering import Writer
 from loramux_api.schemas.answers import TextChoice, TextCompletion, TextLogprobs, UsageObject
 from loramux_api.schemas.completions import CompletionBody
 from loramux_api.schemas.usage import usage_object
 
 
-class CompletionWriter:
+class CompletionWriter(Writer):
     """Writes one request's answer."""
 
     def __init__(self, body: CompletionBody, generation: Answer, fingerprint: str) -> None:

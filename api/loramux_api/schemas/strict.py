@@ -33,6 +33,8 @@ class Body(msgspec.Struct, kw_only=True):
     """Fields of OpenAI's API without which the answer means the same."""
     unsupported: ClassVar[Mapping[str, Unsupported]] = {}
     """Fields of OpenAI's API without which it would mean something else."""
+    nested: ClassVar[Mapping[str, type[Body]]] = {}
+    """Fields that are such objects themselves."""
 
 
 class StrictJSON(AbstractDTO[T]):
@@ -78,16 +80,22 @@ def decode_body(data: bytes, body: type[T]) -> T:
         raise InvalidRequest(f"The body is not valid JSON: {error}.", code="invalid_json") from None
 
 
-def _check_names(fields: Mapping[str, msgspec.Raw], body: type[Body]) -> None:
+def _check_names(fields: Mapping[str, msgspec.Raw], body: type[Body], path: str = "") -> None:
     for name in fields.keys() - body.__struct_encode_fields__ - body.ignored:
+        param = f"{path}{name[:80]}"
         if name not in body.unsupported:
             raise InvalidRequest(
-                f"Unrecognized request argument supplied: {name[:80]}", param=name[:80], code="unknown_parameter"
+                f"Unrecognized request argument supplied: {param}", param=param, code="unknown_parameter"
             )
         if msgspec.json.decode(fields[name]) not in body.unsupported[name].harmless:
             raise InvalidRequest(
-                f"'{name}' is not supported: {body.unsupported[name].reason}", param=name, code="unsupported_parameter"
+                f"'{param}' is not supported: {body.unsupported[name].reason}",
+                param=param,
+                code="unsupported_parameter",
             )
+    for name, inner in body.nested.items():
+        if bytes(fields.get(name, b"")).startswith(b"{"):
+            _check_names(msgspec.json.decode(fields[name], type=dict[str, msgspec.Raw]), inner, f"{path}{name}.")
 
 
 def _refuse(told: str) -> NoReturn:
