@@ -15,6 +15,7 @@ from loramux.gateway import AdapterService, CompletionService, EngineClient, Pla
 from loramux.limits import Limits
 from loramux.settings import Settings, load_settings
 from loramux.tenants import Account, Principal, Tenants
+from loramux.uploads import Uploads
 from loramux.webhooks import Endpoints
 from loramux_api.auth import platform_of, principal_of
 from loramux_api.controllers.adapters import AdapterController
@@ -32,6 +33,7 @@ from loramux_api.controllers.members import MemberController
 from loramux_api.controllers.models import ModelController
 from loramux_api.controllers.projects import ProjectController
 from loramux_api.controllers.requests import RequestController
+from loramux_api.controllers.uploads import UploadController
 from loramux_api.controllers.usage import UsageController
 from loramux_api.controllers.vllm import VllmController
 from loramux_api.controllers.webhooks import WebhookController
@@ -60,7 +62,11 @@ def create_app(settings: Settings, engine: EngineClient | None = None) -> Litest
             metrics.watch(platform)
             yield
 
-    uploads = Router("/", route_handlers=[AdapterController], request_max_body_size=settings.server.max_upload_bytes)
+    uploads = Router(
+        "/",
+        route_handlers=[AdapterController, UploadController],
+        request_max_body_size=settings.server.max_upload_bytes,
+    )
     return Litestar(
         route_handlers=[
             ChatController,
@@ -125,10 +131,13 @@ def _dependencies() -> dict[str, Provide]:
     def completions(request: AnyRequest) -> CompletionService:
         return platform_of(request).completions
 
+    def uploads(request: AnyRequest) -> Uploads:
+        return platform_of(request).uploads
+
     def adapters(request: AnyRequest) -> AdapterService:
         return platform_of(request).adapters
 
     return {
         provider.__name__: Provide(provider, sync_to_thread=False)
-        for provider in (platform, principal, account, limits, endpoints, operators, completions, adapters)
+        for provider in (platform, principal, account, limits, endpoints, operators, completions, uploads, adapters)
     }

@@ -54,6 +54,14 @@ class UploadOperation(Operation):
         self.request_body = RequestBody(content={"multipart/form-data": OpenAPIMediaType(schema=form)}, required=True)
 
 
+@dataclass
+class PieceOperation(Operation):
+    """The raw body of PUT /v1/uploads/{id}/files/{name}, which is streamed too."""
+
+    def __post_init__(self) -> None:
+        self.request_body = RequestBody(content={"application/octet-stream": OpenAPIMediaType(schema=_FILE)})
+
+
 def openapi_config() -> OpenAPIConfig:
     """Swagger at /schema, the document itself at /schema/openapi.json."""
     key = SecurityScheme(type="http", scheme="bearer", description="A key of your tenant, sk-lm-..., or an OIDC token.")

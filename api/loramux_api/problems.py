@@ -16,6 +16,7 @@ from litestar.types import ExceptionHandlersMap
 from loramux.gateway import GatewayError, GenerationFailed, InvalidRequest, OverCapacity, Unavailable
 from loramux.limits import LimitNotFound, LimitReached, LimitsError
 from loramux.registry import ModelNotFound, RegistryError, RevisionUnavailable, ValidationUnavailable
+from loramux.storage import StorageError
 from loramux.tenants import (
     AlreadyExists,
     InvalidKey,
@@ -25,6 +26,7 @@ from loramux.tenants import (
     TenantsError,
     TenantSuspended,
 )
+from loramux.uploads import UploadClosed, UploadIncomplete, UploadNotFound, WrongOffset
 from loramux.usage import IdempotencyMismatch, InvalidQuery, StillRunning
 from loramux.webhooks import EndpointNotFound, WebhookError
 from loramux_api.rates import rate_headers
@@ -37,6 +39,8 @@ _missing_parameter = re.compile(r"Missing required \w+ parameter '(?P<name>\w+)'
 INVALID, SERVER, PERMISSION = "invalid_request_error", "server_error", "permission_error"
 OVER_CAPACITY = "over_capacity_error"
 
+OFFSET = "Upload-Offset"
+"""Where a file goes on, for who sent something else."""
 
 ADMIN = "/admin"
 
@@ -122,11 +126,11 @@ def _of_platform(error: PlatformError) -> Problem:
     match error:
         case InvalidKey():
             status = 401
-        case ModelNotFound() | NotFound() | LimitNotFound() | EndpointNotFound():
+        case ModelNotFound() | NotFound() | LimitNotFound() | EndpointNotFound() | UploadNotFound():
             status = 404
         case NotPermitted() | TenantSuspended():
             status = 403
-        case AlreadyExists() | StillNeeded():
+        case AlreadyExists() | StillNeeded() | WrongOffset() | UploadIncomplete() | UploadClosed():
             status = 409
         case RevisionUnavailable() | ValidationUnavailable():
             status = 503
@@ -134,7 +138,8 @@ def _of_platform(error: PlatformError) -> Problem:
             status = 400
     kind = {403: PERMISSION, 503: SERVER}.get(status, INVALID)
     told = ErrorObject(message=error.message, type=kind, param=error.field, code=error.code)
-    return Problem(status, told, retry_after=10 if status == 503 else None)
+    headers = {OFFSET: str(error.received)} if isinstance(error, WrongOffset) else {}
+    return Problem(status, told, retry_after=10 if status == 503 else None, headers=headers)
 
 
 def _of_litestar(request: Request[Any, Any, Any], error: HTTPException) -> Problem:
@@ -186,6 +191,12 @@ def _on_platform(request: Request[Any, Any, Any], error: PlatformError) -> Respo
     return _of_platform(error).response(request)
 
 
+def _on_storage(request: Request[Any, Any, Any], error: StorageError) -> Response[Any]:
+    logger.error("request %s: the storage failed", request_id(request.scope), exc_info=error)
+    told = "The storage of adapters does not answer; what was confirmed before is kept. Please retry."
+    return _of_gateway(Unavailable(told, code="storage_unavailable")).response(request)
+
+
 def _on_litestar(request: Request[Any, Any, Any], error: HTTPException) -> Response[Any]:
     if error.status_code >= 500:
         return _on_anything(request, error)
@@ -206,6 +217,7 @@ EXCEPTION_HANDLERS: ExceptionHandlersMap = {
     TenantsError: _on_platform,
     InvalidQuery: _on_platform,
     WebhookError: _on_platform,
+    StorageError: _on_storage,
     LimitsError: _on_limits,
     IdempotencyMismatch: _on_claim,
     StillRunning: _on_claim,

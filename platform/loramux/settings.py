@@ -146,6 +146,16 @@ class AdapterLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     pins_per_tenant: Annotated[int, Meta(ge=0)] = 2
 
 
+class UploadSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Upload sessions."""
+
+    session_seconds: Positive = 86_400
+    """How long a session waits for its client's next bytes."""
+    open_per_tenant: Positive = 32
+    open_bytes_per_tenant: Positive = 32 << 30
+    """Announced bytes of the uploads that are open at a time."""
+
+
 class ValidationSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What the processes may use that check uploads before anything serves them."""
 
@@ -207,6 +217,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     records: RecordsSettings = RecordsSettings()
     adapters: AdapterLimits = AdapterLimits()
     validation: ValidationSettings = ValidationSettings()
+    uploads: UploadSettings = UploadSettings()
     issuers: tuple[IssuerSettings, ...] = ()
     """People's; keys need none."""
     sinks: tuple[SinkSettings, ...] = ()

@@ -59,7 +59,10 @@ def make_settings(base_dir: Path, folder: Path, issuers: Sequence[str] = ()) -> 
         adapters=AdapterLimits(local_root=f"{folder}/local"),
         webhooks=WebhookSettings(allow_private_addresses=True),
         records=RecordsSettings(
-            url=f"sqlite:///{folder}/records.sqlite3", blobs=f"{folder}/blobs", pepper_file=f"{folder}/pepper"
+            url=f"sqlite:///{folder}/records.sqlite3",
+            blobs=f"{folder}/blobs",
+            cache=f"{folder}/cache",
+            pepper_file=f"{folder}/pepper",
         ),
         validation=ValidationSettings(parity=False),  # loads PEFT for every server; it has tests of its own
     )

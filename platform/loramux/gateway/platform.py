@@ -27,6 +27,7 @@ from loramux.registry import Registry, RegistryError
 from loramux.settings import RecordsSettings, Settings, SettingsError
 from loramux.storage import BlobStore, StorageUnavailable, open_blobs
 from loramux.tenants import Tenants, TenantsError, load_or_create_pepper
+from loramux.uploads import Uploads
 from loramux.usage import Usage
 from loramux.validation import Validator
 from loramux.webhooks import Webhooks, webhook_client
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 STORAGE_SECONDS = 3600.0
 FORGET_SECONDS = 3600.0
 CACHE_SECONDS = 60.0
+UPLOAD_SECONDS = 15.0
+UPLOAD_SWEEP_SECONDS = 3600.0
 DELIVERY_SECONDS = 10.0
 SINK_SECONDS = 20.0
 WEBHOOK_SECONDS = 1.0
@@ -53,6 +56,7 @@ class Platform:
     """Unix seconds."""
     tenants: Tenants
     adapters: AdapterService
+    uploads: Uploads
     usage: Usage
     billing: Billing
     engine: EngineClient
@@ -119,6 +123,9 @@ async def open_platform(settings: Settings, engine: EngineClient | None = None) 
         stack.callback(validator.close)
         registry = Registry(database, blobs, base, settings.model.served_model_name, settings.adapters, validator)
         await _sweep(registry, usage)
+        uploads = Uploads(database, blobs, registry, tenants, settings, usage.server_id)
+        uploads.workshop.start()
+        stack.push_async_callback(uploads.workshop.stop)
         adapters = AdapterService(registry, engine)
         await _preload(settings, tenants, adapters)
         completions = CompletionService(
@@ -132,6 +139,8 @@ async def open_platform(settings: Settings, engine: EngineClient | None = None) 
         stack.push_async_callback(completions.drain, settings.server.drain_seconds)
         await stack.enter_async_context(every(STORAGE_SECONDS, usage.accrue))
         await stack.enter_async_context(every(FORGET_SECONDS, usage.forget_answers))
+        await stack.enter_async_context(every(UPLOAD_SECONDS, uploads.workshop.tend))
+        await stack.enter_async_context(every(UPLOAD_SWEEP_SECONDS, uploads.workshop.sweep))
         trim_cache = partial(registry.trim_cache, settings.records.cache_bytes)
         await stack.enter_async_context(every(CACHE_SECONDS, trim_cache))
         sinks = await open_sinks(settings, stack)
@@ -148,6 +157,7 @@ async def open_platform(settings: Settings, engine: EngineClient | None = None) 
             started_at=int(time.time()),
             tenants=tenants,
             adapters=adapters,
+            uploads=uploads,
             usage=usage,
             billing=Billing(database),
             engine=engine,

@@ -9,6 +9,7 @@ from loramux.records import (
     limit_models,
     models,
     tenancy_models,
+    upload_models,
     webhook_models,
 )
 
@@ -21,4 +22,5 @@ TABLE_MODULES = (
     ledger_models,
     billing_models,
     webhook_models,
+    upload_models,
 )

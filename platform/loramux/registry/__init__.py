@@ -10,12 +10,15 @@ from loramux.registry.errors import (
     TooManyAdapters,
     ValidationUnavailable,
 )
+from loramux.registry.intake import Arrival, Intake, Withdrawn
 from loramux.registry.names import ModelName, parse_model
 from loramux.registry.registry import Registry
 
 __all__ = [
     "AdapterInfo",
     "AdapterNotFound",
+    "Arrival",
+    "Intake",
     "InvalidName",
     "ModelName",
     "ModelNotFound",
@@ -26,5 +29,6 @@ __all__ = [
     "RevisionUnavailable",
     "TooManyAdapters",
     "ValidationUnavailable",
+    "Withdrawn",
     "parse_model",
 ]

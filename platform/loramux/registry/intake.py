@@ -14,7 +14,8 @@ from loramux.limits import AdapterCaps, adapter_caps
 from loramux.records import Database, Principal
 from loramux.records.adapters import AdapterRepository, Listed, RevisionContent
 from loramux.records.locks import CONTENTS, exclusive
-from loramux.registry.errors import AdapterNotFound, TooManyAdapters, ValidationUnavailable
+from loramux.registry.contents import Contents
+from loramux.registry.errors import AdapterNotFound, RegistryError, TooManyAdapters, ValidationUnavailable
 from loramux.registry.names import check_adapter_name
 from loramux.registry.threads import finished
 from loramux.settings import AdapterLimits
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
     from loramux_adapters import BaseDescription
 
 VALIDATIONS_AT_ONCE = 2
+
+
+class Withdrawn(Exception):
+    """Raised in `Arrival.settle`: nobody wants the registration any more; the message says why."""
 
 
 async def _nothing_more(_session: AsyncSession, _listed: Listed) -> None:
@@ -42,7 +47,7 @@ class Arrival:
     promote: bool = True
     """Whether the default alias moves to the new revision."""
     settle: Callable[[AsyncSession, Listed], Awaitable[None]] = _nothing_more
-    """Done in the very transaction that registers the revision."""
+    """Done in the very transaction that registers the revision; may raise Withdrawn."""
 
 
 class Intake:
@@ -52,6 +57,7 @@ class Intake:
         self,
         database: Database,
         blobs: BlobStore,
+        contents: Contents,
         base: BaseDescription,
         served_model_name: str,
         limits: AdapterLimits,
@@ -59,6 +65,7 @@ class Intake:
     ) -> None:
         self._database = database
         self._blobs = blobs
+        self._contents = contents
         self._base = base
         self._served_model_name = served_model_name
         self._limits = limits
@@ -100,13 +107,17 @@ class Intake:
     async def keep(self, principal: Principal, arrival: Arrival, report: Report) -> Listed:
         """Store and register files that were found sound; a crash in between leaves what `Registry.sweep` removes.
 
-        Raises TooManyAdapters or StorageUnavailable, and then nothing is registered.
+        Raises TooManyAdapters, Withdrawn or StorageUnavailable, and then nothing is registered.
         """
         content = await finished(self._seal, arrival.folder, report)
         listed = None
-        while listed is None:  # again where somebody else's deletion has taken the same content meanwhile
-            await finished(self._blobs.publish, arrival.folder, content.digest)
-            listed = await self._register(principal, arrival, content)
+        try:
+            while listed is None:  # again where somebody else's deletion has taken the same content meanwhile
+                await finished(self._blobs.publish, arrival.folder, content.digest)
+                listed = await self._register(principal, arrival, content)
+        except (RegistryError, Withdrawn):
+            await self._contents.remove_unused(frozenset({content.digest}))
+            raise
         await finished(self._blobs.adopt, arrival.folder, content.digest)
         return listed
 

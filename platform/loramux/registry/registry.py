@@ -39,7 +39,7 @@ class Registry:
         self._database = database
         self._contents = Contents(database, blobs)
         self._blobs = blobs
-        self.intake = Intake(database, blobs, base, served_model_name, limits, validator)
+        self.intake = Intake(database, blobs, self._contents, base, served_model_name, limits, validator)
         """For files that come in other ways than `upload`."""
         self._resolving = Resolving(database, blobs, base, served_model_name)
 

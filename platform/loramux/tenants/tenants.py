@@ -127,7 +127,7 @@ class Tenants:
     async def representing(self, name: str) -> Principal:
         """What the house itself does in a tenant's place: no key, no scopes. Raises TenantNotFound."""
         tenant = await self.named(name)
-        return Principal(tenant.id, tenant.name, "house", frozenset(), ProjectId(""))
+        return Principal(tenant.id, tenant.name, "house", frozenset(), ProjectId(""), tier=tenant.tier)
 
     async def move(self, name: str, tier: str) -> Tenant:
         """Give the tenant another tier, from its next request on. Raises TenantNotFound, TierNotFound."""

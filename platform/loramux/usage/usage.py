@@ -29,8 +29,9 @@ class Usage:
     def __init__(self, database: Database, prices: Prices | None = None) -> None:
         """`prices` are what budgets count with; None: nothing costs anything."""
         self._database = database
-        self._server_id = new_id("server")
-        self._settler = Settler(database, self._server_id, prices or NoPrices())
+        self.server_id = new_id("server")
+        """From `start` to `stop`, others see that it is alive (`records.locks.gone`)."""
+        self._settler = Settler(database, self.server_id, prices or NoPrices())
         self._writer: GroupCommit[Operation, Outcome] = GroupCommit(self._settler.commit)
         self._life = AsyncExitStack()
         self.drift_tokens = 0
@@ -38,7 +39,7 @@ class Usage:
 
     async def start(self) -> None:
         """Begin to write, as a server that others see alive."""
-        await self._life.enter_async_context(alive(self._database, self._server_id))
+        await self._life.enter_async_context(alive(self._database, self.server_id))
         self._writer.start()
 
     async def stop(self) -> None:
