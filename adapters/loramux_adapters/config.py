@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from loramux_adapters import strict_json
 from loramux_adapters.errors import ConfigRejected
-from loramux_adapters.refusals import check_kind, check_known, check_switched_off
+from loramux_adapters.refusals import check_activation, check_kind, check_known, check_switched_off
 
 MAX_CONFIG_BYTES = 1 << 20
 MAX_TARGETS = 10_000
@@ -23,6 +23,7 @@ Alpha = Annotated[float, Meta(ge=-1e6, le=1e6)]
 Layer = Annotated[int, Meta(ge=0, le=100_000)]
 Regex = Annotated[str, Meta(min_length=1, max_length=65_536)]
 Names = Annotated[tuple[Name, ...], Meta(min_length=1, max_length=MAX_TARGETS)]
+Invocation = Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 32)], ...], Meta(min_length=1, max_length=4_096)]
 
 ALL_LINEAR = "all-linear"
 
@@ -68,6 +69,8 @@ class LoraConfig(Targets, frozen=True, kw_only=True):
     use_rslora: bool = False
     rank_pattern: Annotated[dict[Name, Rank], Meta(max_length=MAX_PATTERNS)] = {}
     alpha_pattern: Annotated[dict[Name, Alpha], Meta(max_length=MAX_PATTERNS)] = {}
+    alora_invocation_tokens: Invocation | None = None
+    """The adapter serves a prompt from their last occurrence on, and is not there where they do not occur."""
 
 
 _READ = frozenset(LoraConfig.__struct_fields__)
@@ -85,6 +88,7 @@ def parse_adapter_config(data: bytes) -> LoraConfig:
     document = parse_document(data)
     check_kind(document)
     check_switched_off(document)
+    check_activation(document)
     check_known(document, _READ | HARMLESS.keys() | _KINDS)
     return read_fields(document, LoraConfig)
 

@@ -58,6 +58,8 @@ class AdapterPlan:
     pairs: tuple[LoraPair, ...]
     """In the order of the base's modules."""
     file_bytes: int
+    invocation: tuple[int, ...] | None = None
+    """Of an activated LoRA, the token ids from whose last occurrence in a prompt on it serves."""
 
     @property
     def max_rank(self) -> int:
@@ -77,7 +79,7 @@ def plan_adapter(config: LoraConfig, header: SafetensorsHeader, base: BaseDescri
     check_linears(matches, base)
     pairs = tuple(_pair(match, config, base, limits) for match in matches)
     _check_tensors(pairs, header, config, base)
-    return AdapterPlan(pairs, header.file_bytes)
+    return AdapterPlan(pairs, header.file_bytes, config.alora_invocation_tokens)
 
 
 def _check_size(header: SafetensorsHeader, limits: Limits) -> None:

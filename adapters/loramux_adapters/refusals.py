@@ -41,9 +41,6 @@ REFUSALS: Mapping[str, Refusal] = {
     "layer_replication": Refusal(
         "It builds a deeper model than the base that is served.", "Train on the base's own layers."
     ),
-    "alora_invocation_tokens": Refusal(
-        "Activated LoRA switches on in the middle of a prompt, which is not served.", _RETRAIN
-    ),
     "use_qalora": Refusal("QALoRA pools the inputs of a quantised base.", _RETRAIN),
     "loftq_config": Refusal("LoftQ replaces the base's weights by quantised ones.", _RETRAIN),
     "kasa_config": Refusal("KaSA truncates the base's weights and adds a diagonal between A and B.", _RETRAIN),
@@ -109,6 +106,9 @@ CONVERTED = frozenset(
 )
 """The kinds that become a LoRA when they are uploaded (convert/forms.py)."""
 
+_WITHOUT_ALORA = ("use_dora", "modules_to_save", "trainable_token_indices", "target_parameters")
+"""What PEFT applies to the tokens before the invocation too, or not at all, beside alora_invocation_tokens."""
+
 _CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _LEAVES_THE_BASE = ("gaussian", "eva", "orthogonal", "mica")
 
@@ -119,6 +119,20 @@ def check_switched_off(document: Mapping[str, Any]) -> None:
         if is_on(document.get(field)):
             raise ConfigRejected(
                 "field_unsupported", field, f"{field} is set in adapter_config.json. {refusal.reason} {refusal.way_out}"
+            )
+
+
+def check_activation(document: Mapping[str, Any]) -> None:
+    """Raise ConfigRejected (`field_unsupported`) for an activated LoRA that is not the base before its invocation."""
+    if document.get("alora_invocation_tokens") is None:
+        return
+    for field in _WITHOUT_ALORA:
+        if is_on(document.get(field)):
+            raise ConfigRejected(
+                "field_unsupported",
+                field,
+                f"{field} is set in adapter_config.json beside alora_invocation_tokens: what stands before the "
+                f"invocation would not be the base's any more. Train without one of them.",
             )
 
 

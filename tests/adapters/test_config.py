@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from loramux_adapters import AdapterRejected, ConfigRejected, LoraConfig, parse_adapter_config
 from loramux_adapters.config import HARMLESS, MAX_CONFIG_BYTES, MAX_PATTERNS
-from loramux_adapters.refusals import REFUSALS
+from loramux_adapters.refusals import REFUSALS, check_activation
 
 PEFT_FIELDS = {field.name: field for field in dataclasses.fields(peft.LoraConfig)}
 KINDS = {"peft_type", "task_type", "bias", "init_lora_weights"}
@@ -54,7 +54,6 @@ SWITCHED_ON: dict[str, Any] = {
     "trainable_token_indices": [3],
     "target_parameters": ["mlp.experts.down_proj"],
     "layer_replication": [[0, 2]],
-    "alora_invocation_tokens": [7],
     "use_qalora": True,
     "loftq_config": {"loftq_bits": 4},
     "kasa_config": {"beta": 0.1},
@@ -64,6 +63,25 @@ SWITCHED_ON: dict[str, Any] = {
     "arrow_config": {"top_k": 3},
     "megatron_config": {"hidden_size": 8},
 }
+
+
+def test_the_tokens_of_an_activated_lora_are_read() -> None:
+    assert parse({"alora_invocation_tokens": [7, 8]}).alora_invocation_tokens == (7, 8)
+    assert parse({"alora_invocation_tokens": None}).alora_invocation_tokens is None
+    for wrong in ([], [-1], ["7"], [True], 7, [1 << 32]):
+        refusal = refuse({"alora_invocation_tokens": wrong})
+        assert (refusal.code, refusal.field) == ("config_invalid", "alora_invocation_tokens")
+
+
+@pytest.mark.parametrize("field", ["use_dora", "modules_to_save", "trainable_token_indices", "target_parameters"])
+def test_an_activated_lora_changes_nothing_before_its_invocation(field: str) -> None:
+    on = SWITCHED_ON[field]
+    with pytest.raises(ConfigRejected) as caught:
+        check_activation({field: on, "alora_invocation_tokens": [7]})
+    assert (caught.value.code, caught.value.field) == ("field_unsupported", field)
+    assert "alora_invocation_tokens" in caught.value.message
+    check_activation({field: on})
+    check_activation({field: None, "alora_invocation_tokens": [7]})
 
 
 @pytest.mark.parametrize("field", REFUSALS)

@@ -52,7 +52,6 @@ REFUSED_FORMATS: dict[str, tuple[str, dict[str, Any], str]] = {
     "tokens_tied": ("llama_tied", {"trainable_token_indices": [3]}, "trainable_token_indices"),
     "embedding": ("llama", {"target_modules": ["embed_tokens", "q_proj"]}, "target_modules"),
     "head": ("llama", {"target_modules": ["lm_head"]}, "target_modules"),
-    "alora": ("llama", {"alora_invocation_tokens": [7, 8]}, "alora_invocation_tokens"),
     "pissa": ("llama", {"init_lora_weights": "pissa"}, "init_lora_weights"),
     "olora": ("llama", {"init_lora_weights": "olora"}, "init_lora_weights"),
     "replication": ("llama", {"layer_replication": [(0, 2), (1, 2)]}, "layer_replication"),
@@ -101,6 +100,11 @@ def test_another_kind_of_adapter_is_refused_by_its_kind(config: peft.PeftConfig,
 def test_an_initialisation_that_leaves_the_base_alone_is_taken(init: Any, llama, tmp_path: Path) -> None:
     save_adapter("llama", tmp_path, target_modules=["q_proj"], init_lora_weights=init)
     assert len(validate_adapter(tmp_path, llama, LIMITS).pairs) == 2
+
+
+def test_an_activated_lora_is_taken_with_its_tokens(llama, tmp_path: Path) -> None:
+    save_adapter("llama", tmp_path, target_modules=["q_proj"], alora_invocation_tokens=[7, 8])
+    assert validate_adapter(tmp_path, llama, LIMITS).invocation == (7, 8)
 
 
 # ---- damaged and hostile folders

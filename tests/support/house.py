@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future
+from typing import Any
 
 from loramux.engine.budget import Budget
 from loramux.engine.messages import EngineFault, TokenEvent
@@ -11,22 +12,26 @@ from loramux.engine.pages import PagePool
 from loramux.engine.policy import Policy
 from loramux.engine.request import AdapterRef, Request, SamplingParams, ServiceClass
 from loramux.engine.residency import Residency
-from loramux.engine.resident import Patience
+from loramux.engine.resident import Inspected, Patience
 from loramux.engine.scheduler import Scheduler, SchedulerLimits
 from loramux.engine.step import BASE_SLOT, Chunk, Step
+
+INVOCATION = (8, 8, 7)
 
 
 class ManualStore:
     """Loads end when the test says so."""
 
-    def __init__(self, sizes: dict[str, int]) -> None:
+    def __init__(self, sizes: dict[str, int], invocations: dict[str, tuple[int, ...]]) -> None:
+        """`invocations`: of activated LoRAs."""
         self.sizes = sizes
-        self.pending: list[tuple[Future[int], int]] = []
+        self.invocations = invocations
+        self.pending: list[tuple[Future[Any], Any]] = []
         self.live: dict[int, list[int]] = {}
         self.forgotten: list[str] = []
 
-    def inspect(self, ref: AdapterRef) -> Future[int]:
-        return self._later(self.sizes[ref.digest])
+    def inspect(self, ref: AdapterRef) -> Future[Inspected]:
+        return self._later(Inspected(self.sizes[ref.digest], self.invocations.get(ref.digest)))
 
     def fill(self, ref: AdapterRef, pages: list[int]) -> Future[int]:
         assert len(pages) == self.sizes[ref.digest]
@@ -51,8 +56,8 @@ class ManualStore:
         while self.pending:
             self.finish()
 
-    def _later(self, result: int) -> Future[int]:
-        future: Future[int] = Future()
+    def _later(self, result: Any) -> Future[Any]:
+        future: Future[Any] = Future()
         self.pending.append((future, result))
         return future
 
@@ -78,10 +83,20 @@ class KvOracle:
 
     def _meant(self, chunk: Chunk) -> Iterator[tuple[tuple[int, int], object]]:
         sequence = chunk.sequence
-        meaning: object = tuple(sequence.request.kv_identity)
+        request = sequence.request
+        invocation = self._store.invocations.get(sequence.digest or "")
+        activation = None if invocation is None else last_occurrence(request.prompt_token_ids, invocation)
+        meaning: object = (request.tenant, sequence.digest if invocation is None else None, request.base_kv_identity.scope if invocation or not sequence.digest else "")
         for position, token in enumerate(sequence.token_ids[: chunk.end]):
+            if position == activation:
+                meaning = hash((meaning, sequence.digest))
             meaning = hash((meaning, token))
             yield (sequence.pages[position // self._block_size], position % self._block_size), meaning
+
+
+def last_occurrence(prompt: list[int], words: tuple[int, ...]) -> int | None:
+    places = [i for i in range(len(prompt)) if tuple(prompt[i : i + len(words)]) == words]
+    return max(places, default=None)
 
 
 class House:
@@ -99,7 +114,7 @@ class House:
     ) -> None:
         """`pace`: seconds of a step and of each token in it; without one the clock ticks whenever it is read."""
         self.pace = pace
-        self.store = ManualStore({"a": 2, "b": 3, "c": 2, "huge": 100})
+        self.store = ManualStore({"a": 2, "b": 3, "c": 2, "huge": 100, "switched": 2}, {"switched": INVOCATION})
         self.pool = PagePool(num_pages)
         self.time = 0.0
         self.residency = Residency(self.pool, self.store, self.clock, Patience(max_loading=max_loading))
@@ -154,7 +169,7 @@ class House:
         step = self.scheduler.plan()
         for chunk in step.chunks:
             assert len(chunk.sequence.pages) * self.scheduler.budget.block_size >= chunk.end
-            assert (chunk.slot == BASE_SLOT) == (chunk.sequence.digest is None)
+            assert (chunk.slot == BASE_SLOT) == self._runs_on_the_base(chunk)
         assert sum(chunk.length for chunk in step.chunks) <= self.scheduler.limits.max_num_batched_tokens
         assert [slot for slot, _ in step.runs] == sorted({slot for slot, _ in step.runs}, key=lambda s: (s == -1, s))
         if self.pace:
@@ -174,6 +189,14 @@ class House:
             if event.fault:
                 self.faults[event.request_id] = event.fault
         return len(step.chunks)
+
+    def _runs_on_the_base(self, chunk: Chunk) -> bool:
+        if chunk.sequence.digest != "switched":
+            return chunk.sequence.digest is None
+        activation = last_occurrence(chunk.sequence.request.prompt_token_ids, INVOCATION)
+        before = activation is None or chunk.start < activation
+        assert not before or activation is None or chunk.end <= activation, "a chunk is of one kind"
+        return before
 
     def run(self, steps: int = 500) -> None:
         for _ in range(steps):

@@ -48,8 +48,7 @@ class Admission:
         sequence = self._next_of(flow) if flow and not flow.too_far else None
         if sequence is None or self._cold(sequence) or self._room.over_quota(sequence):
             return None
-        self._memory.cache.look_up(sequence)
-        self.estimate(sequence)
+        self._prepare(sequence)
         debtors = self._room.debtors(sequence)
         if not (debtors and self._room.has_pages(sequence, leaving=set(debtors))):
             return None
@@ -138,8 +137,7 @@ class Admission:
         flow = sequence.flow
         if flow.too_far:
             return False
-        self._memory.cache.look_up(sequence)
-        self.estimate(sequence)
+        self._prepare(sequence)
         cold = self._cold(sequence)
         if not (cold or (draft.tokens_left and self._room.has_row(flow, draft))):
             return False
@@ -149,6 +147,14 @@ class Admission:
             return self._load(sequence, spare_wanted=False)
         self._join(sequence, draft)
         return True
+
+    def _prepare(self, sequence: Sequence) -> None:
+        """Find out where its adapter sets in, what is in the cache for it, and how long it may get."""
+        invocation = self._residency.invocation(sequence.digest) if sequence.digest else None
+        if invocation and sequence.activation is None:
+            sequence.activate(invocation)
+        self._memory.cache.look_up(sequence)
+        self.estimate(sequence)
 
     def _has_pages(self, sequence: Sequence) -> bool:
         """As the room says; who was told no is told so, unasked, until somebody leaves or other adapters are in use."""
@@ -180,7 +186,7 @@ class Admission:
         self._queue.remove(sequence)
         self._batch.join(sequence)
         self._queue.book(flow, sequence.due - sequence.units)
-        length = min(sequence.num_uncomputed, draft.tokens_left)
+        length = min(sequence.num_next, draft.tokens_left)
         end = sequence.num_computed + length
         extended = self._batch.extend(sequence, end)
         assert extended, "the budget counts what is held, so that what it admits has its first pages"

@@ -20,7 +20,8 @@ class Draft:
 
     def lay(self, sequence: Sequence, length: int) -> None:
         """Give `sequence` the next `length` of its tokens; it has the pages."""
-        self.chunks[sequence] = Chunk(sequence, sequence.num_computed, length, sequence.slot)
+        start = sequence.num_computed
+        self.chunks[sequence] = Chunk(sequence, start, length, sequence.slot_at(start))
         self.tokens_left -= length
         self.rows_left -= 1
 

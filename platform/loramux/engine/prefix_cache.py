@@ -49,11 +49,12 @@ class PrefixCache:
         trail, size = sequence.trail, self._block_size
         while trail and (trail[-1].evicted or trail[-1].tree.closed):
             trail.pop()
-        tree = self._trees.get(sequence.request.kv_identity)
+        tree = self._trees.get(sequence.kv_identity)
         if tree is None:
             return
         children = trail[-1].children if trail else tree.children
-        for end in range((len(trail) + 1) * size, len(sequence.token_ids), size):
+        most = min(len(sequence.token_ids) - 1, sequence.num_shareable)
+        for end in range((len(trail) + 1) * size, most + 1, size):
             if not children or (found := children.get(tuple(sequence.token_ids[end - size : end]))) is None:
                 return
             trail.append(found)
@@ -74,10 +75,11 @@ class PrefixCache:
         if not self._enabled:
             return
         trail, size = sequence.trail, self._block_size
-        for end in range((len(trail) + 1) * size, sequence.num_computed + 1, size):
+        most = min(sequence.num_computed, sequence.num_shareable)
+        for end in range((len(trail) + 1) * size, most + 1, size):
             tokens = tuple(sequence.token_ids[end - size : end])
             parent = trail[-1] if trail else None
-            tree = parent.tree if parent else self._tree(sequence.request.kv_identity)
+            tree = parent.tree if parent else self._tree(sequence.kv_identity)
             found = (parent or tree).children.get(tokens)
             if found is None:
                 found = self._add(CachedPage(tree, parent, tokens, sequence.pages[len(trail)], users=1))

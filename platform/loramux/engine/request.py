@@ -78,9 +78,15 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     deadline_ms: int | None = None
     """Its first token must come within so many milliseconds, or it is refused. None: as the policy says."""
     cache_scope: str = ""
-    """Who shares its KV inside the tenant: those of the same scope (a project's id, or nothing). The server sets it."""
+    """Who shares the base's KV inside the tenant: those of the same scope (a project's id, or nothing). What an adapter
+    computes is shared by all of its tenant. The server sets it."""
 
     @property
     def kv_identity(self) -> KvIdentity:
-        """Under which its KV may be reused."""
-        return KvIdentity(self.tenant, self.adapter.digest if self.adapter else None, self.cache_scope)
+        """Under which KV that its model computed may be reused."""
+        return KvIdentity(self.tenant, self.adapter.digest, "") if self.adapter else self.base_kv_identity
+
+    @property
+    def base_kv_identity(self) -> KvIdentity:
+        """Under which KV that the base computed for it may be reused."""
+        return KvIdentity(self.tenant, None, self.cache_scope)

@@ -10,7 +10,7 @@ from loramux.engine.distribution import SECONDS, Histogram
 from loramux.engine.pages import PagePool, PageUse
 from loramux.engine.ranking import Ranking
 from loramux.engine.request import AdapterRef
-from loramux.engine.resident import AdapterState, AdapterStore, Patience, Resident
+from loramux.engine.resident import AdapterState, AdapterStore, Inspected, Patience, Resident
 
 
 @dataclass(slots=True)
@@ -74,6 +74,10 @@ class Residency:
     def size(self, digest: str) -> int:
         """Pages it takes; 0 while INSPECTING."""
         return self._known[digest].num_pages
+
+    def invocation(self, digest: str) -> tuple[int, ...] | None:
+        """The tokens that switch it on, where it is an activated LoRA; its files have been checked."""
+        return self._known[digest].invocation
 
     def expected_wait(self, digest: str) -> float:
         """Seconds that a wanted revision is likely to take yet until it is READY, by the mean of the loads so far."""
@@ -201,7 +205,7 @@ class Residency:
         resident.state = AdapterState.INSPECTING
         self._start(resident, self._store.inspect(resident.ref))
 
-    def _start(self, resident: Resident, pending: Future[int]) -> None:
+    def _start(self, resident: Resident, pending: Future[Inspected] | Future[int]) -> None:
         resident.pending = pending
         self._pending[resident.ref.digest] = resident
 
@@ -210,10 +214,11 @@ class Residency:
         assert pending is not None
         if error := pending.exception():
             self._fail(resident, error)
-        elif resident.state is AdapterState.INSPECTING:
-            resident.num_pages, resident.state = pending.result(), AdapterState.KNOWN
+        elif isinstance(result := pending.result(), Inspected):
+            resident.num_pages, resident.invocation = result
+            resident.state = AdapterState.KNOWN
         else:
-            resident.slot, resident.state, resident.failures = pending.result(), AdapterState.READY, 0
+            resident.slot, resident.state, resident.failures = result, AdapterState.READY, 0
             self._set_idle(resident, True)
             self.counters.loads += 1
             self.counters.load_seconds.observe(self._clock() - resident.loading_since)

@@ -6,17 +6,26 @@ import enum
 import math
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from loramux.engine.ranking import COLD, warmed
 from loramux.engine.request import AdapterRef
 
 
+class Inspected(NamedTuple):
+    """What is known of a revision once its files were checked."""
+
+    num_pages: int
+    """That it takes."""
+    invocation: tuple[int, ...] | None = None
+    """Of an activated LoRA: the tokens that switch it on."""
+
+
 class AdapterStore(Protocol):
     """Where weights come from and go to; every method returns at once and works on threads of its own."""
 
-    def inspect(self, ref: AdapterRef) -> Future[int]:
-        """Check the files, and so bring them into the host's memory; the result is the pages the revision takes."""
+    def inspect(self, ref: AdapterRef) -> Future[Inspected]:
+        """Check the files, and so bring them into the host's memory."""
         ...
 
     def fill(self, ref: AdapterRef, pages: list[int]) -> Future[int]:
@@ -68,9 +77,11 @@ class Resident:
     """One revision; `users` are the running sequences under it, `interested` the waiting and running ones."""
 
     ref: AdapterRef
-    pending: Future[int] | None = None
+    pending: Future[Inspected] | Future[int] | None = None
+    """An inspection, or a load."""
     state: AdapterState = AdapterState.INSPECTING
     num_pages: int = 0
+    invocation: tuple[int, ...] | None = None
     pages: list[int] = field(default_factory=list)
     slot: int | None = None
     users: int = 0

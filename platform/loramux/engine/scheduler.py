@@ -181,7 +181,7 @@ class Scheduler:
     def _go_on(self, draft: Draft) -> None:
         """The rows of those admitted earlier."""
         for sequence in self._rows():
-            length = min(len(sequence.token_ids) - sequence.num_computed, draft.tokens_left)
+            length = min(sequence.num_next, draft.tokens_left)
             if length and sequence.pages and self._extend(sequence, length, draft):
                 draft.lay(sequence, length)
         units: defaultdict[Flow, int] = defaultdict(int)

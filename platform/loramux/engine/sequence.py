@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from loramux.engine.fairness import Flow
 from loramux.engine.load import Load
 from loramux.engine.prefix_tree import CachedPage
-from loramux.engine.request import Request
+from loramux.engine.request import KvIdentity, Request
 
 BASE_SLOT = -1
 """The slot of a sequence that no adapter serves."""
@@ -46,6 +46,9 @@ class Sequence:
     """Units it should have taken in all when it ends, as was expected when it was admitted."""
     slot: int = BASE_SLOT
     """The bank slot of its adapter while it runs."""
+    activation: int | None = None
+    """Of an activated LoRA, the first token that the adapter serves: those before are the base's, with their KV. None:
+    one model serves them all."""
     pages: list[int] = field(default_factory=list)
     """block_table: page i holds tokens [i * block_size, (i + 1) * block_size)."""
     trail: list[CachedPage] = field(default_factory=list)
@@ -85,6 +88,23 @@ class Sequence:
         return len(self.token_ids) - self.num_computed
 
     @property
+    def num_next(self) -> int:
+        """The first of them that one model serves, so that one chunk can hold them."""
+        start, activation = self.num_computed, self.activation
+        end = len(self.token_ids)
+        return (end if activation is None or not start < activation < end else activation) - start
+
+    @property
+    def kv_identity(self) -> KvIdentity:
+        """Under which others may find the KV of its first `num_shareable` tokens, and it theirs."""
+        return self.request.kv_identity if self.activation is None else self.request.base_kv_identity
+
+    @property
+    def num_shareable(self) -> int:
+        """Behind an invocation KV depends on where that stands: such KV is nobody else's."""
+        return len(self.token_ids) if self.activation is None else min(self.activation, len(self.token_ids))
+
+    @property
     def units(self) -> int:
         """Service that is behind it: a prompt token is one unit, whether computed or found, a generated one two."""
         return min(max(self.num_seen, self.num_computed), self.num_prompt_tokens) + 2 * self.num_output_tokens
@@ -93,6 +113,17 @@ class Sequence:
     def has_gained(self) -> bool:
         """Whether it has got anywhere since it last began to run, beyond what it had lost."""
         return self.units > self.units_at_start
+
+    def activate(self, invocation: tuple[int, ...]) -> None:
+        """The adapter serves from the last occurrence of `invocation` in the prompt on; without one never (as PEFT)."""
+        prompt, length = self.request.prompt_token_ids, len(invocation)
+        starts = range(self.num_prompt_tokens - length, -1, -1)
+        found = (start for start in starts if tuple(prompt[start : start + length]) == invocation)
+        self.activation = next(found, self.max_len)
+
+    def slot_at(self, position: int) -> int:
+        """The slot that serves the token at `position` while it runs."""
+        return self.slot if self.activation is None or position >= self.activation else BASE_SLOT
 
     def fresh_prompt(self, start: int, end: int) -> int:
         """How many of the tokens [start, end) are of the prompt, and are computed for the first time."""

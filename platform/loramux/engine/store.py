@@ -6,14 +6,18 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from loramux.engine.host_tier import HostTier
 from loramux.engine.request import AdapterRef
+from loramux.engine.resident import Inspected
 from loramux_adapters import AdapterPlan, BaseDescription, Limits, inspect_adapter
 from loramux_adapters.bank import AdapterBank
 from loramux_adapters.weights import AdapterWeights, load_adapter
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +54,8 @@ class DiskStore:
         self._readers = ThreadPoolExecutor(max_loading, thread_name_prefix="adapter-read")
         self._copiers = ThreadPoolExecutor(max_loading, thread_name_prefix="adapter-copy")
 
-    def inspect(self, ref: AdapterRef) -> Future[int]:
-        """Check the files; the result is the number of pages the adapter takes."""
+    def inspect(self, ref: AdapterRef) -> Future[Inspected]:
+        """Check the files."""
         return self._start(self._readers, self._inspect, ref)
 
     def fill(self, ref: AdapterRef, pages: list[int]) -> Future[int]:
@@ -71,16 +75,16 @@ class DiskStore:
         for threads in (self._readers, self._copiers):
             threads.shutdown(wait=True, cancel_futures=True)
 
-    def _start(self, threads: ThreadPoolExecutor, work: Callable[..., int], *args: object) -> Future[int]:
+    def _start(self, threads: ThreadPoolExecutor, work: Callable[..., T], *args: object) -> Future[T]:
         future = threads.submit(work, *args)
         future.add_done_callback(lambda _: self._wake())
         return future
 
-    def _inspect(self, ref: AdapterRef) -> int:
+    def _inspect(self, ref: AdapterRef) -> Inspected:
         plan = self._source.inspect(ref)
         if self._host.may_take(plan.file_bytes):
             self._weights(ref)
-        return self._bank.plan_layout(plan).num_pages
+        return Inspected(self._bank.plan_layout(plan).num_pages, plan.invocation)
 
     @torch.inference_mode()
     def _fill(self, ref: AdapterRef, pages: list[int]) -> int:

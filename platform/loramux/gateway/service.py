@@ -188,7 +188,7 @@ class CompletionService:
             deadline_ms=ask.deadline_ms,
             service_class=ServiceClass(principal.service_class),
             weight=float(principal.weight),
-            cache_scope=principal.project if revision is None and not self._share_base_cache else "",
+            cache_scope="" if self._share_base_cache else principal.project,
         )
         transcript = Transcript(index, self._tokenizer, token_ids, ask.stop, ask.sampling.min_tokens)
         return Choice(number, request, transcript)

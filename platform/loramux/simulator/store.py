@@ -5,10 +5,14 @@ from __future__ import annotations
 import heapq
 from concurrent.futures import Future
 from itertools import count
+from typing import Any, TypeVar
 
 from loramux.engine.request import AdapterRef
+from loramux.engine.resident import Inspected
 from loramux.simulator.clock import MOMENT, VirtualClock
 from loramux.simulator.hardware import Device
+
+T = TypeVar("T")
 
 
 class SimulatedStore:
@@ -19,7 +23,7 @@ class SimulatedStore:
         self._clock = clock
         self._device = device
         self._sizes = sizes
-        self._due: list[tuple[float, int, Future[int], int]] = []
+        self._due: list[tuple[float, int, Future[Any], Any]] = []
         self._tickets = count()
         self._free_slots: list[int] = []
         self._digests: list[str | None] = []
@@ -28,11 +32,11 @@ class SimulatedStore:
 
     # what the engine asks for
 
-    def inspect(self, ref: AdapterRef) -> Future[int]:
-        """Read the files into the host's memory; the result is the number of pages."""
+    def inspect(self, ref: AdapterRef) -> Future[Inspected]:
+        """Read the files into the host's memory."""
         pages, size = self._sizes[ref.digest]
         self._disk_free_at = max(self._clock.now, self._disk_free_at) + size / self._device.disk_bandwidth
-        return self._later(self._disk_free_at, pages)
+        return self._later(self._disk_free_at, Inspected(pages))
 
     def fill(self, ref: AdapterRef, pages: list[int]) -> Future[int]:
         """Copy the weights over the link; the result is a slot."""
@@ -90,7 +94,7 @@ class SimulatedStore:
         self._digests[slot] = digest
         return slot
 
-    def _later(self, when: float, result: int) -> Future[int]:
-        future: Future[int] = Future()
+    def _later(self, when: float, result: T) -> Future[T]:
+        future: Future[T] = Future()
         heapq.heappush(self._due, (when, next(self._tickets), future, result))
         return future

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from house import House
+from house import INVOCATION, House
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -57,6 +57,44 @@ def test_nobody_finds_what_another_identity_computed(one: dict[str, str], other:
     ask(house, "one", TEXT, **one)
     assert ask(house, "the same", TEXT, **one) == 36
     assert ask(house, "other", TEXT, **other) == 0
+
+
+@pytest.mark.parametrize(("tenant", "scope", "found"), [("t", "p", 36), ("u", "p", 0), ("t", "q", 0)])
+def test_before_its_invocation_an_activated_adapter_finds_the_bases_kv_of_its_tenant_and_project(
+    tenant: str, scope: str, found: int
+) -> None:
+    house = a_house()
+    ask(house, "base", [*TEXT, 1], tenant="t", scope="p")
+    prompt = [*TEXT[:38], *INVOCATION, 1, 2, 3, 4, 5]
+    assert ask(house, "switched", prompt, adapter="switched", tenant=tenant, scope=scope) == found
+    assert ask(house, "again", prompt, adapter="switched", tenant=tenant, scope=scope) == 36, "nothing from there on"
+
+
+def test_the_base_finds_what_an_activated_adapter_left_before_its_invocation() -> None:
+    house = a_house()
+    ask(house, "switched", [*TEXT[:20], *INVOCATION, *TEXT[23:]], adapter="switched")
+    assert ask(house, "base", [*TEXT[:20], *INVOCATION, *TEXT[23:]]) == 20
+    assert ask(house, "plain", TEXT, adapter="a") == 0
+
+
+def test_a_prompt_without_the_invocation_is_the_bases_answer_and_all() -> None:
+    house = a_house()
+    ask(house, "switched", TEXT, adapter="switched", output=9)
+    assert ask(house, "base", [*TEXT, *[7] * 9, 1]) == 48
+
+
+def test_the_last_invocation_counts_and_no_chunk_spans_it() -> None:
+    house = a_house(max_tokens=100)
+    prompt = [1, *INVOCATION, 2, 3, *INVOCATION, 4]
+    house.submit("switched", prompt, output=2, adapter="switched")
+    house.store.finish_all()
+    starts = []
+    while not house.scheduler.idle:
+        house.store.finish_all()
+        house.step()
+        starts += [s.num_computed for s in house.scheduler.running]
+    assert starts == [6, 10]
+
 
 
 def test_without_it_nothing_is_kept() -> None:
@@ -198,7 +236,7 @@ class CacheMachine(RuleBasedStateMachine):
         words=st.lists(st.sampled_from([7, 8]), min_size=1, max_size=4),
         cut=st.integers(0, 4),
         output=st.integers(1, 20),
-        adapter=st.sampled_from([None, None, "a", "b"]),
+        adapter=st.sampled_from([None, None, "a", "b", "switched"]),
         service_class=st.sampled_from(list(ServiceClass)),
         tenant=st.sampled_from(["t", "u"]),
     )
@@ -232,7 +270,7 @@ class CacheMachine(RuleBasedStateMachine):
     def load(self) -> None:
         self.house.store.finish()
 
-    @rule(digest=st.sampled_from(["a", "b"]))
+    @rule(digest=st.sampled_from(["a", "b", "switched"]))
     def retire(self, digest: str) -> None:
         self.house.scheduler.memory.retire(digest)
 
@@ -279,7 +317,8 @@ class CacheMachine(RuleBasedStateMachine):
             assert [page.page for page in s.trail] == s.pages[: len(s.trail)]
             assert not any(page.evicted for page in s.trail)
             assert [token for page in s.trail for token in page.tokens] == s.token_ids[: 4 * len(s.trail)]
-            assert {page.tree.identity for page in s.trail} <= {s.request.kv_identity}
+            assert {page.tree.identity for page in s.trail} <= {s.kv_identity}
+            assert s.activation is None or 4 * len(s.trail) <= s.activation
 
     def teardown(self) -> None:
         self.house.run(3000)
