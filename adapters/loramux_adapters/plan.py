@@ -70,11 +70,12 @@ class AdapterPlan:
 def plan_adapter(config: LoraConfig, header: SafetensorsHeader, base: BaseDescription, limits: Limits) -> AdapterPlan:
     """The plan of an adapter whose tensors are exactly those that `config` implies on `base`.
 
-    Raises ConfigRejected (`pattern_invalid`, `pattern_too_slow`, `target_unsupported`, `rank_too_large`,
-    `scale_invalid`), WeightsFileRejected (`weights_too_large`) or BaseMismatch (`no_module_matched`,
+    Raises ConfigRejected (`config_invalid`, `pattern_invalid`, `pattern_too_slow`, `target_unsupported`,
+    `rank_too_large`, `scale_invalid`), WeightsFileRejected (`weights_too_large`) or BaseMismatch (`no_module_matched`,
     `tensors_missing`, `tensors_unexpected`, `shape_mismatch`).
     """
     _check_size(header, limits)
+    _check_invocation(config, base)
     matches = match_targets(config, base, tuple(config.rank_pattern), tuple(config.alpha_pattern))
     check_linears(matches, base)
     pairs = tuple(_pair(match, config, base, limits) for match in matches)
@@ -86,6 +87,16 @@ def _check_size(header: SafetensorsHeader, limits: Limits) -> None:
     if header.file_bytes > limits.max_bytes:
         raise WeightsFileRejected(
             "weights_too_large", None, f"The weights have {header.file_bytes} bytes; {limits.max_bytes} are taken."
+        )
+
+
+def _check_invocation(config: LoraConfig, base: BaseDescription) -> None:
+    if (largest := max(config.alora_invocation_tokens or (0,))) >= base.vocab_size:
+        raise ConfigRejected(
+            "config_invalid",
+            "alora_invocation_tokens",
+            f"alora_invocation_tokens has {largest}; this server's base has the tokens 0 to {base.vocab_size - 1}. Use "
+            "the ids that the base's own tokenizer gives.",
         )
 
 

@@ -105,6 +105,8 @@ def test_an_initialisation_that_leaves_the_base_alone_is_taken(init: Any, llama,
 def test_an_activated_lora_is_taken_with_its_tokens(llama, tmp_path: Path) -> None:
     save_adapter("llama", tmp_path, target_modules=["q_proj"], alora_invocation_tokens=[7, 8])
     assert validate_adapter(tmp_path, llama, LIMITS).invocation == (7, 8)
+    save_adapter("llama", tmp_path, target_modules=["q_proj"], alora_invocation_tokens=[7, llama.vocab_size])
+    assert refusal_of(tmp_path, llama).field == "alora_invocation_tokens"
 
 
 # ---- damaged and hostile folders

@@ -85,8 +85,9 @@ class KvOracle:
         sequence = chunk.sequence
         request = sequence.request
         invocation = self._store.invocations.get(sequence.digest or "")
-        activation = None if invocation is None else last_occurrence(request.prompt_token_ids, invocation)
-        meaning: object = (request.tenant, sequence.digest if invocation is None else None, request.base_kv_identity.scope if invocation or not sequence.digest else "")
+        activation = last_occurrence(request.prompt_token_ids, invocation) if invocation else None
+        of_the_base = (request.tenant, None, request.cache_scope)
+        meaning: object = of_the_base if invocation or not sequence.digest else (request.tenant, sequence.digest, "")
         for position, token in enumerate(sequence.token_ids[: chunk.end]):
             if position == activation:
                 meaning = hash((meaning, sequence.digest))

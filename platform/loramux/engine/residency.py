@@ -4,26 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 
-from loramux.engine.distribution import SECONDS, Histogram
+from loramux.engine.counters import ResidencyCounters
 from loramux.engine.pages import PagePool, PageUse
 from loramux.engine.ranking import Ranking
 from loramux.engine.request import AdapterRef
 from loramux.engine.resident import AdapterState, AdapterStore, Inspected, Patience, Resident
-
-
-@dataclass(slots=True)
-class ResidencyCounters:
-    """Since the start."""
-
-    loads: int = 0
-    load_seconds: Histogram = field(default_factory=lambda: Histogram(SECONDS))
-    hits: int = 0
-    """Requests that found their revision READY when they came."""
-    misses: int = 0
-    evictions: int = 0
-    failures: int = 0
 
 
 class Residency:

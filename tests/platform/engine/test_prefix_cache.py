@@ -96,7 +96,6 @@ def test_the_last_invocation_counts_and_no_chunk_spans_it() -> None:
     assert starts == [6, 10]
 
 
-
 def test_without_it_nothing_is_kept() -> None:
     house = House(num_pages=40, block_size=4)
     ask(house, "first", TEXT)

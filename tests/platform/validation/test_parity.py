@@ -80,6 +80,17 @@ def test_what_is_served_right_passes(comparison: Comparison, zoo: Zoo, recipe: s
     assert figures["parity_of_tokens"]["mean_divergence_from_base"] > 1e-3
 
 
+def test_an_activated_lora_is_compared_behind_its_invocation(comparison: Comparison, tmp_path: Path) -> None:
+    zoo = Zoo("llama", tmp_path)
+    recipe = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear", "alora_invocation_tokens": [9, 8]}
+    zoo.make_adapter("activated", recipe, seed=3)
+    report = report_on(comparison, zoo.adapters / "activated")
+    assert outcomes(report) == {"parity_of_layers": "passed", "parity_of_tokens": "passed"}
+    figures = {check.name: check.figures for check in report.checks}
+    assert figures["parity_of_layers"]["largest_contribution"] > 0
+    assert figures["parity_of_tokens"]["mean_divergence_from_base"] > 1e-3
+
+
 def test_a_base_that_is_large_is_compared_by_layers_alone(zoo: Zoo) -> None:
     report = report_on(Comparison.over(setup_of(zoo, 0)), zoo.adapters / "patterns")
     assert outcomes(report) == {"parity_of_layers": "passed", "parity_of_tokens": "not_run"}

@@ -64,6 +64,8 @@ def _only(names: Iterable[str], header: SafetensorsHeader) -> SafetensorsHeader:
 def _peft_outputs(folder: str, linears: Mapping[str, nn.Linear]) -> dict[str, torch.Tensor] | NotRun:
     config = peft.PeftConfig.from_pretrained(folder)
     config.inference_mode = True
+    if isinstance(config, peft.LoraConfig):
+        config.alora_invocation_tokens = None  # which rows it serves is seen in whole prompts only
     if config.target_modules == "all-linear":  # which PEFT knows of whole transformers models only
         config.target_modules = set(linears)
     stems = tuple(f"{PREFIX}{name}." for name in linears)

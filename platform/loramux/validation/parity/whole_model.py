@@ -6,10 +6,12 @@ import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import peft
 import torch
+from peft.tuners.lora.variants import calculate_alora_offsets
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from loramux.engine.engine import Engine
@@ -27,6 +29,7 @@ from loramux.validation.parity.verdict import (
     Verdict,
     compare_tokens,
 )
+from loramux_adapters.validate import read_config
 
 PROMPT_LENGTHS = (3, 21)
 OUTPUT_TOKENS = 12
@@ -78,7 +81,8 @@ class WholeModel:
 
     def compare(self, job: ParityJob) -> Verdict | NotRun:
         """Run the adapter both ways. A pool that it does not fit is a reason not to."""
-        prompts = [self._prompt(length) for length in PROMPT_LENGTHS]
+        invocation = read_config(Path(job.served)).alora_invocation_tokens or ()
+        prompts = [self._prompt(length, invocation) for length in PROMPT_LENGTHS]
         ours = _Greedy(self.served, self.settings).answers(job.served, prompts)
         if isinstance(ours, NotRun):
             return ours
@@ -92,9 +96,11 @@ class WholeModel:
         figures = compare_tokens(tokens, [logprob for answer in ours for logprob in answer.logprobs], logits)
         return Verdict(METHOD, figures | {"mean_divergence_from_base": _divergence(logits, base)}, _fault(figures))
 
-    def _prompt(self, length: int) -> list[int]:
+    def _prompt(self, length: int, invocation: Sequence[int]) -> list[int]:
+        """`length` random tokens, and in their midst what switches an activated LoRA on."""
         generator = torch.Generator().manual_seed(length)
-        return torch.randint(self.served.facts.vocab_size, (length,), generator=generator).tolist()
+        tokens: list[int] = torch.randint(self.served.facts.vocab_size, (length,), generator=generator).tolist()
+        return [*tokens[: length // 2], *invocation, *tokens[length // 2 :]]
 
 
 class _Greedy:
@@ -131,7 +137,10 @@ class _Greedy:
 def _logits(model: peft.PeftModel, prompt: list[int], answer: Answer) -> torch.Tensor:
     """float32`[tokens, vocab]`: what each token of `answer` was chosen from."""
     ids = torch.tensor([prompt + answer.tokens[:-1]])
-    return model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 :].float()
+    [offset] = calculate_alora_offsets(model.peft_config, model.active_adapter, ids[:, : len(prompt)])
+    # Counted from the end; PEFT's generate looks for the invocation in the prompt, its forward in all that it is given.
+    keywords = {} if offset is None else {"alora_offsets": [offset + len(answer.tokens) - 1]}
+    return model(input_ids=ids, use_cache=False, **keywords).logits[0, len(prompt) - 1 :].float()
 
 
 def _divergence(logits: torch.Tensor, base: torch.Tensor) -> float:
