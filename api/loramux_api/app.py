@@ -21,10 +21,12 @@ from loramux_api.auth import platform_of, principal_of
 from loramux_api.controllers.adapters import AdapterController
 from loramux_api.controllers.admin import AdminController, AdminTenantController, AdminTierController
 from loramux_api.controllers.admin_limits import AdminTenantLimitController, AdminTierLimitController
+from loramux_api.controllers.aliases import AliasController
 from loramux_api.controllers.audit import AuditController
 from loramux_api.controllers.chat import ChatController
 from loramux_api.controllers.completions import CompletionController
 from loramux_api.controllers.events import EventController
+from loramux_api.controllers.grants import GrantController
 from loramux_api.controllers.health import HealthController
 from loramux_api.controllers.keys import KeyController
 from loramux_api.controllers.limits import BudgetController, LimitController
@@ -33,6 +35,7 @@ from loramux_api.controllers.members import MemberController
 from loramux_api.controllers.models import ModelController
 from loramux_api.controllers.projects import ProjectController
 from loramux_api.controllers.requests import RequestController
+from loramux_api.controllers.revisions import PinController, RevisionController
 from loramux_api.controllers.uploads import UploadController
 from loramux_api.controllers.usage import UsageController
 from loramux_api.controllers.vllm import VllmController
@@ -73,6 +76,10 @@ def create_app(settings: Settings, engine: EngineClient | None = None) -> Litest
             CompletionController,
             LoraxController,
             ModelController,
+            RevisionController,
+            AliasController,
+            PinController,
+            GrantController,
             UsageController,
             KeyController,
             ProjectController,

@@ -27,6 +27,7 @@ REFUSALS = {
     403: ResponseSpec(ErrorAnswer, description="The key or the member lacks the scope, or the tenant is suspended."),
     404: ResponseSpec(ErrorAnswer, description="It does not exist, or it is another tenant's."),
     409: ResponseSpec(ErrorAnswer, description="It exists already, is still needed, or still runs."),
+    412: ResponseSpec(ErrorAnswer, description="It was changed since you read it."),
     413: ResponseSpec(ErrorAnswer, description="The body is too large."),
     429: ResponseSpec(ErrorAnswer, description="Over capacity, or over a limit of yours: see Retry-After."),
     500: ResponseSpec(ErrorAnswer, description="Our own fault; the message holds the id to report."),

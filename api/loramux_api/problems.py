@@ -15,7 +15,14 @@ from litestar.types import ExceptionHandlersMap
 
 from loramux.gateway import GatewayError, GenerationFailed, InvalidRequest, OverCapacity, Unavailable
 from loramux.limits import LimitNotFound, LimitReached, LimitsError
-from loramux.registry import ModelNotFound, RegistryError, RevisionUnavailable, ValidationUnavailable
+from loramux.registry import (
+    ChangeConflict,
+    ModelNotFound,
+    PreconditionFailed,
+    RegistryError,
+    RevisionUnavailable,
+    ValidationUnavailable,
+)
 from loramux.storage import StorageError
 from loramux.tenants import (
     AlreadyExists,
@@ -130,8 +137,10 @@ def _of_platform(error: PlatformError) -> Problem:
             status = 404
         case NotPermitted() | TenantSuspended():
             status = 403
-        case AlreadyExists() | StillNeeded() | WrongOffset() | UploadIncomplete() | UploadClosed():
+        case AlreadyExists() | StillNeeded() | ChangeConflict() | WrongOffset() | UploadIncomplete() | UploadClosed():
             status = 409
+        case PreconditionFailed():
+            status = 412
         case RevisionUnavailable() | ValidationUnavailable():
             status = 503
         case _:

@@ -144,6 +144,16 @@ class AdapterLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     local_root: str | None = None
     """A folder: operators may load adapters from below it with POST /v1/load_lora_adapter. None: nobody may."""
     pins_per_tenant: Annotated[int, Meta(ge=0)] = 2
+    pin_idle_seconds: Positive | None = 7 * 86_400
+    """A pin is let go when nothing has asked for its revision for so long; None: never."""
+    undo_seconds: Annotated[int, Meta(ge=0, le=365 * 86_400)] = 7 * 86_400
+    """How long a deletion can be undone; so long its files stay (a minute at least, for requests on their way)."""
+    max_revisions: Positive = 1000
+    """Of an adapter: a list that people read, and rows that every look at the adapter reads."""
+    max_aliases: Positive = 20
+    """Of an adapter: stages of a release, not a database of names."""
+    max_grants: Positive = 1000
+    """Of an adapter: other tenants that may call it."""
 
 
 class UploadSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -25,9 +25,17 @@ WRONG = {
     "not text": {"Authorization": "Bearer sk-lm-\xff"},
     "no token": {"Authorization": "Bearer a.b.c"},
 }
+ADAPTER = ("/{name:str}", "/{owner:str}/{name:str}")
+ABOUT_AN_ADAPTER = {
+    "": {"ttl_s": 1},
+    "/promote": {"revision": 1},
+    "/revisions/{revision:str}": {"ttl_s": 1},
+    "/aliases/{alias:str}": {"targets": [{"revision": 1, "weight": 1}]},
+}
 BODIES = {
     "/v1/webhooks/{webhook_id:str}": {"enabled": True},
     "/v1/members/{member_id:str}": {"role": "viewer"},
+    **{f"/v1/adapters{at}{rest}": body for at in ADAPTER for rest, body in ABOUT_AN_ADAPTER.items()},
     "/v1/limits/{subject:str}/{name:str}": {"value": 1},
     "/v1/budgets/{subject:str}/{period:str}": {"amount_nano": 1},
 }

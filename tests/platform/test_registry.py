@@ -86,7 +86,19 @@ def validator(base: BaseDescription) -> Iterator[Validator]:
 
 @pytest.fixture
 def registry(database: Database, blobs: BlobStore, base: BaseDescription, validator: Validator) -> Registry:
-    return Registry(database, blobs, base, SERVED, AdapterLimits(max_rank=16, max_adapters_per_tenant=3), validator)
+    limits = AdapterLimits(max_rank=16, max_adapters_per_tenant=3, undo_seconds=0)
+    return Registry(database, blobs, base, SERVED, limits, validator)
+
+
+@pytest.fixture
+def pass_time(database: Database) -> Callable[[int], None]:
+    """Put the database's clock on by so many seconds."""
+
+    def pass_time(seconds: int) -> None:
+        before = database.now
+        database.now = lambda: before() + seconds * 1_000_000
+
+    return pass_time
 
 
 @pytest.fixture
@@ -173,7 +185,8 @@ async def test_earlier_content_again_becomes_the_default_again(
 ) -> None:
     first = await push(acme, "upper", seed=1)
     await push(acme, "upper", seed=2)
-    assert await push(acme, "upper", seed=1) == first
+    again = await push(acme, "upper", seed=1)
+    assert (again.revision, again.digest) == (1, first.digest)
     assert (await registry.resolve(acme, "acme/upper")).name == "acme/upper@1"
     assert await rows(database) == (1, 2, 1)
 
@@ -242,7 +255,7 @@ async def test_a_tenant_has_a_limit(registry: Registry, push: Push, acme: Princi
         await push(acme, "a3")
     await push(acme, "a0", seed=9)
     await push(globex, "a3")
-    await registry.delete(acme, "a1")
+    await registry.retiring.delete(acme, "a1")
     await push(acme, "a3")
 
 
@@ -251,7 +264,7 @@ async def test_the_limit_holds_for_uploads_at_once(registry: Registry, acme: Pri
     uploads = (registry.upload(acme, f"a{seed}", *source) for seed, source in enumerate(sources))
     outcomes = await asyncio.gather(*uploads, return_exceptions=True)
     assert sum(isinstance(outcome, TooManyAdapters) for outcome in outcomes) == 3
-    assert len(await registry.list_adapters(acme)) == 3
+    assert len(await registry.reading.all(acme)) == 3
 
 
 # ---- names
@@ -276,12 +289,12 @@ async def test_anothers_adapter_is_exactly_as_absent_as_an_absent_one(
     there = {await refusal(model) for model in ("globex/secret", "globex/secret@1", "globex/secret:default")}
     absent = {await refusal(model) for model in ("globex/other", "acme/secret", "acme/secret@1", "nobody/secret")}
     assert there == absent == {"The model `MODEL` does not exist or you do not have access to it."}
-    for question in (registry.get, registry.delete):
+    for question in (registry.reading.get, registry.retiring.delete):
         for name in ("globex/secret", "secret", "acme/secret"):
             with pytest.raises(AdapterNotFound):
                 await question(acme, name)
-    assert await registry.list_adapters(acme) == []
-    assert len(await registry.list_adapters(globex)) == 1
+    assert await registry.reading.all(acme) == []
+    assert len(await registry.reading.all(globex)) == 1
 
 
 MALFORMED = ["", "upper", "acme/", "acme/upper@0", "acme/upper@01", "acme/upper@-1", "acme/upper:nope", "acme/upper@9"]
@@ -298,47 +311,64 @@ async def test_what_cannot_be_a_model_is_not_found(registry: Registry, push: Pus
 
 async def test_lists_and_gets(registry: Registry, push: Push, acme: Principal) -> None:
     json_, upper = await push(acme, "json"), await push(acme, "upper", seed=2)
-    assert await registry.list_adapters(acme) == [json_, upper]
-    assert await registry.get(acme, "upper") == await registry.get(acme, "acme/upper") == upper
+    assert await registry.reading.all(acme) == [json_, upper]
+    assert await registry.reading.get(acme, "upper") == await registry.reading.get(acme, "acme/upper") == upper
 
 
 # ---- delete
 
 
 async def test_a_deleted_adapter_is_gone(
-    registry: Registry, push: Push, blobs: BlobStore, acme: Principal, tmp_path: Path
+    registry: Registry,
+    push: Push,
+    blobs: BlobStore,
+    acme: Principal,
+    tmp_path: Path,
+    pass_time: Callable[[int], None],
 ) -> None:
     first, second = await push(acme, "upper", seed=1), await push(acme, "upper", seed=2)
-    assert await registry.delete(acme, "upper") == {first.digest, second.digest}
+    assert await registry.retiring.delete(acme, "upper") == (second, {first.digest, second.digest})
+    assert await registry.contents.purge() == 0, "a request that found it may be on its way"
+    pass_time(61)
+    assert await registry.contents.purge() == 2
     assert blobs.digests() == []
     assert staged(tmp_path) == []
-    assert await registry.list_adapters(acme) == []
+    assert await registry.reading.all(acme) == []
     for model in ("acme/upper", "acme/upper@1", "acme/upper@2", "acme/upper:default"):
         with pytest.raises(ModelNotFound):
             await registry.resolve(acme, model)
     with pytest.raises(AdapterNotFound):
-        await registry.delete(acme, "upper")
+        await registry.retiring.delete(acme, "upper")
 
 
 async def test_content_that_somebody_still_has_stays(
-    registry: Registry, push: Push, blobs: BlobStore, acme: Principal, globex: Principal
+    registry: Registry,
+    push: Push,
+    blobs: BlobStore,
+    acme: Principal,
+    globex: Principal,
+    pass_time: Callable[[int], None],
 ) -> None:
     shared = await push(acme, "upper", seed=1)
     own = await push(acme, "upper", seed=2)
     await push(globex, "copy", seed=1)
-    assert await registry.delete(acme, "upper") == {own.digest}
+    _, digests = await registry.retiring.delete(acme, "upper")
+    assert await registry.contents.uncallable(digests) == await registry.contents.departed() == {own.digest}
+    pass_time(61)
+    assert await registry.contents.purge() == 1
     assert blobs.digests() == [shared.digest]
     assert (await registry.resolve(globex, "globex/copy")).revision.digest == shared.digest
 
 
 async def test_a_number_names_one_content_for_ever(registry: Registry, push: Push, acme: Principal) -> None:
     first = await push(acme, "upper", seed=1)
-    await registry.delete(acme, "upper")
+    await registry.retiring.delete(acme, "upper")
     second = await push(acme, "upper", seed=2)
     assert second.revision == 2
     with pytest.raises(ModelNotFound):
         await registry.resolve(acme, "acme/upper@1")
-    assert await push(acme, "upper", seed=1) == first
+    again = await push(acme, "upper", seed=1)
+    assert (again.revision, again.digest, again.id) == (1, first.digest, first.id)
     assert (await registry.resolve(acme, "acme/upper@1")).revision.digest == first.digest
 
 
@@ -355,27 +385,38 @@ def opened_request(principal: Principal, digest: str) -> OpenedRequest:
 
 
 async def test_files_of_an_open_request_stay_until_it_ends(
-    registry: Registry, push: Push, blobs: BlobStore, acme: Principal, database: Database
+    registry: Registry,
+    push: Push,
+    blobs: BlobStore,
+    acme: Principal,
+    database: Database,
+    pass_time: Callable[[int], None],
 ) -> None:
     info = await push(acme, "upper")
     usage = Usage(database)
     await usage.start()
     await usage.open(opened_request(acme, info.digest))
-    assert await registry.delete(acme, "upper") == {info.digest}
-    assert await registry.sweep() == 0
+    await registry.retiring.delete(acme, "upper")
+    pass_time(61)
+    assert await registry.contents.purge() == await registry.contents.sweep() == 0
     assert blobs.digests() == [info.digest]
     await usage.settle(
         Settlement(
             request_id="r1", input_tokens=1, cached_tokens=0, output_tokens=1, finish_reason="stop", status="completed"
         )
     )
-    assert await registry.sweep() == 1
+    assert await registry.contents.purge() == 1
     assert blobs.digests() == []
     await usage.stop()
 
 
 async def test_uploads_and_deletions_at_once_leave_no_row_without_files(
-    registry: Registry, blobs: BlobStore, acme: Principal, globex: Principal, tmp_path: Path
+    registry: Registry,
+    blobs: BlobStore,
+    acme: Principal,
+    globex: Principal,
+    tmp_path: Path,
+    pass_time: Callable[[int], None],
 ) -> None:
     """The same content comes and goes under two tenants; what is listed can always be served."""
     sources = [write_adapter(tmp_path / f"source{number}") for number in range(2)]
@@ -384,7 +425,9 @@ async def test_uploads_and_deletions_at_once_leave_no_row_without_files(
         for _ in range(6):
             await registry.upload(principal, "x", *source)
             await registry.resolve(principal, f"{principal.tenant_name}/x")
-            await registry.delete(principal, "x")
+            await registry.retiring.delete(principal, "x")
+            pass_time(61)
+            await registry.contents.purge()
         await registry.upload(principal, "x", *source)
 
     await asyncio.gather(come_and_go(acme, sources[0]), come_and_go(globex, sources[1]))
@@ -427,7 +470,7 @@ async def test_an_upload_that_breaks_registers_nothing(
     assert staged(tmp_path) == []
     orphans = 1 if (step, when) == ("publish", "after") else 0
     assert len(blobs.digests()) == orphans
-    assert await registry.sweep() == orphans
+    assert await registry.contents.sweep() == orphans
     assert blobs.digests() == []
     assert (await push(acme, "upper")).revision == 1
 
@@ -445,7 +488,7 @@ async def test_a_commit_that_breaks_registers_nothing(
     sa.event.remove(database._writer.sync_engine, "commit", breaking)
     assert await rows(database) == (0, 0, 0)
     assert len(blobs.digests()) == 1
-    assert await registry.sweep() == 1
+    assert await registry.contents.sweep() == 1
     assert blobs.digests() == []
     assert (await push(acme, "upper")).revision == 1
 
@@ -512,7 +555,7 @@ async def test_after_a_kill_nothing_is_half_registered(
     assert killed.returncode == -9, killed.stderr
     assert await rows(database) == (0, 0, 0)
     assert len(blobs.digests()) == 1
-    assert await registry.sweep() == 1
+    assert await registry.contents.sweep() == 1
     assert blobs.digests() == []
     assert staged(tmp_path) == []
     assert (await registry.upload(acme, "upper", *files)).revision == 1
@@ -539,14 +582,14 @@ async def test_the_cache_keeps_its_limit_and_what_runs(
     usage = Usage(database)
     await usage.start()
     await usage.open(opened_request(acme, infos[0].digest))
-    assert await registry.trim_cache(0) == 0, "all of it was asked for only now"
+    assert await registry.contents.trim_cache(0) == 0, "all of it was asked for only now"
     for age, info in enumerate(infos):
         hour_ago = time.time() - 3600 + age
         os.utime((await registry.resolve(acme, f"acme/upper@{age + 1}")).revision.directory, (hour_ago, hour_ago))
         assert info.size_bytes == infos[0].size_bytes
-    assert await registry.trim_cache(2 * infos[0].size_bytes) == 1
+    assert await registry.contents.trim_cache(2 * infos[0].size_bytes) == 1
     assert {cached.digest for cached in blobs.cached()} == {infos[0].digest, infos[2].digest}
-    assert await registry.trim_cache(1) == 1
+    assert await registry.contents.trim_cache(1) == 1
     assert [cached.digest for cached in blobs.cached()] == [infos[0].digest]
     assert (await registry.resolve(acme, "acme/upper@2")).revision.directory.is_dir(), "it is fetched again"
     await usage.stop()
@@ -560,14 +603,19 @@ async def test_what_was_deleted_elsewhere_leaves_the_cache(
     base: BaseDescription,
     validator: Validator,
     tmp_path: Path,
+    database: Database,
+    pass_time: Callable[[int], None],
 ) -> None:
     info = await push(acme, "upper")
     there = open_blobs(str(tmp_path / "blobs"), str(tmp_path / "another machine's"), {})
-    await Registry(registry._database, there, base, SERVED, AdapterLimits(), validator).delete(acme, "upper")
+    elsewhere = Registry(database, there, base, SERVED, AdapterLimits(undo_seconds=0), validator)
+    await elsewhere.retiring.delete(acme, "upper")
+    pass_time(61)
+    assert await elsewhere.contents.purge() == 1
     assert [cached.digest for cached in blobs.cached()] == [info.digest]
     for cached in (tmp_path / "cache").glob("sha256/*/*"):
         os.utime(cached, (1, 1))
-    assert await registry.trim_cache(1 << 30) == 1
+    assert await registry.contents.trim_cache(1 << 30) == 1
     assert blobs.cached() == []
     there.close()
 

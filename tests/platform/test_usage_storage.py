@@ -8,6 +8,7 @@ from billed import DAY, NOVEMBER, SECOND, Clock
 
 from loramux.records import Database, Principal
 from loramux.records.adapters import AdapterRepository, RevisionContent
+from loramux.records.aliases import Stamp
 from loramux.records.ledger import LedgerEntry, LedgerRepository
 from loramux.usage.storage import SETTLING, StorageMeter
 
@@ -37,12 +38,15 @@ async def acme(enrol: Callable[[str], Awaitable[Principal]]) -> Principal:
 async def upload(database: Database, who: Principal, name: str = "a") -> None:
     async with database.begin() as session:
         content = RevisionContent(digest="sha256:a", rank=8, size_bytes=SIZE, base="base")
-        await AdapterRepository(session, who.tenant).register(name, content, database.now())
+        await AdapterRepository(session, who.tenant).register(name, content, Stamp(database.now(), "k"))
 
 
 async def delete(database: Database, who: Principal) -> None:
     async with database.begin() as session:
-        assert await AdapterRepository(session, who.tenant).delete("a", database.now()) is not None
+        adapters = AdapterRepository(session, who.tenant)
+        adapter = await adapters.lock("a")
+        assert adapter is not None
+        await adapters.delete(adapter, database.now(), database.now())
 
 
 async def entries(database: Database) -> list[LedgerEntry]:

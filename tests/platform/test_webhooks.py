@@ -15,6 +15,7 @@ import standardwebhooks
 
 from loramux.records import Database, Principal
 from loramux.records.adapters import AdapterRepository, RevisionContent
+from loramux.records.aliases import Stamp
 from loramux.records.events import KINDS, READY, REJECTED, RETIRED, Detail, EventRepository, Refusal
 from loramux.settings import WebhookSettings
 from loramux.tenants import KeyRequest, NotPermitted, Tenants
@@ -100,10 +101,13 @@ async def test_an_adapters_changes_are_told_to_those_who_asked_for_them(house: H
         adapters = AdapterRepository(session, acme.tenant)
         for digest in ("sha256:a", "sha256:b", "sha256:b"):
             house.now += 1
-            await adapters.register("bot", content(digest), house.now)
+            await adapters.register("bot", content(digest), Stamp(house.now, "k"))
     house.now += 1
     async with house.database.begin() as session:
-        assert await AdapterRepository(session, acme.tenant).delete("bot", house.now)
+        adapters = AdapterRepository(session, acme.tenant)
+        adapter = await adapters.lock("bot")
+        assert adapter is not None
+        assert await adapters.delete(adapter, house.now, house.now)
     refusal = Refusal("nan", "not finite", "lora_A")
     async with house.database.begin() as session:
         events = EventRepository(session, acme.tenant)
@@ -124,7 +128,7 @@ async def test_what_is_rolled_back_did_not_happen(house: House, enrol: Enrol) ->
     await house.listen(acme, "a.example")
     transaction = house.database.begin()
     session = await transaction.__aenter__()
-    await AdapterRepository(session, acme.tenant).register("bot", content("sha256:a"), house.now)
+    await AdapterRepository(session, acme.tenant).register("bot", content("sha256:a"), Stamp(house.now, "k"))
     assert not await transaction.__aexit__(RuntimeError, RuntimeError(), None)
     assert await house.webhooks.events(acme, None, None, 10) == []
     assert await house.deliver() == []

@@ -35,6 +35,7 @@ class ScriptedEngine:
     cancelled: list[str] = field(default_factory=list)
     retired: list[str] = field(default_factory=list)
     pinned: list[tuple[str, str]] = field(default_factory=list)
+    refuses_pins: EngineFault | None = None
     died: asyncio.Event = field(default_factory=asyncio.Event)
     overrun: int = 0
     """Tokens that still come after a cancellation."""
@@ -78,14 +79,17 @@ class ScriptedEngine:
             self.left[request_id].set()
 
     def retire(self, digest: str) -> None:
-        self.retired.append(digest)
+        if digest not in self.retired:
+            self.retired.append(digest)
 
     async def pin(self, ref: AdapterRef, owner: str = "") -> EngineFault | None:
-        self.pinned.append((ref.digest, owner))
-        return None
+        if self.refuses_pins is None:
+            self.pinned.append((ref.digest, owner))
+        return self.refuses_pins
 
     def unpin(self, digest: str, owner: str = "") -> None:
-        self.pinned.remove((digest, owner))
+        if (digest, owner) in self.pinned:
+            self.pinned.remove((digest, owner))
 
     def stats(self) -> EngineStats:
         return EngineStats(steps=len(self.requests), running=self.running, pages_total=64, pages_free=64)

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from litestar import Controller, Request, delete, get, post
+from litestar import Controller, Request, Response, delete, get, patch, post
 from litestar.di import NamedDependency
-from litestar.params import FromPath
+from litestar.params import FromQuery, JSONBody
 
 from loramux.gateway import AdapterService
+from loramux.registry import Terms, etag
 from loramux.storage import CONFIG_FILE, WEIGHTS_FILE
 from loramux.tenants import Principal
 from loramux_api.auth import requires
+from loramux_api.managing import CHANGING, NAMED, at, check_undo, tagged
 from loramux_api.openapi import REFUSALS, UploadOperation
-from loramux_api.schemas.resources import Adapter, AdapterList, Deleted, adapter_object
+from loramux_api.schemas.adapters import Adapter, Deleted, PromoteBody, TtlBody, adapter_object
+from loramux_api.schemas.headers import IfNoneMatch
+from loramux_api.schemas.strict import StrictJSON
+from loramux_api.schemas.tenancy import Listing
 from loramux_api.uploads import receive_upload
 
 
@@ -45,23 +50,102 @@ class AdapterController(Controller):
     @get(guards=[requires("read")], summary="List adapters", responses=REFUSALS)
     async def list_adapters(
         self, principal: NamedDependency[Principal], adapters: NamedDependency[AdapterService]
-    ) -> AdapterList:
+    ) -> Listing[Adapter]:
         """Your adapters at their current revisions."""
-        return AdapterList(data=[adapter_object(info) for info in await adapters.all(principal)])
+        return Listing(data=[adapter_object(info) for info in await adapters.reading.all(principal)])
 
-    @get("/{name:path}", guards=[requires("read")], summary="Describe an adapter", responses=REFUSALS)
+    @get(at(), dependencies=NAMED, guards=[requires("read")], summary="Describe an adapter", responses=REFUSALS)
     async def get_adapter(
-        self, name: FromPath[str], principal: NamedDependency[Principal], adapters: NamedDependency[AdapterService]
-    ) -> Adapter:
+        self,
+        adapter: NamedDependency[str],
+        principal: NamedDependency[Principal],
+        adapters: NamedDependency[AdapterService],
+        if_none_match: IfNoneMatch = None,
+    ) -> Response[Any]:
         """One of your adapters, as `adapter` or `tenant/adapter`."""
-        return adapter_object(await adapters.get(principal, name.removeprefix("/")))
+        info = await adapters.reading.get(principal, adapter)
+        if if_none_match is not None and etag(info.version) in if_none_match:
+            return Response(None, status_code=304, headers={"ETag": etag(info.version)})
+        return tagged(info)
+
+    @patch(
+        at(),
+        dto=StrictJSON[TtlBody],
+        return_dto=None,
+        dependencies=NAMED | CHANGING,
+        guards=[requires("adapters")],
+        summary="Let an adapter delete itself",
+        responses=REFUSALS,
+    )
+    async def update_adapter(
+        self,
+        adapter: NamedDependency[str],
+        data: JSONBody[TtlBody],
+        terms: NamedDependency[Terms],
+        principal: NamedDependency[Principal],
+        adapters: NamedDependency[AdapterService],
+    ) -> Response[Adapter]:
+        """In `ttl_s` seconds from now, or never."""
+        return tagged(await adapters.retiring.set_ttl(principal, adapter, data.ttl_s, terms))
 
     @delete(
-        "/{name:path}", guards=[requires("adapters")], status_code=200, summary="Delete an adapter", responses=REFUSALS
+        at(),
+        status_code=200,
+        dependencies=NAMED | CHANGING,
+        guards=[requires("adapters")],
+        summary="Delete an adapter",
+        responses=REFUSALS,
     )
     async def delete_adapter(
-        self, name: FromPath[str], principal: NamedDependency[Principal], adapters: NamedDependency[AdapterService]
+        self,
+        adapter: NamedDependency[str],
+        terms: NamedDependency[Terms],
+        principal: NamedDependency[Principal],
+        adapters: NamedDependency[AdapterService],
+        undo_s: FromQuery[int | None] = None,
     ) -> Deleted:
-        """Forget an adapter and all its revisions; requests that run finish."""
-        info = await adapters.delete(principal, name.removeprefix("/"))
+        """With all its revisions; requests that run finish. It can be undone for `undo_s` seconds; 0: not at all."""
+        info = await adapters.delete(principal, adapter, terms, check_undo(undo_s))
         return Deleted(id=info.id, name=info.name)
+
+    @post(
+        at("/undelete"),
+        status_code=200,
+        dependencies=NAMED | CHANGING,
+        guards=[requires("adapters")],
+        summary="Undo a deletion",
+        responses=REFUSALS,
+    )
+    async def undelete(
+        self,
+        adapter: NamedDependency[str],
+        terms: NamedDependency[Terms],
+        principal: NamedDependency[Principal],
+        adapters: NamedDependency[AdapterService],
+        revision: FromQuery[int | None] = None,
+    ) -> Response[Adapter]:
+        """Of the adapter with all that went with it, or of one `revision` of an adapter that is there."""
+        if revision is not None:
+            return tagged(await adapters.retiring.undelete_revision(principal, adapter, revision, terms))
+        return tagged(await adapters.retiring.undelete(principal, adapter, terms))
+
+    @post(
+        at("/promote"),
+        status_code=200,
+        dto=StrictJSON[PromoteBody],
+        return_dto=None,
+        dependencies=NAMED | CHANGING,
+        guards=[requires("adapters")],
+        summary="Promote a revision",
+        responses=REFUSALS,
+    )
+    async def promote(
+        self,
+        adapter: NamedDependency[str],
+        data: JSONBody[PromoteBody],
+        terms: NamedDependency[Terms],
+        principal: NamedDependency[Principal],
+        adapters: NamedDependency[AdapterService],
+    ) -> Response[Adapter]:
+        """Have an alias, by default what the bare name means, go to one revision alone."""
+        return tagged(await adapters.releasing.promote(principal, adapter, data.revision, data.alias, terms))

@@ -7,7 +7,7 @@ from litestar.di import NamedDependency
 from litestar.params import FromPath
 
 from loramux.gateway import Platform
-from loramux.registry import AdapterInfo, AdapterNotFound, ModelNotFound
+from loramux.registry import AdapterNotFound, ModelNotFound
 from loramux.tenants import Principal
 from loramux_api.auth import requires
 from loramux_api.openapi import REFUSALS
@@ -25,10 +25,11 @@ class ModelController(Controller):
     async def list_models(
         self, principal: NamedDependency[Principal], platform: NamedDependency[Platform]
     ) -> ModelList:
-        """The base model and your own adapters, as far as your key may name them."""
-        adapters = [_adapter(platform, adapter) for adapter in await platform.adapters.all(principal)]
-        base = _base(platform)
-        return ModelList(data=[base, *adapters] if principal.may_use(base.id) else adapters)
+        """The base model, your own adapters and those shared with you, as far as your key may name them."""
+        reading, base = platform.adapters.reading, _base(platform)
+        models = [base] if principal.may_use(base.id) else []
+        models += [_adapter(platform, info.name, info.created_at) for info in await reading.all(principal)]
+        return ModelList(data=models + [_adapter(platform, *one) for one in await reading.granted(principal)])
 
     @get("/{name:path}", summary="Describe a model", responses=REFUSALS)
     async def get_model(
@@ -38,10 +39,14 @@ class ModelController(Controller):
         name = name.removeprefix("/")
         if name == platform.settings.model.served_model_name and principal.may_use(name):
             return _base(platform)
+        granted = dict(await platform.adapters.reading.granted(principal))
+        if name in granted:
+            return _adapter(platform, name, granted[name])
         try:
-            return _adapter(platform, await platform.adapters.get(principal, name))
+            info = await platform.adapters.reading.get(principal, name)
         except AdapterNotFound:
             raise ModelNotFound(name) from None
+        return _adapter(platform, info.name, info.created_at)
 
 
 def _base(platform: Platform) -> Model:
@@ -53,11 +58,11 @@ def _base(platform: Platform) -> Model:
     )
 
 
-def _adapter(platform: Platform, adapter: AdapterInfo) -> Model:
+def _adapter(platform: Platform, name: str, created_at: int) -> Model:
     return Model(
-        id=adapter.name,
-        created=adapter.created_at // SECOND,
-        owned_by=adapter.name.partition("/")[0],
+        id=name,
+        created=created_at // SECOND,
+        owned_by=name.partition("/")[0],
         parent=platform.settings.model.served_model_name,
         max_model_len=platform.completions.context,
     )

@@ -90,6 +90,7 @@ def to_ask(body: ChatBody) -> Ask:
         max_tokens=body.max_completion_tokens or body.max_tokens,
         n=body.n or 1,
         stop=body.stops,
+        user=body.user or None,
         tags=canonical_tags(body.metadata),
     )
 

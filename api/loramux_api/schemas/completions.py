@@ -44,6 +44,7 @@ def to_ask(body: CompletionBody) -> Ask:
         max_tokens=body.max_tokens,
         n=n,
         stop=body.stops,
+        user=body.user or None,
         tags=canonical_tags(body.metadata),
     )
 

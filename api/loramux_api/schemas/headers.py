@@ -29,3 +29,19 @@ IdempotencyKey = Annotated[
     ),
 ]
 """By which a request can be sent again."""
+
+IfMatch = Annotated[
+    str | None,
+    HeaderParameter(
+        name="If-Match",
+        description="The adapter's ETag as you read it: the change is made only if nobody has changed the adapter "
+        "since, else the answer is 412.",
+    ),
+]
+"""What the adapter must still be."""
+
+IfNoneMatch = Annotated[
+    str | None,
+    HeaderParameter(name="If-None-Match", description="The adapter's ETag as you have it: 304 if it is the same."),
+]
+"""What the adapter was."""

@@ -14,6 +14,7 @@ from loramux_api.schemas.strict import Body, Unsupported
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
+MAX_USER_LENGTH = 512
 
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Positive = Annotated[int, Meta(ge=1)]
@@ -57,8 +58,8 @@ class SamplingBody(Body, kw_only=True):
     """Add `token_ids` to every choice and `prompt_token_ids` to the answer."""
     metadata: dict[str, str] | None = None
     """Up to 16 tags by which the bill can be divided."""
-    user: str | None = None
-    """Accepted and without effect."""
+    user: Annotated[str, Meta(max_length=MAX_USER_LENGTH)] | None = None
+    """Who is served: gets always the same revision of an alias that has several."""
 
     unsupported: ClassVar[Mapping[str, Unsupported]] = {
         "best_of": Unsupported("ask for n choices and pick one.", (None, 1)),

@@ -1,4 +1,4 @@
-"""Tenants' adapters: what the registry keeps, and what the engine must forget."""
+"""Tenants' adapters: what the registry keeps, and what the engine must keep or forget."""
 
 from __future__ import annotations
 
@@ -8,14 +8,20 @@ from pathlib import Path
 from loramux.engine import EngineClient
 from loramux.engine.request import AdapterRef
 from loramux.gateway.errors import InvalidRequest
-from loramux.registry import AdapterInfo, Registry
+from loramux.gateway.pins import Pins
+from loramux.registry import UNCONDITIONAL, AdapterInfo, Registry, RevisionInfo, Terms
 from loramux.tenants import Principal
 
 
 class AdapterService:
-    """Upload, list and delete."""
+    """Everything that is done with adapters. `reading`, `releasing` and `sharing` concern the registry alone."""
 
     def __init__(self, registry: Registry, engine: EngineClient) -> None:
+        self.reading = registry.reading
+        self.releasing = registry.releasing
+        self.sharing = registry.sharing
+        self.retiring = registry.retiring
+        self.pins = Pins(registry, engine)
         self._registry = registry
         self._engine = engine
 
@@ -47,17 +53,35 @@ class AdapterService:
         fault = await self._engine.pin(AdapterRef(revision.digest, str(revision.directory)))
         return fault.message if fault else None
 
-    async def all(self, principal: Principal) -> list[AdapterInfo]:
-        """The caller's adapters, by name."""
-        return await self._registry.list_adapters(principal)
-
-    async def get(self, principal: Principal, name: str) -> AdapterInfo:
-        """One of the caller's adapters. Raises AdapterNotFound."""
-        return await self._registry.get(principal, name)
-
-    async def delete(self, principal: Principal, name: str) -> AdapterInfo:
-        """Forget an adapter, here and in the engine, and say what it was. Raises AdapterNotFound."""
-        info = await self._registry.get(principal, name)
-        for digest in await self._registry.delete(principal, name):
-            self._engine.retire(digest)
+    async def delete(
+        self, principal: Principal, name: str, terms: Terms = UNCONDITIONAL, undo_seconds: int | None = None
+    ) -> AdapterInfo:
+        """Delete an adapter, here and in the engine, and say what it was: see `Retiring.delete`."""
+        info, digests = await self.retiring.delete(principal, name, terms, undo_seconds)
+        await self._retire(digests)
         return info
+
+    async def delete_revision(
+        self,
+        principal: Principal,
+        name: str,
+        number: int,
+        terms: Terms = UNCONDITIONAL,
+        undo_seconds: int | None = None,
+    ) -> RevisionInfo:
+        """The same for one revision: see `Retiring.delete_revision`."""
+        info = await self.retiring.delete_revision(principal, name, number, terms, undo_seconds)
+        await self._retire(frozenset({info.digest}))
+        return info
+
+    async def keep_house(self) -> None:
+        """Delete what has expired, forget what is gone, and see that the engine keeps what is pinned, and no more."""
+        await self.retiring.expire()
+        for digest in await self._registry.contents.departed():
+            self._engine.retire(digest)
+        await self._registry.contents.purge()
+        await self.pins.renew()
+
+    async def _retire(self, digests: frozenset[str]) -> None:
+        for digest in await self._registry.contents.uncallable(digests):
+            self._engine.retire(digest)

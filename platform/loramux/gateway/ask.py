@@ -42,6 +42,8 @@ class Ask:
     """The idempotency key that it came with."""
     deadline_ms: int | None = None
     """Every choice's first token must come within so many milliseconds, or the request is refused."""
+    user: str | None = None
+    """The caller's own name for who is served: always the same revision of an alias that has several."""
     tags: str = ""
     """What the caller wants to find on the bill, as `loramux.gateway.tags` writes it."""
 

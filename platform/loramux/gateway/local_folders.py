@@ -41,7 +41,7 @@ class LocalFolders:
 
     async def _exists(self, principal: Principal, name: str) -> bool:
         try:
-            await self._adapters.get(principal, name)
+            await self._adapters.reading.get(principal, name)
         except AdapterNotFound:
             return False
         return True

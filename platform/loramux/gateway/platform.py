@@ -35,6 +35,7 @@ from loramux.webhooks import Webhooks, webhook_client
 if TYPE_CHECKING:
     from loramux_adapters import BaseDescription
 
+HOUSE_SECONDS = 10.0
 STORAGE_SECONDS = 3600.0
 FORGET_SECONDS = 3600.0
 CACHE_SECONDS = 60.0
@@ -141,8 +142,9 @@ async def open_platform(settings: Settings, engine: EngineClient | None = None) 
         await stack.enter_async_context(every(FORGET_SECONDS, usage.forget_answers))
         await stack.enter_async_context(every(UPLOAD_SECONDS, uploads.workshop.tend))
         await stack.enter_async_context(every(UPLOAD_SWEEP_SECONDS, uploads.workshop.sweep))
-        trim_cache = partial(registry.trim_cache, settings.records.cache_bytes)
+        trim_cache = partial(registry.contents.trim_cache, settings.records.cache_bytes)
         await stack.enter_async_context(every(CACHE_SECONDS, trim_cache))
+        await stack.enter_async_context(every(HOUSE_SECONDS, adapters.keep_house))
         sinks = await open_sinks(settings, stack)
         if listening := [sink for sink in sinks if isinstance(sink, WebhookSink)]:
             await stack.enter_async_context(every(DELIVERY_SECONDS, AlertDelivery(database, listening).run))
@@ -219,6 +221,6 @@ async def _preload(settings: Settings, tenants: Tenants, adapters: AdapterServic
 
 
 async def _sweep(registry: Registry, usage: Usage) -> None:
-    interrupted, contents = await usage.sweep(), await registry.sweep()
+    interrupted, contents = await usage.sweep(), await registry.contents.sweep()
     if interrupted or contents:
         logger.info("after a crash: %d requests closed as interrupted, %d contents removed", interrupted, contents)

@@ -108,13 +108,13 @@ class CompletionService:
         where its idempotency key stands against it IdempotencyMismatch or StillRunning.
         """
         self.demand_serving()
-        model = await self._registry.resolve(principal, ask.model)
+        id = f"{ask.kind}-{uuid.uuid4().hex}"
+        model = await self._registry.resolve(principal, ask.model, ask.user or id)
         prompts = [await self._read(prompt) for prompt in ask.prompts]
         check_token_ids(ask, prompts, self.facts.vocab_size)
         read = zip(ask.prompts, prompts, strict=True)
         budgets = [settle_max_tokens(ask, prompt, len(token_ids), self.context) for prompt, token_ids in read]
         self.demand_serving()
-        id = f"{ask.kind}-{uuid.uuid4().hex}"
         opened = OpenedRequest(
             id=id,
             tenant=principal.tenant,

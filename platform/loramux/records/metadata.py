@@ -6,6 +6,7 @@ from loramux.records import (
     billing_models,
     idempotency_models,
     ledger_models,
+    lifecycle_models,
     limit_models,
     models,
     tenancy_models,
@@ -16,6 +17,7 @@ from loramux.records import (
 METADATA = models.Base.metadata
 TABLE_MODULES = (
     models,
+    lifecycle_models,
     tenancy_models,
     limit_models,
     idempotency_models,

@@ -18,6 +18,7 @@ from sqlalchemy import (
     MetaData,
     Text,
     UniqueConstraint,
+    text,
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
@@ -88,17 +89,31 @@ class KeyRow(Base):
     revoked_at: Mapped[int | None]
 
 
+def _where_set(table: str, moment: str) -> Index:
+    """An index of the few rows that have this time."""
+    is_set = text(f"{moment} IS NOT NULL")
+    return Index(f"ix_{table}_{moment}", moment, sqlite_where=is_set, postgresql_where=is_set)
+
+
 class AdapterRow(Base):
     """A name that a tenant owns; it survives deletion so that a revision number names one content for ever."""
 
     __tablename__ = "adapters"
-    __table_args__ = (UniqueConstraint("tenant_id", "name"), UniqueConstraint("tenant_id", "id"))
+    __table_args__ = (
+        UniqueConstraint("tenant_id", "name"),
+        UniqueConstraint("tenant_id", "id"),
+        _where_set("adapters", "expires_at"),
+    )
 
     id: Mapped[str] = mapped_column(primary_key=True)
     tenant_id: Mapped[TenantId] = mapped_column(ForeignKey("tenants.id"))
     name: Mapped[str]
     created_at: Mapped[int]
     deleted_at: Mapped[int | None]
+    version: Mapped[int] = mapped_column(server_default=text("1"))
+    """Counts every change of the adapter or of anything under its name: its ETag."""
+    expires_at: Mapped[int | None]
+    """When it deletes itself."""
 
 
 class RevisionRow(Base):
@@ -113,6 +128,7 @@ class RevisionRow(Base):
         CheckConstraint("state IN ('ready', 'deleted')", name="state"),
         CheckConstraint("number >= 1 AND rank >= 1 AND size_bytes >= 0", name="quantities"),
         Index("ix_revisions_digest", "digest"),
+        *(_where_set("revisions", moment) for moment in ("deleted_at", "purge_at", "expires_at")),
     )
 
     id: Mapped[str] = mapped_column(primary_key=True)
@@ -131,21 +147,26 @@ class RevisionRow(Base):
     """When its storage ceased to be charged."""
     counted_until: Mapped[int | None]
     """Up to when its storage is on the bill; None: not at all yet."""
+    purge_at: Mapped[int | None]
+    """Of a deleted one, when its content goes; until then it can be undeleted. None: it is not deleted, or gone."""
+    expires_at: Mapped[int | None]
+    """When it deletes itself."""
 
 
 class AliasRow(Base):
-    """A movable name for one of an adapter's revisions."""
+    """A movable name for an adapter's revisions; which ones, its targets say."""
 
     __tablename__ = "aliases"
     __table_args__ = (
-        ForeignKeyConstraint(
-            ["tenant_id", "adapter_id", "revision_id"],
-            ["revisions.tenant_id", "revisions.adapter_id", "revisions.id"],
-        ),
+        ForeignKeyConstraint(["tenant_id", "adapter_id"], ["adapters.tenant_id", "adapters.id"]),
+        UniqueConstraint("tenant_id", "adapter_id", "name"),
     )
 
     adapter_id: Mapped[str] = mapped_column(primary_key=True)
     name: Mapped[str] = mapped_column(primary_key=True)
+    id: Mapped[str] = mapped_column(unique=True)
+    """Keys the choice between targets, so that two aliases choose independently."""
     tenant_id: Mapped[TenantId]
-    revision_id: Mapped[str]
+    version: Mapped[int]
+    """The latest of its history."""
     updated_at: Mapped[int]

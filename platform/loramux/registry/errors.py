@@ -2,9 +2,13 @@
 
 RegistryError(code, field, message)
 ├── InvalidName            a name that cannot be, or that is not the caller's to give: 400
+├── InvalidChange          a change whose own fields cannot be: 400
 ├── ModelNotFound          no such model, or not the caller's: 404, and the same answer
-│   └── AdapterNotFound    likewise, by the adapter's name
-├── TooManyAdapters        the tenant's limit is reached: 400
+│   ├── AdapterNotFound    likewise, by the adapter's name
+│   └── PartNotFound       the caller's own adapter has no such revision, alias, pin or grant: 404
+├── TooManyAdapters        a limit on what there may be is reached: 400
+├── ChangeConflict         it cannot be as things stand, and the message says what to change first: 409
+├── PreconditionFailed     the adapter was changed since its ETag was read: 412
 ├── ValidationUnavailable  uploads cannot be checked at present: 503
 └── RevisionUnavailable    its files are damaged, or it was made for another base model: 503
 """
@@ -32,6 +36,12 @@ class InvalidName(RegistryError):
     code = "invalid_adapter_name"
 
 
+class InvalidChange(RegistryError):
+    """The message says the limits."""
+
+    code = "invalid_value"
+
+
 class ModelNotFound(RegistryError):
     """The same for a model that does not exist and one that is another tenant's."""
 
@@ -52,10 +62,34 @@ class AdapterNotFound(ModelNotFound):
         )
 
 
-class TooManyAdapters(RegistryError):
-    """The message names the limit."""
+class PartNotFound(ModelNotFound):
+    """`part` is `revision`, `alias`, `pin` or `grant`."""
 
-    code = "too_many_adapters"
+    def __init__(self, part: str, name: str, message: str) -> None:
+        RegistryError.__init__(self, f"`{name[:SHOWN]}` {message}", part)
+        self.code = f"{part}_not_found"
+
+
+class TooManyAdapters(RegistryError):
+    """The message names the limit. `what` is `adapters`, `revisions`, `aliases`, `grants` or `pins`."""
+
+    def __init__(self, message: str, field: str | None = None, what: str = "adapters") -> None:
+        super().__init__(message, field)
+        self.code = f"too_many_{what}"
+
+
+class ChangeConflict(RegistryError):
+    """`code` says with what."""
+
+    def __init__(self, code: str, message: str, field: str | None = None) -> None:
+        super().__init__(message, field)
+        self.code = code
+
+
+class PreconditionFailed(RegistryError):
+    """The message has the ETag as it is now."""
+
+    code = "precondition_failed"
 
 
 class RevisionUnavailable(RegistryError):

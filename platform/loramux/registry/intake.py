@@ -13,13 +13,16 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from loramux.limits import AdapterCaps, adapter_caps
 from loramux.records import Database, Principal
 from loramux.records.adapters import AdapterRepository, Listed, RevisionContent
+from loramux.records.aliases import Stamp
 from loramux.records.locks import CONTENTS, exclusive
 from loramux.registry.contents import Contents
+from loramux.registry.entities import revision_info
 from loramux.registry.errors import AdapterNotFound, RegistryError, TooManyAdapters, ValidationUnavailable
 from loramux.registry.names import check_adapter_name
 from loramux.registry.threads import finished
 from loramux.settings import AdapterLimits
 from loramux.storage import FILES, BlobStore
+from loramux.tenants import Change, Mandate
 from loramux.validation import Report, SandboxDied, Validator
 
 if TYPE_CHECKING:
@@ -82,7 +85,7 @@ class Intake:
             raise AdapterNotFound(name)
         async with self._database.read() as session:
             caps = await adapter_caps(session, principal, self._limits)
-            await _demand_room(AdapterRepository(session, principal.tenant), adapter, caps)
+            await self._demand_room(AdapterRepository(session, principal.tenant), adapter, caps)
         return adapter
 
     async def accept(self, principal: Principal, arrival: Arrival) -> Listed:
@@ -136,27 +139,39 @@ class Intake:
             await exclusive(session, CONTENTS)
             adapters = AdapterRepository(session, principal.tenant)
             caps = await adapter_caps(session, principal, self._limits)
-            await _demand_room(adapters, arrival.adapter, caps, content)
+            await self._demand_room(adapters, arrival.adapter, caps, content)
             if not await finished(self._blobs.is_stored, content.digest):
                 return None
-            listed = await adapters.register(arrival.adapter, content, self._database.now(), arrival.promote)
-            await arrival.settle(session, listed)
-            return listed
+            version, stamp = await adapters.version(arrival.adapter), Stamp(self._database.now(), principal.key_id)
+            adapter, revision = await adapters.register(arrival.adapter, content, stamp, arrival.promote)
+            if adapter.version != version:
+                info = revision_info(f"{principal.tenant_name}/{adapter.name}", revision)
+                change = Change(session, Mandate(principal.key_id, principal.origin, principal.scopes), stamp.at)
+                await change.note("adapter.upload", info.name, tenant=principal.tenant, after=info)
+            await arrival.settle(session, (adapter, revision))
+            return adapter, revision
 
-
-async def _demand_room(
-    adapters: AdapterRepository, name: str, caps: AdapterCaps, content: RevisionContent | None = None
-) -> None:
-    if await adapters.count() >= caps.adapters and not await adapters.exists(name):
-        raise TooManyAdapters(
-            f"you have {caps.adapters} adapters, the most that is allowed; delete one first, or ask for more", "name"
-        )
-    if caps.bytes_in_all is None or content is None:
-        return
-    have = await adapters.bytes_besides(content.digest)
-    if have + content.size_bytes > caps.bytes_in_all:
-        raise TooManyAdapters(
-            f"your adapters have {have} bytes and this one {content.size_bytes}; together they may have "
-            f"{caps.bytes_in_all} (adapter_bytes). Delete one first, or ask for more",
-            "name",
-        )
+    async def _demand_room(
+        self, adapters: AdapterRepository, name: str, caps: AdapterCaps, content: RevisionContent | None = None
+    ) -> None:
+        if await adapters.count() >= caps.adapters and not await adapters.exists(name):
+            raise TooManyAdapters(
+                f"you have {caps.adapters} adapters, the most that is allowed; delete one first, or ask for more",
+                "name",
+            )
+        if await adapters.count_revisions(name) >= self._limits.max_revisions:
+            raise TooManyAdapters(
+                f"`{name}` has {self._limits.max_revisions} revisions, the most that an adapter may have "
+                "(adapters.max_revisions); delete some first, or let them expire (ttl_s)",
+                "name",
+                "revisions",
+            )
+        if caps.bytes_in_all is None or content is None:
+            return
+        have = await adapters.bytes_besides(content.digest)
+        if have + content.size_bytes > caps.bytes_in_all:
+            raise TooManyAdapters(
+                f"your adapters have {have} bytes and this one {content.size_bytes}; together they may have "
+                f"{caps.bytes_in_all} (adapter_bytes). Delete one first, or ask for more",
+                "name",
+            )

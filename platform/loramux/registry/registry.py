@@ -1,4 +1,4 @@
-"""The registry: uploads become revisions, model names become revisions, deletions become nothing."""
+"""The registry: uploads become revisions, model names become revisions, and what is deleted goes when it is free."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from loramux.records import Database, Principal
-from loramux.records.adapters import AdapterRepository, ContentRepository
-from loramux.records.locks import CONTENTS, exclusive
+from loramux.registry.changing import Changing
 from loramux.registry.contents import Contents
-from loramux.registry.entities import AdapterInfo, ResolvedModel, info_of
-from loramux.registry.errors import AdapterNotFound
+from loramux.registry.entities import AdapterInfo, ResolvedModel
 from loramux.registry.intake import Arrival, Intake
-from loramux.registry.names import adapter_part
+from loramux.registry.pinning import Pinning
+from loramux.registry.reading import Reading
+from loramux.registry.releasing import Releasing
 from loramux.registry.resolving import Resolving
+from loramux.registry.retiring import Retiring
+from loramux.registry.sharing import Sharing
 from loramux.registry.threads import finished
 from loramux.settings import AdapterLimits
 from loramux.storage import BlobStore
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Registry:
-    """One base model's adapters, of every tenant."""
+    """One base model's adapters, of every tenant: a room for each thing that is done with them."""
 
     def __init__(
         self,
@@ -36,11 +38,16 @@ class Registry:
         limits: AdapterLimits,
         validator: Validator,
     ) -> None:
-        self._database = database
-        self._contents = Contents(database, blobs)
-        self._blobs = blobs
-        self.intake = Intake(database, blobs, self._contents, base, served_model_name, limits, validator)
+        changing = Changing(database)
+        self.reading = Reading(database)
+        self.releasing = Releasing(changing, limits.max_aliases)
+        self.retiring = Retiring(database, changing, limits)
+        self.sharing = Sharing(changing, limits.max_grants)
+        self.pinning = Pinning(database, changing, limits)
+        self.contents = Contents(database, blobs)
+        self.intake = Intake(database, blobs, self.contents, base, served_model_name, limits, validator)
         """For files that come in other ways than `upload`."""
+        self._blobs = blobs
         self._resolving = Resolving(database, blobs, base, served_model_name)
 
     def staging(self) -> AbstractContextManager[Path]:
@@ -55,54 +62,13 @@ class Registry:
         adapter = await self.intake.demand_place(principal, name)
         with self._blobs.staging() as folder:
             await finished(self._blobs.stage, folder, (config_file, weights_file))
-            return info_of(principal, await self.intake.accept(principal, Arrival(adapter, folder)))
+            await self.intake.accept(principal, Arrival(adapter, folder))
+        return await self.reading.get(principal, adapter)
 
-    async def resolve(self, principal: Principal, model: str) -> ResolvedModel:
-        """What `model` means to this caller now. Raises ModelNotFound, RevisionUnavailable."""
-        return await self._resolving.resolve(principal, model)
+    async def resolve(self, principal: Principal, model: str, caller: str = "") -> ResolvedModel:
+        """What `model` means now: see `Resolving.resolve`."""
+        return await self._resolving.resolve(principal, model, caller)
 
-    async def sweep(self) -> int:
-        """At boot: remove what crashes left behind, staged or stored; the number of contents removed."""
-        return await self._contents.sweep()
-
-    async def trim_cache(self, most: int) -> int:
-        """Keep this machine's cache to so many bytes: see `Contents.trim_cache`."""
-        return await self._contents.trim_cache(most)
-
-    async def list_adapters(self, principal: Principal) -> list[AdapterInfo]:
-        """The caller's adapters with their current revisions, by name; those that its allow-list has."""
-        async with self._database.read() as session:
-            every = [info_of(principal, listed) for listed in await AdapterRepository(session, principal.tenant).all()]
-        return [info for info in every if principal.may_use(info.name)]
-
-    async def get(self, principal: Principal, name: str) -> AdapterInfo:
-        """One of the caller's adapters, as `adapter` or `tenant/adapter`. Raises AdapterNotFound."""
-        adapter = _own(principal, name)
-        async with self._database.read() as session:
-            listed = await AdapterRepository(session, principal.tenant).default(adapter) if adapter else None
-        if listed is None:
-            raise AdapterNotFound(name)
-        return info_of(principal, listed)
-
-    async def delete(self, principal: Principal, name: str) -> frozenset[str]:
-        """Forget an adapter; returns the digests that nobody has any more, for the engine to retire.
-
-        Their files go too, unless an open request still runs with them: then a later delete or sweep takes them.
-        Raises AdapterNotFound.
-        """
-        adapter = _own(principal, name)
-        async with self._database.begin() as session:
-            await exclusive(session, CONTENTS)
-            adapters = AdapterRepository(session, principal.tenant)
-            digests = await adapters.delete(adapter, self._database.now()) if adapter else None
-            if digests is None:
-                raise AdapterNotFound(name)
-            unreferenced = await ContentRepository(session).unreferenced(digests)
-        await self._contents.remove_unused(unreferenced)
-        return unreferenced
-
-
-def _own(principal: Principal, name: str) -> str | None:
-    """The adapter's own name; None where it cannot be the caller's to know of."""
-    adapter = adapter_part(principal.tenant_name, name)
-    return adapter if adapter and principal.may_use(f"{principal.tenant_name}/{adapter}") else None
+    def take_used(self) -> frozenset[str]:
+        """The contents that names were resolved to since the last time."""
+        return self._resolving.take_used()

@@ -4,7 +4,7 @@ from loramux.records import Origin, Principal, ProjectId, TenantId
 from loramux.tenants.access import CUSTOMER_SCOPES, ROLE_SCOPES, SCOPES, TENANT_SCOPES, Role
 from loramux.tenants.audit import AuditLog, Change, Changes
 from loramux.tenants.authentication import Credential
-from loramux.tenants.entities import AuditEntry, Key, Member, Project, Tenant, Tier
+from loramux.tenants.entities import AuditEntry, Key, Mandate, Member, Project, Tenant, Tier
 from loramux.tenants.errors import (
     AlreadyExists,
     InvalidKey,
@@ -48,6 +48,7 @@ __all__ = [
     "KeyNotFound",
     "KeyRequest",
     "Keys",
+    "Mandate",
     "Member",
     "MemberNotFound",
     "Members",

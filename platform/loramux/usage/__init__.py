@@ -5,7 +5,7 @@ from loramux.records.errors import ChainBroken
 from loramux.records.ledger import LedgerEntry
 from loramux.records.requests import AnsweredRequest
 from loramux.records.usage import UsageTotals
-from loramux.usage.claims import Answered, Claim
+from loramux.usage.claims import Answered, Claim, ClaimedOnce
 from loramux.usage.errors import (
     IdempotencyMismatch,
     InvalidQuery,
@@ -24,6 +24,7 @@ __all__ = [
     "AnsweredRequest",
     "ChainBroken",
     "Claim",
+    "ClaimedOnce",
     "Counted",
     "IdempotencyMismatch",
     "InvalidQuery",

@@ -12,8 +12,9 @@ from typing import Any
 import msgspec
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from loramux.records import TenantId
+from loramux.records import Principal, TenantId
 from loramux.records.idempotency import ClaimRepository
+from loramux.records.identity import new_id
 from loramux.usage.errors import IdempotencyMismatch, StillRunning
 
 KEPT_SECONDS = 86_400
@@ -57,6 +58,29 @@ async def judge(session: AsyncSession, claimants: Sequence[Claimant], now: int) 
         if row.request_id != one.request_id:
             verdicts[one.request_id] = _verdict(one.claim, row)
     return verdicts
+
+
+class ClaimedOnce:
+    """Has a change made once under an idempotency key: claimed and answered in the change's own transaction."""
+
+    def __init__(self, principal: Principal, claim: Claim) -> None:
+        self._claimant = Claimant(
+            request_id=new_id("change"), tenant=principal.tenant, key_id=principal.key_id, claim=claim
+        )
+
+    async def said(self, session: AsyncSession, now: int) -> bytes | None:
+        """What the change was answered, where it was made before; else it is claimed.
+
+        Raises IdempotencyMismatch, or StillRunning where the key belongs to a request that generates.
+        """
+        verdict = (await judge(session, [self._claimant], now)).get(self._claimant.request_id)
+        if isinstance(verdict, Exception):
+            raise verdict
+        return None if verdict is None else verdict.answer
+
+    async def say(self, session: AsyncSession, answer: bytes) -> None:
+        """Keep the answer."""
+        await settle(session, {self._claimant.request_id: answer})
 
 
 async def forget_expired(session: AsyncSession, now: int) -> None:

@@ -31,7 +31,7 @@ def test_adapters_are_preloaded_by_name_and_the_others_warned_of(
             await platform.adapters.upload(acme, "one", folder / CONFIG, folder / WEIGHTS)
         engine = ScriptedEngine()
         async with open_platform(msgspec.structs.replace(settings, adapters=wanted), engine) as platform:
-            info = await platform.adapters.get(acme, "one")
+            info = await platform.adapters.reading.get(acme, "one")
             assert engine.pinned == [(info.digest, "")]
 
     asyncio.run(use())

@@ -10,9 +10,12 @@ from hypothesis import strategies as st
 
 from loramux.records import Database, ProjectId, RowRefused, TenantId
 from loramux.records.adapters import AdapterRepository, RevisionContent
+from loramux.records.aliases import AliasRepository, Stamp
 from loramux.records.identity import new_id
 from loramux.records.ledger import LedgerDraft, LedgerRepository
+from loramux.records.lifecycle_models import AliasTargetRow, GrantRow, PinRow
 from loramux.records.models import AdapterRow, AliasRow, KeyRow, RevisionRow, TenantRow
+from loramux.records.reach import ReachRepository
 from loramux.records.tenancy import ProjectRepository
 from loramux.records.tenancy_models import ProjectRow
 from loramux.records.tenants import KeyRepository
@@ -75,13 +78,14 @@ class TwoTenants:
     def __init__(self, database: Database) -> None:
         self.database = database
         self.ids = [TenantId(new_id("tenant")) for _ in range(2)]
+        self.names = [f"tenant-{next(fresh)}" for _ in range(2)]
         self.adapters: list[dict[str, set[str]]] = [{}, {}]
         self.used = [dict.fromkeys(NAMES, 0), dict.fromkeys(NAMES, 0)]
 
     async def enrol(self) -> None:
         async with self.database.begin() as session:
-            for tenant in self.ids:
-                session.add(TenantRow(id=tenant, name=f"tenant-{next(fresh)}", tier="standard", created_at=1))
+            for tenant, name in zip(self.ids, self.names, strict=True):
+                session.add(TenantRow(id=tenant, name=name, tier="standard", created_at=1))
                 await session.flush()
                 await ProjectRepository(session, tenant).add(project_of(tenant))
                 await KeyRepository(session, tenant).add(key_of(tenant, f"project-{tenant}"))
@@ -90,11 +94,12 @@ class TwoTenants:
         async with self.database.begin() as session:
             adapters = AdapterRepository(session, self.ids[tenant])
             if operation == "register":
-                await adapters.register(name, content(number), 1)
+                await adapters.register(name, content(number), Stamp(1, "k"))
                 self.adapters[tenant].setdefault(name, set()).add(content(number).digest)
             elif operation == "delete":
-                deleted = await adapters.delete(name, 2)
-                assert set(deleted or ()) == self.adapters[tenant].pop(name, set())
+                adapter = await adapters.lock(name)
+                deleted = await adapters.delete(adapter, 2, 2) if adapter else []
+                assert {revision.digest for revision in deleted} == self.adapters[tenant].pop(name, set())
             else:
                 ledger = LedgerRepository(session)
                 await ledger.append(await ledger.lock(), [self.draft(tenant, name, number)])
@@ -121,15 +126,23 @@ class TwoTenants:
         async with self.database.read() as session:
             adapters, usage = AdapterRepository(session, mine), UsageRepository(session, mine)
             listed = await adapters.all()
-            assert [adapter.name for adapter, _ in listed] == sorted(self.adapters[tenant])
+            assert [adapter.name for adapter in listed] == sorted(self.adapters[tenant])
             assert await adapters.count() == len(listed)
+            aliases = await AliasRepository(session, mine).all()
+            reach = ReachRepository(session, mine, self.names[tenant])
+            for adapter in listed:
+                revisions = [row for row in await adapters.revisions(adapter.id) if row.state == "ready"]
+                pointed = [target.revision for one in aliases[adapter.id] for target in one.targets]
+                self.all_mine(tenant, [adapter, *revisions, *pointed])
+                assert {row.digest for row in revisions} == self.adapters[tenant][adapter.name]
             for name in NAMES:
-                found = [await adapters.default(name), await adapters.aliased(name, "default")]
-                found += [await adapters.numbered(name, number) for number in range(1, 4)]
-                rows = [row for row in found if row is not None]
-                self.all_mine(tenant, [part for row in rows for part in row])
-                assert {revision.digest for _, revision in rows} <= self.adapters[tenant].get(name, set())
-                assert await adapters.exists(name) == (name in self.adapters[tenant])
+                there = self.adapters[tenant].get(name, set())
+                assert await adapters.exists(name) == bool(there)
+                found = [await reach.numbered(self.names[tenant], name, number) for number in range(1, 4)]
+                assert {one.digest for one in found if one} == there
+                assert {one.digest for one in await reach.aliased(self.names[tenant], name, "default")} <= there
+                assert await reach.aliased(self.names[1 - tenant], name, "default") == []
+                assert await reach.numbered(self.names[1 - tenant], name, 1) is None
             totals = {total.model: total.output_tokens for total in await usage.by_model()}
             window = UsageWindow(start=0, end=10, width=10)
             assert totals == {name: used for name, used in self.used[tenant].items() if used}
@@ -157,15 +170,33 @@ def test_tenants_never_meet(url: str, operations: list[tuple[int, str, str, int]
     asyncio.run(scenario())
 
 
-def alias_for(revision: str) -> AliasRow:
-    return AliasRow(adapter_id="of-a", name="x", tenant_id=TenantId("a"), revision_id=revision, updated_at=1)
+def target_for(revision: str) -> AliasTargetRow:
+    return AliasTargetRow(adapter_id="of-a", alias="x", revision_id=revision, tenant_id=TenantId("a"), weight=1)
+
+
+def pin_of(revision: str) -> PinRow:
+    return PinRow(
+        id="p",
+        tenant_id=TenantId("a"),
+        adapter_id="of-a",
+        revision_id=revision,
+        digest="d1",
+        size_bytes=1,
+        pinned_by="k",
+        since=1,
+        used_at=1,
+    )
 
 
 MIXTURES: dict[str, Callable[[], object]] = {
     "a revision of another's adapter": lambda: revision_of("b", "of-a3"),
-    "an alias for another's revision": lambda: alias_for("revision-of-b"),
+    "an alias for another's revision": lambda: target_for("revision-of-b"),
+    "a pin of another's revision": lambda: pin_of("revision-of-b"),
+    "a grant of another's adapter": lambda: GrantRow(
+        adapter_id="of-b", grantee="x", tenant_id=TenantId("a"), granted_by="k", granted_at=1
+    ),
     "a key in another's project": lambda: key_of(TenantId("a"), "project-b"),
-    "an alias across one's own adapters": lambda: alias_for("revision-of-a2"),
+    "an alias across one's own adapters": lambda: target_for("revision-of-a2"),
 }
 
 
@@ -180,6 +211,12 @@ async def test_the_tables_refuse_a_mixture(database: Database, mixture: str) -> 
             for adapter in adapters:
                 session.add(AdapterRow(id=adapter, tenant_id=TenantId(tenant), name=adapter, created_at=1))
                 await session.flush()
+                if adapter == "of-a":
+                    session.add(
+                        AliasRow(
+                            adapter_id="of-a", name="x", id="alias", tenant_id=TenantId("a"), version=1, updated_at=1
+                        )
+                    )
                 if adapter != "of-a3":
                     session.add(revision_of(tenant, adapter))
                 await session.flush()
