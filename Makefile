@@ -13,8 +13,8 @@ help:  ## this list
 demo: $(VENV)/.run  ## start the real server and drive five adapters and the base through it (ARGS="--once --json")
 	@$(BIN)/loramux demo $(ARGS)
 
-test: $(VENV)/.dev  ## every test but the slow ones
-	$(BIN)/python -m pytest $(ARGS)
+test: $(VENV)/.dev  ## every test but the slow ones, on every core
+	$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
 
 test-slow: $(VENV)/.dev  ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow $(ARGS)

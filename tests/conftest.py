@@ -1,6 +1,11 @@
 """Options for the tests that can be made longer."""
 
+import os
+
 import pytest
+
+# Before torch is imported: threads that spin as they wait make a test on a busy machine take a hundred times as long.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
-
-# Threads that spin while they wait make a test on a busy machine take a hundred times as long.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
 import torch
 
 from loramux_kernels.native import native_library
