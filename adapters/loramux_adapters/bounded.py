@@ -19,7 +19,7 @@ from loramux_adapters import matching
 from loramux_adapters.errors import ConfigRejected
 from loramux_adapters.matching import InvalidExpression, Match, TargetRules, expressions, match_modules
 
-CPU_SECONDS = 1
+CPU_SECONDS = 0.5
 MEMORY_BYTES = 256 << 20
 WALL_SECONDS = 60
 """Processor time is what bounds the child; this only ends one that a starved machine never runs."""

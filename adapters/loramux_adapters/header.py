@@ -25,6 +25,10 @@ MAX_SIZE = 1 << 48
 
 ITEM_BYTES: Mapping[str, int] = {"F32": 4, "F16": 2, "BF16": 2}
 
+_START_BYTES = 512
+_ARCHIVES = (b"PK", b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"7z\xbc\xaf", b"Rar!")
+_TAR_MAGIC = slice(257, 262)
+
 _NAME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 _CONVERT = (
     "pickled weights can run code when they are read, so only safetensors is taken. Load the adapter with PEFT and "
@@ -54,17 +58,17 @@ class SafetensorsHeader:
 def read_header(path: Path) -> SafetensorsHeader:
     """Read and check the header of `path`; at most 1 MiB of the file is read.
 
-    Raises WeightsFileRejected: `weights_missing`, `weights_pickled`, `weights_truncated`, `header_length_invalid` or
-    `header_invalid`, `too_many_tensors`, `dtype_unsupported`.
+    Raises WeightsFileRejected: `weights_missing`, `weights_pickled`, `weights_archived`, `weights_truncated`,
+    `header_length_invalid`, `header_invalid`, `too_many_tensors`, `dtype_unsupported`.
     """
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
             raise FileNotFoundError
         with path.open("rb") as file:
-            prefix = file.read(8)
-            length = _header_length(prefix, status.st_size)
-            data = file.read(length)
+            start = file.read(_START_BYTES)
+            length = _header_length(start, status.st_size)
+            data = start[8 : 8 + length] + file.read(max(0, 8 + length - len(start)))
     except FileNotFoundError:
         raise _rejected(
             "weights_missing", None, f"There is no file {path.name}. If the weights are in a .bin: {_CONVERT}"
@@ -89,25 +93,36 @@ def parse_header(data: bytes, file_bytes: int) -> SafetensorsHeader:
     return SafetensorsHeader(ordered, metadata, file_bytes)
 
 
-def _header_length(prefix: bytes, file_bytes: int) -> int:
-    length = int.from_bytes(prefix, "little")
-    if len(prefix) == 8 and 2 <= length <= MAX_HEADER_BYTES:
-        if 8 + length > file_bytes:
-            raise _rejected(
-                "weights_truncated",
-                None,
-                f"The header says {length} bytes, the file has {file_bytes}; upload it again.",
-            )
-        return length
-    if prefix[:1] == b"\x80" or prefix[:2] == b"PK":
-        raise _rejected("weights_pickled", None, f"The weights are a pickle (.bin, .pt), not safetensors; {_CONVERT}")
-    if len(prefix) < 8:
+def _header_length(start: bytes, file_bytes: int) -> int:
+    length = int.from_bytes(start[:8], "little")
+    if start[8:9] != b"{":
+        _check_kind(start)
+    if len(start) < 8:
         raise _rejected("weights_truncated", None, f"The file has {file_bytes} bytes and no header; upload it again.")
-    raise _rejected(
-        "header_length_invalid",
-        None,
-        f"The header would be {length} bytes long; 2 to {MAX_HEADER_BYTES} are taken. Is this a safetensors file?",
-    )
+    if not 2 <= length <= MAX_HEADER_BYTES:
+        raise _rejected(
+            "header_length_invalid",
+            None,
+            f"The header would be {length} bytes long; 2 to {MAX_HEADER_BYTES} are taken. Is this a safetensors file?",
+        )
+    if 8 + length > file_bytes:
+        raise _rejected(
+            "weights_truncated", None, f"The header says {length} bytes, the file has {file_bytes}; upload it again."
+        )
+    return length
+
+
+def _check_kind(start: bytes) -> None:
+    """Raise for what is known by its first bytes, none of which begin a safetensors file."""
+    if start[:1] == b"\x80" or (start[:2] == b"PK" and b"data.pkl" in start):
+        raise _rejected("weights_pickled", None, f"The weights are a pickle (.bin, .pt), not safetensors; {_CONVERT}")
+    if start.startswith(_ARCHIVES) or start[_TAR_MAGIC] == b"ustar":
+        raise _rejected(
+            "weights_archived",
+            None,
+            "The weights are an archive, and nothing is unpacked here: upload the files that are in it, "
+            "adapter_config.json and adapter_model.safetensors.",
+        )
 
 
 def _document(data: bytes) -> dict[str, Any]:

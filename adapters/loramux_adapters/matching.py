@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import resource
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -111,9 +112,10 @@ def _compile(field: str, written: str, used: str) -> re.Pattern[str]:
         raise InvalidExpression(field, written, str(error)) from None
 
 
-def main(cpu_seconds: int, memory_bytes: int) -> None:
+def main(cpu_seconds: float, memory_bytes: int) -> None:
     """Answer one question from standard input within the limits; past them the kernel ends this process."""
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds))
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_PROF, cpu_seconds)  # RLIMIT_CPU knows whole seconds only
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     question = json.load(sys.stdin)
     try:
@@ -126,4 +128,4 @@ def main(cpu_seconds: int, memory_bytes: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(float(sys.argv[1]), int(sys.argv[2]))
