@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -186,14 +187,72 @@ def test_migrate_twice(config: Path) -> None:
     assert read("migrate", "--config", str(config)) == first
 
 
-def test_push_and_list_over_http(site: Site, base_dir: Path, tmp_path: Path) -> None:
-    folder = make_adapter(base_dir, tmp_path / "my-adapter")
-    at = ("--url", f"{site.url}/v1", "--key", site.keys["globex"])
-    made = read("adapter", "push", str(folder), *at)
-    assert (made["name"], made["state"]) == ("globex/my-adapter", "ready")
-    assert made in read("adapter", "ls", *at)
-    assert made["digest"] in loramux("adapter", "push", str(folder), "--name", "my-adapter", *at).stdout
+@pytest.fixture(scope="session")
+def folders(base_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two revisions of an adapter."""
+    return [make_adapter(base_dir, tmp_path_factory.mktemp("cli") / "my-adapter", seed=seed) for seed in (41, 42)]
+
+
+def test_from_a_folder_to_canary_rollback_and_back_from_the_dead(
+    site: Site, folders: list[Path], tmp_path: Path
+) -> None:
+    (tmp_path / "key").write_text(site.keys["globex"] + "\n")
+    at = ("--url", f"{site.url}/v1", "--key-file", str(tmp_path / "key"))
+    first = read("adapter", "push", str(folders[0]), *at)
+    assert (first["revision"], first["state"]) == ("globex/my-adapter@1", "ready")
+    told = loramux("adapter", "push", str(folders[0]), "--name", "my-adapter", *at).stdout
+    assert first["digest"] in told
+    assert "ok  " in told
+    assert "rank 4" in told
+    second = loramux("adapter", "push", str(folders[1]), "--name", "my-adapter", "--no-promote", *at).stdout
+    assert "loramux adapter promote globex/my-adapter@2" in second
     assert "globex/my-adapter@1" in loramux("adapter", "ls", *at).stdout
+    assert "5% of" in loramux("adapter", "canary", "my-adapter@2", "5", *at).stdout
+    shown = loramux("adapter", "show", "my-adapter", *at).stdout
+    assert ":default -> @1 95%, @2 5%" in shown
+    assert "globex/my-adapter:default is @2 now." in loramux("adapter", "promote", "my-adapter@2", *at).stdout
+    assert read("adapter", "show", "my-adapter", *at)["adapter"]["revision"] == 2
+    assert "is @1, @2 again" in loramux("adapter", "rollback", "my-adapter", *at).stdout
+    assert read("adapter", "rollback", "my-adapter", "--to", "1", *at)["revision"] == 1
+    assert read("adapter", "pin", "my-adapter@1", *at)["pin"]
+    assert "pinned" in loramux("adapter", "show", "my-adapter", *at).stdout
+    assert read("adapter", "pin", "my-adapter@1", "--off", *at)["pin"] is None
+    assert read("adapter", "grant", "my-adapter", "acme", *at)["tenant"] == "acme"
+    assert "may be called by acme" in loramux("adapter", "show", "my-adapter", *at).stdout
+    assert "no longer" in loramux("adapter", "grant", "my-adapter", "acme", "--off", *at).stdout
+    site.openai("globex").completions.create(model="my-adapter", prompt="x")
+    assert "undelete my-adapter@2" in loramux("adapter", "rm", "my-adapter@2", *at).stdout
+    loramux("adapter", "undelete", "my-adapter@2", *at)
+    assert read("adapter", "rm", "my-adapter", *at)["deleted"]
+    assert "my-adapter is back; globex/my-adapter is @1." in loramux("adapter", "undelete", "my-adapter", *at).stdout
+    lines = loramux("adapter", "logs", "my-adapter", *at).stdout.splitlines()
+    assert first["digest"] in next(line for line in lines if "request" in line and "settled" in line)
+    assert [line for line in lines if "retired" in line and "@2" in line]
+    assert read("adapter", "logs", "my-adapter", "--limit", "1", *at)["requests"][0]["model"] == "globex/my-adapter@1"
+    loramux("adapter", "rm", "my-adapter", *at)
+
+
+def test_a_canary_that_cannot_be_is_refused(site: Site, folders: list[Path]) -> None:
+    at = ("--url", site.url, "--key", site.keys["acme"])
+    loramux("adapter", "push", str(folders[0]), "--name", "lone", *at)
+    assert "points at no other revision" in loramux("adapter", "canary", "lone@1", "5", *at, code=1).stderr
+    assert "support@3" in loramux("adapter", "promote", "lone", *at, code=2).stderr
+    assert "LORAMUX_API_KEY" in loramux("adapter", "ls", "--url", site.url, code=2).stderr
+    loramux("adapter", "rm", "lone", *at)
+
+
+def test_a_rejected_upload_is_reported_and_leaves_nothing(site: Site, folders: list[Path], tmp_path: Path) -> None:
+    spoiled = shutil.copytree(folders[0], tmp_path / "spoiled")
+    config = json.loads((spoiled / "adapter_config.json").read_bytes()) | {"bias": "all"}
+    (spoiled / "adapter_config.json").write_text(json.dumps(config))
+    at = ("--url", site.url, "--key", site.keys["acme"])
+    told = loramux("adapter", "push", str(spoiled), *at, code=1)
+    assert "bias" in told.stderr
+    assert "no  " in told.stderr
+    printed = loramux("adapter", "push", str(spoiled), *at, "--json", code=1)
+    assert json.loads(printed.stdout)["state"] == "rejected"
+    assert "spoiled" not in loramux("adapter", "ls", *at).stdout
+    assert "rejected  acme/spoiled" in loramux("adapter", "logs", "spoiled", *at).stdout
 
 
 def test_what_the_server_refuses_is_told_in_its_own_words(site: Site, base_dir: Path, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +13,17 @@ import pytest
 from peft_uploads import form, make_adapter
 from site_fixture import Site
 
-from loramux.client import AsyncClient, Client, NotAuthenticated, NotFound, NotPermitted
+from loramux.client import (
+    AsyncClient,
+    Client,
+    Conflict,
+    NotAuthenticated,
+    NotFound,
+    NotPermitted,
+    Progress,
+    UploadRejected,
+    uploads,
+)
 
 
 @pytest.fixture(scope="session")
@@ -46,6 +58,51 @@ def test_an_adapters_log_names_the_revision_that_answered(site: Site, client: Cl
             other.adapters.get("acme/logged")
     client.adapters.delete("logged")
     assert client.adapters.events("acme/logged")[0].type == "adapter.revision.retired"
+
+
+def test_a_push_that_was_cut_off_goes_on_and_waits_for_the_checks(
+    client: Client, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uploads, "PIECE", 1000)
+    files = client.run(uploads.described(folder))
+    begun = client.uploads.create("cut", files)
+    first = (folder / "adapter_model.safetensors").read_bytes()[:1500]
+    assert client.uploads.put_piece(begun.id, "adapter_model.safetensors", 0, first).received == 1500
+    with pytest.raises(Conflict) as told:
+        client.uploads.put_piece(begun.id, "adapter_model.safetensors", 0, first)
+    assert told.value.code == "wrong_offset"
+    seen: list[Progress] = []
+    done = client.uploads.push(folder, "acme/cut", on_progress=seen.append)
+    assert (done.id, done.state, done.revision) == (begun.id, "ready", "acme/cut@1")
+    sent = [one.done for one in seen if one.stage == "sending" and one.file == "adapter_model.safetensors"]
+    assert sent[0] == 1500
+    assert sent[-1] == (folder / "adapter_model.safetensors").stat().st_size
+    assert done.report is not None
+    assert done.report.found is not None
+    assert done.report.found.rank == 4
+    assert client.adapters.get("cut").digest == done.digest
+    client.adapters.delete("cut")
+
+
+def test_the_awaited_client_pushes_and_is_told_what_is_wrong(site: Site, folder: Path, tmp_path: Path) -> None:
+    spoiled = shutil.copytree(folder, tmp_path / "spoiled")
+    config = json.loads((spoiled / "adapter_config.json").read_bytes()) | {"bias": "all"}
+    (spoiled / "adapter_config.json").write_text(json.dumps(config))
+
+    async def push() -> UploadRejected:
+        async with AsyncClient(site.url, api_key=site.keys["all-scopes"]) as client:
+            with pytest.raises(UploadRejected) as told:
+                await client.uploads.push(spoiled)
+            event = (await client.adapters.events("spoiled"))[0]
+            assert (event.type, event.data.upload) == ("adapter.revision.rejected", told.value.upload.id)
+            assert event.data.error is not None
+            assert event.data.error.code == told.value.code
+            assert (await client.uploads.cancel(told.value.upload.id)).deleted
+            return told.value
+
+    rejected = asyncio.run(push())
+    assert rejected.code
+    assert "bias" in str(rejected)
 
 
 def test_webhooks_by_the_awaited_client(site: Site) -> None:

@@ -24,7 +24,7 @@ COMMANDS = {
     "audit": ("loramux_api.cli.people:audit", "Who changed what."),
     "price": ("loramux_api.cli.billing:price", "Add price lists, and give them to tenants."),
     "usage": ("loramux_api.cli.exporting:usage", "Close periods, write invoices and exports, and prove them."),
-    "adapter": ("loramux_api.cli.adapters:adapter", "Upload and list adapters on a running server."),
+    "adapter": ("loramux_api.cli.adapters:adapter", "Upload, release and retire adapters on a running server."),
     "simulate": (
         "loramux_api.cli.simulating:simulate",
         "Try loads and policies on a model of a device.",
@@ -71,5 +71,5 @@ def main() -> None:
       loramux serve  --config configs/single-node.toml          serve your model
       loramux tenant create acme --config configs/single-node.toml
       loramux key create --tenant acme --config configs/single-node.toml
-      loramux adapter push ./my-adapter --name support-bot --key sk-lm-...
+      loramux adapter push ./my-adapter --name support-bot --key-file key.txt
     """

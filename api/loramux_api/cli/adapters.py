@@ -1,125 +1,116 @@
-"""loramux adapter: a client of a running server."""
+"""loramux adapter: from a PEFT folder to a revision, and what there is."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import click
-import httpx
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-from loramux_api.cli.options import config_option, json_option, put, settings_of
-
-FILES = ("adapter_config.json", "adapter_model.safetensors")
-DEFAULT_URL = "http://127.0.0.1:8000"
-
-_url = click.option(
-    "--url", envvar="LORAMUX_URL", show_envvar=True, help=f"The server; default: that of --config, else {DEFAULT_URL}."
-)
-_key = click.option(
-    "--key", envvar="LORAMUX_API_KEY", show_envvar=True, required=True, help="An API key of your tenant."
-)
+from loramux.client import UploadRejected
+from loramux.client.answers import Adapter, Alias
+from loramux.client.answers import Revision as RevisionAnswer
+from loramux_api.cli.lifecycle import canary, grant, pin, promote, remove, rollback, undelete
+from loramux_api.cli.logs import logs
+from loramux_api.cli.remote import Remote, on_server
+from loramux_api.cli.uploading import bars, refusal, told
 
 
 @click.group()
 def adapter() -> None:
-    """Upload and list adapters on a running server.
+    """Upload, release, roll back and retire adapters on a running server.
 
     \b
     Example:
       export LORAMUX_API_KEY=sk-lm-...
-      loramux adapter push ./my-adapter --name support-bot
-      loramux adapter ls
+      loramux adapter push ./my-adapter --name support --no-promote
+      loramux adapter canary support@2 5
+      loramux adapter promote support@2
+      loramux adapter rollback support
     """
 
 
 @adapter.command("push")
 @click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--name", help="The adapter's name; default: the folder's. A name that is taken gets a new revision.")
-@_url
-@_key
-@config_option(required=False)
-@json_option
-def push(directory: Path, name: str | None, url: str | None, key: str, config: Path | None, as_json: bool) -> None:
+@click.option(
+    "--promote/--no-promote",
+    default=True,
+    show_default=True,
+    help="Let the adapter's name mean this revision at once. A first revision is meant in any case.",
+)
+@click.option("--resume", "upload_id", help="Go on with this upload. One of the same files is gone on with by itself.")
+@on_server
+def push(remote: Remote, directory: Path, name: str | None, promote: bool, upload_id: str | None) -> None:
     """Upload the PEFT adapter in DIRECTORY, as `save_pretrained` wrote it.
 
-    The server checks it against its base model before it says yes; what cannot be served exactly is refused with the
-    field's name.
+    The server checks it against its base model before it serves it; what cannot be served exactly is refused with the
+    field's name. An upload that was cut off goes on where it was when the command is given again.
 
     \b
     Example:
-      loramux adapter push ./my-adapter --name support-bot --key sk-lm-...
+      loramux adapter push ./my-adapter --name support --key-file key.txt
     """
-    missing = [file for file in FILES if not (directory / file).is_file()]
-    if missing:
-        raise click.ClickException(
-            f"{directory} has no {' and no '.join(missing)}; save it with model.save_pretrained()"
-        )
-    name = name or directory.resolve().name
-    info = _upload(_base_url(url, config), key, name, directory)
-    put(as_json, info, f"{info['name']}@{info['revision']} is {info['state']} ({info['digest']}).")
+    uploads = remote.client.uploads
+    with bars() as on_progress:
+        try:
+            if upload_id:
+                upload = uploads.resume(upload_id, directory, on_progress=on_progress)
+            else:
+                upload = uploads.push(directory, name, promote=promote, on_progress=on_progress)
+        except UploadRejected as rejected:
+            if remote.as_json:
+                remote.put(rejected.upload, "")
+                raise click.exceptions.Exit(1) from None
+            raise click.ClickException(refusal(rejected)) from None
+    remote.put(upload, told(upload))
 
 
 @adapter.command("ls")
-@_url
-@_key
-@config_option(required=False)
-@json_option
-def list_adapters(url: str | None, key: str, config: Path | None, as_json: bool) -> None:
+@on_server
+def list_adapters(remote: Remote) -> None:
     """List your adapters.
 
     \b
     Example:
-      loramux adapter ls --key sk-lm-...
+      loramux adapter ls
     """
-    with _client(_base_url(url, config), key) as client:
-        found = _answer(client, "GET", "/v1/adapters")["data"]
-    lines = [f"{one['name']}@{one['revision']}\trank {one['rank']}\t{one['size_bytes']} bytes" for one in found]
-    put(as_json, found, "\n".join(lines) or "No adapters yet; upload one with: loramux adapter push DIRECTORY")
+    found = remote.client.adapters.all()
+    remote.put(found, "\n".join(map(_line, found)) or "No adapters yet; upload one: loramux adapter push DIRECTORY")
 
 
-def _upload(url: str, key: str, name: str, directory: Path) -> Any:
-    progress = Progress(
-        "{task.description}",
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-        disable=not Console(stderr=True).is_terminal,
-    )
-    with progress, ExitStack() as opened, _client(url, key) as client:
-        files = {
-            file: (file, opened.enter_context(progress.open(directory / file, "rb", description=file)))
-            for file in FILES
-        }
-        return _answer(client, "POST", "/v1/adapters", data={"name": name}, files=files)
+@adapter.command("show")
+@click.argument("name")
+@on_server
+def show(remote: Remote, name: str) -> None:
+    """Show an adapter: its aliases, revisions, and who else may call it.
+
+    \b
+    Example:
+      loramux adapter show support
+    """
+    adapters = remote.client.adapters
+    found, revisions, grants = adapters.get(name), adapters.revisions(name), adapters.grants(name)
+    lines = [_line(found), *map(_alias_line, found.aliases), *map(_revision_line, revisions)]
+    lines += [f"  may be called by {grant.tenant}" for grant in grants]
+    data: dict[str, Any] = {"adapter": found, "revisions": revisions, "grants": grants}
+    remote.put(data, "\n".join(lines))
 
 
-def _client(url: str, key: str) -> httpx.Client:
-    return httpx.Client(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=httpx.Timeout(30, read=600))
+for command in (promote, canary, rollback, pin, remove, undelete, grant, logs):
+    adapter.add_command(command)
 
 
-def _answer(client: httpx.Client, method: str, path: str, **content: Any) -> Any:
-    """The server's JSON; raises ClickException with the server's own sentence."""
-    try:
-        response = client.request(method, path, **content)
-        answer = response.json()
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        raise click.ClickException(f"no loramux server answers at {client.base_url}: {error}") from None
-    if response.is_error:
-        raise click.ClickException(answer.get("error", {}).get("message", f"{response.status_code}: {response.text}"))
-    return answer
+def _line(found: Adapter) -> str:
+    return f"{found.name}@{found.revision}\trank {found.rank}\t{found.size_bytes} bytes\t{found.digest}"
 
 
-def _base_url(url: str | None, config: Path | None) -> str:
-    if url:
-        return url.rstrip("/").removesuffix("/v1")
-    if config is None:
-        return DEFAULT_URL
-    server = settings_of(config).server
-    return f"http://{server.host}:{server.port}"
+def _alias_line(alias: Alias) -> str:
+    whole = sum(target.weight for target in alias.targets)
+    shares = ", ".join(f"@{target.revision} {100 * target.weight / whole:.3g}%" for target in alias.targets)
+    return f"  :{alias.name} -> {shares}"
+
+
+def _revision_line(revision: RevisionAnswer) -> str:
+    pinned = "\tpinned" if revision.pin else ""
+    return f"  @{revision.revision}\t{revision.state}\trank {revision.rank}\t{revision.digest}{pinned}"

@@ -23,6 +23,7 @@ def refused() -> Iterator[None]:
 
 def _ours() -> tuple[type[Exception], ...]:
     from loramux.billing import BillingError
+    from loramux.client import LoramuxError
     from loramux.exports import ExportError
     from loramux.gateway import EngineDied, RecordsError
     from loramux.limits import LimitsError
@@ -31,6 +32,7 @@ def _ours() -> tuple[type[Exception], ...]:
     from loramux.tenants import TenantsError
 
     return (
+        LoramuxError,
         SettingsError,
         RecordsError,
         TenantsError,

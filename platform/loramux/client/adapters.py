@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 from urllib.parse import quote
 from uuid import uuid4
@@ -61,18 +62,21 @@ def point(name: str, targets: Mapping[int, int], alias: str = DEFAULT, *, if_mat
     return _change("PUT", name, f"/aliases/{quote(alias, safe='')}", Adapter, body, if_match)
 
 
-def canary(
-    name: str, revision: int, percent: int, alias: str = DEFAULT, *, if_match: str | None = None
-) -> Flow[Adapter]:
-    """Send `percent` (1 to 99) of an alias's requests to `revision`, the others where most of them go now."""
+def canary(name: str, revision: int, percent: int, alias: str = DEFAULT) -> Flow[Adapter]:
+    """Send `percent` (1 to 99) of an alias's requests to `revision`, the others where most of them go now.
+
+    Raises Conflict where the adapter is changed meanwhile, ValueError where the alias has no other revision.
+    """
     if not 1 <= percent <= 99:
         raise ValueError(f"percent is 1 to 99, and promote() sends all of them; got {percent}")
-    now = next((one for one in (yield from aliases(name)) if one.name == alias), None)
+    adapter = yield from get(name)
+    now = next((one for one in adapter.aliases if one.name == alias), None)
     others = [target for target in now.targets if target.revision != revision] if now else []
     if not others:
         raise ValueError(f"the alias {alias} of {name} points at no other revision; use promote()")
     main = max(others, key=lambda target: (target.weight, target.revision))
-    return (yield from point(name, {main.revision: 100 - percent, revision: percent}, alias, if_match=if_match))
+    targets = {main.revision: 100 - percent, revision: percent}
+    return (yield from point(name, targets, alias, if_match=adapter.etag))
 
 
 def promote(name: str, revision: int, alias: str = DEFAULT, *, if_match: str | None = None) -> Call[Adapter]:
@@ -80,9 +84,12 @@ def promote(name: str, revision: int, alias: str = DEFAULT, *, if_match: str | N
     return _change("POST", name, "/promote", Adapter, {"revision": revision, "alias": alias}, if_match)
 
 
-def rollback(name: str, alias: str = DEFAULT, *, if_match: str | None = None) -> Call[Adapter]:
-    """Let an alias point at what it pointed at before."""
-    return _change("POST", name, f"/aliases/{quote(alias, safe='')}/rollback", Adapter, None, if_match)
+def rollback(
+    name: str, alias: str = DEFAULT, *, version: int | None = None, if_match: str | None = None
+) -> Call[Adapter]:
+    """Let an alias point at what it pointed at before, or at one `version` of its history."""
+    call = _change("POST", name, f"/aliases/{quote(alias, safe='')}/rollback", Adapter, None, if_match)
+    return replace(call, params={"version": version})
 
 
 def remove_alias(name: str, alias: str, *, if_match: str | None = None) -> Call[Adapter]:
@@ -110,9 +117,9 @@ def grant(name: str, tenant: str) -> Call[Grant]:
     return _change("PUT", name, f"/grants/{quote(tenant, safe='')}", Grant)
 
 
-def revoke(name: str, tenant: str) -> Call[Gone]:
+def revoke(name: str, tenant: str) -> Call[Grant]:
     """End a grant."""
-    return _change("DELETE", name, f"/grants/{quote(tenant, safe='')}", Gone)
+    return _change("DELETE", name, f"/grants/{quote(tenant, safe='')}", Grant)
 
 
 def delete(name: str, *, if_match: str | None = None) -> Call[Gone]:
@@ -125,9 +132,9 @@ def delete_revision(name: str, number: int, *, if_match: str | None = None) -> C
     return _change("DELETE", name, f"/revisions/{number}", Revision, None, if_match)
 
 
-def undelete(name: str) -> Call[Adapter]:
-    """Undo a deletion, with the aliases and grants that it had."""
-    return _change("POST", name, "/undelete", Adapter)
+def undelete(name: str, revision: int | None = None) -> Call[Adapter]:
+    """Undo a deletion: of the adapter with all that went with it, or of one revision of an adapter that is there."""
+    return replace(_change("POST", name, "/undelete", Adapter), params={"revision": revision})
 
 
 def expire(name: str, seconds: int | None, *, if_match: str | None = None) -> Call[Adapter]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Generic, Literal, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import msgspec
 
@@ -31,6 +31,8 @@ class Alias(Answer, frozen=True, kw_only=True):
 
     name: str
     targets: list[Target]
+    version: int = 0
+    """The latest of its history."""
     updated_at: int | None = None
 
 
@@ -84,7 +86,7 @@ class Revision(Answer, frozen=True, kw_only=True):
     size_bytes: int
     created_at: int
     deleted_at: int | None = None
-    purge_at: int | None = None
+    undo_until: int | None = None
     """Until then a deletion can be undone."""
     expires_at: int | None = None
     aliases: list[str] = []
@@ -116,6 +118,58 @@ class UploadError(Answer, frozen=True, kw_only=True):
     param: str | None = None
 
 
+class Received(Answer, frozen=True, kw_only=True):
+    """How many bytes of a file the server has, from its start on."""
+
+    received: int
+
+
+class Check(Answer, frozen=True, kw_only=True):
+    """One question that was asked of the files."""
+
+    name: str
+    outcome: str
+    """passed, failed or not_run."""
+    detail: str = ""
+    figures: dict[str, float] = {}
+
+
+class Warned(Answer, frozen=True, kw_only=True):
+    """Something that is no fault, and that its owner may not have meant."""
+
+    code: str
+    field: str | None = None
+    message: str
+
+
+class Found(Answer, frozen=True, kw_only=True):
+    """What the files hold."""
+
+    peft_type: str | None = None
+    base_model_name_or_path: str | None = None
+    """What the adapter says it was trained on."""
+    rank: int | None = None
+    """The largest."""
+    targets: dict[str, int] = {}
+    """How many modules of which name."""
+    layers: int | None = None
+    tensors: int | None = None
+    parameters: int | None = None
+    weights_bytes: int | None = None
+    ignored_fields: dict[str, str] = {}
+    """Fields of adapter_config.json that change nothing here, and why."""
+
+
+class Report(Answer, frozen=True, kw_only=True):
+    """What was checked, and how it went."""
+
+    checks: list[Check] = []
+    found: Found | None = None
+    converted: str | None = None
+    """From what, and how, where what is served is not what was uploaded."""
+    warnings: list[Warned] = []
+
+
 class Upload(Answer, frozen=True, kw_only=True):
     """An upload session."""
 
@@ -130,8 +184,7 @@ class Upload(Answer, frozen=True, kw_only=True):
     digest: str | None = None
     promote: bool = True
     error: UploadError | None = None
-    report: dict[str, Any] | None = None
-    """What was checked, and how it went."""
+    report: Report | None = None
 
 
 class Failure(Answer, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ T = TypeVar("T")
 NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 """The server has not seen the request."""
 NOT_NOW = frozenset({429, 503})
-"""The server has seen the request and done nothing of it."""
+"""The server has seen the request and done nothing of it; of a 429, only Retry-After says that waiting helps."""
 PASSING = frozenset({500, 502, 504})
 
 
@@ -57,14 +57,13 @@ def exchange(call: Call[T], patience: Patience) -> Flow[T]:
 
 def _pause(response: httpx.Response, call: Call[Any], otherwise: float) -> float | None:
     """Seconds to wait before trying again; None where that does not help."""
-    if response.headers.get("x-should-retry") == "false":
-        return None
-    retriable = response.status_code in NOT_NOW or (call.repeatable and response.status_code in PASSING)
-    if not retriable:
+    status, told = response.status_code, response.headers.get("retry-after")
+    passes = status in NOT_NOW or (call.repeatable and status in PASSING)
+    if not passes or response.headers.get("x-should-retry") == "false" or (status == 429 and told is None):
         return None
     try:
-        return max(0.0, float(response.headers["retry-after"]))
-    except (KeyError, ValueError):
+        return otherwise if told is None else max(0.0, float(told))
+    except ValueError:
         return otherwise
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import quote
 
-from loramux.client.answers import Gone, Listing, Upload, UploadFile
+from loramux.client.answers import Gone, Listing, Received, Upload, UploadFile
 from loramux.client.errors import Conflict, ConnectionFailed, FilesMissing, UploadRejected, UploadUnfinished
 from loramux.client.flow import Call, Do, Flow, Wait
 from loramux.client.running import R, Resource, method
@@ -104,9 +104,11 @@ def create(adapter: str, files: dict[str, UploadFile], *, promote: bool = True) 
     return Call(method="POST", path="/v1/uploads", answer=Upload, body=body)
 
 
-def all_uploads() -> Flow[list[Upload]]:
-    """Your uploads, those that have ended too for a while."""
-    return (yield from Call(method="GET", path="/v1/uploads", answer=Listing[Upload], repeatable=True)).data
+def all_uploads(*, limit: int = 100, before: str | None = None) -> Flow[list[Upload]]:
+    """Your uploads, those that have ended too for a while, newest first; `before`: the last page's last id."""
+    params = {"limit": limit, "before": before}
+    call = Call(method="GET", path="/v1/uploads", answer=Listing[Upload], params=params, repeatable=True)
+    return (yield from call).data
 
 
 def get(upload_id: str) -> Call[Upload]:
@@ -114,11 +116,11 @@ def get(upload_id: str) -> Call[Upload]:
     return Call(method="GET", path=_path(upload_id), answer=Upload, repeatable=True)
 
 
-def put_piece(upload_id: str, file: str, offset: int, piece: bytes) -> Call[UploadFile]:
+def put_piece(upload_id: str, file: str, offset: int, piece: bytes) -> Call[Received]:
     """Send bytes of a file; they begin at `offset`, which is what the server has received of it."""
     path = f"{_path(upload_id)}/files/{quote(file, safe='')}"
     headers = {"Content-Type": "application/octet-stream"}
-    return Call(method="PUT", path=path, answer=UploadFile, params={"offset": offset}, content=piece, headers=headers)
+    return Call(method="PUT", path=path, answer=Received, params={"offset": offset}, content=piece, headers=headers)
 
 
 def complete(upload_id: str) -> Call[Upload]:

@@ -158,7 +158,7 @@ def test_a_refusal_carries_what_the_server_said(run: Run, status: int, kind: typ
 
 @both
 def test_waiting_ends_where_it_does_not_help(run: Run) -> None:
-    for headers in ({"x-should-retry": "false"}, {"Retry-After": "3600"}):
+    for headers in ({"x-should-retry": "false", "Retry-After": "1"}, {"Retry-After": "3600"}, {}):
         script = Script((429, {}, headers))
         with pytest.raises(LimitReached):
             run(script, lambda: get("a"))
