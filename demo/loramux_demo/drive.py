@@ -54,6 +54,9 @@ class Drive:
     answers: tuple[Answer, ...]
     seconds: float
 
+    def __add__(self, later: Drive) -> Drive:
+        return Drive(self.answers + later.answers, self.seconds + later.seconds)
+
     @property
     def exact(self) -> float:
         """The share of right answers."""
@@ -79,6 +82,12 @@ def plan_calls(prompts: Sequence[Prompt]) -> list[Call]:
         )
         for number, prompt in enumerate(prompts)
     ]
+
+
+def first_of_each_model(calls: Sequence[Call]) -> tuple[list[Call], list[Call]]:
+    """One call to every model, and all others."""
+    first = {call.model: call for call in reversed(calls)}
+    return list(first.values()), [call for call in calls if call is not first[call.model]]
 
 
 async def drive(url: str, keys: dict[str, str], calls: Sequence[Call]) -> Drive:

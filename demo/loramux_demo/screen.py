@@ -34,7 +34,10 @@ def answers_table(report: Report) -> Table:
     """The first questions with every model's answer, side by side, and the first few that went wrong."""
     answers = report.drive.answers
     table = Table(
-        "prompt", "model", "answer", title=f"{QUESTIONS_SHOWN * MODELS} of {len(answers)} requests, all sent at once"
+        "prompt",
+        "model",
+        "answer",
+        title=f"{QUESTIONS_SHOWN * MODELS} of {len(answers)} requests, nearly all sent at once",
     )
     for number, answer in enumerate(answers[: QUESTIONS_SHOWN * MODELS]):
         question = answer.call.prompt.question if number % MODELS == 0 else ""

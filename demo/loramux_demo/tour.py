@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from loramux_demo.accounts import Customer, read_sharing, usage_of
 from loramux_demo.assets import OWNERS, load_prompts
-from loramux_demo.drive import drive, plan_calls
+from loramux_demo.drive import drive, first_of_each_model, plan_calls
 from loramux_demo.report import Report
 
 
@@ -17,9 +17,11 @@ def tour(url: str, keys: dict[str, str], tell: Callable[[str], None]) -> Report:
     for customer in customers:
         tell(f"uploading the adapters of {customer.tenant}")
         customer.upload_adapters()
-    calls = plan_calls(load_prompts())
-    tell(f"sending {len(calls)} requests at once")
-    driven = asyncio.run(drive(url, keys, calls))
+    first, rest = first_of_each_model(plan_calls(load_prompts()))
+    tell(f"asking each of {len(first)} models a question, which brings its adapter into memory")
+    driven = asyncio.run(drive(url, keys, first))
+    tell(f"sending {len(rest)} requests at once")
+    driven += asyncio.run(drive(url, keys, rest))
     tell("reading the bill")
     return Report(
         url=url,
