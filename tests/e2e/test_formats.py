@@ -22,7 +22,7 @@ from server_process import Place, served
 from loramux_adapters.refusals import KINDS
 
 PROMPTS = ([5, 80, 33, 7], [11, 12, 13, 200, 201, 9, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50])
-OUTPUT = 6
+OUTPUT = 8
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 

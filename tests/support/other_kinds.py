@@ -36,7 +36,13 @@ KINDS: dict[str, peft.PeftConfig] = {
     "adalora": peft.AdaLoraConfig(init_r=6, lora_alpha=12, total_step=10, target_modules=EVERY),
 }
 
-_SIZES = {"randlora_lambda": 0.3, "miss_block": 0.05, "vblora_vector_bank": 0.2, "delora_lambda": 0.0}
+_SIZES = {
+    "vera_lambda": 1.0,
+    "randlora_lambda": 0.3,
+    "miss_block": 0.05,
+    "vblora_vector_bank": 0.2,
+    "delora_lambda": 0.0,
+}
 
 
 def make_kind(base: Path, folder: Path, config: peft.PeftConfig, seed: int = 0) -> peft.PeftModel:

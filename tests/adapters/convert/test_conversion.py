@@ -14,9 +14,10 @@ from other_kinds import KINDS, deltas, make_kind
 from peft.tuners.lokr.layer import factorization as peft_factorization
 from safetensors.torch import load_file, save_file
 
-from loramux_adapters import AdapterWeights, Limits, describe_base, load_adapter, validate_adapter
+from loramux_adapters import Limits, describe_base, validate_adapter
 from loramux_adapters.convert import FORMS, convert_adapter
 from loramux_adapters.convert.lycoris import factorization
+from loramux_adapters.weights import AdapterWeights, load_adapter
 
 LIMITS = Limits(max_rank=96, max_bytes=64 << 20)
 
