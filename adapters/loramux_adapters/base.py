@@ -1,14 +1,14 @@
-"""What an adapter must fit: the linears of the base model, known from its config.json without reading a weight."""
+"""What an adapter must fit: the base model's linears and vocabulary, known from its config.json without a weight."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from loramux_adapters.errors import BaseUnusable
 
@@ -30,6 +30,21 @@ class LinearShape:
 
 
 @dataclass(frozen=True, slots=True)
+class VocabularyShape:
+    """The input embedding and the output head: a row for each token, `[num_tokens, hidden_size]` each."""
+
+    embedding: str
+    """The embedding's name."""
+    head: str
+    """The output head's name."""
+    num_tokens: int
+    """Rows; where the base pads its vocabulary, more than its tokenizer has tokens."""
+    hidden_size: int
+    tied: bool
+    """Both are one matrix."""
+
+
+@dataclass(frozen=True, slots=True)
 class BaseDescription:
     """The base model as adapters see it. Plain data: it can be compared, pickled and sent."""
 
@@ -42,14 +57,30 @@ class BaseDescription:
     """The linears that an adapter may touch, in the model's order. The output head is not one of them."""
     others: Mapping[str, str]
     """Every other module: its name and its class."""
-    output_head: str | None
+    vocabulary: VocabularyShape | None
+    """None where the head is not one plain linear without bias over the embedding's tokens."""
     fingerprint: str
-    """sha256 over the linears' names and shapes: equal exactly where the same adapters fit."""
+    """sha256 over the names and shapes of all that adapters touch: equal exactly where the same adapters fit."""
 
     @property
     def names(self) -> tuple[str, ...]:
         """Every module's name, as PEFT walks them when it looks for targets."""
         return (*self.modules, *self.others)
+
+
+SAME_INPUT = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
+"""Names of sibling linears that transformers feeds one and the same tensor."""
+
+
+def input_of(module: str) -> tuple[str, str]:
+    """Equal for linears that read the same input."""
+    parent, _, attribute = module.rpartition(".")
+    return parent, next((min(family) for family in SAME_INPUT if attribute in family), attribute)
+
+
+def siblings(module: str, modules: Iterable[str]) -> list[str]:
+    """The others of `modules` that read the input of `module`."""
+    return [other for other in modules if other != module and input_of(other) == input_of(module)]
 
 
 def describe_base(model_dir: Path) -> BaseDescription:
@@ -74,16 +105,13 @@ def describe_model(model: PreTrainedModel) -> BaseDescription:
     head = model.get_output_embeddings()
     modules: dict[str, LinearShape] = {}
     others: dict[str, str] = {}
-    output_head = None
     for name, module in model.named_modules():
         shape = _linear_shape(name, module)
-        if module is head:
-            output_head = name
         if shape is not None and module is not head:
             modules[name] = shape
         elif name:
             others[name] = type(module).__name__
-    text = model.config.get_text_config()
+    text, vocabulary = model.config.get_text_config(), _vocabulary(model)
     return BaseDescription(
         architecture=type(model).__name__,
         model_type=model.config.model_type,
@@ -92,8 +120,8 @@ def describe_model(model: PreTrainedModel) -> BaseDescription:
         vocab_size=text.vocab_size,
         modules=modules,
         others=others,
-        output_head=output_head,
-        fingerprint=_fingerprint(modules),
+        vocabulary=vocabulary,
+        fingerprint=_fingerprint(modules, vocabulary),
     )
 
 
@@ -108,11 +136,26 @@ def _linear_shape(name: str, module: nn.Module) -> LinearShape | None:
     return None
 
 
+def _vocabulary(model: PreTrainedModel) -> VocabularyShape | None:
+    from torch import nn
+
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if not isinstance(embedding, nn.Embedding) or not isinstance(head, nn.Linear) or head.bias is not None:
+        return None
+    if head.weight.shape != embedding.weight.shape:
+        return None
+    names = {module: name for name, module in model.named_modules()}
+    tied = head.weight is embedding.weight or bool(model.config.get_text_config().tie_word_embeddings)
+    return VocabularyShape(names[embedding], names[head], *embedding.weight.shape, tied)
+
+
 def _layer(name: str) -> int | None:
     match = re.search(r"\.(\d+)\.", name)
     return int(match[1]) if match else None
 
 
-def _fingerprint(modules: Mapping[str, LinearShape]) -> str:
-    canonical = json.dumps({name: asdict(shape) for name, shape in modules.items()}, sort_keys=True)
-    return hashlib.sha256(canonical.encode()).hexdigest()
+def _fingerprint(modules: Mapping[str, LinearShape], vocabulary: VocabularyShape | None) -> str:
+    shapes: dict[str, Any] = {name: asdict(shape) for name, shape in modules.items()}
+    if vocabulary is not None:
+        shapes[""] = asdict(vocabulary)
+    return hashlib.sha256(json.dumps(shapes, sort_keys=True).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""adapter_config.json, strictly: what PEFT writes for LoRA is read, named as harmless, or refused by name."""
+"""adapter_config.json, strictly: what PEFT writes for LoRA and IA3 is read, named as harmless, or refused by name."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ Regex = Annotated[str, Meta(min_length=1, max_length=65_536)]
 Names = Annotated[tuple[Name, ...], Meta(min_length=1, max_length=MAX_TARGETS)]
 Invocation = Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 32)], ...], Meta(min_length=1, max_length=4_096)]
 
+TokenIds = Annotated[tuple[Annotated[int, Meta(ge=0, le=1 << 30)], ...], Meta(max_length=65_536)]
+
 ALL_LINEAR = "all-linear"
 
 HARMLESS: Mapping[str, str] = {
     "auto_mapping": "it is a note of PEFT's for itself",
     "corda_config": "it is read only beside init_lora_weights; a conversion to plain LoRA leaves it in the file",
-    "ensure_weight_tying": "it concerns embeddings and the head, whose adapters are refused",
     "eva_config": "it is how the ranks were found; rank_pattern holds the result",
     "fan_in_fan_out": "PEFT sets it by the class of the module, whatever the file says",
     "inference_mode": "it does not change the result",
@@ -71,15 +72,45 @@ class LoraConfig(Targets, frozen=True, kw_only=True):
     alpha_pattern: Annotated[dict[Name, Alpha], Meta(max_length=MAX_PATTERNS)] = {}
     alora_invocation_tokens: Invocation | None = None
     """The adapter serves a prompt from their last occurrence on, and is not there where they do not occur."""
+    use_dora: bool = False
+    lora_bias: bool = False
+    modules_to_save: Names | None = None
+    """Ends of names."""
+    trainable_token_indices: TokenIds | Annotated[dict[Name, TokenIds], Meta(max_length=2)] | None = None
+    """Of the embedding, or by the ends of modules' names."""
+    ensure_weight_tying: bool = False
 
+    def __post_init__(self) -> None:
+        if self.use_dora and self.lora_bias:
+            raise ConfigRejected("config_invalid", "lora_bias", "lora_bias cannot stand beside use_dora.")
+
+
+class Ia3Config(Targets, frozen=True, kw_only=True):
+    """What of the adapter_config.json of an IA3 decides the computation."""
+
+    feedforward_modules: Regex | Annotated[tuple[str, ...], Meta(max_length=MAX_TARGETS)] = ()
+    """A regular expression for whole names, or ends of names."""
+    modules_to_save: Names | None = None
+    """Ends of names."""
+
+
+AdapterConfig = LoraConfig | Ia3Config
 
 _READ = frozenset(LoraConfig.__struct_fields__)
 _KINDS = frozenset(("peft_type", "task_type", "bias", "init_lora_weights"))
+_IA3 = frozenset(
+    (
+        *("feedforward_modules", "target_modules", "exclude_modules", "modules_to_save", "base_model_name_or_path"),
+        *("auto_mapping", "fan_in_fan_out", "inference_mode", "init_ia3_weights", "peft_version", "revision"),
+        *("peft_type", "task_type"),
+    )
+)
+"""IA3Config's fields; the second line does not change what a trained adapter computes."""
 
 T = TypeVar("T", bound=Targets)
 
 
-def parse_adapter_config(data: bytes) -> LoraConfig:
+def parse_adapter_config(data: bytes) -> AdapterConfig:
     """Read the bytes of an adapter_config.json.
 
     Raises ConfigRejected: `config_invalid` (not JSON, wrong type or range), `config_too_large`, `field_missing`,
@@ -87,6 +118,9 @@ def parse_adapter_config(data: bytes) -> LoraConfig:
     """
     document = parse_document(data)
     check_kind(document)
+    if document["peft_type"] == "IA3":
+        check_known(document, _IA3)
+        return read_fields(document, Ia3Config)
     check_switched_off(document)
     check_activation(document)
     check_known(document, _READ | HARMLESS.keys() | _KINDS)
@@ -128,8 +162,9 @@ def _convert(document: Mapping[str, Any], kind: type[T]) -> T:
         given["layers_to_transform"] = [index]
     if isinstance(pattern := given.get("layers_pattern"), str):
         given["layers_pattern"] = [pattern] if pattern else []
-    if given.get("exclude_modules") in ("", []):
-        del given["exclude_modules"]
+    for name in ("exclude_modules", "modules_to_save"):
+        if given.get(name) in ("", []):
+            del given[name]
     try:
         return msgspec.convert(given, kind)
     except msgspec.ValidationError as error:

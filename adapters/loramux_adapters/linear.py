@@ -9,10 +9,9 @@ import torch
 from torch import nn
 
 from loramux_adapters.bank import AdapterBank, Site
-from loramux_kernels import LoraGroup, PackedLinear, lora_expand, lora_shrink
-
-SAME_INPUT = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
-"""Names of sibling linears that transformers feeds one and the same tensor."""
+from loramux_adapters.base import input_of
+from loramux_adapters.base_weights import BaseLinear, base_linear
+from loramux_kernels import LoraGroup, PackedLinear, lora_expand, lora_shrink, rescale
 
 
 class GroupedLinear:
@@ -42,12 +41,25 @@ class GroupedLinear:
         return output
 
     def _compute(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.reshape(-1, x.shape[-1])
+        bank = self._bank
+        rows = self._scaled(x.reshape(-1, x.shape[-1]))
         y = self.linear(rows)
-        if (segments := self._bank.segments) is not None:
-            v = lora_shrink(rows, self._bank.pool, self._bank.table, self.group, segments)
-            lora_expand(v, self._bank.pool, self._bank.table, self.group, segments, y)
+        if (segments := bank.segments) is not None:
+            v = lora_shrink(rows, bank.pool, bank.table, self.group, segments)
+            lora_expand(v, bank.pool, bank.table, self.group, segments, y)
+        if bank.beyond is not None and bank.beyond.columns is not None:
+            rescale(y, bank.pool, bank.vectors.columns, self.group, bank.beyond.columns)
         return y.view(*x.shape[:-1], y.shape[-1])
+
+    def _scaled(self, rows: torch.Tensor) -> torch.Tensor:
+        """What the members read: `rows`, or a copy where an adapter of the step scales inputs."""
+        bank = self._bank
+        if bank.beyond is None or bank.beyond.inputs is None or len(self.group.sites) > 1:
+            return rows  # a vector for an input that several sites read is refused at upload
+        rows = rows.clone()
+        inputs = LoraGroup(self.group.sites, (rows.shape[1],))
+        rescale(rows, bank.pool, bank.vectors.inputs, inputs, bank.beyond.inputs)
+        return rows
 
 
 class LoraLinear(nn.Module):
@@ -58,31 +70,38 @@ class LoraLinear(nn.Module):
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         self._group = group
-        self._columns = slice(start, start + linear.out_features)
+        self.columns = slice(start, start + linear.out_features)
+        """Where its outputs stand among its group's."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[..., in_features]` to `[..., out_features]`, with the adapters of the bank's segments added."""
-        return self._group.serve(x)[..., self._columns]
+        return self._group.serve(x)[..., self.columns]
 
 
-def install_linears(model: nn.Module, bank: AdapterBank) -> int:
-    """Replace every linear that is a site of `bank`, and free the weights it held; returns the bytes of base weights.
+def install_linears(model: nn.Module, bank: AdapterBank) -> dict[str, BaseLinear]:
+    """Replace every linear that is a site of `bank` and free the weights it held; what the base still knows of them.
 
     The replaced modules' own parameters are released one group at a time, so that at no moment two copies of the
     whole model are in memory.
     """
-    total = 0
+    known = {}
     for names in _groups(bank.sites):
         linears = [_linear(model, name) for name in names]
         group = GroupedLinear(linears, [bank.sites[name] for name in names], bank)
-        total += group.linear.weight_bytes
         start = 0
         for name, linear in zip(names, linears, strict=True):
-            parent, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(parent), attribute, LoraLinear(group, start, linear))
+            stand_in = LoraLinear(group, start, linear)
+            replace_module(model, name, stand_in)
+            known[name] = base_linear(linear, group.linear, stand_in.columns)
             start += linear.out_features
             del linear.weight
-    return total
+    return known
+
+
+def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Put `module` where `name` stands in `model`."""
+    parent, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(parent), attribute, module)
 
 
 def _linear(model: nn.Module, name: str) -> nn.Linear:
@@ -94,9 +113,7 @@ def _linear(model: nn.Module, name: str) -> nn.Linear:
 def _groups(sites: Mapping[str, Site]) -> Iterable[list[str]]:
     by_input: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name in sorted(sites, key=lambda n: sites[n].index):
-        parent, _, attribute = name.rpartition(".")
-        family = next((min(family) for family in SAME_INPUT if attribute in family), attribute)
-        by_input[parent, family].append(name)
+        by_input[input_of(name)].append(name)
     return by_input.values()
 
 

@@ -25,16 +25,9 @@ _RESTORE = (
     "Save the adapter again with save_pretrained(..., path_initial_model_for_weight_conversion=<folder of the adapter "
     "as it was initialised>): PEFT then writes an ordinary LoRA for the unchanged base."
 )
-_NO_BIAS = "Train with bias='none' and lora_bias=false."
-_NO_EMBEDDINGS = "Train without it: LoRA on the decoder's linear layers only."
+_NO_BIAS = "Train with bias='none'; lora_bias=true is served."
 
 REFUSALS: Mapping[str, Refusal] = {
-    "use_dora": Refusal("DoRA rescales the base's weights column by column, which is not served.", _RETRAIN),
-    "lora_bias": Refusal("A bias on lora_B is not served.", _NO_BIAS),
-    "modules_to_save": Refusal(
-        "Whole trained copies of the base's modules are not served beside other adapters.", _NO_EMBEDDINGS
-    ),
-    "trainable_token_indices": Refusal("Trained rows of the embedding are not served.", _NO_EMBEDDINGS),
     "target_parameters": Refusal(
         "LoRA on bare parameters (the experts of mixture models) is not served.", "Use target_modules only."
     ),
@@ -62,6 +55,7 @@ _PROMPT = "It puts trained vectors before the prompt, where every request here h
 _TURNS = "It multiplies the base's weights, which requests for other adapters in the same batch share."
 _WEIGHTS = "What it adds depends on the base's own weights, which an upload does not bring."
 _DENSE = "What it adds to a weight has full rank, which no LoRA of a size that is served expresses exactly."
+_SERVED = "LORA and IA3 are served, and other kinds that are turned into LORA at upload."
 _ROUTES = "It chooses between several adapters inside one, token by token."
 
 KINDS: Mapping[str, Refusal] = {
@@ -77,7 +71,6 @@ KINDS: Mapping[str, Refusal] = {
     "GLORA": Refusal(_WEIGHTS, _TRAIN_LORA),
     "HIRA": Refusal(_WEIGHTS, _TRAIN_LORA),
     "HRA": Refusal(_TURNS, _TRAIN_LORA),
-    "IA3": Refusal("It scales the outputs of the base's linears.", _TRAIN_LORA),
     "LILY": Refusal(_ROUTES, _TRAIN_LORA),
     "LN_TUNING": Refusal("It trains the base's norms, which are not served beside other adapters.", _TRAIN_LORA),
     "MULTITASK_PROMPT_TUNING": Refusal(_PROMPT, _TRAIN_LORA),
@@ -94,7 +87,9 @@ KINDS: Mapping[str, Refusal] = {
     "SHIRA": Refusal("It changes single weights all over the matrix, which has full rank.", _TRAIN_LORA),
     "SUPERTUNING": Refusal("It changes single weights all over the matrix, which has full rank.", _TRAIN_LORA),
     "TINYLORA": Refusal(_WEIGHTS, _TO_LORA),
-    "TRAINABLE_TOKENS": Refusal("Trained rows of the embedding are not served.", _TRAIN_LORA),
+    "TRAINABLE_TOKENS": Refusal(
+        "Trained rows of the embedding are served beside a LoRA.", "Train a LoRA with trainable_token_indices."
+    ),
     "UNILORA": Refusal("Its file holds indices into one trained vector.", _TO_LORA),
     "WAVEFT": Refusal(_DENSE, _TO_LORA),
     "XLORA": Refusal(_ROUTES, "Upload the adapters singly."),
@@ -150,7 +145,7 @@ def check_known(document: Mapping[str, Any], known: frozenset[str]) -> None:
 
 
 def check_kind(document: Mapping[str, Any]) -> None:
-    """Raise ConfigRejected unless the file is a LoRA for text generation that left the base as it was."""
+    """Raise ConfigRejected unless the file is a LoRA or an IA3 for text generation that left the base as it was."""
     _check_peft_type(document.get("peft_type"))
     check_task_type(document.get("task_type"))
     check_bias(document.get("bias"))
@@ -169,12 +164,12 @@ def is_on(value: Any) -> bool:
 
 
 def _check_peft_type(value: Any) -> None:
-    if value == "LORA":
+    if value in ("LORA", "IA3"):
         return
     if value is None:
         raise ConfigRejected("field_missing", "peft_type", "adapter_config.json has no peft_type; LORA is expected.")
     refusal = KINDS.get(value) if isinstance(value, str) else None
-    reason, way_out = refusal or ("LORA is served, and other kinds that are turned into it at upload.", _TO_LORA)
+    reason, way_out = refusal or (_SERVED, _TO_LORA)
     raise ConfigRejected("peft_type_unsupported", "peft_type", f"peft_type is {str(value)[:40]!r}. {reason} {way_out}")
 
 

@@ -41,7 +41,7 @@ def check_linears(matches: Iterable[Match], base: BaseDescription) -> None:
     """Raise ConfigRejected (`target_unsupported`) unless all are linears that adapters may touch."""
     for match in matches:
         if (kind := base.others.get(match.module)) is not None:
-            raise ConfigRejected("target_unsupported", "target_modules", _unsupported(match.module, kind, base))
+            raise unsupported_target(match.module, kind)
 
 
 def context(base: BaseDescription, trained_on: str | None) -> str:
@@ -50,14 +50,14 @@ def context(base: BaseDescription, trained_on: str | None) -> str:
     return f"{_expects(base)}{named}"
 
 
-def _unsupported(module: str, kind: str, base: BaseDescription) -> str:
-    if module == base.output_head:
-        reason = "the output head, whose LoRA is not served"
-    elif kind == "Embedding":
-        reason = "an embedding, whose LoRA is not served"
-    else:
-        reason = f"a {kind} and no linear layer"
-    return f"target_modules names {module!r}, {reason}. Train on the decoder's linear layers, e.g. with all-linear."
+def unsupported_target(module: str, kind: str) -> ConfigRejected:
+    """The refusal of a target of the class `kind`."""
+    return ConfigRejected(
+        "target_unsupported",
+        "target_modules",
+        f"target_modules names {module!r}, a {kind} and no linear layer of the decoder. Train on those, e.g. with "
+        "all-linear.",
+    )
 
 
 def _written(target_modules: str | tuple[str, ...]) -> str:

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loramux_adapters.base import BaseDescription
-from loramux_adapters.config import MAX_CONFIG_BYTES, LoraConfig, parse_adapter_config
+from loramux_adapters.config import MAX_CONFIG_BYTES, AdapterConfig, parse_adapter_config
 from loramux_adapters.errors import ConfigRejected
 from loramux_adapters.finite import check_finite
 from loramux_adapters.header import SafetensorsHeader, read_header
-from loramux_adapters.plan import AdapterPlan, Limits, plan_adapter
+from loramux_adapters.parts import AdapterPlan
+from loramux_adapters.plan import Limits, plan_adapter
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -24,12 +25,12 @@ CHECKS = ("config", "header", "tensors", "values")
 class Examined:
     """An adapter that passed every check."""
 
-    config: LoraConfig
+    config: AdapterConfig
     header: SafetensorsHeader
     plan: AdapterPlan
 
 
-def read_config(directory: Path) -> LoraConfig:
+def read_config(directory: Path) -> AdapterConfig:
     """Read `directory`/adapter_config.json, at most 1 MiB of it. Raises ConfigRejected."""
     return parse_adapter_config(read_config_file(directory))
 

@@ -9,9 +9,11 @@ from loramux_kernels.lora_expand import lora_expand, lora_expand_reference
 from loramux_kernels.lora_shrink import lora_shrink, lora_shrink_reference
 from loramux_kernels.packed_linear import PackedLinear, packed_linear_reference
 from loramux_kernels.paged_attention import paged_attention, paged_attention_reference
+from loramux_kernels.rescale import NO_VECTORS, rescale, rescale_reference
 from loramux_kernels.table import RANK_TILE, LoraGroup, LoraTable, Segments
 
 __all__ = [
+    "NO_VECTORS",
     "RANK_TILE",
     "AttentionBatch",
     "KvLayer",
@@ -26,6 +28,8 @@ __all__ = [
     "packed_linear_reference",
     "paged_attention",
     "paged_attention_reference",
+    "rescale",
+    "rescale_reference",
     "write_kv",
     "write_kv_reference",
 ]

@@ -20,7 +20,6 @@ class PackedLinear:
     def __init__(self, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]) -> None:
         self.in_features = weights[0].shape[1]
         self.out_features = tuple(weight.shape[0] for weight in weights)
-        self.weight_bytes = sum(weight.numel() * weight.element_size() for weight in weights)
         self._multiply = _fastest(weights)(weights, join_biases(weights, biases))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

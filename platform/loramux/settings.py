@@ -132,6 +132,8 @@ class AdapterLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     max_rank: Positive = 256
     max_bytes: Positive = 2 << 30
+    max_vocabulary_bytes: Annotated[int, Meta(ge=0)] = 1 << 30
+    """Of what one adapter brings for the embedding and the head: LoRA on them, whole matrices, trained tokens."""
     max_adapters_per_tenant: Positive = 10_000
     host_bytes: Annotated[int, Meta(ge=0)] = 1 << 30
     """Adapters kept in the host's memory, so that one that comes back into the pool is not read from disk again."""

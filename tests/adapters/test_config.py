@@ -48,10 +48,6 @@ def test_a_default_of_peft_never_switches_a_refused_field_on(good_config: dict[s
 
 
 SWITCHED_ON: dict[str, Any] = {
-    "use_dora": True,
-    "lora_bias": True,
-    "modules_to_save": ["lm_head"],
-    "trainable_token_indices": [3],
     "target_parameters": ["mlp.experts.down_proj"],
     "layer_replication": [[0, 2]],
     "use_qalora": True,
@@ -93,8 +89,11 @@ def test_a_field_that_is_not_served_is_refused_with_its_reason(field: str) -> No
         assert parse({field: off})
 
 
-@pytest.mark.parametrize("peft_type", [kind.value for kind in peft.PeftType if kind.value != "LORA"] + ["lora", 1, {}])
-def test_only_lora_is_served(peft_type: Any) -> None:
+OTHER_TYPES = [kind.value for kind in peft.PeftType if kind.value not in ("LORA", "IA3")]
+
+
+@pytest.mark.parametrize("peft_type", [*OTHER_TYPES, "lora", 1, {}])
+def test_only_lora_and_ia3_are_served(peft_type: Any) -> None:
     refusal = refuse({"peft_type": peft_type})
     assert (refusal.code, refusal.field) == ("peft_type_unsupported", "peft_type")
     assert str(peft_type) in refusal.message

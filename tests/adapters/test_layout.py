@@ -3,50 +3,71 @@
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from loramux_adapters import AdapterRejected
-from loramux_adapters.layout import ALIGNMENT, SiteShape, lay_out
+from loramux_adapters.layout import ALIGNMENT, Block, Kind, Matrix, lay_out, rows_per_page
 from loramux_kernels import RANK_TILE
 
-shapes = st.lists(
-    st.tuples(st.integers(1, 70), st.sampled_from([8, 24, 96, 200]), st.sampled_from([8, 32, 96, 130])),
+matrices = st.lists(
+    st.tuples(st.sampled_from(Kind), st.integers(1, 700), st.sampled_from([1, 2, 8, 24, 96, 130, 200]), st.booleans()),
     min_size=1,
     max_size=12,
-).map(lambda rows: [SiteShape(i, *row) for i, row in enumerate(rows)])
+).map(
+    lambda drawn: [
+        Matrix(str(i), kind, rows, width, fills_pages=fills) for i, (kind, rows, width, fills) in enumerate(drawn)
+    ]
+)
 
 
-@given(shapes, st.integers(RANK_TILE * 200, 20_000), st.sampled_from([2, 4]))
-def test_tiles_cover_every_matrix_once_without_overlap(sites: list[SiteShape], page: int, itemsize: int) -> None:
-    layout = lay_out(sites, page, itemsize)
-    rows: dict[tuple[int, bool], list[int]] = {}
-    taken: dict[int, list[tuple[int, int]]] = {}
-    for tile in layout.tiles:
-        assert tile.start % RANK_TILE == 0
-        assert tile.rows <= RANK_TILE
-        assert tile.offset * itemsize % ALIGNMENT == 0
-        assert tile.offset + tile.rows * tile.width <= page
-        taken.setdefault(tile.page, []).append((tile.offset, tile.offset + tile.rows * tile.width))
-        rows.setdefault((tile.site, tile.transposed_b), []).extend(range(tile.start, tile.start + tile.rows))
+def pairs(rank: int, width: int, count: int) -> list[Matrix]:
+    return [Matrix(str(i), kind, rank, width) for i in range(count) for kind in (Kind.A, Kind.B)]
+
+
+@given(matrices, st.integers(RANK_TILE * 200, 20_000), st.sampled_from([2, 4]))
+def test_blocks_cover_every_matrix_once_without_overlap(wanted: list[Matrix], page: int, itemsize: int) -> None:
+    layout = lay_out(wanted, page, itemsize)
+    rows: defaultdict[Matrix, list[int]] = defaultdict(list)
+    taken: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+    for block in layout.blocks:
+        check_place(block, page, itemsize)
+        taken[block.page].append((block.offset, block.offset + block.size))
+        rows[block.matrix].extend(range(block.start, block.start + block.rows))
     for spans in taken.values():
-        ordered = sorted(spans)
-        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ordered))
-    for site in sites:
-        assert sorted(rows[site.site, False]) == sorted(rows[site.site, True]) == list(range(site.rank))
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(sorted(spans)))
+    assert rows == {matrix: list(range(matrix.rows)) for matrix in wanted}
     assert sorted(taken) == list(range(layout.num_pages))
-    assert layout.num_bytes == itemsize * sum(s.rank * (s.in_features + s.out_features) for s in sites)
+    assert layout.num_bytes == itemsize * sum(matrix.rows * matrix.width for matrix in wanted)
+
+
+def check_place(block: Block, page: int, itemsize: int) -> None:
+    assert block.offset * itemsize % ALIGNMENT == 0
+    assert block.offset + block.size <= page
+    if block.matrix.fills_pages:
+        assert block.offset == 0
+        assert block.start % rows_per_page(block.matrix.width, page) == 0
+    else:
+        assert block.start == block.tile * RANK_TILE
+        assert block.rows <= RANK_TILE
 
 
 def test_a_small_rank_takes_a_small_share() -> None:
-    small, large = (lay_out([SiteShape(i, r, 512, 512) for i in range(64)], 64 * 1024, 2) for r in (8, 64))
+    small, large = (lay_out(pairs(rank, 512, 64), 64 * 1024, 2) for rank in (8, 64))
     assert large.num_bytes == 8 * small.num_bytes
     assert 7 <= large.num_pages / small.num_pages <= 9
 
 
-def test_a_tile_larger_than_a_page_names_the_way_out() -> None:
+def test_small_blocks_fill_up_pages_that_others_began() -> None:
+    tokens = Matrix("embedding", Kind.ROWS, 5, 512, fills_pages=True)
+    assert lay_out([*pairs(8, 512, 3), tokens], 64 * 1024, 2).num_pages == 1
+
+
+@pytest.mark.parametrize("matrix", [Matrix("m", Kind.A, 16, 512), Matrix("m", Kind.ROWS, 1, 8192, fills_pages=True)])
+def test_a_block_larger_than_a_page_names_the_way_out(matrix: Matrix) -> None:
     with pytest.raises(AdapterRejected, match=r"engine\.block_size") as caught:
-        lay_out([SiteShape(0, 16, 512, 8)], RANK_TILE * 512 - 1, 2)
+        lay_out([matrix], RANK_TILE * 512 - 1, 2)
     assert caught.value.code == "page_too_small"

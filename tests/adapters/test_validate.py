@@ -42,16 +42,21 @@ def test_a_good_folder_is_taken(good_folder: Path, llama) -> None:
 # ---- what PEFT saves and this server does not serve
 
 REFUSED_FORMATS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "dora": ("llama", {"use_dora": True}, "use_dora"),
-    "lora_bias": ("llama", {"lora_bias": True}, "lora_bias"),
+    "dora_on_the_embedding": ("llama", {"use_dora": True, "target_modules": ["embed_tokens", "q_proj"]}, "use_dora"),
     "bias_all": ("qwen2", {"bias": "all"}, "bias"),
     "bias_lora_only": ("gpt2", {"bias": "lora_only", "target_modules": ["c_attn"]}, "bias"),
-    "modules_to_save": ("llama", {"modules_to_save": ["lm_head"]}, "modules_to_save"),
     "norms": ("llama", {"modules_to_save": ["input_layernorm"]}, "modules_to_save"),
-    "tokens": ("llama", {"trainable_token_indices": [3, 5]}, "trainable_token_indices"),
-    "tokens_tied": ("llama_tied", {"trainable_token_indices": [3]}, "trainable_token_indices"),
-    "embedding": ("llama", {"target_modules": ["embed_tokens", "q_proj"]}, "target_modules"),
-    "head": ("llama", {"target_modules": ["lm_head"]}, "target_modules"),
+    "linears_saved_whole": ("llama", {"modules_to_save": ["o_proj"]}, "modules_to_save"),
+    "tying": (
+        "llama_tied",
+        {"target_modules": ["embed_tokens"], "ensure_weight_tying": True},
+        "ensure_weight_tying",
+    ),
+    "alora_on_the_head": (
+        "llama",
+        {"target_modules": ["lm_head"], "alora_invocation_tokens": [7, 8]},
+        "alora_invocation_tokens",
+    ),
     "pissa": ("llama", {"init_lora_weights": "pissa"}, "init_lora_weights"),
     "olora": ("llama", {"init_lora_weights": "olora"}, "init_lora_weights"),
     "replication": ("llama", {"layer_replication": [(0, 2), (1, 2)]}, "layer_replication"),
@@ -79,7 +84,6 @@ OTHER_KINDS = [
     peft.LoHaConfig(r=4, target_modules=["q_proj"]),
     peft.LoKrConfig(r=4, target_modules=["q_proj"]),
     peft.VeraConfig(r=8, target_modules=["q_proj"]),
-    peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]),
     peft.AdaLoraConfig(init_r=8, target_r=4, total_step=100, target_modules=["q_proj"]),
     peft.OFTConfig(oft_block_size=8, r=0, target_modules=["q_proj"]),
     peft.LNTuningConfig(),

@@ -156,7 +156,7 @@ def test_a_truncated_file_is_refused(site: Site, adapter: Path) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "told"),
-    [({"use_dora": True}, "dora"), ({"bias": "all"}, "bias"), ({"modules_to_save": ["lm_head"]}, "modules_to_save")],
+    [({"use_qalora": True}, "qalora"), ({"bias": "all"}, "bias"), ({"modules_to_save": ["norm"]}, "modules_to_save")],
 )
 def test_methods_that_are_not_served_are_refused_by_field(
     site: Site, adapter: Path, changes: dict[str, Any], told: str

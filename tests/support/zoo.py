@@ -84,12 +84,14 @@ class Asked:
 class Zoo:
     """One family's model and adapters on disk, and PEFT's answers."""
 
-    def __init__(self, family: str, root: Path) -> None:
+    def __init__(self, family: str, root: Path, **fields: object) -> None:
         self.base = root / "base"
         self.adapters = root / "adapters"
         config_class, extra = FAMILIES[family]
         torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(config_class(**SMALL | extra), dtype=torch.float32).eval()
+        model = transformers.AutoModelForCausalLM.from_config(
+            config_class(**SMALL | extra | fields), dtype=torch.float32
+        ).eval()
         with torch.no_grad():
             for parameter in model.parameters():
                 # Norms that start at one and biases at zero would hide a missing multiplication.

@@ -24,7 +24,8 @@ from loramux_adapters.expected import check_tensors
 from loramux_adapters.finite import check_finite
 from loramux_adapters.header import SafetensorsHeader, read_header
 from loramux_adapters.matching import Match
-from loramux_adapters.plan import PREFIX, Limits
+from loramux_adapters.parts import PREFIX
+from loramux_adapters.plan import Limits
 from loramux_adapters.refusals import check_bias, check_task_type, is_converted, is_on
 from loramux_adapters.targets import check_linears, context, match_targets
 from loramux_adapters.tensors import read_tensor

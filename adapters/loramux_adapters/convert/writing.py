@@ -15,7 +15,7 @@ import torch
 from loramux_adapters.base import LinearShape
 from loramux_adapters.convert.form import Pair
 from loramux_adapters.errors import WeightsFileRejected
-from loramux_adapters.plan import PREFIX
+from loramux_adapters.parts import PREFIX
 from loramux_adapters.validate import CONFIG_NAME, WEIGHTS_NAME
 
 _ITEM_BYTES = 4

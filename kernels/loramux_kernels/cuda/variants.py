@@ -13,6 +13,7 @@ from loramux_kernels.cuda.launch import Launch
 from loramux_kernels.cuda.lora_expand import prepare_expand
 from loramux_kernels.cuda.lora_shrink import new_intermediate, prepare_shrink
 from loramux_kernels.cuda.paged_attention import prepare_attention
+from loramux_kernels.cuda.rescale import prepare_rescale
 from loramux_kernels.cuda.sampling import prepare_sample
 from loramux_kernels.kv_cache import AttentionBatch, KvLayer
 from loramux_kernels.sampling import LogitBias, Penalties, SamplingBatch
@@ -29,7 +30,7 @@ class Variant:
 
 def all_variants() -> list[Variant]:
     """What has to compile."""
-    return [*_lora(), *_attention(), *_write_kv(), *_sampling()]
+    return [*_lora(), *_rescale(), *_attention(), *_write_kv(), *_sampling()]
 
 
 def _lora() -> Iterator[Variant]:
@@ -59,6 +60,14 @@ def _lora_pair(
         yield Variant(f"shrink-{name}", launch)
     for launch in prepare_expand(v, x.view(-1), table, group, segments, y):
         yield Variant(f"expand-{name}", launch)
+
+
+def _rescale() -> Iterator[Variant]:
+    group, segments = LoraGroup((0, 1, 2), (4096, 1024, 1024)), Segments((0, 1, 2), (0, 1))
+    for dtype in (torch.bfloat16, torch.float32):
+        y = torch.empty(segments.rows, group.out_starts[-1], dtype=dtype)
+        launch = prepare_rescale(y, y.view(-1), torch.zeros(2, 7, dtype=torch.int64), group, segments)
+        yield Variant(f"rescale-{_short(dtype)}", launch)
 
 
 def _attention() -> Iterator[Variant]:

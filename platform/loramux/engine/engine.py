@@ -52,8 +52,9 @@ class Engine:
         self._runner = loaded.runner
         self._weight_bytes = loaded.weight_bytes
         pool, bank = PagePool(loaded.facts.pages_total), loaded.runner.bank
-        limits = Limits(max_rank=settings.adapters.max_rank, max_bytes=settings.adapters.max_bytes)
-        source, adapters = Source(loaded.base, limits, bank.pool.dtype), settings.adapters
+        adapters = settings.adapters
+        limits = Limits(adapters.max_rank, adapters.max_bytes, adapters.max_vocabulary_bytes)
+        source = Source(loaded.base, loaded.weights, limits, bank.pool.dtype)
         self._host = HostTier(adapters.host_bytes, time.monotonic)
         self._store = DiskStore(bank, source, self._host, adapters.max_loading, wake)
         patience = Patience(max_loading=adapters.max_loading)

@@ -9,6 +9,7 @@ from torch import nn
 
 from loramux.engine.attention import AttentionStep
 from loramux_adapters.bank import AdapterBank
+from loramux_adapters.beyond import Beyond
 from loramux_kernels import AttentionBatch, KvLayer, Segments
 
 
@@ -26,16 +27,16 @@ class StepInputs:
 
 
 class Forward:
-    """A model whose linears serve `bank` and whose attention reads `layers`."""
+    """A model whose modules serve `bank` and whose attention reads `layers`."""
 
     def __init__(self, model: nn.Module, layers: list[KvLayer], bank: AdapterBank) -> None:
         self.bank = bank
         self._model = model
         self._layers = layers
 
-    def __call__(self, inputs: StepInputs, segments: Segments | None) -> torch.Tensor:
-        """The logits `[len(sampled_rows), vocab]`."""
-        with self.bank.serving(segments):
+    def __call__(self, inputs: StepInputs, segments: Segments | None, beyond: Beyond | None = None) -> torch.Tensor:
+        """The logits `[len(sampled_rows), vocab]`; `beyond` is what the adapters hold beside pairs on linears."""
+        with self.bank.serving(segments, beyond):
             return self._model(
                 input_ids=inputs.input_ids[None],
                 position_ids=inputs.position_ids[None],

@@ -19,7 +19,10 @@ from loramux_kernels.cuda.tile_map import TileMap, lend_tile_map
 
 
 class GpuRunner:
-    """Decode steps are replayed from recordings; steps that prefill are launched operator by operator."""
+    """Decode steps are replayed from recordings; others are launched operator by operator.
+
+    Others are those that prefill, and those whose adapters hold more than pairs on linears: recordings know of none.
+    """
 
     runs_ahead = True
 
@@ -57,13 +60,14 @@ class GpuRunner:
         tokens = None if self._before is None else self._before.tokens
         inputs = self._buffers.fill(packed, self._sources(step, packed), tokens)
         ranks = [] if packed.segments is None else [self.bank.rank_of(slot) for slot in packed.segments.slots]
-        if packed.decodes:
+        beyond = self.bank.beyond_pairs(packed.segments, packed.sampled_rows)
+        if packed.decodes and beyond is None:
             logits = self._graphs.run(packed, ranks)
         else:
             if packed.segments is not None:
                 tile_map = TileMap.for_step(packed.segments, np.array(ranks, dtype=np.int64), self.bank.pool.device)
                 lend_tile_map(packed.segments, tile_map)
-            logits = self._forward(inputs, packed.segments)
+            logits = self._forward(inputs, packed.segments, beyond)
         arriving = self._sampler.launch(logits, [chunk.sequence for chunk in step.sampling], self._before)
         self._before = arriving.sampled
         return arriving

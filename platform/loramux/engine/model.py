@@ -19,7 +19,8 @@ from loramux.engine.sampler import Sampler
 from loramux.settings import Settings
 from loramux_adapters import BaseDescription, describe_base
 from loramux_adapters.bank import AdapterBank, Site, slot_bytes
-from loramux_adapters.linear import install_linears
+from loramux_adapters.base_weights import BaseWeights
+from loramux_adapters.vocabulary_modules import install
 from loramux_kernels import RANK_TILE
 from loramux_kernels.device import runs_triton
 
@@ -39,6 +40,8 @@ class LoadedModel:
 
     runner: Runner
     base: BaseDescription
+    weights: BaseWeights
+    """What adapters are fitted to."""
     facts: ModelFacts
     weight_bytes: int
     """Bytes of weights that a step reads at least once."""
@@ -81,9 +84,11 @@ def assemble(model: PreTrainedModel, base: BaseDescription, settings: Settings) 
     sites = {
         name: Site(i, shape.in_features, shape.out_features) for i, (name, shape) in enumerate(base.modules.items())
     }
-    bank = AdapterBank(pool, layout.page_elements, sites, settings.adapters.max_rank, max_slots=num_pages)
-    other = _bytes_outside(model, sites)
-    weight_bytes = install_linears(model, bank) + other
+    bank = AdapterBank(
+        pool, layout.page_elements, sites, settings.adapters.max_rank, max_slots=num_pages, vocabulary=base.vocabulary
+    )
+    weight_bytes = _bytes_read(model)
+    weights = install(model, base.vocabulary, bank)
     eos = _eos_token_ids(model)
     runner = _runner(Forward(model, layout.views(pool), bank), settings, eos, max_model_len)
     facts = ModelFacts(
@@ -102,7 +107,7 @@ def assemble(model: PreTrainedModel, base: BaseDescription, settings: Settings) 
         num_pages,
         facts.block_size,
     )
-    return LoadedModel(runner, base, facts, weight_bytes)
+    return LoadedModel(runner, base, weights, facts, weight_bytes)
 
 
 def _device(name: str) -> torch.device:
@@ -171,14 +176,11 @@ def _demand_room_for_tiles(base: BaseDescription, layout: KvLayout) -> None:
         )
 
 
-def _bytes_outside(model: PreTrainedModel, sites: dict[str, Site]) -> int:
-    """Bytes of weights that are no sites. Of an embedding that is not the head too, a step reads but a few rows."""
-    head = model.get_output_embeddings()
-    tied = head is not None and head.weight is model.get_input_embeddings().weight
-    skipped = {f"{name}.weight" for name in sites}
-    if not tied:
-        skipped |= {n for n, p in model.named_parameters() if p is model.get_input_embeddings().weight}
-    return sum(p.numel() * p.element_size() for n, p in model.named_parameters() if n not in skipped)
+def _bytes_read(model: PreTrainedModel) -> int:
+    """Bytes of weights that a step reads. Of an embedding that is not the head too, those are but a few rows."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings().weight
+    tied = head is not None and head.weight is embedding
+    return sum(p.numel() * p.element_size() for p in model.parameters() if tied or p is not embedding)
 
 
 def _max_model_len(settings: Settings, model: PreTrainedModel) -> int:

@@ -69,7 +69,8 @@ class ModelRunner:
     def launch(self, step: Step) -> Ready:
         """One forward, and a token for each of `step.sampling`."""
         packed = pack(step, self._block_size)
-        logits = self._forward(_inputs(packed), packed.segments)
+        beyond = self.bank.beyond_pairs(packed.segments, packed.sampled_rows)
+        logits = self._forward(_inputs(packed), packed.segments, beyond)
         return Ready(self.sampler.sample(logits, [chunk.sequence for chunk in step.sampling]))
 
     def forget(self, request_id: str) -> None:

@@ -15,6 +15,7 @@ from loramux.engine.request import AdapterRef
 from loramux.engine.resident import Inspected
 from loramux_adapters import AdapterPlan, BaseDescription, Limits, inspect_adapter
 from loramux_adapters.bank import AdapterBank
+from loramux_adapters.base_weights import BaseWeights, fit_to_base
 from loramux_adapters.weights import AdapterWeights, load_adapter
 
 T = TypeVar("T")
@@ -25,6 +26,7 @@ class Source:
     """What adapters are read for, and within which limits."""
 
     base: BaseDescription
+    weights: BaseWeights
     limits: Limits
     dtype: torch.dtype
 
@@ -33,8 +35,8 @@ class Source:
         return inspect_adapter(Path(ref.path), self.base, self.limits)
 
     def load(self, ref: AdapterRef) -> AdapterWeights:
-        """Read and check the files. Raises AdapterRejected."""
-        return load_adapter(Path(ref.path), self.base, self.limits, self.dtype)
+        """Read and check the files, and fit what they hold to the base. Raises AdapterRejected."""
+        return fit_to_base(load_adapter(Path(ref.path), self.base, self.limits, self.dtype), self.weights)
 
 
 class DiskStore:

@@ -100,7 +100,7 @@ class Intake:
 
         async with self._database.read() as session:
             caps = await adapter_caps(session, principal, self._limits)
-        limits = Limits(max_rank=caps.rank, max_bytes=self._limits.max_bytes)
+        limits = Limits(caps.rank, self._limits.max_bytes, self._limits.max_vocabulary_bytes)
         async with self._places:
             try:
                 return await finished(self._validator.examine, folder, limits)

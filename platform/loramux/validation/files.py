@@ -80,17 +80,18 @@ def _passed(names: list[str]) -> tuple[Check, ...]:
 
 
 def _found(examined: Examined, document: Mapping[str, Any], base: BaseDescription) -> Found:
-    pairs, tensors = examined.plan.pairs, examined.header.tensors.values()
+    plan, tensors = examined.plan, examined.header.tensors.values()
+    modules = dict.fromkeys(part.module for part in plan.parts)
     version = document.get("peft_version")
     return Found(
         peft_type=document["peft_type"],
         peft_version=version if isinstance(version, str) else None,
         base_model_name_or_path=examined.config.base_model_name_or_path,
         architecture=base.architecture,
-        rank=examined.plan.max_rank,
-        ranks=dict(sorted(Counter(pair.rank for pair in pairs).items())),
-        targets=dict(Counter(pair.module.rpartition(".")[2] for pair in pairs)),
-        layers=len({base.modules[pair.module].layer for pair in pairs}),
+        rank=plan.max_rank,
+        ranks=dict(sorted(Counter(pair.rank for pair in plan.pairs).items())),
+        targets=dict(Counter(module.rpartition(".")[2] for module in modules)),
+        layers=len({base.modules[module].layer for module in modules if module in base.modules}),
         tensors=len(tensors),
         parameters=sum((tensor.end - tensor.start) // ITEM_BYTES[tensor.dtype] for tensor in tensors),
         dtypes=dict(Counter(tensor.dtype for tensor in tensors)),

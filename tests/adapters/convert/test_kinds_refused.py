@@ -24,7 +24,7 @@ from loramux_adapters.convert.forms import known_fields
 from loramux_adapters.refusals import CONVERTED, KINDS
 
 LIMITS = Limits(max_rank=96, max_bytes=1 << 30)
-SERVED = {"LORA"}
+SERVED = ("LORA", "IA3")
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 

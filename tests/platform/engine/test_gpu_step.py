@@ -114,7 +114,7 @@ def test_the_pool_of_a_gpu_leaves_room_for_everything_else(monkeypatch) -> None:
     assert pages * (page_bytes + row_bytes) <= 550_000_000 < (pages + 1) * (page_bytes + row_bytes)
     bank = AdapterBank(torch.empty(64), 64, {str(i): Site(i, 1, 1) for i in range(7)}, max_rank=32, max_slots=5)
     table = bank.table
-    tensors = (table.a_offsets, table.b_offsets, table.ranks, table.scales)
+    tensors = (table.a_offsets, table.b_offsets, table.ranks, table.scales, bank.vectors.columns, bank.vectors.inputs)
     assert sum(tensor.numel() * tensor.element_size() for tensor in tensors) == 5 * row_bytes
 
 

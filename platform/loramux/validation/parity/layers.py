@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import peft
 import torch
 from safetensors import safe_open
@@ -16,8 +17,11 @@ from loramux.validation.parity.jobs import ParityJob, ParitySetup
 from loramux.validation.parity.verdict import OUTPUTS_NOT_FINITE, PARITY_FAILED, Fault, NotRun, Verdict, compare_outputs
 from loramux_adapters import WEIGHTS_NAME, AdapterPlan, BaseDescription, SafetensorsHeader, plan_adapter, read_header
 from loramux_adapters.bank import AdapterBank, Site
+from loramux_adapters.base_weights import BaseWeights, fit_to_base
+from loramux_adapters.layout import lay_out
 from loramux_adapters.linear import install_linears
-from loramux_adapters.plan import PREFIX
+from loramux_adapters.matrices import matrices_of
+from loramux_adapters.parts import PREFIX
 from loramux_adapters.validate import read_config
 from loramux_adapters.weights import AdapterWeights, read_weights
 from loramux_kernels import RANK_TILE, Segments
@@ -31,27 +35,25 @@ PAGE_TILES = 4
 def compare_layers(setup: ParitySetup, job: ParityJob) -> Verdict | NotRun:
     """Compare every adapted linear of the first, the middle and the last layer that the adapter touches."""
     header = read_header(Path(job.served) / WEIGHTS_NAME)
-    config = read_config(Path(job.served))
-    plan = plan_adapter(config, header, setup.base, job.limits)
+    plan = plan_adapter(read_config(Path(job.served)), header, setup.base, job.limits)
     linears = {name: read_linear(setup.model_dir, name) for name in _sampled(plan, setup.base)}
     found = {name: linear for name, linear in linears.items() if linear is not None}
+    if not linears:
+        return NotRun("the adapter changes no linear of a layer")
     if not found:
         return NotRun("the checkpoint holds the sampled layers' weights under other names")
     theirs = _peft_outputs(job.uploaded, found)
     if isinstance(theirs, NotRun):
         return theirs
-    only = _only(found, header)
-    smaller = replace(setup.base, modules={name: setup.base.modules[name] for name in found}, others={})
-    weights = read_weights(
-        Path(job.served) / WEIGHTS_NAME, only, plan_adapter(config, only, smaller, job.limits), torch.float32
-    )
+    weights = read_weights(Path(job.served) / WEIGHTS_NAME, _only(found, header), plan.on(found), torch.float32)
     return _verdict(_our_outputs(weights, found), theirs, found)
 
 
 def _sampled(plan: AdapterPlan, base: BaseDescription) -> list[str]:
-    layers = sorted({layer for pair in plan.pairs if (layer := base.modules[pair.module].layer) is not None})
+    layer_of = {part.module: base.modules[part.module].layer for part in plan.parts if part.module in base.modules}
+    layers = sorted({layer for layer in layer_of.values() if layer is not None})
     chosen = {layers[0], layers[len(layers) // 2], layers[-1]} if layers else {None}
-    return [pair.module for pair in plan.pairs if base.modules[pair.module].layer in chosen]
+    return [module for module, layer in layer_of.items() if layer in chosen]
 
 
 def _only(names: Iterable[str], header: SafetensorsHeader) -> SafetensorsHeader:
@@ -64,8 +66,10 @@ def _only(names: Iterable[str], header: SafetensorsHeader) -> SafetensorsHeader:
 def _peft_outputs(folder: str, linears: Mapping[str, nn.Linear]) -> dict[str, torch.Tensor] | NotRun:
     config = peft.PeftConfig.from_pretrained(folder)
     config.inference_mode = True
-    if isinstance(config, peft.LoraConfig):
-        config.alora_invocation_tokens = None  # which rows it serves is seen in whole prompts only
+    # The embedding and the head are not among these, and which rows an activated one serves is seen in whole prompts.
+    for field in ("modules_to_save", "trainable_token_indices", "alora_invocation_tokens"):
+        if hasattr(config, field):
+            setattr(config, field, None)
     if config.target_modules == "all-linear":  # which PEFT knows of whole transformers models only
         config.target_modules = set(linears)
     stems = tuple(f"{PREFIX}{name}." for name in linears)
@@ -89,14 +93,13 @@ def _our_outputs(weights: AdapterWeights, linears: Mapping[str, nn.Linear]) -> d
     }
     widest = max(max(site.in_features, site.out_features) for site in sites.values())
     page = PAGE_TILES * RANK_TILE * widest
-    needed = sum(2 * pair.rank * (pair.in_features + pair.out_features) for pair in weights.plan.pairs)
-    num_pages = -(-needed // page) + 2
+    num_pages = lay_out(tuple(matrices_of(weights.plan, None)), page, torch.float32.itemsize).num_pages
     bank = AdapterBank(torch.zeros(num_pages * page), page, sites, weights.plan.max_rank, max_slots=1)
     model = _skeleton(linears)
-    install_linears(model, bank)
-    layout = bank.plan_layout(weights.plan)
-    slot = bank.install(weights, layout, list(range(layout.num_pages)))
-    with bank.serving(Segments((0, ROWS), (slot,))):
+    fitted = fit_to_base(weights, BaseWeights(install_linears(model, bank), {}))
+    slot = bank.install(fitted, bank.plan_layout(fitted.plan), list(range(num_pages)))
+    segments = Segments((0, ROWS), (slot,))
+    with bank.serving(segments, bank.beyond_pairs(segments, np.arange(0))):
         return {name: model.get_submodule(name)(_inputs(linear)) for name, linear in linears.items()}
 
 

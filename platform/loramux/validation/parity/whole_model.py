@@ -29,10 +29,13 @@ from loramux.validation.parity.verdict import (
     Verdict,
     compare_tokens,
 )
+from loramux_adapters import AdapterConfig, LoraConfig
 from loramux_adapters.validate import read_config
 
 PROMPT_LENGTHS = (3, 21)
 OUTPUT_TOKENS = 12
+SPECIAL_TOKENS = 8
+"""Of those whose embeddings an adapter brings, at most so many are in a prompt."""
 BLOCK_SIZE = 16
 SPARE_BYTES = 64 << 20
 METHOD = f"{len(PROMPT_LENGTHS)} x {OUTPUT_TOKENS} greedy tokens of the engine against PEFT's forward, in float32"
@@ -81,8 +84,8 @@ class WholeModel:
 
     def compare(self, job: ParityJob) -> Verdict | NotRun:
         """Run the adapter both ways. A pool that it does not fit is a reason not to."""
-        invocation = read_config(Path(job.served)).alora_invocation_tokens or ()
-        prompts = [self._prompt(length, invocation) for length in PROMPT_LENGTHS]
+        special = _special_tokens(read_config(Path(job.served)))
+        prompts = [self._prompt(length, special) for length in PROMPT_LENGTHS]
         ours = _Greedy(self.served, self.settings).answers(job.served, prompts)
         if isinstance(ours, NotRun):
             return ours
@@ -96,11 +99,20 @@ class WholeModel:
         figures = compare_tokens(tokens, [logprob for answer in ours for logprob in answer.logprobs], logits)
         return Verdict(METHOD, figures | {"mean_divergence_from_base": _divergence(logits, base)}, _fault(figures))
 
-    def _prompt(self, length: int, invocation: Sequence[int]) -> list[int]:
-        """`length` random tokens, and in their midst what switches an activated LoRA on."""
+    def _prompt(self, length: int, special: Sequence[int]) -> list[int]:
+        """`length` random tokens, and in their midst the `special` ones."""
         generator = torch.Generator().manual_seed(length)
         tokens: list[int] = torch.randint(self.served.facts.vocab_size, (length,), generator=generator).tolist()
-        return [*tokens[: length // 2], *invocation, *tokens[length // 2 :]]
+        return [*tokens[: length // 2], *special, *tokens[length // 2 :]]
+
+
+def _special_tokens(config: AdapterConfig) -> Sequence[int]:
+    """Tokens without which nothing would be seen: what switches an activated LoRA on, or those that were trained."""
+    if not isinstance(config, LoraConfig):
+        return ()
+    trained = config.trainable_token_indices or ()
+    ids = trained if isinstance(trained, tuple) else [one for ids in trained.values() for one in ids]
+    return config.alora_invocation_tokens or ids[:SPECIAL_TOKENS]
 
 
 class _Greedy:

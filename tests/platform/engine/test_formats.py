@@ -1,0 +1,63 @@
+"""Every format that PEFT saves and this server serves, token for token as PEFT, alone and mixed with all others."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from formats import FORMATS, FormatZoo
+from zoo import Asked, serve
+
+ON_LINEARS = ("lora_bias", "dora", "ia3")
+ON_TIED = ("embedding", "both", "saved", "saved_head", "saved_embedding", "tokens")
+
+BASES = {
+    "llama": ("llama", tuple(FORMATS), False),
+    "tied": ("qwen2", (*ON_LINEARS, *ON_TIED), True),  # its linears have biases
+    "scaled": ("gemma3", ("embedding", "saved_embedding", "tokens", "dora"), False),  # and so are its embeddings
+}
+
+
+@pytest.fixture(scope="session")
+def formats_of(tmp_path_factory: pytest.TempPathFactory):
+    """formats_of("llama"): made once a session."""
+    made: dict[str, FormatZoo] = {}
+
+    def get(base: str) -> FormatZoo:
+        if base not in made:
+            family, formats, tied = BASES[base]
+            made[base] = FormatZoo(family, tmp_path_factory.mktemp(base), formats, tied)
+            made[base].make_adapters()
+        return made[base]
+
+    return get
+
+
+def some_requests(zoo: FormatZoo, seed: int) -> list[Asked]:
+    rng = random.Random(seed)
+    prompts = (tuple(rng.randrange(3, 97) for _ in range(rng.choice([1, 4, 17]))) for _ in range(100))
+    return [
+        Asked(f"{name} {i}", name, prompt, rng.randrange(4, 9))
+        for i, (name, prompt) in enumerate(zip([*zoo.formats, None], prompts, strict=False))
+    ]
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_every_format_mixed_with_all_others(formats_of, base: str) -> None:
+    zoo = formats_of(base)
+    asked = some_requests(zoo, seed=3)
+    engine = zoo.engine(max_num_batched_tokens=23)
+    got = serve(zoo, engine, asked, arrivals=[i // 3 for i in range(len(asked))])
+    for request in asked:
+        assert got[request.name] == zoo.answer(request), request.adapter
+    assert engine.stats().max_distinct_adapters_beside_base >= 2
+
+
+def test_every_format_alone(formats_of) -> None:
+    zoo = formats_of("llama")
+    engine, answers = zoo.engine(max_num_batched_tokens=7), []
+    for name in zoo.formats:
+        asked = Asked(f"{name} alone", name, tuple(range(5, 20)), 6)
+        assert serve(zoo, engine, [asked])[asked.name] == zoo.answer(asked), name
+        answers.append(zoo.answer(asked))
+    assert len({tuple(answer) for answer in answers}) == len(zoo.formats), "each of them matters"
