@@ -69,9 +69,16 @@ def test_the_tokens_of_an_activated_lora_are_read() -> None:
         assert (refusal.code, refusal.field) == ("config_invalid", "alora_invocation_tokens")
 
 
-@pytest.mark.parametrize("field", ["use_dora", "modules_to_save", "trainable_token_indices", "target_parameters"])
-def test_an_activated_lora_changes_nothing_before_its_invocation(field: str) -> None:
-    on = SWITCHED_ON[field]
+@pytest.mark.parametrize(
+    ("field", "on"),
+    [
+        ("use_dora", True),
+        ("modules_to_save", ["lm_head"]),
+        ("trainable_token_indices", [3]),
+        ("target_parameters", ["mlp.experts.down_proj"]),
+    ],
+)
+def test_an_activated_lora_changes_nothing_before_its_invocation(field: str, on: Any) -> None:
     with pytest.raises(ConfigRejected) as caught:
         check_activation({field: on, "alora_invocation_tokens": [7]})
     assert (caught.value.code, caught.value.field) == ("field_unsupported", field)
