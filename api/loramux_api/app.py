@@ -28,6 +28,7 @@ from loramux_api.controllers.completions import CompletionController
 from loramux_api.controllers.events import EventController
 from loramux_api.controllers.grants import GrantController
 from loramux_api.controllers.health import HealthController
+from loramux_api.controllers.invoices import InvoiceController
 from loramux_api.controllers.keys import KeyController
 from loramux_api.controllers.limits import BudgetController, LimitController
 from loramux_api.controllers.lorax import LoraxController
@@ -81,6 +82,7 @@ def create_app(settings: Settings, engine: EngineClient | None = None) -> Litest
             PinController,
             GrantController,
             UsageController,
+            InvoiceController,
             KeyController,
             ProjectController,
             MemberController,

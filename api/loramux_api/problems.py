@@ -13,6 +13,8 @@ from litestar import MediaType, Request, Response
 from litestar.exceptions import HTTPException
 from litestar.types import ExceptionHandlersMap
 
+from loramux.billing import InvoiceNotFound
+from loramux.exports import ExportError
 from loramux.gateway import GatewayError, GenerationFailed, InvalidRequest, OverCapacity, Unavailable
 from loramux.limits import LimitNotFound, LimitReached, LimitsError
 from loramux.registry import (
@@ -51,7 +53,7 @@ OFFSET = "Upload-Offset"
 
 ADMIN = "/admin"
 
-PlatformError = RegistryError | TenantsError | InvalidQuery | LimitsError | WebhookError
+PlatformError = RegistryError | TenantsError | InvalidQuery | LimitsError | WebhookError | InvoiceNotFound
 
 
 class Forbidden(GatewayError):
@@ -133,7 +135,7 @@ def _of_platform(error: PlatformError) -> Problem:
     match error:
         case InvalidKey():
             status = 401
-        case ModelNotFound() | NotFound() | LimitNotFound() | EndpointNotFound() | UploadNotFound():
+        case ModelNotFound() | NotFound() | LimitNotFound() | EndpointNotFound() | UploadNotFound() | InvoiceNotFound():
             status = 404
         case NotPermitted() | TenantSuspended():
             status = 403
@@ -212,6 +214,11 @@ def _on_litestar(request: Request[Any, Any, Any], error: HTTPException) -> Respo
     return _of_litestar(request, error).response(request)
 
 
+def _on_export(request: Request[Any, Any, Any], error: ExportError) -> Response[Any]:
+    logger.error("request %s: %s", request_id(request.scope), error)
+    return Problem(500, ErrorObject(message=str(error), type=SERVER, code="export_failed")).response(request)
+
+
 def _on_anything(request: Request[Any, Any, Any], error: Exception) -> Response[Any]:
     """Our own fault: the log has the whole of it, the client the id to find it by."""
     id = request_id(request.scope)
@@ -227,6 +234,8 @@ EXCEPTION_HANDLERS: ExceptionHandlersMap = {
     InvalidQuery: _on_platform,
     WebhookError: _on_platform,
     StorageError: _on_storage,
+    InvoiceNotFound: _on_platform,
+    ExportError: _on_export,
     LimitsError: _on_limits,
     IdempotencyMismatch: _on_claim,
     StillRunning: _on_claim,

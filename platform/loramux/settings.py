@@ -211,6 +211,15 @@ class SinkSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """What the sink calls a tenant: Stripe's customer id, Lago's external_subscription_id."""
 
 
+class BillingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How invoices look."""
+
+    issuer: str = "loramux"
+    """Who sends them."""
+    font: str | None = None
+    """A TrueType file for PDFs. None: Helvetica, which has Latin-1's letters only."""
+
+
 class WebhookSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Tenants' own webhooks."""
 
@@ -233,6 +242,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     issuers: tuple[IssuerSettings, ...] = ()
     """People's; keys need none."""
     sinks: tuple[SinkSettings, ...] = ()
+    billing: BillingSettings = BillingSettings()
     webhooks: WebhookSettings = WebhookSettings()
 
 
@@ -263,8 +273,10 @@ def resolve_paths(settings: Settings, root: Path) -> Settings:
     url, root_of_adapters = settings.records.url, settings.adapters.local_root
     if url.startswith("sqlite:///"):
         url = "sqlite:///" + at(url.removeprefix("sqlite:///"))
+    font = settings.billing.font
     return msgspec.structs.replace(
         settings,
+        billing=msgspec.structs.replace(settings.billing, font=font and at(font)),
         sinks=tuple(msgspec.structs.replace(sink, secret_file=at(sink.secret_file)) for sink in settings.sinks),
         adapters=msgspec.structs.replace(settings.adapters, local_root=root_of_adapters and at(root_of_adapters)),
         model=msgspec.structs.replace(settings.model, path=at(settings.model.path)),

@@ -48,9 +48,22 @@ def test_a_month_from_its_prices_to_its_exports(config: Path, tmp_path: Path) ->
         "already; choose a later"
         in loramux(config, "price", "give", "standard", "--tenant", "acme", "--from", MONTH, code=1).stderr
     )
-    draft = read(config, "usage", "invoice", "--tenant", "acme", "--period", MONTH, "--html", str(tmp_path / "i.html"))
+    draft = read(
+        config,
+        "usage",
+        "invoice",
+        "--tenant",
+        "acme",
+        "--period",
+        MONTH,
+        "--html",
+        str(tmp_path / "i.html"),
+        "--pdf",
+        str(tmp_path / "i.pdf"),
+    )
     assert (draft["status"], draft["total"], draft["currency"]) == ("draft", "0.00", "USD")
     assert f"INV-{MONTH}-acme" in (tmp_path / "i.html").read_text()
+    assert (tmp_path / "i.pdf").read_bytes().startswith(b"%PDF-")
     assert "not over yet" in loramux(config, "usage", "close", "--period", MONTH, code=1).stderr
     for focus in ((), ("--focus",)):
         made = read(config, "usage", "export", "--period", MONTH, "--out", str(tmp_path / "out"), *focus)

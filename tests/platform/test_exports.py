@@ -1,12 +1,14 @@
 """Exports, read back by other people's readers."""
 
 import hashlib
+import io
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import duckdb
 import msgspec
+import pypdf
 import pytest
 from billed import NOVEMBER, Clock, give_plan, use
 
@@ -14,13 +16,15 @@ from loramux.billing import Billing
 from loramux.exports import (
     LEDGER_COLUMNS,
     ExportedFile,
-    invoice_html,
+    ExportError,
     ledger_pages,
+    write_invoice,
     write_table,
 )
 from loramux.records import Database, Principal
 from loramux.records.ledger import LedgerRepository
 from loramux.records.quantities import Span
+from loramux.settings import BillingSettings
 from loramux.usage import Usage
 
 pytestmark = pytest.mark.anyio
@@ -122,12 +126,36 @@ async def test_pages_neither_skip_nor_repeat_while_others_write(
     assert len(seen) > NUM
 
 
+SMUGGLER = "<script>alert(1)</script>"
+
+
 async def test_an_invoices_page_shows_its_lines_and_nothing_that_a_name_smuggles_in(
     database: Database, acme: Principal
 ) -> None:
-    invoice = await Billing(database).invoice("acme", NOVEMBER)
-    page = invoice_html(msgspec.structs.replace(invoice, tenant_name="<script>alert(1)</script>"), "Example & Co")
+    invoice = msgspec.structs.replace(await Billing(database).invoice("acme", NOVEMBER), tenant_name=SMUGGLER)
+    page = write_invoice(invoice, "html", BillingSettings(issuer="Example & Co")).decode()
     assert "<script>" not in page
     assert "Example &amp; Co" in page
     assert all(str(line.amount) in page for line in invoice.lines)
     assert f">{invoice.total}<" in page
+
+
+async def test_an_invoices_pdf_says_the_same_and_is_always_the_same(database: Database, acme: Principal) -> None:
+    invoice, settings = await Billing(database).invoice("acme", NOVEMBER), BillingSettings(issuer="Müller & Söhne")
+    document = write_invoice(invoice, "pdf", settings)
+    [page] = pypdf.PdfReader(io.BytesIO(document)).pages
+    told = " ".join(page.extract_text().split())
+    assert all(text in told for text in (invoice.id, "Müller & Söhne", "acme", f"Total {invoice.total}"))
+    for line in invoice.lines:
+        assert f"{line.description} {line.quantity}" in told
+        assert str(line.amount) in told
+    assert "above 1000: 0.0137 per 1000" in told
+    assert write_invoice(invoice, "pdf", settings) == document
+
+
+async def test_a_letter_that_the_font_lacks_is_named(database: Database, acme: Principal, tmp_path: Path) -> None:
+    invoice = await Billing(database).invoice("acme", NOVEMBER)
+    with pytest.raises(ExportError, match=r"'Ł'.*billing\.font"):
+        write_invoice(invoice, "pdf", BillingSettings(issuer="Łódź"))
+    with pytest.raises(ExportError, match=r"billing\.font.*absent\.ttf"):
+        write_invoice(invoice, "pdf", BillingSettings(font=str(tmp_path / "absent.ttf")))

@@ -78,22 +78,26 @@ def close(period: str, config: Path, as_json: bool) -> None:
 @usage.command("invoice")
 @click.option("--tenant", "tenant_name", required=True, help="Whose invoice.")
 @period_option
-@click.option("--html", "html", type=click.Path(dir_okay=False, path_type=Path), help="Write it there as a page.")
-@click.option("--issuer", default="loramux", show_default=True, help="Who sends it, on the page.")
+@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write it there as a page.")
+@click.option("--pdf", type=click.Path(dir_okay=False, path_type=Path), help="Write it there as a PDF.")
 @config_option()
 @json_option
-def invoice(tenant_name: str, period: str, html: Path | None, issuer: str, config: Path, as_json: bool) -> None:
+def invoice(tenant_name: str, period: str, html: Path | None, pdf: Path | None, config: Path, as_json: bool) -> None:
     """Show a tenant's invoice: the final one of a closed month, or a draft of the open one.
+
+    On paper it comes from `billing.issuer` of the settings.
 
     \b
     Example:
-      loramux usage invoice --tenant acme --period 2026-11 --html acme.html --config configs/single-node.toml
+      loramux usage invoice --tenant acme --period 2026-11 --pdf acme.pdf --config configs/single-node.toml
     """
-    from loramux.exports import invoice_html
+    from loramux.exports import InvoiceFormat, write_invoice
 
     made = with_desk(config, lambda desk: desk.billing.invoice(tenant_name, Month.parse(period)))
-    if html is not None:
-        html.write_text(invoice_html(made, issuer), encoding="utf-8")
+    files: dict[InvoiceFormat, Path | None] = {"html": html, "pdf": pdf}
+    for kind, file in files.items():
+        if file is not None:
+            file.write_bytes(write_invoice(made, kind, settings_of(config).billing))
     lines = [f"{line.description}\t{line.quantity}\t{line.amount}" for line in made.lines]
     put(as_json, made, "\n".join([f"{made.id} ({made.status})", *lines, f"Total\t\t{made.total} {made.currency}"]))
 

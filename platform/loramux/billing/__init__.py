@@ -4,8 +4,16 @@ from loramux.billing.billing import Billing
 from loramux.billing.budget_prices import PlanPrices
 from loramux.billing.catalog import Catalog, Plan, Subscriptions
 from loramux.billing.costs import CostPage, CostsQuery, cost_page, costs_of
-from loramux.billing.errors import BillingError, Drift, InvalidPeriod, InvalidPlan, PeriodNotOpen, UnknownEntry
-from loramux.billing.invoices import Bill, Invoice
+from loramux.billing.errors import (
+    BillingError,
+    Drift,
+    InvalidPeriod,
+    InvalidPlan,
+    InvoiceNotFound,
+    PeriodNotOpen,
+    UnknownEntry,
+)
+from loramux.billing.invoices import Bill, Invoice, InvoiceLine, document
 from loramux.billing.margin import Earned, Margin, margins
 from loramux.billing.periods import Month, Period
 from loramux.billing.plans import PlanDraft, read_plans
@@ -23,6 +31,8 @@ __all__ = [
     "InvalidPeriod",
     "InvalidPlan",
     "Invoice",
+    "InvoiceLine",
+    "InvoiceNotFound",
     "Margin",
     "Month",
     "Period",
@@ -35,6 +45,7 @@ __all__ = [
     "UnknownEntry",
     "cost_page",
     "costs_of",
+    "document",
     "margins",
     "read_plans",
     "reconcile",

@@ -9,7 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from loramux.billing.catalog import subscriptions_of
 from loramux.billing.costs import CostPage, CostsQuery, cost_page, costs_of
-from loramux.billing.errors import BillingError, PeriodNotOpen, UnknownEntry
+from loramux.billing.errors import BillingError, InvoiceNotFound, PeriodNotOpen, UnknownEntry
 from loramux.billing.invoices import Bill, Invoice, bill, digest, document, invoice
 from loramux.billing.margin import Earned, Margin, margins
 from loramux.billing.periods import SECOND, Month, Period, closed_period
@@ -111,6 +111,13 @@ class Billing:
                     f"{tenant_name} has no invoice for {month}; the open month is {period.month}", "period"
                 )
             return invoice(await _bill(session, tenant.id, period), tenant.id, tenant.name)
+
+    async def own_invoice(self, principal: Principal, month: str) -> Invoice:
+        """The caller's, of a month such as 2026-11, as `invoice` has it. Raises InvoiceNotFound."""
+        try:
+            return await self.invoice(principal.tenant_name, Month.parse(month))
+        except BillingError as error:
+            raise InvoiceNotFound(error.message, "month") from None
 
     async def bills(self, tenant: TenantId, group_by: Sequence[str], since: int) -> list[Bill]:
         """A tenant's bills of the periods that may be about a time after `since`, in microseconds.

@@ -4,6 +4,7 @@ BillingError(message, field)
 ├── InvalidPlan      a plan, price or subscription that cannot be, or would change what was promised
 ├── PeriodNotOpen    the period is closed already, not over yet, or an earlier one is still open
 ├── InvalidPeriod    no month is written like that
+├── InvoiceNotFound  the caller has none for that month
 ├── UnknownEntry     a correction of something that is not in the ledger
 └── Drift            the engines and the ledger do not agree
 """
@@ -32,6 +33,12 @@ class PeriodNotOpen(BillingError):
 
 class InvalidPeriod(BillingError):
     """A period is a calendar month, written 2026-11."""
+
+
+class InvoiceNotFound(BillingError):
+    """Of a month that is not billed yet, or that nobody writes so."""
+
+    code = "invoice_not_found"
 
 
 class UnknownEntry(BillingError):

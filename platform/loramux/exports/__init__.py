@@ -5,7 +5,7 @@ from loramux.exports.delivery import Delivery, Sink
 from loramux.exports.errors import ExportError
 from loramux.exports.files import FORMATS, ExportedFile, write_table
 from loramux.exports.focus import FOCUS_COLUMNS, focus_rows
-from loramux.exports.html import invoice_html
+from loramux.exports.invoices import INVOICE_FORMATS, InvoiceFormat, write_invoice
 from loramux.exports.ledger import LEDGER_COLUMNS, ledger_pages
 from loramux.exports.sinks import make_sink
 from loramux.exports.webhook_sink import WebhookSink
@@ -14,17 +14,19 @@ from loramux.records.sinks import Parked
 __all__ = [
     "FOCUS_COLUMNS",
     "FORMATS",
+    "INVOICE_FORMATS",
     "LEDGER_COLUMNS",
     "AlertDelivery",
     "Delivery",
     "ExportError",
     "ExportedFile",
+    "InvoiceFormat",
     "Parked",
     "Sink",
     "WebhookSink",
     "focus_rows",
-    "invoice_html",
     "ledger_pages",
     "make_sink",
+    "write_invoice",
     "write_table",
 ]

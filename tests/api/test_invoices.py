@@ -1,0 +1,37 @@
+"""A tenant reads its own invoices, as a document, a page or a PDF."""
+
+from datetime import UTC, datetime
+
+import pytest
+from site_fixture import Site
+
+MONTH = datetime.now(UTC).strftime("%Y-%m")
+
+
+@pytest.mark.parametrize(
+    ("format", "media", "start"),
+    [("json", "application/json", b"{"), ("html", "text/html", b"<!doctype"), ("pdf", "application/pdf", b"%PDF-")],
+)
+def test_the_open_months_draft(site: Site, format: str, media: str, start: bytes) -> None:
+    with site.http("all-scopes") as http:
+        answer = http.get(f"/v1/organization/invoices/{MONTH}", params={"format": format})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"].startswith(media)
+    assert f"INV-{MONTH}-acme.{format}" in answer.headers["content-disposition"]
+    assert answer.content.startswith(start)
+    if format == "json":
+        assert (answer.json()["tenant_name"], answer.json()["status"]) == ("acme", "draft")
+
+
+@pytest.mark.parametrize("month", ["1999-12", "2026-13", "next"])
+def test_a_month_without_an_invoice(site: Site, month: str) -> None:
+    with site.http("all-scopes") as http:
+        answer = http.get(f"/v1/organization/invoices/{month}")
+    assert answer.status_code == 404
+    assert (answer.json()["error"]["code"], answer.json()["error"]["param"]) == ("invoice_not_found", "month")
+
+
+def test_another_format_is_refused_by_its_name(site: Site) -> None:
+    with site.http("all-scopes") as http:
+        answer = http.get(f"/v1/organization/invoices/{MONTH}", params={"format": "docx"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "format")
