@@ -69,13 +69,18 @@ class Problem:
     retry_after: int | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
 
-    def response(self, request: Request[Any, Any, Any]) -> Response[Any]:
-        """The whole response: OpenAI's shape, and RFC 9457's under /admin."""
+    def all_headers(self) -> dict[str, str]:
+        """With those that follow from the status."""
         headers = dict(self.headers)
         if self.retry_after is not None:
             headers["Retry-After"] = str(self.retry_after)
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
+        return headers
+
+    def response(self, request: Request[Any, Any, Any]) -> Response[Any]:
+        """The whole response: OpenAI's shape, and RFC 9457's under /admin."""
+        headers = self.all_headers()
         if not request.url.path.startswith(ADMIN):
             answer = ErrorAnswer(self.error)
             return Response(answer, status_code=self.status, headers=headers, media_type=MediaType.JSON)
@@ -97,7 +102,13 @@ def error_answer(error: GatewayError) -> ErrorAnswer:
 
 def problem_of(error: GatewayError | PlatformError) -> Problem:
     """How a refusal is sent."""
-    return _of_gateway(error) if isinstance(error, GatewayError) else _of_platform(error)
+    match error:
+        case GatewayError():
+            return _of_gateway(error)
+        case LimitsError():
+            return _of_limits(error)
+        case _:
+            return _of_platform(error)
 
 
 def _of_gateway(error: GatewayError) -> Problem:

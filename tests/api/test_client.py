@@ -54,6 +54,11 @@ def test_an_adapters_log_names_the_revision_that_answered(site: Site, client: Cl
     assert used[-1].results[0].num_model_requests == 2
     with Client(site.url, api_key=site.keys["globex"]) as other:
         assert other.adapters.requests("acme/logged") == []
+        client.adapters.grant("logged", "globex")
+        site.openai("globex").completions.create(model="acme/logged", prompt="defg")
+        assert [one.prompt_tokens for one in other.adapters.requests("acme/logged")] == [5]
+        assert len(client.adapters.requests("logged")) == 2
+        client.adapters.revoke("logged", "globex")
         with pytest.raises(NotFound):
             other.adapters.get("acme/logged")
     client.adapters.delete("logged")

@@ -5,15 +5,24 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft_uploads import form, make_adapter
 from scripted_engine import EOS
 from site_fixture import Site
+from tiny_base import byte_tokenizer
+
+from loramux.engine.messages import TokenEvent
+from loramux.gateway import Delta, TokenUsage, join_by_choice
+from loramux.gateway.tokenizer import Tokenizer
+from loramux.gateway.transcript import Transcript
+from loramux_api.schemas.lorax import GenerateBody
+from loramux_api.schemas.lorax_writer import LoraxWriter
 
 CLIENT = {
     "adapter_source": None,
@@ -102,15 +111,34 @@ def test_an_answer_without_a_token_has_an_end_too(site: Site) -> None:
     assert (only["generated_text"], only["token"]["special"]) == ("", True)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(text=st.text(min_size=1, max_size=12), stop=st.lists(st.sampled_from(["a", "é", "xyz", "0"]), max_size=1))
-def test_streamed_and_whole_answers_are_the_same(site: Site, text: str, stop: list[str]) -> None:
-    whole = ask(site, "/generate", text, stop=stop, max_new_tokens=100)
-    streamed = ask(site, "/generate_stream", text, stop=stop, max_new_tokens=100)
-    if whole.status_code == 200:
-        told = events(streamed)
-        assert told[-1]["generated_text"] == whole.json()["generated_text"]
-        assert "".join(one["token"]["text"] for one in told) == whole.json()["generated_text"]
+def deltas(token_ids: list[int], stop: tuple[str, ...]) -> list[Delta]:
+    """What the gateway gives out of an answer of these tokens."""
+    transcript = Transcript(0, Tokenizer(byte_tokenizer()), [65], stop, 0)
+    made = []
+    for place, id in enumerate(token_ids):
+        last = "stop" if id == EOS else "length" if place == len(token_ids) - 1 else None
+        made.append(transcript.push(TokenEvent(request_id="r", token_id=id, logprob=-0.5, finish_reason=last)))
+        if transcript.finish_reason:
+            break
+    return [*made, Delta(index=0, finish_reason=transcript.finish_reason)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    token_ids=st.lists(st.integers(0, 255) | st.sampled_from([*b"aaxyz\xc3\xa9", EOS]), min_size=1, max_size=12),
+    stop=st.sampled_from([(), ("a",), ("xyz",), ("é", "aa")]),
+)
+def test_streamed_tokens_join_to_the_whole_text(token_ids: list[int], stop: tuple[str, ...]) -> None:
+    body, usage = GenerateBody(inputs="x"), TokenUsage(1, 0, len(token_ids))
+    answer = deltas(token_ids, stop)
+    streamed = LoraxWriter(body, SimpleNamespace(), [EOS])
+    told = [event for delta in answer if (event := streamed.chunk(delta))]
+    told += streamed.closing(usage)
+    whole = LoraxWriter(body, SimpleNamespace(), [EOS]).whole(join_by_choice(answer), usage)
+    assert "".join(event.token.text for event in told) == told[-1].generated_text == whole.generated_text
+    assert [event.details for event in told[:-1]] == [None] * (len(told) - 1)
+    assert told[-1].details is not None
+    assert (told[-1].details.finish_reason == "length") == (answer[-1].finish_reason == "length")
 
 
 @pytest.mark.parametrize(
@@ -129,6 +157,20 @@ def test_what_is_not_served_is_refused_by_name(site: Site, parameters: dict[str,
     refused = ask(site, "/generate", **parameters)
     assert (refused.status_code, refused.json()["error_type"]) == (422, "validation")
     assert told in refused.json()["error"]
+
+
+def test_a_wrong_key_and_a_limit_are_told_in_lorax_shape(site: Site) -> None:
+    refused = httpx.post(f"{site.url}/generate", json={"inputs": "x"}, headers={"Authorization": "Bearer sk-lm-wrong"})
+    assert (refused.status_code, refused.json()["error_type"]) == (401, "validation")
+    assert "unknown" in refused.json()["error"]
+    with site.http("all-scopes") as http:
+        key = http.post("/v1/keys", json={"name": "tight", "scopes": ["inference"]}).json()
+        http.put(f"/v1/limits/{key['id']}/requests_per_minute", json={"value": 1})
+    headers = {"Authorization": f"Bearer {key['key']}"}
+    answers = [httpx.post(f"{site.url}/generate", json={"inputs": "x"}, headers=headers) for _ in range(2)]
+    assert [answer.status_code for answer in answers] == [200, 429]
+    assert answers[1].json()["error_type"] == "overloaded"
+    assert int(answers[1].headers["retry-after"]) > 0
 
 
 def test_anothers_adapter_is_not_there(site: Site, served: str) -> None:

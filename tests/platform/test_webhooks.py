@@ -239,25 +239,25 @@ async def test_events_are_read_in_pages_by_who_may_name_their_adapters(
     assert await house.webhooks.events(acme, None, None, 10) == []
 
 
-@pytest.mark.parametrize(
-    ("address", "told"),
-    [
-        ("http://hook.example/", "https://"),
-        ("ftp://hook.example/", "https://"),
-        ("https://user:pw@hook.example/", "without a user"),
-        ("https://", "HOST"),
-        ("nonsense", "HOST"),
-        ("https://127.0.0.1/", "not a public address"),
-        ("https://localhost:8000/admin", "not a public address"),
-        ("https://[::ffff:10.0.0.1]/", "not a public address"),
-        ("https://169.254.169.254/latest/meta-data", "not a public address"),
-    ],
-)
-async def test_addresses_that_cannot_be_told_are_refused(house: House, enrol: Enrol, address: str, told: str) -> None:
+REFUSED = {
+    "http://hook.example/": "https://",
+    "ftp://hook.example/": "https://",
+    "https://user:pw@hook.example/": "without a user",
+    "https://": "HOST",
+    "nonsense": "HOST",
+    "https://127.0.0.1/": "not a public address",
+    "https://localhost:8000/admin": "not a public address",
+    "https://[::ffff:10.0.0.1]/": "not a public address",
+    "https://169.254.169.254/latest/meta-data": "not a public address",
+}
+
+
+async def test_addresses_that_cannot_be_told_are_refused(house: House, enrol: Enrol) -> None:
     acme = await enrol("acme")
     endpoints = Endpoints(house.tenants.changes_of(acme), acme.tenant, WebhookSettings())
-    with pytest.raises(InvalidEndpoint, match=told):
-        await endpoints.create(address)
+    for address, told in REFUSED.items():
+        with pytest.raises(InvalidEndpoint, match=told):
+            await endpoints.create(address)
     assert await endpoints.all() == []
 
 

@@ -10,9 +10,10 @@ from litestar.di import NamedDependency
 from litestar.openapi import ResponseSpec
 from litestar.params import JSONBody
 
-from loramux.gateway import CompletionService, GenerationFailed, InvalidRequest, Platform, Unavailable
+from loramux.gateway import CompletionService, GatewayError, Platform
+from loramux.limits import LimitsError
 from loramux.registry import RegistryError
-from loramux.tenants import Principal
+from loramux.tenants import Principal, TenantsError
 from loramux_api.answering import answer
 from loramux_api.auth import requires
 from loramux_api.openapi import REFUSALS
@@ -23,15 +24,18 @@ from loramux_api.schemas.strict import StrictJSON
 
 ANSWERS = {200: ResponseSpec(Generated, description="With stream: server-sent events, one a token."), **REFUSALS}
 
+VALIDATION, OVERLOADED = "validation", "overloaded"
+ERROR_TYPES = {401: VALIDATION, 403: VALIDATION, 404: VALIDATION, 422: VALIDATION, 429: OVERLOADED, 503: OVERLOADED}
 
-def refused(_: Request[Any, Any, Any], error: InvalidRequest | RegistryError | Unavailable) -> Response[Any]:
+
+def refused(
+    _: Request[Any, Any, Any], error: GatewayError | RegistryError | TenantsError | LimitsError
+) -> Response[Any]:
     """The refusal, in LoRAX's shape: 422 where the request has to be changed."""
     problem = problem_of(error)
     status = 422 if problem.status == 400 else problem.status
-    kind = {422: "validation", 404: "validation", 429: "overloaded", 503: "overloaded"}.get(status, "generation")
-    headers = {} if problem.retry_after is None else {"Retry-After": str(problem.retry_after)}
-    content = LoraxError(problem.error.message, kind)
-    return Response(content, status_code=status, media_type=MediaType.JSON, headers=headers)
+    content = LoraxError(problem.error.message, ERROR_TYPES.get(status, "generation"))
+    return Response(content, status_code=status, media_type=MediaType.JSON, headers=problem.all_headers())
 
 
 class LoraxController(Controller):
@@ -40,7 +44,7 @@ class LoraxController(Controller):
     path = "/"
     tags = ("Inference",)
     guards = (requires("inference"),)
-    exception_handlers = {kind: refused for kind in (InvalidRequest, RegistryError, Unavailable, GenerationFailed)}  # noqa: RUF012  Litestar's
+    exception_handlers = {kind: refused for kind in (GatewayError, RegistryError, TenantsError, LimitsError)}  # noqa: RUF012  Litestar's
 
     @post(
         "/generate",

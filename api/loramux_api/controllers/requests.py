@@ -18,7 +18,7 @@ from loramux_api.schemas.tenancy import Listing
 
 
 class RequestController(Controller):
-    """What the tenant's adapters were asked."""
+    """What the tenant asked of adapters."""
 
     path = "/v1/requests"
     tags = ("Adapters",)
@@ -33,7 +33,7 @@ class RequestController(Controller):
         before: FromQuery[str | None] = None,
         limit: FromQuery[Annotated[int, Meta(ge=1, le=500)]] = 100,
     ) -> Listing[RequestObject]:
-        """Which revision of one of your adapters answered, newest first: no prompts and no answers are kept.
+        """Which revision of an adapter answered your requests, newest first: no prompts and no answers are kept.
 
         `before` is the id of the last page's last request.
         """

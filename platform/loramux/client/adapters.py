@@ -150,7 +150,7 @@ def events(name: str | None = None, *, limit: int = 100, before: str | None = No
 
 
 def requests(name: str, *, limit: int = 100, before: str | None = None) -> Flow[list[LoggedRequest]]:
-    """What one of your adapters was asked last, newest first: which revision answered, and how it ended."""
+    """What you asked of an adapter last, newest first: which revision answered, and how it ended."""
     params = {"adapter": name, "limit": limit, "before": before}
     call = Call(method="GET", path="/v1/requests", answer=Listing[LoggedRequest], params=params, repeatable=True)
     return (yield from call).data

@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from loramux.records.bulk import among, insert_new
 from loramux.records.identity import ProjectId, TenantId
 from loramux.records.ledger_models import RequestRow
-from loramux.records.models import RevisionRow
+from loramux.records.models import AdapterRow, RevisionRow, TenantRow
 
 OPEN = "open"
 SETTLED = "settled"
@@ -96,14 +96,22 @@ class RequestRepository:
         return {row[0]: BilledRequest(*row) for row in await self._session.execute(statement)}
 
     async def answered_by(
-        self, tenant: TenantId, adapter: str, before: str | None, limit: int
+        self, tenant: TenantId, owner: str, adapter: str, before: str | None, limit: int
     ) -> list[AnsweredRequest]:
-        """The tenant's requests to one adapter of its own, `tenant/adapter`, newest first; `before` is one's id."""
-        digests = select(RevisionRow.digest).where(RevisionRow.tenant_id == tenant)
+        """The tenant's requests to `owner`'s adapter, which may be another tenant's, newest first.
+
+        `before` is a request's id.
+        """
+        digests = (
+            select(RevisionRow.digest)
+            .join(AdapterRow, AdapterRow.id == RevisionRow.adapter_id)
+            .join(TenantRow, TenantRow.id == AdapterRow.tenant_id)
+            .where(TenantRow.name == owner, AdapterRow.name == adapter)
+        )
         statement = select(RequestRow).where(
             RequestRow.tenant_id == tenant,
             RequestRow.adapter_digest.in_(digests),
-            RequestRow.model.startswith(f"{adapter}@", autoescape=True),
+            RequestRow.model.startswith(f"{owner}/{adapter}@", autoescape=True),
         )
         if before is not None:
             last = select(RequestRow.created_at, RequestRow.id).where(

@@ -97,15 +97,21 @@ class DeliveryRepository:
     def __init__(self, session: AsyncSession) -> None:
         self._session = session
 
-    async def lease(self, now: int, until: int) -> list[Due]:
-        """Have some of what is due to oneself until then: of each endpoint PER_ENDPOINT at most."""
-        keys = [(endpoint, event) for endpoint, event in await self._session.execute(_due(now))]
-        if not keys:
-            return []
-        free = tuple_(DeliveryRow.endpoint_id, DeliveryRow.event_id).in_(keys), DeliveryRow.lease_until <= now
-        leased = update(DeliveryRow).where(*free).values(lease_until=until)
-        returned = await self._session.execute(leased.returning(DeliveryRow.endpoint_id, DeliveryRow.event_id))
-        return await self._described([(endpoint, event) for endpoint, event in returned])
+    async def due(self, now: int) -> list[Key]:
+        """What is to be told now: of each endpoint PER_ENDPOINT at most."""
+        return [(endpoint, event) for endpoint, event in await self._session.execute(_due(now))]
+
+    async def lease(self, keys: Sequence[Key], now: int, until: int) -> list[Due]:
+        """Have those of `keys` to oneself until then that nobody else has, or has told, meanwhile."""
+        leased = update(DeliveryRow).where(
+            tuple_(DeliveryRow.endpoint_id, DeliveryRow.event_id).in_(keys),
+            DeliveryRow.state == "pending",
+            DeliveryRow.next_attempt_at <= now,
+            DeliveryRow.lease_until <= now,
+        )
+        returning = leased.values(lease_until=until).returning(DeliveryRow.endpoint_id, DeliveryRow.event_id)
+        mine = await self._session.execute(returning)
+        return await self._described([(endpoint, event) for endpoint, event in mine])
 
     async def note(self, due: Due, delivery: Mapping[str, Any], endpoint: Mapping[str, Any]) -> None:
         """Write how an attempt ended, in the delivery and in its endpoint."""

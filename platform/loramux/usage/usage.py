@@ -104,16 +104,16 @@ class Usage:
     async def answered_by(
         self, principal: Principal, adapter: str, before: str | None = None, limit: int = 100
     ) -> list[AnsweredRequest]:
-        """The caller's requests to one of its adapters, `adapter` or `tenant/adapter`, newest first.
+        """The caller's requests to `adapter` of its own, or to `tenant/adapter`, newest first.
 
         `before`: the id of the last page's last request.
         """
-        prefix = f"{principal.tenant_name}/"
-        model = prefix + adapter.removeprefix(prefix)
-        if not principal.may_use(model):
+        owner, _, name = adapter.rpartition("/")
+        owner = owner or principal.tenant_name
+        if not principal.may_use(f"{owner}/{name}"):
             return []
         async with self._database.read() as session:
-            return await RequestRepository(session).answered_by(principal.tenant, model, before, limit)
+            return await RequestRepository(session).answered_by(principal.tenant, owner, name, before, limit)
 
     async def rows(self, tenant: TenantId) -> list[UsageTotals]:
         """Everything the tenant used, by model."""

@@ -86,9 +86,14 @@ class Courier:
         return await self._send(url, endpoint_id, f"msg_test_{now}", content)
 
     async def _lease(self) -> list[Due]:
+        """What is due and nobody else's; a look that finds nothing locks nothing."""
         now = self._database.now()
+        async with self._database.read() as session:
+            keys = await DeliveryRepository(session).due(now)
+        if not keys:
+            return []
         async with self._database.begin() as session:
-            dues = await DeliveryRepository(session).lease(now, now + LEASE)
+            dues = await DeliveryRepository(session).lease(keys, now, now + LEASE)
         return sorted(dues, key=lambda due: (due.endpoint, due.attempts))
 
     async def _visit(self, dues: Sequence[Due]) -> int:
