@@ -1,0 +1,59 @@
+"""A registry whose contents are names: everything about adapters but their files."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from loramux.records import Database, Principal
+from loramux.records.adapters import AdapterRepository, RevisionContent
+from loramux.records.aliases import Stamp
+from loramux.registry import Registry
+from loramux.settings import AdapterLimits
+
+BASE = SimpleNamespace(fingerprint="base")
+SECOND = 1_000_000
+
+
+@dataclass
+class NamesOnly:
+    """A store in which every content is there, until it is removed."""
+
+    removed: list[str] = field(default_factory=list)
+
+    def known_directory(self, digest: str) -> Path:
+        return Path("/contents") / digest
+
+    def remove(self, digest: str) -> None:
+        self.removed.append(digest)
+
+
+def digest_of(content: int) -> str:
+    return f"sha256:{hashlib.sha256(str(content).encode()).hexdigest()}"
+
+
+class Shelf:
+    """Registers contents by number, and lets time pass."""
+
+    def __init__(self, database: Database, **limits: Any) -> None:
+        self.database = database
+        self.blobs = NamesOnly()
+        everything: dict[str, Any] = {"undo_seconds": 3600, "pin_idle_seconds": 3600} | limits
+        self.registry = Registry(database, self.blobs, BASE, "tiny", AdapterLimits(**everything), None)
+
+    def pass_time(self, seconds: int) -> None:
+        before = self.database.now
+        self.database.now = lambda: before() + seconds * SECOND
+
+    async def push(self, principal: Principal, name: str, *contents: int, promote: bool = True) -> None:
+        for number in contents:
+            content = RevisionContent(digest=digest_of(number), rank=4, size_bytes=1000 + number, base="base")
+            async with self.database.begin() as session:
+                stamp = Stamp(self.database.now(), principal.key_id)
+                await AdapterRepository(session, principal.tenant).register(name, content, stamp, promote)
+
+    async def means(self, principal: Principal, model: str, caller: str = "") -> str:
+        return (await self.registry.resolve(principal, model, caller)).name
