@@ -36,17 +36,18 @@ def digest_of(content: int) -> str:
 
 
 class Shelf:
-    """Registers contents by number, and lets time pass."""
+    """Registers contents by number; its clock stands still until time is let pass."""
 
     def __init__(self, database: Database, **limits: Any) -> None:
         self.database = database
+        self.now = database.now()
+        database.now = lambda: self.now
         self.blobs = NamesOnly()
         everything: dict[str, Any] = {"undo_seconds": 3600, "pin_idle_seconds": 3600} | limits
         self.registry = Registry(database, self.blobs, BASE, "tiny", AdapterLimits(**everything), None)
 
     def pass_time(self, seconds: int) -> None:
-        before = self.database.now
-        self.database.now = lambda: before() + seconds * SECOND
+        self.now += seconds * SECOND
 
     async def push(self, principal: Principal, name: str, *contents: int, promote: bool = True) -> None:
         for number in contents:
