@@ -104,8 +104,12 @@ def _trace(error: Exception) -> str:
 
 
 def _usage() -> Usage:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return Usage(cpu_seconds=round(used.ru_utime + used.ru_stime, 3), peak_bytes=used.ru_maxrss * 1024)
+    """Of this process and those that it waited for."""
+    both = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return Usage(
+        cpu_seconds=round(sum(used.ru_utime + used.ru_stime for used in both), 3),
+        peak_bytes=max(used.ru_maxrss for used in both) * 1024,
+    )
 
 
 if __name__ == "__main__":
