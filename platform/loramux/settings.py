@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import tomllib
 from pathlib import Path
@@ -158,14 +159,43 @@ class AdapterLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Of an adapter: other tenants that may call it."""
 
 
+class BucketSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A place in an object store from which tenants may have adapters fetched."""
+
+    url: Annotated[str, Meta(pattern=r"^(s3|gs|az)://[^/]+/(.*/)?$")]
+    """Everything under it, `s3://bucket/imports/{tenant}/`, say; `{tenant}` is the asking tenant's name."""
+    options: dict[str, str] = {}
+    """As records.blob_options."""
+
+
+class HubSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A model hub from which tenants may have adapters fetched, `https://huggingface.co`, say."""
+
+    name: Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
+    """What callers name it by."""
+    url: Annotated[str, Meta(pattern=r"^https?://[^/]+$")]
+    redirects: tuple[str, ...] = ()
+    """Hosts to which it may send us on for a file; every other redirect is refused."""
+    networks: tuple[str, ...] = ()
+    """Private networks in which it may be, `10.1.0.0/16`, say; every other address must be public."""
+    token_file: str | None = None
+    """Holds what is sent to the hub itself, and to no other host, as a bearer token."""
+
+    def __post_init__(self) -> None:
+        for network in self.networks:
+            ipaddress.ip_network(network)
+
+
 class UploadSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Upload sessions."""
+    """Upload sessions, and from where the server fetches adapters by itself: from nowhere unless it is listed."""
 
     session_seconds: Positive = 86_400
     """How long a session waits for its client's next bytes."""
     open_per_tenant: Positive = 32
     open_bytes_per_tenant: Positive = 32 << 30
     """Announced bytes of the uploads that are open at a time."""
+    buckets: tuple[BucketSettings, ...] = ()
+    hubs: tuple[HubSettings, ...] = ()
 
 
 class ValidationSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -277,6 +307,13 @@ def resolve_paths(settings: Settings, root: Path) -> Settings:
     return msgspec.structs.replace(
         settings,
         billing=msgspec.structs.replace(settings.billing, font=font and at(font)),
+        uploads=msgspec.structs.replace(
+            settings.uploads,
+            hubs=tuple(
+                msgspec.structs.replace(hub, token_file=hub.token_file and at(hub.token_file))
+                for hub in settings.uploads.hubs
+            ),
+        ),
         sinks=tuple(msgspec.structs.replace(sink, secret_file=at(sink.secret_file)) for sink in settings.sinks),
         adapters=msgspec.structs.replace(settings.adapters, local_root=root_of_adapters and at(root_of_adapters)),
         model=msgspec.structs.replace(settings.model, path=at(settings.model.path)),

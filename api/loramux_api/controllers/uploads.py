@@ -37,7 +37,10 @@ class UploadController(Controller):
     async def open(
         self, data: JSONBody[UploadBody], principal: NamedDependency[Principal], uploads: NamedDependency[Uploads]
     ) -> UploadObject:
-        """Announce the files of an adapter's next revision; send them next, in any order, then complete it."""
+        """Announce the files of an adapter's next revision; send them next, in any order, then complete it.
+
+        With `source` there is nothing to send or to complete: the server fetches and validates at once.
+        """
         return upload_object(await uploads.sessions.open(principal, data.request()), principal.tenant_name)
 
     @put(

@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from loramux.uploads import AnnouncedFile, Upload, UploadRequest
+from loramux.gateway import InvalidRequest
+from loramux.uploads import AnnouncedFile, BucketSource, HubSource, Source, Upload, UploadRequest
 from loramux_api.schemas.strict import Body
 from loramux_api.schemas.tenancy import SECOND
 
@@ -21,19 +22,47 @@ class FileBody(Body, forbid_unknown_fields=True):
     """In hexadecimal, as sha256sum prints it."""
 
 
+class SourceBody(Body, forbid_unknown_fields=True):
+    """From where the server fetches the files: `url`, or `hub`, `repo` and `commit`; the operator lists the places."""
+
+    url: str | None = None
+    """s3://bucket/path/"""
+    hub: str | None = None
+    repo: str | None = None
+    commit: str | None = None
+    """All its 40 hexadecimal digits."""
+
+    def source(self) -> Source:
+        """As the platform has it. Raises InvalidRequest."""
+        named = (self.hub, self.repo, self.commit)
+        if self.url is not None and named == (None, None, None):
+            return BucketSource(url=self.url)
+        if self.url is None and self.hub is not None and self.repo is not None and self.commit is not None:
+            return HubSource(hub=self.hub, repo=self.repo, commit=self.commit)
+        raise InvalidRequest(
+            "'source' has either 'url', or 'hub', 'repo' and 'commit'.", param="source", code="invalid_upload"
+        )
+
+
 class UploadBody(Body, forbid_unknown_fields=True):
-    """What is going to be uploaded."""
+    """What is going to be uploaded: `files` that will be sent, or a `source` that they are fetched from."""
 
     adapter: str
-    files: dict[str, FileBody]
+    files: dict[str, FileBody] | None = None
     """`adapter_config.json` and `adapter_model.safetensors`."""
+    source: SourceBody | None = None
     promote: bool = True
     """Whether the adapter's default alias moves to the new revision; a first revision always is the default."""
 
     def request(self) -> UploadRequest:
         """As the platform has it."""
-        files = {name: AnnouncedFile(file.size, file.sha256) for name, file in self.files.items()}
-        return UploadRequest(self.adapter, files, self.promote)
+        announced = (
+            None
+            if self.files is None
+            else {name: AnnouncedFile(file.size, file.sha256) for name, file in self.files.items()}
+        )
+        source = None if self.source is None else self.source.source()
+        return UploadRequest(self.adapter, announced, source, self.promote)
 
 
 class FileObject(msgspec.Struct, kw_only=True):

@@ -12,14 +12,18 @@ from loramux.uploads.errors import (
 )
 from loramux.uploads.reception import Reception
 from loramux.uploads.sessions import AnnouncedFile, Sessions, UploadRequest
+from loramux.uploads.sources import BucketSource, HubSource, Source
 from loramux.uploads.uploads import Uploads
 from loramux.uploads.workshop import Workshop
 
 __all__ = [
     "AnnouncedFile",
+    "BucketSource",
+    "HubSource",
     "InvalidUpload",
     "Reception",
     "Sessions",
+    "Source",
     "TooManyUploads",
     "Upload",
     "UploadClosed",

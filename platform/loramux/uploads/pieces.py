@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import secrets
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from loramux.records.uploads import Piece, UploadFile
 from loramux.storage import Objects
 from loramux.uploads.refusals import UploadRejected
+from loramux.uploads.writing import off_loop, write
 
 PIECE_BYTES = 8 << 20
 """What of a request's body is kept in memory, and lost where the server dies."""
@@ -33,28 +33,24 @@ def most_pieces(size: int) -> int:
     return size // PIECE_BYTES + SPARE_PIECES
 
 
-def assemble(objects: Objects, file: UploadFile, pieces: Iterable[Piece], folder: Path) -> None:
-    """Write the file into `folder`, in constant memory. Raises UploadRejected unless it is what was announced."""
-    running = hashlib.sha256()
-    with (folder / file.name).open("xb") as target:
-        for piece in pieces:
-            for data in _read(objects, piece):
-                running.update(data)
-                target.write(data)
-        size = target.tell()
-    if (size, running.hexdigest()) != (file.size, file.sha256):
+async def assemble(objects: Objects, file: UploadFile, pieces: Sequence[Piece], folder: Path) -> None:
+    """Write the file into `folder`. Raises UploadRejected unless it is what was announced."""
+    try:
+        written = await write(folder / file.name, _all(objects, pieces), file.size)
+    except FileNotFoundError:
+        raise UploadRejected(
+            "bytes_lost", file.name, f"bytes of '{file.name}' have been lost from the store. Upload it again."
+        ) from None
+    if written != (file.size, file.sha256):
         raise UploadRejected(
             "hash_mismatch",
             file.name,
-            f"'{file.name}' was announced with the SHA-256 {file.sha256} and {file.size} bytes; what was received has "
-            f"{running.hexdigest()} and {size}. Upload it again.",
+            f"'{file.name}' was announced with {file.size} bytes and the SHA-256 {file.sha256}; what was received has "
+            f"{written.size} and {written.sha256}. Upload it again.",
         )
 
 
-def _read(objects: Objects, piece: Piece) -> Iterable[bytes]:
-    try:
-        yield from objects.read(piece.object)
-    except FileNotFoundError:
-        raise UploadRejected(
-            "bytes_lost", piece.file, f"bytes of '{piece.file}' have been lost from the store. Upload it again."
-        ) from None
+async def _all(objects: Objects, pieces: Sequence[Piece]) -> AsyncIterator[bytes]:
+    for piece in pieces:
+        async for data in off_loop(objects.read(piece.object)):
+            yield data

@@ -23,6 +23,7 @@ from loramux.uploads.errors import (
     UploadNotFound,
 )
 from loramux.uploads.pieces import folder_of
+from loramux.uploads.sources import Source, check_source, encode_source
 from loramux.uploads.workshop import Workshop
 
 MAX_CONFIG_BYTES = 1 << 20
@@ -45,7 +46,10 @@ class UploadRequest:
 
     adapter: str
     """`adapter` or `tenant/adapter`."""
-    files: Mapping[str, AnnouncedFile]
+    files: Mapping[str, AnnouncedFile] | None
+    """What the caller will send..."""
+    source: Source | None = None
+    """...or else from where the server is to fetch it."""
     promote: bool = True
 
 
@@ -69,28 +73,29 @@ class Sessions:
         self._limits = limits
 
     async def open(self, principal: Principal, request: UploadRequest) -> Upload:
-        """A new session. Raises InvalidName, AdapterNotFound, TooManyAdapters, InvalidUpload, TooManyUploads."""
+        """A new upload: a session that waits for its files, or an import that fetches them, and has begun to.
+
+        Raises InvalidName, AdapterNotFound, TooManyAdapters, InvalidUpload, TooManyUploads.
+        """
         adapter = await self._intake.demand_place(principal, request.adapter)
-        files = tuple(
-            UploadFile(name=name, size=file.size, sha256=file.sha256.lower())
-            for name, file in sorted(self._checked(request.files).items())
-        )
+        source = self._checked_source(principal, request)
         now = self._database.now()
         upload = Upload(
             id=new_id("upload"),
             adapter=adapter,
             promote=request.promote,
-            source=None,
-            state=UPLOADING,
-            files=files,
+            source=source,
+            state=UPLOADING if source is None else VALIDATING,
+            files=self._checked_files(request.files or {}) if source is None else (),
             outcome=Outcome(),
             created_at=now,
             expires_at=now + self._settings.session_seconds * SECOND,
         )
         async with self._database.begin() as session:
             uploads = UploadRepository(session, principal.tenant)
-            await self._demand_room(uploads, sum(file.size for file in files))
-            await uploads.add(upload, None)
+            await self._demand_room(uploads, sum(file.size for file in upload.files))
+            await uploads.add(upload, None if source is None else self._workshop.server_id)
+        self._workshop.wake()
         return upload
 
     async def get(self, principal: Principal, id: str) -> Upload:
@@ -137,11 +142,20 @@ class Sessions:
         await finished(self._blobs.objects.delete_under, folder_of(id))
         return upload
 
-    def _checked(self, files: Mapping[str, AnnouncedFile]) -> Mapping[str, AnnouncedFile]:
+    def _checked_source(self, principal: Principal, request: UploadRequest) -> str | None:
+        if (request.files is None) == (request.source is None):
+            raise InvalidUpload(
+                "give either `files`, which you will send, or `source`, from where to fetch them", "files"
+            )
+        if request.source is None:
+            return None
+        return encode_source(check_source(request.source, principal, self._settings))
+
+    def _checked_files(self, files: Mapping[str, AnnouncedFile]) -> tuple[UploadFile, ...]:
         unknown = sorted(files.keys() - set(FILES))
         if unknown:
             raise InvalidUpload(f"'{unknown[0][:80]}' is not taken: an adapter is {' and '.join(FILES)}", "files")
-        most = {CONFIG_FILE: MAX_CONFIG_BYTES, WEIGHTS_FILE: self._limits.max_bytes}
+        most = most_bytes(self._limits)
         for name in FILES:
             if name not in files:
                 raise InvalidUpload(f"'{name}' is missing: an adapter is {' and '.join(FILES)}", "files")
@@ -154,7 +168,9 @@ class Sessions:
                 raise InvalidUpload(
                     f"the sha256 of '{name}' has 64 hexadecimal digits, as sha256sum prints", f"files.{name}.sha256"
                 )
-        return files
+        return tuple(
+            UploadFile(name=name, size=file.size, sha256=file.sha256.lower()) for name, file in sorted(files.items())
+        )
 
     async def _demand_room(self, uploads: UploadRepository, size: int) -> None:
         count, announced = await uploads.open_now()
@@ -168,6 +184,11 @@ class Sessions:
                 f"{self._settings.open_bytes_per_tenant}. Complete or delete one first",
                 "files",
             )
+
+
+def most_bytes(limits: AdapterLimits) -> dict[str, int]:
+    """How large each file of an adapter may be."""
+    return {CONFIG_FILE: MAX_CONFIG_BYTES, WEIGHTS_FILE: limits.max_bytes}
 
 
 def visible(principal: Principal, id: str, upload: Upload | None) -> Upload:

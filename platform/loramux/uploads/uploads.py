@@ -7,8 +7,9 @@ from loramux.registry import Registry
 from loramux.settings import Settings
 from loramux.storage import BlobStore
 from loramux.tenants import Tenants
+from loramux.uploads.importing import Importer
 from loramux.uploads.reception import Reception
-from loramux.uploads.sessions import Sessions
+from loramux.uploads.sessions import Sessions, most_bytes
 from loramux.uploads.workshop import Workshop
 
 
@@ -26,6 +27,7 @@ class Uploads:
     ) -> None:
         """`server_id` is known to be alive for as long as the process is (`records.locks.alive`)."""
         intake = registry.intake
-        self.workshop = Workshop(database, blobs, intake, tenants, server_id)
+        importer = Importer(settings.uploads, most_bytes(settings.adapters))
+        self.workshop = Workshop(database, blobs, intake, importer, tenants, server_id)
         self.sessions = Sessions(database, blobs, intake, self.workshop, settings.uploads, settings.adapters)
         self.reception = Reception(database, blobs, settings.uploads)

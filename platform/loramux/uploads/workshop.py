@@ -20,8 +20,10 @@ from loramux.registry import Arrival, Intake, RegistryError, ValidationUnavailab
 from loramux.registry.threads import finished
 from loramux.storage import BlobStore, StorageError
 from loramux.tenants import Tenants, TenantsError
+from loramux.uploads.importing import Importer
 from loramux.uploads.pieces import FOLDER, assemble, folder_of
 from loramux.uploads.refusals import UploadRejected
+from loramux.uploads.sources import decode_source
 from loramux.validation import Report
 
 AT_ONCE = 2
@@ -36,12 +38,21 @@ logger = logging.getLogger(__name__)
 class Workshop:
     """One server's share of the work. `start` and `stop` frame it; `tend` is to be called again and again."""
 
-    def __init__(self, database: Database, blobs: BlobStore, intake: Intake, tenants: Tenants, server_id: str) -> None:
+    def __init__(
+        self,
+        database: Database,
+        blobs: BlobStore,
+        intake: Intake,
+        importer: Importer,
+        tenants: Tenants,
+        server_id: str,
+    ) -> None:
         """`server_id` is known to be alive for as long as the process is (`records.locks.alive`)."""
         self.server_id = server_id
         self._database = database
         self._blobs = blobs
         self._intake = intake
+        self._importer = importer
         self._tenants = tenants
         self._places = asyncio.Semaphore(AT_ONCE)
         self._working: dict[str, asyncio.Task[None]] = {}
@@ -147,9 +158,11 @@ class Workshop:
             upload, pieces = await uploads.get(job.id), await uploads.pieces(job.id)
         if upload is None:
             raise Withdrawn(f"the upload {job.id} is gone")
+        if upload.source is not None:
+            await self._importer.fetch(decode_source(upload.source), job.tenant_name, folder)
         for file in upload.files:
             own = [piece for piece in pieces if piece.file == file.name]
-            await finished(assemble, self._blobs.objects, file, own, folder)
+            await assemble(self._blobs.objects, file, own, folder)
         return upload
 
     async def _keep(self, principal: Principal, upload: Upload, folder: Path, report: Report) -> None:
