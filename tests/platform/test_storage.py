@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from s3_server import S3, s3_server
+from s3_server import S3
 
 from loramux.storage import (
     CONFIG_FILE,
@@ -25,14 +25,6 @@ from loramux.storage import (
 )
 
 Open = Callable[[str], BlobStore]
-
-
-@pytest.fixture(scope="session")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
-    folder = tmp_path_factory.mktemp("s3") / "buckets"
-    folder.mkdir()
-    with s3_server(folder) as server:
-        yield server
 
 
 @pytest.fixture(params=["folder", "s3"])
