@@ -86,6 +86,8 @@ class PinRow(Base):
     """About when a request last ran with it."""
     until: Mapped[int | None]
     """None while it stands."""
+    counted_until: Mapped[int | None]
+    """Up to when it is on the bill; None: from `since` on it is not."""
     ended_by: Mapped[str | None]
     """`unpinned`, `deleted`, `idle`, or the engine's code for why it cannot be kept."""
 

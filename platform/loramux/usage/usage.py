@@ -17,10 +17,10 @@ from loramux.usage import claims
 from loramux.usage.claims import Answered
 from loramux.usage.errors import UsageClosed
 from loramux.usage.group_commit import GroupCommit
+from loramux.usage.holdings import HoldingMeter
 from loramux.usage.operations import OpenedRequest, Operation, Outcome, Settlement, unused
 from loramux.usage.query import SECOND, UsagePage, UsageQuery, plan_buckets
 from loramux.usage.settling import Settler
-from loramux.usage.storage import StorageMeter
 
 
 class Usage:
@@ -86,8 +86,9 @@ class Usage:
         return await self._settler.sweep()
 
     async def accrue(self) -> int:
-        """Put adapters' storage on the bill, up to the last day that is over; the number of entries."""
-        return await StorageMeter(self._database).accrue()
+        """Put adapters' storage and pins on the bill, up to the last day that is over; the number of entries."""
+        stored = await HoldingMeter(self._database, "storage").accrue()
+        return stored + await HoldingMeter(self._database, "residency").accrue()
 
     async def forget_answers(self) -> None:
         """Remove the answers whose idempotency keys have expired."""

@@ -1,4 +1,4 @@
-"""Storage on the bill: every second of every revision, once."""
+"""Storage and residency on the bill: every second of every revision and every pin, once."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -10,7 +10,10 @@ from loramux.records import Database, Principal
 from loramux.records.adapters import AdapterRepository, RevisionContent
 from loramux.records.aliases import Stamp
 from loramux.records.ledger import LedgerEntry, LedgerRepository
-from loramux.usage.storage import SETTLING, StorageMeter
+from loramux.records.models import RevisionRow
+from loramux.records.pins import UNPINNED, PinRepository
+from loramux.usage import Usage
+from loramux.usage.holdings import SETTLING, HoldingMeter
 
 pytestmark = pytest.mark.anyio
 
@@ -35,10 +38,11 @@ async def acme(enrol: Callable[[str], Awaitable[Principal]]) -> Principal:
     return await enrol("acme")
 
 
-async def upload(database: Database, who: Principal, name: str = "a") -> None:
+async def upload(database: Database, who: Principal, name: str = "a") -> RevisionRow:
     async with database.begin() as session:
         content = RevisionContent(digest="sha256:a", rank=8, size_bytes=SIZE, base="base")
-        await AdapterRepository(session, who.tenant).register(name, content, Stamp(database.now(), "k"))
+        registered = await AdapterRepository(session, who.tenant).register(name, content, Stamp(database.now(), "k"))
+        return registered[1]
 
 
 async def delete(database: Database, who: Principal) -> None:
@@ -55,7 +59,7 @@ async def entries(database: Database) -> list[LedgerEntry]:
 
 
 async def test_whole_days_and_the_days_it_came_and_went(database: Database, acme: Principal, clock: Clock) -> None:
-    meter = StorageMeter(database)
+    meter = HoldingMeter(database, "storage")
     clock.now += DAYS // 2
     await upload(database, acme)
     assert await meter.accrue() == 0
@@ -81,7 +85,7 @@ async def test_a_day_is_counted_once_by_however_many_servers(
         await upload(database, acme, name)
     clock.now += 5 * DAYS + SETTLING
     others = [Database(url, clock=clock) for _ in range(4)]
-    written = await asyncio.gather(*(StorageMeter(one).accrue() for one in others))
+    written = await asyncio.gather(*(HoldingMeter(one, "storage").accrue() for one in others))
     for one in others:
         await one.close()
     assert sum(written) == 15
@@ -94,9 +98,36 @@ async def test_what_comes_back_is_not_charged_for_its_absence(
     await upload(database, acme)
     clock.now += DAYS
     await delete(database, acme)
-    await StorageMeter(database).accrue()
+    await HoldingMeter(database, "storage").accrue()
     clock.now += 10 * DAYS
     await upload(database, acme)
     clock.now += DAYS + SETTLING
-    await StorageMeter(database).accrue()
+    await HoldingMeter(database, "storage").accrue()
     assert sum(entry.adapter_byte_seconds for entry in await entries(database)) == 2 * SIZE * DAY
+
+
+async def test_a_pin_is_charged_while_it_stands_and_each_of_several(
+    database: Database, acme: Principal, clock: Clock
+) -> None:
+    usage, revision = Usage(database), await upload(database, acme)
+    since = clock.now
+    async with database.begin() as session:
+        await PinRepository(session, acme.tenant).add(revision, Stamp(clock.now, "key_1"))
+    clock.now += 2 * DAYS + DAYS // 3
+    async with database.begin() as session:
+        await PinRepository(session, acme.tenant).end([revision.id], UNPINNED, clock.now)
+    stood = (clock.now - since) // SECOND
+    clock.now += 2 * DAYS
+    async with database.begin() as session:
+        await PinRepository(session, acme.tenant).add(revision, Stamp(clock.now, "key_1"))
+    again = clock.now
+    clock.now = (clock.now // DAYS + 2) * DAYS + SETTLING
+    await asyncio.gather(*(usage.accrue() for _ in range(3)))
+    stood += (clock.now - SETTLING - again) // SECOND
+    pinned = [entry for entry in await entries(database) if entry.kind == "residency"]
+    assert sum(entry.adapter_resident_byte_seconds for entry in pinned) == SIZE * stood
+    assert sum(entry.adapter_byte_seconds for entry in pinned) == 0
+    assert {(entry.model, entry.status, entry.tenant_id) for entry in pinned} == {("acme/a@1", "pinned", acme.tenant)}
+    assert len({entry.event_id for entry in pinned}) == len(pinned) == 5
+    assert await usage.verify_chain() == len(await entries(database))
+    assert await usage.accrue() == 0
