@@ -17,9 +17,11 @@ from loramux.records import Database, Principal
 from loramux.records.adapters import AdapterRepository, RevisionContent
 from loramux.records.aliases import Stamp
 from loramux.records.events import KINDS, READY, REJECTED, RETIRED, Detail, EventRepository, Refusal
+from loramux.records.webhooks import DeliveryRepository
 from loramux.settings import WebhookSettings
 from loramux.tenants import KeyRequest, NotPermitted, Tenants
 from loramux.webhooks import Endpoint, EndpointNotFound, Endpoints, InvalidEndpoint, TooManyEndpoints, Webhooks
+from loramux.webhooks.courier import LEASE
 
 pytestmark = pytest.mark.anyio
 
@@ -204,6 +206,17 @@ async def test_two_servers_tell_everything_once(house: House, enrol: Enrol) -> N
     other = Webhooks(house.database, client, PEPPER, OPEN)
     assert sum(await asyncio.gather(house.webhooks.courier.run(), other.courier.run())) == 40
     assert len({(host, id) for host, id, _ in house.receiver.taken}) == 40
+
+
+async def test_what_a_server_took_with_it_when_it_died_is_told_by_another(house: House, enrol: Enrol) -> None:
+    acme = await enrol("acme")
+    await house.listen(acme, "a.example")
+    await house.happen(acme, "bot")
+    async with house.database.begin() as session:
+        deliveries = DeliveryRepository(session)
+        assert len(await deliveries.lease(await deliveries.due(house.now), house.now, house.now + LEASE)) == 1
+    assert await house.deliver(LEASE - 1) == []
+    assert await house.deliver(1) == ["acme/bot"]
 
 
 async def test_a_deleted_webhook_is_told_nothing(house: House, enrol: Enrol) -> None:
