@@ -22,6 +22,7 @@ GAUGES = frozenset(
         "pages_total",
         "pages_kv",
         "pages_kv_cached",
+        "kv_pages_in_host",
         "pages_adapters",
         "pages_adapters_idle",
         "pages_free",

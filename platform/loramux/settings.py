@@ -60,6 +60,9 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Keep full pages of KV for requests of the same tenant and revision that begin with the same tokens."""
     share_base_cache_between_projects: bool = False
     """Let a tenant's projects find each other's KV of the base model, as they do an adapter's. Tenants never do."""
+    swap_bytes: Annotated[int, Meta(ge=0)] = 1 << 30
+    """Of the host's memory, for KV of preempted requests: it goes there where that is quicker than computing it again.
+    0: never."""
     num_threads: Positive | None = None
     in_process: bool = False
     """Run the engine on a thread of the server instead of in a process of its own."""

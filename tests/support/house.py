@@ -68,18 +68,18 @@ class KvOracle:
     def __init__(self, block_size: int, store: ManualStore) -> None:
         self._block_size = block_size
         self._store = store
-        self._held: dict[tuple[int, int], object] = {}
+        self.held: dict[tuple[int, int], object] = {}
 
     def run(self, step: Step) -> None:
         """Every row writes its KV, then every row reads all of its context."""
         for pages in self._store.live.values():
             for page in pages:
-                self._held.update({(page, offset): "weights" for offset in range(self._block_size)})
+                self.held.update({(page, offset): "weights" for offset in range(self._block_size)})
         for chunk in step.chunks:
-            self._held.update(list(self._meant(chunk))[chunk.start :])
+            self.held.update(list(self._meant(chunk))[chunk.start :])
         for chunk in step.chunks:
             for place, meaning in self._meant(chunk):
-                assert self._held[place] == meaning
+                assert self.held[place] == meaning
 
     def _meant(self, chunk: Chunk) -> Iterator[tuple[tuple[int, int], object]]:
         sequence = chunk.sequence
@@ -93,6 +93,28 @@ class KvOracle:
                 meaning = hash((meaning, sequence.digest))
             meaning = hash((meaning, token))
             yield (sequence.pages[position // self._block_size], position % self._block_size), meaning
+
+
+class ManualHost:
+    """Carries what an oracle's pages mean; by its figures that takes no time."""
+
+    seconds_per_page = 0.0
+
+    def __init__(self, num_places: int, block_size: int) -> None:
+        self.num_places = num_places
+        self.held: dict[tuple[int, int], object] = {}
+        self._block_size = block_size
+        self._places: dict[tuple[int, int], object] = {}
+
+    def save(self, pages: list[int], places: list[int]) -> None:
+        for page, place in zip(pages, places, strict=True):
+            for offset in range(self._block_size):
+                self._places[place, offset] = self.held.get((page, offset))
+
+    def restore(self, places: list[int], pages: list[int]) -> None:
+        for place, page in zip(places, pages, strict=True):
+            for offset in range(self._block_size):
+                self.held[page, offset] = self._places.pop((place, offset))
 
 
 def last_occurrence(prompt: list[int], words: tuple[int, ...]) -> int | None:
@@ -112,6 +134,7 @@ class House:
         policy: Policy | None = None,
         pace: tuple[float, float] | None = None,
         max_loading: int = 4,
+        host: ManualHost | None = None,
     ) -> None:
         """`pace`: seconds of a step and of each token in it; without one the clock ticks whenever it is read."""
         self.pace = pace
@@ -124,10 +147,12 @@ class House:
             Budget(num_pages, block_size),
             self.pool,
             self.residency,
-            self.clock,
             policy,
+            host,
         )
-        self.oracle = KvOracle(block_size, self.store) if self.scheduler.policy.prefix_cache else None
+        self.oracle = KvOracle(block_size, self.store) if self.scheduler.policy.prefix_cache or host else None
+        if host and self.oracle:
+            host.held = self.oracle.held
         self.finished: dict[str, str] = {}
         self.generated: dict[str, int] = {}
         self.cached: dict[str, int] = {}

@@ -82,7 +82,8 @@ class Admission:
         self._queue.restore()
 
     def preempt(self, sequence: Sequence) -> None:
-        """Back to the head of its queue; its KV is recomputed when it runs again."""
+        """Back to the head of its queue; when it runs again its KV is computed again, or comes back from the host."""
+        self._memory.swap.save(sequence)
         self.leave(sequence)
         self._queue.push_front(sequence)
         sequence.num_preemptions += 1

@@ -48,10 +48,14 @@ class Batch:
         return len(held), sum(held)
 
     def join(self, sequence: Sequence) -> None:
-        """Admit `sequence`, behind the KV that was looked up for it; its adapter is READY."""
+        """Admit `sequence`, behind the KV that was looked up or saved for it; its adapter is READY."""
         residency = self._memory.residency
         sequence.slot = BASE_SLOT if sequence.digest is None else residency.pin(sequence.digest)
         self._memory.cache.hold(sequence)
+        if sequence.places:
+            extended = self.extend(sequence, sequence.num_saved)
+            assert extended, "the budget counts every token that there is, so that what was saved has its pages"
+            self._memory.swap.restore(sequence)
         self.running.append(sequence)
         self.most_pages += self._most_pages_of(sequence)
 

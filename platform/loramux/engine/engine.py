@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from loramux.engine.budget import Budget
 from loramux.engine.distribution import COUNTS, Histogram
+from loramux.engine.host_kv import HostPages
 from loramux.engine.host_tier import HostTier
 from loramux.engine.messages import EngineMeters, EngineStats, StepReport
 from loramux.engine.model import LoadedModel
@@ -68,8 +69,8 @@ class Engine:
             Budget(loaded.facts.pages_total, settings.engine.block_size),
             pool,
             self._residency,
-            time.monotonic,
             Policy.from_settings(settings, loaded.weight_bytes / bank.page_bytes),
+            HostPages(bank.pool, bank.page_elements, settings.engine.swap_bytes),
         )
         limits_of_pins = PinLimits(adapters.pinned_pool_share, adapters.pins_per_tenant)
         self._pins = Pins(limits_of_pins, self.scheduler.budget, self.scheduler.memory)
@@ -135,7 +136,7 @@ class Engine:
         """Counters and gauges of this moment."""
         self._service.look()
         pages, loads, count = self.scheduler.memory.counts, self._residency.counters, self._counters
-        ended = self._tallies.ended
+        ended, swap = self._tallies.ended, self.scheduler.memory.swap
         return EngineStats(
             steps=count.steps,
             waiting=len(self.scheduler.queue),
@@ -147,6 +148,9 @@ class Engine:
             pages_adapters_idle=pages.adapters_idle,
             pages_free=pages.free,
             kv_evictions=self.scheduler.memory.cache.num_evictions,
+            kv_pages_swapped_out=swap.num_out,
+            kv_pages_swapped_in=swap.num_back,
+            kv_pages_in_host=swap.num_held,
             adapters_resident=self._residency.num_resident,
             adapters_pinned=len(self._pins),
             adapters_host=len(self._host),

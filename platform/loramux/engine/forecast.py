@@ -12,7 +12,6 @@ from loramux.engine.load import Load
 from loramux.engine.pace import Pace
 from loramux.engine.policy import SchedulerLimits
 from loramux.engine.queue import RequestQueue
-from loramux.engine.residency import Residency
 from loramux.engine.room import Room
 from loramux.engine.sequence import Sequence
 
@@ -26,17 +25,17 @@ class Forecast:
         budget: Budget,
         queue: RequestQueue,
         batch: Batch,
-        residency: Residency,
+        pace: Pace,
         room: Room,
     ) -> None:
+        """`pace`: of the steps; whoever runs them measures them."""
         self._limits = limits
         self._budget = budget
         self._queue = queue
         self._batch = batch
-        self._residency = residency
+        self._residency = room.residency
         self._room = room
-        self.pace = Pace()
-        """Of the steps; whoever runs them measures them."""
+        self._pace = pace
 
     def first_token(self, candidate: Sequence) -> float:
         """Seconds until `candidate`, which is not queued yet, has its first token; 0 before the pace is known.
@@ -44,7 +43,7 @@ class Forecast:
         It waits until those that run have left room for those that are admitted before it; or until every prompt before
         its own is computed; or for its adapter: whatever takes longest.
         """
-        if not self.pace.known:
+        if not self._pace.known:
             return 0.0
         ahead = self._queue.ahead_of(candidate.flow)
         running = self._batch.running
@@ -53,7 +52,7 @@ class Forecast:
         prompts += candidate.num_uncomputed
         chunk = max(1.0, self._limits.max_num_batched_tokens - decoding)
         steps = max(self._steps_to_admission(candidate, ahead), prompts / chunk)
-        return max(self.pace.seconds(math.ceil(steps), steps * decoding + prompts), self._load_seconds(candidate))
+        return max(self._pace.seconds(math.ceil(steps), steps * decoding + prompts), self._load_seconds(candidate))
 
     def _load_seconds(self, candidate: Sequence) -> float:
         return self._residency.expected_wait(candidate.digest) if candidate.digest else 0.0

@@ -9,6 +9,7 @@ from loramux.engine.prefix_cache import PrefixCache
 from loramux.engine.prefix_tree import CachedPage
 from loramux.engine.residency import Residency
 from loramux.engine.resident import Resident
+from loramux.engine.swap import Swap
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +33,10 @@ class Memory:
     Only leaves go: KV that nothing builds on, and revisions without cached KV under them. On demand only, no timers.
     """
 
-    def __init__(self, pool: PagePool, residency: Residency, cache: PrefixCache) -> None:
+    def __init__(self, pool: PagePool, residency: Residency, cache: PrefixCache, swap: Swap) -> None:
         self.residency = residency
         self.cache = cache
+        self.swap = swap
         self._pool = pool
         self._kept: dict[str, int] = {}
 

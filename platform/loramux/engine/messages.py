@@ -152,6 +152,11 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     pages_adapters_idle: int = 0
     pages_free: int = 0
     kv_evictions: int = 0
+    kv_pages_swapped_out: int = 0
+    """Of preempted requests, into the host's memory."""
+    kv_pages_swapped_in: int = 0
+    """Back into the pool."""
+    kv_pages_in_host: int = 0
     adapters_resident: int = 0
     adapters_pinned: int = 0
     """Revisions kept in the pool because somebody asked for it."""

@@ -20,7 +20,7 @@ class Residency:
     ) -> None:
         self._pool = pool
         self._store = store
-        self._clock = clock
+        self.clock = clock
         self._patience = patience or Patience()
         self._known: dict[str, Resident] = {}
         self._pending: dict[str, Resident] = {}
@@ -50,7 +50,7 @@ class Residency:
     def failure(self, digest: str) -> str:
         """Why it FAILED, and when it is tried again."""
         failed = self._known[digest]
-        wait = max(0.0, failed.retry_at - self._clock())
+        wait = max(0.0, failed.retry_at - self.clock())
         return f"{failed.reason} It failed {failed.failures} times in a row and is tried again in {wait:.0f} s."
 
     def in_use(self, digest: str) -> bool:
@@ -71,7 +71,7 @@ class Residency:
         if not counters.loads or (resident and resident.state is AdapterState.READY):
             return 0.0
         loading = resident if resident and resident.state is AdapterState.LOADING else None
-        spent = self._clock() - loading.loading_since if loading else 0.0
+        spent = self.clock() - loading.loading_since if loading else 0.0
         return max(0.0, counters.load_seconds.total / counters.loads - spent)
 
     @property
@@ -83,7 +83,7 @@ class Residency:
     @property
     def now(self) -> float:
         """Half-lives: the clock that heat is measured by."""
-        return self._clock() / self._patience.half_life
+        return self.clock() / self._patience.half_life
 
     @property
     def idle_pages(self) -> int:
@@ -120,7 +120,7 @@ class Residency:
         if resident is None:
             resident = self._known[ref.digest] = Resident(ref)
             self._inspect(resident)
-        elif resident.state is AdapterState.FAILED and self._clock() >= resident.retry_at:
+        elif resident.state is AdapterState.FAILED and self.clock() >= resident.retry_at:
             self._inspect(resident)
         self.counters.hits += resident.state is AdapterState.READY
         self.counters.misses += resident.state is not AdapterState.READY
@@ -141,7 +141,7 @@ class Residency:
         resident.pages = self._pool.take(resident.num_pages, PageUse.ADAPTER)
         self.num_resident += 1
         resident.state = AdapterState.LOADING
-        resident.loading_since = self._clock()
+        resident.loading_since = self.clock()
         self._start(resident, self._store.fill(resident.ref, resident.pages))
 
     def pin(self, digest: str) -> int:
@@ -207,13 +207,13 @@ class Residency:
             resident.slot, resident.state, resident.failures = result, AdapterState.READY, 0
             self._set_idle(resident, True)
             self.counters.loads += 1
-            self.counters.load_seconds.observe(self._clock() - resident.loading_since)
+            self.counters.load_seconds.observe(self.clock() - resident.loading_since)
         self._forget_if_retired(resident)
 
     def _fail(self, resident: Resident, error: BaseException) -> None:
         self.counters.failures += 1
         resident.failures += 1
-        resident.retry_at = self._clock() + self._patience.quarantine(resident.failures)
+        resident.retry_at = self.clock() + self._patience.quarantine(resident.failures)
         resident.reason = str(error)
         self._release(resident, AdapterState.FAILED)
 

@@ -29,7 +29,7 @@ class Room:
         self._queue = queue
         self._batch = batch
         self._memory = memory
-        self._residency = memory.residency
+        self.residency = memory.residency
 
     @property
     def watermark(self) -> int:
@@ -50,7 +50,7 @@ class Room:
     def never(self, sequence: Sequence) -> str | None:
         """Why `sequence` could not run in an empty house either, with the numbers; None where it could."""
         digest, budget = sequence.digest, self._budget
-        adapter_pages = self._residency.size(digest) if digest else 0
+        adapter_pages = self.residency.size(digest) if digest else 0
         kept = self._memory.kept_pages(besides=digest)
         if budget.fits_alone(sequence.max_len, adapter_pages + kept):
             return None
@@ -76,7 +76,7 @@ class Room:
     def has_pages(self, sequence: Sequence, leaving: Collection[Sequence] = ()) -> bool:
         """Whether the pool has room for `sequence`, where `leaving` have left."""
         running = [s for s in self._batch.running if s not in leaving] if leaving else self._batch.running
-        adapters = self._residency.pinned_pages(sequence.digest)
+        adapters = self.residency.pinned_pages(sequence.digest)
         reserved, reserve = self._kept_for_other_classes(sequence, running), self._budget.reserve
         likely = self._likely_pages(sequence)
         if likely > reserve or self._batch.held_by(sequence.flow)[1] + likely > reserve:
@@ -117,7 +117,7 @@ class Room:
     def omega(self) -> float:
         """Bytes of the adapters in use over the bytes that a step reads anyway: the least that they slow it down by."""
         held = self._memory.num_kv
-        return self._residency.pinned_pages() / (self._policy.weight_pages + held) if held else 0.0
+        return self.residency.pinned_pages() / (self._policy.weight_pages + held) if held else 0.0
 
     def _likely_pages(self, sequence: Sequence) -> int:
         return self._budget.pages_for(sequence.likely_len)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import msgspec
 
@@ -16,6 +16,7 @@ from loramux.engine.fairness import Flow
 from loramux.engine.forecast import Forecast
 from loramux.engine.memory import Memory
 from loramux.engine.messages import EngineFault, TokenEvent
+from loramux.engine.pace import Pace
 from loramux.engine.pages import PagePool
 from loramux.engine.policy import Policy, SchedulerLimits
 from loramux.engine.prefix_cache import PrefixCache
@@ -26,6 +27,7 @@ from loramux.engine.resident import AdapterState
 from loramux.engine.room import Room
 from loramux.engine.sequence import Sequence
 from loramux.engine.step import Chunk, Step
+from loramux.engine.swap import HostKv, Swap
 
 __all__ = ["Scheduler", "SchedulerLimits"]
 
@@ -39,22 +41,24 @@ class Scheduler:
         budget: Budget,
         pool: PagePool,
         residency: Residency,
-        clock: Callable[[], float],
         policy: Policy | None = None,
+        host: HostKv | None = None,
     ) -> None:
+        """Time is `residency`'s. `host`: where KV of preempted sequences may go; without one it is computed again."""
         self.limits = limits
         self.budget = budget
         self.residency = residency
         self.policy = policy or Policy()
         self.queue = RequestQueue(self.policy)
         cache = PrefixCache(self.policy, pool, residency, budget.block_size)
-        self.memory = Memory(pool, residency, cache)
+        self.pace = Pace()
+        self.memory = Memory(pool, residency, cache, Swap(host, self.pace, budget.block_size))
         self._batch = Batch(self.memory, budget.block_size)
         self._room = Room(self.policy, budget, self.queue, self._batch, self.memory)
         self._admission = Admission(self.policy, self._room, self.queue, self._batch, self.memory)
-        self._forecast = Forecast(limits, budget, self.queue, self._batch, residency, self._room)
+        self._forecast = Forecast(limits, budget, self.queue, self._batch, self.pace, self._room)
         self._deadlines = Deadlines(self.policy, self._forecast)
-        self._clock = clock
+        self._clock = residency.clock
         self._planned_at, self._running_tokens = 0.0, 0
         self.counters = SchedulerCounters()
         self._sequences: dict[str, Sequence] = {}
@@ -120,7 +124,7 @@ class Scheduler:
         """Give every ready decoding sequence a row and the rest of the budget to prefill, old and newly admitted."""
         now = self._clock()
         if self._running_tokens:
-            self._forecast.pace.observe(self._running_tokens, now - self._planned_at)
+            self.pace.observe(self._running_tokens, now - self._planned_at)
         self._planned_at, self._running_tokens = now, 0
         self._heed_adapters()
         self._heed_deadlines()
@@ -230,6 +234,7 @@ class Scheduler:
             self._admission.leave(sequence)
         else:
             self.queue.remove(sequence)
+            self.memory.swap.forget(sequence)
         if sequence.digest is not None:
             self.memory.unwant(sequence.digest)
         del self._sequences[sequence.id]

@@ -53,6 +53,10 @@ class Sequence:
     """block_table: page i holds tokens [i * block_size, (i + 1) * block_size)."""
     trail: list[CachedPage] = field(default_factory=list)
     """The pages of the prefix cache that `pages` begins with; while it waits, those it could begin with."""
+    places: list[int] = field(default_factory=list)
+    """Where the host's memory holds its KV while it waits: place i the tokens that page i held."""
+    num_saved: int = 0
+    """Leading tokens whose KV is there."""
     num_preemptions: int = 0
     queued: Load = field(default_factory=Load)
     """What it was counted for when it was queued last."""

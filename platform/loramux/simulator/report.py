@@ -32,6 +32,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Between two tokens of one answer."""
     preemption_rate: float
     """Preemptions over accepted requests."""
+    pages_swapped: int
+    """Of KV of preempted requests, carried to the host's memory instead of being computed again."""
     pool_use: float
     """Share of the pool's pages that running requests and their adapters held, on average while others waited for room
     (while anything ran, if nothing ever waited)."""

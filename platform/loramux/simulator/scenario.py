@@ -78,6 +78,8 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Of KV that the one pool could hold; None: what the weights leave of memory_utilization of the device."""
     memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
     block_size: Annotated[int, Meta(ge=1, le=256)] = 16
+    swap_bytes: Annotated[int, Meta(ge=0)] = 1 << 30
+    """Of the host's memory, for KV of preempted requests."""
     max_num_seqs: Count = 256
     max_num_batched_tokens: Count = 2048
     policy: Policy = Policy()
@@ -92,7 +94,12 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         if self.pool_tokens is not None:
             return max(1, self.pool_tokens // self.block_size)
         free = self.device.memory_bytes * self.memory_utilization - self.model.weight_bytes
-        return int(free // (self.model.kv_bytes_per_token * self.block_size))
+        return int(free // self.page_bytes)
+
+    @property
+    def page_bytes(self) -> int:
+        """Of a page's KV."""
+        return self.model.kv_bytes_per_token * self.block_size
 
 
 def scenarios_folder() -> Path:

@@ -19,7 +19,7 @@ from loramux.simulator.meter import Meter, Share
 from loramux.simulator.order import make_order
 from loramux.simulator.report import Report, overall, tenant_report
 from loramux.simulator.scenario import Scenario, ScenarioError
-from loramux.simulator.store import SimulatedStore
+from loramux.simulator.store import SimulatedHost, SimulatedStore
 from loramux.simulator.traffic import Arrivals, drawn
 
 
@@ -40,14 +40,15 @@ class Simulation:
         self._bytes = {digest: scenario.model.adapter_bytes(rank) for digest, rank in self._ranks.items()}
         self.store = SimulatedStore(self.clock, scenario.device, self._sizes())
         self.pool = PagePool(scenario.num_pages)
+        self.host = SimulatedHost(scenario.swap_bytes, scenario.page_bytes, scenario.device)
         self.residency = Residency(self.pool, self.store, self.clock)
         self.scheduler = Scheduler(
             SchedulerLimits(scenario.max_num_seqs, scenario.max_num_batched_tokens, scenario.model.max_model_len),
             Budget(scenario.num_pages, scenario.block_size),
             self.pool,
             self.residency,
-            self.clock,
             self._policy(),
+            self.host,
         )
         self.order = make_order(scenario.order, self.scheduler.queue)
         self._step_time = StepTime(scenario.device, scenario.model)
@@ -110,7 +111,7 @@ class Simulation:
 
     def _run(self, step: Step) -> None:
         self.order.observe(step)
-        seconds = self._step_time.seconds(self._work(step), self.store.link_bandwidth)
+        seconds = self._step_time.seconds(self._work(step), self.store.link_bandwidth) + self.host.spend()
         self._observe_pool(seconds)
         self.clock.advance_to(self.clock.now + seconds)
         self._hear(self.scheduler.commit(step, self.meter.sample(step, self.clock.now)))
@@ -170,11 +171,10 @@ class Simulation:
     def _policy(self) -> Policy:
         """The scenario's, and how much the model weighs beside its adapters."""
         scenario = self.scenario
-        page = scenario.model.kv_bytes_per_token * scenario.block_size
-        return dataclasses.replace(scenario.policy, weight_pages=scenario.model.weight_bytes / page)
+        return dataclasses.replace(scenario.policy, weight_pages=scenario.model.weight_bytes / scenario.page_bytes)
 
     def _sizes(self) -> dict[str, tuple[int, int]]:
-        page = self.scenario.model.kv_bytes_per_token * self.scenario.block_size
+        page = self.scenario.page_bytes
         return {digest: (-(-size // page), size) for digest, size in self._bytes.items()}
 
     # the report
@@ -190,6 +190,7 @@ class Simulation:
             ttft_ms=everybody.ttft_ms,
             itl_ms=everybody.itl_ms,
             preemption_rate=self.scheduler.num_preemptions / max(1, everybody.accepted),
+            pages_swapped=self.scheduler.memory.swap.num_out,
             pool_use=use.mean,
             service_gap_max=self.order.largest_gap,
             service_gap_bound=self._gap_bound(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from concurrent.futures import Future
 from itertools import count
 from typing import Any, TypeVar
@@ -98,3 +99,29 @@ class SimulatedStore:
         future: Future[T] = Future()
         heapq.heappush(self._due, (when, next(self._tickets), future, result))
         return future
+
+
+class SimulatedHost:
+    """A HostKv whose copies take their time over the link before the next step."""
+
+    def __init__(self, num_bytes: int, page_bytes: int, device: Device) -> None:
+        self.num_places = num_bytes // page_bytes
+        self.seconds_per_page = page_bytes / device.link_bandwidth
+        self._due = 0.0
+
+    def save(self, pages: Sequence[int], places: Sequence[int]) -> None:
+        """Pages to the host."""
+        self._carry(pages, places)
+
+    def restore(self, places: Sequence[int], pages: Sequence[int]) -> None:
+        """And back."""
+        self._carry(places, pages)
+
+    def spend(self) -> float:
+        """Seconds that the copies take which were asked for since this was called last."""
+        due, self._due = self._due, 0.0
+        return due
+
+    def _carry(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        assert len(sources) == len(targets), "every page has its place"
+        self._due += len(sources) * self.seconds_per_page

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from house import INVOCATION, House
+from house import INVOCATION, House, ManualHost
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -226,9 +226,14 @@ def test_an_idle_adapter_that_costs_less_than_hot_kv_goes_first() -> None:
 class CacheMachine(RuleBasedStateMachine):
     """Any order of arrivals, ends, preemptions, loads and retirements, over texts that often begin alike."""
 
+    prefix_cache = True
+
     def __init__(self) -> None:
         super().__init__()
-        self.house = a_house(num_pages=18, max_num_seqs=5, max_tokens=12)
+        host = ManualHost(num_places=7, block_size=4)
+        host.seconds_per_page = -1.0  # it always pays
+        policy = Policy(prefix_cache=self.prefix_cache)
+        self.house = House(18, block_size=4, max_num_seqs=5, max_tokens=12, policy=policy, host=host)
         self.sent: dict[str, int] = {}
 
     @rule(
@@ -299,6 +304,16 @@ class CacheMachine(RuleBasedStateMachine):
         assert counts.kv + counts.kv_cached + counts.adapters + counts.adapters_idle + counts.free == counts.total
 
     @invariant()
+    def every_place_of_the_host_is_somebodys_or_free(self) -> None:
+        swap = self.house.scheduler.memory.swap
+        alive = self.house.scheduler._sequences.values()
+        held = [place for s in alive for place in s.places]
+        assert sorted([*held, *swap._free]) == list(range(swap.num_places))
+        for s in alive:
+            assert len(s.places) == -(-s.num_saved // 4)
+            assert not (s.places and s.pages), "in one memory or in the other"
+
+    @invariant()
     def users_are_counted_and_leaves_are_known(self) -> None:
         house, cached = self.house, self.cached
         trails = [page for s in house.scheduler.running for page in s.trail]
@@ -322,8 +337,17 @@ class CacheMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.house.run(3000)
         assert set(self.house.finished) == set(self.sent)
-        assert self.house.scheduler.memory.counts.kv == 0
+        assert self.house.scheduler.memory.counts.kv == self.house.scheduler.memory.swap.num_held == 0
 
+
+class SwapMachine(CacheMachine):
+    """The same without the cache: what is carried out and back is all that is left."""
+
+    prefix_cache = False
+
+
+TestSwapMachine = SwapMachine.TestCase
+TestSwapMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 
 TestCacheMachine = CacheMachine.TestCase
 TestCacheMachine.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)

@@ -22,6 +22,7 @@ KEYS = {
     "ttft_ms",
     "itl_ms",
     "preemption_rate",
+    "pages_swapped",
     "pool_use",
     "service_gap_max",
     "service_gap_bound",

@@ -1,0 +1,57 @@
+"""Pages of KV beside the pool, in the host's memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+SAMPLE_PAGES = 16
+"""Copied once each way to measure what a page takes."""
+
+
+class HostPages:
+    """A `HostKv` for the pool of a bank: tensors on a CPU; on a GPU pinned memory, copied in the order of its stream.
+
+    The host waits for no copy. The device does, before its next step: a page takes some tens of microseconds over the
+    link, and sequences are preempted in few steps.
+    """
+
+    def __init__(self, pool: torch.Tensor, page_elements: int, num_bytes: int) -> None:
+        """`pool` is flat; at most `num_bytes` bytes are kept, and never more pages than the pool has."""
+        self._pool = pool[: pool.numel() // page_elements * page_elements].view(-1, page_elements)
+        self.num_places = min(num_bytes // (page_elements * pool.element_size()), len(self._pool))
+        # Uninitialised on purpose: on a CPU memory that is not touched is not held.
+        shape = (self.num_places, page_elements)
+        self._places = torch.empty(shape, dtype=pool.dtype, pin_memory=pool.device.type == "cuda")
+        self.seconds_per_page = self._measured()
+
+    @torch.inference_mode()
+    def save(self, pages: Sequence[int], places: Sequence[int]) -> None:
+        """Copy each page to its place."""
+        for page, place in zip(pages, places, strict=True):
+            self._places[place].copy_(self._pool[page], non_blocking=True)
+
+    @torch.inference_mode()
+    def restore(self, places: Sequence[int], pages: Sequence[int]) -> None:
+        """Copy each place to its page."""
+        for place, page in zip(places, pages, strict=True):
+            self._pool[page].copy_(self._places[place], non_blocking=True)
+
+    def _measured(self) -> float:
+        """Seconds for a page one way, of a second round: the first one touches the memory."""
+        sample = range(min(SAMPLE_PAGES, self.num_places))
+        seconds = 0.0
+        for _ in range(2):
+            self._wait()
+            start = time.perf_counter()
+            self.save(sample, sample)
+            self.restore(sample, sample)
+            self._wait()
+            seconds = time.perf_counter() - start
+        return seconds / max(1, 2 * len(sample))
+
+    def _wait(self) -> None:
+        if self._pool.device.type == "cuda":
+            torch.cuda.synchronize(self._pool.device)
