@@ -228,6 +228,10 @@ class IssuerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     identity_claim: str = "sub"
     """The claim that says who it is; `email` is taken only with `email_verified`."""
     algorithms: tuple[Signature, ...] = ("RS256", "ES256")
+    operator_claim: str = "groups"
+    """The claim, a text or a list of texts, in which members of a tenant are made operators."""
+    operators: tuple[Annotated[str, Meta(min_length=1)], ...] = ()
+    """What must be in it, any of these; none: nobody is an operator in person."""
 
 
 class SinkSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

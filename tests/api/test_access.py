@@ -120,6 +120,21 @@ def test_a_member_without_the_scope_gets_403_and_one_with_it_comes_through(
         )
 
 
+@pytest.mark.parametrize(
+    ("groups", "status"),
+    [
+        (["staff", "loramux-operators"], 200),
+        ("loramux-operators", 200),
+        (["staff"], 403),
+        ({"loramux-operators": 1}, 403),
+    ],
+)
+def test_a_member_whom_the_issuer_calls_an_operator(site: Site, issuer: Issuer, groups: object, status: int) -> None:
+    headers = {"Authorization": f"Bearer {issuer.token(sub='the viewer', groups=groups)}"}
+    assert httpx.get(f"{site.url}/admin/tenants", headers=headers).status_code == status
+    assert httpx.get(f"{site.url}/v1/keys", headers=headers).status_code == 403
+
+
 def test_anothers_things_are_not_there(site: Site) -> None:
     """Whatever can be named in a path; the same answer as for what never was."""
     for route in routes(site):

@@ -28,6 +28,7 @@ from loramux.billing import (
 from loramux.records import Database, Principal
 from loramux.records.database import parse_url
 from loramux.records.ledger import LedgerRepository
+from loramux.tenants import Tenants
 from loramux.usage import Counted, OpenedRequest, Settlement, Usage
 
 pytestmark = pytest.mark.anyio
@@ -192,6 +193,36 @@ def test_a_plan_that_cannot_be_is_refused_with_its_field(tmp_path: Path, old: st
     (tmp_path / "plans.toml").write_text(PLANS.replace(old, new))
     with pytest.raises(InvalidPlan, match=told):
         read_plans(tmp_path / "plans.toml")
+
+
+async def test_what_changes_the_bill_is_in_the_audit_log(
+    database: Database, priced: Billing, usage: Usage, acme: Principal, clock: Clock
+) -> None:
+    [first, *_] = await busy_november(usage, acme)
+    for _ in range(2):
+        await priced.correct(first, {"output_tokens": -1}, "x")
+    await Catalog(database).subscribe("acme", "standard", DECEMBER)
+    clock.now = NOVEMBER.ends_at
+    await priced.close(NOVEMBER)
+    with pytest.raises(PeriodNotOpen):
+        await priced.close(NOVEMBER)
+    log = list(reversed(await Tenants(database, b"p" * 32).audit.read()))
+    told = [entry for entry in log if entry.action.split(".")[0] in ("plan", "price", "period", "ledger")]
+    assert [entry.action for entry in told] == [
+        "plan.create",
+        *["price.create"] * 3,
+        "plan.give",
+        "ledger.correct",
+        "plan.give",
+        "period.close",
+    ]
+    assert all(entry.actor.startswith("local:") for entry in told)
+    given, corrected, again, closed = told[4:]
+    assert (given.tenant, given.before) == (acme.tenant, None)
+    assert msgspec.json.decode(again.before) == {"plan": "standard", "month": "2026-11"}
+    assert msgspec.json.decode(again.after) == {"plan": "standard", "month": "2026-12"}
+    assert msgspec.json.decode(corrected.after)["corrects"] == first
+    assert closed.object_id == "2026-11"
 
 
 async def test_corrections_name_what_there_is(priced: Billing, usage: Usage, acme: Principal) -> None:

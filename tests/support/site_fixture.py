@@ -53,7 +53,9 @@ class Site:
 
 def make_settings(base_dir: Path, folder: Path, issuers: Sequence[str] = ()) -> Settings:
     return Settings(
-        issuers=tuple(IssuerSettings(issuer=issuer, audience="loramux") for issuer in issuers),
+        issuers=tuple(
+            IssuerSettings(issuer=issuer, audience="loramux", operators=("loramux-operators",)) for issuer in issuers
+        ),
         model=ModelSettings(path=str(base_dir), served_model_name="tiny"),
         server=ServerSettings(max_upload_bytes=2 << 20, drain_seconds=5),
         adapters=AdapterLimits(local_root=f"{folder}/local"),

@@ -12,7 +12,7 @@ from loramux.billing.costs import CostPage, CostsQuery, cost_page, costs_of
 from loramux.billing.errors import BillingError, InvoiceNotFound, PeriodNotOpen, UnknownEntry
 from loramux.billing.invoices import Bill, Invoice, bill, digest, document, invoice
 from loramux.billing.margin import Earned, Margin, margins
-from loramux.billing.periods import SECOND, Month, Period, closed_period
+from loramux.billing.periods import SECOND, Month, Period, closed_period, demand_closable
 from loramux.records import Database, Principal, TenantId
 from loramux.records.billing import PeriodRepository
 from loramux.records.billing_models import InvoiceRow, PeriodRow
@@ -21,6 +21,7 @@ from loramux.records.locks import PRICES, exclusive
 from loramux.records.models import TenantRow
 from loramux.records.quantities import DAY, QuantityRepository, Span
 from loramux.records.tenants import TenantRepository
+from loramux.tenants import Changes
 
 FOREVER = 2**62
 
@@ -38,10 +39,11 @@ CORRECTABLE = (
 
 
 class Billing:
-    """The operator's side of the bill."""
+    """The operator's side of the bill; every change is audited."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
+        self._changes = Changes.of_this_machine(database)
 
     async def periods(self) -> list[Period]:
         """Every closed period, and the one that is open."""
@@ -73,12 +75,13 @@ class Billing:
         Its entries are all that follow the period before and were written before the month's end, and what lies between
         them. Entries that come later belong to the next period, whatever they are about.
         """
-        async with self._database.begin() as session:
+        async with self._changes.begin() as change:
+            session = change.session
             await exclusive(session, PRICES)
             await LedgerRepository(session).lock()
             periods = PeriodRepository(session)
             latest, now = await periods.latest(), self._database.now()
-            _demand_closable(month, Month.parse(latest.id) if latest else None, now)
+            demand_closable(month, Month.parse(latest.id) if latest else None, now)
             first = latest.last_sequence + 1 if latest else 1
             last = max(first - 1, await periods.last_before(month.ends_at))
             row = PeriodRow(
@@ -92,6 +95,7 @@ class Billing:
             )
             await periods.add(row)
             period = closed_period(row)
+            await change.note("period.close", str(month), tenant=None, after=period)
             made = [await _keep(session, period, tenant, now) for tenant in await TenantRepository(session).all()]
             return [invoice for invoice in made if invoice is not None]
 
@@ -161,24 +165,19 @@ class Billing:
             raise BillingError(
                 f"a correction changes some of {', '.join(CORRECTABLE)}", unknown[0] if unknown else None
             )
-        async with self._database.begin() as session:
-            ledger = LedgerRepository(session)
+        async with self._changes.begin() as change:
+            ledger = LedgerRepository(change.session)
             head = await ledger.lock()
             original = await ledger.entry(event_id)
             if original is None:
                 raise UnknownEntry(f"the ledger has no entry {event_id[:80]!r}", "event_id")
             correction = _correction(original, changes, reason, self._database.now())
             known = await ledger.of_requests(correction.kind, [correction.request_id])
-            return known.get(correction.request_id) or (await ledger.append(head, [correction]))[0]
-
-
-def _demand_closable(month: Month, latest: Month | None, now: int) -> None:
-    if latest is not None and month <= latest:
-        raise PeriodNotOpen(f"{month} is closed already; corrections go to the open period", "period")
-    if latest is not None and month != latest.next:
-        raise PeriodNotOpen(f"{latest.next} is still open; close it before {month}", "period")
-    if now < month.ends_at:
-        raise PeriodNotOpen(f"{month} is not over yet; it ends at midnight UTC before {month.next}-01", "period")
+            if correction.request_id in known:
+                return known[correction.request_id]
+            [entry] = await ledger.append(head, [correction])
+            await change.note("ledger.correct", entry.event_id, tenant=entry.tenant_id, after=entry)
+            return entry
 
 
 async def _keep(session: AsyncSession, period: Period, tenant: TenantRow, now: int) -> Invoice | None:

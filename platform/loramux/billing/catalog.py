@@ -18,6 +18,7 @@ from loramux.records.billing_models import PlanRow, PriceRow, SubscriptionRow
 from loramux.records.identity import new_id
 from loramux.records.locks import PRICES, exclusive
 from loramux.records.tenants import TenantRepository
+from loramux.tenants import Change, Changes
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,11 +46,19 @@ class Subscriptions(msgspec.Struct, frozen=True):
         return plan.prices if plan else ()
 
 
+class Given(msgspec.Struct, frozen=True):
+    """A plan that a tenant has from a month on, as the audit log has it."""
+
+    plan: str
+    month: str
+
+
 class Catalog:
-    """What the operator offers, and who has taken what."""
+    """What the operator offers, and who has taken what; every change is audited."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
+        self._changes = Changes.of_this_machine(database)
 
     async def plans(self) -> list[Plan]:
         """Every plan, by name."""
@@ -62,17 +71,18 @@ class Catalog:
 
         What is there already must be the same: a price that changes is a new one with a later `valid_from`.
         """
-        async with self._database.begin() as session:
-            await exclusive(session, PRICES)
-            opened = await _open_since(session)
-            return sum([await self._apply(PriceRepository(session), draft, opened) for draft in drafts])
+        async with self._changes.begin() as change:
+            await exclusive(change.session, PRICES)
+            opened = await _open_since(change.session)
+            return sum([await self._apply(change, draft, opened) for draft in drafts])
 
     async def subscribe(self, tenant_name: str, plan_name: str, month: Month) -> None:
         """Give a tenant a plan from the first day of a month on, until it gets another.
 
         Raises InvalidPlan for a closed month, an unknown tenant or plan, or another currency than the tenant has.
         """
-        async with self._database.begin() as session:
+        async with self._changes.begin() as change:
+            session = change.session
             await exclusive(session, PRICES)
             prices = PriceRepository(session)
             tenant, plan = await TenantRepository(session).named(tenant_name), await prices.plan_named(plan_name)
@@ -90,6 +100,13 @@ class Catalog:
                 tenant_id=tenant.id, valid_from=month.starts_at, plan_id=plan.id, created_at=self._database.now()
             )
             await prices.add(row)
+            await change.note(
+                "plan.give",
+                plan.id,
+                tenant=tenant.id,
+                before=_given(known, month),
+                after=Given(plan.name, str(month)),
+            )
 
     async def of(self, tenant: TenantId) -> Subscriptions:
         """The plans that a tenant had."""
@@ -107,7 +124,8 @@ class Catalog:
         bound = most(plan.prices, base_model, tier, now, prompt_tokens=prompt_tokens, max_tokens=max_tokens)
         return plan.currency, bound
 
-    async def _apply(self, prices: PriceRepository, draft: PlanDraft, opened: int) -> int:
+    async def _apply(self, change: Change, draft: PlanDraft, opened: int) -> int:
+        prices = PriceRepository(change.session)
         plan, added = await prices.plan_named(draft.name), 0
         if plan is None:
             plan = PlanRow(
@@ -118,6 +136,8 @@ class Catalog:
                 created_at=self._database.now(),
             )
             await prices.add(plan)
+            [made] = await _plans(prices, [plan])
+            await change.note("plan.create", plan.id, tenant=None, after=made)
             added = 1
         elif (plan.currency, plan.minimum) != (draft.currency, draft.minimum_units()):
             raise InvalidPlan(
@@ -132,6 +152,7 @@ class Catalog:
                     told = f"{where}.valid_from is in a period that is closed; the first open day is {day_of(opened)}"
                     raise InvalidPlan(told, "valid_from")
                 await prices.add(row)
+                await change.note("price.create", row.id, tenant=None, after=_price(row))
                 known[_place(row)] = row
                 added += 1
             elif (there.per, there.steps, there.valid_until) != (row.per, row.steps, row.valid_until):
@@ -181,6 +202,12 @@ async def _plans(prices: PriceRepository, rows: Sequence[PlanRow]) -> list[Plan]
         )
         for row in rows
     ]
+
+
+def _given(known: Subscriptions, month: Month) -> Given | None:
+    """What the tenant had in that month until now."""
+    held = [(since, plan) for since, plan in known.plans if since <= month.starts_at]
+    return Given(held[-1][1].name, str(Month.at(held[-1][0]))) if held else None
 
 
 async def _open_since(session: AsyncSession) -> int:

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from loramux.billing.errors import InvalidPeriod
+from loramux.billing.errors import InvalidPeriod, PeriodNotOpen
 from loramux.records.billing_models import PeriodRow
 from loramux.records.quantities import Span
 
@@ -72,3 +72,13 @@ class Period(msgspec.Struct, frozen=True, kw_only=True):
 def closed_period(row: PeriodRow) -> Period:
     """A period as it was closed."""
     return Period(month=Month.parse(row.id), span=Span(row.first_sequence, row.last_sequence), digest=row.digest)
+
+
+def demand_closable(month: Month, latest: Month | None, now: int) -> None:
+    """Raise PeriodNotOpen unless `month` is over and follows the one that was closed last. `now` in microseconds."""
+    if latest is not None and month <= latest:
+        raise PeriodNotOpen(f"{month} is closed already; corrections go to the open period", "period")
+    if latest is not None and month != latest.next:
+        raise PeriodNotOpen(f"{latest.next} is still open; close it before {month}", "period")
+    if now < month.ends_at:
+        raise PeriodNotOpen(f"{month} is not over yet; it ends at midnight UTC before {month.next}-01", "period")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import getpass
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import msgspec
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from loramux.records import Database, TenantId
+from loramux.records import Database, Origin, TenantId
 from loramux.records.tenancy import AuditRepository
 from loramux.records.tenancy_models import AuditRow
+from loramux.tenants.access import SCOPES, Role
 from loramux.tenants.entities import AuditEntry, Mandate, entry_of
 
 MAX_PAGE = 500
@@ -55,6 +57,11 @@ class Changes:
         self.database = database
         self.mandate = mandate
 
+    @classmethod
+    def of_this_machine(cls, database: Database) -> Changes:
+        """In the name of whoever runs this process: the command line's."""
+        return cls(database, Mandate(f"local:{_user()}", Origin(), SCOPES, frozenset(Role)))
+
     @asynccontextmanager
     async def begin(self) -> AsyncIterator[Change]:
         """One transaction: what is changed and what is noted of it are committed together, or not at all."""
@@ -75,6 +82,13 @@ class AuditLog:
         async with self._database.read() as session:
             rows = await AuditRepository(session).before(before, min(limit, MAX_PAGE), tenant)
         return [entry_of(row) for row in rows]
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user need not have a name
+        return "unknown"
 
 
 def _json(entity: msgspec.Struct | None) -> str | None:

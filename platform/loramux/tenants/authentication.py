@@ -92,7 +92,7 @@ class Authenticator:
             tenant=tenant.id,
             tenant_name=tenant.name,
             key_id=member.id,
-            scopes=closure(ROLE_SCOPES[role]),
+            scopes=closure(ROLE_SCOPES[role] | ({"operator"} if person.is_operator else set())),
             project=of.id,
             role=role,
             tier=tier.name,

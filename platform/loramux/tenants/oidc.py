@@ -25,6 +25,8 @@ class Person(msgspec.Struct, frozen=True):
 
     issuer: str
     subject: str
+    is_operator: bool
+    """By the issuer's word, as the settings ask for it."""
 
 
 class TokenVerifier:
@@ -50,7 +52,7 @@ class TokenVerifier:
             raise InvalidKey(f"the token is not valid: {str(error)[:200]}", FIELD) from None
         except IssuerUnreachable as error:
             raise InvalidKey(f"the token cannot be checked now: {error}; try again", FIELD) from None
-        return Person(issuer.issuer, _identity(claims, issuer.identity_claim))
+        return Person(issuer.issuer, _identity(claims, issuer.identity_claim), _is_operator(claims, issuer))
 
 
 def looks_like_token(secret: str) -> bool:
@@ -82,6 +84,12 @@ def _claimed_issuer(token: str) -> str:
         return ""
     issuer = claims.get("iss") if isinstance(claims, dict) else None
     return issuer if isinstance(issuer, str) else ""
+
+
+def _is_operator(claims: dict[str, object], issuer: IssuerSettings) -> bool:
+    told = claims.get(issuer.operator_claim)
+    values = told if isinstance(told, list) else [told]
+    return any(value in issuer.operators for value in values if isinstance(value, str))
 
 
 def _identity(claims: dict[str, object], claim: str) -> str:

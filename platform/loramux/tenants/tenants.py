@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import getpass
 from collections.abc import Iterable, Sequence
 from copy import copy
 
-from loramux.records import Database, Origin, Principal, ProjectId, TenantId
+from loramux.records import Database, Principal, ProjectId, TenantId
 from loramux.records.identity import new_id
 from loramux.records.models import TenantRow
 from loramux.records.names import GRAMMAR_IN_WORDS, is_name
@@ -50,7 +49,7 @@ class Tenants:
         self._pepper = pepper
         self._verifier = TokenVerifier(issuers)
         self._authenticator = Authenticator(database, pepper, self._verifier, self.last_use)
-        self._changes = Changes(database, Mandate(f"local:{_user()}", Origin(), SCOPES, frozenset(Role)))
+        self._changes = Changes.of_this_machine(database)
 
     async def aclose(self) -> None:
         """Write what was noted, and let go of the issuers."""
@@ -186,10 +185,3 @@ async def _demand_tier(change: Change, tier: str) -> None:
 
 def _unknown(name: str) -> TenantNotFound:
     return TenantNotFound(f"there is no tenant {name[:80]!r}; create it first", "tenant")
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a container's user need not have a name
-        return "unknown"
