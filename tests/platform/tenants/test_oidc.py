@@ -45,7 +45,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_member_comes_in_person(tenants: Tenants, issuer: Issuer) -> None:
     principal = await tenants.authenticate(issuer.token())
     assert (principal.tenant_name, principal.role) == ("acme", "developer")
-    assert principal.scopes == {"inference", "adapters", "usage", "keys", "read"}
+    assert principal.scopes == {"inference", "adapters", "usage", "keys", "webhooks", "read"}
     for _ in range(5):
         await tenants.authenticate(issuer.token())
     assert issuer.questions == ["/.well-known/openid-configuration", "/jwks"]
