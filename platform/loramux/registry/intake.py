@@ -108,7 +108,7 @@ class Intake:
                 raise ValidationUnavailable("uploads cannot be checked at present; try again in a minute") from error
 
     async def keep(self, principal: Principal, arrival: Arrival, report: Report) -> Listed:
-        """Store and register files that were found sound; a crash in between leaves what `Registry.sweep` removes.
+        """Store and register files that were found sound; a crash in between leaves what `Contents.sweep` removes.
 
         Raises TooManyAdapters, Withdrawn or StorageUnavailable, and then nothing is registered.
         """
