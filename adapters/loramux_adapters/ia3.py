@@ -30,7 +30,7 @@ def ia3_vectors(config: Ia3Config, base: BaseDescription) -> tuple[VectorPart, .
 def _feed_forward(written: str | Sequence[str], base: BaseDescription) -> frozenset[str]:
     if not isinstance(written, str):
         return frozenset(name for name in base.names if any(name.endswith(end) for end in written))
-    matches = match_bounded(TargetRules(written, None, None, None, (), ()), base.names)
+    matches = match_bounded(TargetRules(written, None, None, None, (), (), "feedforward_modules"), base.names)
     return frozenset(match.module for match in matches)
 
 

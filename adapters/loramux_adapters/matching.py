@@ -27,6 +27,8 @@ class TargetRules(NamedTuple):
     layers_pattern: Sequence[str] | None
     rank_keys: Sequence[str]
     alpha_keys: Sequence[str]
+    target_field: str = "target_modules"
+    """Where `target_modules` was written."""
 
 
 class Match(NamedTuple):
@@ -56,7 +58,7 @@ def match_modules(rules: TargetRules, names: Iterable[str]) -> list[Match]:
 
 def expressions(rules: TargetRules) -> Iterator[tuple[str, str]]:
     """Every regular expression of `rules`, as it is written, after the field that it stands in."""
-    for field, value in (("target_modules", rules.target_modules), ("exclude_modules", rules.exclude_modules)):
+    for field, value in ((rules.target_field, rules.target_modules), ("exclude_modules", rules.exclude_modules)):
         if isinstance(value, str):
             yield field, value
     yield from (("layers_pattern", pattern) for pattern in rules.layers_pattern or ())
@@ -66,7 +68,7 @@ def expressions(rules: TargetRules) -> Iterator[tuple[str, str]]:
 
 def _targeted(rules: TargetRules, names: Iterable[str]) -> Iterator[str]:
     is_excluded = _matches("exclude_modules", rules.exclude_modules or ())
-    is_target = _matches("target_modules", rules.target_modules)
+    is_target = _matches(rules.target_field, rules.target_modules)
     stands_in_layers = _stands_in_layers(rules)
     # A whole name in a list counts whatever layers_to_transform says; only suffixes are narrowed by it.
     whole = frozenset(() if isinstance(rules.target_modules, str) else rules.target_modules)

@@ -1,0 +1,55 @@
+"""What an adapter is fitted to: DoRA's factors are those of the merged weight, and copies must be the base's own."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from loramux_adapters import AdapterPlan, AdapterRejected
+from loramux_adapters.base_weights import BaseWeights, base_linear, dora_columns, fit_to_base
+from loramux_adapters.weights import AdapterWeights, LoraWeights
+from loramux_kernels import PackedLinear
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rank", [1, 19])
+def test_doras_factors_are_those_of_the_merged_weight(rank: int, bias: bool) -> None:
+    """From packed weights: the second of two linears that are computed together."""
+    torch.manual_seed(rank)
+    first, second = nn.Linear(24, 16, bias=bias), nn.Linear(24, 40, bias=bias)
+    packed = PackedLinear([m.weight.data for m in (first, second)], [m.bias for m in (first, second)])
+    pair = LoraWeights(torch.randn(rank, 24), torch.randn(40, rank), 1.7)
+    magnitude = torch.rand(40) + 0.5
+    with torch.no_grad():
+        known = base_linear(second, packed, slice(16, 56))
+        factors, shifts = dora_columns(magnitude, pair, known, "m")
+        merged = second.weight + pair.scale * pair.b @ pair.a
+        wanted = magnitude / merged.norm(dim=1)
+        torch.testing.assert_close(factors, wanted, rtol=1e-5, atol=1e-6)
+        x = torch.randn(3, 24)
+        got = (second(x) + pair.scale * x @ pair.a.T @ pair.b.T) * factors + shifts
+        expected = x @ (wanted[:, None] * merged).T + (second.bias if bias else 0)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_factors_that_the_dtype_cannot_express_are_refused() -> None:
+    linear = nn.Linear(8, 8).to(torch.float16)
+    known = base_linear(linear, linear, slice(None))
+    nothing = LoraWeights(torch.zeros(1, 8).half(), torch.zeros(8, 1).half(), 1.0)
+    with pytest.raises(AdapterRejected, match="DoRA's factors") as caught, torch.no_grad():
+        dora_columns(torch.full((8,), 60_000.0).half(), nothing, known, "m")
+    assert caught.value.code == "weights_overflow"
+
+
+def test_a_copy_must_be_the_bases_own() -> None:
+    own = torch.randn(5, 4)
+    base = BaseWeights({}, {"embed": own})
+    weights = AdapterWeights(AdapterPlan((), 0), {}, copies={"embed": own.clone()})
+    assert not fit_to_base(weights, base).copies
+    other = dataclasses.replace(weights, copies={"embed": own + 1e-3})
+    with pytest.raises(AdapterRejected, match="save_embedding_layers=False") as caught:
+        fit_to_base(other, base)
+    assert (caught.value.code, caught.value.field) == ("base_differs", "embed.base_layer.weight")

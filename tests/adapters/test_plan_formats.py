@@ -1,0 +1,206 @@
+"""Plans of formats beside plain LoRA against PEFT itself, and what is refused of them by its field."""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from typing import Any
+
+import peft
+import pytest
+from formats import FORMATS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft.utils.save_and_load import get_peft_model_state_dict
+from tiny_peft import tiny_model
+
+from loramux_adapters import (
+    AdapterRejected,
+    BaseDescription,
+    Limits,
+    SafetensorsHeader,
+    TensorInfo,
+    parse_adapter_config,
+    plan_adapter,
+)
+
+LIMITS = Limits(max_rank=64, max_bytes=1 << 20, max_vocabulary_bytes=40_000)
+Shapes = dict[str, tuple[int, ...]]
+
+
+def written(config: peft.PeftConfig) -> bytes:
+    fields = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
+    return json.dumps(fields).encode()
+
+
+def header_of(shapes: Shapes) -> SafetensorsHeader:
+    return SafetensorsHeader({key: TensorInfo("F32", shape, 0, 0) for key, shape in shapes.items()}, {}, 100)
+
+
+def injected(family: str, config: peft.PeftConfig, save_embedding_layers: bool) -> Shapes:
+    """What PEFT saves of an adapter on a tiny model without weights."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = peft.get_peft_model(tiny_model(family, "meta"), copy.deepcopy(config))
+        state = get_peft_model_state_dict(model, save_embedding_layers=save_embedding_layers)
+    return {key: tuple(tensor.shape) for key, tensor in state.items()}
+
+
+@pytest.mark.parametrize("family", ["llama", "llama_tied", "qwen2", "phi3", "gemma3"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_on_every_family(name: str, family: str, base_of) -> None:
+    if name == "head_tokens" and base_of(family).vocabulary.tied:
+        pytest.skip("one matrix has one set of trained rows")
+    config, base = FORMATS[name], base_of(family)
+    shapes = injected(family, config, save_embedding_layers=False)
+    plan = plan_adapter(parse_adapter_config(written(config)), header_of(shapes), base, LIMITS)
+    assert plan.shapes == shapes
+    if plan.copies:
+        with_copies = injected(family, config, save_embedding_layers=True)
+        assert with_copies == shapes | plan.optional_shapes
+        assert plan_adapter(parse_adapter_config(written(config)), header_of(with_copies), base, LIMITS) == plan
+
+
+configurations = st.fixed_dictionaries(
+    {
+        "target_modules": st.lists(
+            st.sampled_from(["q_proj", "down_proj", "lm_head", "embed_tokens"]), min_size=1, max_size=4, unique=True
+        )
+    },
+    optional={
+        "use_dora": st.booleans(),
+        "lora_bias": st.booleans(),
+        "modules_to_save": st.lists(st.sampled_from(["lm_head", "embed_tokens", "head", "score"]), max_size=2),
+        "trainable_token_indices": st.lists(st.integers(0, 96), min_size=1, max_size=3, unique=True)
+        | st.dictionaries(st.sampled_from(["embed_tokens", "lm_head"]), st.just([5, 3]), min_size=1),
+        "rank_pattern": st.dictionaries(st.sampled_from(["lm_head", "embed_tokens"]), st.integers(1, 20)),
+    },
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(family=st.sampled_from(["llama", "llama_tied"]), fields=configurations)
+def test_what_is_planned_is_what_peft_saves(family: str, fields: dict[str, Any], base_of) -> None:
+    """What is refused is found below, one by one; here nothing may be planned otherwise than PEFT would save it."""
+    try:
+        config = peft.LoraConfig(task_type="CAUSAL_LM", **fields)
+        shapes = injected(family, config, save_embedding_layers=False)
+    except (ValueError, AttributeError, KeyError, TypeError, RuntimeError):
+        return
+    planned = shapes_or_code(config, shapes, base_of(family))
+    assert planned in (shapes, "config_invalid", "field_unsupported", "target_unsupported")
+
+
+def shapes_or_code(config: peft.PeftConfig, shapes: Shapes, base: BaseDescription) -> Shapes | str:
+    try:
+        return plan_adapter(parse_adapter_config(written(config)), header_of(shapes), base, LIMITS).shapes
+    except AdapterRejected as refusal:
+        return refusal.code
+
+
+LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["q_proj"]}
+IA3 = {"peft_type": "IA3", "target_modules": ["q_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
+
+REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "a norm saved whole": (LORA | {"modules_to_save": ["norm"]}, "target_unsupported", "modules_to_save"),
+    "a linear saved whole": (LORA | {"modules_to_save": ["o_proj"]}, "target_unsupported", "modules_to_save"),
+    "saved and targeted": (
+        LORA | {"target_modules": ["lm_head"], "modules_to_save": ["lm_head"]},
+        "config_invalid",
+        "modules_to_save",
+    ),
+    "saved and by token": (
+        LORA | {"trainable_token_indices": [3], "modules_to_save": ["embed_tokens"]},
+        "config_invalid",
+        "trainable_token_indices",
+    ),
+    "a token twice": (LORA | {"trainable_token_indices": [3, 3]}, "config_invalid", "trainable_token_indices"),
+    "a token too many": (LORA | {"trainable_token_indices": [97]}, "config_invalid", "trainable_token_indices"),
+    "a negative token": (LORA | {"trainable_token_indices": [-1]}, "config_invalid", "trainable_token_indices"),
+    "tokens of a linear": (
+        LORA | {"trainable_token_indices": {"o_proj": [3]}},
+        "target_unsupported",
+        "trainable_token_indices",
+    ),
+    "no token": (
+        LORA | {"trainable_token_indices": {"embed_tokens": []}},
+        "config_invalid",
+        "trainable_token_indices",
+    ),
+    "DoRA and bias": (LORA | {"use_dora": True, "lora_bias": True}, "config_invalid", "lora_bias"),
+    "DoRA of the embedding": (
+        LORA | {"use_dora": True, "target_modules": ["embed_tokens"]},
+        "field_unsupported",
+        "use_dora",
+    ),
+    "a bias on the embedding": (
+        LORA | {"lora_bias": True, "target_modules": ["embed_tokens"]},
+        "field_unsupported",
+        "lora_bias",
+    ),
+    "activated on the head": (
+        LORA | {"alora_invocation_tokens": [3], "target_modules": ["lm_head"]},
+        "field_unsupported",
+        "alora_invocation_tokens",
+    ),
+    "IA3 on an input that three share": (
+        IA3 | {"feedforward_modules": ["q_proj"]},
+        "target_unsupported",
+        "feedforward_modules",
+    ),
+    "IA3 on the head's input": (
+        IA3 | {"target_modules": ["lm_head"], "feedforward_modules": ["head"]},
+        "target_unsupported",
+        "feedforward_modules",
+    ),
+    "IA3 of an embedding": (IA3 | {"target_modules": ["embed_tokens"]}, "target_unsupported", "target_modules"),
+    "IA3 of nothing": (IA3 | {"target_modules": ["nothing"]}, "no_module_matched", "target_modules"),
+    "IA3 with layers": (IA3 | {"layers_to_transform": [1]}, "field_unknown", "layers_to_transform"),
+    "IA3 with a slow expression": (
+        IA3 | {"feedforward_modules": "(.+)+(.+)+(.+)+x!"},
+        "pattern_too_slow",
+        "feedforward_modules",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_served_is_refused_by_its_field(name: str, llama) -> None:
+    document, code, field = REFUSED[name]
+    with pytest.raises(AdapterRejected) as caught:
+        plan_adapter(parse_adapter_config(json.dumps(document).encode()), header_of({}), llama, LIMITS)
+    assert (caught.value.code, caught.value.field) == (code, field), caught.value
+    assert caught.value.message.endswith((".", "?"))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"trainable_token_indices": {"lm_head": [3]}},
+        {"target_modules": ["embed_tokens"], "ensure_weight_tying": True},
+        {"modules_to_save": ["lm_head"], "ensure_weight_tying": True},
+    ],
+)
+def test_what_a_tied_base_cannot_serve_is_refused(fields: dict[str, Any], base_of) -> None:
+    document = json.dumps(LORA | fields).encode()
+    with pytest.raises(AdapterRejected) as caught:
+        plan_adapter(parse_adapter_config(document), header_of({}), base_of("llama_tied"), LIMITS)
+    assert caught.value.field in ("trainable_token_indices", "ensure_weight_tying")
+    assert caught.value.code in ("target_unsupported", "field_unsupported")
+
+
+def test_what_stands_for_every_token_has_a_quota_of_its_own(llama) -> None:
+    config = FORMATS["saved"]
+    shapes = injected("llama", config, save_embedding_layers=False)
+    tensors = {}
+    for key, shape in shapes.items():
+        size = 4 * shape[0] * shape[-1]
+        tensors[key] = TensorInfo("F32", shape, 0, size)
+    document, header = parse_adapter_config(written(config)), SafetensorsHeader(tensors, {}, 100_000)
+    needed = 2 * 97 * 64 * 4
+    assert plan_adapter(document, header, llama, Limits(max_vocabulary_bytes=needed)).rows
+    with pytest.raises(AdapterRejected, match=str(needed)) as caught:
+        plan_adapter(document, header, llama, Limits(max_vocabulary_bytes=needed - 1))
+    assert caught.value.code == "vocabulary_too_large"
+    assert "adapters.max_vocabulary_bytes" in caught.value.message
