@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from loramux_adapters import AdapterPlan, AdapterRejected, LoraPair
+from loramux_adapters import AdapterPlan, AdapterRejected, LoraPair, VectorKind, VectorPart
 from loramux_adapters.bank import AdapterBank, Site
+from loramux_adapters.beyond import Beyond
 from loramux_adapters.linear import LoraLinear, install_linears
 from loramux_adapters.weights import AdapterWeights, LoraWeights
-from loramux_kernels import Segments
+from loramux_kernels import NO_VECTORS, Segments
 
 PAGE = 16 * 48
 NUM_PAGES = 40
@@ -107,6 +111,28 @@ def test_a_dropped_slot_is_given_out_again_clean() -> None:
     again = install(bank, random_adapter(bank, {"v_proj": 3}, 2), list(range(NUM_PAGES)))
     assert again == slot
     assert bank.table.ranks[again].tolist() == [0, 0, 3, 0]
+
+
+def test_vectors_go_with_the_slot_that_held_them() -> None:
+    bank = bank_for(Attention())
+    weights = random_adapter(bank, {"k_proj": 4}, 1)
+    plan = dataclasses.replace(
+        weights.plan, vectors=(VectorPart("k_proj", VectorKind.OUTPUT, 16), VectorPart("o_proj", VectorKind.INPUT, 48))
+    )
+    columns, inputs = torch.randn(2, 16), torch.randn(2, 48)
+    held = dataclasses.replace(weights, plan=plan, columns={"k_proj": columns}, inputs={"o_proj": inputs})
+    slot = install(bank, held, list(range(NUM_PAGES)))
+    segments = Segments((0, 2), (slot,))
+    assert bank.beyond_pairs(segments, np.arange(2)) == Beyond(segments, segments, (), ())
+    for offsets, site, vectors in ((bank.vectors.columns, 1, columns), (bank.vectors.inputs, 3, inputs)):
+        start = int(offsets[slot, site])
+        assert torch.equal(bank.pool[start : start + vectors.numel()], vectors.flatten())
+        assert (offsets[slot] == NO_VECTORS).sum() == 3
+    bank.drop(slot)
+    assert install(bank, weights, list(range(NUM_PAGES))) == slot
+    assert bank.beyond_pairs(segments, np.arange(2)) is None
+    assert (bank.vectors.columns[slot] == NO_VECTORS).all()
+    assert (bank.vectors.inputs[slot] == NO_VECTORS).all()
 
 
 def test_a_rank_above_the_tables_is_refused() -> None:

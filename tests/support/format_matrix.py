@@ -22,6 +22,14 @@ SERVED: dict[str, peft.PeftConfig] = {
     "lora-alora": peft.LoraConfig(**LORA, target_modules="all-linear", alora_invocation_tokens=[13, 200]),
     "lora-exclude": peft.LoraConfig(**LORA, target_modules=["q_proj", "up_proj"], exclude_modules=r".*layers\.0\..*"),
     "alora": peft.LoraConfig(**LORA, target_modules=["q_proj", "v_proj"], alora_invocation_tokens=[40, 41]),
+    "lora-bias": peft.LoraConfig(**LORA, target_modules=["q_proj", "down_proj"], lora_bias=True),
+    "lora-head-and-embedding": peft.LoraConfig(**LORA, target_modules=["lm_head", "embed_tokens", "o_proj"]),
+    "lora-saved": peft.LoraConfig(**LORA, target_modules=["q_proj"], modules_to_save=["lm_head", "embed_tokens"]),
+    "lora-tokens": peft.LoraConfig(**LORA, target_modules=["q_proj"], trainable_token_indices=[5, 80, 9, 200]),
+    "dora": peft.LoraConfig(**LORA, target_modules="all-linear", use_dora=True),
+    "ia3": peft.IA3Config(
+        target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM"
+    ),
     **{name: config for name, config in KINDS.items() if " " not in name},
 }
 

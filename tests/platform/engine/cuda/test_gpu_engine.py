@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from formats import FormatZoo
 from zoo import RECIPES, Asked, Zoo, serve, to_request
 
 from loramux.engine.decode_graphs import DecodeGraphs
@@ -39,6 +40,22 @@ def test_everything_mixed(zoo_of, family: str) -> None:
     assert engine.stats().max_distinct_adapters_beside_base >= 2
     assert engine.idle
     assert engine.stats().pages_kv == 0
+
+
+def test_what_is_more_than_pairs_leaves_the_recordings(tmp_path) -> None:
+    """Steps with it, mixed with plain rows and the base's, and the steps after they have ended."""
+    zoo = FormatZoo("llama", tmp_path, ("plain", "dora", "ia3", "both", "tokens"))
+    zoo.make_adapters()
+    asked = [Asked(f"{a} {i}", a, (5 + i, 40, 7), 3) for i, a in enumerate([*zoo.formats, None])]
+    asked.append(Asked("last", "plain", (9, 8), 9))
+    engine = small_engine(zoo, max_num_seqs=4)
+    graphs = engine._runner._graphs
+    replayed = []
+    run = graphs.run
+    graphs.run = lambda packed, ranks: replayed.append(packed.segments) or run(packed, ranks)
+    check(zoo, engine, asked)
+    assert replayed
+    assert engine._runner.bank.beyond_pairs(replayed[-1], np.arange(1)) is None
 
 
 def test_many_rows_of_one_adapter_take_the_tensor_core_recording(zoo_of) -> None:
