@@ -126,7 +126,7 @@ class RevisionRow(Base):
         UniqueConstraint("adapter_id", "digest"),
         UniqueConstraint("tenant_id", "adapter_id", "id"),
         CheckConstraint("state IN ('ready', 'deleted')", name="state"),
-        CheckConstraint("number >= 1 AND rank >= 1 AND size_bytes >= 0", name="quantities"),
+        CheckConstraint("number >= 1 AND rank >= 0 AND size_bytes >= 0", name="quantities"),
         Index("ix_revisions_digest", "digest"),
         *(_where_set("revisions", moment) for moment in ("deleted_at", "purge_at", "expires_at")),
     )
