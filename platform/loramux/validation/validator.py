@@ -101,7 +101,7 @@ def _parity_stage(settings: Settings, base: BaseDescription) -> Stage:
     setup = ParitySetup(
         model_dir=settings.model.path,
         base=base,
-        max_rank=settings.adapters.max_rank,
+        adapters=settings.adapters,
         whole_model_bytes=allowed.parity_model_bytes,
     )
     limits = JobLimits(allowed.parity_memory_bytes, allowed.parity_cpu_seconds, allowed.wall_seconds)

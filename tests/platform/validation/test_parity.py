@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from zoo import RECIPES, Zoo
 
 from loramux.engine import store
-from loramux.settings import ModelSettings, Settings, ValidationSettings
+from loramux.settings import AdapterLimits, ModelSettings, Settings, ValidationSettings
 from loramux.validation import Report, Validator
 from loramux.validation.parity import layers, worker
 from loramux.validation.parity.comparison import Comparison
@@ -37,7 +37,9 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
 
 def setup_of(zoo: Zoo, whole_model_bytes: int) -> ParitySetup:
     base = describe_base(zoo.base)
-    return ParitySetup(model_dir=str(zoo.base), base=base, max_rank=64, whole_model_bytes=whole_model_bytes)
+    return ParitySetup(
+        model_dir=str(zoo.base), base=base, adapters=AdapterLimits(max_rank=64), whole_model_bytes=whole_model_bytes
+    )
 
 
 @pytest.fixture(scope="module")

@@ -1,46 +1,63 @@
-"""Weights of the base, straight from its checkpoint: a file's header, or one linear at a time."""
+"""Weights of the base, straight from its checkpoint: a file's header, or one tensor at a time.
+
+Read and not mapped: a mapping of a whole shard counts against what a job may have of memory.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
+from loramux_adapters import TensorInfo
+from loramux_adapters.header import ITEM_BYTES
+from loramux_adapters.tensors import read_tensor
+
+_ONE_FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 
 
 def float32_bytes(model_dir: str) -> float:
     """What the whole base takes in float32; infinite where it is not saved as safetensors."""
     files = sorted(Path(model_dir).glob("*.safetensors"))
-    return 4 * sum(map(_numel, files)) if files else math.inf
+    return 4 * sum(math.prod(info.shape) for file in files for info in _infos(file).values()) if files else math.inf
 
 
 def read_linear(model_dir: str, name: str) -> nn.Linear | None:
     """The linear `name` in float32; None where the checkpoint has it under another name, or in another form."""
-    weight, bias = (_read(Path(model_dir), f"{name}.{part}") for part in ("weight", "bias"))
+    weight, bias = (read_parameter(model_dir, f"{name}.{part}") for part in ("weight", "bias"))
     if weight is None or weight.ndim != 2:
         return None
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-    linear.weight = nn.Parameter(weight, requires_grad=False)
+    linear.weight = nn.Parameter(weight.float(), requires_grad=False)
     if bias is not None:
-        linear.bias = nn.Parameter(bias, requires_grad=False)
+        linear.bias = nn.Parameter(bias.float(), requires_grad=False)
     return linear
 
 
-def _numel(file: Path) -> int:
-    with safe_open(file, "pt") as tensors:
-        return sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
-
-
-def _read(model_dir: Path, tensor: str) -> torch.Tensor | None:
-    index = model_dir / _INDEX
+def read_parameter(model_dir: str, name: str) -> torch.Tensor | None:
+    """The tensor as it is saved; None where the checkpoint has none of that name, or not in floats of 16 or 32 bits."""
+    index = Path(model_dir) / _INDEX
     shards = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
-    file = model_dir / shards.get(tensor, "model.safetensors")
-    if not file.is_file():
+    file = Path(model_dir) / shards.get(name, _ONE_FILE)
+    info = _infos(file).get(name) if file.is_file() else None
+    if info is None or info.dtype not in ITEM_BYTES:
         return None
-    with safe_open(file, "pt") as tensors:
-        return tensors.get_tensor(tensor).float() if tensor in tensors.keys() else None  # noqa: SIM118
+    with file.open("rb") as opened:
+        return read_tensor(opened, info)
+
+
+def _infos(file: Path) -> Mapping[str, TensorInfo]:
+    """Of a file of the operator's own, which needs no proof."""
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        document = json.loads(opened.read(length))
+    document.pop("__metadata__", None)
+    return {
+        name: TensorInfo(entry["dtype"], tuple(entry["shape"]), *(8 + length + at for at in entry["data_offsets"]))
+        for name, entry in document.items()
+    }

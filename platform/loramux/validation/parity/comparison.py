@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from loramux.validation.parity.base_copies import check_base_copies
 from loramux.validation.parity.checkpoint import float32_bytes
 from loramux.validation.parity.jobs import ParityJob, ParitySetup
 from loramux.validation.parity.layers import compare_layers
 from loramux.validation.parity.verdict import OUTPUTS_NOT_FINITE, PARITY_FAILED, Fault, NotRun, Verdict
 from loramux.validation.parity.whole_model import WholeModel
 from loramux.validation.report import Check, Refusal, Report, Warned
+from loramux_adapters import AdapterRejected
 
 _SENTENCES = {
     PARITY_FAILED: (
@@ -34,7 +36,17 @@ class Comparison:
         return cls(setup, WholeModel.load(setup) if small else None)
 
     def report(self, job: ParityJob) -> Report:
-        """What came of one adapter; the layers first, which are cheaper and more sensitive."""
+        """What came of one adapter."""
+        try:
+            check_base_copies(self.setup, job)
+            return self._compare(job)
+        except AdapterRejected as rejected:
+            failed = Check(name="fits_the_base", outcome="failed", detail=rejected.message)
+            refusal = Refusal(code=rejected.code, field=rejected.field, message=rejected.message)
+            return Report(checks=(failed,), refusal=refusal)
+
+    def _compare(self, job: ParityJob) -> Report:
+        """The layers first, which are cheaper and more sensitive."""
         layers = compare_layers(self.setup, job)
         verdicts = {"parity_of_layers": layers}
         if not (isinstance(layers, Verdict) and layers.fault):

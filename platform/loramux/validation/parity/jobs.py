@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from loramux.settings import AdapterLimits
 from loramux_adapters import BaseDescription, Limits
 
 
@@ -12,8 +13,8 @@ class ParitySetup(msgspec.Struct, frozen=True, kw_only=True):
 
     model_dir: str
     base: BaseDescription
-    max_rank: int
-    """That the server holds."""
+    adapters: AdapterLimits
+    """What the server takes."""
     whole_model_bytes: int
     """Bases up to so many bytes of float32 weights are run whole."""
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import peft
 import torch
-from safetensors import safe_open
 from torch import nn
 
 from loramux.validation.parity.checkpoint import read_linear
@@ -22,6 +21,7 @@ from loramux_adapters.layout import lay_out
 from loramux_adapters.linear import install_linears
 from loramux_adapters.matrices import matrices_of
 from loramux_adapters.parts import PREFIX
+from loramux_adapters.tensors import read_tensor
 from loramux_adapters.validate import read_config
 from loramux_adapters.weights import AdapterWeights, read_weights
 from loramux_kernels import RANK_TILE, Segments
@@ -72,10 +72,10 @@ def _peft_outputs(folder: str, linears: Mapping[str, nn.Linear]) -> dict[str, to
             setattr(config, field, None)
     if config.target_modules == "all-linear":  # which PEFT knows of whole transformers models only
         config.target_modules = set(linears)
-    stems = tuple(f"{PREFIX}{name}." for name in linears)
-    with safe_open(Path(folder) / WEIGHTS_NAME, "pt") as tensors:
-        keys = [key for key in tensors.keys() if key.startswith(stems)]  # noqa: SIM118
-        state = {key.removeprefix(PREFIX): tensors.get_tensor(key).float() for key in keys}
+    path = Path(folder) / WEIGHTS_NAME
+    with path.open("rb") as file:
+        only = _only(linears, read_header(path)).tensors
+        state = {key.removeprefix(PREFIX): read_tensor(file, info).float() for key, info in only.items()}
     try:
         model = peft.inject_adapter_in_model(config, _skeleton(linears)).eval()
     except ValueError as error:

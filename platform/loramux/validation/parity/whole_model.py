@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import peft
 import torch
 from peft.tuners.lora.variants import calculate_alora_offsets
@@ -18,7 +19,7 @@ from loramux.engine.engine import Engine
 from loramux.engine.messages import TokenEvent
 from loramux.engine.model import LoadedModel, load_model
 from loramux.engine.request import AdapterRef, Request, SamplingParams
-from loramux.settings import AdapterLimits, EngineSettings, ModelSettings, SchedulerSettings, Settings
+from loramux.settings import EngineSettings, ModelSettings, SchedulerSettings, Settings
 from loramux.validation.parity.jobs import ParityJob, ParitySetup
 from loramux.validation.parity.verdict import (
     LOGPROB_TOLERANCE,
@@ -29,7 +30,7 @@ from loramux.validation.parity.verdict import (
     Verdict,
     compare_tokens,
 )
-from loramux_adapters import AdapterConfig, LoraConfig
+from loramux_adapters import WEIGHTS_NAME, AdapterConfig, LoraConfig, read_header
 from loramux_adapters.validate import read_config
 
 PROMPT_LENGTHS = (3, 21)
@@ -78,17 +79,19 @@ class WholeModel:
                 prefix_cache=False,
             ),
             scheduler=SchedulerSettings(),
-            adapters=AdapterLimits(max_rank=setup.max_rank, host_bytes=0),
+            adapters=msgspec.structs.replace(setup.adapters, host_bytes=0, preload=()),
         )
         return cls(load_model(settings), settings, reference)
 
     def compare(self, job: ParityJob) -> Verdict | NotRun:
-        """Run the adapter both ways. A pool that it does not fit is a reason not to."""
+        """Run the adapter both ways. A pool that it would fill is a reason not to."""
+        if self._fills_the_pool(job):
+            return NotRun("the adapter is too large beside its base to be run whole in a check")
         special = _special_tokens(read_config(Path(job.served)))
         prompts = [self._prompt(length, special) for length in PROMPT_LENGTHS]
         ours = _Greedy(self.served, self.settings).answers(job.served, prompts)
-        if isinstance(ours, NotRun):
-            return ours
+        if isinstance(ours, Fault):
+            return Verdict(METHOD, {}, ours)
         model = peft.PeftModel.from_pretrained(self.reference, job.uploaded).eval()
         logits = torch.cat([_logits(model, *asked) for asked in zip(prompts, ours, strict=True)])
         if not torch.isfinite(logits).all():
@@ -98,6 +101,11 @@ class WholeModel:
         tokens = [token for answer in ours for token in answer.tokens]
         figures = compare_tokens(tokens, [logprob for answer in ours for logprob in answer.logprobs], logits)
         return Verdict(METHOD, figures | {"mean_divergence_from_base": _divergence(logits, base)}, _fault(figures))
+
+    def _fills_the_pool(self, job: ParityJob) -> bool:
+        tensors = read_header(Path(job.served) / WEIGHTS_NAME).tensors.values()
+        needed = sum(4 * math.prod(tensor.shape) for tensor in tensors)
+        return 2 * needed > (self.settings.engine.pool_bytes or 0)
 
     def _prompt(self, length: int, special: Sequence[int]) -> list[int]:
         """`length` random tokens, and in their midst the `special` ones."""
@@ -122,7 +130,7 @@ class _Greedy:
         self._woken = threading.Event()
         self._engine = Engine(served, settings, wake=self._woken.set)
 
-    def answers(self, folder: str, prompts: Sequence[list[int]]) -> list[Answer] | NotRun:
+    def answers(self, folder: str, prompts: Sequence[list[int]]) -> list[Answer] | Fault:
         """The answer to every prompt, in one batch beside a row of the base."""
         for index, prompt in enumerate(prompts):
             self._submit(str(index), prompt, AdapterRef(digest="candidate", path=folder))
@@ -136,7 +144,7 @@ class _Greedy:
                 continue
             for event in report.events:
                 if event.fault is not None:
-                    return NotRun(f"the engine did not take it: {event.fault.message}")
+                    return Fault(PARITY_FAILED, f"the engine did not take it: {event.fault.message}")
                 answers.setdefault(event.request_id, Answer([], [])).add(event)
         return [answers[str(index)] for index in range(len(prompts))]
 
