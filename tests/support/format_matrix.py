@@ -28,7 +28,9 @@ SERVED: dict[str, peft.PeftConfig] = {
     "lora-tokens": peft.LoraConfig(**LORA, target_modules=["q_proj"], trainable_token_indices=[5, 80, 9, 200]),
     "dora": peft.LoraConfig(**LORA, target_modules="all-linear", use_dora=True),
     "ia3": peft.IA3Config(
-        target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM"
+        target_modules=["k_proj", "v_proj", "down_proj", "lm_head"],
+        feedforward_modules=["down_proj"],
+        task_type="CAUSAL_LM",
     ),
     **{name: config for name, config in KINDS.items() if " " not in name},
 }
