@@ -10,7 +10,8 @@ from typing import TypeVar
 
 import click
 
-from loramux.tenants import Tenants
+from loramux.limits import Limits
+from loramux.tenants import Account, Tenant, Tenants
 from loramux_api.cli.options import settings_of
 
 T = TypeVar("T")
@@ -29,6 +30,24 @@ def with_tenants(config: Path, act: Callable[[Tenants], Awaitable[T]]) -> T:
             return await act(tenants)
 
     return asyncio.run(run())
+
+
+def with_account(config: Path, tenant_name: str, act: Callable[[Account], Awaitable[T]]) -> T:
+    """The same with one tenant's keys, projects and members. Raises TenantNotFound."""
+
+    async def found(tenants: Tenants) -> T:
+        return await act(await tenants.account(tenant_name))
+
+    return with_tenants(config, found)
+
+
+def with_limits(config: Path, tenant_name: str, act: Callable[[Limits, Tenant], Awaitable[T]]) -> T:
+    """The same with one tenant and its limits. Raises TenantNotFound."""
+
+    async def found(tenants: Tenants) -> T:
+        return await act(Limits(tenants.changes), await tenants.named(tenant_name))
+
+    return with_tenants(config, found)
 
 
 def day(microseconds: int | None) -> str:

@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from loramux.tenants import CUSTOMER_SCOPES, SCOPES, Key, KeyRequest, Tenants
-from loramux_api.cli.house import day, tenant_option, with_tenants
+from loramux.tenants import CUSTOMER_SCOPES, SCOPES, Key, KeyRequest
+from loramux_api.cli.house import day, tenant_option, with_account, with_tenants
 from loramux_api.cli.options import config_option, json_option, note, put
 
 DAY = 86_400
@@ -48,7 +48,7 @@ def create_key(tenant_name: str, config: Path, as_json: bool, **wanted: Any) -> 
     Example:
       export LORAMUX_API_KEY=$(loramux key create --tenant acme --config configs/single-node.toml)
     """
-    made, secret = with_tenants(config, lambda tenants: _create(tenants, tenant_name, _request(**wanted)))
+    made, secret = with_account(config, tenant_name, lambda account: account.keys.create(_request(**wanted)))
     note(as_json, f"A key for {tenant_name} ({', '.join(sorted(made.scopes))}). Keep it: it is not shown again.")
     _show(as_json, made, secret)
 
@@ -64,7 +64,7 @@ def list_keys(tenant_name: str, config: Path, as_json: bool) -> None:
     Example:
       loramux key ls --tenant acme --config configs/single-node.toml
     """
-    found = with_tenants(config, lambda tenants: _all(tenants, tenant_name))
+    found = with_account(config, tenant_name, lambda account: account.keys.all())
     put(as_json, found, "\n".join(map(_line, found)) or f"{tenant_name} has no keys yet.")
 
 
@@ -81,7 +81,7 @@ def rotate_key(key_id: str, tenant_name: str, overlap: int, config: Path, as_jso
     Example:
       loramux key rotate key_0123456789abcdef01234567 --tenant acme --overlap 3600 --config configs/single-node.toml
     """
-    made, secret = with_tenants(config, lambda tenants: _rotate(tenants, tenant_name, key_id, overlap))
+    made, secret = with_account(config, tenant_name, lambda account: account.keys.rotate(key_id, overlap))
     note(as_json, f"{made.id} takes the place of {key_id}, which ends in {overlap} seconds. It is not shown again.")
     _show(as_json, made, secret)
 
@@ -109,18 +109,6 @@ def _request(name: str, project: str, scopes: tuple[str, ...], models: tuple[str
         models=frozenset(models) or None,
         expires_in=None if days is None else days * DAY,
     )
-
-
-async def _create(tenants: Tenants, tenant_name: str, wanted: KeyRequest) -> tuple[Key, str]:
-    return await (await tenants.account(tenant_name)).keys.create(wanted)
-
-
-async def _rotate(tenants: Tenants, tenant_name: str, key_id: str, overlap: int) -> tuple[Key, str]:
-    return await (await tenants.account(tenant_name)).keys.rotate(key_id, overlap)
-
-
-async def _all(tenants: Tenants, tenant_name: str) -> list[Key]:
-    return await (await tenants.account(tenant_name)).keys.all()
 
 
 def _show(as_json: bool, made: Key, secret: str) -> None:

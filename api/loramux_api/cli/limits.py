@@ -6,9 +6,8 @@ from pathlib import Path
 
 import click
 
-from loramux.limits import LIMITS, PERIODS, Budget, BudgetState, Limit, Limits
-from loramux.tenants import Tenants
-from loramux_api.cli.house import tenant_option, with_tenants
+from loramux.limits import LIMITS, PERIODS, Limit, Limits
+from loramux_api.cli.house import tenant_option, with_limits, with_tenants
 from loramux_api.cli.options import config_option, json_option, put
 
 NANO = 1_000_000_000
@@ -40,12 +39,9 @@ def set_limit(name: str, value: int, tenant_name: str, subject: str | None, conf
     Example:
       loramux limit set concurrent_requests 32 --tenant acme --config configs/single-node.toml
     """
-
-    async def act(tenants: Tenants) -> Limit:
-        tenant = (await tenants.named(tenant_name)).id
-        return await Limits(tenants.changes).put(tenant, subject or tenant, name, value)
-
-    made = with_tenants(config, act)
+    made = with_limits(
+        config, tenant_name, lambda limits, tenant: limits.put(tenant.id, subject or tenant.id, name, value)
+    )
     put(as_json, made, _line(made))
 
 
@@ -62,12 +58,9 @@ def remove_limit(name: str, tenant_name: str, subject: str | None, config: Path,
     Example:
       loramux limit rm concurrent_requests --tenant acme --config configs/single-node.toml
     """
-
-    async def act(tenants: Tenants) -> Limit:
-        tenant = (await tenants.named(tenant_name)).id
-        return await Limits(tenants.changes).remove(tenant, subject or tenant, name)
-
-    removed = with_tenants(config, act)
+    removed = with_limits(
+        config, tenant_name, lambda limits, tenant: limits.remove(tenant.id, subject or tenant.id, name)
+    )
     put(as_json, removed, f"{removed.name} is no longer limited on {removed.subject}.")
 
 
@@ -99,12 +92,7 @@ def list_limits(tenant_name: str, config: Path, as_json: bool) -> None:
     Example:
       loramux limit ls --tenant acme --config configs/single-node.toml
     """
-
-    async def act(tenants: Tenants) -> list[Limit]:
-        tenant = await tenants.named(tenant_name)
-        return await Limits(tenants.changes).of(tenant.id, tenant.tier)
-
-    found = with_tenants(config, act)
+    found = with_limits(config, tenant_name, lambda limits, tenant: limits.of(tenant.id, tenant.tier))
     put(as_json, found, "\n".join(map(_line, found)) or f"{tenant_name} has no limits.")
 
 
@@ -134,11 +122,9 @@ def set_budget(period: str, amount: str, tenant_name: str, subject: str | None, 
     """
     nano = _nano(amount)
 
-    async def act(tenants: Tenants) -> Budget:
-        tenant = (await tenants.named(tenant_name)).id
-        return await Limits(tenants.changes).put_budget(tenant, subject or tenant, period, nano)
-
-    made = with_tenants(config, act)
+    made = with_limits(
+        config, tenant_name, lambda limits, tenant: limits.put_budget(tenant.id, subject or tenant.id, period, nano)
+    )
     put(as_json, made, f"{made.subject}\t{made.period}\t{amount}")
 
 
@@ -155,12 +141,9 @@ def remove_budget(period: str, tenant_name: str, subject: str | None, config: Pa
     Example:
       loramux budget rm month --tenant acme --config configs/single-node.toml
     """
-
-    async def act(tenants: Tenants) -> Budget:
-        tenant = (await tenants.named(tenant_name)).id
-        return await Limits(tenants.changes).remove_budget(tenant, subject or tenant, period)
-
-    removed = with_tenants(config, act)
+    removed = with_limits(
+        config, tenant_name, lambda limits, tenant: limits.remove_budget(tenant.id, subject or tenant.id, period)
+    )
     put(as_json, removed, f"{removed.subject} has no {removed.period} budget any more.")
 
 
@@ -175,11 +158,7 @@ def list_budgets(tenant_name: str, config: Path, as_json: bool) -> None:
     Example:
       loramux budget ls --tenant acme --config configs/single-node.toml
     """
-
-    async def act(tenants: Tenants) -> list[BudgetState]:
-        return await Limits(tenants.changes).budgets((await tenants.named(tenant_name)).id)
-
-    found = with_tenants(config, act)
+    found = with_limits(config, tenant_name, lambda limits, tenant: limits.budgets(tenant.id))
     lines = [f"{s.budget.period}\t{s.budget.amount} nano\tspent {s.spent}\theld {s.held}" for s in found]
     put(as_json, found, "\n".join(lines) or f"{tenant_name} has no budget.")
 

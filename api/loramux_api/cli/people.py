@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
-from loramux.tenants import AuditEntry, Member, Project, Role, Tenants
-from loramux_api.cli.house import day, tenant_option, with_tenants
+from loramux.tenants import AuditEntry, Member, Role, Tenants
+from loramux_api.cli.house import day, tenant_option, with_account, with_tenants
 from loramux_api.cli.options import config_option, json_option, put
 
 
@@ -34,11 +34,7 @@ def create_project(name: str, tenant_name: str, config: Path, as_json: bool) -> 
     Example:
       loramux project create web --tenant acme --config configs/single-node.toml
     """
-
-    async def act(tenants: Tenants) -> Project:
-        return await (await tenants.account(tenant_name)).projects.create(name)
-
-    made = with_tenants(config, act)
+    made = with_account(config, tenant_name, lambda account: account.projects.create(name))
     put(as_json, made, f"Project {made.name} ({made.id}) is there.")
 
 
@@ -53,11 +49,7 @@ def list_projects(tenant_name: str, config: Path, as_json: bool) -> None:
     Example:
       loramux project ls --tenant acme --config configs/single-node.toml
     """
-
-    async def act(tenants: Tenants) -> list[Project]:
-        return await (await tenants.account(tenant_name)).projects.all()
-
-    found = with_tenants(config, act)
+    found = with_account(config, tenant_name, lambda account: account.projects.all())
     put(as_json, found, "\n".join(f"{one.id}\t{one.name}\tarchived {day(one.archived_at)}" for one in found))
 
 
@@ -73,11 +65,11 @@ def archive_project(name: str, tenant_name: str, config: Path, as_json: bool) ->
     Example:
       loramux project archive web --tenant acme --config configs/single-node.toml
     """
-
-    async def act(tenants: Tenants) -> Project:
-        return await (await tenants.account(tenant_name)).projects.archive(name)
-
-    put(as_json, with_tenants(config, act), f"Project {name} is archived.")
+    put(
+        as_json,
+        with_account(config, tenant_name, lambda account: account.projects.archive(name)),
+        f"Project {name} is archived.",
+    )
 
 
 @click.group()
@@ -104,11 +96,7 @@ def add_member(tenant_name: str, issuer: str, subject: str, role: str, config: P
     Example:
       loramux member add --tenant acme --issuer https://id.example --subject alice --role owner --config FILE
     """
-
-    async def act(tenants: Tenants) -> Member:
-        return await (await tenants.account(tenant_name)).members.add(issuer, subject, role)
-
-    made = with_tenants(config, act)
+    made = with_account(config, tenant_name, lambda account: account.members.add(issuer, subject, role))
     put(as_json, made, _person(made))
 
 
@@ -123,11 +111,7 @@ def list_members(tenant_name: str, config: Path, as_json: bool) -> None:
     Example:
       loramux member ls --tenant acme --config configs/single-node.toml
     """
-
-    async def act(tenants: Tenants) -> list[Member]:
-        return await (await tenants.account(tenant_name)).members.all()
-
-    found = with_tenants(config, act)
+    found = with_account(config, tenant_name, lambda account: account.members.all())
     put(as_json, found, "\n".join(map(_person, found)) or f"{tenant_name} has no members; keys need none.")
 
 
@@ -144,11 +128,7 @@ def change_role(member_id: str, tenant_name: str, role: str, config: Path, as_js
     Example:
       loramux member role member_0123456789abcdef01234567 --tenant acme --role billing --config FILE
     """
-
-    async def act(tenants: Tenants) -> Member:
-        return await (await tenants.account(tenant_name)).members.change_role(member_id, role)
-
-    changed = with_tenants(config, act)
+    changed = with_account(config, tenant_name, lambda account: account.members.change_role(member_id, role))
     put(as_json, changed, _person(changed))
 
 
@@ -164,11 +144,11 @@ def remove_member(member_id: str, tenant_name: str, config: Path, as_json: bool)
     Example:
       loramux member rm member_0123456789abcdef01234567 --tenant acme --config FILE
     """
-
-    async def act(tenants: Tenants) -> Member:
-        return await (await tenants.account(tenant_name)).members.remove(member_id)
-
-    put(as_json, with_tenants(config, act), f"Member {member_id} is gone.")
+    put(
+        as_json,
+        with_account(config, tenant_name, lambda account: account.members.remove(member_id)),
+        f"Member {member_id} is gone.",
+    )
 
 
 @click.group()
