@@ -239,6 +239,9 @@ def test_a_canary_that_cannot_be_is_refused(site: Site, folders: list[Path]) -> 
     assert "support@3" in loramux("adapter", "promote", "lone", *at, code=2).stderr
     assert "LORAMUX_API_KEY" in loramux("adapter", "ls", "--url", site.url, code=2).stderr
     loramux("adapter", "rm", "lone", *at)
+    assert "40 digits" in loramux("adapter", "import", "hf:a/b@main", "--name", "x", *at, code=2).stderr
+    told = loramux("adapter", "import", "s3://nowhere/a/", "--name", "x", *at, code=1).stderr
+    assert "uploads.buckets" in told
 
 
 def test_a_rejected_upload_is_reported_and_leaves_nothing(site: Site, folders: list[Path], tmp_path: Path) -> None:

@@ -7,13 +7,20 @@ from typing import Any
 
 import click
 
-from loramux.client import UploadRejected
 from loramux.client.answers import Adapter, Alias
 from loramux.client.answers import Revision as RevisionAnswer
+from loramux.client.sources import read_source
 from loramux_api.cli.lifecycle import canary, grant, pin, promote, remove, rollback, undelete
 from loramux_api.cli.logs import logs
 from loramux_api.cli.remote import Remote, on_server
-from loramux_api.cli.uploading import bars, refusal, told
+from loramux_api.cli.uploading import on_screen, told
+
+promote_option = click.option(
+    "--promote/--no-promote",
+    default=True,
+    show_default=True,
+    help="Let the adapter's name mean this revision at once. A first revision is meant in any case.",
+)
 
 
 @click.group()
@@ -33,12 +40,7 @@ def adapter() -> None:
 @adapter.command("push")
 @click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--name", help="The adapter's name; default: the folder's. A name that is taken gets a new revision.")
-@click.option(
-    "--promote/--no-promote",
-    default=True,
-    show_default=True,
-    help="Let the adapter's name mean this revision at once. A first revision is meant in any case.",
-)
+@promote_option
 @click.option("--resume", "upload_id", help="Go on with this upload. One of the same files is gone on with by itself.")
 @on_server
 def push(remote: Remote, directory: Path, name: str | None, promote: bool, upload_id: str | None) -> None:
@@ -52,17 +54,33 @@ def push(remote: Remote, directory: Path, name: str | None, promote: bool, uploa
       loramux adapter push ./my-adapter --name support --key-file key.txt
     """
     uploads = remote.client.uploads
-    with bars() as on_progress:
-        try:
-            if upload_id:
-                upload = uploads.resume(upload_id, directory, on_progress=on_progress)
-            else:
-                upload = uploads.push(directory, name, promote=promote, on_progress=on_progress)
-        except UploadRejected as rejected:
-            if remote.as_json:
-                remote.put(rejected.upload, "")
-                raise click.exceptions.Exit(1) from None
-            raise click.ClickException(refusal(rejected)) from None
+    with on_screen(remote) as on_progress:
+        if upload_id:
+            upload = uploads.resume(upload_id, directory, on_progress=on_progress)
+        else:
+            upload = uploads.push(directory, name, promote=promote, on_progress=on_progress)
+    remote.put(upload, told(upload))
+
+
+@adapter.command("import")
+@click.argument("source")
+@click.option("--name", required=True, help="The adapter's name. A name that is taken gets a new revision.")
+@promote_option
+@on_server
+def fetch(remote: Remote, source: str, name: str, promote: bool) -> None:
+    """Have the server fetch an adapter itself, from a bucket or a model hub that its operator lists.
+
+    SOURCE is s3://BUCKET/PATH/, or HUB:OWNER/REPOSITORY@COMMIT with all 40 digits of the commit.
+
+    \b
+    Example:
+      loramux adapter import s3://tuned/support/v2/ --name support --no-promote
+    """
+    place = read_source(source)
+    if place is None:
+        raise click.UsageError(f"{source!r} is neither s3://BUCKET/PATH/ nor HUB:OWNER/REPOSITORY@COMMIT (40 digits)")
+    with on_screen(remote) as on_progress:
+        upload = remote.client.uploads.fetch(name, place, promote=promote, on_progress=on_progress)
     remote.put(upload, told(upload))
 
 

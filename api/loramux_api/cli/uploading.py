@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import click
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TimeRemainingColumn, TransferSpeedColumn
 
@@ -12,8 +13,22 @@ from loramux.client import Progress as Step
 from loramux.client import UploadRejected
 from loramux.client.answers import Found, Report, Upload
 from loramux.client.uploads import OnProgress
+from loramux_api.cli.remote import Remote
 
 MARKS = {"passed": "ok", "failed": "no", "not_run": "--"}
+
+
+@contextmanager
+def on_screen(remote: Remote) -> Iterator[OnProgress]:
+    """Show an upload while it goes on; one that is rejected ends the command with its report."""
+    try:
+        with bars() as on_progress:
+            yield on_progress
+    except UploadRejected as rejected:
+        if not remote.as_json:
+            raise click.ClickException(refusal(rejected)) from None
+        remote.put(rejected.upload, "")
+        raise click.exceptions.Exit(1) from None
 
 
 @contextmanager

@@ -22,15 +22,18 @@ from loramux.client.errors import (
     WrongAnswer,
 )
 from loramux.client.exchange import Patience
+from loramux.client.sources import Bucket, Hub
 from loramux.client.uploads import Progress
 
 __all__ = [
     "ApiError",
     "AsyncClient",
+    "Bucket",
     "Client",
     "Conflict",
     "ConnectionFailed",
     "FilesMissing",
+    "Hub",
     "InvalidRequest",
     "LimitReached",
     "LoramuxError",

@@ -14,6 +14,7 @@ from loramux.client.answers import Gone, Listing, Received, Upload, UploadFile
 from loramux.client.errors import Conflict, ConnectionFailed, FilesMissing, UploadRejected, UploadUnfinished
 from loramux.client.flow import Call, Do, Flow, Wait
 from loramux.client.running import R, Resource, method
+from loramux.client.sources import Bucket, Hub
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 PIECE = 8 << 20
@@ -104,6 +105,20 @@ def create(adapter: str, files: dict[str, UploadFile], *, promote: bool = True) 
     return Call(method="POST", path="/v1/uploads", answer=Upload, body=body)
 
 
+def fetch(
+    adapter: str,
+    source: Bucket | Hub,
+    *,
+    promote: bool = True,
+    on_progress: OnProgress = ignore,
+    deadline: float = DEADLINE,
+) -> Flow[Upload]:
+    """Have the server fetch an adapter from where its operator allows, and wait. Raises as `push`."""
+    body = {"adapter": adapter, "source": source, "promote": promote}
+    upload = yield from Call(method="POST", path="/v1/uploads", answer=Upload, body=body)
+    return (yield from settled(upload, on_progress=on_progress, deadline=deadline))
+
+
 def all_uploads(*, limit: int = 100, before: str | None = None) -> Flow[list[Upload]]:
     """Your uploads, those that have ended too for a while, newest first; `before`: the last page's last id."""
     params = {"limit": limit, "before": before}
@@ -155,6 +170,7 @@ class Uploads(Resource[R]):
 
     push = method(push)
     resume = method(resume)
+    fetch = method(fetch)
     finish = method(finish)
     create = method(create)
     all = method(all_uploads)

@@ -126,9 +126,8 @@ def test_what_may_have_been_done_is_not_sent_again(run: Run) -> None:
         with pytest.raises(raised):
             run(script, lambda: create("https://hook.example"))
         assert len(script.asked) == 1
-    script = Script(
-        httpx.ConnectError, (429, {}), (201, {"id": "w", "url": "u", "events": [], "enabled": True, "created_at": 1})
-    )
+    made = {"id": "w", "url": "u", "events": [], "enabled": True, "created_at": 1}
+    script = Script(httpx.ConnectError, (429, {}, {"Retry-After": "1"}), (201, made))
     assert run(script, lambda: create("https://hook.example"))[0].id == "w"
 
 

@@ -13,10 +13,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from loramux.client import FilesMissing, Patience, Progress, UploadRejected, UploadUnfinished, uploads
+from loramux.client import Bucket, FilesMissing, Hub, Patience, Progress, UploadRejected, UploadUnfinished, uploads
 from loramux.client.flow import Wait
 from loramux.client.running import SyncRunner
-from loramux.client.uploads import FILES, push, resume
+from loramux.client.sources import read_source
+from loramux.client.uploads import FILES, fetch, push, resume
 
 PIECE = 100
 
@@ -35,6 +36,7 @@ class Server:
         self.cuts = cuts
         self.checks = 2
         self.error: dict[str, str] | None = None
+        self.fetched: dict[str, str] | None = None
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         parts = request.url.path.split("/")[3:]
@@ -56,13 +58,15 @@ class Server:
 
     def _create(self, body: dict[str, Any]) -> dict[str, Any]:
         id = f"upload-{len(self.uploads)}"
+        self.fetched = body.pop("source", None)
+        body.setdefault("files", {})
         files = [{"name": name, **file, "received": 0} for name, file in body["files"].items()]
         for name in body["files"]:
             self.bytes[id, name] = bytearray()
         self.uploads[id] = {
             "id": id,
             "adapter": f"acme/{body['adapter']}",
-            "state": "uploading",
+            "state": "validating" if self.fetched else "uploading",
             "files": files,
             "created_at": 1,
             "promote": body["promote"],
@@ -139,6 +143,19 @@ def test_an_upload_is_gone_on_with_by_its_id(tmp_path: Path) -> None:
         runner(server).run(push(folder, "bot", promote=False))
     server.cuts = iter(())
     assert runner(server).run(resume("upload-0", folder)).state == "ready"
+
+
+def test_a_server_fetches_by_itself_from_what_is_named(tmp_path: Path) -> None:
+    commit = "0123456789abcdef" * 2 + "01234567"
+    assert read_source(f"hf:acme/support@{commit}") == Hub(hub="hf", repo="acme/support", commit=commit)
+    assert read_source("s3://tuned/support/") == Bucket(url="s3://tuned/support/")
+    assert read_source("hf:acme/support@main") is None
+    server = Server()
+    for source in (Bucket(url="s3://tuned/a/"), Hub(hub="hf", repo="acme/a", commit=commit)):
+        server.checks = 2
+        upload = runner(server).run(fetch("bot", source, promote=False))
+        assert (upload.state, upload.promote) == ("ready", False)
+        assert server.fetched == {name: getattr(source, name) for name in source.__struct_fields__}
 
 
 def test_what_is_rejected_is_told_with_its_field(tmp_path: Path) -> None:
