@@ -27,6 +27,8 @@ class Limits:
     """Of the weights file."""
     max_vocabulary_bytes: int = 1 << 30
     """Of what an adapter brings for the embedding and the head, as the file has it."""
+    max_modules: int = 1 << 20
+    """That one adapter changes."""
 
 
 def plan_adapter(
@@ -35,7 +37,7 @@ def plan_adapter(
     """The plan of an adapter whose tensors are exactly those that `config` implies on `base`.
 
     Raises ConfigRejected (`pattern_invalid`, `pattern_too_slow`, `target_unsupported`, `field_unsupported`,
-    `config_invalid`, `rank_too_large`, `scale_invalid`), WeightsFileRejected (`weights_too_large`,
+    `config_invalid`, `rank_too_large`, `scale_invalid`, `too_many_targets`), WeightsFileRejected (`weights_too_large`,
     `vocabulary_too_large`) or BaseMismatch (`no_module_matched`, `tensors_missing`, `tensors_unexpected`,
     `shape_mismatch`).
     """
@@ -47,6 +49,7 @@ def plan_adapter(
     trained_on = context(base, config.base_model_name_or_path)
     check_tensors(plan.shapes, header, trained_on, plan.optional_shapes)
     _check_vocabulary(plan, header, base, limits)
+    _check_modules(plan, limits)
     return plan
 
 
@@ -69,6 +72,17 @@ def _plan_ia3(config: Ia3Config, header: SafetensorsHeader, base: BaseDescriptio
     targeted = [vector.module for vector in vectors]
     check_once(targeted, rows)
     return AdapterPlan((), header.file_bytes, None, vectors, rows, base_copies(targeted, base))
+
+
+def _check_modules(plan: AdapterPlan, limits: Limits) -> None:
+    count = len({part.module for part in plan.parts})
+    if count > limits.max_modules:
+        raise ConfigRejected(
+            "too_many_targets",
+            "target_modules",
+            f"The adapter changes {count} modules; you may have {limits.max_modules} in one (adapter_modules). Target "
+            "fewer, or ask for more.",
+        )
 
 
 def _check_size(header: SafetensorsHeader, limits: Limits) -> None:

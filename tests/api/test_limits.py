@@ -157,6 +157,8 @@ def test_adapters_have_their_limits(site: Site, tenant: str, base_dir: Path, tmp
             ("adapters", 0, "you have 0 adapters, the most that is allowed"),
             ("adapter_bytes", 1000, "together they may have 1000 (adapter_bytes)"),
             ("adapter_rank", 3, "rank"),
+            ("adapter_file_bytes", 1000, "1000 are taken"),
+            ("adapter_modules", 3, "changes 4 modules; you may have 3"),
         ):
             put(site, f"tenants/{tenant}/limits/{name}", {"value": value})
             refused = http.post("/v1/adapters", **form(large, "large"))

@@ -12,10 +12,14 @@ from loramux.settings import AdapterLimits
 
 
 class AdapterCaps(msgspec.Struct, frozen=True):
-    """How many adapters, of which rank, and how many bytes in all (None: no limit)."""
+    """How many adapters, and what each may be; None: no limit of the tenant's own."""
 
     adapters: int
     rank: int
+    file_bytes: int
+    """Of one adapter's weights."""
+    modules: int | None
+    """That one adapter changes."""
     bytes_in_all: int | None
 
 
@@ -28,5 +32,7 @@ async def adapter_caps(session: AsyncSession, principal: Principal, server: Adap
     return AdapterCaps(
         adapters=min(values.get("adapters", server.max_adapters_per_tenant), server.max_adapters_per_tenant),
         rank=min(values.get("adapter_rank", server.max_rank), server.max_rank),
+        file_bytes=min(values.get("adapter_file_bytes", server.max_bytes), server.max_bytes),
+        modules=values.get("adapter_modules"),
         bytes_in_all=values.get("adapter_bytes"),
     )

@@ -26,6 +26,8 @@ LIMITS = {
     "adapters": LimitKind("adapters that exist", 10**9, False),
     "adapter_bytes": LimitKind("bytes of all adapters together", 2**62, False),
     "adapter_rank": LimitKind("the largest rank of an adapter", 10**6, False),
+    "adapter_file_bytes": LimitKind("bytes of one adapter's weights", 2**62, False),
+    "adapter_modules": LimitKind("modules that one adapter changes", 10**6, False),
 }
 
 

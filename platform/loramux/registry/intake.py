@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -100,7 +100,9 @@ class Intake:
 
         async with self._database.read() as session:
             caps = await adapter_caps(session, principal, self._limits)
-        limits = Limits(caps.rank, self._limits.max_bytes, self._limits.max_vocabulary_bytes)
+        limits = Limits(caps.rank, caps.file_bytes, self._limits.max_vocabulary_bytes)
+        if caps.modules is not None:
+            limits = replace(limits, max_modules=caps.modules)
         async with self._places:
             try:
                 return await finished(self._validator.examine, folder, limits)
