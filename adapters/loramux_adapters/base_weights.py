@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,6 +11,9 @@ from torch import nn
 
 from loramux_adapters.errors import AdapterRejected
 from loramux_adapters.weights import AdapterWeights, LoraWeights
+
+COMPARED_ROWS = 4096
+"""Of a copy of the base's, at a time: neither memory holds a second one whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +66,10 @@ def dora_columns(magnitude: torch.Tensor, pair: LoraWeights, linear: BaseLinear,
     multiplies W with A, and neither W nor a matrix of its size is needed.
     """
     device = linear.lengths.device
-    a, b = pair.a.to(device), pair.b.to(device, torch.float64)
-    products = linear.multiply(a)
-    if linear.bias is not None:
-        products = products.double() - linear.bias
-    across = (b * products.double().T).sum(1)
-    own = ((b @ (a.double() @ a.double().T)) * b).sum(1)
-    squared = linear.lengths.double() ** 2 + 2 * pair.scale * across + pair.scale**2 * own
-    factors = magnitude.to(device).double() / squared.clamp(min=torch.finfo(torch.float32).tiny).sqrt()
-    shifts = torch.zeros_like(factors) if linear.bias is None else linear.bias * (1 - factors)
-    columns = torch.stack((factors, shifts)).to("cpu", magnitude.dtype)
+    with _aside(device):
+        bias = 0.0 if linear.bias is None else linear.bias.double()
+        factors = magnitude.to(device).double() / _merged_lengths(pair, linear, bias)
+        columns = torch.stack((factors, bias * (1 - factors))).to("cpu", magnitude.dtype)
     if not torch.isfinite(columns).all():
         raise AdapterRejected(
             "weights_overflow",
@@ -81,8 +79,29 @@ def dora_columns(magnitude: torch.Tensor, pair: LoraWeights, linear: BaseLinear,
     return columns
 
 
+def _merged_lengths(pair: LoraWeights, linear: BaseLinear, bias: torch.Tensor | float) -> torch.Tensor:
+    """float64`[out_features]`: of the rows of W + scale * B @ A, never zero."""
+    device = linear.lengths.device
+    a, b = pair.a.to(device), pair.b.to(device, torch.float64)
+    across = (b * (linear.multiply(a).double() - bias).T).sum(1)
+    own = ((b @ (a.double() @ a.double().T)) * b).sum(1)
+    squared = linear.lengths.double() ** 2 + 2 * pair.scale * across + pair.scale**2 * own
+    return squared.clamp(min=torch.finfo(torch.float32).tiny).sqrt()
+
+
+@contextmanager
+def _aside(device: torch.device) -> Iterator[None]:
+    """On a GPU: on a stream of its own, so that no step stands behind it. The weights never change."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        yield
+
+
 def _check_copy(module: str, copy: torch.Tensor, own: torch.Tensor) -> None:
-    if not torch.equal(copy.to(own.device, own.dtype), own):
+    pieces = zip(copy.split(COMPARED_ROWS), own.split(COMPARED_ROWS), strict=True)
+    if not all(torch.equal(theirs, ours.to("cpu")) for theirs, ours in pieces):
         raise AdapterRejected(
             "base_differs",
             f"{module}.base_layer.weight",
