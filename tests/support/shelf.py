@@ -38,11 +38,11 @@ def digest_of(content: int) -> str:
 class Shelf:
     """Registers contents by number; its clock stands still until time is let pass."""
 
-    def __init__(self, database: Database, **limits: Any) -> None:
+    def __init__(self, database: Database, blobs: Any = None, **limits: Any) -> None:
         self.database = database
         self.now = database.now()
         database.now = lambda: self.now
-        self.blobs = NamesOnly()
+        self.blobs = blobs or NamesOnly()
         everything: dict[str, Any] = {"undo_seconds": 3600, "pin_idle_seconds": 3600} | limits
         self.registry = Registry(database, self.blobs, BASE, "tiny", AdapterLimits(**everything), None)
 
