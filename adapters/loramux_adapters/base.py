@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,6 +45,17 @@ class VocabularyShape:
 
 
 @dataclass(frozen=True, slots=True)
+class ParameterShape:
+    """A parameter that is no linear's, but multiplies like one: all experts' of a mixture, or its router's."""
+
+    num_experts: int
+    in_features: int
+    out_features: int
+    layer: int | None
+    """The decoder layer that it stands in."""
+
+
+@dataclass(frozen=True, slots=True)
 class BaseDescription:
     """The base model as adapters see it. Plain data: it can be compared, pickled and sent."""
 
@@ -59,6 +70,8 @@ class BaseDescription:
     """Every other module: its name and its class."""
     vocabulary: VocabularyShape | None
     """None where the head is not one plain linear without bias over the embedding's tokens."""
+    parameters: Mapping[str, ParameterShape]
+    """Those of mixtures that an adapter may touch (`target_parameters`), in the model's order; most bases have none."""
     fingerprint: str
     """sha256 over the names and shapes of all that adapters touch: equal exactly where the same adapters fit."""
 
@@ -70,6 +83,10 @@ class BaseDescription:
 
 SAME_INPUT = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
 """Names of sibling linears that transformers feeds one and the same tensor."""
+
+
+EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
+"""`[experts, out_features, in_features]` each, in the order in which transformers registers them."""
 
 
 def input_of(module: str) -> tuple[str, str]:
@@ -111,7 +128,7 @@ def describe_model(model: PreTrainedModel) -> BaseDescription:
             modules[name] = shape
         elif name:
             others[name] = type(module).__name__
-    text, vocabulary = model.config.get_text_config(), _vocabulary(model)
+    text, vocabulary, parameters = model.config.get_text_config(), _vocabulary(model), dict(_parameters(model))
     return BaseDescription(
         architecture=type(model).__name__,
         model_type=model.config.model_type,
@@ -121,7 +138,8 @@ def describe_model(model: PreTrainedModel) -> BaseDescription:
         modules=modules,
         others=others,
         vocabulary=vocabulary,
-        fingerprint=_fingerprint(modules, vocabulary),
+        parameters=parameters,
+        fingerprint=_fingerprint(modules, vocabulary, parameters),
     )
 
 
@@ -149,13 +167,53 @@ def _vocabulary(model: PreTrainedModel) -> VocabularyShape | None:
     return VocabularyShape(names[embedding], names[head], *embedding.weight.shape, tied)
 
 
+def mixtures(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Every mixture whose experts' weights are parameters of all: its name, and transformers' module of any family.
+
+    It has a `gate`, the router, and `experts`.
+    """
+    for name, module in model.named_modules():
+        experts, router = getattr(module, "experts", None), getattr(module, "gate", None)
+        weights = [getattr(experts, parameter, None) for parameter in EXPERT_PARAMETERS]
+        if router is not None and all(getattr(weight, "ndim", 0) == 3 for weight in weights):
+            yield name, module
+
+
+def part_name(parameter: str, expert: int) -> str:
+    """What one expert's share of a parameter is called here; no module's name has a '#'."""
+    return f"{parameter}#{expert}"
+
+
+def whole_name(name: str) -> str:
+    """The parameter that an expert's share is of; any other name as it is."""
+    return name.partition("#")[0]
+
+
+def is_part(name: str) -> bool:
+    """Whether it is an expert's share of a parameter, and no linear."""
+    return "#" in name
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[str, ParameterShape]]:
+    for name, mixture in mixtures(model):
+        router = f"{name}.gate.weight"
+        num_experts, hidden_size = mixture.gate.weight.shape
+        yield router, ParameterShape(1, hidden_size, num_experts, _layer(router))
+        for parameter in EXPERT_PARAMETERS:
+            num_experts, rows, columns = getattr(mixture.experts, parameter).shape
+            yield f"{name}.experts.{parameter}", ParameterShape(num_experts, columns, rows, _layer(router))
+
+
 def _layer(name: str) -> int | None:
     match = re.search(r"\.(\d+)\.", name)
     return int(match[1]) if match else None
 
 
-def _fingerprint(modules: Mapping[str, LinearShape], vocabulary: VocabularyShape | None) -> str:
-    shapes: dict[str, Any] = {name: asdict(shape) for name, shape in modules.items()}
+def _fingerprint(
+    modules: Mapping[str, LinearShape], vocabulary: VocabularyShape | None, parameters: Mapping[str, ParameterShape]
+) -> str:
+    touched: dict[str, LinearShape | ParameterShape] = {**modules, **parameters}
+    shapes: dict[str, Any] = {name: asdict(shape) for name, shape in touched.items()}
     if vocabulary is not None:
         shapes[""] = asdict(vocabulary)
     return hashlib.sha256(json.dumps(shapes, sort_keys=True).encode()).hexdigest()

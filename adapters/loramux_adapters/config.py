@@ -79,8 +79,19 @@ class LoraConfig(Targets, frozen=True, kw_only=True):
     trainable_token_indices: TokenIds | Annotated[dict[Name, TokenIds], Meta(max_length=2)] | None = None
     """Of the embedding, or by the ends of modules' names."""
     ensure_weight_tying: bool = False
+    target_modules: Regex | Names = ()
+    """May be left out where target_parameters is there."""
+    target_parameters: Names | None = None
+    """Names of parameters or their ends."""
 
     def __post_init__(self) -> None:
+        if not self.target_modules and not self.target_parameters:
+            raise ConfigRejected(
+                "field_missing", "target_modules", "adapter_config.json has no target_modules; PEFT always writes it."
+            )
+        for field in ("use_dora", "lora_bias"):
+            if self.target_parameters and getattr(self, field):
+                raise ConfigRejected("config_invalid", field, f"{field} cannot stand beside target_parameters.")
         if self.use_dora and self.lora_bias:
             raise ConfigRejected("config_invalid", "lora_bias", "lora_bias cannot stand beside use_dora.")
 
@@ -162,7 +173,8 @@ def _convert(document: Mapping[str, Any], kind: type[T]) -> T:
         given["layers_to_transform"] = [index]
     if isinstance(pattern := given.get("layers_pattern"), str):
         given["layers_pattern"] = [pattern] if pattern else []
-    for name in ("exclude_modules", "modules_to_save"):
+    empty = ("exclude_modules", "modules_to_save", "target_parameters")
+    for name in (*empty, "target_modules") if given.get("target_parameters") else empty:
         if given.get(name) in ("", []):
             del given[name]
     try:

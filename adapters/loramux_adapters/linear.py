@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from loramux_adapters.bank import AdapterBank, Site
-from loramux_adapters.base import input_of
+from loramux_adapters.base import input_of, is_part
 from loramux_adapters.base_weights import BaseLinear, base_linear
 from loramux_kernels import LoraGroup, PackedLinear, lora_expand, lora_shrink, rescale
 
@@ -85,7 +85,7 @@ def install_linears(model: nn.Module, bank: AdapterBank) -> dict[str, BaseLinear
     whole model are in memory.
     """
     known = {}
-    for names in _groups(bank.sites):
+    for names in _groups({name: site for name, site in bank.sites.items() if not is_part(name)}):
         linears = [_linear(model, name) for name in names]
         group = GroupedLinear(linears, [bank.sites[name] for name in names], bank)
         start = 0

@@ -5,7 +5,10 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
 
 PREFIX = "base_model.model."
 
@@ -49,6 +52,41 @@ class LoraPair:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Both tensors as PEFT saves them."""
         return {self.a_key: (self.rank, self.in_features), self.b_key: (self.out_features, self.rank)}
+
+    def share(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What of the file's two tensors is this pair's: all of both."""
+        return a, b
+
+
+@dataclass(frozen=True, slots=True)
+class PartPair(LoraPair):
+    """One expert's share of a pair on a parameter (`target_parameters`)."""
+
+    holder: str = ""
+    """The name that the module of the parameter has in the file."""
+    expert: int = 0
+    num_experts: int = 1
+
+    @property
+    def a_key(self) -> str:
+        """All experts' A `[experts * rank, in_features]`."""
+        return f"{PREFIX}{self.holder}.{self.names.a}"
+
+    @property
+    def b_key(self) -> str:
+        """All experts' B `[out_features, rank * experts]`."""
+        return f"{PREFIX}{self.holder}.{self.names.b}"
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Both tensors as PEFT saves them, for all experts."""
+        ranks = self.rank * self.num_experts
+        return {self.a_key: (ranks, self.in_features), self.b_key: (self.out_features, ranks)}
+
+    def share(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """PEFT counts A's rows by expert and then by rank, B's columns by rank and then by expert."""
+        rows = a.view(self.num_experts, self.rank, -1)[self.expert]
+        return rows, b.view(-1, self.rank, self.num_experts)[:, :, self.expert].contiguous()
 
 
 class VectorKind(enum.Enum):

@@ -13,6 +13,7 @@ from loramux_adapters.expected import check_tensors
 from loramux_adapters.header import SafetensorsHeader
 from loramux_adapters.ia3 import ia3_vectors
 from loramux_adapters.matching import Match
+from loramux_adapters.parameters import match_parameters, part_pairs
 from loramux_adapters.parts import EMBEDDING_PAIR, AdapterPlan, LoraPair, VectorKind, VectorPart
 from loramux_adapters.targets import context, match_targets, unsupported_target
 from loramux_adapters.vocabulary import base_copies, check_once, check_tying, saved_modules, token_rows
@@ -55,7 +56,7 @@ def plan_adapter(
 
 def _plan_lora(config: LoraConfig, header: SafetensorsHeader, base: BaseDescription, limits: Limits) -> AdapterPlan:
     _check_invocation(config, base)
-    matches = match_targets(config, base, tuple(config.rank_pattern), tuple(config.alpha_pattern))
+    matches = _matches(config, base)
     _check_targets(matches, config, base)
     pairs = tuple(_pair(match, config, base, limits) for match in matches)
     rows = (*saved_modules(config.modules_to_save, base), *token_rows(config.trainable_token_indices, base))
@@ -63,6 +64,7 @@ def _plan_lora(config: LoraConfig, header: SafetensorsHeader, base: BaseDescript
     check_once(targeted, rows)
     check_tying(config.ensure_weight_tying, (*targeted, *(p.module for p in rows if p.token_ids is None)), base)
     vectors = tuple(_vectors(pairs, config))
+    pairs += tuple(_parameter_pairs(config, base, limits))
     copies = base_copies(targeted, base)
     return AdapterPlan(pairs, header.file_bytes, config.alora_invocation_tokens, vectors, rows, copies)
 
@@ -130,7 +132,21 @@ def _check_beside(module: str, vocabulary: VocabularyShape | None, config: LoraC
             )
 
 
-def _pair(match: Match, config: LoraConfig, base: BaseDescription, limits: Limits) -> LoraPair:
+def _matches(config: LoraConfig, base: BaseDescription) -> list[Match]:
+    if not config.target_modules:  # target_parameters stands alone
+        return []
+    return match_targets(config, base, tuple(config.rank_pattern), tuple(config.alpha_pattern))
+
+
+def _parameter_pairs(config: LoraConfig, base: BaseDescription, limits: Limits) -> Iterator[LoraPair]:
+    matches = match_parameters(config, base)
+    targeted = [match.module for match in matches]
+    for match in matches:
+        rank, scale = _rank_and_scale(match, config, limits)
+        yield from part_pairs(match.module, targeted, rank, scale, base.parameters[match.module])
+
+
+def _rank_and_scale(match: Match, config: LoraConfig, limits: Limits) -> tuple[int, float]:
     rank = config.rank_pattern.get(match.rank_key, config.r)
     alpha = config.alpha_pattern.get(match.alpha_key, config.lora_alpha)
     if rank > limits.max_rank:
@@ -140,7 +156,11 @@ def _pair(match: Match, config: LoraConfig, base: BaseDescription, limits: Limit
             f"{match.module} has rank {rank}; this server takes up to {limits.max_rank}. Train with a smaller r, or "
             "ask the operator to raise adapters.max_rank.",
         )
-    scale = alpha / (math.sqrt(rank) if config.use_rslora else rank)
+    return rank, alpha / (math.sqrt(rank) if config.use_rslora else rank)
+
+
+def _pair(match: Match, config: LoraConfig, base: BaseDescription, limits: Limits) -> LoraPair:
+    rank, scale = _rank_and_scale(match, config, limits)
     if (shape := base.modules.get(match.module)) is not None:
         return LoraPair(match.module, rank, scale, shape.in_features, shape.out_features)
     assert base.vocabulary is not None, "targets are linears, the embedding and the head"

@@ -28,9 +28,6 @@ _RESTORE = (
 _NO_BIAS = "Train with bias='none'; lora_bias=true is served."
 
 REFUSALS: Mapping[str, Refusal] = {
-    "target_parameters": Refusal(
-        "LoRA on bare parameters (the experts of mixture models) is not served.", "Use target_modules only."
-    ),
     "layer_replication": Refusal(
         "It builds a deeper model than the base that is served.", "Train on the base's own layers."
     ),

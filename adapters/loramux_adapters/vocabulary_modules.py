@@ -8,6 +8,7 @@ from torch import nn
 from loramux_adapters.bank import AdapterBank
 from loramux_adapters.base import VocabularyShape
 from loramux_adapters.base_weights import BaseWeights, base_linear
+from loramux_adapters.experts import install_mixtures
 from loramux_adapters.linear import install_linears, replace_module
 
 
@@ -61,6 +62,7 @@ class AdaptedHead(nn.Module):
 def install(model: nn.Module, vocabulary: VocabularyShape | None, bank: AdapterBank) -> BaseWeights:
     """Replace every module of `model` that adapters may touch by one that serves `bank`; what is kept of the base's."""
     linears = install_linears(model, bank)
+    install_mixtures(model, bank)
     if vocabulary is None:
         return BaseWeights(linears, {})
     embedding, head = model.get_submodule(vocabulary.embedding), model.get_submodule(vocabulary.head)

@@ -78,7 +78,10 @@ def read_weights(path: Path, header: SafetensorsHeader, plan: AdapterPlan, dtype
     """The tensors of `header` as `dtype`; `plan` is made of the same ones. Raises WeightsFileRejected."""
     with path.open("rb") as file:
         tensors = {name: _read(file, name, info, dtype) for name, info in header.tensors.items()}
-    pairs = {pair.module: LoraWeights(tensors[pair.a_key], tensors[pair.b_key], pair.scale) for pair in plan.pairs}
+    pairs = {
+        pair.module: LoraWeights(*pair.share(tensors[pair.a_key], tensors[pair.b_key]), pair.scale)
+        for pair in plan.pairs
+    }
     return AdapterWeights(
         plan,
         pairs,

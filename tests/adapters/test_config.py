@@ -48,7 +48,6 @@ def test_a_default_of_peft_never_switches_a_refused_field_on(good_config: dict[s
 
 
 SWITCHED_ON: dict[str, Any] = {
-    "target_parameters": ["mlp.experts.down_proj"],
     "layer_replication": [[0, 2]],
     "use_qalora": True,
     "loftq_config": {"loftq_bits": 4},

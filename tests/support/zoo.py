@@ -47,6 +47,11 @@ FAMILIES = {
     "olmo2": (transformers.Olmo2Config, {}),
     "granite": (transformers.GraniteConfig, {"attention_multiplier": 0.2, "residual_multiplier": 0.5}),
     "smollm3": (transformers.SmolLM3Config, {}),
+    "mixtral": (transformers.MixtralConfig, {"num_local_experts": 5, "num_experts_per_tok": 2} | WINDOW),
+    "qwen3_moe": (
+        transformers.Qwen3MoeConfig,
+        WIDE_HEADS | {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "mlp_only_layers": [1]},
+    ),
     "falcon": (transformers.FalconConfig, {"new_decoder_architecture": True}),
     "llama4": (
         transformers.Llama4TextConfig,

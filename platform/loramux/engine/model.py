@@ -19,7 +19,9 @@ from loramux.engine.sampler import Sampler
 from loramux.settings import Settings
 from loramux_adapters import BaseDescription, describe_base
 from loramux_adapters.bank import AdapterBank, Site, slot_bytes
+from loramux_adapters.base import LinearShape, ParameterShape
 from loramux_adapters.base_weights import BaseWeights
+from loramux_adapters.experts import part_sites
 from loramux_adapters.vocabulary_modules import install
 from loramux_kernels import RANK_TILE
 from loramux_kernels.device import runs_triton
@@ -27,7 +29,20 @@ from loramux_kernels.device import runs_triton
 logger = logging.getLogger(__name__)
 
 SUPPORTED = frozenset(
-    ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "olmo2", "granite", "smollm3")
+    (
+        "llama",
+        "qwen2",
+        "qwen3",
+        "mistral",
+        "gemma2",
+        "gemma3_text",
+        "phi3",
+        "olmo2",
+        "granite",
+        "smollm3",
+        "mixtral",
+        "qwen3_moe",
+    )
 )
 """`model_type`s whose tokens a test holds against PEFT's; others may call the attention function and still go wrong."""
 
@@ -73,17 +88,18 @@ def assemble(model: PreTrainedModel, base: BaseDescription, settings: Settings) 
     model.eval().requires_grad_(False)
     layout, activation_bytes = _probe(model, settings)
     max_model_len = _max_model_len(settings, model)
+    sites = {
+        name: Site(i, shape.in_features, shape.out_features) for i, (name, shape) in enumerate(base.modules.items())
+    }
+    sites |= part_sites(base.parameters, len(sites))
     # The pool is not touched before it is used, so memory that no page ever held is never really taken.
     num_bytes = settings.engine.pool_bytes or DEFAULT_CPU_POOL
     if settings.engine.pool_bytes is None and model.device.type == "cuda":
-        num_bytes = _gpu_pool_bytes(settings, model, layout, activation_bytes, len(base.modules))
+        num_bytes = _gpu_pool_bytes(settings, model, layout, activation_bytes, len(sites))
     elements = _pool_elements(num_bytes, model, layout)
     pool = torch.empty(elements, dtype=model.dtype, device=model.device)
     num_pages = pool.numel() // layout.page_elements
     _demand_room_for_tiles(base, layout)
-    sites = {
-        name: Site(i, shape.in_features, shape.out_features) for i, (name, shape) in enumerate(base.modules.items())
-    }
     bank = AdapterBank(
         pool, layout.page_elements, sites, settings.adapters.max_rank, max_slots=num_pages, vocabulary=base.vocabulary
     )
@@ -168,7 +184,8 @@ def _pool_elements(num_bytes: int, model: PreTrainedModel, layout: KvLayout) -> 
 
 def _demand_room_for_tiles(base: BaseDescription, layout: KvLayout) -> None:
     """A page must hold the widest rank tile, or adapters that are sound could not be loaded."""
-    widest = RANK_TILE * max(max(shape.in_features, shape.out_features) for shape in base.modules.values())
+    shapes: list[LinearShape | ParameterShape] = [*base.modules.values(), *base.parameters.values()]
+    widest = RANK_TILE * max(max(shape.in_features, shape.out_features) for shape in shapes)
     if widest > layout.page_elements:
         needed = -(-widest * layout.block_size // layout.page_elements)
         raise UnsupportedModel(

@@ -11,6 +11,7 @@ import msgspec
 
 from loramux.validation.report import Check, Found, Refusal, Report, Warned
 from loramux_adapters import AdapterRejected, BaseDescription, Limits
+from loramux_adapters.base import LinearShape, ParameterShape, whole_name
 from loramux_adapters.config import HARMLESS, parse_document
 from loramux_adapters.header import ITEM_BYTES
 from loramux_adapters.refusals import is_converted, is_on
@@ -81,7 +82,8 @@ def _passed(names: list[str]) -> tuple[Check, ...]:
 
 def _found(examined: Examined, document: Mapping[str, Any], base: BaseDescription) -> Found:
     plan, tensors = examined.plan, examined.header.tensors.values()
-    modules = dict.fromkeys(part.module for part in plan.parts)
+    modules = dict.fromkeys(whole_name(part.module) for part in plan.parts)
+    places: dict[str, LinearShape | ParameterShape] = {**base.modules, **base.parameters}
     version = document.get("peft_version")
     return Found(
         peft_type=document["peft_type"],
@@ -91,7 +93,7 @@ def _found(examined: Examined, document: Mapping[str, Any], base: BaseDescriptio
         rank=plan.max_rank,
         ranks=dict(sorted(Counter(pair.rank for pair in plan.pairs).items())),
         targets=dict(Counter(module.rpartition(".")[2] for module in modules)),
-        layers=len({base.modules[module].layer for module in modules if module in base.modules}),
+        layers=len({places[module].layer for module in modules if module in places}),
         tensors=len(tensors),
         parameters=sum((tensor.end - tensor.start) // ITEM_BYTES[tensor.dtype] for tensor in tensors),
         dtypes=dict(Counter(tensor.dtype for tensor in tensors)),

@@ -67,7 +67,7 @@ def _peft_outputs(folder: str, linears: Mapping[str, nn.Linear]) -> dict[str, to
     config = peft.PeftConfig.from_pretrained(folder)
     config.inference_mode = True
     # The embedding and the head are not among these, and which rows an activated one serves is seen in whole prompts.
-    for field in ("modules_to_save", "trainable_token_indices", "alora_invocation_tokens"):
+    for field in ("modules_to_save", "trainable_token_indices", "alora_invocation_tokens", "target_parameters"):
         if hasattr(config, field):
             setattr(config, field, None)
     if config.target_modules == "all-linear":  # which PEFT knows of whole transformers models only

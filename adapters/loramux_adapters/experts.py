@@ -1,0 +1,194 @@
+"""The experts of a mixture, computed expert by expert, with the step's adapters added to each expert's rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from loramux_adapters.bank import AdapterBank, Site
+from loramux_adapters.base import EXPERT_PARAMETERS, ParameterShape, mixtures, part_name
+from loramux_adapters.linear import GroupedLinear, LoraLinear
+from loramux_kernels import LoraGroup, LoraTable, PackedLinear, Segments, lora_expand, lora_shrink
+
+
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """The rows of one step that experts compute: one for each token and expert, ordered by expert, then by token."""
+
+    order: torch.Tensor
+    """int64[T * k]: which of the (token, choice) pairs, counted through, each row is."""
+    tokens: torch.Tensor
+    """int64[T * k]: each row's token."""
+    counts: tuple[int, ...]
+    """Rows of each expert."""
+
+    @classmethod
+    def of(cls, top_k_index: torch.Tensor, num_experts: int) -> Routing:
+        """`top_k_index` int64[T, k]; waits for its device."""
+        chosen = top_k_index.reshape(-1)
+        order = torch.argsort(chosen, stable=True)
+        counts = torch.bincount(chosen, minlength=num_experts).tolist()
+        return cls(order, order // top_k_index.shape[1], tuple(counts))
+
+    @cached_property
+    def spans(self) -> list[tuple[int, slice]]:
+        """Every expert that has rows, and where they are."""
+        spans, start = [], 0
+        for expert, count in enumerate(self.counts):
+            if count:
+                spans.append((expert, slice(start, start + count)))
+            start += count
+        return spans
+
+
+@dataclass(frozen=True)
+class ExpertRuns:
+    """The rows that have an adapter, as runs of one expert and one adapter each."""
+
+    rows: torch.Tensor
+    """int64[n]: which of the routing's rows they are."""
+    experts: tuple[int, ...]
+    slots: tuple[int, ...]
+    cu_seqlens: tuple[int, ...]
+
+    @classmethod
+    def of(cls, routing: Routing, segments: Segments) -> ExpertRuns:
+        """A step's tokens lie by adapter, so that an expert's rows, which are ordered by token, do too."""
+        tokens = routing.tokens.cpu()
+        rows = (tokens < segments.rows).nonzero().flatten()
+        ends = torch.tensor(segments.cu_seqlens[1:])
+        segment = torch.searchsorted(ends, tokens[rows], right=True)
+        expert = torch.repeat_interleave(torch.tensor(routing.counts))[rows]
+        runs, lengths = torch.unique_consecutive(torch.stack((expert, segment)), dim=1, return_counts=True)
+        experts, numbers = runs.tolist()
+        cu_seqlens = (0, *torch.cumsum(lengths, 0).tolist())
+        return cls(
+            rows.to(routing.tokens.device), tuple(experts), tuple(segments.slots[n] for n in numbers), cu_seqlens
+        )
+
+
+class ExpertLinear:
+    """One linear of every expert: its weights `[experts, out_features, in_features]`, and the sites of its adapters.
+
+    An adapter's pair for an expert is found in a view of the bank's table with a row for each (slot, site), where the
+    kernels take the rows of all experts at once.
+    """
+
+    def __init__(self, weight: torch.Tensor, sites: Sequence[Site], bank: AdapterBank) -> None:
+        self.linears = [PackedLinear([one], [None]) for one in weight]
+        self._first_site = sites[0].index
+        self._num_sites = len(bank.sites)
+        self._bank = bank
+        self._table = _by_slot_and_site(bank.table)
+        self._group = LoraGroup((0,), (weight.shape[1],))
+
+    def __call__(self, x: torch.Tensor, routing: Routing, runs: ExpertRuns | None) -> torch.Tensor:
+        """`x` `[rows, in_features]` to `[rows, out_features]`, both in the routing's order."""
+        y = x.new_empty(x.shape[0], self._group.out_features[0])
+        for expert, rows in routing.spans:
+            y[rows] = self.linears[expert](x[rows])
+        if runs is not None:
+            self._add_adapters(x, y, runs)
+        return y
+
+    def _add_adapters(self, x: torch.Tensor, y: torch.Tensor, runs: ExpertRuns) -> None:
+        pairs = zip(runs.slots, runs.experts, strict=True)
+        slots = tuple(slot * self._num_sites + self._first_site + expert for slot, expert in pairs)
+        segments = Segments(runs.cu_seqlens, slots)
+        if segments.max_rank(self._table) == 0:
+            return
+        found, changed = x[runs.rows], y[runs.rows]
+        v = lora_shrink(found, self._bank.pool, self._table, self._group, segments)
+        lora_expand(v, self._bank.pool, self._table, self._group, segments, changed)
+        y[runs.rows] = changed
+
+
+class Experts(nn.Module):
+    """Stands where a mixture's experts stood: a gated feed-forward network for each."""
+
+    def __init__(
+        self, gate_up: ExpertLinear, down: ExpertLinear, activation: Callable[..., torch.Tensor], bank: AdapterBank
+    ) -> None:
+        super().__init__()
+        self._gate_up, self._down = gate_up, down
+        self._activation = activation
+        self._bank = bank
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """`[T, hidden_size]` to the same, for the experts `[T, k]` that the router chose and their weights."""
+        routing = Routing.of(top_k_index, len(self._gate_up.linears))
+        segments = self._bank.segments
+        runs = ExpertRuns.of(routing, segments) if segments is not None else None
+        gate, up = self._gate_up(hidden_states[routing.tokens], routing, runs).chunk(2, dim=-1)
+        rows = self._down(self._activation(gate) * up, routing, runs)
+        answers = torch.empty_like(rows)
+        answers[routing.order] = rows
+        weighted = answers.view(*top_k_index.shape, -1) * top_k_weights[..., None]
+        return weighted.sum(dim=1).to(hidden_states.dtype)
+
+
+class Router(nn.Module):
+    """Stands where a mixture's router stood: its linear with the adapters added, and then its own choice of experts.
+
+    Each family scores and normalises in its own way, in a module that holds the linear's weight itself. That module
+    is asked with the logits in place of the tokens and the identity in place of the weight: it reads them unchanged.
+    """
+
+    def __init__(self, router: Any, site: Site, bank: AdapterBank) -> None:
+        """`router`: transformers' module of any family."""
+        super().__init__()
+        weight: torch.Tensor = router.weight.data
+        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+        self._linear = LoraLinear(GroupedLinear([linear], [site], bank), 0, linear)
+        eye = torch.eye(len(weight), dtype=weight.dtype, device=weight.device)
+        router.weight = nn.Parameter(eye, requires_grad=False)
+        router.hidden_dim = len(weight)
+        self._choice = router
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What the router gave: logits, weights and experts of each token."""
+        chosen: tuple[torch.Tensor, ...] = self._choice(self._linear(hidden_states))
+        return chosen
+
+
+def part_sites(parameters: Mapping[str, ParameterShape], first: int) -> dict[str, Site]:
+    """A site for each expert of each parameter, numbered from `first`."""
+    sites: dict[str, Site] = {}
+    for parameter, shape in parameters.items():
+        for expert in range(shape.num_experts):
+            sites[part_name(parameter, expert)] = Site(first + len(sites), shape.in_features, shape.out_features)
+    return sites
+
+
+def install_mixtures(model: nn.Module, bank: AdapterBank) -> None:
+    """Replace every mixture's experts and router, whose sites `bank` has, and free the weights that they held."""
+    for name, mixture in list(mixtures(model)):
+        gate_up, down = (_take(mixture.experts, f"{name}.experts", parameter, bank) for parameter in EXPERT_PARAMETERS)
+        mixture.gate = Router(mixture.gate, bank.sites[part_name(f"{name}.gate.weight", 0)], bank)
+        mixture.experts = Experts(gate_up, down, mixture.experts.act_fn, bank)
+
+
+def _take(experts: Any, name: str, parameter: str, bank: AdapterBank) -> ExpertLinear:
+    weight: torch.Tensor = getattr(experts, parameter).data
+    delattr(experts, parameter)
+    sites = [bank.sites[part_name(f"{name}.{parameter}", expert)] for expert in range(len(weight))]
+    return ExpertLinear(weight, sites, bank)
+
+
+def _by_slot_and_site(table: LoraTable) -> LoraTable:
+    """The same table, with a row for each (slot, site) and one column."""
+    tiles = table.a_offsets.shape[2]
+    return LoraTable(
+        a_offsets=table.a_offsets.view(-1, 1, tiles),
+        b_offsets=table.b_offsets.view(-1, 1, tiles),
+        ranks=table.ranks.view(-1, 1),
+        scales=table.scales.view(-1, 1),
+    )

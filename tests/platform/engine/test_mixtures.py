@@ -1,0 +1,138 @@
+"""Mixtures of experts: bases, and adapters on their experts and routers, token for token with PEFT."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from contextlib import closing
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from formats import FormatZoo
+from zoo import Asked, serve
+
+from loramux.settings import ModelSettings, Settings
+from loramux.validation import Validator
+from loramux_adapters import CONFIG_NAME, AdapterRejected, Limits, describe_base, validate_adapter
+from loramux_adapters.experts import ExpertRuns, Routing
+from loramux_kernels import Segments
+
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+FIRST = "base_model.model.model.layers.0.mlp.experts.base_layer.lora_A.weight"
+LORA = {"lora_alpha": 10, "task_type": "CAUSAL_LM"}
+
+RECIPES: dict[str, peft.LoraConfig] = {
+    "attention": peft.LoraConfig(r=5, target_modules=["q_proj", "o_proj"], **LORA),
+    "all-linear": peft.LoraConfig(r=4, target_modules="all-linear", **LORA),
+    "experts": peft.LoraConfig(r=3, target_modules=[], target_parameters=EXPERTS, **LORA),
+    "patterns": peft.LoraConfig(
+        r=3,
+        target_modules=["v_proj"],
+        target_parameters=EXPERTS,
+        rank_pattern={"down_proj": 18},
+        alpha_pattern={"gate_up_proj": 4},
+        use_rslora=True,
+        **LORA,
+    ),
+    "down": peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["experts.down_proj"], **LORA),
+    "one layer": peft.LoraConfig(
+        r=2, target_modules=[], target_parameters=["model.layers.2.mlp.experts.gate_up_proj"], **LORA
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=["mixtral", "qwen3_moe"])
+def zoo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> FormatZoo:
+    made = FormatZoo(request.param, tmp_path_factory.mktemp(request.param), [])
+    for seed, (name, config) in enumerate(RECIPES.items()):
+        made.make_format(name, peft.LoraConfig(**{k: v for k, v in config.to_dict().items() if k in KEPT}), seed)
+    return made
+
+
+KEPT = set(peft.LoraConfig.__dataclass_fields__) - {"peft_type", "runtime_config"}
+
+
+def some_requests() -> list[Asked]:
+    rng = random.Random(3)
+    names = [None, *RECIPES]
+    return [
+        Asked(f"r{i}", names[i % len(names)], tuple(rng.randrange(3, 97) for _ in range(rng.choice([1, 5, 17, 30]))), 8)
+        for i in range(2 * len(names))
+    ]
+
+
+def test_every_adapter_mixed_with_the_base_answers_as_peft_does(zoo: FormatZoo) -> None:
+    asked = some_requests()
+    engine = zoo.engine(max_num_batched_tokens=29)
+    got = serve(zoo, engine, asked, arrivals=[i // 3 for i in range(len(asked))])
+    for request in asked:
+        assert got[request.name] == zoo.answer(request), request
+    assert engine.stats().max_distinct_adapters_beside_base >= 2
+
+
+def test_every_adapter_alone_answers_as_peft_does_and_unlike_the_base(zoo: FormatZoo) -> None:
+    prompt = tuple(range(5, 25))
+    base = zoo.answer(Asked("base", None, prompt, 10))
+    for name in RECIPES:
+        asked = Asked("alone", name, prompt, 10)
+        assert serve(zoo, zoo.engine(), [asked])["alone"] == zoo.answer(asked), name
+        assert zoo.answer(asked) != base, name
+
+
+REFUSED: dict[str, tuple[dict[str, object], str, str]] = {
+    "no expert's": ({"target_parameters": ["q_proj.weight"]}, "target_unsupported", "target_parameters"),
+    "no targets at all": ({"target_parameters": []}, "config_invalid", "target_modules"),
+    "DoRA": ({"target_parameters": EXPERTS, "use_dora": True}, "config_invalid", "use_dora"),
+    "lora_bias": ({"target_parameters": EXPERTS, "lora_bias": True}, "config_invalid", "lora_bias"),
+    "activated": (
+        {"target_parameters": EXPERTS, "alora_invocation_tokens": [7]},
+        "field_unsupported",
+        "target_parameters",
+    ),
+    "a linear of transformers 4": ({"target_modules": ["w1"]}, "no_module_matched", "target_modules"),
+    "another rank": ({"target_parameters": EXPERTS, "r": 4}, "shape_mismatch", FIRST),
+    "one parameter only": (
+        {"target_parameters": EXPERTS[:1]},
+        "tensors_unexpected",
+        FIRST,
+    ),
+    "too large": ({"target_parameters": EXPERTS, "r": 65}, "rank_too_large", "r"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_a_mixture_is_refused_by_its_field(zoo: FormatZoo, case: str, tmp_path: Path) -> None:
+    fields, code, field = REFUSED[case]
+    shutil.copytree(zoo.adapters / "experts", tmp_path, dirs_exist_ok=True)
+    document = json.loads((tmp_path / CONFIG_NAME).read_text())
+    (tmp_path / CONFIG_NAME).write_text(json.dumps(document | fields))
+    with pytest.raises(AdapterRejected) as caught:
+        validate_adapter(tmp_path, describe_base(zoo.base), Limits(max_rank=64))
+    assert (caught.value.code, caught.value.field) == (code, field)
+
+
+@pytest.mark.slow
+def test_an_adapter_of_experts_passes_the_parity_check(zoo: FormatZoo, tmp_path: Path) -> None:
+    shutil.copytree(zoo.adapters / "all-linear", tmp_path / "upload")
+    settings = Settings(model=ModelSettings(path=str(zoo.base), served_model_name="base"))
+    with closing(Validator(settings, describe_base(zoo.base), "float32")) as validator:
+        report = validator.examine(tmp_path / "upload", Limits(max_rank=64))
+    report.demand_sound()
+    assert {check.name: check.outcome for check in report.checks}["parity_of_tokens"] == "passed"
+    assert report.found is not None
+    assert {"q_proj", "weight", "gate_up_proj", "down_proj"} <= report.found.targets.keys()
+
+
+def test_rows_go_by_expert_and_adapter() -> None:
+    """Three tokens of slot 7, one of slot 2, one of the base's, two experts each."""
+    routing = Routing.of(torch.tensor([[0, 2], [2, 0], [0, 3], [3, 0], [2, 0]]), num_experts=4)
+    assert routing.counts == (5, 0, 3, 2)
+    assert routing.tokens.tolist() == [0, 1, 2, 3, 4, 0, 1, 4, 2, 3]
+    assert [(expert, rows.start, rows.stop) for expert, rows in routing.spans] == [(0, 0, 5), (2, 5, 8), (3, 8, 10)]
+    runs = ExpertRuns.of(routing, Segments((0, 3, 4), (7, 2)))
+    assert runs.rows.tolist() == [0, 1, 2, 3, 5, 6, 8, 9]
+    assert list(zip(runs.experts, runs.slots, strict=True)) == [(0, 7), (0, 2), (2, 7), (3, 7), (3, 2)]
+    assert runs.cu_seqlens == (0, 3, 4, 6, 7, 8)
