@@ -196,6 +196,22 @@ async def test_a_webhook_that_is_gone_is_switched_off_until_its_owner_switches_i
     assert await house.deliver() == ["acme/first"]
 
 
+async def test_a_webhook_that_has_come_back_is_not_switched_off_for_what_was(house: House, enrol: Enrol) -> None:
+    acme = await enrol("acme")
+    hook = await house.listen(acme, "a.example")
+    house.receiver.answers["a.example"] = 500
+    await house.happen(acme, "poison")
+    await house.deliver()
+    await house.deliver(119 * HOUR)
+    house.receiver.answers["a.example"], house.receiver.poison = 204, "acme/poison"
+    house.now += 2 * HOUR
+    await house.happen(acme, "fine")
+    assert await house.deliver() == ["acme/fine"]
+    assert house.receiver.asked == ["a.example"] * 4
+    back = await house.endpoints(acme).get(hook.id)
+    assert (back.disabled_at, back.failing_since) == (None, house.now)
+
+
 async def test_two_servers_tell_everything_once(house: House, enrol: Enrol) -> None:
     acme = await enrol("acme")
     await house.listen(acme, "a.example")

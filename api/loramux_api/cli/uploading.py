@@ -11,7 +11,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TimeRemai
 
 from loramux.client import Progress as Step
 from loramux.client import UploadRejected
-from loramux.client.answers import Found, Report, Upload
+from loramux.client.upload_answers import Found, Report, Upload
 from loramux.client.uploads import OnProgress
 from loramux_api.cli.remote import Remote
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import httpx
 import msgspec
 
-from loramux.client.answers import Upload
+from loramux.client.upload_answers import Upload
 
 
 class LoramuxError(Exception):

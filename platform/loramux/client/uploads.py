@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import quote
 
-from loramux.client.answers import Gone, Listing, Received, Upload, UploadFile
+from loramux.client.answers import Gone, Listing
 from loramux.client.errors import Conflict, ConnectionFailed, FilesMissing, UploadRejected, UploadUnfinished
 from loramux.client.flow import Call, Do, Flow, Wait
 from loramux.client.running import R, Resource, method
 from loramux.client.sources import Bucket, Hub
+from loramux.client.upload_answers import Received, Upload, UploadFile
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 PIECE = 8 << 20

@@ -106,9 +106,10 @@ class Courier:
                 if outcome.delivered:
                     await deliveries.note(due, *_taken(outcome, self._database.now()))
                     continue
-                await deliveries.note(due, *_failed(due, outcome, self._database.now()))
+                last = msgspec.structs.replace(due, failures=0, failing_since=None) if place else due
+                await deliveries.note(due, *_failed(last, outcome, self._database.now()))
                 await deliveries.release(dues[place + 1 :])
-            logger.warning("webhook %s failed %d times in a row", due.endpoint, due.failures + 1)
+            logger.warning("webhook %s failed %d times in a row", due.endpoint, last.failures + 1)
             return place
         return len(dues)
 
@@ -127,7 +128,7 @@ class Courier:
             error = f"no answer within {TIMEOUT:g} s"
         except NotPublic as refused:
             error = str(refused)
-        except httpx.HTTPError as failure:
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as failure:
             error = f"cannot be reached ({type(failure).__name__})"
         return Outcome(status=status, error=error, milliseconds=int((time.monotonic() - started) * 1000))
 
