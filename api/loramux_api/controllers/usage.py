@@ -10,7 +10,6 @@ from litestar.di import NamedDependency, Provide
 from litestar.params import FromQuery
 
 from loramux.billing import CostsQuery
-from loramux.billing.costs import DEFAULT_LIMIT
 from loramux.gateway import InvalidRequest, Platform
 from loramux.tenants import Principal
 from loramux.usage import UsagePage, UsageQuery
@@ -51,7 +50,7 @@ def costs_query(
     start_time: FromQuery[int],
     end_time: FromQuery[int | None] = None,
     bucket_width: FromQuery[str] = "1d",
-    limit: FromQuery[int] = DEFAULT_LIMIT,
+    limit: FromQuery[int | None] = None,
     page: FromQuery[str | None] = None,
 ) -> CostsQuery:
     """The question that the URL asks. Raises InvalidQuery, InvalidRequest."""

@@ -19,7 +19,7 @@ from loramux.records.billing_models import InvoiceRow, PeriodRow
 from loramux.records.ledger import LedgerDraft, LedgerEntry, LedgerRepository
 from loramux.records.locks import PRICES, exclusive
 from loramux.records.models import TenantRow
-from loramux.records.quantities import DAY, QuantityRepository, Span
+from loramux.records.quantities import QuantityRepository, Span
 from loramux.records.tenants import TenantRepository
 from loramux.tenants import Changes
 
@@ -138,7 +138,7 @@ class Billing:
     async def costs(self, principal: Principal, query: CostsQuery) -> CostPage:
         """The caller's costs by day, as OpenAI's endpoint has them."""
         divided_by, now = query.divided_by, self._database.now() // SECOND
-        bills = await self.bills(principal.tenant, divided_by, query.days(now)[0] * DAY)
+        bills = await self.bills(principal.tenant, divided_by, query.plan(now).start * SECOND)
         return cost_page(query, costs_of(bills, divided_by), now)
 
     async def margins(self, month: Month, gpu_nanos: int) -> list[Margin]:

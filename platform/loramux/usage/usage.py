@@ -19,7 +19,7 @@ from loramux.usage.errors import UsageClosed
 from loramux.usage.group_commit import GroupCommit
 from loramux.usage.holdings import HoldingMeter
 from loramux.usage.operations import OpenedRequest, Operation, Outcome, Settlement, unused
-from loramux.usage.query import SECOND, UsagePage, UsageQuery, plan_buckets
+from loramux.usage.query import SECOND, UsagePage, UsageQuery
 from loramux.usage.settling import Settler
 
 
@@ -97,10 +97,11 @@ class Usage:
 
     async def completions(self, principal: Principal, query: UsageQuery) -> UsagePage:
         """The caller's usage in buckets of time. Raises InvalidQuery."""
-        plan = plan_buckets(query, self._database.now() // SECOND)
+        now = self._database.now() // SECOND
         async with self._database.read() as session:
-            totals = await UsageRepository(session, principal.tenant).by_bucket(plan.window, plan.group_by)
-        return plan.page(totals)
+            usage = UsageRepository(session, principal.tenant)
+            totals = await usage.by_bucket(query.window(now), query.recorded_groups)
+        return query.answer(totals, now)
 
     async def answered_by(
         self, principal: Principal, adapter: str, before: str | None = None, limit: int = 100

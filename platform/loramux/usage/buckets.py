@@ -1,0 +1,134 @@
+"""Questions in buckets of time and answers in pages of them, as OpenAI's usage and costs endpoints have both."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Generic, TypeVar
+
+import msgspec
+
+from loramux.usage.errors import InvalidQuery
+
+Result = TypeVar("Result")
+
+LATEST = 1 << 40
+"""A time in seconds that no clock shows for thirty thousand years; larger ones do not fit in microseconds."""
+
+_page = re.compile(r"page_([0-9a-f]{1,11})_([0-9a-f]{1,11})")
+
+
+class BucketWidth(msgspec.Struct, frozen=True):
+    """A width by its OpenAI name: seconds, and how many buckets a page has by default and at most."""
+
+    seconds: int
+    default_limit: int
+    max_limit: int
+
+
+class Bucket(msgspec.Struct, Generic[Result], frozen=True, kw_only=True):
+    """One span of time, Unix seconds, end exclusive, and its sums."""
+
+    object: str = "bucket"
+    start_time: int
+    end_time: int
+    results: tuple[Result, ...]
+
+
+class Page(msgspec.Struct, Generic[Result], frozen=True, kw_only=True):
+    """The answer."""
+
+    object: str = "page"
+    data: tuple[Bucket[Result], ...]
+    has_more: bool
+    next_page: str | None
+
+
+class BucketPlan(msgspec.Struct, frozen=True):
+    """The buckets of one page. They start at multiples of `width`, UTC; the first and the last are cut to `start` and
+    `end`. All in seconds.
+    """
+
+    width: int
+    start: int
+    end: int
+    """Of this page."""
+    final: int
+    """Of the whole answer."""
+
+    @property
+    def indices(self) -> range:
+        """The buckets, counted since the epoch."""
+        return range(self.start // self.width, -(-self.end // self.width))
+
+    def page(self, results: Mapping[int, Sequence[Result]]) -> Page[Result]:
+        """The results of each bucket laid out over all of them, empty ones too."""
+        buckets = [
+            Bucket(
+                start_time=max(index * self.width, self.start),
+                end_time=min((index + 1) * self.width, self.end),
+                results=tuple(results.get(index, ())),
+            )
+            for index in self.indices
+        ]
+        more = self.end < self.final
+        return Page(data=tuple(buckets), has_more=more, next_page=f"page_{self.end:x}_{self.final:x}" if more else None)
+
+
+class BucketQuery(msgspec.Struct, frozen=True, kw_only=True):
+    """Times in Unix seconds, start_time inclusive, end_time exclusive. Raises InvalidQuery when it makes no sense."""
+
+    widths: ClassVar[Mapping[str, BucketWidth]]
+    groups: ClassVar[tuple[str, ...]]
+
+    start_time: int
+    end_time: int | None = None
+    """None: now."""
+    bucket_width: str = "1d"
+    group_by: tuple[str, ...] = ()
+    limit: int | None = None
+    """Buckets a page."""
+    page: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.bucket_width not in self.widths:
+            raise InvalidQuery("bucket_width", f"bucket_width is one of {', '.join(self.widths)}")
+        if not 0 <= self.start_time <= LATEST:
+            raise InvalidQuery("start_time", f"start_time is a Unix time in seconds, 0 to {LATEST}")
+        if self.end_time is not None and not self.start_time < self.end_time <= LATEST:
+            raise InvalidQuery("end_time", f"end_time is a Unix time in seconds after start_time, at most {LATEST}")
+        unknown = [name for name in self.group_by if name not in self.groups]
+        if unknown:
+            raise InvalidQuery("group_by", f"group_by takes {', '.join(self.groups)}; not {unknown[0][:40]}")
+        if self.limit is not None and not 1 <= self.limit <= self.width.max_limit:
+            raise InvalidQuery("limit", f"limit is 1 to {self.width.max_limit} for bucket_width={self.bucket_width}")
+        if self.page is not None and not self._continues():
+            raise InvalidQuery("page", "page is the next_page of an earlier answer to this question, unchanged")
+
+    @property
+    def width(self) -> BucketWidth:
+        """What `bucket_width` stands for."""
+        return self.widths[self.bucket_width]
+
+    def cut(self, start: int, end: int) -> tuple[int, int]:
+        """Where the first bucket of an answer from `start` to `end` begins and its last one ends: there, exactly."""
+        return start, end
+
+    def plan(self, now: int) -> BucketPlan:
+        """The page that is asked for; a later page keeps its first page's end. `now` in seconds."""
+        start, final = self._page_span() if self.page is not None else self._span(now)
+        width, limit = self.width.seconds, self.limit or self.width.default_limit
+        return BucketPlan(width, start, min(final, (start // width + limit) * width), final)
+
+    def _span(self, now: int) -> tuple[int, int]:
+        end = self.end_time if self.end_time is not None else max(now, self.start_time) + 1
+        return self.cut(self.start_time, end)
+
+    def _continues(self) -> bool:
+        start, end = self._page_span()
+        latest = self.cut(0, LATEST)[1]
+        return self.start_time <= start < end <= latest and (self.end_time is None or end == self._span(0)[1])
+
+    def _page_span(self) -> tuple[int, int]:
+        match = _page.fullmatch(self.page or "")
+        return (int(match[1], 16), int(match[2], 16)) if match else (0, 0)
