@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import defaultdict
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from loramux.engine.fairness import Flow
 from loramux.engine.forecast import Forecast
 from loramux.engine.messages import EngineFault
 from loramux.engine.policy import Policy
+from loramux.engine.ranking import Ranking
 from loramux.engine.sequence import Sequence
 
 MEMORY = 0.95
@@ -43,7 +43,7 @@ class Deadlines:
     def __init__(self, policy: Policy, forecast: Forecast) -> None:
         self._policy = policy
         self._forecast = forecast
-        self._waiting: list[tuple[float, str]] = []
+        self._waiting: Ranking[Sequence, float] = Ranking(self._must_begin_by)
         self._experience: defaultdict[Flow, _Experience] = defaultdict(_Experience)
 
     def refusal(self, sequence: Sequence) -> EngineFault | None:
@@ -63,26 +63,31 @@ class Deadlines:
 
     def watch(self, sequence: Sequence) -> None:
         """`sequence` is being queued."""
-        if (deadline := self._milliseconds(sequence)) is not None:
-            must_begin_by = sequence.arrival + deadline / 1000.0
-            heapq.heappush(self._waiting, (must_begin_by, sequence.id))
+        if self._milliseconds(sequence) is not None:
+            self._waiting.put(sequence)
+
+    def let_go(self, sequence: Sequence) -> None:
+        """`sequence` has started, or ended."""
+        self._waiting.drop(sequence)
 
     def learn(self, sequence: Sequence, now: float) -> None:
         """`sequence` has waited until now, and does no longer."""
         if sequence.foretold is not None:
             self._experience[sequence.flow].add(now - sequence.arrival, sequence.foretold)
 
-    def missed(self, now: float) -> list[str]:
-        """The ids of those whose time has come, each once; some of them have started, or ended."""
+    def missed(self, now: float) -> list[Sequence]:
+        """Let go of those whose time has come."""
         due = []
-        while self._waiting and self._waiting[0][0] < now:
-            due.append(heapq.heappop(self._waiting)[1])
+        while (sequence := self._waiting.first()) is not None and self._must_begin_by(sequence) < now:
+            self._waiting.drop(sequence)
+            due.append(sequence)
         return due
 
     @property
     def next(self) -> float | None:
         """When the next one's time comes."""
-        return self._waiting[0][0] if self._waiting else None
+        sequence = self._waiting.first()
+        return None if sequence is None else self._must_begin_by(sequence)
 
     def fault(self, sequence: Sequence) -> EngineFault:
         """What one that has missed its deadline is told."""
@@ -92,6 +97,11 @@ class Deadlines:
             f"was run. Retry later, or allow more time.",
             retry_after=1,
         )
+
+    def _must_begin_by(self, sequence: Sequence) -> float:
+        milliseconds = self._milliseconds(sequence)
+        assert milliseconds is not None, "only those that have a deadline are watched"
+        return sequence.arrival + milliseconds / 1000.0
 
     def _milliseconds(self, sequence: Sequence) -> int | None:
         asked = sequence.request.deadline_ms

@@ -10,7 +10,9 @@ rules bound how far two parties that both have eligible work waiting can drift a
 
 By 1, the lowest counter m of those that wait never falls while anybody waits, and when the first one comes nobody is
 above it. By 2 and 3 nobody ever exceeds m + tau + delta. So the counters of any two parties that wait differ by at most
-tau + delta at every moment, and the service they received over any interval by at most 2 * (tau + delta).
+tau + delta at every moment, and the service they received over any interval by at most 2 * (tau + delta). One that is
+admitted early for its adapter's sake, up to a quantum Q before its turn, may be that much further ahead: then it is at
+most 2 * (tau + Q + delta).
 
 The *order* of admission is by another number, `booked`: the counter plus what the requests already admitted are still
 expected to take. Ordering by service received alone admits too many of the one who is behind, before the first of them

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from operator import attrgetter
 
+from loramux.engine.page_costs import PageCosts
 from loramux.engine.pages import PagePool, PageUse
 from loramux.engine.policy import Policy
 from loramux.engine.prefix_tree import CachedPage, PrefixTree
@@ -16,7 +18,9 @@ from loramux.engine.sequence import Sequence
 class PrefixCache:
     """The KV pages that more than one sequence may read. Only full pages are shared, so none is ever written again."""
 
-    def __init__(self, policy: Policy, pool: PagePool, residency: Residency, block_size: int) -> None:
+    def __init__(
+        self, policy: Policy, pool: PagePool, residency: Residency, block_size: int, costs: PageCosts
+    ) -> None:
         self.num_idle = 0
         """Cached pages that no running sequence uses."""
         self.num_evictions = 0
@@ -24,9 +28,9 @@ class PrefixCache:
         self._pool = pool
         self._residency = residency
         self._block_size = block_size
-        self._miss_cost = math.log2(block_size / policy.load_units_per_page)
+        self._costs = costs
         self._trees: dict[KvIdentity, PrefixTree] = {}
-        self._leaves: Ranking[CachedPage, float] = Ranking(self.worth)
+        self._leaves: Ranking[CachedPage, float] = Ranking(attrgetter("heat"))
 
     # questions
 
@@ -37,7 +41,7 @@ class PrefixCache:
 
     def worth(self, page: CachedPage) -> float:
         """log2 of expected uses x cost of computing it again, in the time that a page takes over the host link."""
-        return page.heat + self._miss_cost
+        return page.heat + math.log2(self._costs.recomputing)
 
     # acts: one sequence
 
@@ -154,5 +158,11 @@ class PrefixCache:
         page.page = -1
         self.num_idle -= 1
         tree.num_pages -= 1
-        if not tree.num_pages and tree.identity.digest is not None:
+        if not tree.num_pages:
+            self._drop(tree)
+
+    def _drop(self, tree: PrefixTree) -> None:
+        if not tree.closed:
+            del self._trees[tree.identity]
+        if tree.identity.digest is not None:
             self._residency.uncover(tree.identity.digest)

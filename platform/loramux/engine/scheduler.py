@@ -17,6 +17,7 @@ from loramux.engine.forecast import Forecast
 from loramux.engine.memory import Memory
 from loramux.engine.messages import EngineFault, TokenEvent
 from loramux.engine.pace import Pace
+from loramux.engine.page_costs import PageCosts
 from loramux.engine.pages import PagePool
 from loramux.engine.policy import Policy, SchedulerLimits
 from loramux.engine.prefix_cache import PrefixCache
@@ -50,9 +51,11 @@ class Scheduler:
         self.residency = residency
         self.policy = policy or Policy()
         self.queue = RequestQueue(self.policy)
-        cache = PrefixCache(self.policy, pool, residency, budget.block_size)
-        self.pace = Pace()
-        self.memory = Memory(pool, residency, cache, Swap(host, self.pace, budget.block_size))
+        self.pace, size = Pace(), budget.block_size
+        assumed = size / self.policy.load_units_per_page
+        costs = PageCosts(self.pace, size, host.seconds_per_page if host else None, assumed)
+        cache = PrefixCache(self.policy, pool, residency, size, costs)
+        self.memory = Memory(pool, residency, cache, Swap(host, costs))
         self._batch = Batch(self.memory, budget.block_size)
         self._room = Room(self.policy, budget, self.queue, self._batch, self.memory)
         self._admission = Admission(self.policy, self._room, self.queue, self._batch, self.memory)
@@ -154,6 +157,7 @@ class Scheduler:
                 sequence.began_at = self._planned_at
                 self.counters.queue_seconds.observe(self._planned_at - sequence.arrival)
                 self._deadlines.learn(sequence, self._planned_at)
+                self._deadlines.let_go(sequence)
 
     def holds(self, sequence: Sequence) -> bool:
         """Whether `sequence` has not ended."""
@@ -176,11 +180,10 @@ class Scheduler:
             self.queue.call_back(digest)
 
     def _heed_deadlines(self) -> None:
-        for request_id in self._deadlines.missed(self._planned_at):
-            if (sequence := self._sequences.get(request_id)) and sequence.began_at is None:
-                self.counters.missed += 1
-                self._deadlines.learn(sequence, self._planned_at)
-                self._refuse(sequence, self._deadlines.fault(sequence))
+        for sequence in self._deadlines.missed(self._planned_at):
+            self.counters.missed += 1
+            self._deadlines.learn(sequence, self._planned_at)
+            self._refuse(sequence, self._deadlines.fault(sequence))
 
     def _go_on(self, draft: Draft) -> None:
         """The rows of those admitted earlier."""
@@ -235,6 +238,7 @@ class Scheduler:
         else:
             self.queue.remove(sequence)
             self.memory.swap.forget(sequence)
+        self._deadlines.let_go(sequence)
         if sequence.digest is not None:
             self.memory.unwant(sequence.digest)
         del self._sequences[sequence.id]

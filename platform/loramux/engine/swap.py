@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from typing import Protocol
 
-from loramux.engine.pace import Pace
+from loramux.engine.page_costs import PageCosts
 from loramux.engine.sequence import Sequence
 
 
@@ -30,16 +30,15 @@ class HostKv(Protocol):
 class Swap:
     """Who has KV in the host's memory. A place belongs to one sequence at a time, which alone ever reads it."""
 
-    def __init__(self, host: HostKv | None, pace: Pace, block_size: int) -> None:
-        """`pace`: of the steps; before it is known nothing is swapped. Without a `host` nothing ever is."""
+    def __init__(self, host: HostKv | None, costs: PageCosts) -> None:
+        """Before the steps' pace is known nothing is swapped. Without a `host` nothing ever is."""
         self.num_out = 0
         """Pages copied to the host since the start."""
         self.num_back = 0
         """Pages copied back into the pool since the start."""
         self.num_places = host.num_places if host else 0
         self._host = host
-        self._pace = pace
-        self._block_size = block_size
+        self._costs = costs
         self._free = list(range(self.num_places - 1, -1, -1))
 
     @property
@@ -49,10 +48,9 @@ class Swap:
 
     def pays(self, sequence: Sequence) -> bool:
         """Whether the KV of `sequence` is sooner carried out and back than computed again."""
-        if self._host is None:
+        if (carrying := self._costs.carrying_seconds) is None:
             return False
-        carried = 2.0 * self._pages_of(sequence) * self._host.seconds_per_page
-        return carried < self._pace.seconds(0, sequence.num_computed)
+        return 2.0 * self._pages_of(sequence) * carrying < self._costs.computing_seconds(sequence.num_computed)
 
     def save(self, sequence: Sequence) -> None:
         """`sequence` is about to lose its pages: keep what is in them, where that pays and there is room."""
@@ -81,4 +79,4 @@ class Swap:
         sequence.places, sequence.num_saved = [], 0
 
     def _pages_of(self, sequence: Sequence) -> int:
-        return -(-sequence.num_computed // self._block_size)
+        return -(-sequence.num_computed // self._costs.block_size)

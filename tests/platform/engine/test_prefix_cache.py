@@ -223,6 +223,31 @@ def test_an_idle_adapter_that_costs_less_than_hot_kv_goes_first() -> None:
     assert ask(house, "hot again", TEXT[:20]) == 16
 
 
+def test_an_identity_without_cached_pages_is_forgotten() -> None:
+    house = a_house(num_pages=14)
+    for tenant in "abc":
+        ask(house, tenant, TEXT[:20], tenant=tenant)
+        ask(house, f"{tenant} fills the pool", list(range(53)), tenant="z")
+    identities = {identity.tenant for identity in house.scheduler.memory.cache._trees}
+    assert identities == {"z"}
+
+
+@pytest.mark.parametrize(("seconds_per_page", "first"), [(1e-6, "adapter"), (1.0, "kv")])
+def test_what_goes_first_is_decided_by_what_the_machine_measured(seconds_per_page: float, first: str) -> None:
+    """Four tokens take 4 ms to compute here: dear beside a quick link, nothing beside a slow one."""
+    host = ManualHost(num_places=0, block_size=4)
+    host.seconds_per_page = seconds_per_page
+    house = House(14, block_size=4, policy=Policy(prefix_cache=True), pace=(0.01, 0.001), host=host)
+    for i in range(5):
+        ask(house, f"warm {i}", [1000 * (i + 1) + j for j in range(3 * i + 2)], tenant="w")
+    ask(house, "weights", TEXT[:3], adapter="b", output=1)
+    ask(house, "kv", TEXT[:20])
+    before = house.scheduler.memory.cache.num_evictions
+    while not (house.residency.counters.evictions or house.scheduler.memory.cache.num_evictions > before):
+        ask(house, f"new {len(house.order)}", [7000 + 100 * len(house.order) + j for j in range(20)])
+    assert first == ("adapter" if house.residency.counters.evictions else "kv")
+
+
 class CacheMachine(RuleBasedStateMachine):
     """Any order of arrivals, ends, preemptions, loads and retirements, over texts that often begin alike."""
 
@@ -231,9 +256,9 @@ class CacheMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         host = ManualHost(num_places=7, block_size=4)
-        host.seconds_per_page = -1.0  # it always pays
         policy = Policy(prefix_cache=self.prefix_cache)
         self.house = House(18, block_size=4, max_num_seqs=5, max_tokens=12, policy=policy, host=host)
+        self.house.scheduler.memory.swap.pays = lambda _: True
         self.sent: dict[str, int] = {}
 
     @rule(
