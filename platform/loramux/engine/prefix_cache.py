@@ -18,9 +18,7 @@ from loramux.engine.sequence import Sequence
 class PrefixCache:
     """The KV pages that more than one sequence may read. Only full pages are shared, so none is ever written again."""
 
-    def __init__(
-        self, policy: Policy, pool: PagePool, residency: Residency, block_size: int, costs: PageCosts
-    ) -> None:
+    def __init__(self, policy: Policy, pool: PagePool, residency: Residency, block_size: int, costs: PageCosts) -> None:
         self.num_idle = 0
         """Cached pages that no running sequence uses."""
         self.num_evictions = 0
