@@ -29,11 +29,16 @@ class AdaptedEmbedding(nn.Module):
         """`[..., T]` to `[..., T, hidden_size]`, the rows of the bank's segments changed by their adapters."""
         y: torch.Tensor = self.base(input_ids)
         if (beyond := self._bank.beyond) is not None and beyond.embedding:
-            factor = getattr(self.base, "embed_scale", 1.0)
             rows, ids = y.view(-1, y.shape[-1]), input_ids.reshape(-1)
             for part, first, last in beyond.embedding:
-                part.change_embeddings(rows[first:last], ids[first:last], factor)
+                part.change_embeddings(rows[first:last], ids[first:last], self._factor)
         return y
+
+    @property
+    def _factor(self) -> torch.Tensor | float:
+        """What transformers' scaled embeddings (Gemma 3) multiply their rows by, rounded as they round it."""
+        scale = getattr(self.base, "embed_scale", None)
+        return 1.0 if scale is None else torch.as_tensor(scale).to(self.weight)
 
 
 class AdaptedHead(nn.Module):

@@ -61,3 +61,14 @@ def test_every_format_alone(formats_of) -> None:
         assert serve(zoo, engine, [asked])[asked.name] == zoo.answer(asked), name
         answers.append(zoo.answer(asked))
     assert len({tuple(answer) for answer in answers}) == len(zoo.formats), "each of them matters"
+
+
+def test_what_one_adapter_leaves_behind_is_nobody_elses(formats_of) -> None:
+    """In a pool for two or three of them: pages and slots go from one format to another."""
+    zoo = formats_of("llama")
+    asked = some_requests(zoo, seed=5)
+    engine = zoo.engine(pool_bytes=36 * 16 * 3 * 2 * 2 * 16 * 4)
+    got = serve(zoo, engine, asked)
+    for request in asked:
+        assert got[request.name] == zoo.answer(request), request.adapter
+    assert engine.stats().adapter_evictions >= 5
