@@ -11,7 +11,7 @@ from typing import Any
 from loramux.records import Database, Principal
 from loramux.records.adapters import AdapterRepository, RevisionContent
 from loramux.records.aliases import Stamp
-from loramux.registry import Registry
+from loramux.registry import Registry, WeightedRevision
 from loramux.settings import AdapterLimits
 
 BASE = SimpleNamespace(fingerprint="base")
@@ -58,3 +58,8 @@ class Shelf:
 
     async def means(self, principal: Principal, model: str, caller: str = "") -> str:
         return (await self.registry.resolve(principal, model, caller)).name
+
+
+def weights(**shares: int) -> list[WeightedRevision]:
+    """`r3=95` is revision 3 with weight 95."""
+    return [WeightedRevision(int(name[1:]), share) for name, share in shares.items()]

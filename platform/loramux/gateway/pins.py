@@ -15,9 +15,8 @@ from loramux.registry import (
     RevisionInfo,
     StandingPin,
     Terms,
-    house_of,
 )
-from loramux.tenants import Principal
+from loramux.tenants import Principal, house_of
 
 logger = logging.getLogger(__name__)
 LIMIT = "pin_limit"

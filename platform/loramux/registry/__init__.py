@@ -1,7 +1,7 @@
 """Names of adapters and what they mean: upload, resolve, release, share, pin, delete."""
 
 from loramux.records.pins import StandingPin
-from loramux.registry.changing import UNCONDITIONAL, Once, Terms, house_of
+from loramux.registry.changing import UNCONDITIONAL, Once, Terms
 from loramux.registry.entities import (
     AdapterInfo,
     AliasInfo,
@@ -62,6 +62,5 @@ __all__ = [
     "WeightedRevision",
     "Withdrawn",
     "etag",
-    "house_of",
     "parse_model",
 ]

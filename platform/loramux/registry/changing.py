@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 import msgspec
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from loramux.records import Database, Principal, ProjectId, TenantId
+from loramux.records import Database, Principal
 from loramux.records.adapters import AdapterRepository
 from loramux.records.aliases import AliasRepository, Stamp
 from loramux.records.grants import GrantRepository
@@ -136,11 +136,6 @@ class Changing:
             if terms.once is not None:
                 await terms.once.say(session, msgspec.msgpack.encode(done))
         return done
-
-
-def house_of(tenant: TenantId, name: str) -> Principal:
-    """What the house itself does in a tenant's place."""
-    return Principal(tenant, name, "house", frozenset(), ProjectId(""))
 
 
 def own_adapter(principal: Principal, name: str) -> str:

@@ -6,10 +6,11 @@ from collections.abc import Collection
 
 from loramux.records import Database, Principal
 from loramux.records.pins import IDLE, UNPINNED, StandingPin, StandingPinRepository
-from loramux.registry.changing import UNCONDITIONAL, Changing, Terms, Turn, house_of
+from loramux.registry.changing import UNCONDITIONAL, Changing, Terms, Turn
 from loramux.registry.entities import RevisionInfo
 from loramux.registry.errors import AdapterNotFound, PartNotFound, TooManyAdapters
 from loramux.settings import AdapterLimits
+from loramux.tenants import house_of
 
 SECOND = 1_000_000
 """Microseconds."""

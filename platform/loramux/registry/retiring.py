@@ -8,10 +8,11 @@ from loramux.records.aliases import DEFAULT_ALIAS, WHOLE, Target
 from loramux.records.expiry import ExpiryRepository, Overdue
 from loramux.records.models import RevisionRow
 from loramux.records.pins import BY_DELETION
-from loramux.registry.changing import UNCONDITIONAL, Changing, Terms, Turn, house_of
+from loramux.registry.changing import UNCONDITIONAL, Changing, Terms, Turn
 from loramux.registry.entities import AdapterInfo, RevisionInfo
 from loramux.registry.errors import AdapterNotFound, ChangeConflict, InvalidChange, PartNotFound, TooManyAdapters
 from loramux.settings import AdapterLimits
+from loramux.tenants import house_of
 
 SECOND = 1_000_000
 """Microseconds."""

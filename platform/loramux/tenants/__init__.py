@@ -26,7 +26,7 @@ from loramux.tenants.keys import KeyRequest, Keys
 from loramux.tenants.members import Members
 from loramux.tenants.pepper import load_or_create_pepper
 from loramux.tenants.projects import Projects
-from loramux.tenants.tenants import Account, Tenants
+from loramux.tenants.tenants import Account, Tenants, house_of
 from loramux.tenants.tiers import SERVICE_CLASSES, Tiers
 
 __all__ = [
@@ -73,5 +73,6 @@ __all__ = [
     "Tier",
     "TierNotFound",
     "Tiers",
+    "house_of",
     "load_or_create_pepper",
 ]

@@ -124,7 +124,7 @@ class Tenants:
         return tenant_of(row)
 
     async def representing(self, name: str) -> Principal:
-        """What the house itself does in a tenant's place: no key, no scopes. Raises TenantNotFound."""
+        """The house in a tenant's place, by the tenant's name: see `house_of`. Raises TenantNotFound."""
         tenant = await self.named(name)
         return Principal(tenant.id, tenant.name, "house", frozenset(), ProjectId(""), tier=tenant.tier)
 
@@ -169,6 +169,11 @@ class Tenants:
                 row.suspended_at = at
                 await change.note(action, row.id, tenant=row.id, before=before, after=tenant_of(row))
         return tenant_of(row)
+
+
+def house_of(tenant: TenantId, name: str) -> Principal:
+    """What the house itself does in a tenant's place: no key, no scopes."""
+    return Principal(tenant, name, "house", frozenset(), ProjectId(""))
 
 
 async def _locked(change: Change, name: str) -> TenantRow:

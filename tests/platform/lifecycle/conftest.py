@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import pytest
+from shelf import Shelf
+
+from loramux.records import Database, Principal
+
+Enrol = Callable[[str], Awaitable[Principal]]
+
+
+@pytest.fixture
+def shelf(database: Database) -> Shelf:
+    return Shelf(database, max_aliases=3, max_grants=2, pins_per_tenant=2)
+
+
+@pytest.fixture
+async def acme(enrol: Enrol) -> Principal:
+    return await enrol("acme")
+
+
+@pytest.fixture
+async def globex(enrol: Enrol) -> Principal:
+    return await enrol("globex")
