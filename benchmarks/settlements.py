@@ -1,6 +1,6 @@
 """How many requests a second get onto the bill: in groups, as the server does it, next to one by one.
 
-    python benchmarks/settlements.py [--requests 20000] [--concurrent 2000] [--singles 300] [--rounds 3]
+    python benchmarks/settlements.py [--requests 20000] [--concurrent 2000] [--singles 300] [--rounds 3] [--limited]
 
 Durable commits on both databases (SQLite: synchronous=FULL; PostgreSQL: fsync as shipped), one writer process. Both
 ways are taken in turns, so that a busy machine slows both; the ratio is what to compare.
@@ -21,9 +21,10 @@ from pathlib import Path
 
 import click
 
+from loramux.limits import Limits
 from loramux.records import Database, Principal, migrate
 from loramux.tenants import Tenants
-from loramux.usage import OpenedRequest, Settlement, Usage
+from loramux.usage import Counted, OpenedRequest, Settlement, Usage
 
 DATABASES = ("sqlite", "postgresql")
 
@@ -98,6 +99,7 @@ class Bench:
                 output_tokens=131,
                 finish_reason="stop",
                 status="completed",
+                counted=Counted(prompt_tokens=400, cached_tokens=96, output_tokens=131),
             )
         )
 
@@ -118,12 +120,22 @@ async def _rate(run: Callable[[], Awaitable[None]], number: int) -> float:
     return number / (time.perf_counter() - start)
 
 
-async def measure(url: str, requests: int, concurrent: int, singles: int, rounds: int) -> dict[str, dict[str, float]]:
+async def limit(tenants: Tenants, principal: Principal) -> None:
+    """Limits that every request has to be taken of and given back to, and never reaches."""
+    for name in ("requests_per_minute", "tokens_per_minute", "concurrent_requests"):
+        await Limits(tenants.changes).put(principal.tenant, principal.tenant, name, 10**9)
+
+
+async def measure(
+    url: str, requests: int, concurrent: int, singles: int, rounds: int, limited: bool
+) -> dict[str, dict[str, float]]:
     """The median rates of both ways, and by how much groups are faster."""
     database = Database(url)
     tenants, usage = Tenants(database, b"p" * 32), Usage(database)
     await tenants.create("acme")
     principal = await tenants.authenticate((await tenants.create_key("acme"))[1])
+    if limited:
+        await limit(tenants, principal)
     await usage.start()
     bench = Bench(usage, principal)
     taken = [(await bench.single(singles), await bench.grouped(requests, concurrent)) for _ in range(rounds)]
@@ -142,15 +154,17 @@ async def measure(url: str, requests: int, concurrent: int, singles: int, rounds
 @click.option("--concurrent", default=2_000, show_default=True)
 @click.option("--singles", default=300, show_default=True)
 @click.option("--rounds", default=3, show_default=True)
+@click.option("--limited", is_flag=True, help="With limits on the tenant, which every request is counted in.")
 @click.option("--database", "databases", type=click.Choice(DATABASES), multiple=True, default=DATABASES)
-def main(requests: int, concurrent: int, singles: int, rounds: int, databases: tuple[str, ...]) -> None:
+def main(requests: int, concurrent: int, singles: int, rounds: int, limited: bool, databases: tuple[str, ...]) -> None:
     """Print one JSON line a database."""
     for kind in databases:
         load = os.getloadavg()[0]
         with tempfile.TemporaryDirectory(prefix="lm") as folder, database_url(kind, Path(folder)) as url:
-            rates = asyncio.run(measure(url, requests, concurrent, singles, rounds))
+            rates = asyncio.run(measure(url, requests, concurrent, singles, rounds, limited))
         rounded = {way: {name: round(value, 1) for name, value in them.items()} for way, them in rates.items()}
-        json.dump({"database": kind, "cores": os.cpu_count(), "load_average": load, **rounded}, sys.stdout)
+        facts = {"database": kind, "cores": os.cpu_count(), "load_average": load, "limited": limited}
+        json.dump(facts | rounded, sys.stdout)
         print(flush=True)
 
 
