@@ -65,6 +65,7 @@ parity = false
 [records]
 url = "sqlite:///loramux.sqlite3"
 blobs = "blobs"
+cache = "cache"
 pepper_file = "pepper"
 """
         )
