@@ -7,10 +7,13 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from itertools import count
 from pathlib import Path
 
 import pytest
+from sqlalchemy import make_url
 from upload_house import CONFIG, House, upload_house
 from upload_kills import WEIGHTS
 
@@ -20,72 +23,81 @@ from loramux.storage import CONFIG_FILE, WEIGHTS_FILE, open_blobs
 from loramux.tenants import Tenants
 
 PROGRAM = Path(__file__).parents[1] / "support" / "upload_kills.py"
+Fresh = Callable[[], AbstractContextManager[tuple[Path, str]]]
 RECEIVED = {CONFIG_FILE: CONFIG, WEIGHTS_FILE: WEIGHTS}
 
 
 class Killer:
     """Has uploads run, and killed at the point that is asked for."""
 
-    def __init__(self, template: Path, folder: Path) -> None:
-        self._template = template
-        self._folder = folder
+    def __init__(self) -> None:
         self._program = subprocess.Popen(
             [sys.executable, PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def run(self, way: str, kill_at: int) -> tuple[Path, int]:
-        """A new server's folder, and how it ended."""
-        folder = self._folder / f"{way}-{kill_at}"
-        folder.mkdir()
-        shutil.copy(self._template, folder / "records.sqlite3")
-        order = {"folder": str(folder), "url": url_of(folder), "way": way, "kill_at": kill_at}
+    def run(self, folder: Path, url: str, way: str, kill_at: int) -> int:
+        """How it ended; 0: it was not killed."""
+        order = {"folder": str(folder), "url": url, "way": way, "kill_at": kill_at}
         assert self._program.stdin is not None
         assert self._program.stdout is not None
         self._program.stdin.write(json.dumps(order) + "\n")
         self._program.stdin.flush()
-        return folder, int(self._program.stdout.readline())
+        return int(self._program.stdout.readline())
 
     def close(self) -> None:
         self._program.communicate()
 
 
-def url_of(folder: Path) -> str:
-    return f"sqlite:///{folder}/records.sqlite3"
-
-
 @pytest.fixture(scope="module")
-def killer(sqlite_template: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Killer]:
-    folder = tmp_path_factory.mktemp("kills")
-    shutil.copy(sqlite_template, folder / "records.sqlite3")
-
-    async def enrol() -> None:
-        database = Database(url_of(folder))
-        await Tenants(database, b"p" * 32).create("acme")
-        await database.close()
-
-    asyncio.run(enrol())
-    killer = Killer(folder / "records.sqlite3", folder)
+def killer() -> Iterator[Killer]:
+    killer = Killer()
     yield killer
     killer.close()
 
 
-@pytest.mark.parametrize("way", ["in_pieces", "at_once"])
-@pytest.mark.parametrize("step", [9, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
-def test_a_kill_at_any_point_leaves_nothing_half(killer: Killer, way: str, step: int) -> None:
-    folder, ended = killer.run(way, 0)
-    points = int((folder / "points").read_text())
-    shutil.rmtree(folder)
-    assert (ended, points > 20) == (0, True)
-    for kill_at in range(step, points + 1, step):
-        folder, ended = killer.run(way, kill_at)
-        if ended != 0:  # the end of one's waiting may come a point earlier
-            assert ended == -9
-            asyncio.run(after_the_restart(folder))
+@pytest.fixture
+def fresh(url: str, backend: str, request: pytest.FixtureRequest, tmp_path: Path) -> Fresh:
+    """Make databases that have a tenant already, and folders to go with them."""
+
+    async def enrol() -> None:
+        database = Database(url)
+        await Tenants(database, b"p" * 32).create("acme")
+        await database.close()
+
+    asyncio.run(enrol())
+    numbers = count()
+
+    @contextmanager
+    def fresh() -> Iterator[tuple[Path, str]]:
+        folder = tmp_path / str(next(numbers))
+        folder.mkdir()
+        if backend == "sqlite":
+            file = Path(make_url(url).database or "")
+            yield folder, f"sqlite:///{shutil.copy(file, folder / 'records.sqlite3')}"
+        else:
+            with request.getfixturevalue("postgres").database(make_url(url).database) as copied:
+                yield folder, copied
         shutil.rmtree(folder)
 
+    return fresh
 
-async def after_the_restart(folder: Path) -> None:
-    database = Database(url_of(folder))
+
+@pytest.mark.parametrize("way", ["in_pieces", "at_once"])
+@pytest.mark.parametrize("step", [9, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_a_kill_at_any_point_leaves_nothing_half(killer: Killer, fresh: Fresh, way: str, step: int) -> None:
+    with fresh() as (folder, url):
+        assert killer.run(folder, url, way, 0) == 0
+        points = int((folder / "points").read_text())
+        assert points > 20
+    for kill_at in range(step, points + 1, step):
+        with fresh() as (folder, url):
+            ended = killer.run(folder, url, way, kill_at)
+            assert ended in (-9, 0), "what is done at the same time may come a point earlier or later"
+            asyncio.run(after_the_restart(folder, url))
+
+
+async def after_the_restart(folder: Path, url: str) -> None:
+    database = Database(url)
     blobs = open_blobs(str(folder / "blobs"), str(folder / "cache"), {})
     principal = await Tenants(database, b"p" * 32).representing("acme")
     async with upload_house(database, blobs, principal, "the next one") as house:

@@ -81,9 +81,8 @@ class House:
 
     async def at_rest(self) -> None:
         """Until the workshop does nothing, whether it has succeeded or not."""
-        workshop = self.uploads.workshop
         async with asyncio.timeout(30):
-            while workshop._working or workshop._called.is_set():  # noqa: ASYNC110 - it has no event for that
+            while not self.uploads.workshop.idle:  # noqa: ASYNC110 - it has no event for that
                 await asyncio.sleep(0.01)
 
     async def end_of(self, id: str, seconds: float = 30) -> Upload:
@@ -112,7 +111,6 @@ async def upload_house(
     registry = Registry(database, blobs, base, "base", AdapterLimits(), validator)
     made = Settings(model=ModelSettings(path="", served_model_name="base"), uploads=settings or UploadSettings())
     uploads = Uploads(database, blobs, registry, Tenants(database, PEPPER), made, server_id)
-    uploads.workshop.start()
     try:
         yield House(database, blobs, registry, uploads, principal)
     finally:

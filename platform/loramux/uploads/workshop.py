@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import suppress
+from collections.abc import Coroutine
 from pathlib import Path
 
 import msgspec
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class Workshop:
-    """One server's share of the work. `start` and `stop` frame it; `tend` is to be called again and again."""
+    """One server's share of the work; `tend` is to be called again and again."""
 
     def __init__(
         self,
@@ -55,26 +55,24 @@ class Workshop:
         self._importer = importer
         self._tenants = tenants
         self._places = asyncio.Semaphore(AT_ONCE)
-        self._working: dict[str, asyncio.Task[None]] = {}
-        self._called = asyncio.Event()
-        self._caller: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        """Begin to work."""
-        self._caller = asyncio.create_task(self._answer())
+        self._working: set[str] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def stop(self) -> None:
         """Drop what is being done; this server's next life, or another server, begins it again."""
-        tasks = [task for task in (self._caller, *self._working.values()) if task is not None]
+        tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
-        for task in tasks:
-            with suppress(asyncio.CancelledError):
-                await task
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is being done."""
+        return not self._tasks
 
     def wake(self) -> None:
-        """There is something new to do."""
-        self._called.set()
+        """There may be something new to do."""
+        self._begin(self._look())
 
     async def tend(self) -> None:
         """Adopt what dead servers left, do again what failed for a passing reason, and give up what was abandoned."""
@@ -100,19 +98,22 @@ class Workshop:
             await finished(self._blobs.objects.delete_under, folder_of(id))
         return len(closed)
 
-    async def _answer(self) -> None:
-        while True:
-            await self._called.wait()
-            self._called.clear()
-            try:
-                async with self._database.read() as session:
-                    jobs = await UploadWork(session).jobs(self.server_id)
-            except RecordsError:
-                logger.exception("uploads wait: the records do not answer")
-                jobs = []
-            for job in jobs:
-                if job.id not in self._working:
-                    self._working[job.id] = asyncio.create_task(self._do(job))
+    def _begin(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _look(self) -> None:
+        try:
+            async with self._database.read() as session:
+                jobs = await UploadWork(session).jobs(self.server_id)
+        except RecordsError:
+            logger.exception("uploads wait: the records do not answer")
+            return
+        for job in jobs:
+            if job.id not in self._working:
+                self._working.add(job.id)
+                self._begin(self._do(job))
 
     async def _do(self, job: UploadJob) -> None:
         try:
@@ -124,7 +125,7 @@ class Workshop:
         except Withdrawn as why:
             logger.info("%s", why)
         finally:
-            del self._working[job.id]
+            self._working.discard(job.id)
 
     async def _validate(self, job: UploadJob) -> None:
         """Make the upload a revision, or write why not."""
