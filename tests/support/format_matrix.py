@@ -21,7 +21,6 @@ SERVED: dict[str, peft.PeftConfig] = {
     "lora-layers": peft.LoraConfig(**LORA, target_modules=["gate_proj", "o_proj"], layers_to_transform=[1]),
     "lora-alora": peft.LoraConfig(**LORA, target_modules="all-linear", alora_invocation_tokens=[13, 200]),
     "lora-exclude": peft.LoraConfig(**LORA, target_modules=["q_proj", "up_proj"], exclude_modules=r".*layers\.0\..*"),
-    "alora": peft.LoraConfig(**LORA, target_modules=["q_proj", "v_proj"], alora_invocation_tokens=[40, 41]),
     "lora-bias": peft.LoraConfig(**LORA, target_modules=["q_proj", "down_proj"], lora_bias=True),
     "lora-head-and-embedding": peft.LoraConfig(**LORA, target_modules=["lm_head", "embed_tokens", "o_proj"]),
     "lora-saved": peft.LoraConfig(**LORA, target_modules=["q_proj"], modules_to_save=["lm_head", "embed_tokens"]),
