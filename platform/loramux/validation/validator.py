@@ -102,6 +102,7 @@ def _parity_stage(settings: Settings, base: BaseDescription) -> Stage:
         model_dir=settings.model.path,
         base=base,
         adapters=settings.adapters,
+        memory_bytes=allowed.parity_memory_bytes,
         whole_model_bytes=allowed.parity_model_bytes,
     )
     limits = JobLimits(allowed.parity_memory_bytes, allowed.parity_cpu_seconds, allowed.wall_seconds)

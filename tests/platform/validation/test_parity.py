@@ -35,10 +35,14 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
     return zoo
 
 
-def setup_of(zoo: Zoo, whole_model_bytes: int) -> ParitySetup:
+def setup_of(zoo: Zoo, whole_model_bytes: int, memory_bytes: int = 1 << 30) -> ParitySetup:
     base = describe_base(zoo.base)
     return ParitySetup(
-        model_dir=str(zoo.base), base=base, adapters=AdapterLimits(max_rank=64), whole_model_bytes=whole_model_bytes
+        model_dir=str(zoo.base),
+        base=base,
+        adapters=AdapterLimits(max_rank=64),
+        memory_bytes=memory_bytes,
+        whole_model_bytes=whole_model_bytes,
     )
 
 
@@ -97,6 +101,15 @@ def test_a_base_that_is_large_is_compared_by_layers_alone(zoo: Zoo) -> None:
     report = report_on(Comparison.over(setup_of(zoo, 0)), zoo.adapters / "patterns")
     assert outcomes(report) == {"parity_of_layers": "passed", "parity_of_tokens": "not_run"}
     assert "too large" in report.checks[1].detail
+
+
+def test_linears_that_would_not_fit_are_left_out_and_counted(zoo: Zoo) -> None:
+    a_square = 3 * 4 * 64 * 64
+    some = report_on(Comparison.over(setup_of(zoo, 0, a_square)), zoo.adapters / "patterns").checks[0]
+    assert (some.outcome, some.figures["linears"]) == ("passed", 3)
+    assert "3 of 6 linears" in some.detail
+    none = report_on(Comparison.over(setup_of(zoo, 0, a_square - 1)), zoo.adapters / "patterns").checks[0]
+    assert (none.outcome, "parity_memory_bytes" in none.detail) == ("not_run", True)
 
 
 def wrongly_scaled(weights: AdapterWeights) -> AdapterWeights:

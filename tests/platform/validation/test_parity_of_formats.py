@@ -30,7 +30,13 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> FormatZoo:
 def comparison(zoo: FormatZoo) -> Comparison:
     base = describe_base(zoo.base)
     return Comparison.over(
-        ParitySetup(model_dir=str(zoo.base), base=base, adapters=AdapterLimits(), whole_model_bytes=1 << 30)
+        ParitySetup(
+            model_dir=str(zoo.base),
+            base=base,
+            adapters=AdapterLimits(),
+            memory_bytes=1 << 30,
+            whole_model_bytes=1 << 30,
+        )
     )
 
 

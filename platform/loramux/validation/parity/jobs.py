@@ -15,6 +15,8 @@ class ParitySetup(msgspec.Struct, frozen=True, kw_only=True):
     base: BaseDescription
     adapters: AdapterLimits
     """What the server takes."""
+    memory_bytes: int
+    """That a job may use."""
     whole_model_bytes: int
     """Bases up to so many bytes of float32 weights are run whole."""
 

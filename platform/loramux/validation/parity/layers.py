@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import peft
@@ -16,6 +17,7 @@ from loramux.validation.parity.jobs import ParityJob, ParitySetup
 from loramux.validation.parity.verdict import OUTPUTS_NOT_FINITE, PARITY_FAILED, Fault, NotRun, Verdict, compare_outputs
 from loramux_adapters import WEIGHTS_NAME, AdapterPlan, BaseDescription, SafetensorsHeader, plan_adapter, read_header
 from loramux_adapters.bank import AdapterBank, Site
+from loramux_adapters.base import input_of
 from loramux_adapters.base_weights import BaseWeights, fit_to_base
 from loramux_adapters.layout import lay_out
 from loramux_adapters.linear import install_linears
@@ -30,23 +32,66 @@ ROWS = 5
 BASE_ROWS = 2
 """Behind those of the adapter, which must leave them alone."""
 PAGE_TILES = 4
+COPIES = 3
+
+
+class Measured(NamedTuple):
+    """How one linear did; the first two in units of what is allowed."""
+
+    apart: float
+    """PEFT's output and ours, of rows with the adapter."""
+    beside: float
+    """Ours and the base's, of rows without it."""
+    contribution: float
+    """The adapter's largest, of the base's largest."""
+    finite: bool
 
 
 def compare_layers(setup: ParitySetup, job: ParityJob) -> Verdict | NotRun:
-    """Compare every adapted linear of the first, the middle and the last layer that the adapter touches."""
+    """Compare every adapted linear of the first, the middle and the last layer that the adapter touches.
+
+    Memory: linears that read the same input are together in it, and no others.
+    """
     header = read_header(Path(job.served) / WEIGHTS_NAME)
     plan = plan_adapter(read_config(Path(job.served)), header, setup.base, job.limits)
-    linears = {name: read_linear(setup.model_dir, name) for name in _sampled(plan, setup.base)}
-    found = {name: linear for name, linear in linears.items() if linear is not None}
-    if not linears:
+    sampled = _sampled(plan, setup.base)
+    if not sampled:
         return NotRun("the adapter changes no linear of a layer")
-    if not found:
-        return NotRun("the checkpoint holds the sampled layers' weights under other names")
-    theirs = _peft_outputs(job.uploaded, found)
-    if isinstance(theirs, NotRun):
-        return theirs
-    weights = read_weights(Path(job.served) / WEIGHTS_NAME, _only(found, header), plan.on(found), torch.float32)
-    return _verdict(_our_outputs(weights, found), theirs, found)
+    measured: dict[str, Measured] = {}
+    for names in _together(sampled):
+        linears = {} if _too_large(names, setup) else _read(setup.model_dir, names)
+        if not linears:
+            continue
+        theirs = _peft_outputs(job.uploaded, linears)
+        if isinstance(theirs, NotRun):
+            return theirs
+        only = _only(linears, header)
+        weights = read_weights(Path(job.served) / WEIGHTS_NAME, only, plan.on(linears), torch.float32)
+        measured |= _measured(_our_outputs(weights, linears), theirs, linears)
+    if not measured:
+        return NotRun(
+            "the sampled linears are too large for validation.parity_memory_bytes, or the checkpoint holds them "
+            "under other names"
+        )
+    return _verdict(measured, len(sampled))
+
+
+def _together(names: Iterable[str]) -> Iterable[list[str]]:
+    by_input: dict[tuple[str, str], list[str]] = {}
+    for name in names:
+        by_input.setdefault(input_of(name), []).append(name)
+    return by_input.values()
+
+
+def _too_large(names: Iterable[str], setup: ParitySetup) -> bool:
+    """Whether they might not fit: as they are saved, in float32, and packed to be served."""
+    shapes = [setup.base.modules[name] for name in names]
+    return COPIES * sum(4 * shape.in_features * shape.out_features for shape in shapes) > setup.memory_bytes
+
+
+def _read(model_dir: str, names: Iterable[str]) -> dict[str, nn.Linear]:
+    linears = {name: read_linear(model_dir, name) for name in names}
+    return {name: linear for name, linear in linears.items() if linear is not None}
 
 
 def _sampled(plan: AdapterPlan, base: BaseDescription) -> list[str]:
@@ -103,27 +148,38 @@ def _our_outputs(weights: AdapterWeights, linears: Mapping[str, nn.Linear]) -> d
         return {name: model.get_submodule(name)(_inputs(linear)) for name, linear in linears.items()}
 
 
-def _verdict(
+@torch.inference_mode()
+def _measured(
     ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], linears: Mapping[str, nn.Linear]
-) -> Verdict:
-    method = f"{len(ours)} linears of sampled layers against PEFT's, in float32"
-    base = {name: linear(_inputs(linear)).detach() for name, linear in linears.items()}
-    if nowhere := next((name for name, y in theirs.items() if not torch.isfinite(y).all()), None):
+) -> dict[str, Measured]:
+    measured = {}
+    for name, linear in linears.items():
+        y, reference, base = ours[name], theirs[name], linear(_inputs(linear))
+        measured[name] = Measured(
+            apart=compare_outputs(y[:ROWS], reference[:ROWS], base[:ROWS]),
+            beside=compare_outputs(y[ROWS:], base[ROWS:], base[ROWS:]),
+            contribution=float((reference - base).abs().max() / base.abs().max()),
+            finite=bool(torch.isfinite(reference).all()),
+        )
+    return measured
+
+
+def _verdict(measured: Mapping[str, Measured], sampled: int) -> Verdict:
+    method = f"{len(measured)} of {sampled} linears of sampled layers against PEFT's, in float32"
+    if nowhere := next((name for name, one in measured.items() if not one.finite), None):
         return Verdict(method, {}, Fault(OUTPUTS_NOT_FINITE, f"PEFT's own {nowhere} gives NaN or infinity"))
-    apart = {name: compare_outputs(y[:ROWS], theirs[name][:ROWS], base[name][:ROWS]) for name, y in ours.items()}
-    worst = max(apart, key=lambda name: apart[name])
-    beside = max(compare_outputs(y[ROWS:], base[name][ROWS:], base[name][ROWS:]) for name, y in ours.items())
-    contribution = max(float((y - base[name]).abs().max() / base[name].abs().max()) for name, y in theirs.items())
+    worst = max(measured, key=lambda name: measured[name].apart)
+    apart, beside = measured[worst].apart, max(one.beside for one in measured.values())
     figures = {
-        "linears": float(len(apart)),
-        "largest_error": apart[worst],
+        "linears": float(len(measured)),
+        "largest_error": apart,
         "largest_error_of_base_rows": beside,
-        "largest_contribution": contribution,
+        "largest_contribution": max(one.contribution for one in measured.values()),
     }
-    if apart[worst] <= 1 and beside <= 1:
+    if apart <= 1 and beside <= 1:
         return Verdict(method, figures)
     sentence = (
-        f"the output of {worst} is {apart[worst]:.3g} times as far from PEFT's as rounding explains, and that of rows "
+        f"the output of {worst} is {apart:.3g} times as far from PEFT's as rounding explains, and that of rows "
         f"without an adapter {beside:.3g} times"
     )
     return Verdict(method, figures, Fault(PARITY_FAILED, sentence))
