@@ -5,7 +5,7 @@ from loramux.exports.delivery import Delivery, Sink
 from loramux.exports.errors import ExportError
 from loramux.exports.files import FORMATS, ExportedFile, write_table
 from loramux.exports.focus import FOCUS_COLUMNS, focus_rows
-from loramux.exports.invoices import INVOICE_FORMATS, InvoiceFormat, write_invoice
+from loramux.exports.invoices import InvoiceFormat, write_invoice
 from loramux.exports.ledger import LEDGER_COLUMNS, ledger_pages
 from loramux.exports.sinks import make_sink
 from loramux.exports.webhook_sink import WebhookSink
@@ -14,7 +14,6 @@ from loramux.records.sinks import Parked
 __all__ = [
     "FOCUS_COLUMNS",
     "FORMATS",
-    "INVOICE_FORMATS",
     "LEDGER_COLUMNS",
     "AlertDelivery",
     "Delivery",

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from loramux.billing import Invoice, document
 from loramux.exports.html import invoice_html
 from loramux.settings import BillingSettings
 
 InvoiceFormat = Literal["json", "html", "pdf"]
-INVOICE_FORMATS: tuple[InvoiceFormat, ...] = get_args(InvoiceFormat)
 
 
 def write_invoice(invoice: Invoice, kind: InvoiceFormat, settings: BillingSettings) -> bytes:

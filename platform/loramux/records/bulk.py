@@ -42,7 +42,7 @@ async def _insert(
         document = msgspec.json.encode(rows).decode()
         result = await connection.exec_driver_sql(_records(model, names, conflict), (document,))
     else:
-        values = [tuple(row.values()) for row in rows]
+        values = [tuple(map(row.__getitem__, names)) for row in rows]
         result = await connection.exec_driver_sql(_placeholders(model, names, conflict), values)
     return result.rowcount
 
