@@ -146,12 +146,12 @@ class Retiring:
         async def act(turn: Turn) -> None:
             purge_at = self._purge_at(turn.now, None)
             if one.number is None:
-                if turn.adapter.expires_at is not None and turn.adapter.expires_at <= turn.now:
+                if _is_over(turn.adapter.expires_at, turn.now):
                     await self._delete(turn, "adapter.expire", purge_at)
                 return
             revision = await turn.adapters.revision(turn.adapter.id, one.number)
-            if revision is None or revision.expires_at is None or revision.expires_at > turn.now:
-                return
+            if revision is None or revision.deleted_at is not None or not _is_over(revision.expires_at, turn.now):
+                return  # its owner was quicker
             if await _leave_aliases(turn, revision):
                 await self._delete_revision(turn, revision, "revision.expire", None)
             else:
@@ -191,6 +191,10 @@ def check_ttl(ttl: int | None) -> None:
 
 def _moment(now: int, ttl: int | None) -> int | None:
     return None if ttl is None else now + ttl * SECOND
+
+
+def _is_over(expires_at: int | None, now: int) -> bool:
+    return expires_at is not None and expires_at <= now
 
 
 async def _leave_aliases(turn: Turn, revision: RevisionRow) -> bool:
