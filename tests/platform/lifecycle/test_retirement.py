@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 from shelf import Shelf, digest_of, weights
 
-from loramux.records import Principal
+from loramux.records import Database, Principal
 from loramux.registry import (
     AdapterNotFound,
     ChangeConflict,
     InvalidChange,
     ModelNotFound,
     PartNotFound,
+    TooManyAdapters,
 )
 
 pytestmark = pytest.mark.anyio
@@ -134,3 +135,13 @@ async def test_aliases_go_on_without_a_revision_that_deletes_itself(shelf: Shelf
     assert await shelf.registry.retiring.expire() == 2
     with pytest.raises(AdapterNotFound):
         await shelf.registry.reading.get(acme, "bot")
+
+
+async def test_an_adapter_has_so_many_revisions_and_deleting_makes_room(database: Database, acme: Principal) -> None:
+    shelf = Shelf(database, max_revisions=2)
+    await shelf.push(acme, "bot", 1, 2)
+    with pytest.raises(TooManyAdapters, match=r"`bot` has 2 revisions.*max_revisions") as refusal:
+        await shelf.registry.intake.demand_place(acme, "bot")
+    assert (refusal.value.code, refusal.value.field) == ("too_many_revisions", "name")
+    await shelf.registry.retiring.delete_revision(acme, "bot", 1)
+    assert await shelf.registry.intake.demand_place(acme, "acme/bot") == "bot"
