@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ANSWERED_BY_THE_DEVICE = frozenset(
-    ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive")
+    ("_local_scalar_dense", "bincount", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive")
 )
 """Operators that make the host wait for a value, or for a shape that depends on one."""
 

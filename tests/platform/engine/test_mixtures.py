@@ -14,6 +14,7 @@ import torch
 from formats import FormatZoo
 from zoo import Asked, serve
 
+from loramux.engine.graphs import questions_of
 from loramux.settings import ModelSettings, Settings
 from loramux.validation import Validator
 from loramux_adapters import CONFIG_NAME, AdapterRejected, Limits, describe_base, validate_adapter
@@ -136,3 +137,7 @@ def test_rows_go_by_expert_and_adapter() -> None:
     assert runs.rows.tolist() == [0, 1, 2, 3, 5, 6, 8, 9]
     assert list(zip(runs.experts, runs.slots, strict=True)) == [(0, 7), (0, 2), (2, 7), (3, 7), (3, 2)]
     assert runs.cu_seqlens == (0, 3, 4, 6, 7, 8)
+
+
+def test_no_graph_is_made_of_a_step_that_finds_experts_rows() -> None:
+    assert questions_of(lambda: Routing.of(torch.tensor([[0, 2]]), num_experts=4).order) == {"bincount"}
