@@ -61,11 +61,6 @@ class Objects:
             for data in self.read(name):
                 file.write(data)
 
-    def size(self, name: str) -> int:
-        """The object's bytes. Raises FileNotFoundError."""
-        with _told():
-            return obstore.head(self._store, name)["size"]
-
     def names(self, prefix: str) -> list[str]:
         """The objects under `prefix/`."""
         with _told():

@@ -9,7 +9,7 @@ from loramux.records.uploads import UPLOADING, Piece, Upload, UploadFile, Upload
 from loramux.registry.threads import finished
 from loramux.settings import UploadSettings
 from loramux.storage import BlobStore
-from loramux.uploads.errors import InvalidUpload, UploadClosed, WrongOffset
+from loramux.uploads.errors import InvalidUpload, UploadClosed, UploadError, WrongOffset
 from loramux.uploads.pieces import PIECE_BYTES, most_pieces, new_object
 from loramux.uploads.sessions import SECOND, visible
 
@@ -50,7 +50,6 @@ class Reception:
     async def _keep(self, principal: Principal, id: str, file: UploadFile, data: bytes) -> UploadFile:
         piece = Piece(file=file.name, start=file.received, size=len(data), object=new_object(id))
         await finished(self._objects.put, piece.object, data)
-        kept = False
         try:
             async with self._database.begin() as session:
                 uploads = UploadRepository(session, principal.tenant)
@@ -62,10 +61,9 @@ class Reception:
                         file.name,
                     )
                 await uploads.add_piece(id, piece, self._database.now() + self._settings.session_seconds * SECOND)
-            kept = True
-        finally:
-            if not kept:
-                await finished(self._objects.delete, [piece.object])
+        except UploadError:  # after any other error the row may be there all the same
+            await finished(self._objects.delete, [piece.object])
+            raise
         return UploadFile(name=now.name, size=now.size, sha256=now.sha256, received=piece.start + piece.size)
 
 
