@@ -219,3 +219,17 @@ def test_whatever_the_quotas_everybody_is_answered(
     assert len(house.finished) == len(sizes)
     for i, (_, output) in enumerate(sizes):
         assert house.finished[f"r{i}"] == "error" or house.generated[f"r{i}"] == output
+
+
+def test_two_that_outgrow_what_they_were_expected_to_take_do_not_displace_each_other_for_ever() -> None:
+    """Short answers were learned, so each asks for no more than its tenant is guaranteed, and soon holds far more."""
+    house = House(25, block_size=4, max_num_seqs=2, max_tokens=16, policy=Policy(tenant_guaranteed_pages=0.3, tau=0.0))
+    for number in range(8):
+        for tenant in ("t", "u"):
+            house.submit(f"{tenant}{number}", prompt=4, output=1, tenant=tenant)
+    house.run()
+    for tenant in ("t", "u"):
+        house.submit(tenant, prompt=20, output=40, tenant=tenant)
+    house.run()
+    assert house.scheduler.num_preemptions > 0
+    assert (house.generated["t"], house.generated["u"]) == (40, 40)
