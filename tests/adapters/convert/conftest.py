@@ -8,6 +8,8 @@ import torch
 import transformers
 from tiny_peft import FAMILIES
 
+from loramux_adapters import BaseDescription, describe_base
+
 
 @pytest.fixture(scope="session")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -16,3 +18,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES["llama"])).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def described(base: Path) -> BaseDescription:
+    return describe_base(base)

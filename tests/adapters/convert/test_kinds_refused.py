@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from other_kinds import make_kind
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
-from loramux_adapters import AdapterRejected, BaseDescription, Limits, describe_base, validate_adapter
+from loramux_adapters import AdapterRejected, BaseDescription, Limits
 from loramux_adapters.config import parse_adapter_config
 from loramux_adapters.convert import FORMS, conversion, convert_adapter
 from loramux_adapters.convert.forms import known_fields
@@ -49,11 +48,6 @@ def test_every_field_that_a_converted_kind_has_in_peft_is_decided(kind: str) -> 
     if kind == "ADALORA":  # its other fields are LoRA's, most of which it cannot be trained with
         undecided -= set(peft.LoraConfig.__dataclass_fields__)
     assert undecided == set()
-
-
-@pytest.fixture(scope="session")
-def described(base: Path) -> BaseDescription:
-    return describe_base(base)
 
 
 @pytest.fixture(scope="session")
@@ -228,42 +222,3 @@ def test_any_configuration_ends_in_a_lora_or_a_refusal(
     (folder / "into").mkdir()
     with pytest.raises(AdapterRejected):
         convert_adapter(folder, folder / "into", described, Limits(max_rank=2))
-
-
-@pytest.mark.parametrize("init", ["pissa", "olora"])
-def test_the_call_that_refusals_name_restores_a_plain_lora(init: str, base: Path, described, tmp_path: Path) -> None:
-    config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=init)
-    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), config)
-    model.peft_config["default"].init_lora_weights = True
-    model.save_pretrained(tmp_path / "first")
-    model.peft_config["default"].init_lora_weights = init
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.add_(torch.randn_like(parameter) * 0.05)
-    model.save_pretrained(tmp_path / "trained")
-    with pytest.raises(AdapterRejected, match="path_initial_model_for_weight_conversion"):
-        validate_adapter(tmp_path / "trained", described, LIMITS)
-    model.save_pretrained(tmp_path / "plain", path_initial_model_for_weight_conversion=tmp_path / "first")
-    plan = validate_adapter(tmp_path / "plain", described, LIMITS)
-    assert {pair.rank for pair in plan.pairs} == {8}
-
-
-TO_LORA = {
-    "FOURIERFT": peft.FourierFTConfig(n_frequency=20, target_modules=["q_proj"]),
-    "PSOFT": peft.PsoftConfig(r=4, target_modules=["q_proj"]),
-    "TINYLORA": peft.TinyLoraConfig(r=4, target_modules=["q_proj"]),
-    "UNILORA": peft.UniLoraConfig(r=4, target_modules=["q_proj"]),
-    "WAVEFT": peft.WaveFTConfig(n_frequency=20, target_modules=["q_proj"]),
-}
-
-
-def test_the_kinds_that_are_sent_to_save_as_lora_are_these() -> None:
-    assert {kind for kind, refusal in KINDS.items() if "save_as_lora" in refusal.way_out} == set(TO_LORA)
-
-
-@pytest.mark.parametrize("kind", TO_LORA)
-def test_save_as_lora_makes_what_is_taken(kind: str, base: Path, described, tmp_path: Path) -> None:
-    model = make_kind(base, tmp_path / "other", TO_LORA[kind])
-    peft.save_as_lora(tmp_path / "lora", model, rank=8)
-    assert {pair.rank for pair in validate_adapter(tmp_path / "lora", described, LIMITS).pairs} == {8}
