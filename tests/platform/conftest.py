@@ -15,7 +15,7 @@ import sqlalchemy as sa
 from s3_server import S3, s3_server
 
 from loramux.records import Database, Principal, migrate
-from loramux.records.database import parse_url
+from loramux.records.database import Clock, parse_url, unix_microseconds
 from loramux.tenants import Tenants
 
 PEPPER = b"p" * 32
@@ -131,8 +131,14 @@ def empty_url(backend: str, request: pytest.FixtureRequest, tmp_path: Path) -> I
 
 
 @pytest.fixture
-async def database(url: str, anyio_backend: str) -> AsyncIterator[Database]:
-    database = Database(url)
+def clock() -> Clock:
+    """What the database's times come from; tests of longer spans have one of their own."""
+    return unix_microseconds
+
+
+@pytest.fixture
+async def database(url: str, clock: Clock, anyio_backend: str) -> AsyncIterator[Database]:
+    database = Database(url, clock=clock)
     yield database
     await database.close()
 

@@ -40,13 +40,6 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-async def database(url: str, clock: Clock, anyio_backend: str) -> AsyncIterator[Database]:
-    database = Database(url, clock=clock)
-    yield database
-    await database.close()
-
-
-@pytest.fixture
 async def usage(database: Database) -> AsyncIterator[Usage]:
     usage = Usage(database)
     await usage.start()

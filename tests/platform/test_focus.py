@@ -31,13 +31,6 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-async def database(url: str, clock: Clock, anyio_backend: str) -> AsyncIterator[Database]:
-    database = Database(url, clock=clock)
-    yield database
-    await database.close()
-
-
-@pytest.fixture
 async def acme(
     database: Database, enrol: Callable[[str], Awaitable[Principal]], clock: Clock, tmp_path: Path
 ) -> Principal:

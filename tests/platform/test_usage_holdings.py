@@ -1,7 +1,7 @@
 """Storage and residency on the bill: every second of every revision and every pin, once."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 
 import pytest
 from billed import DAY, NOVEMBER, SECOND, Clock
@@ -24,13 +24,6 @@ DAYS = DAY * SECOND
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
-
-
-@pytest.fixture
-async def database(url: str, clock: Clock, anyio_backend: str) -> AsyncIterator[Database]:
-    database = Database(url, clock=clock)
-    yield database
-    await database.close()
 
 
 @pytest.fixture
