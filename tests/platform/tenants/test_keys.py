@@ -35,9 +35,8 @@ class Clock:
 
 
 @pytest.fixture
-def clock(database: Database) -> Clock:
-    database.now = Clock()
-    return database.now
+def clock() -> Clock:
+    return Clock()
 
 
 async def test_a_key_belongs_to_a_project(tenants: Tenants) -> None:
