@@ -76,7 +76,7 @@ def test_an_error_of_our_own_tells_its_id_and_nothing_else(site: Site, monkeypat
     async def broken(principal: object) -> None:
         raise RuntimeError("secret detail")
 
-    monkeypatch.setattr(site.server.app.state.platform.adapters, "all", broken)
+    monkeypatch.setattr(site.server.app.state.platform.adapters.reading, "all", broken)
     with site.http(x_request_id="find-me") as client:
         answer = client.get("/v1/adapters")
     assert answer.status_code == 500

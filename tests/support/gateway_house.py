@@ -46,7 +46,7 @@ class House(SimpleNamespace):
 class AnyName:
     """A registry in which every name with a slash is a revision, and every other the base."""
 
-    async def resolve(self, principal: object, model: str) -> ResolvedModel:
+    async def resolve(self, principal: object, model: str, caller: str) -> ResolvedModel:
         revision = SimpleNamespace(digest="d1", directory="/d1") if "/" in model else None
         return ResolvedModel(name=model, base_model="tiny", revision=revision)
 
