@@ -109,16 +109,21 @@ def test_a_revision_that_is_not_promoted_is_there_by_its_number(
     assert asked == {"acme/upper": "acme/upper@1", "acme/upper@2": "acme/upper@2"}
 
 
+def cut_off(site: Site, path: str, data: bytes, sent: int) -> None:
+    """Announce all of `data`, send some of it, and leave."""
+    head = (
+        f"PUT {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {site.keys['acme']}\r\n"
+        f"Content-Length: {len(data)}\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", int(site.url.rsplit(":", 1)[1]))) as connection:
+        connection.sendall(head.encode() + data[:sent])
+        time.sleep(0.5)  # uvicorn throws away what its application has not read by the time that the client leaves
+
+
 def test_what_was_cut_off_goes_on_where_it_ended(site: Site, client: httpx.Client, adapter: Path) -> None:
     files = contents(adapter)
     upload = open_upload(client, files)
-    path = f"/v1/uploads/{upload['id']}/files/{WEIGHTS}"
-    with socket.create_connection(("127.0.0.1", int(site.url.rsplit(":", 1)[1]))) as connection:
-        head = (
-            f"PUT {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {site.keys['acme']}\r\n"
-            f"Content-Length: {len(files[WEIGHTS])}\r\n\r\n"
-        )
-        connection.sendall(head.encode() + files[WEIGHTS][:3000])
+    cut_off(site, f"/v1/uploads/{upload['id']}/files/{WEIGHTS}", files[WEIGHTS], 3000)
     received = 0
     for _ in range(200):
         state = client.get(f"/v1/uploads/{upload['id']}").json()
