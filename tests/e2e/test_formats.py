@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ import peft
 import pytest
 import torch
 import transformers
-from format_matrix import REFUSED, SERVED
+from format_matrix import REFUSED, SERVED, SERVED_ON_MIXTURES
 from other_kinds import make_kind
 from server_process import Place, served
+from tiny_base import byte_tokenizer
+from zoo import Zoo
 
 from loramux_adapters.refusals import KINDS
 
@@ -62,22 +65,30 @@ def greedy(model: torch.nn.Module, prompt: int) -> list[int]:
     return model.generate(input_ids=ids, **keywords)[0, ids.shape[1] :].tolist()
 
 
-@pytest.fixture(scope="module")
-def house(base_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    place = Place(tmp_path_factory.mktemp("house"), base_dir).furnish()
-    key, folder = place.key_of("acme"), tmp_path_factory.mktemp("formats")
+@contextmanager
+def house_with(base_dir: Path, formats: Mapping[str, peft.PeftConfig], folder: Path) -> Iterator[House]:
+    """A server of that base with an adapter of each format."""
+    (folder / "house").mkdir()
+    place = Place(folder / "house", base_dir).furnish()
+    key = place.key_of("acme")
     base = transformers.AutoModelForCausalLM.from_pretrained(base_dir, dtype=torch.float32).eval()
     wanted = {("tiny", number): greedy(base, number) for number in range(len(PROMPTS))}
-    for name, config in SERVED.items():
+    for name, config in formats.items():
         model = make_kind(base_dir, folder / name, copy.deepcopy(config))
         wanted |= {(name, number): greedy(model, number) for number in range(len(PROMPTS))}
     with served(place) as server, server.http(key) as http:
         made = {}
-        for name in SERVED:
+        for name in formats:
             response = upload(http, name, folder / name)
             assert response.status_code == 201, response.text
             made[name] = response.json()
         yield House(http, made, wanted)
+
+
+@pytest.fixture(scope="module")
+def house(base_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    with house_with(base_dir, SERVED, tmp_path_factory.mktemp("formats")) as found:
+        yield found
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -87,11 +98,25 @@ def test_alone_it_answers_as_peft_does(house: House, name: str) -> None:
     assert any(house.wanted[name, number] != house.wanted["tiny", number] for number in range(len(PROMPTS)))
 
 
-def test_all_together_they_answer_as_peft_does(house: House) -> None:
+def ask_all(house: House) -> dict[tuple[str, int], list[int]]:
+    """Every model's answer to every prompt, asked at the same time."""
     asked = list(house.wanted)
     with ThreadPoolExecutor(len(asked)) as pool:
-        got = dict(zip(asked, pool.map(lambda one: house.ask(*one), asked), strict=True))
-    assert got == house.wanted
+        return dict(zip(asked, pool.map(lambda one: house.ask(*one), asked), strict=True))
+
+
+def test_all_together_they_answer_as_peft_does(house: House) -> None:
+    assert ask_all(house) == house.wanted
+
+
+@pytest.mark.parametrize("family", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
+def test_on_mixtures_of_experts_too_alone_and_all_together(family: str, tmp_path: Path) -> None:
+    base = Zoo(family, tmp_path, vocab_size=260).base
+    byte_tokenizer().save_pretrained(base)
+    with house_with(base, SERVED_ON_MIXTURES, tmp_path) as house:
+        assert {one: house.ask(*one) for one in house.wanted} == house.wanted
+        assert ask_all(house) == house.wanted
+    assert len({str([house.wanted[name, n] for n in range(len(PROMPTS))]) for name, _ in house.wanted}) == 4
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -34,6 +34,17 @@ SERVED: dict[str, peft.PeftConfig] = {
     **{name: config for name, config in KINDS.items() if " " not in name},
 }
 
+_EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+SERVED_ON_MIXTURES: dict[str, peft.PeftConfig] = {
+    "all-linear": peft.LoraConfig(**LORA, target_modules="all-linear"),
+    "experts": peft.LoraConfig(**LORA, target_modules=[], target_parameters=_EXPERTS),
+    "experts-and-attention": peft.LoraConfig(
+        **LORA, target_modules=["q_proj", "o_proj"], target_parameters=_EXPERTS, rank_pattern={"down_proj": 3}
+    ),
+}
+"""The same for bases whose MLP is a mixture of experts."""
+
 _ON = {"r": 4, "target_modules": ["q_proj"]}
 
 REFUSED: dict[str, tuple[peft.PeftConfig, str]] = {
