@@ -12,6 +12,15 @@ from tiny_base import make_base
 
 from loramux_api.app import create_app
 
+ON_THE_WIRE = {
+    "test_adapters",
+    "test_openai_client",
+    "test_operations",
+    "test_refusals",
+    "test_streams",
+    "test_uploads",
+}
+
 
 @pytest.fixture(scope="session")
 def base_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -25,11 +34,18 @@ def issuer() -> Iterator[Issuer]:
     issuer.close()
 
 
-@pytest.fixture(scope="session", params=["granian", "uvicorn"])
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """On the server that is shipped; what lies between HTTP and the application, on another one too."""
+    if "site" in metafunc.fixturenames:
+        servers = ["granian", "uvicorn"] if metafunc.module.__name__.rpartition(".")[2] in ON_THE_WIRE else ["granian"]
+        metafunc.parametrize("site", servers, indirect=True, scope="session")
+
+
+@pytest.fixture(scope="session")
 def site(
     request: pytest.FixtureRequest, base_dir: Path, issuer: Issuer, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Site]:
-    """Both servers: everything that is seen on the wire is tested on each."""
+    """The application with an engine that answers by a script, and keys for everybody."""
     settings = make_settings(base_dir, tmp_path_factory.mktemp("site"), [issuer.url])
     engine = ScriptedEngine()
     keys = make_keys(settings)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 import transformers
 from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
@@ -29,7 +30,7 @@ def byte_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> transformers.Pr
 
 
 def make_base(folder: Path, chat_template: str | None = CHAT_TEMPLATE, context: int = 256) -> Path:
-    """config.json and tokenizer of a two-layer Llama; its weights too, random."""
+    """config.json and tokenizer of a two-layer Llama; its weights too, random, and the same every time."""
     config = transformers.LlamaConfig(
         vocab_size=260,
         hidden_size=32,
@@ -41,6 +42,8 @@ def make_base(folder: Path, chat_template: str | None = CHAT_TEMPLATE, context: 
         bos_token_id=257,
         eos_token_id=256,
     )
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        transformers.LlamaForCausalLM(config).save_pretrained(folder)
     byte_tokenizer(chat_template).save_pretrained(folder)
     return folder
