@@ -144,15 +144,7 @@ async def open_platform(settings: Settings, engine: EngineClient | None = None) 
         trim_cache = partial(registry.contents.trim_cache, settings.records.cache_bytes)
         await stack.enter_async_context(every(CACHE_SECONDS, trim_cache))
         await stack.enter_async_context(every(HOUSE_SECONDS, adapters.keep_house))
-        sinks = await open_sinks(settings, stack)
-        if listening := [sink for sink in sinks if isinstance(sink, WebhookSink)]:
-            await stack.enter_async_context(every(DELIVERY_SECONDS, AlertDelivery(database, listening).run))
-        client = await stack.enter_async_context(webhook_client(settings.webhooks))
-        webhooks = Webhooks(database, client, _pepper(settings), settings.webhooks)
-        await stack.enter_async_context(every(FORGET_SECONDS, webhooks.courier.forget))
-        await stack.enter_async_context(every(WEBHOOK_SECONDS, webhooks.courier.run))
-        for sink in sinks:
-            await stack.enter_async_context(every(DELIVERY_SECONDS, partial(Delivery(database).run, sink)))
+        webhooks = await _tell_others(settings, database, stack)
         yield Platform(
             settings=settings,
             started_at=int(time.time()),
@@ -166,6 +158,20 @@ async def open_platform(settings: Settings, engine: EngineClient | None = None) 
             webhooks=webhooks,
             local_folders=LocalFolders(adapters, settings.adapters.local_root),
         )
+
+
+async def _tell_others(settings: Settings, database: records.Database, stack: AsyncExitStack) -> Webhooks:
+    """Deliver usage and alerts to the operator's sinks, and events to the tenants' own webhooks, until `stack` ends."""
+    sinks = await open_sinks(settings, stack)
+    if listening := [sink for sink in sinks if isinstance(sink, WebhookSink)]:
+        await stack.enter_async_context(every(DELIVERY_SECONDS, AlertDelivery(database, listening).run))
+    for sink in sinks:
+        await stack.enter_async_context(every(DELIVERY_SECONDS, partial(Delivery(database).run, sink)))
+    client = await stack.enter_async_context(webhook_client(settings.webhooks))
+    webhooks = Webhooks(database, client, _pepper(settings), settings.webhooks)
+    await stack.enter_async_context(every(FORGET_SECONDS, webhooks.courier.forget))
+    await stack.enter_async_context(every(WEBHOOK_SECONDS, webhooks.courier.run))
+    return webhooks
 
 
 def _open_blobs(settings: RecordsSettings) -> BlobStore:
