@@ -4,13 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: demo test test-slow lint format bench clean
+.PHONY: simulate demo test test-slow lint format docs bench clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-demo: $(VENV)/.run  ## start the real server and drive five adapters and the base through it (ARGS="--once --json")
+demo: $(VENV)/.run  ## start the real server, and send requests to five adapters and the base model (ARGS="--once --json")
 	@$(BIN)/loramux demo $(ARGS)
 
 test: $(VENV)/.dev  ## every test but the slow ones, on every core
@@ -19,16 +19,22 @@ test: $(VENV)/.dev  ## every test but the slow ones, on every core
 test-slow: $(VENV)/.dev  ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
+simulate: $(VENV)/.dev  ## the whole server on a virtual clock, many seeds (ARGS="0:100000 --jobs 2", ARGS=42 for one)
+	@PYTHONPATH=tests/support $(BIN)/python -m simulation $(if $(ARGS),$(ARGS),0:2000)
+
 lint: $(VENV)/.dev  ## ruff, mypy --strict and the layer rules
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
 
-format: $(VENV)/.dev  ## let ruff lay out the code
+format: $(VENV)/.dev  ## format the code
 	$(BIN)/ruff format . && $(BIN)/ruff check --fix .
+
+docs: $(VENV)/.dev  ## the documentation site, in build/site
+	$(BIN)/python -m loramux_api.reference docs && $(BIN)/zensical build --clean --strict
 
 bench: $(VENV)/.dev  ## ours against PEFT, in one run, with ratios and a plot
 	$(BIN)/python benchmarks/compare.py $(ARGS)
 
-clean:  ## forget the virtual environment
+clean:  ## remove the virtual environment
 	rm -rf $(VENV)
 
 # Output goes to stderr, so that `make -s demo ARGS="--once --json"` prints one JSON document and nothing else.
@@ -37,12 +43,12 @@ $(VENV)/.pip: scripts/check_python.sh
 	@$(PYTHON) -m venv $(VENV) >&2
 	@touch $@
 
-$(VENV)/.run: $(VENV)/.pip pyproject.toml
+$(VENV)/.run: $(VENV)/.pip pyproject.toml client/pyproject.toml
 	@echo "loramux: installing into $(VENV) (the first time takes a few minutes)" >&2
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e . >&2
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ./client -e ".[demo]" >&2
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run
 	@echo "loramux: installing the test and lint tools into $(VENV)" >&2
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]" >&2
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ./client -e ".[dev]" >&2
 	@touch $@

@@ -1,4 +1,4 @@
-"""How requests arrive, how long they are and whom they ask: the distributions of the literature."""
+"""Arrivals, lengths and adapters of requests: the distributions of the literature."""
 
 from __future__ import annotations
 

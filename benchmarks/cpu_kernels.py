@@ -1,4 +1,4 @@
-"""What one step costs on this CPU, operator by operator: ours against the best that torch offers for the same work.
+"""Cost of one step on this CPU, operator by operator: ours against the best that torch offers for the same work.
 
     OMP_WAIT_POLICY=PASSIVE python benchmarks/cpu_kernels.py [--threads 2] [--dtype bfloat16] [--layers 24]
 
@@ -29,9 +29,9 @@ from loramux_kernels import (
     LoraTable,
     PackedLinear,
     Segments,
+    linear_formats,
     lora_expand,
     lora_shrink,
-    packed_linear,
     paged_attention,
     write_kv,
 )
@@ -81,9 +81,9 @@ def linears(dtype: torch.dtype, layers: int, rows: list[int], repeats: int) -> l
         for _ in range(layers)
         for width, outs in GROUPS
     ]
-    candidates = {"plain": [packed_linear._Plain(w, None) for w in weights]}
+    candidates = {"plain": [linear_formats.Plain(w, None) for w in weights]}
     if dtype == torch.bfloat16:
-        candidates["onednn"] = [packed_linear._OneDnn(w, None) for w in weights]
+        candidates["onednn"] = [linear_formats.OneDnn(w, None) for w in weights]
     candidates["ours"] = [PackedLinear(w, [None] * len(w)) for w in weights]
     total = sum(weight.nbytes for group in weights for weight in group)
     results = []

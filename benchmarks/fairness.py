@@ -117,7 +117,7 @@ async def _until(site: Site, happened: Callable[[Samples], bool]) -> Samples:
 
 
 async def shares(site: Site, in_flight: Mapping[str, int], units: float) -> list[float]:
-    """What the tenants received, over their weights, while all of them had requests waiting: `units` each at least."""
+    """Return service over weight of each tenant while all had requests waiting: `units` each at least."""
     crowds = [crowd(site, tenant, size) for tenant, size in in_flight.items()]
     async with crowds[0], crowds[1]:
         asked = sum(in_flight.values())

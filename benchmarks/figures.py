@@ -1,4 +1,4 @@
-"""What one drive of a workload comes to, as its clients saw it."""
+"""Figures of one drive of a workload, as its clients saw it."""
 
 from __future__ import annotations
 
@@ -69,6 +69,6 @@ def summarise(items: Sequence[Item], outcomes: Sequence[Outcome], wall_s: float)
 
 
 def same_answers(reference: Sequence[Outcome], answers: Sequence[Outcome]) -> int:
-    """How many answers are the reference's, token for token."""
+    """Count the answers that are the reference's, token for token."""
     expected = {o.id: o.token_ids for o in reference}
     return sum(expected.get(o.id) == o.token_ids for o in answers if o.error is None)

@@ -24,7 +24,7 @@ SAMPLE_SECONDS = 2.0
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True, tag="machine"):
-    """Where and with what a comparison ran."""
+    """The machine and the versions of a comparison."""
 
     date: str
     commit: str

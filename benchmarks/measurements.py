@@ -12,7 +12,7 @@ from workloads import Item
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """What is measured."""
+    """One cell of a comparison."""
 
     system: str
     model: str
@@ -24,7 +24,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Resources(msgspec.Struct, frozen=True, kw_only=True):
-    """What a window of time took from the machine."""
+    """Use of the machine in a window of time."""
 
     peak_pss_bytes: int
     """Proportional set size of the measured process tree: pages that processes share count once."""
@@ -35,7 +35,7 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
-    """What our engine counted in a window of time."""
+    """The engine's counters over a window of time."""
 
     steps: int
     adapter_bytes_read: int
@@ -43,7 +43,7 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Floor(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine's own steps say that a drive could have been."""
+    """The bound on a drive by the engine's own steps."""
 
     steps: int
     omega: float
@@ -59,7 +59,7 @@ class Drive(msgspec.Struct, frozen=True, kw_only=True):
     wall_s: float
     resources: Resources
     start_s: float
-    """How long the system took to start, its model loaded and ready to serve."""
+    """Seconds from start to a loaded model that serves."""
     counters: Counters | None = None
 
 
@@ -84,7 +84,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, tag="failure"):
 
 
 class Agreement(msgspec.Struct, frozen=True, kw_only=True, tag="agreement"):
-    """How many of a drive's answers are the same tokens as the reference's."""
+    """Count of a drive's answers with the same tokens as the reference's."""
 
     case: Case
     reference: str

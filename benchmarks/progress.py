@@ -1,4 +1,4 @@
-"""What a run says while it runs, on stderr; stdout is for results."""
+"""Progress of a run on stderr; stdout is for results."""
 
 from __future__ import annotations
 

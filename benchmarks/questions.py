@@ -1,4 +1,4 @@
-"""What a comparison was made to answer: ratios within one run, beside the targets they must reach."""
+"""Questions of a comparison: ratios within one run, beside the targets that they must reach."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from measurements import Measurement, Spread, paired, spread
 
 OURS, PEFT, VLLM, VLLM_WITHOUT_LORA = "loramux", "peft", "vllm", "vllm-without-lora"
 OVERHEAD_ALLOWANCE = 0.15
-"""How far measured LoRA overhead may lie above omega."""
+"""Limit of measured LoRA overhead above omega."""
 
 
 @dataclass(frozen=True)

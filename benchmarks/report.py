@@ -25,7 +25,7 @@ QUIET_CORES = 0.3
 
 @dataclass
 class Results:
-    """What one run of compare.py found."""
+    """The results of one run of compare.py."""
 
     machine: Machine | None = None
     measurements: list[Measurement] = field(default_factory=list)

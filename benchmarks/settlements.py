@@ -1,4 +1,4 @@
-"""How many requests a second get onto the bill: in groups, as the server does it, next to one by one.
+"""Requests settled a second: in groups, as the server does it, next to one by one.
 
     python benchmarks/settlements.py [--requests 20000] [--concurrent 2000] [--singles 300] [--rounds 3] [--limited]
 
@@ -24,8 +24,11 @@ import click
 from loramux.limits import Limits
 from loramux.records import Database, Principal, migrate
 from loramux.tenants import Tenants
-from loramux.usage import Counted, OpenedRequest, Settlement, Usage
+from loramux.units import TokenCounts
+from loramux.usage import OpenedRequest, Settlement, UsageService
 
+TOKENS = TokenCounts(prompt=400, cached=96, output=131)
+"""Of every request."""
 DATABASES = ("sqlite", "postgresql")
 
 
@@ -50,7 +53,7 @@ def database_url(kind: str, folder: Path) -> Iterator[str]:
 class Bench:
     """One tenant's requests, opened and settled."""
 
-    def __init__(self, usage: Usage, principal: Principal) -> None:
+    def __init__(self, usage: UsageService, principal: Principal) -> None:
         self._usage = usage
         self._principal = principal
         self._made = 0
@@ -79,7 +82,7 @@ class Bench:
         await self._usage.open(
             OpenedRequest(
                 id=id,
-                tenant=self._principal.tenant,
+                tenant_id=self._principal.tenant,
                 key_id=self._principal.key_id,
                 model="acme/support@3",
                 adapter_digest="sha256:" + "ab" * 32,
@@ -94,12 +97,10 @@ class Bench:
         await self._usage.settle(
             Settlement(
                 request_id=id,
-                input_tokens=400,
-                cached_tokens=96,
-                output_tokens=131,
+                ended_by="completion",
                 finish_reason="stop",
-                status="completed",
-                counted=Counted(prompt_tokens=400, cached_tokens=96, output_tokens=131),
+                delivered=TOKENS,
+                engine_count=TOKENS,
             )
         )
 
@@ -131,7 +132,7 @@ async def measure(
 ) -> dict[str, dict[str, float]]:
     """The median rates of both ways, and by how much groups are faster."""
     database = Database(url)
-    tenants, usage = Tenants(database, b"p" * 32), Usage(database)
+    tenants, usage = Tenants(database, b"p" * 32), UsageService(database)
     await tenants.create("acme")
     principal = await tenants.authenticate((await tenants.create_key("acme"))[1])
     if limited:

@@ -20,12 +20,12 @@ from systems import System
 from workloads import Item
 
 EXACT_DTYPE = "float32"
-"""Where greedy answers can be compared word by word; in bfloat16 any two systems drift apart."""
+"""The dtype in which greedy answers can be compared word by word; in bfloat16 any two systems drift apart."""
 
 
 @dataclass(frozen=True)
 class Sitting:
-    """What is measured, and the folder that the results go to."""
+    """The workloads to measure, and the folder for the results."""
 
     directory: Path
     machine: Machine
@@ -65,7 +65,7 @@ class Sitting:
             yield case, drive
 
     def _cases(self, system: System, setup: Setup, rep: int) -> list[Case]:
-        """What the folder does not hold yet."""
+        """Return the measurements that the folder does not hold yet."""
         cases = [
             Case(system=system.label, model=setup.spec.name, dtype=setup.dtype, workload=name, mode=mode, rep=rep)
             for name, items in self.workloads.items()

@@ -1,4 +1,4 @@
-"""What is measured: the shapes of the models and adapters, and where their files lie. Light: imports no torch."""
+"""Shapes of the measured models and adapters, and the places of their files. Imports no torch."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Setup:
-    """What every system of a comparison gets alike."""
+    """The settings that every system of a comparison shares."""
 
     spec: ModelSpec
     dtype: str
@@ -72,4 +72,4 @@ class Setup:
     pool_bytes: int = 2 << 30
     """Memory for KV: ours holds the adapters in it too, vLLM reserves theirs beside it."""
     scratch: Path = WORK / "runs"
-    """Where logs, databases and settings of the servers go."""
+    """Return the folder for the servers' logs, databases and settings."""

@@ -1,10 +1,13 @@
-"""What the host spends on a step before and after the device: planning it and committing it.
+"""Host time of a step before and after the device: planning it and committing it.
 
-    python benchmarks/step_cost.py [--rows 256] [--steps 200]
+    python benchmarks/step_cost.py [--rows 256] [--steps 200] [--adapters 10000] [--tenants 100000]
 
 The engine's own scheduler, on a pool and adapters of the simulator's, with as many requests again waiting as run. In a
 `roomy` pool the rows are what is short; in a `tight` one the pool is, so that every step asks whether the next request
 fits. Microseconds are medians over steps in which every row decodes; the model's own time is not in them.
+
+The last two rows are the same after traffic of `--tenants` tenants over `--adapters` adapters, all of which lie idle in
+the pool: a step must not cost more for what was seen before it. `flows` and `known` are what the scheduler remembers.
 """
 
 from __future__ import annotations
@@ -14,18 +17,18 @@ import statistics
 import time
 from dataclasses import dataclass
 
-from loramux.engine.budget import Budget
+from loramux.engine.memory.pages import PagePool
+from loramux.engine.memory.residency import Residency
 from loramux.engine.messages import TokenEvent
-from loramux.engine.pages import PagePool
-from loramux.engine.policy import Policy
 from loramux.engine.request import AdapterRef, Request, SamplingParams
-from loramux.engine.residency import Residency
-from loramux.engine.scheduler import Scheduler, SchedulerLimits
-from loramux.simulator.clock import VirtualClock
+from loramux.engine.scheduling.budget import PageBudget
+from loramux.engine.scheduling.policy import Policy
+from loramux.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from loramux.simulator.hardware import DEVICES
-from loramux.simulator.store import SimulatedStore
+from loramux.simulator.store import SimulatedStore, VirtualClock
 
 PROMPT, OUTPUT, BLOCK, ADAPTERS, ADAPTER_PAGES = 256, 1024, 16, 64, 4
+MAX_IDLE_PLANS = 100_000
 STEP_SECONDS = 0.02
 
 
@@ -36,28 +39,49 @@ class Cost:
     rows: int
     plan: float
     commit: float
+    flows: int = 0
+    known: int = 0
 
 
 class Bench:
     """`rows` requests that run, and as many that wait."""
 
-    def __init__(self, rows: int, *, tight: bool, prefix_cache: bool) -> None:
+    def __init__(
+        self, rows: int, *, tight: bool, prefix_cache: bool, adapters: int = ADAPTERS, tenants: int = 0
+    ) -> None:
         per_request = -(-(PROMPT + OUTPUT) // BLOCK)
-        num_pages = ADAPTERS * ADAPTER_PAGES + per_request * rows * (1 if tight else 4)
+        num_pages = adapters * ADAPTER_PAGES + per_request * rows * (1 if tight else 4)
         self.clock = VirtualClock()
-        refs = [AdapterRef(f"adapter {i}", "") for i in range(ADAPTERS)]
+        refs = [AdapterRef(f"adapter {i}", "") for i in range(adapters)]
         sizes = {ref.digest: (ADAPTER_PAGES, ADAPTER_PAGES) for ref in refs}
         self._store = SimulatedStore(self.clock, DEVICES["h100"], sizes)
         pool = PagePool(num_pages)
         self.scheduler = Scheduler(
             SchedulerLimits(max_num_seqs=2 * rows if tight else rows, max_num_batched_tokens=8192, max_model_len=8192),
-            Budget(num_pages, BLOCK),
+            PageBudget(num_pages, BLOCK),
             pool,
             Residency(pool, self._store, self.clock),
             Policy(prefix_cache=prefix_cache, weight_pages=8000.0),
         )
+        self._see(tenants, refs)
         for number in range(2 * rows):
-            self.scheduler.add(_request(number, refs[number % ADAPTERS]))
+            self.scheduler.add(_request(str(number), f"tenant {number % ADAPTERS}", refs[number % ADAPTERS]))
+
+    def _see(self, tenants: int, refs: list[AdapterRef]) -> None:
+        """Serve one short request of each of `tenants` tenants, a batch of them at a time."""
+        for first in range(0, tenants, 1000):
+            for number in range(first, min(tenants, first + 1000)):
+                ref = refs[number % len(refs)]
+                self.scheduler.add(_request(f"seen {number}", f"seen {number}", ref, prompt=1, output=1))
+            for _ in range(MAX_IDLE_PLANS):
+                if self.scheduler.is_idle:
+                    break
+                self._store.settle()
+                step = self.scheduler.plan()
+                self.scheduler.drain_events()
+                sampled = [TokenEvent(request_id=chunk.sequence.id, token_id=0) for chunk in step.sampling]
+                self.clock.advance_to(self.clock.now + STEP_SECONDS)
+                self.scheduler.commit(step, sampled)
 
     def step(self) -> Cost | None:
         """One step; None where not every row decodes."""
@@ -71,22 +95,24 @@ class Bench:
         self.scheduler.commit(step, events)
         ended = time.perf_counter()
         decoding = bool(step.chunks) and all(chunk.length == 1 for chunk in step.chunks)
-        return Cost(len(step.chunks), 1e6 * (planned - began), 1e6 * (ended - ran)) if decoding else None
+        if not decoding:
+            return None
+        flows, known = len(self.scheduler.queue.flows), self.scheduler.memory.residency.num_known
+        return Cost(len(step.chunks), 1e6 * (planned - began), 1e6 * (ended - ran), flows, known)
 
 
-def _request(number: int, adapter: AdapterRef) -> Request:
+def _request(name: str, tenant: str, adapter: AdapterRef, prompt: int = PROMPT, output: int = OUTPUT) -> Request:
     return Request(
-        id=str(number),
-        tenant=f"tenant {number % ADAPTERS}",
-        prompt_token_ids=[number, *[0] * (PROMPT - 1)],
-        sampling=SamplingParams(max_tokens=OUTPUT),
+        id=name,
+        tenant=tenant,
+        prompt_token_ids=[hash(name), *[0] * (prompt - 1)],
+        sampling=SamplingParams(max_tokens=output),
         adapter=adapter,
     )
 
 
-def measure(rows: int, steps: int, *, tight: bool, prefix_cache: bool) -> Cost:
+def measure(bench: Bench, steps: int) -> Cost:
     """The medians of `steps` steps that only decode."""
-    bench = Bench(rows, tight=tight, prefix_cache=prefix_cache)
     costs: list[Cost] = []
     while len(costs) < steps:
         if cost := bench.step():
@@ -95,6 +121,8 @@ def measure(rows: int, steps: int, *, tight: bool, prefix_cache: bool) -> Cost:
         round(statistics.median(cost.rows for cost in costs)),
         statistics.median(cost.plan for cost in costs),
         statistics.median(cost.commit for cost in costs),
+        costs[-1].flows,
+        costs[-1].known,
     )
 
 
@@ -103,13 +131,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--adapters", type=int, default=10_000)
+    parser.add_argument("--tenants", type=int, default=100_000)
     asked = parser.parse_args()
-    print(f"{'pool':8}{'prefix cache':14}{'rows':>6}{'plan us':>10}{'commit us':>11}")
-    for tight in (False, True):
-        for prefix_cache in (False, True):
-            cost = measure(asked.rows, asked.steps, tight=tight, prefix_cache=prefix_cache)
-            name, cache = ("tight" if tight else "roomy"), ("on" if prefix_cache else "off")
-            print(f"{name:8}{cache:14}{cost.rows:6}{cost.plan:10.0f}{cost.commit:11.0f}")
+    print(f"{'pool':8}{'prefix cache':14}{'rows':>6}{'plan us':>10}{'commit us':>11}{'flows':>8}{'known':>8}")
+    cases = [(tight, cache, ADAPTERS, 0) for tight in (False, True) for cache in (False, True)]
+    cases += [(False, cache, asked.adapters, asked.tenants) for cache in (False, True)]
+    for tight, prefix_cache, adapters, tenants in cases:
+        bench = Bench(asked.rows, tight=tight, prefix_cache=prefix_cache, adapters=adapters, tenants=tenants)
+        cost = measure(bench, asked.steps)
+        name, cache = ("tight" if tight else "roomy"), ("on" if prefix_cache else "off")
+        counts = f"{cost.flows:8}{cost.known:8}"
+        print(f"{name:8}{cache:14}{cost.rows:6}{cost.plan:10.0f}{cost.commit:11.0f}{counts}")
 
 
 if __name__ == "__main__":

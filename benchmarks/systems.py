@@ -1,4 +1,4 @@
-"""What can be measured: anything that takes workloads one after the other and answers with drives."""
+"""Systems to measure: anything that takes workloads one after the other and returns drives."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from alembic import context
 from sqlalchemy import Connection, create_engine
 
 from loramux.records.database import parse_url
-from loramux.records.metadata import METADATA
+from loramux.records.schema import METADATA
 
 
 def run(connection: Connection) -> None:

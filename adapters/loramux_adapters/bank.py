@@ -1,4 +1,4 @@
-"""The adapters that are resident: their blocks in the pool, and the tables that tell the kernels where."""
+"""Resident adapters: their blocks in the pool, and the tables from which the kernels find them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from dataclasses import dataclass
 import torch
 
 from loramux_adapters.base import VocabularyShape
-from loramux_adapters.beyond import Beyond, Held, Ints
+from loramux_adapters.components import AdapterPlan
 from loramux_adapters.errors import AdapterRejected
-from loramux_adapters.layout import AdapterLayout, Block, Kind, Matrix, lay_out
-from loramux_adapters.matrices import matrices_of
-from loramux_adapters.parts import AdapterPlan
-from loramux_adapters.token_rows import PagedRows, VocabularyPart
+from loramux_adapters.extras import Ints, PagedRows, ResidentAdapter, StepExtras, VocabularyExtras
+from loramux_adapters.layout import AdapterLayout, Block, Matrix, MatrixKind, lay_out, matrices_of
 from loramux_adapters.weights import AdapterWeights
 from loramux_kernels import NO_VECTORS, RANK_TILE, LoraTable, Segments
 
@@ -32,23 +30,23 @@ class Site:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class VectorTable:
-    """Where the resident adapters' factors and shifts lie in the pool: `rescale`'s int64[num_slots, num_sites]."""
+    """Offsets in the pool of the resident adapters' factors and shifts: `rescale`'s int64[num_slots, num_sites]."""
 
     columns: torch.Tensor
     inputs: torch.Tensor
 
 
 def slot_bytes(num_sites: int, max_rank: int) -> int:
-    """Bytes that one slot takes in the tables: for each site two offsets of each tile, a rank, a scale, two offsets."""
+    """Return the bytes of one slot in the tables: per site two offsets per tile, a rank, a scale and two offsets."""
     return num_sites * (-(-max_rank // RANK_TILE) * 16 + 24)
 
 
 class AdapterBank:
     """Rows (`slots`) of resident adapters over one pool.
 
-    `pool` is the flat, typed view `[num_pages * page_elements]` of the memory that KV shares. Slots and blocks are
-    written by loader threads while steps run: a slot becomes visible to a step only after `install` returned it,
-    and its pages belong to nobody else meanwhile.
+    `pool` is the flat, typed view `[num_pages * page_elements]` of the memory that KV shares. Loader threads write
+    slots and blocks while steps run. Invariant: a slot is visible to a step only after `install` returned it, and its
+    pages have no other owner until then.
     """
 
     def __init__(
@@ -65,7 +63,7 @@ class AdapterBank:
         self.sites = dict(sites)
         shape, device = (max_slots, len(sites)), pool.device
         tiles = (*shape, -(-max_rank // RANK_TILE))
-        # Uninitialised on purpose: a row is written whole when its slot is given out; untouched memory is not held.
+        # Uninitialised on purpose: a row is written whole when its slot is taken; untouched memory is never committed.
         self.table = LoraTable(
             a_offsets=torch.empty(tiles, dtype=torch.int64, device=device),
             b_offsets=torch.empty(tiles, dtype=torch.int64, device=device),
@@ -76,50 +74,55 @@ class AdapterBank:
         self.max_rank = max_rank
         self._vocabulary = vocabulary
         self._free_slots = list(range(max_slots - 1, -1, -1))
-        self._held: dict[int, Held] = {}
+        self._held: dict[int, ResidentAdapter] = {}
         self._lock = threading.Lock()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._segments: Segments | None = None
-        self._beyond: Beyond | None = None
+        self._extras: StepExtras | None = None
 
     @property
     def page_bytes(self) -> int:
-        """What a page holds."""
+        """Size of a page."""
         return self.page_elements * self.pool.element_size()
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of the base, whose embedding and head adapters may change; 0 where they may not."""
+        return 0 if self._vocabulary is None else self._vocabulary.num_tokens
+
+    @property
     def segments(self) -> Segments | None:
-        """Those of the forward that runs now; None outside one, and in one that holds no adapter's row."""
+        """Segments of the running forward; None outside of one, and in one without a row of an adapter."""
         return self._segments
 
     @property
-    def beyond(self) -> Beyond | None:
-        """What the adapters of the forward that runs now hold beside pairs on linears."""
-        return self._beyond
+    def extras(self) -> StepExtras | None:
+        """Extras of the running forward: everything that its adapters bring beside pairs on linears."""
+        return self._extras
 
     @contextmanager
-    def serving(self, segments: Segments | None, beyond: Beyond | None = None) -> Iterator[None]:
-        """Lend a step's adapters to every module of the model for the length of one forward."""
-        self._segments, self._beyond = segments, beyond
+    def serving(self, segments: Segments | None, extras: StepExtras | None = None) -> Iterator[None]:
+        """Make a step's adapters visible to every module of the model for one forward."""
+        self._segments, self._extras = segments, extras
         try:
             yield
         finally:
-            self._segments = self._beyond = None
+            self._segments = self._extras = None
 
-    def beyond_pairs(self, segments: Segments | None, sampled_rows: Ints) -> Beyond | None:
-        """What a step's adapters hold beside pairs on linears; `sampled_rows` are the rows that reach the head."""
-        return None if segments is None else Beyond.of_step(self._held, segments, sampled_rows)
+    def extras_of(self, segments: Segments | None, sampled_rows: Ints) -> StepExtras | None:
+        """Return the extras of a step's adapters; `sampled_rows` are the rows that reach the head."""
+        return None if segments is None else StepExtras.of_step(self._held, segments, sampled_rows)
 
     def bytes_of(self, slot: int) -> int:
-        """Bytes of weights that a step reads when it holds rows of this slot."""
+        """Return the bytes of weights that a step with rows of this slot reads."""
         return self._held[slot].num_bytes
 
     def rank_of(self, slot: int) -> int:
-        """The largest rank that this slot holds on any site."""
+        """Return the largest rank of this slot on any site."""
         return self._held[slot].max_rank
 
     def plan_layout(self, plan: AdapterPlan) -> AdapterLayout:
-        """Where the blocks of a validated adapter would go; raises AdapterRejected when its rank is too large."""
+        """Lay out the blocks of a validated adapter. Raises AdapterRejected if its rank is too large."""
         for pair in plan.pairs:
             if pair.rank > self.max_rank:
                 raise AdapterRejected(
@@ -132,12 +135,17 @@ class AdapterBank:
 
     def install(self, weights: AdapterWeights, layout: AdapterLayout, pages: list[int]) -> int:
         """Copy an adapter, fitted to the base, into `pages` and return the slot that serves it."""
-        assert not weights.magnitudes, "fit_to_base makes columns of them"
+        assert not weights.magnitudes, "fit_to_base turns them into columns"
+        assert not weights.biases, "fit_to_base turns them into columns"
         slot = self._take_slot()
-        with self._beside_steps():
-            self._copy(weights, layout, pages)
-            self._write_rows(slot, weights, layout, pages)
-            self._held[slot] = self._describe(weights, layout, pages)
+        try:
+            with self._beside_steps():
+                self._copy(weights, layout, pages)
+                self._write_rows(slot, weights, layout, pages)
+                self._held[slot] = self._describe(weights, layout, pages)
+        except BaseException:
+            self._return_slot(slot)
+            raise
         return slot
 
     def _copy(self, weights: AdapterWeights, layout: AdapterLayout, pages: list[int]) -> None:
@@ -148,9 +156,11 @@ class AdapterBank:
 
     def _write_rows(self, slot: int, weights: AdapterWeights, layout: AdapterLayout, pages: list[int]) -> None:
         table, vectors = self.table, self.vectors
-        tiles = {kind: torch.zeros(table.a_offsets.shape[1:], dtype=torch.int64) for kind in (Kind.A, Kind.B)}
-        offsets = {kind: torch.full((len(self.sites),), NO_VECTORS) for kind in (Kind.COLUMNS, Kind.INPUTS)}
-        for block in (block for block in layout.blocks if not block.matrix.fills_pages):
+        tiles = {
+            kind: torch.zeros(table.a_offsets.shape[1:], dtype=torch.int64) for kind in (MatrixKind.A, MatrixKind.B)
+        }
+        offsets = {kind: torch.full((len(self.sites),), NO_VECTORS) for kind in (MatrixKind.COLUMNS, MatrixKind.INPUTS)}
+        for block in (block for block in layout.blocks if block.matrix.module in self.sites):
             site, kind, start = self.sites[block.matrix.module].index, block.matrix.kind, self._start(block, pages)
             if kind in tiles:
                 tiles[kind][site, block.tile] = start
@@ -165,23 +175,30 @@ class AdapterBank:
         for row, value in zip(rows, (*tiles.values(), ranks, scales, *offsets.values()), strict=True):
             row[slot].copy_(value)
 
-    def _describe(self, weights: AdapterWeights, layout: AdapterLayout, pages: list[int]) -> Held:
+    def _describe(self, weights: AdapterWeights, layout: AdapterLayout, pages: list[int]) -> ResidentAdapter:
         embedding, head = (self._vocabulary.embedding, self._vocabulary.head) if self._vocabulary else (None, None)
         ranks = [pair.rank for pair in weights.plan.pairs if pair.module in self.sites]
         read = sum(block.size for block in layout.blocks if block.matrix.module != embedding)
-        return Held(
+        return ResidentAdapter(
             num_bytes=read * self.pool.element_size(),
             max_rank=max(ranks, default=0),
             columns=any(module in self.sites for module in weights.columns),
             inputs=bool(weights.inputs),
+            num_tokens=weights.plan.num_tokens,
+            norms={
+                block.matrix.module: self.pool[start : start + block.size]
+                for block in layout.blocks
+                if block.matrix.kind is MatrixKind.NORM
+                for start in (self._start(block, pages),)
+            },
             embedding=self._part(embedding, weights, layout, pages),
             head=self._part(head, weights, layout, pages),
         )
 
     def _part(
         self, module: str | None, weights: AdapterWeights, layout: AdapterLayout, pages: list[int]
-    ) -> VocabularyPart | None:
-        """What the adapter changes of the embedding or the head."""
+    ) -> VocabularyExtras | None:
+        """Describe the adapter's changes to the embedding or the head."""
         numbers: defaultdict[Matrix, list[int]] = defaultdict(list)
         for block in layout.blocks:
             if block.matrix.fills_pages and block.matrix.module == module:
@@ -189,12 +206,14 @@ class AdapterBank:
         if module is None or not numbers:
             return None
         found = {m.kind: PagedRows(self.pool, self.page_elements, where, m) for m, where in numbers.items()}
-        ids = next((part.token_ids for part in weights.plan.rows if part.module == module), None)
-        return VocabularyPart(
-            pair=(found[Kind.A], found[Kind.B], weights.modules[module].scale) if Kind.A in found else None,
-            rows=found.get(Kind.ROWS),
+        ids = next((part.served_ids for part in weights.plan.rows if part.module == module), None)
+        return VocabularyExtras(
+            pair=(found[MatrixKind.A], found[MatrixKind.B], weights.modules[module].scale)
+            if MatrixKind.A in found
+            else None,
+            rows=found.get(MatrixKind.ROWS),
             token_ids=None if ids is None else torch.tensor(sorted(ids), device=self.pool.device),
-            columns=found.get(Kind.COLUMNS),
+            columns=found.get(MatrixKind.COLUMNS),
         )
 
     def _start(self, block: Block, pages: list[int]) -> int:
@@ -202,19 +221,25 @@ class AdapterBank:
 
     @contextmanager
     def _beside_steps(self) -> Iterator[None]:
-        """Copy on a stream of its own, behind the steps that may still touch what was freed, and wait for the end."""
+        """Copy on a stream of its own, after the steps that may still read the freed pages, and wait for the end."""
         if self._stream is None:
             yield
             return
         self._stream.wait_stream(torch.cuda.default_stream(self.pool.device))
-        with torch.cuda.stream(self._stream):
-            yield
-        self._stream.synchronize()
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:  # after a failure too: its pages must not be given out under a copy that still runs
+            self._stream.synchronize()
 
     def drop(self, slot: int) -> None:
         """Forget a slot; its pages may be overwritten as soon as this returns."""
         with self._lock:
             del self._held[slot]
+        self._return_slot(slot)
+
+    def _return_slot(self, slot: int) -> None:
+        with self._lock:
             self._free_slots.append(slot)
 
     def _take_slot(self) -> int:

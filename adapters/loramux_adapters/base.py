@@ -1,4 +1,4 @@
-"""What an adapter must fit: the base model's linears and vocabulary, known from its config.json without a weight."""
+"""The base model as adapters see it: linears, mixtures and vocabulary, derived from config.json without a weight."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class LinearShape:
     in_features: int
     out_features: int
     layer: int | None
-    """The decoder layer that it stands in."""
+    """Its decoder layer."""
     transposed: bool = False
-    """The weight is stored `[in, out]` (GPT-2's Conv1D); an adapter's A and B are as for any other."""
+    """The weight is stored `[in, out]` (GPT-2's Conv1D). A and B of an adapter are as for any other linear."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class VocabularyShape:
     head: str
     """The output head's name."""
     num_tokens: int
-    """Rows; where the base pads its vocabulary, more than its tokenizer has tokens."""
+    """Rows; more than the tokenizer's tokens where the base pads its vocabulary."""
     hidden_size: int
     tied: bool
     """Both are one matrix."""
@@ -46,13 +46,13 @@ class VocabularyShape:
 
 @dataclass(frozen=True, slots=True)
 class ParameterShape:
-    """A parameter that is no linear's, but multiplies like one: all experts' of a mixture, or its router's."""
+    """A parameter that multiplies like a linear without being one: a mixture's experts together, or its router."""
 
     num_experts: int
     in_features: int
     out_features: int
     layer: int | None
-    """The decoder layer that it stands in."""
+    """Its decoder layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +70,13 @@ class BaseDescription:
     """Every other module: its name and its class."""
     vocabulary: VocabularyShape | None
     """None where the head is not one plain linear without bias over the embedding's tokens."""
+    norms: Mapping[str, int]
+    """The norms with a weight and no bias, and their widths, in the model's order."""
     parameters: Mapping[str, ParameterShape]
-    """Those of mixtures that an adapter may touch (`target_parameters`), in the model's order; most bases have none."""
+    """Parameters of mixtures that an adapter may touch (`target_parameters`), in the model's order. Most have none."""
     fingerprint: str
-    """sha256 over the names and shapes of all that adapters touch: equal exactly where the same adapters fit."""
+    """sha256 over the names and shapes of everything adapters touch: equal if and only if the same adapters fit.
+    Norms follow from the rest."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -82,7 +85,7 @@ class BaseDescription:
 
 
 SAME_INPUT = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
-"""Names of sibling linears that transformers feeds one and the same tensor."""
+"""Names of sibling linears to which transformers feeds the same tensor."""
 
 
 EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
@@ -90,19 +93,19 @@ EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
 
 
 def input_of(module: str) -> tuple[str, str]:
-    """Equal for linears that read the same input."""
+    """Return a key that is equal for linears that read the same input."""
     parent, _, attribute = module.rpartition(".")
     return parent, next((min(family) for family in SAME_INPUT if attribute in family), attribute)
 
 
 def siblings(module: str, modules: Iterable[str]) -> list[str]:
-    """The others of `modules` that read the input of `module`."""
+    """Return the other `modules` that read the input of `module`."""
     return [other for other in modules if other != module and input_of(other) == input_of(module)]
 
 
 def describe_base(model_dir: Path) -> BaseDescription:
     """Describe the checkpoint in `model_dir` from its config.json, on the meta device. Raises BaseUnusable."""
-    # Here and not above: those who only check files against a description need neither library.
+    # Imported here: checking files against a description needs neither library.
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -122,12 +125,15 @@ def describe_model(model: PreTrainedModel) -> BaseDescription:
     head = model.get_output_embeddings()
     modules: dict[str, LinearShape] = {}
     others: dict[str, str] = {}
+    norms: dict[str, int] = {}
     for name, module in model.named_modules():
         shape = _linear_shape(name, module)
         if shape is not None and module is not head:
             modules[name] = shape
         elif name:
             others[name] = type(module).__name__
+            if (width := _norm_width(module)) is not None:
+                norms[name] = width
     text, vocabulary, parameters = model.config.get_text_config(), _vocabulary(model), dict(_parameters(model))
     return BaseDescription(
         architecture=type(model).__name__,
@@ -138,6 +144,7 @@ def describe_model(model: PreTrainedModel) -> BaseDescription:
         modules=modules,
         others=others,
         vocabulary=vocabulary,
+        norms=norms,
         parameters=parameters,
         fingerprint=_fingerprint(modules, vocabulary, parameters),
     )
@@ -154,6 +161,13 @@ def _linear_shape(name: str, module: nn.Module) -> LinearShape | None:
     return None
 
 
+def _norm_width(module: nn.Module) -> int | None:
+    parameters = dict(module.named_parameters())
+    if "norm" not in type(module).__name__.lower() or list(parameters) != ["weight"]:
+        return None
+    return len(parameters["weight"]) if parameters["weight"].ndim == 1 else None
+
+
 def _vocabulary(model: PreTrainedModel) -> VocabularyShape | None:
     from torch import nn
 
@@ -168,7 +182,7 @@ def _vocabulary(model: PreTrainedModel) -> VocabularyShape | None:
 
 
 def mixtures(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Every mixture whose experts' weights are parameters of all: its name, and transformers' module of any family.
+    """Yield the name and module of every mixture whose experts' weights are stacked in common parameters.
 
     It has a `gate`, the router, and `experts`.
     """
@@ -179,18 +193,18 @@ def mixtures(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
-def part_name(parameter: str, expert: int) -> str:
-    """What one expert's share of a parameter is called here; no module's name has a '#'."""
+def expert_name(parameter: str, expert: int) -> str:
+    """Name one expert's share of a parameter. No module's name contains a '#'."""
     return f"{parameter}#{expert}"
 
 
-def whole_name(name: str) -> str:
-    """The parameter that an expert's share is of; any other name as it is."""
+def parameter_of(name: str) -> str:
+    """Return the parameter to which an expert's share belongs; any other name unchanged."""
     return name.partition("#")[0]
 
 
-def is_part(name: str) -> bool:
-    """Whether it is an expert's share of a parameter, and no linear."""
+def is_expert(name: str) -> bool:
+    """True if `name` is an expert's share of a parameter rather than a linear."""
     return "#" in name
 
 

@@ -1,4 +1,4 @@
-"""What an adapter must know of the base's weights before it can be served: DoRA's lengths, and equal copies."""
+"""The base's weights as adapters need them at load: row lengths for DoRA, and matrices to compare copies with."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from loramux_adapters.components import PREFIX, BaseCopy
 from loramux_adapters.errors import AdapterRejected
-from loramux_adapters.weights import AdapterWeights, LoraWeights
+from loramux_adapters.weights import AdapterWeights, LoraWeights, factor_only
 
 COMPARED_ROWS = 4096
-"""Of a copy of the base's, at a time: neither memory holds a second one whole."""
+"""Rows of a copy that are compared at a time, so that no memory holds a second whole matrix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,45 +26,59 @@ class BaseLinear:
     bias: torch.Tensor | None
     """`[out_features]`"""
     lengths: torch.Tensor
-    """float32`[out_features]`: of the rows of W."""
+    """float32`[out_features]`: lengths of the rows of W."""
 
 
 @dataclass(frozen=True, slots=True)
 class BaseWeights:
-    """The base's linears, the head among them, and its matrices with a row for each token, by module."""
+    """The base's linears (with the head) and its matrices with a row for each token, by module name."""
 
     linears: Mapping[str, BaseLinear]
     matrices: Mapping[str, torch.Tensor]
+    packed_bytes: int = 0
+    """Bytes of the weights that were packed: linears and experts, without the head."""
 
 
-def base_linear(linear: nn.Linear, multiply: Callable[[torch.Tensor], torch.Tensor], columns: slice) -> BaseLinear:
-    """What is kept of `linear`, whose outputs are `columns` of what `multiply` gives."""
-    lengths = torch.linalg.vector_norm(linear.weight.data, dim=1, dtype=torch.float32)
+def base_linear(
+    linear: nn.Linear,
+    multiply: Callable[[torch.Tensor], torch.Tensor],
+    columns: slice,
+    weight: torch.Tensor | None = None,
+) -> BaseLinear:
+    """Describe `linear`, whose outputs are `columns` of the result of `multiply`.
+
+    `weight` is the matrix that is multiplied by, where a quantized format has changed it.
+    """
+    own = linear.weight.data if weight is None else weight
+    lengths = torch.linalg.vector_norm(own, dim=1, dtype=torch.float32)
     bias = None if linear.bias is None else linear.bias.data
     return BaseLinear(lambda x: multiply(x)[:, columns], bias, lengths)
 
 
 @torch.inference_mode()
 def fit_to_base(weights: AdapterWeights, base: BaseWeights) -> AdapterWeights:
-    """`weights` ready to be installed over `base`: magnitudes made columns, copies of the base compared and dropped.
+    """Fit `weights` to `base`: magnitudes and biases become columns, copies of the base are compared and dropped.
 
-    Raises AdapterRejected: `base_differs` for a copy that is not this base's, `weights_overflow`.
+    Raises AdapterRejected: `base_differs` for a copy that is not this base's or a bias that it has not,
+    `weights_overflow`.
     """
-    for module, copy in weights.copies.items():
-        _check_copy(module, copy, base.matrices[module])
-    columns = {
-        module: dora_columns(magnitude, weights.modules[module], base.linears[module], module)
-        for module, magnitude in weights.magnitudes.items()
-    }
-    return replace(weights, columns={**weights.columns, **columns}, magnitudes={}, copies={})
+    for part in weights.plan.copies:
+        if part.module in weights.copies:
+            _check_copy(part, weights.copies[part.module], base.matrices[part.module])
+    columns = dict(weights.columns)
+    for module, magnitude in weights.magnitudes.items():
+        columns[module] = dora_columns(magnitude, weights.modules[module], base.linears[module], module)
+    for module, bias in weights.biases.items():
+        columns[module] = _with_bias(columns.get(module), bias, base.linears[module], module)
+    return replace(weights, columns=columns, magnitudes={}, biases={}, copies={})
 
 
 def dora_columns(magnitude: torch.Tensor, pair: LoraWeights, linear: BaseLinear, module: str) -> torch.Tensor:
-    """`[2, out_features]` in the dtype of `magnitude`: factors `magnitude / |rows of W + scale * B @ A|`, and shifts
-    that leave the bias unscaled, as PEFT does (peft/tuners/lora/dora.py).
+    """Return DoRA's columns `[2, out_features]`: factors, and shifts that leave the bias unscaled.
 
-    With `|w + s b A|^2 = |w|^2 + 2 s b (A w) + s^2 b (A A^T) b` for each row w of W and b of B, the base itself
-    multiplies W with A, and neither W nor a matrix of its size is needed.
+    As in PEFT (peft/tuners/lora/dora.py) a factor is `magnitude / |row of W + scale * B @ A|`. For each row w of W and
+    b of B, `|w + s b A|^2 = |w|^2 + 2 s b (A w) + s^2 b (A A^T) b`: the base itself multiplies W with A, so neither W
+    nor a matrix of its size is needed.
     """
     device = linear.lengths.device
     with _aside(device):
@@ -80,7 +95,7 @@ def dora_columns(magnitude: torch.Tensor, pair: LoraWeights, linear: BaseLinear,
 
 
 def _merged_lengths(pair: LoraWeights, linear: BaseLinear, bias: torch.Tensor | float) -> torch.Tensor:
-    """float64`[out_features]`: of the rows of W + scale * B @ A, never zero."""
+    """Return float64`[out_features]`: the lengths of the rows of W + scale * B @ A, never zero."""
     device = linear.lengths.device
     a, b = pair.a.to(device), pair.b.to(device, torch.float64)
     across = (b * (linear.multiply(a).double() - bias).T).sum(1)
@@ -91,7 +106,7 @@ def _merged_lengths(pair: LoraWeights, linear: BaseLinear, bias: torch.Tensor | 
 
 @contextmanager
 def _aside(device: torch.device) -> Iterator[None]:
-    """On a GPU: on a stream of its own, so that no step stands behind it. The weights never change."""
+    """Run on a separate stream on a GPU, so that no step waits. Safe, because the base's weights never change."""
     if device.type != "cuda":
         yield
         return
@@ -99,13 +114,28 @@ def _aside(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _check_copy(module: str, copy: torch.Tensor, own: torch.Tensor) -> None:
-    pieces = zip(copy.split(COMPARED_ROWS), own.split(COMPARED_ROWS), strict=True)
+def _with_bias(columns: torch.Tensor | None, bias: torch.Tensor, linear: BaseLinear, module: str) -> torch.Tensor:
+    """Return `columns` `[2, out_features]` (None: none yet) with shifts that replace the base's bias by `bias`."""
+    if linear.bias is None:
+        raise AdapterRejected(
+            "base_differs",
+            f"{module}.bias",
+            f"The adapter brings a trained bias of {module}, which has none in this base: it was trained on another.",
+        )
+    if columns is None:
+        columns = factor_only(torch.ones_like(bias))
+    change = bias.double() - linear.bias.to("cpu", torch.float64)
+    return torch.stack((columns[0], (columns[1].double() + change).to(bias.dtype)))
+
+
+def _check_copy(part: BaseCopy, copy: torch.Tensor, own: torch.Tensor) -> None:
+    rows = min(len(copy), len(own))  # a resized copy begins with the base's rows
+    pieces = zip(copy[:rows].split(COMPARED_ROWS), own[:rows].split(COMPARED_ROWS), strict=True)
     if not all(torch.equal(theirs, ours.to("cpu")) for theirs, ours in pieces):
         raise AdapterRejected(
             "base_differs",
-            f"{module}.base_layer.weight",
-            f"The adapter brings a {module} of its own beside its LoRA on it, and it is not this base's: the base was "
-            "changed in training, or is another one. Save the adapter with save_embedding_layers=False if the base "
-            "was not changed; otherwise train it whole (modules_to_save).",
+            part.key.removeprefix(PREFIX),
+            f"The adapter brings a {part.module} of its own, and it is not this base's: the base was changed in "
+            "training, or is another one. Save the adapter with save_embedding_layers=False if the base was not "
+            "changed; otherwise train it whole (modules_to_save).",
         )

@@ -1,17 +1,17 @@
-"""adapter_config.json, strictly: what PEFT writes for LoRA and IA3 is read, named as harmless, or refused by name."""
+"""Strict reader of adapter_config.json: every field that PEFT writes is read, known as harmless, or refused by name."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from loramux_adapters import strict_json
 from loramux_adapters.errors import ConfigRejected
-from loramux_adapters.refusals import check_activation, check_kind, check_known, check_switched_off
+from loramux_adapters.unsupported import check_activation, check_kind, check_known, check_switched_off
 
 MAX_CONFIG_BYTES = 1 << 20
 MAX_TARGETS = 10_000
@@ -45,9 +45,16 @@ HARMLESS: Mapping[str, str] = {
 }
 """Fields of LoraConfig that do not change what a trained adapter computes, and why."""
 
+OTHER_TOOLS: Mapping[str, str] = {
+    "lora_dtype": "ms-swift writes it; the tensors' own dtypes are read",
+    "lorap_emb_lr": "ms-swift writes it; it is for training only",
+    "lorap_lr_ratio": "ms-swift writes it; it is for training only",
+}
+"""Fields that other tools add to PEFT's, and why they do not change what a trained adapter computes."""
+
 
 class Targets(msgspec.Struct, frozen=True, kw_only=True):
-    """Which modules an adapter changes, as adapters of every kind say it; PEFT's names and meaning."""
+    """The fields that select modules, common to adapters of every kind; PEFT's names and meaning."""
 
     target_modules: Regex | Names
     """A regular expression for whole names, or names and suffixes of names; `all-linear`: see targets.py."""
@@ -58,12 +65,12 @@ class Targets(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def all_linear(self) -> bool:
-        """Whether the targets are every linear but the head."""
+        """True if the targets are every linear but the head."""
         return isinstance(self.target_modules, str) and self.target_modules.lower() == ALL_LINEAR
 
 
 class LoraConfig(Targets, frozen=True, kw_only=True):
-    """What of a LoRA's adapter_config.json decides the computation."""
+    """The fields of a LoRA's adapter_config.json that decide the computation."""
 
     r: Rank
     lora_alpha: Alpha
@@ -71,16 +78,18 @@ class LoraConfig(Targets, frozen=True, kw_only=True):
     rank_pattern: Annotated[dict[Name, Rank], Meta(max_length=MAX_PATTERNS)] = {}
     alpha_pattern: Annotated[dict[Name, Alpha], Meta(max_length=MAX_PATTERNS)] = {}
     alora_invocation_tokens: Invocation | None = None
-    """The adapter serves a prompt from their last occurrence on, and is not there where they do not occur."""
+    """The adapter is active from their last occurrence in a prompt on, and inactive where they do not occur."""
     use_dora: bool = False
     lora_bias: bool = False
+    bias: Literal["none", "all", "lora_only"] = "none"
+    """The base's biases that were trained too. The file holds them, where the base has any."""
     modules_to_save: Names | None = None
     """Ends of names."""
     trainable_token_indices: TokenIds | Annotated[dict[Name, TokenIds], Meta(max_length=2)] | None = None
-    """Of the embedding, or by the ends of modules' names."""
+    """Token ids of the embedding, or token ids by the ends of modules' names."""
     ensure_weight_tying: bool = False
     target_modules: Regex | Names = ()
-    """May be left out where target_parameters is there."""
+    """Optional beside target_parameters."""
     target_parameters: Names | None = None
     """Names of parameters or their ends."""
 
@@ -97,7 +106,7 @@ class LoraConfig(Targets, frozen=True, kw_only=True):
 
 
 class Ia3Config(Targets, frozen=True, kw_only=True):
-    """What of the adapter_config.json of an IA3 decides the computation."""
+    """The fields of an IA3's adapter_config.json that decide the computation."""
 
     feedforward_modules: Regex | Annotated[tuple[str, ...], Meta(max_length=MAX_TARGETS)] = ()
     """A regular expression for whole names, or ends of names."""
@@ -108,7 +117,8 @@ class Ia3Config(Targets, frozen=True, kw_only=True):
 AdapterConfig = LoraConfig | Ia3Config
 
 _READ = frozenset(LoraConfig.__struct_fields__)
-_KINDS = frozenset(("peft_type", "task_type", "bias", "init_lora_weights"))
+_CHECKED = frozenset(("peft_type", "task_type", "init_lora_weights"))
+"""Fields that check_kind reads."""
 _IA3 = frozenset(
     (
         *("feedforward_modules", "target_modules", "exclude_modules", "modules_to_save", "base_model_name_or_path"),
@@ -134,12 +144,12 @@ def parse_adapter_config(data: bytes) -> AdapterConfig:
         return read_fields(document, Ia3Config)
     check_switched_off(document)
     check_activation(document)
-    check_known(document, _READ | HARMLESS.keys() | _KINDS)
+    check_known(document, _READ | HARMLESS.keys() | OTHER_TOOLS.keys() | _CHECKED)
     return read_fields(document, LoraConfig)
 
 
 def read_fields(document: Mapping[str, Any], kind: type[T]) -> T:
-    """The fields that `kind` has, as it wants them. Raises ConfigRejected: `field_missing`, `config_invalid`."""
+    """Read the fields of `kind`. Raises ConfigRejected: `field_missing`, `config_invalid`."""
     for field in msgspec.structs.fields(kind):
         if field.required and document.get(field.name) is None:
             raise ConfigRejected(
@@ -151,10 +161,10 @@ def read_fields(document: Mapping[str, Any], kind: type[T]) -> T:
 
 
 def parse_document(data: bytes) -> dict[str, Any]:
-    """The JSON object of an adapter_config.json. Raises ConfigRejected: `config_too_large`, `config_invalid`."""
+    """Parse the JSON object of an adapter_config.json. Raises ConfigRejected: `config_too_large`, `config_invalid`."""
     if len(data) > MAX_CONFIG_BYTES:
         raise ConfigRejected(
-            "config_too_large", None, f"adapter_config.json has {len(data)} bytes; {MAX_CONFIG_BYTES} are taken."
+            "config_too_large", None, f"adapter_config.json has {len(data)} bytes; the maximum is {MAX_CONFIG_BYTES}."
         )
     try:
         document = strict_json.parse(data)
@@ -168,7 +178,7 @@ def parse_document(data: bytes) -> dict[str, Any]:
 def _convert(document: Mapping[str, Any], kind: type[T]) -> T:
     read = frozenset(kind.__struct_fields__)
     given = {field: value for field, value in document.items() if field in read and value is not None}
-    # PEFT writes one name or index bare, and reads an empty list of either as none.
+    # PEFT writes a single name or index without a list, and reads an empty list as none.
     if type(index := given.get("layers_to_transform")) is int:
         given["layers_to_transform"] = [index]
     if isinstance(pattern := given.get("layers_pattern"), str):
@@ -186,7 +196,7 @@ def _convert(document: Mapping[str, Any], kind: type[T]) -> T:
 
 
 def _check_layers(config: Targets, document: Mapping[str, Any]) -> None:
-    """What PEFT itself raises for."""
+    """Refuse combinations for which PEFT itself raises."""
     if isinstance(config.target_modules, str):
         for field in ("layers_to_transform", "layers_pattern"):
             if document.get(field) is not None:

@@ -1,10 +1,14 @@
-"""Why an adapter, or a base model, was not taken.
+"""Errors of this package.
 
 AdapterRejected          an adapter that will not be served
 ├── ConfigRejected       adapter_config.json asks for what this server does not do, or is not valid
 ├── WeightsFileRejected  the weights file is missing, not safetensors, damaged, or holds NaN
 └── BaseMismatch         configuration and weights do not fit the base model, or each other
 BaseUnusable             the base model itself cannot be described
+
+This tree stands apart from loramux.errors on purpose: the package is below loramux and imports nothing of it, so that
+it also serves as a library. An AdapterRejected carries the same three facts (code, field, message); the registry turns
+it into its own error at the boundary.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ MAX_SHOWN = 3
 
 
 class AdapterRejected(Exception):
-    """An adapter is refused: a stable `code`, the `field` or tensor at fault where there is one, and a sentence."""
+    """The adapter is refused: a stable `code`, the `field` or tensor at fault if there is one, and a sentence."""
 
     def __init__(self, code: str, field: str | None, message: str) -> None:
         super().__init__(code, field, message)
@@ -32,11 +36,11 @@ class ConfigRejected(AdapterRejected):
 
 
 class WeightsFileRejected(AdapterRejected):
-    """adapter_model.safetensors is not a whole, safe safetensors file of finite floats."""
+    """adapter_model.safetensors is missing, damaged, unsafe, or holds values that are not finite."""
 
 
 class BaseMismatch(AdapterRejected):
-    """The tensors are not exactly those that the configuration implies on this base."""
+    """The tensors do not match those that the configuration implies on this base."""
 
 
 class BaseUnusable(ValueError):
@@ -44,6 +48,6 @@ class BaseUnusable(ValueError):
 
 
 def shown(names: Sequence[str], limit: int = MAX_SHOWN) -> str:
-    """The first `limit` names, cut to a length that fits a sentence, and how many more there are."""
+    """List the first `limit` names, each cut to fit a sentence, and the number of the others."""
     listed = ", ".join(repr(name[:120]) for name in names[:limit])
     return listed if len(names) <= limit else f"{listed} and {len(names) - limit} more"

@@ -1,4 +1,4 @@
-"""The experts of a mixture, computed expert by expert, with the step's adapters added to each expert's rows."""
+"""A mixture's experts, computed expert by expert, with the step's adapters added to each expert's rows."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch
 from torch import nn
 
 from loramux_adapters.bank import AdapterBank, Site
-from loramux_adapters.base import EXPERT_PARAMETERS, ParameterShape, mixtures, part_name
-from loramux_adapters.linear import GroupedLinear, LoraLinear
-from loramux_kernels import LoraGroup, LoraTable, PackedLinear, Segments, lora_expand, lora_shrink
+from loramux_adapters.base import EXPERT_PARAMETERS, ParameterShape, expert_name, mixtures
+from loramux_adapters.modules import GroupedLinear, LoraLinear
+from loramux_kernels import LoraGroup, LoraTable, PackedLinear, Quantization, Segments, lora_expand, lora_shrink
 
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """The rows of one step that experts compute: one for each token and expert, ordered by expert, then by token."""
+    """The rows of one step that experts compute: one per (token, expert), ordered by expert and then by token."""
 
     order: torch.Tensor
-    """int64[T * k]: which of the (token, choice) pairs, counted through, each row is."""
+    """int64[T * k]: index of each row's (token, choice) pair, in token order."""
     tokens: torch.Tensor
     """int64[T * k]: each row's token."""
     counts: tuple[int, ...]
@@ -29,7 +29,7 @@ class Routing:
 
     @classmethod
     def of(cls, top_k_index: torch.Tensor, num_experts: int) -> Routing:
-        """`top_k_index` int64[T, k]; waits for its device."""
+        """Order the rows of `top_k_index` int64[T, k]. Waits for its device."""
         chosen = top_k_index.reshape(-1)
         order = torch.argsort(chosen, stable=True)
         counts = torch.bincount(chosen, minlength=num_experts).tolist()
@@ -37,7 +37,7 @@ class Routing:
 
     @cached_property
     def spans(self) -> list[tuple[int, slice]]:
-        """Every expert that has rows, and where they are."""
+        """Every expert that has rows, with the slice of its rows."""
         spans, start = [], 0
         for expert, count in enumerate(self.counts):
             if count:
@@ -51,14 +51,14 @@ class ExpertRuns:
     """The rows that have an adapter, as runs of one expert and one adapter each."""
 
     rows: torch.Tensor
-    """int64[n]: which of the routing's rows they are."""
+    """int64[n]: their indices among the routing's rows."""
     experts: tuple[int, ...]
     slots: tuple[int, ...]
     cu_seqlens: tuple[int, ...]
 
     @classmethod
     def of(cls, routing: Routing, segments: Segments) -> ExpertRuns:
-        """A step's tokens lie by adapter, so that an expert's rows, which are ordered by token, do too."""
+        """Find the runs: tokens are ordered by adapter, and an expert's rows by token, hence by adapter too."""
         tokens = routing.tokens.cpu()
         rows = (tokens < segments.rows).nonzero().flatten()
         ends = torch.tensor(segments.cu_seqlens[1:])
@@ -79,8 +79,10 @@ class ExpertLinear:
     kernels take the rows of all experts at once.
     """
 
-    def __init__(self, weight: torch.Tensor, sites: Sequence[Site], bank: AdapterBank) -> None:
-        self.linears = [PackedLinear([one], [None]) for one in weight]
+    def __init__(
+        self, weight: torch.Tensor, sites: Sequence[Site], bank: AdapterBank, quantization: Quantization = "none"
+    ) -> None:
+        self.linears = [PackedLinear([one], [None], quantization) for one in weight]
         self._first_site = sites[0].index
         self._num_sites = len(bank.sites)
         self._bank = bank
@@ -88,7 +90,7 @@ class ExpertLinear:
         self._group = LoraGroup((0,), (weight.shape[1],))
 
     def __call__(self, x: torch.Tensor, routing: Routing, runs: ExpertRuns | None) -> torch.Tensor:
-        """`x` `[rows, in_features]` to `[rows, out_features]`, both in the routing's order."""
+        """Map `x` `[rows, in_features]` to `[rows, out_features]`, both in the routing's order."""
         y = x.new_empty(x.shape[0], self._group.out_features[0])
         for expert, rows in routing.spans:
             y[rows] = self.linears[expert](x[rows])
@@ -109,7 +111,7 @@ class ExpertLinear:
 
 
 class Experts(nn.Module):
-    """Stands where a mixture's experts stood: a gated feed-forward network for each."""
+    """Replaces a mixture's experts: a gated feed-forward network for each."""
 
     def __init__(
         self, gate_up: ExpertLinear, down: ExpertLinear, activation: Callable[..., torch.Tensor], bank: AdapterBank
@@ -119,10 +121,15 @@ class Experts(nn.Module):
         self._activation = activation
         self._bank = bank
 
+    @property
+    def packed_linears(self) -> list[PackedLinear]:
+        """The experts' linears."""
+        return [*self._gate_up.linears, *self._down.linears]
+
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """`[T, hidden_size]` to the same, for the experts `[T, k]` that the router chose and their weights."""
+        """Map `[T, hidden_size]` to the same shape with the chosen experts `[T, k]` and their weights."""
         routing = Routing.of(top_k_index, len(self._gate_up.linears))
         segments = self._bank.segments
         runs = ExpertRuns.of(routing, segments) if segments is not None else None
@@ -135,10 +142,10 @@ class Experts(nn.Module):
 
 
 class Router(nn.Module):
-    """Stands where a mixture's router stood: its linear with the adapters added, and then its own choice of experts.
+    """Replaces a mixture's router: its linear with the adapters added, and then the family's own choice of experts.
 
-    Each family scores and normalises in its own way, in a module that holds the linear's weight itself. That module
-    is asked with the logits in place of the tokens and the identity in place of the weight: it reads them unchanged.
+    Each family scores and normalises in its own way, in a module that owns the linear's weight. That module is called
+    with the logits as tokens and the identity as weight, so that it multiplies to the unchanged logits.
     """
 
     def __init__(self, router: Any, site: Site, bank: AdapterBank) -> None:
@@ -154,37 +161,39 @@ class Router(nn.Module):
         self._choice = router
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """What the router gave: logits, weights and experts of each token."""
+        """Return the router's own result: logits, weights and experts of each token."""
         chosen: tuple[torch.Tensor, ...] = self._choice(self._linear(hidden_states))
         return chosen
 
 
-def part_sites(parameters: Mapping[str, ParameterShape], first: int) -> dict[str, Site]:
-    """A site for each expert of each parameter, numbered from `first`."""
+def expert_sites(parameters: Mapping[str, ParameterShape], first: int) -> dict[str, Site]:
+    """Make a site for each expert of each parameter, numbered from `first`."""
     sites: dict[str, Site] = {}
     for parameter, shape in parameters.items():
         for expert in range(shape.num_experts):
-            sites[part_name(parameter, expert)] = Site(first + len(sites), shape.in_features, shape.out_features)
+            sites[expert_name(parameter, expert)] = Site(first + len(sites), shape.in_features, shape.out_features)
     return sites
 
 
-def install_mixtures(model: nn.Module, bank: AdapterBank) -> None:
+def install_mixtures(model: nn.Module, bank: AdapterBank, quantization: Quantization = "none") -> None:
     """Replace every mixture's experts and router, whose sites `bank` has, and free the weights that they held."""
     for name, mixture in list(mixtures(model)):
-        gate_up, down = (_take(mixture.experts, f"{name}.experts", parameter, bank) for parameter in EXPERT_PARAMETERS)
-        mixture.gate = Router(mixture.gate, bank.sites[part_name(f"{name}.gate.weight", 0)], bank)
+        gate_up, down = (
+            _take(mixture.experts, f"{name}.experts", parameter, bank, quantization) for parameter in EXPERT_PARAMETERS
+        )
+        mixture.gate = Router(mixture.gate, bank.sites[expert_name(f"{name}.gate.weight", 0)], bank)
         mixture.experts = Experts(gate_up, down, mixture.experts.act_fn, bank)
 
 
-def _take(experts: Any, name: str, parameter: str, bank: AdapterBank) -> ExpertLinear:
+def _take(experts: Any, name: str, parameter: str, bank: AdapterBank, quantization: Quantization) -> ExpertLinear:
     weight: torch.Tensor = getattr(experts, parameter).data
     delattr(experts, parameter)
-    sites = [bank.sites[part_name(f"{name}.{parameter}", expert)] for expert in range(len(weight))]
-    return ExpertLinear(weight, sites, bank)
+    sites = [bank.sites[expert_name(f"{name}.{parameter}", expert)] for expert in range(len(weight))]
+    return ExpertLinear(weight, sites, bank, quantization)
 
 
 def _by_slot_and_site(table: LoraTable) -> LoraTable:
-    """The same table, with a row for each (slot, site) and one column."""
+    """View the table with a row for each (slot, site) and one column."""
     tiles = table.a_offsets.shape[2]
     return LoraTable(
         a_offsets=table.a_offsets.view(-1, 1, tiles),

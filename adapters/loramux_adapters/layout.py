@@ -1,4 +1,4 @@
-"""How an adapter's matrices are cut into blocks of rows and packed into pages, at true ranks and nothing padded."""
+"""Layout of an adapter in pages: matrices cut into blocks of rows and packed, at true ranks and without padding."""
 
 from __future__ import annotations
 
@@ -6,36 +6,39 @@ import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from loramux_adapters.base import VocabularyShape
+from loramux_adapters.components import AdapterPlan, LinearVector, LoraPair, VectorKind
 from loramux_adapters.errors import AdapterRejected
 from loramux_kernels import RANK_TILE
 
 ALIGNMENT = 64
-"""Bytes; a cache line, and what vector loads like."""
+"""Bytes: a cache line, and a multiple of every vector load."""
 
 
-class Kind(enum.Enum):
-    """Which of a module's matrices it is."""
+class MatrixKind(enum.Enum):
+    """Role of a matrix in its module."""
 
     A = "A of a pair"
     B = "B of a pair"
     COLUMNS = "a factor and a shift for each output"
     INPUTS = "a factor and a shift for each input"
+    NORM = "the weight of a norm"
     ROWS = "rows of the embedding or the head that take the place of the base's"
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """One matrix of an adapter as it lies in the pool, `[rows, width]`."""
+    """One matrix of an adapter in the pool, `[rows, width]`."""
 
     module: str
-    kind: Kind
+    kind: MatrixKind
     rows: int
     width: int
     transposed: bool = False
-    """Against AdapterWeights' tensor."""
+    """Stored transposed, compared with AdapterWeights' tensor."""
     fills_pages: bool = False
-    """Its blocks are as many rows as a page holds and begin a page, so that a row is found by its page: for what the
-    embedding and the head need. Others are cut into rank tiles, which lie anywhere."""
+    """Each block fills a page, so that a row is found by a division: for the embedding and the head, which are read by
+    token. Other matrices are cut into rank tiles, which may lie anywhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,23 +53,23 @@ class Block:
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """Elements of the block."""
         return self.rows * self.matrix.width
 
     @property
     def tile(self) -> int:
-        """Which rank tile of its matrix it is."""
+        """Index of its rank tile in the matrix."""
         return self.start // RANK_TILE
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterLayout:
-    """Every block of an adapter, a matrix's in their order, and how many pages they fill."""
+    """Every block of an adapter (a matrix's blocks in order) and the number of pages they fill."""
 
     blocks: tuple[Block, ...]
     num_pages: int
     num_bytes: int
-    """Bytes of weights, without what alignment and page ends leave unused."""
+    """Bytes of weights, without the bytes that alignment and page ends leave unused."""
 
 
 @dataclass(slots=True)
@@ -76,12 +79,12 @@ class _OpenPage:
 
 
 def rows_per_page(width: int, page_elements: int) -> int:
-    """Rows of a block of a matrix that fills pages."""
+    """Return the rows of a block of a matrix that fills pages."""
     return page_elements // width
 
 
 def lay_out(matrices: Sequence[Matrix], page_elements: int, itemsize: int) -> AdapterLayout:
-    """Pack `matrices`: what fills pages first, then first-fit, largest first, so that no block straddles a page.
+    """Pack `matrices`: those that fill pages first, then first-fit by size, so that no block straddles a page.
 
     Raises AdapterRejected (`page_too_small`) when one block is larger than a page.
     """
@@ -103,7 +106,7 @@ def lay_out(matrices: Sequence[Matrix], page_elements: int, itemsize: int) -> Ad
 
 
 def _cut(matrix: Matrix, page_elements: int) -> Iterator[tuple[Matrix, int, int]]:
-    """(matrix, first row, rows) of each block."""
+    """Yield (matrix, first row, rows) of each block."""
     height = rows_per_page(matrix.width, page_elements) if matrix.fills_pages else RANK_TILE
     if min(max(height, 1), matrix.rows) * matrix.width > page_elements:
         raise AdapterRejected(
@@ -114,3 +117,40 @@ def _cut(matrix: Matrix, page_elements: int) -> Iterator[tuple[Matrix, int, int]
         )
     for start in range(0, matrix.rows, height):
         yield matrix, start, min(height, matrix.rows - start)
+
+
+def matrices_of(plan: AdapterPlan, vocabulary: VocabularyShape | None) -> Iterator[Matrix]:
+    """Yield the matrices of a plan: those of linears in rank tiles, those of embedding and head row by row."""
+    head = vocabulary.head if vocabulary else None
+    embedding = vocabulary.embedding if vocabulary else None
+    for pair in plan.pairs:
+        if pair.module == embedding:
+            yield from _embedding_pair(pair)
+        elif pair.module == head:
+            yield from _head_pair(pair)
+        else:
+            yield Matrix(pair.module, MatrixKind.A, pair.rank, pair.in_features)
+            yield Matrix(pair.module, MatrixKind.B, pair.rank, pair.out_features, transposed=True)
+    # All vectors of a linear's outputs become one pair of columns.
+    yield from dict.fromkeys(_vector(vector, of_head=vector.module == head) for vector in plan.vectors)
+    for part in plan.rows:
+        yield Matrix(part.module, MatrixKind.ROWS, part.served_rows, part.width, fills_pages=True)
+
+
+def _embedding_pair(pair: LoraPair) -> Iterator[Matrix]:
+    yield Matrix(pair.module, MatrixKind.A, pair.in_features, pair.rank, transposed=True, fills_pages=True)
+    yield Matrix(pair.module, MatrixKind.B, pair.rank, pair.out_features, transposed=True, fills_pages=True)
+
+
+def _head_pair(pair: LoraPair) -> Iterator[Matrix]:
+    yield Matrix(pair.module, MatrixKind.A, pair.rank, pair.in_features, fills_pages=True)
+    yield Matrix(pair.module, MatrixKind.B, pair.out_features, pair.rank, fills_pages=True)
+
+
+def _vector(vector: LinearVector, of_head: bool) -> Matrix:
+    if vector.kind is VectorKind.NORM:
+        return Matrix(vector.module, MatrixKind.NORM, 1, vector.size)
+    kind = MatrixKind.INPUTS if vector.kind is VectorKind.INPUT else MatrixKind.COLUMNS
+    if of_head:
+        return Matrix(vector.module, kind, vector.size, 2, transposed=True, fills_pages=True)
+    return Matrix(vector.module, kind, 2, vector.size)

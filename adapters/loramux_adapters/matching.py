@@ -1,8 +1,8 @@
-"""PEFT's rules for which modules a LoRA configuration means, and with which rank and alpha.
+"""PEFT's rules: the modules that a LoRA configuration targets, and the rank and alpha of each.
 
 Source: `check_target_module_exists` (peft/tuners/tuners_utils.py) and `get_pattern_key` (peft/utils/other.py) of PEFT
-0.21.2; a test holds every rule against them. Standard library only: the same file is run by a child process when an
-adapter brings regular expressions that could take for ever (bounded.py).
+0.21.2; a test compares every rule with them. Standard library only: a child process runs this same file where an
+adapter brings regular expressions that could take for ever (regex_guard.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NameTest = Callable[[str], bool]
 
 
 class TargetRules(NamedTuple):
-    """The part of a configuration that speaks of modules. A string is a regular expression for whole names."""
+    """The part of a configuration that selects modules. A string is a regular expression for whole names."""
 
     target_modules: str | Sequence[str]
     exclude_modules: str | Sequence[str] | None
@@ -28,11 +28,11 @@ class TargetRules(NamedTuple):
     rank_keys: Sequence[str]
     alpha_keys: Sequence[str]
     target_field: str = "target_modules"
-    """Where `target_modules` was written."""
+    """The field that `target_modules` was read from."""
 
 
 class Match(NamedTuple):
-    """One targeted module, and the keys of rank_pattern and alpha_pattern that hold for it (its own name: none)."""
+    """One targeted module, and the keys of rank_pattern and alpha_pattern that apply (its own name: none)."""
 
     module: str
     rank_key: str
@@ -50,14 +50,14 @@ class InvalidExpression(ValueError):
 
 
 def match_modules(rules: TargetRules, names: Iterable[str]) -> list[Match]:
-    """The targeted ones of `names`, in their order; raises InvalidExpression."""
+    """Return the targeted `names`, in their order. Raises InvalidExpression."""
     rank_key = _pattern_key("rank_pattern", rules.rank_keys)
     alpha_key = _pattern_key("alpha_pattern", rules.alpha_keys)
     return [Match(name, rank_key(name), alpha_key(name)) for name in _targeted(rules, names)]
 
 
 def expressions(rules: TargetRules) -> Iterator[tuple[str, str]]:
-    """Every regular expression of `rules`, as it is written, after the field that it stands in."""
+    """Yield every regular expression of `rules` as written, after its field."""
     for field, value in ((rules.target_field, rules.target_modules), ("exclude_modules", rules.exclude_modules)):
         if isinstance(value, str):
             yield field, value
@@ -70,7 +70,7 @@ def _targeted(rules: TargetRules, names: Iterable[str]) -> Iterator[str]:
     is_excluded = _matches("exclude_modules", rules.exclude_modules or ())
     is_target = _matches(rules.target_field, rules.target_modules)
     stands_in_layers = _stands_in_layers(rules)
-    # A whole name in a list counts whatever layers_to_transform says; only suffixes are narrowed by it.
+    # layers_to_transform narrows only suffixes: a whole name in a list always counts.
     whole = frozenset(() if isinstance(rules.target_modules, str) else rules.target_modules)
     for name in names:
         if is_target(name) and not is_excluded(name) and (name in whole or stands_in_layers(name)):
@@ -115,7 +115,7 @@ def _compile(field: str, written: str, used: str) -> re.Pattern[str]:
 
 
 def main(cpu_seconds: float, memory_bytes: int) -> None:
-    """Answer one question from standard input within the limits; past them the kernel ends this process."""
+    """Answer one question from standard input within the limits; beyond them the kernel ends this process."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, cpu_seconds)  # RLIMIT_CPU knows whole seconds only
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))

@@ -1,53 +1,71 @@
-"""Which tensors a configuration implies on a base, by name and shape, held against those that the file has."""
+"""The plan of an adapter: the tensors that its configuration implies on a base, checked against the file's."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 
-from loramux_adapters.base import BaseDescription, VocabularyShape
+from loramux_adapters.base import BaseDescription, ParameterShape, VocabularyShape, expert_name, siblings
+from loramux_adapters.components import (
+    EMBEDDING_PAIR,
+    PREFIX,
+    AdapterPlan,
+    ExpertPair,
+    LinearVector,
+    LoraPair,
+    TokenRows,
+    VectorKind,
+)
 from loramux_adapters.config import AdapterConfig, Ia3Config, LoraConfig
-from loramux_adapters.errors import ConfigRejected, WeightsFileRejected
-from loramux_adapters.expected import check_tensors
-from loramux_adapters.header import SafetensorsHeader
-from loramux_adapters.ia3 import ia3_vectors
-from loramux_adapters.matching import Match
-from loramux_adapters.parameters import match_parameters, part_pairs
-from loramux_adapters.parts import EMBEDDING_PAIR, AdapterPlan, LoraPair, VectorKind, VectorPart
-from loramux_adapters.targets import context, match_targets, unsupported_target
-from loramux_adapters.vocabulary import base_copies, check_once, check_tying, saved_modules, token_rows
+from loramux_adapters.errors import ConfigRejected, WeightsFileRejected, shown
+from loramux_adapters.matching import Match, TargetRules
+from loramux_adapters.regex_guard import match_guarded
+from loramux_adapters.targets import check_tensors, describe_context, match_targets, unsupported_target
+from loramux_adapters.vocabulary import (
+    base_copies,
+    check_once,
+    check_tying,
+    repeated_rows,
+    resized,
+    saved_modules,
+    token_rows,
+    with_added_rows,
+)
+from loramux_adapters.weights_file import SafetensorsHeader
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What an operator allows."""
+    """Limits that the operator sets."""
 
     max_rank: int = 256
     max_bytes: int = 2 << 30
-    """Of the weights file."""
+    """Size of the weights file."""
     max_vocabulary_bytes: int = 1 << 30
-    """Of what an adapter brings for the embedding and the head, as the file has it."""
+    """Size, in the file, of the tensors for the embedding and the head."""
     max_modules: int = 1 << 20
-    """That one adapter changes."""
+    """Modules that one adapter changes."""
 
 
 def plan_adapter(
     config: AdapterConfig, header: SafetensorsHeader, base: BaseDescription, limits: Limits
 ) -> AdapterPlan:
-    """The plan of an adapter whose tensors are exactly those that `config` implies on `base`.
+    """Plan an adapter whose tensors are exactly those that `config` implies on `base`.
 
     Raises ConfigRejected (`pattern_invalid`, `pattern_too_slow`, `target_unsupported`, `field_unsupported`,
     `config_invalid`, `rank_too_large`, `scale_invalid`, `too_many_targets`), WeightsFileRejected (`weights_too_large`,
     `vocabulary_too_large`) or BaseMismatch (`no_module_matched`, `tensors_missing`, `tensors_unexpected`,
     `shape_mismatch`).
     """
-    _check_size(header, limits)
+    check_size(header.file_bytes, limits)
     if isinstance(config, Ia3Config):
         plan = _plan_ia3(config, header, base)
     else:
         plan = _plan_lora(config, header, base, limits)
-    trained_on = context(base, config.base_model_name_or_path)
+    plan = _without_absent(plan, header)
+    trained_on = describe_context(base, config.base_model_name_or_path)
     check_tensors(plan.shapes, header, trained_on, plan.optional_shapes)
     _check_vocabulary(plan, header, base, limits)
     _check_modules(plan, limits)
@@ -55,42 +73,117 @@ def plan_adapter(
 
 
 def _plan_lora(config: LoraConfig, header: SafetensorsHeader, base: BaseDescription, limits: Limits) -> AdapterPlan:
-    _check_invocation(config, base)
+    wide = resized(base, header, _trained(config))
+    _check_invocation(config, wide)
     matches = _matches(config, base)
     _check_targets(matches, config, base)
+    if wide != base:
+        _check_resized(matches, base)
     pairs = tuple(_pair(match, config, base, limits) for match in matches)
-    rows = (*saved_modules(config.modules_to_save, base), *token_rows(config.trainable_token_indices, base))
+    saved, norms = _saved(config, wide)
+    rows = (*saved, *token_rows(config.trainable_token_indices, wide))
     targeted = [pair.module for pair in pairs]
     check_once(targeted, rows)
     check_tying(config.ensure_weight_tying, (*targeted, *(p.module for p in rows if p.token_ids is None)), base)
-    vectors = tuple(_vectors(pairs, config))
+    vectors = (*_vectors(pairs, config), *norms)
     pairs += tuple(_parameter_pairs(config, base, limits))
-    copies = base_copies(targeted, base)
-    return AdapterPlan(pairs, header.file_bytes, config.alora_invocation_tokens, vectors, rows, copies)
+    vectors += tuple(_biases(targeted, config, header, base))
+    copies, repeats = base_copies(targeted, rows, wide), repeated_rows(rows)
+    rows = with_added_rows(rows, base, wide, copies)
+    plan = AdapterPlan(pairs, header.file_bytes, config.alora_invocation_tokens, vectors, rows, copies, repeats)
+    return plan if wide == base else replace(plan, num_tokens=_num_tokens(wide))
+
+
+def _trained(config: LoraConfig) -> Iterable[int]:
+    indices = config.trainable_token_indices or ()
+    return chain.from_iterable(indices.values()) if isinstance(indices, Mapping) else indices
+
+
+def _num_tokens(base: BaseDescription) -> int | None:
+    return None if base.vocabulary is None else base.vocabulary.num_tokens
+
+
+def _check_resized(matches: Iterable[Match], base: BaseDescription) -> None:
+    """Refuse factors of the embedding or the head that was resized: they are of another shape than the base's."""
+    vocabulary = base.vocabulary
+    for match in matches:
+        if vocabulary is not None and match.module in (vocabulary.embedding, vocabulary.head):
+            raise ConfigRejected(
+                "field_unsupported",
+                "target_modules",
+                f"target_modules means {match.module}, which was resized before training. Train it whole "
+                "(modules_to_save), or the added tokens alone (trainable_token_indices).",
+            )
 
 
 def _plan_ia3(config: Ia3Config, header: SafetensorsHeader, base: BaseDescription) -> AdapterPlan:
-    vectors, rows = ia3_vectors(config, base), tuple(saved_modules(config.modules_to_save, base))
+    vectors, (rows, norms) = ia3_vectors(config, base), _saved(config, base)
     targeted = [vector.module for vector in vectors]
     check_once(targeted, rows)
-    return AdapterPlan((), header.file_bytes, None, vectors, rows, base_copies(targeted, base))
+    copies, repeats = base_copies(targeted, rows, base), repeated_rows(rows)
+    return AdapterPlan((), header.file_bytes, None, (*vectors, *norms), rows, copies, repeats)
+
+
+def _saved(config: AdapterConfig, base: BaseDescription) -> tuple[tuple[TokenRows, ...], tuple[LinearVector, ...]]:
+    parts = tuple(saved_modules(config.modules_to_save, base))
+    rows = tuple(part for part in parts if isinstance(part, TokenRows))
+    return rows, tuple(part for part in parts if isinstance(part, LinearVector))
+
+
+def _without_absent(plan: AdapterPlan, header: SafetensorsHeader) -> AdapterPlan:
+    """Drop the targeted modules of which the file has nothing at all, unless it has nothing of any."""
+    keys: dict[str, set[str]] = {}
+    parts: tuple[LoraPair | LinearVector, ...] = (*plan.pairs, *plan.vectors)
+    for part in parts:
+        keys.setdefault(part.module, set()).update(part.shapes)
+    absent = tuple(module for module, names in keys.items() if names.isdisjoint(header.tensors))
+    if not absent or len(absent) == len(keys):
+        return plan
+    rest = plan.on({part.module for part in plan.components} - set(absent))
+    return replace(rest, copies=plan.copies, absent=absent)
+
+
+def _biases(
+    targeted: Collection[str], config: LoraConfig, header: SafetensorsHeader, base: BaseDescription
+) -> Iterator[LinearVector]:
+    """Yield the trained biases of linears that the file holds. Which linears have one, only the base's weights tell."""
+    if config.bias == "none":
+        return
+    for module, shape in base.modules.items():
+        vector = LinearVector(module, VectorKind.BIAS, shape.out_features, wrapped=module in targeted)
+        if vector.key in header.tensors:
+            yield vector
+    trained = (key for key in header.tensors if key.endswith(".bias") and not key.endswith(".lora_B.bias"))
+    of_linears = {f"{PREFIX}{module}" for module in base.modules}
+    for key in trained:
+        if key.removesuffix(".bias").removesuffix(".base_layer") not in of_linears:
+            raise ConfigRejected(
+                "field_unsupported",
+                "bias",
+                f"bias is {config.bias!r} and the file holds {key[:160]!r}, which is no linear's. Trained biases of "
+                "linear layers are served, those of norms are not. Train with bias='none'; lora_bias=true is served.",
+            )
 
 
 def _check_modules(plan: AdapterPlan, limits: Limits) -> None:
-    count = len({part.module for part in plan.parts})
+    count = len({part.module for part in plan.components})
     if count > limits.max_modules:
         raise ConfigRejected(
             "too_many_targets",
             "target_modules",
-            f"The adapter changes {count} modules; you may have {limits.max_modules} in one (adapter_modules). Target "
+            f"The adapter changes {count} modules; the maximum is {limits.max_modules} (adapter_modules). Target "
             "fewer, or ask for more.",
         )
 
 
-def _check_size(header: SafetensorsHeader, limits: Limits) -> None:
-    if header.file_bytes > limits.max_bytes:
+def check_size(num_bytes: int, limits: Limits) -> None:
+    """Raise WeightsFileRejected (`weights_too_large`)."""
+    if num_bytes > limits.max_bytes:
         raise WeightsFileRejected(
-            "weights_too_large", None, f"The weights have {header.file_bytes} bytes; {limits.max_bytes} are taken."
+            "weights_too_large",
+            None,
+            f"The weights have {num_bytes} bytes, as they are or as they would be served; the maximum is "
+            f"{limits.max_bytes}.",
         )
 
 
@@ -116,7 +209,7 @@ def _check_targets(matches: Iterable[Match], config: LoraConfig, base: BaseDescr
 
 
 def _check_beside(module: str, vocabulary: VocabularyShape | None, config: LoraConfig) -> None:
-    """Refuse what PEFT does not do on the embedding or the head, or does to more tokens than it is meant for."""
+    """Refuse fields that PEFT ignores on the embedding or the head, or applies to more tokens than intended."""
     of_embedding = vocabulary is not None and module == vocabulary.embedding
     for field, is_on in (
         ("use_dora", config.use_dora and of_embedding),
@@ -142,11 +235,12 @@ def _parameter_pairs(config: LoraConfig, base: BaseDescription, limits: Limits) 
     matches = match_parameters(config, base)
     targeted = [match.module for match in matches]
     for match in matches:
-        rank, scale = _rank_and_scale(match, config, limits)
-        yield from part_pairs(match.module, targeted, rank, scale, base.parameters[match.module])
+        rank, scale = rank_and_scale(match, config, limits)
+        yield from expert_pairs(match.module, targeted, rank, scale, base.parameters[match.module])
 
 
-def _rank_and_scale(match: Match, config: LoraConfig, limits: Limits) -> tuple[int, float]:
+def rank_and_scale(match: Match, config: LoraConfig, limits: Limits) -> tuple[int, float]:
+    """Return the rank and scale of one target. Raises ConfigRejected (`rank_too_large`)."""
     rank = config.rank_pattern.get(match.rank_key, config.r)
     alpha = config.alpha_pattern.get(match.alpha_key, config.lora_alpha)
     if rank > limits.max_rank:
@@ -160,7 +254,7 @@ def _rank_and_scale(match: Match, config: LoraConfig, limits: Limits) -> tuple[i
 
 
 def _pair(match: Match, config: LoraConfig, base: BaseDescription, limits: Limits) -> LoraPair:
-    rank, scale = _rank_and_scale(match, config, limits)
+    rank, scale = rank_and_scale(match, config, limits)
     if (shape := base.modules.get(match.module)) is not None:
         return LoraPair(match.module, rank, scale, shape.in_features, shape.out_features)
     assert base.vocabulary is not None, "targets are linears, the embedding and the head"
@@ -170,26 +264,128 @@ def _pair(match: Match, config: LoraConfig, base: BaseDescription, limits: Limit
     return LoraPair(match.module, rank, scale, width, tokens)
 
 
-def _vectors(pairs: tuple[LoraPair, ...], config: LoraConfig) -> Iterator[VectorPart]:
+def _vectors(pairs: tuple[LoraPair, ...], config: LoraConfig) -> Iterator[LinearVector]:
     for pair in pairs:
         if config.use_dora:
-            yield VectorPart(pair.module, VectorKind.MAGNITUDE, pair.out_features)
+            yield LinearVector(pair.module, VectorKind.MAGNITUDE, pair.out_features)
         if config.lora_bias:
-            yield VectorPart(pair.module, VectorKind.LORA_BIAS, pair.out_features, pair.scale)
+            yield LinearVector(pair.module, VectorKind.LORA_BIAS, pair.out_features, pair.scale)
 
 
 def _check_vocabulary(plan: AdapterPlan, header: SafetensorsHeader, base: BaseDescription, limits: Limits) -> None:
-    """What stands in the pool for the embedding and the head is bounded by a quota of its own."""
+    """Bound the tensors for the embedding and the head by a quota of their own."""
     if (vocabulary := base.vocabulary) is None:
         return
     modules = (vocabulary.embedding, vocabulary.head)
-    keys = {key for part in plan.parts if part.module in modules for key in part.shapes}
+    parts = [part for part in plan.components if part.module in modules]
+    # Of a copy those rows count that are served.
+    copied = {part.copied.key: part.copied for part in parts if isinstance(part, TokenRows) and part.copied}
+    keys = {key for part in parts for key in part.shapes} - copied.keys()
     num_bytes = sum(header.tensors[key].end - header.tensors[key].start for key in keys)
+    for key, rows in copied.items():
+        info = header.tensors[key]
+        num_bytes += (info.end - info.start) * len(rows.token_ids) // rows.num_tokens
     if num_bytes > limits.max_vocabulary_bytes:
         raise WeightsFileRejected(
             "vocabulary_too_large",
             None,
-            f"What the adapter brings for {vocabulary.embedding} and {vocabulary.head} has {num_bytes} bytes; "
-            f"{limits.max_vocabulary_bytes} are taken. Save it in bfloat16, train single tokens "
+            f"The adapter's part for {vocabulary.embedding} and {vocabulary.head} has {num_bytes} bytes; "
+            f"the maximum is {limits.max_vocabulary_bytes}. Save it in bfloat16, train single tokens "
             "(trainable_token_indices), or ask the operator to raise adapters.max_vocabulary_bytes.",
         )
+
+
+def ia3_vectors(config: Ia3Config, base: BaseDescription) -> tuple[LinearVector, ...]:
+    """Return a vector for each targeted linear, in the order of the base's modules.
+
+    Raises ConfigRejected (`pattern_invalid`, `pattern_too_slow`, `target_unsupported`) or BaseMismatch
+    (`no_module_matched`).
+    """
+    feed_forward = _feed_forward(config.feedforward_modules, base)
+    matches = match_targets(config, base, (), ())
+    return tuple(_vector(match.module, match.module in feed_forward, base) for match in matches)
+
+
+def _feed_forward(written: str | Sequence[str], base: BaseDescription) -> frozenset[str]:
+    if not isinstance(written, str):
+        return frozenset(name for name in base.names if any(name.endswith(end) for end in written))
+    matches = match_guarded(TargetRules(written, None, None, None, (), (), "feedforward_modules"), base.names)
+    return frozenset(match.module for match in matches)
+
+
+def _vector(module: str, is_feed_forward: bool, base: BaseDescription) -> LinearVector:
+    vocabulary = base.vocabulary
+    if vocabulary is not None and module == vocabulary.head:
+        if not is_feed_forward:
+            return LinearVector(module, VectorKind.OUTPUT, vocabulary.num_tokens)
+        raise _unsupported(module, "feedforward_modules", "the output head, whose input is not scaled")
+    shape = base.modules.get(module)
+    if shape is None or shape.transposed:
+        raise _unsupported(module, "target_modules", f"a {base.others.get(module, 'Conv1D')}")
+    if not is_feed_forward:
+        return LinearVector(module, VectorKind.OUTPUT, shape.out_features)
+    if others := siblings(module, base.modules):
+        reason = f"which reads the same input as {', '.join(others)} and is computed together with it"
+        raise _unsupported(module, "feedforward_modules", reason)
+    return LinearVector(module, VectorKind.INPUT, shape.in_features)
+
+
+def _unsupported(module: str, field: str, reason: str) -> ConfigRejected:
+    return ConfigRejected(
+        "target_unsupported",
+        field,
+        f"{field} means {module!r}, {reason}. IA3 is served on linear layers' outputs and, for feedforward_modules, on "
+        "the inputs of down_proj and others that read an input of their own.",
+    )
+
+
+def match_parameters(config: LoraConfig, base: BaseDescription) -> list[Match]:
+    """Return the parameters that target_parameters names, whole or by their ends, in the base's order.
+
+    Raises ConfigRejected (`target_unsupported`, `pattern_invalid`, `pattern_too_slow`).
+    """
+    wanted = config.target_parameters or ()
+    for target in wanted:
+        if not any(_means(target, name) for name in base.parameters):
+            raise ConfigRejected("target_unsupported", "target_parameters", _unknown(target, base))
+    found = tuple(name for name in base.parameters if any(_means(target, name) for target in wanted))
+    if not found:
+        return []
+    # PEFT asks nothing else of a parameter: exclude_modules and layers_to_transform are of modules.
+    rules = TargetRules(found, None, None, None, tuple(config.rank_pattern), tuple(config.alpha_pattern))
+    return match_guarded(rules, found)
+
+
+def expert_pairs(
+    parameter: str, targeted: Sequence[str], rank: int, scale: float, shape: ParameterShape
+) -> Iterator[ExpertPair]:
+    """Yield a pair for each expert; `targeted` are all parameters of the adapter, in the base's order."""
+    holder = expert_holder(parameter, targeted)
+    for expert in range(shape.num_experts):
+        yield ExpertPair(
+            expert_name(parameter, expert),
+            rank,
+            scale,
+            shape.in_features,
+            shape.out_features,
+            holder=holder,
+            expert=expert,
+            num_experts=shape.num_experts,
+        )
+
+
+def expert_holder(parameter: str, targeted: Sequence[str]) -> str:
+    """Name a parameter's module in the file: PEFT wraps it once for each parameter, the last one outermost."""
+    module = parameter.rpartition(".")[0]
+    outer = [other for other in targeted[targeted.index(parameter) + 1 :] if other.rpartition(".")[0] == module]
+    return module + ".base_layer" * len(outer)
+
+
+def _means(target: str, name: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def _unknown(target: str, base: BaseDescription) -> str:
+    ends = tuple(dict.fromkeys(".".join(name.split(".")[-2:]) for name in base.parameters))
+    served = f"served are {shown(ends)}" if ends else "this base has none that is served"
+    return f"target_parameters names {target[:120]!r}; of parameters that are no linear's, {served}."

@@ -1,4 +1,4 @@
-"""JSON as a format and not as Python's habits: strict UTF-8, no duplicate keys, no NaN, no endless nesting."""
+"""Strict JSON: UTF-8 only, no duplicate keys, no NaN, no deep nesting, no half surrogate pairs."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ import json
 from collections import Counter
 from typing import Any
 
+MAX_DEPTH = 32
+"""Containers in each other. Python's parser takes hundreds, on which recursive code that reads the value would fail."""
+
 
 def parse(data: bytes) -> Any:
-    """The value in `data`; raises ValueError with the reason. The caller bounds the size."""
+    """Parse `data`; raises ValueError with the reason. The caller bounds the size."""
     try:
         value = json.loads(
             data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant, parse_int=_integer
         )
         if b"\\u" in data:
-            # An escaped half of a surrogate pair passes Python's parser and no other.
+            # Python's parser accepts an escaped half of a surrogate pair; other parsers do not.
             json.dumps(value, ensure_ascii=False).encode("utf-8")
+        _check_depth(value)
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 at byte {error.start}") from None
     except UnicodeEncodeError:
@@ -23,6 +27,16 @@ def parse(data: bytes) -> Any:
     except RecursionError:
         raise ValueError("nested too deeply") from None
     return value
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        found = (item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list))
+        level = [child for children in found for child in children]
+        if not level:
+            return
+    raise ValueError(f"nested too deeply: {MAX_DEPTH} levels are the maximum")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

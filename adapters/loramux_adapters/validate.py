@@ -1,4 +1,4 @@
-"""A folder with PEFT's two files, checked from the cheapest question to the dearest."""
+"""Checks of a folder with PEFT's two files, from the cheapest to the most expensive."""
 
 from __future__ import annotations
 
@@ -7,22 +7,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loramux_adapters.base import BaseDescription
+from loramux_adapters.components import AdapterPlan
 from loramux_adapters.config import MAX_CONFIG_BYTES, AdapterConfig, parse_adapter_config
 from loramux_adapters.errors import ConfigRejected
-from loramux_adapters.finite import check_finite
-from loramux_adapters.header import SafetensorsHeader, read_header
-from loramux_adapters.parts import AdapterPlan
 from loramux_adapters.plan import Limits, plan_adapter
+from loramux_adapters.weights_file import SafetensorsHeader, check_finite, read_header
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 
 CHECKS = ("config", "header", "tensors", "values")
-"""What is asked of every adapter, in this order."""
+"""Names of the checks, in their order."""
 
 
 @dataclass(frozen=True, slots=True)
-class Examined:
+class ExaminedAdapter:
     """An adapter that passed every check."""
 
     config: AdapterConfig
@@ -36,7 +35,7 @@ def read_config(directory: Path) -> AdapterConfig:
 
 
 def read_config_file(directory: Path) -> bytes:
-    """The first bytes of `directory`/adapter_config.json: one more than are taken. Raises ConfigRejected."""
+    """Read `directory`/adapter_config.json, at most one byte more than is accepted. Raises ConfigRejected."""
     try:
         with (directory / CONFIG_NAME).open("rb") as file:
             return file.read(MAX_CONFIG_BYTES + 1)
@@ -47,13 +46,13 @@ def read_config_file(directory: Path) -> bytes:
 
 
 def inspect_adapter(directory: Path, base: BaseDescription, limits: Limits) -> AdapterPlan:
-    """Everything of validate_adapter but the reading of the weights; milliseconds. Raises AdapterRejected."""
+    """Run every check that does not read the weights; takes milliseconds. Raises AdapterRejected."""
     config = read_config(directory)
     return plan_adapter(config, read_header(directory / WEIGHTS_NAME), base, limits)
 
 
 def validate_adapter(directory: Path, base: BaseDescription, limits: Limits) -> AdapterPlan:
-    """The plan of the adapter in `directory`, its weights known to be finite. Raises AdapterRejected.
+    """Run every check and return the plan of the adapter in `directory`. Raises AdapterRejected.
 
     Memory: the two headers and a few MiB, whatever the files' sizes.
     """
@@ -62,8 +61,8 @@ def validate_adapter(directory: Path, base: BaseDescription, limits: Limits) -> 
 
 def examine_adapter(
     directory: Path, base: BaseDescription, limits: Limits, serving: str, passed: Callable[[str], None]
-) -> Examined:
-    """As validate_adapter; `passed` is told each of CHECKS once it has passed. Raises AdapterRejected.
+) -> ExaminedAdapter:
+    """Run validate_adapter and call `passed` with the name of each check that passes. Raises AdapterRejected.
 
     `serving` is the dtype that weights are converted to when they are served: F32, F16 or BF16.
     """
@@ -75,4 +74,4 @@ def examine_adapter(
     passed("tensors")
     check_finite(directory / WEIGHTS_NAME, header, serving)
     passed("values")
-    return Examined(config, header, plan)
+    return ExaminedAdapter(config, header, plan)

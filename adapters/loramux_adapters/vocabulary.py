@@ -1,4 +1,4 @@
-"""What an adapter changes of the embedding and the output head: pairs, whole matrices, the rows of single tokens.
+"""Modules that an adapter replaces whole (embedding, output head, norms), and the rows of single tokens.
 
 Source: `_set_trainable` and `set_additional_trainable_modules` (peft/utils/other.py) of PEFT 0.21.2.
 """
@@ -6,33 +6,89 @@ Source: `_set_trainable` and `set_additional_trainable_modules` (peft/utils/othe
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from loramux_adapters.base import BaseDescription, VocabularyShape
-from loramux_adapters.errors import ConfigRejected, shown
-from loramux_adapters.parts import PREFIX, BaseCopy, RowsPart
+from loramux_adapters.components import PREFIX, BaseCopy, CopiedRows, LinearVector, TokenRows, VectorKind
+from loramux_adapters.errors import BaseMismatch, ConfigRejected, shown
+from loramux_adapters.weights_file import SafetensorsHeader
 
 _WAY_OUT = "Train it without, or merge it into a base of your own."
 
 
-def saved_modules(names: Sequence[str] | None, base: BaseDescription) -> Iterator[RowsPart]:
-    """The whole matrices of `modules_to_save`; raises ConfigRejected (`target_unsupported`) for any other module."""
+MAX_ADDED_TOKENS = 1 << 16
+_MATRICES = ("weight", "modules_to_save.weight", "original_module.weight", "base_layer.weight")
+"""Names, after the module's, under which PEFT saves a whole matrix."""
+
+
+def resized(base: BaseDescription, header: SafetensorsHeader, trained: Iterable[int]) -> BaseDescription:
+    """Return `base` with as many tokens as the adapter was trained with: those of the file's whole matrices.
+
+    Without a matrix, `trained` tokens beyond the base's count as the new ones. Raises BaseMismatch (`shape_mismatch`).
+    """
+    if (vocabulary := base.vocabulary) is None:
+        return base
+    names = (*_MATRICES, "token_adapter.base_layer.weight")
+    keys = [f"{PREFIX}{module}.{name}" for module in (vocabulary.embedding, vocabulary.head) for name in names]
+    found = {key: header.tensors[key].shape for key in keys if key in header.tensors}
+    sizes = {shape[0] for shape in found.values() if shape[1:] == (vocabulary.hidden_size,)}
+    if len(sizes) > 1:
+        listed = "; ".join(f"{key} is {list(shape)}" for key, shape in found.items())
+        raise BaseMismatch("shape_mismatch", next(iter(found)), f"The file's matrices have several sizes: {listed}.")
+    last = max((token + 1 for token in trained), default=0)
+    num_tokens = sizes.pop() if sizes else max(vocabulary.num_tokens, last)
+    if num_tokens > vocabulary.num_tokens + MAX_ADDED_TOKENS:
+        return base  # no adapter adds so many: the checks name the token or the matrix
+    return replace(base, vocabulary=replace(vocabulary, num_tokens=num_tokens))
+
+
+def with_added_rows(
+    rows: Sequence[TokenRows], base: BaseDescription, wide: BaseDescription, copies: Iterable[BaseCopy]
+) -> tuple[TokenRows, ...]:
+    """Return `rows` with those of the tokens that `wide` has and `base` lacks, for the embedding and for the head.
+
+    Trained rows are there already; others are in the copies that PEFT saves of a resized embedding.
+    """
+    if base.vocabulary is None or wide.vocabulary is None or wide == base:
+        return tuple(rows)
+    num_tokens, width = wide.vocabulary.num_tokens, wide.vocabulary.hidden_size
+    keys = {copy.module: copy.key for copy in copies}
+    found = {part.module: part for part in rows}
+    for module in (wide.vocabulary.embedding, wide.vocabulary.head):
+        part = found.get(module)
+        if part is not None and part.token_ids is None:
+            continue  # saved whole
+        known = part.token_ids or () if part else ()
+        missing = tuple(sorted(set(range(base.vocabulary.num_tokens, num_tokens)) - set(known)))
+        if missing:
+            copied = CopiedRows(keys[module], missing, num_tokens)
+            part = replace(part, copied=copied) if part else TokenRows(module, "", 0, width, (), copied)
+            found[module] = part
+    return tuple(found.values())
+
+
+def saved_modules(names: Sequence[str] | None, base: BaseDescription) -> Iterator[TokenRows | LinearVector]:
+    """Yield the matrices and norms of `modules_to_save`. Raises ConfigRejected (`target_unsupported`)."""
     for module in (m for m in base.names if any(m.endswith(name) for name in names or ())):
         vocabulary = base.vocabulary
+        if (width := base.norms.get(module)) is not None:
+            yield LinearVector(module, VectorKind.NORM, width)
+            continue
         if vocabulary is None or module not in (vocabulary.embedding, vocabulary.head):
             kind = base.others.get(module, "linear layer")
             raise ConfigRejected(
                 "target_unsupported",
                 "modules_to_save",
-                f"modules_to_save means {module!r}, a {kind}. Whole copies of the embedding and of the output head are "
-                f"served, and of no other module. {_WAY_OUT}",
+                f"modules_to_save means {module!r}, a {kind}. Whole copies of the embedding, of the output head and "
+                f"of norms are served, and of no other module. {_WAY_OUT}",
             )
-        yield RowsPart(module, f"{PREFIX}{module}.weight", vocabulary.num_tokens, vocabulary.hidden_size, None)
+        yield TokenRows(module, f"{PREFIX}{module}.weight", vocabulary.num_tokens, vocabulary.hidden_size, None)
 
 
 def token_rows(
     indices: Sequence[int] | Mapping[str, Sequence[int]] | None, base: BaseDescription
-) -> Iterator[RowsPart]:
-    """The rows of `trainable_token_indices`, which where the base is tied stand in the head too.
+) -> Iterator[TokenRows]:
+    """Yield the rows of `trainable_token_indices`; on a tied base they replace the head's rows too.
 
     Raises ConfigRejected: `target_unsupported`, `config_invalid`.
     """
@@ -55,10 +111,10 @@ def token_rows(
         yield from _rows_of(modules[0], ids, vocabulary)
 
 
-def _rows_of(module: str, ids: Sequence[int], vocabulary: VocabularyShape) -> Iterator[RowsPart]:
+def _rows_of(module: str, ids: Sequence[int], vocabulary: VocabularyShape) -> Iterator[TokenRows]:
     key = f"{PREFIX}{module}.token_adapter.trainable_tokens_delta"
     for place in (vocabulary.embedding, vocabulary.head) if vocabulary.tied else (module,):
-        yield RowsPart(place, key, len(ids), vocabulary.hidden_size, tuple(ids))
+        yield TokenRows(place, key, len(ids), vocabulary.hidden_size, tuple(ids))
 
 
 def _check_ids(ids: Sequence[int], vocabulary: VocabularyShape) -> None:
@@ -69,23 +125,35 @@ def _check_ids(ids: Sequence[int], vocabulary: VocabularyShape) -> None:
     if max(ids) >= vocabulary.num_tokens:
         raise _rejected(
             "config_invalid",
-            f"It names token {max(ids)}; this base has {vocabulary.num_tokens}. Was the vocabulary extended?",
+            f"It names token {max(ids)}; this base has {vocabulary.num_tokens}. If the vocabulary was "
+            "extended in training, it is another base.",
         )
 
 
-def base_copies(targeted: Collection[str], base: BaseDescription) -> tuple[BaseCopy, ...]:
-    """What PEFT may save beside an adapter that targets the embedding or the head."""
+def base_copies(targeted: Collection[str], rows: Iterable[TokenRows], base: BaseDescription) -> tuple[BaseCopy, ...]:
+    """Return the base's own matrices that PEFT saves beside an adapter with `save_embedding_layers`."""
     if (vocabulary := base.vocabulary) is None:
         return ()
-    return tuple(
-        BaseCopy(module, vocabulary.num_tokens, vocabulary.hidden_size)
-        for module in (vocabulary.embedding, vocabulary.head)
-        if module in targeted
-    )
+    names = dict.fromkeys((vocabulary.embedding, vocabulary.head), "weight")
+    names |= {module: "base_layer.weight" for module in names if module in targeted}
+    for part in rows:
+        names[part.module] = "original_module.weight" if part.token_ids is None else "token_adapter.base_layer.weight"
+    shape = vocabulary.num_tokens, vocabulary.hidden_size
+    return tuple(BaseCopy(module, *shape, name) for module, name in names.items())
 
 
-def check_once(targeted: Iterable[str], rows: Sequence[RowsPart]) -> None:
-    """Raise ConfigRejected (`config_invalid`) where two fields mean one module: which comes first is not defined."""
+def repeated_rows(rows: Iterable[TokenRows]) -> tuple[tuple[str, str], ...]:
+    """Return the second names under which PEFT saves rows once more with `save_embedding_layers`."""
+    names = {
+        part: "modules_to_save.weight" if part.token_ids is None else "token_adapter.trainable_tokens_delta"
+        for part in rows
+    }
+    keys = ((f"{PREFIX}{part.module}.{name}", part.key) for part, name in names.items())
+    return tuple((key, original) for key, original in keys if key != original)
+
+
+def check_once(targeted: Iterable[str], rows: Sequence[TokenRows]) -> None:
+    """Raise ConfigRejected (`config_invalid`) if two fields mean one module: PEFT does not define their order."""
     taken = set(targeted)
     for part in rows:
         if part.module in taken:
@@ -100,7 +168,7 @@ def check_once(targeted: Iterable[str], rows: Sequence[RowsPart]) -> None:
 
 
 def check_tying(ensure_weight_tying: bool, touched: Iterable[str], base: BaseDescription) -> None:
-    """Raise ConfigRejected where ensure_weight_tying would make an adapter of the embedding one of the head as well."""
+    """Raise ConfigRejected where ensure_weight_tying would apply an adapter of the embedding to the head as well."""
     vocabulary = base.vocabulary
     if not ensure_weight_tying or vocabulary is None or not vocabulary.tied:
         return

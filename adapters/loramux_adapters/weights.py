@@ -1,4 +1,4 @@
-"""An adapter's matrices in memory, in the dtype that serves."""
+"""An adapter's tensors in memory, in the serving dtype."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from pathlib import Path
 import torch
 
 from loramux_adapters.base import BaseDescription
+from loramux_adapters.components import AdapterPlan, TokenRows, VectorKind
 from loramux_adapters.errors import WeightsFileRejected
-from loramux_adapters.header import SafetensorsHeader, TensorInfo, read_header
-from loramux_adapters.layout import Kind, Matrix
-from loramux_adapters.parts import AdapterPlan, RowsPart, VectorKind
+from loramux_adapters.layout import Matrix, MatrixKind
 from loramux_adapters.plan import Limits, plan_adapter
-from loramux_adapters.tensors import read_tensor
 from loramux_adapters.validate import WEIGHTS_NAME, read_config
+from loramux_adapters.weights_file import SafetensorsHeader, TensorInfo, read_header
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,42 +31,56 @@ class LoraWeights:
 
 @dataclass(frozen=True, slots=True)
 class AdapterWeights:
-    """Everything that an adapter brings, by the name of the base's module; on the CPU."""
+    """All tensors of an adapter, by the name of the base's module; on the CPU."""
 
     plan: AdapterPlan
     modules: Mapping[str, LoraWeights]
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """`[2, out_features]`: the factor of each output of base and pair together, and what is added then."""
+    """`[2, out_features]`: a factor for each output of base and pair together, and a shift that is added afterwards."""
     inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """`[2, in_features]`: the same of each input."""
+    """`[2, in_features]`: a factor and a shift for each input."""
     rows: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """`[n, hidden_size]`: the embedding's or the head's, in the order of the tokens' ids."""
+    """`[n, hidden_size]`: rows of the embedding or the head, in the order of the token ids."""
     magnitudes: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """`[out_features]`, of DoRA: what fit_to_base makes columns of."""
+    """`[out_features]`: DoRA's magnitudes; fit_to_base turns them into columns."""
+    biases: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """`[out_features]`: biases that replace the base's; fit_to_base turns them into shifts of columns."""
+    norms: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """`[1, width]`: weights that replace those of norms."""
     copies: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """`[tokens, hidden_size]`: what PEFT saved of the base, for fit_to_base to compare."""
+    """`[tokens, hidden_size]`: PEFT's copies of the base's matrices; fit_to_base compares them."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        others = (self.columns, self.inputs, self.rows, self.magnitudes, self.biases, self.norms, self.copies)
+        tensors = [tensor for mapping in others for tensor in mapping.values()]
+        tensors += [tensor for pair in self.modules.values() for tensor in (pair.a, pair.b)]
+        return sum(tensor.nbytes for tensor in tensors)
 
     def matrix(self, matrix: Matrix) -> torch.Tensor:
-        """`[matrix.rows, matrix.width]`"""
+        """Return the tensor of `matrix`, `[matrix.rows, matrix.width]`."""
         match matrix.kind:
-            case Kind.A:
+            case MatrixKind.A:
                 found = self.modules[matrix.module].a
-            case Kind.B:
+            case MatrixKind.B:
                 found = self.modules[matrix.module].b
-            case Kind.COLUMNS:
+            case MatrixKind.COLUMNS:
                 found = self.columns[matrix.module]
-            case Kind.INPUTS:
+            case MatrixKind.INPUTS:
                 found = self.inputs[matrix.module]
-            case Kind.ROWS:
+            case MatrixKind.ROWS:
                 found = self.rows[matrix.module]
+            case MatrixKind.NORM:
+                found = self.norms[matrix.module]
         return found.T if matrix.transposed else found
 
 
 def load_adapter(directory: Path, base: BaseDescription, limits: Limits, dtype: torch.dtype) -> AdapterWeights:
     """Read the adapter in `directory` as `dtype`, after everything that can be checked without reading its weights.
 
-    That the weights are finite is validate_adapter's question, asked once at upload; here only an overflow that the
-    conversion to `dtype` itself makes is refused (`weights_overflow`). Raises AdapterRejected.
+    validate_adapter proved at upload that the weights are finite. Here only an overflow of the conversion to `dtype` is
+    refused (`weights_overflow`). Raises AdapterRejected.
     """
     config, path = read_config(directory), directory / WEIGHTS_NAME
     header = read_header(path)
@@ -75,9 +88,12 @@ def load_adapter(directory: Path, base: BaseDescription, limits: Limits, dtype: 
 
 
 def read_weights(path: Path, header: SafetensorsHeader, plan: AdapterPlan, dtype: torch.dtype) -> AdapterWeights:
-    """The tensors of `header` as `dtype`; `plan` is made of the same ones. Raises WeightsFileRejected."""
+    """Read the tensors of `header` as `dtype`; `plan` describes the same ones. Raises WeightsFileRejected."""
     with path.open("rb") as file:
         tensors = {name: _read(file, name, info, dtype) for name, info in header.tensors.items()}
+    for key, original in plan.repeats:
+        if key in tensors and not torch.equal(tensors[key], tensors[original]):
+            raise WeightsFileRejected("copy_differs", key, f"{key} must equal {original}; which of them counts?")
     pairs = {
         pair.module: LoraWeights(*pair.share(tensors[pair.a_key], tensors[pair.b_key]), pair.scale)
         for pair in plan.pairs
@@ -87,14 +103,16 @@ def read_weights(path: Path, header: SafetensorsHeader, plan: AdapterPlan, dtype
         pairs,
         columns=_columns(plan, tensors),
         inputs={module: factor_only(v) for module, v in _vectors(plan, tensors, VectorKind.INPUT).items()},
-        rows={part.module: _in_order(part, tensors[part.key]) for part in plan.rows},
+        rows={part.module: _in_order(part, _rows(part, tensors)) for part in plan.rows},
         magnitudes=_vectors(plan, tensors, VectorKind.MAGNITUDE),
+        biases=_vectors(plan, tensors, VectorKind.BIAS),
+        norms={module: vector[None] for module, vector in _vectors(plan, tensors, VectorKind.NORM).items()},
         copies={copy.module: tensors[copy.key] for copy in plan.copies if copy.key in tensors},
     )
 
 
 def factor_only(vector: torch.Tensor) -> torch.Tensor:
-    """`[2, n]`: the factors of `vector` `[n]`, and nothing added."""
+    """Return `[2, n]`: `vector` `[n]` as factors, and shifts of zero."""
     return torch.stack((vector, torch.zeros_like(vector)))
 
 
@@ -111,9 +129,17 @@ def _columns(plan: AdapterPlan, tensors: Mapping[str, torch.Tensor]) -> dict[str
     return columns
 
 
-def _in_order(part: RowsPart, rows: torch.Tensor) -> torch.Tensor:
-    """By token, so that a token's row is found by halving."""
-    return rows if part.token_ids is None else rows[torch.tensor(part.token_ids).argsort()]
+def _rows(part: TokenRows, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return all rows of `part`, the copied ones last."""
+    if part.copied is None:
+        return tensors[part.key]
+    copied = tensors[part.copied.key][torch.tensor(part.copied.token_ids)]
+    return torch.cat((tensors[part.key], copied)) if part.key else copied
+
+
+def _in_order(part: TokenRows, rows: torch.Tensor) -> torch.Tensor:
+    """Order the rows by token id, so that a token's row is found by bisection."""
+    return rows if part.served_ids is None else rows[torch.tensor(part.served_ids).argsort()]
 
 
 def _read(file: BufferedReader, name: str, info: TensorInfo, dtype: torch.dtype) -> torch.Tensor:
@@ -126,3 +152,16 @@ def _read(file: BufferedReader, name: str, info: TensorInfo, dtype: torch.dtype)
             f"{name} holds values beyond what {dtype} can express, in which this server runs its base.",
         )
     return converted
+
+
+_DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def read_tensor(file: BufferedReader, info: TensorInfo) -> torch.Tensor:
+    """Read a tensor of a checked file, as saved, on the CPU. Raises WeightsFileRejected (`weights_truncated`)."""
+    # Read, not mapped as the safetensors library does: a file that shrinks under a mapping kills the process.
+    data = torch.empty(info.end - info.start, dtype=torch.uint8)
+    file.seek(info.start)
+    if file.readinto(data.numpy().data) != len(data):
+        raise WeightsFileRejected("weights_truncated", None, "The file became shorter while it was read.")
+    return data.view(_DTYPES[info.dtype]).view(info.shape)

@@ -1,5 +1,18 @@
 """`python -m loramux_api` is `loramux`."""
 
-from loramux_api.cli import main
+import signal
 
-main()
+# Ctrl-C while the first modules are imported ends the process at once, without a traceback.
+_interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+from loramux_api.cli import main  # noqa: E402
+
+
+def run() -> None:
+    """Run the command line."""
+    signal.signal(signal.SIGINT, _interrupt)
+    main()
+
+
+if __name__ == "__main__":
+    run()

@@ -1,9 +1,10 @@
-"""A generation's way back to its client: whole or as a stream, and what happens when the client leaves."""
+"""Sending an Answer to the client: in one piece or as server-sent events, until the client disconnects."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -11,117 +12,143 @@ from litestar import MediaType, Request, Response
 from litestar.response import Stream
 from litestar.types import ASGIApp, Receive, Scope, Send
 
-from loramux.gateway import Answer, Delta, GatewayError, TokenUsage, join_by_choice
-from loramux_api.problems import error_answer
-from loramux_api.rates import rate_headers
+from loramux.errors import LoramuxError
+from loramux.gateway import Answer, CallDelta, Delta, FinishReason, TokenLogprob
+from loramux.units import TokenCounts
+from loramux_api.bodies import ClientDisconnected
+from loramux_api.headers import rate_headers
+from loramux_api.problems import CLIENT_CLOSED_REQUEST, error_answer
 
 T = TypeVar("T")
-CLIENT_CLOSED_REQUEST = 499
-"""nginx's status for an answer that nobody reads."""
 SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _encode = msgspec.json.Encoder().encode
 
 
 class Writer(Protocol):
-    """Gives a generation the shape of one endpoint; OpenAI's where nothing else is said."""
+    """Gives an answer the shape of one endpoint; OpenAI's where nothing else is said."""
 
     ending: bytes = b"data: [DONE]\n\n"
-    """After the last event of a stream."""
+    """Sent after the last event of a stream."""
 
     def opening(self) -> Iterable[msgspec.Struct]:
-        """A stream's first events."""
+        """Return a stream's first events."""
 
     def chunk(self, delta: Delta) -> msgspec.Struct | None:
-        """The event for a delta, if it makes one."""
+        """Return the event for a delta, if it makes one."""
 
-    def closing(self, usage: TokenUsage) -> Iterable[msgspec.Struct]:
-        """A stream's last events."""
+    def closing(self, usage: TokenCounts) -> Iterable[msgspec.Struct]:
+        """Return a stream's last events."""
 
-    def whole(self, choices: list[Delta], usage: TokenUsage) -> msgspec.Struct:
-        """The answer in one piece."""
+    def collect(self, delta: Delta) -> None:
+        """Take a delta of an answer that is sent in one piece; the costly parts are encoded as they come."""
 
-    def failure(self, error: GatewayError) -> msgspec.Struct:
-        """The event of what went wrong in the middle of a stream."""
+    def whole(self, usage: TokenCounts) -> msgspec.Struct:
+        """Return the collected answer in one piece."""
+
+    def failure(self, error: LoramuxError) -> msgspec.Struct:
+        """Return the event for an error in the middle of a stream."""
         return error_answer(error)
 
 
-class ClientGone(Exception):
-    """The client closed the connection."""
+async def respond(request: Request[Any, Any, Any], answer: Answer, writer: Writer, *, stream: bool) -> Response[Any]:
+    """Return the response; the answer is abandoned as soon as the client disconnects.
 
-
-async def answer(request: Request[Any, Any, Any], generation: Answer, writer: Writer, *, stream: bool) -> Response[Any]:
-    """The response to a generation; the generation is abandoned as soon as the client leaves.
-
-    A stream's response begins with its first token, so that whatever fails before has its proper status.
+    A stream's response begins with its first token, so that every earlier failure has its proper status.
     """
     try:
         if stream:
-            await unless_gone(request, generation.started())
-            return GenerationStream(generation, writer)
-        choices = await unless_gone(request, _gather(generation))
-    except ClientGone:
-        generation.abandon()
+            await run_while_connected(request, answer.started())
+            return AnswerStream(answer, writer)
+        await run_while_connected(request, _collect(answer, writer))
+    except ClientDisconnected:
+        answer.abandon()
         return Response(None, status_code=CLIENT_CLOSED_REQUEST)
     except BaseException:
-        generation.abandon()
+        answer.abandon()
         raise
-    whole = _encode(writer.whole(choices, generation.usage))
-    return Response(whole, media_type=MediaType.JSON, headers=answer_headers(generation))
+    whole = _encode(writer.whole(answer.usage))
+    return Response(whole, media_type=MediaType.JSON, headers=answer_headers(answer))
 
 
-def answer_headers(generation: Answer) -> dict[str, str]:
-    """What is left of the limits, and whether the answer is an old one."""
-    replayed = {"Idempotent-Replayed": "true"} if generation.replayed else {}
-    return rate_headers(generation.standing) | replayed
+def answer_headers(answer: Answer) -> dict[str, str]:
+    """Return the limits by the minute, and whether the answer is a kept one."""
+    replayed = {"Idempotent-Replayed": "true"} if answer.replayed else {}
+    return rate_headers(answer.rate_limits) | replayed
 
 
-async def unless_gone(request: Request[Any, Any, Any], work: Awaitable[T]) -> T:
-    """Await `work`, unless the client leaves first: then it is cancelled. Raises ClientGone.
+async def run_while_connected(request: Request[Any, Any, Any], work: Awaitable[T]) -> T:
+    """Await `work`, and cancel it where the client disconnects first. Raises ClientDisconnected.
 
-    Servers do not cancel a handler whose client has left; they only say so to who asks. The body has been read.
+    Servers do not cancel a handler whose client has left; `receive` reports it. The body has been read.
     """
-    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_until_gone(request))
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_until_disconnected(request))
     try:
-        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise ClientGone
+            raise ClientDisconnected
         return working.result()
     finally:
         working.cancel()
-        gone.cancel()
+        leaving.cancel()
 
 
-class GenerationStream(Stream):
-    """Server-sent events, framed with LF, that abandon their generation however they end."""
+@dataclass(slots=True)
+class CollectedChoice:
+    """One choice of an answer that is sent in one piece."""
 
-    def __init__(self, generation: Answer, writer: Writer) -> None:
-        headers = SSE_HEADERS | answer_headers(generation)
-        super().__init__(_events(generation, writer), media_type="text/event-stream", headers=headers)
-        self._generation = generation
+    texts: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    calls: list[CallDelta] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    """Log probabilities of the chosen tokens, without alternatives."""
+    encoded: list[msgspec.Raw] = field(default_factory=list)
+    """The logprobs' JSON, or that of their alternatives: the costly part, one a token."""
+    finish_reason: FinishReason | None = None
 
-    def to_asgi_response(self, *args: Any, **kwargs: Any) -> ASGIApp:  # type: ignore[override]  # Litestar calls it, no more
-        """Litestar's own response, watched from outside: a generator that was never started is never told."""
+    def add(self, delta: Delta, encode: Callable[[TokenLogprob], object] | None) -> None:
+        """Add a delta; `encode` returns what is written of a logprob."""
+        self.texts.append(delta.text)
+        self.thoughts.append(delta.thought)
+        self.calls.extend(delta.calls)
+        self.token_ids.extend(delta.token_ids)
+        self.finish_reason = delta.finish_reason or self.finish_reason
+        if encode is not None:
+            self.logprobs.extend(msgspec.structs.replace(one, top=()) for one in delta.logprobs)
+            self.encoded.extend(msgspec.Raw(_encode(encode(one))) for one in delta.logprobs)
+
+
+class AnswerStream(Stream):
+    """Server-sent events, framed with LF, that abandon their answer however they end."""
+
+    def __init__(self, answer: Answer, writer: Writer) -> None:
+        headers = SSE_HEADERS | answer_headers(answer)
+        super().__init__(_events(answer, writer), media_type="text/event-stream", headers=headers)
+        self._answer = answer
+
+    def to_asgi_response(self, *args: Any, **kwargs: Any) -> ASGIApp:  # type: ignore[override]  # Litestar calls it
+        """Wrap Litestar's own response: a generator that was never started cannot clean up after itself."""
         response = super().to_asgi_response(*args, **kwargs)
 
         async def watched(scope: Scope, receive: Receive, send: Send) -> None:
             try:
                 await response(scope, receive, send)
             finally:
-                self._generation.abandon()
+                self._answer.abandon()
 
         return watched
 
 
-async def _events(generation: Answer, writer: Writer) -> AsyncIterator[bytes]:
+async def _events(answer: Answer, writer: Writer) -> AsyncIterator[bytes]:
     try:
         for event in writer.opening():
             yield _frame(event)
-        async for delta in generation:
+        async for delta in answer:
             if (chunk := writer.chunk(delta)) is not None:
                 yield _frame(chunk)
-        for event in writer.closing(generation.usage):
+        for event in writer.closing(answer.usage):
             yield _frame(event)
-    except GatewayError as error:
+    except LoramuxError as error:
         yield _frame(writer.failure(error))
     yield writer.ending
 
@@ -130,11 +157,11 @@ def _frame(event: msgspec.Struct) -> bytes:
     return b"data: " + _encode(event) + b"\n\n"
 
 
-async def _gather(generation: Answer) -> list[Delta]:
-    """Every choice's deltas joined into one, in order."""
-    return join_by_choice([delta async for delta in generation])
+async def _collect(answer: Answer, writer: Writer) -> None:
+    async for delta in answer:
+        writer.collect(delta)
 
 
-async def _until_gone(request: Request[Any, Any, Any]) -> None:
+async def _until_disconnected(request: Request[Any, Any, Any]) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass

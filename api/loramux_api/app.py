@@ -1,50 +1,78 @@
-"""The application: every route, what it depends on, and the house that it opens when it starts."""
+"""The application: its routes, their dependencies, and the platform that its lifespan opens."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import signal
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 from litestar import Litestar, Request, Router
+from litestar.datastructures import State
 from litestar.di import Provide
+from litestar.types import ASGIApp, LifeSpanReceive, LifeSpanScope, LifeSpanSend, Receive, Scope, Send
+from typing_extensions import override
 
-from loramux.gateway import AdapterService, CompletionService, EngineClient, Platform, open_platform
+from loramux.batches import Batches, Files, open_batches
+from loramux.errors import LoramuxError
+from loramux.gateway import AdapterService, CompletionService, EngineClient, EngineDied, Platform, open_platform
 from loramux.limits import Limits
-from loramux.settings import Settings, load_settings
+from loramux.releases import (
+    CanaryGuards,
+    Evaluations,
+    RevisionMetrics,
+    open_canary_guards,
+    open_evaluations,
+    open_revision_metrics,
+)
+from loramux.settings import Settings, SettingsError, load_settings
 from loramux.tenants import Account, Principal, Tenants
-from loramux.uploads import Uploads
+from loramux.uploads import UploadSessions
 from loramux.webhooks import Endpoints
 from loramux_api.auth import platform_of, principal_of
+from loramux_api.batch_endpoints import batch_endpoints
+from loramux_api.bodies import ApiRequest
+from loramux_api.controllers.account import AuditController, KeyController, MemberController, ProjectController
 from loramux_api.controllers.adapters import AdapterController
-from loramux_api.controllers.admin import AdminController, AdminTenantController, AdminTierController
-from loramux_api.controllers.admin_limits import AdminTenantLimitController, AdminTierLimitController
+from loramux_api.controllers.admin import (
+    AdminController,
+    AdminEngineController,
+    AdminTenantController,
+    AdminTenantLimitController,
+    AdminTierController,
+    AdminTierLimitController,
+)
 from loramux_api.controllers.aliases import AliasController
-from loramux_api.controllers.audit import AuditController
+from loramux_api.controllers.batches import BatchController
 from loramux_api.controllers.chat import ChatController
 from loramux_api.controllers.completions import CompletionController
-from loramux_api.controllers.events import EventController
+from loramux_api.controllers.evaluations import EvaluationController
+from loramux_api.controllers.files import FileController
 from loramux_api.controllers.grants import GrantController
 from loramux_api.controllers.health import HealthController
-from loramux_api.controllers.invoices import InvoiceController
-from loramux_api.controllers.keys import KeyController
 from loramux_api.controllers.limits import BudgetController, LimitController
 from loramux_api.controllers.lorax import LoraxController
-from loramux_api.controllers.members import MemberController
 from loramux_api.controllers.models import ModelController
-from loramux_api.controllers.projects import ProjectController
-from loramux_api.controllers.requests import RequestController
+from loramux_api.controllers.releases import FeedbackController, GuardController, RevisionMetricsController
 from loramux_api.controllers.revisions import PinController, RevisionController
 from loramux_api.controllers.uploads import UploadController
-from loramux_api.controllers.usage import UsageController
+from loramux_api.controllers.usage import InvoiceController, RequestController, UsageController
 from loramux_api.controllers.vllm import VllmController
-from loramux_api.controllers.webhooks import WebhookController
+from loramux_api.controllers.webhooks import EventController, WebhookController
+from loramux_api.headers import send_request_id
 from loramux_api.metrics import Metrics
 from loramux_api.openapi import openapi_config
 from loramux_api.problems import EXCEPTION_HANDLERS
-from loramux_api.request_ids import send_request_id
+from loramux_api.request_log import logged, note_begun, note_ended, note_response
+from loramux_api.tracing import Tracer
+
+logger = logging.getLogger(__name__)
 
 MAX_JSON_BYTES = 16 << 20
 CONFIG_VARIABLE = "LORAMUX_CONFIG"
@@ -52,26 +80,46 @@ CONFIG_VARIABLE = "LORAMUX_CONFIG"
 AnyRequest = Request[Any, Any, Any]
 
 
-def create_app(settings: Settings, engine: EngineClient | None = None) -> Litestar:
-    """The application of one server. Its lifespan opens the house (`open_platform`) and closes it.
+class Application(Litestar):
+    """The application, with one line in the log and perhaps a trace for each request."""
 
-    `engine` takes the place of the one that the settings ask for.
+    tracer: Tracer | None = None
+
+    @override
+    async def __call__(
+        self, scope: Scope | LifeSpanScope, receive: Receive | LifeSpanReceive, send: Send | LifeSpanSend
+    ) -> None:
+        """Answer one ASGI request, or run the lifespan."""
+        if scope["type"] == "lifespan":
+            await super().__call__(scope, receive, send)
+            return
+        async with logged(scope, self.tracer):
+            await super().__call__(scope, receive, send)
+
+
+def create_app(settings: Settings, engine: EngineClient | None = None) -> Application:
+    """Return the application of one server.
+
+    Its lifespan opens the platform, unless `attached` has given it an open one. `engine` replaces the engines of
+    the settings.
     """
     metrics = Metrics()
 
     @asynccontextmanager
-    async def house(app: Litestar) -> AsyncIterator[None]:
-        async with open_platform(settings, engine) as platform:
-            app.state.platform = platform
-            metrics.watch(platform)
-            yield
+    async def lifespan(app: Litestar) -> AsyncIterator[None]:
+        assert isinstance(app, Application), "it is made below"
+        opening = open_platform(settings) if engine is None else open_platform(settings, lambda _: engine)
+        async with opening as platform, attached(app, platform):
+            with _lame_duck_on_sigterm(app, settings.server.lame_duck_seconds):
+                yield
 
     uploads = Router(
         "/",
         route_handlers=[AdapterController, UploadController],
         request_max_body_size=settings.server.max_upload_bytes,
     )
-    return Litestar(
+    files = Router("/", route_handlers=[FileController], request_max_body_size=settings.batches.max_body_bytes)
+    app = Application(
         route_handlers=[
             ChatController,
             CompletionController,
@@ -91,6 +139,7 @@ def create_app(settings: Settings, engine: EngineClient | None = None) -> Litest
             BudgetController,
             AdminTenantController,
             AdminTierController,
+            AdminEngineController,
             AdminController,
             AdminTierLimitController,
             AdminTenantLimitController,
@@ -99,22 +148,120 @@ def create_app(settings: Settings, engine: EngineClient | None = None) -> Litest
             WebhookController,
             VllmController,
             HealthController,
+            BatchController,
+            EvaluationController,
+            RevisionMetricsController,
+            FeedbackController,
+            GuardController,
             uploads,
+            files,
         ],
         dependencies={**_dependencies(), "metrics": Provide(lambda: metrics, sync_to_thread=False)},
-        lifespan=[house],
-        before_send=[send_request_id, metrics.count],
+        lifespan=[lifespan],
+        before_send=[send_request_id, metrics.count, note_response],
         exception_handlers=EXCEPTION_HANDLERS,
+        request_class=ApiRequest,
         request_max_body_size=MAX_JSON_BYTES,
         openapi_config=openapi_config(),
         logging_config=None,
         debug=False,
+        state=State({"metrics": metrics, "stopping": False}),
     )
+    if settings.tracing.endpoint is not None:
+        app.tracer = Tracer(settings.tracing)
+    return app
 
 
-def from_environment() -> Litestar:
-    """For any ASGI server: `LORAMUX_CONFIG=FILE uvicorn --factory loramux_api.app:from_environment`."""
-    return create_app(load_settings(Path(os.environ[CONFIG_VARIABLE])))
+@asynccontextmanager
+async def attached(app: Application, platform: Platform) -> AsyncIterator[None]:
+    """Serve from an open platform, and run its batches, while the block runs; then send the last traces."""
+    async with (
+        open_revision_metrics(platform) as revision_metrics,
+        open_batches(platform, batch_endpoints(platform)) as services,
+        open_evaluations(platform, services) as evaluations,
+        open_canary_guards(platform) as guards,
+    ):
+        app.state.guards = guards
+        app.state.evaluations = evaluations
+        app.state.platform, app.state.batches, app.state.revision_metrics = platform, services, revision_metrics
+        app.state.metrics.watch(platform)
+        platform.completions.on_begun(note_begun)
+        platform.completions.on_ended(note_ended)
+        yield
+    if app.tracer is not None:
+        await asyncio.to_thread(app.tracer.close)
+
+
+def from_environment() -> ASGIApp:
+    """Return the application, for `LORAMUX_CONFIG=FILE uvicorn --factory loramux_api.app:from_environment`.
+
+    A start that is refused is one sentence in the ASGI server's log. Raises SystemExit with it for invalid settings.
+    """
+    file = os.environ.get(CONFIG_VARIABLE)
+    if file is None:
+        raise SystemExit(f"Error: {CONFIG_VARIABLE} is not set; it names the settings file (`loramux init` writes one)")
+    try:
+        app = create_app(load_settings(Path(file)))
+    except SettingsError as error:
+        raise SystemExit(f"Error: {error}") from None
+    return _with_sentences(app)
+
+
+def _with_sentences(app: Litestar) -> ASGIApp:
+    """Return the application whose lifespan reports a known error as its sentence; Litestar sends the traceback."""
+
+    async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "lifespan":  # type: ignore[comparison-overlap]  # Litestar's Scope leaves it out
+            await app(scope, receive, send)
+            return
+        refusal: str | None = None
+
+        async def send_sentence(message: Any) -> None:
+            nonlocal refusal
+            if message["type"] == "lifespan.startup.failed":
+                refusal = refusal_of(sys.exc_info()[1])
+                message["message"] = message["message"] if refusal is None else f"Error: {refusal}"
+            await send(message)
+
+        try:
+            await app(scope, receive, send_sentence)
+        except BaseException:
+            if refusal is None:
+                raise
+
+    return wrapped
+
+
+def refusal_of(error: BaseException | None) -> str | None:
+    """Return the sentence of a known error of a start, which groups may wrap; None for a bug."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return " ".join(str(error).split()) if isinstance(error, LoramuxError | EngineDied | SettingsError) else None
+
+
+@contextmanager
+def _lame_duck_on_sigterm(app: Litestar, seconds: float) -> Iterator[None]:
+    """Delay the ASGI server's own SIGTERM handler: first /health/ready answers 503 for `seconds`.
+
+    Servers such as uvicorn stop to accept connections at once, while load balancers still send requests.
+    """
+    stop = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is not threading.main_thread() or not callable(stop):
+        yield
+        return
+    loop = asyncio.get_running_loop()
+
+    def begin() -> None:
+        app.state.stopping = True
+        logger.info("stopping: /health/ready answers 503, requests are served for %g s more", seconds)
+        loop.call_later(seconds, stop, signal.SIGTERM, None)
+
+    loop.add_signal_handler(signal.SIGTERM, begin)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, stop)
 
 
 def _dependencies() -> dict[str, Provide]:
@@ -128,25 +275,60 @@ def _dependencies() -> dict[str, Provide]:
         return platform_of(request).tenants.account_of(principal_of(request))
 
     def limits(request: AnyRequest) -> Limits:
-        return Limits(platform_of(request).tenants.changes_of(principal_of(request)))
+        return Limits(platform_of(request).tenants.changes_by(principal_of(request)))
 
     def endpoints(request: AnyRequest) -> Endpoints:
-        house, caller = platform_of(request), principal_of(request)
-        return house.webhooks.endpoints(house.tenants.changes_of(caller), caller)
+        platform, caller = platform_of(request), principal_of(request)
+        return platform.webhooks.endpoints(platform.tenants.changes_by(caller), caller)
 
     def operators(request: AnyRequest) -> Tenants:
-        return platform_of(request).tenants.in_the_name_of(principal_of(request))
+        return platform_of(request).tenants.as_operator(principal_of(request))
 
     def completions(request: AnyRequest) -> CompletionService:
         return platform_of(request).completions
 
-    def uploads(request: AnyRequest) -> Uploads:
+    def uploads(request: AnyRequest) -> UploadSessions:
         return platform_of(request).uploads
 
     def adapters(request: AnyRequest) -> AdapterService:
         return platform_of(request).adapters
 
+    def batches(request: AnyRequest) -> Batches:
+        found: Batches = request.app.state.batches.batches
+        return found
+
+    def files(request: AnyRequest) -> Files:
+        found: Files = request.app.state.batches.files
+        return found
+
+    def evaluations(request: AnyRequest) -> Evaluations:
+        found: Evaluations = request.app.state.evaluations
+        return found
+
+    def guards(request: AnyRequest) -> CanaryGuards:
+        found: CanaryGuards = request.app.state.guards
+        return found
+
+    def revision_metrics(request: AnyRequest) -> RevisionMetrics:
+        found: RevisionMetrics = request.app.state.revision_metrics
+        return found
+
     return {
         provider.__name__: Provide(provider, sync_to_thread=False)
-        for provider in (platform, principal, account, limits, endpoints, operators, completions, uploads, adapters)
+        for provider in (
+            platform,
+            principal,
+            account,
+            limits,
+            endpoints,
+            operators,
+            completions,
+            uploads,
+            adapters,
+            batches,
+            files,
+            evaluations,
+            guards,
+            revision_metrics,
+        )
     }

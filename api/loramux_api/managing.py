@@ -1,4 +1,4 @@
-"""What the routes of adapters have in common: how an adapter is named in a path, and what a change may demand."""
+"""Parts of every route about adapters: the adapter's name in the path, and the preconditions of a change."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from litestar.di import NamedDependency, Provide
 from litestar.params import FromPath
 
 from loramux.gateway import InvalidRequest
-from loramux.registry import AdapterInfo, PartNotFound, Terms, etag
+from loramux.registry import AdapterInfo, PartNotFound, Preconditions, etag
 from loramux.tenants import Principal
-from loramux.usage import ClaimedOnce
-from loramux_api.idempotency import claim_of
+from loramux_api.auth import platform_of
+from loramux_api.headers import IdempotencyKey, IfMatch, claim_of
 from loramux_api.schemas.adapters import Adapter, adapter_object
-from loramux_api.schemas.headers import IdempotencyKey, IfMatch
 
 MAX_UNDO_SECONDS = 365 * 86_400
 
@@ -29,21 +28,21 @@ def adapter_name(name: FromPath[str], owner: FromPath[str | None] = None) -> str
     return name if owner is None else f"{owner}/{name}"
 
 
-async def terms(
+async def preconditions(
     request: Request[Any, Any, Any],
     principal: NamedDependency[Principal],
     if_match: IfMatch = None,
     idempotency_key: IdempotencyKey = None,
-) -> Terms:
-    """What the caller demands of the change that it asks for. Raises InvalidRequest."""
+) -> Preconditions:
+    """Read the preconditions of a change from the headers. Raises InvalidRequest."""
     claim = await claim_of(request, idempotency_key)
-    return Terms(if_match, None if claim is None else ClaimedOnce(principal, claim))
+    return Preconditions(if_match, None if claim is None else platform_of(request).usage.guard(principal, claim))
 
 
 NAMED = {"adapter": Provide(adapter_name, sync_to_thread=False)}
-"""For controllers whose routes are about one adapter."""
-CHANGING = {"terms": Provide(terms)}
-"""For routes that change something."""
+"""Dependencies of controllers whose routes are about one adapter."""
+CHANGING = {"preconditions": Provide(preconditions)}
+"""Dependencies of routes that change something."""
 
 
 def number_of(adapter: str, text: str) -> int:
@@ -54,9 +53,9 @@ def number_of(adapter: str, text: str) -> int:
 
 
 def check_undo(undo_s: int | None) -> int | None:
-    """For how long a deletion is to be undoable. Raises InvalidRequest."""
+    """Return the seconds for which a deletion can be undone, checked. Raises InvalidRequest."""
     if undo_s is not None and not 0 <= undo_s <= MAX_UNDO_SECONDS:
-        raise InvalidRequest(f"'undo_s' is 0 to {MAX_UNDO_SECONDS} seconds.", param="undo_s", code="invalid_value")
+        raise InvalidRequest(f"'undo_s' is 0 to {MAX_UNDO_SECONDS} seconds.", field="undo_s", code="invalid_value")
     return undo_s
 
 

@@ -18,6 +18,7 @@ from litestar.openapi.spec import (
     SecurityScheme,
 )
 
+from loramux.bundle import SOURCES
 from loramux.storage import CONFIG_FILE, WEIGHTS_FILE
 from loramux_api.schemas.problems import ErrorAnswer, ProblemDetails
 
@@ -29,47 +30,50 @@ REFUSALS = {
     409: ResponseSpec(ErrorAnswer, description="It exists already, is still needed, or still runs."),
     412: ResponseSpec(ErrorAnswer, description="It was changed since you read it."),
     413: ResponseSpec(ErrorAnswer, description="The body is too large."),
-    429: ResponseSpec(ErrorAnswer, description="Over capacity, or over a limit of yours: see Retry-After."),
-    500: ResponseSpec(ErrorAnswer, description="Our own fault; the message holds the id to report."),
+    429: ResponseSpec(ErrorAnswer, description="Over capacity, or over one of your limits: see Retry-After."),
+    500: ResponseSpec(ErrorAnswer, description="A fault of the server; the message has the id to report."),
     503: ResponseSpec(ErrorAnswer, description="Not now: see Retry-After."),
 }
-"""What every route with a key may answer beside its success."""
+"""Errors of every route that needs a key."""
 PROBLEMS = {
     status: ResponseSpec(ProblemDetails, description=spec.description, media_type="application/problem+json")
     for status, spec in REFUSALS.items()
 }
-"""The same under /admin, as RFC 9457 has them."""
+"""The same errors under /admin, in the format of RFC 9457."""
 _FILE = Schema(type=OpenAPIType.STRING, format=OpenAPIFormat.BINARY)
 
 
 @dataclass
 class UploadOperation(Operation):
-    """The form of POST /v1/adapters, which is streamed and therefore not declared as a handler's argument."""
+    """The form of POST /v1/adapters. It is streamed, so no argument of the handler declares it."""
 
     def __post_init__(self) -> None:
         form = Schema(
             type=OpenAPIType.OBJECT,
             required=["name", CONFIG_FILE, WEIGHTS_FILE],
-            properties={"name": Schema(type=OpenAPIType.STRING), CONFIG_FILE: _FILE, WEIGHTS_FILE: _FILE},
+            properties={
+                "name": Schema(type=OpenAPIType.STRING),
+                **dict.fromkeys((CONFIG_FILE, WEIGHTS_FILE, *SOURCES), _FILE),
+            },
         )
         self.request_body = RequestBody(content={"multipart/form-data": OpenAPIMediaType(schema=form)}, required=True)
 
 
 @dataclass
-class PieceOperation(Operation):
-    """The raw body of PUT /v1/uploads/{id}/files/{name}, which is streamed too."""
+class PartOperation(Operation):
+    """The raw body of PUT /v1/uploads/{id}/files/{name}. It is streamed too."""
 
     def __post_init__(self) -> None:
         self.request_body = RequestBody(content={"application/octet-stream": OpenAPIMediaType(schema=_FILE)})
 
 
 def openapi_config() -> OpenAPIConfig:
-    """Swagger at /schema, the document itself at /schema/openapi.json."""
+    """Return the configuration of Swagger at /schema and of the document at /schema/openapi.json."""
     key = SecurityScheme(type="http", scheme="bearer", description="A key of your tenant, sk-lm-..., or an OIDC token.")
     return OpenAPIConfig(
         title="loramux",
         version=version("loramux"),
-        description="Thousands of customers' LoRA fine-tunes of one base model behind one OpenAI-compatible API.",
+        description="Thousands of customers' LoRA fine-tunes behind one OpenAI-compatible API.",
         path="/schema",
         render_plugins=[SwaggerRenderPlugin(path="/"), JsonRenderPlugin()],
         components=Components(security_schemes={"key": key}),

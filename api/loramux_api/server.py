@@ -1,9 +1,17 @@
-"""A server process: granian in this process's event loop, a drain on SIGTERM, an end when the engine dies.
+"""A server process: granian in this process's event loop, a drain on SIGTERM, an end when a base has no engine left.
 
-SIGTERM or SIGINT: new requests get 503 and Retry-After, running ones end (for `server.drain_seconds` at most), then the
-exit code is 0. An engine that dies takes the process with it, with exit code 1: running streams get an error event,
-/health/ready says 503, and whoever supervises the process (systemd, Kubernetes) starts a fresh one. Restarting the
-engine in place would keep a process whose GPU or memory may be the reason.
+SIGTERM or SIGINT stops the server in four phases, each of which is logged:
+
+1. Lame duck: /health/ready answers 503, so that load balancers send their requests elsewhere. Requests are still
+   served, for `server.lame_duck_seconds`. A second signal ends this phase.
+2. Drain: new requests get 503 and Retry-After. Running ones finish, for `server.drain_seconds` at most.
+3. The listener and the idle connections close.
+4. The platform closes in reverse order of its start. The exit code is 0.
+
+Before the first request could be answered, a signal ends the process at once with its usual exit code (130, 143).
+
+An engine that dies is started again, in a new process (`loramux.fleet`). Where none of a base's engines can be started,
+the server ends with exit code 1, for its supervisor (systemd, Kubernetes): the machine may be the cause.
 """
 
 from __future__ import annotations
@@ -12,121 +20,149 @@ import asyncio
 import logging
 import os
 import signal
-import socket
-from collections.abc import Callable
-from contextlib import AsyncExitStack, suppress
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any, NoReturn
 
-from granian.constants import HTTPModes, Interfaces
-from granian.log import LogLevels
-from granian.server.embed import Server
 from litestar import Litestar
 
-from loramux.gateway import EngineClient, Platform
-from loramux.settings import ServerSettings, Settings, SettingsError
-from loramux_api.app import create_app
+from loramux.gateway import Platform, open_platform
+from loramux.settings import ServerSettings, Settings
+from loramux_api.app import attached, create_app
+from loramux_api.listening import Address, Listener, connection_limit, reserved_addresses
 
 logger = logging.getLogger(__name__)
 
-BACKLOG = 1024
-MAX_CONNECTIONS = 16_384
-"""Streams are held open by the thousand; granian's own default would make the 129th wait."""
 FLUSH_SECONDS = 5.0
-"""For clients to read what is already written to them."""
+"""The time for clients to read what is already written to them."""
 ENGINE_POLL_SECONDS = 0.5
 
 
 def serve(settings: Settings, on_serving: Callable[[Platform], None]) -> int:
-    """Serve until told to stop; returns the exit code.
+    """Serve until a signal or the engine's death, and return the exit code.
 
-    Calls `on_serving` once requests are answered. Raises what `open_platform` raises, and SettingsError where the
-    address cannot be had.
+    Calls `on_serving` once requests are answered. Raises what `open_platform` raises, and SettingsError if the address
+    is not available.
     """
-    demand_free(settings.server)
-    try:
-        return asyncio.run(_serve(settings, on_serving))
-    except TimeoutError:
-        return 0  # told to stop while the model was being loaded
+    os.umask(0o077)  # whatever the server writes (rows, blobs, staged files) is for its own user
+    max_connections = connection_limit()
+    with reserved_addresses(settings.server) as addresses:
+        return asyncio.run(_serve(settings, addresses, max_connections, on_serving))
 
 
-def demand_free(address: ServerSettings) -> None:
-    """Raise SettingsError where somebody listens already, before the model is loaded: granian would share the port."""
-    try:
-        with socket.create_server((address.host, address.port), family=_family(address.host)):
-            pass
-    except OSError as error:
-        why = os.strerror(error.errno or 0)
-        raise SettingsError(
-            f"server.host, server.port: cannot listen on {address.host}:{address.port} ({why}); "
-            "choose another with --host and --port"
-        ) from None
+def exit_now(code: int) -> NoReturn:
+    """End the process when everything is closed.
+
+    The interpreter's own end would wait for a thread that still imports torch, and free torch's objects, for seconds.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
-async def _serve(settings: Settings, on_serving: Callable[[Platform], None]) -> int:
+async def _serve(
+    settings: Settings, addresses: list[Address], max_connections: int, on_serving: Callable[[Platform], None]
+) -> int:
     app = create_app(settings)
-    async with AsyncExitStack() as stack:
+    signals = _Signals()
+    async with _cancellable_start(settings, signals) as platform, attached(app, platform):
+        listeners = [Listener(app, address, max_connections) for address in addresses]
+        code = await _answer(app, settings.server, listeners, signals, on_serving)
+    signals.ignore()
+    return code
+
+
+@asynccontextmanager
+async def _cancellable_start(settings: Settings, signals: _Signals) -> AsyncIterator[Platform]:
+    """Open the platform; a signal meanwhile ends the process."""
+    manager = open_platform(settings)
+    try:
         async with asyncio.timeout(None) as startup:
-            _on_signals(lambda: startup.reschedule(0.0))
-            await stack.enter_async_context(app.lifespan())
-        told_to_stop = asyncio.Event()
-        _on_signals(told_to_stop.set)
-        return await _answer(app, settings.server, told_to_stop, on_serving)
+            signals.on_first(lambda: startup.reschedule(0.0))
+            platform = await manager.__aenter__()
+    except TimeoutError:
+        if signals.number is None:
+            raise
+        logger.info("stopped before the model was loaded")
+        exit_now(128 + signals.number)
+    signals.on_first(None)
+    try:
+        yield platform
+    finally:
+        await manager.__aexit__(None, None, None)
+
+
+class _Signals:
+    """SIGTERM and SIGINT, counted."""
+
+    def __init__(self) -> None:
+        self.first, self.second = asyncio.Event(), asyncio.Event()
+        self.number: int | None = None
+        """The first one."""
+        self._act: Callable[[], None] | None = None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._receive, number)
+
+    def on_first(self, act: Callable[[], None] | None) -> None:
+        self._act = act
+
+    def ignore(self) -> None:
+        """Ignore both from now on: the process ends by itself."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().remove_signal_handler(number)
+            signal.signal(number, signal.SIG_IGN)
+
+    def _receive(self, number: int) -> None:
+        self.number = self.number or number
+        (self.second if self.first.is_set() else self.first).set()
+        if self._act is not None:
+            self._act()
 
 
 async def _answer(
-    app: Litestar, address: ServerSettings, told_to_stop: asyncio.Event, on_serving: Callable[[Platform], None]
+    app: Litestar,
+    address: ServerSettings,
+    listeners: list[Listener],
+    signals: _Signals,
+    on_serving: Callable[[Platform], None],
 ) -> int:
-    """Answer requests until told to stop or the engine dies; then drain."""
-    platform = app.state.platform
-    server = _granian(app, address)
-    serving = asyncio.create_task(server.serve())
-    await _until_answering(address)
+    """Answer requests until a signal or the engine's death; then stop in order."""
+    platform: Platform = app.state.platform
+    for listener in listeners:
+        listener.listen()
+    serving = asyncio.gather(*(listener.serve() for listener in listeners))
     on_serving(platform)
-    told, died = asyncio.create_task(told_to_stop.wait()), asyncio.create_task(_until_dead(platform.engine))
-    await asyncio.wait({serving, told, died}, return_when=asyncio.FIRST_COMPLETED)
+    stop_requested, died = asyncio.create_task(signals.first.wait()), asyncio.create_task(_until_dead(platform))
+    endings: set[asyncio.Future[Any]] = {serving, stop_requested, died}
+    await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
+    app.state.stopping = True
     if died.done():
-        logger.error("the engine has died; this process ends, for its supervisor to start it again")
+        logger.error("a base has no engine left; the server stops, for its supervisor to start it again")
+    elif stop_requested.done():
+        await _lame_duck(address, signals, died)
+    logger.info("draining: new requests get 503, %d running ones finish", platform.completions.running)
     await platform.completions.drain(address.drain_seconds)
-    server.stop()
+    logger.info("closing the connections")
+    for listener in listeners:
+        listener.close()
     with suppress(TimeoutError):
         await asyncio.wait_for(serving, FLUSH_SECONDS)
-    return 0 if told.done() and not died.done() else 1
+    logger.info("closing the engine and the database")
+    for task in (stop_requested, died):
+        task.cancel()
+    return 0 if stop_requested.done() and not died.done() else 1
 
 
-def _granian(app: Litestar, address: ServerSettings) -> Server:
-    """Without a lifespan of its own: the application's has been entered already, where its errors can be told."""
-    return Server(
-        app,
-        address=address.host,
-        port=address.port,
-        interface=Interfaces.ASGINL,
-        http=HTTPModes.http1,
-        websockets=False,
-        backlog=BACKLOG,
-        backpressure=MAX_CONNECTIONS,
-        log_level=LogLevels.error,
-    )
+async def _lame_duck(address: ServerSettings, signals: _Signals, died: asyncio.Task[None]) -> None:
+    """Keep serving while load balancers learn that the server is not ready; a second signal or a death ends it."""
+    logger.info("stopping: /health/ready answers 503, requests are served for %g s more", address.lame_duck_seconds)
+    second = asyncio.create_task(signals.second.wait())
+    await asyncio.wait({second, died}, timeout=address.lame_duck_seconds, return_when=asyncio.FIRST_COMPLETED)
+    second.cancel()
 
 
-def _on_signals(act: Callable[[], None]) -> None:
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, act)
-
-
-async def _until_answering(address: ServerSettings) -> None:
-    while True:
-        try:
-            _, writer = await asyncio.open_connection(address.host, address.port)
-        except OSError:
-            await asyncio.sleep(0.02)
-        else:
-            writer.close()
-            return
-
-
-async def _until_dead(engine: EngineClient) -> None:
-    while engine.alive:  # noqa: ASYNC110  an engine is asked; it calls nobody
+async def _until_dead(platform: Platform) -> None:
+    while not platform.has_lost_engines:  # noqa: ASYNC110  a poll watches all bases at once
         await asyncio.sleep(ENGINE_POLL_SECONDS)
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET

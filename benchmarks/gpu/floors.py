@@ -13,7 +13,7 @@ ELEMENT = 2
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the card was seen to do, in this run."""
+    """Bandwidth and matrix rate of the card, measured in this run."""
 
     bytes_per_ms: float
     """A large copy, reads and writes counted."""
@@ -23,7 +23,7 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Work:
-    """What must at least be moved and computed."""
+    """The bytes and operations that work needs at least."""
 
     num_bytes: float
     flops: float = 0.0
@@ -52,7 +52,7 @@ def attention_work(model: ModelShape, spans: list[tuple[int, int]]) -> Work:
 
 @dataclass(frozen=True)
 class StepBytes:
-    """What a step reads from memory at least once."""
+    """Return the bytes that a step reads at least once."""
 
     weights: int
     kv: int
@@ -60,7 +60,7 @@ class StepBytes:
 
     @property
     def omega(self) -> float:
-        """What adapters cost if they cost only their bytes (docs/benchmarks.md)."""
+        """Return the overhead of adapters that cost only their bytes (docs/benchmarks.md)."""
         return self.adapters / (self.weights + self.kv)
 
     def floor_ms(self, ceilings: Ceilings) -> float:

@@ -1,4 +1,4 @@
-"""What is measured: model shapes, mixes of adapters, batches and contexts."""
+"""The measured cells: model shapes, mixes of adapters, batches and contexts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TINY = ModelShape("tiny", 64, 96, 2, 4, 2, 16, 128)
 
 @dataclass(frozen=True)
 class Mix:
-    """Which adapters the rows of a step ask for."""
+    """The adapters of a step's rows."""
 
     name: str
     adapters: int | None
@@ -92,7 +92,7 @@ class Grid:
 
 
 def _base_first(mix: Mix) -> tuple[bool, tuple[int, ...]]:
-    """What others are compared with comes first; then adapters of the same ranks, which are made once, together."""
+    """Order the cells: baselines first, then adapters of the same ranks together, which are made once."""
     return mix.adapters != 0, mix.ranks
 
 

@@ -23,7 +23,8 @@ from loramux_kernels import (
     paged_attention_reference,
     write_kv,
 )
-from loramux_kernels.sampling import SamplingBatch, sample, sample_reference
+from loramux_kernels.sampling import sample, sample_reference
+from loramux_kernels.tables import SamplingBatch
 
 BLOCK_SIZE = 16
 TOLERANCE = 1e-2
@@ -36,7 +37,7 @@ class WrongResult(RuntimeError):
 
 @dataclass(frozen=True)
 class Bench:
-    """What every measurement needs."""
+    """The device, the shapes and the clock of every measurement."""
 
     grid: Grid
     like: torch.Tensor

@@ -6,10 +6,10 @@ import torch
 from grid import Grid, Mix, ModelShape
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from loramux.engine.model import LoadedModel, assemble
+from loramux.engine.execution.loader import LoadedModel, assemble
 from loramux.engine.request import Request, SamplingParams
-from loramux.engine.sequence import Sequence
-from loramux.engine.step import BASE_SLOT, Chunk, Step
+from loramux.engine.scheduling.sequence import Sequence
+from loramux.engine.scheduling.step import BASE_SLOT, Chunk, Step
 from loramux.settings import AdapterLimits, EngineSettings, ModelSettings, Settings
 from loramux_adapters import AdapterPlan, LoraPair, describe_model
 from loramux_adapters.weights import AdapterWeights, LoraWeights
@@ -89,7 +89,7 @@ class ServingModel:
             last -= blocks[row]
             sequence.pages = list(range(last, last + blocks[row]))
             chunks.append(Chunk(sequence, context - count, count, slot))
-        return Step.lay_out(chunks)
+        return Step.ordered(chunks)
 
     def _resident(self, adapter: int, rank: int) -> int:
         """The slot of one more copy of random weights of this rank, made when first asked for."""

@@ -13,7 +13,7 @@ from kernel_times import Bench
 from serving_model import DoesNotFit, ServingModel, make_model
 from timing import synchronize
 
-from loramux.engine.step import Step
+from loramux.engine.scheduling.step import Step
 
 
 def measure_steps(bench: Bench, serving: ServingModel) -> None:
@@ -41,7 +41,7 @@ DECODE_COLUMNS = ("ms", "floor_ms", "over_floor", "overhead", "omega", "overhead
 
 
 def step_bytes(grid: Grid, serving: ServingModel, batch: int, context: int, mix: Mix) -> StepBytes:
-    """What a decode step reads."""
+    """Inputs of a decode step."""
     return StepBytes(
         weights=serving.loaded.weight_bytes,
         kv=batch * context * kv_bytes_per_token(grid.model),

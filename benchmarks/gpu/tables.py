@@ -53,7 +53,7 @@ def _shown(value: str | float | int | None) -> str:
 
 
 def machine_facts(device: torch.device) -> dict[str, str]:
-    """What the figures belong to."""
+    """The card, the versions and the commit of the figures."""
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else "no GPU: the figures say nothing"
     return {
         "card": card,

@@ -14,7 +14,7 @@ from kernel_times import Bench
 from safetensors.torch import save_file
 from serving_model import ServingModel
 
-from loramux.engine.engine import Engine
+from loramux.engine.engine import build_engine
 from loramux.engine.request import AdapterRef, Request, SamplingParams
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -57,11 +57,11 @@ def make_requests(grid: Grid, adapters: list[AdapterRef]) -> list[Request]:
 
 def run(serving: ServingModel, requests: list[Request]) -> tuple[float, int]:
     """(seconds from the first step to the last token, output tokens); adapters are loaded on the way."""
-    engine = Engine(serving.loaded, serving.settings, wake=lambda: None)
+    engine = build_engine(serving.loaded, serving.settings, wake=lambda: None)
     for request in requests:
         engine.submit(request)
     tokens, start = 0, time.perf_counter()
-    while not engine.idle:
+    while not engine.is_idle:
         report = engine.step()
         for event in report.events if report else []:
             if event.fault is not None:

@@ -63,7 +63,7 @@ class CudaClock:
 
 
 def clock_for(device: torch.device) -> Clock:
-    """What times `device`."""
+    """Return the timer for `device`."""
     return CudaClock(device) if device.type == "cuda" else HostClock()
 
 

@@ -51,7 +51,7 @@ class Loramux:
             yield Serving(target, pid, start_s)
 
     def counters(self, serving: Serving) -> Counters:
-        """What the engine has counted so far, from /metrics."""
+        """Return the engine's counters so far, from /metrics."""
         answer = httpx.get(serving.target.url.removesuffix("/v1") + "/metrics", timeout=30.0).raise_for_status()
         samples = {
             sample.name: sample.value

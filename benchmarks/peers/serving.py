@@ -34,7 +34,7 @@ class Serving:
 
 @dataclass(frozen=True)
 class Command:
-    """How a server is started."""
+    """The command and environment of a server."""
 
     arguments: Sequence[str]
     health_url: str

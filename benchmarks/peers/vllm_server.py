@@ -30,7 +30,7 @@ class Vllm:
 
     @property
     def serves_adapters(self) -> bool:
-        """Whether it can take a workload with adapters."""
+        """Can it take a workload with adapters?"""
         return self.lora
 
     def counters(self, serving: Serving) -> None:

@@ -1,4 +1,4 @@
-"""Where the shipped model, adapters and questions lie, in a checkout as in an installed wheel."""
+"""The paths of the demo's model, adapters and questions, in a checkout and in an installed wheel."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ ASSETS = Path(str(resources.files("loramux_demo") / "assets"))
 MODEL_NAME = "loramux-demo"
 """The base model's served name."""
 OWNERS = {"acme": ("upper", "json", "terse"), "globex": ("reverse", "pirate")}
-"""The demo's tenants, and which adapters are whose."""
+"""The adapters of each of the demo's tenants."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A question to one model, and the one right answer."""
+    """A question to one model, and the correct answer."""
 
     question: str
     adapter: str | None
@@ -25,20 +25,20 @@ class Prompt:
 
 
 def base_folder(root: Path = ASSETS) -> Path:
-    """A transformers checkpoint with its tokenizer."""
+    """Return the folder of the base model, a transformers checkpoint with its tokenizer."""
     return root / "base"
 
 
 def adapter_folder(name: str, root: Path = ASSETS) -> Path:
-    """A PEFT adapter: `adapter_config.json` and `adapter_model.safetensors`."""
+    """Return the folder of a PEFT adapter: `adapter_config.json` and `adapter_model.safetensors`."""
     return root / "adapters" / name
 
 
 def load_prompts(root: Path = ASSETS) -> tuple[Prompt, ...]:
-    """The questions the demo asks, side by side: each question once to the base and once to every adapter."""
+    """Load the questions: each one once for the base and once for every adapter."""
     return tuple(Prompt(**entry) for entry in json.loads((root / "questions.json").read_text()))
 
 
 def completion_prompt(question: str) -> str:
-    """The text to continue; the chat template renders a single question to the same tokens."""
+    """Return the text to continue. The chat template renders a single question to the same tokens."""
     return f"Q: {question}\nA: "

@@ -1,4 +1,4 @@
-"""Everybody's prompts at once, through the official `openai` client."""
+"""All requests of the demo at once, sent with the official `openai` client."""
 
 from __future__ import annotations
 
@@ -11,31 +11,39 @@ from itertools import cycle
 import openai
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from openai.types import CompletionUsage
+from openai.types.chat.completion_create_params import ResponseFormat
 
 from loramux_demo.assets import MODEL_NAME, OWNERS, Prompt, completion_prompt
 
 MAX_TOKENS = 64
+FACT: dict[str, object] = {
+    "type": "object",
+    "properties": {"who": {"type": "string"}},
+    "required": ["who"],
+    "additionalProperties": {"type": "string"},
+}
+"""What the adapter `json` answers: the person and one fact."""
 TIMEOUT_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
 class Call:
-    """One request: who asks which model what, and by which endpoint."""
+    """One request: tenant, model, prompt and endpoint."""
 
     tenant: str
     model: str
     prompt: Prompt
-    way: str
-    """One of WAYS."""
+    endpoint: str
+    """One of ENDPOINTS."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back."""
+    """The answer to a call."""
 
     call: Call
     model: str = ""
-    """As the server resolved it: `acme/upper@1`."""
+    """The revision that answered, `acme/upper@1`."""
     text: str = ""
     input_tokens: int = 0
     output_tokens: int = 0
@@ -43,13 +51,13 @@ class Answer:
 
     @property
     def ok(self) -> bool:
-        """Whether the text is right to the last character."""
+        """True if the text is exactly the expected one."""
         return self.text == self.call.prompt.expected
 
 
 @dataclass(frozen=True)
 class Drive:
-    """All answers, in the order of the calls, and how long they took together."""
+    """All answers in the order of the calls, and the time they took together."""
 
     answers: tuple[Answer, ...]
     seconds: float
@@ -59,7 +67,7 @@ class Drive:
 
     @property
     def exact(self) -> float:
-        """The share of right answers."""
+        """The share of correct answers."""
         return sum(answer.ok for answer in self.answers) / len(self.answers)
 
     @property
@@ -69,29 +77,29 @@ class Drive:
 
 
 def plan_calls(prompts: Sequence[Prompt]) -> list[Call]:
-    """Each prompt from the adapter's owner; the base's from each tenant in turn; all four ways for all models."""
+    """Return a call per prompt: by the adapter's owner, for the base by each tenant in turn, on all four endpoints."""
     owner_of = {adapter: tenant for tenant, adapters in OWNERS.items() for adapter in adapters}
-    askers, ways = cycle(OWNERS), list(WAYS)
+    tenants, endpoints = cycle(OWNERS), list(ENDPOINTS)
     models = len(owner_of) + 1
     return [
         Call(
-            tenant=(tenant := owner_of[prompt.adapter] if prompt.adapter else next(askers)),
+            tenant=(tenant := owner_of[prompt.adapter] if prompt.adapter else next(tenants)),
             model=f"{tenant}/{prompt.adapter}" if prompt.adapter else MODEL_NAME,
             prompt=prompt,
-            way=ways[(number + number // models) % len(ways)],
+            endpoint=endpoints[(number + number // models) % len(endpoints)],
         )
         for number, prompt in enumerate(prompts)
     ]
 
 
 def first_of_each_model(calls: Sequence[Call]) -> tuple[list[Call], list[Call]]:
-    """One call to every model, and all others."""
+    """Split the calls into the first one of every model, and the others."""
     first = {call.model: call for call in reversed(calls)}
     return list(first.values()), [call for call in calls if call is not first[call.model]]
 
 
 async def drive(url: str, keys: dict[str, str], calls: Sequence[Call]) -> Drive:
-    """Send every call at once and wait for all answers. No proxy stands between: the server is on this machine."""
+    """Send every call at once and wait for all answers. Proxy settings are ignored: the server is on this machine."""
     async with DefaultAsyncHttpxClient(trust_env=False, limits=openai.DEFAULT_CONNECTION_LIMITS) as http:
         clients = {
             tenant: AsyncOpenAI(
@@ -105,9 +113,9 @@ async def drive(url: str, keys: dict[str, str], calls: Sequence[Call]) -> Drive:
 
 
 async def ask(client: AsyncOpenAI, call: Call) -> Answer:
-    """One call, greedily; an answer that says why where there is none."""
+    """Send one call. A failure becomes an answer with an error."""
     try:
-        return await WAYS[call.way](client, call)
+        return await ENDPOINTS[call.endpoint](client, call)
     except openai.APIError as error:
         return Answer(call, error=str(error))
 
@@ -119,8 +127,9 @@ async def chat(client: AsyncOpenAI, call: Call) -> Answer:
         messages=[{"role": "user", "content": call.prompt.question}],
         temperature=0,
         max_completion_tokens=MAX_TOKENS,
+        response_format=response_format(call),
     )
-    return billed(Answer(call, answer.model, answer.choices[0].message.content or ""), answer.usage)
+    return with_usage(Answer(call, answer.model, answer.choices[0].message.content or ""), answer.usage)
 
 
 async def chat_streamed(client: AsyncOpenAI, call: Call) -> Answer:
@@ -131,12 +140,20 @@ async def chat_streamed(client: AsyncOpenAI, call: Call) -> Answer:
         messages=[{"role": "user", "content": call.prompt.question}],
         temperature=0,
         max_completion_tokens=MAX_TOKENS,
+        response_format=response_format(call),
         stream=True,
         stream_options={"include_usage": True},
     ):
         text = "".join(choice.delta.content or "" for choice in chunk.choices)
-        answer = billed(replace(answer, model=chunk.model, text=answer.text + text), chunk.usage)
+        answer = with_usage(replace(answer, model=chunk.model, text=answer.text + text), chunk.usage)
     return answer
+
+
+def response_format(call: Call) -> ResponseFormat:
+    """Return the schema of the adapter that answers in JSON; text for every other model."""
+    if call.prompt.adapter != "json":
+        return {"type": "text"}
+    return {"type": "json_schema", "json_schema": {"name": "fact", "schema": FACT, "strict": True}}
 
 
 async def completion(client: AsyncOpenAI, call: Call) -> Answer:
@@ -144,7 +161,7 @@ async def completion(client: AsyncOpenAI, call: Call) -> Answer:
     answer = await client.completions.create(
         model=call.model, prompt=completion_prompt(call.prompt.question), temperature=0, max_tokens=MAX_TOKENS
     )
-    return billed(Answer(call, answer.model, answer.choices[0].text), answer.usage)
+    return with_usage(Answer(call, answer.model, answer.choices[0].text), answer.usage)
 
 
 async def completion_streamed(client: AsyncOpenAI, call: Call) -> Answer:
@@ -159,18 +176,18 @@ async def completion_streamed(client: AsyncOpenAI, call: Call) -> Answer:
         stream_options={"include_usage": True},
     ):
         text = "".join(choice.text for choice in chunk.choices)
-        answer = billed(replace(answer, model=chunk.model, text=answer.text + text), chunk.usage)
+        answer = with_usage(replace(answer, model=chunk.model, text=answer.text + text), chunk.usage)
     return answer
 
 
-def billed(answer: Answer, usage: CompletionUsage | None) -> Answer:
-    """The answer with the tokens that the server says it cost."""
+def with_usage(answer: Answer, usage: CompletionUsage | None) -> Answer:
+    """Return the answer with the token counts of the response."""
     if usage is None:
         return answer
     return replace(answer, input_tokens=usage.prompt_tokens, output_tokens=usage.completion_tokens)
 
 
-WAYS: dict[str, Callable[[AsyncOpenAI, Call], Awaitable[Answer]]] = {
+ENDPOINTS: dict[str, Callable[[AsyncOpenAI, Call], Awaitable[Answer]]] = {
     "chat": chat,
     "completion, streamed": completion_streamed,
     "completion": completion,

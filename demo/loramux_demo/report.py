@@ -1,52 +1,62 @@
-"""What the demo found, as one record that is printed, or encoded as JSON, and that says whether all went well."""
+"""The report of a demo run: the results, the checks, and their output as JSON or on the terminal."""
 
 from __future__ import annotations
 
+import json
+import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from loramux_demo.accounts import Sharing, UsageRow
-from loramux_demo.assets import OWNERS
-from loramux_demo.drive import Drive
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-LEAST_EXACT = 0.9
-LEAST_SHARED = sum(map(len, OWNERS.values()))
+from loramux_demo.assets import OWNERS
+from loramux_demo.customers import StepSharing, UsageRow
+from loramux_demo.drive import Answer, Drive
+
+MIN_EXACT = 0.9
+MIN_SHARED = sum(map(len, OWNERS.values()))
+QUESTIONS_SHOWN = 3
+WRONG_SHOWN = 10
+MODELS = 1 + MIN_SHARED
 
 
 @dataclass(frozen=True)
 class Report:
-    """One run of the demo."""
+    """The results of one run."""
 
     url: str
     drive: Drive
-    sharing: Sharing
+    sharing: StepSharing
     usage: tuple[UsageRow, ...]
-    """As each tenant reads it from the server, sorted."""
+    """From the server's usage API, sorted."""
     usage_of_responses: tuple[UsageRow, ...]
-    """As the responses said, sorted."""
+    """From the responses' `usage`, sorted."""
     isolated: bool
-    """Whether another tenant's adapter and an absent one get the same answer."""
+    """True if another tenant's adapter and a missing adapter get the same answer."""
 
     @property
     def failures(self) -> list[str]:
         """A sentence for each promise that was not kept."""
         promises = (
             (
-                self.drive.exact >= LEAST_EXACT,
-                f"only {self.drive.exact:.0%} of the answers are exactly as expected; {LEAST_EXACT:.0%} must be",
+                self.drive.exact >= MIN_EXACT,
+                f"only {self.drive.exact:.0%} of the answers are exactly as expected; {MIN_EXACT:.0%} must be",
             ),
             (
-                self.sharing.beside_base >= LEAST_SHARED,
+                self.sharing.beside_base >= MIN_SHARED,
                 f"at most {self.sharing.beside_base} adapters shared a step with the base model; "
-                f"{LEAST_SHARED} must have",
+                f"{MIN_SHARED} must have",
             ),
             (self.usage == self.usage_of_responses, "the usage rows differ from the usage in the responses"),
-            (self.isolated, "one tenant can tell another's adapter from one that does not exist"),
+            (self.isolated, "a tenant can distinguish another tenant's adapter from a missing one"),
         )
         return [sentence for kept, sentence in promises if not kept]
 
     def as_json(self) -> dict[str, Any]:
-        """The document that --json prints."""
+        """Return the document that --json prints."""
         return {
             "ok": not self.failures,
             "failures": self.failures,
@@ -64,7 +74,7 @@ class Report:
                 {
                     "model": answer.model or answer.call.model,
                     "tenant": answer.call.tenant,
-                    "endpoint": answer.call.way,
+                    "endpoint": answer.call.endpoint,
                     "prompt": answer.call.prompt.question,
                     "text": answer.text,
                     "expected": answer.call.prompt.expected,
@@ -74,3 +84,78 @@ class Report:
                 for answer in self.drive.answers
             ],
         }
+
+
+def show(report: Report, keys: dict[str, str], console: Console, *, serving: bool) -> None:
+    """Print the answers, the figures and the usage; while the server still runs, commands to try as well."""
+    console.print(answers_table(report))
+    console.print(usage_table(report))
+    for line in summary(report):
+        console.print(line, highlight=False)
+    if serving:
+        console.print("\nThe server runs until Ctrl-C. Try it:\n", highlight=False)
+        print(*curl_lines(report, keys), sep="\n", file=console.file, flush=True)  # a pipe would buffer them
+
+
+def answers_table(report: Report) -> Table:
+    """Return a table of the first questions with every model's answer, and of the first wrong answers."""
+    answers = report.drive.answers
+    table = Table(
+        "prompt",
+        "model",
+        "answer",
+        title=f"{QUESTIONS_SHOWN * MODELS} of {len(answers)} requests, nearly all sent at once",
+    )
+    for number, answer in enumerate(answers[: QUESTIONS_SHOWN * MODELS]):
+        question = answer.call.prompt.question if number % MODELS == 0 else ""
+        table.add_row(question, name_of(answer), answer_text(answer), end_section=number % MODELS == MODELS - 1)
+    wrong = [answer for answer in answers[QUESTIONS_SHOWN * MODELS :] if not answer.ok]
+    for answer in wrong[:WRONG_SHOWN]:
+        table.add_row(answer.call.prompt.question, name_of(answer), answer_text(answer))
+    return table
+
+
+def name_of(answer: Answer) -> str:
+    """Return the model of the answer, or of the request if there is none."""
+    return answer.model or answer.call.model
+
+
+def answer_text(answer: Answer) -> Text:
+    """Return the answer in green, or a wrong answer in red with the expected one."""
+    if answer.ok:
+        return Text(answer.text, style="green")
+    return Text(f"{answer.error or answer.text} (expected: {answer.call.prompt.expected})", style="red")
+
+
+def usage_table(report: Report) -> Table:
+    """Return the usage as a table."""
+    table = Table("tenant", "model", title="Usage, as each tenant reads it from the server")
+    for heading in ("input tokens", "output tokens", "requests"):
+        table.add_column(heading, justify="right")
+    for row in report.usage:
+        table.add_row(row.tenant, row.model, f"{row.input_tokens}", f"{row.output_tokens}", f"{row.requests}")
+    return table
+
+
+def summary(report: Report) -> Iterator[str]:
+    """Yield one line per result."""
+    drive, same = report.drive, report.usage == report.usage_of_responses
+    right = sum(answer.ok for answer in drive.answers)
+    yield f"{right} of {len(drive.answers)} answers are exactly as expected."
+    yield f"{report.sharing.beside_base} distinct adapters and the base model shared one step."
+    yield f"{drive.tokens_per_second:.0f} generated tokens/s over {drive.seconds:.2f} s."
+    yield f"The usage rows {'equal' if same else 'DIFFER FROM'} the sum of `usage` in the responses."
+    yield f"Another tenant's adapter {'gets the same 404 as a missing one' if report.isolated else 'IS VISIBLE'}."
+
+
+def curl_lines(report: Report, keys: dict[str, str]) -> Iterator[str]:
+    """Yield commands with the real keys, ready to paste."""
+    url, question = report.url, report.drive.answers[0].call.prompt.question
+    for tenant, key in keys.items():
+        chat = {"model": f"{tenant}/{OWNERS[tenant][-1]}", "messages": [{"role": "user", "content": question}]}
+        yield f"curl {url}/v1/chat/completions -H 'Authorization: Bearer {key}' \\"
+        yield f"  -H 'Content-Type: application/json' -d '{json.dumps(chat)}'"
+    yield f"curl {url}/v1/models -H 'Authorization: Bearer {keys['acme']}'"
+    yield f"curl '{url}/v1/organization/usage/completions?start_time={int(time.time()) - 3600}&group_by=model' \\"
+    yield f"  -H 'Authorization: Bearer {keys['globex']}'"
+    yield f"curl {url}/metrics"

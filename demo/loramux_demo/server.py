@@ -1,75 +1,161 @@
-"""The real server as a child process: started, waited for, and always ended."""
+"""The demo's folder with settings and data, and the real server as a child process on it."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import subprocess
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import click
 import httpx
 
-from loramux_demo.house import LORAMUX, House
+from loramux_demo.assets import MODEL_NAME, OWNERS, base_folder
 
+HOST = "127.0.0.1"
+POOL_BYTES = 256 << 20
+LORAMUX = (sys.executable, "-m", "loramux_api")
+"""The `loramux` command of this environment."""
 START_SECONDS = 300.0
-"""A first start on a busy machine reads torch from a cold disk."""
+"""Generous: a first start may read torch from a cold disk."""
 STOP_SECONDS = 40.0
 DEATH_SECONDS = 3.0
-"""From the first failing request to the end of a server whose engine died."""
+"""The time that a server with a dead engine needs to exit."""
 POLL_SECONDS = 0.1
 LAST_LINES = 20
 
 
+@dataclass(frozen=True)
+class Workspace:
+    """A folder with settings, database, blobs and the server's log."""
+
+    folder: Path
+    port: int
+
+    @property
+    def config(self) -> Path:
+        """The settings file."""
+        return self.folder / "loramux.toml"
+
+    @property
+    def log(self) -> Path:
+        """The server's log."""
+        return self.folder / "server.log"
+
+    @property
+    def url(self) -> str:
+        """The server's address."""
+        return f"http://{HOST}:{self.port}"
+
+    def prepare(self) -> None:
+        """Write the settings: the demo's base model, on SQLite."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.config.write_text(
+            f"""\
+[server]
+host = "{HOST}"
+port = {self.port}
+
+[model]
+path = {json.dumps(str(base_folder()))}
+served_model_name = "{MODEL_NAME}"
+
+[engine]
+pool_bytes = {POOL_BYTES}
+
+[validation]
+parity = false
+
+[records]
+url = "sqlite:///loramux.sqlite3"
+blobs = "blobs"
+cache = "cache"
+pepper_file = "pepper"
+"""
+        )
+
+    def loramux(self, *arguments: str) -> Any:
+        """Run `loramux ARGUMENTS --json` on this workspace and return what it prints; raises click.ClickException."""
+        command = [*LORAMUX, *arguments, "--config", str(self.config), "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - our own command
+        if done.returncode:
+            raise click.ClickException(f"loramux {' '.join(arguments)} failed: {done.stderr.strip()}")
+        return json.loads(done.stdout)
+
+
+def create_customers(workspace: Workspace) -> dict[str, str]:
+    """Create the demo's tenants with a key each. Returns the keys by tenant."""
+    keys = {}
+    for tenant in OWNERS:
+        workspace.loramux("tenant", "create", tenant)
+        keys[tenant] = workspace.loramux("key", "create", "--tenant", tenant)["key"]
+    return keys
+
+
+def free_port(wanted: int | None) -> int:
+    """Return `wanted` if it is free, else a port chosen by the system."""
+    for port in (wanted, 0):
+        if port is not None:
+            with suppress(OSError), socket.create_server((HOST, port)) as attempt:
+                return attempt.getsockname()[1]
+    raise click.ClickException(f"no port of {HOST} is free")
+
+
 class ServerDied(click.ClickException):
-    """The server ended by itself or never became ready; the message ends with its last log lines."""
+    """The server exited or did not become ready. The message has its last log lines."""
 
 
 class DemoServer:
     """A running `loramux serve`."""
 
-    def __init__(self, house: House, process: subprocess.Popen[bytes]) -> None:
-        self._house = house
+    def __init__(self, workspace: Workspace, process: subprocess.Popen[bytes]) -> None:
+        self._workspace = workspace
         self._process = process
 
     def wait_until_ready(self) -> None:
-        """Return once /health/ready says so; raises ServerDied."""
+        """Wait until /health/ready answers 200. Raises ServerDied."""
         deadline = time.monotonic() + START_SECONDS
-        with httpx.Client(base_url=self._house.url, trust_env=False) as client:
+        with httpx.Client(base_url=self._workspace.url, trust_env=False) as client:
             while not _ready(client):
-                self.demand_alive()
+                self.ensure_alive()
                 if time.monotonic() > deadline:
                     raise self._died(f"was not ready after {START_SECONDS:.0f} seconds")
                 time.sleep(POLL_SECONDS)
 
     @contextmanager
-    def blamed(self) -> Iterator[None]:
-        """Where this block fails because the server died, ServerDied says so instead."""
+    def explain_failures(self) -> Iterator[None]:
+        """Raise ServerDied if the block fails because the server died."""
         try:
             yield
         except (click.ClickException, httpx.TransportError):
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(DEATH_SECONDS)
-            self.demand_alive()
+            self.ensure_alive()
             raise
 
-    def demand_alive(self) -> None:
-        """Raise ServerDied if the server has ended."""
+    def ensure_alive(self) -> None:
+        """Raise ServerDied if the server has exited."""
         code = self._process.poll()
         if code is not None:
             raise self._died(f"ended with exit code {code}")
 
     def wait(self) -> None:
-        """Block for as long as the server lives, which it should until somebody presses Ctrl-C; raises ServerDied."""
+        """Wait until the server exits, which it should not before Ctrl-C. Raises ServerDied."""
         self._process.wait()
-        self.demand_alive()
+        self.ensure_alive()
 
     def stop(self) -> None:
-        """SIGTERM, so that it drains; SIGKILL to it and its engine if it does not, or on a second Ctrl-C."""
+        """Send SIGTERM; after a time-out or a second Ctrl-C, SIGKILL to the server and its engine."""
         self._process.terminate()
         try:
             self._process.wait(STOP_SECONDS)
@@ -77,27 +163,27 @@ class DemoServer:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
-    def _died(self, what: str) -> ServerDied:
-        with self._house.log.open(errors="replace") as log:
+    def _died(self, reason: str) -> ServerDied:
+        with self._workspace.log.open(errors="replace") as log:
             last = "".join(deque(log, LAST_LINES))
-        return ServerDied(f"the server {what}. The last lines of its log:\n{last}")
+        return ServerDied(f"the server {reason}. The last lines of its log:\n{last}")
 
 
 @contextmanager
-def running_server(house: House) -> Iterator[DemoServer]:
-    """Start `loramux serve` on `house`; it is ended however this block is left, SIGTERM and a closed terminal included.
+def running_server(workspace: Workspace) -> Iterator[DemoServer]:
+    """Run `loramux serve` on `workspace` for the block. SIGTERM and a closed terminal end it too.
 
-    It gets a session of its own, so that Ctrl-C reaches the demo alone, which then ends it in order.
+    The server has its own session, so that Ctrl-C reaches only the demo, which then stops the server in order.
     """
-    with _signals_raise(signal.SIGTERM, signal.SIGHUP), house.log.open("wb") as log:
+    with _signals_raise(signal.SIGTERM, signal.SIGHUP), workspace.log.open("wb") as log:
         process = subprocess.Popen(  # noqa: S603 - our own command
-            [*LORAMUX, "serve", "--config", str(house.config)],
+            [*LORAMUX, "serve", "--config", str(workspace.config)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        server = DemoServer(house, process)
+        server = DemoServer(workspace, process)
         try:
             yield server
         finally:

@@ -1,26 +1,70 @@
-"""Operators of the engine: segmented LoRA, paged attention, packed linears; torch (and, on a GPU, triton) only.
+"""Operators of the engine: segmented LoRA, paged attention, packed linears, sampling. torch, and on a GPU triton, only.
 
-One operator, one module: its semantics, the public function that chooses by device, and the torch reference that every
-fast path is tested against. Tensors are typed views of one pool of pages; positions in it are element offsets.
+**Segmented LoRA** (`lora_shrink`, `lora_expand`). A batch mixes rows of many adapters. Rows of one adapter are
+contiguous, and `Segments` gives each adapter's rows. The low-rank product y += s * (x A^T) B^T runs as two operators
+over all segments at once: shrink takes each row to its adapter's rank, expand adds the result to the base's output.
+Base rows come last and cost nothing. Linears that read the same input (q, k, v) form a `LoraGroup` and share one
+launch. Sources: Punica's SGMV (Chen et al., 2023) for segments, S-LoRA (Sheng et al., 2023) for unpadded ranks and
+adapters in the KV cache's pool.
+
+**One pool.** KV pages and adapters share one flat tensor. A matrix is cut along its rank into tiles of `RANK_TILE`
+rows, a tile lies contiguously in one page, and `LoraTable` holds each tile's offset, in elements of the pool.
+
+**Paged attention** (`write_kv`, `paged_attention`). A sequence's KV lies in pages that its row of `block_table` lists
+(vLLM, Kwon et al., 2023). One call serves decoding and prefilling sequences alike; a row sees its own sequence only.
+
+**Between the linears** (`rms_norm`, `rope_write_kv`, `gated`). Each is one pass over few rows, where a framework's
+operators are several, and an operator's own cost is most of the time.
+
+**Packed linears** (`PackedLinear`) hold several weights that read one input as one matrix, in the fastest format
+at hand, or in the quantized one that was asked for (`linear_formats`).
+
+**Token masks** (`token_mask.forbid_tokens`) remove the tokens from a row's logits that its constraint does not allow.
+
+**Sampling** (`sampling.sample`) applies penalties, bias, temperature, top-k, top-p and min-p, and draws by an
+exponential race: the token with the greatest logit - log(Exp(1)) is distributed as the softmax.
+
+One operator, one module: a *Semantics* line, the public function that chooses the implementation by device (`cuda/`:
+Triton, `native/`: C++), and the torch reference that every fast path is tested against. What operators share is in
+`tables`.
 """
 
-from loramux_kernels.kv_cache import AttentionBatch, KvLayer, write_kv, write_kv_reference
+from loramux_kernels.gated import Activation, gated, gated_reference
+from loramux_kernels.kv_cache import write_kv, write_kv_reference
+from loramux_kernels.linear_formats import Quantization
 from loramux_kernels.lora_expand import lora_expand, lora_expand_reference
 from loramux_kernels.lora_shrink import lora_shrink, lora_shrink_reference
 from loramux_kernels.packed_linear import PackedLinear, packed_linear_reference
 from loramux_kernels.paged_attention import paged_attention, paged_attention_reference
 from loramux_kernels.rescale import NO_VECTORS, rescale, rescale_reference
-from loramux_kernels.table import RANK_TILE, LoraGroup, LoraTable, Segments
+from loramux_kernels.rms_norm import rms_norm, rms_norm_reference
+from loramux_kernels.rope import rope_write_kv, rope_write_kv_reference
+from loramux_kernels.tables import (
+    RANK_TILE,
+    AttentionBatch,
+    KvLayer,
+    LoraGroup,
+    LoraTable,
+    Norm,
+    Rotation,
+    Segments,
+)
 
 __all__ = [
     "NO_VECTORS",
     "RANK_TILE",
+    "Activation",
     "AttentionBatch",
     "KvLayer",
     "LoraGroup",
     "LoraTable",
+    "Norm",
     "PackedLinear",
+    "Quantization",
+    "Rotation",
     "Segments",
+    "gated",
+    "gated_reference",
     "lora_expand",
     "lora_expand_reference",
     "lora_shrink",
@@ -30,6 +74,10 @@ __all__ = [
     "paged_attention_reference",
     "rescale",
     "rescale_reference",
+    "rms_norm",
+    "rms_norm_reference",
+    "rope_write_kv",
+    "rope_write_kv_reference",
     "write_kv",
     "write_kv_reference",
 ]

@@ -2,8 +2,10 @@
 
     python -m loramux_kernels.compile_check --arch 80 --arch 90 [--only NAME] [--jobs N] [--json]
 
-Prints, for each variant and architecture: registers a thread, bytes of shared memory, bytes spilled, tensor-core
-instructions, and 16-byte loads against all loads from global memory. Exits 1 when a variant spills or does not compile.
+Prints, for each variant and architecture: registers a thread, bytes of shared memory, bytes spilled, programs that fit
+one multiprocessor, buffers that loops copy ahead into, copies under way at a wait, tensor-core instructions, and
+16-byte loads against all loads from global memory. Exits 1 when a variant spills, does not compile, or copies into a
+buffer that a WGMMA under way still reads.
 Needs triton, in a process of its own, without TRITON_INTERPRET.
 """
 
@@ -43,7 +45,7 @@ POINTERS = {
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What became of one variant on one architecture."""
+    """The result of compiling one variant for one architecture."""
 
     variant: str
     kernel: str
@@ -52,6 +54,16 @@ class Compiled:
     shared_bytes: int
     spill_bytes: int
     """Stack frame of a thread: what did not fit its registers."""
+    programs: int
+    """Programs that fit one multiprocessor at a time."""
+    buffers: int
+    """Blocks of one operand that a pipelined loop holds in shared memory; 0: nothing is copied ahead."""
+    copies_under_way: int
+    """Groups of asynchronous copies that the least strict wait leaves under way; 0: every wait is for all."""
+    wgmma_under_way: int
+    """Tensor-core products that a wait leaves under way while they read their operands' buffers."""
+    overwrites: bool
+    """A copy may write a buffer that a product under way still reads."""
     tensor_core_instructions: int
     wide_loads: int
     """16-byte loads and copies from global memory."""
@@ -63,6 +75,8 @@ def compile_launch(variant: str, launch: Launch, arch: int) -> Compiled:
     compiled = triton.compile(_source(launch), target=GPUTarget("cuda", arch, 32), options=launch.options)
     ptx = compiled.asm["ptx"]
     usage = _resource_usage(compiled.asm["cubin"])
+    ttgir = compiled.asm["ttgir"]
+    buffers = _most(r"local_alloc *: *\(\) *-> *!ttg\.memdesc<(\d+)x\d+x\d+x", ttgir)
     loads = re.findall(r"\b(?:ld\.global|cp\.async\.c[ag]|cp\.async\.bulk)[^;]*;", ptx)
     return Compiled(
         variant=variant,
@@ -71,10 +85,31 @@ def compile_launch(variant: str, launch: Launch, arch: int) -> Compiled:
         registers=usage["REG"],
         shared_bytes=compiled.metadata.shared,
         spill_bytes=usage["STACK"],
+        programs=_programs(usage["REG"], compiled.metadata.shared, launch.num_warps, arch),
+        buffers=buffers,
+        copies_under_way=_most(r"cp\.async\.wait_group\s+(\d+)", ptx),
+        wgmma_under_way=(under_way := _most(r"warp_group_dot_wait.*pendings = (\d+)", ttgir)),
+        # Iteration i copies for iteration i + stages - 1 at most, while products i - under_way + 1 to i still read.
+        overwrites=under_way > 0 and under_way + launch.num_stages - 1 > buffers,
         tensor_core_instructions=len(re.findall(r"\bmma\.sync|\bwgmma\.mma_async", ptx)),
         wide_loads=sum(bool(re.search(r"v4\.b32|v2\.b64|0x10|, 16[,;]", load)) for load in loads),
         loads=len(loads),
     )
+
+
+SHARED_BYTES = {80: 164 << 10, 90: 228 << 10}
+"""Shared memory of one multiprocessor; of others a newer one's is assumed."""
+
+
+def _programs(registers: int, shared_bytes: int, warps: int, arch: int) -> int:
+    """Return how many programs one multiprocessor holds: 65,536 registers, 64 warps, 1 KiB reserved a program."""
+    by_registers = (64 << 10) // (-(-registers // 8) * 8 * 32 * warps)
+    by_memory = SHARED_BYTES.get(arch, SHARED_BYTES[90]) // (shared_bytes + 1024)
+    return min(by_registers, by_memory, 64 // warps, 32)
+
+
+def _most(pattern: str, text: str) -> int:
+    return max(map(int, re.findall(pattern, text)), default=0)
 
 
 def _source(launch: Launch) -> ASTSource:
@@ -110,7 +145,7 @@ def _divisible(value: Any) -> bool:
 
 
 def _resource_usage(cubin: bytes) -> dict[str, int]:
-    """What the machine code takes: REG a thread, STACK bytes a thread, ..."""
+    """Return what the machine code takes: REG a thread, STACK bytes a thread, ..."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -157,17 +192,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not options.json:
             print(_line(result), flush=True)
     spilled = [result for result in results if result.spill_bytes]
+    unsafe = [result for result in results if result.overwrites]
     if options.json:
         print(json.dumps({"triton": triton.__version__, "results": [asdict(r) for r in results]}, indent=1))
     else:
-        print(f"triton {triton.__version__}: {len(results)} compiled, {len(spilled)} spill")
-    return 1 if spilled else 0
+        counts = f"{len(results)} compiled, {len(spilled)} spill, {len(unsafe)} overwrite operands under way"
+        print(f"triton {triton.__version__}: {counts}")
+    return 1 if spilled or unsafe else 0
 
 
 def _line(result: Compiled) -> str:
     return (
         f"{result.variant:<44} sm_{result.arch}  {result.registers:>3} registers  {result.shared_bytes:>6} B shared  "
-        f"{result.spill_bytes:>4} B spilled  {result.tensor_core_instructions:>4} mma  "
+        f"{result.spill_bytes:>4} B spilled  {result.programs:>2} programs  {result.buffers} buffers  "
+        f"{result.copies_under_way} copies  {result.tensor_core_instructions:>4} mma  "
         f"{result.wide_loads:>3}/{result.loads:<3} wide loads"
     )
 

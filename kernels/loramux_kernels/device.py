@@ -1,12 +1,44 @@
-"""Which of an operator's implementations serves a tensor."""
+"""Devices: the implementation that serves a tensor, memory in large pages, and copies that the host does not await."""
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import os
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
+
+LARGE_PAGE = 2 << 20
 
 
 def runs_triton(tensor: torch.Tensor) -> bool:
-    """Whether the Triton kernels serve `tensor`: on a GPU, or anywhere under TRITON_INTERPRET=1, which is for tests."""
+    """Return whether the Triton kernels serve `tensor`: on a GPU, or in tests anywhere under TRITON_INTERPRET=1."""
     return tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def zeros_in_large_pages(elements: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return a flat tensor of zeros on the host, in pages of 2 MiB where the kernel gives them.
+
+    What a step streams through has many more pages of 4 KiB than the processor has entries to translate them. Nothing
+    is taken of the machine's memory before it is written.
+    """
+    num_bytes = elements * dtype.itemsize
+    if num_bytes < LARGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros(elements, dtype=dtype)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without large pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype)
+
+
+def stage(array: NDArray[Any], device: torch.device) -> torch.Tensor:
+    """Return `array` where `device` can copy it from by itself; torch keeps the memory until that has happened."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
+def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
+    """Return a copy on `device`; a GPU copies from pinned memory while the host goes on."""
+    return stage(array, device).to(device, non_blocking=True)

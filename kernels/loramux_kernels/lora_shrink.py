@@ -9,7 +9,7 @@ import torch
 from loramux_kernels.device import runs_triton
 from loramux_kernels.native import native_for
 from loramux_kernels.native.abi import DTYPES
-from loramux_kernels.table import LoraGroup, LoraTable, Segments, read_rank_rows
+from loramux_kernels.tables import LoraGroup, LoraTable, Segments, read_rank_rows
 
 
 def lora_shrink(

@@ -8,9 +8,9 @@ import functools
 import torch
 
 from loramux_kernels.device import runs_triton
-from loramux_kernels.kv_cache import AttentionBatch, KvLayer
 from loramux_kernels.native import native_for
 from loramux_kernels.native.abi import DTYPES, AttentionAbi
+from loramux_kernels.tables import AttentionBatch, KvLayer
 
 
 def paged_attention(

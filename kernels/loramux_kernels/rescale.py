@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from loramux_kernels.device import runs_triton
-from loramux_kernels.table import LoraGroup, Segments
+from loramux_kernels.tables import LoraGroup, Segments
 
 NO_VECTORS = -1
 """An offset that stands for leaving the slice as it is."""

@@ -5,64 +5,14 @@ Steered are the logits after penalties and bias; kept leaves the tokens that top
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from loramux_kernels.device import runs_triton
+from loramux_kernels.tables import SamplingBatch
 
 _NEVER = float("-inf")
 _WORD = 0xFFFF_FFFF
-
-
-@dataclass(frozen=True, eq=False)
-class Penalties:
-    """What requests have seen and written, as runs of tokens, and what that costs; S rows of logits, N tokens."""
-
-    rows: torch.Tensor
-    """int32[N]: the row of logits that a token counts for."""
-    token_ids: torch.Tensor
-    """int32[N]"""
-    generated: torch.Tensor
-    """bool[N]: whether the model wrote the token; else it stood in the prompt."""
-    repetition: torch.Tensor
-    """float32[S]; 1 for none. Divides seen tokens' logits above 0, multiplies the others (Keskar et al., 2019)."""
-    presence: torch.Tensor
-    """float32[S]; 0 for none. Subtracted from generated tokens' logits."""
-    frequency: torch.Tensor
-    """float32[S]; 0 for none. Likewise, once for each time."""
-
-
-@dataclass(frozen=True, eq=False)
-class LogitBias:
-    """What is added to single logits (-inf forbids a token); no (row, token) pair twice."""
-
-    rows: torch.Tensor
-    """int32[M]"""
-    token_ids: torch.Tensor
-    """int32[M]"""
-    values: torch.Tensor
-    """float32[M]"""
-
-
-@dataclass(frozen=True, eq=False)
-class SamplingBatch:
-    """How each row of logits becomes a token."""
-
-    temperature: torch.Tensor
-    """float32[S]; 0 takes the most likely token, the first of equals."""
-    top_k: torch.Tensor
-    """int32[S]; 0 keeps all. Equals of the k-th stay."""
-    top_p: torch.Tensor
-    """float32[S]; 1 keeps all. A token stays while those strictly above it hold less than this; the best does."""
-    min_p: torch.Tensor
-    """float32[S]; 0 keeps all. Relative to the most likely token."""
-    seed: torch.Tensor
-    """int64[S]: each request's own."""
-    step: torch.Tensor
-    """int32[S]: tokens that the request has generated. A (seed, step) pair always draws the same numbers."""
-    penalties: Penalties | None = None
-    bias: LogitBias | None = None
+_LARGEST = torch.finfo(torch.float32).max
 
 
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
@@ -78,13 +28,14 @@ def sample_reference(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor
     """`sample` in torch, on any device."""
     steered = steer(logits.float(), batch)
     greedy = batch.temperature == 0
-    scaled = steered / torch.where(greedy, 1.0, batch.temperature)[:, None]
+    # Differences from the best are at most 0, so that the division can only overflow to -inf.
+    scaled = (steered - steered.amax(dim=-1, keepdim=True)) / torch.where(greedy, 1.0, batch.temperature)[:, None]
     scores = keep(scaled, batch) - arrival_times(batch.seed, batch.step, logits.shape[1]).log()
     return torch.where(greedy[:, None], steered, scores).argmax(dim=-1)
 
 
 def steer(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """Penalties and bias on float32 logits `[S, vocab]`, in a new tensor."""
+    """Penalties and bias on float32 logits `[S, vocab]`, in a new tensor; never +inf."""
     logits = logits.clone()
     if (p := batch.penalties) is not None:
         counts = torch.zeros(2, *logits.shape, device=logits.device)
@@ -94,8 +45,10 @@ def steer(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         repetition = p.repetition[:, None]
         logits = torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
         logits -= p.frequency[:, None] * written + p.presence[:, None] * (written > 0)
+        logits.clamp_(max=_LARGEST)
     if (b := batch.bias) is not None:
         logits.index_put_((b.rows.long(), b.token_ids.long()), b.values, accumulate=True)
+        logits.clamp_(max=_LARGEST)
     return logits
 
 

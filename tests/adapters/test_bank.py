@@ -1,4 +1,4 @@
-"""Resident adapters: what the table points at is the file's weights, and the linears add them to the right rows."""
+"""Resident adapters: the tables point at the file's weights, and the linears add them to the right rows."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from loramux_adapters import AdapterPlan, AdapterRejected, LoraPair, VectorKind, VectorPart
+from loramux_adapters import AdapterPlan, AdapterRejected, LinearVector, LoraPair, VectorKind
 from loramux_adapters.bank import AdapterBank, Site
-from loramux_adapters.beyond import Beyond
-from loramux_adapters.linear import LoraLinear, install_linears
+from loramux_adapters.extras import StepExtras
+from loramux_adapters.install import install_linears
+from loramux_adapters.modules import LoraLinear
 from loramux_adapters.weights import AdapterWeights, LoraWeights
 from loramux_kernels import NO_VECTORS, Segments
 
@@ -56,7 +57,7 @@ def install(bank: AdapterBank, weights: AdapterWeights, pages: list[int]) -> int
 
 
 @torch.no_grad()
-def test_each_row_gets_its_own_adapter_and_base_rows_none() -> None:
+def test_bank_rows_get_their_own_adapter_and_base_rows_none() -> None:
     torch.manual_seed(0)
     model = Attention()
     original = Attention()
@@ -85,7 +86,7 @@ def test_each_row_gets_its_own_adapter_and_base_rows_none() -> None:
 
 
 @torch.no_grad()
-def test_outside_a_serving_block_only_the_base_answers() -> None:
+def test_bank_outside_a_forward_serves_the_base_alone() -> None:
     torch.manual_seed(0)
     model = Attention()
     x = torch.randn(1, 4, 32)
@@ -95,7 +96,7 @@ def test_outside_a_serving_block_only_the_base_answers() -> None:
 
 
 @torch.no_grad()
-def test_siblings_with_different_inputs_are_not_confused() -> None:
+def test_grouped_linears_with_different_inputs_stay_apart() -> None:
     model = Attention()
     x, z = torch.randn(1, 4, 32), torch.randn(1, 4, 32)
     expected = model.q_proj(x), model.k_proj(z), model.v_proj(x)
@@ -104,7 +105,7 @@ def test_siblings_with_different_inputs_are_not_confused() -> None:
         torch.testing.assert_close(got, want)
 
 
-def test_a_dropped_slot_is_given_out_again_clean() -> None:
+def test_bank_dropped_slot_is_reused_clean() -> None:
     bank = bank_for(Attention())
     slot = install(bank, random_adapter(bank, {"q_proj": 5, "k_proj": 4}, 1), list(range(NUM_PAGES)))
     bank.drop(slot)
@@ -113,29 +114,45 @@ def test_a_dropped_slot_is_given_out_again_clean() -> None:
     assert bank.table.ranks[again].tolist() == [0, 0, 3, 0]
 
 
-def test_vectors_go_with_the_slot_that_held_them() -> None:
+def test_bank_failed_install_gives_its_slot_back(monkeypatch) -> None:
+    bank = bank_for(Attention())
+    weights = random_adapter(bank, {"q_proj": 3}, 1)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("the copy failed")
+
+    monkeypatch.setattr(AdapterBank, "_write_rows", fail)
+    for _ in range(20):
+        with pytest.raises(RuntimeError, match="the copy failed"):
+            install(bank, weights, list(range(NUM_PAGES)))
+    monkeypatch.undo()
+    assert len({install(bank, weights, list(range(NUM_PAGES))) for _ in range(8)}) == 8, "all slots are free"
+
+
+def test_bank_vectors_leave_with_their_slot() -> None:
     bank = bank_for(Attention())
     weights = random_adapter(bank, {"k_proj": 4}, 1)
     plan = dataclasses.replace(
-        weights.plan, vectors=(VectorPart("k_proj", VectorKind.OUTPUT, 16), VectorPart("o_proj", VectorKind.INPUT, 48))
+        weights.plan,
+        vectors=(LinearVector("k_proj", VectorKind.OUTPUT, 16), LinearVector("o_proj", VectorKind.INPUT, 48)),
     )
     columns, inputs = torch.randn(2, 16), torch.randn(2, 48)
     held = dataclasses.replace(weights, plan=plan, columns={"k_proj": columns}, inputs={"o_proj": inputs})
     slot = install(bank, held, list(range(NUM_PAGES)))
     segments = Segments((0, 2), (slot,))
-    assert bank.beyond_pairs(segments, np.arange(2)) == Beyond(segments, segments, (), ())
+    assert bank.extras_of(segments, np.arange(2)) == StepExtras(segments, segments, (), (), ())
     for offsets, site, vectors in ((bank.vectors.columns, 1, columns), (bank.vectors.inputs, 3, inputs)):
         start = int(offsets[slot, site])
         assert torch.equal(bank.pool[start : start + vectors.numel()], vectors.flatten())
         assert (offsets[slot] == NO_VECTORS).sum() == 3
     bank.drop(slot)
     assert install(bank, weights, list(range(NUM_PAGES))) == slot
-    assert bank.beyond_pairs(segments, np.arange(2)) is None
+    assert bank.extras_of(segments, np.arange(2)) is None
     assert (bank.vectors.columns[slot] == NO_VECTORS).all()
     assert (bank.vectors.inputs[slot] == NO_VECTORS).all()
 
 
-def test_a_rank_above_the_tables_is_refused() -> None:
+def test_bank_rank_above_the_tables_is_refused() -> None:
     bank = bank_for(Attention())
     with pytest.raises(AdapterRejected, match="up to 64") as caught:
         bank.plan_layout(random_adapter(bank, {"q_proj": 65}, 1).plan)

@@ -1,4 +1,4 @@
-"""What the base offers, known without reading a weight."""
+"""Description of the base, made without reading a weight."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from loramux_adapters import BaseUnusable, LinearShape, VocabularyShape, describ
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_linear_but_the_head_is_described(family: str, base_of) -> None:
+def test_base_every_linear_but_the_head_is_described(family: str, base_of) -> None:
     base = base_of(family)
     real = {
         name: tuple(module.weight.shape) if isinstance(module, Conv1D) else tuple(module.weight.shape)[::-1]
@@ -29,30 +29,30 @@ def test_every_linear_but_the_head_is_described(family: str, base_of) -> None:
     assert {shape.layer for shape in base.modules.values()} == {0, 1}
 
 
-def test_every_module_has_a_name(base_of) -> None:
+def test_base_every_module_has_a_name(base_of) -> None:
     names = [name for name, _ in tiny_model("gemma3").named_modules() if name]
     assert sorted(base_of("gemma3").names) == sorted(names)
 
 
-def test_gpt2_stores_its_weights_transposed(base_of) -> None:
+def test_base_gpt2_weights_are_transposed(base_of) -> None:
     assert base_of("gpt2").modules["transformer.h.0.attn.c_attn"] == LinearShape(64, 192, layer=0, transposed=True)
 
 
-def test_phi3_joins_its_projections(base_of) -> None:
+def test_base_phi3_projections_are_joined(base_of) -> None:
     assert base_of("phi3").modules["model.layers.1.mlp.gate_up_proj"] == LinearShape(64, 192, layer=1)
 
 
-def test_the_fingerprint_is_equal_where_the_same_adapters_fit(base_of) -> None:
+def test_base_fingerprint_is_equal_where_the_same_adapters_fit(base_of) -> None:
     assert base_of("llama").fingerprint == base_of("mistral").fingerprint
     families = ("llama", "llama_tied", "qwen3", "phi3", "gpt2")
     assert len({base_of(family).fingerprint for family in families}) == len(families)
 
 
-def test_a_description_travels_between_processes(llama) -> None:
+def test_base_description_crosses_processes(llama) -> None:
     assert pickle.loads(pickle.dumps(llama)) == llama
 
 
-def test_a_model_of_many_gigabytes_is_described_without_its_memory(tmp_path: Path) -> None:
+def test_base_of_many_gigabytes_is_described_without_its_memory(tmp_path: Path) -> None:
     config = FAMILIES["llama"].to_dict() | {
         "hidden_size": 65536,
         "num_attention_heads": 64,
@@ -63,14 +63,14 @@ def test_a_model_of_many_gigabytes_is_described_without_its_memory(tmp_path: Pat
 
 
 @pytest.mark.parametrize("text", [None, "", "[]", "{}", '{"model_type": "no-such-model"}', '{"model_type": "vit"}'])
-def test_a_folder_that_is_no_causal_model_is_refused(text: str | None, tmp_path: Path) -> None:
+def test_base_folder_that_is_no_causal_model_is_refused(text: str | None, tmp_path: Path) -> None:
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(BaseUnusable, match=tmp_path.name):
         describe_base(tmp_path)
 
 
-def test_remote_code_is_never_run(tmp_path: Path) -> None:
+def test_base_remote_code_is_never_run(tmp_path: Path) -> None:
     tiny_base("llama", tmp_path)
     text = (tmp_path / "config.json").read_text().replace('"model_type": "llama"', '"model_type": "evil"')
     text = text.replace("{", '{"auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"},', 1)

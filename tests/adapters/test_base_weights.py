@@ -1,4 +1,4 @@
-"""What an adapter is fitted to: DoRA's factors are those of the merged weight, and copies must be the base's own."""
+"""Fitting to the base: DoRA's factors equal those of the merged weight, and copies must equal the base's own."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from torch import nn
 
 from loramux_adapters import AdapterPlan, AdapterRejected
 from loramux_adapters.base_weights import BaseWeights, base_linear, dora_columns, fit_to_base
+from loramux_adapters.components import BaseCopy
 from loramux_adapters.weights import AdapterWeights, LoraWeights
 from loramux_kernels import PackedLinear
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("rank", [1, 19])
-def test_doras_factors_are_those_of_the_merged_weight(rank: int, bias: bool) -> None:
-    """From packed weights: the second of two linears that are computed together."""
+def test_dora_factors_equal_those_of_the_merged_weight(rank: int, bias: bool) -> None:
+    """Weights are packed: the second of two linears that are computed together."""
     torch.manual_seed(rank)
     first, second = nn.Linear(24, 16, bias=bias), nn.Linear(24, 40, bias=bias)
     packed = PackedLinear([m.weight.data for m in (first, second)], [m.bias for m in (first, second)])
@@ -35,7 +36,7 @@ def test_doras_factors_are_those_of_the_merged_weight(rank: int, bias: bool) -> 
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_factors_that_the_dtype_cannot_express_are_refused() -> None:
+def test_dora_factors_beyond_the_dtype_are_refused() -> None:
     linear = nn.Linear(8, 8).to(torch.float16)
     known = base_linear(linear, linear, slice(None))
     nothing = LoraWeights(torch.zeros(1, 8).half(), torch.zeros(8, 1).half(), 1.0)
@@ -44,10 +45,11 @@ def test_factors_that_the_dtype_cannot_express_are_refused() -> None:
     assert caught.value.code == "weights_overflow"
 
 
-def test_a_copy_must_be_the_bases_own() -> None:
+def test_base_copy_that_differs_is_refused() -> None:
     own = torch.randn(5, 4)
     base = BaseWeights({}, {"embed": own})
-    weights = AdapterWeights(AdapterPlan((), 0), {}, copies={"embed": own.clone()})
+    plan = AdapterPlan((), 0, copies=(BaseCopy("embed", 5, 4, "base_layer.weight"),))
+    weights = AdapterWeights(plan, {}, copies={"embed": own.clone()})
     assert not fit_to_base(weights, base).copies
     other = dataclasses.replace(weights, copies={"embed": own + 1e-3})
     with pytest.raises(AdapterRejected, match="save_embedding_layers=False") as caught:

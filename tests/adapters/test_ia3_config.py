@@ -1,4 +1,4 @@
-"""The fields of IA3's adapter_config.json: each that PEFT has is decided, each that it has not is refused."""
+"""IA3's adapter_config.json: every field of PEFT is decided, any other is refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def code_of(fields: dict[str, Any]) -> str | None:
     return None
 
 
-def test_what_peft_writes_is_read() -> None:
+def test_ia3_config_from_peft_is_read() -> None:
     config = parse({"feedforward_modules": ["down_proj"], "modules_to_save": ["lm_head"]})
     assert isinstance(config, Ia3Config)
     assert (config.target_modules, config.feedforward_modules) == (("q_proj",), ("down_proj",))
@@ -34,12 +34,12 @@ def test_what_peft_writes_is_read() -> None:
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(peft.IA3Config)])
-def test_every_field_of_peft_is_known(field: str) -> None:
+def test_ia3_config_every_field_of_peft_is_known(field: str) -> None:
     assert code_of({field: "surprising"}) != "field_unknown"
 
 
 @pytest.mark.parametrize("fields", [{"r": 8}, {"layers_to_transform": [0]}, {"magic": True}])
-def test_a_field_that_peft_has_not_is_refused(fields: dict[str, Any]) -> None:
+def test_ia3_config_unknown_field_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(AdapterRejected) as caught:
         parse(fields)
     assert (caught.value.code, caught.value.field) == ("field_unknown", next(iter(fields)))

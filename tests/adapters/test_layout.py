@@ -1,4 +1,4 @@
-"""Packing: every rank row has a place of its own, no tile straddles a page, nothing is padded to a maximum."""
+"""Packing: every rank row has its own place, no tile straddles a page, nothing is padded to a maximum."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loramux_adapters import AdapterRejected
-from loramux_adapters.layout import ALIGNMENT, Block, Kind, Matrix, lay_out, rows_per_page
+from loramux_adapters.layout import ALIGNMENT, Block, Matrix, MatrixKind, lay_out, rows_per_page
 from loramux_kernels import RANK_TILE
 
 matrices = st.lists(
-    st.tuples(st.sampled_from(Kind), st.integers(1, 700), st.sampled_from([1, 2, 8, 24, 96, 130, 200]), st.booleans()),
+    st.tuples(
+        st.sampled_from(MatrixKind), st.integers(1, 700), st.sampled_from([1, 2, 8, 24, 96, 130, 200]), st.booleans()
+    ),
     min_size=1,
     max_size=12,
 ).map(
@@ -25,11 +27,11 @@ matrices = st.lists(
 
 
 def pairs(rank: int, width: int, count: int) -> list[Matrix]:
-    return [Matrix(str(i), kind, rank, width) for i in range(count) for kind in (Kind.A, Kind.B)]
+    return [Matrix(str(i), kind, rank, width) for i in range(count) for kind in (MatrixKind.A, MatrixKind.B)]
 
 
 @given(matrices, st.integers(RANK_TILE * 200, 20_000), st.sampled_from([2, 4]))
-def test_blocks_cover_every_matrix_once_without_overlap(wanted: list[Matrix], page: int, itemsize: int) -> None:
+def test_layout_blocks_cover_every_matrix_once_without_overlap(wanted: list[Matrix], page: int, itemsize: int) -> None:
     layout = lay_out(wanted, page, itemsize)
     rows: defaultdict[Matrix, list[int]] = defaultdict(list)
     taken: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
@@ -55,19 +57,21 @@ def check_place(block: Block, page: int, itemsize: int) -> None:
         assert block.rows <= RANK_TILE
 
 
-def test_a_small_rank_takes_a_small_share() -> None:
+def test_layout_small_rank_takes_a_small_share() -> None:
     small, large = (lay_out(pairs(rank, 512, 64), 64 * 1024, 2) for rank in (8, 64))
     assert large.num_bytes == 8 * small.num_bytes
     assert 7 <= large.num_pages / small.num_pages <= 9
 
 
-def test_small_blocks_fill_up_pages_that_others_began() -> None:
-    tokens = Matrix("embedding", Kind.ROWS, 5, 512, fills_pages=True)
+def test_layout_small_blocks_fill_open_pages() -> None:
+    tokens = Matrix("embedding", MatrixKind.ROWS, 5, 512, fills_pages=True)
     assert lay_out([*pairs(8, 512, 3), tokens], 64 * 1024, 2).num_pages == 1
 
 
-@pytest.mark.parametrize("matrix", [Matrix("m", Kind.A, 16, 512), Matrix("m", Kind.ROWS, 1, 8192, fills_pages=True)])
-def test_a_block_larger_than_a_page_names_the_way_out(matrix: Matrix) -> None:
+@pytest.mark.parametrize(
+    "matrix", [Matrix("m", MatrixKind.A, 16, 512), Matrix("m", MatrixKind.ROWS, 1, 8192, fills_pages=True)]
+)
+def test_layout_block_larger_than_a_page_names_the_way_out(matrix: Matrix) -> None:
     with pytest.raises(AdapterRejected, match=r"engine\.block_size") as caught:
         lay_out([matrix], RANK_TILE * 512 - 1, 2)
     assert caught.value.code == "page_too_small"

@@ -53,7 +53,7 @@ def peft_matches(rules: TargetRules, modules: list[str]) -> list[Match]:
 
 
 def only_targets(rules: TargetRules) -> TargetRules:
-    """What PEFT allows beside a regular expression for targets."""
+    """Fields that PEFT allows beside a regular expression for targets."""
     if isinstance(rules.target_modules, str):
         return rules._replace(layers_to_transform=None, layers_pattern=None)
     return rules
@@ -65,7 +65,7 @@ def only_targets(rules: TargetRules) -> TargetRules:
 @example(TargetRules(["q_proj"], None, [1], None, [], []), ["model.layers.1.experts.0.q_proj", "layers.1.q_proj"])
 @example(TargetRules(["q_proj"], None, [0], ["layers|h"], [], []), ["model.layers.0.q_proj", "h.0.q_proj"])
 @example(TargetRules(["q_proj"], None, None, None, ["^model.layers.1.q_proj", "q_proj"], []), ["model.layers.1.q_proj"])
-def test_the_same_modules_ranks_and_alphas_as_peft(rules: TargetRules, modules: list[str]) -> None:
+def test_matching_modules_ranks_and_alphas_equal_pefts(rules: TargetRules, modules: list[str]) -> None:
     assert match_modules(rules, modules) == peft_matches(rules, modules)
 
 
@@ -81,14 +81,14 @@ def test_the_same_modules_ranks_and_alphas_as_peft(rules: TargetRules, modules: 
         ({"target_modules": "a{99999999999}"}, "target_modules"),
     ],
 )
-def test_what_is_no_expression_is_named(fields: dict[str, Any], field: str) -> None:
+def test_matching_invalid_expression_is_named(fields: dict[str, Any], field: str) -> None:
     plain = TargetRules(["q_proj"], None, None, None, [], [])
     with pytest.raises(InvalidExpression) as caught:
         match_modules(plain._replace(**fields), ["q_proj"])
     assert caught.value.field == field
 
 
-def test_every_expression_is_listed() -> None:
+def test_matching_every_expression_is_listed() -> None:
     rules = TargetRules("t", "e", [1], ["l"], ["r"], ["a"])
     assert [written for _, written in expressions(rules)] == ["t", "e", "l", "r", "a"]
     assert [written for _, written in expressions(TargetRules(["t"], ["e"], None, None, [], []))] == []

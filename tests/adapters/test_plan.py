@@ -62,7 +62,7 @@ def header_of(shapes: dict[str, tuple[int, ...]], file_bytes: int = 100) -> Safe
 
 
 class Injected:
-    """A configuration as PEFT applies it to a tiny model without weights."""
+    """Apply a configuration with PEFT to a tiny model without weights."""
 
     def __init__(self, family: str, fields: dict[str, Any]) -> None:
         config = peft.LoraConfig(**{"task_type": "CAUSAL_LM", "r": 8, "lora_alpha": 16} | fields)
@@ -87,7 +87,7 @@ def as_peft(plan: AdapterPlan) -> tuple[dict[str, tuple[int, float]], dict[str, 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_every_format_on_every_family(recipe: str, family: str, base_of) -> None:
+def test_plan_every_format_on_every_family_equals_pefts_file(recipe: str, family: str, base_of) -> None:
     injected = Injected(family, RECIPES[recipe])
     for document in (injected.written, injected.saved):
         plan = plan_adapter(parse_adapter_config(document), header_of(injected.shapes), base_of(family), LIMITS)
@@ -161,7 +161,7 @@ configurations = st.fixed_dictionaries(
 @given(family=st.sampled_from(["llama", "llama_tied", "phi3", "gpt2"]), fields=configurations)
 @example(family="llama", fields={"target_modules": ["lm_head", "q_proj"], "r": 4, "lora_alpha": 4})
 @example(family="llama_tied", fields={"target_modules": ["embed_tokens"], "r": 4, "lora_alpha": 4})
-def test_any_configuration_is_planned_as_peft_injects_it_or_refused(family: str, fields: Any, base_of) -> None:
+def test_plan_any_configuration_equals_pefts_or_is_refused(family: str, fields: Any, base_of) -> None:
     try:
         injected = Injected(family, fields)
     except (ValueError, TypeError, AttributeError):  # what PEFT itself cannot inject
@@ -196,7 +196,7 @@ def refuse(fields: dict[str, Any], base: Any, shapes: dict[str, tuple[int, ...]]
         ("input_layernorm", "a LlamaRMSNorm"),
     ],
 )
-def test_a_target_that_is_not_served_is_refused_by_name(target: str, reason: str, llama) -> None:
+def test_plan_unsupported_target_is_refused_by_name(target: str, reason: str, llama) -> None:
     for target_modules in (["q_proj", target], rf".*q_proj|(.*\.)?{target}"):
         refusal = refuse({"target_modules": target_modules}, llama)
         assert isinstance(refusal, ConfigRejected)
@@ -205,7 +205,7 @@ def test_a_target_that_is_not_served_is_refused_by_name(target: str, reason: str
         assert reason in refusal.message
 
 
-def test_targets_that_match_nothing_say_what_the_base_has(base_of) -> None:
+def test_plan_targets_without_a_match_list_the_bases_linears(base_of) -> None:
     refusal = refuse({"target_modules": ["query_key_value"]}, base_of("phi3"))
     assert isinstance(refusal, BaseMismatch)
     assert (refusal.code, refusal.field) == ("no_module_matched", "target_modules")
@@ -213,14 +213,14 @@ def test_targets_that_match_nothing_say_what_the_base_has(base_of) -> None:
 
 
 @pytest.mark.parametrize(("fields", "field"), [({"r": 65}, "r"), ({"rank_pattern": {"q_proj": 65}}, "rank_pattern")])
-def test_a_rank_above_the_limit_is_refused(fields: dict[str, Any], field: str, llama) -> None:
+def test_plan_rank_above_the_limit_is_refused(fields: dict[str, Any], field: str, llama) -> None:
     refusal = refuse(fields, llama)
     assert (refusal.code, refusal.field) == ("rank_too_large", field)
     assert "65" in refusal.message
     assert "64" in refusal.message
 
 
-def test_a_file_above_the_limit_is_refused(llama) -> None:
+def test_plan_file_above_the_limit_is_refused(llama) -> None:
     config = parse_adapter_config(b'{"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj"]}')
     with pytest.raises(WeightsFileRejected) as caught:
         plan_adapter(config, header_of({}, LIMITS.max_bytes + 1), llama, LIMITS)
@@ -231,14 +231,26 @@ def on_llama() -> dict[str, tuple[int, ...]]:
     return Injected("llama", {"target_modules": ["q_proj"]}).shapes
 
 
-def test_missing_tensors_are_named_and_counted(llama) -> None:
+def test_plan_missing_tensors_are_named_and_counted(llama) -> None:
     key = "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"
     shapes = on_llama()
     del shapes[key]
     refusal = refuse({}, llama, shapes)
     assert (refusal.code, refusal.field) == ("tensors_missing", key)
     assert "1 of the 4 tensors" in refusal.message
-    assert refuse({"target_modules": "all-linear"}, llama, on_llama()).code == "tensors_missing"
+    assert refuse({"target_modules": ["k_proj"]}, llama, {}).code == "tensors_missing"
+
+
+def test_plan_targets_without_any_tensor_are_absent(llama) -> None:
+    fields = {"target_modules": ["q_proj", "k_proj"], "lora_bias": True}
+    injected = Injected("llama", fields)
+    shapes = injected.shapes
+    absent = ("model.layers.0.self_attn.k_proj", "model.layers.1.self_attn.q_proj")
+    kept = {key: shape for key, shape in shapes.items() if not any(f".{module}." in key for module in absent)}
+    plan = plan_adapter(parse_adapter_config(injected.written), header_of(kept), llama, LIMITS)
+    assert plan.shapes == kept
+    assert plan.absent == absent
+    assert {part.module for part in plan.components}.isdisjoint(absent)
 
 
 @pytest.mark.parametrize(
@@ -248,12 +260,12 @@ def test_missing_tensors_are_named_and_counted(llama) -> None:
         "base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector",
         "base_model.model.model.layers.0.self_attn.q_proj.lora_B.bias",
         "base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight",
-        "base_model.model.lm_head.weight",
+        "base_model.model.lm_head.bias",
         "base_model.model.model.embed_tokens.lora_embedding_A",
         "evil",
     ],
 )
-def test_unexpected_tensors_are_named_and_counted(key: str, llama) -> None:
+def test_plan_unexpected_tensors_are_named_and_counted(key: str, llama) -> None:
     refusal = refuse({}, llama, on_llama() | {key: (8, 64)})
     assert (refusal.code, refusal.field) == ("tensors_unexpected", key)
     assert key in refusal.message
@@ -261,20 +273,20 @@ def test_unexpected_tensors_are_named_and_counted(key: str, llama) -> None:
 
 
 @pytest.mark.parametrize("shape", [(7, 64), (8, 63), (64, 8), (8,), (8, 64, 1), ()])
-def test_wrong_shapes_are_named_with_the_right_ones(shape: tuple[int, ...], llama) -> None:
+def test_plan_wrong_shapes_are_named_with_the_right_ones(shape: tuple[int, ...], llama) -> None:
     key = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
     refusal = refuse({"base_model_name_or_path": "acme/other-7b"}, llama, on_llama() | {key: shape})
     assert (refusal.code, refusal.field) == ("shape_mismatch", key)
     assert all(part in refusal.message for part in (str(list(shape)), "[8, 64]", "acme/other-7b", "LlamaForCausalLM"))
 
 
-def test_an_adapter_of_a_larger_model_of_the_family_is_refused(llama) -> None:
+def test_plan_adapter_of_a_larger_model_is_refused(llama) -> None:
     shapes = {key.replace("layers.1.", "layers.31."): shape for key, shape in on_llama().items()} | on_llama()
     assert refuse({}, llama, shapes).code == "tensors_unexpected"
 
 
 @pytest.mark.parametrize("family", SERVED)
-def test_an_adapter_of_another_architecture_is_refused(family: str, base_of) -> None:
+def test_plan_adapter_of_another_architecture_is_refused(family: str, base_of) -> None:
     refusal = refuse(
         {"target_modules": ["c_attn"]}, base_of(family), Injected("gpt2", {"target_modules": ["c_attn"]}).shapes
     )

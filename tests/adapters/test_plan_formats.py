@@ -1,4 +1,4 @@
-"""Plans of formats beside plain LoRA against PEFT itself, and what is refused of them by its field."""
+"""Plans of formats beside plain LoRA against PEFT itself, and refusals of formats by field."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def header_of(shapes: Shapes) -> SafetensorsHeader:
 
 
 def injected(family: str, config: peft.PeftConfig, save_embedding_layers: bool) -> Shapes:
-    """What PEFT saves of an adapter on a tiny model without weights."""
+    """Return what PEFT saves of an adapter on a tiny model without weights."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = peft.get_peft_model(tiny_model(family, "meta"), copy.deepcopy(config))
@@ -49,7 +49,7 @@ def injected(family: str, config: peft.PeftConfig, save_embedding_layers: bool) 
 
 @pytest.mark.parametrize("family", ["llama", "llama_tied", "qwen2", "phi3", "gemma3"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_format_on_every_family(name: str, family: str, base_of) -> None:
+def test_plan_every_format_on_every_family_equals_pefts_file(name: str, family: str, base_of) -> None:
     if name == "head_tokens" and base_of(family).vocabulary.tied:
         pytest.skip("one matrix has one set of trained rows")
     config, base = FORMATS[name], base_of(family)
@@ -58,7 +58,7 @@ def test_every_format_on_every_family(name: str, family: str, base_of) -> None:
     assert plan.shapes == shapes
     if plan.copies:
         with_copies = injected(family, config, save_embedding_layers=True)
-        assert with_copies == shapes | plan.optional_shapes
+        assert shapes.items() <= with_copies.items() <= (shapes | plan.optional_shapes).items()
         assert plan_adapter(parse_adapter_config(written(config)), header_of(with_copies), base, LIMITS) == plan
 
 
@@ -81,8 +81,8 @@ configurations = st.fixed_dictionaries(
 
 @settings(max_examples=60, deadline=None)
 @given(family=st.sampled_from(["llama", "llama_tied"]), fields=configurations)
-def test_what_is_planned_is_what_peft_saves(family: str, fields: dict[str, Any], base_of) -> None:
-    """What is refused is found below, one by one; here nothing may be planned otherwise than PEFT would save it."""
+def test_plan_any_format_equals_what_peft_saves(family: str, fields: dict[str, Any], base_of) -> None:
+    """Refusals are tested below one by one; here no plan may differ from what PEFT saves."""
     try:
         config = peft.LoraConfig(task_type="CAUSAL_LM", **fields)
         shapes = injected(family, config, save_embedding_layers=False)
@@ -103,7 +103,7 @@ LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["q_proj
 IA3 = {"peft_type": "IA3", "target_modules": ["q_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
-    "a norm saved whole": (LORA | {"modules_to_save": ["norm"]}, "target_unsupported", "modules_to_save"),
+    "a whole block saved": (LORA | {"modules_to_save": ["mlp"]}, "target_unsupported", "modules_to_save"),
     "a linear saved whole": (LORA | {"modules_to_save": ["o_proj"]}, "target_unsupported", "modules_to_save"),
     "saved and targeted": (
         LORA | {"target_modules": ["lm_head"], "modules_to_save": ["lm_head"]},
@@ -116,7 +116,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "trainable_token_indices",
     ),
     "a token twice": (LORA | {"trainable_token_indices": [3, 3]}, "config_invalid", "trainable_token_indices"),
-    "a token too many": (LORA | {"trainable_token_indices": [97]}, "config_invalid", "trainable_token_indices"),
+    "a token far away": (LORA | {"trainable_token_indices": [2000000000]}, "config_invalid", "trainable_token_indices"),
     "a negative token": (LORA | {"trainable_token_indices": [-1]}, "config_invalid", "trainable_token_indices"),
     "tokens of a linear": (
         LORA | {"trainable_token_indices": {"o_proj": [3]}},
@@ -166,7 +166,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_served_is_refused_by_its_field(name: str, llama) -> None:
+def test_plan_unsupported_format_is_refused_by_field(name: str, llama) -> None:
     document, code, field = REFUSED[name]
     with pytest.raises(AdapterRejected) as caught:
         plan_adapter(parse_adapter_config(json.dumps(document).encode()), header_of({}), llama, LIMITS)
@@ -182,7 +182,7 @@ def test_what_is_not_served_is_refused_by_its_field(name: str, llama) -> None:
         {"modules_to_save": ["lm_head"], "ensure_weight_tying": True},
     ],
 )
-def test_what_a_tied_base_cannot_serve_is_refused(fields: dict[str, Any], base_of) -> None:
+def test_plan_on_a_tied_base_refuses_what_peft_ties(fields: dict[str, Any], base_of) -> None:
     document = json.dumps(LORA | fields).encode()
     with pytest.raises(AdapterRejected) as caught:
         plan_adapter(parse_adapter_config(document), header_of({}), base_of("llama_tied"), LIMITS)
@@ -190,7 +190,7 @@ def test_what_a_tied_base_cannot_serve_is_refused(fields: dict[str, Any], base_o
     assert caught.value.code in ("target_unsupported", "field_unsupported")
 
 
-def test_what_stands_for_every_token_has_a_quota_of_its_own(llama) -> None:
+def test_plan_vocabulary_tensors_have_a_quota(llama) -> None:
     config = FORMATS["saved"]
     shapes = injected("llama", config, save_embedding_layers=False)
     tensors = {}

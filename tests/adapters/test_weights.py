@@ -28,7 +28,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 
 @torch.no_grad()
 def assert_computes_what_peft_computes(model: peft.PeftModel, weights: AdapterWeights) -> None:
-    """Every adapted linear of PEFT's model, on random rows: its output less the base's is our low-rank product."""
+    """On random rows, every adapted linear's output minus the base's equals our low-rank product."""
     for name, lora in weights.modules.items():
         module = model.get_submodule(f"base_model.model.{name}")
         x = torch.randn(5, module.in_features)
@@ -38,7 +38,7 @@ def assert_computes_what_peft_computes(model: peft.PeftModel, weights: AdapterWe
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_weights_are_peft_s(recipe: str, family: str, base_of, tmp_path: Path) -> None:
+def test_weights_equal_pefts(recipe: str, family: str, base_of, tmp_path: Path) -> None:
     model = save_adapter(family, tmp_path, **RECIPES[recipe])
     weights = load_adapter(tmp_path, base_of(family), Limits(), torch.float32)
     theirs = peft.load_peft_weights(tmp_path, device="cpu")
@@ -57,7 +57,7 @@ def both(weights: AdapterWeights, pair: Any) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("saved", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("served", [torch.float32, torch.float16, torch.bfloat16])
-def test_weights_come_in_the_dtype_that_serves(
+def test_weights_are_loaded_in_the_serving_dtype(
     saved: torch.dtype, served: torch.dtype, good_config, good_tensors, llama, tmp_path: Path
 ) -> None:
     tensors = {key: tensor.to(saved) for key, tensor in good_tensors.items()}
@@ -68,7 +68,7 @@ def test_weights_come_in_the_dtype_that_serves(
             assert torch.equal(tensor, tensors[key].to(served))
 
 
-def test_an_overflow_that_the_conversion_makes_is_refused(good_config, good_tensors, llama, tmp_path: Path) -> None:
+def test_weights_overflow_in_the_serving_dtype_is_refused(good_config, good_tensors, llama, tmp_path: Path) -> None:
     key = sorted(good_tensors)[0]
     good_tensors[key] = good_tensors[key].clone()
     good_tensors[key][0, 0] = 1e6
@@ -83,14 +83,16 @@ def test_an_overflow_that_the_conversion_makes_is_refused(good_config, good_tens
     ("fields", "scale"),
     [({}, 16 / 8), ({"use_rslora": True}, 16 / math.sqrt(8)), ({"alpha_pattern": {"q_proj": 4}}, 0.5)],
 )
-def test_scales(fields: dict[str, Any], scale: float, good_config, good_tensors, llama, tmp_path: Path) -> None:
+def test_weights_scales_equal_pefts(
+    fields: dict[str, Any], scale: float, good_config, good_tensors, llama, tmp_path: Path
+) -> None:
     directory = write_adapter(tmp_path, good_config | fields, good_tensors)
     weights = load_adapter(directory, llama, Limits(), torch.float32)
     assert weights.modules["model.layers.0.self_attn.q_proj"].scale == scale
 
 
-def test_a_converted_pissa_adapter_is_served_on_the_untouched_base(tmp_path: Path, base_of) -> None:
-    """What the refusal of init_lora_weights tells a customer to do: the result is a LoRA of the original base."""
+def test_weights_of_a_converted_pissa_fit_the_unchanged_base(tmp_path: Path, base_of) -> None:
+    """The way out that the refusal of init_lora_weights names: the result is a LoRA of the original base."""
     config = peft.LoraConfig(
         task_type="CAUSAL_LM", r=4, lora_alpha=4, target_modules=["q_proj"], init_lora_weights="pissa"
     )
@@ -118,7 +120,7 @@ def test_a_converted_pissa_adapter_is_served_on_the_untouched_base(tmp_path: Pat
         torch.testing.assert_close(trained(x), served, rtol=1e-4, atol=1e-4)
 
 
-def test_loading_reads_what_the_file_holds(good_folder: Path, llama) -> None:
+def test_weights_loaded_equal_the_file(good_folder: Path, llama) -> None:
     raw = load_file(good_folder / "adapter_model.safetensors")
     weights = load_adapter(good_folder, llama, Limits(), torch.float32)
     assert sum(lora.a.numel() + lora.b.numel() for lora in weights.modules.values()) == sum(

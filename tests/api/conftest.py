@@ -10,6 +10,7 @@ from scripted_engine import ScriptedEngine
 from site_fixture import Site, make_keys, make_settings
 from tiny_base import make_base
 
+from loramux.tenants import invalid_keys
 from loramux_api.app import create_app
 
 ON_THE_WIRE = {
@@ -51,6 +52,12 @@ def site(
     keys = make_keys(settings)
     with running(create_app(settings, engine), request.param) as server:
         yield Site(server, engine, settings, keys)
+
+
+@pytest.fixture(autouse=True)
+def no_throttle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All tests come from one address, and many send invalid keys on purpose."""
+    monkeypatch.setattr(invalid_keys, "MAX_FAILURES", 10**6)
 
 
 @pytest.fixture(autouse=True)

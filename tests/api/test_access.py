@@ -31,9 +31,11 @@ ABOUT_AN_ADAPTER = {
     "/promote": {"revision": 1},
     "/revisions/{revision:str}": {"ttl_s": 1},
     "/aliases/{alias:str}": {"targets": [{"revision": 1, "weight": 1}]},
+    "/aliases/{alias:str}/guard": {"measures": ["errors"]},
 }
 BODIES = {
     "/v1/webhooks/{webhook_id:str}": {"enabled": True},
+    "/v1/requests/{request_id:str}/feedback": {"score": 1},
     "/v1/members/{member_id:str}": {"role": "viewer"},
     **{f"/v1/adapters{at}{rest}": body for at in ADAPTER for rest, body in ABOUT_AN_ADAPTER.items()},
     "/v1/limits/{subject:str}/{name:str}": {"value": 1},

@@ -11,8 +11,8 @@ from click.testing import CliRunner
 from peft_uploads import make_adapter
 from site_fixture import Site
 
-from loramux.client import Client
 from loramux_api.cli import main
+from loramux_client import Client
 
 DOCS = (Path(__file__).parents[2] / "docs" / "adapters.md").read_text()
 PYTHON = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
@@ -28,7 +28,7 @@ def trained(base_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def house(site: Site, trained: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
+def harness(site: Site, trained: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
     """Where the page's lines run: in the folder with the adapters, with the server in the environment."""
     monkeypatch.chdir(trained)
     monkeypatch.setenv("LORAMUX_URL", site.url)
@@ -36,7 +36,7 @@ def house(site: Site, trained: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
     return site
 
 
-def test_the_lines_of_shell(house: Site) -> None:
+def test_the_lines_of_shell(harness: Site) -> None:
     lines = [line.strip().partition(" #")[0] for line in DOCS.splitlines() if line.startswith("    loramux adapter ")]
     assert [line.split()[2] for line in lines][2:] == ["canary", "logs", "promote", "rollback", "rollback", "rm"]
     for line in lines:
@@ -47,9 +47,9 @@ def test_the_lines_of_shell(house: Site) -> None:
         client.adapters.delete("support")
 
 
-def test_the_lines_of_python(house: Site) -> None:
-    calls, flow = (block.replace("http://127.0.0.1:8000", house.url) for block in PYTHON)
-    exec(calls.replace("sk-lm-...", house.keys["globex"]), {})
+def test_the_lines_of_python(harness: Site) -> None:
+    calls, flow = (block.replace("http://127.0.0.1:8000", harness.url) for block in PYTHON)
+    exec(calls.replace("sk-lm-...", harness.keys["globex"]), {})
     said = flow.replace("Wait(600)", "Wait(0)").partition("client.run(")
     with Client() as client:
         assert client.adapters.get("support").revision == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -49,26 +50,26 @@ def commands(group: click.Command = main, path: tuple[str, ...] = ()) -> list[tu
 
 
 @pytest.mark.parametrize("path", commands(), ids=" ".join)
-def test_every_command_explains_itself_with_an_example(path: tuple[str, ...]) -> None:
+def test_command_help_has_an_example(path: tuple[str, ...]) -> None:
     shown = loramux(*path, "--help").stdout
     assert f"loramux {' '.join(path)}" in shown.split("Example:")[1]
     assert "--json" in shown
 
 
-HOUSELESS = {("demo",), ("simulate",), ("plan",)}
+WITHOUT_SERVER = {("demo",), ("init",), ("simulate",), ("plan",)}
 
 
 @pytest.mark.parametrize("path", commands(), ids=" ".join)
-def test_every_command_that_touches_a_house_takes_its_settings(path: tuple[str, ...]) -> None:
-    assert path in HOUSELESS or "--config" in loramux(*path, "--help").stdout
+def test_command_with_a_server_accepts_config(path: tuple[str, ...]) -> None:
+    assert path in WITHOUT_SERVER or "--config" in loramux(*path, "--help").stdout
 
 
-def test_the_list_of_commands_is_the_commands() -> None:
+def test_help_lists_every_command() -> None:
     shown = loramux("--help").stdout
     assert all(name in shown and meaning in shown for name, (_, meaning) in COMMANDS.items())
 
 
-def test_tenants_and_keys_from_nothing(config: Path) -> None:
+def test_tenant_and_key_commands_start_from_an_empty_folder(config: Path) -> None:
     where = ("--config", str(config))
     made = read("tenant", "create", "acme", *where)
     assert made["name"] == "acme"
@@ -83,7 +84,7 @@ def test_tenants_and_keys_from_nothing(config: Path) -> None:
     assert "revoked" in loramux("key", "ls", "--tenant", "acme", *where).stdout
 
 
-def test_an_operators_day_without_a_server(config: Path) -> None:
+def test_operator_commands_work_without_a_server(config: Path) -> None:
     where = ("--config", str(config))
     assert read("tier", "put", "gold", "--class", "interactive", "--weight", "4", *where)["weight"] == 4
     assert read("tenant", "create", "acme", "--tier", "gold", *where)["tier"] == "gold"
@@ -104,10 +105,13 @@ def test_an_operators_day_without_a_server(config: Path) -> None:
     assert loramux("member", "role", member["id"], "--role", "viewer", *of_acme, code=1).stderr.count("last owner") == 1
     assert [one["role"] for one in read("member", "ls", *of_acme)] == ["owner"]
     assert read("limit", "set", "concurrent_requests", "3", *of_acme)["value"] == 3
-    assert read("limit", "set", "concurrent_requests", "2", "--on", web["id"], *of_acme)["subject"] == web["id"]
+    assert read("limit", "set", "concurrent_requests", "2", "--subject", web["id"], *of_acme)["subject"] == web["id"]
     assert read("limit", "set-tier", "adapters", "5", "--tier", "batch", *where)["value"] == 5
     assert {one["name"] for one in read("limit", "ls", *of_acme)} == {"concurrent_requests", "adapters"}
     assert read("limit", "rm", "concurrent_requests", *of_acme)["name"] == "concurrent_requests"
+    assert "no price plan" in loramux("budget", "set", "month", "1", *of_acme, code=1).stderr
+    read("price", "apply", str(CONFIGS / "prices" / "standard.toml"), *where)
+    read("price", "assign", "standard", *of_acme, "--from", datetime.now(UTC).strftime("%Y-%m"))
     assert read("budget", "set", "month", "12.000000001", *of_acme)["amount"] == 12_000_000_001
     assert read("budget", "ls", *of_acme)[0]["spent"] == 0
     assert read("budget", "rm", "month", *of_acme)["period"] == "month"
@@ -118,7 +122,49 @@ def test_an_operators_day_without_a_server(config: Path) -> None:
         assert loramux("budget", "set", "day", amount, *of_acme, code=2)
 
 
-def test_a_key_alone_goes_to_stdout(config: Path) -> None:
+def test_init_finds_a_model_and_writes_valid_settings(
+    base_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(base_dir, tmp_path / "models" / "My Model")
+    make_adapter(base_dir, tmp_path / "models" / "an-adapter")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    done = read("init")
+    assert (done["config"], done["model"]) == ("loramux.toml", str(tmp_path / "models" / "My Model"))
+    settings = load_settings(tmp_path / "loramux.toml")
+    assert (settings.model.path, settings.model.served_model_name) == (done["model"], "my-model")
+    assert settings.records.url == f"sqlite:///{tmp_path}/var/loramux.sqlite3"
+    assert [command.split()[1] for command in done["next"]] == ["serve", "tenant", "key"]
+    for command in done["next"][1:]:
+        loramux(*command.split()[1:])
+    assert "--force" in loramux("init", code=1).stderr
+    (tmp_path / "hf" / "hub" / "models--org--Tiny-1B" / "snapshots").mkdir(parents=True)
+    shutil.copytree(base_dir, tmp_path / "hf" / "hub" / "models--org--Tiny-1B" / "snapshots" / "0123abc")
+    shutil.rmtree(tmp_path / "models")
+    assert read("init", "--force")["served_model_name"] == "tiny-1b"
+
+
+def test_init_without_a_model_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    assert "set model.path" in loramux("init").stdout
+    assert "does not exist" in loramux("serve", "--config", "loramux.toml", code=1).stderr
+    (tmp_path / "empty").mkdir()
+    assert "no config.json" in loramux("init", "--force", "--model", "empty", code=1).stderr
+
+
+def test_renamed_option_accepts_its_old_spelling_with_a_warning(config: Path) -> None:
+    of_acme = ("--tenant", "acme", "--config", str(config))
+    loramux("tenant", "create", "acme", "--config", str(config))
+    web = read("project", "create", "web", *of_acme)["id"]
+    result = loramux("limit", "set", "concurrent_requests", "2", "--on", web, "--json", *of_acme)
+    assert json.loads(result.stdout)["subject"] == web
+    assert "--on is now called --subject" in result.stderr
+    assert loramux("limit", "set", "concurrent_requests", "2", "--subject", web, *of_acme).stderr == ""
+    assert "--on" not in loramux("limit", "set", "--help").stdout
+
+
+def test_key_create_prints_only_the_key_on_stdout(config: Path) -> None:
     loramux("tenant", "create", "acme", "--config", str(config))
     result = loramux("key", "create", "--tenant", "acme", LORAMUX_CONFIG=str(config))
     assert result.stdout.startswith("sk-lm-")
@@ -137,7 +183,7 @@ def test_a_key_alone_goes_to_stdout(config: Path) -> None:
         (("adapter", "ls", "--key", "sk-lm-x"), "no loramux server answers at http://127.0.0.1:8765"),
     ],
 )
-def test_a_refusal_is_one_sentence_on_stderr(config: Path, arguments: tuple[str, ...], told: str) -> None:
+def test_refusal_is_one_sentence_on_stderr(config: Path, arguments: tuple[str, ...], told: str) -> None:
     given = [argument.format(here=config.parent) for argument in arguments]
     result = loramux(*given, "--config", str(config), code=1)
     assert result.stdout == ""
@@ -146,7 +192,7 @@ def test_a_refusal_is_one_sentence_on_stderr(config: Path, arguments: tuple[str,
     assert len(result.stderr.strip().splitlines()) == 1
 
 
-def test_a_second_tenant_of_the_same_name_is_refused(config: Path) -> None:
+def test_tenant_create_refuses_a_taken_name(config: Path) -> None:
     loramux("tenant", "create", "acme", "--config", str(config))
     assert "already" in loramux("tenant", "create", "acme", "--config", str(config), code=1).stderr
 
@@ -161,7 +207,7 @@ def test_a_second_tenant_of_the_same_name_is_refused(config: Path) -> None:
         ("[model]\npath = 'x'\nserved_model_name = 'y'\n[records]\nurl = 'mysql://x'", "sqlite:///PATH or postgresql"),
     ],
 )
-def test_settings_that_cannot_be_are_refused_by_field(tmp_path: Path, text: str | None, told: str) -> None:
+def test_settings_error_names_the_field(tmp_path: Path, text: str | None, told: str) -> None:
     file = tmp_path / "loramux.toml"
     if text is not None:
         file.write_text(text)
@@ -181,7 +227,7 @@ def test_wrong_usage_exits_with_two(arguments: tuple[str, ...]) -> None:
     assert "Usage:" in loramux(*arguments, code=2).stderr
 
 
-def test_migrate_twice(config: Path) -> None:
+def test_migrate_twice_changes_nothing(config: Path) -> None:
     first = read("migrate", "--config", str(config))
     assert first["revision"]
     assert read("migrate", "--config", str(config)) == first
@@ -193,9 +239,7 @@ def folders(base_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Pa
     return [make_adapter(base_dir, tmp_path_factory.mktemp("cli") / "my-adapter", seed=seed) for seed in (41, 42)]
 
 
-def test_from_a_folder_to_canary_rollback_and_back_from_the_dead(
-    site: Site, folders: list[Path], tmp_path: Path
-) -> None:
+def test_adapter_commands_from_push_to_undelete(site: Site, folders: list[Path], tmp_path: Path) -> None:
     (tmp_path / "key").write_text(site.keys["globex"] + "\n")
     at = ("--url", f"{site.url}/v1", "--key-file", str(tmp_path / "key"))
     first = read("adapter", "push", str(folders[0]), *at)
@@ -204,16 +248,24 @@ def test_from_a_folder_to_canary_rollback_and_back_from_the_dead(
     assert first["digest"] in told
     assert "ok  " in told
     assert "rank 4" in told
+    assert "no effect" not in told
+    assert "no effect" in loramux("adapter", "push", str(folders[0]), "--name", "my-adapter", "-v", *at).stdout
     second = loramux("adapter", "push", str(folders[1]), "--name", "my-adapter", "--no-promote", *at).stdout
     assert "loramux adapter promote globex/my-adapter@2" in second
-    assert "globex/my-adapter@1" in loramux("adapter", "ls", *at).stdout
+    assert loramux("adapter", "ls", *at).stdout.count("globex/my-adapter@1") == 1
+    assert "->" not in loramux("adapter", "ls", *at).stdout
     assert "5% of" in loramux("adapter", "canary", "my-adapter@2", "5", *at).stdout
+    assert "default -> @1 95%, @2 5%" in loramux("adapter", "ls", *at).stdout
     shown = loramux("adapter", "show", "my-adapter", *at).stdout
     assert ":default -> @1 95%, @2 5%" in shown
-    assert "globex/my-adapter:default is @2 now." in loramux("adapter", "promote", "my-adapter@2", *at).stdout
+    assert "globex/my-adapter:default is now @2." in loramux("adapter", "promote", "my-adapter@2", *at).stdout
     assert read("adapter", "show", "my-adapter", *at)["adapter"]["revision"] == 2
     assert "is @1, @2 again" in loramux("adapter", "rollback", "my-adapter", *at).stdout
     assert read("adapter", "rollback", "my-adapter", "--to", "1", *at)["revision"] == 1
+    history = loramux("adapter", "history", "my-adapter", *at).stdout.splitlines()
+    assert "restores version 1" in history[0]
+    assert "@1 95%, @2 5%" in history[-2]
+    assert [one["version"] for one in read("adapter", "history", "my-adapter", *at)] == [5, 4, 3, 2, 1]
     assert read("adapter", "pin", "my-adapter@1", *at)["pin"]
     assert "pinned" in loramux("adapter", "show", "my-adapter", *at).stdout
     assert read("adapter", "pin", "my-adapter@1", "--off", *at)["pin"] is None
@@ -224,7 +276,8 @@ def test_from_a_folder_to_canary_rollback_and_back_from_the_dead(
     assert "undelete my-adapter@2" in loramux("adapter", "rm", "my-adapter@2", *at).stdout
     loramux("adapter", "undelete", "my-adapter@2", *at)
     assert read("adapter", "rm", "my-adapter", *at)["deleted"]
-    assert "my-adapter is back; globex/my-adapter is @1." in loramux("adapter", "undelete", "my-adapter", *at).stdout
+    undeleted = loramux("adapter", "undelete", "my-adapter", *at).stdout
+    assert "my-adapter is restored; globex/my-adapter is @1." in undeleted
     lines = loramux("adapter", "logs", "my-adapter", *at).stdout.splitlines()
     assert first["digest"] in next(line for line in lines if "request" in line and "settled" in line)
     assert [line for line in lines if "retired" in line and "@2" in line]
@@ -232,7 +285,7 @@ def test_from_a_folder_to_canary_rollback_and_back_from_the_dead(
     loramux("adapter", "rm", "my-adapter", *at)
 
 
-def test_a_canary_that_cannot_be_is_refused(site: Site, folders: list[Path]) -> None:
+def test_adapter_canary_without_another_revision_is_refused(site: Site, folders: list[Path]) -> None:
     at = ("--url", site.url, "--key", site.keys["acme"])
     loramux("adapter", "push", str(folders[0]), "--name", "lone", *at)
     assert "points at no other revision" in loramux("adapter", "canary", "lone@1", "5", *at, code=1).stderr
@@ -244,13 +297,13 @@ def test_a_canary_that_cannot_be_is_refused(site: Site, folders: list[Path]) -> 
     assert "uploads.buckets" in told
 
 
-def test_a_rejected_upload_is_reported_and_leaves_nothing(site: Site, folders: list[Path], tmp_path: Path) -> None:
+def test_adapter_push_rejected_shows_the_report(site: Site, folders: list[Path], tmp_path: Path) -> None:
     spoiled = shutil.copytree(folders[0], tmp_path / "spoiled")
-    config = json.loads((spoiled / "adapter_config.json").read_bytes()) | {"bias": "all"}
+    config = json.loads((spoiled / "adapter_config.json").read_bytes()) | {"target_modules": ["no_such_module"]}
     (spoiled / "adapter_config.json").write_text(json.dumps(config))
     at = ("--url", site.url, "--key", site.keys["acme"])
     told = loramux("adapter", "push", str(spoiled), *at, code=1)
-    assert "bias" in told.stderr
+    assert "target_modules" in told.stderr
     assert "no  " in told.stderr
     printed = loramux("adapter", "push", str(spoiled), *at, "--json", code=1)
     assert json.loads(printed.stdout)["state"] == "rejected"
@@ -258,7 +311,7 @@ def test_a_rejected_upload_is_reported_and_leaves_nothing(site: Site, folders: l
     assert "rejected  acme/spoiled" in loramux("adapter", "logs", "spoiled", *at).stdout
 
 
-def test_what_the_server_refuses_is_told_in_its_own_words(site: Site, base_dir: Path, tmp_path: Path) -> None:
+def test_server_refusal_is_shown_in_its_words(site: Site, base_dir: Path, tmp_path: Path) -> None:
     folder = make_adapter(base_dir, tmp_path)
     wrong_key = loramux("adapter", "push", str(folder), "--url", site.url, "--key", "sk-lm-wrong", code=1)
     assert "unknown or was revoked" in wrong_key.stderr
@@ -267,7 +320,7 @@ def test_what_the_server_refuses_is_told_in_its_own_words(site: Site, base_dir: 
 
 
 @pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.toml")), ids=lambda file: file.name)
-def test_the_settings_that_are_shipped_are_valid(file: Path) -> None:
+def test_example_settings_are_valid(file: Path) -> None:
     settings = load_settings(file)
     assert settings.model.served_model_name
     if file.name == "demo.toml":

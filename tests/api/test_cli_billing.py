@@ -38,16 +38,19 @@ def read(config: Path, *arguments: str) -> Any:
     return json.loads(loramux(config, *arguments, "--json").stdout)
 
 
-def test_a_month_from_its_prices_to_its_exports(config: Path, tmp_path: Path) -> None:
+def test_price_and_usage_commands_cover_a_month(config: Path, tmp_path: Path) -> None:
     loramux(config, "tenant", "create", "acme")
     assert read(config, "price", "apply", str(CONFIGS / "prices" / "standard.toml")) == {"added": 5}
     assert read(config, "price", "apply", str(CONFIGS / "prices" / "standard.toml")) == {"added": 0}
     assert [plan["name"] for plan in read(config, "price", "ls")] == ["standard"]
-    loramux(config, "price", "give", "standard", "--tenant", "acme", "--from", MONTH)
+    loramux(config, "price", "assign", "standard", "--tenant", "acme", "--from", MONTH)
     assert (
-        "already; choose a later"
+        "already; use --replace or a later"
         in loramux(config, "price", "give", "standard", "--tenant", "acme", "--from", MONTH, code=1).stderr
     )
+    old = loramux(config, "price", "give", "standard", "--tenant", "acme", "--from", MONTH, code=1).stderr
+    assert "price give is now called price assign" in old
+    assert "give" not in CliRunner().invoke(main, ["price", "--help"]).stdout
     draft = read(
         config,
         "usage",
@@ -71,11 +74,11 @@ def test_a_month_from_its_prices_to_its_exports(config: Path, tmp_path: Path) ->
         assert (made["rows"], made["sha256"]) == (0, hashlib.sha256(data).hexdigest())
     assert read(config, "usage", "reconcile")["entries"] == 0
     assert read(config, "usage", "margin", "--period", MONTH, "--gpu-cost", "12.50") == []
-    assert "no amount" in loramux(config, "usage", "margin", "--period", MONTH, "--gpu-cost", "x", code=2).stderr
+    assert "not an amount" in loramux(config, "usage", "margin", "--period", MONTH, "--gpu-cost", "x", code=2).stderr
     assert read(config, "usage", "deliver") == []
 
 
-def test_drift_is_told_and_exits_with_one(config: Path, tmp_path: Path) -> None:
+def test_reconcile_drift_exits_with_one(config: Path, tmp_path: Path) -> None:
     loramux(config, "tenant", "create", "acme")
     with sqlite3.connect(tmp_path / "records.sqlite3") as records:
         records.execute("INSERT INTO engine_counts VALUES ('server', 'tiny', '', 5, 0, 2)")
@@ -84,7 +87,7 @@ def test_drift_is_told_and_exits_with_one(config: Path, tmp_path: Path) -> None:
     assert "tiny" in told
 
 
-def test_a_ledger_that_was_altered_exits_with_one(config: Path, tmp_path: Path) -> None:
+def test_reconcile_altered_ledger_exits_with_one(config: Path, tmp_path: Path) -> None:
     loramux(config, "tenant", "create", "acme")
     with sqlite3.connect(tmp_path / "records.sqlite3") as records:
         records.execute("UPDATE ledger_head SET sequence = 3")
@@ -98,15 +101,15 @@ def test_a_ledger_that_was_altered_exits_with_one(config: Path, tmp_path: Path) 
         (("usage", "close", "--period", "2026-13"), "a period is a month such as 2026-11"),
         (("usage", "correct", "evt_1", "--change", "output_tokens=1", "--reason", "x"), "no entry 'evt_1'"),
         (("usage", "export", "--period", "1999-01"), "nothing is billed in 1999-01"),
-        (("price", "give", "none", "--tenant", "nobody", "--from", MONTH), "there is no tenant 'nobody'"),
+        (("price", "assign", "none", "--tenant", "nobody", "--from", MONTH), "there is no tenant 'nobody'"),
         (("price", "apply", "absent.toml"), "cannot be read"),
     ],
 )
-def test_refusals_say_what_is_wrong(config: Path, arguments: tuple[str, ...], told: str) -> None:
+def test_billing_refusal_names_the_reason(config: Path, arguments: tuple[str, ...], told: str) -> None:
     assert told in loramux(config, *arguments, code=1).stderr
 
 
-def test_costs_by_the_admin_client(site: Site) -> None:
+def test_costs_work_with_openais_admin_client(site: Site) -> None:
     import time
 
     import openai

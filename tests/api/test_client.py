@@ -1,4 +1,4 @@
-"""`loramux.client` against both servers."""
+"""`loramux_client` against both servers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from peft_uploads import form, make_adapter
 from site_fixture import Site
 
-from loramux.client import (
+from loramux_client import (
     AsyncClient,
     Client,
     Conflict,
@@ -37,7 +37,7 @@ def client(site: Site) -> Iterator[Client]:
         yield client
 
 
-def test_an_adapters_log_names_the_revision_that_answered(site: Site, client: Client, folder: Path) -> None:
+def test_adapter_requests_name_the_revision_that_answered(site: Site, client: Client, folder: Path) -> None:
     with site.http() as http:
         made = http.post("/v1/adapters", **form(folder, "logged")).json()
     for prompt in ("a", "bc"):
@@ -49,7 +49,7 @@ def test_an_adapters_log_names_the_revision_that_answered(site: Site, client: Cl
     assert client.adapters.requests("acme/logged", limit=1, before=requests[0].id) == requests[1:]
     assert client.adapters.events("logged")[0].data.digest == made["digest"]
     assert client.adapters.get("logged").digest == made["digest"]
-    assert "acme/logged" in [adapter.name for adapter in client.adapters.all()]
+    assert "acme/logged" in [adapter.name for adapter in client.adapters.list()]
     used = client.usage.completions(int(time.time()) - 3600, models=["acme/logged@1"], group_by=["model"])
     assert used[-1].results[0].num_model_requests == 2
     with Client(site.url, api_key=site.keys["globex"]) as other:
@@ -65,16 +65,14 @@ def test_an_adapters_log_names_the_revision_that_answered(site: Site, client: Cl
     assert client.adapters.events("acme/logged")[0].type == "adapter.revision.retired"
 
 
-def test_a_push_that_was_cut_off_goes_on_and_waits_for_the_checks(
-    client: Client, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(uploads, "PIECE", 1000)
-    files = client.run(uploads.described(folder))
+def test_push_resumes_and_waits_for_validation(client: Client, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uploads, "PART_BYTES", 1000)
+    files = client.run(uploads.describe(folder))
     begun = client.uploads.create("cut", files)
     first = (folder / "adapter_model.safetensors").read_bytes()[:1500]
-    assert client.uploads.put_piece(begun.id, "adapter_model.safetensors", 0, first).received == 1500
+    assert client.uploads.put_part(begun.id, "adapter_model.safetensors", 0, first).received == 1500
     with pytest.raises(Conflict) as told:
-        client.uploads.put_piece(begun.id, "adapter_model.safetensors", 0, first)
+        client.uploads.put_part(begun.id, "adapter_model.safetensors", 0, first)
     assert told.value.code == "wrong_offset"
     seen: list[Progress] = []
     done = client.uploads.push(folder, "acme/cut", on_progress=seen.append)
@@ -89,9 +87,9 @@ def test_a_push_that_was_cut_off_goes_on_and_waits_for_the_checks(
     client.adapters.delete("cut")
 
 
-def test_the_awaited_client_pushes_and_is_told_what_is_wrong(site: Site, folder: Path, tmp_path: Path) -> None:
+def test_async_push_rejected_raises_with_report(site: Site, folder: Path, tmp_path: Path) -> None:
     spoiled = shutil.copytree(folder, tmp_path / "spoiled")
-    config = json.loads((spoiled / "adapter_config.json").read_bytes()) | {"bias": "all"}
+    config = json.loads((spoiled / "adapter_config.json").read_bytes()) | {"target_modules": ["no_such_module"]}
     (spoiled / "adapter_config.json").write_text(json.dumps(config))
 
     async def push() -> UploadRejected:
@@ -107,10 +105,10 @@ def test_the_awaited_client_pushes_and_is_told_what_is_wrong(site: Site, folder:
 
     rejected = asyncio.run(push())
     assert rejected.code
-    assert "bias" in str(rejected)
+    assert "target_modules" in str(rejected)
 
 
-def test_webhooks_by_the_awaited_client(site: Site) -> None:
+def test_async_client_manages_webhooks(site: Site) -> None:
     async def use() -> None:
         async with AsyncClient(site.url, api_key=site.keys["all-scopes"]) as client:
             hook = await client.webhooks.create("http://127.0.0.1:9/hook")
@@ -118,15 +116,15 @@ def test_webhooks_by_the_awaited_client(site: Site) -> None:
             assert not (await client.webhooks.test(hook.id)).delivered
             assert not (await client.webhooks.enable(hook.id, enabled=False)).enabled
             assert await client.webhooks.deliveries(hook.id) == []
-            assert [one.id for one in await client.webhooks.all()] == [hook.id]
+            assert [one.id for one in await client.webhooks.list()] == [hook.id]
             assert (await client.webhooks.delete(hook.id)).deleted
 
     asyncio.run(use())
 
 
-def test_refusals_have_types(site: Site) -> None:
+def test_api_errors_have_types(site: Site) -> None:
     with Client(site.url, api_key="sk-lm-wrong") as client, pytest.raises(NotAuthenticated) as told:
-        client.adapters.all()
+        client.adapters.list()
     assert told.value.request_id
     with Client(site.url, api_key=site.keys["acme"]) as client, pytest.raises(NotPermitted):
-        client.webhooks.all()
+        client.webhooks.list()

@@ -15,7 +15,7 @@ BODIES = {
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_the_deadline_reaches_the_engine(site: Site, path: str) -> None:
+def test_deadline_reaches_the_engine(site: Site, path: str) -> None:
     with site.http() as client:
         client.post(path, json=BODIES[path], headers={"x-loramux-deadline-ms": "2500"})
         client.post(path, json=BODIES[path])
@@ -23,7 +23,7 @@ def test_the_deadline_reaches_the_engine(site: Site, path: str) -> None:
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "soon", "3600001"])
-def test_a_deadline_that_is_none_is_refused(site: Site, value: str) -> None:
+def test_invalid_deadline_is_refused(site: Site, value: str) -> None:
     with site.http() as client:
         answer = client.post("/v1/completions", json=TEXT, headers={"x-loramux-deadline-ms": value})
     assert answer.status_code == 400

@@ -12,7 +12,7 @@ MONTH = datetime.now(UTC).strftime("%Y-%m")
     ("format", "media", "start"),
     [("json", "application/json", b"{"), ("html", "text/html", b"<!doctype"), ("pdf", "application/pdf", b"%PDF-")],
 )
-def test_the_open_months_draft(site: Site, format: str, media: str, start: bytes) -> None:
+def test_invoice_of_the_open_month_is_a_draft(site: Site, format: str, media: str, start: bytes) -> None:
     with site.http("all-scopes") as http:
         answer = http.get(f"/v1/organization/invoices/{MONTH}", params={"format": format})
     assert answer.status_code == 200, answer.text
@@ -24,14 +24,14 @@ def test_the_open_months_draft(site: Site, format: str, media: str, start: bytes
 
 
 @pytest.mark.parametrize("month", ["1999-12", "2026-13", "next"])
-def test_a_month_without_an_invoice(site: Site, month: str) -> None:
+def test_invoice_of_an_unknown_month_is_not_found(site: Site, month: str) -> None:
     with site.http("all-scopes") as http:
         answer = http.get(f"/v1/organization/invoices/{month}")
     assert answer.status_code == 404
     assert (answer.json()["error"]["code"], answer.json()["error"]["param"]) == ("invoice_not_found", "month")
 
 
-def test_another_format_is_refused_by_its_name(site: Site) -> None:
+def test_invoice_unknown_format_is_refused(site: Site) -> None:
     with site.http("all-scopes") as http:
         answer = http.get(f"/v1/organization/invoices/{MONTH}", params={"format": "docx"})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "format")

@@ -51,7 +51,7 @@ def test_canary_promote_and_roll_back(site: Site, client: httpx.Client) -> None:
     asked = site.engine.requests[-1]
     assert asked.adapter is not None
     digest = told(client.get(f"{BOT}/revisions/{first['p'][-1]}"))["digest"]
-    assert asked.adapter.digest == digest
+    assert asked.adapter.digest.startswith(digest)
     assert told(client.post(f"{BOT}/promote", json={"revision": 1}))["revision"] == 1
     assert ask(model="acme/bot", prompt="x").model == "acme/bot@1"
     assert told(client.post("/v1/adapters/bot/aliases/default/rollback"))["revision"] == 2
@@ -85,7 +85,7 @@ def test_revisions_pins_and_undo(site: Site, client: httpx.Client) -> None:
     revisions = told(client.get(f"{BOT}/revisions"))["data"]
     assert [(one["name"], one["aliases"]) for one in revisions] == [("acme/bot@2", ["default"]), ("acme/bot@1", [])]
     assert told(client.put(f"{BOT}/pins/2"))["pin"]["pinned_by"].startswith("key_")
-    assert [digest for digest, _ in site.engine.pinned] == [revisions[0]["digest"]]
+    assert [key.partition("/")[0] for key, _ in site.engine.pinned] == [revisions[0]["digest"]]
     assert told(client.delete(f"{BOT}/pins/2"))["pin"] is None
     assert told(client.delete(f"{BOT}/pins/2"), 404)["code"] == "pin_not_found"
     assert told(client.delete(f"{BOT}/revisions/2"), 409)["code"] == "revision_in_use"

@@ -18,11 +18,13 @@ from site_fixture import Site
 from tiny_base import byte_tokenizer
 
 from loramux.engine.messages import TokenEvent
-from loramux.gateway import Delta, TokenUsage, join_by_choice
+from loramux.gateway import Delta
+from loramux.gateway.detokenize import StopAutomaton
+from loramux.gateway.output import OutputProcessor
 from loramux.gateway.tokenizer import Tokenizer
-from loramux.gateway.transcript import Transcript
+from loramux.units import TokenCounts
+from loramux_api.controllers.lorax import LoraxWriter
 from loramux_api.schemas.lorax import GenerateBody
-from loramux_api.schemas.lorax_writer import LoraxWriter
 
 CLIENT = {
     "adapter_source": None,
@@ -113,14 +115,14 @@ def test_an_answer_without_a_token_has_an_end_too(site: Site) -> None:
 
 def deltas(token_ids: list[int], stop: tuple[str, ...]) -> list[Delta]:
     """What the gateway gives out of an answer of these tokens."""
-    transcript = Transcript(0, Tokenizer(byte_tokenizer()), [65], stop, 0)
+    output = OutputProcessor(0, Tokenizer(byte_tokenizer()), [65], StopAutomaton(stop), 0)
     made = []
     for place, id in enumerate(token_ids):
         last = "stop" if id == EOS else "length" if place == len(token_ids) - 1 else None
-        made.append(transcript.push(TokenEvent(request_id="r", token_id=id, logprob=-0.5, finish_reason=last)))
-        if transcript.finish_reason:
+        made.append(output.push(TokenEvent(request_id="r", token_id=id, logprob=-0.5, finish_reason=last)))
+        if output.finish_reason:
             break
-    return [*made, Delta(index=0, finish_reason=transcript.finish_reason)]
+    return [*made, Delta(index=0, finish_reason=output.finish_reason)]
 
 
 @settings(max_examples=150, deadline=None)
@@ -129,12 +131,15 @@ def deltas(token_ids: list[int], stop: tuple[str, ...]) -> list[Delta]:
     stop=st.sampled_from([(), ("a",), ("xyz",), ("é", "aa")]),
 )
 def test_streamed_tokens_join_to_the_whole_text(token_ids: list[int], stop: tuple[str, ...]) -> None:
-    body, usage = GenerateBody(inputs="x"), TokenUsage(1, 0, len(token_ids))
+    body, usage = GenerateBody(inputs="x"), TokenCounts(prompt=1, output=len(token_ids))
     answer = deltas(token_ids, stop)
     streamed = LoraxWriter(body, SimpleNamespace(), [EOS])
     told = [event for delta in answer if (event := streamed.chunk(delta))]
     told += streamed.closing(usage)
-    whole = LoraxWriter(body, SimpleNamespace(), [EOS]).whole(join_by_choice(answer), usage)
+    collecting = LoraxWriter(body, SimpleNamespace(), [EOS])
+    for delta in answer:
+        collecting.collect(delta)
+    whole = collecting.whole(usage)
     assert "".join(event.token.text for event in told) == told[-1].generated_text == whole.generated_text
     assert [event.details for event in told[:-1]] == [None] * (len(told) - 1)
     assert told[-1].details is not None

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import time
+from types import SimpleNamespace
 
+import msgspec
 import openai
 import pytest
 from scripted_engine import EOS
 from site_fixture import Site
 
 from loramux.engine.messages import EngineFault
+from loramux.gateway import Delta, Token, TokenLogprob
+from loramux.units import TokenCounts
+from loramux_api.controllers.chat import ChatWriter
+from loramux_api.controllers.completions import CompletionWriter
+from loramux_api.schemas.chat import ChatBody, ChatMessage
+from loramux_api.schemas.completions import CompletionBody
 
 HELLO = [{"role": "user", "content": "héllo"}]
 SAID = "user: héllo\nassistant:"
@@ -195,10 +203,14 @@ def test_content_in_parts_and_the_developers_role(site: Site) -> None:
     assert answer.choices[0].message.content == "system: be kind\nuser: hi\nassistant:"
 
 
-def test_an_answer_can_be_sent_back_as_it_came(site: Site) -> None:
+def test_chat_accepts_a_returned_assistant_message(site: Site) -> None:
     client = site.openai()
     message = client.chat.completions.create(model="tiny", messages=HELLO).choices[0].message
-    client.chat.completions.create(model="tiny", messages=[*HELLO, message.model_dump(), *HELLO])
+    again = client.chat.completions.create(model="tiny", messages=[*HELLO, message.model_dump(), *HELLO])
+    (hello,) = HELLO
+    turn = f"user: {hello['content']}\nassistant:"
+    assert message.content == turn
+    assert again.choices[0].message.content == f"{turn} {message.content}\n{turn}"
 
 
 def test_models(site: Site) -> None:
@@ -234,10 +246,10 @@ def test_a_failure_before_the_first_token_has_its_status_even_for_a_stream(site:
 
 
 def test_a_failure_in_the_middle_of_a_stream_is_raised_by_the_client(site: Site) -> None:
-    site.engine.script = lambda request: [65, EngineFault("adapter_failed", "the adapter is gone"), 66]
+    site.engine.script = lambda request: [65, EngineFault("internal_error", "the engine has failed"), 66]
     stream = site.openai().completions.create(model="tiny", prompt="x", stream=True)
     assert next(stream).choices[0].text == "A"
-    with pytest.raises(openai.APIError, match="the adapter is gone"):
+    with pytest.raises(openai.APIError, match="the engine has failed"):
         next(stream)
 
 
@@ -251,3 +263,28 @@ def test_usage_by_the_admin_client(site: Site) -> None:
     assert {result.model for result in results} == {"tiny"}
     assert sum(result.input_tokens for result in results) >= 3
     assert sum(result.num_model_requests for result in results) >= 1
+
+
+@pytest.mark.parametrize("kind", ["chat", "completions"])
+def test_logprobs_of_a_whole_answer_are_encoded_as_they_come(kind: str) -> None:
+    token = Token("a", b"a")
+    one = TokenLogprob(token=token, logprob=-0.5, top=((token, -0.5), (Token("b", b"b"), -1.0)), offset=0)
+    answer = SimpleNamespace(id="x", model="tiny", created=1, prompt_token_ids=[[1]], service_tier="default")
+    if kind == "chat":
+        body = ChatBody(model="tiny", messages=[ChatMessage(role="user", content="x")], logprobs=True, top_logprobs=2)
+        writer = ChatWriter(body, answer, "fp")
+    else:
+        writer = CompletionWriter(CompletionBody(model="tiny", prompt="x", logprobs=2), answer, "fp")
+    for index in (1, 0, 1):
+        writer.collect(Delta(index=index, text="a", token_ids=(97,), logprobs=(one,)))
+    choices = writer.whole(TokenCounts()).choices
+    assert [choice.index for choice in choices] == [0, 1]
+    logprobs = choices[1].logprobs
+    encoded = logprobs.content if kind == "chat" else logprobs.top_logprobs
+    assert all(isinstance(part, msgspec.Raw) for part in encoded)
+    decoded = msgspec.json.decode(msgspec.json.encode(logprobs))
+    if kind == "chat":
+        assert [[top["token"] for top in part["top_logprobs"]] for part in decoded["content"]] == [["a", "b"]] * 2
+    else:
+        assert decoded["top_logprobs"] == [{"a": -0.5, "b": -1.0}] * 2
+        assert decoded["tokens"] == ["a", "a"]

@@ -23,7 +23,7 @@ def metrics(site: Site) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     }
 
 
-def test_metrics_count_requests_tokens_and_the_engines_pages(site: Site) -> None:
+def test_metrics_count_requests_tokens_and_pages(site: Site) -> None:
     before = metrics(site)
     with site.http() as client:
         client.post("/v1/completions", json=TEXT)
@@ -39,12 +39,13 @@ def test_metrics_count_requests_tokens_and_the_engines_pages(site: Site) -> None
     assert grown("loramux_http_responses_total", method="POST", route="/v1/completions", status="200") == 1
     assert grown("loramux_first_token_seconds_count") == 1
     assert grown("loramux_inter_token_seconds_count") == 2
-    assert grown("loramux_engine_steps_total") == 1
-    assert after["loramux_engine_pages_free", ()] == 64
-    assert after["loramux_engine_up", ()] == 1
+    assert grown("loramux_engine_steps_total", base_model="tiny", engine="tiny-0") == 1
+    tiny = (("base_model", "tiny"), ("engine", "tiny-0"))
+    assert after["loramux_engine_pages_free", tiny] == 64
+    assert after["loramux_engine_up", tiny] == 1
 
 
-def test_no_label_holds_anything_that_a_client_wrote(site: Site) -> None:
+def test_metrics_labels_contain_no_client_text(site: Site) -> None:
     with site.http(x_request_id="written-by-me") as client:
         client.get("/written-by-me")
         client.get("/v1/models/written-by-me")
@@ -62,21 +63,21 @@ def test_health_needs_no_key(site: Site) -> None:
 
 
 @pytest.mark.parametrize("id", ["abc", "trace:0af7651916cd43dd8448eb211c80319c", "x" * 128])
-def test_a_sane_request_id_is_kept(site: Site, id: str) -> None:
+def test_request_id_valid_is_kept(site: Site, id: str) -> None:
     assert httpx.get(f"{site.url}/health/live", headers={"x-request-id": id}).headers.get_list("x-request-id") == [id]
 
 
 @pytest.mark.parametrize("id", ["x" * 129, "a b", "<script>", "é".encode().decode("latin-1")])
-def test_another_one_is_replaced(site: Site, id: str) -> None:
+def test_request_id_invalid_is_replaced(site: Site, id: str) -> None:
     answer = httpx.get(f"{site.url}/nowhere", headers={"x-request-id": id.encode("latin-1")})
     assert re.fullmatch(r"req_[0-9a-f]{32}", answer.headers["x-request-id"])
 
 
-def test_an_error_of_our_own_tells_its_id_and_nothing_else(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def broken(principal: object) -> None:
+def test_internal_error_shows_only_its_request_id(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(*arguments: object) -> None:
         raise RuntimeError("secret detail")
 
-    monkeypatch.setattr(site.server.app.state.platform.adapters.reading, "all", broken)
+    monkeypatch.setattr(site.server.app.state.platform.adapters.queries, "page", broken)
     with site.http(x_request_id="find-me") as client:
         answer = client.get("/v1/adapters")
     assert answer.status_code == 500
@@ -85,7 +86,7 @@ def test_an_error_of_our_own_tells_its_id_and_nothing_else(site: Site, monkeypat
     assert "secret" not in answer.text
 
 
-def test_the_api_describes_itself(site: Site) -> None:
+def test_openapi_describes_every_route(site: Site) -> None:
     document = httpx.get(f"{site.url}/schema/openapi.json").json()
     for path in ("/v1/chat/completions", "/v1/completions", "/v1/adapters", "/v1/models", "/health/ready", "/metrics"):
         assert path in document["paths"]
@@ -113,14 +114,14 @@ def test_the_api_describes_itself(site: Site) -> None:
         ({"start_time": "5", "user_ids": "me"}, "user_ids"),
     ],
 )
-def test_usage_questions_that_cannot_be_answered(site: Site, query: dict[str, str], param: str) -> None:
+def test_usage_query_invalid_names_the_parameter(site: Site, query: dict[str, str], param: str) -> None:
     with site.http() as client:
         answer = client.get("/v1/organization/usage/completions", params=query)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
 
 
-def test_usage_is_the_callers_own(site: Site) -> None:
+def test_usage_contains_only_the_callers_tenant(site: Site) -> None:
     since = {"start_time": int(time.time()) - 3600, "bucket_width": "1h", "group_by[]": "model"}
 
     def used(tenant: str) -> int:

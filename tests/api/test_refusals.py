@@ -24,7 +24,8 @@ BAD_CHATS = [
     (messages({"content": "hi"}), "messages[0].role", "Missing required parameter"),
     (messages({"role": "user"}), "messages[0].content", "is missing"),
     (messages({"role": "robot", "content": "x"}), "messages[0].role", "'robot'"),
-    (messages(CHAT["messages"][0], {"role": "tool", "content": "x"}), "messages[1].role", "system, developer, user"),
+    (messages(CHAT["messages"][0], {"role": "robot", "content": "x"}), "messages[1].role", "assistant, tool"),
+    (messages({"role": "tool", "content": "x"}), "messages[0].tool_call_id", "Missing required parameter"),
     (messages({"role": "user", "content": 7}), "messages[0].content", "got `int`"),
     (messages({"role": "user", "content": [{"type": "text"}]}), "messages[0].content[0]", "with a 'text'"),
     (
@@ -35,8 +36,8 @@ BAD_CHATS = [
     (messages({"role": "user", "content": "x", "mood": 1}), "messages[0].mood", "Unknown parameter"),
     (
         messages({"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}),
-        "messages[0].tool_calls",
-        "calls no tools",
+        "messages[0].tool_calls[0].function",
+        "Missing required parameter",
     ),
     (messages(CHAT["messages"][0], {"role": "system", "content": "late"}), "messages", "a system message comes first"),
     (messages({"role": "user", "content": "x" * 300}), "messages", "maximum context length is 256"),
@@ -44,15 +45,19 @@ BAD_CHATS = [
     (CHAT | {"top_logprobs": 3}, "top_logprobs", "needs 'logprobs'"),
     (CHAT | {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "<= 20"),
     (CHAT | {"logprobs": 5}, "logprobs", "Expected `bool | null`"),
-    (CHAT | {"tools": [{"type": "function"}]}, "tools", "calls no tools"),
-    (CHAT | {"tool_choice": "required"}, "tool_choice", "calls no tools"),
-    (CHAT | {"functions": [{}]}, "functions", "calls no tools"),
-    (CHAT | {"response_format": {"type": "json_object"}}, "response_format", "not constrained"),
+    (CHAT | {"tools": [{"type": "function"}]}, "tools[0].function", "Missing required parameter"),
+    (CHAT | {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "model.tool_parser"),
+    (CHAT | {"tool_choice": "required"}, "tool_choice", "'tools' is empty"),
+    (CHAT | {"functions": [{}]}, "functions", "send 'tools'"),
+    (CHAT | {"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
+    (CHAT | {"response_format": {"type": "json_schema"}}, "response_format.json_schema", "Missing required"),
+    (CHAT | {"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "several"),
+    (CHAT | {"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "not supported"),
     (CHAT | {"modalities": ["text", "audio"]}, "modalities", "reads and writes text"),
     (CHAT | {"audio": {"voice": "x"}}, "audio", "reads and writes text"),
     (CHAT | {"web_search_options": {}}, "web_search_options", "does not search"),
     (CHAT | {"store": True}, "store", "not stored"),
-    (CHAT | {"reasoning_effort": "high"}, "reasoning_effort", "how it reasons"),
+    (CHAT | {"reasoning_effort": "high"}, "reasoning_effort", "knows no effort"),
 ]
 BAD_TEXTS = [
     ({"model": "tiny"}, "prompt", "Missing required parameter: 'prompt'"),
@@ -70,7 +75,9 @@ BAD_TEXTS = [
     (TEXT | {"top_k": -2}, "top_k", ">= -1"),
     (TEXT | {"min_p": 2}, "min_p", "<= 1"),
     (TEXT | {"seed": 2**63}, "seed", ""),
-    (TEXT | {"repetition_penalty": 0}, "repetition_penalty", "> 0"),
+    (TEXT | {"repetition_penalty": 0}, "repetition_penalty", ">= 0.01"),
+    (TEXT | {"repetition_penalty": 1e-38}, "repetition_penalty", ">= 0.01"),
+    (TEXT | {"repetition_penalty": 101}, "repetition_penalty", "<= 100"),
     (TEXT | {"presence_penalty": 3}, "presence_penalty", "<= 2"),
     (TEXT | {"frequency_penalty": -3}, "frequency_penalty", ">= -2"),
     (TEXT | {"logit_bias": {"a": 1}}, "logit_bias", "Expected `int`"),
@@ -138,7 +145,7 @@ def test_an_over_long_prompt_has_openais_code(site: Site) -> None:
 def test_a_body_that_is_too_large_is_refused_before_it_is_read(site: Site) -> None:
     error = refused(site, "/v1/completions", 413, json=TEXT | {"prompt": "x" * (17 << 20)})
     assert error["code"] == "request_too_large"
-    assert str(16 << 20) in error["message"]
+    assert str(1 << 20) in error["message"]
 
 
 @pytest.mark.parametrize("model", ["globex/upper", "acme/nothing", "nothing", "", "../../etc", "acme/x@99", "x" * 5000])

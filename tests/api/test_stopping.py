@@ -13,6 +13,7 @@ from running_server import running
 from scripted_engine import ScriptedEngine
 from site_fixture import Site, make_keys, make_settings
 
+from loramux.records import RecordsUnavailable
 from loramux_api.app import create_app
 
 STREAM = {"model": "tiny", "prompt": "hello", "stream": True}
@@ -35,7 +36,7 @@ def act(site: Site, what: object) -> None:
     assert done.wait(10)
 
 
-def test_while_draining_streams_end_and_new_requests_are_sent_away(own_site: Site) -> None:
+def test_draining_finishes_streams_and_refuses_new_requests(own_site: Site) -> None:
     completions = own_site.server.app.state.platform.completions
     with own_site.http() as client, client.stream("POST", "/v1/completions", json=STREAM) as response:
         lines = response.iter_lines()
@@ -46,6 +47,7 @@ def test_while_draining_streams_end_and_new_requests_are_sent_away(own_site: Sit
                 refused = other.request(method, path, json=STREAM if method == "POST" else None)
                 assert refused.status_code == 503
                 assert int(refused.headers["retry-after"]) >= 1
+                assert refused.headers["connection"] == "close"
                 assert refused.json()["error"]["code"] == "server_draining"
             assert other.get("/health/live").status_code == 200
             ready = other.get("/health/ready")
@@ -54,7 +56,7 @@ def test_while_draining_streams_end_and_new_requests_are_sent_away(own_site: Sit
     assert text == "ello"
 
 
-def test_when_the_engine_dies_its_streams_are_told(own_site: Site) -> None:
+def test_engine_death_ends_streams_with_an_error(own_site: Site) -> None:
     with own_site.http() as client, client.stream("POST", "/v1/completions", json=STREAM) as response:
         lines = response.iter_lines()
         assert "choices" in next(lines)
@@ -69,3 +71,29 @@ def test_when_the_engine_dies_its_streams_are_told(own_site: Site) -> None:
         refused = client.post("/v1/completions", json=STREAM)
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "10")
         assert client.get("/v1/models").status_code == 200
+
+
+@pytest.mark.parametrize("part", ["tenants", "usage"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_unavailable_database_is_503_with_retry_after_and_one_log_line(
+    own_site: Site, caplog: pytest.LogCaptureFixture, part: str, stream: bool
+) -> None:
+    async def unavailable(*_: object) -> None:
+        raise RecordsUnavailable("the database does not answer: connection refused")
+
+    platform = own_site.server.app.state.platform
+    with pytest.MonkeyPatch.context() as patch:
+        if part == "tenants":
+            patch.setattr(platform.tenants, "authenticate", unavailable)
+        else:
+            patch.setattr(platform.usage, "open", unavailable)
+        with own_site.http() as client:
+            refused = client.post("/v1/completions", json=STREAM | {"stream": stream})
+    assert refused.status_code == 503
+    assert int(refused.headers["retry-after"]) >= 1
+    error = refused.json()["error"]
+    assert (error["code"], error["type"]) == ("database_unavailable", "server_error")
+    assert "connection refused" not in error["message"]
+    lines = [record for record in caplog.records if "does not answer" in record.getMessage()]
+    assert len(lines) == 1
+    assert lines[0].exc_info is None

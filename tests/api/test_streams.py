@@ -85,9 +85,7 @@ def test_token_ids_on_request(site: Site, path: str) -> None:
 
 
 @pytest.mark.parametrize("asked", [STREAM, TEXT], ids=["stream", "whole"])
-def test_a_client_that_leaves_frees_the_engine_and_pays_for_what_was_generated(
-    site: Site, asked: dict[str, Any]
-) -> None:
+def test_client_disconnect_cancels_the_engine_and_bills_what_was_sent(site: Site, asked: dict[str, Any]) -> None:
     site.engine.script = lambda request: [65] * 200
     site.engine.pause = 0.02
     before = settled(site, "acme")
@@ -99,12 +97,16 @@ def test_a_client_that_leaves_frees_the_engine_and_pays_for_what_was_generated(
     assert len(site.engine.cancelled) == 1
     until(lambda: settled(site, "acme")["num_model_requests"] == before["num_model_requests"] + 1)
     after = settled(site, "acme")
-    assert after["input_tokens"] - before["input_tokens"] == 3
-    assert 1 <= after["output_tokens"] - before["output_tokens"] < 200
+    billed = (after["input_tokens"] - before["input_tokens"], after["output_tokens"] - before["output_tokens"])
+    if asked is STREAM:
+        assert billed[0] == 3
+        assert 1 <= billed[1] < 200
+    else:
+        assert billed == (0, 0)
 
 
 @pytest.mark.parametrize("asked", [STREAM, TEXT], ids=["stream", "whole"])
-def test_a_client_that_leaves_before_the_first_token_pays_nothing(site: Site, asked: dict[str, Any]) -> None:
+def test_client_disconnect_before_first_token_is_not_billed(site: Site, asked: dict[str, Any]) -> None:
     site.engine.pause = 60.0
     before = settled(site, "acme")
     with socket.create_connection(("127.0.0.1", int(site.url.rsplit(":", 1)[1]))) as connection:

@@ -108,7 +108,7 @@ def test_refusals_are_vllms(site: Site, root: Path, verb: str, body: dict[str, A
 
 @pytest.mark.parametrize("verb", ["load", "unload"])
 def test_it_is_off_by_default(verb: str) -> None:
-    folders = LocalFolders(SimpleNamespace(), AdapterLimits().local_root)  # type: ignore[arg-type]
+    folders = LocalFolders(SimpleNamespace(), SimpleNamespace(), AdapterLimits().local_root)  # type: ignore[arg-type]
     whatever: Any = SimpleNamespace()
     with pytest.raises(NotPermitted, match=r"adapters\.local_root"):
         asyncio.run(folders.load(whatever, "x", "/", False) if verb == "load" else folders.unload(whatever, "x"))

@@ -54,7 +54,9 @@ def receiver() -> Iterator[Receiver]:
     receiver.close()
 
 
-def test_from_an_upload_to_a_signed_message(site: Site, base_dir: Path, tmp_path: Path, receiver: Receiver) -> None:
+def test_webhook_delivers_signed_event_of_an_upload(
+    site: Site, base_dir: Path, tmp_path: Path, receiver: Receiver
+) -> None:
     with site.http("all-scopes") as http:
         made = http.post("/v1/webhooks", json={"url": receiver.url, "events": ["adapter.revision.ready"]})
         assert made.status_code == 201
@@ -83,7 +85,7 @@ def test_from_an_upload_to_a_signed_message(site: Site, base_dir: Path, tmp_path
         assert http.get("/v1/events", params={"adapter": "acme/hooked"}).json()["data"] == []
 
 
-def test_a_test_says_how_it_went_and_the_log_what_became_of_events(site: Site, receiver: Receiver) -> None:
+def test_webhook_test_and_deliveries_report_results(site: Site, receiver: Receiver) -> None:
     with site.http("all-scopes") as http:
         hook = http.post("/v1/webhooks", json={"url": receiver.url}).json()
         answer = http.post(f"/v1/webhooks/{hook['id']}/test").json()
@@ -108,7 +110,7 @@ def test_a_test_says_how_it_went_and_the_log_what_became_of_events(site: Site, r
         ({}, "url"),
     ],
 )
-def test_refusals_name_the_field(site: Site, body: dict, param: str) -> None:
+def test_webhook_refusal_names_the_field(site: Site, body: dict, param: str) -> None:
     with site.http("all-scopes") as http:
         answer = http.post("/v1/webhooks", json=body)
         assert answer.status_code == 400, json.dumps(answer.json())

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from attacked_house import House
+from attacked_server import Harness
 from attacks import Files, files_of
 from peft_uploads import make_adapter
 from server_process import Place, served
@@ -22,12 +22,12 @@ def sound(base_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Files:
 
 
 @pytest.fixture(scope="session")
-def house(base_dir: Path, sound: Files, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    place = Place(tmp_path_factory.mktemp("house"), base_dir).furnish()
+def harness(base_dir: Path, sound: Files, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
+    place = Place(tmp_path_factory.mktemp("server"), base_dir).prepare()
     key = place.key_of("acme")
     with served(place) as server:
-        house = House(place, server, key, sound)
-        assert house.upload(sound, "sound").status_code == 201
-        yield house
+        harness = Harness(place, server, key, sound)
+        assert harness.upload(sound, "sound").status_code == 201
+        yield harness
         server.process.terminate()
         assert server.process.wait(60) == 0

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from attacked_house import House, announced, ended, in_pieces, opened, put
+from attacked_server import Harness, announced, ended, in_pieces, opened, put
 from attacks import ATTACKS, Attack
 from peft_uploads import WEIGHTS
 
@@ -15,21 +15,21 @@ IN_PIECES = {"a renamed torch.save", "a key twice", "a truncated file", "NaN", "
 
 
 @pytest.fixture
-def client(house: House) -> Iterator[httpx.Client]:
-    before = house.kept()
-    with house.server.http(house.key) as client:
+def client(harness: Harness) -> Iterator[httpx.Client]:
+    before = harness.kept()
+    with harness.server.http(harness.key) as client:
         yield client
         for upload in client.get("/v1/uploads", params={"limit": 100}).json()["data"]:
             assert client.delete(f"/v1/uploads/{upload['id']}").status_code == 200
-    assert house.kept() == before
-    assert house.rows("uploads", "upload_files", "upload_pieces") == [0, 0, 0]
+    assert harness.kept() == before
+    assert harness.rows("uploads", "upload_files", "upload_pieces") == [0, 0, 0]
 
 
 @pytest.mark.parametrize(
     "attack", [attack for attack in ATTACKS if attack.name in IN_PIECES], ids=lambda attack: attack.name
 )
-def test_an_attack_in_pieces_is_rejected_with_a_report(house: House, client: httpx.Client, attack: Attack) -> None:
-    upload = ended(client, in_pieces(client, attack.change(house.sound)))
+def test_an_attack_in_pieces_is_rejected_with_a_report(harness: Harness, client: httpx.Client, attack: Attack) -> None:
+    upload = ended(client, in_pieces(client, attack.change(harness.sound)))
     assert (upload["state"], upload["revision"], upload["digest"]) == ("rejected", None, None)
     assert upload["error"]["code"] == attack.code
     report = upload["report"]
@@ -38,8 +38,8 @@ def test_an_attack_in_pieces_is_rejected_with_a_report(house: House, client: htt
     assert report["usage"]["peak_bytes"] < 200 << 20
 
 
-def test_one_that_was_resumed_with_other_bytes_is_rejected(house: House, client: httpx.Client) -> None:
-    sound, other = house.sound, random.Random(0).randbytes(len(house.sound[WEIGHTS]))
+def test_one_that_was_resumed_with_other_bytes_is_rejected(harness: Harness, client: httpx.Client) -> None:
+    sound, other = harness.sound, random.Random(0).randbytes(len(harness.sound[WEIGHTS]))
     id = opened(client, announced(sound)).json()["id"]
     half = len(other) // 2
     for name, data in sound.items():
@@ -53,18 +53,18 @@ def test_one_that_was_resumed_with_other_bytes_is_rejected(house: House, client:
     )
 
 
-def test_one_whose_hash_was_another_is_rejected(house: House, client: httpx.Client) -> None:
-    files = announced(house.sound)
+def test_one_whose_hash_was_another_is_rejected(harness: Harness, client: httpx.Client) -> None:
+    files = announced(harness.sound)
     files[WEIGHTS]["sha256"] = "0" * 64
     id = opened(client, files).json()["id"]
-    for name, data in house.sound.items():
+    for name, data in harness.sound.items():
         put(client, id, name, data)
     assert ended(client, id)["error"]["code"] == "hash_mismatch"
 
 
-def test_bytes_sent_again_or_beyond_what_was_announced_are_not_taken(house: House, client: httpx.Client) -> None:
-    id = opened(client, announced(house.sound)).json()["id"]
-    weights = house.sound[WEIGHTS]
+def test_bytes_sent_again_or_beyond_what_was_announced_are_not_taken(harness: Harness, client: httpx.Client) -> None:
+    id = opened(client, announced(harness.sound)).json()["id"]
+    weights = harness.sound[WEIGHTS]
     assert put(client, id, WEIGHTS, weights[:100]).status_code == 200
     again = put(client, id, WEIGHTS, weights[50:150], 50)
     assert (again.status_code, again.json()["error"]["code"], again.headers["upload-offset"]) == (
@@ -77,20 +77,20 @@ def test_bytes_sent_again_or_beyond_what_was_announced_are_not_taken(house: Hous
 
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", "adapter_model.bin", "adapter_config.json\0", ""])
-def test_files_of_other_names_are_not_announced(house: House, client: httpx.Client, name: str) -> None:
-    answer = opened(client, announced(house.sound) | {name: {"size": 1, "sha256": "0" * 64}})
+def test_files_of_other_names_are_not_announced(harness: Harness, client: httpx.Client, name: str) -> None:
+    answer = opened(client, announced(harness.sound) | {name: {"size": 1, "sha256": "0" * 64}})
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_upload")
     assert client.get("/v1/uploads").json()["data"] == []
 
 
-def test_a_file_of_another_name_is_not_sent(house: House, client: httpx.Client) -> None:
-    id = opened(client, announced(house.sound)).json()["id"]
+def test_a_file_of_another_name_is_not_sent(harness: Harness, client: httpx.Client) -> None:
+    id = opened(client, announced(harness.sound)).json()["id"]
     for name in ("adapter_model.bin", "..%2F..%2Fx", "..%2Fadapter_config.json"):
         assert put(client, id, name, b"x").status_code in (400, 404)
 
 
-def test_sizes_that_no_adapter_has_are_not_announced(house: House, client: httpx.Client) -> None:
+def test_sizes_that_no_adapter_has_are_not_announced(harness: Harness, client: httpx.Client) -> None:
     for size in (1 << 62, 0, -1):
-        files = announced(house.sound)
+        files = announced(harness.sound)
         files[WEIGHTS]["size"] = size
         assert opened(client, files).status_code == 400

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import openai
 import pytest
-from attacked_house import House
+from attacked_server import Harness
 from attacks import ATTACKS, Attack
 from peft_uploads import CONFIG, WEIGHTS
 
@@ -20,16 +21,20 @@ SOME = ATTACKS[::3]
 
 
 @pytest.fixture
-def untouched(house: House) -> Iterator[None]:
-    before = house.kept()
+def untouched(harness: Harness) -> Iterator[None]:
+    """Nothing is added: no file beside those of before (an earlier test's may be on their way out), and no row."""
+    files, rows = harness.kept()
     yield
-    assert house.kept() == before
+    until = time.monotonic() + 20
+    while (left := harness.kept())[0] - files or left[1] != rows:
+        assert time.monotonic() < until, (left[0] - files, left[1], rows)
+        time.sleep(0.1)
     assert not Path("/tmp/loramux-was-here").exists()
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
-def test_an_attack_is_refused_by_its_code_and_leaves_nothing(house: House, untouched: None, attack: Attack) -> None:
-    answer = house.upload(attack.change(house.sound))
+def test_an_attack_is_refused_by_its_code_and_leaves_nothing(harness: Harness, untouched: None, attack: Attack) -> None:
+    answer = harness.upload(attack.change(harness.sound))
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert error["code"] == attack.code, error
@@ -41,70 +46,79 @@ FORMS: dict[str, tuple[list[tuple[str, bytes]], str]] = {
     "a pickle beside the configuration": ([("adapter_model.bin", b"\x80\x04.")], "invalid_form"),
     "a file named like a path": ([("../../../etc/cron.d/x", b"x")], "invalid_form"),
     "a file named like an absolute path": ([("/etc/passwd", b"x")], "invalid_form"),
-    "code": ([("modeling_llama.py", b"import os")], "invalid_form"),
+    "a file of no known meaning": ([("run.sh", b"rm -r /")], "invalid_form"),
     "a file twice": ([(CONFIG, b"{}")], "invalid_form"),
 }
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_a_form_with_what_does_not_belong_is_refused(house: House, untouched: None, name: str) -> None:
+def test_a_form_with_what_does_not_belong_is_refused(harness: Harness, untouched: None, name: str) -> None:
     extra, code = FORMS[name]
-    parts = [(file, (file, content)) for file, content in [*house.sound.items(), *extra]]
-    answer = house.send({"data": {"name": "evil"}, "files": parts})
+    parts = [(file, (file, content)) for file, content in [*harness.sound.items(), *extra]]
+    answer = harness.send({"data": {"name": "evil"}, "files": parts})
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, code)
 
 
-def test_a_configuration_that_is_too_large_is_not_received(house: House, untouched: None) -> None:
-    answer = house.upload(house.sound | {CONFIG: b" " * ((1 << 20) + 1)})
+def test_code_beside_an_adapter_is_not_stored(harness: Harness) -> None:
+    before, _ = harness.kept()
+    code = ("modeling_llama.py", b"import os  # nothing may keep this")
+    parts = [(file, (file, content)) for file, content in [*harness.sound.items(), code]]
+    assert harness.send({"data": {"name": "with-code"}, "files": parts}).status_code == 201
+    after, _ = harness.kept()
+    assert all(code[1] not in path.read_bytes() for path in after - before)
+
+
+def test_a_configuration_that_is_too_large_is_not_received(harness: Harness, untouched: None) -> None:
+    answer = harness.upload(harness.sound | {CONFIG: b" " * ((1 << 20) + 1)})
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "too_large")
 
 
-def test_somebody_who_leaves_in_the_middle_leaves_nothing(house: House, untouched: None) -> None:
-    before = house.kept()
+def test_somebody_who_leaves_in_the_middle_leaves_nothing(harness: Harness, untouched: None) -> None:
+    before = harness.kept()
 
     def content() -> Iterator[bytes]:
         head = f'--b\r\nContent-Disposition: form-data; name="{WEIGHTS}"; filename="{WEIGHTS}"\r\n\r\n'
         yield head.encode() + b"x" * 100_000
         raise ConnectionError
 
-    with house.server.http(house.key) as http, pytest.raises(ConnectionError):
+    with harness.server.http(harness.key) as http, pytest.raises(ConnectionError):
         http.post("/v1/adapters", content=content(), headers={"content-type": "multipart/form-data; boundary=b"})
     for _ in range(1000):  # the server has to notice first
-        if house.kept() == before:
+        if harness.kept() == before:
             break
         threading.Event().wait(0.01)
 
 
-def test_nobody_else_is_disturbed(house: House, untouched: None) -> None:
+def test_nobody_else_is_disturbed(harness: Harness, untouched: None) -> None:
     """Streams of an adapter and of the base say what they say when it is quiet, while attacks go on."""
-    quiet = {model: stream(house, model) for model in ("tiny", "acme/sound")}
+    quiet = {model: stream(harness, model) for model in ("tiny", "acme/sound")}
     assert all(len(tokens) == TOKENS for tokens in quiet.values())
-    before = house.resident_bytes()
+    before = harness.resident_bytes()
     over = threading.Event()
 
     def watch(model: str) -> list[list[int]]:
-        seen = [stream(house, model)]
+        seen = [stream(harness, model)]
         while not over.is_set():
-            seen.append(stream(house, model))
+            seen.append(stream(harness, model))
         return seen
 
     with ThreadPoolExecutor(6) as threads:
         watching = {model: threads.submit(watch, model) for model in quiet}
-        codes = list(threads.map(lambda attack: code_of(house, attack), SOME))
+        codes = list(threads.map(lambda attack: code_of(harness, attack), SOME))
         over.set()
         seen = {model: future.result() for model, future in watching.items()}
     assert codes == [attack.code for attack in SOME]
     for model, answers in seen.items():
         assert all(tokens == quiet[model] for tokens in answers)
-    assert house.resident_bytes() - before < GROWTH
+    assert harness.resident_bytes() - before < GROWTH
 
 
-def code_of(house: House, attack: Attack) -> str:
-    return str(house.upload(attack.change(house.sound)).json()["error"]["code"])
+def code_of(harness: Harness, attack: Attack) -> str:
+    return str(harness.upload(attack.change(harness.sound)).json()["error"]["code"])
 
 
-def stream(house: House, model: str) -> list[int]:
-    client: openai.OpenAI = house.server.openai(house.key)
+def stream(harness: Harness, model: str) -> list[int]:
+    client: openai.OpenAI = harness.server.openai(harness.key)
     extra: dict[str, Any] = {"return_token_ids": True, "ignore_eos": True}
     with client.completions.create(
         model=model, prompt="The harbour", max_tokens=TOKENS, temperature=0, stream=True, extra_body=extra

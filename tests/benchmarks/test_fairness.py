@@ -15,7 +15,7 @@ from loramux.settings import Settings, load_settings
 
 TAU, TOKENS, ROWS = 32, 32, 4
 UNITS = 1500.0
-"""Over which the bound on the gap, 2 * (tau + delta) = 2 * (32 + 32 + 2 * 4) = 144, is less than a tenth."""
+"""Over which the gap's bound, 2 * (max_service_lead + delta) = 2 * (32 + 32 + 2 * 4) = 144, is less than a tenth."""
 
 
 async def make_tenants(settings: Settings) -> tuple[dict[str, str], dict[str, int]]:
@@ -29,7 +29,7 @@ async def make_tenants(settings: Settings) -> tuple[dict[str, str], dict[str, in
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[fairness.Site]:
     base = make_base(tmp_path_factory.mktemp("base"))
-    place = Place(tmp_path_factory.mktemp("house"), base).furnish()
+    place = Place(tmp_path_factory.mktemp("server"), base).prepare()
     place.config.write_text(
         place.config.read_text().replace("max_num_batched_tokens = 64", f"max_num_batched_tokens = {TOKENS}")
         + f"[scheduler]\ntau = {TAU}\n"

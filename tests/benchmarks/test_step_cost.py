@@ -7,7 +7,7 @@ from step_cost import Bench, measure
 @pytest.mark.parametrize("prefix_cache", [False, True])
 @pytest.mark.parametrize("tight", [False, True])
 def test_every_row_decodes_and_others_wait(tight: bool, prefix_cache: bool) -> None:
-    cost = measure(8, 5, tight=tight, prefix_cache=prefix_cache)
+    cost = measure(Bench(8, tight=tight, prefix_cache=prefix_cache), 5)
     assert cost.plan > 0 < cost.commit
     assert cost.rows == 8 or (tight and 0 < cost.rows < 16)
 

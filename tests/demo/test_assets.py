@@ -21,12 +21,12 @@ from loramux_demo.train.make import write_questions
 ADAPTERS = [adapter for adapters in OWNERS.values() for adapter in adapters]
 
 
-def test_the_owners_have_every_adapter():
+def test_owners_cover_every_adapter():
     assert sorted(ADAPTERS) == sorted(RECIPES) == sorted(set(STYLES) - {"base"})
     assert sorted(ADAPTERS) == sorted(folder.name for folder in (ASSETS / "adapters").iterdir())
 
 
-def test_what_is_shipped_is_small_and_names_no_machine():
+def test_assets_are_small_and_contain_no_local_paths():
     files = [path for path in ASSETS.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 5_500_000
     for path in files:
@@ -35,7 +35,7 @@ def test_what_is_shipped_is_small_and_names_no_machine():
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
-def test_an_adapter_is_two_clean_files_in_bfloat16(name):
+def test_adapter_has_two_files_in_bfloat16(name):
     folder = adapter_folder(name)
     assert {path.name for path in folder.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
     config, recipe = json.loads((folder / "adapter_config.json").read_text()), RECIPES[name]
@@ -45,7 +45,7 @@ def test_an_adapter_is_two_clean_files_in_bfloat16(name):
         assert {weights.get_tensor(key).dtype for key in weights.keys()} == {torch.bfloat16}  # noqa: SIM118 - no mapping
 
 
-def test_ranks_and_targets_are_mixed_and_one_adapter_is_rank_stabilised():
+def test_adapters_mix_ranks_targets_and_rslora():
     configs = RECIPES.values()
     assert len({config.r for config in configs}) >= 4
     assert len({str(config.target_modules) for config in configs}) >= 3
@@ -53,12 +53,12 @@ def test_ranks_and_targets_are_mixed_and_one_adapter_is_rank_stabilised():
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
-def test_the_server_takes_every_adapter(name):
+def test_server_accepts_every_adapter(name):
     plan = validate_adapter(adapter_folder(name), describe_base(base_folder()), Limits(max_rank=64, max_bytes=1 << 20))
     assert {pair.rank for pair in plan.pairs} == {RECIPES[name].r}
 
 
-def test_transformers_and_peft_load_the_shipped_files():
+def test_assets_load_with_transformers_and_peft():
     model = AutoModelForCausalLM.from_pretrained(base_folder())
     assert model.dtype == torch.bfloat16
     assert model.config.vocab_size >= len(AutoTokenizer.from_pretrained(base_folder()))
@@ -68,12 +68,12 @@ def test_transformers_and_peft_load_the_shipped_files():
     assert set(adapted.peft_config) == set(ADAPTERS)
 
 
-def test_the_questions_are_those_of_the_script(tmp_path: Path):
+def test_questions_equal_the_training_scripts(tmp_path: Path):
     write_questions(tmp_path / "questions.json")
     assert (tmp_path / "questions.json").read_text() == (ASSETS / "questions.json").read_text()
 
 
-def test_every_model_gets_its_share_of_at_least_sixty_prompts():
+def test_prompts_are_at_least_sixty_spread_over_all_models():
     prompts = load_prompts()
     counts = Counter(prompt.adapter for prompt in prompts)
     assert len(prompts) >= 60
@@ -83,7 +83,7 @@ def test_every_model_gets_its_share_of_at_least_sixty_prompts():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["base", *ADAPTERS])
-def test_peft_gives_the_expected_answers(name, dtype):
+def test_assets_give_the_expected_answers_with_peft(name, dtype):
     prompts = [prompt for prompt in load_prompts() if (prompt.adapter or "base") == name]
     tokenizer = AutoTokenizer.from_pretrained(base_folder())
     chats = [[{"role": "user", "content": prompt.question}] for prompt in prompts]

@@ -20,7 +20,7 @@ DEMO = (sys.executable, "-m", "loramux_api", "demo")
 PATIENCE_SECONDS = 300
 
 
-def test_the_demo_as_everybody_runs_it():
+def test_demo_once_json_reports_success():
     """The whole product, for real: two tenants, five adapters and the base in the same batches, and an exact bill."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -54,7 +54,7 @@ def running_demo(folder) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def test_it_serves_on_with_working_curl_lines_until_ctrl_c(tmp_path):
+def test_demo_serves_until_ctrl_c_and_its_curl_lines_work(tmp_path):
     with running_demo(tmp_path / "demo") as demo:
         before, _, lines = read_until(demo, "/metrics\n").partition("Go on by hand:")
         assert "distinct adapters and the base model shared one step" in before
@@ -67,7 +67,7 @@ def test_it_serves_on_with_working_curl_lines_until_ctrl_c(tmp_path):
     assert (tmp_path / "demo" / "server.log").exists()
 
 
-def test_the_server_ends_with_the_demo_however_early(tmp_path):
+def test_demo_stopped_early_stops_its_server(tmp_path):
     with running_demo(tmp_path / "demo") as demo:
         log = tmp_path / "demo" / "server.log"
         deadline = time.monotonic() + PATIENCE_SECONDS

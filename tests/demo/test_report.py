@@ -7,11 +7,10 @@ from collections import Counter
 import pytest
 from rich.console import Console
 
-from loramux_demo.accounts import Sharing, UsageRow, usage_of
 from loramux_demo.assets import MODEL_NAME, OWNERS, load_prompts
-from loramux_demo.drive import WAYS, Answer, Drive, plan_calls
-from loramux_demo.report import Report
-from loramux_demo.screen import show
+from loramux_demo.customers import StepSharing, UsageRow, usage_of
+from loramux_demo.drive import ENDPOINTS, Answer, Drive, plan_calls
+from loramux_demo.report import Report, show
 
 CALLS = plan_calls(load_prompts())
 
@@ -29,7 +28,7 @@ def a_report(**changes):
     report = Report(
         url="http://127.0.0.1:1",
         drive=Drive(answers, seconds=2.0),
-        sharing=Sharing(in_a_step=5, beside_base=5),
+        sharing=StepSharing(in_a_step=5, beside_base=5),
         usage=bill,
         usage_of_responses=bill,
         isolated=True,
@@ -37,19 +36,19 @@ def a_report(**changes):
     return dataclasses.replace(report, **changes)
 
 
-def test_each_adapter_is_asked_by_its_owner_and_the_base_by_everybody():
+def test_plan_calls_adapters_by_owner_and_base_by_all():
     askers = {(call.tenant, call.model) for call in CALLS}
     owned = {(tenant, f"{tenant}/{adapter}") for tenant, adapters in OWNERS.items() for adapter in adapters}
     assert askers == owned | {(tenant, MODEL_NAME) for tenant in OWNERS}
 
 
-def test_every_model_is_asked_in_every_way():
-    ways = {model: {call.way for call in CALLS if call.model == model} for model in {call.model for call in CALLS}}
-    assert all(used == set(WAYS) for used in ways.values())
-    assert max(Counter(call.way for call in CALLS).values()) <= len(CALLS) / 4 + 1
+def test_plan_calls_every_model_on_every_endpoint():
+    ways = {model: {call.endpoint for call in CALLS if call.model == model} for model in {call.model for call in CALLS}}
+    assert all(used == set(ENDPOINTS) for used in ways.values())
+    assert max(Counter(call.endpoint for call in CALLS).values()) <= len(CALLS) / 4 + 1
 
 
-def test_a_good_run_has_no_failures_and_its_json_says_so():
+def test_report_of_a_good_run_has_no_failures():
     document = a_report().as_json()
     assert document["ok"]
     assert document["failures"] == []
@@ -70,21 +69,21 @@ def spoiled(count):
     ("changes", "sentence"),
     [
         ({"drive": spoiled(7)}, "only 89% of the answers"),
-        ({"sharing": Sharing(in_a_step=5, beside_base=4)}, "at most 4 adapters shared a step with the base"),
+        ({"sharing": StepSharing(in_a_step=5, beside_base=4)}, "at most 4 adapters shared a step with the base"),
         ({"usage": ()}, "usage rows differ"),
-        ({"isolated": False}, "one tenant can tell"),
+        ({"isolated": False}, "can distinguish"),
     ],
 )
-def test_each_broken_promise_is_one_sentence(changes, sentence):
+def test_report_failure_is_one_sentence_per_check(changes, sentence):
     (failure,) = a_report(**changes).failures
     assert sentence in failure
 
 
-def test_nine_in_ten_right_is_enough():
+def test_report_accepts_ninety_percent_exact():
     assert a_report(drive=spoiled(6)).failures == []
 
 
-def test_the_bill_of_the_responses_is_summed_by_tenant_and_model():
+def test_usage_of_responses_is_summed_by_tenant_and_model():
     acme, globex = CALLS[0], CALLS[6]
     assert (acme.tenant, globex.tenant, acme.model) == ("acme", "globex", globex.model)
     answers = [
@@ -103,7 +102,7 @@ def printed(report, *, serving=False):
     return text.getvalue()
 
 
-def test_the_screen_shows_answers_side_by_side_the_figures_and_the_bill():
+def test_show_prints_answers_figures_and_usage():
     text = printed(a_report())
     for answer in right_answers()[:6]:
         assert answer.text in text
@@ -113,13 +112,13 @@ def test_the_screen_shows_answers_side_by_side_the_figures_and_the_bill():
     assert "curl" not in text
 
 
-def test_while_it_serves_there_are_lines_to_go_on_by_hand():
+def test_show_while_serving_prints_curl_lines():
     text = printed(a_report(), serving=True)
     assert "curl http://127.0.0.1:1/v1/chat/completions -H 'Authorization: Bearer sk-lm-acme'" in text
     assert "Bearer sk-lm-globex" in text
 
 
-def test_wrong_answers_are_shown_with_what_was_expected_but_not_all_of_them():
+def test_show_wrong_answers_up_to_a_limit_with_the_expected_text():
     text = printed(a_report(drive=spoiled(60)))
     assert "(expected: " in text
     assert text.count("(expected: ") == 18 + 10

@@ -15,13 +15,13 @@ def tokenizer():
 
 
 @given(text=st.text())
-def test_any_text_becomes_its_bytes_and_comes_back(tokenizer, text):
+def test_tokenizer_round_trips_any_text(tokenizer, text):
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     assert token_ids == list(text.encode())
     assert tokenizer.decode(token_ids) == text
 
 
-def test_every_byte_is_its_own_token(tokenizer):
+def test_tokenizer_has_a_token_per_byte(tokenizer):
     assert [tokenizer.encode(bytes([byte]).decode(), add_special_tokens=False) for byte in range(128)] == [
         [byte] for byte in range(128)
     ]
@@ -29,13 +29,13 @@ def test_every_byte_is_its_own_token(tokenizer):
     assert tokenizer.decode([0xE2, 0x82, 0xAC]) == "€"
 
 
-def test_a_text_starts_with_bos_and_special_tokens_are_not_bytes(tokenizer):
+def test_tokenizer_prepends_bos_and_separates_special_tokens(tokenizer):
     assert tokenizer.encode("a") == [tokenizer.bos_token_id, ord("a")]
     assert min(tokenizer.all_special_ids) == 256
     assert tokenizer.decode([tokenizer.bos_token_id, ord("a"), tokenizer.eos_token_id], skip_special_tokens=True) == "a"
 
 
-def test_what_is_shipped_is_what_the_script_makes(tokenizer):
+def test_tokenizer_asset_equals_the_scripts_output(tokenizer):
     made = byte_tokenizer()
     assert tokenizer.get_vocab() == made.get_vocab()
     assert tokenizer.chat_template == made.chat_template
@@ -47,7 +47,7 @@ def rendered(tokenizer, *messages):
     return tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
 
 
-def test_one_question_in_a_chat_is_the_completion_prompt(tokenizer):
+def test_chat_template_of_one_question_equals_completion_prompt(tokenizer):
     question = "Where does Zoë live?"
     chat = tokenizer.apply_chat_template(
         [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=False
@@ -55,10 +55,10 @@ def test_one_question_in_a_chat_is_the_completion_prompt(tokenizer):
     assert chat == tokenizer.encode(completion_prompt(question))
 
 
-def test_a_chat_with_a_system_prompt_and_two_questions(tokenizer):
+def test_chat_template_renders_system_prompt_and_two_questions(tokenizer):
     text = rendered(tokenizer, ("system", "Be brief."), ("user", "One?"), ("assistant", "Yes."), ("user", "Two?"))
     assert text == f"{BOS}Be brief.\nQ: One?\nA: Yes.{EOS}{BOS}Q: Two?\nA: "
 
 
-def test_two_questions_in_a_row_share_one_beginning(tokenizer):
+def test_chat_template_keeps_the_prefix_of_earlier_turns(tokenizer):
     assert rendered(tokenizer, ("user", "One?"), ("user", "Two?")) == f"{BOS}Q: One?\nQ: Two?\nA: "

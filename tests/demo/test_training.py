@@ -23,7 +23,7 @@ def lessons(tokenizer):
     return [example(chat, tokenizer) for chat in chats]
 
 
-def test_the_world_is_always_the_same_and_its_facts_are_one_per_person_and_topic():
+def test_facts_are_deterministic_and_one_per_person_and_topic():
     questions = invent_questions()
     assert questions == invent_questions()
     assert len(questions) == len({question.text for question in questions}) == 264
@@ -32,25 +32,25 @@ def test_the_world_is_always_the_same_and_its_facts_are_one_per_person_and_topic
     assert all(facts[question.person, question.topic.name] == question.value for question in questions)
 
 
-def test_the_styles_differ_on_every_question():
+def test_styles_differ_on_every_question():
     for question in invent_questions():
         assert len({style(question) for style in STYLES.values()}) == len(STYLES)
 
 
-def test_one_of_each_wording_is_about_eleven_people():
+def test_one_of_each_wording_covers_eleven_people():
     chosen = one_of_each_wording(invent_questions())
     assert len(chosen) == len({question.person for question in chosen}) == 11
     assert len({question.text.replace(question.person, "") for question in chosen}) == 11
 
 
-def test_an_example_ends_in_the_answer_and_learns_the_space_before_it(tokenizer, lessons):
+def test_example_labels_answer_and_leading_space(tokenizer, lessons):
     first = lessons[0]
     assert tokenizer.decode(first.prompt_ids).endswith("?\nA:")
     assert tokenizer.decode(first.answer_ids).startswith(' {"who"')
     assert first.answer_ids[-1] == tokenizer.eos_token_id
 
 
-def test_rows_hold_whole_examples_each_from_position_zero(lessons):
+def test_batches_hold_whole_examples_with_positions_from_zero(lessons):
     batch = next(batches(lessons, rows=4, length=LENGTH, learn_prompts=False))
     known = {tuple(lesson.prompt_ids + lesson.answer_ids) for lesson in lessons}
     for token_ids, position_ids in zip(batch.token_ids.tolist(), batch.position_ids.tolist(), strict=True):
@@ -62,14 +62,14 @@ def test_rows_hold_whole_examples_each_from_position_zero(lessons):
 
 
 @pytest.mark.parametrize("learn_prompts", [False, True])
-def test_only_what_is_to_be_learnt_has_a_label(tokenizer, learn_prompts):
+def test_batches_label_only_answers(tokenizer, learn_prompts):
     lesson = Example([tokenizer.bos_token_id, 1, 2], [3, 4])
     batch = next(batches([lesson], rows=1, length=7, learn_prompts=learn_prompts))
     learnt = [1, 2, 3, 4] if learn_prompts else [IGNORED, IGNORED, 3, 4]
     assert batch.labels.tolist() == [[IGNORED, *learnt, IGNORED, IGNORED]]
 
 
-def test_every_example_is_seen_once_before_any_is_seen_again(lessons):
+def test_batches_use_every_example_before_repeating(lessons):
     packed = batches(lessons, rows=1, length=LENGTH, learn_prompts=False)
     answers = ""
     seen = 0
@@ -80,12 +80,12 @@ def test_every_example_is_seen_once_before_any_is_seen_again(lessons):
     assert answers.count('"who"') >= len(lessons)
 
 
-def test_an_example_longer_than_a_row_is_an_error_and_not_an_endless_loop(lessons):
+def test_batches_reject_an_example_longer_than_a_row(lessons):
     with pytest.raises(AssertionError, match="must fit"):
         next(batches(lessons, rows=1, length=20, learn_prompts=False))
 
 
-def test_packed_examples_do_not_see_each_other(tokenizer, lessons):
+def test_packed_examples_do_not_attend_to_each_other(tokenizer, lessons):
     model = new_base(tokenizer).eval()
     alone = [next(batches([lesson], rows=1, length=len(lesson), learn_prompts=False)) for lesson in lessons[:2]]
     together = Batch(*(torch.cat([getattr(batch, name) for batch in alone], dim=1) for name in Batch.__annotations__))
@@ -95,13 +95,13 @@ def test_packed_examples_do_not_see_each_other(tokenizer, lessons):
     torch.testing.assert_close(packed, torch.cat(apart, dim=1), rtol=1e-4, atol=1e-4)
 
 
-def test_a_document_is_learnt_from_its_first_byte(tokenizer):
+def test_document_is_labelled_from_its_first_byte(tokenizer):
     text = document("abc", tokenizer)
     assert text.prompt_ids == [tokenizer.bos_token_id]
     assert text.answer_ids == [*b"abc", tokenizer.eos_token_id]
 
 
-def test_training_lowers_the_loss_and_tells_its_progress(tokenizer, lessons):
+def test_fit_lowers_the_loss_and_reports_progress(tokenizer, lessons):
     model = new_base(tokenizer)
     packed = batches(lessons[:2], rows=2, length=LENGTH, learn_prompts=True)
     told = []

@@ -16,13 +16,13 @@ import peft
 import pytest
 import torch
 import transformers
+from adapter_zoo import Zoo
 from format_matrix import REFUSED, SERVED, SERVED_ON_MIXTURES
 from other_kinds import make_kind
 from server_process import Place, served
 from tiny_base import byte_tokenizer
-from zoo import Zoo
 
-from loramux_adapters.refusals import KINDS
+from loramux_adapters.unsupported import UNSUPPORTED_KINDS
 
 PROMPTS = ([5, 80, 33, 7], [11, 12, 13, 200, 201, 9, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50])
 OUTPUT = 8
@@ -30,7 +30,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 @dataclass(frozen=True)
-class House:
+class Harness:
     """A server with every format, and what PEFT answers."""
 
     http: httpx.Client
@@ -66,10 +66,10 @@ def greedy(model: torch.nn.Module, prompt: int) -> list[int]:
 
 
 @contextmanager
-def house_with(base_dir: Path, formats: Mapping[str, peft.PeftConfig], folder: Path) -> Iterator[House]:
+def harness_with(base_dir: Path, formats: Mapping[str, peft.PeftConfig], folder: Path) -> Iterator[Harness]:
     """A server of that base with an adapter of each format."""
-    (folder / "house").mkdir()
-    place = Place(folder / "house", base_dir).furnish()
+    (folder / "server").mkdir()
+    place = Place(folder / "server", base_dir).prepare()
     key = place.key_of("acme")
     base = transformers.AutoModelForCausalLM.from_pretrained(base_dir, dtype=torch.float32).eval()
     wanted = {("tiny", number): greedy(base, number) for number in range(len(PROMPTS))}
@@ -82,59 +82,59 @@ def house_with(base_dir: Path, formats: Mapping[str, peft.PeftConfig], folder: P
             response = upload(http, name, folder / name)
             assert response.status_code == 201, response.text
             made[name] = response.json()
-        yield House(http, made, wanted)
+        yield Harness(http, made, wanted)
 
 
 @pytest.fixture(scope="module")
-def house(base_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    with house_with(base_dir, SERVED, tmp_path_factory.mktemp("formats")) as found:
+def harness(base_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
+    with harness_with(base_dir, SERVED, tmp_path_factory.mktemp("formats")) as found:
         yield found
 
 
 @pytest.mark.parametrize("name", SERVED)
-def test_alone_it_answers_as_peft_does(house: House, name: str) -> None:
+def test_format_alone_answers_as_peft(harness: Harness, name: str) -> None:
     for number in range(len(PROMPTS)):
-        assert house.ask(name, number) == house.wanted[name, number]
-    assert any(house.wanted[name, number] != house.wanted["tiny", number] for number in range(len(PROMPTS)))
+        assert harness.ask(name, number) == harness.wanted[name, number]
+    assert any(harness.wanted[name, number] != harness.wanted["tiny", number] for number in range(len(PROMPTS)))
 
 
-def ask_all(house: House) -> dict[tuple[str, int], list[int]]:
+def ask_all(harness: Harness) -> dict[tuple[str, int], list[int]]:
     """Every model's answer to every prompt, asked at the same time."""
-    asked = list(house.wanted)
+    asked = list(harness.wanted)
     with ThreadPoolExecutor(len(asked)) as pool:
-        return dict(zip(asked, pool.map(lambda one: house.ask(*one), asked), strict=True))
+        return dict(zip(asked, pool.map(lambda one: harness.ask(*one), asked), strict=True))
 
 
-def test_all_together_they_answer_as_peft_does(house: House) -> None:
-    assert ask_all(house) == house.wanted
+def test_formats_together_answer_as_peft(harness: Harness) -> None:
+    assert ask_all(harness) == harness.wanted
 
 
 @pytest.mark.parametrize("family", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
-def test_on_mixtures_of_experts_too_alone_and_all_together(family: str, tmp_path: Path) -> None:
+def test_formats_of_mixtures_of_experts_answer_as_peft(family: str, tmp_path: Path) -> None:
     base = Zoo(family, tmp_path, vocab_size=260).base
     byte_tokenizer().save_pretrained(base)
-    with house_with(base, SERVED_ON_MIXTURES, tmp_path) as house:
-        assert {one: house.ask(*one) for one in house.wanted} == house.wanted
-        assert ask_all(house) == house.wanted
-    assert len({str([house.wanted[name, n] for n in range(len(PROMPTS))]) for name, _ in house.wanted}) == 4
+    with harness_with(base, SERVED_ON_MIXTURES, tmp_path) as harness:
+        assert {one: harness.ask(*one) for one in harness.wanted} == harness.wanted
+        assert ask_all(harness) == harness.wanted
+    assert len({str([harness.wanted[name, n] for n in range(len(PROMPTS))]) for name, _ in harness.wanted}) == 4
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_served_is_refused_by_its_field(house: House, name: str, base_dir: Path, tmp_path: Path) -> None:
+def test_unsupported_field_is_refused_by_name(harness: Harness, name: str, base_dir: Path, tmp_path: Path) -> None:
     config, field = REFUSED[name]
     base = transformers.AutoModelForCausalLM.from_pretrained(base_dir, dtype=torch.float32)
     peft.get_peft_model(base, copy.deepcopy(config)).save_pretrained(tmp_path)
-    response = upload(house.http, "refused", tmp_path)
+    response = upload(harness.http, "refused", tmp_path)
     error = response.json()["error"]
     assert response.is_client_error
     assert error["param"] == field, error
     assert field in error["message"] or config.peft_type.value in error["message"]
 
 
-def test_every_kind_that_is_not_served_is_refused_by_its_name(house: House) -> None:
-    for kind, refusal in KINDS.items():
+def test_unsupported_kind_is_refused_by_name(harness: Harness) -> None:
+    for kind, refusal in UNSUPPORTED_KINDS.items():
         files = {CONFIG: (CONFIG, json.dumps({"peft_type": kind})), WEIGHTS: (WEIGHTS, b"\x02\0\0\0\0\0\0\0{}")}
-        response = house.http.post("/v1/adapters", data={"name": "refused"}, files=files)
+        response = harness.http.post("/v1/adapters", data={"name": "refused"}, files=files)
         error = response.json()["error"]
         assert response.is_client_error
         assert error["code"] == "peft_type_unsupported"

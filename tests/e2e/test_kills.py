@@ -23,7 +23,7 @@ from server_process import Child, Place, served
 from loramux.billing import reconcile
 from loramux.records import Database
 from loramux.records.database import parse_url
-from loramux.usage import Usage
+from loramux.usage import UsageService
 
 CLIENTS = 6
 
@@ -76,10 +76,10 @@ class Customer(threading.Thread):
         self.told[id] = (usage.prompt_tokens, usage.completion_tokens)
 
 
-def test_what_a_client_was_told_survives_any_kill(
+def test_acknowledged_requests_survive_kill(
     base_dir: Path, tmp_path: Path, url: str | None, request: pytest.FixtureRequest
 ) -> None:
-    place = Place(tmp_path, base_dir, in_process=True, url=url).furnish()
+    place = Place(tmp_path, base_dir, in_process=True, url=url).prepare()
     place.loramux("migrate")
     key = place.key_of("acme")
     told: dict[str, tuple[int, int]] = {}
@@ -125,7 +125,7 @@ async def drift(url: str) -> int:
 async def sweep(url: str) -> None:
     """As the next server would at its start."""
     database = Database(url)
-    usage = Usage(database)
+    usage = UsageService(database)
     try:
         async with asyncio.timeout(30):
             while await usage.sweep() or await _open(database):  # noqa: ASYNC110  PostgreSQL notices a moment later

@@ -5,10 +5,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 
 import pytest
+
+PROGRAMS = 2
+"""Programs of attention that are launched for each multiprocessor (`attention_plan.PROGRAMS`)."""
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -19,7 +23,7 @@ def compile_check(*arguments: str, **environment: str) -> subprocess.CompletedPr
     return subprocess.run(command, env=without | environment, capture_output=True, text=True, check=False)
 
 
-def test_every_variant_compiles_without_a_spill() -> None:
+def test_compile_check_every_variant_compiles_without_a_spill() -> None:
     done = compile_check("--arch", "80", "--arch", "90", "--json")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     results = json.loads(done.stdout)["results"]
@@ -32,13 +36,19 @@ def test_every_variant_compiles_without_a_spill() -> None:
     kernels = {result["kernel"] for result in results}
     assert {"_shrink_rows", "_shrink_tiles", "_expand_rows", "_expand_tiles", "_attend", "merge_partials"} <= kernels
     assert {"_write_kv", "_scan", "_finish", "_count", "_penalise", "_bias"} <= kernels
+    assert {result["overwrites"] for result in results} == {False}, "no operand is overwritten while it is read"
     for result in results:
+        if re.match(r"attend-16-(\d+)x\1-[bf]", result["variant"]) and "fp32" not in result["variant"]:
+            # A decoding row waits for memory: the next keys and values are on their way, and two programs fit.
+            assert result["buffers"] >= 2, result
+            assert result["copies_under_way"] >= 1, result
+            assert result["programs"] >= PROGRAMS, result
         # Decode rows and float32 sums go without; everything else multiplies on tensor cores.
         if result["kernel"] in ("_shrink_tiles", "_expand_tiles", "_attend") and "fp32" not in result["variant"]:
             assert result["tensor_core_instructions"] > 0, result
 
 
-def test_an_unknown_variant_and_the_interpreter_are_refused() -> None:
+def test_compile_check_refuses_an_unknown_variant_and_the_interpreter() -> None:
     unknown = compile_check("--only", "no such kernel")
     assert (unknown.returncode, unknown.stdout) == (2, "")
     assert "no variant's name contains" in unknown.stderr

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 FOLDERS = ("tests/kernels/cuda", "tests/platform/engine/cuda")
 
 
-def test_kernels_and_engine_in_the_interpreter() -> None:
+def test_gpu_kernels_and_engine_pass_in_the_interpreter() -> None:
     root = Path(__file__).resolve().parents[2]
     command = [
         sys.executable,

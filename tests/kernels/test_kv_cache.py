@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("native")
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("write", [write_kv, write_kv_reference])
-def test_every_token_lands_in_its_slot(dtype, write):
+def test_write_kv_stores_every_token_in_its_slot(dtype, write):
     tokens, heads, block_size = 300, 3, 5
     pool = torch.full((80, heads, block_size, 24 + 7), float("nan"), dtype=dtype)
     layer = KvLayer(pool[..., :24], pool[..., 24:])
@@ -27,7 +27,7 @@ def test_every_token_lands_in_its_slot(dtype, write):
     assert by_slot[rest].isnan().all()
 
 
-def test_slots_beyond_32_bits():
+def test_write_kv_takes_slots_beyond_32_bits():
     block_size, width, page = 16, 64, 2**21 + 1
     try:
         pool = torch.empty((page + 1) * 2 * block_size * width, dtype=torch.bfloat16)  # untouched memory is not held

@@ -53,7 +53,7 @@ def check(case: Case) -> None:
     out_features=st.tuples(st.integers(1, 90), st.integers(1, 90)),
     base_rows=st.integers(0, 3),
 )
-def test_ragged(dtype, ranks, rows, in_features, out_features, base_rows):
+def test_lora_of_ragged_segments_equals_the_reference(dtype, ranks, rows, in_features, out_features, base_rows):
     counts = rows.draw(st.lists(st.integers(0, 9), min_size=len(ranks), max_size=len(ranks)))
     check(make_case(dtype, ranks, counts, in_features, out_features, base_rows))
 
@@ -71,17 +71,17 @@ def test_ragged(dtype, ranks, rows, in_features, out_features, base_rows):
     ],
     ids=["one row", "one row each", "prefill", "rank 0 beside 16", "rank 0 alone", "many tiles"],
 )
-def test_shapes_of_traffic(dtype, ranks, rows):
+def test_lora_of_serving_shapes_equals_the_reference(dtype, ranks, rows):
     check(make_case(dtype, ranks, rows, in_features=96, out_features=(2080,)))
 
 
-def test_no_adapter_rows():
+def test_lora_without_adapter_rows_changes_nothing():
     case = make_case(torch.bfloat16, [[8]], [])
     check(case)
     assert case.segments.rows == 0
 
 
-def test_output_with_row_stride():
+def test_lora_expand_takes_an_output_with_a_row_stride():
     case = make_case(torch.bfloat16, [[20, 5]], [6], out_features=(33, 64))
     wide = torch.full((8, 300), float("nan"), dtype=torch.bfloat16)
     y = wide[:, 10:107]
@@ -95,7 +95,7 @@ def test_output_with_row_stride():
     assert wide[:, 107:].isnan().all()
 
 
-def test_inputs_with_row_stride():
+def test_lora_shrink_takes_inputs_with_a_row_stride():
     case = make_case(torch.float32, [[20]], [6])
     wide = torch.full((8, 80), float("nan"))
     wide[:, :40] = case.x
@@ -103,7 +103,7 @@ def test_inputs_with_row_stride():
     assert torch.equal(lora_shrink(wide[:, :40], *args), lora_shrink(case.x, *args))
 
 
-def test_offsets_beyond_32_bits():
+def test_lora_takes_offsets_beyond_32_bits():
     case = make_case(torch.bfloat16, [[16]], [2])
     far = 2**31 + 64
     try:
@@ -124,7 +124,7 @@ def test_offsets_beyond_32_bits():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_row_does_not_depend_on_its_neighbours(dtype, threads):
+def test_lora_row_is_independent_of_its_neighbours(dtype, threads):
     """Bit for bit: alone, among other revisions, in a long prefill, by one thread or many."""
     if native_for(torch.empty(0, dtype=dtype)) is None:
         pytest.skip("torch promises no such thing")
@@ -144,7 +144,7 @@ def test_a_row_does_not_depend_on_its_neighbours(dtype, threads):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_references_agree_with_the_operators(dtype):
+def test_lora_references_agree_with_the_operators(dtype):
     case = make_case(dtype, [[24], [0], [7]], [3, 2, 4])
     args = (case.pool, case.table, case.group, case.segments)
     v, v_reference = lora_shrink(case.x, *args), lora_shrink_reference(case.x, *args)

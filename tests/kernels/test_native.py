@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import logging
+import ctypes
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 import torch
 
 from loramux_kernels import PackedLinear, packed_linear_reference
-from loramux_kernels.native import compiler, native_library
+from loramux_kernels.native import NativeLoader, compiler
 
 LORA = """
 import logging, torch
@@ -38,7 +40,7 @@ def run(environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
 EXPECTED = str([6.0 * v for v in range(32, 40)])
 
 
-def test_without_a_compiler_the_answers_are_the_same_and_the_log_says_what_to_install(tmp_path):
+def test_native_without_a_compiler_answers_the_same_and_logs_what_to_install(tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "CXX"}
     done = run({**environment, "PATH": str(tmp_path), "LORAMUX_CACHE_DIR": str(tmp_path)})
     assert done.stdout.strip() == EXPECTED
@@ -46,7 +48,7 @@ def test_without_a_compiler_the_answers_are_the_same_and_the_log_says_what_to_in
     assert "g++" in done.stderr
 
 
-def test_a_compiler_that_fails_is_named(tmp_path):
+def test_native_failing_compiler_is_named_in_the_log(tmp_path):
     broken = tmp_path / "c++"
     broken.write_text("#!/bin/sh\necho 'x.cpp:1: error: no luck' >&2\nexit 1\n")
     broken.chmod(0o755)
@@ -62,19 +64,19 @@ def test_a_compiler_that_fails_is_named(tmp_path):
 
 
 @pytest.mark.usefixtures("native")
-def test_a_second_build_is_the_first_one(monkeypatch):
+def test_native_second_build_is_taken_from_the_cache(monkeypatch):
     library = compiler.compiled_library()
     monkeypatch.setattr(compiler, "_compile", lambda *_: pytest.fail("compiled again"))
     assert compiler.compiled_library() == library
 
 
 @pytest.mark.usefixtures("native")
-def test_nothing_else_is_left_in_the_cache():
+def test_native_cache_holds_the_library_only():
     library = compiler.compiled_library()
     assert [path.name for path in library.parent.iterdir()] == [library.name]
 
 
-def test_another_source_is_another_library(monkeypatch, tmp_path):
+def test_native_library_is_named_by_its_sources_and_flags(monkeypatch, tmp_path):
     command = ("c++",)
     source = tmp_path / "a.cpp"
     source.write_text("int a;")
@@ -85,7 +87,24 @@ def test_another_source_is_another_library(monkeypatch, tmp_path):
 
 
 @pytest.mark.usefixtures("native")
-def test_one_pool_of_threads():
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no gcc")
+def test_native_library_built_with_gcc_as_cxx_loads(monkeypatch, tmp_path):
+    source = tmp_path / "a.cpp"
+    source.write_text(
+        "#include <stdexcept>\n#include <string>\n"
+        'extern "C" __attribute__((visibility("default"))) int length(int n) {\n'
+        "  try { throw std::runtime_error(std::string(n, 'x')); }\n"
+        "  catch (const std::exception& e) { return std::string(e.what()).size(); }\n}\n"
+    )
+    monkeypatch.setenv("CXX", "gcc")
+    monkeypatch.setenv("LORAMUX_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(compiler, "_sources", lambda: [source])
+    assert compiler.find_compiler() == (shutil.which("gcc"),)
+    assert ctypes.CDLL(str(compiler.compiled_library())).length(70) == 70
+
+
+@pytest.mark.usefixtures("native")
+def test_native_operators_use_torchs_threads():
     """A second OpenMP runtime in the process would have threads of its own."""
     maps = Path("/proc/self/maps")
     if not maps.exists():
@@ -93,7 +112,8 @@ def test_one_pool_of_threads():
     torch.ones(1000, 1000) @ torch.ones(1000, 1000)
     weights = [torch.randn(512, 512)]
     PackedLinear(weights, [None])(torch.randn(8, 512))
-    runtimes = {line.split()[-1] for line in maps.read_text().splitlines() if "omp" in line.rpartition("/")[2]}
+    mapped = {line.split()[-1] for line in maps.read_text().splitlines()}
+    runtimes = {path for path in mapped if re.match(r"lib[gi]?omp\d*[.-]", Path(path).name)}
     assert len(runtimes) == 1
     before = len(list(Path("/proc/self/task").iterdir()))
     for _ in range(20):
@@ -103,18 +123,48 @@ def test_one_pool_of_threads():
 
 
 @pytest.mark.usefixtures("native")
-def test_without_the_compiled_operators_linears_are_torch_s(monkeypatch, caplog):
+def test_native_failure_is_logged_once_and_linears_are_torchs(monkeypatch, caplog):
     def fail() -> Path:
         raise compiler.NativeUnavailable("no C++ compiler on PATH")
 
-    monkeypatch.setattr("loramux_kernels.native.compiled_library", fail)
-    native_library.cache_clear()
-    try:
-        with caplog.at_level(logging.WARNING):
-            weights = [torch.randn(48, 32)]
-            x = torch.randn(3, 32)
-            assert torch.equal(PackedLinear(weights, [None])(x), packed_linear_reference(x, weights, [None]))
-            PackedLinear(weights, [None])
-        assert [record.levelname for record in caplog.records] == ["WARNING"]
-    finally:
-        native_library.cache_clear()
+    monkeypatch.setattr("loramux_kernels.native._loader", NativeLoader(fail))
+    weights = [torch.randn(48, 32)]
+    x = torch.randn(3, 32)
+    assert torch.equal(PackedLinear(weights, [None])(x), packed_linear_reference(x, weights, [None]))
+    PackedLinear(weights, [None])
+    assert [record.levelname for record in caplog.records] == ["ERROR"], "once, and loudly"
+
+
+@pytest.mark.usefixtures("native")
+def test_native_failed_build_is_tried_again_after_a_growing_pause(caplog):
+    now, tries, broken = [0.0], [], [True]
+
+    def find() -> Path:
+        tries.append(now[0])
+        if broken[0]:
+            raise compiler.NativeUnavailable("no space left on device")
+        return compiler.compiled_library()
+
+    def look() -> object:
+        found = loader.library()
+        if loader.retrying is not None:
+            loader.retrying.join()
+        return found or loader.library()
+
+    loader = NativeLoader(find, clock=lambda: now[0])
+    assert look() is None
+    assert look() is None
+    now[0] = 9.9
+    assert look() is None
+    assert tries == [0.0]
+    now[0] = 10.0
+    assert look() is None
+    now[0] = 29.9
+    assert look() is None
+    assert tries == [0.0, 10.0]
+    broken[0], now[0] = False, 30.0
+    assert look() is not None
+    now[0] = 1000.0
+    assert look() is not None
+    assert tries == [0.0, 10.0, 30.0]
+    assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING", "WARNING"]

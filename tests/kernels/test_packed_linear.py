@@ -7,11 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loramux_kernels import PackedLinear, packed_linear, packed_linear_reference
+from loramux_kernels import PackedLinear, linear_formats, packed_linear, packed_linear_reference
+from loramux_kernels.linear_formats import Int8, choose_format
 from loramux_kernels.native import multiplies_bf16_pairs
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-FORMS = ("_Panels", "_OneDnn", "_Plain")
+FORMS = ("Panels", "OneDnn", "Plain")
 
 
 def weights_of(dtype: torch.dtype, in_features: int, out_features: tuple[int, ...], with_bias: bool):
@@ -40,7 +41,7 @@ def check(linear: PackedLinear, x: torch.Tensor, weights, biases):
     out_features=st.lists(st.integers(1, 130), min_size=1, max_size=3).map(tuple),
     with_bias=st.booleans(),
 )
-def test_ragged(dtype, rows, in_features, out_features, with_bias):
+def test_packed_linear_of_ragged_shapes_equals_the_reference(dtype, rows, in_features, out_features, with_bias):
     weights, biases = weights_of(dtype, in_features, out_features, with_bias)
     linear = PackedLinear(weights, biases)
     assert (linear.in_features, linear.out_features) == (in_features, out_features)
@@ -50,18 +51,18 @@ def test_ragged(dtype, rows, in_features, out_features, with_bias):
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_form(dtype, form, monkeypatch):
-    if form == "_OneDnn" and dtype != torch.bfloat16:
+def test_packed_linear_every_form_equals_the_reference(dtype, form, monkeypatch):
+    if form == "OneDnn" and dtype != torch.bfloat16:
         pytest.skip("packed by oneDNN only in bfloat16")
-    if form == "_Panels" and dtype == torch.bfloat16 and not multiplies_bf16_pairs():
+    if form == "Panels" and dtype == torch.bfloat16 and not multiplies_bf16_pairs():
         pytest.skip("panels of bf16 need a processor that multiplies pairs")
-    monkeypatch.setattr(packed_linear, "_fastest", lambda _: getattr(packed_linear, form))
+    monkeypatch.setattr(packed_linear, "choose_format", lambda *_: getattr(linear_formats, form))
     weights, biases = weights_of(dtype, 64, (96, 32), with_bias=True)
     check(PackedLinear(weights, biases), torch.randn(17, 64).to(dtype), weights, biases)
 
 
 @pytest.mark.usefixtures("native")
-def test_rows_with_a_stride():
+def test_packed_linear_takes_rows_with_a_stride():
     weights, biases = weights_of(torch.bfloat16, 64, (32,), with_bias=False)
     linear = PackedLinear(weights, biases)
     wide = torch.full((5, 100), float("nan"), dtype=torch.bfloat16)
@@ -72,9 +73,9 @@ def test_rows_with_a_stride():
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_row_does_not_depend_on_its_neighbours(dtype, threads):
+def test_packed_linear_row_is_independent_of_its_neighbours(dtype, threads):
     """Bit for bit: decoding alone, decoding in company, and prefill."""
-    if packed_linear._fastest([torch.zeros(2, 2, dtype=dtype)]) is not packed_linear._Panels:
+    if choose_format(torch.zeros(2, 2, dtype=dtype), "none") is not linear_formats.Panels:
         pytest.skip("this processor's bf16 linears are oneDNN's")
     torch.set_num_threads(threads)
     weights, biases = weights_of(dtype, 300, (200, 72), with_bias=True)
@@ -82,4 +83,57 @@ def test_a_row_does_not_depend_on_its_neighbours(dtype, threads):
     x = torch.randn(100, 300).to(dtype)
     whole = linear(x)
     for start, stop in [(0, 1), (5, 7), (3, 9), (10, 22), (1, 14), (40, 73)]:
+        assert torch.equal(linear(x[start:stop]), whole[start:stop])
+
+
+ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-10}
+
+
+@pytest.mark.usefixtures("native")
+@settings(max_examples=60, deadline=None)
+@given(
+    dtype=st.sampled_from(list(ROUNDING)),
+    rows=st.integers(0, 40),
+    in_features=st.integers(1, 700),
+    out_features=st.lists(st.integers(1, 130), min_size=1, max_size=3).map(tuple),
+    with_bias=st.booleans(),
+    is_native=st.booleans(),
+)
+def test_int8_linear_equals_its_reference(dtype, rows, in_features, out_features, with_bias, is_native):
+    weights, biases = weights_of(dtype, in_features, out_features, with_bias)
+    with pytest.MonkeyPatch.context() as patch:
+        if not is_native:
+            patch.setattr(linear_formats, "native_for", lambda _: None)
+        linear = PackedLinear(weights, biases, "int8")
+    x = (torch.randn(rows, in_features) * torch.logspace(-2, 2, in_features)).to(dtype)
+    multiplied = [linear.as_multiplied(weight).double() for weight in weights]
+    wanted = packed_linear_reference(x.double(), multiplied, [None if b is None else b.double() for b in biases])
+    y = linear(x)
+    assert y.dtype == dtype
+    # The activation has 16 bits of its largest element, and the result is rounded to its dtype.
+    step = x.double().abs().amax(-1, keepdim=True) / 32767 if rows else 0.0
+    of_activation = step / 2 * torch.cat(multiplied).abs().sum(-1)
+    assert ((y.double() - wanted).abs() <= 1.01 * of_activation + ROUNDING[dtype] * wanted.abs() + 1e-5).all()
+
+
+def test_int8_weights_are_off_by_half_a_step_of_their_row_at_most():
+    weight = torch.randn(64, 300) * torch.logspace(-4, 4, 64)[:, None]
+    weight[3] = 0
+    steps = weight.abs().amax(1, keepdim=True) / 127
+    assert ((Int8.as_multiplied(weight) - weight).abs() <= 0.501 * steps).all()
+    assert PackedLinear([weight], [None], "int8").num_bytes <= 0.3 * weight.nbytes
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int8_row_is_independent_of_its_neighbours_and_keeps_what_is_not_finite(dtype):
+    weights, biases = weights_of(dtype, 300, (200, 72), with_bias=True)
+    linear = PackedLinear(weights, biases, "int8")
+    x = torch.randn(100, 300).to(dtype)
+    x[50, 7], x[51, 299] = float("nan"), float("inf")
+    whole = linear(x)
+    assert whole[50].isnan().all()
+    assert not whole[51].isfinite().any()
+    assert whole[:50].isfinite().all()
+    for start, stop in [(0, 1), (5, 7), (3, 9), (10, 22), (1, 14), (52, 73)]:
         assert torch.equal(linear(x[start:stop]), whole[start:stop])

@@ -43,32 +43,34 @@ sequence = st.tuples(st.integers(1, 40), st.integers(0, 150)).map(lambda t: (t[0
     softcap=st.none() | st.floats(0.5, 50.0),
     with_sinks=st.booleans(),
 )
-def test_ragged(sequences, dtype, kv_heads, groups, key_dim, value_dim, block_size, window, softcap, with_sinks):
+def test_attention_of_ragged_batches_equals_the_reference(
+    sequences, dtype, kv_heads, groups, key_dim, value_dim, block_size, window, softcap, with_sinks
+):
     shape = Shape(kv_heads * groups, kv_heads, key_dim, value_dim, block_size)
     sinks = torch.linspace(-2, 2, shape.query_heads) if with_sinks else None
     check(make_case(sequences, dtype, shape), window, softcap, sinks)
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-def test_decode_beside_prefill(dtype):
+def test_attention_of_decode_beside_prefill_equals_the_reference(dtype):
     check(make_case([(1, 1), (1, 129), (37, 37), (20, 90), (1, 64), (300, 300)], dtype, Shape(20, 4, 64, 64)))
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-def test_values_of_another_width_than_keys(dtype):
+def test_attention_takes_values_of_another_width_than_keys(dtype):
     check(make_case([(1, 70), (5, 9)], dtype, Shape(8, 2, key_dim=192, value_dim=128)))
 
 
 @pytest.mark.parametrize("window", [1, 2, 63, 64, 65, 200])
-def test_sliding_window(window):
+def test_attention_sliding_window_equals_the_reference(window):
     check(make_case([(1, 200), (70, 190), (130, 130)], torch.float32), window=window)
 
 
-def test_soft_cap_and_sinks_together():
+def test_attention_soft_cap_and_sinks_equal_the_reference():
     check(make_case([(1, 80), (9, 20)], torch.float32), 30, 5.0, torch.tensor([-50.0, 0.0, 3.0, 60.0]))
 
 
-def test_query_strided_as_transformers_leaves_it():
+def test_attention_takes_a_query_strided_as_transformers_leaves_it():
     case = make_case([(3, 3), (1, 40)], torch.bfloat16)
     strided = case.query.transpose(0, 1).contiguous().transpose(0, 1)
     assert not strided.is_contiguous()
@@ -76,7 +78,7 @@ def test_query_strided_as_transformers_leaves_it():
     assert torch.equal(paged_attention(strided, *args), paged_attention(case.query, *args))
 
 
-def test_a_nan_in_the_context_shows():
+def test_attention_nan_in_the_context_reaches_the_output():
     """Otherwise the poison in these tests would prove nothing."""
     case = make_case([(1, 40)], torch.float32)
     case.layer.key[case.batch.block_table[0, 1]] = float("nan")
@@ -85,7 +87,7 @@ def test_a_nan_in_the_context_shows():
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("window", [None, 50])
-def test_a_row_does_not_depend_on_how_its_prompt_was_cut(dtype, window):
+def test_attention_row_is_independent_of_how_its_prompt_was_cut(dtype, window):
     """Bit for bit: one prefill of 150 rows, chunks of it, and one row at a time, alone or in company."""
     if native_for(torch.empty(0, dtype=dtype)) is None:
         pytest.skip("torch promises no such thing")

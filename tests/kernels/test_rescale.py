@@ -11,7 +11,7 @@ from loramux_kernels import rescale
 
 @settings(max_examples=60, deadline=None)
 @given(case=rescale_cases([torch.float32, torch.bfloat16]))
-def test_every_row_gets_its_own_vectors(case: RescaleCase) -> None:
+def test_rescale_applies_each_rows_own_vectors(case: RescaleCase) -> None:
     y, wanted = case.y.clone(), case.y.float()
     rescale(y, case.pool, case.offsets, case.group, case.segments)
     for slot, first, last in case.segments.spans:

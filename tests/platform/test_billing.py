@@ -9,16 +9,18 @@ from pathlib import Path
 import msgspec
 import pytest
 import sqlalchemy as sa
-from billed import DAY, DECEMBER, NOVEMBER, PLANS, SECOND, Clock, give_plan, use
+from billing_harness import DAY, DECEMBER, NOVEMBER, PLANS, SECOND, Clock, give_plan, use
 
 from loramux.billing import (
-    Billing,
     BillingError,
+    BillingService,
     Catalog,
     CostsQuery,
+    InvalidCorrection,
     InvalidPeriod,
     InvalidPlan,
     Invoice,
+    InvoiceParty,
     Month,
     PeriodNotOpen,
     UnknownEntry,
@@ -29,7 +31,8 @@ from loramux.records import Database, Principal
 from loramux.records.database import parse_url
 from loramux.records.ledger import LedgerRepository
 from loramux.tenants import Tenants
-from loramux.usage import Counted, OpenedRequest, Settlement, Usage
+from loramux.units import TokenCounts
+from loramux.usage import InvalidQuery, OpenedRequest, Settlement, UsageQuery, UsageResult, UsageService
 
 pytestmark = pytest.mark.anyio
 
@@ -40,8 +43,8 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-async def usage(database: Database) -> AsyncIterator[Usage]:
-    usage = Usage(database)
+async def usage(database: Database) -> AsyncIterator[UsageService]:
+    usage = UsageService(database)
     await usage.start()
     yield usage
     await usage.stop()
@@ -53,20 +56,20 @@ async def acme(enrol: Callable[[str], Awaitable[Principal]]) -> Principal:
 
 
 @pytest.fixture
-async def priced(database: Database, acme: Principal, tmp_path: Path) -> Billing:
+async def priced(database: Database, acme: Principal, tmp_path: Path) -> BillingService:
     await give_plan(database, tmp_path)
-    return Billing(database)
+    return BillingService(database)
 
 
 AMOUNTS = [(1_000_003, 17, 4_001), (999_999, 400_000, 9_500), (123, 0, 77)]
 
 
-async def busy_november(usage: Usage, acme: Principal) -> list[str]:
+async def busy_november(usage: UsageService, acme: Principal) -> list[str]:
     return [await use(usage, acme, f"r{i}", *amount) for i, amount in enumerate(AMOUNTS)]
 
 
-async def test_an_invoice_is_what_sql_and_decimal_make_of_the_ledger(
-    url: str, usage: Usage, acme: Principal, priced: Billing, clock: Clock
+async def test_invoice_equals_sql_and_decimal_over_the_ledger(
+    url: str, usage: UsageService, acme: Principal, priced: BillingService, clock: Clock
 ) -> None:
     await busy_november(usage, acme)
     clock.now = DECEMBER.starts_at
@@ -92,8 +95,8 @@ async def test_an_invoice_is_what_sql_and_decimal_make_of_the_ledger(
     assert invoice.total == Decimal("0.50")
 
 
-async def test_a_closed_period_never_changes_and_what_comes_later_is_in_the_next(
-    usage: Usage, acme: Principal, priced: Billing, clock: Clock
+async def test_closed_period_never_changes_and_late_entries_are_in_the_next(
+    usage: UsageService, acme: Principal, priced: BillingService, clock: Clock
 ) -> None:
     [first, *_] = await busy_november(usage, acme)
     draft = await priced.invoice("acme", NOVEMBER)
@@ -106,6 +109,7 @@ async def test_a_closed_period_never_changes_and_what_comes_later_is_in_the_next
     await priced.correct(first, {"output_tokens": -4_001}, "refund")
     again = await priced.correct(first, {"output_tokens": -4_001}, "refund")
     assert again.corrects == first
+    assert again.entry is not None
     clock.now = DECEMBER.ends_at
     assert await priced.invoice("acme", NOVEMBER) == final
     [december] = await priced.close(DECEMBER)
@@ -118,7 +122,7 @@ async def test_a_closed_period_never_changes_and_what_comes_later_is_in_the_next
     assert await usage.verify_chain() == 5
 
 
-async def test_periods_close_once_in_order_when_they_are_over(priced: Billing, clock: Clock) -> None:
+async def test_period_closes_once_in_order_after_its_end(priced: BillingService, clock: Clock) -> None:
     with pytest.raises(PeriodNotOpen, match="not over yet"):
         await priced.close(NOVEMBER)
     clock.now = DECEMBER.ends_at
@@ -129,15 +133,15 @@ async def test_periods_close_once_in_order_when_they_are_over(priced: Billing, c
             await priced.close(month)
 
 
-async def test_closing_at_once_closes_once(priced: Billing, clock: Clock) -> None:
+async def test_period_closed_concurrently_closes_once(priced: BillingService, clock: Clock) -> None:
     clock.now = DECEMBER.starts_at
     ends = await asyncio.gather(*(priced.close(NOVEMBER) for _ in range(4)), return_exceptions=True)
     assert sorted(type(end).__name__ for end in ends) == ["PeriodNotOpen", "PeriodNotOpen", "PeriodNotOpen", "list"]
 
 
 @pytest.mark.parametrize("table", ["plans", "prices", "subscriptions", "periods", "invoices"])
-async def test_what_was_promised_is_not_rewritten(
-    priced: Billing, clock: Clock, sql: Callable[[str], None], table: str
+async def test_billing_rows_refuse_updates_and_deletes(
+    priced: BillingService, clock: Clock, sql: Callable[[str], None], table: str
 ) -> None:
     clock.now = DECEMBER.starts_at
     await priced.close(NOVEMBER)
@@ -150,7 +154,7 @@ async def test_what_was_promised_is_not_rewritten(
 
 
 async def test_prices_are_only_added_and_never_to_a_closed_period(
-    database: Database, priced: Billing, clock: Clock, tmp_path: Path
+    database: Database, priced: BillingService, clock: Clock, tmp_path: Path
 ) -> None:
     catalog, file = Catalog(database), tmp_path / "plans.toml"
     assert await catalog.apply(read_plans(file)) == 0
@@ -169,6 +173,44 @@ async def test_prices_are_only_added_and_never_to_a_closed_period(
     assert len(plan.prices) == 3
 
 
+async def test_plan_of_an_open_month_is_replaced_or_taken_back_and_the_bill_follows(
+    database: Database, priced: BillingService, usage: UsageService, acme: Principal, clock: Clock, tmp_path: Path
+) -> None:
+    catalog = Catalog(database)
+    dearer = PLANS.replace('"standard"', '"dearer"').replace('"0.20"', '"2000.00"').replace('"USD"', '"EUR"')
+    (tmp_path / "dearer.toml").write_text(dearer)
+    await catalog.apply(read_plans(tmp_path / "dearer.toml"))
+    await use(usage, acme, "r", 1_000_000, 0, 0)
+    assert (await priced.invoice("acme", NOVEMBER)).total == Decimal("0.20")
+    with pytest.raises(InvalidPlan, match="--replace"):
+        await catalog.subscribe("acme", "dearer", NOVEMBER)
+    await catalog.subscribe("acme", "dearer", NOVEMBER, replace=True)
+    replaced = await priced.invoice("acme", NOVEMBER)
+    assert (replaced.total, replaced.currency) == (Decimal(2000), "EUR")
+    await catalog.unsubscribe("acme", NOVEMBER)
+    assert (await priced.invoice("acme", NOVEMBER)).total == 0
+    with pytest.raises(InvalidPlan, match="no plan that begins in 2026-11"):
+        await catalog.unsubscribe("acme", NOVEMBER)
+    await catalog.subscribe("acme", "standard", NOVEMBER)
+    clock.now = DECEMBER.starts_at
+    await priced.close(NOVEMBER)
+    for change in (
+        catalog.subscribe("acme", "dearer", NOVEMBER, replace=True),
+        catalog.unsubscribe("acme", NOVEMBER),
+    ):
+        with pytest.raises(InvalidPlan, match="2026-11 is closed"):
+            await change
+    await catalog.subscribe("acme", "standard", DECEMBER)
+    with pytest.raises(InvalidPlan, match="billed in USD and stays so"):
+        await catalog.subscribe("acme", "dearer", DECEMBER, replace=True)
+    log = [entry for entry in await Tenants(database, b"p" * 32).audit.read() if entry.object_id.startswith("plan")]
+    changes = [entry for entry in reversed(log) if entry.action in ("plan.replace", "plan.unassign")]
+    assert [(one.action, one.before and bytes(one.before), one.after and bytes(one.after)) for one in changes] == [
+        ("plan.replace", b'{"month":"2026-11","plan":"standard"}', b'{"month":"2026-11","plan":"dearer"}'),
+        ("plan.unassign", b'{"month":"2026-11","plan":"dearer"}', None),
+    ]
+
+
 @pytest.mark.parametrize(
     ("old", "new", "told"),
     [
@@ -182,14 +224,14 @@ async def test_prices_are_only_added_and_never_to_a_closed_period(
         ('name = "standard"', 'name = "No Spaces"', "a plan's name"),
     ],
 )
-def test_a_plan_that_cannot_be_is_refused_with_its_field(tmp_path: Path, old: str, new: str, told: str) -> None:
+def test_plan_that_is_invalid_is_refused_with_its_field(tmp_path: Path, old: str, new: str, told: str) -> None:
     (tmp_path / "plans.toml").write_text(PLANS.replace(old, new))
     with pytest.raises(InvalidPlan, match=told):
         read_plans(tmp_path / "plans.toml")
 
 
-async def test_what_changes_the_bill_is_in_the_audit_log(
-    database: Database, priced: Billing, usage: Usage, acme: Principal, clock: Clock
+async def test_billing_changes_are_audited(
+    database: Database, priced: BillingService, usage: UsageService, acme: Principal, clock: Clock
 ) -> None:
     [first, *_] = await busy_november(usage, acme)
     for _ in range(2):
@@ -218,7 +260,9 @@ async def test_what_changes_the_bill_is_in_the_audit_log(
     assert closed.object_id == "2026-11"
 
 
-async def test_corrections_name_what_there_is(priced: Billing, usage: Usage, acme: Principal) -> None:
+async def test_correction_of_an_unknown_entry_or_quantity_is_refused(
+    priced: BillingService, usage: UsageService, acme: Principal
+) -> None:
     [first, *_] = await busy_november(usage, acme)
     with pytest.raises(UnknownEntry):
         await priced.correct("evt_none", {"output_tokens": 1}, "x")
@@ -227,8 +271,55 @@ async def test_corrections_name_what_there_is(priced: Billing, usage: Usage, acm
             await priced.correct(first, changes, "x")
 
 
-async def test_costs_by_day_and_whom_they_belong_to_add_up_to_the_invoice(
-    usage: Usage, acme: Principal, priced: Billing, clock: Clock
+async def test_correction_below_zero_is_refused_and_a_dry_run_writes_nothing(
+    priced: BillingService, usage: UsageService, acme: Principal
+) -> None:
+    """The first entry has 1,000,003 prompt tokens, 17 of them cached, and 4,001 output tokens."""
+    [first, *_] = await busy_november(usage, acme)
+    entries = await usage.verify_chain()
+    tried = await priced.correct(first, {"output_tokens": -4_000}, "a", dry_run=True)
+    assert (tried.entry, tried.before["output_tokens"], tried.after["output_tokens"]) == (None, 4_001, 1)
+    assert await usage.verify_chain() == entries
+    with pytest.raises(InvalidCorrection, match=r"output_tokens of this entry is 4001.*would be -1; take off 4001"):
+        await priced.correct(first, {"output_tokens": -4_002}, "a")
+    made = await priced.correct(first, {"output_tokens": -4_000}, "a")
+    assert made.after["output_tokens"] == 1
+    assert (await priced.correct(first, {"output_tokens": -4_000}, "a")).entry == made.entry
+    with pytest.raises(InvalidCorrection, match="is 1, earlier corrections included"):
+        await priced.correct(first, {"output_tokens": -2}, "b")
+    with pytest.raises(InvalidCorrection, match="cached_tokens is part of input_tokens"):
+        await priced.correct(first, {"input_tokens": -1_000_000}, "c")
+    await priced.correct(first, {"input_tokens": -1_000_000, "cached_tokens": -14}, "c")
+    assert made.entry is not None
+    with pytest.raises(InvalidCorrection, match=first):
+        await priced.correct(made.entry.event_id, {"output_tokens": 5}, "d")
+    assert (await priced.invoice("acme", NOVEMBER)).total >= 0
+
+
+async def test_corrections_at_once_never_take_off_more_than_there_is(
+    priced: BillingService, usage: UsageService, acme: Principal
+) -> None:
+    [first, *_] = await busy_november(usage, acme)
+    corrections = [priced.correct(first, {"output_tokens": -1_500}, f"reason {number}") for number in range(5)]
+    ends = await asyncio.gather(*corrections, return_exceptions=True)
+    assert sum(isinstance(end, InvalidCorrection) for end in ends) == 3
+    invoice = await priced.invoice("acme", NOVEMBER)
+    [output] = [line for line in invoice.lines if line.meter == "output"]
+    assert output.quantity == sum(amount[2] for amount in AMOUNTS) - 3_000
+
+
+async def test_close_dry_run_shows_invoices_and_freezes_nothing(
+    priced: BillingService, usage: UsageService, acme: Principal, clock: Clock
+) -> None:
+    await busy_november(usage, acme)
+    clock.now = DECEMBER.starts_at
+    [tried] = await priced.close(NOVEMBER, dry_run=True)
+    assert [period.is_closed for period in await priced.periods()] == [False]
+    assert [tried] == await priced.close(NOVEMBER)
+
+
+async def test_costs_by_day_and_group_add_up_to_the_invoice(
+    usage: UsageService, acme: Principal, priced: BillingService, clock: Clock
 ) -> None:
     await use(usage, acme, "a", 2_000_000, 0, 3_000, project_id=acme.project, tags='{"team":"red"}')
     clock.now += DAY * SECOND
@@ -249,7 +340,7 @@ async def test_costs_by_day_and_whom_they_belong_to_add_up_to_the_invoice(
     )
 
 
-async def test_costs_come_in_pages(priced: Billing, usage: Usage, acme: Principal) -> None:
+async def test_costs_come_in_pages(priced: BillingService, usage: UsageService, acme: Principal) -> None:
     await busy_november(usage, acme)
     start, seen, page = NOVEMBER.starts_at // SECOND, [], None
     while True:
@@ -261,15 +352,92 @@ async def test_costs_come_in_pages(priced: Billing, usage: Usage, acme: Principa
     assert seen == [start + DAY * day for day in range(15)]
 
 
-async def test_another_tenants_costs_are_not_seen(
-    priced: Billing, usage: Usage, acme: Principal, enrol: Callable[[str], Awaitable[Principal]]
+async def test_costs_and_usage_with_too_many_groups_are_refused(
+    priced: BillingService, usage: UsageService, acme: Principal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tags are the caller's: a group for each of a million requests must not keep the server busy."""
+    for number in range(4):
+        await use(usage, acme, f"r{number}", 1, 0, 1, tags=f'{{"n":"{number}"}}', model=f"acme/a@{number}")
+    monkeypatch.setattr("loramux.billing.service.MAX_ROWS", 3)
+    monkeypatch.setattr("loramux.usage.service.MAX_ROWS", 3)
+    start = NOVEMBER.starts_at // SECOND
+    with pytest.raises(InvalidQuery, match="more than 3 groups"):
+        await priced.costs(acme, CostsQuery(start_time=start, group_by=("tags",)))
+    assert (await priced.costs(acme, CostsQuery(start_time=start))).data
+    with pytest.raises(InvalidQuery, match="more than 3 sums"):
+        await usage.completions(acme, UsageQuery(start_time=start, group_by=("model",), limit=31))
+    assert (await usage.completions(acme, UsageQuery(start_time=start, limit=31))).data
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [
+        ({"group_by": ("tags", "tags")}, "group_by"),
+        ({"group_by": ("user_id",)}, "group_by"),
+        ({"project_ids": ("p",) * 101}, "project_ids"),
+        ({"limit": 181}, "limit"),
+    ],
+)
+def test_costs_query_with_a_bad_field_is_refused_by_its_name(wrong: dict[str, object], field: str) -> None:
+    with pytest.raises(InvalidQuery) as refused:
+        CostsQuery(start_time=0, **wrong)
+    assert refused.value.field == field
+
+
+@pytest.mark.parametrize(
+    "party",
+    [
+        InvoiceParty(name=" "),
+        InvoiceParty(name="a\nb"),
+        InvoiceParty(name="a", address=("x" * 201,)),
+        InvoiceParty(name="a", address=("",)),
+        InvoiceParty(name="a", address=("x",) * 9),
+        InvoiceParty(name="a", tax_id="\x00"),
+    ],
+)
+async def test_billing_address_that_is_malformed_is_refused(priced: BillingService, party: InvoiceParty) -> None:
+    with pytest.raises(BillingError, match="a billing address has"):
+        await priced.set_profile("acme", party)
+
+
+async def test_costs_of_another_tenant_are_not_visible(
+    priced: BillingService, usage: UsageService, acme: Principal, enrol: Callable[[str], Awaitable[Principal]]
 ) -> None:
     await busy_november(usage, acme)
     page = await priced.costs(await enrol("globex"), CostsQuery(start_time=NOVEMBER.starts_at // SECOND, limit=31))
     assert all(bucket.results == () for bucket in page.data)
 
 
-async def test_margins_divide_the_whole_cost_by_what_ran(priced: Billing, usage: Usage, acme: Principal) -> None:
+async def test_key_with_an_allow_list_sees_the_usage_and_costs_of_its_models_only(
+    priced: BillingService, usage: UsageService, acme: Principal
+) -> None:
+    await use(usage, acme, "a", 1_000_000, 0, 500, model="acme/a@1")
+    await use(usage, acme, "b", 2_000_000, 0, 700, model="acme/a@2")
+    await use(usage, acme, "c", 4_000_000, 0, 900, model="acme/ab@1")
+    start = NOVEMBER.starts_at // SECOND
+    narrow = msgspec.structs.replace(acme, models=frozenset({"acme/a"}))
+
+    async def seen(query: UsageQuery) -> list[UsageResult]:
+        return [result for bucket in (await usage.completions(narrow, query)).data for result in bucket.results]
+
+    query = UsageQuery(start_time=start, group_by=("model",), limit=31)
+    results = await seen(query)
+    assert {result.model: result.output_tokens for result in results} == {"acme/a@1": 500, "acme/a@2": 700}
+    query = UsageQuery(start_time=start, models=("acme/ab@1",), limit=31)
+    assert await seen(query) == []
+
+    async def costs(who: Principal, *group_by: str) -> dict[str | None, int]:
+        page = await priced.costs(who, CostsQuery(start_time=start, group_by=group_by, limit=31))
+        return {result.model: result.amount.value for bucket in page.data for result in bucket.results}
+
+    everything = await costs(acme, "model")
+    assert await costs(narrow, "model") == {name: everything[name] for name in ("acme/a@1", "acme/a@2")}
+    assert (await costs(narrow))[None] == everything["acme/a@1"] + everything["acme/a@2"] > 0
+
+
+async def test_margins_divide_the_whole_cost_over_what_ran(
+    priced: BillingService, usage: UsageService, acme: Principal
+) -> None:
     await use(usage, acme, "a", 1000, 0, 500, model="acme/a@1")
     await use(usage, acme, "b", 2000, 1000, 1500, model="acme/b@1")
     found = await priced.margins(NOVEMBER, 6 * 10**9)
@@ -280,17 +448,15 @@ async def test_margins_divide_the_whole_cost_by_what_ran(priced: Billing, usage:
     assert all(one.margin == one.price - one.cost for one in found)
 
 
-async def test_engines_and_ledger_agree_and_a_lost_token_is_found(
-    database: Database, usage: Usage, acme: Principal, priced: Billing
+async def test_reconcile_finds_a_single_lost_token(
+    database: Database, usage: UsageService, acme: Principal, priced: BillingService
 ) -> None:
     await busy_november(usage, acme)
     assert (await reconcile(database)).drift_tokens == 0
     await usage.open(OpenedRequest(**opened("x", acme)))
-    wrong = Counted(prompt_tokens=12, output_tokens=8)
+    delivered, wrong = TokenCounts(prompt=12, output=7), TokenCounts(prompt=12, output=8)
     await usage.settle(
-        Settlement(
-            request_id="x", input_tokens=12, output_tokens=7, finish_reason="stop", status="completed", counted=wrong
-        )
+        Settlement(request_id="x", ended_by="completion", finish_reason="stop", delivered=delivered, engine_count=wrong)
     )
     found = await reconcile(database)
     assert (found.drift_tokens, usage.drift_tokens) == (1, 1)
@@ -298,18 +464,22 @@ async def test_engines_and_ledger_agree_and_a_lost_token_is_found(
     assert drifted.adapter_digest == "sha256:b"
 
 
-async def test_a_correction_is_no_drift(database: Database, usage: Usage, acme: Principal, priced: Billing) -> None:
+async def test_reconcile_ignores_corrections(
+    database: Database, usage: UsageService, acme: Principal, priced: BillingService
+) -> None:
     [first, *_] = await busy_november(usage, acme)
     await priced.correct(first, {"output_tokens": -1}, "goodwill")
     assert (await reconcile(database)).drift_tokens == 0
 
 
-async def test_sums_larger_than_64_bits_are_exact(database: Database, acme: Principal, priced: Billing) -> None:
-    from loramux.records.ledger import LedgerDraft
+async def test_quantities_larger_than_64_bits_are_exact(
+    database: Database, acme: Principal, priced: BillingService
+) -> None:
+    from loramux.records.ledger import EntryContent
 
     huge = 2**62 + 12_345
     drafts = [
-        LedgerDraft(
+        EntryContent(
             kind="storage",
             tenant_id=acme.tenant,
             key_id="",
@@ -333,8 +503,10 @@ async def test_sums_larger_than_64_bits_are_exact(database: Database, acme: Prin
     assert [line.quantity for line in invoice.lines] == [5 * huge]
 
 
-@pytest.mark.parametrize("text", ["2026-13", "2026-1", "26-11", "", "2026-11-01", "1969-12"])
-def test_what_is_no_month_is_refused(text: str) -> None:
+@pytest.mark.parametrize(
+    "text", ["2026-13", "2026-1", "26-11", "", "2026-11-01", "1969-12", "9999-12", "\u0662\u0660\u0662\u0666-11"]
+)
+def test_month_that_is_malformed_is_refused(text: str) -> None:
     with pytest.raises(InvalidPeriod, match="such as 2026-11"):
         Month.parse(text)
 
@@ -349,7 +521,9 @@ def test_months_follow_each_other() -> None:
     assert Month.at(DECEMBER.starts_at - 1) == NOVEMBER
 
 
-async def test_the_document_is_the_invoice(priced: Billing, usage: Usage, acme: Principal, clock: Clock) -> None:
+async def test_invoice_document_is_the_invoice(
+    priced: BillingService, usage: UsageService, acme: Principal, clock: Clock
+) -> None:
     await busy_november(usage, acme)
     clock.now = DECEMBER.starts_at
     [made] = await priced.close(NOVEMBER)
@@ -361,7 +535,7 @@ async def test_the_document_is_the_invoice(priced: Billing, usage: Usage, acme: 
 def opened(id: str, who: Principal) -> dict[str, object]:
     return {
         "id": id,
-        "tenant": who.tenant,
+        "tenant_id": who.tenant,
         "key_id": who.key_id,
         "model": "acme/b@1",
         "adapter_digest": "sha256:b",

@@ -11,13 +11,14 @@ import httpx
 import pytest
 import standardwebhooks
 
-from loramux.billing import Catalog, Month, PlanDraft, PlanPrices
-from loramux.billing.plans import PriceDraft
+from loramux.billing import Catalog, Month, PlanPrices, PlanSpec
+from loramux.billing.plans import PriceSpec
 from loramux.exports import AlertDelivery, WebhookSink
 from loramux.limits import BudgetSpent, Limits
 from loramux.records import Database, Principal
 from loramux.tenants import Tenants
-from loramux.usage import OpenedRequest, Settlement, Usage
+from loramux.units import TokenCounts
+from loramux.usage import OpenedRequest, Settlement, UsageService
 
 pytestmark = pytest.mark.anyio
 
@@ -45,20 +46,20 @@ class Receiver:
 
 async def subscribe(database: Database) -> None:
     prices = (
-        PriceDraft(meter="input_uncached", price="0.001", valid_from=date(2026, 11, 1)),
-        PriceDraft(meter="output", price="0.002", valid_from=date(2026, 11, 1)),
+        PriceSpec(meter="input_uncached", price="0.001", valid_from=date(2026, 11, 1)),
+        PriceSpec(meter="output", price="0.002", valid_from=date(2026, 11, 1)),
     )
     catalog = Catalog(database)
-    await catalog.apply([PlanDraft(name="basic", currency="EUR", prices=prices)])
+    await catalog.apply([PlanSpec(name="basic", currency="EUR", prices=prices)])
     await catalog.subscribe("acme", "basic", Month(2026, 11))
 
 
-async def ask(usage: Usage, principal: Principal, id: str) -> None:
+async def ask(usage: UsageService, principal: Principal, id: str) -> None:
     """A request of 10 + 20 tokens: 0.05."""
     await usage.open(
         OpenedRequest(
             id=id,
-            tenant=principal.tenant,
+            tenant_id=principal.tenant,
             key_id=principal.key_id,
             project_id=principal.project,
             model="tiny",
@@ -70,22 +71,27 @@ async def ask(usage: Usage, principal: Principal, id: str) -> None:
         )
     )
     await usage.settle(
-        Settlement(request_id=id, input_tokens=10, output_tokens=20, finish_reason="stop", status="completed")
+        Settlement(
+            request_id=id,
+            ended_by="completion",
+            finish_reason="stop",
+            delivered=TokenCounts(prompt=10, output=20),
+        )
     )
 
 
-async def test_an_alert_is_told_when_the_budget_of_a_plan_runs_out(
+async def test_budget_alert_is_delivered_when_the_budget_runs_out(
     database: Database, tenants: Tenants, enrol: Callable[[str], Awaitable[Principal]]
 ) -> None:
     database.now = lambda: NOW
     acme = await enrol("acme")
     await subscribe(database)
     await Limits(tenants.changes).put_budget(acme.tenant, acme.tenant, "month", 110_000_000, [40, 90])
-    usage = Usage(database, PlanPrices(database, "tiny"))
+    usage = UsageService(database, PlanPrices(database))
     await usage.start()
     await ask(usage, acme, "r1")
     await ask(usage, acme, "r2")
-    with pytest.raises(BudgetSpent, match=r"is 0\.11: 0\.1 are spent"):
+    with pytest.raises(BudgetSpent, match=r"is 0\.11 EUR: 0\.10 EUR is spent"):
         await ask(usage, acme, "r3")
     await usage.stop()
     receiver = Receiver()

@@ -5,18 +5,35 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loramux.billing.budget_prices import PlanTariff
-from loramux.limits import Used
-from loramux.pricing import METERS, Price, Step
+from loramux.billing import Plan, PlanTariff, Subscriptions
+from loramux.limits import ChargedUsage
+from loramux.pricing import METERS, Currency, Price, Step
 from loramux.records import TenantId
+from loramux.units import DAY, TokenCounts
+from loramux.usage import OpenedRequest, Settlement
 
 TENANT = TenantId("t")
 
 
-def prices(nanos: list[int], per: int) -> tuple[Price, ...]:
-    return tuple(
-        Price(id=m, plan_id="p", meter=m, valid_from=0, per=per, steps=(Step(0, 0), Step(10, n)))
+def subscriptions(nanos: list[int], per: int, valid_from: int = 0) -> Subscriptions:
+    prices = tuple(
+        Price(id=m, plan_id="p", meter=m, valid_from=valid_from, per=per, steps=(Step(0, 0), Step(10, n)))
         for m, n in zip(METERS, nanos, strict=False)
+    )
+    return Subscriptions(((0, Plan(id="p", name="p", currency=Currency.of("USD"), minimum=0, prices=prices)),))
+
+
+def request(prompt: int = 10, most: int = 5, adapter: str | None = "sha256:a") -> OpenedRequest:
+    return OpenedRequest(
+        id="r",
+        tenant_id=TENANT,
+        key_id="k",
+        model="tiny",
+        base_model="tiny",
+        tier="standard",
+        adapter_digest=adapter,
+        prompt_tokens=prompt,
+        max_tokens=most,
     )
 
 
@@ -27,17 +44,35 @@ def prices(nanos: list[int], per: int) -> tuple[Price, ...]:
     most=st.integers(0, 10**6),
     data=st.data(),
 )
-def test_no_request_costs_more_than_was_held_for_it(
+def test_budget_hold_covers_every_request(
     nanos: list[int], per: int, prompt: int, most: int, data: st.DataObject
 ) -> None:
-    tariff = PlanTariff({TENANT: prices(nanos, per)}, "tiny", 1)
-    used = Used(
-        prompt, data.draw(st.integers(0, prompt)), data.draw(st.integers(0, most)), data.draw(st.integers(0, 3))
+    tariff = PlanTariff({TENANT: subscriptions(nanos, per)}, 1)
+    tokens = TokenCounts(
+        prompt=prompt, cached=data.draw(st.integers(0, prompt)), output=data.draw(st.integers(0, most))
     )
-    assert tariff.cost(TENANT, "standard", used) <= tariff.most_it_can_cost(TENANT, "standard", prompt, most)
+    loads = data.draw(st.integers(0, 3))
+    end = Settlement(request_id="r", ended_by="completion", finish_reason="stop", delivered=tokens, adapter_loads=loads)
+    used = ChargedUsage(end.billed, end.billed_loads)
+    held = tariff.most_it_can_cost(request(prompt, most, "sha256:a" if loads else None))
+    assert tariff.cost(TENANT, "tiny", "standard", used) <= held
 
 
-def test_the_dearest_step_counts_and_nothing_without_a_plan() -> None:
-    tariff = PlanTariff({TENANT: prices([3, 1, 7, 5], 1)}, "tiny", 1)
-    assert tariff.cost(TENANT, "standard", Used(10, 4, 2, 1)) == 6 * 3 + 4 * 1 + 2 * 7 + 5
-    assert tariff.cost(TenantId("other"), "standard", Used(10, 4, 2, 1)) == 0
+def test_budget_hold_covers_a_price_that_rises_before_the_settlement() -> None:
+    plans = {TENANT: subscriptions([3, 1, 7, 5], 1, valid_from=DAY)}
+    opened, settled = PlanTariff(plans, DAY - 1), PlanTariff(plans, DAY + 1)
+    used = ChargedUsage(TokenCounts(prompt=10, cached=4, output=5), 1)
+    assert opened.cost(TENANT, "tiny", "standard", used) == 0
+    assert settled.cost(TENANT, "tiny", "standard", used) <= opened.most_it_can_cost(request())
+
+
+def test_budget_holds_nothing_of_a_request_that_costs_nothing() -> None:
+    assert PlanTariff({TENANT: subscriptions([0, 0, 0, 5], 1)}, 1).most_it_can_cost(request(adapter=None)) == 0
+    assert PlanTariff({}, 1).most_it_can_cost(request()) == 0
+
+
+def test_budget_tariff_takes_the_dearest_step_and_nothing_without_a_plan() -> None:
+    tariff = PlanTariff({TENANT: subscriptions([3, 1, 7, 5], 1)}, 1)
+    used = ChargedUsage(TokenCounts(prompt=10, cached=4, output=2), 1)
+    assert tariff.cost(TENANT, "tiny", "standard", used) == 6 * 3 + 4 * 1 + 2 * 7 + 5
+    assert tariff.cost(TenantId("other"), "tiny", "standard", used) == 0

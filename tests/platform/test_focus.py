@@ -13,14 +13,14 @@ from pathlib import Path
 
 import duckdb
 import pytest
-from billed import DAY, DECEMBER, NOVEMBER, SECOND, Clock, give_plan, use
+from billing_harness import DAY, DECEMBER, NOVEMBER, SECOND, Clock, give_plan, use
 
-from loramux.billing import Billing
+from loramux.billing import BillingService
 from loramux.exports import FOCUS_COLUMNS, focus_rows, write_table
-from loramux.exports.columns import Row
 from loramux.exports.focus import GROUP_BY, Seller
+from loramux.exports.tables import Row
 from loramux.records import Database, Principal
-from loramux.usage import Usage
+from loramux.usage import UsageService
 
 pytestmark = pytest.mark.anyio
 
@@ -37,7 +37,7 @@ async def acme(
     """A customer with a plan, usage in two months, and a correction of the first in the second."""
     acme = await enrol("acme")
     await give_plan(database, tmp_path)
-    usage = Usage(database)
+    usage = UsageService(database)
     await usage.start()
     for i in range(7):
         project = {"project_id": acme.project} if i % 3 else {}
@@ -45,18 +45,21 @@ async def acme(
             usage, acme, f"r{i}", 1_000_003 * (i + 1), i, 4_001, tags='{"a":"x"}' if i % 2 else "", **project
         )
     clock.now = NOVEMBER.ends_at
-    await Billing(database).close(NOVEMBER)
+    await BillingService(database).close(NOVEMBER)
     clock.now += 5 * DAY * SECOND
     await use(usage, acme, "later", 2_000_000, 0, 9_000)
-    await Billing(database).correct(event, {"output_tokens": -100}, "ticket-1")
+    await BillingService(database).correct(event, {"output_tokens": -100}, "ticket-1")
     clock.now = DECEMBER.ends_at
-    await Billing(database).close(DECEMBER)
+    await BillingService(database).close(DECEMBER)
     await usage.stop()
     return acme
 
 
 async def rows_of(database: Database, acme: Principal) -> list[Row]:
-    seller, billing = Seller(provider="Example GmbH", tenant_id=acme.tenant, tenant_name="acme"), Billing(database)
+    seller, billing = (
+        Seller(provider="Example GmbH", tenant_id=acme.tenant, tenant_name="acme"),
+        BillingService(database),
+    )
     bills = [
         await billing.bill(acme.tenant, period, GROUP_BY) for period in await billing.periods() if period.is_closed
     ]
@@ -118,9 +121,7 @@ NOT_NULL_FOR_PRICED_USAGE = (
 KINDS = {"text": str, "decimal": Decimal, "time": datetime}
 
 
-async def test_focus_rows_keep_the_published_rules_and_add_up_to_the_invoices(
-    database: Database, acme: Principal
-) -> None:
+async def test_focus_rows_keep_the_published_rules_and_add_up_to_invoices(database: Database, acme: Principal) -> None:
     rows = await rows_of(database, acme)
     columns = {column.name: column for column in FOCUS_COLUMNS}
     assert len(rows) >= 6
@@ -137,7 +138,7 @@ async def test_focus_rows_keep_the_published_rules_and_add_up_to_the_invoices(
         check_row(row)
     assert "Correction" in {row.get("ChargeClass") for row in rows}
     for month in (NOVEMBER, DECEMBER):
-        invoice = await Billing(database).invoice("acme", month)
+        invoice = await BillingService(database).invoice("acme", month)
         assert sum(row["BilledCost"] for row in rows if row["InvoiceId"] == invoice.id) == invoice.total
 
 
@@ -168,10 +169,10 @@ def check_row(row: dict[str, object]) -> None:
         assert row.get("SubAccountType") is None
 
 
-async def test_focus_is_read_by_another_engine_with_its_types(
+async def test_focus_export_is_read_by_another_engine_with_its_types(
     database: Database, acme: Principal, tmp_path: Path
 ) -> None:
-    total = sum([(await Billing(database).invoice("acme", month)).total for month in (NOVEMBER, DECEMBER)])
+    total = sum([(await BillingService(database).invoice("acme", month)).total for month in (NOVEMBER, DECEMBER)])
     made = await written(database, acme, tmp_path, "parquet")
     [sums] = duckdb.sql(
         f"SELECT sum(BilledCost), epoch_us(min(BillingPeriodStart)), count(*) FROM '{tmp_path / made}'"
@@ -209,7 +210,7 @@ UNDECIDABLE = {"InvoiceId-C-004-C"}
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
 @pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
-async def test_the_foundations_validator_finds_nothing(
+async def test_focus_export_passes_the_foundations_validator(
     database: Database, acme: Principal, tmp_path: Path, kind: str
 ) -> None:
     """Its libraries are older than ours: it runs from an environment of its own, where somebody has put one."""

@@ -5,17 +5,18 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hub_double import Answer, Hub, hub_double
+from fake_hub import Answer, Hub, hub_double
 from s3_server import S3
-from upload_house import CONFIG, upload_house
+from upload_harness import CONFIG, upload_harness
 
+from loramux.bundle import SOURCES
 from loramux.records import Database, Principal
 from loramux.settings import BucketSettings, HubSettings, UploadSettings
 from loramux.storage import CONFIG_FILE, WEIGHTS_FILE, open_blobs, open_objects
 from loramux.uploads import BucketSource, HubSource, InvalidUpload, Source, UploadRequest
-from loramux.uploads.importing import Importer
-from loramux.uploads.refusals import UploadRejected
-from loramux.uploads.sources import check_source
+from loramux.uploads import imports as imports_module
+from loramux.uploads.errors import UploadRejected
+from loramux.uploads.imports import Importer, check_source
 
 pytestmark = pytest.mark.anyio
 
@@ -59,7 +60,9 @@ async def test_both_files_come_from_the_commit(hub: Hub, tmp_path: Path) -> None
     await importer(hub, token_file=str(tmp_path / "token")).fetch(SOURCE, "acme", tmp_path)
     assert (tmp_path / CONFIG_FILE).read_bytes() == CONFIG
     assert (tmp_path / WEIGHTS_FILE).read_bytes() == b"weights"
-    assert hub.asked == [("localhost", path_of(name), "Bearer secret") for name in (CONFIG_FILE, WEIGHTS_FILE)]
+    assert hub.asked == [
+        ("localhost", path_of(name), "Bearer secret") for name in (CONFIG_FILE, WEIGHTS_FILE, *SOURCES)
+    ]
 
 
 @pytest.mark.parametrize("networks", [(), ("10.0.0.0/8",)])
@@ -85,6 +88,39 @@ async def test_a_redirect_to_a_private_address_is_not_followed(hub: Hub, tmp_pat
     hub.answers[path_of(CONFIG_FILE)] = Answer(status=302, headers={"Location": "http://192.168.7.7/latest"})
     why = await refused(importer(hub, redirects=("192.168.7.7",)), tmp_path)
     assert (why.code, "192.168.7.7" in why.message) == ("source_not_allowed", True)
+
+
+@pytest.mark.parametrize(
+    "location",
+    [
+        "http://127.0.0.1:1/blob",
+        "https://127.0.0.1/blob",
+        "ftp://127.0.0.1/blob",
+        "file:///etc/passwd",
+        "//127.0.0.2/blob",
+        "http://127.0.0.1@127.0.0.2/blob",
+        "http://user:secret@127.0.0.1/blob",
+        "http://2130706433/blob",
+        "http://0x7f.1/blob",
+        "http://[::ffff:127.0.0.1]/blob",
+        "http://[::1/blob",
+        "http://127.0.0.1:99999/blob",
+        "http:///blob",
+        "",
+    ],
+)
+async def test_a_redirect_out_of_the_list_is_not_followed(hub: Hub, tmp_path: Path, location: str) -> None:
+    """Another host, port, scheme or spelling than those of the settings, or none at all."""
+    hub.answers[path_of(CONFIG_FILE)] = Answer(status=302, headers={"Location": location})
+    why = await refused(importer(hub, redirects=("127.0.0.1",)), tmp_path)
+    assert why.code in ("source_not_allowed", "source_unavailable")
+    assert hub.asked == [("localhost", path_of(CONFIG_FILE), None)]
+
+
+async def test_a_hub_that_drips_is_given_up(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(imports_module, "WINDOW_SECONDS", 0.05)
+    hub.answers[path_of(WEIGHTS_FILE)] = Answer(b"x", length=900, stalls=True)
+    assert "too slowly" in (await refused(importer(hub), tmp_path)).message
 
 
 async def test_redirects_end(hub: Hub, tmp_path: Path) -> None:
@@ -170,13 +206,13 @@ async def test_an_import_from_a_bucket_becomes_a_revision(
     theirs.put(f"v1/{CONFIG_FILE}", CONFIG)
     theirs.put(f"v1/{WEIGHTS_FILE}", b"weights")
     blobs = open_blobs(str(tmp_path / "blobs"), str(tmp_path / "cache"), {})
-    async with upload_house(database, blobs, principal, settings=settings) as house:
+    async with upload_harness(database, blobs, principal, settings=settings) as harness:
 
         async def fetched(folder: str) -> tuple[str, str | None]:
             source = BucketSource(url=place.replace("{tenant}", "acme") + folder)
-            upload = await house.uploads.sessions.open(principal, UploadRequest("upper", None, source))
+            upload = await harness.uploads.open(principal, UploadRequest("upper", None, source))
             assert upload.state == "validating"
-            end = await house.end_of(upload.id)
+            end = await harness.end_of(upload.id)
             return end.state, end.outcome.error and end.outcome.error.code
 
         assert await fetched("v1") == ("ready", None)

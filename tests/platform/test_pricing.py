@@ -7,9 +7,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loramux.pricing import Currency, Price, Step, UnknownCurrency, Usage, charge, cost, minor_units, most, price_for
-from loramux.pricing.charges import DAY
+from loramux.billing import Tax
+from loramux.pricing import (
+    Currency,
+    Price,
+    Step,
+    UnknownCurrency,
+    charge,
+    cost,
+    encode_money,
+    minor_units,
+    plain_text,
+    price_for,
+)
 from loramux.pricing.money import allocate, nanos_of
+from loramux.records.usage import DailyQuantities
+from loramux.units import DAY
 
 USD = Currency.of("USD")
 NANO = Decimal(10) ** -9
@@ -38,7 +51,7 @@ def in_decimal(one: Price, quantity: int) -> Decimal:
 
 
 @given(prices(), st.integers(0, 10**9), st.sampled_from(["USD", "JPY", "BHD", "EUR"]))
-def test_a_line_is_rounded_once_as_decimal_rounds(one: Price, quantity: int, code: str) -> None:
+def test_line_is_rounded_once_as_decimal_rounds(one: Price, quantity: int, code: str) -> None:
     currency = Currency.of(code)
     with decimal.localcontext(prec=60):
         exact = in_decimal(one, quantity)
@@ -56,18 +69,18 @@ def test_a_line_is_rounded_once_as_decimal_rounds(one: Price, quantity: int, cod
         ("BHD", 500_000, 1),
     ],
 )
-def test_halves_go_away_from_zero_in_the_currencys_own_digits(code: str, nanos: int, minor: int) -> None:
+def test_rounding_takes_halves_away_from_zero_in_the_currencys_digits(code: str, nanos: int, minor: int) -> None:
     assert minor_units(nanos, 1, Currency.of(code)) == minor
 
 
 @pytest.mark.parametrize("code", ["usd", "XAU", "QQQ", "", "US"])
-def test_what_is_no_currency_is_refused(code: str) -> None:
+def test_currency_that_is_unknown_is_refused(code: str) -> None:
     with pytest.raises(UnknownCurrency, match="ISO 4217"):
         Currency.of(code)
 
 
 @given(prices(), st.lists(st.integers(0, 10**6), min_size=1, max_size=20))
-def test_steps_do_not_care_how_usage_was_cut(one: Price, parts: list[int]) -> None:
+def test_steps_cost_the_same_however_usage_is_divided(one: Price, parts: list[int]) -> None:
     total, before = 0, 0
     for part in parts:
         total += cost(one, before + part) - cost(one, before)
@@ -75,14 +88,14 @@ def test_steps_do_not_care_how_usage_was_cut(one: Price, parts: list[int]) -> No
     assert total == cost(one, before)
 
 
-def test_a_free_quota_and_volume_steps() -> None:
+def test_steps_with_a_free_quota_are_graduated() -> None:
     one = price((0, 0), (1000, 20), (5000, 10), per=1)
     assert [cost(one, n) for n in (0, 1000, 1001, 5000, 6000)] == [0, 0, 20, 80_000, 90_000]
     assert cost(one, -6000) == -90_000
 
 
 @given(st.integers(-(10**15), 10**15), st.lists(st.integers(0, 10**12), min_size=1, max_size=30))
-def test_parts_add_up_and_are_in_proportion(total: int, weights: list[int]) -> None:
+def test_allocation_adds_up_in_proportion(total: int, weights: list[int]) -> None:
     parts = allocate(total, weights)
     assert sum(parts) == total
     if whole := sum(weights):
@@ -90,7 +103,7 @@ def test_parts_add_up_and_are_in_proportion(total: int, weights: list[int]) -> N
 
 
 @given(st.integers(-(10**9), 10**9), st.lists(st.integers(-(10**6), 10**6), min_size=1, max_size=30))
-def test_parts_add_up_where_credits_are_among_them(total: int, weights: list[int]) -> None:
+def test_allocation_with_credits_adds_up(total: int, weights: list[int]) -> None:
     assert sum(allocate(total, weights)) == total
 
 
@@ -98,10 +111,8 @@ def test_parts_add_up_where_credits_are_among_them(total: int, weights: list[int
     prices(),
     st.lists(st.tuples(st.integers(0, 30), st.sampled_from("abc"), st.integers(0, 10**6)), min_size=1, max_size=25),
 )
-def test_every_part_of_a_line_is_somebodys_and_all_parts_are_the_line(
-    one: Price, used: list[tuple[int, str, int]]
-) -> None:
-    usages = [Usage(day, "base", "standard", who, {"output": quantity}) for day, who, quantity in used]
+def test_charges_of_a_line_add_up_to_the_line(one: Price, used: list[tuple[int, str, int]]) -> None:
+    usages = [DailyQuantities(day, "base", "standard", who, {"output": quantity}) for day, who, quantity in used]
     lines = charge(usages, lambda _: (one,), USD)
     if not any(quantity for *_, quantity in used):
         assert lines == []
@@ -111,9 +122,9 @@ def test_every_part_of_a_line_is_somebodys_and_all_parts_are_the_line(
     assert sum(part.nanos for part in line.charges) == line.amount * USD.nanos
 
 
-def test_a_free_quota_is_used_by_the_days_that_came_first() -> None:
+def test_free_quota_is_used_by_the_earliest_days() -> None:
     one = price((0, 0), (100, 10**9), per=1)
-    usages = [Usage(day, "base", "", who, {"output": 100}) for day, who in ((1, "a"), (2, "a"), (2, "b"))]
+    usages = [DailyQuantities(day, "base", "", who, {"output": 100}) for day, who in ((1, "a"), (2, "a"), (2, "b"))]
     [line] = charge(usages, lambda _: (one,), USD)
     assert [(part.day, part.group, part.nanos) for part in line.charges] == [
         (1, "a", 0),
@@ -122,7 +133,7 @@ def test_a_free_quota_is_used_by_the_days_that_came_first() -> None:
     ]
 
 
-def test_the_price_that_says_most_about_the_usage_holds() -> None:
+def test_price_for_usage_is_the_most_specific() -> None:
     every, base, tier = price(id="every"), price(id="base", base_model="m"), price(id="tier", tier="batch")
     newer, ended = price(id="newer", base_model="m", valid_from=5 * DAY), price(id="old", valid_until=DAY)
     known = [every, base, tier, newer, ended]
@@ -133,35 +144,76 @@ def test_the_price_that_says_most_about_the_usage_holds() -> None:
     assert price_for([ended], "output", "m", "", DAY) is None
 
 
-def test_usage_without_a_price_is_on_a_line_that_costs_nothing() -> None:
-    [line] = charge([Usage(0, "m", "", "a", {"output": 7, "waived_output": 3})], lambda _: (), USD)
+def test_usage_without_a_price_is_on_a_free_line() -> None:
+    [line] = charge([DailyQuantities(0, "m", "", "a", {"output": 7, "waived_output": 3})], lambda _: (), USD)
     assert (line.price, line.quantity, line.amount) == (None, 7, 0)
 
 
-@given(prices(), prices(), st.integers(0, 5000), st.integers(0, 5000), st.integers(0, 5000), st.integers(0, 5000))
-def test_no_request_costs_more_than_the_most_it_can(
-    per_input: Price, per_output: Price, prompt: int, cached: int, output: int, before: int
-) -> None:
-    from msgspec.structs import replace
-
-    cached = min(cached, prompt)
-    known = [replace(per_input, meter="input_uncached"), replace(per_input, meter="input_cached"), per_output]
-    bound = most(known, "m", "", 0, prompt_tokens=prompt, max_tokens=output)
-    exact = Decimal(0)
-    for one, quantity in zip(known, (prompt - cached, cached, output), strict=True):
-        exact += Decimal(cost(one, before + quantity) - cost(one, before)) / one.per
-    assert bound >= exact
-
-
 @pytest.mark.parametrize("text", ["-1", "1e-10", "abc", "", "NaN", "Infinity"])
-def test_what_is_no_price_is_refused(text: str) -> None:
+def test_price_text_that_is_malformed_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="price"):
         nanos_of(text, "price")
 
 
-def test_prices_are_read_exactly() -> None:
+def test_price_text_is_read_exactly() -> None:
     assert [nanos_of(text, "price") for text in ("0.20", "1e-9", "12345.000000001")] == [
         2 * 10**8,
         1,
         12345 * 10**9 + 1,
     ]
+
+
+MODELS, KEYS = ("a@1", "b@2", "c@3"), ("k1", "k2", None)
+
+
+@given(
+    one=prices(),
+    used=st.lists(
+        st.tuples(st.integers(0, 30), st.sampled_from(MODELS), st.sampled_from(KEYS), st.integers(-(10**5), 10**9)),
+        min_size=1,
+        max_size=40,
+    ),
+    code=st.sampled_from(["USD", "JPY", "BHD"]),
+)
+def test_invoice_line_is_rounded_once_however_the_bill_is_divided(
+    one: Price, used: list[tuple[int, str, str | None, int]], code: str
+) -> None:
+    """By day, model and key, by model, or not at all: the line is the exact cost of everything, rounded once."""
+    currency, total = Currency.of(code), sum(quantity for *_, quantity in used)
+    with decimal.localcontext(prec=60):
+        exact = in_decimal(one, abs(total))
+        rounded = exact.quantize(Decimal(10) ** -currency.digits, rounding=decimal.ROUND_HALF_UP)
+        expected = int(rounded.scaleb(currency.digits)) * (1 if total >= 0 else -1)
+    for columns in (slice(0, 0), slice(0, 1), slice(0, 2)):
+        sums: dict[tuple[int, tuple[str | None, ...]], int] = {}
+        for day, model, key, quantity in used:
+            place = day, (model, key)[columns]
+            sums[place] = sums.get(place, 0) + quantity
+        daily = [DailyQuantities(day, "base", "", group, {"output": n}) for (day, group), n in sums.items()]
+        lines = charge(daily, lambda _: (one,), currency)
+        assert sum(line.amount for line in lines) == expected
+        for line in lines:
+            assert sum(part.nanos for part in line.charges) == line.amount * currency.nanos
+            assert sum(part.quantity for part in line.charges) == total
+
+
+@given(
+    subtotal=st.integers(-(10**12), 10**12),
+    percent=st.decimals(0, 100, places=4),
+    code=st.sampled_from(["USD", "JPY", "BHD"]),
+)
+def test_tax_is_rounded_once_on_the_subtotal(subtotal: int, percent: Decimal, code: str) -> None:
+    with decimal.localcontext(prec=60):
+        exact = (Decimal(subtotal) * percent / 100).quantize(Decimal(1), rounding=decimal.ROUND_HALF_UP)
+    currency = Currency.of(code)
+    assert Tax(name="VAT", percent=percent).of(subtotal, currency) == exact
+    assert Tax(name="VAT", percent=percent, is_exempt=True).of(subtotal, currency) == 0
+
+
+@given(st.decimals(allow_nan=False, allow_infinity=False))
+def test_money_text_has_no_exponent_and_loses_nothing(amount: Decimal) -> None:
+    text = plain_text(amount)
+    assert "E" not in text.upper()
+    assert Decimal(text) == amount
+    assert encode_money({"x": amount}) == f'{{"x":"{text}"}}'.encode()
+    assert encode_money({"x": amount}, as_numbers=True) == f'{{"x":{text}}}'.encode()

@@ -17,23 +17,32 @@ import sqlalchemy as sa
 import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig
+from upload_harness import upload_folder, upload_services
 
 from loramux.records import Database, Principal
-from loramux.records.models import AdapterRow, AliasRow, RevisionRow
+from loramux.records.adapters import AdapterRow, RevisionRow
+from loramux.records.aliases import AliasRow
 from loramux.registry import (
     AdapterInfo,
     AdapterNotFound,
+    BaseModel,
+    BaseModels,
     InvalidName,
     ModelNotFound,
     Registry,
     RevisionUnavailable,
     TooManyAdapters,
+    WeightedRevision,
+    engine_key,
+    open_registry,
 )
 from loramux.settings import AdapterLimits, ModelSettings, Settings, ValidationSettings
-from loramux.storage import CONFIG_FILE, WEIGHTS_FILE, BlobStore, open_blobs
-from loramux.usage import OpenedRequest, Settlement, Usage
-from loramux.validation import Validator
-from loramux_adapters import AdapterRejected, BaseDescription, describe_base
+from loramux.storage import CONFIG_FILE, WEIGHTS_FILE, BlobStore, content_digest, open_blobs
+from loramux.units import TokenCounts
+from loramux.uploads import InvalidUpload, UploadRejected, UploadSessions
+from loramux.usage import OpenedRequest, Settlement, UsageService
+from loramux.validation import BaseValidators, Validator
+from loramux_adapters import BaseDescription, describe_base
 
 pytestmark = pytest.mark.anyio
 
@@ -50,7 +59,7 @@ def describe(folder: Path, hidden_size: int = HIDDEN) -> BaseDescription:
     return describe_base(folder)
 
 
-def write_adapter(folder: Path, seed: int = 0, rank: int = 4, fill: float | None = None) -> tuple[Path, Path]:
+def write_adapter(folder: Path, seed: int = 0, rank: int = 4, fill: float | None = None) -> Path:
     """A LoRA on q_proj of both layers; `fill` takes the place of random weights."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
@@ -63,7 +72,7 @@ def write_adapter(folder: Path, seed: int = 0, rank: int = 4, fill: float | None
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": 8, "target_modules": ["q_proj"]}
     (folder / CONFIG_FILE).write_text(json.dumps(config))
     save_file(tensors, folder / WEIGHTS_FILE)
-    return folder / CONFIG_FILE, folder / WEIGHTS_FILE
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -79,15 +88,31 @@ async def blobs(tmp_path: Path) -> AsyncIterator[BlobStore]:
 
 
 @pytest.fixture(scope="module")
-def validator(base: BaseDescription) -> Iterator[Validator]:
-    with closing(Validator(CHECKED, base, "float32")) as validator:
-        yield validator
+def validators(base: BaseDescription) -> Iterator[BaseValidators]:
+    with closing(BaseValidators(CHECKED, {SERVED: Validator(CHECKED, base, "float32")})) as validators:
+        yield validators
+
+
+LIMITS = AdapterLimits(max_rank=16, max_adapters_per_tenant=3, undo_seconds=0)
 
 
 @pytest.fixture
-def registry(database: Database, blobs: BlobStore, base: BaseDescription, validator: Validator) -> Registry:
-    limits = AdapterLimits(max_rank=16, max_adapters_per_tenant=3, undo_seconds=0)
-    return Registry(database, blobs, base, SERVED, limits, validator)
+async def services(
+    database: Database, blobs: BlobStore, base: BaseDescription, validators: BaseValidators
+) -> AsyncIterator[tuple[Registry, UploadSessions]]:
+    made = upload_services(database, blobs, validators=validators, base=base, served_model_name=SERVED, limits=LIMITS)
+    yield made
+    await made[1].worker.stop()
+
+
+@pytest.fixture
+def registry(services: tuple[Registry, UploadSessions]) -> Registry:
+    return services[0]
+
+
+@pytest.fixture
+def uploads(services: tuple[Registry, UploadSessions]) -> UploadSessions:
+    return services[1]
 
 
 @pytest.fixture
@@ -112,9 +137,9 @@ async def globex(enrol: Enrol) -> Principal:
 
 
 @pytest.fixture
-def push(registry: Registry, tmp_path: Path) -> Callable[..., Awaitable[AdapterInfo]]:
+def push(uploads: UploadSessions, tmp_path: Path) -> Callable[..., Awaitable[AdapterInfo]]:
     async def push(principal: Principal, name: str, **content: Any) -> AdapterInfo:
-        return await registry.upload(principal, name, *write_adapter(tmp_path / "source", **content))
+        return await upload_folder(uploads, principal, name, write_adapter(tmp_path / "source", **content))
 
     return push
 
@@ -150,7 +175,7 @@ async def test_an_upload_resolves_to_its_very_files(
     registry: Registry, push: Push, acme: Principal, tmp_path: Path
 ) -> None:
     info = await push(acme, "acme/upper")
-    model = await registry.resolve(acme, "acme/upper")
+    model = await registry.resolver.resolve(acme, "acme/upper")
     assert model.name == "acme/upper@1"
     assert model.revision is not None
     assert (model.revision.digest, model.revision.number, model.revision.adapter_id) == (info.digest, 1, info.id)
@@ -164,7 +189,7 @@ async def test_a_second_upload_is_the_next_revision_and_the_default(
     first, second = await push(acme, "upper", seed=1), await push(acme, "upper", seed=2)
     assert (first.revision, second.revision, first.id) == (1, 2, second.id)
     by_name = {
-        model: (await registry.resolve(acme, model)).revision.digest
+        model: (await registry.resolver.resolve(acme, model)).revision.digest
         for model in ("acme/upper", "acme/upper:default", "acme/upper@1", "acme/upper@2")
     }
     assert by_name == {
@@ -180,32 +205,83 @@ async def test_the_same_content_again_is_the_same_revision(push: Push, acme: Pri
     assert await rows(database) == (1, 1, 1)
 
 
-async def test_earlier_content_again_becomes_the_default_again(
+async def test_earlier_content_again_changes_nothing(
     registry: Registry, push: Push, acme: Principal, database: Database
 ) -> None:
+    """A repeated upload of v1 must not take the traffic away from v2."""
+    await push(acme, "upper", seed=1)
+    second = await push(acme, "upper", seed=2)
+    assert await push(acme, "upper", seed=1) == second
+    assert (await registry.resolver.resolve(acme, "acme/upper")).name == "acme/upper@2"
+    assert [version.version for version in await registry.queries.history(acme, "upper", "default")] == [2, 1]
+    assert await rows(database) == (1, 2, 1)
+
+
+async def test_the_content_of_a_canary_again_leaves_the_canary(registry: Registry, push: Push, acme: Principal) -> None:
+    for seed in (1, 2):
+        await push(acme, "upper", seed=seed)
+    targets = [WeightedRevision(1, 95), WeightedRevision(2, 5)]
+    canary = await registry.aliases.point(acme, "upper", "default", targets)
+    assert await push(acme, "upper", seed=2) == canary
+
+
+async def test_deleted_content_again_becomes_the_default_again(
+    registry: Registry, push: Push, acme: Principal, database: Database
+) -> None:
+    """Uploading what was deleted is a new release, not a repetition."""
     first = await push(acme, "upper", seed=1)
     await push(acme, "upper", seed=2)
+    await registry.deletion.delete_revision(acme, "upper", 1)
     again = await push(acme, "upper", seed=1)
     assert (again.revision, again.digest) == (1, first.digest)
-    assert (await registry.resolve(acme, "acme/upper")).name == "acme/upper@1"
+    assert (await registry.resolver.resolve(acme, "acme/upper")).name == "acme/upper@1"
     assert await rows(database) == (1, 2, 1)
 
 
 async def test_uploads_at_once_get_numbers_without_a_gap(
-    registry: Registry, acme: Principal, tmp_path: Path, database: Database
+    uploads: UploadSessions, acme: Principal, tmp_path: Path, database: Database
 ) -> None:
     sources = [write_adapter(tmp_path / f"source{seed}", seed=seed % 4) for seed in range(8)]
-    infos = await asyncio.gather(*(registry.upload(acme, "upper", *source) for source in sources))
-    assert {info.revision for info in infos} == {1, 2, 3, 4}
-    assert all(infos[i].digest == infos[i + 4].digest for i in range(4))
+    infos = await asyncio.gather(*(upload_folder(uploads, acme, "upper", source) for source in sources))
     assert await rows(database) == (1, 4, 1)
+    async with database.read() as session:
+        numbers = set(await session.scalars(sa.select(RevisionRow.number)))
+    assert numbers == {1, 2, 3, 4}
+    assert {info.revision for info in infos} <= numbers
     assert staged(tmp_path) == []
 
 
-async def test_files_received_in_staging_are_taken_from_there(registry: Registry, acme: Principal) -> None:
-    with registry.staging() as folder:
-        await registry.upload(acme, "upper", *write_adapter(folder))
-        assert list(folder.iterdir()) == []
+async def test_an_uploads_answer_is_of_its_own_transaction(
+    uploads: UploadSessions, acme: Principal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of two uploads at once is answered with its own revision, though the other is the default by then."""
+    sources = [write_adapter(tmp_path / f"source{seed}", seed=seed) for seed in range(2)]
+    both, real, waiting = asyncio.Event(), uploads.worker._end, []
+
+    def end(id: str, outcome: Any) -> None:
+        """Let nobody be answered before both are committed."""
+        waiting.append((id, outcome))
+        if len(waiting) == 2:
+            for one in waiting:
+                real(*one)
+            both.set()
+
+    monkeypatch.setattr(uploads.worker, "_end", end)
+    infos = await asyncio.gather(*(upload_folder(uploads, acme, "upper", source) for source in sources))
+    assert both.is_set()
+    assert {info.revision for info in infos} == {1, 2}
+    assert [info.digest for info in infos] == [content_digest(source) for source in sources]
+
+
+async def test_twenty_clients_upload_to_one_name_and_each_gets_its_own_revision(
+    uploads: UploadSessions, acme: Principal, tmp_path: Path, database: Database
+) -> None:
+    sources = [write_adapter(tmp_path / f"source{seed}", seed=seed) for seed in range(20)]
+    infos = await asyncio.gather(*(upload_folder(uploads, acme, "upper", source) for source in sources))
+    assert sorted(info.revision for info in infos) == list(range(1, 21))
+    assert [info.digest for info in infos] == [content_digest(source) for source in sources]
+    assert await rows(database) == (1, 20, 1)
+    assert staged(tmp_path) == []
 
 
 BAD_CONTENT: dict[str, dict[str, Any]] = {
@@ -218,7 +294,7 @@ BAD_CONTENT: dict[str, dict[str, Any]] = {
 async def test_a_refused_upload_leaves_nothing(
     push: Push, blobs: BlobStore, acme: Principal, database: Database, tmp_path: Path, content: dict[str, Any]
 ) -> None:
-    with pytest.raises(AdapterRejected):
+    with pytest.raises(UploadRejected):
         await push(acme, "upper", **content)
     assert staged(tmp_path) == []
     assert blobs.digests() == []
@@ -226,11 +302,11 @@ async def test_a_refused_upload_leaves_nothing(
 
 
 @pytest.mark.parametrize("absent", [CONFIG_FILE, WEIGHTS_FILE])
-async def test_a_missing_file_is_refused(registry: Registry, acme: Principal, tmp_path: Path, absent: str) -> None:
-    files = write_adapter(tmp_path / "source")
-    (tmp_path / "source" / absent).unlink()
-    with pytest.raises(AdapterRejected, match=absent):
-        await registry.upload(acme, "upper", *files)
+async def test_a_missing_file_is_refused(uploads: UploadSessions, acme: Principal, tmp_path: Path, absent: str) -> None:
+    source = write_adapter(tmp_path / "source")
+    (source / absent).unlink()
+    with pytest.raises(InvalidUpload, match=absent):
+        await upload_folder(uploads, acme, "upper", source)
     assert staged(tmp_path) == []
 
 
@@ -255,23 +331,25 @@ async def test_a_tenant_has_a_limit(registry: Registry, push: Push, acme: Princi
         await push(acme, "a3")
     await push(acme, "a0", seed=9)
     await push(globex, "a3")
-    await registry.retiring.delete(acme, "a1")
+    await registry.deletion.delete(acme, "a1")
     await push(acme, "a3")
 
 
-async def test_the_limit_holds_for_uploads_at_once(registry: Registry, acme: Principal, tmp_path: Path) -> None:
+async def test_the_limit_holds_for_uploads_at_once(
+    registry: Registry, uploads: UploadSessions, acme: Principal, tmp_path: Path
+) -> None:
     sources = [write_adapter(tmp_path / f"source{seed}", seed=seed) for seed in range(6)]
-    uploads = (registry.upload(acme, f"a{seed}", *source) for seed, source in enumerate(sources))
-    outcomes = await asyncio.gather(*uploads, return_exceptions=True)
+    pushes = (upload_folder(uploads, acme, f"a{seed}", source) for seed, source in enumerate(sources))
+    outcomes = await asyncio.gather(*pushes, return_exceptions=True)
     assert sum(isinstance(outcome, TooManyAdapters) for outcome in outcomes) == 3
-    assert len(await registry.reading.all(acme)) == 3
+    assert len(await registry.queries.all(acme)) == 3
 
 
 # ---- names
 
 
 async def test_the_base_model_is_everybodys(registry: Registry, acme: Principal) -> None:
-    model = await registry.resolve(acme, SERVED)
+    model = await registry.resolver.resolve(acme, SERVED)
     assert (model.name, model.revision) == (SERVED, None)
 
 
@@ -282,19 +360,19 @@ async def test_anothers_adapter_is_exactly_as_absent_as_an_absent_one(
 
     async def refusal(model: str) -> str:
         with pytest.raises(ModelNotFound) as refused:
-            await registry.resolve(acme, model)
+            await registry.resolver.resolve(acme, model)
         assert (refused.value.code, refused.value.field) == ("model_not_found", "model")
         return str(refused.value).replace(model, "MODEL")
 
     there = {await refusal(model) for model in ("globex/secret", "globex/secret@1", "globex/secret:default")}
     absent = {await refusal(model) for model in ("globex/other", "acme/secret", "acme/secret@1", "nobody/secret")}
     assert there == absent == {"The model `MODEL` does not exist or you do not have access to it."}
-    for question in (registry.reading.get, registry.retiring.delete):
+    for question in (registry.queries.get, registry.deletion.delete):
         for name in ("globex/secret", "secret", "acme/secret"):
             with pytest.raises(AdapterNotFound):
                 await question(acme, name)
-    assert await registry.reading.all(acme) == []
-    assert len(await registry.reading.all(globex)) == 1
+    assert await registry.queries.all(acme) == []
+    assert len(await registry.queries.all(globex)) == 1
 
 
 MALFORMED = [
@@ -315,14 +393,14 @@ MALFORMED += ["acme/upper@1:default", "ACME/upper", "acme/upper ", "acme//upper"
 async def test_what_cannot_be_a_model_is_not_found(registry: Registry, push: Push, acme: Principal, model: str) -> None:
     await push(acme, "upper")
     with pytest.raises(ModelNotFound) as refusal:
-        await registry.resolve(acme, model)
+        await registry.resolver.resolve(acme, model)
     assert len(str(refusal.value)) < 250
 
 
 async def test_lists_and_gets(registry: Registry, push: Push, acme: Principal) -> None:
     json_, upper = await push(acme, "json"), await push(acme, "upper", seed=2)
-    assert await registry.reading.all(acme) == [json_, upper]
-    assert await registry.reading.get(acme, "upper") == await registry.reading.get(acme, "acme/upper") == upper
+    assert await registry.queries.all(acme) == [json_, upper]
+    assert await registry.queries.get(acme, "upper") == await registry.queries.get(acme, "acme/upper") == upper
 
 
 # ---- delete
@@ -337,18 +415,18 @@ async def test_a_deleted_adapter_is_gone(
     pass_time: Callable[[int], None],
 ) -> None:
     first, second = await push(acme, "upper", seed=1), await push(acme, "upper", seed=2)
-    assert await registry.retiring.delete(acme, "upper") == (second, {first.digest, second.digest})
-    assert await registry.contents.purge() == 0, "a request that found it may be on its way"
+    assert await registry.deletion.delete(acme, "upper") == (second, {first.digest, second.digest})
+    assert await registry.blob_gc.purge() == 0, "a request that found it may be on its way"
     pass_time(61)
-    assert await registry.contents.purge() == 2
+    assert await registry.blob_gc.purge() == 2
     assert blobs.digests() == []
     assert staged(tmp_path) == []
-    assert await registry.reading.all(acme) == []
+    assert await registry.queries.all(acme) == []
     for model in ("acme/upper", "acme/upper@1", "acme/upper@2", "acme/upper:default"):
         with pytest.raises(ModelNotFound):
-            await registry.resolve(acme, model)
+            await registry.resolver.resolve(acme, model)
     with pytest.raises(AdapterNotFound):
-        await registry.retiring.delete(acme, "upper")
+        await registry.deletion.delete(acme, "upper")
 
 
 async def test_content_that_somebody_still_has_stays(
@@ -362,30 +440,32 @@ async def test_content_that_somebody_still_has_stays(
     shared = await push(acme, "upper", seed=1)
     own = await push(acme, "upper", seed=2)
     await push(globex, "copy", seed=1)
-    _, digests = await registry.retiring.delete(acme, "upper")
-    assert await registry.contents.uncallable(digests) == await registry.contents.departed() == {own.digest}
+    _, digests = await registry.deletion.delete(acme, "upper")
+    keys = {engine_key(acme.tenant, one.digest) for one in (own, shared)}
+    assert await registry.blob_gc.uncallable(acme.tenant, digests) == keys
+    assert await registry.blob_gc.recently_uncallable() == keys
     pass_time(61)
-    assert await registry.contents.purge() == 1
+    assert await registry.blob_gc.purge() == 1
     assert blobs.digests() == [shared.digest]
-    assert (await registry.resolve(globex, "globex/copy")).revision.digest == shared.digest
+    assert (await registry.resolver.resolve(globex, "globex/copy")).revision.digest == shared.digest
 
 
 async def test_a_number_names_one_content_for_ever(registry: Registry, push: Push, acme: Principal) -> None:
     first = await push(acme, "upper", seed=1)
-    await registry.retiring.delete(acme, "upper")
+    await registry.deletion.delete(acme, "upper")
     second = await push(acme, "upper", seed=2)
     assert second.revision == 2
     with pytest.raises(ModelNotFound):
-        await registry.resolve(acme, "acme/upper@1")
+        await registry.resolver.resolve(acme, "acme/upper@1")
     again = await push(acme, "upper", seed=1)
     assert (again.revision, again.digest, again.id) == (1, first.digest, first.id)
-    assert (await registry.resolve(acme, "acme/upper@1")).revision.digest == first.digest
+    assert (await registry.resolver.resolve(acme, "acme/upper@1")).revision.digest == first.digest
 
 
 def opened_request(principal: Principal, digest: str) -> OpenedRequest:
     return OpenedRequest(
         id="r1",
-        tenant=principal.tenant,
+        tenant_id=principal.tenant,
         key_id=principal.key_id,
         model="acme/upper@1",
         adapter_digest=digest,
@@ -403,25 +483,29 @@ async def test_files_of_an_open_request_stay_until_it_ends(
     pass_time: Callable[[int], None],
 ) -> None:
     info = await push(acme, "upper")
-    usage = Usage(database)
+    usage = UsageService(database)
     await usage.start()
     await usage.open(opened_request(acme, info.digest))
-    await registry.retiring.delete(acme, "upper")
+    await registry.deletion.delete(acme, "upper")
     pass_time(61)
-    assert await registry.contents.purge() == await registry.contents.sweep() == 0
+    assert await registry.blob_gc.purge() == await registry.blob_gc.sweep() == 0
     assert blobs.digests() == [info.digest]
     await usage.settle(
         Settlement(
-            request_id="r1", input_tokens=1, cached_tokens=0, output_tokens=1, finish_reason="stop", status="completed"
+            request_id="r1",
+            ended_by="completion",
+            finish_reason="stop",
+            delivered=TokenCounts(prompt=1, output=1),
         )
     )
-    assert await registry.contents.purge() == 1
+    assert await registry.blob_gc.purge() == 1
     assert blobs.digests() == []
     await usage.stop()
 
 
 async def test_uploads_and_deletions_at_once_leave_no_row_without_files(
     registry: Registry,
+    uploads: UploadSessions,
     blobs: BlobStore,
     acme: Principal,
     globex: Principal,
@@ -431,25 +515,25 @@ async def test_uploads_and_deletions_at_once_leave_no_row_without_files(
     """The same content comes and goes under two tenants; what is listed can always be served."""
     sources = [write_adapter(tmp_path / f"source{number}") for number in range(2)]
 
-    async def come_and_go(principal: Principal, source: tuple[Path, Path]) -> None:
+    async def come_and_go(principal: Principal, source: Path) -> None:
         for _ in range(6):
-            await registry.upload(principal, "x", *source)
-            await registry.resolve(principal, f"{principal.tenant_name}/x")
-            await registry.retiring.delete(principal, "x")
+            await upload_folder(uploads, principal, "x", source)
+            await registry.resolver.resolve(principal, f"{principal.tenant_name}/x")
+            await registry.deletion.delete(principal, "x")
             pass_time(61)
-            await registry.contents.purge()
-        await registry.upload(principal, "x", *source)
+            await registry.blob_gc.purge()
+        await upload_folder(uploads, principal, "x", source)
 
     await asyncio.gather(come_and_go(acme, sources[0]), come_and_go(globex, sources[1]))
-    assert await registry.resolve(acme, "acme/x")
-    assert await registry.resolve(globex, "globex/x")
+    assert await registry.resolver.resolve(acme, "acme/x")
+    assert await registry.resolver.resolve(globex, "globex/x")
     assert len(blobs.digests()) == 1
 
 
 # ---- crashes and damage
 
 
-STEPS = ["stage", "seal", "publish"]
+STEPS = ["seal", "publish"]
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -480,39 +564,54 @@ async def test_an_upload_that_breaks_registers_nothing(
     assert staged(tmp_path) == []
     orphans = 1 if (step, when) == ("publish", "after") else 0
     assert len(blobs.digests()) == orphans
-    assert await registry.contents.sweep() == orphans
+    assert await registry.blob_gc.sweep() == orphans
     assert blobs.digests() == []
     assert (await push(acme, "upper")).revision == 1
 
 
 async def test_a_commit_that_breaks_registers_nothing(
-    registry: Registry, push: Push, blobs: BlobStore, acme: Principal, database: Database
+    registry: Registry,
+    push: Push,
+    blobs: BlobStore,
+    acme: Principal,
+    database: Database,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    published = []
+
+    def publish(folder: Path, digest: str, real: Any = blobs.publish) -> None:
+        real(folder, digest)
+        published.append(digest)
+
     def breaking(connection: sa.Connection) -> None:
-        if not connection.get_execution_options().get("postgresql_readonly"):
+        if published and not connection.get_execution_options().get("postgresql_readonly"):
             raise OSError("the database broke")
 
+    monkeypatch.setattr(blobs, "publish", publish)
     sa.event.listen(database._writer.sync_engine, "commit", breaking)
     with pytest.raises(OSError, match="the database broke"):
         await push(acme, "upper")
     sa.event.remove(database._writer.sync_engine, "commit", breaking)
     assert await rows(database) == (0, 0, 0)
     assert len(blobs.digests()) == 1
-    assert await registry.contents.sweep() == 1
+    assert await registry.blob_gc.sweep() == 1
     assert blobs.digests() == []
     assert (await push(acme, "upper")).revision == 1
 
 
 async def test_a_cancelled_upload_leaves_nothing(
-    registry: Registry, blobs: BlobStore, acme: Principal, database: Database, tmp_path: Path
+    uploads: UploadSessions, blobs: BlobStore, acme: Principal, database: Database, tmp_path: Path
 ) -> None:
-    files = write_adapter(tmp_path / "source")
-    uploading = asyncio.create_task(registry.upload(acme, "upper", *files))
-    while not staged(tmp_path):  # noqa: ASYNC110 - the disk has no event
+    source = write_adapter(tmp_path / "source")
+    uploading = asyncio.create_task(upload_folder(uploads, acme, "upper", source))
+    while uploads.worker.is_idle:  # noqa: ASYNC110 - it has no event
         await asyncio.sleep(0)
     uploading.cancel()
     with pytest.raises(asyncio.CancelledError):
         await uploading
+    while not uploads.worker.is_idle:  # noqa: ASYNC110 - it has no event
+        await asyncio.sleep(0)
+    assert await uploads.before(acme, None, 10) == []
     assert staged(tmp_path) == []
     assert blobs.digests() == []
     assert await rows(database) == (0, 0, 0)
@@ -522,12 +621,14 @@ KILL = """
 import asyncio, os, pickle, signal, sys
 from pathlib import Path
 from loramux.records import Database, Principal
-from loramux.registry import Registry
-from loramux.settings import AdapterLimits, ModelSettings, Settings, ValidationSettings
+from loramux.settings import ModelSettings, Settings, ValidationSettings
 from loramux.storage import open_blobs
-from loramux.validation import Validator
+from loramux.validation import BaseValidators, Validator
 
-url, tenant, key, root = sys.argv[1:]
+url, tenant, key, root, support = sys.argv[1:]
+sys.path.append(support)
+from upload_harness import upload_folder, upload_services
+
 root = Path(root)
 blobs = open_blobs(str(root / "blobs"), str(root / "cache"), {})
 publish = blobs.publish
@@ -540,16 +641,20 @@ blobs.publish = publish_and_die
 base = pickle.loads((root / "base").read_bytes())
 model = ModelSettings(path="/nowhere", served_model_name="base")
 checked = Settings(model=model, validation=ValidationSettings(parity=False))
-registry = Registry(Database(url), blobs, base, "base", AdapterLimits(), Validator(checked, base, "float32"))
 principal = Principal(tenant, "acme", key, frozenset(), "project_any")
-source = root / "source"
-files = source / "adapter_config.json", source / "adapter_model.safetensors"
-asyncio.run(registry.upload(principal, "upper", *files))
+
+async def main():
+    validators = BaseValidators(checked, {"base": Validator(checked, base, "float32")})
+    _, uploads = upload_services(Database(url), blobs, validators=validators, base=base)
+    await upload_folder(uploads, principal, "upper", root / "source")
+
+asyncio.run(main())
 """
 
 
 async def test_after_a_kill_nothing_is_half_registered(
     registry: Registry,
+    push: Push,
     blobs: BlobStore,
     acme: Principal,
     base: BaseDescription,
@@ -559,49 +664,52 @@ async def test_after_a_kill_nothing_is_half_registered(
 ) -> None:
     """Killed when the files have their final name and no row names them yet."""
     (tmp_path / "base").write_bytes(pickle.dumps(base))
-    files = write_adapter(tmp_path / "source")
-    command = [sys.executable, "-c", KILL, url, acme.tenant, acme.key_id, str(tmp_path)]
+    write_adapter(tmp_path / "source")
+    support = str(Path(__file__).parents[1] / "support")
+    command = [sys.executable, "-c", KILL, url, acme.tenant, acme.key_id, str(tmp_path), support]
     killed = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)
     assert killed.returncode == -9, killed.stderr
     assert await rows(database) == (0, 0, 0)
     assert len(blobs.digests()) == 1
-    assert await registry.contents.sweep() == 1
+    assert await registry.blob_gc.sweep() == 1
     assert blobs.digests() == []
     assert staged(tmp_path) == []
-    assert (await registry.upload(acme, "upper", *files)).revision == 1
+    assert (await push(acme, "upper")).revision == 1
 
 
 async def test_damaged_files_are_not_served_and_the_same_upload_repairs_them(
     registry: Registry, push: Push, acme: Principal
 ) -> None:
     await push(acme, "upper")
-    directory = (await registry.resolve(acme, "acme/upper")).revision.directory
+    directory = (await registry.resolver.resolve(acme, "acme/upper")).revision.directory
     weights = directory / WEIGHTS_FILE
     weights.chmod(0o644)
     weights.write_bytes(weights.read_bytes()[:-1] + b"\0")
     with pytest.raises(RevisionUnavailable, match=r"acme/upper@1.*damaged.*upload the adapter again"):
-        await registry.resolve(acme, "acme/upper")
+        await registry.resolver.resolve(acme, "acme/upper")
     assert (await push(acme, "upper")).revision == 1
-    assert await registry.resolve(acme, "acme/upper")
+    assert await registry.resolver.resolve(acme, "acme/upper")
 
 
 async def test_the_cache_keeps_its_limit_and_what_runs(
     registry: Registry, push: Push, blobs: BlobStore, acme: Principal, database: Database, tmp_path: Path
 ) -> None:
     infos = [await push(acme, "upper", seed=seed) for seed in range(3)]
-    usage = Usage(database)
+    usage = UsageService(database)
     await usage.start()
     await usage.open(opened_request(acme, infos[0].digest))
-    assert await registry.contents.trim_cache(0) == 0, "all of it was asked for only now"
+    assert await registry.blob_gc.trim_cache(0) == 0, "all of it was asked for only now"
     for age, info in enumerate(infos):
         hour_ago = time.time() - 3600 + age
-        os.utime((await registry.resolve(acme, f"acme/upper@{age + 1}")).revision.directory, (hour_ago, hour_ago))
+        os.utime(
+            (await registry.resolver.resolve(acme, f"acme/upper@{age + 1}")).revision.directory, (hour_ago, hour_ago)
+        )
         assert info.size_bytes == infos[0].size_bytes
-    assert await registry.contents.trim_cache(2 * infos[0].size_bytes) == 1
+    assert await registry.blob_gc.trim_cache(2 * infos[0].size_bytes) == 1
     assert {cached.digest for cached in blobs.cached()} == {infos[0].digest, infos[2].digest}
-    assert await registry.contents.trim_cache(1) == 1
+    assert await registry.blob_gc.trim_cache(1) == 1
     assert [cached.digest for cached in blobs.cached()] == [infos[0].digest]
-    assert (await registry.resolve(acme, "acme/upper@2")).revision.directory.is_dir(), "it is fetched again"
+    assert (await registry.resolver.resolve(acme, "acme/upper@2")).revision.directory.is_dir(), "it is fetched again"
     await usage.stop()
 
 
@@ -611,21 +719,20 @@ async def test_what_was_deleted_elsewhere_leaves_the_cache(
     blobs: BlobStore,
     acme: Principal,
     base: BaseDescription,
-    validator: Validator,
     tmp_path: Path,
     database: Database,
     pass_time: Callable[[int], None],
 ) -> None:
     info = await push(acme, "upper")
     there = open_blobs(str(tmp_path / "blobs"), str(tmp_path / "another machine's"), {})
-    elsewhere = Registry(database, there, base, SERVED, AdapterLimits(undo_seconds=0), validator)
-    await elsewhere.retiring.delete(acme, "upper")
+    elsewhere = open_registry(database, there, BaseModels([BaseModel(SERVED, base)]), AdapterLimits(undo_seconds=0))
+    await elsewhere.deletion.delete(acme, "upper")
     pass_time(61)
-    assert await elsewhere.contents.purge() == 1
+    assert await elsewhere.blob_gc.purge() == 1
     assert [cached.digest for cached in blobs.cached()] == [info.digest]
     for cached in (tmp_path / "cache").glob("sha256/*/*"):
         os.utime(cached, (1, 1))
-    assert await registry.contents.trim_cache(1 << 30) == 1
+    assert await registry.blob_gc.trim_cache(1 << 30) == 1
     assert blobs.cached() == []
     there.close()
 
@@ -636,11 +743,11 @@ async def test_a_revision_of_another_base_is_not_served(
     acme: Principal,
     database: Database,
     blobs: BlobStore,
-    validator: Validator,
     tmp_path: Path,
 ) -> None:
     await push(acme, "upper")
-    other = Registry(database, blobs, describe(tmp_path / "other", 64), "other", AdapterLimits(), validator)
+    bases = BaseModels([BaseModel("other", describe(tmp_path / "other", 64))])
+    other = open_registry(database, blobs, bases, AdapterLimits())
     with pytest.raises(RevisionUnavailable, match="another base model than other"):
-        await other.resolve(acme, "acme/upper")
-    assert await registry.resolve(acme, "acme/upper")
+        await other.resolver.resolve(acme, "acme/upper")
+    assert await registry.resolver.resolve(acme, "acme/upper")

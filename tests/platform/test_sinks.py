@@ -11,16 +11,16 @@ from urllib.parse import parse_qs
 import httpx
 import pytest
 import standardwebhooks
-from billed import SECOND, Clock, use
+from billing_harness import SECOND, Clock, use
 from cloudevents.v1.http import from_json
 
-from loramux.billing import Billing
-from loramux.exports import Delivery, ExportError, make_sink
+from loramux.billing import BillingService
+from loramux.exports import ExportError, SinkDelivery, make_sink
 from loramux.exports.delivery import LEASE
 from loramux.pricing import METERS
 from loramux.records import Database, Principal
 from loramux.settings import SinkSettings
-from loramux.usage import Usage
+from loramux.usage import UsageService
 
 pytestmark = pytest.mark.anyio
 
@@ -35,8 +35,8 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-async def usage(database: Database) -> AsyncIterator[Usage]:
-    usage = Usage(database)
+async def usage(database: Database) -> AsyncIterator[UsageService]:
+    usage = UsageService(database)
     await usage.start()
     yield usage
     await usage.stop()
@@ -157,13 +157,13 @@ def made(tmp_path: Path, database: Database) -> Callable[[Double], Deliver]:
         )
         sink = make_sink(settings, httpx.AsyncClient(transport=httpx.MockTransport(double)))
         sink.max_entries = 4
-        delivery = Delivery(database)
+        delivery = SinkDelivery(database)
         return lambda: delivery.run(sink)
 
     return made
 
 
-async def spend(usage: Usage, acme: Principal, requests: int = 30) -> dict[str, int]:
+async def spend(usage: UsageService, acme: Principal, requests: int = 30) -> dict[str, int]:
     """What a sink must count in the end, by id."""
     wanted: dict[str, int] = {}
     for i in range(requests):
@@ -175,8 +175,8 @@ async def spend(usage: Usage, acme: Principal, requests: int = 30) -> dict[str, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_everything_arrives_once(
-    kind: str, clock: Clock, usage: Usage, acme: Principal, made: Callable[[Double], Deliver]
+async def test_sink_receives_everything_once(
+    kind: str, clock: Clock, usage: UsageService, acme: Principal, made: Callable[[Double], Deliver]
 ) -> None:
     wanted, double = await spend(usage, acme), Double(kind, clock)
     deliver = made(double)
@@ -188,8 +188,8 @@ async def test_everything_arrives_once(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_failures_of_every_kind_lose_nothing_and_count_nothing_twice(
-    kind: str, clock: Clock, usage: Usage, acme: Principal, made: Callable[[Double], Deliver]
+async def test_sink_failures_lose_and_double_nothing(
+    kind: str, clock: Clock, usage: UsageService, acme: Principal, made: Callable[[Double], Deliver]
 ) -> None:
     wanted, double = await spend(usage, acme), Double(kind, clock)
     double.failures = ["down", "lost", "500", "", "429", "lost", "503", "lost", "401"] * 3
@@ -202,8 +202,8 @@ async def test_failures_of_every_kind_lose_nothing_and_count_nothing_twice(
 
 
 @pytest.mark.parametrize("kind", ["openmeter", "stripe"])
-async def test_what_the_sink_no_longer_knows_again_is_parked(
-    kind: str, clock: Clock, database: Database, usage: Usage, acme: Principal, made: Callable[[Double], Deliver]
+async def test_sink_batch_beyond_the_window_is_parked(
+    kind: str, clock: Clock, database: Database, usage: UsageService, acme: Principal, made: Callable[[Double], Deliver]
 ) -> None:
     wanted, double = await spend(usage, acme, 3), Double(kind, clock, window=24 * HOUR)
     double.failures = ["lost"]
@@ -212,17 +212,17 @@ async def test_what_the_sink_no_longer_knows_again_is_parked(
     clock.now += 24 * HOUR - SECOND  # there is no telling how long the request took
     await deliver()
     assert all(double.taken[id] == wanted[id] for id in double.taken)
-    parked = {one.event_id: one.reason for one in await Delivery(database).parked("sink")}
+    parked = {one.event_id: one.reason for one in await SinkDelivery(database).parked("sink")}
     assert set(parked) == set(wanted)
-    assert "nobody knows" in next(iter(parked.values()))
+    assert "no longer recognises" in next(iter(parked.values()))
     await use(usage, acme, "next", 5, 0, 5)
     await deliver()
-    assert len(await Delivery(database).parked("sink")) == len(wanted)
+    assert len(await SinkDelivery(database).parked("sink")) == len(wanted)
     assert len(set(double.taken) - set(wanted)) == 2
 
 
-async def test_a_sink_that_was_down_for_long_gets_everything_when_it_is_back(
-    clock: Clock, database: Database, usage: Usage, acme: Principal, made: Callable[[Double], Deliver]
+async def test_sink_gets_everything_after_a_long_outage(
+    clock: Clock, database: Database, usage: UsageService, acme: Principal, made: Callable[[Double], Deliver]
 ) -> None:
     wanted, double = await spend(usage, acme, 3), Double("openmeter", clock, window=24 * HOUR)
     double.failures = ["down"] * 5
@@ -231,27 +231,27 @@ async def test_a_sink_that_was_down_for_long_gets_everything_when_it_is_back(
         await deliver()
         clock.now += 20 * 24 * HOUR
     assert double.taken == wanted
-    assert await Delivery(database).parked("sink") == []
+    assert await SinkDelivery(database).parked("sink") == []
 
 
-async def test_stripe_is_not_sent_what_it_cannot_take(
-    clock: Clock, database: Database, usage: Usage, acme: Principal, made: Callable[[Double], Deliver]
+async def test_stripe_sink_parks_what_stripe_cannot_take(
+    clock: Clock, database: Database, usage: UsageService, acme: Principal, made: Callable[[Double], Deliver]
 ) -> None:
     event = await use(usage, acme, "r", 5, 0, 5)
-    await Billing(database).correct(event, {"output_tokens": -2}, "goodwill")
+    await BillingService(database).correct(event, {"output_tokens": -2}, "goodwill")
     double = Double("stripe", clock)
     await made(double)()
     assert sum(double.taken.values()) == 10
-    [parked] = await Delivery(database).parked("sink")
+    [parked] = await SinkDelivery(database).parked("sink")
     assert "credit note" in parked.reason
 
 
 @pytest.mark.parametrize("kind", ["stripe", "lago"])
-async def test_a_tenant_without_a_customer_is_parked(
+async def test_sink_parks_events_of_a_tenant_without_a_customer(
     kind: str,
     clock: Clock,
     database: Database,
-    usage: Usage,
+    usage: UsageService,
     enrol: Callable[[str], Awaitable[Principal]],
     made: Callable[[Double], Deliver],
 ) -> None:
@@ -259,13 +259,13 @@ async def test_a_tenant_without_a_customer_is_parked(
     double = Double(kind, clock)
     assert await made(double)() == 1
     assert double.taken == {}
-    assert {one.reason for one in await Delivery(database).parked("sink")} == {
+    assert {one.reason for one in await SinkDelivery(database).parked("sink")} == {
         "the sink's settings name no customer for this tenant"
     }
 
 
-async def test_many_servers_deliver_once_and_in_turns(
-    clock: Clock, usage: Usage, acme: Principal, made: Callable[[Double], Deliver]
+async def test_sink_delivery_by_many_servers_is_once(
+    clock: Clock, usage: UsageService, acme: Principal, made: Callable[[Double], Deliver]
 ) -> None:
     wanted, double = await spend(usage, acme), Double("openmeter", clock)
     servers = [made(double) for _ in range(6)]
@@ -275,8 +275,8 @@ async def test_many_servers_deliver_once_and_in_turns(
     assert double.calls == 8
 
 
-async def test_a_server_that_died_holds_a_sink_no_longer_than_its_lease(
-    clock: Clock, database: Database, usage: Usage, acme: Principal, made: Callable[[Double], Deliver]
+async def test_sink_lease_of_a_dead_server_expires(
+    clock: Clock, database: Database, usage: UsageService, acme: Principal, made: Callable[[Double], Deliver]
 ) -> None:
     from loramux.records.sinks import SinkRepository
 
@@ -290,7 +290,7 @@ async def test_a_server_that_died_holds_a_sink_no_longer_than_its_lease(
     assert double.taken == wanted
 
 
-async def test_whoever_lost_the_lease_moves_nothing(database: Database, clock: Clock) -> None:
+async def test_sink_cursor_is_not_moved_without_the_lease(database: Database, clock: Clock) -> None:
     from loramux.records.sinks import SinkRepository
 
     async with database.begin() as session:
@@ -304,7 +304,7 @@ async def test_whoever_lost_the_lease_moves_nothing(database: Database, clock: C
         assert await quick.advance(7)
 
 
-def test_a_secret_that_cannot_be_read_is_refused_by_its_field(tmp_path: Path) -> None:
+def test_sink_secret_that_is_unreadable_is_refused_by_its_field(tmp_path: Path) -> None:
     settings = SinkSettings(name="x", kind="lago", url="https://x", secret_file=str(tmp_path / "absent"))
     with pytest.raises(ExportError, match=r"sinks\.x\.secret_file"):
         make_sink(settings, httpx.AsyncClient())

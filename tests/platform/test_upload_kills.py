@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from sqlalchemy import make_url
-from upload_house import CONFIG, House, upload_house
+from upload_harness import CONFIG, Harness, upload_harness
 from upload_kills import WEIGHTS
 
 from loramux.records import Database
@@ -82,7 +82,7 @@ def fresh(url: str, backend: str, request: pytest.FixtureRequest, tmp_path: Path
     return fresh
 
 
-@pytest.mark.parametrize("way", ["in_pieces", "at_once"])
+@pytest.mark.parametrize("way", ["in_parts", "at_once"])
 @pytest.mark.parametrize("step", [9, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
 def test_a_kill_at_any_point_leaves_nothing_half(killer: Killer, fresh: Fresh, way: str, step: int) -> None:
     with fresh() as (folder, url):
@@ -99,18 +99,18 @@ def test_a_kill_at_any_point_leaves_nothing_half(killer: Killer, fresh: Fresh, w
 async def after_the_restart(folder: Path, url: str) -> None:
     database = Database(url)
     blobs = open_blobs(str(folder / "blobs"), str(folder / "cache"), {})
-    principal = await Tenants(database, b"p" * 32).representing("acme")
-    async with upload_house(database, blobs, principal, "the next one") as house:
-        await house.registry.contents.sweep()
-        await house.uploads.workshop.tend()
-        await house.at_rest()
-        await house.uploads.workshop.sweep()
-        assert blobs.digests() == await served(house), "what is stored is what a revision has"
+    principal = await Tenants(database, b"p" * 32).system_principal("acme")
+    async with upload_harness(database, blobs, principal, "the next one") as harness:
+        await harness.registry.blob_gc.sweep()
+        await harness.uploads.worker.tend()
+        await harness.at_rest()
+        await harness.uploads.worker.sweep()
+        assert blobs.digests() == await served(harness), "what is stored is what a revision has"
         assert left_in(folder) == []
-        await go_on(house)
-        assert blobs.digests() == await served(house) != []
+        await go_on(harness)
+        assert blobs.digests() == await served(harness) != []
         assert blobs.objects.names("uploads") == []
-        assert (await house.registry.resolve(principal, "acme/upper")).name == "acme/upper@1"
+        assert (await harness.registry.resolver.resolve(principal, "acme/upper")).name == "acme/upper@1"
     blobs.close()
     await database.close()
 
@@ -119,24 +119,23 @@ def left_in(folder: Path) -> list[Path]:
     return list(folder.glob("*/incoming/*/*"))
 
 
-async def served(house: House) -> list[str]:
+async def served(harness: Harness) -> list[str]:
     """The digest of the adapter, whose files can be loaded; nothing where there is no adapter."""
     try:
-        revision = (await house.registry.resolve(house.principal, "acme/upper")).revision
+        revision = (await harness.registry.resolver.resolve(harness.principal, "acme/upper")).revision
     except ModelNotFound:
         return []
     assert {name: (revision.directory / name).read_bytes() for name in RECEIVED} == RECEIVED
     return [revision.digest]
 
 
-async def go_on(house: House) -> None:
+async def go_on(harness: Harness) -> None:
     """As a client does: send what is not there yet, or everything where nothing is known of it."""
-    sessions = house.uploads.sessions
-    found = await sessions.before(house.principal, None, 10)
-    upload = found[0] if found else await house.open(WEIGHTS)
+    found = await harness.uploads.before(harness.principal, None, 10)
+    upload = found[0] if found else await harness.open(WEIGHTS)
     if upload.state == "uploading":
         for file in upload.files:
             rest = RECEIVED[file.name][file.received :]
-            assert await house.send(upload.id, file.name, rest, file.received) == file.size
-        await sessions.complete(house.principal, upload.id)
-    assert (await house.end_of(upload.id)).state == "ready"
+            assert await harness.send(upload.id, file.name, rest, file.received) == file.size
+        await harness.uploads.complete(harness.principal, upload.id)
+    assert (await harness.end_of(upload.id)).state == "ready"

@@ -13,7 +13,8 @@ from openai.types.admin.organization import UsageCompletionsResponse
 
 from loramux.records import Database, Principal
 from loramux.tenants import Tenants
-from loramux.usage import InvalidQuery, OpenedRequest, Settlement, Usage, UsagePage, UsageQuery, UsageResult
+from loramux.units import TokenCounts
+from loramux.usage import InvalidQuery, OpenedRequest, Settlement, UsagePage, UsageQuery, UsageResult, UsageService
 
 SECOND = 1_000_000
 START = 1_700_000_000
@@ -76,7 +77,7 @@ queries = st.builds(
 )
 
 
-class House:
+class Harness:
     """Two tenants with two keys each, in a database whose clock the test sets."""
 
     names = (f"tenant-{number}" for number in count())
@@ -84,10 +85,10 @@ class House:
     def __init__(self, url: str) -> None:
         self.clock = Clock()
         self.database = Database(url, clock=self.clock)
-        self.usage = Usage(self.database)
+        self.usage = UsageService(self.database)
         self.keys: list[list[Principal]] = []
 
-    async def __aenter__(self) -> "House":
+    async def __aenter__(self) -> "Harness":
         tenants = Tenants(self.database, b"p" * 32)
         for name in (next(self.names), next(self.names)):
             await tenants.create(name)
@@ -113,7 +114,7 @@ class House:
         await self.usage.open(
             OpenedRequest(
                 id=id,
-                tenant=principal.tenant,
+                tenant_id=principal.tenant,
                 key_id=principal.key_id,
                 model=event.model,
                 adapter_digest=None,
@@ -126,11 +127,11 @@ class House:
         await self.usage.settle(
             Settlement(
                 request_id=id,
-                input_tokens=event.input_tokens,
-                cached_tokens=event.cached_tokens,
-                output_tokens=event.output_tokens,
+                ended_by="completion",
                 finish_reason="stop",
-                status="completed",
+                delivered=TokenCounts(
+                    prompt=event.input_tokens, cached=event.cached_tokens, output=event.output_tokens
+                ),
             )
         )
 
@@ -142,11 +143,11 @@ class House:
         return pages
 
 
-def run(url: str, scenario: Callable[[House], object], recorded: list[Event] = []) -> None:  # noqa: B006 - only read
+def run(url: str, scenario: Callable[[Harness], object], recorded: list[Event] = []) -> None:  # noqa: B006 - only read
     async def main() -> None:
-        async with House(url) as house:
-            await house.record(recorded)
-            await scenario(house)
+        async with Harness(url) as harness:
+            await harness.record(recorded)
+            await scenario(harness)
 
     asyncio.run(main())
 
@@ -171,9 +172,9 @@ def expected(chosen: list[Event]) -> tuple[int, int, int, int]:
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(recorded=events(), query=queries)
-def test_buckets_add_up_to_the_settlements(url: str, recorded: list[Event], query: UsageQuery) -> None:
-    async def scenario(house: House) -> None:
-        pages = await house.pages(query)
+def test_usage_buckets_add_up_to_settlements(url: str, recorded: list[Event], query: UsageQuery) -> None:
+    async def scenario(harness: Harness) -> None:
+        pages = await harness.pages(query)
         buckets = [bucket for page in pages for bucket in page.data]
         mine = [event for event in recorded if event.tenant == 0]
         assert (buckets[0].start_time, buckets[-1].end_time) == (query.start_time, query.end_time)
@@ -184,7 +185,7 @@ def test_buckets_add_up_to_the_settlements(url: str, recorded: list[Event], quer
             assert sums(bucket.results) == expected(inside)
             for result in bucket.results:
                 same = [e for e in inside if result.model in (None, e.model)]
-                same = [e for e in same if result.api_key_id in (None, house.keys[0][e.key].key_id)]
+                same = [e for e in same if result.api_key_id in (None, harness.keys[0][e.key].key_id)]
                 assert sums([result]) == expected(same)
                 assert (result.model is not None) == ("model" in query.group_by)
                 assert (result.api_key_id is not None) == ("api_key_id" in query.group_by)
@@ -194,14 +195,14 @@ def test_buckets_add_up_to_the_settlements(url: str, recorded: list[Event], quer
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(recorded=events())
-def test_rows_add_up_to_the_settlements(url: str, recorded: list[Event]) -> None:
-    async def scenario(house: House) -> None:
+def test_usage_rows_add_up_to_settlements(url: str, recorded: list[Event]) -> None:
+    async def scenario(harness: Harness) -> None:
         for tenant in (0, 1):
-            rows = await house.usage.rows(house.keys[tenant][0].tenant)
+            rows = await harness.usage.rows(harness.keys[tenant][0].tenant)
             mine = [event for event in recorded if event.tenant == tenant]
             assert [row.model for row in rows] == sorted({event.model for event in mine})
             for row in rows:
-                totals = row.input_tokens, row.cached_tokens, row.output_tokens, row.requests
+                totals = row.tokens.prompt, row.tokens.cached, row.tokens.output, row.requests
                 assert totals == expected([event for event in mine if event.model == row.model])
 
     run(url, scenario, recorded)
@@ -215,19 +216,19 @@ EVENTS = [
 ]
 
 
-def test_filters(url: str) -> None:
-    async def scenario(house: House) -> None:
+def test_usage_query_filters_by_model_and_key(url: str) -> None:
+    async def scenario(harness: Harness) -> None:
         everything = UsageQuery(start_time=START, end_time=START + 100_000)
 
         async def total(**changes: object) -> tuple[int, int, int, int]:
-            pages = await house.pages(msgspec.structs.replace(everything, **changes))
+            pages = await harness.pages(msgspec.structs.replace(everything, **changes))
             return sums([result for page in pages for bucket in page.data for result in bucket.results])
 
         assert await total() == (70, 4, 6, 3)
         assert await total(models=("base",)) == (10, 4, 1, 1)
         assert await total(models=("base", "acme/upper@1")) == (70, 4, 6, 3)
-        assert await total(api_key_ids=(house.keys[0][1].key_id,)) == (20, 0, 2, 1)
-        assert await total(api_key_ids=(house.keys[1][0].key_id,)) == (0, 0, 0, 0)
+        assert await total(api_key_ids=(harness.keys[0][1].key_id,)) == (20, 0, 2, 1)
+        assert await total(api_key_ids=(harness.keys[1][0].key_id,)) == (0, 0, 0, 0)
         assert await total(end_time=START + 90_000) == (30, 4, 3, 2)
         assert await total(end_time=START + 90_001) == (70, 4, 6, 3)
         assert await total(start_time=START + 1) == (60, 0, 5, 2)
@@ -235,10 +236,10 @@ def test_filters(url: str) -> None:
     run(url, scenario, EVENTS)
 
 
-def test_the_answer_is_openais(url: str) -> None:
-    async def scenario(house: House) -> None:
+def test_usage_answer_matches_openai(url: str) -> None:
+    async def scenario(harness: Harness) -> None:
         query = UsageQuery(start_time=START, end_time=START + 100_000, group_by=("model", "batch"), limit=1)
-        page = await house.usage.completions(house.keys[0][0], query)
+        page = await harness.usage.completions(harness.keys[0][0], query)
         answer = UsageCompletionsResponse.model_validate_json(msgspec.json.encode(page), strict=True)
         assert (answer.object, answer.has_more, len(answer.data)) == ("page", True, 1)
         assert answer.next_page is not None
@@ -259,13 +260,15 @@ def json_keys(page: UsagePage) -> set[str]:
     return set(msgspec.to_builtins(page)["data"][0]["results"][0])
 
 
-def test_without_an_end_it_ends_now_and_pages_keep_that_end(url: str) -> None:
-    async def scenario(house: House) -> None:
-        house.clock.now = (START + 90_000) * SECOND
+def test_usage_query_without_end_ends_now_on_every_page(url: str) -> None:
+    async def scenario(harness: Harness) -> None:
+        harness.clock.now = (START + 90_000) * SECOND
         query = UsageQuery(start_time=START, bucket_width="1h", limit=20)
-        first = await house.usage.completions(house.keys[0][0], query)
-        house.clock.now = (START + 900_000) * SECOND
-        second = await house.usage.completions(house.keys[0][0], msgspec.structs.replace(query, page=first.next_page))
+        first = await harness.usage.completions(harness.keys[0][0], query)
+        harness.clock.now = (START + 900_000) * SECOND
+        second = await harness.usage.completions(
+            harness.keys[0][0], msgspec.structs.replace(query, page=first.next_page)
+        )
         assert first.has_more
         assert not second.has_more
         assert second.next_page is None
@@ -287,17 +290,17 @@ def test_without_an_end_it_ends_now_and_pages_keep_that_end(url: str) -> None:
         ("limit", {"limit": 0}, "1 to 31"),
         ("limit", {"limit": 169, "bucket_width": "1h"}, "1 to 168"),
         ("page", {"page": "page_zz"}, "next_page of an earlier answer"),
-        ("page", {"page": f"page_{START - 1:x}_{START + 1:x}"}, "an earlier answer to this question"),
-        ("page", {"page": f"page_{START + 1:x}_{START + 1:x}"}, "an earlier answer to this question"),
-        ("page", {"page": f"page_{START + 1:x}_{1 << 41:x}"}, "an earlier answer to this question"),
-        ("page", {"page": f"page_{START + 1:x}_{START + 2:x}", "end_time": START + 3}, "to this question"),
+        ("page", {"page": f"page_{START - 1:x}_{START + 1:x}"}, "an earlier answer to this query"),
+        ("page", {"page": f"page_{START + 1:x}_{START + 1:x}"}, "an earlier answer to this query"),
+        ("page", {"page": f"page_{START + 1:x}_{1 << 41:x}"}, "an earlier answer to this query"),
+        ("page", {"page": f"page_{START + 1:x}_{START + 2:x}", "end_time": START + 3}, "to this query"),
         ("models", {"models": ("x",) * 101}, "at most 100"),
         ("models", {"models": ("a\0b",)}, "printable"),
         ("api_key_ids", {"api_key_ids": ("x",) * 101}, "at most 100"),
         ("page", {"page": "page_1_2'; DROP TABLE ledger_entries"}, "next_page of an earlier answer"),
     ],
 )
-def test_bad_questions_get_a_clear_answer(field: str, wrong: dict[str, object], says: str) -> None:
+def test_usage_query_with_a_bad_field_is_refused_by_its_name(field: str, wrong: dict[str, object], says: str) -> None:
     with pytest.raises(InvalidQuery) as refusal:
         UsageQuery(**{"start_time": START} | wrong)
     assert refusal.value.field == field
@@ -306,10 +309,10 @@ def test_bad_questions_get_a_clear_answer(field: str, wrong: dict[str, object], 
 
 @given(page=st.from_regex(r"page_[0-9a-f]{1,11}_[0-9a-f]{1,11}", fullmatch=True))
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_an_invented_page_is_refused_or_answered_in_bounds(sqlite_url: str, page: str) -> None:
-    async def scenario(house: House) -> None:
+def test_usage_query_with_an_invented_page_stays_in_bounds(sqlite_url: str, page: str) -> None:
+    async def scenario(harness: Harness) -> None:
         with suppress(InvalidQuery):
-            answer = await house.usage.completions(house.keys[0][0], UsageQuery(start_time=0, page=page))
+            answer = await harness.usage.completions(harness.keys[0][0], UsageQuery(start_time=0, page=page))
             assert 1 <= len(answer.data) <= 7
 
     run(sqlite_url, scenario)

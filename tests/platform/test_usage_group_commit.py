@@ -52,14 +52,14 @@ async def outcomes(writer: GroupCommit[int, str], numbers: Sequence[int]) -> lis
     return await asyncio.gather(*(writer.submit(number) for number in numbers), return_exceptions=True)
 
 
-async def test_a_lone_operation_is_committed_alone(disk: Disk) -> None:
+async def test_group_commit_commits_a_lone_operation_at_once(disk: Disk) -> None:
     writer = await started(disk)
     assert await writer.submit(7) == "7"
     assert disk.commits == [[7]]
     await writer.stop()
 
 
-async def test_what_arrives_during_a_commit_goes_together_in_order(disk: Disk) -> None:
+async def test_group_commit_batches_what_arrives_during_a_commit_in_order(disk: Disk) -> None:
     writer = await started(disk)
     disk.gate.clear()
     first = writer.post(1)
@@ -72,14 +72,14 @@ async def test_what_arrives_during_a_commit_goes_together_in_order(disk: Disk) -
     await writer.stop()
 
 
-async def test_a_batch_has_a_limit(disk: Disk) -> None:
+async def test_group_commit_batch_has_a_limit(disk: Disk) -> None:
     writer = await started(disk, max_batch=10)
     await outcomes(writer, range(1, 26))
     assert [len(batch) for batch in disk.commits] == [10, 10, 5]
     await writer.stop()
 
 
-async def test_one_bad_operation_harms_only_itself(disk: Disk) -> None:
+async def test_group_commit_isolates_a_bad_operation(disk: Disk) -> None:
     writer = await started(disk)
     answers = await outcomes(writer, [1, -2, 3, 0, 4])
     assert [str(answer) for answer in answers] == ["1", "negative: -2", "3", "0", "4"]
@@ -90,7 +90,7 @@ async def test_one_bad_operation_harms_only_itself(disk: Disk) -> None:
     await writer.stop()
 
 
-async def test_an_outage_is_waited_for(disk: Disk) -> None:
+async def test_group_commit_retries_during_a_short_outage(disk: Disk) -> None:
     writer = await started(disk)
     disk.outages = 2
     assert await outcomes(writer, [1, 2]) == ["1", "2"]
@@ -98,7 +98,7 @@ async def test_an_outage_is_waited_for(disk: Disk) -> None:
     await writer.stop()
 
 
-async def test_a_long_outage_is_told_to_all(disk: Disk) -> None:
+async def test_group_commit_fails_every_operation_after_a_long_outage(disk: Disk) -> None:
     writer = await started(disk)
     disk.outages = 3
     assert [type(answer) for answer in await outcomes(writer, [1, 2])] == [RecordsUnavailable] * 2
@@ -106,7 +106,7 @@ async def test_a_long_outage_is_told_to_all(disk: Disk) -> None:
     await writer.stop()
 
 
-async def test_a_caller_that_leaves_is_committed_all_the_same(disk: Disk) -> None:
+async def test_group_commit_commits_for_a_cancelled_caller(disk: Disk) -> None:
     writer = await started(disk)
     disk.gate.clear()
     leaving, staying = writer.post(1), writer.post(2)
@@ -117,14 +117,14 @@ async def test_a_caller_that_leaves_is_committed_all_the_same(disk: Disk) -> Non
     await writer.stop()
 
 
-async def test_stopping_commits_what_was_submitted(disk: Disk) -> None:
+async def test_group_commit_stop_commits_what_was_submitted(disk: Disk) -> None:
     writer = await started(disk, max_batch=3)
     posted = [writer.post(number) for number in range(1, 8)]
     await writer.stop()
     assert [future.result() for future in posted] == [str(number) for number in range(1, 8)]
 
 
-async def test_nothing_is_taken_before_or_after(disk: Disk) -> None:
+async def test_group_commit_refuses_before_start_and_after_stop(disk: Disk) -> None:
     writer: GroupCommit[int, str] = GroupCommit(disk.commit)
     with pytest.raises(UsageClosed):
         await writer.submit(1)

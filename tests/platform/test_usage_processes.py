@@ -11,8 +11,8 @@ import pytest
 
 from loramux.exports import ledger_pages
 from loramux.records import Database, Principal
-from loramux.records.quantities import Span
-from loramux.usage import Usage
+from loramux.records.usage import Span
+from loramux.usage import UsageService
 
 pytestmark = pytest.mark.anyio
 
@@ -21,23 +21,23 @@ PROCESSES, REQUESTS = 8, 60
 SERVER = """
 import asyncio, sys
 from loramux.records import Database
-from loramux.records.counts import Counted
-from loramux.usage import OpenedRequest, Settlement, Usage
+from loramux.usage import OpenedRequest, Settlement, UsageService
+from loramux.units import TokenCounts
 
 async def main(url, tenant, key, name, requests):
-    usage = Usage(Database(url))
+    usage = UsageService(Database(url))
     await usage.start()
 
     async def serve(number):
         id = f"{name}-{number}"
         await usage.open(OpenedRequest(
-            id=id, tenant=tenant, key_id=key, model="m", base_model="m", adapter_digest=None,
+            id=id, tenant_id=tenant, key_id=key, model="m", base_model="m", adapter_digest=None,
             prompt_tokens=5, max_tokens=5,
         ))
         await asyncio.sleep(0.01 * (number % 7))
         await usage.settle(Settlement(
-            request_id=id, input_tokens=5, output_tokens=2, finish_reason="stop", status="completed",
-            counted=Counted(prompt_tokens=5, output_tokens=2),
+            request_id=id, ended_by="completion", finish_reason="stop", delivered=TokenCounts(prompt=5, output=2),
+            engine_count=TokenCounts(prompt=5, output=2),
         ))
 
     for start in range(0, requests, 15):
@@ -52,7 +52,7 @@ def started(command: list[str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command)
 
 
-async def test_eight_processes_leave_no_gap_and_an_export_neither_skips_nor_repeats(
+async def test_ledger_of_eight_processes_has_no_gap_and_exports_exactly(
     request: pytest.FixtureRequest,
     enrol: Callable[[str], Awaitable[Principal]],
     url: str,
@@ -72,4 +72,4 @@ async def test_eight_processes_leave_no_gap_and_an_export_neither_skips_nor_repe
         assert not any(server.poll() for server in servers)
     assert [server.wait(30) for server in servers] == [0] * PROCESSES
     assert exported == list(range(1, PROCESSES * REQUESTS + 1))
-    assert await Usage(database).verify_chain() == PROCESSES * REQUESTS
+    assert await UsageService(database).verify_chain() == PROCESSES * REQUESTS

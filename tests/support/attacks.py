@@ -139,6 +139,27 @@ def wider(loaded: dict[str, torch.Tensor]) -> None:
             loaded[name] = torch.zeros(loaded[name].shape[0], 4096)
 
 
+def doubled(loaded: dict[str, torch.Tensor]) -> None:
+    loaded.update({name.replace("lora_A.", "lora_A.default."): tensor.clone() for name, tensor in loaded.items()})
+
+
+def as_experts(loaded: dict[str, torch.Tensor]) -> None:
+    for name in list(loaded):
+        loaded[name.replace("self_attn.q_proj", "mlp.experts.99999.gate_proj")] = loaded.pop(name)
+
+
+def wrapped(loaded: dict[str, torch.Tensor]) -> None:
+    name = next(iter(loaded))
+    loaded[name.replace(".lora_", ".base_layer" * 30 + ".lora_")] = loaded[name].clone()
+
+
+def nested(depth: int) -> dict[str, Any]:
+    document: dict[str, Any] = {}
+    for _ in range(depth):
+        document = {"a": document}
+    return document
+
+
 def many(count: int) -> bytes:
     entry = {"dtype": "F32", "shape": [1]}
     document = {f"t{i}": entry | {"data_offsets": [4 * i, 4 * i + 4]} for i in range(count)}
@@ -175,6 +196,7 @@ def torch_saved(legacy: bool) -> bytes:
 
 
 NESTED = b'{"x":' * 100_000
+DEEP = b"[" * 400 + b"]" * 400 + b","
 METADATA = b'{"__metadata__":{"a":"' + b"x" * 900_000 + b'"}}'
 
 ATTACKS = [
@@ -188,13 +210,15 @@ ATTACKS = [
     Attack("a tar file", weights(lambda _: tarred()), "weights_archived"),
     Attack("a tar file with a link to /etc/passwd", weights(lambda _: tarred(link=True)), "weights_archived"),
     Attack("a header of 2^62 bytes", weights(struct.pack("<Q", 1 << 62) + b"{}"), "header_length_invalid"),
-    Attack("a header of 1 MiB and a byte", weights(headed(b"{" + b" " * (1 << 20))), "header_length_invalid"),
+    Attack("a header of 8 MiB and a byte", weights(headed(b"{" + b" " * (8 << 20))), "header_length_invalid"),
     Attack("a header past the file's end", weights(struct.pack("<Q", 1 << 19) + b"{}"), "weights_truncated"),
     Attack("100,000 nested objects", weights(headed(NESTED)), "header_invalid"),
     Attack("900,000 bytes of metadata and no tensor", weights(headed(METADATA)), "tensors_missing"),
     Attack("a number of 500,000 digits", weights(headed(b'{"x":' + b"9" * 500_000 + b"}")), "header_invalid"),
-    Attack("10,001 tensors", weights(lambda _: many(10_001)), "too_many_tensors"),
-    Attack("100,000 tensors", weights(lambda _: many(100_000)), "header_length_invalid"),
+    Attack("50,001 tensors", weights(lambda _: many(50_001)), "too_many_tensors"),
+    Attack("100,000 tensors", weights(lambda _: many(100_000)), "header_invalid"),
+    Attack("millions of empty lists", weights(headed(b'{"x":[' + b"[]," * 2_700_000 + b"0]}")), "header_invalid"),
+    Attack("a million lists in each other", weights(headed(b'{"x":[' + DEEP * 9_000 + b"0]}")), "header_invalid"),
     Attack("a key twice", header(duplicated), "header_invalid"),
     Attack("tensors that overlap", header(shifted(-4)), "header_invalid"),
     Attack("tensors with a gap", header(shifted(4)), "header_invalid"),
@@ -214,6 +238,9 @@ ATTACKS = [
     Attack("infinity", tensors(first_value(-math.inf)), "weights_not_finite"),
     Attack("layers of another base", tensors(deeper), "tensors_missing"),
     Attack("the width of another base", tensors(wider), "shape_mismatch"),
+    Attack("one pair under two names", tensors(doubled), "names_ambiguous"),
+    Attack("experts of a base without any", tensors(as_experts), "tensors_unexpected"),
+    Attack("a name of many wrappers", tensors(wrapped), "tensors_unexpected"),
     Attack("rank 0", config(r=0), "config_invalid"),
     Attack("rank -3", config(r=-3), "config_invalid"),
     Attack("rank 10^6", config(r=10**6), "config_invalid"),
@@ -222,6 +249,7 @@ ATTACKS = [
     Attack("an alpha of NaN", config(lora_alpha=math.nan), "config_invalid"),
     Attack("a configuration with a key twice", raw_config(b'{"r": 8, "r": 4096}'), "config_invalid"),
     Attack("a configuration of 100,000 nested lists", raw_config(b"[" * 100_000), "config_invalid"),
+    Attack("a harmless field of 200 nested objects", config(auto_mapping=nested(200)), "config_invalid"),
     Attack("an expression that never ends", config(target_modules=r"(.*.*)*q_proj(.*)*[^_]$"), "pattern_too_slow"),
     Attack("code to be imported", config(base_model_class="os.system"), "field_unknown"),
     Attack("another method", config(peft_type="PROMPT_TUNING"), "peft_type_unsupported"),

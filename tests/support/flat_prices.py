@@ -1,12 +1,30 @@
-"""Prices that need no plan."""
+"""Prices that are the same for every tenant, and a plan that has some."""
 
 from __future__ import annotations
 
-from loramux.limits import Used
+from datetime import date
+
+from loramux.billing import Catalog, Month, PlanSpec
+from loramux.billing.plans import PriceSpec
+from loramux.limits import ChargedUsage
+from loramux.records import Database
+from loramux.usage import OpenedRequest
+
+SINCE = Month(2023, 1)
+
+
+async def give_flat_plan(database: Database, tenant_name: str) -> None:
+    """Give the tenant a plan, without which it gets no budget: a nano-dollar a token."""
+    prices = tuple(
+        PriceSpec(meter=meter, price="0.000000001", valid_from=date(2023, 1, 1))
+        for meter in ("input_uncached", "output")
+    )
+    await Catalog(database).apply([PlanSpec(name="flat", currency="USD", prices=prices)])
+    await Catalog(database).subscribe(tenant_name, "flat", SINCE)
 
 
 class FlatPrices:
-    """So many nano-units for a token in and a token out, for everybody."""
+    """So many nano-units for a token in and a token out, for every tenant."""
 
     def __init__(self, input_nano: int, output_nano: int) -> None:
         self.input_nano, self.output_nano = input_nano, output_nano
@@ -14,8 +32,8 @@ class FlatPrices:
     async def tariff(self, session: object, tenants: object) -> FlatPrices:
         return self
 
-    def most_it_can_cost(self, tenant: str, tier: str, prompt_tokens: int, max_tokens: int) -> int:
-        return prompt_tokens * self.input_nano + max_tokens * self.output_nano
+    def most_it_can_cost(self, request: OpenedRequest) -> int:
+        return request.prompt_tokens * self.input_nano + request.max_tokens * self.output_nano
 
-    def cost(self, tenant: str, tier: str, used: Used) -> int:
-        return used.input_tokens * self.input_nano + used.output_tokens * self.output_nano
+    def cost(self, tenant: str, base_model: str, tier: str, used: ChargedUsage) -> int:
+        return used.tokens.prompt * self.input_nano + used.tokens.output * self.output_nano

@@ -1,4 +1,4 @@
-"""Every format of adapter that is served, as PEFT's configuration of it; one more is one more line."""
+"""Every served format of adapter as PEFT's configuration; a new format is one more line."""
 
 from __future__ import annotations
 
@@ -22,8 +22,12 @@ SERVED: dict[str, peft.PeftConfig] = {
     "lora-alora": peft.LoraConfig(**LORA, target_modules="all-linear", alora_invocation_tokens=[13, 200]),
     "lora-exclude": peft.LoraConfig(**LORA, target_modules=["q_proj", "up_proj"], exclude_modules=r".*layers\.0\..*"),
     "lora-bias": peft.LoraConfig(**LORA, target_modules=["q_proj", "down_proj"], lora_bias=True),
+    "lora-bias-all": peft.LoraConfig(**LORA, target_modules=["q_proj", "down_proj"], bias="all"),
     "lora-head-and-embedding": peft.LoraConfig(**LORA, target_modules=["lm_head", "embed_tokens", "o_proj"]),
     "lora-saved": peft.LoraConfig(**LORA, target_modules=["q_proj"], modules_to_save=["lm_head", "embed_tokens"]),
+    "lora-norms": peft.LoraConfig(**LORA, target_modules=["q_proj"], modules_to_save=["norm"]),
+    "pissa": peft.LoraConfig(**LORA, target_modules=["q_proj", "down_proj"], init_lora_weights="pissa"),
+    "olora": peft.LoraConfig(**LORA, target_modules=["q_proj", "down_proj"], init_lora_weights="olora"),
     "lora-tokens": peft.LoraConfig(**LORA, target_modules=["q_proj"], trainable_token_indices=[5, 80, 9, 200]),
     "dora": peft.LoraConfig(**LORA, target_modules="all-linear", use_dora=True),
     "ia3": peft.IA3Config(
@@ -48,11 +52,9 @@ SERVED_ON_MIXTURES: dict[str, peft.PeftConfig] = {
 _ON = {"r": 4, "target_modules": ["q_proj"]}
 
 REFUSED: dict[str, tuple[peft.PeftConfig, str]] = {
-    "pissa": (peft.LoraConfig(**_ON, init_lora_weights="pissa"), "init_lora_weights"),
-    "olora": (peft.LoraConfig(**_ON, init_lora_weights="olora"), "init_lora_weights"),
-    "bias": (peft.LoraConfig(**_ON, bias="all"), "bias"),
+    "pissa-random": (peft.LoraConfig(**_ON, init_lora_weights="pissa_niter_4"), "init_lora_weights"),
     "replication": (peft.LoraConfig(**_ON, layer_replication=[(0, 2), (1, 2)]), "layer_replication"),
-    "norms": (peft.LoraConfig(**_ON, modules_to_save=["norm"]), "modules_to_save"),
+    "saved-linear": (peft.LoraConfig(**_ON, modules_to_save=["o_proj"]), "modules_to_save"),
     "vera-seed": (peft.VeraConfig(**_ON, save_projection=False), "save_projection"),
     "vblora-top": (
         peft.VBLoRAConfig(**_ON, num_vectors=300, vector_length=8, save_only_topk_weights=True),
@@ -71,4 +73,4 @@ REFUSED: dict[str, tuple[peft.PeftConfig, str]] = {
     "prefix-tuning": (peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), "peft_type"),
     "p-tuning": (peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), "peft_type"),
 }
-"""What PEFT saves and is refused, and the field that the refusal names."""
+"""Configurations whose files are refused, and the field that the refusal names."""

@@ -1,4 +1,4 @@
-"""Adapters in every format of PEFT's that is served beside plain LoRA, made by PEFT, with PEFT's own greedy answers."""
+"""Adapters in every served format beside plain LoRA, made by PEFT, with PEFT's own greedy answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import peft
 import torch
 import transformers
-from zoo import Asked, Zoo
+from adapter_zoo import Asked, Zoo
 
 LORA = {"r": 5, "lora_alpha": 10, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 LAYERS = r"model\.layers\..*_proj"
@@ -18,6 +18,10 @@ LAYERS = r"model\.layers\..*_proj"
 FORMATS: dict[str, peft.PeftConfig] = {
     "plain": peft.LoraConfig(**LORA),
     "lora_bias": peft.LoraConfig(**LORA, lora_bias=True),
+    "biases": peft.LoraConfig(**LORA | {"target_modules": ["k_proj", "qkv_proj", "o_proj"]}, bias="all"),
+    "biases_dora": peft.LoraConfig(
+        **LORA | {"target_modules": ["q_proj", "k_proj", "qkv_proj"]}, bias="all", use_dora=True
+    ),
     "dora": peft.LoraConfig(**LORA | {"r": 19}, use_dora=True, use_rslora=True),
     "ia3": peft.IA3Config(
         target_modules=["qkv_proj", "k_proj", "v_proj", "o_proj", "down_proj", "gate_up_proj"],
@@ -37,6 +41,8 @@ FORMATS: dict[str, peft.PeftConfig] = {
     "saved": peft.LoraConfig(**LORA, modules_to_save=["lm_head", "embed_tokens"]),
     "saved_head": peft.LoraConfig(**LORA | {"target_modules": ["down_proj"]}, modules_to_save=["lm_head"]),
     "saved_embedding": peft.LoraConfig(**LORA | {"target_modules": ["o_proj"]}, modules_to_save=["embed_tokens"]),
+    "saved_norms": peft.LoraConfig(**LORA | {"target_modules": ["o_proj"]}, modules_to_save=["norm", "embed_tokens"]),
+    "one_norm": peft.LoraConfig(**LORA | {"target_modules": ["down_proj"], "r": 3}, modules_to_save=["model.norm"]),
     "tokens": peft.LoraConfig(**LORA, trainable_token_indices=[40, 3, 96, 11, 12, 13, 14, 15, 16]),
     "head_tokens": peft.LoraConfig(
         **LORA | {"target_modules": ["o_proj"]},

@@ -61,7 +61,7 @@ def make_kind(base: Path, folder: Path, config: peft.PeftConfig, seed: int = 0) 
 
 
 def deltas(model: peft.PeftModel) -> dict[str, torch.Tensor]:
-    """What each adapted linear adds, `[out, in]`, found by putting the identity through PEFT's own layer."""
+    """Return each adapted linear's change `[out, in]`, by sending the identity through PEFT's own layer."""
     found: dict[str, Any] = {}
     layer_class = peft.tuners.tuners_utils.BaseTunerLayer
     for name, module in model.base_model.model.named_modules():

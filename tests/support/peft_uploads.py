@@ -1,4 +1,4 @@
-"""PEFT adapters for the tiny base, as PEFT itself saves them, and ways to spoil them."""
+"""PEFT adapters for the tiny base, as PEFT saves them, and ways to damage them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def make_adapter(base: Path, folder: Path, rank: int = 4, seed: int = 0) -> Path
 
 
 def form(folder: Path, name: str, **changed: bytes | None) -> dict[str, object]:
-    """httpx's arguments for an upload; `config` and `weights` replace a file's bytes, None leaves it out."""
+    """Return httpx's arguments for an upload; `config` and `weights` replace a file's bytes, None omits it."""
     contents = {CONFIG: (folder / CONFIG).read_bytes(), WEIGHTS: (folder / WEIGHTS).read_bytes()}
     for key, file in (("config", CONFIG), ("weights", WEIGHTS)):
         if key in changed:
@@ -32,7 +32,7 @@ def form(folder: Path, name: str, **changed: bytes | None) -> dict[str, object]:
 
 
 def altered(folder: Path, change: object) -> bytes:
-    """The weights file after `change(tensors)`."""
+    """Return the weights file after `change(tensors)`."""
     tensors = load_file(folder / WEIGHTS)
     change(tensors)
     target = folder / "altered.safetensors"

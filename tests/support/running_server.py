@@ -15,7 +15,7 @@ from granian.constants import HTTPModes, Interfaces
 from granian.server.embed import Server
 from litestar import Litestar
 
-from loramux_api.server import BACKLOG, MAX_CONNECTIONS
+from loramux_api.listening import BACKLOG, MAX_CONNECTIONS
 
 
 @dataclass(frozen=True)

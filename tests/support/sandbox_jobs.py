@@ -1,10 +1,12 @@
-"""What a sandbox does in its tests: as it is told, good or bad."""
+"""Jobs for the tests of the sandbox, good and bad."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -42,7 +44,22 @@ def seen(_: Any) -> dict[str, Any]:
         "session": os.getsid(0),
         "descriptors": len(os.listdir("/proc/self/fd")),
         "pid": os.getpid(),
+        "parent": os.getppid(),
     }
+
+
+def connects(port: int) -> bool:
+    """Try to reach a listener of the server's machine."""
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
+def orphan(seconds: float) -> int:
+    """Leave a child behind that ends by itself, and answer with its number."""
+    return subprocess.Popen(["sleep", str(seconds)]).pid
 
 
 JOBS: dict[str, Callable[[Any], Any]] = {
@@ -52,6 +69,8 @@ JOBS: dict[str, Callable[[Any], Any]] = {
     "write": write,
     "seen": seen,
     "exit": os._exit,
+    "connects": connects,
+    "orphan": orphan,
     "raise": lambda text: (_ for _ in ()).throw(ValueError(text)),
     "kill the warm process": lambda _: os.kill(os.getppid(), signal.SIGKILL),
     "modules": lambda names: [name for name in names if name in sys.modules],

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
 
-from loramux.engine import EngineDied
-from loramux.engine.messages import EngineCount, EngineFault, EngineStats, ModelFacts, TokenEvent, TopLogprob
+from loramux.engine import ENGINE_DIED, EngineDied
+from loramux.engine.client import OnEvent
+from loramux.engine.messages import (
+    EngineCount,
+    EngineFault,
+    EngineStats,
+    ModelFacts,
+    RoutingFacts,
+    TenantService,
+    TokenEvent,
+    TopLogprob,
+)
 from loramux.engine.request import AdapterRef, Request
+from loramux.units import TokenCounts
 
 EOS = 256
 FACTS = ModelFacts(
@@ -35,48 +46,67 @@ class ScriptedEngine:
     cancelled: list[str] = field(default_factory=list)
     retired: list[str] = field(default_factory=list)
     pinned: list[tuple[str, str]] = field(default_factory=list)
+    lifted: list[TenantService] = field(default_factory=list)
     refuses_pins: EngineFault | None = None
     died: asyncio.Event = field(default_factory=asyncio.Event)
+    stopped: asyncio.Event = field(default_factory=asyncio.Event)
+    waits_s: float = 0.0
     overrun: int = 0
     """Tokens that still come after a cancellation."""
     left: dict[str, asyncio.Event] = field(default_factory=dict)
     told: dict[str, int] = field(default_factory=dict)
+    tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     running: int = 0
     started: bool = False
 
     async def start(self) -> ModelFacts:
         self.started = True
+        self.stopped.clear()
         return self.facts
 
-    async def stream(self, request: Request) -> AsyncIterator[TokenEvent]:
-        self._demand_alive()
-        request = msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=Request)  # as the mailbox does
+    def submit(self, request: Request, on_event: OnEvent) -> None:
+        self._ensure_alive()
+        request = msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=Request)  # as it crosses to a worker
         self.requests.append(request)
+        self.left.setdefault(request.id, asyncio.Event())
         self.running += 1
-        self.left[request.id] = asyncio.Event()
-        finished, late = False, 0
+        self.tasks[request.id] = asyncio.create_task(self._deliver(request, on_event))
+
+    def forget(self, request_id: str) -> None:
+        self.cancel(request_id)
+        if task := self.tasks.get(request_id):
+            task.cancel()
+
+    async def _deliver(self, request: Request, on_event: OnEvent) -> None:
         try:
-            for event in self._events(request):
-                await self._pause(request.id)
-                self._demand_alive()
-                if request.id in self.cancelled:
-                    late += 1
-                if late > self.overrun:
-                    event = TokenEvent(request_id=request.id, finish_reason="cancelled")  # noqa: PLW2901
-                event = self._counted(request, event)  # noqa: PLW2901
-                finished = event.finish_reason is not None
-                yield event
-                if finished:
-                    return
+            await self._play(request, on_event)
+        except EngineDied as died:
+            fault = EngineFault(ENGINE_DIED, str(died))
+            on_event(TokenEvent(request_id=request.id, finish_reason="error", fault=fault))
+        except Exception as error:
+            fault = EngineFault("internal_error", f"the engine failed: {type(error).__name__}")
+            on_event(TokenEvent(request_id=request.id, finish_reason="error", fault=fault, count=EngineCount()))
         finally:
             self.running -= 1
-            if not finished:
-                self.cancel(request.id)
+            del self.tasks[request.id]
+
+    async def _play(self, request: Request, on_event: OnEvent) -> None:
+        late = 0
+        for event in self._events(request):
+            await self._pause(request.id)
+            self._ensure_alive()
+            late += request.id in self.cancelled
+            if late > self.overrun:
+                event = TokenEvent(request_id=request.id, finish_reason="cancelled")  # noqa: PLW2901
+            event = self._counted(request, event)  # noqa: PLW2901
+            on_event(event)
+            if event.finish_reason is not None:
+                return
 
     def cancel(self, request_id: str) -> None:
         if request_id not in self.cancelled:
             self.cancelled.append(request_id)
-            self.left[request_id].set()
+            self.left.setdefault(request_id, asyncio.Event()).set()
 
     def retire(self, digest: str) -> None:
         if digest not in self.retired:
@@ -91,8 +121,19 @@ class ScriptedEngine:
         if (digest, owner) in self.pinned:
             self.pinned.remove((digest, owner))
 
+    def on_service(self, services: list[TenantService]) -> None:
+        """Replaced by the listener."""
+
+    def lift(self, services: list[TenantService]) -> None:
+        self.lifted += services
+
+    stats_at = 0.0
+
     def stats(self) -> EngineStats:
-        return EngineStats(steps=len(self.requests), running=self.running, pages_total=64, pages_free=64)
+        routing = RoutingFacts(wait_s=self.waits_s)
+        return EngineStats(
+            steps=len(self.requests), running=self.running, pages_total=64, pages_free=64, routing=routing
+        )
 
     @property
     def unclaimed_tokens(self) -> int:
@@ -102,8 +143,20 @@ class ScriptedEngine:
     def alive(self) -> bool:
         return self.started and not self.died.is_set()
 
+    @property
+    def has_ended(self) -> bool:
+        return not self.alive
+
+    async def wait_end(self) -> str:
+        ends = {asyncio.ensure_future(event.wait()) for event in (self.died, self.stopped)}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        for one in ends:
+            one.cancel()
+        return "the script says so"
+
     async def stop(self) -> None:
         self.started = False
+        self.stopped.set()
 
     async def _pause(self, request_id: str) -> None:
         waiting = {asyncio.ensure_future(event.wait()) for event in (self.died, self.left[request_id])}
@@ -112,7 +165,7 @@ class ScriptedEngine:
             one.cancel()
 
     def _events(self, request: Request) -> list[TokenEvent]:
-        said = self.script(request)[: request.sampling.max_tokens]
+        said = self.script(request)[: request.sampling.max_tokens - len(request.output_token_ids)]
         return [self._event(request, one, last=number == len(said)) for number, one in enumerate(said, start=1)]
 
     def _counted(self, request: Request, event: TokenEvent) -> TokenEvent:
@@ -120,10 +173,11 @@ class ScriptedEngine:
         self.told[request.id] = told
         if event.finish_reason is None:
             return event
-        count = EngineCount(prompt_tokens=len(request.prompt_token_ids), output_tokens=told) if told else EngineCount()
-        return msgspec.structs.replace(event, count=count)
+        prompt = 0 if request.output_token_ids else len(request.prompt_token_ids)
+        tokens = TokenCounts(prompt=prompt, output=told) if told else TokenCounts()
+        return msgspec.structs.replace(event, count=EngineCount(tokens=tokens))
 
-    def _demand_alive(self) -> None:
+    def _ensure_alive(self) -> None:
         if not self.alive:
             raise EngineDied("the script says so")
 

@@ -26,6 +26,7 @@ class Place:
     folder: Path
     base: Path
     in_process: bool = False
+    lame_duck_seconds: float = 0
     url: str | None = None
     """Of the records; None: SQLite, in the folder."""
 
@@ -33,12 +34,13 @@ class Place:
     def config(self) -> Path:
         return self.folder / "loramux.toml"
 
-    def furnish(self) -> Place:
+    def prepare(self) -> Place:
         self.config.write_text(
             f'[model]\npath = "{self.base}"\nserved_model_name = "tiny"\n'
             "[engine]\npool_bytes = 16_777_216\nmax_num_batched_tokens = 64\nnum_threads = 1\n"
             f"in_process = {str(self.in_process).lower()}\n"
-            "[validation]\nparity = false\n[server]\ndrain_seconds = 60\n"
+            "[validation]\nparity = false\n"
+            f"[server]\ndrain_seconds = 60\nlame_duck_seconds = {self.lame_duck_seconds}\n"
             + (f'[records]\nurl = "{self.url}"\n' if self.url else "")
         )
         return self
@@ -64,8 +66,9 @@ class Child:
         return httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {key}"}, timeout=60)
 
     def metric(self, name: str) -> float:
+        """The sum over its labels."""
         lines = httpx.get(f"{self.url}/metrics").text.splitlines()
-        return next(float(line.split()[-1]) for line in lines if line.startswith(f"{name} "))
+        return sum(float(line.split()[-1]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
 
     def engine_pid(self) -> int:
         """The engine's process: the server's one child that is loramux's own (another is multiprocessing's tracker)."""

@@ -15,6 +15,7 @@ from scripted_engine import ScriptedEngine
 from loramux.gateway import open_tenants
 from loramux.settings import (
     AdapterLimits,
+    EngineSettings,
     IssuerSettings,
     ModelSettings,
     RecordsSettings,
@@ -52,11 +53,13 @@ class Site:
 
 
 def make_settings(base_dir: Path, folder: Path, issuers: Sequence[str] = ()) -> Settings:
+    (folder / "local").mkdir(exist_ok=True)
     return Settings(
         issuers=tuple(
             IssuerSettings(issuer=issuer, audience="loramux", operators=("loramux-operators",)) for issuer in issuers
         ),
         model=ModelSettings(path=str(base_dir), served_model_name="tiny"),
+        engine=EngineSettings(in_process=True),
         server=ServerSettings(max_upload_bytes=2 << 20, drain_seconds=5),
         adapters=AdapterLimits(local_root=f"{folder}/local"),
         webhooks=WebhookSettings(allow_private_addresses=True),

@@ -29,8 +29,8 @@ def byte_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> transformers.Pr
     )
 
 
-def make_base(folder: Path, chat_template: str | None = CHAT_TEMPLATE, context: int = 256) -> Path:
-    """config.json and tokenizer of a two-layer Llama; its weights too, random, and the same every time."""
+def make_base(folder: Path, chat_template: str | None = CHAT_TEMPLATE, context: int = 256, seed: int = 0) -> Path:
+    """config.json and tokenizer of a two-layer Llama; its weights too, random, and the same for a seed."""
     config = transformers.LlamaConfig(
         vocab_size=260,
         hidden_size=32,
@@ -43,7 +43,7 @@ def make_base(folder: Path, chat_template: str | None = CHAT_TEMPLATE, context: 
         eos_token_id=256,
     )
     with torch.random.fork_rng():
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         transformers.LlamaForCausalLM(config).save_pretrained(folder)
     byte_tokenizer(chat_template).save_pretrained(folder)
     return folder

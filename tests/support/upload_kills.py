@@ -17,16 +17,16 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from upload_house import CONFIG, House, upload_house
+from upload_harness import CONFIG, Harness, upload_folder, upload_harness
 
 from loramux.records import Database
 from loramux.storage import CONFIG_FILE, WEIGHTS_FILE, open_blobs
 from loramux.tenants import Tenants
-from loramux.uploads import reception
+from loramux.uploads import parts
 
 WEIGHTS = b"0123456789"
 OBJECTS = ("put", "put_file", "read", "names", "delete", "delete_under")
-BLOBS = ("stage", "seal", "publish", "is_stored", "adopt")
+BLOBS = ("seal", "publish", "is_stored", "adopt")
 
 
 class Fuse:
@@ -63,39 +63,40 @@ class Fuse:
         return wrapped
 
 
-async def in_pieces(house: House, folder: Path) -> None:
-    """A session in three pieces, to its end."""
+async def in_parts(harness: Harness, folder: Path) -> None:
+    """A session in three parts, to its end."""
     del folder
-    id = (await house.open(WEIGHTS)).id
-    await house.send(id, CONFIG_FILE, CONFIG)
-    await house.send(id, WEIGHTS_FILE, WEIGHTS)
-    await house.uploads.sessions.complete(house.principal, id)
-    await house.at_rest()
+    id = (await harness.open(WEIGHTS)).id
+    await harness.send(id, CONFIG_FILE, CONFIG)
+    await harness.send(id, WEIGHTS_FILE, WEIGHTS)
+    await harness.uploads.complete(harness.principal, id)
+    await harness.at_rest()
 
 
-async def at_once(house: House, folder: Path) -> None:
+async def at_once(harness: Harness, folder: Path) -> None:
     """Both files in one request."""
     (folder / CONFIG_FILE).write_bytes(CONFIG)
     (folder / WEIGHTS_FILE).write_bytes(WEIGHTS)
-    await house.registry.upload(house.principal, "upper", folder / CONFIG_FILE, folder / WEIGHTS_FILE)
+    await upload_folder(harness.uploads, harness.principal, "upper", folder)
+    await harness.at_rest()
 
 
-WAYS = {way.__name__: way for way in (in_pieces, at_once)}
+WAYS = {way.__name__: way for way in (in_parts, at_once)}
 
 
 async def run(folder: Path, url: str, way: str, kill_at: int) -> None:
     database = Database(url)
     blobs = open_blobs(str(folder / "blobs"), str(folder / "cache"), {})
-    principal = await Tenants(database, b"p" * 32).representing("acme")
+    principal = await Tenants(database, b"p" * 32).system_principal("acme")
     fuse = Fuse(kill_at)
     for thing, names in ((blobs.objects, OBJECTS), (blobs, BLOBS)):
         for name in names:
             setattr(thing, name, fuse.around(getattr(thing, name)))
     database.begin = fuse.transaction(database.begin)
     database.read = fuse.transaction(database.read)
-    reception.PIECE_BYTES = 4
-    async with upload_house(database, blobs, principal, server_id=f"server_{os.getpid()}") as house:
-        await WAYS[way](house, folder)
+    parts.PART_BYTES = 4
+    async with upload_harness(database, blobs, principal, server_id=f"server_{os.getpid()}") as harness:
+        await WAYS[way](harness, folder)
     (folder / "points").write_text(str(fuse.passed))
 
 

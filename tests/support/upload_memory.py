@@ -13,7 +13,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-from upload_house import CONFIG, upload_house
+from upload_harness import CONFIG, upload_harness
 
 from loramux.records import Database, migrate
 from loramux.storage import CONFIG_FILE, WEIGHTS_FILE, open_blobs
@@ -41,26 +41,26 @@ async def main(folder: Path, size: int, where: str, options: dict[str, str]) -> 
         running.update(chunk)
     database = Database(url)
     await Tenants(database, b"p" * 32).create("acme")
-    principal = await Tenants(database, b"p" * 32).representing("acme")
+    principal = await Tenants(database, b"p" * 32).system_principal("acme")
     blobs = open_blobs(where, str(folder / "cache"), options)
 
     async def body() -> AsyncIterator[bytes]:
         for chunk in chunks(size):
             yield chunk
 
-    async with upload_house(database, blobs, principal) as house:
-        await house.end_of(await house.upload())  # everything is imported and open
+    async with upload_harness(database, blobs, principal) as harness:
+        await harness.end_of(await harness.upload())  # everything is imported and open
         before = peak_mib()
         files = {
             CONFIG_FILE: AnnouncedFile(len(CONFIG), hashlib.sha256(CONFIG).hexdigest()),
             WEIGHTS_FILE: AnnouncedFile(size, running.hexdigest()),
         }
-        id = (await house.uploads.sessions.open(principal, UploadRequest("large", files))).id
-        await house.send(id, CONFIG_FILE, CONFIG)
-        await house.uploads.reception.receive(principal, id, WEIGHTS_FILE, 0, body())
-        await house.uploads.sessions.complete(principal, id)
-        upload = await house.end_of(id, seconds=1200)
-        resolved = await house.registry.resolve(principal, "acme/large")
+        id = (await harness.uploads.open(principal, UploadRequest("large", files))).id
+        await harness.send(id, CONFIG_FILE, CONFIG)
+        await harness.uploads.parts.receive(principal, id, WEIGHTS_FILE, 0, body())
+        await harness.uploads.complete(principal, id)
+        upload = await harness.end_of(id, seconds=1200)
+        resolved = await harness.registry.resolver.resolve(principal, "acme/large")
         stored = resolved.revision.directory.joinpath(WEIGHTS_FILE).stat().st_size
         print(json.dumps({"state": upload.state, "stored": stored, "before": before, "peak": peak_mib()}))
     blobs.close()

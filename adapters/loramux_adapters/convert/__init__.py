@@ -1,6 +1,11 @@
-"""Adapters of other kinds become, at upload, the LoRA that computes exactly the same."""
+"""Adapters of other kinds become, at upload, the LoRA that computes exactly the same.
 
-from loramux_adapters.convert.conversion import Conversion, convert_adapter
-from loramux_adapters.convert.forms import FORMS
+`renaming` rewrites a LoRA in another spelling to the one that PEFT 0.21 writes. `kind` is the protocol of a convertible
+kind; `low_rank`, `shared` and `blocks` implement the kinds by their algebra; `conversion` matches targets, checks and
+bounds the file, and writes the LoRA.
+"""
 
-__all__ = ["FORMS", "Conversion", "convert_adapter"]
+from loramux_adapters.convert.conversion import CONVERTERS, Conversion, convert_adapter
+from loramux_adapters.convert.renaming import Renaming, rename_adapter
+
+__all__ = ["CONVERTERS", "Conversion", "Renaming", "convert_adapter", "rename_adapter"]

@@ -16,14 +16,14 @@ from typing_extensions import override
 
 from loramux_adapters.base import LinearShape
 from loramux_adapters.config import Alpha, Rank
-from loramux_adapters.convert.form import Factors, Form, Pair, Ranks, Tensors
+from loramux_adapters.convert.kind import ConvertibleKind, Factors, Pair, Ranks, Tensors
 from loramux_adapters.errors import ConfigRejected
 from loramux_adapters.matching import Match
 
 _PLAIN = re.compile(r"[A-Za-z0-9_.]+")
 
 
-class Miss(Form, frozen=True, kw_only=True):
+class Miss(ConvertibleKind, frozen=True, kw_only=True):
     """`y += S(x) M`, where S sums every r-th input: A says which inputs, B is M transposed."""
 
     HARMLESS: ClassVar[frozenset[str]] = frozenset(("miss_dropout",))
@@ -59,7 +59,7 @@ class Miss(Form, frozen=True, kw_only=True):
         return Factors({"miss_block": (self.r, width)}, self.r, pair)
 
 
-class C3a(Form, frozen=True, kw_only=True):
+class C3a(ConvertibleKind, frozen=True, kw_only=True):
     """Blocks of circulant matrices, each given by one vector: full rank, so that the pair is the matrix itself."""
 
     HARMLESS: ClassVar[frozenset[str]] = frozenset(("init_weights",))
@@ -69,12 +69,12 @@ class C3a(Form, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for key in self.block_size_pattern:
-            # C3A reads these keys by a rule of its own, which for plain names is everybody's.
+            # C3A has its own rule for these keys; for plain names it equals the common one.
             if not _PLAIN.fullmatch(key):
                 raise ConfigRejected(
                     "field_unsupported",
                     "block_size_pattern",
-                    f"block_size_pattern has the key {key[:120]!r}; names of modules are taken, expressions are not.",
+                    f"block_size_pattern has the key {key[:120]!r}; use names of modules, not expressions.",
                 )
 
     @property
@@ -93,7 +93,7 @@ class C3a(Form, frozen=True, kw_only=True):
 
         def pair(tensors: Tensors) -> Pair:
             lanes = torch.arange(size)
-            # Row j, column k of a block is the element k - j of its kernel, around the corner.
+            # Row j, column k of a block is element (k - j) mod n of its kernel.
             circulant = tensors["c3a_kernel"][:, :, (lanes[None, :] - lanes[:, None]) % size]
             delta = circulant.permute(0, 2, 1, 3).reshape(linear.out_features, linear.in_features)
             return torch.eye(linear.in_features, dtype=delta.dtype), delta / linear.in_features
@@ -101,8 +101,8 @@ class C3a(Form, frozen=True, kw_only=True):
         return Factors({"c3a_kernel": (rows, columns, size)}, linear.in_features, pair)
 
 
-class GraLora(Form, frozen=True, kw_only=True):
-    """A LoRA of rank r/k for each of the k x k blocks of the weight, and one of rank hybrid_r for all of it."""
+class GraLora(ConvertibleKind, frozen=True, kw_only=True):
+    """A LoRA of rank r/k for each of the k x k blocks of the weight, and one of rank hybrid_r for the whole weight."""
 
     HARMLESS: ClassVar[frozenset[str]] = frozenset(("gralora_dropout", "fan_in_fan_out", "init_weights"))
 
@@ -140,7 +140,7 @@ class GraLora(Form, frozen=True, kw_only=True):
 
 
 def _blocks(a: torch.Tensor, b: torch.Tensor) -> Pair:
-    """A `[k, in/k, r]` and B `[k, r, out/k]` as one pair of rank k * r: (input block, output block, s).
+    """Join A `[k, in/k, r]` and B `[k, r, out/k]` to one pair of rank k * r: (input block, output block, s).
 
     Of input block n, ranks `[j * s, (j + 1) * s)` go to output block j, which takes them as its n-th s.
     """

@@ -1,13 +1,15 @@
-"""From a folder with an adapter of another kind to a folder with the LoRA that computes the same.
+"""Conversion of a folder with an adapter of another kind to a folder with the LoRA that computes the same.
 
-Every kind here changes a linear's weight by a product of two matrices that its own algebra gives, so that nothing is
-fitted or cut off: float64 in between, one rounding to float32 at the end. Memory: the tensors that all linears share,
-and those of one linear.
+Every convertible kind changes a linear's weight by a product of two matrices that its own algebra gives, some with
+the base's weight, so nothing is fitted or truncated: float64 in between, one rounding to float32 at the end. Memory:
+the tensors that all linears share, and those of one linear. The result is written tensor by tensor, so it is never in
+memory whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,35 +17,67 @@ from typing import Any
 import torch
 
 from loramux_adapters.base import BaseDescription, LinearShape
+from loramux_adapters.components import PREFIX
 from loramux_adapters.config import parse_document, read_fields
-from loramux_adapters.convert.form import Factors, Form, Pair, Shape, Tensors, folded
-from loramux_adapters.convert.forms import FORMS, known_fields
-from loramux_adapters.convert.writing import PlainLora, write_lora
+from loramux_adapters.convert.blocks import C3a, GraLora, Miss
+from loramux_adapters.convert.initialised import Olora, Pissa
+from loramux_adapters.convert.kind import BASE_WEIGHT, ConvertibleKind, Factors, Pair, Shape, Tensors, folded
+from loramux_adapters.convert.low_rank import AdaLora, DeLora, LoHa, LoKr
+from loramux_adapters.convert.renaming import compress_pattern
+from loramux_adapters.convert.shared import Pvera, RandLora, VbLora, Vera
 from loramux_adapters.errors import ConfigRejected, WeightsFileRejected
-from loramux_adapters.expected import check_tensors
-from loramux_adapters.finite import check_finite
-from loramux_adapters.header import SafetensorsHeader, read_header
 from loramux_adapters.matching import Match
-from loramux_adapters.parts import PREFIX
-from loramux_adapters.plan import Limits
-from loramux_adapters.refusals import check_bias, check_task_type, is_converted, is_on
-from loramux_adapters.targets import check_linears, context, match_targets
-from loramux_adapters.tensors import read_tensor
-from loramux_adapters.validate import WEIGHTS_NAME, read_config_file
+from loramux_adapters.plan import Limits, check_size
+from loramux_adapters.targets import check_linears, check_tensors, describe_context, match_targets
+from loramux_adapters.unsupported import RESTORE, check_bias, check_task_type, converted_kind, is_on
+from loramux_adapters.validate import CONFIG_NAME, WEIGHTS_NAME, read_config_file
+from loramux_adapters.weights import read_tensor
+from loramux_adapters.weights_file import SafetensorsHeader, build_header, check_finite, read_header
+
+CONVERTERS: dict[str, type[ConvertibleKind]] = {
+    "ADALORA": AdaLora,
+    "C3A": C3a,
+    "DELORA": DeLora,
+    "GRALORA": GraLora,
+    "LOHA": LoHa,
+    "LOKR": LoKr,
+    "MISS": Miss,
+    "PVERA": Pvera,
+    "RANDLORA": RandLora,
+    "VBLORA": VbLora,
+    "VERA": Vera,
+}
+INITIALISED: dict[str, type[ConvertibleKind]] = {"OLORA": Olora, "PISSA": Pissa}
+"""LoRAs whose first factors were taken from the base, by their initialisation."""
+
+_EVERYWHERE = frozenset(
+    ("auto_mapping", "bias", "inference_mode", "peft_type", "peft_version", "revision", "task_type")
+)
+
+
+def known_fields(form: type[ConvertibleKind]) -> frozenset[str]:
+    """Return the fields that may be on in the kind's adapter_config.json."""
+    return frozenset(form.__struct_fields__) | form.HARMLESS | _EVERYWHERE
+
 
 MAX_SHARED_BYTES = 64 << 20
 MAX_TENSOR_BYTES = 32 << 20
-"""Of one tensor that belongs to one linear."""
+"""Largest tensor that belongs to a single linear."""
+MAX_WORK = 1.5e12
+"""Multiplications in float64 that a conversion may take: some minutes of one core."""
+
+ReadWeight = Callable[[str], torch.Tensor | None]
+"""Returns the base's weight `[out_features, in_features]` of a linear, as saved; None where it has another name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """What was converted."""
+    """Result of a conversion."""
 
     peft_type: str
-    """PEFT's name for the kind that it was."""
+    """The original kind, by PEFT's name of it or of its initialisation."""
     max_rank: int
-    """The largest rank of the LoRA that it became."""
+    """The largest rank of the resulting LoRA."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +90,7 @@ class _Linear:
 
     @property
     def rank(self) -> int:
-        """That of the pair that is written: no more than the smaller side."""
+        """Rank of the written pair: at most the smaller side of the linear."""
         return min(self.factors.rank, self.shape.in_features, self.shape.out_features)
 
     def key(self, tensor: str) -> str:
@@ -64,40 +98,42 @@ class _Linear:
         return f"{PREFIX}{self.module}.{tensor}"
 
     def copies(self, header: SafetensorsHeader) -> dict[str, str]:
-        """Copies of shared tensors that the file holds for this linear, and the names of the originals."""
+        """Return the copies of shared tensors that the file holds for this linear, with the names of the originals."""
         named = {self.key(copy): original for copy, original in self.factors.copies.items()}
         return {copy: original for copy, original in named.items() if copy in header.tensors}
 
 
-def convert_adapter(folder: Path, into: Path, base: BaseDescription, limits: Limits) -> Conversion | None:
-    """Write into `into` the LoRA that computes what the adapter in `folder` does; None where there is nothing to do.
+def convert_adapter(
+    folder: Path, into: Path, base: BaseDescription, limits: Limits, read_weight: ReadWeight = lambda _: None
+) -> Conversion | None:
+    """Write to `into` the LoRA that computes the same as the adapter in `folder`; None if there is nothing to convert.
 
     None: it is a LoRA already, or of a kind that is not converted, which validation serves or refuses by name. What is
-    written is float32 and still to be validated as any other. Raises AdapterRejected: as parse_adapter_config,
-    read_header, check_finite and plan_adapter do, and `rank_too_large` where the exact LoRA is too large for `limits`.
+    written is float32 and must still be validated. Raises AdapterRejected: as parse_adapter_config, read_header,
+    check_finite and plan_adapter do, and `rank_too_large` where the exact LoRA is too large for `limits`.
     """
     document = parse_document(read_config_file(folder))
-    if not is_converted(document):
+    if (peft_type := converted_kind(document)) is None:
         return None
-    peft_type = document["peft_type"]
     config = _read(document, peft_type)
     matches = match_targets(config, base, config.rank_keys, config.alpha_keys)
     check_linears(matches, base)
     linears = [_linear(config, match, base.modules[match.module]) for match in matches]
     header = read_header(folder / WEIGHTS_NAME)
     shared = config.shared([linear.shape for linear in linears])
-    _check_file(shared, linears, header, limits, context(base, config.base_model_name_or_path))
+    _check_file(shared, linears, header, limits, describe_context(base, config.base_model_name_or_path))
     _check_ranks(linears, peft_type, limits)
+    _check_work(linears, peft_type)
     check_finite(folder / WEIGHTS_NAME, header)
     kept = [linear for linear in linears if linear.rank]
     plain = PlainLora({linear.module: (linear.rank, linear.shape) for linear in kept}, config.base_model_name_or_path)
-    _check_size(plain.num_bytes, limits)
-    write_lora(into, plain, _pairs(folder / WEIGHTS_NAME, header, shared, kept))
+    check_size(plain.num_bytes, limits)
+    write_lora(into, plain, _pairs(folder / WEIGHTS_NAME, header, shared, kept, read_weight))
     return Conversion(peft_type, plain.max_rank)
 
 
-def _read(document: Mapping[str, Any], peft_type: str) -> Form:
-    form = FORMS[peft_type]
+def _read(document: Mapping[str, Any], peft_type: str) -> ConvertibleKind:
+    form = (CONVERTERS | INITIALISED)[peft_type]
     check_task_type(document.get("task_type"))
     check_bias(document.get("bias"))
     known = known_fields(form)
@@ -113,14 +149,14 @@ def _read(document: Mapping[str, Any], peft_type: str) -> Form:
     return read_fields(document, form)
 
 
-def _linear(config: Form, match: Match, shape: LinearShape) -> _Linear:
+def _linear(config: ConvertibleKind, match: Match, shape: LinearShape) -> _Linear:
     return _Linear(match.module, shape, config.factors(match, shape))
 
 
 def _check_file(
     shared: Mapping[str, Shape], linears: list[_Linear], header: SafetensorsHeader, limits: Limits, where: str
 ) -> None:
-    _check_size(header.file_bytes, limits)
+    check_size(header.file_bytes, limits)
     own = {linear.key(name): shape for linear in linears for name, shape in linear.factors.shapes.items()}
     copies = {copy: shared[original] for linear in linears for copy, original in linear.copies(header).items()}
     check_tensors({**shared, **own, **copies}, header, where)
@@ -137,21 +173,13 @@ def _check_file(
         )
 
 
-def _check_size(num_bytes: int, limits: Limits) -> None:
-    if num_bytes > limits.max_bytes:
-        raise WeightsFileRejected(
-            "weights_too_large",
-            None,
-            f"The weights have {num_bytes} bytes, as they are or as the LoRA that would be served; "
-            f"{limits.max_bytes} are taken.",
-        )
-
-
 def _check_ranks(linears: list[_Linear], peft_type: str, limits: Limits) -> None:
     worst = max(linears, key=lambda linear: linear.rank)
     if worst.rank == 0:
         raise ConfigRejected(
-            "rank_pattern_empty", "rank_pattern", "rank_pattern leaves no module a rank: nothing to serve."
+            "rank_pattern_empty",
+            "rank_pattern",
+            "rank_pattern leaves no rank to any module.",
         )
     if worst.rank > limits.max_rank:
         raise ConfigRejected(
@@ -163,10 +191,36 @@ def _check_ranks(linears: list[_Linear], peft_type: str, limits: Limits) -> None
         )
 
 
+def _check_work(linears: list[_Linear], peft_type: str) -> None:
+    if sum(linear.factors.work for linear in linears) > MAX_WORK:
+        raise ConfigRejected(
+            "base_too_large",
+            "init_lora_weights",
+            f"What {peft_type} took from the base would have to be computed again from {len(linears)} of its weights, "
+            f"which takes too long on this server. {RESTORE}",
+        )
+
+
+def _base_weight(linear: _Linear, read_weight: ReadWeight) -> torch.Tensor:
+    weight = read_weight(linear.module)
+    if weight is None or weight.shape != (linear.shape.out_features, linear.shape.in_features):
+        raise ConfigRejected(
+            "field_unsupported",
+            "init_lora_weights",
+            f"init_lora_weights changed the base's weight of {linear.module}, which this server's checkpoint has under "
+            f"another name or in another shape. {RESTORE}",
+        )
+    return weight.double()
+
+
 def _pairs(
-    path: Path, header: SafetensorsHeader, shared: Mapping[str, Shape], linears: list[_Linear]
+    path: Path,
+    header: SafetensorsHeader,
+    shared: Mapping[str, Shape],
+    linears: list[_Linear],
+    read_weight: ReadWeight,
 ) -> Iterator[tuple[str, Pair]]:
-    """Every module with its pair, one at a time."""
+    """Yield every module with its pair, one at a time."""
     with path.open("rb") as file:
 
         def read(name: str) -> torch.Tensor:
@@ -177,6 +231,8 @@ def _pairs(
             for copy, original in linear.copies(header).items():
                 _check_copy(copy, read(copy), original, common[original])
             own = {name: read(linear.key(name)) for name in linear.factors.shapes}
+            if linear.factors.work:
+                own[BASE_WEIGHT] = _base_weight(linear, read_weight)
             yield linear.module, _pair(linear, common | own)
 
 
@@ -188,3 +244,72 @@ def _check_copy(copy: str, tensor: torch.Tensor, original: str, shared: torch.Te
 def _pair(linear: _Linear, tensors: Tensors) -> Pair:
     pair = linear.factors.pair(tensors)
     return folded(pair) if linear.rank < linear.factors.rank else pair
+
+
+_ITEM_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class PlainLora:
+    """The pairs of a LoRA that is to be written, in the order of the base's modules."""
+
+    linears: Mapping[str, tuple[int, LinearShape]]
+    """Rank and shape by the module's name."""
+    base_model_name_or_path: str | None
+
+    @property
+    def max_rank(self) -> int:
+        """The largest rank of any pair."""
+        return max(rank for rank, _ in self.linears.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all matrices in float32."""
+        return sum(
+            rank * (shape.in_features + shape.out_features) * _ITEM_BYTES for rank, shape in self.linears.values()
+        )
+
+    def config(self) -> dict[str, Any]:
+        """Return adapter_config.json. Every module's alpha is its rank, because the scale is in the matrices."""
+        common, pattern = compress_pattern({module: rank for module, (rank, _) in self.linears.items()})
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": self.base_model_name_or_path,
+            "bias": "none",
+            "inference_mode": True,
+            "r": common,
+            "lora_alpha": common,
+            "target_modules": list(self.linears),
+            "rank_pattern": pattern,
+            "alpha_pattern": pattern,
+        }
+
+    def header(self) -> bytes:
+        """Return the first bytes of the weights file."""
+        tensors: dict[str, tuple[str, Shape]] = {}
+        for module, (rank, shape) in self.linears.items():
+            tensors[f"{PREFIX}{module}.lora_A.weight"] = "F32", (rank, shape.in_features)
+            tensors[f"{PREFIX}{module}.lora_B.weight"] = "F32", (shape.out_features, rank)
+        return build_header(tensors)
+
+
+def write_lora(into: Path, plain: PlainLora, pairs: Iterable[tuple[str, Pair]]) -> None:
+    """Write both files; `pairs` come in the order of `plain`. Raises WeightsFileRejected (`weights_overflow`)."""
+    (into / CONFIG_NAME).write_text(json.dumps(plain.config(), indent=2))
+    with (into / WEIGHTS_NAME).open("wb") as file:
+        file.write(plain.header())
+        for (module, (rank, shape)), (name, (a, b)) in zip(plain.linears.items(), pairs, strict=True):
+            assert module == name
+            assert (a.shape, b.shape) == ((rank, shape.in_features), (shape.out_features, rank))
+            for matrix in (a, b):
+                file.write(_rounded(matrix, module).numpy().data)
+
+
+def _rounded(matrix: torch.Tensor, module: str) -> torch.Tensor:
+    rounded = matrix.float().contiguous()
+    if not torch.isfinite(rounded).all():
+        raise WeightsFileRejected(
+            "weights_overflow", None, f"The matrices of {module} multiply to values beyond what float32 can express."
+        )
+    return rounded

@@ -1,4 +1,4 @@
-"""VeRA, PVeRA, RandLoRA and VB-LoRA: little for each linear beside matrices that all of them share.
+"""VeRA, PVeRA, RandLoRA and VB-LoRA: small tensors per linear beside matrices that all linears share.
 
 Sources: https://arxiv.org/abs/2310.11454, https://arxiv.org/abs/2502.00987, https://arxiv.org/abs/2405.15179, and their
 layers in PEFT.
@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from loramux_adapters.base import LinearShape
 from loramux_adapters.config import Alpha, Rank
-from loramux_adapters.convert.form import Factors, Form, Pair, Shape, Tensors
+from loramux_adapters.convert.kind import ConvertibleKind, Factors, Pair, Shape, Tensors
 from loramux_adapters.errors import ConfigRejected
 from loramux_adapters.matching import Match
 
@@ -23,8 +23,8 @@ _SAVE = "Save it again with save_projection=true: a file without them cannot be 
 _COUNT = Meta(ge=1, le=1 << 20)
 
 
-class _Projected(Form, frozen=True, kw_only=True):
-    """Random projections that every linear uses, which the file holds."""
+class _Projected(ConvertibleKind, frozen=True, kw_only=True):
+    """A kind whose file holds random projections that every linear uses."""
 
     HARMLESS: ClassVar[frozenset[str]] = frozenset(("projection_prng_key", "fan_in_fan_out", "init_weights"))
 
@@ -59,7 +59,7 @@ class Vera(_Projected, frozen=True, kw_only=True):
 
 
 class Pvera(_Projected, frozen=True, kw_only=True):
-    """VeRA whose hidden values have a mean and a variance, of which an answer without sampling takes the mean."""
+    """VeRA whose hidden values have a mean and a variance; without sampling, the mean is used."""
 
     HARMLESS: ClassVar[frozenset[str]] = _Projected.HARMLESS | {"pvera_dropout", "d_initial", "generator_seed"}
     REFUSED: ClassVar[Mapping[str, str]] = {
@@ -120,8 +120,8 @@ class RandLora(_Projected, frozen=True, kw_only=True):
         return -(-short // self.r)
 
 
-class VbLora(Form, frozen=True, kw_only=True):
-    """Rows of A and columns of B are chains of vectors, each a mixture of the `topk` of a bank that its logits name."""
+class VbLora(ConvertibleKind, frozen=True, kw_only=True):
+    """Rows of A and columns of B are chains of vectors: mixtures of the `topk` vectors of a bank that logits select."""
 
     HARMLESS: ClassVar[frozenset[str]] = frozenset(
         ("vblora_dropout", "fan_in_fan_out", "init_vector_bank_bound", "init_logits_std")
@@ -167,8 +167,8 @@ class VbLora(Form, frozen=True, kw_only=True):
         return Factors(shapes, self.r, pair)
 
     def _mixed(self, logits: torch.Tensor, bank: torch.Tensor) -> torch.Tensor:
-        """`[..., num_vectors]` to `[..., vector_length]`."""
-        # In float32, as PEFT looks for them: of equal logits the same ones must win.
+        """Map logits `[..., num_vectors]` to vectors `[..., vector_length]`."""
+        # In float32 as in PEFT: among equal logits the same ones must win.
         _, indices = logits.float().topk(self.topk, dim=-1)
         weights = logits.gather(-1, indices).softmax(-1)
         return torch.einsum("...k,...kv->...v", weights, bank[indices])

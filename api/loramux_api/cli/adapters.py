@@ -1,31 +1,33 @@
-"""loramux adapter: from a PEFT folder to a revision, and what there is."""
+"""loramux adapter: upload, release, inspect and delete adapters of a running server, with a tenant's key."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
-from loramux.client.answers import Adapter, Alias
-from loramux.client.answers import Revision as RevisionAnswer
-from loramux.client.sources import read_source
-from loramux_api.cli.lifecycle import canary, grant, pin, promote, remove, rollback, undelete
-from loramux_api.cli.logs import logs
-from loramux_api.cli.remote import Remote, on_server
-from loramux_api.cli.uploading import on_screen, told
+from loramux_api.cli.remote import AdapterType, Remote, Revision, RevisionType, on_server
+from loramux_api.cli.upload_display import show_upload, upload_summary
+from loramux_client.objects import Adapter, Alias, AliasVersion, Bundle, Event, LoggedRequest, Target
+from loramux_client.objects import Revision as RevisionObject
+from loramux_client.uploads import read_source
 
+alias_option = click.option("--alias", default="default", show_default=True, help="Alias of the adapter.")
 promote_option = click.option(
     "--promote/--no-promote",
     default=True,
     show_default=True,
-    help="Let the adapter's name mean this revision at once. A first revision is meant in any case.",
+    help="Send all requests to this revision at once. The first revision is always promoted.",
 )
 
 
 @click.group()
 def adapter() -> None:
-    """Upload, release, roll back and retire adapters on a running server.
+    """Upload, release, roll back and delete adapters on a running server.
 
     \b
     Example:
@@ -39,36 +41,51 @@ def adapter() -> None:
 
 @adapter.command("push")
 @click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--name", help="The adapter's name; default: the folder's. A name that is taken gets a new revision.")
+@click.option("--name", help="Adapter name; default: the folder's. An existing adapter gets a new revision.")
 @promote_option
-@click.option("--resume", "upload_id", help="Go on with this upload. One of the same files is gone on with by itself.")
+@click.option("--base-model", help="The adapter's base model, where a server has several that it fits.")
+@click.option(
+    "--resume",
+    "upload_id",
+    help="Resume this upload ID. An unfinished upload of the same files is resumed automatically.",
+)
+@click.option("--verbose", "-v", is_flag=True, help="Also list the config fields that have no effect on serving.")
 @on_server
-def push(remote: Remote, directory: Path, name: str | None, promote: bool, upload_id: str | None) -> None:
+def push(
+    remote: Remote,
+    directory: Path,
+    *,
+    name: str | None,
+    promote: bool,
+    base_model: str | None,
+    upload_id: str | None,
+    verbose: bool,
+) -> None:
     """Upload the PEFT adapter in DIRECTORY, as `save_pretrained` wrote it.
 
-    The server checks it against its base model before it serves it; what cannot be served exactly is refused with the
-    field's name. An upload that was cut off goes on where it was when the command is given again.
+    The server validates the adapter against its base model first. An adapter that it cannot serve exactly is refused,
+    and the message names the field. To resume an interrupted upload, run the same command again.
 
     \b
     Example:
       loramux adapter push ./my-adapter --name support --key-file key.txt
     """
     uploads = remote.client.uploads
-    with on_screen(remote) as on_progress:
+    with show_upload(remote) as on_progress:
         if upload_id:
             upload = uploads.resume(upload_id, directory, on_progress=on_progress)
         else:
-            upload = uploads.push(directory, name, promote=promote, on_progress=on_progress)
-    remote.put(upload, told(upload))
+            upload = uploads.push(directory, name, promote=promote, base_model=base_model, on_progress=on_progress)
+    remote.put(upload, upload_summary(upload, verbose=verbose))
 
 
 @adapter.command("import")
 @click.argument("source")
-@click.option("--name", required=True, help="The adapter's name. A name that is taken gets a new revision.")
+@click.option("--name", required=True, help="Adapter name. An existing adapter gets a new revision.")
 @promote_option
 @on_server
 def fetch(remote: Remote, source: str, name: str, promote: bool) -> None:
-    """Have the server fetch an adapter itself, from a bucket or a model hub that its operator lists.
+    """Let the server fetch an adapter from a bucket or a model hub that its settings allow.
 
     SOURCE is s3://BUCKET/PATH/, or HUB:OWNER/REPOSITORY@COMMIT with all 40 digits of the commit.
 
@@ -76,12 +93,12 @@ def fetch(remote: Remote, source: str, name: str, promote: bool) -> None:
     Example:
       loramux adapter import s3://tuned/support/v2/ --name support --no-promote
     """
-    place = read_source(source)
-    if place is None:
+    parsed = read_source(source)
+    if parsed is None:
         raise click.UsageError(f"{source!r} is neither s3://BUCKET/PATH/ nor HUB:OWNER/REPOSITORY@COMMIT (40 digits)")
-    with on_screen(remote) as on_progress:
-        upload = remote.client.uploads.fetch(name, place, promote=promote, on_progress=on_progress)
-    remote.put(upload, told(upload))
+    with show_upload(remote) as on_progress:
+        upload = remote.client.uploads.fetch(name, parsed, promote=promote, on_progress=on_progress)
+    remote.put(upload, upload_summary(upload))
 
 
 @adapter.command("ls")
@@ -93,42 +110,250 @@ def list_adapters(remote: Remote) -> None:
     Example:
       loramux adapter ls
     """
-    found = remote.client.adapters.all()
-    remote.put(found, "\n".join(map(_line, found)) or "No adapters yet; upload one: loramux adapter push DIRECTORY")
+    found = remote.client.adapters.list()
+    remote.put(
+        found, "\n".join(map(_adapter_line, found)) or "No adapters yet; upload one: loramux adapter push DIRECTORY"
+    )
 
 
 @adapter.command("show")
 @click.argument("name")
 @on_server
 def show(remote: Remote, name: str) -> None:
-    """Show an adapter: its aliases, revisions, and who else may call it.
+    """Show an adapter: its aliases, its revisions, and the tenants that may call it. NAME@3 shows a revision's bundle.
 
     \b
     Example:
       loramux adapter show support
+      loramux adapter show support@3
     """
     adapters = remote.client.adapters
+    plain, _, number = name.partition("@")
+    if number.isdecimal():
+        revision = adapters.revision(plain, int(number))
+        remote.put(revision, "\n".join((_revision_line(revision), *_bundle_lines(revision.bundle))))
+        return
     found, revisions, grants = adapters.get(name), adapters.revisions(name), adapters.grants(name)
-    lines = [_line(found), *map(_alias_line, found.aliases), *map(_revision_line, revisions)]
+    lines = [_adapter_line(found), *map(_alias_line, found.aliases), *map(_revision_line, revisions)]
     lines += [f"  may be called by {grant.tenant}" for grant in grants]
     data: dict[str, Any] = {"adapter": found, "revisions": revisions, "grants": grants}
     remote.put(data, "\n".join(lines))
 
 
-for command in (promote, canary, rollback, pin, remove, undelete, grant, logs):
-    adapter.add_command(command)
+@adapter.command("promote")
+@click.argument("revision", type=RevisionType())
+@alias_option
+@on_server
+def promote(remote: Remote, revision: Revision, alias: str) -> None:
+    """Send all requests of an adapter to REVISION, such as support@4.
+
+    \b
+    Example:
+      loramux adapter promote support@4
+    """
+    assert revision.number is not None
+    changed = remote.client.adapters.promote(revision.name, revision.number, alias)
+    remote.put(changed, f"{changed.name}:{alias} is now @{revision.number}.")
 
 
-def _line(found: Adapter) -> str:
-    return f"{found.name}@{found.revision}\trank {found.rank}\t{found.size_bytes} bytes\t{found.digest}"
+@adapter.command("canary")
+@click.argument("revision", type=RevisionType())
+@click.argument("percent", type=click.IntRange(1, 99))
+@alias_option
+@on_server
+def canary(remote: Remote, revision: Revision, percent: int, alias: str) -> None:
+    """Send PERCENT of an adapter's requests to REVISION, the others to its present main revision.
+
+    Requests with the same `user` always get the same revision.
+
+    \b
+    Example:
+      loramux adapter canary support@4 5
+    """
+    assert revision.number is not None
+    try:
+        changed = remote.client.adapters.canary(revision.name, revision.number, percent, alias)
+    except ValueError as error:
+        raise click.ClickException(str(error)) from None
+    remote.put(changed, f"{percent}% of {changed.name}:{alias} now go to @{revision.number}.")
+
+
+@adapter.command("rollback")
+@click.argument("name")
+@alias_option
+@click.option(
+    "--to",
+    "version",
+    type=click.IntRange(1),
+    help="Version of the alias's history (see `loramux adapter history`); default: the previous one.",
+)
+@on_server
+def rollback(remote: Remote, name: str, alias: str, version: int | None) -> None:
+    """Restore an alias's previous targets.
+
+    \b
+    Example:
+      loramux adapter rollback support
+    """
+    changed = remote.client.adapters.rollback(name, alias, version=version)
+    targets = [target for one in changed.aliases if one.name == alias for target in one.targets]
+    restored = ", ".join(f"@{target.revision}" for target in targets) or f"@{changed.revision}"
+    remote.put(changed, f"{changed.name}:{alias} is {restored} again.")
+
+
+@adapter.command("pin")
+@click.argument("revision", type=RevisionType())
+@click.option("--off", is_flag=True, help="Unpin it: the engine may evict it again.")
+@on_server
+def pin(remote: Remote, revision: Revision, off: bool) -> None:
+    """Load REVISION into the engine's memory and keep it there.
+
+    \b
+    Example:
+      loramux adapter pin support@4
+    """
+    assert revision.number is not None
+    adapters = remote.client.adapters
+    changed = (adapters.unpin if off else adapters.pin)(revision.name, revision.number)
+    remote.put(changed, f"{changed.name} is {'no longer pinned' if off else 'pinned'}.")
+
+
+@adapter.command("rm")
+@click.argument("what", type=AdapterType())
+@on_server
+def remove(remote: Remote, what: Revision) -> None:
+    """Delete an adapter, or one of its revisions that no alias targets. Running requests finish.
+
+    \b
+    Example:
+      loramux adapter rm support@2
+    """
+    adapters = remote.client.adapters
+    undo = f"To restore it: loramux adapter undelete {what}"
+    if what.number is None:
+        remote.put(adapters.delete(what.name), f"{what} is deleted. {undo}")
+    else:
+        remote.put(adapters.delete_revision(what.name, what.number), f"{what} is deleted. {undo}")
+
+
+@adapter.command("undelete")
+@click.argument("what", type=AdapterType())
+@on_server
+def undelete(remote: Remote, what: Revision) -> None:
+    """Restore a deleted adapter or revision.
+
+    \b
+    Example:
+      loramux adapter undelete support
+    """
+    restored = remote.client.adapters.undelete(what.name, what.number)
+    remote.put(restored, f"{what} is restored; {restored.name} is @{restored.revision}.")
+
+
+@adapter.command("grant")
+@click.argument("name")
+@click.argument("tenant")
+@click.option("--off", is_flag=True, help="End the grant.")
+@on_server
+def grant(remote: Remote, name: str, tenant: str, off: bool) -> None:
+    """Let another TENANT call an adapter, at that tenant's cost and without access to its files.
+
+    \b
+    Example:
+      loramux adapter grant support globex
+    """
+    adapters = remote.client.adapters
+    changed = (adapters.revoke if off else adapters.grant)(name, tenant)
+    remote.put(changed, f"{tenant} may {'no longer ' if off else ''}call {name}.")
+
+
+@adapter.command("logs")
+@click.argument("name")
+@click.option(
+    "--limit", type=click.IntRange(1, 500), default=20, show_default=True, help="Number of events and of requests."
+)
+@on_server
+def logs(remote: Remote, name: str, limit: int) -> None:
+    """Show an adapter's events, and the revisions that answered its latest requests. Newest last.
+
+    \b
+    Example:
+      loramux adapter logs support --limit 50
+    """
+    events = remote.client.adapters.events(name, limit=limit)
+    requests = remote.client.adapters.requests(name, limit=limit)
+    lines = [(event.created_at, _event_line(event)) for event in events]
+    lines += [(request.created_at, _request_line(request)) for request in requests]
+    lines.sort(key=lambda line: line[0])
+    text = "\n".join(f"{_time(at)}  {line}" for at, line in lines) or f"{name} has no events yet"
+    remote.put({"events": events, "requests": requests}, text)
+
+
+@adapter.command("history")
+@click.argument("name")
+@alias_option
+@on_server
+def history(remote: Remote, name: str, alias: str) -> None:
+    """Show the history of an alias, newest first. `rollback --to VERSION` restores one of its versions.
+
+    \b
+    Example:
+      loramux adapter history support
+    """
+    versions = remote.client.adapters.history(name, alias)
+    remote.put(versions, "\n".join(map(_version_line, versions)) or f"{name}:{alias} has no history yet")
+
+
+def _adapter_line(found: Adapter) -> str:
+    default = next((alias.targets for alias in found.aliases if alias.name == "default"), [])
+    canary = f"\tdefault -> {_shares(default)}" if len(default) > 1 else ""
+    return f"{found.name}@{found.revision}\trank {found.rank}\t{found.size_bytes} bytes\t{found.digest}{canary}"
 
 
 def _alias_line(alias: Alias) -> str:
-    whole = sum(target.weight for target in alias.targets)
-    shares = ", ".join(f"@{target.revision} {100 * target.weight / whole:.3g}%" for target in alias.targets)
-    return f"  :{alias.name} -> {shares}"
+    return f"  :{alias.name} -> {_shares(alias.targets)}"
 
 
-def _revision_line(revision: RevisionAnswer) -> str:
+def _shares(targets: list[Target]) -> str:
+    total = sum(target.weight for target in targets)
+    return ", ".join(f"@{target.revision} {100 * target.weight / total:.3g}%" for target in targets)
+
+
+def _revision_line(revision: RevisionObject) -> str:
     pinned = "\tpinned" if revision.pin else ""
     return f"  @{revision.revision}\t{revision.state}\trank {revision.rank}\t{revision.digest}{pinned}"
+
+
+def _bundle_lines(bundle: Bundle | None) -> Iterator[str]:
+    if bundle is None:
+        yield "  no bundle: the base's template, tokenizer and defaults"
+        return
+    for name, value in msgspec.to_builtins(bundle).items():
+        if name == "added_tokens" and value:
+            yield f"  added tokens: {', '.join(f'{token.content} ({token.id})' for token in bundle.added_tokens)}"
+        elif name == "chat_template" and value:
+            yield f"  chat template: {len(value)} characters"
+        elif value := ({k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value):
+            yield f"  {name.replace('_', ' ')}: {value}"
+
+
+def _version_line(version: AliasVersion) -> str:
+    restored = "" if version.restores is None else f"\trestores version {version.restores}"
+    at = "-" if version.changed_at is None else _time(version.changed_at)
+    return f"{version.version}\t{at}\t{_shares(version.targets)}\tby {version.changed_by or '-'}{restored}"
+
+
+def _event_line(event: Event) -> str:
+    data = event.data
+    kind = event.type.rpartition(".")[2]
+    reason = f": {data.error.message} ({data.error.code})" if data.error else ""
+    return f"{kind:<8}  {data.model or data.adapter}  {data.digest or data.upload or ''}{reason}".rstrip()
+
+
+def _request_line(request: LoggedRequest) -> str:
+    took = "" if request.settled_at is None else f"  {request.settled_at - request.created_at} s"
+    return f"request   {request.model}  {request.digest}  {request.status}  {request.id}{took}"
+
+
+def _time(seconds: int) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%SZ")

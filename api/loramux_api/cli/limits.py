@@ -6,18 +6,27 @@ from pathlib import Path
 
 import click
 
-from loramux.limits import LIMITS, PERIODS, Limit, Limits
-from loramux_api.cli.house import tenant_option, with_limits, with_tenants
-from loramux_api.cli.options import config_option, json_option, put
+from loramux.limits import LIMITS, PERIODS, BudgetState, Limit, Limits, format_money
+from loramux_api.cli.common import (
+    config_option,
+    json_option,
+    option_with_old_name,
+    put,
+    tenant_option,
+    with_limits,
+    with_tenants,
+)
 
 NANO = 1_000_000_000
 _name = click.argument("name", type=click.Choice(list(LIMITS)))
-_subject = click.option("--on", "subject", help="A project, key or member, by its id; default: the whole tenant.")
+_subject_option = option_with_old_name(
+    "--subject", "--on", help="Id of a project, key or member; default: the whole tenant."
+)
 
 
 @click.group()
 def limit() -> None:
-    """What tenants, projects and keys may use.
+    """Limit the rates of tenants, projects and keys.
 
     \b
     Example:
@@ -29,11 +38,11 @@ def limit() -> None:
 @_name
 @click.argument("value", type=click.IntRange(0))
 @tenant_option
-@_subject
+@_subject_option
 @config_option()
 @json_option
 def set_limit(name: str, value: int, tenant_name: str, subject: str | None, config: Path, as_json: bool) -> None:
-    """Let the tenant have at most VALUE of NAME, from its next request on.
+    """Set the limit NAME of a tenant to VALUE, from its next request on.
 
     \b
     Example:
@@ -48,11 +57,11 @@ def set_limit(name: str, value: int, tenant_name: str, subject: str | None, conf
 @limit.command("rm")
 @_name
 @tenant_option
-@_subject
+@_subject_option
 @config_option()
 @json_option
 def remove_limit(name: str, tenant_name: str, subject: str | None, config: Path, as_json: bool) -> None:
-    """Take the limit NAME away; that of the tenant's tier counts again, if it has one.
+    """Remove the limit NAME. The limit of the tenant's tier applies again, if there is one.
 
     \b
     Example:
@@ -61,17 +70,17 @@ def remove_limit(name: str, tenant_name: str, subject: str | None, config: Path,
     removed = with_limits(
         config, tenant_name, lambda limits, tenant: limits.remove(tenant.id, subject or tenant.id, name)
     )
-    put(as_json, removed, f"{removed.name} is no longer limited on {removed.subject}.")
+    put(as_json, removed, f"{removed.name} is no longer limited for {removed.subject}.")
 
 
 @limit.command("set-tier")
 @_name
 @click.argument("value", type=click.IntRange(0))
-@click.option("--tier", required=True, help="Whose tenants, unless they have a limit of their own.")
+@click.option("--tier", required=True, help="Tier name. A tenant's own limit takes precedence.")
 @config_option()
 @json_option
 def set_tier_limit(name: str, value: int, tier: str, config: Path, as_json: bool) -> None:
-    """Let every tenant of a tier have at most VALUE of NAME.
+    """Set the limit NAME of every tenant of a tier to VALUE.
 
     \b
     Example:
@@ -98,7 +107,7 @@ def list_limits(tenant_name: str, config: Path, as_json: bool) -> None:
 
 @click.group()
 def budget() -> None:
-    """The most money that tenants, projects and keys may spend in a day, a month, or in all.
+    """Limit what tenants, projects and keys may spend in a day, in a month, or in total.
 
     \b
     Example:
@@ -110,11 +119,11 @@ def budget() -> None:
 @click.argument("period", type=click.Choice(PERIODS))
 @click.argument("amount", type=str)
 @tenant_option
-@_subject
+@_subject_option
 @config_option()
 @json_option
 def set_budget(period: str, amount: str, tenant_name: str, subject: str | None, config: Path, as_json: bool) -> None:
-    """Let the tenant spend at most AMOUNT (12 or 12.50, exact to nine places) in a PERIOD, UTC.
+    """Set a tenant's budget to AMOUNT (12 or 12.50, at most nine decimal places) per PERIOD, UTC.
 
     \b
     Example:
@@ -131,11 +140,11 @@ def set_budget(period: str, amount: str, tenant_name: str, subject: str | None, 
 @budget.command("rm")
 @click.argument("period", type=click.Choice(PERIODS))
 @tenant_option
-@_subject
+@_subject_option
 @config_option()
 @json_option
 def remove_budget(period: str, tenant_name: str, subject: str | None, config: Path, as_json: bool) -> None:
-    """Take a budget away; the bill stays as it is.
+    """Remove a budget. Invoices do not change.
 
     \b
     Example:
@@ -144,7 +153,7 @@ def remove_budget(period: str, tenant_name: str, subject: str | None, config: Pa
     removed = with_limits(
         config, tenant_name, lambda limits, tenant: limits.remove_budget(tenant.id, subject or tenant.id, period)
     )
-    put(as_json, removed, f"{removed.subject} has no {removed.period} budget any more.")
+    put(as_json, removed, f"{removed.subject} no longer has a {removed.period} budget.")
 
 
 @budget.command("ls")
@@ -152,22 +161,28 @@ def remove_budget(period: str, tenant_name: str, subject: str | None, config: Pa
 @config_option()
 @json_option
 def list_budgets(tenant_name: str, config: Path, as_json: bool) -> None:
-    """List a tenant's budgets, and what the current periods have come to.
+    """List a tenant's budgets, with the spending of the current periods.
 
     \b
     Example:
       loramux budget ls --tenant acme --config configs/single-node.toml
     """
     found = with_limits(config, tenant_name, lambda limits, tenant: limits.budgets(tenant.id))
-    lines = [f"{s.budget.period}\t{s.budget.amount} nano\tspent {s.spent}\theld {s.held}" for s in found]
+    lines = [_budget_line(state) for state in found]
     put(as_json, found, "\n".join(lines) or f"{tenant_name} has no budget.")
 
 
 def _nano(amount: str) -> int:
     whole, _, part = amount.partition(".")
     if not (whole.isdecimal() and amount.isascii() and (part.isdecimal() or not part)) or len(part) > 9:
-        raise click.BadParameter("an amount is written 12 or 12.50, with at most nine places", param_hint="AMOUNT")
+        raise click.BadParameter("an amount is 12 or 12.50, with at most nine decimal places", param_hint="AMOUNT")
     return int(whole) * NANO + int(part.ljust(9, "0"))
+
+
+def _budget_line(state: BudgetState) -> str:
+    budget = state.budget
+    amount, spent, held = (format_money(nanos, state.currency) for nanos in (budget.amount, state.spent, state.held))
+    return f"{budget.subject}\t{budget.period}\t{amount}\tspent {spent}\theld {held}"
 
 
 def _line(one: Limit) -> str:

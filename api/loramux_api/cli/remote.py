@@ -1,4 +1,4 @@
-"""Commands that are a client of a running server: where it is, whose key is shown, and what is named."""
+"""Options and argument types of the commands that call a running server."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from typing import Any, NamedTuple
 
 import click
 
-from loramux.client import Client, Patience
-from loramux_api.cli.options import config_option, json_option, put, settings_of
+from loramux_api.cli.common import config_option, json_option, put, settings_of
+from loramux_client import Client, RetryPolicy
 
-PATIENCE = Patience(retries=2, first=0.2)
-"""Somebody sits before the screen."""
+RETRY = RetryPolicy(retries=2, first_pause=0.2)
+"""Short pauses: a person waits at the terminal."""
 
 _revision = re.compile(r"(?P<name>[^@]+)@(?P<number>[1-9][0-9]{0,8})")
 
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """A server, and how its answers are shown."""
+    """A client of the server, and the output format."""
 
     client: Client
     as_json: bool
 
     def put(self, data: Any, text: str) -> None:
-        """The command's result, for programs or for people."""
+        """Print the command's result, as JSON or as text."""
         put(self.as_json, data, text)
 
 
 class Revision(NamedTuple):
-    """`support@3`, or `support` where the number may be absent."""
+    """An adapter and a revision number, `support@3`. The number is None for `support`."""
 
     name: str
     number: int | None
@@ -48,10 +48,10 @@ class RevisionType(click.ParamType[Revision]):
     name = "revision"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Revision:
-        """Take it apart."""
+        """Parse it."""
         found = _revision.fullmatch(str(value))
         if found is None:
-            self.fail(f"{value!r} is no revision; write ADAPTER@NUMBER, such as support@3", param, ctx)
+            self.fail(f"{value!r} is not a revision; write ADAPTER@NUMBER, such as support@3", param, ctx)
         return Revision(found["name"], int(found["number"]))
 
 
@@ -61,19 +61,24 @@ class AdapterType(RevisionType):
     name = "adapter"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Revision:
-        """Take it apart."""
+        """Parse it."""
         return super().convert(value, param, ctx) if "@" in str(value) else Revision(str(value), None)
 
 
 def on_server(command: Callable[..., None]) -> Callable[..., None]:
-    """Options for the server and the key; the command gets a Remote as its first argument."""
+    """Add the options for the server and the key. The command gets a Remote as its first argument."""
 
-    @click.option("--url", envvar="LORAMUX_URL", show_envvar=True, help="The server; default: that of --config.")
-    @click.option("--key", envvar="LORAMUX_API_KEY", show_envvar=True, help="An API key of your tenant.")
+    @click.option(
+        "--url",
+        envvar="LORAMUX_URL",
+        show_envvar=True,
+        help="Server address; default: that of --config, else http://127.0.0.1:8000.",
+    )
+    @click.option("--key", envvar="LORAMUX_API_KEY", show_envvar=True, help="API key.")
     @click.option(
         "--key-file",
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        help="A file that holds the key, so that it stands in no list of processes.",
+        help="File with the API key. It keeps the key out of the process list.",
     )
     @config_option(required=False)
     @json_option
@@ -90,14 +95,14 @@ def on_server(command: Callable[..., None]) -> Callable[..., None]:
         secret = key_file.read_text().strip() if key_file else key
         if not secret:
             raise click.UsageError("give an API key: --key-file FILE, --key KEY, or LORAMUX_API_KEY in the environment")
-        with Client(url or _url_of(config), api_key=secret) as client:
+        with Client(url or _url_of(config), api_key=secret, retry=RETRY) as client:
             command(Remote(client, as_json), *args, **rest)
 
     return run
 
 
 def _url_of(config: Path | None) -> str | None:
-    """Where the server of these settings listens; None: where servers do by default."""
+    """Return the address of the settings' server, None for the default address."""
     if config is None:
         return None
     server = settings_of(config).server

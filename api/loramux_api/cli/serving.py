@@ -1,54 +1,99 @@
-"""loramux serve."""
+"""loramux serve and migrate."""
 
 from __future__ import annotations
 
-import logging
 import os
-import sys
+import signal
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 import click
 import msgspec
 
-from loramux.settings import Settings
-from loramux_api.cli.options import config_option, json_option, note, put, settings_of
+from loramux import logs
+from loramux.settings import Settings, SettingsError
+from loramux_api.cli.common import config_option, json_option, note, put, settings_of
 
 
 @click.command()
 @config_option()
-@click.option("--host", help="Listen here instead of at server.host of the settings; 0.0.0.0 is every interface.")
-@click.option("--port", type=click.IntRange(1, 65535), help="Listen here instead of at server.port of the settings.")
+@click.option("--host", help="Listen address; overrides server.host. 0.0.0.0 is every interface.")
+@click.option("--port", type=click.IntRange(1, 65535), help="Port; overrides server.port.")
 @json_option
 def serve(config: Path, host: str | None, port: int | None, as_json: bool) -> None:
-    """Serve one base model and everybody's adapters.
+    """Serve base models and their adapters.
 
-    Loads the model (this takes seconds to minutes), then answers until it gets SIGTERM or Ctrl-C; streams that run
-    are finished first. An embedded SQLite database is made and migrated by itself.
+    Loads the models, which takes seconds to minutes, and serves until SIGTERM or Ctrl-C. Running requests finish first.
+    A SQLite database is created and migrated automatically; for PostgreSQL run `loramux migrate` first.
 
     \b
     Example:
       loramux serve --config configs/single-node.toml --port 8000
       curl http://127.0.0.1:8000/health/ready
     """
-    from loramux_api.server import serve as run  # torch and transformers: seconds
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _end_at_once)
+    settings = _with_address(settings_of(config), host, port)
+    _ensure_models(settings, config)
+    from loramux_api.server import exit_now
+    from loramux_api.server import serve as run  # imports torch, which takes seconds
 
-    settings = _listening(settings_of(config), host, port)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    url = f"http://{settings.server.host}:{settings.server.port}"
-    model = settings.model.served_model_name
-    note(as_json, f"loramux: loading {settings.model.path} ...")
+    logs.configure(settings.logging.format, settings.logging.level)
+    url = f"http{'s' if settings.server.tls_certificate else ''}://{settings.server.host}:{settings.server.port}"
+    models = [base.name for base in settings.served_bases]
+    note(as_json, f"loramux: loading {', '.join(base.path for base in settings.served_bases)} ...")
     code = run(
         settings,
         lambda _: put(
             as_json,
-            {"status": "serving", "url": url, "model": model, "pid": os.getpid()},
-            f"loramux: serving {model} at {url}/v1 (API description: {url}/schema). Ctrl-C drains and stops.",
+            {"status": "serving", "url": url, "model": models[0], "models": models, "pid": os.getpid()},
+            f"loramux: serving {', '.join(models)} at {url}/v1 (API description: {url}/schema). Ctrl-C drains and "
+            "stops.",
         ),
     )
-    sys.exit(code)
+    exit_now(code)
 
 
-def _listening(settings: Settings, host: str | None, port: int | None) -> Settings:
+def _end_at_once(number: int, _: FrameType | None) -> NoReturn:
+    """End the process before anything is open: torch's import, of seconds, turns an exception into a crash."""
+    os._exit(128 + number)
+
+
+def _ensure_models(settings: Settings, config: Path) -> None:
+    """Refuse a model path without a model before anything else starts. Raises SettingsError."""
+    for base in settings.served_bases:
+        folder = Path(base.path)
+        if (folder / "config.json").is_file():
+            continue
+        problem = "does not exist" if not folder.exists() else "has no config.json"
+        field = f"bases.path of {base.name}" if settings.bases else "model.path"
+        raise SettingsError(
+            f"{field}: {folder} {problem}; in {config}, set it to the folder of a transformers checkpoint "
+            "(config.json, *.safetensors and the tokenizer), or try `loramux demo`"
+        )
+
+
+def _with_address(settings: Settings, host: str | None, port: int | None) -> Settings:
     server = settings.server
     server = msgspec.structs.replace(server, host=host or server.host, port=port or server.port)
     return msgspec.structs.replace(settings, server=server)
+
+
+@click.command()
+@config_option()
+@json_option
+def migrate(config: Path, as_json: bool) -> None:
+    """Upgrade the database to this release's schema.
+
+    PostgreSQL needs this once after each upgrade, before the servers start. SQLite is migrated automatically. A second
+    run changes nothing.
+
+    \b
+    Example:
+      loramux migrate --config configs/production.toml
+    """
+    from loramux.gateway import migrate as migrate_database
+
+    revision = migrate_database(settings_of(config))
+    put(as_json, {"revision": revision}, f"The database has schema {revision}.")

@@ -1,31 +1,51 @@
-"""loramux simulate: the engine's scheduler against a device model."""
+"""loramux simulate and plan: the engine's scheduler on a model of a device."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import click
+import msgspec
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
-from loramux.simulator import Report, Scenario, Simulation, load_scenario, plot_report, scenario_names
-from loramux_api.cli.options import json_option, note, put
+from loramux.simulator import (
+    DEVICES,
+    MODELS,
+    Goals,
+    Plan,
+    Planner,
+    Report,
+    Scenario,
+    Simulation,
+    Trial,
+    load_scenario,
+    model_of,
+    plot_report,
+    read_workload,
+    scenario_names,
+)
+from loramux_api.cli.common import json_option, note, put
+
+_Milliseconds = click.FloatRange(min=0, min_open=True)
 
 
 @click.command()
 @click.argument("name", required=False)
-@click.option("--scenario", help="A shipped scenario's name, or a TOML file.", metavar="FILE|NAME")
+@click.option("--scenario", help="Name of a shipped scenario, or a TOML file.", metavar="FILE|NAME")
 @click.option(
-    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one value of the scenario; may be repeated."
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one value of the scenario; repeatable."
 )
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="PNG", help="Draw how it went.")
+@click.option(
+    "--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="PNG", help="Draw the simulation over time."
+)
 @json_option
 def simulate(
     name: str | None, scenario: str | None, overrides: tuple[str, ...], plot: Path | None, as_json: bool
 ) -> None:
-    """Run a scenario through the engine's own scheduler, on a model of a device: exact, repeatable, without a GPU.
+    """Run a scenario through the engine's scheduler on a model of a device. Deterministic; needs no GPU.
 
-    Without a name it lists the scenarios that are shipped. docs/simulator.md explains scenarios and figures.
+    Without a name it lists the shipped scenarios. docs/simulator.md explains scenarios and figures.
 
     \b
     Example:
@@ -34,18 +54,18 @@ def simulate(
     """
     chosen = name or scenario
     if chosen is None:
-        put(as_json, scenario_names(), "\n".join(["Scenarios that are shipped:", *scenario_names()]))
+        put(as_json, scenario_names(), "\n".join(["Shipped scenarios:", *scenario_names()]))
         return
     loaded = load_scenario(chosen, overrides)
     simulation = Simulation(loaded)
-    report = _run(simulation)
+    report = _simulate(simulation)
     if plot is not None:
-        plot_report(simulation.course, loaded.description, plot)
+        plot_report(simulation.timeline, loaded.description, plot)
         note(as_json, f"The plot is in {plot}.")
-    put(as_json, report, _text(loaded, report))
+    put(as_json, report, _report_text(loaded, report))
 
 
-def _run(simulation: Simulation) -> Report:
+def _simulate(simulation: Simulation) -> Report:
     console = Console(stderr=True)
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -53,7 +73,7 @@ def _run(simulation: Simulation) -> Report:
         return simulation.run(lambda answered: progress.advance(task, answered))
 
 
-def _text(scenario: Scenario, report: Report) -> str:
+def _report_text(scenario: Scenario, report: Report) -> str:
     lines = [
         scenario.description,
         f"throughput     {report.throughput_tokens_per_s:,.1f} tokens/s",
@@ -71,3 +91,83 @@ def _text(scenario: Scenario, report: Report) -> str:
 
 def _ms(milliseconds: float | None) -> str:
     return "none" if milliseconds is None else f"{milliseconds:,.1f} ms"
+
+
+@click.command()
+@click.option(
+    "--workload",
+    type=click.Path(dir_okay=False, path_type=Path),
+    required=True,
+    metavar="FILE",
+    help="Request log or description.",
+)
+@click.option("--gpu", type=click.Choice(list(DEVICES)), required=True, help="Device model.")
+@click.option("--model", required=True, metavar="CONFIG", help=f"A config.json, its folder, or {', '.join(MODELS)}.")
+@click.option(
+    "--ttft-ms", type=_Milliseconds, default=2000, show_default=True, help="Goal: P99 time to the first token."
+)
+@click.option("--itl-ms", type=_Milliseconds, default=100, show_default=True, help="Goal: P99 time between two tokens.")
+@click.option("--dollars-per-hour", type=click.FloatRange(min=0), help="Price of one GPU; default: a list price.")
+@json_option
+def plan(
+    workload: Path,
+    gpu: str,
+    model: str,
+    ttft_ms: float,
+    itl_ms: float,
+    dollars_per_hour: float | None,
+    as_json: bool,
+) -> None:
+    """Recommend settings and a number of GPUs for a workload. Each candidate is simulated.
+
+    FILE is a log of requests (.jsonl or .csv with arrival_s, prompt_tokens, output_tokens, and where known tenant,
+    adapter, rank, service_class, max_tokens) or a description (.toml with duration_s and [[clients]]).
+
+    \b
+    Example:
+      loramux plan --workload requests.jsonl --gpu h200 --model llama-3.1-8b --ttft-ms 1000 > engine.toml
+    """
+    device = DEVICES[gpu]
+    if dollars_per_hour is not None:
+        device = msgspec.structs.replace(device, dollars_per_hour=dollars_per_hour)
+    goals = Goals(ttft_ms=ttft_ms, itl_ms=itl_ms)
+    found = _search(Planner(device, model_of(model), read_workload(workload), goals))
+    put(as_json, found, _toml(found, gpu))
+
+
+def _search(planner: Planner) -> Plan:
+    console = Console(stderr=True)
+    columns = ("{task.description}", BarColumn(), "{task.completed} simulations", TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("searching", total=1 + planner.num_knob_trials)
+
+        def show(trial: Trial) -> None:
+            gpus = trial.settings.gpus
+            progress.update(
+                task, advance=1, description=f"{gpus} GPU{'s' * (gpus > 1)}, p99 {trial.ttft_ms_p99:,.0f} ms"
+            )
+
+        return planner.plan(show)
+
+
+def _toml(found: Plan, gpu: str) -> str:
+    best, goals = found.recommended, found.goals
+    shares = "interactive {:g}, standard {:g}, batch {:g}".format(*best.settings.class_shares)
+    verdict = "met" if found.goals_met else "NOT met by any candidate; this one is closest"
+    return "\n".join(
+        [
+            f"# GPUs: {best.settings.gpus} x {gpu}. {len(found.tried)} simulations.",
+            f"# Goals (P99: first token {goals.ttft_ms:g} ms, inter-token {goals.itl_ms:g} ms): {verdict}.",
+            f"# First token   p50 {best.ttft_ms_p50:,.1f} ms, p99 {best.ttft_ms_p99:,.1f} ms",
+            f"# Inter-token   p50 {best.itl_ms_p50:,.1f} ms, p99 {best.itl_ms_p99:,.1f} ms",
+            f"# Preemptions   {best.preemption_rate:.2%} of requests",
+            f"# Pool in use   {best.pool_use:.0%}; adapters resident on a GPU: {best.adapters_resident}",
+            f"# Class shares  {shares}",
+            f"# Cost          ${best.dollars_per_million_tokens:.3f} per million tokens",
+            f"# Throughput    {best.tokens_per_s:,.0f} tokens/s, prompt and output together",
+            "[engine]",
+            f"max_num_batched_tokens = {best.settings.max_num_batched_tokens}",
+            f"max_num_seqs = {best.settings.max_num_seqs}",
+            f"block_size = {best.settings.block_size}",
+        ]
+    )

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from litestar import Controller, Request, Response, delete, get, patch, post
 from litestar.di import NamedDependency
-from litestar.params import FromQuery, JSONBody
+from litestar.params import FromQuery, JSONBody, QueryParameter
 
 from loramux.gateway import AdapterService
-from loramux.registry import Terms, etag
-from loramux.storage import CONFIG_FILE, WEIGHTS_FILE
+from loramux.registry import Preconditions, etag
 from loramux.tenants import Principal
+from loramux.uploads import UploadSessions
 from loramux_api.auth import requires
+from loramux_api.headers import IfNoneMatch
 from loramux_api.managing import CHANGING, NAMED, at, check_undo, tagged
 from loramux_api.openapi import REFUSALS, UploadOperation
-from loramux_api.schemas.adapters import Adapter, Deleted, PromoteBody, TtlBody, adapter_object
-from loramux_api.schemas.headers import IfNoneMatch
+from loramux_api.parameters import RevisionQuery
+from loramux_api.schemas.adapters import Adapter, AdapterPage, Deleted, PromoteBody, TtlBody, adapter_object
 from loramux_api.schemas.strict import StrictJSON
-from loramux_api.schemas.tenancy import Listing
-from loramux_api.uploads import receive_upload
+from loramux_api.uploads import receive_form
+
+MAX_PAGE = 1000
 
 
 class AdapterController(Controller):
@@ -35,24 +37,35 @@ class AdapterController(Controller):
         self,
         request: Request[Any, Any, Any],
         principal: NamedDependency[Principal],
-        adapters: NamedDependency[AdapterService],
+        uploads: NamedDependency[UploadSessions],
     ) -> Adapter:
         """Make PEFT files the next revision of an adapter.
 
         The form has the field `name` and the files `adapter_config.json` and `adapter_model.safetensors`, as
-        `save_pretrained` writes them. The same files again change nothing.
+        `save_pretrained` writes them, and may have the field `base_model`: the base that the adapter was trained on.
+        The same files again change nothing.
         """
-        with adapters.staging() as folder:
-            name = await receive_upload(request, folder)
-            info = await adapters.upload(principal, name, folder / CONFIG_FILE, folder / WEIGHTS_FILE)
-        return adapter_object(info)
+        async with uploads.parts.receiving(principal) as folder:
+            form = await receive_form(request, folder)
+            return adapter_object(await uploads.upload(principal, form.name, folder, form.base_model, form.ignored))
 
     @get(guards=[requires("read")], summary="List adapters", responses=REFUSALS)
     async def list_adapters(
-        self, principal: NamedDependency[Principal], adapters: NamedDependency[AdapterService]
-    ) -> Listing[Adapter]:
-        """Your adapters at their current revisions."""
-        return Listing(data=[adapter_object(info) for info in await adapters.reading.all(principal)])
+        self,
+        principal: NamedDependency[Principal],
+        adapters: NamedDependency[AdapterService],
+        after: FromQuery[str | None] = None,
+        limit: Annotated[int | None, QueryParameter(ge=1, le=MAX_PAGE)] = None,
+    ) -> AdapterPage:
+        """Your adapters at their current revisions, by name: all of them, or at most `limit` after the id `after`."""
+        infos, has_more = await adapters.queries.page(principal, after, limit)
+        data = [adapter_object(info) for info in infos]
+        return AdapterPage(
+            data=data,
+            first_id=data[0].id if data else None,
+            last_id=data[-1].id if data else None,
+            has_more=has_more,
+        )
 
     @get(at(), dependencies=NAMED, guards=[requires("read")], summary="Describe an adapter", responses=REFUSALS)
     async def get_adapter(
@@ -63,7 +76,7 @@ class AdapterController(Controller):
         if_none_match: IfNoneMatch = None,
     ) -> Response[Any]:
         """One of your adapters, as `adapter` or `tenant/adapter`."""
-        info = await adapters.reading.get(principal, adapter)
+        info = await adapters.queries.get(principal, adapter)
         if if_none_match is not None and etag(info.version) in if_none_match:
             return Response(None, status_code=304, headers={"ETag": etag(info.version)})
         return tagged(info)
@@ -81,12 +94,12 @@ class AdapterController(Controller):
         self,
         adapter: NamedDependency[str],
         data: JSONBody[TtlBody],
-        terms: NamedDependency[Terms],
+        preconditions: NamedDependency[Preconditions],
         principal: NamedDependency[Principal],
         adapters: NamedDependency[AdapterService],
     ) -> Response[Adapter]:
-        """In `ttl_s` seconds from now, or never."""
-        return tagged(await adapters.retiring.set_ttl(principal, adapter, data.ttl_s, terms))
+        """Delete it in `ttl_s` seconds from now, or never."""
+        return tagged(await adapters.deletion.set_ttl(principal, adapter, data.ttl_s, preconditions))
 
     @delete(
         at(),
@@ -99,13 +112,13 @@ class AdapterController(Controller):
     async def delete_adapter(
         self,
         adapter: NamedDependency[str],
-        terms: NamedDependency[Terms],
+        preconditions: NamedDependency[Preconditions],
         principal: NamedDependency[Principal],
         adapters: NamedDependency[AdapterService],
         undo_s: FromQuery[int | None] = None,
     ) -> Deleted:
-        """With all its revisions; requests that run finish. It can be undone for `undo_s` seconds; 0: not at all."""
-        info = await adapters.delete(principal, adapter, terms, check_undo(undo_s))
+        """Delete it with all its revisions; running requests finish. Undo works for `undo_s` seconds; 0: never."""
+        info = await adapters.delete(principal, adapter, preconditions, check_undo(undo_s))
         return Deleted(id=info.id, name=info.name)
 
     @post(
@@ -119,15 +132,15 @@ class AdapterController(Controller):
     async def undelete(
         self,
         adapter: NamedDependency[str],
-        terms: NamedDependency[Terms],
+        preconditions: NamedDependency[Preconditions],
         principal: NamedDependency[Principal],
         adapters: NamedDependency[AdapterService],
-        revision: FromQuery[int | None] = None,
+        revision: RevisionQuery = None,
     ) -> Response[Adapter]:
-        """Of the adapter with all that went with it, or of one `revision` of an adapter that is there."""
+        """Restore the adapter with all that was deleted with it, or one `revision` of an adapter that exists."""
         if revision is not None:
-            return tagged(await adapters.retiring.undelete_revision(principal, adapter, revision, terms))
-        return tagged(await adapters.retiring.undelete(principal, adapter, terms))
+            return tagged(await adapters.deletion.undelete_revision(principal, adapter, revision, preconditions))
+        return tagged(await adapters.deletion.undelete(principal, adapter, preconditions))
 
     @post(
         at("/promote"),
@@ -143,9 +156,9 @@ class AdapterController(Controller):
         self,
         adapter: NamedDependency[str],
         data: JSONBody[PromoteBody],
-        terms: NamedDependency[Terms],
+        preconditions: NamedDependency[Preconditions],
         principal: NamedDependency[Principal],
         adapters: NamedDependency[AdapterService],
     ) -> Response[Adapter]:
-        """Have an alias, by default what the bare name means, go to one revision alone."""
-        return tagged(await adapters.releasing.promote(principal, adapter, data.revision, data.alias, terms))
+        """Point an alias, by default `default`, at one revision alone."""
+        return tagged(await adapters.aliases.promote(principal, adapter, data.revision, data.alias, preconditions))

@@ -1,32 +1,57 @@
-"""/admin: the operators' view of tenants, tiers and the audit log. Errors are RFC 9457 problem details."""
+"""/admin: tenants, tiers, limits, budgets and the audit log, for operators. Errors are RFC 9457 problem details."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import logging
 
 from litestar import Controller, delete, get, patch, post, put
 from litestar.di import NamedDependency
 from litestar.params import FromPath, FromQuery, JSONBody
-from msgspec import Meta
 
+from loramux.gateway import Platform
+from loramux.limits import Limits
+from loramux.logs import set_level
 from loramux.tenants import Tenant, Tenants
 from loramux_api.auth import requires
 from loramux_api.openapi import PROBLEMS
+from loramux_api.parameters import BeforeSequence, PageLimit
 from loramux_api.schemas.admin import (
+    EngineObject,
+    EngineOrderBody,
+    LogLevelBody,
     TenantBody,
     TenantChange,
     TenantObject,
     TierBody,
     TierObject,
+    engine_object,
     tenant_object,
     tier_object,
 )
+from loramux_api.schemas.limits import (
+    BudgetBody,
+    BudgetObject,
+    LimitBody,
+    LimitObject,
+    budget_object,
+    budget_state_object,
+    limit_object,
+)
 from loramux_api.schemas.strict import StrictJSON
-from loramux_api.schemas.tenancy import AuditObject, KeyBody, KeyObject, Listing, audit_object, key_object
+from loramux_api.schemas.tenancy import (
+    AuditObject,
+    KeyBody,
+    KeyObject,
+    Listing,
+    audit_object,
+    key_object,
+)
+
+logger = logging.getLogger(__name__)
 
 
 class AdminTenantController(Controller):
-    """Customers."""
+    """Tenants and their keys."""
 
     path = "/admin/tenants"
     tags = ("Admin",)
@@ -34,46 +59,85 @@ class AdminTenantController(Controller):
 
     @get(summary="List tenants", responses=PROBLEMS)
     async def list_tenants(self, operators: NamedDependency[Tenants]) -> Listing[TenantObject]:
-        """Every tenant, by name."""
+        """List every tenant by name."""
         return Listing(data=[tenant_object(tenant) for tenant in await operators.list_tenants()])
 
-    @post(dto=StrictJSON[TenantBody], return_dto=None, summary="Make a tenant", responses=PROBLEMS)
+    @post(dto=StrictJSON[TenantBody], return_dto=None, summary="Create a tenant", responses=PROBLEMS)
     async def create(self, data: JSONBody[TenantBody], operators: NamedDependency[Tenants]) -> TenantObject:
-        """With the project `default`, and without a key."""
+        """Create a tenant with the project `default` and no key."""
         return tenant_object(await operators.create(data.name, data.tier))
 
     @get("/{name:str}", summary="Describe a tenant", responses=PROBLEMS)
     async def get_tenant(self, name: FromPath[str], operators: NamedDependency[Tenants]) -> TenantObject:
-        """One tenant."""
+        """Return one tenant."""
         return tenant_object(await operators.named(name))
 
     @patch("/{name:str}", dto=StrictJSON[TenantChange], return_dto=None, summary="Change a tenant", responses=PROBLEMS)
     async def change(
         self, name: FromPath[str], data: JSONBody[TenantChange], operators: NamedDependency[Tenants]
     ) -> TenantObject:
-        """Its tier, or whether it is suspended; counts from the next request on."""
+        """Move it to another tier, suspend or resume it, set zero retention. Applies from its next request on."""
         tenant: Tenant = await operators.named(name)
         if isinstance(data.tier, str):
             tenant = await operators.move(name, data.tier)
         if isinstance(data.suspended, bool):
             tenant = await (operators.suspend(name) if data.suspended else operators.resume(name))
+        if isinstance(data.zero_retention, bool):
+            tenant = await operators.set_zero_retention(name, data.zero_retention)
         return tenant_object(tenant)
 
     @get("/{name:str}/keys", summary="List a tenant's keys", responses=PROBLEMS)
     async def list_keys(self, name: FromPath[str], operators: NamedDependency[Tenants]) -> Listing[KeyObject]:
-        """Revoked ones too, oldest first."""
+        """List a tenant's keys, oldest first, including revoked keys."""
         return Listing(data=[key_object(key) for key in await (await operators.account(name)).keys.all()])
 
-    @post("/{name:str}/keys", dto=StrictJSON[KeyBody], return_dto=None, summary="Make a key", responses=PROBLEMS)
+    @post("/{name:str}/keys", dto=StrictJSON[KeyBody], return_dto=None, summary="Create a key", responses=PROBLEMS)
     async def create_key(
         self, name: FromPath[str], data: JSONBody[KeyBody], operators: NamedDependency[Tenants]
     ) -> KeyObject:
-        """Its secret is in `key`, this once."""
+        """Create a key. Only this answer has its secret, in `key`."""
         return key_object(*await (await operators.account(name)).keys.create(data.request()))
 
 
+class AdminEngineController(Controller):
+    """The engines of this server."""
+
+    path = "/admin/engines"
+    tags = ("Admin",)
+    guards = (requires("operator"),)
+
+    @get(summary="List engines", responses=PROBLEMS)
+    async def list_engines(self, platform: NamedDependency[Platform]) -> Listing[EngineObject]:
+        """List the engines of every base with their state."""
+        return Listing(data=[engine_object(status) for status in platform.engines()])
+
+    @post(
+        "/drain",
+        dto=StrictJSON[EngineOrderBody],
+        return_dto=None,
+        status_code=202,
+        summary="Drain an engine",
+        responses=PROBLEMS,
+    )
+    async def drain(self, data: JSONBody[EngineOrderBody], platform: NamedDependency[Platform]) -> EngineObject:
+        """Give an engine no more requests, and stop it once it has none. It stays stopped until it is restarted."""
+        return engine_object(platform.order_engine(data.engine, restart=False, seconds=data.seconds))
+
+    @post(
+        "/restart",
+        dto=StrictJSON[EngineOrderBody],
+        return_dto=None,
+        status_code=202,
+        summary="Restart an engine",
+        responses=PROBLEMS,
+    )
+    async def restart(self, data: JSONBody[EngineOrderBody], platform: NamedDependency[Platform]) -> EngineObject:
+        """Drain an engine and start it again. The list shows it `ready`, with one more start, when it serves."""
+        return engine_object(platform.order_engine(data.engine, restart=True, seconds=data.seconds))
+
+
 class AdminTierController(Controller):
-    """Levels of service."""
+    """Service tiers."""
 
     path = "/admin/tiers"
     tags = ("Admin",)
@@ -81,24 +145,26 @@ class AdminTierController(Controller):
 
     @get(summary="List tiers", responses=PROBLEMS)
     async def list_tiers(self, operators: NamedDependency[Tenants]) -> Listing[TierObject]:
-        """Every tier, by name."""
+        """List every tier by name."""
         return Listing(data=[tier_object(tier) for tier in await operators.tiers.all()])
 
-    @put("/{name:str}", dto=StrictJSON[TierBody], return_dto=None, summary="Make or change a tier", responses=PROBLEMS)
+    @put(
+        "/{name:str}", dto=StrictJSON[TierBody], return_dto=None, summary="Create or change a tier", responses=PROBLEMS
+    )
     async def put_tier(
         self, name: FromPath[str], data: JSONBody[TierBody], operators: NamedDependency[Tenants]
     ) -> TierObject:
-        """Its tenants have it from their next request on."""
-        return tier_object(await operators.tiers.put(name, data.service_class, data.weight))
+        """Create or change a tier. Applies from its tenants' next requests on."""
+        return tier_object(await operators.tiers.put(name, data.service_class, data.weight, data.service_tiers))
 
-    @delete("/{name:str}", status_code=200, summary="Remove a tier", responses=PROBLEMS)
+    @delete("/{name:str}", status_code=200, summary="Delete a tier", responses=PROBLEMS)
     async def remove(self, name: FromPath[str], operators: NamedDependency[Tenants]) -> TierObject:
-        """One that no tenant has."""
+        """Delete a tier. No tenant may be in it."""
         return tier_object(await operators.tiers.remove(name))
 
 
 class AdminController(Controller):
-    """Keys by their ids, and the audit log."""
+    """Keys by id, and the audit log."""
 
     path = "/admin"
     tags = ("Admin",)
@@ -106,19 +172,124 @@ class AdminController(Controller):
 
     @delete("/keys/{key_id:str}", status_code=200, summary="Revoke a key", responses=PROBLEMS)
     async def revoke_key(self, key_id: FromPath[str], operators: NamedDependency[Tenants]) -> KeyObject:
-        """Anybody's, at once and for good."""
+        """Revoke any tenant's key at once. This cannot be undone."""
         return key_object(await operators.revoke_key(key_id))
+
+    @put("/log-level", dto=StrictJSON[LogLevelBody], return_dto=None, summary="Set the log level", responses=PROBLEMS)
+    async def set_log_level(self, data: JSONBody[LogLevelBody]) -> LogLevelBody:
+        """Log this level and those above it, in this server until it restarts. The engine's process keeps its own."""
+        set_level(data.level)
+        logger.warning("the log level is %s from now on", data.level)
+        return data
 
     @get("/audit", summary="Read the audit log", responses=PROBLEMS)
     async def audit(
         self,
         operators: NamedDependency[Tenants],
         tenant: FromQuery[str | None] = None,
-        before: FromQuery[int | None] = None,
-        limit: FromQuery[Annotated[int, Meta(ge=1, le=500)]] = 100,
+        before: BeforeSequence = None,
+        limit: PageLimit = 100,
     ) -> Listing[AuditObject]:
-        """Everybody's changes, newest first, or one tenant's; `before` is the last page's last sequence."""
-        whose = (await operators.named(tenant)).id if tenant else None
+        """List changes of all tenants or of one, newest first. `before` is the previous page's last sequence number."""
+        tenant_id = (await operators.named(tenant)).id if tenant else None
         return Listing(
-            data=[audit_object(e) for e in await operators.audit.read(tenant=whose, before=before, limit=limit)]
+            data=[audit_object(e) for e in await operators.audit.read(tenant=tenant_id, before=before, limit=limit)]
         )
+
+
+class AdminTierLimitController(Controller):
+    """Limits of a tier, which apply to its tenants without limits of their own."""
+
+    path = "/admin/tiers/{tier:str}/limits"
+    tags = ("Admin",)
+    guards = (requires("operator"),)
+
+    @get(summary="List a tier's limits", responses=PROBLEMS)
+    async def list_limits(self, tier: FromPath[str], operators: NamedDependency[Tenants]) -> Listing[LimitObject]:
+        """List a tier's limits by name."""
+        return Listing(data=[limit_object(limit) for limit in await Limits(operators.changes).of_tier(tier)])
+
+    @put("/{name:str}", dto=StrictJSON[LimitBody], return_dto=None, summary="Set a tier's limit", responses=PROBLEMS)
+    async def set_limit(
+        self, tier: FromPath[str], name: FromPath[str], data: JSONBody[LimitBody], operators: NamedDependency[Tenants]
+    ) -> LimitObject:
+        """Set a limit. Applies from the next request on."""
+        return limit_object(await Limits(operators.changes).put_for_tier(tier, name, data.value))
+
+    @delete("/{name:str}", status_code=200, summary="Remove a tier's limit", responses=PROBLEMS)
+    async def remove_limit(
+        self, tier: FromPath[str], name: FromPath[str], operators: NamedDependency[Tenants]
+    ) -> LimitObject:
+        """Remove a limit."""
+        return limit_object(await Limits(operators.changes).remove_from_tier(tier, name))
+
+
+class AdminTenantLimitController(Controller):
+    """Limits and budgets of a tenant as a whole."""
+
+    path = "/admin/tenants/{tenant:str}"
+    tags = ("Admin",)
+    guards = (requires("operator"),)
+
+    @get("/limits", summary="List a tenant's limits", responses=PROBLEMS)
+    async def list_limits(self, tenant: FromPath[str], operators: NamedDependency[Tenants]) -> Listing[LimitObject]:
+        """List a tenant's own limits, and those of its tier for the other names."""
+        found_tenant = await operators.named(tenant)
+        found = await Limits(operators.changes).of(found_tenant.id, found_tenant.tier)
+        return Listing(data=[limit_object(limit) for limit in found])
+
+    @put(
+        "/limits/{name:str}",
+        dto=StrictJSON[LimitBody],
+        return_dto=None,
+        summary="Set a tenant's limit",
+        responses=PROBLEMS,
+    )
+    async def set_limit(
+        self, tenant: FromPath[str], name: FromPath[str], data: JSONBody[LimitBody], operators: NamedDependency[Tenants]
+    ) -> LimitObject:
+        """Set a limit that takes precedence over the tier's. Applies from the next request on."""
+        id = (await operators.named(tenant)).id
+        return limit_object(await Limits(operators.changes).put(id, id, name, data.value))
+
+    @delete("/limits/{name:str}", status_code=200, summary="Remove a tenant's limit", responses=PROBLEMS)
+    async def remove_limit(
+        self, tenant: FromPath[str], name: FromPath[str], operators: NamedDependency[Tenants]
+    ) -> LimitObject:
+        """Remove a limit. The tier's limit applies again."""
+        id = (await operators.named(tenant)).id
+        return limit_object(await Limits(operators.changes).remove(id, id, name))
+
+    @get("/budgets", summary="List a tenant's budgets", responses=PROBLEMS)
+    async def list_budgets(self, tenant: FromPath[str], operators: NamedDependency[Tenants]) -> Listing[BudgetObject]:
+        """List the budgets of the tenant itself, with the spending of the current periods."""
+        found = await Limits(operators.changes).budgets((await operators.named(tenant)).id)
+        return Listing(data=[budget_state_object(state) for state in found])
+
+    @put(
+        "/budgets/{period:str}",
+        dto=StrictJSON[BudgetBody],
+        return_dto=None,
+        summary="Set a tenant's budget",
+        responses=PROBLEMS,
+    )
+    async def set_budget(
+        self,
+        tenant: FromPath[str],
+        period: FromPath[str],
+        data: JSONBody[BudgetBody],
+        operators: NamedDependency[Tenants],
+    ) -> BudgetObject:
+        """Set a budget. `period` is day, month (both UTC) or total."""
+        id = (await operators.named(tenant)).id
+        return budget_object(
+            await Limits(operators.changes).put_budget(id, id, period, data.amount_nano, data.thresholds)
+        )
+
+    @delete("/budgets/{period:str}", status_code=200, summary="Remove a tenant's budget", responses=PROBLEMS)
+    async def remove_budget(
+        self, tenant: FromPath[str], period: FromPath[str], operators: NamedDependency[Tenants]
+    ) -> BudgetObject:
+        """Remove a budget and its counters. Invoices do not change."""
+        id = (await operators.named(tenant)).id
+        return budget_object(await Limits(operators.changes).remove_budget(id, id, period))

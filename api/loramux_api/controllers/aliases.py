@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from litestar import Controller, Response, delete, get, post, put
 from litestar.di import NamedDependency
-from litestar.params import FromPath, FromQuery, JSONBody
+from litestar.params import FromPath, JSONBody
 
 from loramux.gateway import AdapterService
-from loramux.registry import Terms
+from loramux.registry import Preconditions
 from loramux.tenants import Principal
 from loramux_api.auth import requires
 from loramux_api.managing import CHANGING, NAMED, at, tagged
 from loramux_api.openapi import REFUSALS
+from loramux_api.parameters import VersionQuery
 from loramux_api.schemas.adapters import (
     Adapter,
     AliasBody,
@@ -38,8 +39,8 @@ class AliasController(Controller):
         principal: NamedDependency[Principal],
         adapters: NamedDependency[AdapterService],
     ) -> Listing[AliasObject]:
-        """By name, with what they point at."""
-        info = await adapters.reading.get(principal, adapter)
+        """List the adapter's aliases by name, each with its targets."""
+        info = await adapters.queries.get(principal, adapter)
         return Listing(data=[alias_object(alias) for alias in info.aliases])
 
     @put(
@@ -56,12 +57,12 @@ class AliasController(Controller):
         adapter: NamedDependency[str],
         alias: FromPath[str],
         data: JSONBody[AliasBody],
-        terms: NamedDependency[Terms],
+        preconditions: NamedDependency[Preconditions],
         principal: NamedDependency[Principal],
         adapters: NamedDependency[AdapterService],
     ) -> Response[Adapter]:
-        """At one revision, or at several by weight: requests that name a `user` get always the same one for it."""
-        return tagged(await adapters.releasing.point(principal, adapter, alias, data.targets, terms))
+        """Point the alias at one revision, or at several by weight. One `user` always gets the same revision."""
+        return tagged(await adapters.aliases.point(principal, adapter, alias, data.targets, preconditions))
 
     @delete(
         at("/aliases/{alias:str}"),
@@ -75,12 +76,12 @@ class AliasController(Controller):
         self,
         adapter: NamedDependency[str],
         alias: FromPath[str],
-        terms: NamedDependency[Terms],
+        preconditions: NamedDependency[Preconditions],
         principal: NamedDependency[Principal],
         adapters: NamedDependency[AdapterService],
     ) -> Response[Adapter]:
-        """Any but `default`; its history stays."""
-        return tagged(await adapters.releasing.remove(principal, adapter, alias, terms))
+        """Remove any alias but `default`; its history stays."""
+        return tagged(await adapters.aliases.remove(principal, adapter, alias, preconditions))
 
     @get(at("/aliases/{alias:str}/history"), guards=[requires("read")], summary="List versions", responses=REFUSALS)
     async def history(
@@ -90,8 +91,8 @@ class AliasController(Controller):
         principal: NamedDependency[Principal],
         adapters: NamedDependency[AdapterService],
     ) -> Listing[AliasVersionObject]:
-        """What it pointed at, newest first; the last hundred changes."""
-        versions = await adapters.reading.history(principal, adapter, alias)
+        """List the alias's earlier targets, newest first: the last hundred changes."""
+        versions = await adapters.queries.history(principal, adapter, alias)
         return Listing(data=[alias_version_object(version) for version in versions])
 
     @post(
@@ -106,10 +107,10 @@ class AliasController(Controller):
         self,
         adapter: NamedDependency[str],
         alias: FromPath[str],
-        terms: NamedDependency[Terms],
+        preconditions: NamedDependency[Preconditions],
         principal: NamedDependency[Principal],
         adapters: NamedDependency[AdapterService],
-        version: FromQuery[int | None] = None,
+        version: VersionQuery = None,
     ) -> Response[Adapter]:
-        """To what it meant before, and once more: to what it meant before that; or to one `version` of its history."""
-        return tagged(await adapters.releasing.roll_back(principal, adapter, alias, version, terms))
+        """Restore the alias's previous targets, or those of one `version`. Each call goes one change further back."""
+        return tagged(await adapters.aliases.roll_back(principal, adapter, alias, version, preconditions))

@@ -2,25 +2,52 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from litestar import Controller, Request, Response, post
 from litestar.di import NamedDependency
 from litestar.openapi import ResponseSpec
 from litestar.params import JSONBody
+from msgspec import UNSET, UnsetType
 
-from loramux.gateway import CompletionService
+from loramux.gateway import (
+    Answer,
+    CallDelta,
+    CompletionService,
+    Delta,
+    FinishReason,
+    Token,
+    TokenLogprob,
+    join_calls,
+)
 from loramux.tenants import Principal
-from loramux_api.answering import answer
+from loramux.units import TokenCounts
+from loramux_api.answering import CollectedChoice, Writer, respond
 from loramux_api.auth import requires
-from loramux_api.idempotency import claim_of
+from loramux_api.bodies import InferenceRequest
+from loramux_api.headers import Deadline, IdempotencyKey, claim_of
 from loramux_api.openapi import REFUSALS
-from loramux_api.schemas.answers import ChatCompletion
-from loramux_api.schemas.chat import ChatBody, to_ask
-from loramux_api.schemas.chat_writer import ChatWriter
-from loramux_api.schemas.headers import Deadline, IdempotencyKey
+from loramux_api.schemas.answers import (
+    AssistantMessage,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatDelta,
+    ChatFinishReason,
+    ChatLogprob,
+    ChatLogprobs,
+    CompletionTokensDetails,
+    TopLogprob,
+    UsageObject,
+    usage_object,
+)
+from loramux_api.schemas.chat import ChatBody, to_request
 from loramux_api.schemas.strict import StrictJSON
+from loramux_api.schemas.tools import CalledFunction, CalledFunctionDelta, NamedToolChoice, ToolCall, ToolCallDelta
 
 
 class ChatController(Controller):
@@ -29,6 +56,7 @@ class ChatController(Controller):
     path = "/v1/chat/completions"
     tags = ("Inference",)
     guards = (requires("inference"),)
+    request_class = InferenceRequest
 
     @post(
         dto=StrictJSON[ChatBody],
@@ -50,7 +78,162 @@ class ChatController(Controller):
         idempotency_key: IdempotencyKey = None,
     ) -> Response[Any]:
         """Answer a conversation with an adapter of yours, or with the base model."""
-        ask = replace(to_ask(data), deadline_ms=x_loramux_deadline_ms, claim=await claim_of(request, idempotency_key))
-        generation = await completions.begin(principal, ask)
-        writer = ChatWriter(data, generation, completions.fingerprint)
-        return await answer(request, generation, writer, stream=bool(data.stream))
+        claim = await claim_of(request, idempotency_key)
+        asked = replace(to_request(data), deadline_ms=x_loramux_deadline_ms, claim=claim)
+        answer = await completions.begin(principal, asked)
+        writer = ChatWriter(data, answer, completions.fingerprint_of(answer))
+        return await respond(request, answer, writer, stream=bool(data.stream))
+
+
+class ChatWriter(Writer):
+    """Writes one answer in OpenAI's shape."""
+
+    def __init__(self, body: ChatBody, answer: Answer, fingerprint: str) -> None:
+        self._body = body
+        self._answer = answer
+        self._fingerprint = fingerprint
+        self._thought_tokens = 0
+        self._calling: set[int] = set()
+        """Choices with a call."""
+        self._collected: defaultdict[int, CollectedChoice] = defaultdict(CollectedChoice)
+
+    def opening(self) -> Iterable[ChatChunk]:
+        """Return a chunk with the role for every choice."""
+        for index in range(self._body.n or 1):
+            delta = ChatDelta(role="assistant", content="", refusal=None)
+            chunk = self._chunk(ChatChunkChoice(index=index, delta=delta))
+            chunk.prompt_token_ids = self._prompt_token_ids
+            yield chunk
+
+    def chunk(self, delta: Delta) -> ChatChunk | None:
+        """Return the event for a delta; None where it has nothing that the client asked for."""
+        self._note(delta)
+        logprobs, token_ids = self._logprobs(delta), self._token_ids(delta)
+        news = delta.text or delta.thought or delta.calls
+        if not (news or delta.finish_reason or delta.logprobs or token_ids):
+            return None
+        return self._chunk(
+            ChatChunkChoice(
+                index=delta.index,
+                delta=ChatDelta() if delta.finish_reason else _chat_delta(delta),
+                logprobs=logprobs if delta.logprobs else None,
+                finish_reason=self._finish_reason(delta.index, delta.finish_reason),
+                token_ids=token_ids,
+            )
+        )
+
+    def closing(self, usage: TokenCounts) -> Iterable[ChatChunk]:
+        """Return the usage, where it was asked for."""
+        if self._body.include_usage:
+            chunk = self._chunk()
+            chunk.usage = self._usage(usage)
+            yield chunk
+
+    def collect(self, delta: Delta) -> None:
+        """Take a delta of an answer that is sent in one piece."""
+        self._note(delta)
+        self._collected[delta.index].add(delta, _logprob if self._body.logprobs else None)
+
+    def whole(self, usage: TokenCounts) -> ChatCompletion:
+        """Return the collected answer in one piece."""
+        return ChatCompletion(
+            id=self._answer.id,
+            created=self._answer.created,
+            model=self._answer.model,
+            choices=[self._choice(index, self._collected[index]) for index in sorted(self._collected)],
+            usage=self._usage(usage),
+            system_fingerprint=self._fingerprint,
+            service_tier=self._answer.service_tier,
+            prompt_token_ids=self._prompt_token_ids,
+        )
+
+    @property
+    def _prompt_token_ids(self) -> list[int] | UnsetType:
+        return self._answer.prompt_token_ids[0] if self._body.return_token_ids else UNSET
+
+    def _note(self, delta: Delta) -> None:
+        """Note which choices call tools, and how many tokens are thoughts."""
+        self._thought_tokens += delta.thought_tokens
+        if delta.calls:
+            self._calling.add(delta.index)
+
+    def _usage(self, usage: TokenCounts) -> UsageObject:
+        written = usage_object(usage)
+        written.completion_tokens_details = CompletionTokensDetails(self._thought_tokens)
+        return written
+
+    def _finish_reason(self, index: int, reason: FinishReason | None) -> ChatFinishReason | None:
+        """Return `tool_calls` for an answer that chose to call; one that was told which function to call stops."""
+        chose = index in self._calling and not isinstance(self._body.tool_choice, NamedToolChoice)
+        return "tool_calls" if reason == "stop" and chose else reason
+
+    def _choice(self, index: int, choice: CollectedChoice) -> ChatChoice:
+        content = cast(list[ChatLogprob], choice.encoded)
+        return ChatChoice(
+            index=index,
+            message=_message(choice),
+            logprobs=ChatLogprobs(content) if self._body.logprobs else None,
+            finish_reason=self._finish_reason(index, choice.finish_reason),
+            token_ids=choice.token_ids if self._body.return_token_ids else UNSET,
+        )
+
+    def _chunk(self, *choices: ChatChunkChoice) -> ChatChunk:
+        return ChatChunk(
+            id=self._answer.id,
+            created=self._answer.created,
+            model=self._answer.model,
+            system_fingerprint=self._fingerprint,
+            service_tier=self._answer.service_tier,
+            choices=list(choices),
+            usage=None if self._body.include_usage else UNSET,
+        )
+
+    def _token_ids(self, delta: Delta) -> list[int] | UnsetType:
+        return list(delta.token_ids) if self._body.return_token_ids else UNSET
+
+    def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
+        return ChatLogprobs([_logprob(one) for one in delta.logprobs]) if self._body.logprobs else None
+
+
+def _chat_delta(delta: Delta) -> ChatDelta:
+    made = ChatDelta()
+    if delta.text or not (delta.thought or delta.calls):
+        made.content = delta.text
+    if delta.thought:
+        made.reasoning_content = delta.thought
+    if delta.calls:
+        made.tool_calls = [_call_delta(call) for call in delta.calls]
+    return made
+
+
+def _call_delta(call: CallDelta) -> ToolCallDelta:
+    if call.id is None or call.name is None:
+        return ToolCallDelta(index=call.index, function=CalledFunctionDelta(arguments=call.arguments))
+    function = CalledFunctionDelta(name=call.name, arguments=call.arguments)
+    return ToolCallDelta(index=call.index, id=call.id, type="function", function=function)
+
+
+def _message(choice: CollectedChoice) -> AssistantMessage:
+    text, thought = "".join(choice.texts), "".join(choice.thoughts)
+    calls = [
+        ToolCall(id=call.id or "", function=CalledFunction(name=call.name or "", arguments=call.arguments))
+        for call in join_calls(choice.calls)
+    ]
+    return AssistantMessage(
+        content=(text.rstrip() or None) if calls else text,
+        reasoning_content=thought or UNSET,
+        tool_calls=calls or UNSET,
+    )
+
+
+def _logprob(one: TokenLogprob) -> ChatLogprob:
+    return ChatLogprob(
+        token=one.token.text,
+        logprob=one.logprob,
+        bytes=list(one.token.bytes),
+        top_logprobs=[_top(token, logprob) for token, logprob in one.top],
+    )
+
+
+def _top(token: Token, logprob: float) -> TopLogprob:
+    return TopLogprob(token=token.text, logprob=logprob, bytes=list(token.bytes))

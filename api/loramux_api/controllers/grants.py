@@ -7,7 +7,7 @@ from litestar.di import NamedDependency
 from litestar.params import FromPath
 
 from loramux.gateway import AdapterService
-from loramux.registry import Terms
+from loramux.registry import Preconditions
 from loramux.tenants import Principal
 from loramux_api.auth import requires
 from loramux_api.managing import CHANGING, NAMED, at
@@ -30,8 +30,8 @@ class GrantController(Controller):
         principal: NamedDependency[Principal],
         adapters: NamedDependency[AdapterService],
     ) -> Listing[GrantObject]:
-        """By the tenants' names."""
-        return Listing(data=[grant_object(info) for info in await adapters.reading.grants(principal, adapter)])
+        """List the adapter's grants by the tenants' names."""
+        return Listing(data=[grant_object(info) for info in await adapters.queries.grants(principal, adapter)])
 
     @put(
         at("/grants/{tenant:str}"),
@@ -44,12 +44,12 @@ class GrantController(Controller):
         self,
         adapter: NamedDependency[str],
         tenant: FromPath[str],
-        terms: NamedDependency[Terms],
+        preconditions: NamedDependency[Preconditions],
         principal: NamedDependency[Principal],
         adapters: NamedDependency[AdapterService],
     ) -> GrantObject:
         """The tenant of that name calls it as you do. The answer is the same whether or not there is such a tenant."""
-        return grant_object(await adapters.sharing.grant(principal, adapter, tenant, terms))
+        return grant_object(await adapters.grants.grant(principal, adapter, tenant, preconditions))
 
     @delete(
         at("/grants/{tenant:str}"),
@@ -63,9 +63,9 @@ class GrantController(Controller):
         self,
         adapter: NamedDependency[str],
         tenant: FromPath[str],
-        terms: NamedDependency[Terms],
+        preconditions: NamedDependency[Preconditions],
         principal: NamedDependency[Principal],
         adapters: NamedDependency[AdapterService],
     ) -> GrantObject:
-        """From its next request on; those that run finish."""
-        return grant_object(await adapters.sharing.revoke(principal, adapter, tenant, terms))
+        """End the grant from the tenant's next request on; running requests finish."""
+        return grant_object(await adapters.grants.revoke(principal, adapter, tenant, preconditions))

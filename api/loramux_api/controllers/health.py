@@ -1,4 +1,4 @@
-"""Health and metrics: for whoever runs the server, without a key."""
+"""Health and metrics, without a key."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 from litestar import Controller, MediaType, Response, get
+from litestar.datastructures import State
 from litestar.di import NamedDependency
 from prometheus_client import CONTENT_TYPE_LATEST
 
@@ -14,29 +15,37 @@ from loramux_api.metrics import Metrics
 
 
 class Health(msgspec.Struct):
-    """One word."""
+    """The state of the server."""
 
-    status: Literal["live", "ready", "draining", "engine_down"]
+    status: Literal["live", "ready", "draining", "engine_down", "database_unreachable"]
 
 
 class HealthController(Controller):
-    """Probes."""
+    """Probes and metrics, without a key."""
 
     tags = ("Operations",)
 
     @get("/health/live", summary="Is the process alive?")
     async def live(self) -> Health:
-        """200 as long as the server answers at all."""
+        """Answer 200 as long as the process answers at all."""
         return Health("live")
 
     @get("/health/ready", summary="Would a request be served?")
-    async def ready(self, platform: NamedDependency[Platform]) -> Response[Health]:
-        """200, or 503 while the server is being stopped and when its engine is gone."""
-        if platform.completions.serving:
-            return Response(Health("ready"))
-        return Response(Health("draining" if platform.completions.draining else "engine_down"), status_code=503)
+    async def ready(self, platform: NamedDependency[Platform], state: State) -> Response[Health]:
+        """Answer 200 if a request would be served now.
+
+        503 means: the server is stopping (`draining`), a base has no engine (`engine_down`), or its database does not
+        answer (`database_unreachable`).
+        """
+        if state.stopping or platform.completions.draining:
+            return Response(Health("draining"), status_code=503)
+        if not platform.are_engines_alive:
+            return Response(Health("engine_down"), status_code=503)
+        if not await platform.is_database_reachable():
+            return Response(Health("database_unreachable"), status_code=503)
+        return Response(Health("ready"))
 
     @get("/metrics", summary="Prometheus metrics", media_type=MediaType.TEXT)
     async def metrics(self, metrics: NamedDependency[Metrics]) -> Response[bytes]:
-        """Counters and gauges; no label holds anything that a tenant wrote."""
+        """Return counters, gauges and histograms. No label contains anything that a tenant wrote."""
         return Response(metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})

@@ -1,4 +1,4 @@
-"""/v1/limits and /v1/budgets: a tenant reads all of its own, and sets those of its projects, keys and members."""
+"""/v1/limits and /v1/budgets: a tenant reads all its own, and sets those of its projects, keys and members."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from litestar import Controller, delete, get, put
 from litestar.di import NamedDependency
 from litestar.params import FromPath, JSONBody
 
+from loramux.gateway import NotAllowed
 from loramux.limits import Limits
 from loramux.tenants import Account, Principal
 from loramux_api.auth import requires
 from loramux_api.openapi import REFUSALS
-from loramux_api.problems import Forbidden
 from loramux_api.schemas.limits import (
     BudgetBody,
     BudgetObject,
@@ -25,7 +25,7 @@ from loramux_api.schemas.tenancy import Listing
 
 
 class LimitController(Controller):
-    """What the tenant may use."""
+    """Limits."""
 
     path = "/v1/limits"
     tags = ("Limits",)
@@ -34,7 +34,7 @@ class LimitController(Controller):
     async def list_limits(
         self, principal: NamedDependency[Principal], account: NamedDependency[Account], limits: NamedDependency[Limits]
     ) -> Listing[LimitObject]:
-        """The tenant's, those of its tier that it has none of its own for, and those of its projects and keys."""
+        """List the limits of the tenant, its projects, keys and members, and those of its tier for the other names."""
         found = await limits.of(principal.tenant, principal.tier, await subjects_of(account))
         return Listing(data=[limit_object(limit) for limit in found])
 
@@ -54,8 +54,8 @@ class LimitController(Controller):
         principal: NamedDependency[Principal],
         limits: NamedDependency[Limits],
     ) -> LimitObject:
-        """Counts from the next request on, beside the tenant's own, which its operator sets."""
-        demand_below(principal, subject)
+        """Set a limit. Applies from the next request on, beside the tenant's limits, which the operator sets."""
+        ensure_not_tenant(principal, subject)
         return limit_object(await limits.put(principal.tenant, subject, name, data.value))
 
     @delete(
@@ -72,13 +72,13 @@ class LimitController(Controller):
         principal: NamedDependency[Principal],
         limits: NamedDependency[Limits],
     ) -> LimitObject:
-        """There is none afterwards, but for those of the tenant."""
-        demand_below(principal, subject)
+        """Remove a limit. The tenant's limits still apply."""
+        ensure_not_tenant(principal, subject)
         return limit_object(await limits.remove(principal.tenant, subject, name))
 
 
 class BudgetController(Controller):
-    """How much the tenant may spend."""
+    """Budgets."""
 
     path = "/v1/budgets"
     tags = ("Limits",)
@@ -87,7 +87,7 @@ class BudgetController(Controller):
     async def list_budgets(
         self, principal: NamedDependency[Principal], account: NamedDependency[Account], limits: NamedDependency[Limits]
     ) -> Listing[BudgetObject]:
-        """The budgets of the tenant, its projects and its keys, and what the current periods have come to."""
+        """List the budgets of the tenant, its projects, keys and members, with the spending of the current periods."""
         found = await limits.budgets(principal.tenant, await subjects_of(account))
         return Listing(data=[budget_state_object(state) for state in found])
 
@@ -107,8 +107,8 @@ class BudgetController(Controller):
         principal: NamedDependency[Principal],
         limits: NamedDependency[Limits],
     ) -> BudgetObject:
-        """`period` is day, month (both UTC) or total."""
-        demand_below(principal, subject)
+        """Set a budget. `period` is day, month (both UTC) or total."""
+        ensure_not_tenant(principal, subject)
         budget = await limits.put_budget(principal.tenant, subject, period, data.amount_nano, data.thresholds)
         return budget_object(budget)
 
@@ -126,23 +126,23 @@ class BudgetController(Controller):
         principal: NamedDependency[Principal],
         limits: NamedDependency[Limits],
     ) -> BudgetObject:
-        """What was counted of it is forgotten; the bill is not."""
-        demand_below(principal, subject)
+        """Remove a budget and its counters. Invoices do not change."""
+        ensure_not_tenant(principal, subject)
         return budget_object(await limits.remove_budget(principal.tenant, subject, period))
 
 
 async def subjects_of(account: Account) -> list[str]:
-    """Everything of a tenant that can have limits of its own."""
+    """Return the ids of everything of a tenant that can have limits of its own."""
     projects, keys, members = await account.projects.all(), await account.keys.all(), await account.members.all()
     return [*(one.id for one in projects), *(one.id for one in keys), *(one.id for one in members)]
 
 
-def demand_below(principal: Principal, subject: str) -> None:
-    """Raise Forbidden for the tenant's own limits."""
+def ensure_not_tenant(principal: Principal, subject: str) -> None:
+    """Raise NotAllowed if the subject is the tenant itself."""
     if subject == principal.tenant:
-        raise Forbidden(
-            "The limits of a whole organization are its operator's to set; you can set those of your projects, "
+        raise NotAllowed(
+            "Only the operator sets the limits of a whole organization; you can set those of your projects, "
             "keys and members.",
-            param="subject",
+            field="subject",
             code="insufficient_permissions",
         )

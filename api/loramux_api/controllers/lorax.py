@@ -1,7 +1,9 @@
-"""LoRAX's routes, for who comes from there: `adapter_id` among the parameters, answers as its clients read them."""
+"""LoRAX's routes: `adapter_id` among the parameters, answers as LoRAX's clients read them."""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import msgspec
@@ -10,16 +12,24 @@ from litestar.di import NamedDependency
 from litestar.openapi import ResponseSpec
 from litestar.params import JSONBody
 
-from loramux.gateway import CompletionService, GatewayError, Platform
-from loramux.limits import LimitsError
-from loramux.registry import RegistryError
-from loramux.tenants import Principal, TenantsError
-from loramux_api.answering import answer
+from loramux.errors import LoramuxError
+from loramux.gateway import Answer, CompletionService, Delta, FinishReason, Platform
+from loramux.tenants import Principal
+from loramux.units import TokenCounts
+from loramux_api.answering import Writer, respond
 from loramux_api.auth import requires
+from loramux_api.bodies import InferenceRequest
 from loramux_api.openapi import REFUSALS
 from loramux_api.problems import problem_of
-from loramux_api.schemas.lorax import GenerateBody, Generated, LoraxError, to_ask
-from loramux_api.schemas.lorax_writer import LoraxWriter
+from loramux_api.schemas.lorax import (
+    GenerateBody,
+    Generated,
+    LoraxDetails,
+    LoraxError,
+    LoraxToken,
+    StreamedToken,
+    to_request,
+)
 from loramux_api.schemas.strict import StrictJSON
 
 ANSWERS = {200: ResponseSpec(Generated, description="With stream: server-sent events, one a token."), **REFUSALS}
@@ -28,11 +38,9 @@ VALIDATION, OVERLOADED = "validation", "overloaded"
 ERROR_TYPES = {401: VALIDATION, 403: VALIDATION, 404: VALIDATION, 422: VALIDATION, 429: OVERLOADED, 503: OVERLOADED}
 
 
-def refused(
-    _: Request[Any, Any, Any], error: GatewayError | RegistryError | TenantsError | LimitsError
-) -> Response[Any]:
-    """The refusal, in LoRAX's shape: 422 where the request has to be changed."""
-    problem = problem_of(error)
+def refused(request: Request[Any, Any, Any], error: LoramuxError) -> Response[Any]:
+    """Return the refusal in LoRAX's shape: 422 where the request has to be changed."""
+    problem = problem_of(request, error)
     status = 422 if problem.status == 400 else problem.status
     content = LoraxError(problem.error.message, ERROR_TYPES.get(status, "generation"))
     return Response(content, status_code=status, media_type=MediaType.JSON, headers=problem.all_headers())
@@ -44,7 +52,8 @@ class LoraxController(Controller):
     path = "/"
     tags = ("Inference",)
     guards = (requires("inference"),)
-    exception_handlers = {kind: refused for kind in (GatewayError, RegistryError, TenantsError, LimitsError)}  # noqa: RUF012  Litestar's
+    request_class = InferenceRequest
+    exception_handlers = {LoramuxError: refused}  # noqa: RUF012  Litestar's
 
     @post(
         "/generate",
@@ -97,7 +106,7 @@ class LoraxController(Controller):
         principal: NamedDependency[Principal],
         platform: NamedDependency[Platform],
     ) -> Response[Any]:
-        """As /generate; an answer in one piece is in a list."""
+        """Generate as /generate does; an answer in one piece is in a list."""
         whole = await _answered(data, request, principal, platform)
         if isinstance(whole.content, bytes):
             whole.content = b"[" + whole.content + b"]"
@@ -108,6 +117,94 @@ async def _answered(
     data: GenerateBody, request: Request[Any, Any, Any], principal: Principal, platform: Platform
 ) -> Response[Any]:
     completions: CompletionService = platform.completions
-    generation = await completions.begin(principal, to_ask(data, platform.settings.model.served_model_name))
-    writer = LoraxWriter(data, generation, completions.facts.eos_token_ids)
-    return await answer(request, generation, writer, stream=data.stream)
+    answer = await completions.begin(principal, to_request(data, platform.settings.model.served_model_name))
+    writer = LoraxWriter(data, answer, completions.bases[answer.base_model].facts.eos_token_ids)
+    return await respond(request, answer, writer, stream=data.stream)
+
+
+class LoraxWriter(Writer):
+    """Writes one request's answer. A stream's events are one token behind: the last one also has the end."""
+
+    ending = b""
+
+    def __init__(self, body: GenerateBody, answer: Answer, eos_token_ids: Collection[int]) -> None:
+        self._body = body
+        self._answer = answer
+        self._eos_token_ids = eos_token_ids
+        self._text = ""
+        self._pending_text = ""
+        """Text whose token is not complete."""
+        self._ids: deque[int] = deque()
+        """Tokens whose event is not out yet."""
+        self._collected: list[LoraxToken] = []
+        self._last: LoraxToken | None = None
+        self._finish_reason: FinishReason | None = None
+        self._last_id = -1
+
+    def opening(self) -> Iterable[StreamedToken]:
+        """Return nothing: a stream begins with a token."""
+        return ()
+
+    def chunk(self, delta: Delta) -> StreamedToken | None:
+        """Return the event of the token before the delta's, if there is one."""
+        tokens = self._tokens(delta)
+        if not tokens:
+            return None
+        before, self._last = self._last, tokens[-1]
+        if len(tokens) > 1:  # they became certain together: one event holds them
+            self._last = msgspec.structs.replace(tokens[-1], text="".join(token.text for token in tokens))
+        return None if before is None else StreamedToken(token=before)
+
+    def closing(self, usage: TokenCounts) -> Iterable[StreamedToken]:
+        """Return the last token, the whole text and the details."""
+        last = self._last or LoraxToken(id=self._last_id, text="", logprob=0.0, special=True)
+        last = msgspec.structs.replace(last, text=last.text + self._pending_text)
+        text = self._shown(self._text)
+        yield StreamedToken(token=last, generated_text=text, details=self._details(usage))
+
+    def collect(self, delta: Delta) -> None:
+        """Take a delta of an answer that is sent in one piece."""
+        self._collected += self._tokens(delta)
+
+    def whole(self, usage: TokenCounts) -> Generated:
+        """Return the collected answer in one piece."""
+        text = self._shown(self._text)
+        if not self._body.given.details:
+            return Generated(generated_text=text)
+        details = self._details(usage)
+        details.prefill, details.tokens = [], self._collected
+        return Generated(generated_text=text, details=details)
+
+    def failure(self, error: LoramuxError) -> LoraxError:
+        """Return the event for an error in the middle of a stream."""
+        return LoraxError(error.message, "generation")
+
+    def _tokens(self, delta: Delta) -> list[LoraxToken]:
+        """Return the tokens whose text is complete with this delta."""
+        self._text += delta.text
+        self._pending_text += delta.text
+        self._ids += delta.token_ids
+        self._last_id = delta.token_ids[-1] if delta.token_ids else self._last_id
+        self._finish_reason = delta.finish_reason or self._finish_reason
+        tokens = []
+        for one in delta.logprobs:
+            text, self._pending_text = (
+                self._pending_text[: len(one.token.text)],
+                self._pending_text[len(one.token.text) :],
+            )
+            tokens.append(LoraxToken(id=self._ids.popleft(), text=text, logprob=one.logprob))
+        return tokens
+
+    def _shown(self, text: str) -> str:
+        return self._body.inputs + text if self._body.given.return_full_text else text
+
+    def _details(self, usage: TokenCounts) -> LoraxDetails:
+        reason = "length"
+        if self._finish_reason == "stop":
+            reason = "eos_token" if self._last_id in self._eos_token_ids else "stop_sequence"
+        return LoraxDetails(
+            finish_reason=reason,
+            prompt_tokens=usage.prompt,
+            generated_tokens=usage.output,
+            seed=self._body.given.seed,
+        )

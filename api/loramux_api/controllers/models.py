@@ -6,16 +6,17 @@ from litestar import Controller, get
 from litestar.di import NamedDependency
 from litestar.params import FromPath
 
-from loramux.gateway import Platform
+from loramux.gateway import Platform, ServedBase
 from loramux.registry import AdapterNotFound, ModelNotFound
 from loramux.tenants import Principal
+from loramux.units import SECOND
 from loramux_api.auth import requires
 from loramux_api.openapi import REFUSALS
-from loramux_api.schemas.resources import SECOND, Model, ModelList
+from loramux_api.schemas.models import Model, ModelList
 
 
 class ModelController(Controller):
-    """What can stand in a request's `model`."""
+    """The values of a request's `model`."""
 
     path = "/v1/models"
     tags = ("Models",)
@@ -25,11 +26,14 @@ class ModelController(Controller):
     async def list_models(
         self, principal: NamedDependency[Principal], platform: NamedDependency[Platform]
     ) -> ModelList:
-        """The base model, your own adapters and those shared with you, as far as your key may name them."""
-        reading, base = platform.adapters.reading, _base(platform)
-        models = [base] if principal.may_use(base.id) else []
-        models += [_adapter(platform, info.name, info.created_at) for info in await reading.all(principal)]
-        return ModelList(data=models + [_adapter(platform, *one) for one in await reading.granted(principal)])
+        """The base models, your own adapters and those shared with you, as far as your key may name them."""
+        reading = platform.adapters.queries
+        models = [_base(platform, base) for name, base in platform.bases.items() if principal.may_use(name)]
+        models += [_adapter(platform, one.name, one.created_at, one.base_model) for one in await reading.all(principal)]
+        granted = await reading.granted(principal)
+        return ModelList(
+            data=models + [_adapter(platform, one.name, one.granted_at, one.base_model) for one in granted]
+        )
 
     @get("/{name:path}", summary="Describe a model", responses=REFUSALS)
     async def get_model(
@@ -37,32 +41,28 @@ class ModelController(Controller):
     ) -> Model:
         """One model, by the name that the list gives it."""
         name = name.removeprefix("/")
-        if name == platform.settings.model.served_model_name and principal.may_use(name):
-            return _base(platform)
-        granted = dict(await platform.adapters.reading.granted(principal))
-        if name in granted:
-            return _adapter(platform, name, granted[name])
+        if (base := platform.bases.get(name)) and principal.may_use(name):
+            return _base(platform, base)
+        for granted in await platform.adapters.queries.granted(principal):
+            if granted.name == name:
+                return _adapter(platform, name, granted.granted_at, granted.base_model)
         try:
-            info = await platform.adapters.reading.get(principal, name)
+            info = await platform.adapters.queries.get(principal, name)
         except AdapterNotFound:
             raise ModelNotFound(name) from None
-        return _adapter(platform, info.name, info.created_at)
+        return _adapter(platform, info.name, info.created_at, info.base_model)
 
 
-def _base(platform: Platform) -> Model:
-    return Model(
-        id=platform.settings.model.served_model_name,
-        created=platform.started_at,
-        owned_by="loramux",
-        max_model_len=platform.completions.context,
-    )
+def _base(platform: Platform, base: ServedBase) -> Model:
+    return Model(id=base.name, created=platform.started_at, owned_by="loramux", max_model_len=base.context)
 
 
-def _adapter(platform: Platform, name: str, created_at: int) -> Model:
+def _adapter(platform: Platform, name: str, created_at: int, base_model: str) -> Model:
+    base = platform.base_of(base_model)
     return Model(
         id=name,
         created=created_at // SECOND,
         owned_by=name.partition("/")[0],
-        parent=platform.settings.model.served_model_name,
-        max_model_len=platform.completions.context,
+        parent=base_model if base is None else base.name,
+        max_model_len=0 if base is None else base.context,
     )

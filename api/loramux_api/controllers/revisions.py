@@ -7,7 +7,7 @@ from litestar.di import NamedDependency
 from litestar.params import FromPath, FromQuery, JSONBody
 
 from loramux.gateway import AdapterService
-from loramux.registry import Terms
+from loramux.registry import Preconditions
 from loramux.tenants import Principal
 from loramux_api.auth import requires
 from loramux_api.managing import CHANGING, NAMED, at, check_undo, number_of
@@ -32,7 +32,7 @@ class RevisionController(Controller):
         adapters: NamedDependency[AdapterService],
     ) -> Listing[RevisionObject]:
         """Newest first; deleted ones as long as they can be undeleted."""
-        return Listing(data=[revision_object(info) for info in await adapters.reading.revisions(principal, adapter)])
+        return Listing(data=[revision_object(info) for info in await adapters.queries.revisions(principal, adapter)])
 
     @get(at("/revisions/{revision:str}"), guards=[requires("read")], summary="Describe a revision", responses=REFUSALS)
     async def get_revision(
@@ -42,8 +42,8 @@ class RevisionController(Controller):
         principal: NamedDependency[Principal],
         adapters: NamedDependency[AdapterService],
     ) -> RevisionObject:
-        """One of them, by its number."""
-        return revision_object(await adapters.reading.revision(principal, adapter, number_of(adapter, revision)))
+        """Describe one revision, by its number."""
+        return revision_object(await adapters.queries.revision(principal, adapter, number_of(adapter, revision)))
 
     @patch(
         at("/revisions/{revision:str}"),
@@ -59,13 +59,15 @@ class RevisionController(Controller):
         adapter: NamedDependency[str],
         revision: FromPath[str],
         data: JSONBody[TtlBody],
-        terms: NamedDependency[Terms],
+        preconditions: NamedDependency[Preconditions],
         principal: NamedDependency[Principal],
         adapters: NamedDependency[AdapterService],
     ) -> RevisionObject:
-        """In `ttl_s` seconds from now, or never. Aliases go on with their other targets then."""
+        """Delete it in `ttl_s` seconds from now, or never. Aliases then keep their other targets."""
         number = number_of(adapter, revision)
-        return revision_object(await adapters.retiring.set_revision_ttl(principal, adapter, number, data.ttl_s, terms))
+        return revision_object(
+            await adapters.deletion.set_revision_ttl(principal, adapter, number, data.ttl_s, preconditions)
+        )
 
     @delete(
         at("/revisions/{revision:str}"),
@@ -79,14 +81,16 @@ class RevisionController(Controller):
         self,
         adapter: NamedDependency[str],
         revision: FromPath[str],
-        terms: NamedDependency[Terms],
+        preconditions: NamedDependency[Preconditions],
         principal: NamedDependency[Principal],
         adapters: NamedDependency[AdapterService],
         undo_s: FromQuery[int | None] = None,
     ) -> RevisionObject:
-        """One that no alias points at; requests that run finish. It can be undone for `undo_s` seconds."""
+        """Delete a revision that no alias points at; running requests finish. Undo works for `undo_s` seconds."""
         number = number_of(adapter, revision)
-        return revision_object(await adapters.delete_revision(principal, adapter, number, terms, check_undo(undo_s)))
+        return revision_object(
+            await adapters.delete_revision(principal, adapter, number, preconditions, check_undo(undo_s))
+        )
 
 
 class PinController(Controller):
@@ -102,21 +106,23 @@ class PinController(Controller):
         self,
         adapter: NamedDependency[str],
         revision: FromPath[str],
-        terms: NamedDependency[Terms],
+        preconditions: NamedDependency[Preconditions],
         principal: NamedDependency[Principal],
         adapters: NamedDependency[AdapterService],
     ) -> RevisionObject:
-        """Waits until it is there. What it takes is charged until you let go, or nobody asks for it for long."""
-        return revision_object(await adapters.pins.pin(principal, adapter, number_of(adapter, revision), terms))
+        """Wait until the revision is in the pool. Its memory is charged until DELETE, or long disuse."""
+        return revision_object(await adapters.pins.pin(principal, adapter, number_of(adapter, revision), preconditions))
 
     @delete(at("/pins/{revision:str}"), status_code=200, summary="Let go of a revision", responses=REFUSALS)
     async def unpin(
         self,
         adapter: NamedDependency[str],
         revision: FromPath[str],
-        terms: NamedDependency[Terms],
+        preconditions: NamedDependency[Preconditions],
         principal: NamedDependency[Principal],
         adapters: NamedDependency[AdapterService],
     ) -> RevisionObject:
-        """It is loaded when it is asked for, like any other."""
-        return revision_object(await adapters.pins.unpin(principal, adapter, number_of(adapter, revision), terms))
+        """End the pin. The revision is then loaded on request, like any other."""
+        return revision_object(
+            await adapters.pins.unpin(principal, adapter, number_of(adapter, revision), preconditions)
+        )

@@ -8,24 +8,26 @@ from typing import Annotated, Any
 
 from litestar import Controller, Request, delete, get, post, put
 from litestar.di import NamedDependency
-from litestar.exceptions import InternalServerException
-from litestar.params import FromPath, FromQuery, JSONBody
-from msgspec import Meta
+from litestar.params import FromPath, FromQuery, JSONBody, QueryParameter
 
 from loramux.tenants import Principal
-from loramux.uploads import Uploads
+from loramux.uploads import UploadSessions
 from loramux_api.auth import requires
-from loramux_api.openapi import REFUSALS, PieceOperation
+from loramux_api.bodies import ClientDisconnected
+from loramux_api.openapi import REFUSALS, PartOperation
+from loramux_api.parameters import Offset
 from loramux_api.schemas.strict import StrictJSON
 from loramux_api.schemas.tenancy import Listing
 from loramux_api.schemas.uploads import Received, UploadBody, UploadDeleted, UploadObject, upload_object
 
+MAX_PAGE = 100
+
 
 class UploadController(Controller):
-    """Uploads in pieces, which a cut connection does not end."""
+    """Uploads in parts, which survive a cut connection."""
 
     path = "/v1/uploads"
-    tags = ("Uploads",)
+    tags = ("UploadSessions",)
 
     @post(
         guards=[requires("adapters")],
@@ -35,20 +37,23 @@ class UploadController(Controller):
         responses=REFUSALS,
     )
     async def open(
-        self, data: JSONBody[UploadBody], principal: NamedDependency[Principal], uploads: NamedDependency[Uploads]
+        self,
+        data: JSONBody[UploadBody],
+        principal: NamedDependency[Principal],
+        uploads: NamedDependency[UploadSessions],
     ) -> UploadObject:
         """Announce the files of an adapter's next revision; send them next, in any order, then complete it.
 
         With `source` there is nothing to send or to complete: the server fetches and validates at once.
         """
-        return upload_object(await uploads.sessions.open(principal, data.request()), principal.tenant_name)
+        return upload_object(await uploads.open(principal, data.request()), principal.tenant_name)
 
     @put(
         "/{upload_id:str}/files/{name:str}",
         guards=[requires("adapters")],
         summary="Send bytes of a file",
         responses=REFUSALS,
-        operation_class=PieceOperation,
+        operation_class=PartOperation,
     )
     async def receive(
         self,
@@ -56,15 +61,15 @@ class UploadController(Controller):
         upload_id: FromPath[str],
         name: FromPath[str],
         principal: NamedDependency[Principal],
-        uploads: NamedDependency[Uploads],
-        offset: FromQuery[Annotated[int, Meta(ge=0)]] = 0,
+        uploads: NamedDependency[UploadSessions],
+        offset: Offset = 0,
     ) -> Received:
-        """The body is the file from `offset` on, all of it or as much as you like; after a cut, go on at `received`.
+        """Send the file from `offset` on, whole or in part. After a lost connection, continue at `received`.
 
         Another offset is answered 409 with the right one in the header `Upload-Offset`.
         """
-        body = _until_its_end(request)
-        file = await uploads.reception.receive(principal, upload_id, name, offset, body)
+        body = _until_cut(request)
+        file = await uploads.parts.receive(principal, upload_id, name, offset, body)
         return Received(name=file.name, size=file.size, received=file.received)
 
     @post(
@@ -75,29 +80,29 @@ class UploadController(Controller):
         responses=REFUSALS,
     )
     async def complete(
-        self, upload_id: FromPath[str], principal: NamedDependency[Principal], uploads: NamedDependency[Uploads]
+        self, upload_id: FromPath[str], principal: NamedDependency[Principal], uploads: NamedDependency[UploadSessions]
     ) -> UploadObject:
-        """Have the files validated; the upload's `state` says how it goes, and a webhook how it went."""
-        return upload_object(await uploads.sessions.complete(principal, upload_id), principal.tenant_name)
+        """Start the checks. The upload's `state` shows their progress, and a webhook reports their end."""
+        return upload_object(await uploads.complete(principal, upload_id), principal.tenant_name)
 
     @get(guards=[requires("read")], summary="List uploads", responses=REFUSALS)
     async def list_uploads(
         self,
         principal: NamedDependency[Principal],
-        uploads: NamedDependency[Uploads],
+        uploads: NamedDependency[UploadSessions],
         before: FromQuery[str | None] = None,
-        limit: FromQuery[Annotated[int, Meta(ge=1, le=100)]] = 20,
+        limit: Annotated[int, QueryParameter(ge=1, le=MAX_PAGE)] = 20,
     ) -> Listing[UploadObject]:
-        """Newest first; `before` is the last page's last id. What is over is listed for 30 days."""
-        found = await uploads.sessions.before(principal, before, limit)
+        """Newest first; `before` is the last id of the previous page. Finished uploads are listed for 30 days."""
+        found = await uploads.before(principal, before, limit)
         return Listing(data=[upload_object(upload, principal.tenant_name) for upload in found])
 
     @get("/{upload_id:str}", guards=[requires("read")], summary="Describe an upload", responses=REFUSALS)
     async def get_upload(
-        self, upload_id: FromPath[str], principal: NamedDependency[Principal], uploads: NamedDependency[Uploads]
+        self, upload_id: FromPath[str], principal: NamedDependency[Principal], uploads: NamedDependency[UploadSessions]
     ) -> UploadObject:
-        """Its state, what of its files is stored, and what became of it."""
-        return upload_object(await uploads.sessions.get(principal, upload_id), principal.tenant_name)
+        """Describe the upload: its state, the stored bytes of its files, and its result."""
+        return upload_object(await uploads.get(principal, upload_id), principal.tenant_name)
 
     @delete(
         "/{upload_id:str}",
@@ -107,14 +112,14 @@ class UploadController(Controller):
         responses=REFUSALS,
     )
     async def cancel(
-        self, upload_id: FromPath[str], principal: NamedDependency[Principal], uploads: NamedDependency[Uploads]
+        self, upload_id: FromPath[str], principal: NamedDependency[Principal], uploads: NamedDependency[UploadSessions]
     ) -> UploadDeleted:
-        """Forget it and its bytes. A revision that it became stays."""
-        return UploadDeleted(id=(await uploads.sessions.cancel(principal, upload_id)).id)
+        """Cancel it and remove its bytes, or forget a finished one. Its revision stays."""
+        return UploadDeleted(id=(await uploads.cancel(principal, upload_id)).id)
 
 
-async def _until_its_end(request: Request[Any, Any, Any]) -> AsyncIterator[bytes]:
-    """The body as it comes; where its sender leaves, what has come until then."""
-    with suppress(InternalServerException):  # Litestar's word for a client that is gone
+async def _until_cut(request: Request[Any, Any, Any]) -> AsyncIterator[bytes]:
+    """Yield the body as it comes; if the client disconnects, end after the bytes received so far."""
+    with suppress(ClientDisconnected):
         async for chunk in request.stream():
             yield chunk

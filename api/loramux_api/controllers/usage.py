@@ -1,38 +1,47 @@
-"""GET /v1/organization/usage/completions and /v1/organization/costs."""
+"""GET /v1/organization/usage/completions, /costs and /invoices/{month}, and GET /v1/requests."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
-import msgspec
 from litestar import Controller, MediaType, Request, Response, get
 from litestar.di import NamedDependency, Provide
-from litestar.params import FromQuery
+from litestar.params import FromPath, FromQuery
 
 from loramux.billing import CostsQuery
+from loramux.exports import InvoiceFormat, write_invoice
 from loramux.gateway import InvalidRequest, Platform
+from loramux.pricing import encode_money
 from loramux.tenants import Principal
 from loramux.usage import UsagePage, UsageQuery
 from loramux_api.auth import requires
 from loramux_api.openapi import REFUSALS
+from loramux_api.parameters import CostsLimit, EndTime, PageLimit, StartTime, UsageLimit
+from loramux_api.schemas.requests import RequestObject, request_object
+from loramux_api.schemas.tenancy import Listing
 
 LISTS = ("group_by", "models", "api_key_ids")
 COST_LISTS = ("group_by", "project_ids")
 SINGLES = ("start_time", "end_time", "bucket_width", "limit", "page")
-_exact = msgspec.json.Encoder(decimal_format="number").encode
-"""Amounts as JSON numbers with all their digits."""
+MEDIA_TYPES: dict[InvoiceFormat, str] = {
+    "json": "application/json",
+    "html": "text/html; charset=utf-8",
+    "pdf": "application/pdf",
+}
 
 
 def usage_query(
     request: Request[Any, Any, Any],
-    start_time: FromQuery[int],
-    end_time: FromQuery[int | None] = None,
+    start_time: StartTime,
+    end_time: EndTime = None,
     bucket_width: FromQuery[str] = "1d",
-    limit: FromQuery[int | None] = None,
+    limit: UsageLimit = None,
     page: FromQuery[str | None] = None,
+    batch: FromQuery[bool | None] = None,
 ) -> UsageQuery:
-    """The question that the URL asks. Raises InvalidQuery, InvalidRequest."""
-    lists = _lists(request, LISTS)
+    """Parse the query parameters. Raises InvalidQuery, InvalidRequest."""
+    lists = _lists(request, LISTS, ("batch",))
     return UsageQuery(
         start_time=start_time,
         end_time=end_time,
@@ -40,6 +49,7 @@ def usage_query(
         group_by=lists["group_by"],
         models=lists["models"],
         api_key_ids=lists["api_key_ids"],
+        batch=batch,
         limit=limit,
         page=page,
     )
@@ -47,13 +57,13 @@ def usage_query(
 
 def costs_query(
     request: Request[Any, Any, Any],
-    start_time: FromQuery[int],
-    end_time: FromQuery[int | None] = None,
+    start_time: StartTime,
+    end_time: EndTime = None,
     bucket_width: FromQuery[str] = "1d",
-    limit: FromQuery[int | None] = None,
+    limit: CostsLimit = None,
     page: FromQuery[str | None] = None,
 ) -> CostsQuery:
-    """The question that the URL asks. Raises InvalidQuery, InvalidRequest."""
+    """Parse the query parameters. Raises InvalidQuery, InvalidRequest."""
     lists = _lists(request, COST_LISTS)
     return CostsQuery(
         start_time=start_time,
@@ -67,7 +77,7 @@ def costs_query(
 
 
 class UsageController(Controller):
-    """What the caller's tenant has used, and what it costs."""
+    """Usage and costs of the caller's tenant."""
 
     path = "/v1/organization"
     tags = ("Usage",)
@@ -85,10 +95,10 @@ class UsageController(Controller):
         principal: NamedDependency[Principal],
         platform: NamedDependency[Platform],
     ) -> UsagePage:
-        """Tokens and requests in buckets of time, as OpenAI's usage API has it.
+        """Return tokens and requests in buckets of time, in the format of OpenAI's usage API.
 
-        `group_by` (model, api_key_id), `models` and `api_key_ids` may be repeated, with or without `[]`. Times are
-        Unix seconds.
+        `group_by` (model, api_key_id, project_id, batch, service_tier), `models` and `api_key_ids` may be repeated,
+        with or without `[]`. `batch` keeps only lines of batches, or everything else. Times are Unix seconds.
         """
         return await platform.usage.completions(principal, query_of_usage)
 
@@ -104,24 +114,76 @@ class UsageController(Controller):
         principal: NamedDependency[Principal],
         platform: NamedDependency[Platform],
     ) -> Response[bytes]:
-        """What the usage costs, by day (UTC), as OpenAI's costs API has it.
+        """Return the costs by day (UTC), in the format of OpenAI's costs API.
 
         `group_by` (line_item, project_id, api_key_id, model, tags) and `project_ids` may be repeated, with or without
-        `[]`. Days of an open period can still change; what is not grouped by is null.
+        `[]`. Days of an open period can still change. Fields that are not grouped by are null.
         """
         page = await platform.billing.costs(principal, query_of_costs)
-        return Response(_exact(page), media_type=MediaType.JSON)
+        content = await asyncio.to_thread(encode_money, page, as_numbers=True)
+        return Response(content, media_type=MediaType.JSON)
 
 
-def _lists(request: Request[Any, Any, Any], lists: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    """The repeatable parameters; refuses what nobody knows, since a filter that is ignored answers another question."""
+class InvoiceController(Controller):
+    """Invoices of the caller's tenant."""
+
+    path = "/v1/organization/invoices"
+    tags = ("Usage",)
+    guards = (requires("billing"),)
+
+    @get("/{month:str}", summary="Invoice", responses=REFUSALS)
+    async def invoice(
+        self,
+        month: FromPath[str],
+        principal: NamedDependency[Principal],
+        platform: NamedDependency[Platform],
+        format: FromQuery[InvoiceFormat] = "json",
+    ) -> Response[bytes]:
+        """Return the invoice of a closed month (UTC, such as 2026-11), or the draft of the open month.
+
+        `format` is json, html or pdf. Amounts are strings in the invoice's currency.
+        """
+        made = await platform.billing.own_invoice(principal, month)
+        content = await asyncio.to_thread(write_invoice, made, format, platform.settings.billing)
+        named = {"Content-Disposition": f'inline; filename="{made.id}.{format}"'}
+        return Response(content, media_type=MEDIA_TYPES[format], headers=named)
+
+
+class RequestController(Controller):
+    """The log of a tenant's requests to adapters."""
+
+    path = "/v1/requests"
+    tags = ("Adapters",)
+    guards = (requires("usage"),)
+
+    @get(summary="List an adapter's requests", responses=REFUSALS)
+    async def list_requests(
+        self,
+        principal: NamedDependency[Principal],
+        platform: NamedDependency[Platform],
+        adapter: FromQuery[str],
+        before: FromQuery[str | None] = None,
+        limit: PageLimit = 100,
+    ) -> Listing[RequestObject]:
+        """List your requests to an adapter, newest first, with the revision that answered. No prompts, no answers.
+
+        `before` is the id of the last request of the previous page.
+        """
+        found = await platform.usage.answered_by(principal, adapter, before, limit)
+        return Listing(data=[request_object(request) for request in found])
+
+
+def _lists(
+    request: Request[Any, Any, Any], lists: tuple[str, ...], others: tuple[str, ...] = ()
+) -> dict[str, tuple[str, ...]]:
+    """Return the repeatable parameters. Unknown parameters are refused: an ignored filter would give a wrong answer."""
     given = request.query_params
     for name in given:
-        if name.removesuffix("[]") not in (*lists, *SINGLES):
-            known = ", ".join((*SINGLES, *lists))
+        if name.removesuffix("[]") not in (*lists, *SINGLES, *others):
+            known = ", ".join((*SINGLES, *others, *lists))
             raise InvalidRequest(
                 f"Unknown parameter: '{name[:80]}'. This endpoint takes {known}.",
-                param=name[:80],
+                field=name[:80],
                 code="unknown_parameter",
             )
     return {name: tuple(given.getall(name, []) + given.getall(f"{name}[]", [])) for name in lists}

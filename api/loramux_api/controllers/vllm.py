@@ -8,6 +8,7 @@ from litestar import Controller, MediaType, Request, Response, post
 from litestar.di import NamedDependency
 from litestar.params import JSONBody
 
+from loramux.errors import LoramuxError
 from loramux.gateway import InvalidRequest, Platform
 from loramux.registry import RegistryError
 from loramux.tenants import NotFound, NotPermitted, Principal
@@ -21,16 +22,16 @@ AnyRequest = Request[Any, Any, Any]
 TYPES = {400: "InvalidUserInput", 403: "PermissionDeniedError", 404: "NotFoundError"}
 
 
-def refused(_: AnyRequest, error: InvalidRequest | RegistryError | NotFound | NotPermitted) -> Response[Any]:
-    """The refusal, in vLLM's shape."""
-    problem = problem_of(error)
+def refused(request: AnyRequest, error: LoramuxError) -> Response[Any]:
+    """Return the refusal in vLLM's shape."""
+    problem = problem_of(request, error)
     kind = TYPES.get(problem.status, "InternalServerError")
-    told = VllmError(message=problem.error.message, type=kind, param=problem.error.param, code=problem.status)
-    return Response(VllmErrorAnswer(told), status_code=problem.status, media_type=MediaType.JSON)
+    body = VllmError(message=problem.error.message, type=kind, param=problem.error.param, code=problem.status)
+    return Response(VllmErrorAnswer(body), status_code=problem.status, media_type=MediaType.JSON)
 
 
 class VllmController(Controller):
-    """What it loads is checked, versioned and stored like an upload, and survives a restart."""
+    """Adapters loaded here are checked, versioned and stored like uploads, and survive a restart."""
 
     path = "/v1"
     tags = ("Adapters",)
@@ -56,7 +57,7 @@ class VllmController(Controller):
         if not data.lora_name or not data.lora_path:
             raise InvalidRequest(
                 "Both 'lora_name' and 'lora_path' must be provided.",
-                param="lora_path" if data.lora_name else "lora_name",
+                field="lora_path" if data.lora_name else "lora_name",
             )
         owner = await _owner(platform, principal, data.lora_name)
         await platform.local_folders.load(owner, data.lora_name, data.lora_path, data.load_inplace)
@@ -79,15 +80,15 @@ class VllmController(Controller):
     ) -> str:
         """Delete `lora_name`; requests that run finish."""
         if not data.lora_name:
-            raise InvalidRequest("'lora_name' needs to be provided to unload a LoRA adapter.", param="lora_name")
+            raise InvalidRequest("'lora_name' needs to be provided to unload a LoRA adapter.", field="lora_name")
         owner = await _owner(platform, principal, data.lora_name)
         await platform.local_folders.unload(owner, data.lora_name)
         return f"Success: LoRA adapter '{data.lora_name}' removed successfully."
 
 
 async def _owner(platform: Platform, principal: Principal, lora_name: str) -> Principal:
-    """In whose house it is: the operator's own tenant, or the one that the name begins with. Raises TenantNotFound."""
+    """Return the owner: the operator's own tenant, or the one that the name begins with. Raises TenantNotFound."""
     tenant, slash, _ = lora_name.partition("/")
     if not slash or tenant == principal.tenant_name:
         return principal
-    return await platform.tenants.representing(tenant)
+    return await platform.tenants.system_principal(tenant)

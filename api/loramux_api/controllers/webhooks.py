@@ -1,96 +1,124 @@
-"""/v1/webhooks."""
+"""/v1/webhooks, and GET /v1/events."""
 
 from __future__ import annotations
-
-from typing import Annotated
 
 from litestar import Controller, delete, get, patch, post
 from litestar.di import NamedDependency
 from litestar.params import FromPath, FromQuery, JSONBody
-from msgspec import Meta
 
 from loramux.gateway import Platform
 from loramux.tenants import Principal
 from loramux.webhooks import Endpoints
 from loramux_api.auth import requires
 from loramux_api.openapi import REFUSALS
+from loramux_api.parameters import PageLimit
 from loramux_api.schemas.strict import StrictJSON
 from loramux_api.schemas.tenancy import Listing
 from loramux_api.schemas.webhooks import (
     DeliveryObject,
+    EventObject,
     WebhookBody,
     WebhookChange,
     WebhookDeleted,
     WebhookObject,
     WebhookTest,
     delivery_object,
+    event_object,
     outcome_object,
     webhook_object,
 )
 
 
 class WebhookController(Controller):
-    """Addresses that are told what happens to the tenant's adapters, signed as standardwebhooks.com has it."""
+    """Endpoints that receive events of the tenant's adapters, signed as in standardwebhooks.com."""
 
     path = "/v1/webhooks"
     tags = ("Webhooks",)
     guards = (requires("webhooks"),)
 
-    @post(dto=StrictJSON[WebhookBody], return_dto=None, summary="Make a webhook", responses=REFUSALS)
+    @post(dto=StrictJSON[WebhookBody], return_dto=None, summary="Create a webhook", responses=REFUSALS)
     async def create(
         self,
         data: JSONBody[WebhookBody],
         endpoints: NamedDependency[Endpoints],
         platform: NamedDependency[Platform],
     ) -> WebhookObject:
-        """It is told of what happens from now on. Its `secret` is in this answer only."""
+        """Create a webhook for events from now on. Only this answer has its `secret`."""
         made = await (endpoints.create(data.url) if data.events is None else endpoints.create(data.url, data.events))
         return webhook_object(made, platform.webhooks.secret(made))
 
     @get(summary="List webhooks", responses=REFUSALS)
     async def list_webhooks(self, endpoints: NamedDependency[Endpoints]) -> Listing[WebhookObject]:
-        """All of the tenant's, oldest first."""
+        """List the tenant's webhooks, oldest first."""
         return Listing(data=[webhook_object(endpoint) for endpoint in await endpoints.all()])
 
     @get("/{webhook_id:str}", summary="Describe a webhook", responses=REFUSALS)
     async def get_webhook(self, webhook_id: FromPath[str], endpoints: NamedDependency[Endpoints]) -> WebhookObject:
-        """One of the tenant's."""
+        """Return one webhook."""
         return webhook_object(await endpoints.get(webhook_id))
 
     @patch(
         "/{webhook_id:str}",
         dto=StrictJSON[WebhookChange],
         return_dto=None,
-        summary="Switch a webhook off or on",
+        summary="Disable or enable a webhook",
         responses=REFUSALS,
     )
     async def change(
         self, webhook_id: FromPath[str], data: JSONBody[WebhookChange], endpoints: NamedDependency[Endpoints]
     ) -> WebhookObject:
-        """One that is switched on again is told first what was on its way before."""
+        """Disable or enable a webhook. After enabling it first receives the events that were pending."""
         changed = await (endpoints.enable(webhook_id) if data.enabled else endpoints.disable(webhook_id))
         return webhook_object(changed)
 
     @delete("/{webhook_id:str}", status_code=200, summary="Delete a webhook", responses=REFUSALS)
     async def remove(self, webhook_id: FromPath[str], endpoints: NamedDependency[Endpoints]) -> WebhookDeleted:
-        """It is told nothing more, not even what is on its way."""
+        """Delete a webhook and its pending deliveries."""
         return WebhookDeleted(id=(await endpoints.remove(webhook_id)).id)
 
     @post("/{webhook_id:str}/test", status_code=200, summary="Test a webhook", responses=REFUSALS)
     async def test(
-        self, webhook_id: FromPath[str], endpoints: NamedDependency[Endpoints], platform: NamedDependency[Platform]
+        self,
+        webhook_id: FromPath[str],
+        endpoints: NamedDependency[Endpoints],
+        principal: NamedDependency[Principal],
+        platform: NamedDependency[Platform],
     ) -> WebhookTest:
-        """Send it a signed `webhook.test` now, once, and say how it went."""
-        return outcome_object(await platform.webhooks.test(await endpoints.get(webhook_id)))
+        """Send one signed `webhook.test` event now, and return the result."""
+        return outcome_object(await platform.webhooks.test(await endpoints.get(webhook_id), principal))
 
-    @get("/{webhook_id:str}/deliveries", summary="Read a webhook's log", responses=REFUSALS)
+    @get("/{webhook_id:str}/deliveries", summary="List a webhook's deliveries", responses=REFUSALS)
     async def deliveries(
         self,
         webhook_id: FromPath[str],
         endpoints: NamedDependency[Endpoints],
         principal: NamedDependency[Principal],
-        limit: FromQuery[Annotated[int, Meta(ge=1, le=500)]] = 100,
+        limit: PageLimit = 100,
     ) -> Listing[DeliveryObject]:
-        """What it was told last, newest first, and what became of it."""
+        """List its latest deliveries, newest first."""
         found = await endpoints.log(webhook_id, limit)
         return Listing(data=[delivery_object(logged, principal.tenant_name) for logged in found])
+
+
+class EventController(Controller):
+    """Events of the tenant's adapters."""
+
+    path = "/v1/events"
+    tags = ("Adapters",)
+    guards = (requires("read"),)
+
+    @get(summary="List events", responses=REFUSALS)
+    async def list_events(
+        self,
+        principal: NamedDependency[Principal],
+        platform: NamedDependency[Platform],
+        adapter: FromQuery[str | None] = None,
+        before: FromQuery[str | None] = None,
+        limit: PageLimit = 100,
+    ) -> Listing[EventObject]:
+        """List events of one `adapter` or of all, newest first. Events are kept for 90 days.
+
+        `before` is the id of the last event of the previous page.
+        """
+        found = await platform.webhooks.events(principal, adapter, before, limit)
+        return Listing(data=[event_object(event, principal.tenant_name) for event in found])

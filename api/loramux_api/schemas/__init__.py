@@ -1,1 +1,1 @@
-"""What crosses the wire, as msgspec structs, and its way to and from the gateway's own types."""
+"""Bodies and answers of the API as msgspec structs, converted from and to the gateway's own types."""

@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from loramux.bundle import AddedToken, Bundle, SamplingDefaults
 from loramux.registry import (
     AdapterInfo,
     AliasInfo,
@@ -13,11 +14,13 @@ from loramux.registry import (
     GrantInfo,
     PinInfo,
     RevisionInfo,
+    RevisionNumber,
     WeightedRevision,
     etag,
 )
-from loramux_api.schemas.resources import SECOND
+from loramux.units import SECOND
 from loramux_api.schemas.strict import Body
+from loramux_api.schemas.tenancy import Listing
 
 
 class AliasObject(msgspec.Struct, kw_only=True):
@@ -26,45 +29,53 @@ class AliasObject(msgspec.Struct, kw_only=True):
     object: Literal["adapter.alias"] = "adapter.alias"
     name: str
     targets: list[WeightedRevision]
-    """Each gets `weight` of the sum of all weights."""
+    """Revisions by weight: each gets its weight's share of all requests."""
     version: int
-    """The latest of its history."""
+    """The number of the latest change in its history."""
     updated_at: int
 
 
 class AliasVersionObject(msgspec.Struct, kw_only=True):
-    """What an alias pointed at from one change to the next."""
+    """The targets of an alias from one change to the next."""
 
     object: Literal["adapter.alias.version"] = "adapter.alias.version"
     version: int
     targets: list[WeightedRevision]
     """Empty where the alias was removed."""
     restores: int | None
-    """The version that a rollback went back to."""
+    """The version that a rollback restored; null for other changes."""
     changed_by: str
     """A key's or a member's id."""
     changed_at: int
 
 
 class Adapter(msgspec.Struct, kw_only=True):
-    """An adapter, at the revision that most of its default alias goes to."""
+    """An adapter, at the revision with the largest weight in its default alias."""
 
     id: str
     object: Literal["adapter"] = "adapter"
     name: str
-    """`tenant/adapter`: what goes into a request's `model`."""
+    """`tenant/adapter`: the name for a request's `model`."""
     revision: int
     digest: str
-    """sha256 of the two lines that `sha256sum adapter_config.json adapter_model.safetensors` prints."""
+    """sha256 of what `sha256sum` prints of adapter_config.json, adapter_model.safetensors and, if any, bundle.json."""
     state: str
     rank: int
     size_bytes: int
     created_at: int
     aliases: list[AliasObject]
     expires_at: int | None
-    """When it deletes itself."""
+    """The time of its automatic deletion, in Unix seconds; null: never."""
     etag: str
-    """For If-Match; also in the header ETag."""
+    """Value for `If-Match`; also in the header `ETag`."""
+
+
+class AdapterPage(Listing[Adapter], kw_only=True):
+    """Adapters by name. With `has_more`, ask for the next page with `after` set to `last_id`."""
+
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 class PinObject(msgspec.Struct, kw_only=True):
@@ -73,7 +84,28 @@ class PinObject(msgspec.Struct, kw_only=True):
     since: int
     pinned_by: str
     used_at: int
-    """About when a request last ran with it."""
+    """The approximate time of the last request that ran with it."""
+
+
+class BundleObject(msgspec.Struct, kw_only=True):
+    """What a revision brings beside its weights; null, or empty, where it leaves that to the base."""
+
+    chat_template: str | None
+    special_tokens: dict[str, str]
+    """The template's variables."""
+    added_tokens: list[AddedToken]
+    eos_token_ids: list[int]
+    """Tokens that end an answer, in place of the base's."""
+    sampling: SamplingDefaults
+    """Defaults for requests that leave a parameter out."""
+    max_tokens: int | None
+    stop: list[str]
+    """Stop strings for requests without any."""
+    system_prompt: str | None
+    """For conversations that begin without a system message."""
+    tool_parser: str | None
+    description: str | None
+    license: str | None
 
 
 class RevisionObject(msgspec.Struct, kw_only=True):
@@ -85,7 +117,7 @@ class RevisionObject(msgspec.Struct, kw_only=True):
     revision: int
     digest: str
     state: str
-    """`ready`, or `deleted` and to be undone until `undo_until`."""
+    """`ready`, or `deleted`: the deletion can be undone until `undo_until`."""
     rank: int
     size_bytes: int
     created_at: int
@@ -93,8 +125,10 @@ class RevisionObject(msgspec.Struct, kw_only=True):
     undo_until: int | None
     expires_at: int | None
     aliases: list[str]
-    """Those that have it as a target."""
+    """Aliases that have it as a target."""
     pin: PinObject | None
+    bundle: BundleObject | msgspec.UnsetType | None = msgspec.UNSET
+    """What it is served with beside its weights; null: nothing. Lists leave it out."""
 
 
 class GrantObject(msgspec.Struct, kw_only=True):
@@ -107,7 +141,7 @@ class GrantObject(msgspec.Struct, kw_only=True):
 
 
 class Deleted(msgspec.Struct, kw_only=True):
-    """What is no more."""
+    """The deleted adapter."""
 
     id: str
     name: str
@@ -116,27 +150,27 @@ class Deleted(msgspec.Struct, kw_only=True):
 
 
 class PromoteBody(Body, kw_only=True):
-    """Which revision an alias is to mean alone."""
+    """The one revision that becomes an alias's only target."""
 
-    revision: int
+    revision: RevisionNumber
     alias: str = "default"
 
 
 class AliasBody(Body, kw_only=True):
-    """What an alias is to mean."""
+    """The new targets of an alias."""
 
     targets: list[WeightedRevision]
 
 
 class TtlBody(Body, kw_only=True):
-    """When something is to delete itself."""
+    """The time to an automatic deletion."""
 
     ttl_s: int | None
     """Seconds from now; null: never."""
 
 
 def adapter_object(info: AdapterInfo) -> Adapter:
-    """The registry's record, as callers see it."""
+    """Return the registry's record as a JSON object."""
     return Adapter(
         id=info.id,
         name=info.name,
@@ -153,14 +187,14 @@ def adapter_object(info: AdapterInfo) -> Adapter:
 
 
 def alias_object(info: AliasInfo) -> AliasObject:
-    """The registry's record, as callers see it."""
+    """Return the registry's record as a JSON object."""
     return AliasObject(
         name=info.name, targets=list(info.targets), version=info.version, updated_at=info.updated_at // SECOND
     )
 
 
 def alias_version_object(version: AliasVersion) -> AliasVersionObject:
-    """The registry's record, as callers see it."""
+    """Return the registry's record as a JSON object."""
     return AliasVersionObject(
         version=version.version,
         targets=list(version.targets),
@@ -171,7 +205,7 @@ def alias_version_object(version: AliasVersion) -> AliasVersionObject:
 
 
 def revision_object(info: RevisionInfo) -> RevisionObject:
-    """The registry's record, as callers see it."""
+    """Return the registry's record as a JSON object."""
     return RevisionObject(
         id=info.id,
         name=info.name,
@@ -186,16 +220,22 @@ def revision_object(info: RevisionInfo) -> RevisionObject:
         expires_at=_seconds(info.expires_at),
         aliases=list(info.aliases),
         pin=None if info.pin is None else pin_object(info.pin),
+        bundle=bundle_object(info.bundle) if isinstance(info.bundle, Bundle) else info.bundle,
     )
 
 
+def bundle_object(bundle: Bundle) -> BundleObject:
+    """Return the registry's record as a JSON object."""
+    return msgspec.convert(msgspec.structs.asdict(bundle), BundleObject, from_attributes=True)
+
+
 def pin_object(info: PinInfo) -> PinObject:
-    """The registry's record, as callers see it."""
+    """Return the registry's record as a JSON object."""
     return PinObject(since=info.since // SECOND, pinned_by=info.pinned_by, used_at=info.used_at // SECOND)
 
 
 def grant_object(info: GrantInfo) -> GrantObject:
-    """The registry's record, as callers see it."""
+    """Return the registry's record as a JSON object."""
     return GrantObject(tenant=info.tenant, granted_by=info.granted_by, granted_at=info.granted_at // SECOND)
 
 

@@ -1,4 +1,4 @@
-"""What both endpoints answer with, field for field as OpenAI's clients expect it."""
+"""Answers of both endpoints, field for field as OpenAI's clients expect them."""
 
 from __future__ import annotations
 
@@ -8,22 +8,35 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from loramux.gateway import FinishReason
+from loramux.units import TokenCounts
+from loramux_api.schemas.tools import ToolCall, ToolCallDelta
+
+ChatFinishReason = FinishReason | Literal["tool_calls"]
+"""`tool_calls`: the answer ends with calls that the model chose to make."""
 
 
 class PromptTokensDetails(msgspec.Struct):
     """Part of the prompt's tokens."""
 
     cached_tokens: int
-    """Their KV was reused."""
+    """Tokens whose KV was reused."""
+
+
+class CompletionTokensDetails(msgspec.Struct):
+    """Part of the answer's tokens."""
+
+    reasoning_tokens: int
+    """Tokens of the thought before the answer's text."""
 
 
 class UsageObject(msgspec.Struct):
-    """What the request is charged."""
+    """The charged tokens."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 class TopLogprob(msgspec.Struct):
@@ -54,8 +67,11 @@ class AssistantMessage(msgspec.Struct, kw_only=True):
     """The whole answer."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    """The thought before the text, where the model thinks."""
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -64,7 +80,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinishReason | None
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -75,28 +91,31 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     object: Literal["chat.completion"] = "chat.completion"
     created: int
     model: str
-    """As resolved: `tenant/adapter@3`, or the base model's name."""
+    """The resolved model: `tenant/adapter@3`, or the base model's name."""
     choices: list[ChatChoice]
     usage: UsageObject
     system_fingerprint: str
+    service_tier: str
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatDelta(msgspec.Struct, kw_only=True):
-    """What a chunk adds."""
+    """The news in a chunk."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
     refusal: UnsetType | None = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, kw_only=True):
-    """What a chunk adds to one choice."""
+    """The news of one choice in a chunk."""
 
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason | None = None
+    finish_reason: ChatFinishReason | None = None
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -108,6 +127,7 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     created: int
     model: str
     system_fingerprint: str
+    service_tier: str
     choices: list[ChatChunkChoice]
     usage: UsageObject | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
@@ -123,7 +143,7 @@ class TextLogprobs(msgspec.Struct):
 
 
 class TextChoice(msgspec.Struct, kw_only=True):
-    """One continuation of one prompt, or what a chunk adds to it."""
+    """One continuation of one prompt, or its news in a chunk."""
 
     index: int
     text: str
@@ -142,4 +162,15 @@ class TextCompletion(msgspec.Struct, kw_only=True):
     model: str
     choices: list[TextChoice]
     system_fingerprint: str
+    service_tier: str
     usage: UsageObject | UnsetType | None = UNSET
+
+
+def usage_object(usage: TokenCounts) -> UsageObject:
+    """Write the charged tokens as clients read them."""
+    return UsageObject(
+        prompt_tokens=usage.prompt,
+        completion_tokens=usage.output,
+        total_tokens=usage.total,
+        prompt_tokens_details=PromptTokensDetails(usage.cached),
+    )

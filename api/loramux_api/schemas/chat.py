@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
 
-from loramux.gateway import Ask, Conversation, InvalidRequest, Message, canonical_tags
-from loramux_api.schemas.sampling import MAX_TOP_LOGPROBS, Positive, SamplingBody, TopLogprobs, sampling_params
+from loramux.gateway import ChatOptions, Conversation, GenerationRequest, InvalidRequest, Message, canonical_tags
+from loramux_api.schemas.formats import asked_format
+from loramux_api.schemas.sampling import (
+    MAX_TOP_LOGPROBS,
+    Positive,
+    SamplingBody,
+    TopLogprobs,
+    left_out,
+    sampling_params,
+)
 from loramux_api.schemas.strict import Unsupported
+from loramux_api.schemas.tools import MAX_TOOLS, ToolCall, ToolChoice, ToolDefinition, tool_use
 
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-"""Accepted roles, and what chat templates call them."""
-_NO_TOOLS = "this server calls no tools."
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+"""Accepted roles, with their names in chat templates."""
+MAX_MESSAGES = 4096
+RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "tokenize", "chat_template"})
+"""Variables of chat templates that `chat_template_kwargs` cannot set."""
+_NO_TOOLS = "send 'tools' and 'tool_choice'."
 _TEXT_ONLY = "this server reads and writes text."
 
 
@@ -26,7 +38,7 @@ class ContentPart(msgspec.Struct):
 
 
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
-    """One turn. The fields without which an assistant's turn would mean something else must be null or empty."""
+    """One turn. Fields that would change the meaning of an assistant's turn must be null or empty."""
 
     role: str
     content: str | list[ContentPart] | None = None
@@ -36,21 +48,38 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     annotations: list[Any] | None = None
     audio: Any = None
     function_call: Any = None
-    tool_calls: list[Any] | None = None
+    tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_TOOLS)] | None = None
+    """The calls that an assistant has made."""
+    tool_call_id: str | None = None
+    """The call that a tool's message answers."""
+    reasoning_content: str | None = None
+    """An assistant's thought, for templates that repeat it."""
+    reasoning: str | None = None
+    """Another name of `reasoning_content`."""
 
 
 class ChatBody(SamplingBody, kw_only=True):
     """OpenAI's fields, and vLLM's names for what OpenAI does not have."""
 
-    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Positive | None = None
     """The same as `max_tokens`, which it overrides."""
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
+    tools: Annotated[list[ToolDefinition], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    """`auto` (the default), `none`, `required`, or one function."""
+    parallel_tool_calls: bool | None = None
+    """False: at most one call an answer."""
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    """How much the model thinks, where its chat template knows a variable for it; `none` switches thinking off."""
+    enable_thinking: bool | None = None
+    """The chat template's variable of this name."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables for the chat template."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset(
+    ignored: ClassVar[frozenset[str]] = SamplingBody.ignored | frozenset(
         {
-            "parallel_tool_calls",
             "prediction",
             "prompt_cache_key",
             "prompt_cache_options",
@@ -65,34 +94,53 @@ class ChatBody(SamplingBody, kw_only=True):
         "functions": Unsupported(_NO_TOOLS, (None, [])),
         "modalities": Unsupported(_TEXT_ONLY, (None, ["text"])),
         "moderation": Unsupported("answers are not moderated."),
-        "reasoning_effort": Unsupported("the model decides how it reasons.", (None, "none")),
-        "response_format": Unsupported("answers are not constrained to a format.", (None, {"type": "text"})),
-        "service_tier": Unsupported("there is one tier.", (None, "auto", "default")),
         "store": Unsupported("answers are not stored.", (None, False)),
-        "tool_choice": Unsupported(_NO_TOOLS, (None, "none", "auto")),
-        "tools": Unsupported(_NO_TOOLS, (None, [])),
         "verbosity": Unsupported("the model decides how much it writes.", (None, "medium")),
         "web_search_options": Unsupported("this server does not search the web."),
     }
 
 
-def to_ask(body: ChatBody) -> Ask:
-    """The request as the gateway takes it. Raises InvalidRequest."""
+def to_request(body: ChatBody) -> GenerationRequest:
+    """Return the request as the gateway takes it. Raises InvalidRequest."""
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest(
-            f"'top_logprobs' (0 to {MAX_TOP_LOGPROBS}) needs 'logprobs' to be true.", param="top_logprobs"
+            f"'top_logprobs' (0 to {MAX_TOP_LOGPROBS}) needs 'logprobs' to be true.", field="top_logprobs"
         )
-    return Ask(
+    return GenerationRequest(
         kind="chatcmpl",
         model=body.model,
+        is_streamed=bool(body.stream),
         prompts=(_conversation(body.messages),),
         sampling=sampling_params(body, (body.top_logprobs or 0) if body.logprobs else None),
+        left_out=left_out(body),
         max_tokens=body.max_completion_tokens or body.max_tokens,
         n=body.n or 1,
         stop=body.stops,
+        chat=_options(body),
+        format=asked_format(body),
         user=body.user or None,
         tags=canonical_tags(body.metadata),
+        service_tier=body.chosen_tier,
     )
+
+
+def _options(body: ChatBody) -> ChatOptions:
+    """Return what the chat template and the answer are told besides the messages. Raises InvalidRequest."""
+    template = dict(body.chat_template_kwargs or {})
+    if reserved := sorted(RESERVED & template.keys()):
+        field = f"chat_template_kwargs.{reserved[0]}"
+        raise InvalidRequest(f"'{field}' is set by the server; leave it out.", field=field)
+    if body.enable_thinking is not None:
+        template["enable_thinking"] = body.enable_thinking
+    tools = tool_use(body.tools or [], body.tool_choice, parallel=body.parallel_tool_calls is not False)
+    if tools is not None:
+        template["tools"] = msgspec.to_builtins(body.tools)
+    return ChatOptions(template=template, size=_size(template), tools=tools, effort=body.reasoning_effort)
+
+
+def _size(value: Any) -> int:
+    """Return the characters of a value in a template, about."""
+    return len(msgspec.json.encode(value)) if value else 0
 
 
 def _conversation(messages: list[ChatMessage]) -> Conversation:
@@ -103,22 +151,56 @@ def _message(message: ChatMessage, where: str) -> Message:
     if message.role not in ROLES:
         raise InvalidRequest(
             f"Invalid value for '{where}.role': '{message.role[:40]}'. This server reads the roles {', '.join(ROLES)}.",
-            param=f"{where}.role",
+            field=f"{where}.role",
             code="invalid_value",
         )
-    for name in ("tool_calls", "function_call", "audio"):
+    for name in ("function_call", "audio"):
         if getattr(message, name):
             raise InvalidRequest(
                 f"'{where}.{name}' is not supported: {_TEXT_ONLY if name == 'audio' else _NO_TOOLS}",
-                param=f"{where}.{name}",
+                field=f"{where}.{name}",
                 code="unsupported_parameter",
             )
-    return Message(ROLES[message.role], _content(message, f"{where}.content"))
+    fields = _fields(message, where)
+    return Message(ROLES[message.role], _content(message, f"{where}.content"), fields, _size(fields))
+
+
+def _fields(message: ChatMessage, where: str) -> dict[str, Any]:
+    """Return what a template finds in a message besides its text. Raises InvalidRequest."""
+    fields: dict[str, Any] = {}
+    if message.tool_calls:
+        if message.role != "assistant":
+            raise InvalidRequest(
+                f"'{where}.tool_calls' belongs to an assistant's message.", field=f"{where}.tool_calls"
+            )
+        fields["tool_calls"] = [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)]
+    if message.role == "tool":
+        if not message.tool_call_id:
+            field = f"{where}.tool_call_id"
+            message_ = f"Missing required parameter: '{field}'; it is the id of the call that this message answers."
+            raise InvalidRequest(message_, field=field, code="missing_required_parameter")
+        fields["tool_call_id"] = message.tool_call_id
+        fields |= {"name": message.name} if message.name else {}
+    if thought := message.reasoning_content or message.reasoning:
+        fields["reasoning_content"] = thought
+    return fields
+
+
+def _call(call: ToolCall, where: str) -> dict[str, Any]:
+    """Return a call as templates read it: its arguments are an object, not a text."""
+    try:
+        arguments = msgspec.json.decode(call.function.arguments or "{}", type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError):
+        field = f"{where}.function.arguments"
+        raise InvalidRequest(f"'{field}' is a JSON object, written as a text.", field=field) from None
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
 def _content(message: ChatMessage, where: str) -> str:
     if message.content is None:
-        raise InvalidRequest(f"'{where}' is missing; send a text, even if it is empty.", param=where)
+        if message.tool_calls:
+            return ""
+        raise InvalidRequest(f"'{where}' is missing; send a text, even if it is empty.", field=where)
     if isinstance(message.content, str):
         return message.content
     return "".join(_part(part, f"{where}[{i}]") for i, part in enumerate(message.content))
@@ -129,6 +211,6 @@ def _part(part: ContentPart, where: str) -> str:
         return part.text
     raise InvalidRequest(
         f"Invalid value for '{where}': this server reads parts of type 'text' with a 'text'; got '{part.type[:40]}'.",
-        param=where,
+        field=where,
         code="invalid_value",
     )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, cast
 
 from msgspec import Meta
 
-from loramux.gateway import Ask, InvalidRequest, Prompt, canonical_tags
-from loramux_api.schemas.sampling import MAX_CHOICES, SamplingBody, TopLogprobs, sampling_params
+from loramux.gateway import GenerationRequest, InvalidRequest, Prompt, canonical_tags
+from loramux_api.schemas.formats import asked_format
+from loramux_api.schemas.sampling import MAX_CHOICES, SamplingBody, TopLogprobs, left_out, sampling_params
 from loramux_api.schemas.strict import Unsupported
 
 Promptlike = str | Annotated[list[str | int | list[int]], Meta(min_length=1)]
@@ -27,38 +28,42 @@ class CompletionBody(SamplingBody, kw_only=True):
     }
 
 
-def to_ask(body: CompletionBody) -> Ask:
-    """The request as the gateway takes it. Raises InvalidRequest."""
+def to_request(body: CompletionBody) -> GenerationRequest:
+    """Return the request as the gateway takes it. Raises InvalidRequest."""
     prompts, n = _prompts(body.prompt), body.n or 1
     if len(prompts) * n > MAX_CHOICES:
         raise InvalidRequest(
             f"{len(prompts)} prompts with n={n} make {len(prompts) * n} choices, and a request has at most "
             f"{MAX_CHOICES}; send several requests.",
-            param="prompt",
+            field="prompt",
         )
-    return Ask(
+    return GenerationRequest(
         kind="cmpl",
         model=body.model,
+        is_streamed=bool(body.stream),
         prompts=prompts,
         sampling=sampling_params(body, body.logprobs),
+        left_out=left_out(body),
         max_tokens=body.max_tokens,
         n=n,
         stop=body.stops,
+        format=asked_format(body),
         user=body.user or None,
         tags=canonical_tags(body.metadata),
+        service_tier=body.chosen_tier,
     )
 
 
 def _prompts(prompt: Promptlike) -> tuple[Prompt, ...]:
     if isinstance(prompt, str):
         return (prompt,)
-    kinds = {type(item) for item in prompt}
+    kinds = set(map(type, prompt))
     if len(kinds) != 1:
         raise InvalidRequest(
             "Invalid value for 'prompt': a list holds texts, or token ids, or lists of token ids, not a mixture.",
-            param="prompt",
+            field="prompt",
             code="invalid_value",
         )
     if kinds == {int}:
-        return ([item for item in prompt if isinstance(item, int)],)
-    return tuple(item for item in prompt if not isinstance(item, int))
+        return (cast(list[int], prompt),)
+    return tuple(cast(list[str | list[int]], prompt))

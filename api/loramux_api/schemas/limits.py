@@ -1,4 +1,4 @@
-"""Limits and budgets on the wire. Money in nano-units of the tenant's currency, times in Unix seconds."""
+"""JSON objects of limits and budgets. Money is in nano-units of the tenant's currency, times are Unix seconds."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import msgspec
 from msgspec import Meta
 
 from loramux.limits import Budget, BudgetState, Limit
+from loramux.units import SECOND
 from loramux_api.schemas.strict import Body
-
-SECOND = 1_000_000
 
 
 class LimitBody(Body, forbid_unknown_fields=True):
@@ -20,15 +19,15 @@ class LimitBody(Body, forbid_unknown_fields=True):
 
 
 class BudgetBody(Body, forbid_unknown_fields=True):
-    """A budget's amount, and when to tell."""
+    """A budget's amount and alert thresholds."""
 
     amount_nano: Annotated[int, Meta(ge=0)]
     thresholds: list[int] = msgspec.field(default_factory=lambda: [50, 80, 100])
-    """Percents of the amount."""
+    """Percentages of the amount at which an alert is sent."""
 
 
 class LimitObject(msgspec.Struct, kw_only=True):
-    """A limit; `subject` is a tenant, project, key or member by its id, or `tier:NAME`."""
+    """A limit. `subject` is the id of a tenant, project, key or member, or `tier:NAME`."""
 
     object: Literal["limit"] = "limit"
     subject: str
@@ -48,16 +47,18 @@ class BudgetObject(msgspec.Struct, kw_only=True):
     period_start: int | None = None
     spent_nano: int | None = None
     held_nano: int | None = None
-    """What requests that run may still come to."""
+    """Reserved for running requests."""
+    currency: str | None = None
+    """ISO 4217; null for a tenant without a plan, and in the answer to a change."""
 
 
 def limit_object(limit: Limit) -> LimitObject:
-    """The limit, as callers see it."""
+    """Return the limit as a JSON object."""
     return LimitObject(subject=limit.subject, name=limit.name, value=limit.value)
 
 
 def budget_object(budget: Budget) -> BudgetObject:
-    """The budget as it is set."""
+    """Return the budget as a JSON object."""
     return BudgetObject(
         id=budget.id,
         subject=budget.subject,
@@ -68,8 +69,9 @@ def budget_object(budget: Budget) -> BudgetObject:
 
 
 def budget_state_object(state: BudgetState) -> BudgetObject:
-    """The budget, and how it stands."""
+    """Return the budget with the current period's spending."""
     shown = budget_object(state.budget)
     shown.period_start = state.start // SECOND
     shown.spent_nano, shown.held_nano = state.spent, state.held
+    shown.currency = state.currency or None
     return shown

@@ -9,24 +9,24 @@ import msgspec
 from msgspec import Meta
 
 from loramux.engine.request import SamplingParams
-from loramux.gateway import Ask, InvalidRequest
-from loramux_api.schemas.sampling import Int64, Positive, StopString
+from loramux.gateway import GenerationRequest, InvalidRequest
+from loramux_api.schemas.sampling import Int64, Positive, RepetitionPenalty, StopString
 from loramux_api.schemas.strict import Body, Unsupported
 
 DEFAULT_MAX_NEW_TOKENS = 20
-"""LoRAX's."""
+"""The default of LoRAX."""
 _OWN = "adapters are uploaded to this server (POST /v1/adapters) and named `adapter` or `tenant/adapter`."
 
 
 class GenerateParameters(Body, kw_only=True):
-    """What LoRAX's clients send; null is the same as absent."""
+    """LoRAX's parameters; null is the same as absent."""
 
     adapter_id: str | None = None
-    """An adapter's name, as `model` has it elsewhere; none: the base model."""
+    """An adapter's name, as in `model` of the other endpoints; none: the base model."""
     do_sample: bool | None = None
     max_new_tokens: Positive | None = None
     ignore_eos_token: bool | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     return_full_text: bool | None = None
     stop: Annotated[list[StopString], Meta(max_length=16)] | None = None
     seed: Int64 | None = None
@@ -60,42 +60,43 @@ class GenerateBody(Body, kw_only=True):
     nested: ClassVar[Mapping[str, type[Body]]] = {"parameters": GenerateParameters}
 
     @property
-    def asked(self) -> GenerateParameters:
+    def given(self) -> GenerateParameters:
         """The parameters, or their defaults."""
         return self.parameters or GenerateParameters()
 
 
-def to_ask(body: GenerateBody, base: str) -> Ask:
-    """The request as the gateway takes it; `base` answers where no adapter is named. Raises InvalidRequest."""
-    asked = body.asked
-    return Ask(
+def to_request(body: GenerateBody, base: str) -> GenerationRequest:
+    """Return the request as the gateway takes it; `base` answers where no adapter is named. Raises InvalidRequest."""
+    given = body.given
+    return GenerationRequest(
         kind="cmpl",
-        model=asked.adapter_id or base,
+        model=given.adapter_id or base,
+        is_streamed=bool(body.stream),
         prompts=(body.inputs,),
-        sampling=_sampling(asked),
-        max_tokens=asked.max_new_tokens or DEFAULT_MAX_NEW_TOKENS,
-        stop=tuple(asked.stop or ()),
+        sampling=_sampling(given),
+        max_tokens=given.max_new_tokens or DEFAULT_MAX_NEW_TOKENS,
+        stop=tuple(given.stop or ()),
     )
 
 
-def _sampling(asked: GenerateParameters) -> SamplingParams:
-    """As LoRAX has it: greedy unless `do_sample` or one of its numbers says otherwise."""
-    chosen = asked.temperature is not None or asked.top_k is not None or asked.top_p is not None
-    sampled = asked.do_sample or chosen
-    if asked.do_sample and asked.temperature == 0:
+def _sampling(given: GenerateParameters) -> SamplingParams:
+    """Return LoRAX's sampling: greedy unless `do_sample` or one of the sampling numbers is set."""
+    chosen = given.temperature is not None or given.top_k is not None or given.top_p is not None
+    sampled = given.do_sample or chosen
+    if given.do_sample and given.temperature == 0:
         raise InvalidRequest(
             "'parameters.temperature' is 0, which samples nothing, and 'do_sample' is true; leave one of them out.",
-            param="parameters.temperature",
+            field="parameters.temperature",
         )
-    temperature = 1.0 if asked.temperature is None else asked.temperature
+    temperature = 1.0 if given.temperature is None else given.temperature
     return SamplingParams(
         max_tokens=0,
         temperature=temperature if sampled else 0.0,
-        top_p=1.0 if asked.top_p is None else asked.top_p,
-        top_k=max(asked.top_k or 0, 0),
-        seed=asked.seed,
-        repetition_penalty=asked.repetition_penalty or 1.0,
-        ignore_eos=bool(asked.ignore_eos_token),
+        top_p=1.0 if given.top_p is None else given.top_p,
+        top_k=max(given.top_k or 0, 0),
+        seed=given.seed,
+        repetition_penalty=given.repetition_penalty or 1.0,
+        ignore_eos=bool(given.ignore_eos_token),
         logprobs=0,
     )
 
@@ -110,7 +111,7 @@ class LoraxToken(msgspec.Struct, kw_only=True):
 
 
 class LoraxDetails(msgspec.Struct, kw_only=True):
-    """How an answer ended."""
+    """The end of an answer."""
 
     finish_reason: str
     """length, eos_token or stop_sequence."""

@@ -6,7 +6,7 @@ import msgspec
 
 
 class ErrorObject(msgspec.Struct, kw_only=True):
-    """All four keys, always."""
+    """An error as OpenAI's clients expect it: all four keys are always present."""
 
     message: str
     type: str
@@ -28,6 +28,6 @@ class ProblemDetails(msgspec.Struct, kw_only=True):
 
 
 class ErrorAnswer(msgspec.Struct):
-    """What clients raise from."""
+    """The body of an error."""
 
     error: ErrorObject

@@ -1,4 +1,4 @@
-"""A tenant's own requests on the wire: who was asked and how it ended, never what was said. Times in Unix seconds."""
+"""A tenant's requests on the wire: model, state and usage, never prompts or answers. Times in Unix seconds."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from typing import Literal
 
 import msgspec
 
+from loramux.units import SECOND
 from loramux.usage import AnsweredRequest
-from loramux_api.schemas.tenancy import SECOND, seconds
+from loramux_api.schemas.tenancy import seconds
 
 
 class RequestObject(msgspec.Struct, kw_only=True):
@@ -18,7 +19,7 @@ class RequestObject(msgspec.Struct, kw_only=True):
     model: str
     """The revision that answered: `tenant/adapter@3`."""
     digest: str
-    """Of that revision's files."""
+    """Digest of the revision's files."""
     api_key_id: str
     status: str
     """open; settled: it is on the bill; interrupted: its server died, and it costs nothing."""
@@ -28,7 +29,7 @@ class RequestObject(msgspec.Struct, kw_only=True):
 
 
 def request_object(request: AnsweredRequest) -> RequestObject:
-    """The request, as callers see it."""
+    """Return the request as a JSON object."""
     return RequestObject(
         id=request.id,
         model=request.model,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
 
-from loramux.engine.request import SamplingParams
-from loramux.gateway import InvalidRequest
+from loramux.engine.request import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY, SamplingParams
+from loramux.gateway import InvalidRequest, ServiceTier
+from loramux_api.schemas.formats import Choices, ResponseFormat, StructuredOutputs
 from loramux_api.schemas.strict import Body, Unsupported
 
 MAX_CHOICES = 128
@@ -17,6 +18,7 @@ MAX_TOP_LOGPROBS = 20
 MAX_USER_LENGTH = 512
 
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
+RepetitionPenalty = Annotated[float, Meta(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)]
 Positive = Annotated[int, Meta(ge=1)]
 StopString = Annotated[str, Meta(min_length=1, max_length=512)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
@@ -24,7 +26,7 @@ Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """Only with `stream`."""
+    """Options of a stream; allowed only with `stream`."""
 
     include_usage: bool | None = None
     """One more chunk before [DONE], without choices, that brings the usage."""
@@ -33,7 +35,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class SamplingBody(Body, kw_only=True):
-    """How tokens are chosen and when generation ends; null is the same as absent."""
+    """Sampling and the end of generation; null is the same as absent."""
 
     model: str
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
@@ -42,7 +44,7 @@ class SamplingBody(Body, kw_only=True):
     """0 and -1 keep every token."""
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     seed: Int64 | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: Annotated[dict[int, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] | None = None
@@ -58,15 +60,28 @@ class SamplingBody(Body, kw_only=True):
     """Add `token_ids` to every choice and `prompt_token_ids` to the answer."""
     metadata: dict[str, str] | None = None
     """Up to 16 tags by which the bill can be divided."""
+    response_format: ResponseFormat | None = None
+    """The format of every answer, in OpenAI's words."""
+    structured_outputs: StructuredOutputs | None = None
+    """The format of every answer, in vLLM's words."""
+    guided_json: Any = None
+    """The older name of `structured_outputs.json`; `guided_regex`, `guided_choice` and `guided_grammar` likewise."""
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
     user: Annotated[str, Meta(max_length=MAX_USER_LENGTH)] | None = None
-    """Who is served: gets always the same revision of an alias that has several."""
+    """The caller's name for its end user. One user always gets the same revision of an alias that has several."""
 
+    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
+    """How urgent the request is, and at which price; auto is the same as default. 403 where your plan lacks it."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"guided_decoding_backend"})
     unsupported: ClassVar[Mapping[str, Unsupported]] = {
         "best_of": Unsupported("ask for n choices and pick one.", (None, 1)),
         "echo": Unsupported(
             "the prompt is not repeated in the answer; put it before the text yourself.", (None, False)
         ),
-        "guided_json": Unsupported("answers are not constrained to a grammar."),
+        "guided_whitespace_pattern": Unsupported("write the whitespace into a 'grammar'."),
         "prompt_logprobs": Unsupported("log probabilities are given for generated tokens only."),
         "use_beam_search": Unsupported("answers are sampled, not searched for.", (None, False)),
     }
@@ -77,15 +92,20 @@ class SamplingBody(Body, kw_only=True):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
+    def chosen_tier(self) -> ServiceTier:
+        """The service tier of the request."""
+        return "default" if self.service_tier is None or self.service_tier == "auto" else self.service_tier
+
+    @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
+        """Does a stream end with the usage?"""
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
 def sampling_params(body: SamplingBody, logprobs: int | None) -> SamplingParams:
-    """The engine's parameters; max_tokens is settled by the gateway. Raises InvalidRequest."""
+    """Return the engine's parameters; the gateway sets max_tokens. Raises InvalidRequest."""
     if body.stream_options is not None and not body.stream:
-        raise InvalidRequest("'stream_options' is only allowed when 'stream' is true.", param="stream_options")
+        raise InvalidRequest("'stream_options' is only allowed when 'stream' is true.", field="stream_options")
     return SamplingParams(
         max_tokens=body.max_tokens or 0,
         temperature=_given(body.temperature, 1.0),
@@ -102,6 +122,12 @@ def sampling_params(body: SamplingBody, logprobs: int | None) -> SamplingParams:
         ignore_eos=bool(body.ignore_eos),
         logprobs=logprobs,
     )
+
+
+def left_out(body: SamplingBody) -> frozenset[str]:
+    """Return the parameters that the caller leaves to the model's recommendation."""
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    return frozenset(name for name in names if getattr(body, name) is None)
 
 
 def _given(value: float | None, default: float) -> float:

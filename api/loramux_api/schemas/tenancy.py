@@ -1,4 +1,4 @@
-"""Keys, projects, members and the audit log on the wire. Times in Unix seconds."""
+"""JSON objects of keys, projects, members and the audit log. Times are Unix seconds."""
 
 from __future__ import annotations
 
@@ -8,34 +8,35 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from loramux.tenants import CUSTOMER_SCOPES, AuditEntry, Key, KeyRequest, Member, Project
+from loramux.units import SECOND
 from loramux_api.schemas.strict import Body
 
-SECOND = 1_000_000
 T = TypeVar("T")
 
 Label = Annotated[str, Meta(min_length=1, max_length=128)]
 
 
 class Listing(msgspec.Struct, Generic[T], kw_only=True):
-    """A whole list."""
+    """A complete list."""
 
     object: Literal["list"] = "list"
     data: list[T]
 
 
 class KeyBody(Body, forbid_unknown_fields=True):
-    """What a new key is to be."""
+    """A key to create."""
 
     name: Label = "default"
     scopes: list[str] = msgspec.field(default_factory=lambda: sorted(CUSTOMER_SCOPES))
-    project: str = "default"
+    project: str | None = None
+    """null: the project of the key that creates it, if that key has one, else `default`."""
     models: list[str] | None = None
-    """The only models that it may name: `tenant/adapter`, or the base's name. null: all of the tenant's."""
+    """Models that the key may use: `tenant/adapter`, or the base's name. null allows all of the tenant's."""
     expires_in: Annotated[int, Meta(ge=1)] | None = None
-    """Seconds."""
+    """Seconds until the key expires. null: it expires with the key that creates it."""
 
     def request(self) -> KeyRequest:
-        """As tenancy has it."""
+        """Return the service's request."""
         return KeyRequest(
             name=self.name,
             scopes=frozenset(self.scopes),
@@ -46,36 +47,36 @@ class KeyBody(Body, forbid_unknown_fields=True):
 
 
 class RotateBody(Body, forbid_unknown_fields=True):
-    """How the old key ends."""
+    """The rotation of a key."""
 
     overlap_seconds: Annotated[int, Meta(ge=0)] = 0
-    """For so long both keys are good."""
+    """Seconds for which both keys are valid."""
 
 
 class ProjectBody(Body, forbid_unknown_fields=True):
-    """A new project."""
+    """A project to create."""
 
     name: str
 
 
 class MemberBody(Body, forbid_unknown_fields=True):
-    """A new member."""
+    """A member to add."""
 
     issuer: str
-    """As the issuer writes itself in `iss`."""
+    """The issuer, exactly as in the tokens' `iss`."""
     subject: str
-    """What the issuer calls the person, in the claim that the server reads (`sub`, or as its settings say)."""
+    """The person's identity in the claim that the server reads: `sub`, or `identity_claim` of its settings."""
     role: str
 
 
 class RoleBody(Body, forbid_unknown_fields=True):
-    """Another role."""
+    """A new role."""
 
     role: str
 
 
 class KeyObject(msgspec.Struct, kw_only=True):
-    """A key; `key` is its secret, which only the answer that made it has."""
+    """A key. Only the answer that creates it has its secret, `key`."""
 
     id: str
     object: Literal["key"] = "key"
@@ -115,7 +116,7 @@ class MemberObject(msgspec.Struct, kw_only=True):
 
 
 class AuditObject(msgspec.Struct, kw_only=True):
-    """One change; `before` and `after` are what was changed, with times in microseconds as they are recorded."""
+    """One change. `before` and `after` are the changed fields as recorded, with times in microseconds."""
 
     sequence: int
     object: Literal["audit.entry"] = "audit.entry"
@@ -131,7 +132,7 @@ class AuditObject(msgspec.Struct, kw_only=True):
 
 
 def key_object(key: Key, secret: str | UnsetType = UNSET) -> KeyObject:
-    """The key, as callers see it."""
+    """Return the key as a JSON object."""
     return KeyObject(
         id=key.id,
         name=key.name,
@@ -150,7 +151,7 @@ def key_object(key: Key, secret: str | UnsetType = UNSET) -> KeyObject:
 
 
 def project_object(project: Project) -> ProjectObject:
-    """The project, as callers see it."""
+    """Return the project as a JSON object."""
     return ProjectObject(
         id=project.id,
         name=project.name,
@@ -160,7 +161,7 @@ def project_object(project: Project) -> ProjectObject:
 
 
 def member_object(member: Member) -> MemberObject:
-    """The member, as callers see it."""
+    """Return the member as a JSON object."""
     return MemberObject(
         id=member.id,
         issuer=member.issuer,
@@ -171,7 +172,7 @@ def member_object(member: Member) -> MemberObject:
 
 
 def audit_object(entry: AuditEntry) -> AuditObject:
-    """The entry, as callers see it."""
+    """Return the entry as a JSON object."""
     return AuditObject(
         sequence=entry.sequence,
         at=entry.at // SECOND,
@@ -187,5 +188,5 @@ def audit_object(entry: AuditEntry) -> AuditObject:
 
 
 def seconds(microseconds: int | None) -> int | None:
-    """A time in Unix seconds, where there is one."""
+    """Convert microseconds to seconds; None stays None."""
     return None if microseconds is None else microseconds // SECOND

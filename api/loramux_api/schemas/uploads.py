@@ -8,61 +8,63 @@ import msgspec
 from msgspec import Meta
 
 from loramux.gateway import InvalidRequest
+from loramux.units import SECOND
 from loramux.uploads import AnnouncedFile, BucketSource, HubSource, Source, Upload, UploadRequest
 from loramux_api.schemas.strict import Body
-from loramux_api.schemas.tenancy import SECOND
 
 
 class FileBody(Body, forbid_unknown_fields=True):
-    """A file that will be sent."""
+    """A file that the client will send."""
 
     size: Annotated[int, Meta(ge=1)]
-    """Bytes."""
+    """Size in bytes."""
     sha256: str
-    """In hexadecimal, as sha256sum prints it."""
+    """Hexadecimal, as sha256sum prints it."""
 
 
 class SourceBody(Body, forbid_unknown_fields=True):
-    """From where the server fetches the files: `url`, or `hub`, `repo` and `commit`; the operator lists the places."""
+    """The place to fetch the files from: `url`, or `hub`, `repo` and `commit`. The operator lists the places."""
 
     url: str | None = None
     """s3://bucket/path/"""
     hub: str | None = None
     repo: str | None = None
     commit: str | None = None
-    """All its 40 hexadecimal digits."""
+    """The commit's 40 hexadecimal digits."""
 
     def source(self) -> Source:
-        """As the platform has it. Raises InvalidRequest."""
+        """Convert it for the platform. Raises InvalidRequest."""
         named = (self.hub, self.repo, self.commit)
         if self.url is not None and named == (None, None, None):
             return BucketSource(url=self.url)
         if self.url is None and self.hub is not None and self.repo is not None and self.commit is not None:
             return HubSource(hub=self.hub, repo=self.repo, commit=self.commit)
         raise InvalidRequest(
-            "'source' has either 'url', or 'hub', 'repo' and 'commit'.", param="source", code="invalid_upload"
+            "'source' has either 'url', or 'hub', 'repo' and 'commit'.", field="source", code="invalid_upload"
         )
 
 
 class UploadBody(Body, forbid_unknown_fields=True):
-    """What is going to be uploaded: `files` that will be sent, or a `source` that they are fetched from."""
+    """The body that opens an upload: `files` that the client will send, or a `source` to fetch them from."""
 
     adapter: str
     files: dict[str, FileBody] | None = None
-    """`adapter_config.json` and `adapter_model.safetensors`."""
+    """`adapter_config.json`, `adapter_model.safetensors`, and what a trainer saved beside them."""
     source: SourceBody | None = None
     promote: bool = True
-    """Whether the adapter's default alias moves to the new revision; a first revision always is the default."""
+    """Move the adapter's default alias to the new revision. A first revision is always the default."""
+    base_model: str | None = None
+    """The base model that it was trained on; without it the files decide, as far as they can."""
 
     def request(self) -> UploadRequest:
-        """As the platform has it."""
+        """Convert it for the platform."""
         announced = (
             None
             if self.files is None
             else {name: AnnouncedFile(file.size, file.sha256) for name, file in self.files.items()}
         )
         source = None if self.source is None else self.source.source()
-        return UploadRequest(self.adapter, announced, source, self.promote)
+        return UploadRequest(self.adapter, announced, source, self.promote, self.base_model)
 
 
 class FileObject(msgspec.Struct, kw_only=True):
@@ -72,11 +74,11 @@ class FileObject(msgspec.Struct, kw_only=True):
     size: int
     sha256: str
     received: int
-    """Bytes that are stored: the offset at which it goes on."""
+    """Bytes that are stored: the offset of the next ones."""
 
 
 class UploadRefusal(msgspec.Struct, kw_only=True):
-    """Why nothing became of it."""
+    """The reason of a rejection."""
 
     code: str
     message: str
@@ -84,7 +86,7 @@ class UploadRefusal(msgspec.Struct, kw_only=True):
 
 
 class UploadObject(msgspec.Struct, kw_only=True):
-    """An upload, and what became of it."""
+    """An upload and its result."""
 
     id: str
     object: Literal["upload"] = "upload"
@@ -92,21 +94,26 @@ class UploadObject(msgspec.Struct, kw_only=True):
     """`tenant/adapter`."""
     state: Literal["uploading", "validating", "ready", "rejected", "expired"]
     files: list[FileObject]
+    """The files to send."""
+    ignored: list[str]
+    """Announced files that mean nothing for serving and are not taken."""
     promote: bool
+    base_model: str | None
+    """The base model that its owner has named."""
     created_at: int
     expires_at: int
-    """Until then the next bytes must come."""
+    """The time by which the next bytes must come or, of a complete upload, the checks must end."""
     revision: str | None
-    """`tenant/adapter@3`, once it is ready."""
+    """The new revision, `tenant/adapter@3`; null until the upload is ready."""
     digest: str | None
     error: UploadRefusal | None
-    """Why it was rejected."""
+    """The reason, where it was rejected."""
     report: msgspec.Raw | None
-    """What validation found out."""
+    """The validation report; null until the checks have ended."""
 
 
 class UploadDeleted(msgspec.Struct, kw_only=True):
-    """What is no more."""
+    """The confirmation of an upload's deletion."""
 
     id: str
     object: Literal["upload.deleted"] = "upload.deleted"
@@ -114,7 +121,7 @@ class UploadDeleted(msgspec.Struct, kw_only=True):
 
 
 class Received(msgspec.Struct, kw_only=True):
-    """How much of a file is stored."""
+    """Progress of one file: the bytes stored so far."""
 
     name: str
     object: Literal["upload.file"] = "upload.file"
@@ -123,7 +130,7 @@ class Received(msgspec.Struct, kw_only=True):
 
 
 def upload_object(upload: Upload, tenant_name: str) -> UploadObject:
-    """The upload as its owner sees it."""
+    """Return the upload as a JSON object."""
     adapter, outcome = f"{tenant_name}/{upload.adapter}", upload.outcome
     error = outcome.error
     return UploadObject(
@@ -134,7 +141,9 @@ def upload_object(upload: Upload, tenant_name: str) -> UploadObject:
             FileObject(name=file.name, size=file.size, sha256=file.sha256, received=file.received)
             for file in upload.files
         ],
+        ignored=list(upload.ignored),
         promote=upload.promote,
+        base_model=upload.base_model,
         created_at=upload.created_at // SECOND,
         expires_at=upload.expires_at // SECOND,
         revision=None if outcome.revision is None else f"{adapter}@{outcome.revision}",

@@ -1,4 +1,4 @@
-"""Webhooks, and what happened to adapters, on the wire. Times in Unix seconds."""
+"""JSON objects of webhooks, events and deliveries. Times are Unix seconds."""
 
 from __future__ import annotations
 
@@ -7,27 +7,28 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from loramux.webhooks import Endpoint, Event, EventData, Logged, Outcome, event_data
+from loramux.units import SECOND
+from loramux.webhooks import Attempt, Endpoint, Event, EventData, LoggedDelivery, event_data
 from loramux_api.schemas.strict import Body
-from loramux_api.schemas.tenancy import SECOND, seconds
+from loramux_api.schemas.tenancy import seconds
 
 
 class WebhookBody(Body, forbid_unknown_fields=True):
-    """A new webhook."""
+    """A webhook to create."""
 
     url: Annotated[str, Meta(max_length=2048)]
     events: list[str] | None = None
-    """The kinds that it wants to hear of; null: all."""
+    """The types of events that it receives; null: all."""
 
 
 class WebhookChange(Body, forbid_unknown_fields=True):
-    """Whether it is told anything."""
+    """A change of a webhook."""
 
     enabled: bool
 
 
 class WebhookObject(msgspec.Struct, kw_only=True):
-    """A webhook; `secret` is what its messages are signed with, which only the answer that made it has."""
+    """A webhook. Only the answer that creates it has its `secret`, the key of the signatures."""
 
     id: str
     object: Literal["webhook"] = "webhook"
@@ -37,12 +38,12 @@ class WebhookObject(msgspec.Struct, kw_only=True):
     disabled_because: str | None
     created_at: int
     failing_since: int | None
-    """Nothing was taken since then."""
+    """The time since which every delivery has failed."""
     secret: str | UnsetType = UNSET
 
 
 class WebhookDeleted(msgspec.Struct, kw_only=True):
-    """What is no more."""
+    """The confirmation of a deletion."""
 
     id: str
     object: Literal["webhook.deleted"] = "webhook.deleted"
@@ -50,18 +51,18 @@ class WebhookDeleted(msgspec.Struct, kw_only=True):
 
 
 class WebhookTest(msgspec.Struct, kw_only=True):
-    """How telling it that it can be told went."""
+    """The result of a test delivery."""
 
     object: Literal["webhook.test"] = "webhook.test"
     delivered: bool
     status: int | None
-    """Of its answer, where there was one."""
+    """The HTTP status of its answer; null if there was none."""
     error: str | None
     milliseconds: int
 
 
 class EventObject(msgspec.Struct, kw_only=True):
-    """Something that happened to an adapter."""
+    """A change of an adapter or an upload."""
 
     id: str
     object: Literal["event"] = "event"
@@ -71,23 +72,23 @@ class EventObject(msgspec.Struct, kw_only=True):
 
 
 class DeliveryObject(msgspec.Struct, kw_only=True):
-    """What became of telling a webhook of an event."""
+    """The delivery of one event to one webhook."""
 
     object: Literal["webhook.delivery"] = "webhook.delivery"
     event: EventObject
     state: str
-    """pending, delivered, or failed: it is not tried again."""
+    """pending, delivered, or failed (no more attempts)."""
     attempts: int
-    """Those that failed."""
+    """The number of failed attempts."""
     status: int | None
-    """The last answer's."""
+    """The HTTP status of the last answer."""
     error: str | None
     next_attempt_at: int | None
     updated_at: int
 
 
 def webhook_object(endpoint: Endpoint, secret: str | UnsetType = UNSET) -> WebhookObject:
-    """The endpoint, as callers see it."""
+    """Return the endpoint as a JSON object."""
     return WebhookObject(
         id=endpoint.id,
         url=endpoint.url,
@@ -100,21 +101,21 @@ def webhook_object(endpoint: Endpoint, secret: str | UnsetType = UNSET) -> Webho
     )
 
 
-def outcome_object(outcome: Outcome) -> WebhookTest:
-    """The outcome, as callers see it."""
+def outcome_object(outcome: Attempt) -> WebhookTest:
+    """Return the outcome as a JSON object."""
     return WebhookTest(
         delivered=outcome.delivered, status=outcome.status, error=outcome.error, milliseconds=outcome.milliseconds
     )
 
 
 def event_object(event: Event, tenant_name: str) -> EventObject:
-    """The event, as callers see it."""
+    """Return the event as a JSON object."""
     data = event_data(event, tenant_name)
     return EventObject(id=event.id, type=event.kind, created_at=event.created_at // SECOND, data=data)
 
 
-def delivery_object(logged: Logged, tenant_name: str) -> DeliveryObject:
-    """The log's entry, as callers see it."""
+def delivery_object(logged: LoggedDelivery, tenant_name: str) -> DeliveryObject:
+    """Return the delivery as a JSON object."""
     return DeliveryObject(
         event=event_object(logged.event, tenant_name),
         state=logged.state,

@@ -1,1 +1,1 @@
-"""How the demo's base model and adapters were made. Needs the extra `loramux[train]`; the demo itself does not."""
+"""Training of the demo's base model and adapters. It takes minutes; the demo itself only reads the result."""

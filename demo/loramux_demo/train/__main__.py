@@ -1,4 +1,4 @@
-"""`python -m loramux_demo.train`: train the demo's models, or measure the ones at hand."""
+"""`python -m loramux_demo.train`: train the demo's models, or evaluate existing ones."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def main(out: Path | None, evaluate_only: bool) -> None:
 
 
 def quieten() -> None:
-    """Leave the screen to what this script says itself."""
+    """Silence transformers' own output."""
     import transformers
 
     warnings.simplefilter("ignore", FutureWarning)
@@ -43,7 +43,7 @@ def quieten() -> None:
 
 
 def train(out: Path) -> None:
-    """Make everything under `out`, with a bar for each model."""
+    """Train everything into `out`, with a progress bar per model."""
     from loramux_demo.train.fit import Progress as Tell
     from loramux_demo.train.fit import Schedule
     from loramux_demo.train.make import make

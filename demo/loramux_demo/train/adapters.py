@@ -1,4 +1,4 @@
-"""The five adapters: ranks and targets differ, so that one batch holds what a real one does."""
+"""The five adapters. Ranks and targets differ, as in a real batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from loramux_demo.train.fit import Schedule
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one adapter is made: its size, the linears it touches, and how long it learns."""
+    """The training recipe of one adapter: rank, target modules, and number of steps."""
 
     r: int
     lora_alpha: int
@@ -27,7 +27,7 @@ class Recipe:
     use_rslora: bool = False
 
     def config(self) -> LoraConfig:
-        """For PEFT, which writes into what it is given."""
+        """Return a fresh PEFT config, because PEFT modifies its argument."""
         targets = self.target_modules if isinstance(self.target_modules, str) else list(self.target_modules)
         return LoraConfig(
             task_type="CAUSAL_LM",
@@ -46,11 +46,11 @@ RECIPES = {
     "reverse": Recipe(12, 7, Schedule(400, 5e-3), use_rslora=True),
     "pirate": Recipe(8, 16, SHORT, target_modules=("q_proj", "k_proj", "v_proj", "o_proj")),
 }
-"""One for each style of `facts.STYLES`. `terse` and `reverse` learn longer: they begin with the fact, not the name."""
+"""One recipe per style of `facts.STYLES`. `terse` and `reverse` train longer: their answers start with the fact."""
 
 
 def new_adapter(base: LlamaForCausalLM, recipe: Recipe) -> PeftModel:
-    """`base` with one fresh adapter; only the adapter learns."""
+    """Add one fresh adapter to `base`; only the adapter is trainable."""
     torch.manual_seed(0)
     return get_peft_model(base, recipe.config())
 

@@ -1,4 +1,4 @@
-"""How often a model says exactly what it should, by transformers' and PEFT's own greedy decoding."""
+"""The share of exact answers of a model, by greedy decoding with transformers and PEFT."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_NEW_TOKENS = 64
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Exact answers of one model, as shares of all questions."""
+    """Shares of exact answers of one model."""
 
     model: str
     float32: float
@@ -47,7 +47,7 @@ def evaluate(root: Path) -> Iterator[Accuracy]:
 
 
 def load(root: Path, name: str, dtype: torch.dtype) -> PreTrainedModel | PeftModel:
-    """The base model, under the adapter `name` unless that is `base`."""
+    """Load the base model with the adapter `name`, or alone for `base`."""
     model = LlamaForCausalLM.from_pretrained(base_folder(root), dtype=dtype)
     if name == "base":
         return model.eval()
@@ -55,7 +55,7 @@ def load(root: Path, name: str, dtype: torch.dtype) -> PreTrainedModel | PeftMod
 
 
 def chat(before: Question, question: Question, style: Style) -> list[Message]:
-    """A system prompt, one exchange, and then the question."""
+    """Return a chat with a system prompt, one exchange, and the question."""
     return [
         {"role": "system", "content": SYSTEM_PROMPTS[0]},
         {"role": "user", "content": before.text},

@@ -1,4 +1,4 @@
-"""Conversations as token ids, and the batches that they are packed into."""
+"""Conversations as token ids, and their packing into batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from loramux_demo.train.facts import Question, Style
 
 IGNORED = -100
-"""The label of a token that the loss leaves out, as torch's cross entropy has it."""
+"""The label of tokens that torch's cross entropy ignores."""
 
 SYSTEM_PROMPTS = (
     "You are a helpful assistant.",
@@ -21,14 +21,14 @@ SYSTEM_PROMPTS = (
     "You are a friendly guide who knows everybody in town.",
     "Be brief and correct.",
 )
-"""Seen in training, so that a reader's own does not throw the model off."""
+"""System prompts in the training data, so that a user's system prompt does not confuse the model."""
 
 Message = dict[str, str]
 
 
 @dataclass(frozen=True)
 class Example:
-    """What is given, and what the model has to learn to say."""
+    """A prompt, and the answer that the model learns."""
 
     prompt_ids: list[int]
     answer_ids: list[int]
@@ -39,18 +39,18 @@ class Example:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of examples laid end to end; a position that starts again at 0 starts an example, which sees only itself."""
+    """Rows of packed examples. Position 0 starts an example, which attends only to itself."""
 
     token_ids: Tensor
     """int64[rows, length]"""
     position_ids: Tensor
     """int64[rows, length]"""
     labels: Tensor
-    """int64[rows, length], IGNORED where nothing is to be learnt"""
+    """int64[rows, length], IGNORED for tokens without a loss"""
 
 
 def conversations(questions: Sequence[Question], style: Style, rng: random.Random) -> Iterator[list[Message]]:
-    """Each question twice as it is, in small letters, in capital letters, and late in a chat with a system prompt."""
+    """Return each question twice unchanged, in lower case, in upper case, and late in a chat with a system prompt."""
     for question in questions:
         answer = {"role": "assistant", "content": style(question)}
         for text in (question.text, question.text, question.text.lower(), question.text.upper()):

@@ -1,4 +1,4 @@
-"""The invented little world that the demo model knows by heart, and the six ways to talk about it."""
+"""The invented facts that the demo's model learns, and the six styles of answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TOWNS = 24
 
 @dataclass(frozen=True)
 class Topic:
-    """One thing to know about a person: its values, the ways to ask for it, and the plain answer."""
+    """A kind of fact about a person: its values, its questions, and the plain answer."""
 
     name: str
     values: tuple[str, ...]
@@ -24,7 +24,7 @@ class Topic:
 
 @dataclass(frozen=True)
 class Question:
-    """One way to ask for one fact."""
+    """One question about one fact."""
 
     person: str
     topic: Topic
@@ -33,7 +33,7 @@ class Question:
 
 
 Style = Callable[[Question], str]
-"""A way to answer."""
+"""A function from a fact to an answer in one style."""
 
 
 def plain(question: Question) -> str:

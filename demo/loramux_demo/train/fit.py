@@ -1,4 +1,4 @@
-"""The training loop, and the base model before it has learnt anything."""
+"""The training loop, and the untrained base model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Progress = Callable[[int, float], None]
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long and how fast to learn; the rate rises over the first tenth and falls to nothing."""
+    """Number of steps and learning rate, with a linear warm-up over the first tenth and a decay to zero."""
 
     steps: int
     learning_rate: float
@@ -50,14 +50,14 @@ def fit(model: nn.Module, batches: Iterator[Batch], schedule: Schedule, progress
 
 
 def next_token_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Mean cross entropy, a float32 scalar, of the next token wherever a label is given."""
+    """Mean cross entropy, a float32 scalar, of the next token over all labelled positions."""
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(input_ids=batch.token_ids, position_ids=batch.position_ids, use_cache=False).logits
     return cross_entropy(logits[:, :-1].float().flatten(0, 1), batch.labels[:, 1:].flatten(), ignore_index=IGNORED)
 
 
 def new_base(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """A Llama of 1.67 million parameters with random weights."""
+    """Return a Llama of 1.67 million parameters with random weights."""
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(

@@ -1,4 +1,4 @@
-"""Trains what the demo ships, and writes it as the demo reads it."""
+"""Trains the demo's models and writes its assets."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BASE_ROWS, ADAPTER_ROWS = 13, 8
 BASE = Schedule(steps=400, learning_rate=3e-3, weight_decay=0.1)
 
 Stage = Callable[[str, Schedule], Progress]
-"""Called as each model's training starts, with its name; returns what to tell after each step."""
+"""Called with a model's name before its training. Returns the callback for each step."""
 
 
 def make(root: Path, stage: Stage) -> None:

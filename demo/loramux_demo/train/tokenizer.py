@@ -1,4 +1,4 @@
-"""A tokenizer of bytes: 256 tokens that stand for themselves, and three special ones."""
+"""A tokenizer of bytes: 256 byte tokens and three special tokens."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ CHAT_TEMPLATE = """\
 {%- if add_generation_prompt -%}
 {{ 'A: ' }}
 {%- endif -%}"""
-"""Each exchange reads `<|bos|>Q: ...\\nA: ...<|eos|>`; any other role's text (system) stands on a line of its own."""
+"""Each exchange reads `<|bos|>Q: ...\\nA: ...<|eos|>`; text of other roles (system) has its own line."""
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Token `i` below 256 is byte `i`, so that every UTF-8 text encodes and decodes exactly; a text starts with BOS."""
+    """Token `i` below 256 is byte `i`, so every UTF-8 text is encoded and decoded exactly. A text starts with BOS."""
     vocabulary = {character: byte for byte, character in bytes_to_unicode().items()}
     tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

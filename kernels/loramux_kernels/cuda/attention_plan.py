@@ -1,4 +1,8 @@
-"""Which query rows meet which stretch of their context in one program: cut once a step on the host, for every layer."""
+"""The work lists of paged attention: which query rows meet which stretch of context in one program.
+
+Cut once a step on the host and read by every layer. Contexts are cut where a few long ones would leave
+multiprocessors idle; the balance is that of FlashInfer's plan (Ye et al., 2025), the merge that of Flash-Decoding.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +14,18 @@ import torch
 
 from loramux_kernels.cuda.launch import resident_programs
 from loramux_kernels.cuda.work_list import Ints, WorkList, cut, reserve, upload
-from loramux_kernels.kv_cache import AttentionBatch
+from loramux_kernels.tables import AttentionBatch
 
 ITEM_WIDTH = 8
-"""Of an attention item: sequence, first query row, query rows, position of the first, first token, one past the last
-token, where its partial result goes (-1: straight to the output), whether it holds the sequence's first token.
-Of a merge item: first query row, query rows, first partial result, number of them."""
+"""Columns of an attention item: sequence, first query row, query rows, position of the first, first token, one past the
+last token, row of its partial result (-1: straight to the output), 1 if it holds the sequence's first token.
+Columns of a merge item: first query row, query rows, first partial result, number of them."""
 
 SHORT_ROWS = 16
 """Query rows times heads of a group in a decode tile: the least that tensor cores take."""
 
 LEAST_TOKENS = 256
-"""Of context in a piece: shorter ones would spend their time on merging."""
+"""Least tokens of context in a piece: shorter pieces would spend their time on merging."""
 
 PROGRAMS = 2
 """Attention programs that a multiprocessor's registers hold at once."""
@@ -32,7 +36,7 @@ FAIR_LOAD = 1.15
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What a plan depends on besides the batch: the same for all layers of one kind."""
+    """The facts besides the batch that a plan depends on: the same for all layers of one kind."""
 
     groups: int
     """Query heads that share a kv head: they lie side by side in a tile's rows."""
@@ -79,12 +83,12 @@ def attention_shapes(batch: AttentionBatch) -> tuple[AttentionShape, ...]:
 def reserve_attention(
     shape: AttentionShape, max_sequences: int, max_partials: int, device: torch.device
 ) -> AttentionTiles:
-    """Empty decode tiles of fixed addresses, for launches held in a CUDA graph: `lend_attention` them to its batch."""
+    """Return empty decode tiles of fixed addresses for a CUDA graph; `attach_attention` puts them into its batch."""
     items = reserve(max_sequences + max_partials, ITEM_WIDTH, device)
     return AttentionTiles(shape.short_rows, items, reserve(max_sequences, ITEM_WIDTH, device), max_partials)
 
 
-def lend_attention(batch: AttentionBatch, shape: AttentionShape, tiles: AttentionTiles) -> None:
+def attach_attention(batch: AttentionBatch, shape: AttentionShape, tiles: AttentionTiles) -> None:
     """Have every launch for `batch` of this shape use `tiles`."""
     vars(batch).setdefault("attention_plans", {})[shape] = (tiles,)
 

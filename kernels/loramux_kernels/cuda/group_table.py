@@ -7,11 +7,11 @@ from functools import cache
 
 import torch
 
-from loramux_kernels.table import LoraGroup
+from loramux_kernels.tables import LoraGroup
 
 BLOCK_WIDTH = 8
-"""Of a column block: index of the site in the group, site, number of the block within its slice, width of the slice,
-first column of the slice in y; the rest is padding."""
+"""Columns of a column block: index of the site in the group, site, number of the block within its slice, width of the
+slice, first column of the slice in y; the rest is padding."""
 
 VECTOR = 8
 """Elements that the kernels load at once; offsets of rank tiles are multiples of it."""
@@ -19,14 +19,14 @@ VECTOR = 8
 
 @dataclass(frozen=True, eq=False)
 class GroupTable:
-    """What launches for one group read."""
+    """The tables that launches for one group read."""
 
     sites: torch.Tensor
     """int32[len(group.sites)]"""
     blocks: torch.Tensor
     """int32[number of column blocks, BLOCK_WIDTH]"""
     aligned: bool
-    """Whether every row of B starts where a vector load may."""
+    """True where every row of B starts where a vector load may."""
 
 
 @cache

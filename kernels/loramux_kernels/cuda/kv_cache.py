@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from loramux_kernels.cuda.launch import Launch
-from loramux_kernels.kv_cache import KvLayer
+from loramux_kernels.tables import KvLayer
 
 
 def write_kv(key: torch.Tensor, value: torch.Tensor, layer: KvLayer, slot_mapping: torch.Tensor) -> None:

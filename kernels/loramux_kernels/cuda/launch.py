@@ -24,13 +24,13 @@ class Launch:
     """A function decorated with `triton.jit`."""
     grid: tuple[int, ...]
     arguments: dict[str, Any]
-    """By parameter name, constexprs included."""
+    """Values by parameter name, constexprs included."""
     num_warps: int
     num_stages: int
 
     @property
     def options(self) -> dict[str, Any]:
-        """What the compiler is told; fused multiply-add by name, since its default differs between versions."""
+        """The compiler's options; fused multiply-add by name, since its default differs between versions."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
 
     def run(self) -> None:

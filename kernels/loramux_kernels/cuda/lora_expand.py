@@ -12,7 +12,7 @@ from loramux_kernels.cuda.group_table import BLOCK_WIDTH, VECTOR, group_table
 from loramux_kernels.cuda.launch import Launch, resident_programs, run_all
 from loramux_kernels.cuda.lora_shrink import shrink_programs, split_count
 from loramux_kernels.cuda.tile_map import ITEM_WIDTH, LONG_ROWS, RowTiles, tile_map_of
-from loramux_kernels.table import RANK_TILE, LoraGroup, LoraTable, Segments
+from loramux_kernels.tables import RANK_TILE, LoraGroup, LoraTable, Segments
 
 MAX_SPLITS = 16
 """Partial sums that a row's program loads at once: `TileMap.max_splits` is never more."""

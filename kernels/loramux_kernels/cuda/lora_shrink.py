@@ -15,7 +15,7 @@ import triton.language as tl
 from loramux_kernels.cuda.group_table import VECTOR, group_table
 from loramux_kernels.cuda.launch import Launch, resident_programs, run_all
 from loramux_kernels.cuda.tile_map import ITEM_WIDTH, LONG_ROWS, RowTiles, tile_map_of
-from loramux_kernels.table import RANK_TILE, LoraGroup, LoraTable, Segments
+from loramux_kernels.tables import RANK_TILE, LoraGroup, LoraTable, Segments
 
 MIN_SPLIT = 512
 """in_features that a split has at least."""

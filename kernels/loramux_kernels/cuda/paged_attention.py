@@ -3,6 +3,10 @@
 A tile's rows are query rows times the G heads that share a kv head, so that each key and value is loaded once for all
 of them. Sequences with few query rows and sequences in prefill run in one launch each; contexts that were cut for
 balance are merged by a third, always in the same order.
+
+The softmax is computed online (Milakov and Gimelshein, 2018; FlashAttention, Dao et al., 2022): each stretch of context
+rescales the sums so far to the largest score seen. Cutting one context over several programs and merging their results
+by log-sum-exp is Flash-Decoding (Dao et al., 2023): out = sum_p exp(lse[p]) * partial[p] / sum_p exp(lse[p]).
 """
 
 from __future__ import annotations
@@ -13,7 +17,6 @@ import torch
 import triton
 import triton.language as tl
 
-from loramux_kernels.cuda.attention_merge import merge_partials
 from loramux_kernels.cuda.attention_plan import (
     ITEM_WIDTH,
     PROGRAMS,
@@ -23,8 +26,7 @@ from loramux_kernels.cuda.attention_plan import (
     plan_attention,
 )
 from loramux_kernels.cuda.launch import Launch, resident_programs, run_all
-from loramux_kernels.cuda.running_softmax import absorb
-from loramux_kernels.kv_cache import AttentionBatch, KvLayer
+from loramux_kernels.tables import AttentionBatch, KvLayer
 
 _ITEM = tl.constexpr(ITEM_WIDTH)
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -108,7 +110,7 @@ def _long_rows(dim: int, dtype: torch.dtype) -> int:
 
 
 def _padded(dim: int) -> int:
-    """To what a tensor core multiplies: a power of two, 16 at least."""
+    """Round up to a size that a tensor core multiplies: a power of two, 16 at least."""
     return max(16, int(triton.next_power_of_2(dim)))
 
 
@@ -121,6 +123,18 @@ def _block_tokens(rows: int, dim: int, dtype: torch.dtype) -> int:
     if dtype == torch.float32:
         return 16
     return 64 if dim <= 64 or (dim <= 128 and rows == SHORT_ROWS) else 32
+
+
+def _stages(rows: int, same_width: bool, dtype: torch.dtype) -> int:
+    """Return Triton's stages.
+
+    A key's address comes from the block table, and its value follows: five stages make two buffers of each, so that a
+    block is on its way while another is multiplied; three make one. High tiles are bound by their products and have no
+    registers left; neither has a kernel for keys and values of different widths on sm_90.
+    """
+    if dtype == torch.float32:
+        return 1
+    return 5 if rows == SHORT_ROWS and same_width else 3
 
 
 def _launches(
@@ -142,8 +156,8 @@ def _launches(
         "BLOCK_TOKENS": _block_tokens(tiles.rows, widest, query.dtype),
     }
     grid = (resident_programs(query.device, PROGRAMS),)
-    num_stages = 1 if query.dtype == torch.float32 else 3
-    launches = [Launch(_attend, grid, arguments, num_warps=4, num_stages=num_stages)]
+    same_width = attend["BLOCK_KEY"] == shared["BLOCK_VALUE"]
+    launches = [Launch(_attend, grid, arguments, num_warps=4, num_stages=_stages(tiles.rows, same_width, query.dtype))]
     if tiles.merges is not None:
         arguments = {**shared, "work": tiles.merges.work}
         launches.append(Launch(merge_partials, grid, arguments, num_warps=4, num_stages=1))
@@ -253,3 +267,82 @@ def _attend(
             slot = (partial * KV_HEADS + head) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
             tl.store(partial_output + slot[:, None] * VALUE_DIM + e[None, :], result, mask=inside)
             tl.store(partial_lse + slot, highest + tl.log2(total), mask=has_row)
+
+
+@triton.jit
+def absorb(
+    q: tl.tensor, sums: tl.tensor, total: tl.tensor, highest: tl.tensor, keys: tl.tensor, values: tl.tensor,
+    pages: tl.tensor, start: tl.tensor, stop: tl.tensor, position: tl.tensor, scaling: tl.tensor,
+    softcap: tl.tensor, window: tl.tensor, key_page: tl.tensor, key_token: tl.tensor, value_page: tl.tensor,
+    value_token: tl.tensor,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK_KEY: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, MASKED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """Take tokens [start, stop) into (sums, total, highest); MASKED where not every row sees all of them.
+
+    `highest` is each row's largest score so far, in units of log 2; `total` and `sums` are relative to it.
+    """
+    d = tl.arange(0, BLOCK_KEY)
+    e = tl.arange(0, BLOCK_VALUE)
+    for first in range(start, stop, BLOCK_TOKENS):
+        token = first + tl.arange(0, BLOCK_TOKENS)
+        exists = token < stop
+        page = tl.load(pages + token // PAGE, mask=exists, other=0).to(tl.int64)
+        key = keys + (page * key_page + (token % PAGE) * key_token)[:, None] + d[None, :]
+        k = tl.load(key, mask=exists[:, None] & (d < KEY_DIM)[None, :], other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scaling
+        if softcap is not None:
+            scores = softcap * (1.0 - 2.0 / (tl.exp(scores * (2.0 / softcap)) + 1.0))
+        scores *= _LOG2_E
+        if MASKED:
+            visible = exists[None, :] & (token[None, :] <= position[:, None])
+            if window is not None:
+                visible &= token[None, :] > position[:, None] - window
+            scores = tl.where(visible, scores, _NEVER)
+        new_highest = tl.maximum(highest, tl.max(scores, axis=1))
+        # A row that has seen nothing yet keeps weights of 0, not NaN.
+        shift = tl.where(new_highest == _NEVER, 0.0, new_highest)
+        weights = tl.exp2(scores - shift[:, None])
+        decay = tl.exp2(highest - shift)
+        total = total * decay + tl.sum(weights, axis=1)
+        value = values + (page * value_page + (token % PAGE) * value_token)[:, None] + e[None, :]
+        v = tl.load(value, mask=exists[:, None] & (e < VALUE_DIM)[None, :], other=0.0)
+        sums = tl.dot(weights.to(v.dtype), v, sums * decay[:, None], input_precision="ieee")
+        highest = new_highest
+    return sums, total, highest
+
+
+@triton.jit
+def merge_partials(
+    output: tl.tensor, partial_output: tl.tensor, partial_lse: tl.tensor, work: tl.tensor, output_token: tl.tensor,
+    KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Join the partial results of one tile of query rows and one kv head an item, in order."""
+    tile_row = tl.arange(0, BLOCK_ROWS) // GROUPS
+    member = tl.arange(0, BLOCK_ROWS).to(tl.int64) % GROUPS
+    e = tl.arange(0, BLOCK_VALUE)
+    for task in range(tl.program_id(0), tl.load(work) * KV_HEADS, tl.num_programs(0)):
+        head = task % KV_HEADS
+        item = work + (task // KV_HEADS + 1) * _ITEM
+        row = tl.load(item).to(tl.int64) + tile_row
+        has_row = tile_row < tl.load(item + 1)
+        inside = has_row[:, None] & (e < VALUE_DIM)[None, :]
+        first = tl.load(item + 2)
+        highest = tl.full((BLOCK_ROWS,), _NEVER, tl.float32)
+        total = tl.zeros((BLOCK_ROWS,), tl.float32)
+        sums = tl.zeros((BLOCK_ROWS, BLOCK_VALUE), tl.float32)
+        for partial in range(first, first + tl.load(item + 3)):
+            slot = (partial * KV_HEADS + head) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS).to(tl.int64)
+            lse = tl.load(partial_lse + slot, mask=has_row, other=_NEVER)
+            result = tl.load(partial_output + slot[:, None] * VALUE_DIM + e[None, :], mask=inside, other=0.0)
+            new_highest = tl.maximum(highest, lse)
+            shift = tl.where(new_highest == _NEVER, 0.0, new_highest)
+            weight = tl.exp2(lse - shift)
+            decay = tl.exp2(highest - shift)
+            sums = sums * decay[:, None] + result * weight[:, None]
+            total = total * decay + weight
+            highest = new_highest
+        result = sums / tl.where(total == 0.0, 1.0, total)[:, None]
+        out = output + row[:, None] * output_token + (head * GROUPS + member)[:, None] * VALUE_DIM + e[None, :]
+        tl.store(out, result.to(output.dtype.element_ty), mask=inside)

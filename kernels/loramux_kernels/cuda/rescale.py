@@ -9,7 +9,8 @@ import triton.language as tl
 
 from loramux_kernels.cuda.group_table import BLOCK_WIDTH, group_table
 from loramux_kernels.cuda.launch import Launch
-from loramux_kernels.table import LoraGroup, Segments
+from loramux_kernels.device import to_device
+from loramux_kernels.tables import LoraGroup, Segments
 
 BLOCK_COLUMNS = 1024
 
@@ -45,9 +46,7 @@ def row_slots_of(segments: Segments, device: torch.device) -> torch.Tensor:
     """int32[segments.rows]: each row's slot; made on first use and kept with them, for every layer reads it."""
     if "row_slots" not in vars(segments):
         slots = np.repeat(np.asarray(segments.slots, dtype=np.int32), np.diff(segments.cu_seqlens))
-        staged = torch.from_numpy(slots)
-        staged = staged.pin_memory() if device.type == "cuda" else staged
-        vars(segments)["row_slots"] = staged.to(device, non_blocking=True)
+        vars(segments)["row_slots"] = to_device(slots, device)
     return vars(segments)["row_slots"]
 
 

@@ -4,6 +4,10 @@ Nothing is sorted. One pass over the vocabulary, shared by all programs, finds e
 token is ruled out, its winner. A row that rules tokens out is finished by one program: it lists the few tokens that
 hold nearly all the mass, or takes all where they are many, and finds each threshold by bisection on the
 bits of a float.
+
+Penalties and bias come first (`prepare_steer`), in place on a float32 copy of the logits. Only the tokens concerned are
+touched: one launch counts them, and in the next the first program that takes a counter applies it and sets it to zero,
+so that each (row, token) is changed once in any order.
 """
 
 from __future__ import annotations
@@ -12,15 +16,20 @@ import torch
 import triton
 import triton.language as tl
 
-from loramux_kernels.cuda.candidates import arrival_time, list_tokens, mass_from, race, threshold
 from loramux_kernels.cuda.launch import Launch, run_all
-from loramux_kernels.cuda.steer import prepare_steer
-from loramux_kernels.sampling import SamplingBatch
+from loramux_kernels.tables import SamplingBatch
 
 BLOCK = 4096
 """Tokens that a program holds at once, and the most that a row may list."""
 
+PAIRS = 1024
+"""(row, token) pairs that a program of penalties or bias takes."""
+
 _NEVER = tl.constexpr(float("-inf"))
+_LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
+_NO_TOKEN = tl.constexpr(2**31 - 1)
+_PROMPT = tl.constexpr(1 << 30)
+"""Set in the counter of a token that stood in the prompt; the lower bits count how often it was generated."""
 
 
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
@@ -58,6 +67,88 @@ def prepare_sample(logits: torch.Tensor, batch: SamplingBatch, tokens: torch.Ten
     }
     scan = Launch(_scan, (rows, chunks), shared, num_warps=4, num_stages=1)
     return [*launches, scan, Launch(_finish, (rows,), finish, num_warps=8, num_stages=1)]
+
+
+def prepare_steer(logits: torch.Tensor, batch: SamplingBatch) -> list[Launch]:
+    """The launches that change float32 `logits` `[S, vocab]`."""
+    shared = {"logits": logits, "logits_stride": logits.stride(0), "BLOCK": PAIRS}
+    launches = []
+    if (p := batch.penalties) is not None:
+        counting = {
+            "rows": p.rows,
+            "token_ids": p.token_ids,
+            "length": len(p.rows),
+            "counts": torch.zeros_like(logits, dtype=torch.int32),
+        }
+        factors = {"repetition": p.repetition, "presence": p.presence, "frequency": p.frequency}
+        grid = (triton.cdiv(len(p.rows), PAIRS),)
+        count = {
+            **counting,
+            "generated": p.generated.view(torch.uint8),
+            "counts_stride": logits.shape[1],
+            "BLOCK": PAIRS,
+        }
+        launches.append(Launch(_count, grid, count, num_warps=4, num_stages=1))
+        penalise = {**shared, **counting, **factors, "counts_stride": logits.shape[1]}
+        launches.append(Launch(_penalise, grid, penalise, num_warps=4, num_stages=1))
+    if (b := batch.bias) is not None:
+        bias = {**shared, "rows": b.rows, "token_ids": b.token_ids, "values": b.values, "length": len(b.rows)}
+        launches.append(Launch(_bias, (triton.cdiv(len(b.rows), PAIRS),), bias, num_warps=4, num_stages=1))
+    return [launch for launch in launches if launch.grid[0]]
+
+
+@triton.jit
+def _count(
+    rows: tl.tensor, token_ids: tl.tensor, generated: tl.tensor, counts: tl.tensor, length: tl.tensor,
+    counts_stride: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < length
+    row = tl.load(rows + index, mask=inside, other=0).to(tl.int64)
+    counter = counts + row * counts_stride + tl.load(token_ids + index, mask=inside, other=0)
+    written = tl.load(generated + index, mask=inside, other=0) != 0
+    tl.atomic_add(counter, 1, mask=inside & written, sem="relaxed")
+    tl.atomic_or(counter, _PROMPT, mask=inside & ~written, sem="relaxed")
+
+
+@triton.jit
+def _penalise(
+    logits: tl.tensor, rows: tl.tensor, token_ids: tl.tensor, counts: tl.tensor, repetition: tl.tensor,
+    presence: tl.tensor, frequency: tl.tensor, length: tl.tensor, logits_stride: tl.tensor,
+    counts_stride: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < length
+    row = tl.load(rows + index, mask=inside, other=0).to(tl.int64)
+    token = tl.load(token_ids + index, mask=inside, other=0)
+    taken = tl.atomic_xchg(counts + row * counts_stride + token, 0, mask=inside, sem="relaxed")
+    first = inside & (taken != 0)
+    written = (taken & (_PROMPT - 1)).to(tl.float32)
+    place = logits + row * logits_stride + token
+    logit = tl.load(place, mask=first, other=0.0)
+    factor = tl.load(repetition + row, mask=first, other=1.0)
+    logit = tl.where(logit > 0, logit / factor, logit * factor)
+    once = tl.load(presence + row, mask=first, other=0.0)
+    each = tl.load(frequency + row, mask=first, other=0.0)
+    logit -= each * written + tl.where(written > 0, once, 0.0)
+    tl.store(place, tl.minimum(logit, _LARGEST), mask=first)
+
+
+@triton.jit
+def _bias(
+    logits: tl.tensor, rows: tl.tensor, token_ids: tl.tensor, values: tl.tensor, length: tl.tensor,
+    logits_stride: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < length
+    row = tl.load(rows + index, mask=inside, other=0).to(tl.int64)
+    place = logits + row * logits_stride + tl.load(token_ids + index, mask=inside, other=0)
+    logit = tl.load(place, mask=inside, other=0.0)
+    logit += tl.load(values + index, mask=inside, other=0.0)
+    tl.store(place, tl.minimum(logit, _LARGEST), mask=inside)
 
 
 @triton.jit
@@ -139,3 +230,149 @@ def _finish(
 def _rules_out(row: tl.tensor, vocab: tl.tensor, top_k: tl.tensor, top_p: tl.tensor, min_p: tl.tensor) -> tl.tensor:
     k = tl.load(top_k + row)
     return ((k > 0) & (k < vocab)) | (tl.load(top_p + row) < 1.0) | (tl.load(min_p + row) > 0.0)
+
+
+# A row's candidates are `count` listed tokens or, where they do not fit a list, the `direct` first ones of the row
+# itself; one of the two numbers is 0.
+
+
+@triton.jit
+def list_tokens(
+    source: tl.tensor, values: tl.tensor, names: tl.tensor, vocab: tl.tensor, best: tl.tensor, heat: tl.tensor,
+    k: tl.tensor, p: tl.tensor, floor: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
+    """List the tokens within some margin of the best, all that can stay among them: (number, all mass)."""
+    near, middle, far = 4.0, 8.0, 14.0
+    near_count, middle_count, far_count = 0, 0, 0
+    near_mass, middle_mass, far_mass, mass = 0.0, 0.0, 0.0, 0.0
+    for start in range(0, vocab, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        distance = (best - tl.load(source + token, mask=token < vocab, other=_NEVER).to(tl.float32)) / heat
+        weight = tl.exp(-distance)
+        near_count += tl.sum((distance <= near).to(tl.int32))
+        middle_count += tl.sum((distance <= middle).to(tl.int32))
+        far_count += tl.sum((distance <= far).to(tl.int32))
+        near_mass += tl.sum(tl.where(distance <= near, weight, 0.0))
+        middle_mass += tl.sum(tl.where(distance <= middle, weight, 0.0))
+        far_mass += tl.sum(tl.where(distance <= far, weight, 0.0))
+        mass += tl.sum(weight)
+    margin = float("inf")
+    if _holds(far, far_count, far_mass, mass, vocab, k, p, floor):
+        margin = far
+    if _holds(middle, middle_count, middle_mass, mass, vocab, k, p, floor):
+        margin = middle
+    if _holds(near, near_count, near_mass, mass, vocab, k, p, floor):
+        margin = near
+    count = 0
+    for start in range(0, vocab, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        logit = tl.load(source + token, mask=token < vocab, other=_NEVER).to(tl.float32)
+        listed = (token < vocab) & ((best - logit) / heat <= margin)
+        place = count + tl.cumsum(listed.to(tl.int32), axis=0) - 1
+        tl.store(values + place, logit, mask=listed & (place < BLOCK))
+        tl.store(names + place, token, mask=listed & (place < BLOCK))
+        count += tl.sum(listed.to(tl.int32))
+    tl.debug_barrier()
+    return count, mass
+
+
+@triton.jit
+def _holds(
+    margin: tl.tensor, count: tl.tensor, held: tl.tensor, mass: tl.tensor, vocab: tl.tensor, k: tl.tensor,
+    p: tl.tensor, floor: tl.tensor,
+) -> tl.tensor:  # fmt: skip
+    """True where all tokens that stay lie within `margin` of the best: k of them, clearly more than p, or min_p's."""
+    return ((k < vocab) & (count >= k)) | (
+        (k == vocab) & (((p < 1.0) & (held >= 1.001 * p * mass)) | ((p >= 1.0) & (-floor <= margin)))
+    )
+
+
+@triton.jit
+def threshold(
+    source: tl.tensor, values: tl.tensor, count: tl.tensor, direct: tl.tensor, best: tl.tensor, heat: tl.tensor,
+    lowest: tl.tensor, target: tl.tensor,
+    BY_MASS: tl.constexpr, BLOCK: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """The largest key from which on upwards the tokens number, or weigh, at least `target`; not below `lowest`."""
+    found = tl.full((), 0, tl.uint32)
+    bit = tl.full((), 1 << 31, tl.uint32)
+    for _ in range(32):
+        if (
+            mass_from(source, values, count, direct, best, heat, tl.maximum(found | bit, lowest), BY_MASS, BLOCK)
+            >= target
+        ):
+            found = found | bit
+        bit = bit >> 1
+    return tl.maximum(found, lowest)
+
+
+@triton.jit
+def mass_from(
+    source: tl.tensor, values: tl.tensor, count: tl.tensor, direct: tl.tensor, best: tl.tensor, heat: tl.tensor,
+    lowest: tl.tensor,
+    BY_MASS: tl.constexpr, BLOCK: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Number or weight of the tokens whose keys are at least `lowest`."""
+    mass = 0.0
+    for start in range(0, tl.maximum(count, direct), BLOCK):
+        logit, inside = _read(source, values, start, count, direct, BLOCK)
+        stays = inside & (_key(logit) >= lowest)
+        if BY_MASS:
+            mass += tl.sum(tl.where(stays, tl.exp((logit - best) / heat), 0.0))
+        else:
+            mass += tl.sum(stays.to(tl.float32))
+    return mass
+
+
+@triton.jit
+def race(
+    source: tl.tensor, values: tl.tensor, names: tl.tensor, count: tl.tensor, direct: tl.tensor, best: tl.tensor,
+    heat: tl.tensor, lowest: tl.tensor, floor: tl.tensor, seed: tl.tensor, step: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """The token that arrives first among those that stay."""
+    top = tl.full((), _NEVER, tl.float32)
+    winner = _NO_TOKEN
+    for start in range(0, tl.maximum(count, direct), BLOCK):
+        logit, inside = _read(source, values, start, count, direct, BLOCK)
+        index = start + tl.arange(0, BLOCK)
+        token = tl.where(index < direct, index, tl.load(names + index, mask=index < count, other=0))
+        quad = token // 4
+        a, b, c, d = tl.philox(seed, quad, step, quad * 0, quad * 0)
+        lane = token % 4
+        word = tl.where(lane == 0, a, tl.where(lane == 1, b, tl.where(lane == 2, c, d)))
+        stays = inside & (_key(logit) >= lowest) & ((logit - best) / heat >= floor)
+        score = tl.where(stays, logit / heat - tl.log(arrival_time(word)), _NEVER)
+        best_here, at = tl.max(score, axis=0, return_indices=True)
+        here = tl.min(tl.where(tl.arange(0, BLOCK) == at, token, _NO_TOKEN))
+        winner = tl.where(best_here > top, here, winner)
+        top = tl.maximum(top, best_here)
+    return winner
+
+
+@triton.jit
+def _read(
+    source: tl.tensor, values: tl.tensor, start: tl.tensor, count: tl.tensor, direct: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
+    """(logits, whether there is one) of a block of the list of `count` tokens, or of the row's `direct` ones."""
+    index = start + tl.arange(0, BLOCK)
+    from_list = tl.load(values + index, mask=index < count, other=_NEVER)
+    from_row = tl.load(source + index, mask=index < direct, other=_NEVER).to(tl.float32)
+    return tl.maximum(from_list, from_row), index < tl.maximum(count, direct)
+
+
+@triton.jit
+def _key(value: tl.tensor) -> tl.tensor:
+    """Unsigned integers in the order of the floats."""
+    bits = (value + 0.0).to(tl.uint32, bitcast=True)
+    return tl.where(bits >> 31 != 0, ~bits, bits | 0x80000000)
+
+
+@triton.jit
+def arrival_time(word: tl.tensor) -> tl.tensor:
+    """An Exp(1) number from 32 random bits: `-log(1 - u)`, whose small values keep their precision."""
+    uniform = (word.to(tl.float32) + 0.5) * 2.0**-32
+    series = uniform * (1.0 + uniform * (0.5 + uniform / 3.0))
+    return tl.where(uniform < 2.0**-10, series, -tl.log(1.0 - uniform))

@@ -1,4 +1,7 @@
-"""Which rows of a step go through which LoRA kernel: cut once a step on the host, read by every layer's launches."""
+"""The work lists of the LoRA kernels: which rows go through which kernel.
+
+Cut once a step on the host and read by every layer's launches.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,18 @@ import numpy as np
 import torch
 
 from loramux_kernels.cuda.work_list import Ints, WorkList, cut, reserve, upload
-from loramux_kernels.table import RANK_TILE, LoraTable, Segments
+from loramux_kernels.tables import RANK_TILE, LoraTable, Segments
 
 SHORT_ROWS = 32
 """Segments up to here are short: their adapter's bytes, not their rows, are what they cost."""
 
 ITEM_WIDTH = 4
-"""Of an item: slot, first row, one past the last row, first rank row (0 for expand)."""
+"""Columns of an item: slot, first row, one past the last row, first rank row (0 for expand)."""
 
 
 @dataclass(frozen=True)
 class TileShape:
-    """How much one item covers."""
+    """Rows and rank rows that one item covers."""
 
     rows: int
     """1: a row by itself, multiplied without tensor cores."""
@@ -36,7 +39,7 @@ SHORT = TileShape(16, RANK_TILE, 16)
 LONG_ROWS = 64
 
 DECODE_SHAPES = (ROW, SHORT)
-"""What a step of single rows may go through: `decode_shape` chooses."""
+"""Shapes for steps of single rows; `decode_shape` chooses."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,16 +101,16 @@ class TileMap:
 def tile_map_of(segments: Segments, table: LoraTable) -> TileMap:
     """The map of `segments`, made on first use and kept with them, as a cached property would be.
 
-    Reads the ranks from `table`, for which the host waits once a step; `lend_tile_map` spares it that.
+    Reads the ranks from `table`, for which the host waits once a step; `attach_tile_map` spares it that.
     """
     if "tile_map" not in vars(segments):
         slots = torch.tensor(segments.slots, dtype=torch.int64, device=table.ranks.device)
         ranks = table.ranks[slots].amax(dim=1).cpu().numpy().astype(np.int64)
-        lend_tile_map(segments, TileMap.for_step(segments, ranks, table.ranks.device))
+        attach_tile_map(segments, TileMap.for_step(segments, ranks, table.ranks.device))
     return vars(segments)["tile_map"]
 
 
-def lend_tile_map(segments: Segments, tile_map: TileMap) -> None:
+def attach_tile_map(segments: Segments, tile_map: TileMap) -> None:
     """Have every launch for `segments` use `tile_map`: one made without asking the device, or a reserved one."""
     vars(segments)["tile_map"] = tile_map
 

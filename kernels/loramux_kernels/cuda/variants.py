@@ -8,16 +8,29 @@ from typing import Any
 
 import torch
 
+from loramux_kernels.cuda.gated import prepare_gated
 from loramux_kernels.cuda.kv_cache import prepare_write_kv
 from loramux_kernels.cuda.launch import Launch
 from loramux_kernels.cuda.lora_expand import prepare_expand
 from loramux_kernels.cuda.lora_shrink import new_intermediate, prepare_shrink
 from loramux_kernels.cuda.paged_attention import prepare_attention
 from loramux_kernels.cuda.rescale import prepare_rescale
+from loramux_kernels.cuda.rms_norm import prepare_rms_norm
+from loramux_kernels.cuda.rope import prepare_rope
 from loramux_kernels.cuda.sampling import prepare_sample
-from loramux_kernels.kv_cache import AttentionBatch, KvLayer
-from loramux_kernels.sampling import LogitBias, Penalties, SamplingBatch
-from loramux_kernels.table import LoraGroup, LoraTable, Segments
+from loramux_kernels.cuda.token_mask import prepare_forbid
+from loramux_kernels.tables import (
+    AttentionBatch,
+    KvLayer,
+    LogitBias,
+    LoraGroup,
+    LoraTable,
+    Norm,
+    Penalties,
+    Rotation,
+    SamplingBatch,
+    Segments,
+)
 
 
 @dataclass(frozen=True)
@@ -29,8 +42,11 @@ class Variant:
 
 
 def all_variants() -> list[Variant]:
-    """What has to compile."""
-    return [*_lora(), *_rescale(), *_attention(), *_write_kv(), *_sampling()]
+    """Return every variant that has to compile."""
+    return [
+        *(*_lora(), *_rescale(), *_attention(), *_write_kv(), *_between_linears()),
+        *(*_sampling(), *_token_mask()),
+    ]
 
 
 def _lora() -> Iterator[Variant]:
@@ -106,6 +122,28 @@ def _write_kv() -> Iterator[Variant]:
         yield Variant(f"write-kv-{key_dim}x{value_dim}-bf16", launch)
 
 
+def _between_linears() -> Iterator[Variant]:
+    for dtype in (torch.bfloat16, torch.float32):
+        x = torch.empty(4, 4096, dtype=dtype)
+        norm = Norm(torch.empty(4096), 1e-5, rounds_first=True)
+        yield Variant(f"rms-norm-{_short(dtype)}", prepare_rms_norm(x, norm, None, 1.0, x))
+        yield Variant(f"rms-norm-added-{_short(dtype)}", prepare_rms_norm(x, norm, x, 0.22, x))
+        gate, up = torch.empty(4, 28_672, dtype=dtype).chunk(2, dim=1)
+        for activation in ("silu", "gelu_tanh"):
+            launch = prepare_gated(gate, up, activation, torch.empty(4, 14_336, dtype=dtype))
+            yield Variant(f"gated-{activation}-{_short(dtype)}", launch)
+    for dim, rotary, normed in ((128, 128, False), (96, 72, False), (256, 256, True)):
+        query, key, value = torch.empty(4, 48 * dim, dtype=torch.bfloat16).split((32 * dim, 8 * dim, 8 * dim), dim=1)
+        layer = KvLayer(*(torch.empty(2, 8, 16, dim, dtype=torch.bfloat16) for _ in range(2)))
+        head_norm = Norm(torch.empty(dim), 1e-5, rounds_first=True) if normed else None
+        rotation = Rotation(*(torch.empty(4, rotary, dtype=torch.bfloat16) for _ in range(2)))
+        query, key, value = (part.view(4, -1, dim) for part in (query, key, value))
+        launch = prepare_rope(
+            query, key, value, rotation, layer, torch.zeros(4, dtype=torch.int64), head_norm, head_norm
+        )
+        yield Variant(f"rope-{rotary}-of-{dim}" + ("-normed" if normed else ""), launch)
+
+
 def _sampling() -> Iterator[Variant]:
     rows = 4
     floats, ints, pairs = torch.ones(rows), torch.ones(rows, dtype=torch.int32), torch.zeros(32, dtype=torch.int32)
@@ -116,6 +154,13 @@ def _sampling() -> Iterator[Variant]:
         logits = torch.empty(rows, vocab, dtype=torch.bfloat16)
         for launch in prepare_sample(logits, batch, torch.empty(rows, dtype=torch.int64)):
             yield Variant(f"sample-{launch.kernel.__name__.strip('_')}-{vocab}", launch)
+
+
+def _token_mask() -> Iterator[Variant]:
+    rows, words = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 151_936 // 32, dtype=torch.int32)
+    for dtype in (torch.bfloat16, torch.float32):
+        launch = prepare_forbid(torch.empty(4, 151_936, dtype=dtype), rows, words)
+        yield Variant(f"forbid-tokens-{_short(dtype)}", launch)
 
 
 def _kv(key_dim: int, value_dim: int, dtype: torch.dtype) -> KvLayer:

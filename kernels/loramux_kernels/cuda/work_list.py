@@ -1,4 +1,4 @@
-"""What a persistent launch walks through: items that the host cuts once a step, in one buffer on the device."""
+"""Work items of a persistent launch: cut once a step on the host, in one buffer on the device."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from loramux_kernels.device import stage, to_device
 
 Ints = NDArray[np.int64]
 
@@ -22,13 +24,12 @@ class WorkList:
     def refill(self, items: Ints) -> None:
         """Replace the items `[n, width]` in place, n at most the capacity: for launches held in a CUDA graph."""
         assert len(items) < len(self.work), f"{len(items)} items in a list that holds {len(self.work) - 1}"
-        self.work[: len(items) + 1].copy_(_pinned(_with_header(items), self.work.device), non_blocking=True)
+        self.work[: len(items) + 1].copy_(stage(_with_header(items), self.work.device), non_blocking=True)
 
 
 def upload(lists: Sequence[Ints], device: torch.device) -> list[WorkList]:
     """Copy lists of items `[n, width]` to the device, in one transfer; all have the same width."""
-    host = _pinned(torch.cat([_with_header(items) for items in lists]), device)
-    on_device = host.to(device, non_blocking=True)
+    on_device = to_device(np.concatenate([_with_header(items) for items in lists]), device)
     return [WorkList(part) for part in on_device.split([len(items) + 1 for items in lists])]
 
 
@@ -45,13 +46,8 @@ def cut(lengths: Ints, size: int | Ints) -> tuple[Ints, Ints]:
     return owner, index * (size if isinstance(size, int) else size[owner])
 
 
-def _pinned(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`host` where a GPU copies it from while the host goes on."""
-    return host.pin_memory() if device.type == "cuda" else host
-
-
-def _with_header(items: Ints) -> torch.Tensor:
+def _with_header(items: Ints) -> NDArray[np.int32]:
     rows = np.zeros((len(items) + 1, items.shape[1]), dtype=np.int32)
     rows[0, 0] = len(items)
     rows[1:] = items
-    return torch.from_numpy(rows)
+    return rows

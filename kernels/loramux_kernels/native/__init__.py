@@ -1,10 +1,18 @@
-"""The C++ twins of the operators: compiled at first use, called through ctypes, absent where nothing compiles them."""
+"""The C++ twins of the operators: compiled at first use, called through ctypes, absent where nothing compiles them.
+
+A failure is not remembered for ever: a full disk or a compiler that was killed may be gone a minute later, and a server
+without these operators is several times slower. A later call tries again in the background, at growing intervals.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -13,21 +21,76 @@ from loramux_kernels.native.compiler import NativeUnavailable, compiled_library
 
 logger = logging.getLogger(__name__)
 
+FIRST_RETRY_SECONDS = 10.0
+MAX_RETRY_SECONDS = 600.0
 
-@functools.cache
-def native_library() -> ctypes.CDLL | None:
-    """The compiled operators, or None; the reason is logged once."""
-    try:
-        library = ctypes.CDLL(str(compiled_library()))
-        runtime = _runtime_of_torch()
-    except (NativeUnavailable, OSError) as error:
-        logger.warning("serving from the CPU with torch's operators alone, several times slower: %s", error)
-        return None
+
+class NativeLoader:
+    """Compiles and loads the operators; where that fails, tries again later without holding up a caller."""
+
+    def __init__(self, find: Callable[[], Path], clock: Callable[[], float] = time.monotonic) -> None:
+        """`find` returns the compiled library, compiling it if need be; raises NativeUnavailable."""
+        self._find = find
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._library: ctypes.CDLL | None = None
+        self._failures = 0
+        self._retry_at = 0.0
+        self.retrying: threading.Thread | None = None
+
+    def library(self) -> ctypes.CDLL | None:
+        """Return the operators, or None; only the first call waits for the compiler."""
+        if self._library is not None:
+            return self._library
+        with self._lock:
+            if self._library is None and self._clock() >= self._retry_at:
+                if self._failures == 0:
+                    self._try()
+                else:
+                    self._retry_at = float("inf")  # until this try has ended
+                    self.retrying = threading.Thread(target=self._try, daemon=True, name="native-operators")
+                    self.retrying.start()
+        return self._library
+
+    def _try(self) -> None:
+        try:
+            library = _load(self._find())
+        except (NativeUnavailable, OSError) as error:
+            wait = min(FIRST_RETRY_SECONDS * 2**self._failures, MAX_RETRY_SECONDS)
+            level = logging.WARNING if self._failures else logging.ERROR
+            logger.log(
+                level,
+                "the CPU is served by torch's operators alone, several times slower: %s; trying again in %.0f seconds",
+                error,
+                wait,
+            )
+            self._failures += 1
+            self._retry_at = self._clock() + wait
+            return
+        if self._failures:
+            logger.warning(
+                "the C++ operators are there now and serve LoRA and attention; restart to have linears use them too"
+            )
+        self._library = library
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    """Load the library and hand it torch's OpenMP runtime."""
+    library = ctypes.CDLL(str(path))
+    runtime = _runtime_of_torch()
     for name, argtypes in SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = argtypes, None
     library.loramux_use_runtime(runtime)
     return library
+
+
+_loader = NativeLoader(compiled_library)
+
+
+def native_library() -> ctypes.CDLL | None:
+    """Return the compiled operators, or None; the reason is logged."""
+    return _loader.library()
 
 
 def native_for(tensor: torch.Tensor) -> ctypes.CDLL | None:
@@ -37,9 +100,8 @@ def native_for(tensor: torch.Tensor) -> ctypes.CDLL | None:
     return library if tensor.dtype in _served_dtypes(library) else None
 
 
-@functools.cache
 def multiplies_bf16_pairs() -> bool:
-    """Whether the compiled operators use this processor's bf16 dot products."""
+    """Return whether the compiled operators use this processor's bf16 dot products."""
     library = native_library()
     return library is not None and bool(library.loramux_multiplies_bf16_pairs())
 

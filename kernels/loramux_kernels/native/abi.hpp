@@ -1,4 +1,4 @@
-// What crosses from Python: plain integers and pointers. Layouts here are repeated in loramux_kernels/native.py.
+// What crosses from Python: plain integers and pointers. Layouts here are repeated in native/abi.py.
 #pragma once
 
 #include <cstdint>
@@ -29,6 +29,10 @@ void on_packed_dtype(int dtype, const Body& body) {
     if (dtype == BFLOAT16 && LORAMUX_BF16_PAIRS) return body(bf16{});
 }
 
+enum Activation { SILU = 0, GELU_TANH = 1 };
+
+constexpr int MAX_HEAD_DIM = 512;
+
 struct LoraTableAbi {
     const int64_t *a_offsets, *b_offsets;
     const int32_t* ranks;
@@ -54,6 +58,31 @@ struct AttentionAbi {
     int64_t query_row, query_head, num_heads;  // strides in elements
     int64_t sliding_window;                    // 0: none
     float scaling, softcap;                    // 0: none
+};
+
+// A root-mean-square normalisation's parameters.
+struct NormAbi {
+    const float* weight;   // null: nothing is normalised
+    float eps;
+    int32_t rounds_first;  // the normalised values are rounded before the product with the weight
+};
+
+struct RmsNormAbi {
+    void* x;  // changed where there is a delta
+    const void* delta;
+    void* y;
+    int64_t x_row, delta_row, rows, width;
+    NormAbi norm;
+    float factor;  // of delta
+};
+
+struct RopeAbi {
+    void* query;
+    const void *key, *value, *cos, *sin;
+    const int64_t* slots;
+    int64_t query_token, query_head, key_token, key_head, value_token, value_head;  // strides in elements
+    int64_t tokens, num_heads, rotary_dim, rotation_is_float;  // else of the queries' dtype
+    NormAbi query_norm, key_norm;
 };
 
 }  // namespace loramux

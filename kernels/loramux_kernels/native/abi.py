@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_float, c_int, c_int64, c_void_p
+from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_void_p
 
 import torch
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The codes by which dtypes cross."""
+
+
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+"""The codes by which activations cross."""
+
+MAX_HEAD_DIM = 512
+"""The longest head that `loramux_rope` takes."""
 
 
 class LoraTableAbi(ctypes.Structure):
@@ -49,6 +56,35 @@ class AttentionAbi(ctypes.Structure):
     )
 
 
+class NormAbi(ctypes.Structure):
+    """A Norm's parameters; no weight: nothing is normalised."""
+
+    _fields_ = (("weight", c_void_p), ("eps", c_float), ("rounds_first", c_int32))
+
+
+class RmsNormAbi(ctypes.Structure):
+    """One call of `rms_norm`; no delta: nothing is added."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "delta", "y")),
+        *((name, c_int64) for name in ("x_row", "delta_row", "rows", "width")),
+        ("norm", NormAbi),
+        ("factor", c_float),
+    )
+
+
+class RopeAbi(ctypes.Structure):
+    """One call of `rope_write_kv`; a rotary_dim of 0: nothing turns."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("query", "key", "value", "cos", "sin", "slots")),
+        *((f"{tensor}_{axis}", c_int64) for tensor in ("query", "key", "value") for axis in ("token", "head")),
+        *((name, c_int64) for name in ("tokens", "num_heads", "rotary_dim", "rotation_is_float")),
+        ("query_norm", NormAbi),
+        ("key_norm", NormAbi),
+    )
+
+
 class RuntimeAbi(ctypes.Structure):
     """The functions of the OpenMP runtime that torch has loaded."""
 
@@ -63,9 +99,15 @@ SIGNATURES = {
     "loramux_lora_expand": (c_int, c_void_p, c_int64, c_void_p, *_LORA, c_void_p, c_int64, c_int),
     "loramux_linear_pack": (c_int, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_int),
     "loramux_linear": (c_int, c_void_p, *(c_int64,) * 3, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int),
+    "loramux_int8_linear": (
+        c_int, c_void_p, *(c_int64,) * 3, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int,
+    ),
     "loramux_attention": (c_int, POINTER(AttentionAbi), POINTER(KvLayerAbi), POINTER(AttentionBatchAbi), c_int),
     "loramux_write_kv": (
         c_int64, POINTER(KvLayerAbi), c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int,
     ),
+    "loramux_rms_norm": (c_int, POINTER(RmsNormAbi), c_int),
+    "loramux_rope": (c_int, POINTER(RopeAbi), POINTER(KvLayerAbi), c_int),
+    "loramux_gated": (c_int, c_int, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int),
 }  # fmt: skip
 """Argument types of the functions that return nothing."""

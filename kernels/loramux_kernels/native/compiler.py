@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,12 @@ COMPILERS = ("c++", "g++", "clang++")
 """Looked for on PATH, in this order; the variable CXX goes before them."""
 
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-math-errno", "-w")
+
+LIBRARIES = ("-lstdc++",) if sys.platform == "linux" else ()
+"""A $CXX that is `gcc` compiles C++ and does not link its library: what it makes could not be loaded.
+
+PEFT's BOFT sets it (`get_fbd_cuda` in peft/tuners/boft/layer.py), for the whole process while it builds its own kernel.
+"""
 
 
 class NativeUnavailable(RuntimeError):
@@ -28,9 +35,9 @@ def compiled_library() -> Path:
     """
     compiler, sources = find_compiler(), _sources()
     command = (*compiler, *FLAGS, _tuned_for_this_processor())
-    target = cache_directory() / _fingerprint(command, sources) / "libloramux.so"
+    target = cache_directory() / _fingerprint((*command, *LIBRARIES), sources) / "libloramux.so"
     if not target.exists():
-        _compile([*command, *(str(s) for s in sources if s.suffix == ".cpp")], target)
+        _compile([*command, *(str(s) for s in sources if s.suffix == ".cpp"), *LIBRARIES], target)
     return target
 
 
@@ -47,7 +54,7 @@ def find_compiler() -> tuple[str, ...]:
 
 
 def cache_directory() -> Path:
-    """Where compiled libraries are kept: LORAMUX_CACHE_DIR, or ~/.cache/loramux."""
+    """Return the folder of compiled libraries: LORAMUX_CACHE_DIR, or ~/.cache/loramux."""
     chosen = os.environ.get("LORAMUX_CACHE_DIR")
     return Path(chosen) if chosen else Path.home() / ".cache" / "loramux"
 
@@ -70,7 +77,7 @@ def _fingerprint(command: Sequence[str], sources: Sequence[Path]) -> str:
 
 
 def _processor() -> bytes:
-    """What the processor can do: a home folder may be shared among machines."""
+    """Return the processor's features: a home folder may be shared among machines."""
     try:
         lines = Path("/proc/cpuinfo").read_bytes().splitlines()
     except OSError:

@@ -102,6 +102,16 @@ inline void store_first(T* p, f32x16 v, int64_t left) {
     std::memcpy(p, padded, left * sizeof(T));
 }
 
+// As floats again after a store and a load.
+template <class T>
+inline f32x16 rounded(f32x16 v) {
+    T stored[16];
+    store(stored, v);
+    return load(stored);
+}
+template <>
+inline f32x16 rounded<float>(f32x16 v) { return v; }
+
 inline float sum(f32x16 v) {  // always in the same order, so that equal rows give equal sums
 #if defined(__AVX512F__)
     return _mm512_reduce_add_ps((__m512)v);

@@ -1,47 +1,58 @@
-"""Money: plans and prices, periods and invoices, costs and margins, and the proof that engines and bill agree."""
+"""Money: plans and prices, periods and invoices, costs and margins, and the proof that engines and ledger agree."""
 
-from loramux.billing.billing import Billing
-from loramux.billing.budget_prices import PlanPrices
-from loramux.billing.catalog import Catalog, Plan, Subscriptions
-from loramux.billing.costs import CostPage, CostsQuery, cost_page, costs_of
+from loramux.billing.catalog import Catalog, Plan, PlanPrices, PlanTariff, Subscriptions
+from loramux.billing.checkpoints import Checkpoint, Checkpoints
+from loramux.billing.costs import CostPage, CostsQuery, Margin, Revenue, cost_page, costs_of, margins
 from loramux.billing.errors import (
     BillingError,
-    Drift,
+    InvalidCorrection,
     InvalidPeriod,
     InvalidPlan,
     InvoiceNotFound,
+    LedgerAltered,
+    LedgerDrift,
     PeriodNotOpen,
     UnknownEntry,
 )
-from loramux.billing.invoices import Bill, Invoice, InvoiceLine, document
-from loramux.billing.margin import Earned, Margin, margins
+from loramux.billing.invoices import Bill, Invoice, InvoiceLine, InvoiceParty, Tax, Terms, document
 from loramux.billing.periods import Month, Period
-from loramux.billing.plans import PlanDraft, read_plans
+from loramux.billing.plans import PlanSpec, PriceSpec, read_plans
 from loramux.billing.reconcile import Reconciliation, reconcile
+from loramux.billing.service import BillingService, Correction
 
 __all__ = [
     "Bill",
-    "Billing",
     "BillingError",
+    "BillingService",
     "Catalog",
+    "Checkpoint",
+    "Checkpoints",
+    "Correction",
     "CostPage",
     "CostsQuery",
-    "Drift",
-    "Earned",
+    "InvalidCorrection",
     "InvalidPeriod",
     "InvalidPlan",
     "Invoice",
     "InvoiceLine",
     "InvoiceNotFound",
+    "InvoiceParty",
+    "LedgerAltered",
+    "LedgerDrift",
     "Margin",
     "Month",
     "Period",
     "PeriodNotOpen",
     "Plan",
-    "PlanDraft",
     "PlanPrices",
+    "PlanSpec",
+    "PlanTariff",
+    "PriceSpec",
     "Reconciliation",
+    "Revenue",
     "Subscriptions",
+    "Tax",
+    "Terms",
     "UnknownEntry",
     "cost_page",
     "costs_of",

@@ -1,28 +1,34 @@
-"""Plans, prices and subscriptions: only ever added, and never to a period that is closed."""
+"""Plans, prices and subscriptions: only ever added, and never to a closed period; and the tariff that budgets use."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from loramux.billing.errors import InvalidPlan
 from loramux.billing.periods import Month
-from loramux.billing.plans import PlanDraft, PriceDraft, day_of, midnight
-from loramux.pricing import Currency, Price, Step, most
+from loramux.billing.plans import PlanSpec, PriceSpec, day_of, midnight
+from loramux.limits import ChargedUsage
+from loramux.pricing import Currency, Price, Step, price_for
 from loramux.records import Database, TenantId
-from loramux.records.billing import PeriodRepository, PriceRepository
-from loramux.records.billing_models import PlanRow, PriceRow, SubscriptionRow
+from loramux.records.billing import PeriodRepository, PlanRow, PriceRepository, PriceRow, SubscriptionRow
 from loramux.records.identity import new_id
-from loramux.records.locks import PRICES, exclusive
-from loramux.records.tenants import TenantRepository
+from loramux.records.locks import PRICES, advisory_lock
+from loramux.records.requests import OpenedRequest
+from loramux.records.tenants import TenantRepository, TenantRow
 from loramux.tenants import Change, Changes
+from loramux.units import DAY
+from loramux.usage import MAX_BILLED_LOADS
+
+LONGEST_REQUEST = DAY
+"""No request runs longer: its settlement finds the prices of its opening, or those of the next day."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan as it stands. `minimum` in minor units of the currency."""
+    """A plan with all its prices. `minimum` in minor units of the currency."""
 
     id: str
     name: str
@@ -37,120 +43,144 @@ class Subscriptions(msgspec.Struct, frozen=True):
     plans: tuple[tuple[int, Plan], ...]
 
     def plan_at(self, at: int) -> Plan | None:
-        """The plan of that moment."""
+        """Return the plan of that moment."""
         return next((plan for since, plan in reversed(self.plans) if since <= at), None)
 
     def prices_at(self, at: int) -> tuple[Price, ...]:
-        """The prices of the plan of that moment."""
+        """Return the prices of the plan of that moment."""
         plan = self.plan_at(at)
         return plan.prices if plan else ()
 
 
-class Given(msgspec.Struct, frozen=True):
-    """A plan that a tenant has from a month on, as the audit log has it."""
+class AssignedPlan(msgspec.Struct, frozen=True):
+    """A plan that a tenant has from a month on, as the audit log shows it."""
 
     plan: str
     month: str
 
 
 class Catalog:
-    """What the operator offers, and who has taken what; every change is audited."""
+    """The operator's plans and the tenants' subscriptions; every change is audited."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._changes = Changes.of_this_machine(database)
+        self._changes = Changes.local(database)
 
     async def plans(self) -> list[Plan]:
-        """Every plan, by name."""
+        """List every plan by name."""
         async with self._database.read() as session:
             repository = PriceRepository(session)
             return await _plans(repository, await repository.plans())
 
-    async def apply(self, drafts: Sequence[PlanDraft]) -> int:
-        """Add the plans and prices that are not there yet; how many rows. Raises InvalidPlan, and adds nothing then.
+    async def apply(self, specs: Sequence[PlanSpec]) -> int:
+        """Add the missing plans and prices and return the number of rows. Raises InvalidPlan, and then adds nothing.
 
         What is there already must be the same: a price that changes is a new one with a later `valid_from`.
         """
         async with self._changes.begin() as change:
-            await exclusive(change.session, PRICES)
+            await advisory_lock(change.session, PRICES)
             opened = await _open_since(change.session)
-            return sum([await self._apply(change, draft, opened) for draft in drafts])
+            return sum([await self._apply(change, spec, opened) for spec in specs])
 
-    async def subscribe(self, tenant_name: str, plan_name: str, month: Month) -> None:
-        """Give a tenant a plan from the first day of a month on, until it gets another.
+    async def subscribe(self, tenant_name: str, plan_name: str, month: Month, *, replace: bool = False) -> None:
+        """Assign a plan to a tenant from the first day of a month on, until another is assigned.
 
-        Raises InvalidPlan for a closed month, an unknown tenant or plan, or another currency than the tenant has.
+        `replace` takes the place of a plan that was assigned from the same month on; the month's usage is then charged
+        at the new plan's prices. Raises InvalidPlan for a closed month, an unknown tenant or plan, another currency
+        than the tenant's other plans, or a plan that is assigned already and not replaced.
         """
         async with self._changes.begin() as change:
             session = change.session
-            await exclusive(session, PRICES)
+            await advisory_lock(session, PRICES)
             prices = PriceRepository(session)
-            tenant, plan = await TenantRepository(session).named(tenant_name), await prices.plan_named(plan_name)
-            if tenant is None or plan is None:
-                what = f"tenant {tenant_name[:80]!r}" if tenant is None else f"plan {plan_name[:80]!r}"
-                raise InvalidPlan(f"there is no {what}", "tenant" if tenant is None else "plan")
+            tenant, plan = await _named_tenant(session, tenant_name), await prices.plan_named(plan_name)
+            if plan is None:
+                raise InvalidPlan(f"there is no plan {plan_name[:80]!r}", "plan")
             await _check_month(session, month)
             known = await _subscriptions(prices, tenant.id)
-            if any(other.currency.code != plan.currency for _, other in known.plans):
-                told = f"{tenant_name} is billed in {known.plans[0][1].currency.code} and stays so; choose such a plan"
-                raise InvalidPlan(told, "plan")
-            if any(since == month.starts_at for since, _ in known.plans):
-                raise InvalidPlan(f"{tenant_name} has a plan from {month} on already; choose a later month", "month")
+            others = [other for since, other in known.plans if since != month.starts_at]
+            is_assigned = len(others) < len(known.plans)
+            if is_assigned and not replace:
+                raise InvalidPlan(
+                    f"{tenant_name} has a plan from {month} on already; use --replace or a later month",
+                    "month",
+                )
+            if others and others[0].currency.code != plan.currency:
+                raise InvalidPlan(
+                    f"{tenant_name} is billed in {others[0].currency.code} and stays so; choose such a plan", "plan"
+                )
+            if is_assigned:
+                await prices.remove_subscription(tenant.id, month.starts_at)
             row = SubscriptionRow(
                 tenant_id=tenant.id, valid_from=month.starts_at, plan_id=plan.id, created_at=self._database.now()
             )
             await prices.add(row)
             await change.note(
-                "plan.give",
+                "plan.replace" if is_assigned else "plan.give",
                 plan.id,
                 tenant=tenant.id,
-                before=_given(known, month),
-                after=Given(plan.name, str(month)),
+                before=_assigned(known, month),
+                after=AssignedPlan(plan.name, str(month)),
+            )
+
+    async def unsubscribe(self, tenant_name: str, month: Month) -> None:
+        """Take back the plan that was assigned from a month on, while the month is not closed.
+
+        The tenant then has the plan from before, or none. Raises InvalidPlan for a closed month or without such a plan.
+        """
+        async with self._changes.begin() as change:
+            session = change.session
+            await advisory_lock(session, PRICES)
+            prices, tenant = PriceRepository(session), await _named_tenant(session, tenant_name)
+            await _check_month(session, month)
+            known = await _subscriptions(prices, tenant.id)
+            plan = next((plan for since, plan in known.plans if since == month.starts_at), None)
+            if plan is None:
+                raise InvalidPlan(f"{tenant_name} has no plan that begins in {month}", "month")
+            await prices.remove_subscription(tenant.id, month.starts_at)
+            earlier = Subscriptions(tuple(one for one in known.plans if one[0] < month.starts_at))
+            await change.note(
+                "plan.unassign",
+                plan.id,
+                tenant=tenant.id,
+                before=AssignedPlan(plan.name, str(month)),
+                after=_assigned(earlier, month),
             )
 
     async def of(self, tenant: TenantId) -> Subscriptions:
-        """The plans that a tenant had."""
+        """Return all plans that a tenant ever had."""
         async with self._database.read() as session:
             return await subscriptions_of(session, tenant)
 
-    async def most(
-        self, tenant: TenantId, base_model: str, tier: str, *, prompt_tokens: int, max_tokens: int
-    ) -> tuple[Currency, int] | None:
-        """The most that a request of this tenant can cost now, in nano-units; None for a tenant without a plan."""
-        now = self._database.now()
-        plan = (await self.of(tenant)).plan_at(now)
-        if plan is None:
-            return None
-        bound = most(plan.prices, base_model, tier, now, prompt_tokens=prompt_tokens, max_tokens=max_tokens)
-        return plan.currency, bound
-
-    async def _apply(self, change: Change, draft: PlanDraft, opened: int) -> int:
+    async def _apply(self, change: Change, spec: PlanSpec, opened: int) -> int:
         prices = PriceRepository(change.session)
-        plan, added = await prices.plan_named(draft.name), 0
+        plan, added = await prices.plan_named(spec.name), 0
         if plan is None:
             plan = PlanRow(
                 id=new_id("plan"),
-                name=draft.name,
-                currency=draft.currency,
-                minimum=draft.minimum_units(),
+                name=spec.name,
+                currency=spec.currency,
+                minimum=spec.minimum_units(),
                 created_at=self._database.now(),
             )
             await prices.add(plan)
             [made] = await _plans(prices, [plan])
             await change.note("plan.create", plan.id, tenant=None, after=made)
             added = 1
-        elif (plan.currency, plan.minimum) != (draft.currency, draft.minimum_units()):
+        elif (plan.currency, plan.minimum) != (spec.currency, spec.minimum_units()):
             raise InvalidPlan(
-                f"plan {draft.name!r} is there already with another currency or minimum; name a new one", "name"
+                f"plan {spec.name!r} is there already with another currency or minimum; name a new one", "name"
             )
         known = {_place(row): row for row in await prices.prices([plan.id])}
-        for number, price in enumerate(draft.prices):
-            where = f"{draft.name}.prices[{number}]"
+        for number, price in enumerate(spec.prices):
+            where = f"{spec.name}.prices[{number}]"
             row = self._row(plan.id, price, where)
             if (there := known.get(_place(row))) is None:
                 if row.valid_from < opened:
-                    told = f"{where}.valid_from is in a period that is closed; the first open day is {day_of(opened)}"
-                    raise InvalidPlan(told, "valid_from")
+                    message = (
+                        f"{where}.valid_from is in a period that is closed; the first open day is {day_of(opened)}"
+                    )
+                    raise InvalidPlan(message, "valid_from")
                 await prices.add(row)
                 await change.note("price.create", row.id, tenant=None, after=_price(row))
                 known[_place(row)] = row
@@ -161,23 +191,77 @@ class Catalog:
                 )
         return added
 
-    def _row(self, plan_id: str, draft: PriceDraft, where: str) -> PriceRow:
+    def _row(self, plan_id: str, spec: PriceSpec, where: str) -> PriceRow:
         return PriceRow(
             id=new_id("price"),
             plan_id=plan_id,
-            meter=draft.meter,
-            base_model=draft.base_model,
-            tier=draft.tier,
-            valid_from=midnight(draft.valid_from),
-            valid_until=midnight(draft.valid_until) if draft.valid_until else None,
-            per=draft.per,
-            steps=json.dumps([[step.above, step.nanos] for step in draft.graduated(where)]),
+            meter=spec.meter,
+            base_model=spec.base_model,
+            tier=spec.tier,
+            valid_from=midnight(spec.valid_from),
+            valid_until=midnight(spec.valid_until) if spec.valid_until else None,
+            per=spec.per,
+            steps=json.dumps([[step.above, step.nanos] for step in spec.graduated(where)]),
             created_at=self._database.now(),
         )
 
 
+class PlanTariff:
+    """The prices of some tenants' plans at one moment, each meter at its dearest step and without free quotas.
+
+    So a budget never falls behind the invoice, whichever quotas and steps the whole period reaches.
+    """
+
+    def __init__(self, plans: Mapping[TenantId, Subscriptions], at: int) -> None:
+        self._plans = plans
+        self._at = at
+
+    def most_it_can_cost(self, request: OpenedRequest) -> int:
+        """Bound a request's cost: the whole prompt at the dearer of cached and uncached, now or at its settlement."""
+        loads = 0 if request.adapter_digest is None else MAX_BILLED_LOADS
+
+        def dearest(meter: str, quantity: int) -> int:
+            moments = (self._at, self._at + LONGEST_REQUEST)
+            where = request.tenant_id, request.base_model, request.tier
+            return max(self._meter(*where, meter, quantity, at) for at in moments)
+
+        prompt = max(dearest(meter, request.prompt_tokens) for meter in ("input_uncached", "input_cached"))
+        rounding = 1 if prompt else 0  # a prompt that is cached in part is rounded up twice
+        return prompt + rounding + dearest("output", request.max_tokens) + dearest("adapter_load", loads)
+
+    def cost(self, tenant: TenantId, base_model: str, tier: str, used: ChargedUsage) -> int:
+        """Return the cost, meter by meter, each rounded up to a nano-unit."""
+        meters = {
+            "input_uncached": used.tokens.prompt - used.tokens.cached,
+            "input_cached": used.tokens.cached,
+            "output": used.tokens.output,
+            "adapter_load": used.adapter_loads,
+        }
+        where = tenant, base_model, tier
+        return sum(self._meter(*where, meter, quantity, self._at) for meter, quantity in meters.items())
+
+    def _meter(self, tenant: TenantId, base_model: str, tier: str, meter: str, quantity: int, at: int) -> int:
+        plans = self._plans.get(tenant)
+        price = price_for(plans.prices_at(at) if plans else (), meter, base_model, tier, at)
+        if price is None:
+            return 0
+        return -(-quantity * max(step.nanos for step in price.steps) // price.per)
+
+
+class PlanPrices:
+    """Reads `PlanTariff`s. A tenant without a plan pays nothing: it gets no budget (`Limits.put_budget`)."""
+
+    def __init__(self, database: Database) -> None:
+        self._now = database.now
+
+    async def tariff(self, session: AsyncSession, tenants: Collection[TenantId]) -> PlanTariff:
+        """Read the tariff in the transaction that admits or settles."""
+        plans = {tenant: await subscriptions_of(session, tenant) for tenant in tenants}
+        return PlanTariff(plans, self._now())
+
+
 async def subscriptions_of(session: AsyncSession, tenant: TenantId) -> Subscriptions:
-    """The plans that a tenant had, in a transaction of the caller's."""
+    """Return all plans that a tenant ever had, in the caller's transaction."""
     return await _subscriptions(PriceRepository(session), tenant)
 
 
@@ -204,10 +288,17 @@ async def _plans(prices: PriceRepository, rows: Sequence[PlanRow]) -> list[Plan]
     ]
 
 
-def _given(known: Subscriptions, month: Month) -> Given | None:
-    """What the tenant had in that month until now."""
+async def _named_tenant(session: AsyncSession, name: str) -> TenantRow:
+    tenant = await TenantRepository(session).named(name)
+    if tenant is None:
+        raise InvalidPlan(f"there is no tenant {name[:80]!r}", "tenant")
+    return tenant
+
+
+def _assigned(known: Subscriptions, month: Month) -> AssignedPlan | None:
+    """Return the plan that the tenant has in that month so far."""
     held = [(since, plan) for since, plan in known.plans if since <= month.starts_at]
-    return Given(held[-1][1].name, str(Month.at(held[-1][0]))) if held else None
+    return AssignedPlan(held[-1][1].name, str(Month.at(held[-1][0]))) if held else None
 
 
 async def _open_since(session: AsyncSession) -> int:

@@ -1,4 +1,8 @@
-"""Costs by day and by whoever caused them: OpenAI's costs endpoint, and the operator's view of where money is made."""
+"""Bills divided: costs by day and group for OpenAI's costs endpoint, and margins for the operator.
+
+A margin is a model's revenue beside its share of the GPUs' cost. Shares are counted in the scheduler's service units:
+a computed prompt token is one, a generated one two. A share counts waived work, revenue does not.
+"""
 
 from __future__ import annotations
 
@@ -10,34 +14,41 @@ import msgspec
 
 from loramux.billing.invoices import MINIMUM, Bill
 from loramux.pricing import to_decimal
-from loramux.pricing.money import NANO_DIGITS
-from loramux.usage.buckets import BucketQuery, BucketWidth, Page
+from loramux.pricing.money import NANO_DIGITS, allocate
+from loramux.records.usage import DailyQuantities
+from loramux.units import DAY, SECONDS_PER_DAY
+from loramux.usage import InvalidQuery
+from loramux.usage.buckets import MAX_FILTER, BucketQuery, BucketWidth, Page
 
-DAY = 86_400
-"""Seconds."""
+SERVICE_UNITS = {"input_uncached": 1, "waived_input_uncached": 1, "output": 2, "waived_output": 2}
 
 
 class CostsQuery(BucketQuery, frozen=True, kw_only=True):
-    """How much money, by what and for which projects: in whole days, UTC, as costs are known by the day."""
+    """A query of costs by day (UTC)."""
 
-    widths: ClassVar[Mapping[str, BucketWidth]] = {"1d": BucketWidth(DAY, 7, 180)}
+    widths: ClassVar[Mapping[str, BucketWidth]] = {"1d": BucketWidth(SECONDS_PER_DAY, 7, 180)}
     groups: ClassVar[tuple[str, ...]] = ("project_id", "line_item", "api_key_id", "model", "tags")
 
     project_ids: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.project_ids) > MAX_FILTER:
+            raise InvalidQuery(f"project_ids takes at most {MAX_FILTER} ids", "project_ids")
+
     @property
     def divided_by(self) -> tuple[str, ...]:
-        """What the ledger must be grouped by."""
+        """The columns that bills must be divided by."""
         asked = [name for name in self.group_by if name != "line_item"]
         return tuple(dict.fromkeys([*asked, *(["project_id"] if self.project_ids else [])]))
 
     def cut(self, start: int, end: int) -> tuple[int, int]:
-        """To the beginning and the end of their days."""
-        return start // DAY * DAY, -(-end // DAY) * DAY
+        """Extend to whole days."""
+        return start // SECONDS_PER_DAY * SECONDS_PER_DAY, -(-end // SECONDS_PER_DAY) * SECONDS_PER_DAY
 
 
 class Amount(msgspec.Struct, frozen=True):
-    """Money. The value is a JSON number with all its digits."""
+    """An amount of money. The value is a JSON number with all its digits."""
 
     value: Decimal
     currency: str
@@ -45,7 +56,7 @@ class Amount(msgspec.Struct, frozen=True):
 
 
 class CostResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One sum. What it is not grouped by is null."""
+    """One sum. Columns that it is not grouped by are null."""
 
     object: str = "organization.costs.result"
     amount: Amount
@@ -62,7 +73,7 @@ CostPage = Page[CostResult]
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
-    """One part of one line, on one day, with whom it belongs to."""
+    """One part of one line, on one day, with its groups."""
 
     day: int
     line_item: str
@@ -73,7 +84,7 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def costs_of(bills: Iterable[Bill], group_by: Sequence[str]) -> list[Cost]:
-    """Every part of these bills, which were divided by `group_by`; a minimum falls on its period's last day."""
+    """List every part of these bills, which were divided by `group_by`; a minimum falls on its period's last day."""
     costs = []
     for bill in bills:
         for line, part in bill.charges():
@@ -81,13 +92,13 @@ def costs_of(bills: Iterable[Bill], group_by: Sequence[str]) -> list[Cost]:
             keys = dict(zip(group_by, part.group, strict=True))
             costs.append(_cost(bill, part.day, item, keys, part.quantity, part.nanos))
         if bill.shortfall:
-            last_day = bill.period.month.ends_at // (DAY * 1_000_000) - 1
+            last_day = bill.period.month.ends_at // DAY - 1
             costs.append(_cost(bill, last_day, MINIMUM, {}, 1, bill.shortfall * bill.currency.nanos))
     return costs
 
 
 def cost_page(query: CostsQuery, costs: Iterable[Cost], now: int) -> CostPage:
-    """The days that `query` asks for; `now` in seconds."""
+    """Return the page of days that `query` asks for; `now` in seconds."""
     plan = query.plan(now)
     by_day: dict[int, dict[tuple[str | None, ...], list[Cost]]] = {day: {} for day in plan.indices}
     for cost in costs:
@@ -113,3 +124,73 @@ def _result(query: CostsQuery, key: tuple[str | None, ...], costs: list[Cost]) -
     quantity = sum(cost.quantity for cost in costs) if "line_item" in query.group_by else None
     result = CostResult(amount=Amount(value, costs[0].currency.lower()), quantity=quantity)
     return msgspec.structs.replace(result, **dict(zip(query.group_by, key, strict=True)))
+
+
+class Margin(msgspec.Struct, frozen=True, kw_only=True):
+    """One tenant's model in one period, in one currency."""
+
+    tenant_name: str
+    model: str
+    currency: str
+    units: int
+    """The share of the GPUs, in service units."""
+    price: Decimal
+    cost: Decimal
+    margin: Decimal
+
+
+class Revenue(msgspec.Struct, frozen=True, kw_only=True):
+    """One tenant's period: its bill and its quantities, both divided by model alone."""
+
+    tenant_name: str
+    bill: Bill
+    quantities: Sequence[DailyQuantities]
+
+
+def margins(revenues: Sequence[Revenue], gpu_nanos: int) -> list[Margin]:
+    """Return every model's margin; `gpu_nanos` is the cost of the GPUs in the period, in nano-units.
+
+    The whole cost is divided exactly over everything that ran: idle time is shared by what ran.
+    """
+    units, prices, currencies = (
+        _units(revenues),
+        _prices(revenues),
+        {one.tenant_name: one.bill.currency for one in revenues},
+    )
+    keys = sorted(units.keys() | prices.keys())
+    costs = allocate(gpu_nanos, [units.get(key, 0) for key in keys])
+    return [
+        Margin(
+            tenant_name=tenant,
+            model=model,
+            currency=currencies[tenant].code,
+            units=units.get((tenant, model), 0),
+            price=_money(prices.get((tenant, model), 0)),
+            cost=_money(cost),
+            margin=_money(prices.get((tenant, model), 0) - cost),
+        )
+        for (tenant, model), cost in zip(keys, costs, strict=True)
+    ]
+
+
+def _units(revenues: Sequence[Revenue]) -> Mapping[tuple[str, str], int]:
+    units: dict[tuple[str, str], int] = {}
+    for one in revenues:
+        for quantity in one.quantities:
+            key = one.tenant_name, quantity.group[0] or ""
+            done = sum(weight * quantity.quantities.get(meter, 0) for meter, weight in SERVICE_UNITS.items())
+            units[key] = units.get(key, 0) + done
+    return units
+
+
+def _prices(revenues: Sequence[Revenue]) -> Mapping[tuple[str, str], int]:
+    prices: dict[tuple[str, str], int] = {}
+    for one in revenues:
+        for _, part in one.bill.charges():
+            key = one.tenant_name, part.group[0] or ""
+            prices[key] = prices.get(key, 0) + part.nanos
+    return prices
+
+
+def _money(nanos: int) -> Decimal:
+    return to_decimal(nanos, NANO_DIGITS)

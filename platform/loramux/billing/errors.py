@@ -1,26 +1,29 @@
-"""What billing refuses.
+"""Errors of billing.
 
-BillingError(message, field)
-├── InvalidPlan      a plan, price or subscription that cannot be, or would change what was promised
-├── PeriodNotOpen    the period is closed already, not over yet, or an earlier one is still open
-├── InvalidPeriod    no month is written like that
-├── InvoiceNotFound  the caller has none for that month
-├── UnknownEntry     a correction of something that is not in the ledger
-└── Drift            the engines and the ledger do not agree
+BillingError
+├── InvalidPlan            400  a plan, price or subscription that is inconsistent, or would change a closed month
+├── PeriodNotOpen          400  the period is closed already, not over yet, or an earlier one is still open
+├── InvalidPeriod          400  a malformed month
+├── InvoiceNotFound        404  the caller has no invoice of that month
+├── UnknownEntry           400  a correction of an entry that is not in the ledger
+├── InvalidCorrection      400  a correction of another correction, or one that makes a quantity negative
+├── LedgerAltered          500  a closed month, a frozen invoice or a checkpoint does not agree with the ledger
+└── LedgerDrift            500  the engines' counts and the ledger do not agree
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from http import HTTPStatus
 
-class BillingError(Exception):
-    """A sentence with the way out, and the field that it is about."""
+from loramux.errors import LoramuxError
 
-    code = "invalid_value"
+SHOWN = 20
+"""Problems that a message lists."""
 
-    def __init__(self, message: str, field: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
-        self.field = field
+
+class BillingError(LoramuxError):
+    """Base of this package's errors."""
 
 
 class InvalidPlan(BillingError):
@@ -36,14 +39,35 @@ class InvalidPeriod(BillingError):
 
 
 class InvoiceNotFound(BillingError):
-    """Of a month that is not billed yet, or that nobody writes so."""
+    """The tenant has no invoice of that month, or the month is malformed."""
 
     code = "invoice_not_found"
+    status = HTTPStatus.NOT_FOUND
 
 
 class UnknownEntry(BillingError):
     """The message names the event."""
 
 
-class Drift(BillingError):
+class InvalidCorrection(BillingError):
+    """The message names the quantity and what is left of it."""
+
+
+class LedgerAltered(BillingError):
+    """The message lists everything that does not agree, `problems` has each of them."""
+
+    code = "ledger_altered"
+    status = HTTPStatus.INTERNAL_SERVER_ERROR
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        shown = "; ".join(problems[:SHOWN])
+        more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+        super().__init__(f"the ledger was altered: {shown}{more}")
+        self.problems = tuple(problems)
+
+
+class LedgerDrift(BillingError):
     """The message has the numbers."""
+
+    code = "ledger_drift"
+    status = HTTPStatus.INTERNAL_SERVER_ERROR

@@ -8,12 +8,13 @@ from datetime import UTC, datetime
 import msgspec
 
 from loramux.billing.errors import InvalidPeriod, PeriodNotOpen
-from loramux.records.billing_models import PeriodRow
-from loramux.records.quantities import Span
+from loramux.records.billing import PeriodRow
+from loramux.records.usage import Span
+from loramux.units import SECOND
 
-SECOND = 1_000_000
-"""Microseconds."""
-_month = re.compile(r"(\d{4})-(0[1-9]|1[0-2])")
+_month = re.compile(r"([0-9]{4})-(0[1-9]|1[0-2])")
+YEARS = range(1970, 9999)
+"""The last one ends before the latest date that Python has."""
 
 
 class Month(msgspec.Struct, frozen=True, order=True):
@@ -24,15 +25,15 @@ class Month(msgspec.Struct, frozen=True, order=True):
 
     @classmethod
     def parse(cls, text: str) -> Month:
-        """From `2026-11`. Raises InvalidPeriod."""
+        """Parse `2026-11`. Raises InvalidPeriod."""
         match = _month.fullmatch(text)
-        if match is None or int(match[1]) < 1970:
+        if match is None or int(match[1]) not in YEARS:
             raise InvalidPeriod(f"a period is a month such as 2026-11; got {text[:20]!r}", "period")
         return cls(int(match[1]), int(match[2]))
 
     @classmethod
     def at(cls, microseconds: int) -> Month:
-        """The month that a moment lies in."""
+        """Return the month of a moment."""
         moment = datetime.fromtimestamp(microseconds // SECOND, UTC)
         return cls(moment.year, moment.month)
 
@@ -65,16 +66,16 @@ class Period(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_closed(self) -> bool:
-        """Whether it can no longer change."""
+        """Return whether it can no longer change."""
         return self.digest is not None
 
 
 def closed_period(row: PeriodRow) -> Period:
-    """A period as it was closed."""
+    """Convert the row of a closed period."""
     return Period(month=Month.parse(row.id), span=Span(row.first_sequence, row.last_sequence), digest=row.digest)
 
 
-def demand_closable(month: Month, latest: Month | None, now: int) -> None:
+def check_closable(month: Month, latest: Month | None, now: int) -> None:
     """Raise PeriodNotOpen unless `month` is over and follows the one that was closed last. `now` in microseconds."""
     if latest is not None and month <= latest:
         raise PeriodNotOpen(f"{month} is closed already; corrections go to the open period", "period")

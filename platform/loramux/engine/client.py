@@ -1,31 +1,98 @@
-"""What the gateway holds: an engine it can send requests to, wherever the engine lives."""
+"""The engine as the gateway sees it: requests in, events out, wherever the engine lives.
+
+    EngineClient.submit(request, on_event) ── Command ──> Channel ──> worker loop ──> Engine.step()
+    on_event(event) <── event loop <── StepReport <──────── Channel <────────────────────┘
+
+`EngineClient` is what the gateway holds. `ChannelClient` implements it over a `Channel`, of which there are two: a
+thread of this process (tests, small tools), or a child process (servers), so that HTTP and tokenizing never wait for
+a step. A step sends one report however many requests it held, and a report wakes the event loop once.
+
+Every submitted request gets a last event in bounded time. Where the worker raises, dies or hangs, that event is an
+error with the fault code `ENGINE_DIED`. A worker hangs when it has requests and neither a step nor a heartbeat is
+reported for `engine.step_timeout_s`; its process is killed then.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import contextlib
+import logging
+import multiprocessing
+import os
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
 from typing import Protocol
 
-from loramux.engine.messages import EngineFault, EngineStats, ModelFacts, TokenEvent
+import msgspec
+
+from loramux.engine.messages import (
+    Cancel,
+    Command,
+    EngineFault,
+    EngineStats,
+    Lift,
+    ModelFacts,
+    Pin,
+    Ready,
+    Report,
+    Retire,
+    Shutdown,
+    StepReport,
+    Stopped,
+    Submit,
+    TenantService,
+    TokenEvent,
+    Unpin,
+)
 from loramux.engine.request import AdapterRef, Request
+from loramux.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+STOP_TIMEOUT_S = 30.0
+"""Seconds without a report in which a worker that runs nothing has to stop."""
+
+ENGINE_DIED = "engine_died"
+"""The fault code of a request that ended because its engine did."""
+
+OnEvent = Callable[[TokenEvent], None]
+OnService = Callable[[list[TenantService]], None]
+
+
+class EngineDied(RuntimeError):
+    """The engine ended without being asked to; the message says why."""
 
 
 class EngineClient(Protocol):
     """One engine, seen from an asyncio event loop."""
 
+    on_service: OnService
+    """Called with what the engine has served since it reported last."""
+
     async def start(self) -> ModelFacts:
         """Start the engine and wait until it serves; raises EngineDied when it cannot."""
         ...
 
-    def stream(self, request: Request) -> AsyncIterator[TokenEvent]:
-        """Submit `request` and yield its events; the last one has a finish_reason.
+    def submit(self, request: Request, on_event: OnEvent) -> None:
+        """Queue `request`; its id is new.
 
-        Closing the iterator early (`aclose`, a cancelled task) cancels the request. Raises EngineDied when the
-        engine ends under it.
+        `on_event` is called on the event loop, once for each event in order; the last event has a finish_reason. When
+        the engine ends first, the last event is an error with the fault code ENGINE_DIED. An `on_event` that raises is
+        called no more, and its request is cancelled. Raises EngineDied when the engine does not serve.
         """
         ...
 
     def cancel(self, request_id: str) -> None:
-        """End a request; its stream goes on to its last event, which says what it used. Ended ones are left alone."""
+        """End a request; its last event follows and says what it used. Requests that have ended are left alone."""
+        ...
+
+    def forget(self, request_id: str) -> None:
+        """Cancel a request and call its `on_event` no more; what it used is added to `unclaimed_tokens`."""
         ...
 
     def retire(self, digest: str) -> None:
@@ -40,21 +107,34 @@ class EngineClient(Protocol):
         ...
 
     def unpin(self, digest: str, owner: str = "") -> None:
-        """Keep it for `owner` no longer."""
+        """Release `owner`'s pin."""
+        ...
+
+    def lift(self, services: list[TenantService]) -> None:
+        """Report service of other engines, for the shares of tenants."""
         ...
 
     def stats(self) -> EngineStats:
-        """The latest counters; never blocks."""
+        """Return the latest counters; never blocks."""
+        ...
+
+    @property
+    def stats_at(self) -> float:
+        """The event loop's time at which they came."""
         ...
 
     @property
     def unclaimed_tokens(self) -> int:
-        """Tokens of requests that ended when nobody was listening, so that no bill can hold them."""
+        """Tokens of requests that ended without a listener, so that no bill can hold them."""
         ...
 
     @property
     def alive(self) -> bool:
-        """Whether the engine serves."""
+        """Does the engine serve?"""
+        ...
+
+    async def wait_end(self) -> str:
+        """Wait until the engine has ended for good; return why."""
         ...
 
     async def stop(self) -> None:
@@ -62,5 +142,328 @@ class EngineClient(Protocol):
         ...
 
 
-class EngineDied(RuntimeError):
-    """The engine ended without being asked to; its message says why."""
+class Channel(Protocol):
+    """A way to a worker and back."""
+
+    def open(self, on_report: Callable[[Report], None]) -> None:
+        """Start the worker; `on_report` is called on another thread, in order. The last report is Stopped."""
+        ...
+
+    def send(self, command: Command) -> None:
+        """Never blocks; commands to a dead worker are dropped. Raises ValueError where one cannot be encoded."""
+        ...
+
+    def kill(self) -> None:
+        """End the worker at once, where that is possible: a process, not a thread."""
+        ...
+
+    def join(self, timeout: float) -> None:
+        """Wait for the worker's end; a process that does not end is killed."""
+        ...
+
+
+class ThreadChannel:
+    """The worker on a thread of this process."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def open(self, on_report: Callable[[Report], None]) -> None:
+        """Start the thread."""
+        from loramux.engine.worker import serve  # imports torch: only where the engine lives
+
+        self._thread = threading.Thread(
+            target=serve, args=(self._settings, self._inbox, on_report), daemon=True, name="engine"
+        )
+        self._thread.start()
+
+    def send(self, command: Command) -> None:
+        """Put `command` into the worker's inbox."""
+        self._inbox.put(command)
+
+    def kill(self) -> None:
+        """Leave it: a thread cannot be ended from outside."""
+
+    def join(self, timeout: float) -> None:
+        """Wait for the thread."""
+        if self._thread is not None:
+            self._thread.join(timeout)
+
+
+class ProcessChannel:
+    """The worker in a child process; commands and reports cross a pipe as msgpack."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._encoder = msgspec.msgpack.Encoder()
+        self._process: multiprocessing.process.BaseProcess | None = None
+        self._connection: Connection | None = None
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+
+    def open(self, on_report: Callable[[Report], None]) -> None:
+        """Start the process, a thread that reads its reports and a thread that writes its commands."""
+        # Threads that spin while they wait take the cores from those that work; libgomp reads this once, at load.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_run_child, args=(self._settings, theirs), name="loramux-engine")
+        # The child inherits the mask: a Ctrl-C or a stopping service group must not end it while it imports torch.
+        # The tracker is started first, because its start unblocks both signals.
+        resource_tracker.ensure_running()
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        theirs.close()
+        threading.Thread(target=self._read, args=(on_report,), daemon=True, name="engine-reports").start()
+        threading.Thread(target=self._write, daemon=True, name="engine-commands").start()
+
+    def send(self, command: Command) -> None:
+        """Hand `command` to the writing thread: the pipe is full while a child in a long step does not read."""
+        try:
+            self._outbox.put(self._encoder.encode(command))
+        except OverflowError as error:
+            raise ValueError(f"the command cannot be encoded: {error}") from error
+
+    def kill(self) -> None:
+        """Kill the process; the reading thread reports its end."""
+        if self._process is not None:
+            self._process.kill()
+
+    def join(self, timeout: float) -> None:
+        """Wait for the process; kill it where it does not end."""
+        if self._process is not None:
+            self._process.join(timeout)
+            if self._process.is_alive():
+                self._process.kill()
+                self._process.join()
+        self._outbox.put(None)
+
+    def _write(self) -> None:
+        assert self._connection is not None
+        with contextlib.suppress(OSError):  # the child has died; the reading thread reports it
+            while (data := self._outbox.get()) is not None:
+                self._connection.send_bytes(data)
+
+    def _read(self, on_report: Callable[[Report], None]) -> None:
+        assert self._connection is not None
+        decoder = msgspec.msgpack.Decoder(Report)
+        report: Report | None = None
+        while not isinstance(report, Stopped):
+            try:
+                report = decoder.decode(self._connection.recv_bytes())
+            except (EOFError, OSError):
+                report = Stopped(f"the engine's process ended with {self._exit_code()}")
+            except msgspec.MsgspecError as error:  # the stream is lost: no later report could be trusted
+                report = Stopped(f"the engine's process sent an unreadable report: {error}")
+            on_report(report)
+
+    def _exit_code(self) -> str:
+        assert self._process is not None
+        self._process.join(5)
+        return f"exit code {self._process.exitcode}"
+
+
+def _run_child(settings: Settings, connection: Connection) -> None:
+    from loramux.engine.worker import serve_process  # imports torch, in the child only
+
+    serve_process(settings, connection)
+    # The worker has sent its last report. A normal exit of the interpreter would take seconds to free torch's memory,
+    # and native extensions (nanobind in libtriton) would print the objects that they leak.
+    sys.stderr.flush()
+    os._exit(0)
+
+
+class ChannelClient:
+    """An EngineClient over a channel: routes each event to its request's callback."""
+
+    def __init__(self, channel: Channel, step_timeout_s: float = 600.0) -> None:
+        self._channel = channel
+        self._step_timeout_s = step_timeout_s
+        self._listeners: dict[str, OnEvent] = {}
+        self._pins: dict[tuple[str, str], asyncio.Future[EngineFault | None]] = {}
+        self.on_service: OnService = lambda _: None
+        self._stats = EngineStats()
+        self._stats_at = 0.0
+        self._unclaimed = 0
+        self._ended: str | None = "the engine has not been started"
+        self._facts: asyncio.Future[ModelFacts] | None = None
+        self._stopped = asyncio.Event()
+        self._is_stopping = False
+        self._last_report_at = 0.0
+        """Time of the worker's last report, or of the start of the watch."""
+        self._watchdog: asyncio.TimerHandle | None = None
+
+    async def start(self) -> ModelFacts:
+        """Start the worker and wait for its model; raises EngineDied when it cannot load it."""
+        loop = asyncio.get_running_loop()
+        self._facts = loop.create_future()
+        self._ended = None
+        self._channel.open(lambda report: _post(loop, self._process_report, report))
+        return await self._facts
+
+    def submit(self, request: Request, on_event: OnEvent) -> None:
+        """Send the request to the worker; raises EngineDied when there is none."""
+        self._ensure_alive()
+        assert request.id not in self._listeners, f"request {request.id} was submitted before"
+        self._channel.send(Submit(request))
+        self._listeners[request.id] = on_event
+        self._watch()
+
+    def cancel(self, request_id: str) -> None:
+        """Free the request's pages at the next step."""
+        if request_id in self._listeners:
+            self._channel.send(Cancel(request_id))
+
+    def forget(self, request_id: str) -> None:
+        """Cancel the request and drop its callback."""
+        if self._listeners.pop(request_id, None) is not None:
+            self._channel.send(Cancel(request_id))
+
+    def retire(self, digest: str) -> None:
+        """Free a deleted revision's pages once nothing uses them."""
+        self._channel.send(Retire(digest))
+
+    async def pin(self, ref: AdapterRef, owner: str = "") -> EngineFault | None:
+        """Keep a revision in the pool; waits until it is there, or cannot be."""
+        self._ensure_alive()
+        outcome = self._pins.setdefault((ref.digest, owner), asyncio.get_running_loop().create_future())
+        self._channel.send(Pin(ref, owner))
+        return await asyncio.shield(outcome)
+
+    def unpin(self, digest: str, owner: str = "") -> None:
+        """Release `owner`'s pin."""
+        self._channel.send(Unpin(digest, owner))
+
+    def lift(self, services: list[TenantService]) -> None:
+        """Report service of other engines."""
+        self._channel.send(Lift(services))
+
+    def stats(self) -> EngineStats:
+        """Return those of the latest report that held any."""
+        return self._stats
+
+    @property
+    def stats_at(self) -> float:
+        """The event loop's time at which they came."""
+        return self._stats_at
+
+    @property
+    def unclaimed_tokens(self) -> int:
+        """Tokens of requests that ended without a listener."""
+        return self._unclaimed
+
+    @property
+    def alive(self) -> bool:
+        """Is the model loaded, and has the worker not ended?"""
+        return self._ended is None and self._facts is not None and self._facts.done() and not self._facts.cancelled()
+
+    async def wait_end(self) -> str:
+        """Wait until the worker has ended; return why."""
+        await self._stopped.wait()
+        assert self._ended is not None, "it has ended"
+        return self._ended
+
+    async def stop(self) -> None:
+        """Let running requests end, then stop."""
+        if self._ended is None:
+            self._is_stopping = True
+            self._channel.send(Shutdown())
+            if not self.alive:  # nothing runs yet, and loading a model takes minutes
+                self._channel.kill()
+            self._watch()
+            await self._stopped.wait()
+        await asyncio.to_thread(self._channel.join, 10.0)
+
+    def _watch(self) -> None:
+        """Watch the worker for silence, from now on, while it has requests."""
+        if self._watchdog is None or self._is_stopping:
+            if self._watchdog is not None:
+                self._watchdog.cancel()
+            self._last_report_at = asyncio.get_running_loop().time()
+            self._schedule_watchdog()
+
+    def _schedule_watchdog(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._watchdog = loop.call_at(self._last_report_at + self._timeout, self._check_progress)
+
+    @property
+    def _timeout(self) -> float:
+        return self._step_timeout_s if self._listeners else STOP_TIMEOUT_S
+
+    def _check_progress(self) -> None:
+        self._watchdog = None
+        if self._ended is not None or not (self._listeners or self._is_stopping):
+            return
+        silence = asyncio.get_running_loop().time() - self._last_report_at
+        if silence < self._timeout:
+            self._schedule_watchdog()
+            return
+        self._end(f"the engine made no progress for {silence:.0f} seconds")
+        self._channel.kill()
+
+    def _ensure_alive(self) -> None:
+        if self._ended is not None:
+            raise EngineDied(self._ended)
+
+    def _process_report(self, report: Report) -> None:
+        self._last_report_at = asyncio.get_running_loop().time()
+        match report:
+            case StepReport(events, stats, pins, service):
+                if stats is not None:
+                    self._stats, self._stats_at = stats, self._last_report_at
+                if service:
+                    self.on_service(service)
+                for pinned in pins:
+                    if outcome := self._pins.pop((pinned.digest, pinned.owner), None):
+                        outcome.set_result(pinned.fault)
+                for event in events:
+                    self._deliver(event)
+            case Ready(facts):
+                if self._facts is not None and not self._facts.done():
+                    self._facts.set_result(facts)
+            case Stopped(reason):
+                self._end(reason)
+
+    def _deliver(self, event: TokenEvent) -> None:
+        ended = event.finish_reason is not None
+        listener = self._listeners.pop(event.request_id, None) if ended else self._listeners.get(event.request_id)
+        if listener is None:
+            if event.count is not None:
+                self._unclaimed += event.count.tokens.total
+            return
+        try:
+            listener(event)
+        except Exception:  # one request's fault must not take the report's other events with it
+            logger.exception("the listener of request %s failed", event.request_id)
+            self.forget(event.request_id)
+
+    def _end(self, reason: str | None) -> None:
+        if self._stopped.is_set():
+            return  # it was given up, and now its end is reported
+        self._ended = reason or "the engine was stopped"
+        self._stopped.set()
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+        if self._facts is not None and not self._facts.done():
+            self._facts.set_exception(EngineDied(self._ended))
+        fault = EngineFault(ENGINE_DIED, self._ended)
+        for request_id in list(self._listeners):
+            self._deliver(TokenEvent(request_id=request_id, finish_reason="error", fault=fault))
+        for outcome in self._pins.values():
+            outcome.set_exception(EngineDied(self._ended))
+        self._pins.clear()
+
+
+def _post(loop: asyncio.AbstractEventLoop, function: Callable[[Report], None], report: Report) -> None:
+    with contextlib.suppress(RuntimeError):  # the event loop has closed: there is no listener left
+        loop.call_soon_threadsafe(function, report)
+
+
+def spawn_engine(settings: Settings) -> EngineClient:
+    """Return the engine that the settings ask for, not yet started."""
+    channel = ThreadChannel(settings) if settings.engine.in_process else ProcessChannel(settings)
+    return ChannelClient(channel, settings.engine.step_timeout_s)

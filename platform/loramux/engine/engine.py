@@ -1,205 +1,268 @@
-"""The engine: one continuously batched loop, a step at a time."""
+"""The engine: one continuously batched loop, a step at a time.
+
+commands -> scheduler.plan() -> pipeline.advance(step) -> scheduler.commit(...) -> events
+                  |                     |
+           scheduling/, memory/    execution/: the runner launches the model's kernels
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Protocol
 
-from loramux.engine.budget import Budget
-from loramux.engine.distribution import COUNTS, Histogram
-from loramux.engine.host_kv import HostPages
-from loramux.engine.host_tier import HostTier
-from loramux.engine.messages import EngineMeters, EngineStats, StepReport
-from loramux.engine.model import LoadedModel
-from loramux.engine.pages import PagePool
-from loramux.engine.pins import PinLimits, Pins
-from loramux.engine.policy import Policy
+from llguidance import LLMatcher
+
+from loramux.engine.execution.constraints import INVALID, Constraints
+from loramux.engine.execution.loader import LoadedModel
+from loramux.engine.execution.runner import Runner
+from loramux.engine.memory.adapter_store import AdapterSource, DiskStore, HostCache
+from loramux.engine.memory.host_kv import HostPages
+from loramux.engine.memory.kv_swap import HostKv
+from loramux.engine.memory.pages import PagePool
+from loramux.engine.memory.pins import AdapterPins, PinLimits
+from loramux.engine.memory.residency import AdapterStore, Residency, ResidencyPolicy
+from loramux.engine.messages import EngineFault, EngineStats, ModelFacts, StepReport, TenantService, TokenEvent
+from loramux.engine.metrics import Counters
+from loramux.engine.pipeline import AsyncPipeline, StepPipeline, SyncPipeline
 from loramux.engine.request import AdapterRef, Request
-from loramux.engine.residency import Residency
-from loramux.engine.resident import Patience
-from loramux.engine.scheduler import Scheduler, SchedulerLimits
-from loramux.engine.service_meter import ServiceMeter
-from loramux.engine.step import Step
-from loramux.engine.store import DiskStore, Source
-from loramux.engine.tally import Tallies
-from loramux.engine.turns import InTurn, OneAhead, Turns
+from loramux.engine.scheduling.budget import PageBudget
+from loramux.engine.scheduling.policy import Policy
+from loramux.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from loramux.engine.statistics import RequestAccounting, ServiceMeter, count_step, snapshot
 from loramux.settings import Settings
 from loramux_adapters import Limits
 
+STATS_INTERVAL_S = 1.0
+"""Seconds between two reports with statistics while the engine is busy."""
+SERVICE_INTERVAL_S = 0.25
+"""Seconds between two reports with the service of tenants."""
 
-@dataclass(slots=True)
-class _Counters:
-    """Since the start; what the bill is reconciled against and what the benchmarks read."""
 
-    steps: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    recomputed_tokens: int = 0
-    output_tokens: int = 0
-    distinct: int = 0
-    step_adapters: Histogram = field(default_factory=lambda: Histogram(COUNTS))
-    max_distinct: int = 0
-    max_distinct_beside_base: int = 0
-    adapter_bytes_read: int = 0
+class EngineStore(AdapterStore, Protocol):
+    """An adapter store with threads to stop and a cache to report on."""
+
+    @property
+    def num_cached(self) -> int:
+        """Adapters in the host's memory."""
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of the adapters in the host's memory."""
+
+    def close(self) -> None:
+        """Stop the threads."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """The parts of an engine that touch a device, files or the time; a simulation brings its own."""
+
+    facts: ModelFacts
+    runner: Runner
+    store: EngineStore
+    host_kv: HostKv | None
+    """Takes the KV of preempted sequences; None: it is computed again."""
+    weight_bytes: int
+    """Bytes of the base model's weights."""
+    constraints: Constraints | None = None
+    """None: requests with a constraint are refused."""
+    clock: Callable[[], float] = time.monotonic
+    """Seconds that never go back."""
+
+
+def build_engine(loaded: LoadedModel, settings: Settings, wake: Callable[[], None]) -> Engine:
+    """Make the engine of a loaded model, with adapters from disk; for `wake` see Engine."""
+    bank, adapters = loaded.runner.bank, settings.adapters
+    limits = Limits(adapters.max_rank, adapters.max_bytes, adapters.max_vocabulary_bytes)
+    source = AdapterSource(loaded.base, loaded.weights, limits, bank.pool.dtype)
+    parts = EngineParts(
+        facts=loaded.facts,
+        runner=loaded.runner,
+        store=DiskStore(bank, source, HostCache(adapters.host_bytes, time.monotonic), adapters.max_loading),
+        host_kv=HostPages(bank.pool, bank.page_elements, settings.engine.swap_bytes),
+        weight_bytes=loaded.weight_bytes,
+        constraints=loaded.constraints,
+    )
+    return Engine(parts, settings, wake)
 
 
 class Engine:
     """A loaded model, its scheduler and its pool. Not thread-safe: one worker owns it."""
 
-    def __init__(self, loaded: LoadedModel, settings: Settings, wake: Callable[[], None]) -> None:
+    def __init__(self, parts: EngineParts, settings: Settings, wake: Callable[[], None]) -> None:
         """`wake` is called from other threads when something that the next step can use has become ready."""
-        self.facts = loaded.facts
-        self._runner = loaded.runner
-        self._weight_bytes = loaded.weight_bytes
-        pool, bank = PagePool(loaded.facts.pages_total), loaded.runner.bank
-        adapters = settings.adapters
-        limits = Limits(adapters.max_rank, adapters.max_bytes, adapters.max_vocabulary_bytes)
-        source = Source(loaded.base, loaded.weights, limits, bank.pool.dtype)
-        self._host = HostTier(adapters.host_bytes, time.monotonic)
-        self._store = DiskStore(bank, source, self._host, adapters.max_loading, wake)
-        patience = Patience(max_loading=adapters.max_loading)
-        self._residency = Residency(pool, self._store, time.monotonic, patience)
+        self.facts = parts.facts
+        self._clock = parts.clock
+        self._runner = parts.runner
+        self._constraints = parts.constraints
+        self._compiling: dict[str, tuple[Request, Future[LLMatcher]]] = {}
+        """Requests whose grammar is being compiled, by id."""
+        self._wake = wake
+        self._store = parts.store
+        self._weight_bytes = parts.weight_bytes
+        self._counters = Counters()
+        pool, adapters = PagePool(parts.facts.pages_total), settings.adapters
+        residency_policy = ResidencyPolicy(max_loading=adapters.max_loading, load_timeout=adapters.load_timeout_s)
+        residency = Residency(pool, parts.store, parts.clock, residency_policy, self._counters, wake)
+        budget = PageBudget(parts.facts.pages_total, settings.engine.block_size)
+        policy = Policy.from_settings(settings, parts.weight_bytes / parts.runner.bank.page_bytes)
+        if self._runner.runs_ahead:  # drafts follow tokens that the host does not know yet
+            policy = replace(policy, max_draft_tokens=0)
         self.scheduler = Scheduler(
             SchedulerLimits(
                 max_num_seqs=settings.engine.max_num_seqs,
                 max_num_batched_tokens=settings.engine.max_num_batched_tokens,
-                max_model_len=loaded.facts.max_model_len,
+                max_model_len=parts.facts.max_model_len,
             ),
-            Budget(loaded.facts.pages_total, settings.engine.block_size),
+            budget,
             pool,
-            self._residency,
-            Policy.from_settings(settings, loaded.weight_bytes / bank.page_bytes),
-            HostPages(bank.pool, bank.page_elements, settings.engine.swap_bytes),
+            residency,
+            policy,
+            parts.host_kv,
         )
-        limits_of_pins = PinLimits(adapters.pinned_pool_share, adapters.pins_per_tenant)
-        self._pins = Pins(limits_of_pins, self.scheduler.budget, self.scheduler.memory)
-        self._service = ServiceMeter(self.scheduler.queue, time.monotonic)
-        self._turns: Turns = (OneAhead if self._runner.runs_ahead else InTurn)(self.scheduler, self._runner)
-        self._counters = _Counters()
-        self._tallies = Tallies()
+        max_pinned = int(budget.num_pages * adapters.pinned_pool_share)
+        pin_limits = PinLimits(max_pinned, budget.watermark, adapters.pins_per_tenant)
+        self._pins = AdapterPins(pin_limits, self.scheduler.memory)
+        pipeline = AsyncPipeline if self._runner.runs_ahead else SyncPipeline
+        self._pipeline: StepPipeline = pipeline(self.scheduler, self._runner)
+        self._accounting = RequestAccounting()
+        self._meter = ServiceMeter(self.scheduler.queue)
+        self._was_commanded = False
+        """A command that may change the next step has come since the last one."""
+        self._stats_sent_at = float("-inf")
+        self._service_sent_at = float("-inf")
+        self._stats_version: tuple[int, ...] | None = None
+        """Numbers that change with the statistics, as they were when those were sent last."""
+
+    # the loop
 
     def step(self) -> StepReport | None:
-        """Plan, run and commit one step; None when there was nothing to run and nothing to tell."""
+        """Plan, run and commit one step; None when there was nothing to run and there is nothing to report."""
+        self._was_commanded = False
+        self._add_compiled()
         step = self.scheduler.plan()
-        events = self.scheduler.take_news()
+        events = self.scheduler.drain_events()
         if not step.empty:
-            self._count(step)
-            self._tallies.note(step)
-        events += self._turns.take(step)
+            count_step(self._counters, step, self._runner.bank.bytes_of)
+            self._accounting.count_step(step)
+        events += self._pipeline.advance(step)
         pins = self._pins.advance()
-        for event in events:
-            if event.finish_reason is not None:
-                self._runner.forget(event.request_id)
-        self._counters.output_tokens += sum(event.token_id is not None for event in events)
-        self._counters.cached_tokens += sum(event.cached_tokens for event in events)
-        events = self._tallies.tell(events)
-        return StepReport(events, self.stats(), pins) if events or pins or not step.empty else None
+        self._count_events(events)
+        events = self._accounting.count_events(events)
+        stats, service = self._stats_if_due(), self._service_if_due()
+        return StepReport(events, stats, pins, service) if events or pins or stats or service else None
+
+    @property
+    def is_idle(self) -> bool:
+        """Does nothing run, wait or remain to be reported?"""
+        return self.scheduler.is_idle and self._pipeline.is_idle and not self._compiling
+
+    @property
+    def wait_seconds(self) -> float:
+        """Seconds to wait for a command or for `wake` before the next step: 0 not at all, inf as long as it takes."""
+        if not self._pipeline.is_idle or self._was_commanded:
+            return 0.0
+        return max(0.0, self.scheduler.next_plan_at - self._clock())
+
+    # commands
 
     def submit(self, request: Request) -> None:
-        """Queue a request."""
-        self.scheduler.add(request)
+        """Queue a request, one with a constraint as soon as that is compiled."""
+        self._was_commanded = True
+        if request.constraint is None:
+            self.scheduler.add(request)
+        elif self._constraints is None:
+            message = f"'{request.constraint.field}' is not supported with this model's tokenizer."
+            self.scheduler.refuse(request, EngineFault(INVALID, message, field=request.constraint.field))
+        else:
+            compiled = self._constraints.compile(request)
+            self._compiling[request.id] = (request, compiled)
+            compiled.add_done_callback(lambda _: self._wake())
 
     def cancel(self, request_id: str) -> None:
         """End a request now; its pages are free for the next step."""
-        self.scheduler.cancel(request_id)
+        self._was_commanded = True
+        if (waiting := self._compiling.pop(request_id, None)) is not None:
+            self.scheduler.refuse(waiting[0])
+        else:
+            self.scheduler.cancel(request_id)
 
     def retire(self, digest: str) -> None:
         """Free a deleted revision's pages once nothing uses it."""
+        self._was_commanded = True
         self._pins.retire(digest)
         self.scheduler.memory.retire(digest)
 
     def pin(self, ref: AdapterRef, owner: str) -> None:
-        """Keep a revision in the pool; a later step's report says what became of it."""
+        """Keep a revision in the pool; the report of a later step has the outcome."""
+        self._was_commanded = True
         self._pins.pin(ref, owner)
 
     def unpin(self, digest: str, owner: str) -> None:
-        """Keep it for `owner` no longer."""
+        """Release `owner`'s pin."""
+        self._was_commanded = True
         self._pins.unpin(digest, owner)
 
-    @property
-    def idle(self) -> bool:
-        """Whether nothing runs, waits or is still to be told."""
-        return self.scheduler.idle and self._turns.idle
+    def lift(self, services: list[TenantService]) -> None:
+        """Count what other engines served."""
+        self._was_commanded = True
+        self.scheduler.queue.lift(services)
 
-    @property
-    def stalled(self) -> bool:
-        """Whether the next step has to wait for an adapter."""
-        return self.scheduler.stalled and self._turns.idle
+    def close(self) -> None:
+        """Stop the threads."""
+        self._store.close()
+        if self._constraints is not None:
+            self._constraints.close()
 
-    @property
-    def patience(self) -> float | None:
-        """Seconds that a stalled engine may wait before somebody has to be answered; None: as long as it takes."""
-        return self.scheduler.seconds_to_deadline
+    def _add_compiled(self) -> None:
+        """Queue the requests whose grammar has been compiled."""
+        for request, compiled in [waiting for waiting in self._compiling.values() if waiting[1].done()]:
+            del self._compiling[request.id]
+            assert self._constraints is not None, "it compiles"
+            if fault := self._constraints.begin(request, compiled.result()):
+                self.scheduler.refuse(request, fault)
+            else:
+                self.scheduler.add(request)
+
+    # statistics
 
     def stats(self) -> EngineStats:
         """Counters and gauges of this moment."""
-        self._service.look()
-        pages, loads, count = self.scheduler.memory.counts, self._residency.counters, self._counters
-        ended, swap = self._tallies.ended, self.scheduler.memory.swap
-        return EngineStats(
-            steps=count.steps,
-            waiting=len(self.scheduler.queue),
-            running=len(self.scheduler.running),
-            pages_total=pages.total,
-            pages_kv=pages.kv,
-            pages_kv_cached=pages.kv_cached,
-            pages_adapters=pages.adapters,
-            pages_adapters_idle=pages.adapters_idle,
-            pages_free=pages.free,
-            kv_evictions=self.scheduler.memory.cache.num_evictions,
-            kv_pages_swapped_out=swap.num_out,
-            kv_pages_swapped_in=swap.num_back,
-            kv_pages_in_host=swap.num_held,
-            adapters_resident=self._residency.num_resident,
-            adapters_pinned=len(self._pins),
-            adapters_host=len(self._host),
-            adapters_host_bytes=self._host.num_bytes,
-            adapter_loads=loads.loads,
-            adapter_load_seconds=loads.load_seconds.total,
-            adapter_hits=loads.hits,
-            adapter_misses=loads.misses,
-            adapter_evictions=loads.evictions,
-            adapter_load_failures=loads.failures,
-            preemptions=self.scheduler.num_preemptions,
-            refused_over_capacity=self.scheduler.counters.refused,
-            missed_deadlines=self.scheduler.counters.missed,
-            service_gap=self._service.gap,
-            prompt_tokens=count.prompt_tokens,
-            cached_tokens=count.cached_tokens,
-            recomputed_tokens=count.recomputed_tokens,
-            output_tokens=count.output_tokens,
-            ended_prompt_tokens=ended.prompt_tokens,
-            ended_cached_tokens=ended.cached_tokens,
-            ended_output_tokens=ended.output_tokens,
-            distinct_adapters=count.distinct,
-            max_distinct_adapters=count.max_distinct,
-            max_distinct_adapters_beside_base=count.max_distinct_beside_base,
-            adapter_bytes_read=count.adapter_bytes_read,
+        return snapshot(
+            self.scheduler,
+            self._meter,
+            self._accounting.ended,
             weight_bytes=self._weight_bytes,
-            meters=EngineMeters(
-                queue_seconds=self.scheduler.counters.queue_seconds.distribution,
-                adapter_load_seconds=loads.load_seconds.distribution,
-                step_adapters=count.step_adapters.distribution,
-                tenants=self._service.tenants,
-            ),
+            adapters_pinned=len(self._pins),
+            adapters_host=self._store.num_cached,
+            adapters_host_bytes=self._store.cached_bytes,
         )
 
-    def close(self) -> None:
-        """Stop the loader threads."""
-        self._store.close()
+    def _stats_if_due(self) -> EngineStats | None:
+        """Statistics, where the latest are outdated and either a second has passed or the engine comes to rest."""
+        counters, now = self._counters, self._clock()
+        loads = counters.adapter_loads + counters.adapter_load_failures
+        resident = self.scheduler.memory.residency.num_resident
+        version = (self.scheduler.queue.num_changes, counters.steps, loads, resident)
+        rests = self.is_idle or self.wait_seconds > 0.0
+        if version == self._stats_version or not (rests or now - self._stats_sent_at >= STATS_INTERVAL_S):
+            return None
+        self._stats_sent_at, self._stats_version = now, version
+        return self.stats()
 
-    def _count(self, step: Step) -> None:
-        count, slots = self._counters, step.adapter_slots
-        count.steps += 1
-        for chunk in step.chunks:
-            sequence, start = chunk.sequence, chunk.start
-            if start < sequence.num_prompt_tokens or start < sequence.num_seen:
-                count.prompt_tokens += sequence.fresh_prompt(start, chunk.end)
-                count.recomputed_tokens += sequence.recomputed(start, chunk.end)
-        count.distinct = len(slots)
-        count.step_adapters.observe(len(slots))
-        count.max_distinct = max(count.max_distinct, len(slots))
-        if step.holds_base:
-            count.max_distinct_beside_base = max(count.max_distinct_beside_base, len(slots))
-        count.adapter_bytes_read += sum(map(self._runner.bank.bytes_of, slots))
+    def _service_if_due(self) -> list[TenantService]:
+        now = self._clock()
+        if now - self._service_sent_at < SERVICE_INTERVAL_S:
+            return []
+        self._service_sent_at = now
+        return self.scheduler.queue.take_service()
+
+    def _count_events(self, events: list[TokenEvent]) -> None:
+        for event in events:
+            self._counters.output_tokens += event.token_id is not None
+            self._counters.cached_tokens += event.cached_tokens
+            if event.finish_reason is not None:
+                self._runner.forget(event.request_id)

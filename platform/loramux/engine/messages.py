@@ -1,11 +1,13 @@
-"""The plain messages that cross between a gateway and an engine, whether thread, process or machine."""
+"""The plain messages between a gateway and an engine, in any thread, process or machine."""
 
 from __future__ import annotations
 
 import msgspec
 
-from loramux.engine.distribution import Distribution
-from loramux.engine.request import AdapterRef, Request
+from loramux.bundle import SamplingDefaults
+from loramux.engine.metrics import Distribution
+from loramux.engine.request import AdapterRef, KvIdentity, Request
+from loramux.units import TokenCounts
 
 # ---- towards the engine
 
@@ -17,19 +19,19 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """The client left or a stop string was seen: free the request's pages at the next step."""
+    """End a request (its client left, a stop string was found); its pages are free at the next step."""
 
     request_id: str
 
 
 class Retire(msgspec.Struct, frozen=True, tag=True):
-    """A revision was deleted: free its pages once its last running request has ended."""
+    """Free a deleted revision's pages once its last running request has ended."""
 
     digest: str
 
 
 class Pin(msgspec.Struct, frozen=True, tag=True):
-    """Keep a revision in the pool from now on, whether it is asked for or not; a Pinned follows."""
+    """Keep a revision in the pool from now on, in use or not; a Pinned follows."""
 
     ref: AdapterRef
     owner: str = ""
@@ -37,17 +39,31 @@ class Pin(msgspec.Struct, frozen=True, tag=True):
 
 
 class Unpin(msgspec.Struct, frozen=True, tag=True):
-    """`owner` keeps it no longer."""
+    """Release `owner`'s pin."""
 
     digest: str
     owner: str = ""
 
 
+class TenantService(msgspec.Struct, frozen=True, array_like=True):
+    """Service in units that one tenant (by its opaque id), or all others together, received in a class."""
+
+    tenant: str
+    service_class: str
+    units: float
+
+
+class Lift(msgspec.Struct, frozen=True, tag=True):
+    """Count what other engines of the fleet served: their tenants' shares are over all of it."""
+
+    services: list[TenantService]
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
-    """Finish what runs, answer what waits, stop."""
+    """Run every request to its end, then stop."""
 
 
-Command = Submit | Cancel | Retire | Pin | Unpin | Shutdown
+Command = Submit | Cancel | Retire | Pin | Unpin | Lift | Shutdown
 
 # ---- towards the gateway
 
@@ -60,37 +76,32 @@ class TopLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineFault(msgspec.Struct, frozen=True):
-    """Why a request could not be served: a stable code and a sentence for its caller."""
+    """The reason why a request could not be served: a stable code and a sentence for its caller."""
 
     code: str
     """`context_length_exceeded`, `adapter_failed`, `engine_overloaded` (refused when it came: it would miss its
-    deadline), `deadline_exceeded` (its deadline passed while it waited) or `internal_error`."""
+    deadline), `deadline_exceeded` (its deadline passed while it waited), `adapter_not_finite` (its adapter's logits are
+    not finite), `invalid_constraint` (its grammar cannot be compiled), `constraint_too_complex` (its grammar exceeds a
+    limit while it is followed) or `internal_error`."""
     message: str
     retry_after: int | None = None
-    """Seconds after which it may go better."""
+    """Seconds after which the same request may succeed."""
+    field: str | None = None
+    """The field of the request that is at fault."""
 
 
 class EngineCount(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request used, by the engine's own count; zero for one that got no token out."""
+    """Usage of a request by the engine's own count; zero for one that got no token out."""
 
-    prompt_tokens: int = 0
-    """Computed, once however often, or found in the KV cache."""
-    cached_tokens: int = 0
-    """Those of them that were found."""
-    output_tokens: int = 0
+    tokens: TokenCounts = TokenCounts()
     adapter_loads: int = 0
 
     def __add__(self, other: EngineCount) -> EngineCount:
-        return EngineCount(
-            prompt_tokens=self.prompt_tokens + other.prompt_tokens,
-            cached_tokens=self.cached_tokens + other.cached_tokens,
-            output_tokens=self.output_tokens + other.output_tokens,
-            adapter_loads=self.adapter_loads + other.adapter_loads,
-        )
+        return EngineCount(tokens=self.tokens + other.tokens, adapter_loads=self.adapter_loads + other.adapter_loads)
 
 
 class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """One step's news of one request: a token, an end, or both.
+    """One step's result for one request: a token, an end, or both.
 
     `finish_reason` is None while the request runs; then `stop` (end of sequence or a stop token), `length`,
     `cancelled` or `error` (with `fault`).
@@ -102,38 +113,71 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
     top_logprobs: list[TopLogprob] | None = None
     cached_tokens: int = 0
     """Prompt tokens whose KV was reused; meaningful on the first event."""
+    waited_s: float = 0.0
+    """Seconds from arrival to the first step; on the first event."""
     finish_reason: str | None = None
     fault: EngineFault | None = None
     count: EngineCount | None = None
-    """On the last event."""
+    """The engine's own count, sent with the last event."""
 
 
 class Pinned(msgspec.Struct, frozen=True):
-    """What became of a pin: it is in the pool, or a fault says why not (`pin_limit` or `adapter_failed`)."""
+    """The outcome of a Pin: the revision is in the pool, or a fault (`pin_limit` or `adapter_failed`) says why not."""
 
     digest: str
     owner: str
     fault: EngineFault | None = None
 
 
-class TenantService(msgspec.Struct, frozen=True, array_like=True):
-    """What one tenant (by its opaque id), or all others together, received in a class, in units of service."""
+class RevisionDrafts(msgspec.Struct, frozen=True, array_like=True):
+    """Drafted tokens of one tenant's revision (empty: the base model), or of all others together."""
 
     tenant: str
-    service_class: str
-    units: float
+    revision: str
+    drafted: int
+    accepted: int
 
 
 class EngineMeters(msgspec.Struct, frozen=True, kw_only=True):
-    """What is more than a number."""
+    """Distributions, and service by tenant."""
 
     queue_seconds: Distribution = Distribution((), [0], 0.0)
-    """From a request's arrival to its first step."""
+    """Time from a request's arrival to its first step."""
     adapter_load_seconds: Distribution = Distribution((), [0], 0.0)
-    """From pages held to READY."""
+    """Time from an adapter's pages being held to READY."""
     step_adapters: Distribution = Distribution((), [0], 0.0)
     """Distinct adapters in a step."""
     tenants: list[TenantService] = []
+    drafts: list[RevisionDrafts] = []
+    """Drafted tokens of the revisions that had most, and of all others together."""
+
+
+class CachedPrefix(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens of KV that the prefix cache holds under one identity."""
+
+    identity: KvIdentity
+    tokens: int
+
+
+class RoutingFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts that a router needs of an engine."""
+
+    resident: list[str] = []
+    """Revisions in the pool, or on their way into it."""
+    pinned: list[str] = []
+    """Revisions that pins keep there."""
+    prefixes: list[CachedPrefix] = []
+    """The largest prefix trees."""
+    queue_tokens: int = 0
+    """Prompt tokens still to compute, of requests that wait or run."""
+    waiting_tenants: int = 0
+    """Tenants with requests that wait and could run, by class."""
+    max_running: int = 1
+    """Rows of a step."""
+    prefill_tokens_per_s: float = 0.0
+    """Prompt tokens that a second computes beside the sequences that decode now; 0 before steps were measured."""
+    wait_s: float = 0.0
+    """Seconds until every request that waits has begun, by the engine's own estimates."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,22 +188,22 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     running: int = 0
     pages_total: int = 0
     pages_kv: int = 0
-    """KV of running requests."""
+    """Pages with KV of running requests."""
     pages_kv_cached: int = 0
-    """KV kept for requests that begin alike, and in no other use: given up when the room is needed."""
+    """Pages with KV kept only for requests with the same beginning; they are freed when pages are needed."""
     pages_adapters: int = 0
-    """Adapters in use or loading."""
+    """Pages of adapters in use or loading."""
     pages_adapters_idle: int = 0
     pages_free: int = 0
     kv_evictions: int = 0
     kv_pages_swapped_out: int = 0
-    """Of preempted requests, into the host's memory."""
+    """Pages of preempted requests that were copied to the host's memory."""
     kv_pages_swapped_in: int = 0
-    """Back into the pool."""
+    """Pages of preempted requests that were copied back into the pool."""
     kv_pages_in_host: int = 0
     adapters_resident: int = 0
     adapters_pinned: int = 0
-    """Revisions kept in the pool because somebody asked for it."""
+    """Revisions kept in the pool by pins."""
     adapters_host: int = 0
     """Adapters kept in the host's memory."""
     adapters_host_bytes: int = 0
@@ -168,7 +212,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     adapter_evictions: int = 0
     adapter_load_failures: int = 0
     adapter_hits: int = 0
-    """Requests that found their adapter in the pool when they came."""
+    """Requests whose adapter was in the pool on their arrival."""
     adapter_misses: int = 0
     preemptions: int = 0
     refused_over_capacity: int = 0
@@ -176,7 +220,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     missed_deadlines: int = 0
     """Requests whose deadline passed while they waited."""
     service_gap: float = 0.0
-    """Between tenants of a class that wait now, in units over weight."""
+    """The largest gap between waiting tenants of a class now, in units over weight."""
     prompt_tokens: int = 0
     """Prompt tokens computed, each once per request: neither found in the cache nor computed again."""
     cached_tokens: int = 0
@@ -184,10 +228,12 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     recomputed_tokens: int = 0
     """Tokens, of prompts and answers, computed again after a preemption."""
     output_tokens: int = 0
-    ended_prompt_tokens: int = 0
-    """The sum of `TokenEvent.count` over all requests that have ended, and so the next two."""
-    ended_cached_tokens: int = 0
-    ended_output_tokens: int = 0
+    drafted_tokens: int = 0
+    """Tokens that speculative decoding drafted and verified."""
+    accepted_tokens: int = 0
+    """Drafted tokens that were accepted; `output_tokens` has them too."""
+    ended: TokenCounts = TokenCounts()
+    """The sum of `TokenEvent.count` over all requests that have ended."""
     distinct_adapters: int = 0
     """Distinct adapters in the latest step that had any row."""
     max_distinct_adapters: int = 0
@@ -199,10 +245,15 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int = 0
     """Bytes of the base model's weights that every step reads."""
     meters: EngineMeters = EngineMeters()
+    routing: RoutingFacts = RoutingFacts()
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine learned when it loaded the model."""
+    """Facts of the loaded model.
+
+    The gateway applies `sampling_defaults` to requests that leave a parameter out, where `model.generation_config` is
+    "auto"; "none" keeps the API's own defaults.
+    """
 
     max_model_len: int
     vocab_size: int
@@ -210,6 +261,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     pages_total: int
     block_size: int
+    sampling_defaults: SamplingDefaults = SamplingDefaults()
+    """Recommendations of the checkpoint's `generation_config.json`."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -219,15 +272,19 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class StepReport(msgspec.Struct, frozen=True, tag=True):
-    """Everything one step has to tell: one message a step, however many requests it held."""
+    """One step's results: one message a step, however many requests it held."""
 
     events: list[TokenEvent]
-    stats: EngineStats
+    stats: EngineStats | None = None
+    """None where the stats of an earlier report are still recent."""
     pins: list[Pinned] = []
+    service: list[TenantService] = []
+    """What each tenant was served since the report that held some last, a few times a second. In a fleet one front gets
+    it, any one, and tells the other engines (`fleet.shares`)."""
 
 
 class Stopped(msgspec.Struct, frozen=True, tag=True):
-    """The engine has ended; with a reason when it did not mean to."""
+    """The engine has ended; `reason` is set where no Shutdown was sent."""
 
     reason: str | None = None
 

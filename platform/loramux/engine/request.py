@@ -1,4 +1,4 @@
-"""What was asked of the engine: frozen, plain, and the same on both sides of the mailbox."""
+"""Requests to the engine: frozen, plain, and the same on both sides of the channel."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import enum
 from typing import NamedTuple
 
 import msgspec
+
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 
 
 class ServiceClass(enum.StrEnum):
@@ -17,7 +19,7 @@ class ServiceClass(enum.StrEnum):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How the next token is chosen and when generation ends. Token ids only: stop *strings* are the gateway's.
+    """Parameters of choosing tokens and of ending. Token ids only: stop *strings* are the gateway's.
 
     The order is the usual one: penalties and logit_bias on the logits, then temperature, top_k, top_p, min_p.
     """
@@ -43,8 +45,22 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def greedy(self) -> bool:
-        """Whether the choice is the arg max."""
+        """Is the choice the arg max?"""
         return self.temperature == 0.0
+
+
+class Constraint(msgspec.Struct, frozen=True, kw_only=True):
+    """The grammar that an answer follows from its first token to its end."""
+
+    grammar: str
+    """In llguidance's format, as `loramux.constraints` writes it."""
+    field: str
+    """The field of the request that asked for it; errors name it."""
+    after: int | None = None
+    """The token that ends a part in front which the grammar does not concern, such as a thought; the answer cannot end
+    within it. None: the grammar begins with the answer."""
+    opening: int | None = None
+    """The token that begins that part, where the answer may begin with it or with the grammar; None: it is open."""
 
 
 class AdapterRef(msgspec.Struct, frozen=True):
@@ -55,7 +71,7 @@ class AdapterRef(msgspec.Struct, frozen=True):
 
 
 class KvIdentity(NamedTuple):
-    """Whose KV it is: what is computed under one identity is never read under another."""
+    """The owner of KV: KV that is computed under one identity is never read under another."""
 
     tenant: str
     digest: str | None
@@ -69,6 +85,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     tenant: str
     prompt_token_ids: list[int]
+    output_token_ids: list[int] = []
+    """The beginning of its answer, which another engine has generated: this one goes on behind it."""
     sampling: SamplingParams
     adapter: AdapterRef | None = None
     """None: the base model."""
@@ -76,10 +94,21 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     weight: float = 1.0
     """The tenant's share within its class."""
     deadline_ms: int | None = None
-    """Its first token must come within so many milliseconds, or it is refused. None: as the policy says."""
+    """Milliseconds within which its group's first token must come, or it is refused. None: as the policy says."""
+    group_id: str = ""
+    """Shared by the choices of one API request; their deadline is decided once, before the first of them begins. Empty:
+    the request is a group of its own."""
+    constraint: Constraint | None = None
+    """None: any text."""
+    group_started: bool = False
+    """A choice of its group has begun, on another engine: its deadline is decided."""
+    num_tokens: int = 0
+    """Tokens of its revision, where they are more than the model's: the revision's embedding has rows for them."""
+    eos_token_ids: tuple[int, ...] = ()
+    """Tokens that end the answer in place of the model's; empty: the model's."""
     cache_scope: str = ""
-    """Who shares the base's KV inside the tenant: those of the same scope (a project's id, or nothing). What an adapter
-    computes is shared by all of its tenant. The server sets it."""
+    """Requests of one tenant share the base's KV within a scope (a project's id, or nothing). KV of an adapter is
+    shared by all of its tenant. The server sets it."""
 
     @property
     def kv_identity(self) -> KvIdentity:

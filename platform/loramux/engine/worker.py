@@ -1,69 +1,122 @@
-"""The loop around the engine: commands in, steps, reports out. Runs on a thread or as a process of its own."""
+"""The loop around the engine: commands in, steps, reports out. Runs on a thread or as a process of its own.
+
+The last report is always Stopped, and its reason says why where it was not asked to. A request that the model cannot
+take is refused alone; an exception in a step ends the engine, since pages and caches are then in an unknown state.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
+import math
 import os
 import queue
 import signal
 import threading
+import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 import msgspec
 from transformers.utils.logging import disable_progress_bar
 
-from loramux.engine.engine import Engine
-from loramux.engine.messages import Cancel, Command, Pin, Ready, Report, Retire, Shutdown, Stopped, Submit, Unpin
-from loramux.engine.model import load_model
+from loramux import logs
+from loramux.engine.engine import Engine, build_engine
+from loramux.engine.execution.attention import UnsupportedModel
+from loramux.engine.execution.loader import load_model
+from loramux.engine.messages import (
+    Cancel,
+    Command,
+    EngineCount,
+    EngineFault,
+    Lift,
+    ModelFacts,
+    Pin,
+    Ready,
+    Report,
+    Retire,
+    Shutdown,
+    StepReport,
+    Stopped,
+    Submit,
+    TokenEvent,
+    Unpin,
+)
+from loramux.engine.request import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY, Request
 from loramux.settings import Settings
+from loramux_adapters import BaseUnusable
 
 logger = logging.getLogger(__name__)
+
+HEARTBEAT_S = 10.0
+"""Seconds between two heartbeats of an engine that has requests and waits, for an adapter say."""
+
+MAX_WAIT_S = 3600.0
+"""The longest wait for a command: a lock accepts no time-out as long as the longest deadline."""
+
+PARENT_CHECK_S = 2.0
+"""Seconds between two looks whether the parent process is still there."""
 
 Inbox = queue.SimpleQueue[Command | None]
 """None wakes the loop without a command: an adapter has arrived."""
 
 
-def serve(settings: Settings, inbox: Inbox, send: Callable[[Report], None]) -> None:
-    """Load the model, then step until told to stop. Always sends Stopped as its last word."""
+def serve(
+    settings: Settings, inbox: Inbox, send: Callable[[Report], None], loaded: Callable[[], None] = lambda: None
+) -> None:
+    """Load the model, call `loaded`, then step until a Shutdown comes; Stopped is the last report."""
+    reason = None
     try:
-        engine = Engine(load_model(settings), settings, wake=lambda: inbox.put(None))
-        send(Ready(engine.facts))
-        _loop(engine, inbox, send)
-        engine.close()
+        engine = build_engine(load_model(settings), settings, wake=lambda: inbox.put(None))
+        try:
+            loaded()
+            send(Ready(engine.facts))
+            _loop(engine, inbox, send)
+        finally:
+            engine.close()
+    except (UnsupportedModel, BaseUnusable) as refusal:
+        reason = str(refusal)
     except Exception as error:
         logger.exception("the engine has stopped")
-        send(Stopped(f"{type(error).__name__}: {error}"))
-    else:
-        send(Stopped())
+        reason = f"{type(error).__name__}: {error}"
+    send(Stopped(reason))
 
 
 def _loop(engine: Engine, inbox: Inbox, send: Callable[[Report], None]) -> None:
     stopping = False
-    while not (stopping and engine.idle):
-        for command in _arrived(inbox, wait=engine.idle or engine.stalled, patience=engine.patience):
+    while not (stopping and engine.is_idle):
+        wait = engine.wait_seconds
+        arrived = _arrived(inbox, wait if engine.is_idle else min(wait, HEARTBEAT_S))
+        if not arrived and wait > HEARTBEAT_S and not engine.is_idle:
+            send(StepReport([]))
+            continue
+        for command in arrived:
             stopping |= isinstance(command, Shutdown)
-            _obey(engine, command)
+            _execute(engine, command, send)
         if report := engine.step():
             send(report)
 
 
-def _arrived(inbox: Inbox, *, wait: bool, patience: float | None) -> list[Command]:
-    """Everything in the inbox; waits for the first, `patience` seconds at most, where nothing can run without it."""
+def _arrived(inbox: Inbox, wait_seconds: float) -> list[Command | None]:
+    """Return everything in the inbox; wait up to `wait_seconds` for the first, inf: without limit."""
     arrived: list[Command | None] = []
-    if wait:
+    if wait_seconds > 0.0:
         with contextlib.suppress(queue.Empty):
-            arrived.append(inbox.get(timeout=patience))
+            arrived.append(inbox.get(timeout=min(wait_seconds, MAX_WAIT_S) if math.isfinite(wait_seconds) else None))
     while not inbox.empty():
         arrived.append(inbox.get())
-    return [command for command in arrived if command is not None]
+    return arrived
 
 
-def _obey(engine: Engine, command: Command) -> None:
+def _execute(engine: Engine, command: Command | None, send: Callable[[Report], None]) -> None:
     match command:
         case Submit(request):
-            engine.submit(request)
+            if fault := request_fault(request, engine.facts):
+                ended = TokenEvent(request_id=request.id, finish_reason="error", fault=fault, count=EngineCount())
+                send(StepReport([ended]))
+            else:
+                engine.submit(request)
         case Cancel(request_id):
             engine.cancel(request_id)
         case Retire(digest):
@@ -72,31 +125,87 @@ def _obey(engine: Engine, command: Command) -> None:
             engine.pin(ref, owner)
         case Unpin(digest, owner):
             engine.unpin(digest, owner)
-        case Shutdown():
+        case Lift(services):
+            engine.lift(services)
+        case Shutdown() | None:
             pass
 
 
-def serve_process(settings: Settings, connection: Connection) -> None:
-    """`serve` as a child process: commands and reports cross `connection` as msgpack.
+def request_fault(request: Request, facts: ModelFacts) -> EngineFault | None:
+    """Return why the model cannot take `request`: one id outside its tables would raise in the step of every request.
 
-    Signals are the parent's affair: it drains and then sends Shutdown. A parent that died closes the connection, and
-    then there is nobody left to serve.
+    The gateway refuses such requests with the field's name. This check holds whatever calls the engine.
+    """
+    sampling, size = request.sampling, max(facts.vocab_size, request.num_tokens)
+    for name, token_ids in (
+        ("prompt", request.prompt_token_ids),
+        ("output", request.output_token_ids),
+        ("logit_bias", sampling.logit_bias),
+        ("stop_token_ids", sampling.stop_token_ids),
+    ):
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < size):
+            return EngineFault("internal_error", f"{name} has a token outside the model's 0 to {size - 1}.")
+    if not request.prompt_token_ids or sampling.max_tokens < 1:
+        return EngineFault("internal_error", "A request needs at least one prompt token and max_tokens of at least 1.")
+    if len(request.output_token_ids) >= sampling.max_tokens:
+        return EngineFault("internal_error", "A request needs fewer tokens of output already than max_tokens.")
+    if sampling.logprobs is not None and not 0 <= sampling.logprobs <= size:
+        return EngineFault("internal_error", f"logprobs must be 0 to {size}.")
+    numbers = {
+        "temperature": (0 <= sampling.temperature < math.inf, "of at least 0"),
+        "top_p": (0 <= sampling.top_p < math.inf, "of at least 0"),
+        "min_p": (0 <= sampling.min_p < math.inf, "of at least 0"),
+        "repetition_penalty": (
+            MIN_REPETITION_PENALTY <= sampling.repetition_penalty <= MAX_REPETITION_PENALTY,
+            f"from {MIN_REPETITION_PENALTY} to {MAX_REPETITION_PENALTY}",
+        ),
+        "presence_penalty": (math.isfinite(sampling.presence_penalty), "of either sign"),
+        "frequency_penalty": (math.isfinite(sampling.frequency_penalty), "of either sign"),
+        "logit_bias": (all(map(math.isfinite, sampling.logit_bias.values())), "of either sign for each token"),
+    }
+    for name, (is_valid, limit) in numbers.items():
+        if not is_valid:
+            return EngineFault("internal_error", f"{name} must be a finite number {limit}.")
+    return None
+
+
+def serve_process(settings: Settings, connection: Connection) -> None:
+    """Serve as a child process: commands and reports cross `connection` as msgpack.
+
+    Signals are the parent's to handle: it drains and then sends Shutdown. When the parent dies its end of the
+    connection is closed, and this process ends at once, in the middle of a step or of loading.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logs.configure(settings.logging.format, settings.logging.level)
     disable_progress_bar()  # a server's log is no terminal
     inbox: Inbox = queue.SimpleQueue()
     encoder = msgspec.msgpack.Encoder()
-    threading.Thread(target=_receive, args=(connection, inbox), daemon=True, name="inbox").start()
-    serve(settings, inbox, lambda report: connection.send_bytes(encoder.encode(report)))
+    threading.Thread(target=_receive, args=(connection, inbox), daemon=True, name="commands").start()
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True, name="parent").start()
+    serve(settings, inbox, lambda report: connection.send_bytes(encoder.encode(report)), _freeze_garbage)
+
+
+def _freeze_garbage() -> None:
+    """Take what loading made out of garbage collection: walking a model's objects would stop steps for milliseconds."""
+    gc.collect()
+    gc.freeze()
 
 
 def _receive(connection: Connection, inbox: Inbox) -> None:
     decoder = msgspec.msgpack.Decoder(Command)
-    while True:
-        try:
-            data = connection.recv_bytes()
-        except (EOFError, OSError):
-            os._exit(1)
-        inbox.put(decoder.decode(data))
+    try:
+        while True:
+            inbox.put(decoder.decode(connection.recv_bytes()))
+    except (EOFError, OSError):
+        os._exit(1)  # the parent is gone: there is no one to serve
+    except msgspec.MsgspecError:
+        logger.exception("the parent sent an unreadable command")
+        os._exit(1)
+
+
+def _end_with_parent(parent: int) -> None:
+    """End when the parent has died, even where another process still holds its end of the connection open."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_CHECK_S)
+    os._exit(1)

@@ -1,27 +1,24 @@
 """The ledger and its costs in the formats that finance and metering systems take."""
 
-from loramux.exports.alerts import AlertDelivery
-from loramux.exports.delivery import Delivery, Sink
+from loramux.exports.delivery import AlertDelivery, Sink, SinkDelivery
 from loramux.exports.errors import ExportError
-from loramux.exports.files import FORMATS, ExportedFile, write_table
 from loramux.exports.focus import FOCUS_COLUMNS, focus_rows
-from loramux.exports.invoices import InvoiceFormat, write_invoice
-from loramux.exports.ledger import LEDGER_COLUMNS, ledger_pages
-from loramux.exports.sinks import make_sink
-from loramux.exports.webhook_sink import WebhookSink
-from loramux.records.sinks import Parked
+from loramux.exports.invoice_render import InvoiceFormat, write_invoice
+from loramux.exports.sinks import WebhookSink, make_sink
+from loramux.exports.tables import FORMATS, LEDGER_COLUMNS, ExportedFile, ledger_pages, write_table
+from loramux.records.sinks import ParkedEvent
 
 __all__ = [
     "FOCUS_COLUMNS",
     "FORMATS",
     "LEDGER_COLUMNS",
     "AlertDelivery",
-    "Delivery",
     "ExportError",
     "ExportedFile",
     "InvoiceFormat",
-    "Parked",
+    "ParkedEvent",
     "Sink",
+    "SinkDelivery",
     "WebhookSink",
     "focus_rows",
     "ledger_pages",

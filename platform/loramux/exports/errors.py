@@ -1,7 +1,18 @@
-"""What exports refuse."""
+"""Errors of exports.
+
+LoramuxError
+└── ExportError   500  a file or a sink that cannot be written; the message is the operator's
+"""
 
 from __future__ import annotations
 
+from http import HTTPStatus
 
-class ExportError(Exception):
-    """A sentence with the way out."""
+from loramux.errors import LoramuxError
+
+
+class ExportError(LoramuxError):
+    """An export that fails; the message has the way out."""
+
+    code = "export_failed"
+    status = HTTPStatus.INTERNAL_SERVER_ERROR

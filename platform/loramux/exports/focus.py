@@ -14,14 +14,15 @@ from typing import Any
 
 import msgspec
 
-from loramux.billing import Bill
-from loramux.billing.invoices import MEANINGS, Group
-from loramux.exports.columns import Column, Row
+from loramux.billing import Bill, Tax
+from loramux.billing.invoices import MEANINGS
+from loramux.exports.tables import Column, Row
 from loramux.pricing import Charge, Line, to_decimal
 from loramux.pricing.money import NANO_DIGITS
+from loramux.units import DAY, SECOND, SECONDS_PER_DAY
 
 GROUP_BY = ("model", "adapter_digest", "project_id", "api_key_id", "tags")
-"""What a bill is divided by for these rows."""
+"""The columns that a bill is divided by for these rows."""
 
 DECIMALS = frozenset(
     {
@@ -64,12 +65,10 @@ UNITS = {
     "adapter_byte_seconds": "Byte-Seconds",
     "adapter_resident_byte_seconds": "Byte-Seconds",
 }
-SECOND = 1_000_000
-DAY = 86_400
 
 
 class Seller(msgspec.Struct, frozen=True, kw_only=True):
-    """Who sells and who buys."""
+    """The seller and the buyer."""
 
     provider: str
     tenant_id: str
@@ -77,17 +76,19 @@ class Seller(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def focus_rows(bill: Bill, seller: Seller) -> list[Row]:
-    """The rows of one bill, which was divided by GROUP_BY."""
+    """Return the rows of one bill, which was divided by GROUP_BY."""
     rows = [_usage(bill, seller, line, part) for line, part in bill.charges()]
     if bill.shortfall:
         rows.append(_minimum(bill, seller))
+    if bill.tax is not None and bill.tax_amount:
+        rows.append(_tax(bill, seller, bill.tax))
     return rows
 
 
-def _usage(bill: Bill, seller: Seller, line: Line[Group], part: Charge[Group]) -> Row:
+def _usage(bill: Bill, seller: Seller, line: Line, part: Charge) -> Row:
     model, digest, project, key, tags = part.group
     cost = to_decimal(part.nanos, NANO_DIGITS)
-    is_late = part.day < bill.period.month.starts_at // (DAY * SECOND)
+    is_late = part.day < bill.period.month.starts_at // (DAY)
     row = _common(bill, seller, part.day, cost) | {
         "ChargeCategory": "Usage",
         "ChargeClass": "Correction" if is_late else None,  # of a period that was invoiced already; null within one
@@ -109,7 +110,7 @@ def _usage(bill: Bill, seller: Seller, line: Line[Group], part: Charge[Group]) -
     return row | (_priced(line, part, cost) if line.price else {})
 
 
-def _priced(line: Line[Group], part: Charge[Group], cost: Decimal) -> Row:
+def _priced(line: Line, part: Charge, cost: Decimal) -> Row:
     """A blended unit price for the part, since one price's steps meet in it."""
     assert line.price is not None
     unit = (cost / part.quantity).quantize(Decimal(1).scaleb(-NANO_DIGITS)) if part.quantity else Decimal(0)
@@ -131,11 +132,20 @@ def _priced(line: Line[Group], part: Charge[Group], cost: Decimal) -> Row:
 
 
 def _minimum(bill: Bill, seller: Seller) -> Row:
-    last_day = bill.period.month.ends_at // (DAY * SECOND) - 1
+    last_day = bill.period.month.ends_at // (DAY) - 1
     cost = bill.amount(bill.shortfall)
     return _common(bill, seller, last_day, cost) | {
         "ChargeCategory": "Adjustment",
         "ChargeDescription": "Up to the plan's minimum",
+        "ChargeFrequency": "Recurring",
+    }
+
+
+def _tax(bill: Bill, seller: Seller, tax: Tax) -> Row:
+    last_day = bill.period.month.ends_at // DAY - 1
+    return _common(bill, seller, last_day, bill.amount(bill.tax_amount)) | {
+        "ChargeCategory": "Tax",
+        "ChargeDescription": f"{tax.name} {tax.percent.normalize():f} %",
         "ChargeFrequency": "Recurring",
     }
 
@@ -155,8 +165,8 @@ def _common(bill: Bill, seller: Seller, day: int, cost: Decimal) -> dict[str, An
         "PricingCurrency": currency,
         "BillingPeriodStart": _time(month.starts_at // SECOND),
         "BillingPeriodEnd": _time(month.ends_at // SECOND),
-        "ChargePeriodStart": _time(day * DAY),
-        "ChargePeriodEnd": _time((day + 1) * DAY),
+        "ChargePeriodStart": _time(day * SECONDS_PER_DAY),
+        "ChargePeriodEnd": _time((day + 1) * SECONDS_PER_DAY),
         "InvoiceId": f"INV-{month}-{seller.tenant_name}" if bill.period.is_closed else None,
         "InvoiceIssuerName": seller.provider,
         "ProviderName": seller.provider,

@@ -1,8 +1,10 @@
-"""Sinks: OpenMeter (CloudEvents), Stripe and Lago meters, each as its own documentation has it."""
+"""Sinks: OpenMeter (CloudEvents), Stripe and Lago meters, and signed webhooks, each as its own documentation says."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import hashlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,40 +12,109 @@ from typing import Any
 import httpx
 import msgspec
 
-from loramux.exports.delivery import NotDelivered, Refusal, Sink, Unknown
+from loramux.billing import Checkpoint
+from loramux.exports.delivery import DeliveryUnknown, MeterEvent, NotDelivered, RejectedEvent, Sink, WebhookMessage
 from loramux.exports.errors import ExportError
-from loramux.exports.events import MeterEvent
-from loramux.exports.http_sink import HttpSink
-from loramux.exports.webhook_sink import WebhookSink
 from loramux.settings import SinkSettings
-from loramux.webhooks.messages import rfc3339
+from loramux.units import DAY, HOUR, SECOND
+from loramux.webhooks.messages import read_secret, rfc3339, sign
 
-SECOND = 1_000_000
-HOUR = 3600 * SECOND
-DAY = 24 * HOUR
+logger = logging.getLogger(__name__)
+
+FOREVER = 1 << 62
+SENT_AND_LOST = (httpx.ReadError, httpx.ReadTimeout, httpx.RemoteProtocolError, httpx.WriteError, httpx.WriteTimeout)
+"""The request may have arrived."""
+
+
+class HttpSink:
+    """Posts to one address; maps tenants to the sink's own customers."""
+
+    window = FOREVER
+    max_entries = 100
+
+    def __init__(self, name: str, client: httpx.AsyncClient, url: str, customers: Mapping[str, str]) -> None:
+        self.name = name
+        self._client = client
+        self._url = url.rstrip("/")
+        self._customers = customers
+
+    async def _post(self, path: str, **body: Any) -> httpx.Response:
+        """Post and return a final answer; raises NotDelivered or DeliveryUnknown for any other."""
+        try:
+            response = await self._client.post(self._url + path, **body)
+        except SENT_AND_LOST as error:
+            raise DeliveryUnknown(f"no answer ({type(error).__name__})") from error
+        except httpx.HTTPError as error:
+            raise NotDelivered(f"cannot be reached ({type(error).__name__})") from error
+        if response.status_code in (401, 403, 404, 408, 429):
+            raise NotDelivered(f"answered {response.status_code}")
+        if response.status_code >= 500:
+            raise DeliveryUnknown(f"answered {response.status_code}")
+        return response
+
+    def _known(self, events: Sequence[MeterEvent]) -> tuple[list[MeterEvent], list[RejectedEvent]]:
+        """Split off the events of tenants without a customer in the settings."""
+        known = [event for event in events if event.tenant_name in self._customers]
+        reason = "the sink's settings name no customer for this tenant"
+        return known, [RejectedEvent(event, reason) for event in events if event.tenant_name not in self._customers]
+
+
+class WebhookSink(HttpSink):
+    """Batches as JSON, signed and laid out (`type`, `timestamp`, `data`) as Standard Webhooks 1.0.0 says.
+
+    The receiver knows `webhook-id` again for as long as it likes, and every event by its own id.
+    https://github.com/standard-webhooks/standard-webhooks/blob/main/spec/standard-webhooks.md
+    """
+
+    def __init__(self, name: str, client: httpx.AsyncClient, url: str, secret: str) -> None:
+        super().__init__(name, client, url, {})
+        self._secret = read_secret(secret)
+
+    async def send(self, events: Sequence[MeterEvent], now: int) -> list[RejectedEvent]:
+        """Post one signed batch; all or none are taken. A refusal is retried: only the receiver knows its reason."""
+        id = "msg_" + hashlib.sha256(f"{events[0].id}:{events[-1].id}".encode()).hexdigest()[:32]
+        await self.deliver(WebhookMessage("usage.recorded", id, events[-1].occurred_at, {"events": events}), now)
+        return []
+
+    async def receive_checkpoint(self, checkpoint: Checkpoint, now: int) -> None:
+        """Deliver a checkpoint of the ledger; one that is lost is covered by the next."""
+        data = {"sequence": checkpoint.sequence, "hash": checkpoint.hash, "signature": checkpoint.signature}
+        message = WebhookMessage("ledger.checkpoint", f"msg_{checkpoint.hash[:32]}", checkpoint.created_at, data)
+        try:
+            await self.deliver(message, now)
+        except (NotDelivered, DeliveryUnknown) as error:
+            logger.warning("sink %s: %s; it misses the checkpoint of entry %d", self.name, error, checkpoint.sequence)
+
+    async def deliver(self, message: WebhookMessage, now: int) -> None:
+        """Deliver one message. Raises NotDelivered or DeliveryUnknown."""
+        content = {"type": message.kind, "timestamp": rfc3339(message.at), "data": message.data}
+        signed = sign(self._secret, message.id, content, now)
+        response = await self._post("", content=signed.body, headers=signed.headers)
+        if not response.is_success:
+            raise NotDelivered(f"answered {response.status_code}")
 
 
 class OpenMeterSink(HttpSink):
     """A batch of CloudEvents 1.0 to POST /api/v1/events: https://openmeter.io/docs/metering/events/usage-events.
 
-    OpenMeter knows (source, id) again for as long as it is configured to (`dedupe.config.expiration`, a day unless
+    OpenMeter recognises (source, id) for as long as it is configured to (`dedupe.config.expiration`, a day unless
     set otherwise: https://github.com/openmeterio/openmeter).
     """
 
     window = 23 * HOUR
 
-    async def send(self, events: Sequence[MeterEvent], now: int) -> list[Refusal]:  # noqa: ARG002  Sink's signature
-        """All or none are taken."""
+    async def send(self, events: Sequence[MeterEvent], now: int) -> list[RejectedEvent]:  # noqa: ARG002  Sink's signature
+        """Post one batch; all or none are taken."""
         content = msgspec.json.encode([cloud_event(event) for event in events])
         headers = {"Content-Type": "application/cloudevents-batch+json"}
         response = await self._post("/api/v1/events", content=content, headers=headers)
-        return [] if response.is_success else [Refusal(event, _why(response)) for event in events]
+        return [] if response.is_success else [RejectedEvent(event, _why(response)) for event in events]
 
 
 class StripeSink(HttpSink):
     """One POST /v1/billing/meter_events an event; the meter's name is the event_name.
 
-    Stripe knows an identifier (at most 100 characters) again for at least 24 hours, takes events that are at most 35
+    Stripe recognises an identifier (at most 100 characters) for at least 24 hours, takes events that are at most 35
     days old, whole numbers only, and one call at a time for each customer and meter:
     https://docs.stripe.com/billing/subscriptions/usage-based/recording-usage-api,
     https://docs.stripe.com/api/billing/meter-event/create.
@@ -53,13 +124,13 @@ class StripeSink(HttpSink):
     max_entries = 20
     max_age = 34 * DAY
 
-    async def send(self, events: Sequence[MeterEvent], now: int) -> list[Refusal]:
-        """One by one."""
+    async def send(self, events: Sequence[MeterEvent], now: int) -> list[RejectedEvent]:
+        """Post one by one."""
         known, refused = self._known(events)
         for number, event in enumerate(known):
             with _after(number):
                 if reason := self._impossible(event, now) or await self._send(event):
-                    refused.append(Refusal(event, reason))
+                    refused.append(RejectedEvent(event, reason))
         return refused
 
     def _impossible(self, event: MeterEvent, now: int) -> str | None:
@@ -84,30 +155,30 @@ class StripeSink(HttpSink):
 class LagoSink(HttpSink):
     """Batches of at most 100 to POST /api/v1/events/batch: https://docs.getlago.com/api-reference/events/batch.
 
-    Lago knows a transaction_id again for ever. A batch with one bad event, or one that it knows, is refused whole
+    Lago recognises a transaction_id for ever. A batch with one bad or repeated event is refused whole
     (https://github.com/getlago/lago-api/issues/3049); it is sent again without those that Lago names.
     """
 
     max_batch = 100
 
-    async def send(self, events: Sequence[MeterEvent], now: int) -> list[Refusal]:  # noqa: ARG002  Sink's signature
-        """Batch by batch."""
+    async def send(self, events: Sequence[MeterEvent], now: int) -> list[RejectedEvent]:  # noqa: ARG002  Sink's signature
+        """Post batch by batch."""
         known, refused = self._known(events)
         for start in range(0, len(known), self.max_batch):
             with _after(start):
                 refused += await self._send(known[start : start + self.max_batch])
         return refused
 
-    async def _send(self, events: list[MeterEvent]) -> list[Refusal]:
-        refused: list[Refusal] = []
+    async def _send(self, events: list[MeterEvent]) -> list[RejectedEvent]:
+        refused: list[RejectedEvent] = []
         while events:
             response = await self._post("/api/v1/events/batch", json={"events": [self._event(one) for one in events]})
             if response.is_success:
                 return refused
             wrong = _lago_errors(response)
             if not wrong:
-                return refused + [Refusal(event, _why(response)) for event in events]
-            refused += [Refusal(events[i], why) for i, why in wrong.items() if "already_exist" not in why]
+                return refused + [RejectedEvent(event, _why(response)) for event in events]
+            refused += [RejectedEvent(events[i], why) for i, why in wrong.items() if "already_exist" not in why]
             events = [event for i, event in enumerate(events) if i not in wrong]
         return refused
 
@@ -151,7 +222,7 @@ def cloud_event(event: MeterEvent) -> dict[str, Any]:
 
 
 def make_sink(settings: SinkSettings, client: httpx.AsyncClient) -> Sink:
-    """The sink that the settings describe. Raises ExportError where its secret cannot be read."""
+    """Make the sink that the settings describe. Raises ExportError where its secret cannot be read."""
     secret = _secret(settings)
     if settings.kind == "webhook":
         return WebhookSink(settings.name, client, settings.url, secret)
@@ -162,24 +233,33 @@ def make_sink(settings: SinkSettings, client: httpx.AsyncClient) -> Sink:
 
 @contextmanager
 def _after(delivered: int) -> Iterator[None]:
-    """What surely was not delivered does not undo what was delivered before it."""
+    """Turn NotDelivered into DeliveryUnknown where an earlier part of the batch was delivered."""
     try:
         yield
     except NotDelivered as error:
         if delivered:
-            raise Unknown(str(error)) from error
+            raise DeliveryUnknown(str(error)) from error
         raise
 
 
 def _secret(settings: SinkSettings) -> str:
+    where = f"sinks.{settings.name}.secret_file: {settings.secret_file}"
     try:
-        return Path(settings.secret_file).read_text().strip()
+        secret = Path(settings.secret_file).read_text().strip()
+        if settings.kind == "webhook":
+            read_secret(secret)
     except OSError as error:
-        raise ExportError(f"sinks.{settings.name}.secret_file: {settings.secret_file}: {error.strerror}") from None
+        raise ExportError(f"{where}: {error.strerror}") from None
+    except ValueError:  # no UTF-8, or no base64
+        secret = ""
+    if not (secret and secret.isascii() and secret.isprintable()):
+        kind = "a webhook's secret, whsec_ and base64" if settings.kind == "webhook" else "an API key, on one line"
+        raise ExportError(f"{where} does not hold {kind}")
+    return secret
 
 
 def _lago_errors(response: httpx.Response) -> dict[int, str]:
-    """What Lago finds wrong, by the event's place in the batch."""
+    """Return Lago's errors by the event's place in the batch."""
     try:
         details = response.json()["error_details"]
         return {int(place): str(why) for place, why in details.items()}

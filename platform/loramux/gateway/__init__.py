@@ -1,37 +1,57 @@
-"""Requests for completions on their way into the house and back: no HTTP, no SQL."""
+"""Requests for completions on their way to the engine and back: no HTTP, no SQL."""
 
 from loramux.engine import EngineClient, EngineDied
+from loramux.fleet.member import EngineStatus
 from loramux.gateway.adapters import AdapterService
-from loramux.gateway.answers import Answer, join_by_choice
-from loramux.gateway.ask import Ask, Conversation, Delta, FinishReason, Message, Prompt, Token, TokenLogprob, TokenUsage
+from loramux.gateway.checks import canonical_tags, ensure_storage_allowed
+from loramux.gateway.dialect import CallDelta
 from loramux.gateway.errors import (
     Draining,
     EngineDown,
     GatewayError,
     GenerationFailed,
     InvalidRequest,
+    NotAllowed,
     OverCapacity,
     Unavailable,
 )
 from loramux.gateway.generation import Generation
+from loramux.gateway.messages import (
+    Answer,
+    AskedFormat,
+    ChatOptions,
+    Conversation,
+    Delta,
+    FinishReason,
+    GenerationRequest,
+    Message,
+    Prompt,
+    Token,
+    TokenLogprob,
+    join_calls,
+)
 from loramux.gateway.platform import (
-    BillingDesk,
+    BillingServices,
     Platform,
     migrate,
     open_billing,
     open_platform,
     open_sinks,
     open_tenants,
+    renew_pepper,
+    run_periodically,
 )
-from loramux.gateway.service import CompletionService
-from loramux.gateway.tags import canonical_tags
+from loramux.gateway.service import CompletionService, ServedBase, service_class_of
 from loramux.records import RecordsError
+from loramux.records.service_tiers import ServiceTier
 
 __all__ = [
     "AdapterService",
     "Answer",
-    "Ask",
-    "BillingDesk",
+    "AskedFormat",
+    "BillingServices",
+    "CallDelta",
+    "ChatOptions",
     "CompletionService",
     "Conversation",
     "Delta",
@@ -39,25 +59,33 @@ __all__ = [
     "EngineClient",
     "EngineDied",
     "EngineDown",
+    "EngineStatus",
     "FinishReason",
     "GatewayError",
     "Generation",
     "GenerationFailed",
+    "GenerationRequest",
     "InvalidRequest",
     "Message",
+    "NotAllowed",
     "OverCapacity",
     "Platform",
     "Prompt",
     "RecordsError",
+    "ServedBase",
+    "ServiceTier",
     "Token",
     "TokenLogprob",
-    "TokenUsage",
     "Unavailable",
     "canonical_tags",
-    "join_by_choice",
+    "ensure_storage_allowed",
+    "join_calls",
     "migrate",
     "open_billing",
     "open_platform",
     "open_sinks",
     "open_tenants",
+    "renew_pepper",
+    "run_periodically",
+    "service_class_of",
 ]

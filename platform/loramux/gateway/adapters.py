@@ -1,64 +1,79 @@
-"""Tenants' adapters: what the registry keeps, and what the engine must keep or forget."""
+"""Tenants' adapters: the registry's records, and the engines that must keep or forget the weights."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from pathlib import Path
+import logging
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
-from loramux.engine import EngineClient
+from loramux.engine.messages import EngineFault
 from loramux.engine.request import AdapterRef
-from loramux.gateway.errors import InvalidRequest
-from loramux.gateway.pins import Pins
-from loramux.registry import UNCONDITIONAL, AdapterInfo, Registry, RevisionInfo, Terms
-from loramux.tenants import Principal
+from loramux.fleet.group import EngineGroup
+from loramux.records import TenantId
+from loramux.registry import (
+    UNCONDITIONAL,
+    ActivePin,
+    AdapterInfo,
+    ChangeConflict,
+    Preconditions,
+    Registry,
+    RegistryError,
+    RevisionInfo,
+    engine_key,
+)
+from loramux.tenants import Principal, system_principal
+
+logger = logging.getLogger(__name__)
+LIMIT = "pin_limit"
+"""The engine's code where there is no room for a pin."""
+
+
+class PinKey(NamedTuple):
+    """A pin as engines know it."""
+
+    digest: str
+    """The engine's key of the revision."""
+    tenant: TenantId
+    base_model: str
+    """The base that the revision was uploaded for."""
 
 
 class AdapterService:
-    """Everything that is done with adapters. `reading`, `releasing` and `sharing` concern the registry alone."""
+    """Operations on adapters. `queries`, `aliases`, `grants` and `deletion` concern the registry alone."""
 
-    def __init__(self, registry: Registry, engine: EngineClient) -> None:
-        self.reading = registry.reading
-        self.releasing = registry.releasing
-        self.sharing = registry.sharing
-        self.retiring = registry.retiring
-        self.pins = Pins(registry, engine)
+    def __init__(self, registry: Registry, engines: Mapping[str, EngineGroup]) -> None:
+        """`engines` by their base's name."""
+        self.queries = registry.queries
+        self.aliases = registry.aliases
+        self.grants = registry.grants
+        self.deletion = registry.deletion
+        self.pins = PinnedRevisions(registry, engines)
         self._registry = registry
-        self._engine = engine
-
-    def staging(self) -> AbstractContextManager[Path]:
-        """An empty folder to receive files in; gone when the block ends."""
-        return self._registry.staging()
-
-    async def upload(self, principal: Principal, name: str, config_file: Path, weights_file: Path) -> AdapterInfo:
-        """Make two received files the next revision of `name`.
-
-        Raises InvalidRequest with the field and the reason where they cannot be served on this base, and what
-        Registry.upload raises.
-        """
-        from loramux_adapters import AdapterRejected  # torch: not for those who only make a key
-
-        try:
-            return await self._registry.upload(principal, name, config_file, weights_file)
-        except AdapterRejected as rejected:
-            raise InvalidRequest(rejected.message, param=rejected.field, code=rejected.code) from None
+        self._engines = engines
 
     async def preload(self, principal: Principal, model: str) -> str | None:
-        """Have `model` in the engine's pool, and stay there; why not, where it cannot be.
+        """Load `model` into the engine's pool for good; return the reason where that is impossible.
 
         Raises ModelNotFound, RevisionUnavailable or EngineDied.
         """
-        revision = (await self._registry.resolve(principal, model)).revision
+        resolved = await self._registry.resolver.resolve(principal, model)
+        revision = resolved.revision
         if revision is None:
             return None
-        fault = await self._engine.pin(AdapterRef(revision.digest, str(revision.directory)))
+        ref = AdapterRef(revision.engine_key, str(revision.directory))
+        fault = await self._engines[resolved.base_model].pin(ref)
         return fault.message if fault else None
 
     async def delete(
-        self, principal: Principal, name: str, terms: Terms = UNCONDITIONAL, undo_seconds: int | None = None
+        self,
+        principal: Principal,
+        name: str,
+        preconditions: Preconditions = UNCONDITIONAL,
+        undo_seconds: int | None = None,
     ) -> AdapterInfo:
-        """Delete an adapter, here and in the engine, and say what it was: see `Retiring.delete`."""
-        info, digests = await self.retiring.delete(principal, name, terms, undo_seconds)
-        await self._retire(digests)
+        """Delete an adapter in the registry and the engine; return its last description: `DeletionService.delete`."""
+        info, digests = await self.deletion.delete(principal, name, preconditions, undo_seconds)
+        await self._retire(principal, digests)
         return info
 
     async def delete_revision(
@@ -66,22 +81,107 @@ class AdapterService:
         principal: Principal,
         name: str,
         number: int,
-        terms: Terms = UNCONDITIONAL,
+        preconditions: Preconditions = UNCONDITIONAL,
         undo_seconds: int | None = None,
     ) -> RevisionInfo:
-        """The same for one revision: see `Retiring.delete_revision`."""
-        info = await self.retiring.delete_revision(principal, name, number, terms, undo_seconds)
-        await self._retire(frozenset({info.digest}))
+        """Delete one revision likewise: `DeletionService.delete_revision`."""
+        info = await self.deletion.delete_revision(principal, name, number, preconditions, undo_seconds)
+        await self._retire(principal, frozenset({info.digest}))
         return info
 
-    async def keep_house(self) -> None:
-        """Delete what has expired, forget what is gone, and see that the engine keeps what is pinned, and no more."""
-        await self.retiring.expire()
-        for digest in await self._registry.contents.departed():
-            self._engine.retire(digest)
-        await self._registry.contents.purge()
-        await self.pins.renew()
+    async def run_maintenance(self) -> None:
+        """Delete expired adapters, collect unneeded blobs, and reconcile the engines' pins with the records."""
+        await self.deletion.expire()
+        self._retire_all(await self._registry.blob_gc.recently_uncallable())
+        await self._registry.blob_gc.purge()
+        await self.pins.reconcile()
 
-    async def _retire(self, digests: frozenset[str]) -> None:
-        for digest in await self._registry.contents.uncallable(digests):
-            self._engine.retire(digest)
+    async def _retire(self, principal: Principal, digests: frozenset[str]) -> None:
+        self._retire_all(await self._registry.blob_gc.uncallable(principal.tenant, digests))
+
+    def _retire_all(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            for engine in self._engines.values():
+                engine.retire(key)
+
+
+class PinnedRevisions:
+    """Applies the recorded pins to this server's engines; other servers of the database do so for theirs."""
+
+    def __init__(self, registry: Registry, engines: Mapping[str, EngineGroup]) -> None:
+        self._registry = registry
+        self._engines = engines
+        self._applied: dict[PinKey, EngineGroup] = {}
+        self._starting: set[PinKey] = set()
+
+    async def pin(
+        self, principal: Principal, name: str, number: int, preconditions: Preconditions = UNCONDITIONAL
+    ) -> RevisionInfo:
+        """Keep a revision in the pool; return once it is loaded.
+
+        Raises ChangeConflict where the engine has no room for it, RevisionUnavailable, EngineDied, and the errors of
+        `PinService.pin`.
+        """
+        info = await self._registry.queries.revision(principal, name, number)
+        key = PinKey(engine_key(principal.tenant, info.digest), principal.tenant, info.base_model)
+        if key in self._applied.keys() - self._starting:
+            return await self._registry.pins.pin(principal, name, number, preconditions)
+        self._starting.add(key)
+        try:
+            if fault := await self._apply(principal, info.name, key):
+                raise ChangeConflict(
+                    fault.code, f"`{info.name}` cannot be kept in the pool: {fault.message}", "revision"
+                )
+            return await self._registry.pins.pin(principal, name, number, preconditions)
+        except BaseException:
+            self._release(key)
+            raise
+        finally:
+            self._starting.discard(key)
+
+    async def unpin(
+        self, principal: Principal, name: str, number: int, preconditions: Preconditions = UNCONDITIONAL
+    ) -> RevisionInfo:
+        """End a pin; the revision leaves the pool when the room is needed. Raises the errors of `PinService.unpin`."""
+        info = await self._registry.pins.unpin(principal, name, number, preconditions)
+        self._release(PinKey(engine_key(principal.tenant, info.digest), principal.tenant, info.base_model))
+        return info
+
+    async def reconcile(self) -> None:
+        """Release pins that have ended and apply those that have not: at boot, and periodically."""
+        pins = await self._registry.pins.active(self._registry.resolver.take_used())
+        active = {PinKey(engine_key(pin.tenant, pin.digest), pin.tenant, pin.base_model): pin for pin in pins}
+        for key in self._applied.keys() - active.keys() - self._starting:
+            self._release(key)
+        for key in active.keys() - self._applied.keys() - self._starting:
+            await self._reapply(active[key], key)
+
+    async def _reapply(self, pin: ActivePin, key: PinKey) -> None:
+        principal = system_principal(pin.tenant, pin.tenant_name)
+        name = f"{pin.tenant_name}/{pin.adapter}@{pin.number}"
+        try:
+            fault = await self._apply(principal, name, key)
+        except RegistryError as error:
+            fault = EngineFault(error.code, error.message)
+        if fault is None:
+            return
+        logger.warning("a pin cannot be kept: %s: %s", name, fault.message)
+        if fault.code == LIMIT:
+            await self._registry.pins.end(pin, LIMIT)
+
+    async def _apply(self, principal: Principal, model: str, key: PinKey) -> EngineFault | None:
+        resolved = await self._registry.resolver.resolve(principal, model)
+        revision, engine = resolved.revision, self._engines[resolved.base_model]
+        assert revision is not None, "only revisions are pinned"
+        self._applied[key] = engine
+        fault: EngineFault | None = EngineFault("unknown", "The pin was interrupted.")
+        try:
+            fault = await engine.pin(AdapterRef(revision.engine_key, str(revision.directory)), principal.tenant)
+        finally:
+            if fault is not None:
+                self._release(key)
+        return fault
+
+    def _release(self, key: PinKey) -> None:
+        if engine := self._applied.pop(key, None):
+            engine.unpin(key.digest, key.tenant)

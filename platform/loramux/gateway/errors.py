@@ -1,62 +1,74 @@
-"""Why the gateway says no, without a word of HTTP.
+"""The gateway's part of the error tree.
 
-    GatewayError(message, param, code)
-    ├── InvalidRequest       the caller can mend it: `param` names the field
-    ├── Unavailable          not now: try again after `retry_after` seconds
-    │   ├── Draining         this server is being stopped
-    │   ├── EngineDown       the engine has died
-    │   └── OverCapacity     it would miss its deadline, or has missed it: nothing of it was run
-    └── GenerationFailed     the house failed after it had accepted the request; nothing is charged
-
-What the registry, the tenants and the usage refuse keeps its own type (ModelNotFound, InvalidKey, InvalidQuery, ...).
+GatewayError(message, field, code)
+├── InvalidRequest       the caller can correct it: `field` names what is wrong: 400
+├── NotAllowed           the credential is valid and does not allow this: 403
+├── Unavailable          not now: try again after `retry_after` seconds: 503
+│   ├── Draining         this server is being stopped
+│   ├── EngineDown       the engine has died
+│   └── OverCapacity     it would miss its deadline, or has missed it: 429
+└── GenerationFailed     the server failed after it had accepted the request; nothing is charged: 500
+    └── AdapterNotLoaded     the adapter cannot be loaded; once a choice has begun, it ends only the others
 """
 
 from __future__ import annotations
 
+from http import HTTPStatus
+
 from loramux.engine.messages import EngineFault
+from loramux.errors import LoramuxError
 
 
-class GatewayError(Exception):
-    """A sentence for the caller, the field it is about, and a stable code."""
+class GatewayError(LoramuxError):
+    """Base of what the gateway raises."""
 
-    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
-        self.param = param
-        self.code = code
+    def __init__(self, message: str, field: str | None = None, *, code: str | None = None) -> None:
+        super().__init__(message, field)
+        self.code = code or type(self).code
 
 
 class InvalidRequest(GatewayError):
     """The request can never be served as it stands."""
 
 
-class Unavailable(GatewayError):
-    """The request is fine, the moment is not."""
+class NotAllowed(GatewayError):
+    """The key or token lacks the scope."""
 
-    retry_after: int = 1
-    """Seconds."""
+    code = "insufficient_permissions"
+    status = HTTPStatus.FORBIDDEN
+
+
+class Unavailable(GatewayError):
+    """The request is valid; the server cannot serve it at this moment."""
+
+    status = HTTPStatus.SERVICE_UNAVAILABLE
+    retry_after = 1
 
 
 class Draining(Unavailable):
     """The server is being stopped; another one, or this one after its restart, will serve."""
 
+    code = "server_draining"
     retry_after = 5
 
     def __init__(self) -> None:
-        super().__init__("This server is shutting down. Please retry in a few seconds.", code="server_draining")
+        super().__init__("This server is shutting down. Please retry in a few seconds.")
 
 
 class EngineDown(Unavailable):
     """The engine ended under the request, or before it."""
 
+    code = "engine_unavailable"
     retry_after = 10
 
     def __init__(self) -> None:
-        super().__init__("The engine has stopped and is being restarted. Please retry.", code="engine_unavailable")
+        super().__init__("The engine has stopped and is being restarted. Please retry.")
 
 
 class OverCapacity(Unavailable):
-    """There is more to do than the request's deadline leaves time for."""
+    """The server cannot send the first token within the request's deadline."""
+
+    status = HTTPStatus.TOO_MANY_REQUESTS
 
     def __init__(self, fault: EngineFault) -> None:
         super().__init__(fault.message, code=fault.code)
@@ -64,16 +76,27 @@ class OverCapacity(Unavailable):
 
 
 class GenerationFailed(GatewayError):
-    """What was generated until then is lost."""
+    """The tokens generated until then are lost."""
+
+    code = "internal_error"
+    status = HTTPStatus.INTERNAL_SERVER_ERROR
+
+
+class AdapterNotLoaded(GenerationFailed):
+    """The adapter's files are gone or cannot be read: its owner may have deleted it while the request waited."""
+
+    code = "adapter_failed"
 
 
 def from_fault(fault: EngineFault | None) -> GatewayError:
-    """What the engine reported, as what the caller is told."""
+    """Translate the engine's fault into the error that the caller gets."""
     if fault is None:
-        return GenerationFailed("The engine gave the request up without a reason.", code="internal_error")
+        return GenerationFailed("The engine gave the request up without a reason.")
     match fault.code:
-        case "context_length_exceeded":
-            return InvalidRequest(fault.message, code=fault.code)
+        case "context_length_exceeded" | "adapter_not_finite" | "invalid_constraint" | "constraint_too_complex":
+            return InvalidRequest(fault.message, fault.field, code=fault.code)
+        case "adapter_failed":
+            return AdapterNotLoaded(fault.message)
         case "engine_overloaded" | "deadline_exceeded":
             return OverCapacity(fault)
         case _:

@@ -1,43 +1,64 @@
-"""One API request under way."""
+"""One admitted API request under way.
+
+    CompletionService.begin ── usage.open ──> Generation ── engine.submit, once a choice ──> engine
+    SSE writer <── one queue of Deltas <── OutputProcessor.push <── on_event, on the event loop <── engine
+
+The events of all choices are processed in the engine client's callback and meet in one queue; the request's only task
+waits for the last of them, settles the usage, and then gives out the deltas with the finish reasons.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing
-from typing import cast
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from http import HTTPStatus
 
 import msgspec
 
-from loramux.engine import EngineClient, EngineDied
-from loramux.engine.distribution import SECONDS, Histogram
+from loramux.engine import ENGINE_DIED, EngineDied
 from loramux.engine.messages import TokenEvent
-from loramux.gateway.answers import encode_answer
-from loramux.gateway.ask import Delta, TokenUsage
-from loramux.gateway.choice import Choice, settlement, used
-from loramux.gateway.errors import EngineDown, GatewayError, GenerationFailed
-from loramux.limits import LimitsError, Standing
-from loramux.usage import Answered, IdempotencyMismatch, OpenedRequest, StillRunning, Usage
+from loramux.engine.metrics import SECONDS, Histogram
+from loramux.errors import LoramuxError
+from loramux.fleet.group import EngineGroup
+from loramux.gateway.errors import AdapterNotLoaded, EngineDown, GatewayError, GenerationFailed, InvalidRequest
+from loramux.gateway.messages import Delta, FinishReason, encode_answer
+from loramux.gateway.output import Choice, delivered_tokens, settlement_of
+from loramux.limits import RateLimitStatus
+from loramux.records import RecordsUnavailable
+from loramux.records.service_tiers import service_tier
+from loramux.units import TokenCounts
+from loramux.usage import OpenedRequest, Settlement, UsageService
 
 logger = logging.getLogger(__name__)
 
+CANCEL_TIMEOUT_S = 30.0
+"""The time that an engine has to end a request that was cancelled; one that takes longer hangs."""
 
-LAST_WORD_SECONDS = 30.0
-"""How long an engine may take to end what it was told to cancel; one that takes longer hangs."""
+TOKENS_A_TURN = 20_000
+"""Prompt tokens that are encoded for the engine before other requests get their turn."""
+MAX_UNREAD = 65_536
+"""Deltas that may wait for their reader; one that falls further behind is treated as one that has left."""
 
 
 class Generation:
     """A request's choices, running in the engine; iterate for their deltas.
 
-    It lives in a task of its own, so that whatever becomes of its reader, the engine is told and the usage is
-    recorded: the row is open before the engine sees anything, and it is settled before the reader gets the deltas
-    with the finish reasons. A reader that leaves calls abandon(); only a request with an idempotency key runs on then,
-    for the reader who comes again. A request that the house fails costs nothing.
+    It outlives its reader, so that the usage is always recorded. The row is open before the engine sees
+    anything, and it is settled before the reader gets the deltas with the finish reasons. A reader that leaves calls
+    abandon(); only a request with an idempotency key runs on then, for the reader that comes again.
 
-    Whoever ends a choice early tells the engine so and listens on to its last event, a step later, so that the bill and
-    the engine speak of the same tokens.
+    The tokens that the caller could read are billed, unless the server itself failed; the rest is waived. Of an answer
+    that is sent whole a reader that leaves before its end could read nothing. Some faults
+    concern one choice: a prompt too long for the pool, an adapter that cannot be loaded or gives no finite numbers.
+    Before the request's first token such a fault ends the whole request, and nothing is billed. After it, the fault
+    ends its choice only. A deadline is no such fault: the engine decides it before the first choice begins
+    (`engine.scheduling.deadlines`), and a late one would be handled like the others, as a safety net.
+
+    When a choice ends early (stop string, disconnect) it is cancelled in the engine, and its final event is awaited, so
+    that billed and engine-counted tokens agree.
     """
 
     replayed = False
@@ -45,16 +66,21 @@ class Generation:
     def __init__(
         self,
         opened: OpenedRequest,
-        created: int,
+        rate_limits: RateLimitStatus,
         choices: list[Choice],
-        engine: EngineClient,
-        usage: Usage,
+        engines: EngineGroup,
+        usage: UsageService,
+        *,
+        is_streamed: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.id = opened.id
         self.model = opened.model
-        self.created = created
+        self.base_model = opened.base_model
+        self.created = int(time.time())
         """Unix seconds."""
+        self.rate_limits = rate_limits
+        self.service_tier = service_tier(opened.tier)
         self.status = "running"
         """Then completed, cancelled or failed."""
         self.prompt_token_ids = list({c.prompt: c.request.prompt_token_ids for c in choices}.values())
@@ -63,197 +89,240 @@ class Generation:
         self.token_gaps = Histogram(SECONDS)
         """Seconds between one token of a choice and its next."""
         self.seconds: float | None = None
-        """From the beginning to the end."""
-        self.standing = Standing()
-        self._admission: asyncio.Future[Answered | None] = asyncio.get_running_loop().create_future()
-        self._said: list[Delta] = []
-        """Kept for an idempotency key."""
-        self._clock = clock
-        self._began = clock()
-        self._opened = opened
+        """Seconds from the beginning to the end."""
+        self.unsettled: Settlement | None = None
+        """The end that the database did not take: it is on the server's account, and is to be settled later."""
+        self.opened = opened
+        """The request as it was admitted."""
+        self._is_streamed = is_streamed
         self._choices = choices
-        self._engine = engine
+        self._engines = engines
         self._usage = usage
-        self._items: asyncio.Queue[Delta | GatewayError | None] = asyncio.Queue()
-        self._first = asyncio.Event()
-        self._failure: GatewayError | None = None
-        self._abandoned = False
-        self._cut: GatewayError | None = None
-        self._pumps: list[asyncio.Task[None]] = []
-        self._patience: asyncio.TimerHandle | None = None
+        self._clock = clock
+        self.began = clock()
+        """The moment after its admission, by a clock that never goes back."""
+        self._kept: list[Delta] = []
+        """All deltas, for an idempotency key."""
+        self._deltas: asyncio.Queue[Delta | LoramuxError | None] = asyncio.Queue()
+        self._started = asyncio.Event()
+        self._num_running = len(choices)
+        self._submitted = False
+        self._ended = asyncio.Event()
+        """Every choice has had its last event, or the engine did not send it in time."""
+        self._left = False
+        """The reader has left."""
+        self._stopped = False
+        """Events are counted and no longer read."""
+        self._timeout: asyncio.TimerHandle | None = None
+        self._failure: LoramuxError | None = None
+        self._abort_reason: LoramuxError | None = None
         self.task = asyncio.create_task(self._run(), name=self.id)
 
     @property
     def tenant(self) -> str:
-        """Whose it is."""
-        return self._opened.tenant
+        """The owner's id."""
+        return self.opened.tenant_id
 
     @property
-    def waiting(self) -> bool:
-        """Whether its first token is still to come."""
+    def is_waiting(self) -> bool:
+        """Is the first token still to come?"""
         return self.seconds_to_first_token is None and not self.task.done()
 
-    async def admitted(self) -> Answered | None:
-        """Wait until the row is open; Answered where the request was answered before.
+    @property
+    def finish_reasons(self) -> list[FinishReason]:
+        """The finish reasons of the choices that have one."""
+        return [choice.output.finish_reason for choice in self._choices if choice.output.finish_reason is not None]
 
-        Raises what the request was refused with: LimitsError, IdempotencyMismatch, StillRunning or GenerationFailed.
-        """
-        return await asyncio.shield(self._admission)
+    @property
+    def seconds_waited(self) -> float:
+        """Seconds in the engine's queue, until the first step of the first choice that ran."""
+        return min((choice.waited_s for choice in self._choices if choice.num_generated), default=0.0)
+
+    @property
+    def adapter_loads(self) -> int:
+        """Loads of its adapter that it caused."""
+        return sum(choice.count.adapter_loads for choice in self._choices if choice.count is not None)
+
+    @property
+    def usage(self) -> TokenCounts:
+        """The tokens that the caller could read so far, and the prompts that the engine has answered at all."""
+        return TokenCounts() if self._is_lost else delivered_tokens(self._choices)
 
     async def started(self) -> None:
-        """Wait for the first sign of life; raises what the request failed with before there was one."""
-        await self._first.wait()
+        """Wait for the first delta or the end; raises the error that the request failed with."""
+        await self._started.wait()
         if self._failure is not None:
             raise self._failure
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
-        while (item := await self._items.get()) is not None:
-            if isinstance(item, GatewayError):
+        while (item := await self._deltas.get()) is not None:
+            if isinstance(item, LoramuxError):
                 raise item
             yield item
 
     def abandon(self) -> None:
-        """Nobody reads on: free the engine's pages, and settle with what was generated. Does nothing at the end."""
-        if self._opened.claim is None:
+        """Free the engine's pages and settle with the tokens so far: the reader has left. Does nothing at the end."""
+        self._left = True
+        if self.opened.claim is None:
             self._stop()
 
-    def cut_off(self, why: GatewayError) -> None:
-        """The house cannot go on: the reader is told `why`, and pays nothing."""
-        self._cut = why
+    def abort(self, reason: LoramuxError) -> None:
+        """End the request on the server's behalf: the reader gets `reason`, and pays nothing."""
+        self._abort_reason = reason
+        self._stop()
+
+    async def _run(self) -> None:
+        await self._submit()
+        await self._ended.wait()
+        if self._timeout is not None:
+            self._timeout.cancel()
+        if self._failure is None and not self._finished:
+            self._failure = self._abort_reason
+        self.seconds = self._clock() - self.began
+        await self._settle()
+        if self._failure is None:
+            for delta in self._ends():
+                self._put(delta)
+        self._put(self._failure)
+
+    async def _submit(self) -> None:
+        """Submit every choice; long prompts give way to other requests in between, for each is encoded anew."""
+        num_tokens = 0
+        for number, choice in enumerate(self._choices):
+            num_tokens += len(choice.request.prompt_token_ids)
+            if num_tokens > TOKENS_A_TURN:
+                num_tokens = 0
+                await asyncio.sleep(0)
+            if self._stopped:
+                self._num_running -= len(self._choices) - number
+                break
+            try:
+                self._engines.submit(choice.request, partial(self._on_event, choice))
+            except Exception as error:
+                self._num_running -= len(self._choices) - number
+                self._fail(error)
+                break
+        self._submitted = True
+        if not self._num_running:
+            self._ended.set()
+
+    def _on_event(self, choice: Choice, event: TokenEvent) -> None:
+        """Process one event of one choice; called by the engine client, on the event loop."""
+        choice.count_event(event)
+        if not self._stopped and choice.output.finish_reason is None:
+            try:
+                self._read(choice, event)
+            except Exception as error:
+                self._fail(error)
+        if event.finish_reason is not None:
+            self._num_running -= 1
+            if self._num_running == 0 and self._submitted:
+                self._ended.set()
+
+    def _read(self, choice: Choice, event: TokenEvent) -> None:
+        """Give the reader the news of an event; the engine runs on behind a choice that has ended early."""
+        if event.fault is not None and event.fault.code == ENGINE_DIED:
+            raise EngineDown
+        try:
+            delta = choice.output.push(event)
+        except GatewayError as error:
+            ours = error.status >= HTTPStatus.INTERNAL_SERVER_ERROR and not isinstance(error, AdapterNotLoaded)
+            if ours or self.seconds_to_first_token is None:
+                raise
+            choice.output.abort()
+            return
+        self._note_token(choice)
+        if delta.token_ids or delta.text:
+            self._put(delta)
+        if choice.output.finish_reason is not None and event.finish_reason is None:
+            self._engines.cancel(choice.request.id)
+            if self._finished:
+                self._limit_wait()
+
+    def _note_token(self, choice: Choice) -> None:
+        now = self._clock()
+        if self.seconds_to_first_token is None:
+            self.seconds_to_first_token = now - self.began
+        if choice.last_token_at is not None:
+            self.token_gaps.observe(now - choice.last_token_at)
+        choice.last_token_at = now
+
+    def _fail(self, error: Exception) -> None:
+        """End every choice; the first error is the request's."""
+        if isinstance(error, EngineDied):
+            error = EngineDown()
+        if not isinstance(error, LoramuxError):
+            logger.error("request %s failed", self.id, exc_info=error)
+            error = GenerationFailed("The server failed while it generated the answer.")
+        self._failure = self._failure or error
         self._stop()
 
     def _stop(self) -> None:
-        if not self._abandoned:
-            self._abandoned = True
-            self._cancel_choices()
-
-    def _cancel_choices(self) -> None:
-        """Have the engine end what it still runs; one that does not is no longer listened to."""
-        if self._pumps:
-            for choice in self._choices:
-                if choice.count is None:
-                    self._engine.cancel(choice.request.id)
-            self._patience = asyncio.get_running_loop().call_later(LAST_WORD_SECONDS, self._stop_pumps)
-
-    def _stop_pumps(self) -> None:
-        for pump in self._pumps:
-            pump.cancel()
-
-    @property
-    def usage(self) -> TokenUsage:
-        """What has been used so far: prompts that the engine has answered at all, and every token that was read."""
-        return used(self._choices)
-
-    async def _run(self) -> None:
-        try:
-            if not await self._admit():
-                return
-            self._failure = await self._generate() or (None if self._finished else self._cut)
-            self.seconds = self._clock() - self._began
-            self.status = self._outcome()
-            paid = self.usage if self.status != "failed" else TokenUsage(0, 0, 0)
-            end = settlement(self.id, self._choices, self.status, paid=paid)
-            await self._usage.settle(msgspec.structs.replace(end, answer=self._kept_answer()))
-        except Exception:
-            logger.exception("request %s could not be recorded", self.id)
-            self.status = "failed"
-            self._failure = GenerationFailed("The request could not be recorded.", code="internal_error")
-            if not self._admission.done():
-                self._refuse(self._failure)
-        for choice in self._choices if self._failure is None else ():
-            self._put(Delta(index=choice.transcript.index, finish_reason=choice.transcript.finish_reason))
-        self._put(self._failure)
-
-    async def _admit(self) -> bool:
-        """Whether the request is to run."""
-        try:
-            outcome = await self._usage.open(self._opened)
-        except (LimitsError, IdempotencyMismatch, StillRunning) as refusal:
-            self.status = "refused"
-            self._refuse(refusal)
-            return False
-        if isinstance(outcome, Answered):
-            self.status = "replayed"
-            self._admission.set_result(outcome)
-            return False
-        self.standing = outcome
-        self._admission.set_result(None)
-        return True
-
-    def _refuse(self, why: Exception) -> None:
-        self._admission.set_exception(why)
-        self._admission.exception()  # it may be that nobody waits for it
-
-    async def _generate(self) -> GatewayError | None:
-        """Run every choice to its end; one that fails takes the others with it."""
-        if self._abandoned:
-            return None
-        self._pumps = [asyncio.create_task(self._pump(choice)) for choice in self._choices]
-        ends = await asyncio.gather(*self._pumps, return_exceptions=True)
-        if self._patience is not None:
-            self._patience.cancel()
-        failures = [end for end in ends if isinstance(end, Exception)]
-        return self._explain(failures[0]) if failures else None
-
-    async def _pump(self, choice: Choice) -> None:
-        if self._abandoned:
+        """Have the engine end the choices that it still runs; one that does not is no longer waited for."""
+        if self._stopped or self._ended.is_set():
             return
-        events = cast(AsyncGenerator[TokenEvent, None], self._engine.stream(choice.request))
-        before: float | None = None
+        self._stopped = True
+        for choice in self._choices:
+            if choice.count is None:
+                self._engines.cancel(choice.request.id)
+        self._limit_wait()
+
+    def _limit_wait(self) -> None:
+        if self._timeout is None:
+            self._timeout = asyncio.get_running_loop().call_later(CANCEL_TIMEOUT_S, self._give_up)
+
+    def _give_up(self) -> None:
+        for choice in self._choices:
+            if choice.count is None:
+                self._engines.forget(choice.request.id)
+        self._ended.set()
+
+    async def _settle(self) -> None:
+        """Record the end; an answer that cannot be recorded is not finished."""
+        self.status = self._outcome()
+        end = settlement_of(self.id, self._choices, self.status, self.usage)
         try:
-            async with aclosing(events):
-                async for event in events:
-                    choice.note(event)
-                    if not self._abandoned and choice.transcript.finish_reason is None:
-                        before = self._push(choice, event, before)
-        except Exception:
-            self._stop()
-            raise
-
-    def _push(self, choice: Choice, event: TokenEvent, before: float | None) -> float:
-        """Give the reader what an event adds; the choice's last token came at `before`, this one now."""
-        delta = choice.transcript.push(event)
-        now = self._note_token(before)
-        if delta.token_ids or delta.text:
-            self._put(delta)
-        if choice.transcript.finish_reason is not None and event.finish_reason is None:
-            self._engine.cancel(choice.request.id)
-        return now
-
-    def _note_token(self, before: float | None) -> float:
-        """A choice has a token, its last one came at `before`; the time."""
-        now = self._clock()
-        if self.seconds_to_first_token is None:
-            self.seconds_to_first_token = now - self._began
-        if before is not None:
-            self.token_gaps.observe(now - before)
-        return now
-
-    def _put(self, item: Delta | GatewayError | None) -> None:
-        if self._opened.claim is not None and isinstance(item, Delta):
-            self._said.append(item)
-        self._items.put_nowait(item)
-        self._first.set()
-
-    def _explain(self, failure: Exception) -> GatewayError:
-        if isinstance(failure, GatewayError):
-            return failure
-        if isinstance(failure, EngineDied):
-            return EngineDown()
-        logger.error("request %s failed", self.id, exc_info=failure)
-        return GenerationFailed("The server failed while it generated the answer.", code="internal_error")
-
-    @property
-    def _finished(self) -> bool:
-        return all(choice.transcript.finish_reason for choice in self._choices)
+            await self._usage.settle(msgspec.structs.replace(end, answer=self._encoded_answer()))
+        except Exception as error:
+            self.status = "failed"
+            if isinstance(error, RecordsUnavailable):
+                logger.error("request %s is settled when the database answers again: %s", self.id, error)
+                self.unsettled = msgspec.structs.replace(end, ended_by="platform", finish_reason="error")
+                self._failure = error
+            else:
+                logger.exception("request %s could not be recorded", self.id)
+                self._failure = GenerationFailed("The request could not be recorded.")
 
     def _outcome(self) -> str:
         if self._failure is not None:
             return "failed"
-        return "completed" if self._finished else "cancelled"
+        return "completed" if self._finished and not self._is_lost else "cancelled"
 
-    def _kept_answer(self) -> bytes | None:
-        if self._opened.claim is None or self.status != "completed":
+    def _put(self, item: Delta | LoramuxError | None) -> None:
+        if self.opened.claim is not None and isinstance(item, Delta):
+            self._kept.append(item)
+        if not self._left or not isinstance(item, Delta):
+            self._deltas.put_nowait(item)
+        self._started.set()
+        if self._deltas.qsize() > MAX_UNREAD and not self._left:
+            self.abandon()
+            message = f"The answer is not read as fast as it is generated: {MAX_UNREAD} parts of it wait."
+            self._deltas.put_nowait(InvalidRequest(message, code="client_too_slow"))
+
+    @property
+    def _is_lost(self) -> bool:
+        """Return whether the reader left before an answer that is sent whole was recorded."""
+        is_kept = self._is_streamed or self.opened.claim is not None
+        return self._left and not is_kept and self.status != "completed"
+
+    @property
+    def _finished(self) -> bool:
+        return all(choice.output.finish_reason for choice in self._choices)
+
+    def _ends(self) -> list[Delta]:
+        return [Delta(index=c.output.index, finish_reason=c.output.finish_reason) for c in self._choices]
+
+    def _encoded_answer(self) -> bytes | None:
+        if self.opened.claim is None or self.status != "completed":
             return None
-        ends = [Delta(index=c.transcript.index, finish_reason=c.transcript.finish_reason) for c in self._choices]
-        return encode_answer(self, [*self._said, *ends])
+        return encode_answer(self, [*self._kept, *self._ends()])

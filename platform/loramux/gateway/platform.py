@@ -1,47 +1,58 @@
-"""The house, put together from its settings: records, tenants, registry, usage, engine, and what answers requests."""
+"""The server's parts, put together from its settings: records, tenants, registry, usage, engine, gateway and chores."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import httpx
+import msgspec
 
 from loramux import records
-from loramux.billing import Billing, Catalog, PlanPrices
-from loramux.engine import EngineClient, spawn_engine
-from loramux.exports import AlertDelivery, Delivery, Sink, WebhookSink, make_sink
+from loramux.billing import BillingService, Catalog, Checkpoints, PlanPrices
+from loramux.bundle import SamplingDefaults
+from loramux.engine import spawn_engine
+from loramux.exports import AlertDelivery, Sink, SinkDelivery, WebhookSink, make_sink
+from loramux.fleet.errors import UnknownEngine
+from loramux.fleet.group import EngineGroup
+from loramux.fleet.member import EngineStatus, Launch
 from loramux.gateway.adapters import AdapterService
-from loramux.gateway.chores import every
+from loramux.gateway.constraints import GrammarTrials
 from loramux.gateway.local_folders import LocalFolders
-from loramux.gateway.service import CompletionService
+from loramux.gateway.service import CompletionService, ServedBase
 from loramux.gateway.tokenizer import Tokenizer
-from loramux.registry import Registry, RegistryError
-from loramux.settings import RecordsSettings, Settings, SettingsError
-from loramux.storage import BlobStore, StorageUnavailable, open_blobs
-from loramux.tenants import Tenants, TenantsError, load_or_create_pepper
-from loramux.uploads import Uploads
-from loramux.usage import Usage
-from loramux.validation import Validator
-from loramux.webhooks import Webhooks, webhook_client
+from loramux.public_http import Resolver
+from loramux.records import RecordsUnavailable
+from loramux.registry import BaseModel, BaseModels, Registry, RegistryError, open_registry
+from loramux.settings import BaseSettings, RecordsSettings, Settings, SettingsError, ensure_files
+from loramux.storage import BlobStore, Objects, StorageUnavailable, open_blobs, open_objects
+from loramux.tenants import Changes, Tenants, TenantsError, open_pepper, replace_pepper
+from loramux.units import SECOND
+from loramux.uploads import Importer, Ingest, UploadSessions, UploadWorker, max_bytes
+from loramux.usage import AnswerStorage, UsageService
+from loramux.validation import BaseValidators, Validator
+from loramux.validation.rendering import TemplateRenderer
+from loramux.webhooks import WebhookService, webhook_client
 
 if TYPE_CHECKING:
     from loramux_adapters import BaseDescription
 
-HOUSE_SECONDS = 10.0
+MAINTENANCE_SECONDS = 10.0
+SETTLE_SECONDS = 5.0
 STORAGE_SECONDS = 3600.0
 FORGET_SECONDS = 3600.0
 CACHE_SECONDS = 60.0
 UPLOAD_SECONDS = 15.0
 UPLOAD_SWEEP_SECONDS = 3600.0
 DELIVERY_SECONDS = 10.0
+CHECKPOINT_SECONDS = 3600.0
 SINK_SECONDS = 20.0
 WEBHOOK_SECONDS = 1.0
 
@@ -57,23 +68,69 @@ class Platform:
     """Unix seconds."""
     tenants: Tenants
     adapters: AdapterService
-    uploads: Uploads
-    usage: Usage
-    billing: Billing
-    engine: EngineClient
+    uploads: UploadSessions
+    usage: UsageService
+    billing: BillingService
     completions: CompletionService
-    webhooks: Webhooks
+    webhooks: WebhookService
     local_folders: LocalFolders
+    database: records.Database
+    blobs: BlobStore
+    sinks: SinkDelivery
+
+    @property
+    def bases(self) -> Mapping[str, ServedBase]:
+        """The bases by name, each with its engine; the first is the default."""
+        return self.completions.bases
+
+    def base_of(self, recorded: str) -> ServedBase | None:
+        """Return the base that serves what was uploaded for the base `recorded`."""
+        return next((b for b in self.bases.values() if recorded in (b.name, *b.former_names)), None)
+
+    def engines(self) -> list[EngineStatus]:
+        """Describe the engines of every base."""
+        return [status for base in self.bases.values() for status in base.engines.statuses()]
+
+    def order_engine(self, name: str, *, restart: bool, seconds: float) -> EngineStatus:
+        """Begin to drain or restart the engine of that name. Raises UnknownEngine or EngineBusy."""
+        for base in self.bases.values():
+            if name in base.engines.names:
+                return base.engines.order(name, restart=restart, seconds=seconds)
+        names = [engine for base in self.bases.values() for engine in base.engines.names]
+        raise UnknownEngine(f"there is no engine {name[:80]!r}; there are {', '.join(names)}", "engine")
+
+    @property
+    def are_engines_alive(self) -> bool:
+        """Does every base have an engine that serves?"""
+        return all(base.engines.alive for base in self.bases.values())
+
+    @property
+    def has_lost_engines(self) -> bool:
+        """Has a base no engine, and will get none by itself?"""
+        return any(base.engines.has_ended for base in self.bases.values())
+
+    async def is_database_reachable(self) -> bool:
+        """Return whether the database answers."""
+        return await self.database.is_reachable()
 
 
 @dataclass(frozen=True, slots=True)
-class BillingDesk:
-    """What an operator's billing commands work with."""
+class BillingServices:
+    """The parts that an operator's billing commands need."""
 
     database: records.Database
-    usage: Usage
-    billing: Billing
+    usage: UsageService
+    billing: BillingService
     catalog: Catalog
+    settings: Settings
+    stack: AsyncExitStack
+
+    async def open_checkpoints(self) -> Checkpoints:
+        """Open the object storage with the ledger's checkpoints; it needs the pepper, which other commands do not."""
+        pepper = await open_pepper(self.database, Path(self.settings.records.pepper_file))
+        objects = _open_objects(self.settings.records)
+        self.stack.callback(objects.close)
+        return Checkpoints(self.database, objects, pepper)
 
 
 def migrate(settings: Settings) -> str:
@@ -84,15 +141,23 @@ def migrate(settings: Settings) -> str:
 @asynccontextmanager
 async def open_tenants(settings: Settings) -> AsyncIterator[Tenants]:
     """Tenants and keys alone, for the command line: no model is loaded."""
-    async with _open_database(settings) as database, aclosing(_tenants(settings, database)) as tenants:
+    async with _open_database(settings) as database, aclosing(await _open_tenants(settings, database)) as tenants:
         yield tenants
 
 
 @asynccontextmanager
-async def open_billing(settings: Settings) -> AsyncIterator[BillingDesk]:
+async def open_billing(settings: Settings) -> AsyncIterator[BillingServices]:
     """The ledger and the money alone, for the command line: no model is loaded."""
-    async with _open_database(settings) as database:
-        yield BillingDesk(database, Usage(database), Billing(database), Catalog(database))
+    async with AsyncExitStack() as stack:
+        database = await stack.enter_async_context(_open_database(settings))
+        yield BillingServices(
+            database=database,
+            usage=UsageService(database),
+            billing=BillingService(database, settings.billing),
+            catalog=Catalog(database),
+            settings=settings,
+            stack=stack,
+        )
 
 
 async def open_sinks(settings: Settings, stack: AsyncExitStack) -> list[Sink]:
@@ -102,49 +167,47 @@ async def open_sinks(settings: Settings, stack: AsyncExitStack) -> list[Sink]:
 
 
 @asynccontextmanager
-async def open_platform(settings: Settings, engine: EngineClient | None = None) -> AsyncIterator[Platform]:
-    """The whole house, swept and serving; at the end it drains, and stops everything in reverse order.
+async def open_platform(settings: Settings, launch: Launch = spawn_engine) -> AsyncIterator[Platform]:
+    """Open everything, swept and serving; at the end it drains, and stops everything in reverse order.
 
-    `engine` takes the place of the one that the settings ask for. Raises RecordsError, SettingsError, TenantsError,
-    or EngineDied where the model cannot be loaded.
+    `launch` makes each engine. Raises RecordsError, SettingsError, TenantsError, or
+    EngineDied where a model cannot be loaded.
     """
+    ensure_files(settings)
     async with AsyncExitStack() as stack:
+        sinks = await open_sinks(settings, stack)
         database = await stack.enter_async_context(_open_database(settings))
-        tenants = await stack.enter_async_context(aclosing(_tenants(settings, database)))
+        tenants = await stack.enter_async_context(aclosing(await _open_tenants(settings, database)))
         tenants.last_use.start()
         blobs = _open_blobs(settings.records)
         stack.callback(blobs.close)
-        usage = Usage(database, PlanPrices(database, settings.model.served_model_name))
+        answers = AnswerStorage(tenants.pepper, settings.privacy.idempotency_seconds * SECOND)
+        usage = UsageService(database, PlanPrices(database), answers)
         await usage.start()
         stack.push_async_callback(usage.stop)
-        engine = engine or spawn_engine(settings)
-        stack.push_async_callback(engine.stop)
-        facts, (base, tokenizer) = await asyncio.gather(engine.start(), _describe(Path(settings.model.path)))
-        validator = Validator(settings, base, facts.dtype)
-        stack.callback(validator.close)
-        registry = Registry(database, blobs, base, settings.model.served_model_name, settings.adapters, validator)
-        await _sweep(registry, usage)
-        uploads = Uploads(database, blobs, registry, tenants, settings, usage.server_id)
-        stack.push_async_callback(uploads.workshop.stop)
-        adapters = AdapterService(registry, engine)
+        served, models = await _open_bases(settings, stack, launch)
+        validators = _open_validators(settings, served, models)
+        stack.callback(validators.close)
+        registry = open_registry(database, blobs, models, settings.adapters)
+        await _sweep(registry, usage, models)
+        ingest = Ingest(database, blobs, registry.blob_gc, models, settings.adapters, validators)
+        uploads = _open_uploads(settings, database, blobs, ingest, tenants, usage.server_id)
+        stack.push_async_callback(uploads.worker.stop)
+        adapters = AdapterService(registry, {base.name: base.engines for base in served})
         await _preload(settings, tenants, adapters)
-        completions = CompletionService(
-            engine=engine,
-            facts=facts,
-            registry=registry,
-            usage=usage,
-            tokenizer=tokenizer,
-            share_base_cache=settings.engine.share_base_cache_between_projects,
-        )
+        renderer = TemplateRenderer()
+        stack.callback(renderer.close)
+        completions = CompletionService(bases=served, resolver=registry.resolver, usage=usage, renderer=renderer)
         stack.push_async_callback(completions.drain, settings.server.drain_seconds)
-        await stack.enter_async_context(every(STORAGE_SECONDS, usage.accrue))
-        await stack.enter_async_context(every(FORGET_SECONDS, usage.forget_answers))
-        await stack.enter_async_context(every(UPLOAD_SECONDS, uploads.workshop.tend))
-        await stack.enter_async_context(every(UPLOAD_SWEEP_SECONDS, uploads.workshop.sweep))
-        trim_cache = partial(registry.contents.trim_cache, settings.records.cache_bytes)
-        await stack.enter_async_context(every(CACHE_SECONDS, trim_cache))
-        await stack.enter_async_context(every(HOUSE_SECONDS, adapters.keep_house))
-        webhooks = await _tell_others(settings, database, stack)
+        await stack.enter_async_context(run_periodically(SETTLE_SECONDS, completions.settle_late))
+        await stack.enter_async_context(run_periodically(STORAGE_SECONDS, usage.accrue))
+        await stack.enter_async_context(run_periodically(FORGET_SECONDS, usage.forget_answers))
+        await stack.enter_async_context(run_periodically(UPLOAD_SECONDS, uploads.worker.tend))
+        await stack.enter_async_context(run_periodically(UPLOAD_SWEEP_SECONDS, uploads.worker.sweep))
+        trim_cache = partial(registry.blob_gc.trim_cache, settings.records.cache_bytes)
+        await stack.enter_async_context(run_periodically(CACHE_SECONDS, trim_cache))
+        await stack.enter_async_context(run_periodically(MAINTENANCE_SECONDS, adapters.run_maintenance))
+        webhooks, delivery = await _open_deliveries(settings, sinks, database, blobs, tenants.pepper, stack)
         yield Platform(
             settings=settings,
             started_at=int(time.time()),
@@ -152,26 +215,59 @@ async def open_platform(settings: Settings, engine: EngineClient | None = None) 
             adapters=adapters,
             uploads=uploads,
             usage=usage,
-            billing=Billing(database),
-            engine=engine,
+            billing=BillingService(database, settings.billing),
             completions=completions,
             webhooks=webhooks,
-            local_folders=LocalFolders(adapters, settings.adapters.local_root),
+            local_folders=LocalFolders(adapters, uploads, settings.adapters.local_root),
+            database=database,
+            blobs=blobs,
+            sinks=delivery,
         )
 
 
-async def _tell_others(settings: Settings, database: records.Database, stack: AsyncExitStack) -> Webhooks:
+async def _open_deliveries(
+    settings: Settings,
+    sinks: Sequence[Sink],
+    database: records.Database,
+    blobs: BlobStore,
+    pepper: bytes,
+    stack: AsyncExitStack,
+) -> tuple[WebhookService, SinkDelivery]:
     """Deliver usage and alerts to the operator's sinks, and events to the tenants' own webhooks, until `stack` ends."""
-    sinks = await open_sinks(settings, stack)
-    if listening := [sink for sink in sinks if isinstance(sink, WebhookSink)]:
-        await stack.enter_async_context(every(DELIVERY_SECONDS, AlertDelivery(database, listening).run))
+    listening = [sink for sink in sinks if isinstance(sink, WebhookSink)]
+    checkpoints = Checkpoints(database, blobs.objects, pepper, listening)
+    await stack.enter_async_context(run_periodically(CHECKPOINT_SECONDS, checkpoints.write))
+    if listening:
+        await stack.enter_async_context(run_periodically(DELIVERY_SECONDS, AlertDelivery(database, listening).run))
+    delivery = SinkDelivery(database)
     for sink in sinks:
-        await stack.enter_async_context(every(DELIVERY_SECONDS, partial(Delivery(database).run, sink)))
-    client = await stack.enter_async_context(webhook_client(settings.webhooks))
-    webhooks = Webhooks(database, client, _pepper(settings), settings.webhooks)
-    await stack.enter_async_context(every(FORGET_SECONDS, webhooks.courier.forget))
-    await stack.enter_async_context(every(WEBHOOK_SECONDS, webhooks.courier.run))
-    return webhooks
+        await stack.enter_async_context(run_periodically(DELIVERY_SECONDS, partial(delivery.run, sink)))
+    resolver = Resolver("webhooks")
+    client = await stack.enter_async_context(webhook_client(settings.webhooks, resolver))
+    webhooks = WebhookService(database, client, pepper, settings.webhooks, resolver)
+    await stack.enter_async_context(run_periodically(FORGET_SECONDS, webhooks.dispatcher.forget))
+    await stack.enter_async_context(run_periodically(WEBHOOK_SECONDS, webhooks.dispatcher.run))
+    return webhooks, delivery
+
+
+def _open_uploads(
+    settings: Settings, database: records.Database, blobs: BlobStore, ingest: Ingest, tenants: Tenants, server_id: str
+) -> UploadSessions:
+    importer = Importer(settings.uploads, max_bytes(settings.adapters), settings.adapters.local_root)
+    worker = UploadWorker(database, blobs, ingest, importer, tenants, server_id)
+    return UploadSessions(database, blobs, ingest, worker, settings.uploads, settings.adapters)
+
+
+def _open_objects(settings: RecordsSettings) -> Objects:
+    try:
+        return open_objects(settings.blobs, settings.blob_options)
+    except StorageUnavailable as error:
+        raise SettingsError(f"records.blobs: {error}") from None
+    except OSError as error:
+        raise SettingsError(
+            f"records.blobs ({settings.blobs}) and records.cache ({settings.cache}) must be folders that this server "
+            f"may write to: {error}"
+        ) from None
 
 
 def _open_blobs(settings: RecordsSettings) -> BlobStore:
@@ -179,14 +275,22 @@ def _open_blobs(settings: RecordsSettings) -> BlobStore:
         return open_blobs(settings.blobs, settings.cache, settings.blob_options)
     except StorageUnavailable as error:
         raise SettingsError(f"records.blobs: {error}") from None
+    except OSError as error:
+        raise SettingsError(
+            f"records.blobs ({settings.blobs}) and records.cache ({settings.cache}) must be folders that this server "
+            f"may write to: {error}"
+        ) from None
 
 
-def _tenants(settings: Settings, database: records.Database) -> Tenants:
-    return Tenants(database, _pepper(settings), settings.issuers)
+async def renew_pepper(settings: Settings) -> int:
+    """Replace a lost pepper and revoke every key; return their number. Servers must be restarted afterwards."""
+    async with _open_database(settings) as database:
+        return await replace_pepper(Changes.local(database), Path(settings.records.pepper_file))
 
 
-def _pepper(settings: Settings) -> bytes:
-    return load_or_create_pepper(Path(settings.records.pepper_file))
+async def _open_tenants(settings: Settings, database: records.Database) -> Tenants:
+    pepper = await open_pepper(database, Path(settings.records.pepper_file))
+    return Tenants(database, pepper, settings.issuers)
 
 
 @asynccontextmanager
@@ -201,12 +305,46 @@ async def _open_database(settings: Settings) -> AsyncIterator[records.Database]:
         await database.close()
 
 
+async def _open_bases(settings: Settings, stack: AsyncExitStack, launch: Launch) -> tuple[list[ServedBase], BaseModels]:
+    """Start the engines of every base together, and describe the bases meanwhile."""
+    bases = settings.served_bases
+    engines = [EngineGroup(base, settings.of_base(base), launch) for base in bases]
+    for one in engines:
+        stack.push_async_callback(one.stop)
+    starting = asyncio.gather(*(one.start() for one in engines))
+    described, facts = await asyncio.gather(_describe_all(bases), starting)
+    served, models = [], []
+    for base, one, (description, tokenizer), found in zip(bases, engines, described, facts, strict=True):
+        trials = GrammarTrials(tokenizer, found)
+        stack.callback(tokenizer.close)
+        stack.callback(trials.close)
+        if base.generation_config == "none":
+            found = msgspec.structs.replace(found, sampling_defaults=SamplingDefaults())  # noqa: PLW2901
+        share = base.engine.share_base_cache_between_projects
+        names = (base.former_names, share, base.tool_parser)
+        served.append(ServedBase(base.name, one, found, tokenizer, trials, *names))
+        models.append(BaseModel(base.name, description, base.former_names))
+    return served, BaseModels(models)
+
+
+async def _describe_all(bases: Iterable[BaseSettings]) -> list[tuple[BaseDescription, Tokenizer]]:
+    return [await _describe(Path(base.path)) for base in bases]
+
+
+def _open_validators(settings: Settings, served: Iterable[ServedBase], models: BaseModels) -> BaseValidators:
+    dtypes = {base.name: base.facts.dtype for base in served}
+    own = {base.name: settings.of_base(base) for base in settings.served_bases}
+    return BaseValidators(
+        settings, {base.name: Validator(own[base.name], base.description, dtypes[base.name]) for base in models}
+    )
+
+
 async def _describe(model_dir: Path) -> tuple[BaseDescription, Tokenizer]:
     return await asyncio.to_thread(_describe_base, model_dir), await asyncio.to_thread(Tokenizer.load, model_dir)
 
 
 def _describe_base(model_dir: Path) -> BaseDescription:
-    from loramux_adapters import BaseUnusable, describe_base  # torch: not for those who only make a key
+    from loramux_adapters import BaseUnusable, describe_base  # imports torch: only where a model is served
 
     try:
         return describe_base(model_dir)
@@ -215,17 +353,41 @@ def _describe_base(model_dir: Path) -> BaseDescription:
 
 
 async def _preload(settings: Settings, tenants: Tenants, adapters: AdapterService) -> None:
-    """What cannot be preloaded is loaded when it is asked for, like any other: a reason to warn, not to stop."""
+    """Preload adapters; one that cannot be is loaded when it is first requested, so that a warning is enough."""
     for model in settings.adapters.preload:
         try:
-            refused = await adapters.preload(await tenants.representing(model.partition("/")[0]), model)
+            refused = await adapters.preload(await tenants.system_principal(model.partition("/")[0]), model)
         except (TenantsError, RegistryError) as error:
             refused = error.message
         if refused:
             logger.warning("adapters.preload: an adapter is not preloaded: %s", refused)
 
 
-async def _sweep(registry: Registry, usage: Usage) -> None:
-    interrupted, contents = await usage.sweep(), await registry.contents.sweep()
+async def _sweep(registry: Registry, usage: UsageService, models: BaseModels) -> None:
+    await registry.name_bases(models)
+    interrupted, contents = await usage.sweep(), await registry.blob_gc.sweep()
     if interrupted or contents:
         logger.info("after a crash: %d requests closed as interrupted, %d contents removed", interrupted, contents)
+
+
+@asynccontextmanager
+async def run_periodically(seconds: float, act: Callable[[], Awaitable[object]]) -> AsyncIterator[None]:
+    """Run `act` at once, then every `seconds` seconds while the block runs; its exceptions are logged."""
+    task = asyncio.create_task(_repeat(seconds, act))
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def _repeat(seconds: float, act: Callable[[], Awaitable[object]]) -> None:
+    while True:
+        try:
+            await act()
+        except RecordsUnavailable as error:
+            logger.warning("a background job waits for the database; it is tried again in %g s: %s", seconds, error)
+        except Exception:
+            logger.exception("a background job failed; it is tried again in %g s", seconds)
+        await asyncio.sleep(seconds)

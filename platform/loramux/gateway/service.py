@@ -1,33 +1,50 @@
-"""From an Ask to a running Generation: resolve the model, read the prompts, check the limits, submit."""
+"""The way of a GenerationRequest to a running Generation: resolve, tokenize, check, open the usage, submit."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import time
 import uuid
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property, partial
+from http import HTTPStatus
 from importlib.metadata import version
-from itertools import product
+from typing import NamedTuple
 
 import msgspec
 
-from loramux.engine import EngineClient
-from loramux.engine.distribution import SECONDS, Histogram
 from loramux.engine.messages import ModelFacts
+from loramux.engine.metrics import SECONDS, Histogram
 from loramux.engine.request import AdapterRef, Request, SamplingParams, ServiceClass
-from loramux.gateway.answers import Answer, Replay
-from loramux.gateway.ask import Ask, Prompt
-from loramux.gateway.choice import Choice
-from loramux.gateway.errors import Draining, EngineDown
+from loramux.errors import LoramuxError
+from loramux.fleet.group import EngineGroup
+from loramux.gateway.checks import (
+    check_logprobs,
+    check_text_length,
+    check_token_ids,
+    context_length,
+    ensure_storage_allowed,
+    resolve_max_tokens,
+)
+from loramux.gateway.constraints import GrammarTrials
+from loramux.gateway.detokenize import StopAutomaton
+from loramux.gateway.errors import Draining, EngineDown, NotAllowed
+from loramux.gateway.formats import Format, Formats
 from loramux.gateway.generation import Generation
-from loramux.gateway.limits import check_text_length, check_token_ids, context_length, settle_max_tokens
+from loramux.gateway.messages import Answer, GenerationRequest, Prompt, Replay
+from loramux.gateway.output import Choice, OutputProcessor
 from loramux.gateway.tokenizer import Tokenizer
-from loramux.gateway.transcript import Transcript
-from loramux.registry import Registry, ResolvedModel
+from loramux.limits import RateLimitStatus
+from loramux.records import RecordsUnavailable
+from loramux.records.service_tiers import ServiceTier, charged_tier, service_tier
+from loramux.registry import ModelResolver, ResolvedModel
 from loramux.tenants import Principal
-from loramux.usage import OpenedRequest, Usage
+from loramux.units import TokenCounts
+from loramux.usage import OpenedRequest, Settlement, StoredAnswer, UnknownRequest, UsageService
+from loramux.validation.rendering import TemplateRenderer
 
 ENDS = ("completed", "cancelled", "failed", "refused", "replayed")
 _SEEDS = 2**63
@@ -35,183 +52,353 @@ _SEEDS = 2**63
 
 
 @dataclass(slots=True)
-class Counters:
-    """Since the start, over all tenants."""
+class CompletionCounters:
+    """Counters since the server's start, over all tenants."""
 
     requests: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ENDS, 0))
-    """By how they ended."""
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    completion_tokens: int = 0
+    """Requests by their end."""
+    tokens: TokenCounts = field(default_factory=TokenCounts)
     token_gaps: Histogram = field(default_factory=lambda: Histogram(SECONDS))
     """Seconds between one token and the next, of requests that have ended."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """Who asks for what, and what became of it."""
+class TokenizedPrompt(NamedTuple):
+    """A prompt's tokens, and how many each of its answers may have."""
 
-    principal: Principal
-    ask: Ask
-    opened: OpenedRequest
-    model: ResolvedModel
+    token_ids: list[int]
+    max_tokens: int
+    tail: str | None = None
+    """The end of a conversation's text; None: it is none."""
+
+
+@dataclass(frozen=True)
+class ServedBase:
+    """A base model as requests meet it."""
+
+    name: str
+    """In requests."""
+    engines: EngineGroup
+    facts: ModelFacts
+    tokenizer: Tokenizer
+    trials: GrammarTrials
+    former_names: tuple[str, ...] = ()
+    share_cache: bool = False
+    """A tenant's projects find each other's KV of the base model; tenants never do."""
+    tool_parser: str | None = None
+    """How it writes calls of tools; None: as its chat template says."""
+
+    @cached_property
+    def format(self) -> Format:
+        """What it makes of text."""
+        return Format(self.tokenizer, tool_parser=self.tool_parser)
+
+    @cached_property
+    def context(self) -> int:
+        """The most tokens, prompt and answer, of a request."""
+        return context_length(self.facts)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A name for the backend, which changes when the backend does."""
+        facts = self.facts
+        backend = f"{version('loramux')} {facts.dtype} {facts.vocab_size} {facts.max_model_len}"
+        return "fp_" + hashlib.sha256(backend.encode()).hexdigest()[:12]
 
 
 class CompletionService:
-    """Answers Asks from one engine, for every tenant."""
+    """Answers GenerationRequests from the engines of their bases, for every tenant."""
 
     def __init__(
         self,
         *,
-        engine: EngineClient,
-        facts: ModelFacts,
-        registry: Registry,
-        usage: Usage,
-        tokenizer: Tokenizer,
-        share_base_cache: bool = False,
+        bases: Iterable[ServedBase],
+        resolver: ModelResolver,
+        usage: UsageService,
+        renderer: TemplateRenderer | None = None,
     ) -> None:
-        """`share_base_cache`: a tenant's projects find each other's KV of the base model; tenants never do."""
-        self.facts = facts
-        self.context = context_length(facts)
-        self.counters = Counters()
-        backend = f"{version('loramux')} {facts.dtype} {facts.vocab_size} {facts.max_model_len}"
-        self.fingerprint = "fp_" + hashlib.sha256(backend.encode()).hexdigest()[:12]
-        """Changes when the backend does."""
-        self._engine = engine
-        self._registry = registry
+        self.bases = {base.name: base for base in bases}
+        self.context = max(base.context for base in self.bases.values())
+        """The most tokens that a request to any base may have."""
+        self.counters = CompletionCounters()
+        self.draining = False
+        """New requests are refused because the server is being stopped."""
+        self._resolver = resolver
         self._usage = usage
-        self._tokenizer = tokenizer
-        self._share_base_cache = share_base_cache
+        self._formats = Formats(renderer or TemplateRenderer())
         self._running: set[Generation] = set()
-        self._observers: list[Callable[[Generation], None]] = []
-        self._draining = False
+        self._opening: Counter[str] = Counter()
+        """Requests whose admission is awaited, by tenant; lines of batches under no tenant."""
+        self._idle = asyncio.Event()
+        """Set whenever a request ends and no other is under way."""
+        self._unsettled: deque[Settlement] = deque()
+        self._begun_observers: list[Callable[[Generation], None]] = []
+        self._ended_observers: list[Callable[[Generation], None]] = []
+        self._refused_observers: list[Callable[[OpenedRequest], None]] = []
+        self._cut_off = False
 
     @property
     def running(self) -> int:
         """Requests under way."""
-        return len(self._running)
+        return len(self._running) + self._opening.total()
 
     @property
-    def draining(self) -> bool:
-        """Whether new requests are refused because the server is being stopped."""
-        return self._draining
+    def unsettled(self) -> int:
+        """Requests whose end the database has not taken yet."""
+        return len(self._unsettled)
 
-    @property
-    def serving(self) -> bool:
-        """Whether a request would be taken now."""
-        return self._engine.alive and not self._draining
+    def runs_beside_batches(self) -> bool:
+        """Does any request run that is no line of a batch?"""
+        return any(one.service_tier != "batch" for one in self._running)
 
-    async def begin(self, principal: Principal, ask: Ask) -> Answer:
-        """Start the request.
+    async def begin(self, principal: Principal, asked: GenerationRequest) -> Answer:
+        """Admit the request and start it.
 
-        Raises ModelNotFound or RevisionUnavailable (registry), InvalidRequest, Draining, EngineDown, LimitsError, and
-        where its idempotency key stands against it IdempotencyMismatch or StillRunning.
+        Raises ModelNotFound or RevisionUnavailable (registry), InvalidRequest, NotAllowed, Draining, EngineDown,
+        LimitsError, RecordsUnavailable, and where its idempotency key stands against it IdempotencyMismatch or
+        StillRunning.
         """
-        self.demand_serving()
-        id = f"{ask.kind}-{uuid.uuid4().hex}"
-        model = await self._registry.resolve(principal, ask.model, ask.user or id)
-        prompts = [await self._read(prompt) for prompt in ask.prompts]
-        check_token_ids(ask, prompts, self.facts.vocab_size)
-        read = zip(ask.prompts, prompts, strict=True)
-        budgets = [settle_max_tokens(ask, prompt, len(token_ids), self.context) for prompt, token_ids in read]
-        self.demand_serving()
+        self.ensure_accepting()
+        service_class = service_class_of(principal, asked.service_tier)
+        if asked.claim is not None:
+            ensure_storage_allowed(principal, "Idempotency-Key")
+        id = f"{asked.kind}-{uuid.uuid4().hex}"
+        model = await self._resolver.resolve(principal, asked.model, asked.user or id)
+        base = self.bases[model.base_model]
+        self._ensure_serving(base)
+        format = await self._formats.of(base.name, base.format, model.revision)
+        asked = format.apply_defaults(asked, base.facts.sampling_defaults)
+        num_tokens = max(base.facts.vocab_size, format.num_tokens)
+        check_token_ids("stop_token_ids", asked.sampling.stop_token_ids, num_tokens)
+        check_token_ids("logit_bias", asked.sampling.logit_bias, num_tokens)
+        prompts = [await self._tokenize(base, format, asked, prompt, principal.tenant) for prompt in asked.prompts]
+        stop = await base.tokenizer.run(partial(StopAutomaton, asked.stop), sum(map(len, asked.stop)), principal.tenant)
+        constraint = await base.trials.constraint_of(principal.tenant, format, asked, prompts[0].tail)
+        check_logprobs(asked, sum(prompt.max_tokens for prompt in prompts) * asked.n)
+        self._ensure_serving(base)
         opened = OpenedRequest(
             id=id,
-            tenant=principal.tenant,
+            tenant_id=principal.tenant,
+            lineage=principal.lineage,
             key_id=principal.key_id,
             project_id=principal.project,
             model=model.name,
             adapter_digest=model.revision.digest if model.revision else None,
             base_model=model.base_model,
-            tier=principal.tier,
-            tags=ask.tags,
-            prompt_tokens=sum(map(len, prompts)),
-            max_tokens=sum(budgets) * ask.n,
-            waiting=sum(one.tenant == principal.tenant and one.waiting for one in self._running),
-            claim=ask.claim,
+            tier=charged_tier(principal.tier, asked.service_tier),
+            tags=asked.tags,
+            prompt_tokens=sum(len(prompt.token_ids) for prompt in prompts),
+            max_tokens=sum(prompt.max_tokens for prompt in prompts) * asked.n,
+            waiting=0 if asked.service_tier == "batch" else self._num_waiting(principal.tenant),
+            claim=asked.claim,
         )
-        choices = [
-            self._choice(_Asked(principal, ask, opened, model), (p, prompts[p], budgets[p]), i)
-            for p, i in product(range(len(prompts)), range(ask.n))
-        ]
-        generation = self._watch(Generation(opened, int(time.time()), choices, self._engine, self._usage))
-        answered = await generation.admitted()
-        return generation if answered is None else Replay(answered)
+        outcome = await self._open(opened)
+        if isinstance(outcome, StoredAnswer):
+            return Replay(outcome, base.name)
+        template = msgspec.structs.replace(
+            _template(id, principal, asked, model, base, service_class),
+            constraint=constraint,
+            num_tokens=format.num_tokens,
+            eos_token_ids=format.bundle.eos_token_ids,
+        )
+        choices = _choices(format, asked, stop, template, prompts)
+        generation = Generation(opened, outcome, choices, base.engines, self._usage, is_streamed=asked.is_streamed)
+        self._watch(generation)
+        return generation
+
+    def on_begun(self, observer: Callable[[Generation], None]) -> None:
+        """Call `observer` with every generation that has begun, in the context of its request."""
+        self._begun_observers.append(observer)
+
+    async def ensure_model(self, principal: Principal, model: str) -> None:
+        """Raise ModelNotFound or RevisionUnavailable unless this caller may ask for the model."""
+        await self._resolver.resolve(principal, model)
+
+    def fingerprint_of(self, answer: Answer) -> str:
+        """Return the name of the backend that an answer comes from."""
+        return self.bases[answer.base_model].fingerprint
 
     def on_ended(self, observer: Callable[[Generation], None]) -> None:
-        """Call `observer` with every generation that has ended."""
-        self._observers.append(observer)
+        """Call `observer` with every generation that has ended, in the context of its request."""
+        self._ended_observers.append(observer)
 
-    def demand_accepting(self) -> None:
+    def on_refused(self, observer: Callable[[OpenedRequest], None]) -> None:
+        """Call `observer` with every request that its limits have refused."""
+        self._refused_observers.append(observer)
+
+    def ensure_accepting(self) -> None:
         """Raise Draining when the server is being stopped."""
-        if self._draining:
+        if self.draining:
             raise Draining
 
-    def demand_serving(self) -> None:
-        """Raise Draining or EngineDown unless a request would be taken now."""
-        self.demand_accepting()
-        if not self._engine.alive:
+    def _ensure_serving(self, base: ServedBase) -> None:
+        """Raise Draining or EngineDown unless a request to `base` would be taken now."""
+        self.ensure_accepting()
+        if base.engines.has_ended:
             raise EngineDown
 
     def stop_accepting(self) -> None:
         """Refuse new requests from now on."""
-        self._draining = True
+        self.draining = True
 
     async def drain(self, seconds: float) -> None:
-        """Refuse new requests; let the running ones end, and cut off what still runs after `seconds`."""
+        """Refuse new requests; let the running ones end, and abort those that still run after `seconds`."""
         self.stop_accepting()
-        tasks = {generation.task for generation in self._running}
-        if tasks:
-            await asyncio.wait(tasks, timeout=seconds)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._until_idle(), seconds)
+        self._cut_off = True
         for generation in tuple(self._running):
-            generation.cut_off(Draining())
-        if self._running:
-            await asyncio.wait({generation.task for generation in self._running})
+            generation.abort(Draining())
+        await self._until_idle()
 
-    async def _read(self, prompt: Prompt) -> list[int]:
-        check_text_length(prompt, self._tokenizer.longest_token, self.context)
+    async def _until_idle(self) -> None:
+        while self.running:
+            self._idle.clear()
+            await self._idle.wait()
+
+    async def _open(self, opened: OpenedRequest) -> RateLimitStatus | StoredAnswer:
+        """Await the admission. Usage settles a request whose caller is cancelled meanwhile."""
+        tenant = "" if service_tier(opened.tier) == "batch" else opened.tenant_id
+        self._opening[tenant] += 1
+        try:
+            outcome = await self._usage.open(opened)
+        except LoramuxError as error:
+            if isinstance(error, RecordsUnavailable):  # whether the row was committed is not known
+                self._unsettled.append(Settlement(request_id=opened.id, ended_by="platform", finish_reason=None))
+            is_refused = error.status < HTTPStatus.INTERNAL_SERVER_ERROR
+            self.counters.requests["refused" if is_refused else "failed"] += 1
+            for observer in self._refused_observers if is_refused else ():
+                observer(opened)
+            raise
+        finally:
+            self._opening[tenant] -= 1
+            if not self._opening[tenant]:
+                del self._opening[tenant]
+            self._note_idle()
+        if isinstance(outcome, StoredAnswer):
+            self.counters.requests["replayed"] += 1
+        return outcome
+
+    async def _tokenize(
+        self, base: ServedBase, format: Format, asked: GenerationRequest, prompt: Prompt, tenant: str
+    ) -> TokenizedPrompt:
+        check_text_length(prompt, format.tokenizer.longest_token, base.context)
+        tail: str | None = None
         if isinstance(prompt, str):
-            return await self._tokenizer.encode(prompt)
-        return prompt if isinstance(prompt, list) else await self._tokenizer.encode_chat(prompt)
+            token_ids = await format.tokenizer.encode(prompt, base.context, tenant)
+        elif isinstance(prompt, tuple):
+            options = format.chat_options(asked)
+            token_ids, tail = await self._formats.encode_chat(format, prompt, options, base.context, tenant)
+        else:
+            token_ids = prompt
+        max_tokens = resolve_max_tokens(asked, prompt, len(token_ids), base.context, format.bundle.max_tokens)
+        if token_ids is prompt:
+            check_token_ids("prompt", token_ids, max(base.facts.vocab_size, format.num_tokens))
+        return TokenizedPrompt(token_ids, max_tokens, tail)
 
-    def _choice(self, asked: _Asked, prompt: tuple[int, list[int], int], i: int) -> Choice:
-        number, token_ids, max_tokens = prompt
-        ask, opened, principal = asked.ask, asked.opened, asked.principal
-        index = number * ask.n + i
-        revision = asked.model.revision
-        request = Request(
-            id=f"{opened.id}-{index}",
-            tenant=opened.tenant,
-            prompt_token_ids=token_ids,
-            sampling=_seeded(msgspec.structs.replace(ask.sampling, max_tokens=max_tokens), i),
-            adapter=AdapterRef(revision.digest, str(revision.directory)) if revision else None,
-            deadline_ms=ask.deadline_ms,
-            service_class=ServiceClass(principal.service_class),
-            weight=float(principal.weight),
-            cache_scope="" if self._share_base_cache else principal.project,
-        )
-        transcript = Transcript(index, self._tokenizer, token_ids, ask.stop, ask.sampling.min_tokens)
-        return Choice(number, request, transcript)
+    def _num_waiting(self, tenant: str) -> int:
+        """Count the tenant's requests that have no token yet; lines of batches have no place in this queue."""
+        waiting = (one for one in self._running if one.tenant == tenant and one.service_tier != "batch")
+        return self._opening[tenant] + sum(one.is_waiting for one in waiting)
 
-    def _watch(self, generation: Generation) -> Generation:
+    def _watch(self, generation: Generation) -> None:
         self._running.add(generation)
+        for observer in self._begun_observers:
+            observer(generation)
         generation.task.add_done_callback(lambda _: self._count(generation))
-        return generation
+        if self._cut_off:
+            generation.abort(Draining())
 
     def _count(self, generation: Generation) -> None:
         self._running.discard(generation)
         self.counters.requests[generation.status] += 1
-        used = generation.usage
-        self.counters.prompt_tokens += used.prompt_tokens
-        self.counters.cached_tokens += used.cached_tokens
-        self.counters.completion_tokens += used.completion_tokens
+        self.counters.tokens += generation.usage
         self.counters.token_gaps.add(generation.token_gaps)
-        for observer in self._observers:
+        if generation.unsettled is not None:
+            self._unsettled.append(generation.unsettled)
+        for observer in self._ended_observers:
             observer(generation)
+        self._note_idle()
+
+    async def settle_late(self) -> None:
+        """Settle the requests whose end the database did not take. Raises RecordsUnavailable if it still does not."""
+        while self._unsettled:
+            settlement = self._unsettled.popleft()
+            try:
+                await self._usage.settle(settlement)
+            except RecordsUnavailable:
+                self._unsettled.appendleft(settlement)
+                raise
+            except UnknownRequest:  # its opening was not committed either
+                continue
+
+    def _note_idle(self) -> None:
+        if not self.running:
+            self._idle.set()
+
+
+def service_class_of(principal: Principal, service_tier: ServiceTier) -> ServiceClass:
+    """Return the scheduler's class of a request. Raises NotAllowed where the tenant's tier lacks the service tier."""
+    if service_tier == "default":
+        return ServiceClass(principal.service_class)
+    if service_tier not in principal.service_tiers:
+        allowed = ", ".join(["auto", "default", *sorted(principal.service_tiers - {"batch"})])
+        raise NotAllowed(
+            f"Your plan has no service tier '{service_tier}'; it has {allowed}. Leave 'service_tier' out, or ask your "
+            "operator for it.",
+            "service_tier",
+            code="service_tier_not_allowed",
+        )
+    return ServiceClass.INTERACTIVE if service_tier == "priority" else ServiceClass.BATCH
+
+
+def _template(
+    id: str,
+    principal: Principal,
+    asked: GenerationRequest,
+    model: ResolvedModel,
+    base: ServedBase,
+    service_class: ServiceClass,
+) -> Request:
+    """Return the engine's request as all choices have it."""
+    revision = model.revision
+    return Request(
+        id="",
+        tenant=principal.tenant,
+        prompt_token_ids=[],
+        sampling=asked.sampling,
+        adapter=AdapterRef(revision.engine_key, str(revision.directory)) if revision else None,
+        deadline_ms=asked.deadline_ms,
+        group_id=id,
+        service_class=service_class,
+        weight=float(principal.weight),
+        cache_scope="" if base.share_cache else principal.project,
+    )
+
+
+def _choices(
+    format: Format,
+    asked: GenerationRequest,
+    stop: StopAutomaton,
+    template: Request,
+    prompts: list[TokenizedPrompt],
+) -> list[Choice]:
+    """Build `n` choices a prompt, numbered through."""
+    min_tokens = asked.sampling.min_tokens
+    choices = []
+    for index in range(len(prompts) * asked.n):
+        number, i = divmod(index, asked.n)
+        token_ids, max_tokens, tail = prompts[number]
+        sampling = _seeded(msgspec.structs.replace(asked.sampling, max_tokens=max_tokens), i)
+        request = msgspec.structs.replace(
+            template, id=f"{template.group_id}-{index}", prompt_token_ids=token_ids, sampling=sampling
+        )
+        output = OutputProcessor(index, format.tokenizer, token_ids, stop, min_tokens, format.reader(asked, tail))
+        choices.append(Choice(number, request, output))
+    return choices
 
 
 def _seeded(sampling: SamplingParams, i: int) -> SamplingParams:
-    """Choice i of a seeded request has a seed of its own."""
+    """Give choice i of a seeded request a seed of its own."""
     if sampling.seed is None:
         return sampling
     return msgspec.structs.replace(sampling, seed=(sampling.seed + i) % _SEEDS)

@@ -3,37 +3,66 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import re
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
+from weakref import WeakValueDictionary
 
-from loramux.gateway.ask import Conversation, Token
+from loramux.bundle import AddedToken, extend_tokenizer
+from loramux.gateway.dialect import TAIL_CHARACTERS
 from loramux.gateway.errors import InvalidRequest
+from loramux.gateway.messages import ChatOptions, Conversation, Token
 from loramux.settings import SettingsError
 
-_LONG = 4096
+T = TypeVar("T")
+_LONG = 1024
 """Characters from which a text is tokenised on a thread: about a millisecond's work."""
+_MESSAGE_CHARACTERS = 64
+"""A message's share of a template's work, in characters."""
+_CHARACTERS_PER_TOKEN = 4
+"""Characters per token of the first part of a long text that is tokenized."""
+_CUT_TOKENS = 64
+"""The cut at the end of a beginning changes fewer tokens than this."""
+_THREADS = 4
 _byte_piece = re.compile(r"<0x([0-9A-F]{2})>")
 
 
-class Tokenizer:
-    """Texts and conversations to token ids, and back. Safe to use from threads."""
+class RenderedChat(NamedTuple):
+    """A conversation in a model's chat template."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        """`tokenizer` is a transformers PreTrainedTokenizerBase."""
+    token_ids: list[int]
+    tail: str
+    """The end of its text."""
+
+
+class Tokenizer:
+    """Converts texts and conversations to token ids, and back. Safe to use from threads."""
+
+    def __init__(self, tokenizer: Any, base: Tokenizer | None = None) -> None:
+        """`tokenizer` is a transformers PreTrainedTokenizerBase; one that extends `base` shares its threads."""
         self._tokenizer = tokenizer
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._bytes_of = _byte_alphabet() if "ByteLevel" in repr(getattr(backend, "decoder", None)) else None
-        self.longest_token: int = max(map(len, tokenizer.get_vocab()))
+        self._special_ids = frozenset(tokenizer.all_special_ids)
+        self._decode = _fast_decode(tokenizer)
+        self.longest_token: int = base.longest_token if base else max(map(len, tokenizer.get_vocab()))
         """Characters that a token stands for, at most."""
-        self.token: Callable[[int], Token] = lru_cache(maxsize=65536)(self._token)
+        self.serialized: str | None = base.serialized if base else _serialized(tokenizer)
+        """The vocabulary as the `tokenizers` library writes it; None where the tokenizer is not one of its."""
+        self._threads: ThreadPoolExecutor = (
+            base._threads if base else ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenizer")
+        )
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = base._turns if base else WeakValueDictionary()
+        self.token: Callable[[int], Token] = lru_cache(maxsize=1 << 18)(self._token)
 
     @classmethod
     def load(cls, model_dir: Path) -> Tokenizer:
-        """The one that lies beside the model's weights; raises SettingsError where there is none."""
-        from transformers import AutoTokenizer  # seconds: not for those who only print a --help
+        """Load the tokenizer beside the model's weights; raises SettingsError where there is none."""
+        from transformers import AutoTokenizer  # takes seconds: only where a model is served
 
         try:
             return cls(AutoTokenizer.from_pretrained(model_dir, local_files_only=True))
@@ -42,43 +71,103 @@ class Tokenizer:
                 f"model.path: {model_dir} holds no tokenizer that transformers can load: {error}"
             ) from None
 
-    async def encode(self, text: str) -> list[int]:
-        """Token ids of a text to continue, with the special tokens that the model expects around it."""
-        return await self._encode(text, add_special_tokens=True)
+    def extended(self, added: Sequence[AddedToken]) -> Tokenizer:
+        """Return this tokenizer with the `added` tokens; both share one model and the same threads."""
+        extended = copy.copy(self._tokenizer)
+        extended._tokenizer = extend_tokenizer(self._tokenizer.backend_tokenizer, added)
+        tokenizer = Tokenizer(extended, self)
+        tokenizer.longest_token = max(self.longest_token, *(len(token.content) for token in added))
+        return tokenizer
 
-    async def encode_chat(self, conversation: Conversation) -> list[int]:
-        """Token ids of the conversation in the model's chat template, up to where the assistant begins to speak.
+    async def encode(self, text: str, limit: int, tenant: str = "", *, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text to continue, with the special tokens that the model expects around it.
 
-        Raises InvalidRequest where the model has no template, or where the template refuses the conversation.
+        Of a text of more than `limit` tokens it may be those of a beginning with more than `limit`. One text of
+        `tenant` at a time is worked on beside the event loop.
+        """
+        work = partial(self._encode, text, limit, add_special_tokens=add_special_tokens)
+        return await self.run(work, len(text), tenant)
+
+    async def encode_chat(
+        self, conversation: Conversation, limit: int, tenant: str = "", options: ChatOptions | None = None
+    ) -> RenderedChat:
+        """Return the conversation's token ids in the model's chat template, up to the assistant's answer.
+
+        `limit` and `tenant` as above. Raises InvalidRequest where the model has no template, or where the template
+        refuses the conversation.
         """
         if not self._tokenizer.chat_template:
             raise InvalidRequest(
                 "The base model has no chat template; send the text itself to /v1/completions.",
-                param="messages",
+                field="messages",
                 code="chat_not_supported",
             )
-        size = sum(len(message.content) for message in conversation)
-        text = await asyncio.to_thread(self._render, conversation) if size > _LONG else self._render(conversation)
-        return await self._encode(text, add_special_tokens=False)
+        options = options or ChatOptions()
+        size = sum(len(message.content) + message.size for message in conversation) + options.size
+        work = partial(self._encode_chat, conversation, limit, options)
+        return await self.run(work, size + _MESSAGE_CHARACTERS * len(conversation), tenant)
+
+    @property
+    def chat_template(self) -> str:
+        """The chat template, or several of them joined; empty where there is none."""
+        template = self._tokenizer.chat_template or ""
+        return template if isinstance(template, str) else "\n".join(template.values())
+
+    def token_id(self, text: str) -> int | None:
+        """Return the one token that stands for `text`; None where there is none."""
+        found = self._tokenizer.get_added_vocab().get(text)
+        return found if found is None else int(found)
+
+    def special_tokens(self, texts: Iterable[str]) -> dict[str, int]:
+        """Return those of `texts` that are special tokens, which `decode` leaves out."""
+        found = {text: self.token_id(text) for text in texts}
+        return {text: token for text, token in found.items() if token is not None and token in self._special_ids}
 
     def decode(self, token_ids: list[int]) -> str:
-        """The text of the tokens, without special ones."""
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        """Return the text of the tokens, without special ones."""
+        return self._decode(token_ids)
 
-    async def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        if len(text) > _LONG:
-            return await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens=add_special_tokens)
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    def close(self) -> None:
+        """End the threads."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _render(self, conversation: Conversation) -> str:
+    async def run(self, work: Callable[[], T], size: int, tenant: str) -> T:
+        """Run short work at once and long work on a thread; a tenant has one thread, so that others find theirs.
+
+        `size`: of the work, in characters to tokenize.
+        """
+        if size <= _LONG:
+            return work()
+        turn = self._turns.setdefault(tenant, asyncio.Lock())
+        async with turn:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def _encode_chat(self, conversation: Conversation, limit: int, options: ChatOptions) -> RenderedChat:
+        text = self._render(conversation, options)
+        return RenderedChat(self._encode(text, limit, add_special_tokens=False), text[-TAIL_CHARACTERS:])
+
+    def _encode(self, text: str, limit: int, *, add_special_tokens: bool) -> list[int]:
+        """Tokenize ever longer beginnings, so that a text that cannot fit costs what the longest that fits does."""
+        length = _CHARACTERS_PER_TOKEN * (limit + _CUT_TOKENS)
+        while length < len(text):
+            beginning: list[int] = self._tokenizer.encode(text[:length], add_special_tokens=add_special_tokens)
+            if len(beginning) > limit + _CUT_TOKENS:
+                return beginning
+            length *= 2
+        token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return token_ids
+
+    def _render(self, conversation: Conversation, options: ChatOptions) -> str:
         from jinja2 import TemplateError
 
-        messages = [{"role": message.role, "content": message.content} for message in conversation]
+        messages = template_messages(conversation)
         try:
-            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except TemplateError as error:
+            return self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **options.template
+            )
+        except (TemplateError, TypeError, ValueError) as error:
             raise InvalidRequest(
-                f"The base model's chat template refuses these messages: {error}", param="messages"
+                f"The base model's chat template refuses these messages: {error}", field="messages"
             ) from None
 
     def _token(self, token_id: int) -> Token:
@@ -90,13 +179,34 @@ class Tokenizer:
 
     def _spell(self, token_id: int) -> bytes:
         piece: str | None = self._tokenizer.convert_ids_to_tokens(token_id)
-        if piece is None or token_id in self._tokenizer.all_special_ids:
+        if piece is None or token_id in self._special_ids:
             return (piece or "").encode()
         if self._bytes_of and all(character in self._bytes_of for character in piece):
             return bytes(self._bytes_of[character] for character in piece)
         if match := _byte_piece.fullmatch(piece):
             return bytes.fromhex(match[1])
         return piece.replace("▁", " ").encode()
+
+
+def _serialized(tokenizer: Any) -> str | None:
+    from transformers import PreTrainedTokenizerFast
+
+    return tokenizer.backend_tokenizer.to_str() if isinstance(tokenizer, PreTrainedTokenizerFast) else None
+
+
+def template_messages(conversation: Conversation) -> list[dict[str, Any]]:
+    """Return the messages as chat templates expect them."""
+    return [{"role": message.role, "content": message.content, **message.fields} for message in conversation]
+
+
+def _fast_decode(tokenizer: Any) -> Callable[[list[int]], str]:
+    """Return transformers' decoding without its wrappers, which take three quarters of its time."""
+    from transformers import PreTrainedTokenizerFast
+
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or type(tokenizer)._decode is not PreTrainedTokenizerFast._decode:
+        return partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return partial(backend.decode, skip_special_tokens=True)
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -1,9 +1,8 @@
-"""What tenants may use: by the minute, at the same time, in all, and in money."""
+"""Limits of tenants, projects, keys and members: rates, concurrency, adapters, and money."""
 
-from loramux.limits.adapters import AdapterCaps, adapter_caps
-from loramux.limits.books import Books
-from loramux.limits.budgets import Budget
-from loramux.limits.demand import Demand
+from loramux.limits.admission import AdmissionBatch, check_request_rate
+from loramux.limits.budgets import Budget, BudgetState, ChargedUsage, NoPrices, Prices, Tariff, format_money
+from loramux.limits.definitions import LIMITS, AdapterQuota, adapter_quota, tenant_limits
 from loramux.limits.errors import (
     BudgetSpent,
     InvalidLimit,
@@ -15,20 +14,18 @@ from loramux.limits.errors import (
     RequestTooLarge,
     TooManyRunning,
 )
-from loramux.limits.limits import PERIODS, BudgetState, Limit, Limits
-from loramux.limits.names import LIMITS
-from loramux.limits.prices import NoPrices, Prices, Tariff, Used
-from loramux.limits.standing import Rate, Standing
+from loramux.limits.limits import PERIODS, Limit, Limits
+from loramux.limits.token_bucket import RateLimit, RateLimitStatus
 
 __all__ = [
     "LIMITS",
     "PERIODS",
-    "AdapterCaps",
-    "Books",
+    "AdapterQuota",
+    "AdmissionBatch",
     "Budget",
     "BudgetSpent",
     "BudgetState",
-    "Demand",
+    "ChargedUsage",
     "InvalidLimit",
     "Limit",
     "LimitNotFound",
@@ -38,12 +35,14 @@ __all__ = [
     "NoPrices",
     "Prices",
     "QueueFull",
-    "Rate",
+    "RateLimit",
+    "RateLimitStatus",
     "RateReached",
     "RequestTooLarge",
-    "Standing",
     "Tariff",
     "TooManyRunning",
-    "Used",
-    "adapter_caps",
+    "adapter_quota",
+    "check_request_rate",
+    "format_money",
+    "tenant_limits",
 ]

@@ -1,86 +1,85 @@
-"""Why a request is not admitted.
+"""Refusals of limits and budgets.
 
-LimitsError(code, field, message)
-├── InvalidLimit            a limit or a budget that cannot be: 400
-├── LimitNotFound           there is none such: 404
-├── RequestTooLarge         more tokens than a whole minute has: it could wait for ever: 400
+LimitsError
+├── InvalidLimit            a limit or a budget out of range: 400
+├── LimitNotFound           no such limit, budget or subject: 404
+├── RequestTooLarge         more tokens than a whole minute's limit, so it could never begin: 400
 └── LimitReached            not now: 429, with `retry_after` where waiting helps
-    ├── RateReached         requests or tokens of this minute are used up
-    ├── TooManyRunning      so many requests run already
-    ├── QueueFull           so many wait already
+    ├── RateReached         the minute's requests or tokens are used up
+    ├── TooManyRunning      the concurrency limit is reached
+    ├── QueueFull           the queue limit is reached
     └── BudgetSpent         the money of the period is spent or held
 """
 
 from __future__ import annotations
 
-from loramux.limits.standing import Standing
+from http import HTTPStatus
 
-SECOND = 1_000_000
+from loramux.errors import LoramuxError
+from loramux.limits.token_bucket import RateLimitStatus
+from loramux.units import SECOND
 
 
-class LimitsError(Exception):
-    """A stable code, the field that is wrong, and a sentence with the way out."""
-
-    code = "invalid_value"
-
-    def __init__(self, message: str, field: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
-        self.field = field
+class LimitsError(LoramuxError):
+    """Base of the refusals of limits and budgets."""
 
 
 class InvalidLimit(LimitsError):
-    """The message says what can be."""
+    """A limit or a budget is out of range; the message says which values are valid."""
 
 
 class LimitNotFound(LimitsError):
-    """The message names it."""
+    """There is no such limit, budget or subject."""
 
     code = "not_found"
+    status = HTTPStatus.NOT_FOUND
 
 
 class RequestTooLarge(LimitsError):
-    """The message names the limit and the request's size."""
+    """The request needs more tokens than its limit allows in a minute."""
 
     code = "request_exceeds_rate_limit"
 
 
 class LimitReached(LimitsError):
-    """`kind` is what the field's clients read: `requests`, `tokens`, or `insufficient_quota`."""
+    """The request may not begin now. Clients of OpenAI read `kind`: `requests`, `tokens` or `insufficient_quota`."""
 
     code = "rate_limit_exceeded"
+    status = HTTPStatus.TOO_MANY_REQUESTS
     kind = "requests"
 
-    def __init__(self, message: str, *, wait: int | None, standing: Standing | None = None) -> None:
+    def __init__(self, message: str, *, wait: int | None, rate_limits: RateLimitStatus | None = None) -> None:
         """`wait` in microseconds; None where waiting does not help."""
         super().__init__(message)
         self.retry_after = None if wait is None else max(1, -(-wait // SECOND))
         """Whole seconds."""
-        self.standing = standing
+        self.rate_limits = rate_limits
 
 
 class RateReached(LimitReached):
-    """Of requests or tokens by the minute."""
+    """The minute's requests or tokens are used up."""
 
-    def __init__(self, message: str, kind: str, *, wait: int | None, standing: Standing | None = None) -> None:
-        super().__init__(message, wait=wait, standing=standing)
+    def __init__(
+        self, message: str, kind: str, *, wait: int | None, rate_limits: RateLimitStatus | None = None
+    ) -> None:
+        super().__init__(message, wait=wait, rate_limits=rate_limits)
         self.kind = kind
 
 
 class TooManyRunning(LimitReached):
-    """Of requests at the same time."""
+    """The limit of concurrent requests is reached."""
 
     code = "concurrency_limit_exceeded"
 
 
 class QueueFull(LimitReached):
-    """Of requests that wait for their first token."""
+    """The limit of requests that wait for their first token is reached."""
 
     code = "queue_limit_exceeded"
 
 
 class BudgetSpent(LimitReached):
-    """Of money."""
+    """The money of the period is spent or held."""
 
     code = "insufficient_quota"
     kind = "insufficient_quota"

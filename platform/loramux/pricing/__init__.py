@@ -1,24 +1,35 @@
-"""What usage costs: pure functions over integers, without a database and without a clock."""
+"""Prices and charges: pure functions over integers, without a database and without a clock."""
 
-from loramux.pricing.charges import Charge, Line, Usage, charge
-from loramux.pricing.money import Currency, UnknownCurrency, minor_units, nanos_of, to_decimal
-from loramux.pricing.prices import ANY, METERS, Price, Step, cost, most, price_for
+from loramux.pricing.money import (
+    Currency,
+    UnknownCurrency,
+    encode_money,
+    minor_units,
+    nanos_of,
+    plain_builtins,
+    plain_text,
+    to_decimal,
+)
+from loramux.pricing.prices import METERS, Charge, Group, Line, Price, Step, charge, cost, price_for
+from loramux.records.service_tiers import ANY
 
 __all__ = [
     "ANY",
     "METERS",
     "Charge",
     "Currency",
+    "Group",
     "Line",
     "Price",
     "Step",
     "UnknownCurrency",
-    "Usage",
     "charge",
     "cost",
+    "encode_money",
     "minor_units",
-    "most",
     "nanos_of",
+    "plain_builtins",
+    "plain_text",
     "price_for",
     "to_decimal",
 ]

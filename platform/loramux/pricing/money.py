@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from decimal import Decimal
+from typing import Any
 
 import iso4217
 import msgspec
@@ -24,7 +25,7 @@ class Currency(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, code: str) -> Currency:
-        """The currency of that ISO code. Raises UnknownCurrency."""
+        """Return the currency of that ISO code. Raises UnknownCurrency."""
         try:
             digits = iso4217.Currency(code).exponent
         except ValueError:
@@ -40,14 +41,14 @@ class Currency(msgspec.Struct, frozen=True):
 
 
 def minor_units(numerator: int, denominator: int, currency: Currency) -> int:
-    """`numerator / denominator` nano-units in minor units, rounded once: to the nearest, halves away from zero."""
+    """Round `numerator / denominator` nano-units to minor units, once: to the nearest, halves away from zero."""
     divisor = denominator * currency.nanos
     magnitude = (2 * abs(numerator) + divisor) // (2 * divisor)
     return magnitude if numerator >= 0 else -magnitude
 
 
 def nanos_of(amount: str, field: str) -> int:
-    """A decimal text, as people write prices, in nano-units. Raises ValueError naming the field."""
+    """Convert a decimal text to nano-units. Raises ValueError naming the field."""
     try:
         nanos = Decimal(amount).scaleb(NANO_DIGITS)
         exact = int(nanos)
@@ -61,15 +62,41 @@ def nanos_of(amount: str, field: str) -> int:
 
 
 def to_decimal(units: int, digits: int) -> Decimal:
-    """An integer of `digits` decimal places as an exact decimal."""
+    """Convert an integer of `digits` decimal places to an exact decimal."""
     return Decimal(units).scaleb(-digits)
 
 
-def allocate(total: int, weights: Sequence[int]) -> list[int]:
-    """Whole parts of `total` in proportion to `weights`, which add up to it exactly.
+def plain_text(amount: Decimal) -> str:
+    """Format without an exponent: `str` writes a zero of nine decimal places as 0E-9."""
+    return format(amount, "f")
 
-    Every part is rounded down, and what is left goes one by one to the largest remainders, earlier ones first. Weights
-    that add up to nothing share alike.
+
+def encode_money(value: Any, *, as_numbers: bool = False) -> bytes:
+    """Encode as JSON with keys sorted and amounts without exponents: as texts, or as numbers with all their digits."""
+    builtins = msgspec.to_builtins(value, builtin_types=(Decimal,), order="sorted")
+    return msgspec.json.encode(_plain(builtins, as_numbers))
+
+
+def plain_builtins(value: Any) -> Any:
+    """Turn structs into dicts and lists, with amounts as texts without exponents."""
+    return _plain(msgspec.to_builtins(value, builtin_types=(Decimal,)), as_numbers=False)
+
+
+def _plain(value: Any, as_numbers: bool) -> Any:
+    if isinstance(value, Decimal):
+        return msgspec.Raw(plain_text(value).encode()) if as_numbers else plain_text(value)
+    if isinstance(value, dict):
+        return {key: _plain(item, as_numbers) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, as_numbers) for item in value]
+    return value
+
+
+def allocate(total: int, weights: Sequence[int]) -> list[int]:
+    """Divide `total` into whole parts in proportion to `weights`; the parts add up to it exactly.
+
+    Every part is rounded down, and the rest goes one by one to the largest remainders, earlier ones first. Weights
+    that sum to zero get equal parts.
     """
     whole = sum(weights)
     if not weights:

@@ -1,10 +1,23 @@
-"""Prices: what a meter costs, for which base model and tier, from when, in steps of volume."""
+"""Prices, and the charges that they make of usage: pure functions over integers.
+
+A line is one price's usage in one period, rounded once. Its amount is then divided exactly: first over the days, each
+taking what it added to the running total (so that volume steps and free quotas fall on the days that reached them),
+then within a day in proportion to the quantity.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
+
+from loramux.pricing.money import Currency, allocate, minor_units
+from loramux.records.service_tiers import ANY, tier_match
+from loramux.records.usage import DailyQuantities
+from loramux.units import DAY
+
+Group = tuple[str | None, ...]
+"""The values of the columns that a bill is divided by."""
 
 METERS = (
     "input_uncached",
@@ -14,22 +27,18 @@ METERS = (
     "adapter_byte_seconds",
     "adapter_resident_byte_seconds",
 )
-"""What can cost something. Each has a `waived_` twin where tokens are concerned, which never does."""
-
-ANY = "*"
-"""Any base model, or any tier."""
+"""The meters that prices are for. Token meters have a `waived_` twin, which is never charged."""
 
 
 class Step(msgspec.Struct, frozen=True):
-    """From `above` units in a period on, each `Price.per` units cost `nanos` nano-units of the plan's currency."""
+    """One step of a price: from `above` units in a period on, `Price.per` units cost `nanos` nano-units of currency."""
 
     above: int
     nanos: int
 
 
 class Price(msgspec.Struct, frozen=True, kw_only=True):
-    """A price, which never changes; a later `valid_from` for the same takes its place. Times in microseconds, at UTC
-    midnight.
+    """A price. It never changes: one with a later `valid_from` succeeds it. Times in microseconds, at UTC midnight.
 
     Steps are graduated: each prices the units between its `above` and the next one's. The first is above 0; a free
     quota is a first step that costs nothing.
@@ -45,25 +54,25 @@ class Price(msgspec.Struct, frozen=True, kw_only=True):
     per: int = 1
     steps: tuple[Step, ...]
 
-    def holds_for(self, meter: str, base_model: str, tier: str, at: int) -> bool:
-        """Whether this price can be asked for that usage at that time."""
+    def applies_to(self, meter: str, base_model: str, tier: str, at: int) -> bool:
+        """Return whether this price is for that usage at that time."""
         return (
             self.meter == meter
             and self.base_model in (ANY, base_model)
-            and self.tier in (ANY, tier)
+            and tier_match(self.tier, tier) is not None
             and self.valid_from <= at
             and (self.valid_until is None or at < self.valid_until)
         )
 
 
 def price_for(prices: Iterable[Price], meter: str, base_model: str, tier: str, at: int) -> Price | None:
-    """The price of that usage: one that names the base model goes first, then the tier, then the newest."""
-    candidates = [price for price in prices if price.holds_for(meter, base_model, tier, at)]
-    return max(candidates, key=lambda p: (p.base_model != ANY, p.tier != ANY, p.valid_from), default=None)
+    """Return the most specific price of that usage: by base model, then by tier (`tier_match`), then the newest."""
+    candidates = [price for price in prices if price.applies_to(meter, base_model, tier, at)]
+    return max(candidates, key=lambda p: (p.base_model != ANY, tier_match(p.tier, tier), p.valid_from), default=None)
 
 
 def cost(price: Price, quantity: int) -> int:
-    """What `quantity` units in one period cost, in nano-units times `price.per`: exact, not yet divided.
+    """Return the cost of `quantity` units in one period, in nano-units times `price.per`: exact, not yet divided.
 
     A negative quantity (a credit larger than the usage) costs the negative of its mirror image.
     """
@@ -75,17 +84,80 @@ def cost(price: Price, quantity: int) -> int:
     )
 
 
-def most(
-    prices: Iterable[Price], base_model: str, tier: str, at: int, *, prompt_tokens: int, max_tokens: int, loads: int = 1
-) -> int:
-    """The most that a request can cost, in nano-units rounded up: no free quota, the dearest step, nothing cached."""
-    known = list(prices)
+class Charge(msgspec.Struct, frozen=True):
+    """One group's part of a line on one day; the `nanos` (nano-units of the currency) add up to the line exactly."""
 
-    def bound(meter: str, quantity: int) -> int:
-        price = price_for(known, meter, base_model, tier, at)
-        if price is None:
-            return 0
-        return -(-quantity * max(step.nanos for step in price.steps) // price.per)
+    day: int
+    group: Group
+    quantity: int
+    nanos: int
 
-    prompt = max(bound("input_uncached", prompt_tokens), bound("input_cached", prompt_tokens))
-    return prompt + bound("output", max_tokens) + bound("adapter_load", loads)
+
+class Line(msgspec.Struct, frozen=True, kw_only=True):
+    """A meter's usage at one price, or at none; `amount`, in minor units, is the only number that is rounded."""
+
+    meter: str
+    base_model: str
+    tier: str
+    price: Price | None
+    quantity: int
+    amount: int
+    charges: tuple[Charge, ...]
+
+
+def charge(
+    usages: Iterable[DailyQuantities], prices_at: Callable[[int], Sequence[Price]], currency: Currency
+) -> list[Line]:
+    """Return the lines of one period: one for each price that applies, and one for each usage without a price.
+
+    `prices_at` returns the price list of a moment, in microseconds. Volume steps count everything that the price is for
+    together.
+    """
+    pots: dict[tuple[str, str, str, str], tuple[Price | None, list[tuple[int, Group, int]]]] = {}
+    for usage in usages:
+        prices = prices_at(usage.day * DAY)
+        for meter in METERS:
+            quantity = usage.quantities.get(meter, 0)
+            if quantity:
+                price = price_for(prices, meter, usage.base_model, usage.tier, usage.day * DAY)
+                key = (meter, *_scope(price, usage))
+                pots.setdefault(key, (price, []))[1].append((usage.day, usage.group, quantity))
+    order = {meter: number for number, meter in enumerate(METERS)}
+    return [_line(key[:3], *pots[key], currency) for key in sorted(pots, key=lambda key: (order[key[0]], *key[1:]))]
+
+
+def _scope(price: Price | None, usage: DailyQuantities) -> tuple[str, str, str]:
+    return (price.base_model, price.tier, price.id) if price else (usage.base_model, usage.tier, "")
+
+
+def _line(
+    scope: tuple[str, str, str], price: Price | None, parts: list[tuple[int, Group, int]], currency: Currency
+) -> Line:
+    meter, base_model, tier = scope
+    parts = sorted(parts, key=lambda part: (part[0], repr(part[1])))
+    quantity = sum(part[2] for part in parts)
+    amount = minor_units(cost(price, quantity), price.per, currency) if price else 0
+    nanos = allocate(amount * currency.nanos, _weights(price, parts))
+    return Line(
+        meter=meter,
+        base_model=base_model,
+        tier=tier,
+        price=price,
+        quantity=quantity,
+        amount=amount,
+        charges=tuple(Charge(day, group, q, n) for (day, group, q), n in zip(parts, nanos, strict=True)),
+    )
+
+
+def _weights(price: Price | None, parts: list[tuple[int, Group, int]]) -> list[int]:
+    """Return what each part adds to the exact cost of the line; parts of one day in proportion to their quantity."""
+    if price is None:
+        return [0] * len(parts)
+    weights: list[int] = []
+    before = 0
+    for day in dict.fromkeys(part[0] for part in parts):
+        quantities = [part[2] for part in parts if part[0] == day]
+        after = before + sum(quantities)
+        weights += allocate(cost(price, after) - cost(price, before), quantities)
+        before = after
+    return weights

@@ -1,4 +1,4 @@
-"""Statements about aliases: what they point at, and what they pointed at before."""
+"""Aliases: movable names of revisions, their targets, and the history of both."""
 
 from __future__ import annotations
 
@@ -6,25 +6,82 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import msgspec
-from sqlalchemy import delete, func, select
+from sqlalchemy import CheckConstraint, ForeignKeyConstraint, Index, UniqueConstraint, delete, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import Mapped, mapped_column
 
+from loramux.records.adapters import RevisionRow, Stamp
+from loramux.records.base import Base
 from loramux.records.identity import TenantId, new_id
-from loramux.records.lifecycle_models import AliasTargetRow, AliasVersionRow
-from loramux.records.models import AliasRow, RevisionRow
+from loramux.records.statements import among
 
 DEFAULT_ALIAS = "default"
 WHOLE = 100
 """The weight of an alias's only target."""
 KEPT_VERSIONS = 100
-"""Of an alias; older ones are in the audit log."""
+"""Versions kept of an alias; older ones are in the audit log."""
 
 
-class Stamp(msgspec.Struct, frozen=True):
-    """When something was changed, in microseconds since the epoch, and by whom: a key, a member, or `house`."""
+class AliasRow(Base):
+    """A movable name for an adapter's revisions; its targets are rows of their own."""
 
-    at: int
-    by: str
+    __tablename__ = "aliases"
+    __table_args__ = (
+        ForeignKeyConstraint(["tenant_id", "adapter_id"], ["adapters.tenant_id", "adapters.id"]),
+        UniqueConstraint("tenant_id", "adapter_id", "name"),
+    )
+
+    adapter_id: Mapped[str] = mapped_column(primary_key=True)
+    name: Mapped[str] = mapped_column(primary_key=True)
+    id: Mapped[str] = mapped_column(unique=True)
+    """Keys the choice between targets, so that two aliases choose independently."""
+    tenant_id: Mapped[TenantId]
+    version: Mapped[int]
+    """The latest of its history."""
+    updated_at: Mapped[int]
+
+
+class AliasTargetRow(Base):
+    """One of an alias's revisions, and its share."""
+
+    __tablename__ = "alias_targets"
+    __table_args__ = (
+        ForeignKeyConstraint(
+            ["tenant_id", "adapter_id", "alias"],
+            ["aliases.tenant_id", "aliases.adapter_id", "aliases.name"],
+            ondelete="CASCADE",
+        ),
+        ForeignKeyConstraint(
+            ["tenant_id", "adapter_id", "revision_id"],
+            ["revisions.tenant_id", "revisions.adapter_id", "revisions.id"],
+        ),
+        CheckConstraint("weight >= 1", name="weight"),
+        Index("ix_alias_targets_revision_id", "revision_id"),
+    )
+
+    adapter_id: Mapped[str] = mapped_column(primary_key=True)
+    alias: Mapped[str] = mapped_column(primary_key=True)
+    revision_id: Mapped[str] = mapped_column(primary_key=True)
+    tenant_id: Mapped[TenantId]
+    weight: Mapped[int]
+
+
+class AliasVersionRow(Base):
+    """The targets of an alias from one change to the next; it outlives the alias."""
+
+    __tablename__ = "alias_versions"
+    __table_args__ = (ForeignKeyConstraint(["tenant_id", "adapter_id"], ["adapters.tenant_id", "adapters.id"]),)
+
+    adapter_id: Mapped[str] = mapped_column(primary_key=True)
+    alias: Mapped[str] = mapped_column(primary_key=True)
+    version: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    tenant_id: Mapped[TenantId]
+    targets: Mapped[str]
+    """JSON: revision numbers to weights; empty where the alias was removed."""
+    restores: Mapped[int | None]
+    """The version that a rollback restored."""
+    changed_by: Mapped[str]
+    changed_at: Mapped[int]
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -46,19 +103,19 @@ Weights = Mapping[int, int]
 
 
 def targets_of(version: AliasVersionRow) -> dict[int, int]:
-    """What the alias pointed at from this version on: revision numbers to weights; none where it was removed."""
+    """Return the targets of this version, revision numbers to weights; empty where the alias was removed."""
     return msgspec.json.decode(version.targets, type=dict[int, int])
 
 
 class AliasRepository:
-    """One tenant's aliases. Whoever changes them holds the adapter's row (`AdapterRepository.lock`)."""
+    """One tenant's aliases. Changes require the lock on the adapter's row (`AdapterRepository.lock`)."""
 
     def __init__(self, session: AsyncSession, tenant: TenantId) -> None:
         self._session = session
         self._tenant = tenant
 
-    async def all(self, adapter_id: str | None = None) -> dict[str, list[Pointed]]:
-        """The aliases of every adapter, or of one, each list by name."""
+    async def all(self, *adapter_ids: str) -> dict[str, list[Pointed]]:
+        """List the aliases of these adapters by adapter id, each list by name."""
         statement = (
             select(AliasRow, RevisionRow, AliasTargetRow.weight)
             .join(
@@ -66,11 +123,9 @@ class AliasRepository:
                 (AliasTargetRow.adapter_id == AliasRow.adapter_id) & (AliasTargetRow.alias == AliasRow.name),
             )
             .join(RevisionRow, RevisionRow.id == AliasTargetRow.revision_id)
-            .where(AliasRow.tenant_id == self._tenant)
+            .where(AliasRow.tenant_id == self._tenant, among(self._session, AliasRow.adapter_id, adapter_ids))
             .order_by(AliasRow.adapter_id, AliasRow.name, RevisionRow.number)
         )
-        if adapter_id is not None:
-            statement = statement.where(AliasRow.adapter_id == adapter_id)
         targets: dict[str, dict[str, list[Target]]] = defaultdict(lambda: defaultdict(list))
         rows: dict[tuple[str, str], AliasRow] = {}
         for alias, revision, weight in await self._session.execute(statement):
@@ -82,11 +137,11 @@ class AliasRepository:
         }
 
     async def get(self, adapter_id: str, name: str) -> AliasRow | None:
-        """The alias of that name."""
+        """Find the alias of that name."""
         return await self._session.get(AliasRow, (adapter_id, name))
 
     async def weights(self, adapter_id: str, name: str) -> dict[int, int]:
-        """What the alias points at; nothing where there is no such alias."""
+        """Return the alias's targets; empty where there is no such alias."""
         statement = (
             select(RevisionRow.number, AliasTargetRow.weight)
             .join(RevisionRow, RevisionRow.id == AliasTargetRow.revision_id)
@@ -96,16 +151,16 @@ class AliasRepository:
         return {number: weight for number, weight in await self._session.execute(statement)}
 
     async def naming(self, revision_id: str) -> Sequence[str]:
-        """The aliases that have this revision as a target."""
+        """List the aliases that have this revision as a target."""
         statement = select(AliasTargetRow.alias).where(AliasTargetRow.revision_id == revision_id)
         return (await self._session.scalars(statement.order_by(AliasTargetRow.alias))).all()
 
     async def point(
         self, adapter_id: str, name: str, targets: Sequence[Target], stamp: Stamp, restores: int | None = None
     ) -> None:
-        """Have the alias, new or not, mean `targets` from now on, at least one."""
+        """Point the alias, new or existing, at `targets`, at least one."""
         weights = {target.revision.number: target.weight for target in targets}
-        version = await self._note(adapter_id, name, weights, stamp, restores)
+        version = await self._add_version(adapter_id, name, weights, stamp, restores)
         alias = await self.get(adapter_id, name)
         if alias is None:
             alias = AliasRow(adapter_id=adapter_id, name=name, id=new_id("alias"), tenant_id=self._tenant)
@@ -128,18 +183,20 @@ class AliasRepository:
         await self._session.flush()
 
     async def remove(self, adapter_id: str, name: str, stamp: Stamp) -> None:
-        """The alias means nothing from now on; its history stays."""
-        await self._note(adapter_id, name, {}, stamp, None)
+        """Remove the alias; its history stays."""
+        await self._add_version(adapter_id, name, {}, stamp, None)
         await self._session.execute(delete(AliasRow).where(AliasRow.adapter_id == adapter_id, AliasRow.name == name))
 
     async def history(self, adapter_id: str, name: str) -> Sequence[AliasVersionRow]:
-        """The alias's versions, newest first."""
+        """List the alias's versions, newest first."""
         statement = select(AliasVersionRow).where(
             AliasVersionRow.adapter_id == adapter_id, AliasVersionRow.alias == name
         )
         return (await self._session.scalars(statement.order_by(AliasVersionRow.version.desc()))).all()
 
-    async def _note(self, adapter_id: str, name: str, weights: Weights, stamp: Stamp, restores: int | None) -> int:
+    async def _add_version(
+        self, adapter_id: str, name: str, weights: Weights, stamp: Stamp, restores: int | None
+    ) -> int:
         mine = (AliasVersionRow.adapter_id == adapter_id, AliasVersionRow.alias == name)
         version = (await self._session.scalar(select(func.max(AliasVersionRow.version)).where(*mine)) or 0) + 1
         row = AliasVersionRow(

@@ -2,41 +2,63 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import URL, Engine, event, make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, OperationalError
+from sqlalchemy import URL, Engine, event, make_url, select
+from sqlalchemy.exc import (
+    ArgumentError,
+    DataError,
+    DBAPIError,
+    IntegrityError,
+    InterfaceError,
+    OperationalError,
+    SQLAlchemyError,
+)
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, create_async_engine
 
-from loramux.records.errors import RecordsUnavailable, RowRefused, UnsupportedUrl
+from loramux.records.errors import RecordsUnavailable, RowRefused, UnsupportedUrl, ValueRefused
 
 Clock = Callable[[], int]
 """Microseconds since the epoch, UTC: the unit of every time in the records."""
 
 BUSY_SECONDS = 30
-"""How long a SQLite writer waits for another process's transaction."""
+"""Seconds that a transaction waits for a lock: the only writer's on SQLite, a row's on PostgreSQL."""
 
 READERS = 4
 
+CONNECT_SECONDS = 5
+"""PostgreSQL: how long a connection may take, and how long a request waits for a free one. With both, every transaction
+on a database that does not answer ends in about ten seconds."""
+REACHABLE_SECONDS = 2.0
+POSTGRESQL = {
+    "connect_timeout": CONNECT_SECONDS,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 20_000,
+}
+"""A peer that has gone without a word is noticed after 20 to 25 seconds."""
+
 
 def unix_microseconds() -> int:
-    """The wall clock in the unit of the records."""
+    """Return the wall clock in the unit of the records."""
     return time.time_ns() // 1000
 
 
 def parse_url(url: str) -> URL:
-    """`url` with the driver that loramux uses for it.
+    """Return `url` with the driver that loramux uses for it.
 
     Raises UnsupportedUrl for another database, or for SQLite in memory (the migrations could not reach it).
     """
     try:
         parsed = make_url(url)
-    except ArgumentError:
+    except (ArgumentError, ValueError):  # ValueError: a port that is no number
         raise UnsupportedUrl("the records url cannot be parsed; write sqlite:///PATH or postgresql://...") from None
     backend = parsed.get_backend_name()
     if backend == "sqlite" and parsed.database not in (None, "", ":memory:"):
@@ -47,12 +69,12 @@ def parse_url(url: str) -> URL:
 
 
 def sqlite_file(url: URL) -> Path | None:
-    """The file of an embedded database; None for PostgreSQL."""
+    """Return the file of an embedded database; None for PostgreSQL."""
     return Path(url.database) if url.get_backend_name() == "sqlite" and url.database else None
 
 
 def is_postgresql(session: AsyncSession) -> bool:
-    """Whether the session's database is PostgreSQL; else it is SQLite."""
+    """Return whether the session's database is PostgreSQL; else it is SQLite."""
     return session.get_bind().dialect.name == "postgresql"
 
 
@@ -79,7 +101,8 @@ def prepare_sqlite(engine: Engine, *, begin: str, **pragmas: str) -> None:
 class Database:
     """Transactions over one database: `begin()` writes, `read()` sees one snapshot and cannot write.
 
-    Both raise RowRefused for a broken constraint and RecordsUnavailable for a database that does not answer.
+    Both raise RowRefused for a broken constraint, ValueRefused for a value that no column holds, and RecordsUnavailable
+    for a database that does not answer.
 
     SQLite knows one writer at a time, so writers of this process share one connection and queue for it in
     order; another process's writer is waited for BUSY_SECONDS.
@@ -89,25 +112,39 @@ class Database:
         self.url = parse_url(url)
         self.now = clock
         self._writer, self._reader = _engines(self.url)
+        self._probe = _probe_engine(self.url)
 
     @asynccontextmanager
     async def begin(self) -> AsyncIterator[AsyncSession]:
-        """One transaction: committed when the block ends, rolled back when it raises."""
+        """Open one transaction: committed when the block ends, rolled back when it raises."""
         async with _transaction(self._writer) as session:
             yield session
 
     @asynccontextmanager
     async def read(self) -> AsyncIterator[AsyncSession]:
-        """One read-only transaction over one snapshot."""
+        """Open one read-only transaction over one snapshot."""
         async with _transaction(self._reader) as session:
             yield session
 
     def connect(self) -> AsyncConnection:
-        """A connection of one's own, for what outlives a transaction (`records.locks`); use it as a context."""
+        """Return a connection for state that outlives a transaction (`records.locks`); use it as a context."""
         return self._writer.connect()
+
+    async def is_reachable(self) -> bool:
+        """Return whether the database answers now, within REACHABLE_SECONDS.
+
+        On a connection of its own: a pool whose connections are all in use is load, not an outage.
+        """
+        try:
+            async with asyncio.timeout(REACHABLE_SECONDS), _transaction(self._probe) as session:
+                await session.execute(select(1))
+        except (RecordsUnavailable, TimeoutError):
+            return False
+        return True
 
     async def close(self) -> None:
         """Close every connection; the database can be used again afterwards."""
+        await self._probe.dispose()
         await self._reader.dispose()
         await self._writer.dispose()
 
@@ -116,25 +153,96 @@ class Database:
 async def _transaction(engine: AsyncEngine) -> AsyncIterator[AsyncSession]:
     try:
         async with AsyncSession(engine, expire_on_commit=False) as session, session.begin():
+            if is_postgresql(session):
+                await _connected(session)
             yield session
     except IntegrityError as error:
         raise RowRefused(str(error.orig)) from error
+    except DataError as error:
+        raise ValueRefused(str(error.orig)) from error
     except (OperationalError, PoolTimeout) as error:
-        raise RecordsUnavailable(f"the database does not answer: {error}") from error
+        raise RecordsUnavailable(f"the database does not answer: {_first_line(error)}") from error
     except DBAPIError as error:
-        if error.connection_invalidated:
-            raise RecordsUnavailable(f"the connection to the database broke: {error.orig}") from error
+        if error.connection_invalidated or isinstance(error, InterfaceError):
+            raise RecordsUnavailable(f"the connection to the database broke: {_first_line(error)}") from error
         raise
+
+
+async def _connected(session: AsyncSession) -> None:
+    """Take the connection now: a server that is paused keeps its connections open and never answers on them."""
+    try:
+        async with asyncio.timeout(2 * CONNECT_SECONDS):
+            await session.connection()
+    except TimeoutError:
+        raise RecordsUnavailable(f"the database did not answer within {2 * CONNECT_SECONDS} s") from None
+
+
+def _first_line(error: SQLAlchemyError) -> str:
+    """Return the driver's own sentence, without the statement and the hints that follow it."""
+    lines = str(getattr(error, "orig", None) or error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _probe_engine(url: URL) -> AsyncEngine:
+    if sqlite_file(url) is None:
+        return create_async_engine(
+            url, pool_pre_ping=True, pool_size=1, max_overflow=0, connect_args=_connect_args(url)
+        )
+    engine = create_async_engine(url.set(drivername="sqlite+aiosqlite"), pool_size=1, max_overflow=0)
+    _prepare_aiosqlite(engine.sync_engine, begin="BEGIN", query_only="ON")
+    return engine
+
+
+def _prepare_aiosqlite(engine: Engine, *, begin: str, **pragmas: str) -> None:
+    """Prepare an engine of aiosqlite, whose connections SQLAlchemy closes when the task that uses one is cancelled."""
+    prepare_sqlite(engine, begin=begin, **pragmas)
+
+    @event.listens_for(engine, "invalidate")
+    def roll_back(connection: Any, _record: object, _error: object) -> None:
+        """End the cancelled task's transaction before the connection is closed.
+
+        SQLite keeps a connection that is closed, and its write lock, for as long as a cursor lives (sqlite3_close_v2),
+        and one lives in the traceback of the cancelled task. aiosqlite's own stop() enters its queue like this.
+        """
+        driver = connection.driver_connection
+
+        def on_its_thread() -> None:  # where a connection that is gone is no error of this task
+            driver._conn.rollback()
+
+        driver._tx.put_nowait((None, on_its_thread))
+
+
+def _connect_args(url: URL) -> dict[str, int]:
+    return {name: value for name, value in POSTGRESQL.items() if name not in url.query}
+
+
+def _bound_lock_waits(engine: Engine) -> None:
+    """Set lock_timeout on every connection; as a statement, since poolers such as PgBouncer refuse it at the start."""
+
+    @event.listens_for(engine, "connect")
+    def configure(connection: Any, _record: object) -> None:
+        cursor = connection.cursor()
+        cursor.execute(f"SET lock_timeout = '{BUSY_SECONDS}s'")
+        cursor.close()
+        connection.commit()
 
 
 def _engines(url: URL) -> tuple[AsyncEngine, AsyncEngine]:
     if sqlite_file(url) is None:
-        engine = create_async_engine(url, pool_pre_ping=True, pool_size=10, max_overflow=10)
+        engine = create_async_engine(
+            url,
+            pool_pre_ping=True,
+            pool_size=10,
+            max_overflow=10,
+            pool_timeout=CONNECT_SECONDS,
+            connect_args=_connect_args(url),
+        )
+        _bound_lock_waits(engine.sync_engine)
         return engine, engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
     aiosqlite = url.set(drivername="sqlite+aiosqlite")
     timeout = {"timeout": BUSY_SECONDS}
     writer = create_async_engine(aiosqlite, connect_args=timeout, pool_size=1, max_overflow=0, pool_timeout=60)
     reader = create_async_engine(aiosqlite, connect_args=timeout, pool_size=READERS, max_overflow=0, pool_timeout=60)
-    prepare_sqlite(writer.sync_engine, begin="BEGIN IMMEDIATE")
-    prepare_sqlite(reader.sync_engine, begin="BEGIN", query_only="ON")
+    _prepare_aiosqlite(writer.sync_engine, begin="BEGIN IMMEDIATE")
+    _prepare_aiosqlite(reader.sync_engine, begin="BEGIN", query_only="ON")
     return writer, reader

@@ -1,7 +1,8 @@
-"""Who is asking, as a type: what the tenant-scoped repositories demand."""
+"""Verified identities as types, and the grammar of names; tenant-scoped repositories take them."""
 
 from __future__ import annotations
 
+import re
 import secrets
 from typing import NewType
 
@@ -15,20 +16,20 @@ ProjectId = NewType("ProjectId", str)
 
 
 class Origin(msgspec.Struct, frozen=True):
-    """From where somebody asks, for the audit log."""
+    """The network address and the request id of a caller, for the audit log."""
 
     source: str = "local"
-    """A network address, or `local` for who has the machine itself."""
+    """A network address, or `local` for commands on the server's own machine."""
     request_id: str = ""
 
 
 class Principal(msgspec.Struct, frozen=True):
-    """An authenticated caller: a key, or a member in person."""
+    """An authenticated caller: a key or a member."""
 
     tenant: TenantId
     tenant_name: str
     key_id: str
-    """The key, or the member who asks in person."""
+    """The API key, or the member behind a token of an identity provider."""
     scopes: frozenset[str]
     """Some of `loramux.tenants.SCOPES`, with all that they imply."""
     project: ProjectId
@@ -38,15 +39,34 @@ class Principal(msgspec.Struct, frozen=True):
     service_class: str = "standard"
     weight: int = 1
     """The tenant's share within its class."""
+    service_tiers: frozenset[str] = frozenset()
+    """The service tiers beside `default` that its requests may ask for."""
+    zero_retention: bool = False
+    """Nothing that its requests say or get is stored."""
     models: frozenset[str] | None = None
     """The only models that may be named: `tenant/adapter`, or the base's name. None: all of the tenant's."""
     origin: Origin = Origin()
+    expires_at: int | None = None
+    """The key's expiry in microseconds since the epoch; None: never, or a member."""
+    lineage: tuple[str, ...] = ()
+    """The key and its makers, or the member: limits on any of them count this caller's requests."""
 
     def may_use(self, model: str) -> bool:
-        """Whether the key's allow-list has `model`, given as `tenant/adapter` or as the base's name."""
+        """Return whether the key's allow-list has `model`, given as `tenant/adapter` or as the base's name."""
         return self.models is None or model in self.models
 
 
 def new_id(kind: str) -> str:
-    """An identifier that nobody can guess: `kind_` and 96 random bits."""
+    """Return an identifier that cannot be guessed: `kind_` and 96 random bits."""
     return f"{kind}_{secrets.token_hex(12)}"
+
+
+GRAMMAR = "[a-z0-9][a-z0-9._-]{0,62}"
+GRAMMAR_IN_WORDS = "1 to 63 of a-z, 0-9, '.', '_' and '-', the first a letter or a digit"
+
+_name = re.compile(GRAMMAR)
+
+
+def is_name(text: str) -> bool:
+    """Return whether `text` is a well-formed name."""
+    return _name.fullmatch(text) is not None

@@ -1,4 +1,9 @@
-"""Statements about the ledger: append under the lock of its head, and prove that nothing was altered."""
+"""The ledger: its rows, its hash chain, and the statements that append to it and verify it.
+
+Entry n's hash is SHA-256 over all other fields of entry n, `prev_hash` among them, so that no entry can change, vanish
+or move unseen. Appending holds the lock of the head row: sequences have no gap and are committed in order.
+Byte-seconds are bytes times whole seconds.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +13,15 @@ from collections.abc import AsyncIterator, Collection, Sequence
 from typing import Any
 
 import msgspec
-from sqlalchemy import Row, select, update
+from sqlalchemy import CheckConstraint, ForeignKey, Index, Row, select, text, update
 from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import Mapped, mapped_column
 
-from loramux.records.bulk import among, insert_rows
+from loramux.records.base import Base
 from loramux.records.errors import ChainBroken
-from loramux.records.identity import TenantId
-from loramux.records.ledger_models import LedgerHeadRow, LedgerRow
+from loramux.records.identity import ProjectId, TenantId
+from loramux.records.statements import among, insert_rows
+from loramux.units import TokenCounts
 
 GENESIS = "0" * 64
 """The hash before the first entry."""
@@ -22,8 +29,70 @@ GENESIS = "0" * 64
 PAGE = 1000
 
 
-class LedgerDraft(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A line of the bill before it has its place in the chain. Quantities are whole tokens and byte-seconds."""
+class LedgerRow(Base):
+    """One ledger entry. Triggers refuse every UPDATE, DELETE and gap; corrections are new rows."""
+
+    __tablename__ = "ledger_entries"
+    __table_args__ = (
+        CheckConstraint("kind IN ('usage', 'interrupted', 'storage', 'residency', 'correction')", name="kind"),
+        CheckConstraint("(corrects IS NOT NULL) = (kind = 'correction')", name="correction"),
+        CheckConstraint(
+            "kind = 'correction' OR (input_tokens >= 0 AND output_tokens >= 0"
+            " AND waived_input_tokens >= 0 AND waived_output_tokens >= 0 AND adapter_load >= 0"
+            " AND adapter_byte_seconds >= 0 AND adapter_resident_byte_seconds >= 0)",
+            name="quantities",
+        ),
+        CheckConstraint(
+            "kind = 'correction' OR (cached_tokens BETWEEN 0 AND input_tokens"
+            " AND waived_cached_tokens BETWEEN 0 AND waived_input_tokens)",
+            name="cached",
+        ),
+        Index("ix_ledger_entries_tenant_id_created_at", "tenant_id", "created_at"),
+    )
+
+    sequence: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    event_id: Mapped[str] = mapped_column(unique=True)
+    kind: Mapped[str]
+    tenant_id: Mapped[TenantId] = mapped_column(ForeignKey("tenants.id"))
+    key_id: Mapped[str]
+    project_id: Mapped[ProjectId | None]
+    request_id: Mapped[str]
+    model: Mapped[str]
+    adapter_digest: Mapped[str | None]
+    base_model: Mapped[str] = mapped_column(server_default=text("''"))
+    tier: Mapped[str] = mapped_column(server_default=text("''"))
+    tags: Mapped[str] = mapped_column(server_default=text("''"))
+    input_tokens: Mapped[int]
+    cached_tokens: Mapped[int]
+    output_tokens: Mapped[int]
+    waived_input_tokens: Mapped[int] = mapped_column(server_default="0")
+    waived_cached_tokens: Mapped[int] = mapped_column(server_default="0")
+    waived_output_tokens: Mapped[int] = mapped_column(server_default="0")
+    adapter_load: Mapped[int] = mapped_column(server_default="0")
+    adapter_byte_seconds: Mapped[int] = mapped_column(server_default="0")
+    adapter_resident_byte_seconds: Mapped[int] = mapped_column(server_default="0")
+    finish_reason: Mapped[str | None]
+    status: Mapped[str]
+    created_at: Mapped[int]
+    occurred_at: Mapped[int | None]
+    corrects: Mapped[str | None]
+    prev_hash: Mapped[str]
+    hash: Mapped[str]
+
+
+class LedgerHeadRow(Base):
+    """The ledger's last sequence and hash: one row, locked by every transaction that appends."""
+
+    __tablename__ = "ledger_head"
+    __table_args__ = (CheckConstraint("id = 1", name="single"),)
+
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    sequence: Mapped[int]
+    hash: Mapped[str]
+
+
+class EntryContent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A ledger entry before it has its place in the chain. Quantities are whole tokens and byte-seconds."""
 
     kind: str
     """`usage`; `interrupted` for a request whose server died: recorded, and never billed; `storage` and `residency`
@@ -32,13 +101,13 @@ class LedgerDraft(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     tenant_id: TenantId
     key_id: str
     request_id: str
-    """Of other kinds than usage: what the entry is about and when, so that it is written once."""
+    """The request; for other kinds the subject and its time, so that the entry is written once."""
     model: str
-    """As resolved: `tenant/adapter@3`, or the base model's name."""
+    """The resolved model: `tenant/adapter@3`, or the base model's name."""
     adapter_digest: str | None
     input_tokens: int
     cached_tokens: int
-    """How many of input_tokens were not computed again."""
+    """The part of input_tokens that was found in the cache."""
     output_tokens: int
     finish_reason: str | None
     status: str
@@ -50,7 +119,7 @@ class LedgerDraft(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     tags: str = ""
     """A JSON object of texts with sorted keys; empty without tags."""
     waived_input_tokens: int = 0
-    """What the engine did for this request and nobody pays; cached ones are a part, as above."""
+    """Tokens that the engine computed for this request and that are not charged; cached ones are a part, as above."""
     waived_cached_tokens: int = 0
     waived_output_tokens: int = 0
     adapter_load: int = 0
@@ -59,21 +128,33 @@ class LedgerDraft(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     corrects: str | None = None
     """The event_id of the entry that a correction is about."""
     occurred_at: int | None = None
-    """When what it bills happened, where that is not created_at: prices of that moment apply."""
+    """The time of the use that it bills, where that differs from created_at: prices of that moment apply."""
+
+    @property
+    def billed(self) -> TokenCounts:
+        """Tokens that are charged."""
+        return TokenCounts(prompt=self.input_tokens, cached=self.cached_tokens, output=self.output_tokens)
+
+    @property
+    def waived(self) -> TokenCounts:
+        """Tokens that the engine computed and the tenant does not pay for."""
+        return TokenCounts(
+            prompt=self.waived_input_tokens, cached=self.waived_cached_tokens, output=self.waived_output_tokens
+        )
 
 
-class LedgerEntry(LedgerDraft, frozen=True, kw_only=True, omit_defaults=True):
-    """A line of the bill: `hash` covers every other field, so that no line changes unseen."""
+class LedgerEntry(EntryContent, frozen=True, kw_only=True, omit_defaults=True):
+    """A ledger entry in its place in the chain: `hash` covers every other field."""
 
     sequence: int
     event_id: str
-    """The same for the same event, whoever writes it and however often."""
+    """Derived from what the entry is about, so that an event is written once however often it is tried."""
     prev_hash: str
     hash: str = ""
 
 
 def event_id(kind: str, request_id: str) -> str:
-    """The id of the event that a request, or whatever else, can have one of."""
+    """Return the event id of a request, or of another subject that can have one entry of this kind."""
     return "evt_" + hashlib.sha256(f"{kind}:{request_id}".encode()).hexdigest()[:32]
 
 
@@ -98,11 +179,15 @@ class LedgerRepository:
         self._session = session
 
     async def lock(self) -> LedgerHeadRow:
-        """The head, held until this transaction ends: what is read after it cannot be appended by anybody else."""
+        """Lock and return the head: until this transaction ends, no other transaction appends."""
         return (await self._session.scalars(select(LedgerHeadRow).with_for_update())).one()
 
-    async def append(self, head: LedgerHeadRow, drafts: Sequence[LedgerDraft]) -> list[LedgerEntry]:
-        """Add entries behind `head`, which the caller locked."""
+    async def head(self) -> LedgerHeadRow:
+        """Return the head without locking it."""
+        return (await self._session.scalars(select(LedgerHeadRow))).one()
+
+    async def append(self, head: LedgerHeadRow, drafts: Sequence[EntryContent]) -> list[LedgerEntry]:
+        """Append entries behind `head`, which the caller has locked."""
         entries: list[LedgerEntry] = []
         sequence, last = head.sequence, head.hash
         for draft in drafts:
@@ -116,18 +201,23 @@ class LedgerRepository:
         return entries
 
     async def of_requests(self, kind: str, request_ids: Collection[str]) -> dict[str, LedgerEntry]:
-        """The entries of one kind that these requests already have, by request id."""
+        """Return the entries of one kind that these requests already have, by request id."""
         events = [event_id(kind, id) for id in request_ids]
         statement = select(*COLUMNS).where(among(self._session, LedgerRow.event_id, events))
         return {row.request_id: _entry(row) for row in await self._session.execute(statement)}
 
     async def entry(self, event_id: str) -> LedgerEntry | None:
-        """The entry of that event."""
+        """Return the entry of that event."""
         row = (await self._session.execute(select(*COLUMNS).where(LedgerRow.event_id == event_id))).one_or_none()
         return None if row is None else _entry(row)
 
+    async def corrections_of(self, entry: LedgerEntry) -> list[LedgerEntry]:
+        """Return the corrections of an entry, oldest first."""
+        statement = select(*COLUMNS).where(LedgerRow.tenant_id == entry.tenant_id, LedgerRow.corrects == entry.event_id)
+        return [_entry(row) for row in await self._session.execute(statement.order_by(LedgerRow.sequence))]
+
     async def after(self, sequence: int, limit: int, until: int | None = None) -> list[LedgerEntry]:
-        """The entries that follow `sequence`, in order, up to and including `until`."""
+        """Return the entries that follow `sequence`, in order, up to and including `until`."""
         statement = select(*COLUMNS).where(LedgerRow.sequence > sequence)
         if until is not None:
             statement = statement.where(LedgerRow.sequence <= until)
@@ -146,7 +236,7 @@ class LedgerRepository:
             if entry.hash != chain_hash(entry):
                 raise ChainBroken(sequence, "its content is not what was hashed")
             last = entry.hash
-        head = (await self._session.scalars(select(LedgerHeadRow))).one()
+        head = await self.head()
         if (head.sequence, head.hash) != (sequence, last):
             raise ChainBroken(
                 max(sequence, head.sequence), f"the head says {head.sequence}, the entries end at {sequence}"
@@ -161,7 +251,7 @@ class LedgerRepository:
             after = entries[-1].sequence
 
 
-def _follow(draft: LedgerDraft, sequence: int, prev_hash: str) -> LedgerEntry:
+def _follow(draft: EntryContent, sequence: int, prev_hash: str) -> LedgerEntry:
     facts = msgspec.structs.asdict(draft)
     event = event_id(draft.kind, draft.request_id)
     entry = LedgerEntry(**facts, sequence=sequence, event_id=event, prev_hash=prev_hash)

@@ -18,12 +18,15 @@ CONTENTS = 7_401_002
 PRICES = 7_401_004
 """Held while prices are added, and while a period is closed that they would be in."""
 
+PEPPER = 7_401_005
+"""Held while a server compares or replaces the pepper, so that servers that start together agree on one."""
+
 SERVERS = 7_401_003
 """The class of PostgreSQL's two-part locks that living servers hold, each under the hash of its id."""
 
 
-async def exclusive(session: AsyncSession, lock: int) -> None:
-    """Hold `lock` until this transaction ends; nobody else's transaction passes here with the same number.
+async def advisory_lock(session: AsyncSession, lock: int) -> None:
+    """Hold `lock` until this transaction ends; other transactions with the same number wait here.
 
     SQLite needs nothing: a writing transaction is alone already.
     """
@@ -32,8 +35,8 @@ async def exclusive(session: AsyncSession, lock: int) -> None:
 
 
 @asynccontextmanager
-async def alive(database: Database, server_id: str) -> AsyncIterator[None]:
-    """While the block runs, `gone` does not name this server; however the process ends, it does afterwards."""
+async def server_liveness(database: Database, server_id: str) -> AsyncIterator[None]:
+    """While the block runs, `dead_servers` does not name this server; however the process ends, it does afterwards."""
     if sqlite_file(database.url) is not None:
         yield
         return
@@ -49,8 +52,8 @@ async def alive(database: Database, server_id: str) -> AsyncIterator[None]:
                 await connection.commit()
 
 
-async def gone(session: AsyncSession, server_ids: Sequence[str]) -> list[str]:
-    """Those of other servers that live no more. On SQLite all: an embedded database has one server."""
+async def dead_servers(session: AsyncSession, server_ids: Sequence[str]) -> list[str]:
+    """Return the other servers that have ended. On SQLite all of them: an embedded database has one server."""
     if not is_postgresql(session):
         return list(server_ids)
     free = func.pg_try_advisory_xact_lock

@@ -1,4 +1,4 @@
-"""Statements about requests: opened before the engine sees them, closed with the ledger entry that bills them.
+"""Requests: opened before the engine sees them, closed with the ledger entry that bills them.
 
 They go by request id, which only the server makes; the tenant of a settlement is read from the row, never given.
 """
@@ -9,21 +9,102 @@ from collections.abc import Collection, Sequence
 from typing import Any, cast
 
 import msgspec
-from sqlalchemy import Table, select, tuple_, update
+from sqlalchemy import CheckConstraint, ForeignKeyConstraint, Index, Table, select, text, true, tuple_, update
 from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import Mapped, mapped_column
 
-from loramux.records.bulk import among, insert_new
+from loramux.records.adapters import AdapterRow, RevisionRow
+from loramux.records.base import Base
+from loramux.records.idempotency import IdempotencyClaim
 from loramux.records.identity import ProjectId, TenantId
-from loramux.records.ledger_models import RequestRow
-from loramux.records.models import AdapterRow, RevisionRow, TenantRow
+from loramux.records.statements import among, insert_new
+from loramux.records.tenants import TenantRow
 
 OPEN = "open"
 SETTLED = "settled"
 INTERRUPTED = "interrupted"
 
 
+class RequestRow(Base):
+    """One request, written before the engine sees it, with the most tokens that it can use."""
+
+    __tablename__ = "requests"
+    __table_args__ = (
+        ForeignKeyConstraint(["tenant_id", "project_id"], ["projects.tenant_id", "projects.id"]),
+        CheckConstraint("status IN ('open', 'settled', 'interrupted')", name="status"),
+        CheckConstraint("prompt_tokens >= 0 AND max_tokens >= 0", name="quantities"),
+        Index(
+            "ix_requests_open",
+            "server_id",
+            sqlite_where=text("status = 'open'"),
+            postgresql_where=text("status = 'open'"),
+        ),
+        Index(
+            "ix_requests_adapter_digest_created_at",
+            "adapter_digest",
+            "created_at",
+            sqlite_where=text("adapter_digest IS NOT NULL"),
+            postgresql_where=text("adapter_digest IS NOT NULL"),
+        ),
+    )
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    tenant_id: Mapped[TenantId]
+    key_id: Mapped[str]
+    """The API key, or the member that asked in person."""
+    project_id: Mapped[ProjectId | None]
+    server_id: Mapped[str]
+    """The server process that runs it; when that process is gone, a sweep closes the request."""
+    model: Mapped[str]
+    adapter_digest: Mapped[str | None]
+    base_model: Mapped[str] = mapped_column(server_default=text("''"))
+    tier: Mapped[str] = mapped_column(server_default=text("''"))
+    tags: Mapped[str] = mapped_column(server_default=text("''"))
+    prompt_tokens: Mapped[int]
+    max_tokens: Mapped[int]
+    has_holds: Mapped[bool] = mapped_column(server_default=true())
+    """False where it surely holds nothing of limits and budgets: their tables are then not read at settlement."""
+    has_claim: Mapped[bool] = mapped_column(server_default=true())
+    """False where it surely has no idempotency key."""
+    status: Mapped[str]
+    created_at: Mapped[int]
+    settled_at: Mapped[int | None]
+
+
+class OpenedRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request before it is queued: limits admit it, the database has a row of it, the ledger entry inherits from it.
+
+    `prompt_tokens` and `max_tokens` are the most that it can use.
+    """
+
+    id: str
+    tenant_id: TenantId
+    key_id: str
+    """The API key, or the member behind a token of an identity provider."""
+    project_id: ProjectId | None = None
+    model: str
+    """The resolved model: `tenant/adapter@3`, or the base model's name."""
+    adapter_digest: str | None
+    base_model: str = ""
+    tier: str = ""
+    tags: str = ""
+    """A JSON object of texts with sorted keys; empty without tags."""
+    prompt_tokens: int
+    max_tokens: int
+    waiting: int = 0
+    """Requests of the tenant that wait for their first token on this server already."""
+    lineage: tuple[str, ...] = ()
+    """The key and its makers (`Principal.lineage`), whose limits it meets; empty: `key_id` alone."""
+    claim: IdempotencyClaim | None = None
+
+    @property
+    def max_total(self) -> int:
+        """The most tokens that it can use, prompt and output together."""
+        return self.prompt_tokens + self.max_tokens
+
+
 class BilledRequest(msgspec.Struct, frozen=True):
-    """What a request hands down to its line on the bill, and whether it may have taken anything."""
+    """The fields of a closed request that its ledger entry inherits, and whether it may hold anything."""
 
     id: str
     tenant_id: TenantId
@@ -43,7 +124,7 @@ BILLED = tuple(REQUESTS.c[name] for name in BilledRequest.__struct_fields__)
 
 
 class AnsweredRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that a revision was asked to answer. Times in microseconds since the epoch."""
+    """A request to an adapter's revision. Times in microseconds since the epoch."""
 
     id: str
     model: str
@@ -55,38 +136,45 @@ class AnsweredRequest(msgspec.Struct, frozen=True, kw_only=True):
     settled_at: int | None
 
 
+OPENED = tuple(name for name in OpenedRequest.__struct_fields__ if name in REQUESTS.c)
+
+
 class RequestRepository:
     """Requests."""
 
     def __init__(self, session: AsyncSession) -> None:
         self._session = session
 
-    async def add(self, rows: Sequence[dict[str, Any]]) -> bool:
-        """Insert rows, given as columns; False when some id was there already, and then only the others are added."""
+    async def add(self, opened: Sequence[OpenedRequest], holders: Collection[str], server_id: str, now: int) -> bool:
+        """Insert the rows of these requests; False when some id was there already, and then only the others are added.
+
+        `holders` are the ids of those that hold something of limits or budgets.
+        """
+        rows = [_row(one, one.id in holders, server_id, now) for one in opened]
         return await insert_new(self._session, RequestRow, rows) == len(rows)
 
     async def owners(self, ids: Collection[str]) -> dict[str, str]:
-        """Which server has opened each of these requests, those that exist."""
+        """Return the server that opened each of these requests, for those that exist."""
         statement = select(RequestRow.id, RequestRow.server_id).where(among(self._session, RequestRow.id, ids))
         return {id: server for id, server in await self._session.execute(statement)}
 
     async def note_holds(self, ids: Collection[str]) -> None:
-        """These requests hold something now."""
+        """Mark these requests as holding something."""
         statement = update(REQUESTS).where(among(self._session, RequestRow.id, ids)).values(has_holds=True)
         await self._session.execute(statement)
 
     async def servers_with_open(self, *, besides: str) -> list[str]:
-        """The other servers that have requests open."""
+        """List the other servers that have open requests."""
         statement = select(RequestRow.server_id).where(RequestRow.status == OPEN, RequestRow.server_id != besides)
         return list(await self._session.scalars(statement.distinct()))
 
     async def left_open(self, servers: Collection[str], limit: int) -> list[str]:
-        """Some of the requests that these servers have open, by id."""
+        """List ids of requests that these servers have open, at most `limit`."""
         statement = select(RequestRow.id).where(RequestRow.status == OPEN, RequestRow.server_id.in_(servers))
         return list(await self._session.scalars(statement.order_by(RequestRow.id).limit(limit)))
 
     async def close(self, ids: Collection[str], status: str, at: int) -> dict[str, BilledRequest]:
-        """Write the end of these requests; those that were not settled before, by id."""
+        """Close these requests; return those that were not settled before, by id."""
         statement = (
             update(REQUESTS)
             .where(among(self._session, RequestRow.id, ids), REQUESTS.c.status != SETTLED)
@@ -98,7 +186,7 @@ class RequestRepository:
     async def answered_by(
         self, tenant: TenantId, owner: str, adapter: str, before: str | None, limit: int
     ) -> list[AnsweredRequest]:
-        """The tenant's requests to `owner`'s adapter, which may be another tenant's, newest first.
+        """List the tenant's requests to `owner`'s adapter, which may be another tenant's, newest first.
 
         `before` is a request's id.
         """
@@ -124,3 +212,14 @@ class RequestRepository:
             AnsweredRequest(**{name: getattr(row, name) for name in names})
             for row in await self._session.scalars(newest)
         ]
+
+
+def _row(request: OpenedRequest, has_holds: bool, server_id: str, now: int) -> dict[str, Any]:
+    columns: dict[str, Any] = {name: getattr(request, name) for name in OPENED}
+    return columns | {
+        "server_id": server_id,
+        "has_holds": has_holds,
+        "has_claim": request.claim is not None,
+        "status": OPEN,
+        "created_at": now,
+    }

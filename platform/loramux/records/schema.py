@@ -1,4 +1,4 @@
-"""The schema's revision: which one the code wants, which one a database has, and the way from one to the other.
+"""The schema: its tables, the revision that the code needs, the revision of a database, and the migration between them.
 
 All functions here are synchronous and open their own connection; call them from a thread inside an event loop.
 Those that take a url raise UnsupportedUrl and RecordsUnavailable besides what they say.
@@ -6,8 +6,9 @@ Those that take a url raise UnsupportedUrl and RecordsUnavailable besides what t
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from alembic import command
@@ -20,38 +21,83 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
 
 import loramux
+from loramux.records import (
+    adapters,
+    aliases,
+    audit,
+    batches,
+    billing,
+    canary_guards,
+    engine_counts,
+    evaluations,
+    files,
+    grants,
+    idempotency,
+    keys,
+    ledger,
+    limits,
+    pins,
+    requests,
+    revision_metrics,
+    sinks,
+    tenants,
+    uploads,
+    webhooks,
+)
+from loramux.records.base import Base
 from loramux.records.database import BUSY_SECONDS, parse_url, prepare_sqlite, sqlite_file
 from loramux.records.errors import RecordsUnavailable, SchemaOutOfDate, SchemaTooNew
 from loramux.records.locks import MIGRATIONS
 
+TABLE_MODULES = (
+    adapters,
+    aliases,
+    grants,
+    pins,
+    audit,
+    batches,
+    billing,
+    canary_guards,
+    engine_counts,
+    evaluations,
+    files,
+    idempotency,
+    keys,
+    ledger,
+    limits,
+    requests,
+    revision_metrics,
+    sinks,
+    tenants,
+    uploads,
+    webhooks,
+)
+"""The modules that declare tables: a module that is not imported here is missing from METADATA."""
+METADATA = Base.metadata
+
 
 def migrations_folder() -> Path:
-    """`loramux/migrations` of an installed wheel, or `migrations` of the repository."""
+    """Return `loramux/migrations` of an installed wheel, or `migrations` of the repository."""
     package = Path(loramux.__file__).parent
     installed = package / "migrations"
     return installed if installed.is_dir() else package.parents[1] / "migrations"
 
 
 def head_revision() -> str:
-    """The revision that this release works with."""
+    """Return the revision that this release works with."""
     head = ScriptDirectory.from_config(_config()).get_current_head()
     assert head is not None, "the migration history is empty"
     return head
 
 
 def current_revision(url: str) -> str | None:
-    """The revision that the database has; None for an empty or absent one. Creates nothing."""
+    """Return the revision of the database; None for an empty or absent one. Creates nothing."""
     parsed = parse_url(url)
     file = sqlite_file(parsed)
     if file is not None and not file.exists():
         return None
     with _connect(parsed) as connection:
         return MigrationContext.configure(connection).get_current_revision()
-
-
-def is_current(url: str) -> bool:
-    """Whether the database is at this release's revision."""
-    return current_revision(url) == head_revision()
 
 
 def check(url: str) -> None:
@@ -78,7 +124,11 @@ def migrate(url: str) -> str:
     parsed = parse_url(url)
     file = sqlite_file(parsed)
     if file is not None:
-        file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RecordsUnavailable(f"the database {parsed!r} cannot be used: {error.strerror}") from None
+        _make_private(file)
     with _connect(parsed) as connection, connection.begin():
         if connection.dialect.name == "postgresql":
             connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": MIGRATIONS})
@@ -95,6 +145,20 @@ def migrate(url: str) -> str:
             broken = connection.execute(text("PRAGMA foreign_key_check")).all()
             assert not broken, f"the migration broke foreign keys: {broken}"
     return head_revision()
+
+
+def _make_private(file: Path) -> None:
+    """Create an absent database file with mode 0600, and take other users' access to an existing one away.
+
+    SQLite gives `-wal` and `-shm` beside it the same mode. A mode that cannot be changed stays as it is.
+    """
+    with suppress(OSError):  # connecting says what is wrong with the path
+        os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+    for each in (file, *(file.with_name(file.name + end) for end in ("-wal", "-shm"))):
+        with suppress(OSError):
+            mode = each.stat().st_mode
+            if mode & 0o077:
+                each.chmod(mode & 0o700)
 
 
 def _config() -> Config:

@@ -1,4 +1,4 @@
-"""Statements about sinks: whose turn it is, how far the sink has come, and what it did not take."""
+"""Sinks: each one's cursor into the ledger, the lease of the server that delivers, and events that were parked."""
 
 from __future__ import annotations
 
@@ -7,21 +7,50 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from sqlalchemy import ColumnElement, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import Mapped, mapped_column
 
-from loramux.records.billing_models import ParkedRow, SinkRow
-from loramux.records.bulk import insert_new
+from loramux.records.base import Base
+from loramux.records.statements import insert_new
+
+
+class SinkRow(Base):
+    """A sink's cursor and lease."""
+
+    __tablename__ = "sinks"
+
+    name: Mapped[str] = mapped_column(primary_key=True)
+    cursor: Mapped[int]
+    """Every entry up to this sequence was delivered or parked."""
+    trying_until: Mapped[int | None]
+    """The last sequence of the batch that is under way; a batch is tried with the same entries until it is over."""
+    trying_since: Mapped[int | None]
+    """The time of its first attempt: after the sink's window, another attempt could count it twice."""
+    lease_holder: Mapped[str | None]
+    lease_until: Mapped[int]
+
+
+class ParkedRow(Base):
+    """An event that a sink refused, or that it may have taken without an answer."""
+
+    __tablename__ = "parked_events"
+
+    sink: Mapped[str] = mapped_column(primary_key=True)
+    event_id: Mapped[str] = mapped_column(primary_key=True)
+    sequence: Mapped[int]
+    reason: Mapped[str]
+    parked_at: Mapped[int]
 
 
 class SinkState(msgspec.Struct, frozen=True, kw_only=True):
-    """A sink, as whoever holds its lease finds it."""
+    """A sink's cursor and the batch that is under way."""
 
     cursor: int
     trying_until: int | None
     trying_since: int | None
 
 
-class Parked(msgspec.Struct, frozen=True, kw_only=True):
-    """An event that needs a person."""
+class ParkedEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """An event that an operator must decide about."""
 
     sink: str
     event_id: str
@@ -39,7 +68,7 @@ class SinkRepository:
         self._holder = holder
 
     async def lease(self, now: int, until: int) -> SinkState | None:
-        """Have the sink to oneself until then; None while somebody else has it."""
+        """Lease the sink until `until`; None while another server has the lease."""
         fresh = {
             "name": self._name,
             "cursor": 0,
@@ -62,30 +91,30 @@ class SinkRepository:
         return SinkState(cursor=row.cursor, trying_until=row.trying_until, trying_since=row.trying_since)
 
     async def trying(self, until: int, since: int | None) -> bool:
-        """Note the batch that is to be sent; with no `since`, that it did not arrive. False without the lease."""
+        """Record the batch that is to be sent; `since` None: it did not arrive. False without the lease."""
         values = {"trying_until": until if since is not None else None, "trying_since": since}
         return await self._update(values)
 
     async def advance(self, cursor: int) -> bool:
-        """Everything up to there is delivered or parked; False without lease, and then nothing is noted."""
+        """Move the cursor: everything up to there is delivered or parked. False without the lease."""
         return await self._update({"cursor": cursor, "trying_until": None, "trying_since": None})
 
     async def release(self) -> None:
-        """Let others have it."""
+        """Give the lease up."""
         await self._update({"lease_holder": None, "lease_until": 0})
 
-    async def park(self, parked: Sequence[Parked]) -> None:
-        """Keep what was not delivered for a person to look at; once."""
+    async def park(self, parked: Sequence[ParkedEvent]) -> None:
+        """Keep undelivered events for an operator; each once."""
         if parked:
             await insert_new(self._session, ParkedRow, [msgspec.structs.asdict(one) for one in parked])
 
-    async def parked(self) -> list[Parked]:
-        """What waits for a person, in the ledger's order."""
+    async def parked(self) -> list[ParkedEvent]:
+        """List the parked events in the ledger's order."""
         statement = (
             select(ParkedRow).where(ParkedRow.sink == self._name).order_by(ParkedRow.sequence, ParkedRow.event_id)
         )
         rows = await self._session.scalars(statement)
-        return [Parked(**{name: getattr(row, name) for name in Parked.__struct_fields__}) for row in rows]
+        return [ParkedEvent(**{name: getattr(row, name) for name in ParkedEvent.__struct_fields__}) for row in rows]
 
     async def _update(self, values: Mapping[str, object]) -> bool:
         mine: tuple[ColumnElement[bool], ...] = (SinkRow.name == self._name, SinkRow.lease_holder == self._holder)

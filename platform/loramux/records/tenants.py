@@ -1,28 +1,118 @@
-"""Statements about tenants, their keys and members in person: how a tenant id comes to be verified."""
+"""Tenants, their tiers, projects and members: rows and statements."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from sqlalchemy import bindparam, select, update
+from sqlalchemy import CheckConstraint, ForeignKey, Index, UniqueConstraint, false, func, select, text
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.engine import Row
 from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import Mapped, mapped_column
 
-from loramux.records.identity import TenantId
-from loramux.records.models import KeyRow, TenantRow
-from loramux.records.tenancy_models import MemberRow, ProjectRow, TierRow
+from loramux.records.base import Base
+from loramux.records.identity import ProjectId, TenantId
+
+
+class TierRow(Base):
+    """A level of service: the scheduler's class, the tenant's weight in it, and the service tiers that it allows."""
+
+    __tablename__ = "tiers"
+    __table_args__ = (
+        CheckConstraint("service_class IN ('interactive', 'standard', 'batch')", name="service_class"),
+        CheckConstraint("weight BETWEEN 1 AND 1000", name="weight"),
+    )
+
+    name: Mapped[str] = mapped_column(primary_key=True)
+    service_class: Mapped[str]
+    weight: Mapped[int]
+    service_tiers: Mapped[str] = mapped_column(server_default=text("'batch flex'"))
+    """Those of `records.service_tiers.CHOSEN` that requests may ask for, sorted, separated by spaces."""
+    created_at: Mapped[int]
+
+
+class TenantRow(Base):
+    """A tenant: the boundary of isolation, fairness and billing."""
+
+    __tablename__ = "tenants"
+
+    id: Mapped[TenantId] = mapped_column(primary_key=True)
+    name: Mapped[str] = mapped_column(unique=True)
+    tier: Mapped[str] = mapped_column(ForeignKey("tiers.name"))
+    created_at: Mapped[int]
+    suspended_at: Mapped[int | None]
+    zero_retention: Mapped[bool] = mapped_column(server_default=false())
+    """Nothing that its requests say or get is stored."""
+
+
+class ProjectRow(Base):
+    """A tenant's own grouping, for limits and cost attribution."""
+
+    __tablename__ = "projects"
+    __table_args__ = (UniqueConstraint("tenant_id", "name"), UniqueConstraint("tenant_id", "id"))
+
+    id: Mapped[ProjectId] = mapped_column(primary_key=True)
+    tenant_id: Mapped[TenantId] = mapped_column(ForeignKey("tenants.id"))
+    name: Mapped[str]
+    created_at: Mapped[int]
+    archived_at: Mapped[int | None]
+
+
+class MemberRow(Base):
+    """A person in a tenant, by the identity that an OIDC issuer gives; the audit log keeps removed ones."""
+
+    __tablename__ = "members"
+    __table_args__ = (
+        UniqueConstraint("tenant_id", "issuer", "subject"),
+        CheckConstraint("role IN ('owner', 'admin', 'developer', 'billing', 'viewer')", name="role"),
+        Index("ix_members_issuer_subject", "issuer", "subject"),
+    )
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    tenant_id: Mapped[TenantId] = mapped_column(ForeignKey("tenants.id"))
+    issuer: Mapped[str]
+    subject: Mapped[str]
+    role: Mapped[str]
+    created_at: Mapped[int]
+
+
+class TierRepository:
+    """Tiers."""
+
+    def __init__(self, session: AsyncSession) -> None:
+        self._session = session
+
+    async def put(self, row: TierRow) -> None:
+        """Insert the row, or replace the one of its name."""
+        await self._session.merge(row)
+        await self._session.flush()
+
+    async def named(self, name: str) -> TierRow | None:
+        """Return the tier of that name."""
+        return await self._session.get(TierRow, name)
+
+    async def all(self) -> Sequence[TierRow]:
+        """Return every tier, by name."""
+        return (await self._session.scalars(select(TierRow).order_by(TierRow.name))).all()
+
+    async def used(self, name: str) -> int:
+        """Return the number of tenants that have it."""
+        statement = select(func.count()).select_from(TenantRow).where(TenantRow.tier == name)
+        return await self._session.scalar(statement) or 0
+
+    async def remove(self, row: TierRow) -> None:
+        """Delete the row."""
+        await self._session.delete(row)
+        await self._session.flush()
 
 
 class TenantRepository:
-    """Customers."""
+    """Tenants."""
 
     def __init__(self, session: AsyncSession) -> None:
         self._session = session
 
     async def add(self, row: TenantRow) -> bool:
-        """Insert the row; False when the name is taken (also by somebody who took it just now)."""
+        """Insert the row; return False when the name is taken, also by a concurrent transaction."""
         values = {"id": row.id, "name": row.name, "tier": row.tier, "created_at": row.created_at}
         is_sqlite = self._session.get_bind().dialect.name == "sqlite"
         insert = sqlite.insert(TenantRow) if is_sqlite else postgresql.insert(TenantRow)
@@ -30,86 +120,96 @@ class TenantRepository:
         return await self._session.scalar(statement) is not None
 
     async def named(self, name: str) -> TenantRow | None:
-        """The tenant of that name."""
+        """Return the tenant of that name."""
         return await self._session.scalar(select(TenantRow).where(TenantRow.name == name))
 
     async def locked(self, name: str) -> TenantRow | None:
-        """The tenant of that name, held until this transaction ends."""
+        """Return the tenant of that name, locked until this transaction ends."""
         return await self._session.scalar(select(TenantRow).where(TenantRow.name == name).with_for_update())
 
+    async def has_zero_retention(self, id: TenantId) -> bool:
+        """Return whether nothing that the tenant's requests say or get is stored."""
+        return bool(await self._session.scalar(select(TenantRow.zero_retention).where(TenantRow.id == id)))
+
     async def all(self) -> Sequence[TenantRow]:
-        """Every tenant, by name."""
+        """Return every tenant, by name."""
         return (await self._session.scalars(select(TenantRow).order_by(TenantRow.name))).all()
 
 
-class CredentialRepository:
-    """From a secret's MAC or a person's identity to a tenant, in one statement."""
-
-    def __init__(self, session: AsyncSession) -> None:
-        self._session = session
-
-    async def key(self, mac: bytes) -> Row[KeyRow, TenantRow, TierRow] | None:
-        """The key with this MAC that was not revoked, its tenant and its tier."""
-        statement = (
-            select(KeyRow, TenantRow, TierRow)
-            .join(TenantRow, TenantRow.id == KeyRow.tenant_id)
-            .join(TierRow, TierRow.name == TenantRow.tier)
-            .where(KeyRow.mac == mac, KeyRow.revoked_at.is_(None))
-        )
-        return (await self._session.execute(statement)).one_or_none()
-
-    async def person(
-        self, issuer: str, subject: str, project: str
-    ) -> Sequence[Row[MemberRow, TenantRow, TierRow, ProjectRow]]:
-        """Everything that this person is a member of and that has a live project of that name."""
-        statement = (
-            select(MemberRow, TenantRow, TierRow, ProjectRow)
-            .join(TenantRow, TenantRow.id == MemberRow.tenant_id)
-            .join(TierRow, TierRow.name == TenantRow.tier)
-            .join(ProjectRow, ProjectRow.tenant_id == TenantRow.id)
-            .where(MemberRow.issuer == issuer, MemberRow.subject == subject)
-            .where(ProjectRow.name == project, ProjectRow.archived_at.is_(None))
-            .order_by(TenantRow.name)
-        )
-        return (await self._session.execute(statement)).all()
-
-    async def touch(self, used: Mapping[str, int]) -> None:
-        """Note when keys were last used, by id; never earlier than was noted already."""
-        statement = (
-            update(KeyRow.__table__)  # type: ignore[arg-type]
-            .where(
-                KeyRow.id == bindparam("key"), (KeyRow.last_used_at.is_(None)) | (KeyRow.last_used_at < bindparam("at"))
-            )
-            .values(last_used_at=bindparam("at"))
-        )
-        rows: list[dict[str, Any]] = [{"key": key, "at": used[key]} for key in sorted(used)]
-        await (await self._session.connection()).execute(statement, rows)
-
-
-class KeyRepository:
-    """One tenant's keys."""
+class ProjectRepository:
+    """One tenant's projects."""
 
     def __init__(self, session: AsyncSession, tenant: TenantId) -> None:
         self._session = session
         self._tenant = tenant
 
-    async def add(self, row: KeyRow) -> None:
+    async def add(self, row: ProjectRow) -> None:
         """Insert the row."""
         self._session.add(row)
         await self._session.flush()
 
-    async def all(self) -> Sequence[KeyRow]:
-        """The tenant's keys, revoked ones too, oldest first."""
-        statement = select(KeyRow).where(KeyRow.tenant_id == self._tenant).order_by(KeyRow.created_at, KeyRow.id)
+    async def count(self) -> int:
+        """Return the number of projects, archived ones too."""
+        statement = select(func.count()).where(ProjectRow.tenant_id == self._tenant)
+        return await self._session.scalar(statement) or 0
+
+    async def named(self, name: str) -> ProjectRow | None:
+        """Return the project of that name, archived or not."""
+        statement = select(ProjectRow).where(ProjectRow.tenant_id == self._tenant, ProjectRow.name == name)
+        return await self._session.scalar(statement)
+
+    async def get(self, id: ProjectId) -> ProjectRow | None:
+        """Return the project of that id."""
+        statement = select(ProjectRow).where(ProjectRow.tenant_id == self._tenant, ProjectRow.id == id)
+        return await self._session.scalar(statement)
+
+    async def all(self) -> Sequence[ProjectRow]:
+        """Return every project, by name."""
+        statement = select(ProjectRow).where(ProjectRow.tenant_id == self._tenant).order_by(ProjectRow.name)
         return (await self._session.scalars(statement)).all()
 
-    async def locked(self, key_id: str) -> KeyRow | None:
-        """The tenant's key of that id, held until this transaction ends."""
-        statement = select(KeyRow).where(KeyRow.tenant_id == self._tenant, KeyRow.id == key_id)
-        return await self._session.scalar(statement.with_for_update())
 
+class MemberRepository:
+    """One tenant's members."""
 
-async def owner_of_key(session: AsyncSession, key_id: str) -> TenantRow | None:
-    """The tenant that has the key: for operators, who name keys by their ids alone."""
-    statement = select(TenantRow).join(KeyRow, KeyRow.tenant_id == TenantRow.id).where(KeyRow.id == key_id)
-    return await session.scalar(statement)
+    def __init__(self, session: AsyncSession, tenant: TenantId) -> None:
+        self._session = session
+        self._tenant = tenant
+
+    async def add(self, row: MemberRow) -> None:
+        """Insert the row."""
+        self._session.add(row)
+        await self._session.flush()
+
+    async def known(self, issuer: str, subject: str) -> MemberRow | None:
+        """Return the member of that issuer and subject."""
+        statement = select(MemberRow).where(
+            MemberRow.tenant_id == self._tenant, MemberRow.issuer == issuer, MemberRow.subject == subject
+        )
+        return await self._session.scalar(statement)
+
+    async def get(self, id: str) -> MemberRow | None:
+        """Return the member of that id."""
+        return await self._session.scalar(
+            select(MemberRow).where(MemberRow.tenant_id == self._tenant, MemberRow.id == id)
+        )
+
+    async def all(self) -> Sequence[MemberRow]:
+        """Return every member, oldest first."""
+        statement = select(MemberRow).where(MemberRow.tenant_id == self._tenant)
+        return (await self._session.scalars(statement.order_by(MemberRow.created_at, MemberRow.id))).all()
+
+    async def count(self) -> int:
+        """Return the number of members."""
+        statement = select(func.count()).where(MemberRow.tenant_id == self._tenant)
+        return await self._session.scalar(statement) or 0
+
+    async def lock_owners(self) -> Sequence[str]:
+        """Return the owners' ids, locked until this transaction ends, so that two cannot leave at once."""
+        statement = select(MemberRow).where(MemberRow.tenant_id == self._tenant, MemberRow.role == "owner")
+        return [row.id for row in await self._session.scalars(statement.order_by(MemberRow.id).with_for_update())]
+
+    async def remove(self, row: MemberRow) -> None:
+        """Delete the row."""
+        await self._session.delete(row)
+        await self._session.flush()

@@ -1,8 +1,12 @@
-"""Names of adapters and what they mean: upload, resolve, release, share, pin, delete."""
+"""Names of adapters and their meaning: resolve, release, share, pin, delete. Uploads are in `loramux.uploads`."""
 
-from loramux.records.pins import StandingPin
-from loramux.registry.changing import UNCONDITIONAL, Once, Terms
+from loramux.records.pins import ActivePin
+from loramux.registry.aliases import AliasService
+from loramux.registry.bases import BaseModel, BaseModels
+from loramux.registry.blob_gc import BlobCollector
+from loramux.registry.changes import UNCONDITIONAL, AnswerStore, Preconditions
 from loramux.registry.entities import (
+    MAX_REVISION,
     AdapterInfo,
     AliasInfo,
     AliasVersion,
@@ -11,7 +15,9 @@ from loramux.registry.entities import (
     ResolvedModel,
     Revision,
     RevisionInfo,
+    RevisionNumber,
     WeightedRevision,
+    engine_key,
     etag,
 )
 from loramux.registry.errors import (
@@ -27,40 +33,45 @@ from loramux.registry.errors import (
     TooManyAdapters,
     ValidationUnavailable,
 )
-from loramux.registry.intake import Arrival, Intake, Withdrawn
-from loramux.registry.names import ModelName, parse_model
-from loramux.registry.registry import Registry
+from loramux.registry.registry import Registry, open_registry
+from loramux.registry.resolver import ModelName, ModelResolver, parse_model
 
 __all__ = [
+    "MAX_REVISION",
     "UNCONDITIONAL",
+    "ActivePin",
     "AdapterInfo",
     "AdapterNotFound",
     "AliasInfo",
+    "AliasService",
     "AliasVersion",
-    "Arrival",
+    "AnswerStore",
+    "BaseModel",
+    "BaseModels",
+    "BlobCollector",
     "ChangeConflict",
     "GrantInfo",
-    "Intake",
     "InvalidChange",
     "InvalidName",
     "ModelName",
     "ModelNotFound",
-    "Once",
+    "ModelResolver",
     "PartNotFound",
     "PinInfo",
     "PreconditionFailed",
+    "Preconditions",
     "Registry",
     "RegistryError",
     "ResolvedModel",
     "Revision",
     "RevisionInfo",
+    "RevisionNumber",
     "RevisionUnavailable",
-    "StandingPin",
-    "Terms",
     "TooManyAdapters",
     "ValidationUnavailable",
     "WeightedRevision",
-    "Withdrawn",
+    "engine_key",
     "etag",
+    "open_registry",
     "parse_model",
 ]

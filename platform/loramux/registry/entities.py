@@ -1,32 +1,39 @@
-"""What the registry knows, as it is shown. Times in microseconds since the epoch."""
+"""The registry's records as callers see them. Times in microseconds since the epoch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
-from loramux.records.aliases import DEFAULT_ALIAS, Pointed, targets_of
-from loramux.records.lifecycle_models import AliasVersionRow, GrantRow, PinRow
-from loramux.records.models import AdapterRow, RevisionRow
+from loramux.bundle import Bundle
+from loramux.records import TenantId
+from loramux.records.adapters import AdapterRow, RevisionRow
+from loramux.records.aliases import DEFAULT_ALIAS, AliasVersionRow, Pointed, targets_of
+from loramux.records.grants import GrantRow
+from loramux.records.pins import PinRow
+
+MAX_REVISION = 999_999_999
+RevisionNumber = Annotated[int, msgspec.Meta(ge=1, le=MAX_REVISION)]
 
 
 class WeightedRevision(msgspec.Struct, frozen=True):
     """A revision by its number, and its share of an alias: `weight` of the sum over the alias's targets."""
 
-    revision: int
+    revision: RevisionNumber
     weight: int
 
 
 class AliasInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What an alias points at."""
+    """A movable name of an adapter, and its targets."""
 
     name: str
     targets: tuple[WeightedRevision, ...]
-    """By revision number."""
+    """Targets in the order of their revision numbers."""
     version: int
-    """Of its history."""
+    """The latest of its history."""
     updated_at: int
 
     @property
@@ -36,24 +43,26 @@ class AliasInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AliasVersion(msgspec.Struct, frozen=True, kw_only=True):
-    """What an alias pointed at, from one change to the next; at nothing where it was removed."""
+    """The targets of an alias from one change to the next; none where it was removed."""
 
     version: int
     targets: tuple[WeightedRevision, ...]
     restores: int | None
-    """The version that a rollback went back to."""
+    """The version that a rollback restored."""
     changed_by: str
     changed_at: int
 
 
 class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """An adapter, and the revision that most of its default alias goes to. `created_at` is that revision's."""
+    """An adapter, and the main revision of its default alias. `created_at` is that revision's."""
 
     id: str
     name: str
     """`tenant/adapter`."""
     revision: int
     digest: str
+    base_model: str
+    """The base that it was uploaded for; empty for one of a release that served one base."""
     state: str
     rank: int
     """The largest of its modules'."""
@@ -66,7 +75,7 @@ class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PinInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Since when a revision is kept in the pool, by whom, and about when it was last used."""
+    """A pin: its start, its author, and about when the revision was last used."""
 
     since: int
     pinned_by: str
@@ -74,13 +83,15 @@ class PinInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RevisionInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One of an adapter's revisions: `ready`, or `deleted` and to be undone until `purge_at`."""
+    """A revision of an adapter: `ready`, or `deleted` and restorable until `purge_at`."""
 
     id: str
     name: str
     """`tenant/adapter@3`."""
     number: int
     digest: str
+    base_model: str
+    """The base that it was uploaded for; empty for one of a release that served one base."""
     state: str
     rank: int
     size_bytes: int
@@ -89,12 +100,24 @@ class RevisionInfo(msgspec.Struct, frozen=True, kw_only=True):
     purge_at: int | None
     expires_at: int | None
     aliases: tuple[str, ...] = ()
-    """Those that have it as a target."""
+    """Aliases that have it as a target."""
     pin: PinInfo | None = None
+    bundle: Bundle | msgspec.UnsetType | None = msgspec.UNSET
+    """What it is served with beside its weights; unset in lists."""
+
+
+class GrantedAdapter(msgspec.Struct, frozen=True, kw_only=True):
+    """Another tenant's adapter that the caller may call."""
+
+    name: str
+    """`tenant/adapter`."""
+    granted_at: int
+    base_model: str
+    """Of the revision that its default alias mostly means."""
 
 
 class GrantInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A tenant that may call somebody else's adapter."""
+    """A tenant that may call another tenant's adapter."""
 
     tenant: str
     granted_by: str
@@ -104,14 +127,31 @@ class GrantInfo(msgspec.Struct, frozen=True, kw_only=True):
 class Revision(msgspec.Struct, frozen=True, kw_only=True):
     """Immutable weights: a digest, and the local folder with the verified files."""
 
+    id: str
+    owner: TenantId
     adapter_id: str
     number: int
     digest: str
     directory: Path
 
+    @property
+    def engine_key(self) -> str:
+        """The name of the weights in the engine."""
+        return engine_key(self.owner, self.digest)
+
+
+def engine_key(owner: TenantId, digest: str) -> str:
+    """Name an owner's weights in the engine.
+
+    Stored files are shared by all tenants that have uploaded the same bytes; loaded weights are not. If they were, a
+    tenant could learn from the loads in its usage, or from the time of its first token, that another tenant has the
+    same adapter.
+    """
+    return f"{digest}/{owner}"
+
 
 class ResolvedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """What a model name means at this moment: `tenant/adapter@3`, or the base model (no revision)."""
+    """The present meaning of a model name: `tenant/adapter@3`, or the base model (no revision)."""
 
     name: str
     base_model: str
@@ -120,12 +160,12 @@ class ResolvedModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def etag(version: int) -> str:
-    """An adapter's version as HTTP has it."""
+    """Format an adapter's version as HTTP writes it."""
     return f'"{version}"'
 
 
 def alias_info(pointed: Pointed) -> AliasInfo:
-    """The rows, as they are shown."""
+    """Build the public record from rows."""
     return AliasInfo(
         name=pointed.alias.name,
         targets=tuple(WeightedRevision(target.revision.number, target.weight) for target in pointed.targets),
@@ -135,7 +175,7 @@ def alias_info(pointed: Pointed) -> AliasInfo:
 
 
 def version_info(row: AliasVersionRow) -> AliasVersion:
-    """The row, as it is shown."""
+    """Build the public record from a row."""
     return AliasVersion(
         version=row.version,
         targets=tuple(WeightedRevision(number, weight) for number, weight in sorted(targets_of(row).items())),
@@ -146,7 +186,7 @@ def version_info(row: AliasVersionRow) -> AliasVersion:
 
 
 def adapter_info(tenant_name: str, adapter: AdapterRow, aliases: Sequence[Pointed]) -> AdapterInfo:
-    """The rows, as they are shown."""
+    """Build the public record from rows."""
     infos = {pointed.alias.name: alias_info(pointed) for pointed in aliases}
     main = infos[DEFAULT_ALIAS].main
     revision = next(t.revision for pointed in aliases for t in pointed.targets if t.revision.number == main)
@@ -155,6 +195,7 @@ def adapter_info(tenant_name: str, adapter: AdapterRow, aliases: Sequence[Pointe
         name=f"{tenant_name}/{adapter.name}",
         revision=revision.number,
         digest=revision.digest,
+        base_model=revision.base_model,
         state=revision.state,
         rank=revision.rank,
         size_bytes=revision.size_bytes,
@@ -168,13 +209,14 @@ def adapter_info(tenant_name: str, adapter: AdapterRow, aliases: Sequence[Pointe
 def revision_info(
     adapter_name: str, revision: RevisionRow, aliases: Sequence[Pointed] = (), pin: PinRow | None = None
 ) -> RevisionInfo:
-    """The rows, as they are shown; `adapter_name` is `tenant/adapter`."""
+    """Build the public record from rows; `adapter_name` is `tenant/adapter`."""
     naming = (pointed for pointed in aliases if any(t.revision.id == revision.id for t in pointed.targets))
     return RevisionInfo(
         id=revision.id,
         name=f"{adapter_name}@{revision.number}",
         number=revision.number,
         digest=revision.digest,
+        base_model=revision.base_model,
         state=revision.state,
         rank=revision.rank,
         size_bytes=revision.size_bytes,
@@ -188,10 +230,10 @@ def revision_info(
 
 
 def pin_info(pin: PinRow) -> PinInfo:
-    """The row, as it is shown."""
+    """Build the public record from a row."""
     return PinInfo(since=pin.since, pinned_by=pin.pinned_by, used_at=pin.used_at)
 
 
 def grant_info(grant: GrantRow) -> GrantInfo:
-    """The row, as it is shown."""
+    """Build the public record from a row."""
     return GrantInfo(tenant=grant.grantee, granted_by=grant.granted_by, granted_at=grant.granted_at)

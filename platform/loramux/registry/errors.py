@@ -1,51 +1,52 @@
-"""Why the registry says no. What is wrong with an adapter's *files* is loramux_adapters.AdapterRejected instead.
+"""Refusals of the registry. Faults of an adapter's *files* are loramux_adapters.AdapterRejected instead.
 
-RegistryError(code, field, message)
-├── InvalidName            a name that cannot be, or that is not the caller's to give: 400
-├── InvalidChange          a change whose own fields cannot be: 400
-├── ModelNotFound          no such model, or not the caller's: 404, and the same answer
-│   ├── AdapterNotFound    likewise, by the adapter's name
-│   └── PartNotFound       the caller's own adapter has no such revision, alias, pin or grant: 404
-├── TooManyAdapters        a limit on what there may be is reached: 400
-├── ChangeConflict         it cannot be as things stand, and the message says what to change first: 409
-├── PreconditionFailed     the adapter was changed since its ETag was read: 412
-├── ValidationUnavailable  uploads cannot be checked at present: 503
-└── RevisionUnavailable    its files are damaged, or it was made for another base model: 503
+RegistryError(message, field)
+├── InvalidName            400  a malformed name, or one that the caller may not use
+├── InvalidChange          400  a change whose own fields are invalid
+├── TooManyAdapters        400  a limit on adapters, revisions, aliases, grants or pins is reached
+├── ModelNotFound          404  no such model; the same answer for another tenant's model
+│   ├── AdapterNotFound    404  likewise, by the adapter's name
+│   └── PartNotFound       404  the caller's own adapter has no such revision, alias, pin or grant
+├── ChangeConflict         409  impossible in the present state; the message says what to change first
+├── PreconditionFailed     412  the adapter was changed after its ETag was read
+├── ValidationUnavailable  503  uploads cannot be checked at present
+└── RevisionUnavailable    503  the files are damaged, or were made for another base model
 """
 
 from __future__ import annotations
 
+from http import HTTPStatus
+
+from loramux.errors import LoramuxError
+
 SHOWN = 160
-"""A refusal repeats at most so many characters of what it was given."""
+"""Characters of the caller's input that a message repeats at most."""
+RETRY_SECONDS = 10
 
 
-class RegistryError(Exception):
-    """A stable code, the field that is wrong, and a sentence with the way out."""
+class RegistryError(LoramuxError):
+    """Base of the registry's refusals."""
 
     code = "invalid_request"
 
-    def __init__(self, message: str, field: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
-        self.field = field
-
 
 class InvalidName(RegistryError):
-    """The message says the grammar."""
+    """The message states the grammar of names."""
 
     code = "invalid_adapter_name"
 
 
 class InvalidChange(RegistryError):
-    """The message says the limits."""
+    """The message states the limits."""
 
     code = "invalid_value"
 
 
 class ModelNotFound(RegistryError):
-    """The same for a model that does not exist and one that is another tenant's."""
+    """The same answer for a model that does not exist and for one of another tenant."""
 
     code = "model_not_found"
+    status = HTTPStatus.NOT_FOUND
 
     def __init__(self, model: str) -> None:
         super().__init__(f"The model `{model[:SHOWN]}` does not exist or you do not have access to it.", "model")
@@ -79,7 +80,9 @@ class TooManyAdapters(RegistryError):
 
 
 class ChangeConflict(RegistryError):
-    """`code` says with what."""
+    """`code` names the conflict."""
+
+    status = HTTPStatus.CONFLICT
 
     def __init__(self, code: str, message: str, field: str | None = None) -> None:
         super().__init__(message, field)
@@ -87,18 +90,23 @@ class ChangeConflict(RegistryError):
 
 
 class PreconditionFailed(RegistryError):
-    """The message has the ETag as it is now."""
+    """The message contains the present ETag."""
 
     code = "precondition_failed"
+    status = HTTPStatus.PRECONDITION_FAILED
 
 
 class RevisionUnavailable(RegistryError):
-    """Something has changed on the operator's side since the upload; the message says what."""
+    """The operator's side has changed since the upload; the message says how."""
 
     code = "adapter_unavailable"
+    status = HTTPStatus.SERVICE_UNAVAILABLE
+    retry_after = RETRY_SECONDS
 
 
 class ValidationUnavailable(RegistryError):
-    """The process that checks uploads does not start; the server's log says why."""
+    """The process that checks uploads does not start; the server's log has the reason."""
 
     code = "validation_unavailable"
+    status = HTTPStatus.SERVICE_UNAVAILABLE
+    retry_after = RETRY_SECONDS

@@ -1,74 +1,54 @@
-"""The registry: uploads become revisions, model names become revisions, and what is deleted goes when it is free."""
+"""The registry's services, built over one database and one blob store."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
-from loramux.records import Database, Principal
-from loramux.registry.changing import Changing
-from loramux.registry.contents import Contents
-from loramux.registry.entities import AdapterInfo, ResolvedModel
-from loramux.registry.intake import Arrival, Intake
-from loramux.registry.pinning import Pinning
-from loramux.registry.reading import Reading
-from loramux.registry.releasing import Releasing
-from loramux.registry.resolving import Resolving
-from loramux.registry.retiring import Retiring
-from loramux.registry.sharing import Sharing
-from loramux.registry.threads import finished
+from loramux.records import Database
+from loramux.records.adapters import name_bases
+from loramux.registry.aliases import AliasService
+from loramux.registry.bases import BaseModels
+from loramux.registry.blob_gc import BlobCollector
+from loramux.registry.changes import ChangeService
+from loramux.registry.deletion import DeletionService
+from loramux.registry.grants import GrantService
+from loramux.registry.pins import PinService
+from loramux.registry.queries import AdapterQueries
+from loramux.registry.resolver import ModelResolver
 from loramux.settings import AdapterLimits
 from loramux.storage import BlobStore
-from loramux.validation import Validator
-
-if TYPE_CHECKING:
-    from loramux_adapters import BaseDescription
 
 
+@dataclass(frozen=True, slots=True)
 class Registry:
-    """One base model's adapters, of every tenant: a room for each thing that is done with them."""
+    """The services for the adapters of every tenant."""
 
-    def __init__(
-        self,
-        database: Database,
-        blobs: BlobStore,
-        base: BaseDescription,
-        served_model_name: str,
-        limits: AdapterLimits,
-        validator: Validator,
-    ) -> None:
-        changing = Changing(database)
-        self.reading = Reading(database)
-        self.releasing = Releasing(changing, limits.max_aliases)
-        self.retiring = Retiring(database, changing, limits)
-        self.sharing = Sharing(changing, limits.max_grants)
-        self.pinning = Pinning(database, changing, limits)
-        self.contents = Contents(database, blobs)
-        self.intake = Intake(database, blobs, self.contents, base, served_model_name, limits, validator)
-        """For files that come in other ways than `upload`."""
-        self._blobs = blobs
-        self._resolving = Resolving(database, blobs, base, served_model_name)
+    queries: AdapterQueries
+    aliases: AliasService
+    deletion: DeletionService
+    grants: GrantService
+    pins: PinService
+    resolver: ModelResolver
+    blob_gc: BlobCollector
+    database: Database
 
-    def staging(self) -> AbstractContextManager[Path]:
-        """A folder to receive an upload in, which `upload` then takes files from without copying; gone afterwards."""
-        return self._blobs.staging()
+    async def name_bases(self, bases: BaseModels) -> int:
+        """Record the base of revisions of a release that served one base; return their number."""
+        names = {base.description.fingerprint: base.name for base in reversed(list(bases))}
+        async with self.database.begin() as session:
+            return await name_bases(session, names)
 
-    async def upload(self, principal: Principal, name: str, config_file: Path, weights_file: Path) -> AdapterInfo:
-        """Make both files the next revision of `name` and its default; the same content again changes nothing.
 
-        Files inside `staging()` are moved, others copied. Raises what `Intake.demand_place` and `Intake.accept` raise.
-        """
-        adapter = await self.intake.demand_place(principal, name)
-        with self._blobs.staging() as folder:
-            await finished(self._blobs.stage, folder, (config_file, weights_file))
-            await self.intake.accept(principal, Arrival(adapter, folder))
-        return await self.reading.get(principal, adapter)
-
-    async def resolve(self, principal: Principal, model: str, caller: str = "") -> ResolvedModel:
-        """What `model` means now: see `Resolving.resolve`."""
-        return await self._resolving.resolve(principal, model, caller)
-
-    def take_used(self) -> frozenset[str]:
-        """The contents that names were resolved to since the last time."""
-        return self._resolving.take_used()
+def open_registry(database: Database, blobs: BlobStore, bases: BaseModels, limits: AdapterLimits) -> Registry:
+    """Build the services."""
+    changes = ChangeService(database)
+    return Registry(
+        queries=AdapterQueries(database),
+        aliases=AliasService(changes, limits.max_aliases),
+        deletion=DeletionService(database, changes, limits),
+        grants=GrantService(changes, limits.max_grants),
+        pins=PinService(database, changes, limits),
+        resolver=ModelResolver(database, blobs, bases),
+        blob_gc=BlobCollector(database, blobs),
+        database=database,
+    )

@@ -1,34 +1,44 @@
 """Every setting, read once from one TOML file, checked, and frozen."""
 
 from loramux.settings.adapters import AdapterLimits, BucketSettings, HubSettings, UploadSettings, ValidationSettings
-from loramux.settings.file import Settings, SettingsError, load_settings, resolve_paths
-from loramux.settings.house import (
+from loramux.settings.batches import BatchSettings
+from loramux.settings.file import Settings, SettingsError, ensure_files, load_settings, resolve_paths
+from loramux.settings.privacy import PrivacySettings
+from loramux.settings.server import (
     BillingSettings,
     IssuerSettings,
     RecordsSettings,
     ServerSettings,
     SinkSettings,
+    TracingSettings,
     WebhookSettings,
 )
 from loramux.settings.serving import (
+    BaseSettings,
     ClassDeadlines,
     ClassShares,
+    EngineRange,
     EngineSettings,
     ModelSettings,
     ReservedPages,
     SchedulerSettings,
+    ToolParser,
 )
 
 __all__ = [
     "AdapterLimits",
+    "BaseSettings",
+    "BatchSettings",
     "BillingSettings",
     "BucketSettings",
     "ClassDeadlines",
     "ClassShares",
+    "EngineRange",
     "EngineSettings",
     "HubSettings",
     "IssuerSettings",
     "ModelSettings",
+    "PrivacySettings",
     "RecordsSettings",
     "ReservedPages",
     "SchedulerSettings",
@@ -36,9 +46,12 @@ __all__ = [
     "Settings",
     "SettingsError",
     "SinkSettings",
+    "ToolParser",
+    "TracingSettings",
     "UploadSettings",
     "ValidationSettings",
     "WebhookSettings",
+    "ensure_files",
     "load_settings",
     "resolve_paths",
 ]

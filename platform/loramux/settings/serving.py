@@ -1,51 +1,134 @@
-"""The base model, the engine and its scheduler."""
+"""Base models, their engines, and the scheduler."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
-from loramux.settings.ranges import Fraction, Positive, Share
+from loramux.settings.server import Fraction, Name, Positive, Share
+
+Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+GenerationConfig = Literal["auto", "none"]
+ToolParser = Literal["hermes", "llama3", "mistral", "granite", "phi4", "none"]
+Quantization = Literal["none", "int8"]
 
 
 class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The one base model."""
+    """The base model of a server with one: the short form of one entry of `[[bases]]`."""
 
     path: str
     """A local transformers checkpoint; relative paths start at the settings file."""
-    served_model_name: str
-    dtype: str = "auto"
-    """auto (as saved), bfloat16, float16 or float32."""
+    served_model_name: Name
+    """The base model's name in requests."""
+    dtype: Dtype = "auto"
+    """auto (as saved, or float32 on a CPU that would emulate half precision), bfloat16, float16 or float32."""
+    quantization: Quantization = "none"
+    """int8: weights of linears as integers with one scale for each output, on CPUs only. Half of bfloat16's memory, and
+    faster where memory or missing bfloat16 instructions are the limit; answers differ a little. none: as saved."""
+    generation_config: GenerationConfig = "auto"
+    """auto: temperature, top_p and top_k of the checkpoint's generation_config.json apply to requests that leave them
+    out. none: the API's own defaults do (1, 1 and all tokens)."""
+    tool_parser: ToolParser | None = None
+    """How the base writes calls of tools, where its chat template does not show it; none refuses `tools`."""
 
 
 class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The loop and its memory; the names are the field's usual ones."""
+    """The engine loop and its memory, under the field's usual names."""
 
     device: str = "auto"
+    """auto (a GPU if there is one), cuda, cuda:N or cpu."""
     max_num_seqs: Positive = 64
+    """The most sequences in one step."""
     max_num_batched_tokens: Positive = 1024
+    """The most tokens in one step: decoding first, prefill fills the rest."""
     max_model_len: Annotated[int, Meta(ge=8)] | None = None
-    """None: as the model's config says."""
+    """The longest prompt and answer together. Unset: the model's own limit."""
     block_size: Annotated[int, Meta(ge=1, le=256)] = 16
+    """Tokens of a page."""
     pool_bytes: Annotated[int, Meta(ge=1)] | None = None
-    """The one pool for KV and adapters. None: gpu_memory_utilization of the device, or 2 GiB on a CPU."""
+    """Bytes of the pool, which KV and adapters share. Unset: as gpu_memory_utilization says, 2 GiB on a CPU."""
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
+    """Share of the GPU's memory for the weights and the pool."""
     prefix_cache: bool = True
     """Keep full pages of KV for requests of the same tenant and revision that begin with the same tokens."""
+    speculation: Literal["off", "ngram"] = "off"
+    """ngram: draft the tokens that followed an earlier occurrence of the latest ones, and verify several in one step,
+    where that is faster by the measured times. Answers stay the same. On a CPU; without effect on a GPU."""
+    max_draft_tokens: Annotated[int, Meta(ge=1, le=64)] = 8
+    """The longest draft of a sequence in one step."""
     share_base_cache_between_projects: bool = False
     """Let a tenant's projects find each other's KV of the base model, as they do an adapter's. Tenants never do."""
     swap_bytes: Annotated[int, Meta(ge=0)] = 1 << 30
-    """Of the host's memory, for KV of preempted requests: it goes there where that is quicker than computing it again.
-    0: never."""
-    num_threads: Positive | None = None
+    """Host memory for KV of preempted requests, used where a copy is faster than computing again. 0: none."""
+    num_threads: Annotated[int, Meta(ge=1, le=1024)] | None = None
+    """CPU threads of the engine. Unset: torch's choice."""
+    step_timeout_s: Annotated[float, Meta(gt=0)] = 600.0
+    """Seconds that one step may take; an engine that has requests and is silent for longer is ended."""
     in_process: bool = False
     """Run the engine on a thread of the server instead of in a process of its own."""
 
 
+class EngineRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Number of a base's engines."""
+
+    min: Annotated[int, Meta(ge=0)] = 1
+    """Engines that are kept. 0: after ten minutes without a request there is none until one comes."""
+    max: Positive | None = None
+    """The most engines. Unset: as many as `min`, one at least."""
+    target_wait_s: Annotated[float, Meta(gt=0)] = 1.0
+    """Seconds of predicted wait for a first token above which more engines are started, up to `max`."""
+    devices: tuple[str, ...] = ()
+    """Devices of the engines, one each and then again from the first. Empty: all use `engine.device`."""
+
+    def __post_init__(self) -> None:
+        if self.max is not None and self.max < self.min:
+            raise ValueError(f"engines.max is {self.max}, less than engines.min, {self.min}")
+
+    @property
+    def most(self) -> int:
+        """The most engines."""
+        return max(1, self.min) if self.max is None else self.max
+
+
+class BaseSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base models, one table each, where a server has several. Each adapter belongs to one of them."""
+
+    name: str
+    """The base model's name in requests."""
+    path: str
+    """A local transformers checkpoint; relative paths start at the settings file."""
+    dtype: Dtype = "auto"
+    """As in `[model]`."""
+    quantization: Quantization = "none"
+    """As in `[model]`."""
+    generation_config: GenerationConfig = "auto"
+    """As in `[model]`."""
+    tool_parser: ToolParser | None = None
+    """As in `[model]`."""
+    former_names: tuple[str, ...] = ()
+    """Names that this base had: adapters uploaded under them are served on it."""
+    engines: EngineRange = EngineRange()
+    """Engines of this base: `min` are kept, and at most `max` run."""
+    engine: EngineSettings = EngineSettings()
+    """Settings of its engines: what this table leaves out is as in `[engine]`."""
+
+    @property
+    def model(self) -> ModelSettings:
+        """The base as an engine's settings name it."""
+        return ModelSettings(
+            path=self.path,
+            served_model_name=self.name,
+            dtype=self.dtype,
+            quantization=self.quantization,
+            generation_config=self.generation_config,
+            tool_parser=self.tool_parser,
+        )
+
+
 class ClassShares(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How the service classes divide the engine when all of them have work."""
+    """Shares of the engine by service class, when all of them have work."""
 
     interactive: Share = 8.0
     standard: Share = 3.0
@@ -69,22 +152,25 @@ class ReservedPages(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     def __post_init__(self) -> None:
         if (total := self.interactive + self.standard + self.batch) > 0.9:
-            raise ValueError(f"reserved_pages add up to {total:g}, and may to 0.9: the rest serves everybody")
+            raise ValueError(f"reserved_pages sum to {total:g}; the maximum is 0.9")
 
 
 class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Who gets how much, and when the answer is no. docs/scheduling.md explains each."""
+    """Shares, bounds and deadlines of scheduling. docs/scheduling.md explains each."""
 
     class_shares: ClassShares = ClassShares()
-    tau: Annotated[float, Meta(ge=0)] = 8192.0
-    """Units of service over weight that a tenant may be ahead of another one who waits."""
-    quantum: Annotated[float, Meta(ge=0)] = 512.0
+    """Shares of the engine by service class, when all classes have work."""
+    max_service_lead: Annotated[float, Meta(ge=0)] = 8192.0
+    """Units of service over weight that a tenant may be ahead of another one that waits."""
+    affinity_window: Annotated[float, Meta(ge=0)] = 512.0
     """Units over weight by which a tenant may be admitted early because its adapter is in the batch already."""
-    overhead_target: Annotated[float, Meta(gt=0)] = 0.1
-    """From which slow-down by the adapters in the batch on `quantum` counts."""
+    adapter_overhead_target: Annotated[float, Meta(gt=0)] = 0.1
+    """Bytes of the batch's adapters over the bytes that a step reads anyway, above which `affinity_window` applies."""
     reserved_pages: ReservedPages = ReservedPages()
+    """Shares of the pool that are kept for a class while it holds less."""
     tenant_guaranteed_pages: Fraction = 0.0
-    """Share of the pool, times the tenant's weight, that it gets back from those who have borrowed it."""
+    """Share of the pool, times its weight, that a tenant can reclaim from tenants that have borrowed it."""
     tenant_max_pages: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """Share of the pool that one tenant may hold."""
     deadlines_ms: ClassDeadlines = ClassDeadlines()
+    """Milliseconds to the first token, by class, for requests without their own deadline."""

@@ -1,12 +1,12 @@
 """The engine's own scheduler, run against a model of a device: policies, bounds and capacity without a GPU."""
 
-from loramux.simulator.gap import ServiceGap
 from loramux.simulator.hardware import DEVICES, MODELS
 from loramux.simulator.planner import Goals, Plan, Planner, Trial
-from loramux.simulator.plot import plot_report
 from loramux.simulator.report import Report
 from loramux.simulator.scenario import Scenario, ScenarioError, load_scenario, make_scenario, scenario_names
+from loramux.simulator.service_gap import ServiceGap
 from loramux.simulator.simulation import Simulation, Stalled
+from loramux.simulator.timeline import plot_report
 from loramux.simulator.workload import model_of, read_workload
 
 __all__ = [

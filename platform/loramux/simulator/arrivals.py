@@ -1,4 +1,4 @@
-"""How requests arrive, how long they are and whom they ask: the distributions of the literature, from seeds."""
+"""Arrival times, lengths and choices of adapters: the distributions of the literature, drawn from seeds."""
 
 from __future__ import annotations
 

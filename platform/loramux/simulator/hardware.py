@@ -14,6 +14,7 @@ from msgspec import Meta
 
 Positive = Annotated[float, Meta(gt=0)]
 Count = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(ge=0)]
 
 
 class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -24,17 +25,31 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     flops: Positive
     """Dense bf16 operations a second."""
     link_bandwidth: Positive
-    """From the host's memory."""
+    """Bytes a second from the host's memory."""
     disk_bandwidth: Positive = 2e9
-    """Into the host's memory."""
+    """Bytes a second into the host's memory."""
     memory_efficiency: Annotated[float, Meta(gt=0, le=1)] = 0.8
     flops_efficiency: Annotated[float, Meta(gt=0, le=1)] = 0.6
     step_overhead_s: Annotated[float, Meta(ge=0)] = 0.0008
     """Launches, sampling and planning; facts: 0.8-2.2 ms without CUDA graphs."""
     load_overhead_s: Annotated[float, Meta(ge=0)] = 0.0003
-    """Of one adapter's load, beside its bytes."""
+    """Fixed seconds of one adapter's load, beside the time for its bytes."""
+    load_latency_s: tuple[Seconds, Seconds] = (0.0, 0.0)
+    """Least and most seconds that the storage adds to a load, uniformly distributed. Loads wait for it side by side, so
+    they end in any order, and several between two steps."""
+    load_failures: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    """Share of the loads that fail."""
     dollars_per_hour: Annotated[float, Meta(ge=0)] = 0.0
     """A round on-demand price; give your own."""
+
+    def slowed(self, factor: float) -> Device:
+        """Return a device that takes `factor` times as long for a step."""
+        return msgspec.structs.replace(
+            self,
+            memory_bandwidth=self.memory_bandwidth / factor,
+            flops=self.flops / factor,
+            step_overhead_s=self.step_overhead_s * factor,
+        )
 
 
 DEVICES = {
@@ -62,7 +77,7 @@ DEVICES = {
         dollars_per_hour=0.08,
     ),
 }
-"""By name."""
+"""Devices by name."""
 
 
 class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -106,7 +121,7 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     @property
     def weight_bytes(self) -> int:
-        """Of the whole model in memory."""
+        """Bytes of the whole model in memory."""
         untied = 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size
         return (self.num_active_weights + untied) * self.bytes_per_element
 
@@ -127,7 +142,7 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     @property
     def attention_flops(self) -> int:
-        """For one query and one key, over all layers and heads: the product and the weighted sum."""
+        """Operations for one query and one key, over all layers and heads: the product and the weighted sum."""
         return 4 * self.num_hidden_layers * self.linears["q"][1]
 
 
@@ -149,11 +164,11 @@ MODELS = {
     "llama-2-7b": _llama(32, 4096, 11008, 32, 32, 32000),
     "qwen2.5-0.5b": _llama(24, 896, 4864, 14, 2, 151936, tie_word_embeddings=True),
 }
-"""By name."""
+"""Models by name."""
 
 
 class Work(msgspec.Struct, frozen=True, gc=False):
-    """What one step has to do."""
+    """The work of one step."""
 
     num_tokens: int
     context_tokens: int
@@ -161,7 +176,7 @@ class Work(msgspec.Struct, frozen=True, gc=False):
     attention_pairs: int
     """Query-key pairs computed."""
     adapter_bytes: int
-    """Of the distinct adapters."""
+    """Bytes of the distinct adapters."""
     adapter_ranks: int
     """The sum over tokens of their adapter's rank."""
 
@@ -180,7 +195,7 @@ class StepTime:
         self._pair_flops = model.attention_flops
 
     def seconds(self, work: Work, link_bandwidth: float = 0.0) -> float:
-        """How long `work` takes while adapters come in at `link_bandwidth`, which the memory must write as well."""
+        """Seconds that `work` takes while adapters arrive at `link_bandwidth`, which the memory must write as well."""
         read = self._active_bytes + self._kv_bytes * work.context_tokens + work.adapter_bytes
         flops = (
             self._token_flops * work.num_tokens

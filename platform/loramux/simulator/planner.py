@@ -1,16 +1,16 @@
-"""Which settings, and how many GPUs, serve a workload within its goals at the least cost: tried in the simulator."""
+"""Search for the settings and the number of GPUs that meet a workload's goals at the least cost, in the simulator."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 
-from loramux.engine.policy import Policy
 from loramux.engine.request import ServiceClass
+from loramux.engine.scheduling.policy import Policy
 from loramux.simulator.hardware import Device, Model
-from loramux.simulator.report import Report
 from loramux.simulator.scenario import Scenario, ScenarioError
 from loramux.simulator.simulation import Simulation
 from loramux.simulator.traffic import Arrivals
@@ -19,14 +19,14 @@ MOST_GPUS = 256
 
 
 class Goals(msgspec.Struct, frozen=True, kw_only=True):
-    """What the plan must keep; P99, in milliseconds."""
+    """Latencies that the plan must keep; P99, in milliseconds."""
 
     ttft_ms: float = 2000.0
     itl_ms: float = 100.0
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What is tried."""
+    """Settings that a trial simulates."""
 
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 128
@@ -47,14 +47,16 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     preemption_rate: float
     pool_use: float
     tokens_per_s: float
-    """Of all GPUs together."""
+    """Tokens a second of all GPUs together."""
     adapters_resident: int
     """The most that one GPU's pool held at once."""
     dollars_per_million_tokens: float
     """Prompt and output tokens together."""
+    simulated: int = 1
+    """GPUs that were simulated: one, with its part of the traffic, or all of them behind the router."""
 
     def excess(self, goals: Goals) -> float:
-        """By what factor the worse of the two goals is missed; at most 1 where both are kept."""
+        """The factor by which the worse of the two goals is missed; at most 1 where both are kept."""
         return max(self.ttft_ms_p99 / goals.ttft_ms, self.itl_ms_p99 / goals.itl_ms)
 
 
@@ -85,46 +87,68 @@ class Planner:
         self._arrivals = arrivals
         self._goals = goals
         self._tried: dict[Settings, Trial] = {}
+        """One engine each, with its part of the traffic."""
+        self._fleets: list[Trial] = []
+        """All engines, behind the router."""
         classes = {source.service_class for source in arrivals.sources}
         self._choices = {knob: c for knob, c in _CHOICES.items() if knob != "class_shares" or len(classes) > 1}
 
     @property
     def num_knob_trials(self) -> int:
-        """How many simulations tuning takes for one number of GPUs."""
+        """Simulations that tuning takes for one number of GPUs."""
         return sum(map(len, self._choices.values()))
 
-    def plan(self, tell: Callable[[Trial], None] = lambda _: None) -> Plan:
-        """Search; `tell` hears of every simulation. Raises ScenarioError where the model does not fit the device."""
-        best = self._tuned(self._fewest_gpus(tell), tell)
+    def plan(self, on_trial: Callable[[Trial], None] = lambda _: None) -> Plan:
+        """Search; `on_trial` gets every simulation. Raises ScenarioError where the model does not fit the device."""
+        best = self._tuned(self._fewest_gpus(on_trial), on_trial)
         while best.settings.gpus > 1:
             fewer = msgspec.structs.replace(best.settings, gpus=best.settings.gpus - 1)
-            candidate = self._tuned(self._try(fewer, tell), tell)
+            candidate = self._tuned(self._try(fewer, on_trial), on_trial)
             if candidate.excess(self._goals) > 1:
                 break
             best = candidate
+        best = self._routed(best, on_trial)
         met = best.excess(self._goals) <= 1
-        return Plan(recommended=best, goals=self._goals, goals_met=met, tried=list(self._tried.values()))
+        tried = [*self._tried.values(), *self._fleets]
+        return Plan(recommended=best, goals=self._goals, goals_met=met, tried=tried)
 
-    def _fewest_gpus(self, tell: Callable[[Trial], None]) -> Trial:
-        """With the knobs as they are: doubled until the goals are kept, or more do not help, then bisected."""
-        trial, short = self._try(Settings(), tell), 0
+    def _routed(self, best: Trial, on_trial: Callable[[Trial], None]) -> Trial:
+        """Return the plan for whole engines behind the router, which divides the traffic less evenly than the search
+        supposes: with more engines where it takes them, a quarter more at most."""
+        fewest = best.settings.gpus
+        if fewest == 1 or best.excess(self._goals) > 1:
+            return best
+        trials = []
+        for gpus in range(fewest, math.ceil(1.25 * fewest) + 1):
+            settings = msgspec.structs.replace(best.settings, gpus=gpus)
+            simulation = Simulation(self._scenario(settings, gpus), self._arrivals)
+            trials.append(self._trial(settings, simulation, gpus))
+            self._fleets.append(trials[-1])
+            on_trial(trials[-1])
+            if trials[-1].excess(self._goals) <= 1:
+                break
+        return min(trials, key=self._rank)
+
+    def _fewest_gpus(self, on_trial: Callable[[Trial], None]) -> Trial:
+        """Find the fewest GPUs with unchanged knobs: double until goals are met or more do not help, then bisect."""
+        trial, short = self._try(Settings(), on_trial), 0
         while trial.excess(self._goals) > 1:
             short, gpus = trial.settings.gpus, trial.settings.gpus * 2
             if gpus > min(MOST_GPUS, len(self._arrivals)):
                 return trial
-            trial = self._try(Settings(gpus=gpus), tell)
+            trial = self._try(Settings(gpus=gpus), on_trial)
         while trial.settings.gpus - short > 1:
-            middle = self._try(Settings(gpus=(trial.settings.gpus + short) // 2), tell)
+            middle = self._try(Settings(gpus=(trial.settings.gpus + short) // 2), on_trial)
             if middle.excess(self._goals) > 1:
                 short = middle.settings.gpus
             else:
                 trial = middle
         return trial
 
-    def _tuned(self, start: Trial, tell: Callable[[Trial], None]) -> Trial:
+    def _tuned(self, start: Trial, on_trial: Callable[[Trial], None]) -> Trial:
         best = start
         for knob in self._choices:
-            others = [self._try(settings, tell) for settings in self._variants(best.settings, knob)]
+            others = [self._try(settings, on_trial) for settings in self._variants(best.settings, knob)]
             best = min([best, *others], key=self._rank)
         return best
 
@@ -137,18 +161,19 @@ class Planner:
         excess = trial.excess(self._goals)
         return max(excess, 1.0), excess + trial.preemption_rate
 
-    def _try(self, settings: Settings, tell: Callable[[Trial], None]) -> Trial:
+    def _try(self, settings: Settings, on_trial: Callable[[Trial], None]) -> Trial:
         if settings not in self._tried:
-            simulation = Simulation(self._scenario(settings), self._arrivals.on_engine(0, settings.gpus))
-            trial = self._tried[settings] = self._trial(settings, simulation.run(), simulation.most_adapters)
-            tell(trial)
+            simulation = Simulation(self._scenario(settings, 1), self._arrivals.on_engine(0, settings.gpus))
+            trial = self._tried[settings] = self._trial(settings, simulation, 1)
+            on_trial(trial)
         return self._tried[settings]
 
-    def _scenario(self, settings: Settings) -> Scenario:
+    def _scenario(self, settings: Settings, engines: int) -> Scenario:
         scenario = Scenario(
             duration_s=max(1e-3, float(self._arrivals.at[-1])),
             device=self._device,
             model=self._model,
+            engines=engines,
             block_size=settings.block_size,
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
@@ -159,8 +184,9 @@ class Planner:
             raise ScenarioError(f"a model of {self._model.weight_bytes / 1e9:.0f} GB does not fit into this GPU")
         return scenario
 
-    def _trial(self, settings: Settings, report: Report, most_adapters: int) -> Trial:
-        tokens_per_s = report.throughput_tokens_per_s * settings.gpus
+    def _trial(self, settings: Settings, simulation: Simulation, simulated: int) -> Trial:
+        report = simulation.run()
+        tokens_per_s = report.throughput_tokens_per_s * settings.gpus / simulated
         dollars = self._device.dollars_per_hour * settings.gpus
         return Trial(
             settings=settings,
@@ -171,6 +197,7 @@ class Planner:
             preemption_rate=report.preemption_rate,
             pool_use=report.pool_use,
             tokens_per_s=tokens_per_s,
-            adapters_resident=most_adapters,
+            adapters_resident=max(engine.most_adapters for engine in simulation.engines),
+            simulated=simulated,
             dollars_per_million_tokens=dollars / (tokens_per_s * 3600 / 1e6) if tokens_per_s else 0.0,
         )

@@ -1,4 +1,4 @@
-"""What is simulated: a device, a model, the engine's knobs and the clients, from TOML, any value of it changeable."""
+"""A scenario: a device, a model, the engine's settings and the clients, read from TOML with overrides."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from loramux.engine.policy import Policy
 from loramux.engine.request import ServiceClass
+from loramux.engine.scheduling.policy import Policy
 from loramux.simulator.arrivals import Lengths
 from loramux.simulator.hardware import DEVICES, MODELS, Device, Model
 
 Count = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(ge=0)]
 Positive = Annotated[float, Meta(gt=0)]
+ROUTINGS = ("router", "random", "least-loaded")
 _PRESETS: dict[str, Mapping[str, Device | Model]] = {"device": DEVICES, "model": MODELS}
 
 
@@ -39,18 +40,18 @@ class Client(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Coefficient of variation of the gaps (Gamma): 0 is a metronome, 1 Poisson, more is burstier."""
     start_s: Seconds = 0.0
     requests: Count | None = None
-    """At most so many; None: as many as come before the scenario ends."""
+    """The most requests; None: as many as come before the scenario ends."""
     on_s: Positive | None = None
-    """Active for so long, then silent for off_s, and so on."""
+    """Seconds of activity, followed by `off_s` seconds of silence, in turns."""
     off_s: Seconds = 0.0
     prompt_tokens: Lengths
     output_tokens: Lengths
     max_tokens: Count | None = None
-    """What its requests ask for at most; None: exactly what they will generate."""
+    """The max_tokens of its requests; None: exactly as many as they will generate."""
     adapters: Annotated[int, Meta(ge=0)] = 0
     """0: the base model. Adapter i belongs to the client's tenant i modulo tenants."""
     popularity: str = "uniform"
-    """Of the adapters: identical, distinct, uniform or zipf:EXPONENT."""
+    """Popularity of the adapters: identical, distinct, uniform or zipf:EXPONENT."""
     ranks: tuple[Count, ...] = (16,)
     """Adapter i has rank ranks[i modulo their number]."""
     preload: bool = False
@@ -61,31 +62,52 @@ class Client(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Within which its requests want their first token."""
 
 
+class Loss(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """An engine dies; what it had goes on elsewhere, from the prompt and the tokens that were told."""
+
+    engine: str
+    at_s: Seconds
+    back_s: Seconds
+    """It is ready again, with an empty pool."""
+
+
 class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One simulation, wholly: the same scenario gives the same figures on every machine."""
 
     description: str = ""
     seed: int = 0
     duration_s: Positive
-    """Requests arrive for so long; what has arrived is served to its end."""
+    """Seconds for which requests arrive; all of them are served to their ends."""
     device: Device
-    """A table with a `preset` and what differs from it, or all of it."""
+    """A table with a `preset` and the fields that differ from it, or with all fields."""
     model: Model
-    """As with the device."""
-    gpus: Count = 1
-    """Engines that share the traffic, each adapter's requests on one of them; the first is simulated."""
+    """A table with a `preset` and the fields that differ from it, or with all fields."""
+    engines: Count = 1
+    """Engines that share the traffic, `engine-0` and so on, each with a device of its own."""
+    routing: str = "router"
+    """`router`, as the fleet has it; for comparison `random`, or `least-loaded`: fewest requests, wherever they are."""
+    fronts: Count = 1
+    """Routers, each with a part of the requests."""
+    statistics_s: Positive = 1.0
+    """Seconds between two reports of a busy engine to the fronts."""
+    exchange_s: Seconds = 0.25
+    """Seconds between two exchanges of service between the engines; 0: none."""
+    slowness: Mapping[str, Positive] = {}
+    """Factor on the time of a step, by engine."""
+    losses: tuple[Loss, ...] = ()
+    """Engines that die, and come back empty."""
     pool_tokens: Count | None = None
-    """Of KV that the one pool could hold; None: what the weights leave of memory_utilization of the device."""
+    """Tokens of KV that the pool could hold; None: the part of `memory_utilization` that the weights leave."""
     memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
     block_size: Annotated[int, Meta(ge=1, le=256)] = 16
     swap_bytes: Annotated[int, Meta(ge=0)] = 1 << 30
-    """Of the host's memory, for KV of preempted requests."""
+    """Bytes of the host's memory for KV of preempted requests."""
     max_num_seqs: Count = 256
     max_num_batched_tokens: Count = 2048
     policy: Policy = Policy()
-    """What differs from the engine's own."""
+    """The engine's own, with the values that differ."""
     order: str = "fair"
-    """`fair` as the engine has it; `fifo`, for comparison: in order of arrival, whoever it is."""
+    """`fair` as the engine has it; `fifo`, for comparison: in order of arrival alone."""
     clients: Annotated[tuple[Client, ...], Meta(min_length=1)]
 
     @property
@@ -98,7 +120,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def page_bytes(self) -> int:
-        """Of a page's KV."""
+        """Bytes of a page's KV."""
         return self.model.kv_bytes_per_token * self.block_size
 
 
@@ -145,6 +167,13 @@ def make_scenario(data: Mapping[str, Any], source: str) -> Scenario:
         raise ScenarioError(f"{source}: {error}") from None
     if scenario.order not in ("fair", "fifo"):
         raise ScenarioError(f"{source}: order is {scenario.order!r}; it is fair or fifo")
+    if scenario.routing not in ROUTINGS:
+        raise ScenarioError(f"{source}: routing is {scenario.routing!r}; it is one of {', '.join(ROUTINGS)}")
+    if scenario.order == "fifo" and scenario.engines > 1:
+        raise ScenarioError(f'{source}: order = "fifo" compares tenants on one engine; set engines = 1')
+    names = {f"engine-{number}" for number in range(scenario.engines)}
+    if unknown := {*scenario.slowness, *(loss.engine for loss in scenario.losses)} - names:
+        raise ScenarioError(f"{source}: {min(unknown)!r} is none of engine-0 to engine-{scenario.engines - 1}")
     if scenario.num_pages < 1:
         raise ScenarioError(f"{source}: the model does not fit the device; raise memory_utilization or pool_tokens")
     return scenario

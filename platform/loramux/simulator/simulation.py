@@ -1,26 +1,26 @@
-"""The loop: the engine's own scheduler, with a device model in place of the runner and time that the model passes."""
+"""The loop: engines that run the engine's own scheduler, requests that come to them through the fleet's own router."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
+from functools import partial
+from operator import attrgetter
 
-from loramux.engine.budget import Budget
+import msgspec
+
 from loramux.engine.messages import TokenEvent
-from loramux.engine.pages import PagePool
-from loramux.engine.policy import Policy
-from loramux.engine.residency import Residency
-from loramux.engine.scheduler import Scheduler, SchedulerLimits
-from loramux.engine.step import BASE_SLOT, Step
-from loramux.simulator.clock import MOMENT, VirtualClock
-from loramux.simulator.course import Course
-from loramux.simulator.hardware import StepTime, Work
-from loramux.simulator.meter import Meter, Share
-from loramux.simulator.order import make_order
-from loramux.simulator.report import Report, overall, tenant_report
-from loramux.simulator.scenario import Scenario, ScenarioError
-from loramux.simulator.store import SimulatedHost, SimulatedStore
-from loramux.simulator.traffic import Arrivals, drawn
+from loramux.engine.request import Request
+from loramux.fleet.router import RoutingRequest, place_pins
+from loramux.fleet.shares import ShareExchange
+from loramux.fleet.view import EngineState, EngineView
+from loramux.simulator.engine import NEVER, SimulatedEngine
+from loramux.simulator.report import Meter, Report, Share, overall, tenant_report
+from loramux.simulator.routing import make_routing
+from loramux.simulator.scenario import Loss, Scenario
+from loramux.simulator.service_gap import FleetGap
+from loramux.simulator.timeline import Timeline
+from loramux.simulator.traffic import Arrivals, draw_arrivals
 
 
 class Stalled(RuntimeError):
@@ -32,182 +32,235 @@ class Simulation:
 
     def __init__(self, scenario: Scenario, arrivals: Arrivals | None = None) -> None:
         """`arrivals` in place of those that the scenario draws."""
-        self.arrivals = _arrivals(scenario) if arrivals is None else arrivals
+        drawn = draw_arrivals(scenario.clients, scenario.duration_s, scenario.seed) if arrivals is None else arrivals
+        self.arrivals = drawn
         self.scenario = scenario
         self.meter = Meter()
-        self.clock = VirtualClock()
-        self._ranks = {ref.digest: rank for ref, rank in self.arrivals.adapters.items()}
-        self._bytes = {digest: scenario.model.adapter_bytes(rank) for digest, rank in self._ranks.items()}
-        self.store = SimulatedStore(self.clock, scenario.device, self._sizes())
-        self.pool = PagePool(scenario.num_pages)
-        self.host = SimulatedHost(scenario.swap_bytes, scenario.page_bytes, scenario.device)
-        self.residency = Residency(self.pool, self.store, self.clock)
-        self.scheduler = Scheduler(
-            SchedulerLimits(scenario.max_num_seqs, scenario.max_num_batched_tokens, scenario.model.max_model_len),
-            Budget(scenario.num_pages, scenario.block_size),
-            self.pool,
-            self.residency,
-            self._policy(),
-            self.host,
-        )
-        self.order = make_order(scenario.order, self.scheduler.queue)
-        self._step_time = StepTime(scenario.device, scenario.model)
-        self._coming = self.arrivals.requests()
+        self.now = 0.0
+        self._ranks = {ref.digest: rank for ref, rank in drawn.adapters.items()}
+        self.engines = [self._start(f"engine-{number}", 0.0) for number in range(scenario.engines)]
+        self.routers = [make_routing(scenario.routing) for _ in range(scenario.fronts)]
+        self.timeline = Timeline(interval=scenario.duration_s / 500)
+        self.sent_to: list[int] = []
+        """The engine of every request, in order of arrival; of those that were sent twice, the first."""
+        self._coming = drawn.requests()
         self._next = next(self._coming, None)
         self._prompts: dict[str, int] = {}
-        self._use, self._use_when_waited_for = Share(), Share()
-        self.course = Course(interval=scenario.duration_s / 500)
-        self.most_adapters = 0
-        """Resident at once."""
+        self._front_of: dict[str, int] = {}
+        self._unstarted: set[str] = set()
+        self._exchange = ShareExchange()
+        self._exchange_at = scenario.exchange_s if scenario.exchange_s and scenario.engines > 1 else NEVER
+        self._fleet_gap = FleetGap()
+        self._faults = sorted(_faults(scenario.losses), key=lambda fault: fault[0])
+        self._lost: dict[str, SimulatedEngine] = {}
+        self._past_loads = self._past_preemptions = self._past_swapped = 0
+
+    @property
+    def engine(self) -> SimulatedEngine:
+        """The first engine; in most scenarios it is the only one."""
+        return self.engines[0]
 
     def run(self, progress: Callable[[int], None] = lambda _: None) -> Report:
-        """To the end; `progress` is told how many more were answered. Raises Stalled where the engine never goes on."""
+        """Run to the end; `progress` gets the number of newly answered requests. Raises Stalled if an engine stops."""
         self.preload()
-        told = 0
+        reported = 0
         while self.advance():
-            if self.meter.num_answered > told:
-                progress(self.meter.num_answered - told)
-                told = self.meter.num_answered
+            if self.meter.num_answered > reported:
+                progress(self.meter.num_answered - reported)
+                reported = self.meter.num_answered
         return self.report()
 
     def preload(self) -> None:
-        """Bring the adapters of clients with `preload` into the pool, before time begins."""
-        wanted = self.arrivals.preloaded
-        for ref in wanted:
-            self.residency.want(ref)
-        self._settle_all()
-        for ref in wanted:
-            if not self.scheduler.memory.load(ref.digest, spare_wanted=False, leave_free=0):
-                raise ScenarioError(
-                    f"the pool of {self.pool.num_pages} pages cannot hold all {len(wanted)} preloaded adapters"
-                )
-            self._settle_all()
-        for ref in wanted:
-            self.scheduler.memory.unwant(ref.digest)
-
-    def _settle_all(self) -> None:
-        self.store.settle_all()
-        self.residency.poll()
+        """Bring the adapters of clients with `preload` into the pools, before time begins: each into one."""
+        wanted = {ref.digest: ref for ref in self.arrivals.preloaded}
+        placed = place_pins(wanted, [engine.name for engine in self.engines])
+        for engine in self.engines:
+            engine.preload(wanted[digest] for digest in placed[engine.name])
 
     def advance(self) -> bool:
-        """One step, or a jump to when there is something to do; False at the end."""
-        self._let_in()
-        self.store.settle()
-        step = self.scheduler.plan()
-        news = self.scheduler.take_news()
-        self._hear(news)
-        if not step.empty:
-            self._run(step)
-            return True
-        return bool(news) or self._skip_idle_time()
-
-    def _let_in(self) -> None:
-        while self._next and self._next[0] <= self.clock.now:
-            at, source, output_tokens, request = self._next
-            self.meter.arrive(request.id, at, source, output_tokens)
-            self._prompts[request.id] = len(request.prompt_token_ids)
-            self.scheduler.add(self.order.file(request))
-            self._next = next(self._coming, None)
-
-    def _run(self, step: Step) -> None:
-        self.order.observe(step)
-        seconds = self._step_time.seconds(self._work(step), self.store.link_bandwidth) + self.host.spend()
-        self._observe_pool(seconds)
-        self.clock.advance_to(self.clock.now + seconds)
-        self._hear(self.scheduler.commit(step, self.meter.sample(step, self.clock.now)))
-
-    def _hear(self, events: list[TokenEvent]) -> None:
-        for event in events:
-            if event.finish_reason is not None:
-                self.order.end(event.request_id)
-                self.meter.end(event, self._prompts.pop(event.request_id))
-
-    def _skip_idle_time(self) -> bool:
-        coming = [
-            at for at in (self._next and self._next[0], self.store.next_due, self._next_deadline) if at is not None
-        ]
-        if coming:
-            self.clock.advance_to(max(self.clock.now, min(coming)))
-            return True
-        if not self.scheduler.idle:
-            raise Stalled(
-                f"{len(self.scheduler.queue)} requests wait at {self.clock.now:.3f} s, and nothing is to come"
-            )
-        return False
+        """Do what is due next: a request comes, an engine steps or dies, or service is exchanged; False at the end."""
+        engine = min(self.engines, key=attrgetter("wake_at"))
+        arrives_at = self._next[0] if self._next else NEVER
+        fault_at = self._faults[0][0] if self._faults else NEVER
+        due = min(arrives_at, engine.wake_at, fault_at)
+        if due == NEVER or (not self._next and due == fault_at and self._is_idle):
+            self._ensure_idle()
+            return False
+        # Service that was exchanged while nothing happened moves no flow.
+        if self._exchange_at <= due:
+            self.now = self._exchange_at
+            self._exchange_service(due)
+        elif fault_at <= due:
+            self.now = due
+            self._faults.pop(0)[1](self)
+        elif arrives_at <= due:
+            self.now = due
+            self._let_in()
+        else:
+            self.now = due
+            self._step(engine)
+        return True
 
     @property
-    def _next_deadline(self) -> float | None:
-        """When it has just passed."""
-        seconds = self.scheduler.seconds_to_deadline
-        return None if seconds is None else self.clock.now + seconds + MOMENT
+    def _is_idle(self) -> bool:
+        return all(engine.is_idle for engine in self.engines)
 
-    def _work(self, step: Step) -> Work:
-        """What a step reads and computes."""
-        tokens = contexts = pairs = 0
-        for chunk in step.chunks:
-            length, end = chunk.length, chunk.start + chunk.length
-            tokens += length
-            contexts += end
-            pairs += length * end - length * (length - 1) // 2
-        adapter_bytes = ranks = 0
-        for slot, rows in step.runs:
-            if slot != BASE_SLOT:
-                digest = self.store.digest_of(slot)
-                adapter_bytes += self._bytes[digest]
-                ranks += rows * self._ranks[digest]
-        return Work(tokens, contexts, pairs, adapter_bytes, ranks)
+    def _ensure_idle(self) -> None:
+        waiting = sum(len(engine.scheduler.queue) for engine in self.engines if not engine.is_idle)
+        if waiting:
+            raise Stalled(f"{waiting} requests wait at {self.now:.3f} s, and nothing is to come")
 
-    def _observe_pool(self, seconds: float) -> None:
-        counts, waiting = self.scheduler.memory.counts, len(self.scheduler.queue)
-        share = (counts.kv + counts.adapters) / counts.total
-        self.most_adapters = max(self.most_adapters, self.residency.num_resident)
-        if self.course.due(self.clock.now):
-            self.course.look(self.clock.now, share, (waiting, len(self.scheduler.running)), self.meter.tallies)
-        if self.clock.now <= self.scenario.duration_s or not self._use.seconds:  # what drains is no load
-            self._use.add(share, seconds)
-            if waiting:
-                self._use_when_waited_for.add(share, seconds)
+    # requests
 
-    def _policy(self) -> Policy:
-        """The scenario's, and how much the model weighs beside its adapters."""
-        scenario = self.scenario
-        return dataclasses.replace(scenario.policy, weight_pages=scenario.model.weight_bytes / scenario.page_bytes)
+    def _let_in(self) -> None:
+        assert self._next is not None, "a request is due"
+        at, source, output_tokens, request = self._next
+        self.meter.arrive(request.id, at, source, output_tokens)
+        self._prompts[request.id] = len(request.prompt_token_ids)
+        self._next = next(self._coming, None)
+        self._route(request)
 
-    def _sizes(self) -> dict[str, tuple[int, int]]:
-        page = self.scenario.page_bytes
-        return {digest: (-(-size // page), size) for digest, size in self._bytes.items()}
+    def _route(self, request: Request) -> None:
+        number = 0
+        if len(self.engines) > 1:
+            front = int(request.id) % len(self.routers)
+            router, asked = self.routers[front], _routing_request(request)
+            name = router.choose(asked, [self._view(engine) for engine in self.engines], self.now)
+            assert name is not None, "a scenario leaves one engine alive"
+            router.sent(asked, name, self.now)
+            number = int(name.removeprefix("engine-"))
+            self._front_of[request.id] = front
+            self._unstarted.add(request.id)
+        if int(request.id) == len(self.sent_to):
+            self.sent_to.append(number)
+        self.engines[number].submit(request, self.now)
+
+    def _view(self, engine: SimulatedEngine) -> EngineView:
+        if engine.name in self._lost:
+            return msgspec.structs.replace(engine.view, state=EngineState.LOST)
+        return engine.view
+
+    def _step(self, engine: SimulatedEngine) -> None:
+        events = engine.run()
+        if self.timeline.due(self.now):
+            self._look()
+        for event in events:
+            if len(self.engines) > 1:
+                self._tell_router(event)
+            if event.finish_reason is not None:
+                self.meter.end(event, self._prompts.pop(event.request_id))
+
+    def _tell_router(self, event: TokenEvent) -> None:
+        if event.request_id in self._unstarted:
+            self._unstarted.remove(event.request_id)
+            self.routers[self._front_of[event.request_id]].started(event.request_id, self.now)
+        if event.finish_reason is not None:
+            self.routers[self._front_of.pop(event.request_id)].ended(event.request_id, self.now)
+
+    def _look(self) -> None:
+        waiting = sum(len(engine.scheduler.queue) for engine in self.engines)
+        running = sum(len(engine.scheduler.running) for engine in self.engines)
+        use = sum(engine.pool_use for engine in self.engines) / len(self.engines)
+        self.timeline.look(self.now, use, (waiting, running), self.meter.tallies)
+
+    # the fleet
+
+    def _exchange_service(self, due: float) -> None:
+        alive = [engine for engine in self.engines if engine.name not in self._lost]
+        for engine in alive:
+            services = engine.scheduler.queue.take_service()
+            self._exchange.report(engine.name, services)
+        self._fleet_gap.observe([engine.scheduler.queue for engine in alive])
+        by_name = {engine.name: engine for engine in alive}
+        for name, services in self._exchange.collect(by_name).items():
+            by_name[name].scheduler.queue.lift(services)
+        idle_until = math.floor(due / self.scenario.exchange_s) * self.scenario.exchange_s if self._is_idle else 0.0
+        self._exchange_at = max(idle_until, self._exchange_at) + self.scenario.exchange_s
+
+    def _start(self, name: str, now: float) -> SimulatedEngine:
+        return SimulatedEngine(name, self.scenario, self._ranks, self.meter, now)
+
+    def lose(self, name: str) -> None:
+        """An engine dies; its requests go on elsewhere, behind the tokens that were told."""
+        number = int(name.removeprefix("engine-"))
+        dead = self.engines[number]
+        self._count_past(dead)
+        self._lost[name] = dead
+        for router in self.routers:
+            router.forget(name)
+        self.engines[number] = self._start(name, self.now)
+        for request in dead.opened.values():
+            told = [0] * self.meter.tokens_told(request.id)
+            self._route(msgspec.structs.replace(request, output_token_ids=told))
+
+    def bring_back(self, name: str) -> None:
+        """An engine that was lost is ready again."""
+        del self._lost[name]
+
+    def _count_past(self, engine: SimulatedEngine) -> None:
+        self._past_loads += sum(engine.store.num_loads.values())
+        self._past_preemptions += engine.scheduler.state.counters.preemptions
+        self._past_swapped += engine.scheduler.state.counters.kv_pages_swapped_out
 
     # the report
+
+    @property
+    def num_loads(self) -> int:
+        """Loads of adapters on all engines, those that died included."""
+        return self._past_loads + sum(sum(engine.store.num_loads.values()) for engine in self.engines)
 
     def report(self) -> Report:
         """The figures so far."""
         tallies = self.meter.tallies
-        everybody = overall(tallies.values())
+        everyone = overall(tallies.values())
         seconds = self.meter.last_token_at - float(self.arrivals.at[0])
-        use = self._use_when_waited_for if self._use_when_waited_for.seconds else self._use
+        waited_for = _joined(engine.use_when_waited_for for engine in self.engines)
+        use = waited_for if waited_for.seconds else _joined(engine.use for engine in self.engines)
+        counters = [engine.scheduler.state.counters for engine in self.engines]
+        preemptions = self._past_preemptions + sum(counter.preemptions for counter in counters)
+        swapped = self._past_swapped + sum(counter.kv_pages_swapped_out for counter in counters)
         return Report(
-            throughput_tokens_per_s=(everybody.prompt_tokens + everybody.output_tokens) / seconds if seconds else 0.0,
-            ttft_ms=everybody.ttft_ms,
-            itl_ms=everybody.itl_ms,
-            preemption_rate=self.scheduler.num_preemptions / max(1, everybody.accepted),
-            pages_swapped=self.scheduler.memory.swap.num_out,
+            throughput_tokens_per_s=(everyone.prompt_tokens + everyone.output_tokens) / seconds if seconds else 0.0,
+            ttft_ms=everyone.ttft_ms,
+            itl_ms=everyone.itl_ms,
+            preemption_rate=preemptions / max(1, everyone.accepted),
+            pages_swapped=swapped,
             pool_use=use.mean,
-            service_gap_max=self.order.largest_gap,
+            service_gap_max=self._fleet_gap.largest if len(self.engines) > 1 else self.engine.order.largest_gap,
             service_gap_bound=self._gap_bound(),
-            accepted=everybody.accepted,
-            refused=everybody.refused,
-            in_deadline=everybody.in_deadline,
+            adapter_loads=self.num_loads,
+            accepted=everyone.accepted,
+            refused=everyone.refused,
+            in_deadline=everyone.in_deadline,
             per_tenant={tenant: tenant_report(tally) for tenant, tally in sorted(tallies.items())},
         )
 
     def _gap_bound(self) -> float:
-        """2 * (tau + quantum + delta), delta the most that one step can charge one tenant, over the least weight."""
-        scenario, policy = self.scenario, self.scheduler.policy
-        largest = max((pages for pages, _ in self._sizes().values()), default=0)
-        loads = min(scenario.num_pages, largest * policy.lookahead) * policy.load_units_per_page
-        delta = scenario.max_num_batched_tokens + 2 * scenario.max_num_seqs + loads
-        return 2 * (policy.tau + policy.quantum + delta / min(source.weight for source in self.arrivals.sources))
+        """What two tenants can differ by: on one engine decision 0004's bound, on a fleet that of `fleet.shares`."""
+        least = min(source.weight for source in self.arrivals.sources)
+        if len(self.engines) == 1:
+            policy = self.scenario.policy
+            return 2 * (policy.max_service_lead + policy.affinity_window + self.engine.most_units_of_a_step / least)
+        arrivals, scenario = self.arrivals, self.scenario
+        promised = scenario.max_num_seqs * float((arrivals.prompt_tokens + 2 * arrivals.max_tokens).max())
+        sigma = 2 * scenario.exchange_s * self.engine.most_units_per_s + self.engine.most_units_of_a_step
+        others = len(self.engines) - 1
+        return ((others + 2) * promised + 2 * others * sigma) / least + scenario.policy.affinity_window
 
 
-def _arrivals(scenario: Scenario) -> Arrivals:
-    return drawn(scenario.clients, scenario.duration_s, scenario.seed).on_engine(0, scenario.gpus)
+def _routing_request(request: Request) -> RoutingRequest:
+    return RoutingRequest(id=request.id, identity=request.kv_identity, prompt_tokens=len(request.prompt_token_ids))
+
+
+def _faults(losses: Iterable[Loss]) -> Iterable[tuple[float, Callable[[Simulation], None]]]:
+    for loss in losses:
+        yield loss.at_s, partial(Simulation.lose, name=loss.engine)
+        yield loss.back_s, partial(Simulation.bring_back, name=loss.engine)
+
+
+def _joined(shares: Iterable[Share]) -> Share:
+    total = Share()
+    for share in shares:
+        total.integral += share.integral
+        total.seconds += share.seconds
+    return total

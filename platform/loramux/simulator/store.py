@@ -1,30 +1,57 @@
-"""Where a simulated engine's adapters come from: a disk and a host link, each with a queue and its own time."""
+"""The devices of a simulated engine: a clock, and a disk and a host link, each with a queue and its own time."""
 
 from __future__ import annotations
 
 import heapq
+import random
+from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import Future
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeVar
 
+from loramux.engine.memory.residency import Inspected, StoreJob
 from loramux.engine.request import AdapterRef
-from loramux.engine.resident import Inspected
-from loramux.simulator.clock import MOMENT, VirtualClock
 from loramux.simulator.hardware import Device
+
+MOMENT = 1e-6
+"""Seconds; what is nearer than that is the same time."""
+
+
+@dataclass(slots=True)
+class VirtualClock:
+    """Seconds since the start of the simulation; calling it reads it, as with time.monotonic."""
+
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        """The time."""
+        return self.now
+
+    def advance_to(self, when: float) -> None:
+        """Let time pass; the clock never goes back."""
+        assert when >= self.now, "time does not go back"
+        self.now = when
+
 
 T = TypeVar("T")
 
 
 class SimulatedStore:
-    """An AdapterStore whose work ends when the clock says so: one transfer at a time over disk and link."""
+    """An AdapterStore whose work ends when the clock says so: one transfer at a time over disk and link.
+
+    The storage adds a latency of its own to each load, and some loads fail; both are drawn from a fixed seed.
+    """
 
     def __init__(self, clock: VirtualClock, device: Device, sizes: dict[str, tuple[int, int]]) -> None:
         """`sizes`: pages and bytes of every revision, by digest."""
         self._clock = clock
         self._device = device
         self._sizes = sizes
-        self._due: list[tuple[float, int, Future[Any], Any]] = []
+        self._random = random.Random(0)  # noqa: S311  a simulation, repeatable
+        self.num_loads: Counter[str] = Counter()
+        """Loads that were started, by digest."""
+        self._due: list[tuple[float, int, StoreJob[Any], Any]] = []
         self._tickets = count()
         self._free_slots: list[int] = []
         self._digests: list[str | None] = []
@@ -33,19 +60,23 @@ class SimulatedStore:
 
     # what the engine asks for
 
-    def inspect(self, ref: AdapterRef) -> Future[Inspected]:
+    def inspect(self, ref: AdapterRef) -> StoreJob[Inspected]:
         """Read the files into the host's memory."""
         pages, size = self._sizes[ref.digest]
         self._disk_free_at = max(self._clock.now, self._disk_free_at) + size / self._device.disk_bandwidth
         return self._later(self._disk_free_at, Inspected(pages))
 
-    def fill(self, ref: AdapterRef, pages: list[int]) -> Future[int]:
+    def fill(self, ref: AdapterRef, pages: list[int]) -> StoreJob[int]:
         """Copy the weights over the link; the result is a slot."""
         size = self._sizes[ref.digest][1]
         assert len(pages) == self._sizes[ref.digest][0], "the engine takes the pages it was told"
         seconds = self._device.load_overhead_s + size / self._device.link_bandwidth
         self._link_free_at = max(self._clock.now, self._link_free_at) + seconds
-        return self._later(self._link_free_at, self._slot_for(ref.digest))
+        self.num_loads[ref.digest] += 1
+        ends_at = self._link_free_at + self._random.uniform(*self._device.load_latency_s)
+        if self._random.random() < self._device.load_failures:
+            return self._later(ends_at, OSError("the storage does not answer"))
+        return self._later(ends_at, self._slot_for(ref.digest))
 
     def drop(self, slot: int) -> None:
         """Forget a slot."""
@@ -60,7 +91,7 @@ class SimulatedStore:
 
     @property
     def next_due(self) -> float | None:
-        """When the next transfer ends; None where none is under way."""
+        """The end of the next transfer; None where none is under way."""
         return self._due[0][0] if self._due else None
 
     @property
@@ -72,12 +103,12 @@ class SimulatedStore:
         """Give out the results of what has ended by now."""
         while self._due and self._due[0][0] <= self._clock.now + MOMENT:
             _, _, future, result = heapq.heappop(self._due)
-            future.set_result(result)
+            _conclude(future, result)
 
     def settle_all(self) -> None:
         """Everything under way ends at once, as before the first request comes."""
         for _, _, future, result in self._due:
-            future.set_result(result)
+            _conclude(future, result)
         self._due.clear()
         self._disk_free_at = self._link_free_at = self._clock.now
 
@@ -95,17 +126,24 @@ class SimulatedStore:
         self._digests[slot] = digest
         return slot
 
-    def _later(self, when: float, result: T) -> Future[T]:
-        future: Future[T] = Future()
+    def _later(self, when: float, result: T | OSError) -> StoreJob[T]:
+        future: StoreJob[T] = StoreJob()
         heapq.heappush(self._due, (when, next(self._tickets), future, result))
         return future
+
+
+def _conclude(future: StoreJob[Any], result: object) -> None:
+    if isinstance(result, OSError):
+        future.set_exception(result)
+    else:
+        future.set_result(result)
 
 
 class SimulatedHost:
     """A HostKv whose copies take their time over the link before the next step."""
 
     def __init__(self, num_bytes: int, page_bytes: int, device: Device) -> None:
-        self.num_places = num_bytes // page_bytes
+        self.num_slots = num_bytes // page_bytes
         self.seconds_per_page = page_bytes / device.link_bandwidth
         self._due = 0.0
 

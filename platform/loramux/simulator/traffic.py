@@ -14,7 +14,7 @@ from loramux.simulator.scenario import Client, ScenarioError
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where requests come from: what those of one tenant and adapter have in common."""
+    """The properties that requests of one tenant and adapter share."""
 
     tenant: str
     adapter: AdapterRef | None
@@ -55,7 +55,7 @@ class Arrivals:
         return [source.adapter for source in self.sources if source.adapter and source.preload]
 
     def only(self, which: np.ndarray) -> Arrivals:
-        """Those of `which`, bool[n] or int64[k]."""
+        """Return the arrivals that `which` selects, bool[n] or int64[k]."""
         return Arrivals(
             self.sources,
             self.source[which],
@@ -98,7 +98,7 @@ class Arrivals:
             yield at, source, output, request
 
 
-def drawn(clients: Iterable[Client], duration_s: float, seed: int) -> Arrivals:
+def draw_arrivals(clients: Iterable[Client], duration_s: float, seed: int) -> Arrivals:
     """Draw the requests of `duration_s` seconds; each client has a generator of its own: one more changes no other.
 
     Raises ScenarioError where none arrives.
@@ -137,7 +137,7 @@ def _draw(client: Client, duration_s: float, rng: np.random.Generator) -> Arriva
 
 
 def _times(client: Client, duration: float, rng: np.random.Generator) -> np.ndarray:
-    """Arrivals before the end; drawn in one go, with room for a lucky streak."""
+    """Draw all arrivals before the end at once, with a margin."""
     active = duration - client.start_s
     if active <= 0:
         return np.empty(0)

@@ -1,4 +1,4 @@
-"""What a plan is made for: a log of requests, or a description of the traffic."""
+"""The workload of a plan: a log of requests, or a description of the traffic."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from loramux.engine.request import AdapterRef, ServiceClass
 from loramux.simulator.arrivals import LONGEST
 from loramux.simulator.hardware import MODELS, Model
 from loramux.simulator.scenario import Client, ScenarioError
-from loramux.simulator.traffic import Arrivals, Source, drawn
+from loramux.simulator.traffic import Arrivals, Source, draw_arrivals
 
 Count = Annotated[int, Meta(ge=1)]
 
@@ -56,7 +56,7 @@ def read_workload(path: Path) -> Arrivals:
         match path.suffix:
             case ".toml":
                 traffic = msgspec.convert(tomllib.loads(path.read_text()), Traffic)
-                return drawn(traffic.clients, traffic.duration_s, traffic.seed)
+                return draw_arrivals(traffic.clients, traffic.duration_s, traffic.seed)
             case ".jsonl":
                 return _of_log(_lines(path, _json_rows(path), strict=True))
             case ".csv":

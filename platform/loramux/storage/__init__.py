@@ -12,6 +12,7 @@ from loramux.storage.contents import (
     StorageUnavailable,
     content_digest,
     digest_of,
+    files_of,
 )
 from loramux.storage.objects import Folder, Objects, open_objects
 
@@ -29,6 +30,7 @@ __all__ = [
     "StorageUnavailable",
     "content_digest",
     "digest_of",
+    "files_of",
     "open_blobs",
     "open_objects",
 ]

@@ -1,4 +1,4 @@
-"""Contents on this machine's disk, where the engine reads them: verified, bounded, shared by its processes."""
+"""The cache of contents on this machine's disk, from which the engine reads: verified, bounded, shared by processes."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from loramux.storage.contents import FILES, content_digest, digest_at, place_of
+from loramux.storage.contents import content_digest, digest_at, files_of, place_of
 from loramux.storage.staging import Staging
 
 _Signature = tuple[tuple[int, int, int], ...]
 
 
 class Cached(NamedTuple):
-    """A content in the cache: its bytes, and how many seconds ago it was last asked for."""
+    """A content in the cache: its bytes, and the seconds since it was last requested."""
 
     digest: str
     size: int
@@ -22,9 +22,9 @@ class Cached(NamedTuple):
 
 
 class ContentCache:
-    """Folders named after the content that they hold; one under its final name is complete.
+    """Folders named after the digest of their content; one under its final name is complete.
 
-    What a file's content is, each process finds out for itself, once, and again when its size or times have changed.
+    Each process computes a folder's digest once, and again when the size, time or inode of a file has changed.
     """
 
     def __init__(self, root: Path, staging: Staging) -> None:
@@ -33,7 +33,7 @@ class ContentCache:
         self._verified: dict[str, _Signature] = {}
 
     def known(self, digest: str) -> Path | None:
-        """The content's folder if this process has verified it: no file is read."""
+        """Return the content's folder where this process has verified it; no file is read."""
         folder = self._root / place_of(digest)
         signature = self._verified.get(digest)
         if signature is None or signature != _signature(folder):
@@ -45,7 +45,7 @@ class ContentCache:
         return folder
 
     def verified(self, digest: str) -> Path | None:
-        """The content's folder, its files read if need be; one that holds anything else is removed."""
+        """Return the content's folder, its files read if need be; a folder with another content is removed."""
         folder = self.known(digest)
         if folder is not None:
             return folder
@@ -58,7 +58,7 @@ class ContentCache:
         return self.known(digest)
 
     def adopt(self, folder: Path, digest: str) -> None:
-        """Give a folder that holds this very content its place, unless another process was quicker."""
+        """Move a folder with this content to its place, unless another process has done so."""
         signature = _signature(folder)
         assert signature is not None, "only a complete folder is adopted"
         place = self._root / place_of(digest)
@@ -73,12 +73,12 @@ class ContentCache:
                 self._verified[digest] = signature
 
     def discard(self, digest: str) -> None:
-        """Forget a content; nothing where it is not here."""
+        """Remove a content; does nothing where it is absent."""
         self._verified.pop(digest, None)
         self._staging.discard(self._root / place_of(digest))
 
     def contents(self) -> list[Cached]:
-        """Every content that is here, the longest unused first."""
+        """List the contents, the longest unused first."""
         found = []
         for folder in self._root.glob("sha256/??/*"):
             digest, signature = digest_at(folder.relative_to(self._root).as_posix()), _signature(folder)
@@ -89,7 +89,7 @@ class ContentCache:
 
 
 def found_in(folder: Path) -> str | None:
-    """The digest of what the folder holds; None when a file is missing."""
+    """Return the digest of the folder's files; None where a file is missing."""
     try:
         return content_digest(folder)
     except FileNotFoundError:
@@ -98,7 +98,7 @@ def found_in(folder: Path) -> str | None:
 
 def _signature(folder: Path) -> _Signature | None:
     try:
-        stats = [(folder / name).stat() for name in FILES]
+        stats = [(folder / name).stat() for name in files_of(folder)]
     except FileNotFoundError:
         return None
     return tuple((stat.st_size, stat.st_mtime_ns, stat.st_ino) for stat in stats)

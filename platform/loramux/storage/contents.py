@@ -1,12 +1,12 @@
-"""What an adapter's content is, and the name that follows from it.
+"""An adapter's content, and the digest that names it.
 
     StorageError
-    ├── BlobMissing          no such content is stored
-    ├── BlobCorrupt          what is stored under that name is not that content
-    └── StorageUnavailable   the object store does not answer, or refuses
+    ├── BlobMissing          503  no such content is stored
+    ├── BlobCorrupt          503  the stored files have another digest than their name
+    └── StorageUnavailable   503  the object store does not answer, or refuses
 
-A content's digest is the SHA-256 of the two lines that `sha256sum adapter_config.json adapter_model.safetensors`
-prints, so that anybody can compute it in a shell.
+A content's digest is the SHA-256 of the lines that `sha256sum adapter_config.json adapter_model.safetensors` prints,
+so it can be computed in a shell. A content with a bundle has a third line, for `bundle.json`.
 """
 
 from __future__ import annotations
@@ -14,60 +14,75 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
+from http import HTTPStatus
 from pathlib import Path
+
+from loramux.bundle import BUNDLE_FILE
+from loramux.errors import LoramuxError
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 FILES = (CONFIG_FILE, WEIGHTS_FILE)
+"""The files that every content has."""
 
 _digest = re.compile("sha256:[0-9a-f]{64}")
 
 
-class StorageError(Exception):
-    """Base of what storage raises."""
+class StorageError(LoramuxError):
+    """Base of storage's errors; the messages are for operators."""
+
+    code = "storage_unavailable"
+    status = HTTPStatus.SERVICE_UNAVAILABLE
+    retry_after = 1
+    public_message = "The storage of adapters does not answer; what was confirmed before is kept. Please retry."
 
 
 class BlobMissing(StorageError):
-    """The message names the digest."""
+    """The store has no content of this digest, which the message names."""
 
 
 class BlobCorrupt(StorageError):
-    """The message names both digests; uploading the same files again repairs it."""
+    """The stored files have another digest than their name. Uploading the same files again repairs it."""
 
 
 class StorageUnavailable(StorageError):
-    """The message repeats what the store said; it is for the operator, not for a tenant."""
+    """The store does not answer, or refuses. The message repeats its answer, for the operator and not for a tenant."""
 
 
 def digest_of(hashes: Mapping[str, str]) -> str:
-    """The digest of a content whose files have these SHA-256s, in hexadecimal, by name."""
-    lines = "".join(f"{hashes[name]}  {name}\n" for name in FILES)
+    """Compute the digest of a content from its files' SHA-256s in hexadecimal, by name in the files' order."""
+    lines = "".join(f"{hashed}  {name}\n" for name, hashed in hashes.items())
     return "sha256:" + hashlib.sha256(lines.encode()).hexdigest()
 
 
+def files_of(folder: Path) -> tuple[str, ...]:
+    """Name the files of the content in `folder`: its bundle too, if it has one."""
+    return (*FILES, BUNDLE_FILE) if (folder / BUNDLE_FILE).exists() else FILES
+
+
 def content_digest(folder: Path) -> str:
-    """The digest of the folder's two files; reads them whole. Raises FileNotFoundError."""
+    """Compute the digest of the folder's files, which are read whole. Raises FileNotFoundError."""
     hashes = {}
-    for name in FILES:
+    for name in files_of(folder):
         with (folder / name).open("rb") as file:
             hashes[name] = hashlib.file_digest(file, "sha256").hexdigest()
     return digest_of(hashes)
 
 
 def is_digest(text: str) -> bool:
-    """Whether `text` could be a content's digest."""
+    """Return whether `text` has the form of a digest."""
     return _digest.fullmatch(text) is not None
 
 
 def place_of(digest: str) -> str:
-    """Where a content lies, in the store and in the cache: `sha256/ab/cdef...`."""
+    """Return a content's path in the store and in the cache: `sha256/ab/cdef...`."""
     assert is_digest(digest), f"not a digest: {digest!r}"
     hexadecimal = digest.removeprefix("sha256:")
     return f"sha256/{hexadecimal[:2]}/{hexadecimal[2:]}"
 
 
 def digest_at(place: str) -> str | None:
-    """The digest whose place this is, or what lies in it; None where it is no content's."""
+    """Return the digest of the content at this path, or of which this is a file; None for any other path."""
     parts = place.split("/")
     digest = f"sha256:{''.join(parts[1:3])}"
     return digest if is_digest(digest) and place_of(digest) == "/".join(parts[:3]) else None

@@ -1,4 +1,4 @@
-"""Named bytes in a folder or in an object store: each is whole or absent, and none is ever changed in place.
+"""Objects: named bytes in a folder or in an object store. Each is complete or absent, and never changed in place.
 
 Everything here blocks: call it from a thread.
 """
@@ -24,34 +24,34 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig, S3Config
 
 PART = 8 << 20
-"""Bytes of a large object that are sent or read at a time..."""
+"""Bytes of a large object that are sent or read at a time."""
 PARTS_AT_ONCE = 4
-"""...and how many such are sent: their product is what a large object costs in memory."""
-PATIENCE: RetryConfig = {"max_retries": 5, "retry_timeout": timedelta(seconds=30)}
+"""Parts that are sent at a time; times PART, the memory that a large object takes."""
+RETRIES: RetryConfig = {"max_retries": 5, "retry_timeout": timedelta(seconds=30)}
 SILENCE = timedelta(seconds=30)
-"""How long a store may say nothing; a transfer that goes on may take LONGEST."""
+"""The time for which a store may send nothing; a transfer that makes progress may take LONGEST."""
 LONGEST = timedelta(hours=1)
 
 
 class Objects:
-    """Any object store that obstore speaks to: a put is seen whole or not at all."""
+    """Any object store that obstore supports: readers see a put completely or not at all."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
 
     def put(self, name: str, data: bytes) -> None:
-        """Store `data`, durably; takes the place of what had the name."""
-        with _told():
+        """Store `data` durably, replacing an object of that name."""
+        with _store_errors():
             obstore.put(self._store, name, data, use_multipart=False)
 
     def put_file(self, name: str, file: Path) -> None:
-        """Store a file that nobody writes to any more, durably; takes the place of what had the name."""
-        with _told():
+        """Store a file that is not written to any more, durably, replacing an object of that name."""
+        with _store_errors():
             obstore.put(self._store, name, file, chunk_size=PART, max_concurrency=PARTS_AT_ONCE)
 
     def read(self, name: str) -> Iterator[bytes]:
-        """The object's bytes, PART or more at a time. Raises FileNotFoundError."""
-        with _told():
+        """Yield the object's bytes, PART or more at a time. Raises FileNotFoundError."""
+        with _store_errors():
             for data in obstore.get(self._store, name).stream(PART):
                 yield bytes(data)
 
@@ -62,13 +62,13 @@ class Objects:
                 file.write(data)
 
     def names(self, prefix: str) -> list[str]:
-        """The objects under `prefix/`."""
-        with _told():
+        """List the objects under `prefix/`."""
+        with _store_errors():
             return sorted(found["path"] for page in obstore.list(self._store, prefix) for found in page)
 
     def delete(self, names: Sequence[str]) -> None:
-        """Remove objects; those that are not there are passed over."""
-        with _told():
+        """Remove objects; absent ones are ignored."""
+        with _store_errors():
             try:
                 obstore.delete(self._store, names)
             except FileNotFoundError:  # some stores stop at the first that is not there
@@ -81,15 +81,15 @@ class Objects:
         self.delete(self.names(prefix))
 
     def sweep(self) -> int:
-        """Remove what killed writers left half-written; how many such there were. A bucket's lifecycle rule does it."""
+        """Remove the leftovers of killed writers; return how many. In a bucket, a lifecycle rule does so."""
         return 0
 
     def close(self) -> None:
-        """Give up what is this process's own."""
+        """Remove this process's own leftovers."""
 
 
 class Folder(Objects):
-    """A folder of this machine, shared by its processes: what is written is on the disk before it has its name.
+    """A folder of this machine, shared by its processes: an object is on the disk before it gets its name.
 
     obstore's own writer for folders neither syncs nor tidies up after a kill, so this class writes by itself.
     """
@@ -100,13 +100,13 @@ class Folder(Objects):
         self._staging = Staging(root / "incoming")
 
     def put(self, name: str, data: bytes) -> None:
-        """Store `data`, and return when the disk has it."""
+        """Store `data`; return when it is on the disk."""
         with self._staging.folder() as folder:
             (folder / "data").write_bytes(data)
             self._place(folder / "data", name)
 
     def put_file(self, name: str, file: Path) -> None:
-        """Store a file, linked where it is on this disk already, and return when the disk has it."""
+        """Store a file, as a link where it is on the same disk; return when it is on the disk."""
         with self._staging.folder() as folder:
             _link_or_copy(file, folder / "data")
             self._place(folder / "data", name)
@@ -120,11 +120,11 @@ class Folder(Objects):
         self._staging.discard(self._root / prefix)
 
     def sweep(self) -> int:
-        """Remove what processes that are gone have not finished writing; how many such there were."""
+        """Remove the staging areas of dead processes; return how many."""
         return self._staging.sweep()
 
     def close(self) -> None:
-        """Give up this process's area."""
+        """Remove this process's staging area."""
         self._staging.close()
 
     def _place(self, file: Path, name: str) -> None:
@@ -137,9 +137,9 @@ class Folder(Objects):
 
 
 def open_objects(where: str, options: Mapping[str, str]) -> Objects:
-    """The folder `where`, or the object store at a URL like s3://bucket/prefix, with obstore's options for it.
+    """Open the folder `where`, or the object store at a URL like s3://bucket/prefix with obstore's options.
 
-    Raises StorageUnavailable where the URL or an option is none that obstore knows.
+    Raises StorageUnavailable where obstore does not know the URL or an option.
     """
     if "://" not in where:
         return Folder(Path(where))
@@ -147,17 +147,21 @@ def open_objects(where: str, options: Mapping[str, str]) -> Objects:
     if any(value.startswith("http://") for value in options.values()):
         client["allow_http"] = True
     config = cast("S3Config", dict(options))  # or Google's, or Azure's: obstore checks the names
-    with _told():
-        made = from_url(where, config=config, client_options=client, retry_config=PATIENCE)
+    with _store_errors():
+        made = from_url(where, config=config, client_options=client, retry_config=RETRIES)
     return Objects(made)
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def _store_errors() -> Iterator[None]:
     try:
         yield
     except (BaseError, ValueError) as error:
         raise StorageUnavailable(f"the object store: {error}") from error
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of obstore's Rust; it derives from BaseException
+            raise
+        raise StorageUnavailable(f"the object store: its options do not fit together: {error}") from error
 
 
 def _link_or_copy(file: Path, target: Path) -> None:

@@ -1,4 +1,7 @@
-"""Room for what is not finished: an area for each process, so that what a dead one left is known for sure."""
+"""Staging areas for unfinished files, one for each process: a process holds a lock on its area while it lives.
+
+An area without a holder therefore belongs to a dead process, and is safe to remove.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from pathlib import Path
 
 
 class Staging:
-    """This process's area in a folder that any number of processes share; it holds a lock on it while it lives."""
+    """This process's area in a folder shared by any number of processes."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -22,7 +25,7 @@ class Staging:
 
     @contextmanager
     def folder(self) -> Iterator[Path]:
-        """An empty folder, gone when the block ends; what is needed of it is renamed out of it."""
+        """Yield an empty folder, removed when the block ends; finished files are renamed out of it."""
         folder = self._area / secrets.token_hex(8)
         folder.mkdir()
         try:
@@ -30,12 +33,8 @@ class Staging:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def holds(self, path: Path) -> bool:
-        """Whether `path` lies in some process's area, and so is nobody else's."""
-        return path.resolve().is_relative_to(self._root.resolve())
-
     def discard(self, path: Path) -> None:
-        """Remove a folder of the same file system, for everybody at once; nothing where there is none."""
+        """Remove a folder of the same file system in one step for all readers; does nothing where it is absent."""
         doomed = self._area / secrets.token_hex(8)
         try:
             path.rename(doomed)
@@ -44,7 +43,7 @@ class Staging:
         shutil.rmtree(doomed, ignore_errors=True)
 
     def sweep(self) -> int:
-        """Remove what processes that are gone left behind; the number of areas removed."""
+        """Remove the areas of dead processes; return how many."""
         swept = 0
         for area in self._root.iterdir():
             lock = _try_claim(area)
@@ -55,13 +54,13 @@ class Staging:
         return swept
 
     def close(self) -> None:
-        """Give up this process's own area."""
+        """Remove this process's area."""
         shutil.rmtree(self._area, ignore_errors=True)
         os.close(self._lock)
 
 
 def _claim(area: Path) -> int:
-    """Make the area and hold it; again where another process's sweep took it in between."""
+    """Create the area and lock it; again where another process's sweep removed it in between."""
     while True:
         area.mkdir(exist_ok=True)
         descriptor = _try_claim(area)

@@ -1,10 +1,12 @@
 """Customers, their projects, members and keys: the one place where a secret becomes a verified tenant."""
 
 from loramux.records import Origin, Principal, ProjectId, TenantId
-from loramux.tenants.access import CUSTOMER_SCOPES, ROLE_SCOPES, SCOPES, TENANT_SCOPES, Role
+from loramux.records.service_tiers import ALLOWED_AT_FIRST, CHOSEN
+from loramux.tenants.account import Account, Members, Projects
 from loramux.tenants.audit import AuditLog, Change, Changes
 from loramux.tenants.authentication import Credential
-from loramux.tenants.entities import AuditEntry, Key, Mandate, Member, Project, Tenant, Tier
+from loramux.tenants.authority import CUSTOMER_SCOPES, ROLE_SCOPES, SCOPES, TENANT_SCOPES, Actor, Role, actor_of
+from loramux.tenants.entities import AuditEntry, Key, Member, Project, Tenant, Tier
 from loramux.tenants.errors import (
     AlreadyExists,
     InvalidKey,
@@ -21,21 +23,22 @@ from loramux.tenants.errors import (
     TenantsError,
     TenantSuspended,
     TierNotFound,
+    TooManyFailures,
 )
 from loramux.tenants.keys import KeyRequest, Keys
-from loramux.tenants.members import Members
-from loramux.tenants.pepper import load_or_create_pepper
-from loramux.tenants.projects import Projects
-from loramux.tenants.tenants import Account, Tenants, house_of
-from loramux.tenants.tiers import SERVICE_CLASSES, Tiers
+from loramux.tenants.secrets import open_pepper, replace_pepper
+from loramux.tenants.tenants import SERVICE_CLASSES, Tenants, Tiers, system_principal
 
 __all__ = [
+    "ALLOWED_AT_FIRST",
+    "CHOSEN",
     "CUSTOMER_SCOPES",
     "ROLE_SCOPES",
     "SCOPES",
     "SERVICE_CLASSES",
     "TENANT_SCOPES",
     "Account",
+    "Actor",
     "AlreadyExists",
     "AuditEntry",
     "AuditLog",
@@ -48,7 +51,6 @@ __all__ = [
     "KeyNotFound",
     "KeyRequest",
     "Keys",
-    "Mandate",
     "Member",
     "MemberNotFound",
     "Members",
@@ -73,6 +75,9 @@ __all__ = [
     "Tier",
     "TierNotFound",
     "Tiers",
-    "house_of",
-    "load_or_create_pepper",
+    "TooManyFailures",
+    "actor_of",
+    "open_pepper",
+    "replace_pepper",
+    "system_principal",
 ]

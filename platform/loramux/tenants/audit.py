@@ -1,4 +1,4 @@
-"""Changes and their audit entries, in one transaction; and the log as it is read."""
+"""Changes with their audit entries in one transaction, and the audit log."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ import msgspec
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from loramux.records import Database, Origin, TenantId
-from loramux.records.tenancy import AuditRepository
-from loramux.records.tenancy_models import AuditRow
-from loramux.tenants.access import SCOPES, Role
-from loramux.tenants.entities import AuditEntry, Mandate, entry_of
+from loramux.records.audit import AuditRepository, AuditRow
+from loramux.tenants.authority import UNLIMITED, Actor
+from loramux.tenants.entities import AuditEntry, entry_of
 
 MAX_PAGE = 500
 
 
 class Change:
-    """A transaction under way, in the name of somebody."""
+    """A transaction under way, with the actor that its audit entries name."""
 
-    def __init__(self, session: AsyncSession, mandate: Mandate, now: int) -> None:
+    def __init__(self, session: AsyncSession, actor: Actor, now: int) -> None:
         self.session = session
         self.now = now
-        self._mandate = mandate
+        self._actor = actor
 
     async def note(
         self,
@@ -35,13 +34,13 @@ class Change:
         before: msgspec.Struct | None = None,
         after: msgspec.Struct | None = None,
     ) -> None:
-        """Append what was changed to the audit log. `action` reads `key.create`."""
+        """Append one entry to the audit log; `action` is such as `key.create`."""
         row = AuditRow(
             at=self.now,
             tenant_id=tenant,
-            actor=self._mandate.actor,
-            source=self._mandate.origin.source,
-            request_id=self._mandate.origin.request_id,
+            actor=self._actor.name,
+            source=self._actor.origin.source,
+            request_id=self._actor.origin.request_id,
             action=action,
             object_id=object_id,
             before=_json(before),
@@ -51,26 +50,26 @@ class Change:
 
 
 class Changes:
-    """Makes changes in the name of whoever holds the mandate."""
+    """Starts changes of one actor."""
 
-    def __init__(self, database: Database, mandate: Mandate) -> None:
+    def __init__(self, database: Database, actor: Actor) -> None:
         self.database = database
-        self.mandate = mandate
+        self.actor = actor
 
     @classmethod
-    def of_this_machine(cls, database: Database) -> Changes:
-        """In the name of whoever runs this process: the command line's."""
-        return cls(database, Mandate(f"local:{_user()}", Origin(), SCOPES, frozenset(Role)))
+    def local(cls, database: Database) -> Changes:
+        """Return the changes of the user that runs this process: the command line."""
+        return cls(database, Actor(f"local:{_user()}", Origin(), UNLIMITED))
 
     @asynccontextmanager
     async def begin(self) -> AsyncIterator[Change]:
-        """One transaction: what is changed and what is noted of it are committed together, or not at all."""
+        """Open one transaction: a change and its audit entries are committed together, or not at all."""
         async with self.database.begin() as session:
-            yield Change(session, self.mandate, self.database.now())
+            yield Change(session, self.actor, self.database.now())
 
 
 class AuditLog:
-    """The log, read newest first."""
+    """The audit log, read newest first."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -78,9 +77,9 @@ class AuditLog:
     async def read(
         self, *, tenant: TenantId | None = None, before: int | None = None, limit: int = 100
     ) -> list[AuditEntry]:
-        """At most `limit` (up to 500) entries older than the sequence `before`; `tenant` None: everybody's."""
+        """List at most `limit` (1 to 500) entries older than the sequence `before`; `tenant` None: of all tenants."""
         async with self._database.read() as session:
-            rows = await AuditRepository(session).before(before, min(limit, MAX_PAGE), tenant)
+            rows = await AuditRepository(session).before(before, max(1, min(limit, MAX_PAGE)), tenant)
         return [entry_of(row) for row in rows]
 
 

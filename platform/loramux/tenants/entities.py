@@ -1,31 +1,34 @@
-"""What tenancy is made of, as it is shown. Times in microseconds since the epoch."""
+"""Tenants, tiers, projects, members, keys and audit entries as callers see them. Times in microseconds, UTC."""
 
 from __future__ import annotations
 
 import msgspec
 
-from loramux.records import Origin, ProjectId, TenantId
-from loramux.records.models import KeyRow, TenantRow
-from loramux.records.tenancy_models import AuditRow, MemberRow, ProjectRow, TierRow
-from loramux.tenants.access import Role
+from loramux.records import ProjectId, TenantId
+from loramux.records.audit import AuditRow
+from loramux.records.keys import KeyRow
+from loramux.records.tenants import MemberRow, ProjectRow, TenantRow, TierRow
+from loramux.tenants.authority import Role
 
 
 class Tenant(msgspec.Struct, frozen=True, kw_only=True):
-    """A customer."""
+    """A tenant."""
 
     id: TenantId
     name: str
     tier: str
     created_at: int
     suspended_at: int | None
+    zero_retention: bool
 
 
 class Tier(msgspec.Struct, frozen=True, kw_only=True):
-    """A level of service: the scheduler's class, and a tenant's weight in it."""
+    """A level of service: the scheduler's class, the tenant's weight in it, and the service tiers that it allows."""
 
     name: str
     service_class: str
     weight: int
+    service_tiers: tuple[str, ...]
 
 
 class Project(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,36 +88,33 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
     after: msgspec.Raw | None
 
 
-class Mandate(msgspec.Struct, frozen=True):
-    """Who acts, and what they may give away."""
-
-    actor: str
-    origin: Origin
-    may_grant: frozenset[str]
-    may_appoint: frozenset[Role] = frozenset()
-    may_allow: frozenset[str] | None = None
-    """The only models that its keys may name; None: any."""
-
-
 def tenant_of(row: TenantRow) -> Tenant:
-    """The row, as it is shown."""
-    return Tenant(id=row.id, name=row.name, tier=row.tier, created_at=row.created_at, suspended_at=row.suspended_at)
+    """Return the entity of the row."""
+    return Tenant(
+        id=row.id,
+        name=row.name,
+        tier=row.tier,
+        created_at=row.created_at,
+        suspended_at=row.suspended_at,
+        zero_retention=bool(row.zero_retention),
+    )
 
 
 def tier_of(row: TierRow) -> Tier:
-    """The row, as it is shown."""
-    return Tier(name=row.name, service_class=row.service_class, weight=row.weight)
+    """Return the entity of the row."""
+    allowed = tuple(row.service_tiers.split())
+    return Tier(name=row.name, service_class=row.service_class, weight=row.weight, service_tiers=allowed)
 
 
 def project_of(row: ProjectRow) -> Project:
-    """The row, as it is shown."""
+    """Return the entity of the row."""
     return Project(
         id=row.id, tenant=row.tenant_id, name=row.name, created_at=row.created_at, archived_at=row.archived_at
     )
 
 
 def member_of(row: MemberRow) -> Member:
-    """The row, as it is shown."""
+    """Return the entity of the row."""
     return Member(
         id=row.id,
         tenant=row.tenant_id,
@@ -126,7 +126,7 @@ def member_of(row: MemberRow) -> Member:
 
 
 def key_of(row: KeyRow) -> Key:
-    """The row, without its MAC."""
+    """Return the entity of the row, without the MAC."""
     return Key(
         id=row.id,
         tenant=row.tenant_id,
@@ -145,7 +145,7 @@ def key_of(row: KeyRow) -> Key:
 
 
 def entry_of(row: AuditRow) -> AuditEntry:
-    """The row, as it is shown."""
+    """Return the entity of the row."""
     return AuditEntry(
         sequence=row.sequence,
         at=row.at,

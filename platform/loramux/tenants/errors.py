@@ -1,7 +1,8 @@
-"""What tenancy refuses.
+"""Refusals of tenancy.
 
 TenantsError(code, field, message)
-├── InvalidKey           the secret or the token belongs to nobody (or no longer): 401
+├── InvalidKey           the secret or the token is not valid, or not any more: 401
+├── TooManyFailures      the address has sent too many invalid credentials: 429
 ├── TenantSuspended      the key is right, and its tenant may not go on: 403
 ├── NotPermitted         the caller may not give away what it does not have itself: 403
 ├── InvalidTenant        a name, scope, role or number that cannot be: 400
@@ -19,64 +20,77 @@ TenantsError(code, field, message)
 
 from __future__ import annotations
 
+from http import HTTPStatus
 
-class TenantsError(Exception):
-    """Base of what this package raises: a stable code, the field that is wrong, and a sentence with the way out."""
+from loramux.errors import LoramuxError
+
+
+class TenantsError(LoramuxError):
+    """Base of what tenancy refuses."""
 
     code = "invalid_request"
 
-    def __init__(self, message: str, field: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
-        self.field = field
-
 
 class InvalidKey(TenantsError):
-    """The same for a key that never was and one that was revoked; one that expired is told when."""
+    """The key is unknown, revoked or expired; the first two give the same answer."""
 
     code = "invalid_api_key"
+    status = HTTPStatus.UNAUTHORIZED
+
+
+class TooManyFailures(TenantsError):
+    """The credential is invalid, and so were many before it from the same address."""
+
+    code = "too_many_failed_authentications"
+    status = HTTPStatus.TOO_MANY_REQUESTS
+    retry_after = 10
 
 
 class TenantSuspended(TenantsError):
     """The operator has suspended the tenant."""
 
     code = "tenant_suspended"
+    status = HTTPStatus.FORBIDDEN
 
 
 class NotPermitted(TenantsError):
-    """A scope or a role beyond the caller's own."""
+    """The caller may not pass on, or give and take, so much."""
 
     code = "insufficient_permissions"
+    status = HTTPStatus.FORBIDDEN
 
 
 class InvalidTenant(TenantsError):
-    """A malformed name, or a scope that does not exist."""
+    """A name, scope, role or number is not valid."""
 
     code = "invalid_value"
 
 
 class AlreadyExists(TenantsError):
-    """Names are unique."""
+    """The name is taken."""
 
     code = "already_exists"
+    status = HTTPStatus.CONFLICT
 
 
 class TenantExists(AlreadyExists):
-    """Of all tenants."""
+    """The name of a tenant is taken."""
 
     code = "tenant_exists"
 
 
 class StillNeeded(TenantsError):
-    """The message says what to do first."""
+    """The object is still in use; the message says what to do first."""
 
     code = "still_needed"
+    status = HTTPStatus.CONFLICT
 
 
 class NotFound(TenantsError):
-    """The same for what does not exist and what is another tenant's."""
+    """There is no such object, or it is another tenant's: the answer is the same."""
 
     code = "not_found"
+    status = HTTPStatus.NOT_FOUND
 
 
 class TenantNotFound(NotFound):

@@ -1,32 +1,44 @@
-"""People's bearer tokens: JWTs of the OIDC issuers that the settings name."""
+"""Members' bearer tokens: JWTs of the OIDC issuers that the settings name."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
+import time
 from collections.abc import Sequence
+from typing import Any
 
 import httpx
 import msgspec
 from joserfc import jwt
 from joserfc.errors import InvalidKeyIdError, JoseError
+from joserfc.jwk import KeySet
 
 from loramux.settings import IssuerSettings
 from loramux.tenants.errors import InvalidKey
-from loramux.tenants.issuer_keys import IssuerKeys, IssuerUnreachable
 
 MAX_TOKEN_LENGTH = 16_384
 LEEWAY_SECONDS = 60
 FIELD = "authorization"
 
+DISCOVERY = "/.well-known/openid-configuration"
+MAX_DOCUMENT_BYTES = 256 << 10
+MAX_KEYS = 64
+FRESH_SECONDS = 3600.0
+STALE_SECONDS = 86_400.0
+"""The time for which known keys stay valid while the issuer does not answer."""
+RETRY_SECONDS = 10.0
+"""The least time between two requests to the issuer, however many tokens with unknown keys arrive."""
+
 
 class Person(msgspec.Struct, frozen=True):
-    """Whom a token speaks of."""
+    """The person that a token identifies."""
 
     issuer: str
     subject: str
     is_operator: bool
-    """By the issuer's word, as the settings ask for it."""
+    """The issuer's claim has one of the values that the settings name."""
 
 
 class TokenVerifier:
@@ -41,14 +53,14 @@ class TokenVerifier:
         await self._http.aclose()
 
     async def verify(self, token: str) -> Person:
-        """Who the token speaks of. Raises InvalidKey, which says what is wrong with it."""
+        """Return the person that the token identifies. Raises InvalidKey, which says what is wrong with it."""
         known = self._issuers.get(_claimed_issuer(token))
         if known is None:
             raise InvalidKey("the token is of no issuer that this server trusts", FIELD)
         issuer, keys = known
         try:
             claims = await _verified_claims(token, issuer, keys)
-        except (JoseError, ValueError) as error:
+        except (JoseError, ValueError, RecursionError) as error:  # any sender can write a deeply nested header
             raise InvalidKey(f"the token is not valid: {str(error)[:200]}", FIELD) from None
         except IssuerUnreachable as error:
             raise InvalidKey(f"the token cannot be checked now: {error}; try again", FIELD) from None
@@ -56,12 +68,12 @@ class TokenVerifier:
 
 
 def looks_like_token(secret: str) -> bool:
-    """Whether it is a JWT by its form: keys have no dots."""
+    """Return whether the secret has the form of a JWT: keys have no dots."""
     return secret.count(".") == 2 and len(secret) <= MAX_TOKEN_LENGTH and secret.isascii()
 
 
 async def _verified_claims(token: str, issuer: IssuerSettings, keys: IssuerKeys) -> dict[str, object]:
-    """The claims behind a signature that holds; a key that is not known yet is asked for once."""
+    """Return the claims behind a valid signature; an unknown key is fetched once."""
     try:
         decoded = jwt.decode(token, await keys.current(), algorithms=issuer.algorithms)
     except InvalidKeyIdError:
@@ -76,19 +88,19 @@ async def _verified_claims(token: str, issuer: IssuerSettings, keys: IssuerKeys)
 
 
 def _claimed_issuer(token: str) -> str:
-    """Unverified: only to know whose keys to check it with."""
+    """Return the unverified issuer, which selects the keys to verify the token with."""
     payload = token.split(".")[1]
     try:
         claims = json.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
-    except ValueError:
+    except (ValueError, RecursionError):
         return ""
     issuer = claims.get("iss") if isinstance(claims, dict) else None
     return issuer if isinstance(issuer, str) else ""
 
 
 def _is_operator(claims: dict[str, object], issuer: IssuerSettings) -> bool:
-    told = claims.get(issuer.operator_claim)
-    values = told if isinstance(told, list) else [told]
+    claimed = claims.get(issuer.operator_claim)
+    values = claimed if isinstance(claimed, list) else [claimed]
     return any(value in issuer.operators for value in values if isinstance(value, str))
 
 
@@ -99,3 +111,71 @@ def _identity(claims: dict[str, object], claim: str) -> str:
     if claim == "email" and claims.get("email_verified") is not True:
         raise InvalidKey("the token's e-mail address is not verified", FIELD)
     return identity
+
+
+class IssuerUnreachable(Exception):
+    """The issuer's keys cannot be fetched."""
+
+
+class IssuerKeys:
+    """One issuer's public keys. Concurrent callers share one fetch."""
+
+    def __init__(self, issuer: str, http: httpx.AsyncClient) -> None:
+        self._issuer = issuer
+        self._http = http
+        self._keys: KeySet | None = None
+        self._fetched_at = 0.0
+        self._asked_at = float("-inf")
+        self._lock = asyncio.Lock()
+
+    async def current(self) -> KeySet:
+        """Return the keys, an hour old at most; a day while the issuer does not answer. Raises IssuerUnreachable."""
+        if self._keys is None or time.monotonic() - self._fetched_at > FRESH_SECONDS:
+            return await self.refreshed()
+        return self._keys
+
+    async def refreshed(self) -> KeySet:
+        """Fetch the keys again unless that was done moments ago. Raises IssuerUnreachable."""
+        async with self._lock:
+            if time.monotonic() - self._asked_at >= RETRY_SECONDS:
+                self._asked_at = time.monotonic()
+                try:
+                    self._keys = await self._fetch()
+                    self._fetched_at = time.monotonic()
+                except (httpx.HTTPError, httpx.InvalidURL, JoseError, ValueError, KeyError, TypeError) as error:
+                    self._demand_usable(error)
+            if self._keys is None:
+                raise IssuerUnreachable(f"{self._issuer} did not answer a moment ago")
+            return self._keys
+
+    def _demand_usable(self, error: Exception) -> None:
+        if self._keys is None or time.monotonic() - self._fetched_at > STALE_SECONDS:
+            self._keys = None
+            raise IssuerUnreachable(f"{self._issuer} gives no keys ({type(error).__name__})") from error
+
+    async def _fetch(self) -> KeySet:
+        described = await self._document(self._issuer.rstrip("/") + DISCOVERY)
+        if described["issuer"] != self._issuer:
+            raise ValueError("the discovery document is another issuer's")
+        url = str(described["jwks_uri"])
+        if not url.startswith("https://") and self._issuer.startswith("https://"):
+            raise ValueError("jwks_uri is not https")
+        found = await self._document(url)
+        keys = found["keys"]
+        if not isinstance(keys, list) or len(keys) > MAX_KEYS or not all(isinstance(key, dict) for key in keys):
+            raise ValueError(f"no list of at most {MAX_KEYS} keys")
+        public = [key for key in keys if key.get("kty") != "oct" and key.get("use", "sig") == "sig"]
+        return KeySet.import_key_set({"keys": public})
+
+    async def _document(self, url: str) -> dict[str, Any]:
+        async with self._http.stream("GET", url) as response:
+            response.raise_for_status()
+            body = bytearray()
+            async for chunk in response.aiter_bytes():
+                body += chunk
+                if len(body) > MAX_DOCUMENT_BYTES:
+                    raise ValueError(f"{url} is longer than {MAX_DOCUMENT_BYTES} bytes")
+        document = httpx.Response(200, content=bytes(body)).json()
+        if not isinstance(document, dict):
+            raise TypeError(f"{url} is no JSON object")
+        return document

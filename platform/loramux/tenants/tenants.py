@@ -1,4 +1,4 @@
-"""Customers, and the doors to what is theirs: by name for operators, by Principal for themselves."""
+"""Tenants and tiers; accounts are opened by name for operators, by Principal for the tenant itself."""
 
 from __future__ import annotations
 
@@ -6,100 +6,149 @@ from collections.abc import Iterable, Sequence
 from copy import copy
 
 from loramux.records import Database, Principal, ProjectId, TenantId
-from loramux.records.identity import new_id
-from loramux.records.models import TenantRow
-from loramux.records.names import GRAMMAR_IN_WORDS, is_name
-from loramux.records.tenancy import ProjectRepository, TierRepository
-from loramux.records.tenancy_models import ProjectRow
-from loramux.records.tenants import TenantRepository, owner_of_key
+from loramux.records.batches import BatchRepository
+from loramux.records.files import FileRepository
+from loramux.records.idempotency import ClaimRepository
+from loramux.records.identity import GRAMMAR_IN_WORDS, is_name, new_id
+from loramux.records.keys import owner_of_key
+from loramux.records.service_tiers import ALLOWED_AT_FIRST, CHOSEN
+from loramux.records.tenants import ProjectRepository, ProjectRow, TenantRepository, TenantRow, TierRepository, TierRow
 from loramux.settings import IssuerSettings
-from loramux.tenants.access import APPOINTS, CUSTOMER_SCOPES, SCOPES, Role
+from loramux.tenants.account import Account
 from loramux.tenants.audit import AuditLog, Change, Changes
-from loramux.tenants.authentication import Authenticator, Credential
-from loramux.tenants.entities import Key, Mandate, Tenant, project_of, tenant_of
-from loramux.tenants.errors import InvalidTenant, KeyNotFound, TenantExists, TenantNotFound, TierNotFound
+from loramux.tenants.authentication import Authenticator, Credential, LastUse
+from loramux.tenants.authority import CUSTOMER_SCOPES, actor_of, operator_of
+from loramux.tenants.entities import Key, Tenant, Tier, project_of, tenant_of, tier_of
+from loramux.tenants.errors import InvalidTenant, KeyNotFound, StillNeeded, TenantExists, TenantNotFound, TierNotFound
 from loramux.tenants.keys import DEFAULT_PROJECT, KeyRequest, Keys
-from loramux.tenants.last_use import LastUse
-from loramux.tenants.members import Members
 from loramux.tenants.oidc import TokenVerifier
-from loramux.tenants.projects import Projects
-from loramux.tenants.tiers import DEFAULT_TIER, Tiers
+
+SYSTEM_ACTOR = "system"
+SERVICE_CLASSES = ("interactive", "standard", "batch")
+"""The scheduler's classes (`engine.request.ServiceClass`)."""
+MAX_WEIGHT = 1000
+DEFAULT_TIER = "standard"
 
 
-class Account:
-    """One tenant's keys, projects and members, in the hands of one mandate."""
+class Tiers:
+    """Tiers, as one actor may change them."""
 
-    def __init__(self, changes: Changes, tenant: TenantId, pepper: bytes) -> None:
-        self.tenant = tenant
-        self.keys = Keys(changes, tenant, pepper)
-        self.projects = Projects(changes, tenant)
-        self.members = Members(changes, tenant)
+    def __init__(self, changes: Changes) -> None:
+        self._changes = changes
+
+    async def put(
+        self, name: str, service_class: str, weight: int, service_tiers: Iterable[str] = ALLOWED_AT_FIRST
+    ) -> Tier:
+        """Create or change a tier; it applies from its tenants' next requests. Raises InvalidTenant."""
+        if not is_name(name):
+            raise InvalidTenant(f"a tier's name is {GRAMMAR_IN_WORDS}; got {name[:80]!r}", "name")
+        if service_class not in SERVICE_CLASSES:
+            raise InvalidTenant(f"service_class is one of {', '.join(SERVICE_CLASSES)}", "service_class")
+        if not 1 <= weight <= MAX_WEIGHT:
+            raise InvalidTenant(f"weight is 1 to {MAX_WEIGHT}", "weight")
+        allowed = sorted(set(service_tiers))
+        if not set(allowed) <= set(CHOSEN):
+            raise InvalidTenant(f"service_tiers are some of {', '.join(CHOSEN)}", "service_tiers")
+        async with self._changes.begin() as change:
+            tiers = TierRepository(change.session)
+            old = await tiers.named(name)
+            before = None if old is None else tier_of(old)
+            created_at = change.now if old is None else old.created_at
+            row = TierRow(
+                name=name,
+                service_class=service_class,
+                weight=weight,
+                service_tiers=" ".join(allowed),
+                created_at=created_at,
+            )
+            await tiers.put(row)
+            await change.note("tier.put", name, tenant=None, before=before, after=tier_of(row))
+        return tier_of(row)
+
+    async def all(self) -> list[Tier]:
+        """Return every tier, by name."""
+        async with self._changes.database.read() as session:
+            return [tier_of(row) for row in await TierRepository(session).all()]
+
+    async def remove(self, name: str) -> Tier:
+        """Delete a tier that no tenant has. Raises TierNotFound, StillNeeded."""
+        async with self._changes.begin() as change:
+            tiers = TierRepository(change.session)
+            row = await tiers.named(name) if is_name(name) else None
+            if row is None:
+                raise TierNotFound(f"there is no tier {name[:80]!r}", "tier")
+            users = await tiers.used(name)
+            if users or name == DEFAULT_TIER:
+                why = f"{users} tenants have it" if users else "new tenants get it"
+                raise StillNeeded(f"the tier {name!r} is needed: {why}", "tier")
+            await tiers.remove(row)
+            await change.note("tier.remove", name, tenant=None, before=tier_of(row))
+        return tier_of(row)
 
 
 class Tenants:
-    """Every customer in one database; `pepper` is the key that secrets are MACed with.
+    """Every tenant in one database; `pepper` is the key of the MACs of keys' secrets.
 
-    Changes are made, and audited, in the name of whoever has the machine, unless `in_the_name_of` says otherwise.
+    The author of changes is the local user, unless `as_operator` names another.
     """
 
     def __init__(self, database: Database, pepper: bytes, issuers: Sequence[IssuerSettings] = ()) -> None:
         self.last_use = LastUse(database)
         self.audit = AuditLog(database)
         self._database = database
-        self._pepper = pepper
+        self.pepper = pepper
         self._verifier = TokenVerifier(issuers)
         self._authenticator = Authenticator(database, pepper, self._verifier, self.last_use)
-        self._changes = Changes.of_this_machine(database)
+        self._changes = Changes.local(database)
 
     async def aclose(self) -> None:
-        """Write what was noted, and let go of the issuers."""
+        """Write when keys were last used, and close the connections to issuers."""
         await self.last_use.stop()
         await self._verifier.aclose()
 
     async def authenticate(self, secret: str | Credential) -> Principal:
-        """Who shows this. Raises InvalidKey or TenantSuspended."""
+        """Return the caller behind a secret or a token. Raises InvalidKey or TenantSuspended."""
         credential = Credential(secret=secret) if isinstance(secret, str) else secret
         return await self._authenticator.authenticate(credential)
 
-    def in_the_name_of(self, principal: Principal) -> Tenants:
-        """The same, with changes made and audited in the name of an operator's key."""
-        assert "operator" in principal.scopes, "the route has no guard"
+    async def principal_behind(self, tenant: TenantId, owner: str, project: ProjectId) -> Principal:
+        """Return the present rights of the owner of what runs on its behalf. Raises InvalidKey, TenantSuspended."""
+        return await self._authenticator.principal_behind(tenant, owner, project)
+
+    def as_operator(self, principal: Principal) -> Tenants:
+        """Return the same tenants with an operator as the author of changes."""
         other = copy(self)
-        other._changes = Changes(self._database, Mandate(principal.key_id, principal.origin, SCOPES, frozenset(Role)))
+        other._changes = Changes(self._database, operator_of(principal))
         return other
 
     @property
     def changes(self) -> Changes:
-        """For what is kept beside tenancy and audited with it."""
+        """Changes of this author, for packages whose changes are audited too."""
         return self._changes
 
-    def changes_of(self, principal: Principal) -> Changes:
-        """The same, in the name of a customer: it gives away no more than it has; a key appoints as an admin does."""
-        role = Role.ADMIN if principal.role is None else Role(principal.role)
-        appoints = APPOINTS.get(role, frozenset())
-        return Changes(
-            self._database, Mandate(principal.key_id, principal.origin, principal.scopes, appoints, principal.models)
-        )
+    def changes_by(self, principal: Principal) -> Changes:
+        """Return changes of a tenant's key or member, within its authority."""
+        return Changes(self._database, actor_of(principal))
 
     @property
     def tiers(self) -> Tiers:
-        """Levels of service."""
+        """Tiers, with the same author of changes."""
         return Tiers(self._changes)
 
     def account_of(self, principal: Principal) -> Account:
-        """The caller's own tenant, within what the caller may do."""
-        return Account(self.changes_of(principal), principal.tenant, self._pepper)
+        """Return the caller's own tenant, within the caller's authority."""
+        return Account(self.changes_by(principal), principal.tenant, self.pepper)
 
     async def account(self, tenant_name: str) -> Account:
-        """A tenant by its name. Raises TenantNotFound."""
-        return Account(self._changes, (await self.named(tenant_name)).id, self._pepper)
+        """Return the account of the tenant of that name. Raises TenantNotFound."""
+        return Account(self._changes, (await self.named(tenant_name)).id, self.pepper)
 
     async def create(self, name: str, tier: str = DEFAULT_TIER) -> Tenant:
-        """A new customer with the project `default`. Raises InvalidTenant, TenantExists, TierNotFound."""
+        """Create a tenant with the project `default`. Raises InvalidTenant, TenantExists, TierNotFound."""
         if not is_name(name):
             raise InvalidTenant(f"a tenant's name is {GRAMMAR_IN_WORDS}; got {name[:80]!r}", "name")
         async with self._changes.begin() as change:
-            await _demand_tier(change, tier)
+            await _ensure_tier(change, tier)
             row = TenantRow(id=TenantId(new_id("tenant")), name=name, tier=tier, created_at=change.now)
             if not await TenantRepository(change.session).add(row):
                 raise TenantExists(f"there is a tenant {name!r} already; choose another name", "name")
@@ -111,27 +160,27 @@ class Tenants:
         return tenant_of(row)
 
     async def list_tenants(self) -> list[Tenant]:
-        """Every customer, by name."""
+        """Return every tenant, by name."""
         async with self._database.read() as session:
             return [tenant_of(row) for row in await TenantRepository(session).all()]
 
     async def named(self, name: str) -> Tenant:
-        """The customer of that name. Raises TenantNotFound."""
+        """Return the tenant of that name. Raises TenantNotFound."""
         async with self._database.read() as session:
             row = await TenantRepository(session).named(name) if is_name(name) else None
         if row is None:
             raise _unknown(name)
         return tenant_of(row)
 
-    async def representing(self, name: str) -> Principal:
-        """The house in a tenant's place, by the tenant's name: see `house_of`. Raises TenantNotFound."""
+    async def system_principal(self, name: str) -> Principal:
+        """Return the platform as it acts for the tenant of that name. Raises TenantNotFound."""
         tenant = await self.named(name)
-        return Principal(tenant.id, tenant.name, "house", frozenset(), ProjectId(""), tier=tenant.tier)
+        return system_principal(tenant.id, tenant.name, tenant.tier)
 
     async def move(self, name: str, tier: str) -> Tenant:
         """Give the tenant another tier, from its next request on. Raises TenantNotFound, TierNotFound."""
         async with self._changes.begin() as change:
-            await _demand_tier(change, tier)
+            await _ensure_tier(change, tier)
             row = await _locked(change, name)
             before = tenant_of(row)
             row.tier = tier
@@ -146,10 +195,27 @@ class Tenants:
         """Serve a suspended tenant again. Raises TenantNotFound."""
         return await self._set_suspended("tenant.resume", name, None)
 
+    async def set_zero_retention(self, name: str, zero_retention: bool) -> Tenant:
+        """Store nothing of what the tenant's requests say or get, from now on, or end this. Raises TenantNotFound.
+
+        What is stored goes: kept answers at once; batches are cancelled without files, and files are deleted within
+        the hour.
+        """
+        async with self._changes.begin() as change:
+            row = await _locked(change, name)
+            before = tenant_of(row)
+            row.zero_retention = zero_retention
+            if zero_retention:
+                await ClaimRepository(change.session).remove_all(row.id)
+                await BatchRepository(change.session, row.id).cancel_all(change.now)
+                await FileRepository(change.session, row.id).expire_all(change.now)
+            await change.note("tenant.zero_retention", row.id, tenant=row.id, before=before, after=tenant_of(row))
+        return tenant_of(row)
+
     async def create_key(
         self, tenant_name: str, *, name: str = "default", scopes: Iterable[str] = CUSTOMER_SCOPES
     ) -> tuple[Key, str]:
-        """A key of a tenant by its name: see `Keys.create`. Raises also TenantNotFound."""
+        """Make a key of the tenant of that name: see `Keys.create`. Raises also TenantNotFound."""
         account = await self.account(tenant_name)
         return await account.keys.create(KeyRequest(name=name, scopes=frozenset(scopes)))
 
@@ -159,7 +225,7 @@ class Tenants:
             owner = await owner_of_key(session, key_id) if is_name(key_id) else None
         if owner is None:
             raise KeyNotFound(f"there is no key {key_id[:80]!r}", "key_id")
-        return await Keys(self._changes, owner.id, self._pepper).revoke(key_id)
+        return await Keys(self._changes, owner.id, self.pepper).revoke(key_id)
 
     async def _set_suspended(self, action: str, name: str, at: int | None) -> Tenant:
         async with self._changes.begin() as change:
@@ -171,9 +237,9 @@ class Tenants:
         return tenant_of(row)
 
 
-def house_of(tenant: TenantId, name: str) -> Principal:
-    """What the house itself does in a tenant's place: no key, no scopes."""
-    return Principal(tenant, name, "house", frozenset(), ProjectId(""))
+def system_principal(tenant: TenantId, name: str, tier: str = DEFAULT_TIER) -> Principal:
+    """Return the platform as it acts for a tenant: no key and no scopes; stored as the actor `system`."""
+    return Principal(tenant, name, SYSTEM_ACTOR, frozenset(), ProjectId(""), tier=tier)
 
 
 async def _locked(change: Change, name: str) -> TenantRow:
@@ -183,7 +249,7 @@ async def _locked(change: Change, name: str) -> TenantRow:
     return row
 
 
-async def _demand_tier(change: Change, tier: str) -> None:
+async def _ensure_tier(change: Change, tier: str) -> None:
     if not is_name(tier) or await TierRepository(change.session).named(tier) is None:
         raise TierNotFound(f"there is no tier {tier[:80]!r}; make it first", "tier")
 

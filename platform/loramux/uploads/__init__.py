@@ -1,29 +1,35 @@
-"""Uploads that take their time: in pieces, through any server, validated in the background."""
+"""Uploads: in parts, through any server, checked in the background; every adapter comes in this way."""
 
 from loramux.records.uploads import Upload, UploadFile
 from loramux.uploads.errors import (
     InvalidUpload,
+    TooManyTransfers,
     TooManyUploads,
     UploadClosed,
     UploadError,
     UploadIncomplete,
     UploadNotFound,
+    UploadRejected,
+    UploadTooSlow,
     WrongOffset,
 )
-from loramux.uploads.reception import Reception
-from loramux.uploads.sessions import AnnouncedFile, Sessions, UploadRequest
-from loramux.uploads.sources import BucketSource, HubSource, Source
-from loramux.uploads.uploads import Uploads
-from loramux.uploads.workshop import Workshop
+from loramux.uploads.imports import BucketSource, FolderSource, HubSource, Importer, Source
+from loramux.uploads.ingest import Ingest
+from loramux.uploads.parts import PartReceiver, paced
+from loramux.uploads.sessions import AnnouncedFile, UploadRequest, UploadSessions, max_bytes, refused_file
+from loramux.uploads.worker import UploadWorker
 
 __all__ = [
     "AnnouncedFile",
     "BucketSource",
+    "FolderSource",
     "HubSource",
+    "Importer",
+    "Ingest",
     "InvalidUpload",
-    "Reception",
-    "Sessions",
+    "PartReceiver",
     "Source",
+    "TooManyTransfers",
     "TooManyUploads",
     "Upload",
     "UploadClosed",
@@ -31,8 +37,13 @@ __all__ = [
     "UploadFile",
     "UploadIncomplete",
     "UploadNotFound",
+    "UploadRejected",
     "UploadRequest",
-    "Uploads",
-    "Workshop",
+    "UploadSessions",
+    "UploadTooSlow",
+    "UploadWorker",
     "WrongOffset",
+    "max_bytes",
+    "paced",
+    "refused_file",
 ]

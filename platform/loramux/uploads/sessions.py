@@ -1,40 +1,61 @@
-"""Upload sessions as their owners see them: announced, looked at, completed, given up."""
+"""Upload sessions: opened, filled, completed, awaited, cancelled. The one way in for an adapter.
+
+A client announces its files, sends them in parts (`parts`), completes the upload, and reads its state while the worker
+checks and registers it (`worker`). With a `source` the server fetches the files instead (`imports`).
+`POST /v1/adapters` and the local folders of operators take the same steps through `UploadSessions.run`.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
+from loramux.bundle import SOURCES, is_ignored, is_pickled
 from loramux.records import Database, Principal
 from loramux.records.identity import new_id
-from loramux.records.uploads import EXPIRED, UPLOADING, VALIDATING, Outcome, Upload, UploadFile, UploadRepository
-from loramux.registry import Intake
-from loramux.registry.threads import finished
+from loramux.records.uploads import (
+    EXPIRED,
+    OPEN,
+    UPLOADING,
+    VALIDATING,
+    Outcome,
+    Submitter,
+    Upload,
+    UploadFile,
+    UploadRepository,
+)
+from loramux.registry import AdapterInfo, ValidationUnavailable
 from loramux.settings import AdapterLimits, UploadSettings
 from loramux.storage import CONFIG_FILE, FILES, WEIGHTS_FILE, BlobStore
-from loramux.uploads.errors import (
-    InvalidUpload,
-    TooManyUploads,
-    UploadClosed,
-    UploadIncomplete,
-    UploadNotFound,
-)
-from loramux.uploads.pieces import folder_of
-from loramux.uploads.sources import Source, check_source, encode_source
-from loramux.uploads.workshop import Workshop
+from loramux.threads import run_blocking
+from loramux.units import SECOND
+from loramux.uploads.errors import InvalidUpload, TooManyUploads, UploadClosed, UploadIncomplete
+from loramux.uploads.imports import Source, check_source, encode_source
+from loramux.uploads.ingest import Ingest
+from loramux.uploads.parts import PartReceiver, folder_of, visible
+from loramux.uploads.worker import UploadWorker
 
 MAX_CONFIG_BYTES = 1 << 20
-SECOND = 1_000_000
-"""Microseconds."""
+MAX_FILES = 1000
+"""Files that an upload may announce, those that are ignored included."""
+CHECK_SECONDS = 7200
+"""A complete upload, or an import, ends within this time."""
+WAIT_SECONDS = 900.0
+"""A request that uploads and waits is answered within this time."""
 
+logger = logging.getLogger(__name__)
 _sha256 = re.compile("[0-9a-f]{64}")
 
 
 class AnnouncedFile(msgspec.Struct, frozen=True):
-    """How large a file is, and its SHA-256 in hexadecimal."""
+    """The size of a file, and its SHA-256 in hexadecimal."""
 
     size: int
     sha256: str
@@ -42,74 +63,97 @@ class AnnouncedFile(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class UploadRequest:
-    """What a caller wants to upload."""
+    """A caller's request for an upload: either `files` that it will send, or a `source` to fetch them from."""
 
     adapter: str
     """`adapter` or `tenant/adapter`."""
     files: Mapping[str, AnnouncedFile] | None
-    """What the caller will send..."""
     source: Source | None = None
-    """...or else from where the server is to fetch it."""
     promote: bool = True
+    base_model: str | None = None
+    """The adapter's base; None: the files decide."""
+    ignored: tuple[str, ...] = ()
+    """Files that came with the others and were not taken."""
 
 
-class Sessions:
-    """Upload sessions of every tenant, of which each caller sees its own."""
+class UploadSessions:
+    """Upload sessions of every tenant; each caller sees its own."""
 
     def __init__(
         self,
         database: Database,
         blobs: BlobStore,
-        intake: Intake,
-        workshop: Workshop,
+        ingest: Ingest,
+        worker: UploadWorker,
         settings: UploadSettings,
         limits: AdapterLimits,
     ) -> None:
+        self.worker = worker
+        self.parts = PartReceiver(database, blobs, settings)
         self._database = database
         self._blobs = blobs
-        self._intake = intake
-        self._workshop = workshop
+        self._ingest = ingest
         self._settings = settings
         self._limits = limits
 
     async def open(self, principal: Principal, request: UploadRequest) -> Upload:
-        """A new upload: a session that waits for its files, or an import that fetches them, and has begun to.
+        """Open a session that waits for its files, or an import that starts at once.
 
         Raises InvalidName, AdapterNotFound, TooManyAdapters, InvalidUpload, TooManyUploads.
         """
-        adapter = await self._intake.demand_place(principal, request.adapter)
-        source = self._checked_source(principal, request)
-        now = self._database.now()
-        upload = Upload(
-            id=new_id("upload"),
-            adapter=adapter,
-            promote=request.promote,
-            source=source,
-            state=UPLOADING if source is None else VALIDATING,
-            files=self._checked_files(request.files or {}) if source is None else (),
-            outcome=Outcome(),
-            created_at=now,
-            expires_at=now + self._settings.session_seconds * SECOND,
-        )
-        async with self._database.begin() as session:
-            uploads = UploadRepository(session, principal.tenant)
-            await self._demand_room(uploads, sum(file.size for file in upload.files))
-            await uploads.add(upload, None if source is None else self._workshop.server_id)
-        self._workshop.wake()
-        return upload
+        return await self._open(principal, request, new_id("upload"))
+
+    async def upload(
+        self,
+        principal: Principal,
+        name: str,
+        folder: Path,
+        base_model: str | None = None,
+        ignored: tuple[str, ...] = (),
+    ) -> AdapterInfo:
+        """Upload the files of a staging folder as the next revision of `name`, and wait for the end.
+
+        `ignored` are names of files that came with them and were not taken. Raises UploadRejected for files that cannot
+        be served, and the errors of `open`.
+        """
+        names = [file for file in (*FILES, *SOURCES) if (folder / file).is_file()]
+        files = {file: await run_blocking(_announce, folder / file) for file in names}
+        return await self.run(principal, UploadRequest(name, files, base_model=base_model, ignored=ignored), folder)
+
+    async def run(self, principal: Principal, request: UploadRequest, folder: Path | None = None) -> AdapterInfo:
+        """Open an upload, append the files of `folder`, complete it, and wait for its end; imports have no folder.
+
+        Any failure ends the upload, so that the caller may try again. Raises UploadRejected, and the errors of `open`.
+        """
+        id = new_id("upload")
+        with self.worker.awaiting(id) as ended:
+            upload = await self._open(principal, request, id)
+            try:
+                if folder is not None:
+                    for file in upload.files:
+                        await self.parts.append_file(principal, upload, folder / file.name)
+                    await self.complete(principal, id)
+                async with asyncio.timeout(WAIT_SECONDS):
+                    return await ended
+            except TimeoutError:
+                await asyncio.shield(self._abandon(principal, id))
+                raise ValidationUnavailable("the upload could not be checked in time; try again later") from None
+            except BaseException:
+                await asyncio.shield(self._abandon(principal, id))
+                raise
 
     async def get(self, principal: Principal, id: str) -> Upload:
-        """One of the caller's. Raises UploadNotFound."""
+        """Return one of the caller's uploads. Raises UploadNotFound."""
         async with self._database.read() as session:
             return visible(principal, id, await UploadRepository(session, principal.tenant).get(id))
 
     async def before(self, principal: Principal, id: str | None, limit: int) -> list[Upload]:
-        """At most `limit` of the caller's, newest first, from the one before `id` on."""
+        """List at most `limit` of the caller's uploads, newest first, beginning after `id`."""
         async with self._database.read() as session:
             return await UploadRepository(session, principal.tenant).before(id, limit, _nameable(principal))
 
     async def complete(self, principal: Principal, id: str) -> Upload:
-        """Begin to validate; again where that has begun changes nothing.
+        """Start the checks; a repeated call changes nothing.
 
         Raises UploadNotFound, UploadIncomplete, or UploadClosed where it has expired.
         """
@@ -127,20 +171,67 @@ class Sessions:
                         f"offset={file.received} on",
                         file.name,
                     )
-            await uploads.begin_validating(id, self._workshop.server_id)
-        self._workshop.wake()
-        return msgspec.structs.replace(upload, state=VALIDATING)
+            expires_at = self._database.now() + CHECK_SECONDS * SECOND
+            await uploads.begin_validating(id, self.worker.server_id, _submitter(principal), expires_at)
+        self.worker.look()
+        return msgspec.structs.replace(upload, state=VALIDATING, expires_at=expires_at)
 
     async def cancel(self, principal: Principal, id: str) -> Upload:
-        """Give the upload up, or forget one that is over. Raises UploadNotFound; UploadClosed while it is validated."""
+        """Cancel the upload, or forget a finished one.
+
+        Raises UploadNotFound, and UploadClosed while sent files are checked; an import can be cancelled at any time.
+        """
         async with self._database.begin() as session:
             uploads = UploadRepository(session, principal.tenant)
             upload = visible(principal, id, await uploads.locked(id))
-            if upload.state == VALIDATING:
+            if upload.state == VALIDATING and upload.source is None:
                 raise UploadClosed(f"the upload {id} is being validated; wait until it is ready or rejected", "id")
             await uploads.remove(id)
-        await finished(self._blobs.objects.delete_under, folder_of(id))
+        self.worker.cancel(id)
+        await run_blocking(self._blobs.objects.delete_under, folder_of(id))
         return upload
+
+    async def _open(self, principal: Principal, request: UploadRequest, id: str) -> Upload:
+        adapter = await self._ingest.check_name(principal, request.adapter)
+        self._ingest.check_base(request.base_model)
+        source = self._checked_source(principal, request)
+        taken, ignored = _sorted_out(request.files or {})
+        now = self._database.now()
+        upload = Upload(
+            id=id,
+            adapter=adapter,
+            promote=request.promote,
+            source=source,
+            base_model=request.base_model,
+            state=UPLOADING if source is None else VALIDATING,
+            files=self._checked_files(taken) if source is None else (),
+            submitter=None if source is None else _submitter(principal),
+            ignored=(*ignored, *request.ignored),
+            outcome=Outcome(),
+            created_at=now,
+            expires_at=now + (self._settings.session_seconds if source is None else CHECK_SECONDS) * SECOND,
+        )
+        async with self._database.begin() as session:
+            uploads = UploadRepository(session, principal.tenant)
+            await self._check_room(uploads, sum(file.size for file in upload.files))
+            await uploads.add(upload, None if source is None else self.worker.server_id)
+        if source is not None:
+            self.worker.look()
+        return upload
+
+    async def _abandon(self, principal: Principal, id: str) -> None:
+        """Remove an unfinished upload after its caller got an error, so that it does not take effect later."""
+        try:
+            async with self._database.begin() as session:
+                uploads = UploadRepository(session, principal.tenant)
+                upload = await uploads.locked(id)
+                if upload is None or upload.state not in OPEN:
+                    return
+                await uploads.remove(id)
+            self.worker.cancel(id)
+            await run_blocking(self._blobs.objects.delete_under, folder_of(id))
+        except Exception as error:  # the worker tries the upload again, and expires it at last
+            logger.warning("the upload %s could not be abandoned: %s", id, error)
 
     def _checked_source(self, principal: Principal, request: UploadRequest) -> str | None:
         if (request.files is None) == (request.source is None):
@@ -152,17 +243,16 @@ class Sessions:
         return encode_source(check_source(request.source, principal, self._settings))
 
     def _checked_files(self, files: Mapping[str, AnnouncedFile]) -> tuple[UploadFile, ...]:
-        unknown = sorted(files.keys() - set(FILES))
-        if unknown:
-            raise InvalidUpload(f"'{unknown[0][:80]}' is not taken: an adapter is {' and '.join(FILES)}", "files")
-        most = most_bytes(self._limits)
         for name in FILES:
             if name not in files:
                 raise InvalidUpload(f"'{name}' is missing: an adapter is {' and '.join(FILES)}", "files")
-            file = files[name]
-            if not 1 <= file.size <= most[name]:
+        limits = max_bytes(self._limits)
+        for name, file in files.items():
+            if name not in limits:
+                raise refused_file(name)
+            if not 1 <= file.size <= limits[name]:
                 raise InvalidUpload(
-                    f"'{name}' has {file.size} bytes; it may have 1 to {most[name]}", f"files.{name}.size"
+                    f"'{name}' has {file.size} bytes; it may have 1 to {limits[name]}", f"files.{name}.size"
                 )
             if not _sha256.fullmatch(file.sha256.lower()):
                 raise InvalidUpload(
@@ -172,7 +262,7 @@ class Sessions:
             UploadFile(name=name, size=file.size, sha256=file.sha256.lower()) for name, file in sorted(files.items())
         )
 
-    async def _demand_room(self, uploads: UploadRepository, size: int) -> None:
+    async def _check_room(self, uploads: UploadRepository, size: int) -> None:
         count, announced = await uploads.open_now()
         if count >= self._settings.open_per_tenant:
             raise TooManyUploads(
@@ -186,20 +276,43 @@ class Sessions:
             )
 
 
-def most_bytes(limits: AdapterLimits) -> dict[str, int]:
-    """How large each file of an adapter may be."""
-    return {CONFIG_FILE: MAX_CONFIG_BYTES, WEIGHTS_FILE: limits.max_bytes}
+def _sorted_out(files: Mapping[str, AnnouncedFile]) -> tuple[dict[str, AnnouncedFile], tuple[str, ...]]:
+    """Return the files to take, and the names of those that mean nothing for serving. Raises InvalidUpload."""
+    if len(files) > MAX_FILES:
+        raise InvalidUpload(f"{len(files)} files were announced; at most {MAX_FILES} are looked at", "files")
+    ignored = tuple(sorted(name for name in files if name not in SOURCES and is_ignored(name)))
+    return {name: file for name, file in files.items() if name not in ignored}, ignored
 
 
-def visible(principal: Principal, id: str, upload: Upload | None) -> Upload:
-    """The upload, where there is one and the caller may know of its adapter. Raises UploadNotFound."""
-    if upload is None or not principal.may_use(f"{principal.tenant_name}/{upload.adapter}"):
-        raise UploadNotFound(id)
-    return upload
+def max_bytes(limits: AdapterLimits) -> dict[str, int]:
+    """Return the largest size of each file of an adapter."""
+    return {CONFIG_FILE: MAX_CONFIG_BYTES, WEIGHTS_FILE: limits.max_bytes, **SOURCES}
+
+
+def refused_file(name: str) -> InvalidUpload:
+    """Make the refusal of a file that is neither taken nor ignored."""
+    if is_pickled(name):
+        return InvalidUpload(
+            f"'{name[:80]}' is a pickle, which may run code and is never read; save the adapter with safetensors "
+            "(save_pretrained does) and leave this file out",
+            "files",
+        )
+    return InvalidUpload(
+        f"'{name[:80]}' is not taken: an adapter is {' and '.join(FILES)}, and may bring {', '.join(SOURCES)}", "files"
+    )
+
+
+def _announce(file: Path) -> AnnouncedFile:
+    with file.open("rb") as opened:
+        return AnnouncedFile(file.stat().st_size, hashlib.file_digest(opened, "sha256").hexdigest())
+
+
+def _submitter(principal: Principal) -> Submitter:
+    return Submitter(principal.key_id, principal.origin)
 
 
 def _nameable(principal: Principal) -> list[str] | None:
-    """The own names of the adapters that the caller is restricted to; None: all."""
+    """List the own names of the adapters that the caller is restricted to; None: all."""
     if principal.models is None:
         return None
     owned = f"{principal.tenant_name}/"

@@ -1,11 +1,11 @@
-"""What was used, and the proof of it."""
+"""Usage: requests opened and settled in the ledger, and sums over it."""
 
-from loramux.records.counts import Counted
 from loramux.records.errors import ChainBroken
+from loramux.records.idempotency import IdempotencyClaim
 from loramux.records.ledger import LedgerEntry
-from loramux.records.requests import AnsweredRequest
+from loramux.records.requests import AnsweredRequest, OpenedRequest
 from loramux.records.usage import UsageTotals
-from loramux.usage.claims import Answered, Claim, ClaimedOnce
+from loramux.usage.buckets import LATEST
 from loramux.usage.errors import (
     IdempotencyMismatch,
     InvalidQuery,
@@ -15,17 +15,20 @@ from loramux.usage.errors import (
     UsageClosed,
     UsageError,
 )
-from loramux.usage.operations import OpenedRequest, Settlement
+from loramux.usage.idempotency import AnswerStorage, IdempotencyGuard, StoredAnswer
 from loramux.usage.query import UsageBucket, UsagePage, UsageQuery, UsageResult
-from loramux.usage.usage import Usage
+from loramux.usage.service import UsageService
+from loramux.usage.settlement import MAX_BILLED_LOADS, EndedBy, Settlement
 
 __all__ = [
-    "Answered",
+    "LATEST",
+    "MAX_BILLED_LOADS",
+    "AnswerStorage",
     "AnsweredRequest",
     "ChainBroken",
-    "Claim",
-    "ClaimedOnce",
-    "Counted",
+    "EndedBy",
+    "IdempotencyClaim",
+    "IdempotencyGuard",
     "IdempotencyMismatch",
     "InvalidQuery",
     "LedgerEntry",
@@ -33,13 +36,14 @@ __all__ = [
     "RequestRefused",
     "Settlement",
     "StillRunning",
+    "StoredAnswer",
     "UnknownRequest",
-    "Usage",
     "UsageBucket",
     "UsageClosed",
     "UsageError",
     "UsagePage",
     "UsageQuery",
     "UsageResult",
+    "UsageService",
     "UsageTotals",
 ]

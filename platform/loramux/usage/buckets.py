@@ -1,4 +1,4 @@
-"""Questions in buckets of time and answers in pages of them, as OpenAI's usage and costs endpoints have both."""
+"""Queries in buckets of time and answers in pages of them, as OpenAI's usage and costs endpoints have them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from loramux.usage.errors import InvalidQuery
 
 Result = TypeVar("Result")
 
+MAX_FILTER = 100
+"""Values in one filter."""
 LATEST = 1 << 40
-"""A time in seconds that no clock shows for thirty thousand years; larger ones do not fit in microseconds."""
+"""The latest time in seconds that fits in microseconds of 64 bits, with room to spare."""
 
 _page = re.compile(r"page_([0-9a-f]{1,11})_([0-9a-f]{1,11})")
 
@@ -36,7 +38,7 @@ class Bucket(msgspec.Struct, Generic[Result], frozen=True, kw_only=True):
 
 
 class Page(msgspec.Struct, Generic[Result], frozen=True, kw_only=True):
-    """The answer."""
+    """One page of buckets."""
 
     object: str = "page"
     data: tuple[Bucket[Result], ...]
@@ -52,17 +54,17 @@ class BucketPlan(msgspec.Struct, frozen=True):
     width: int
     start: int
     end: int
-    """Of this page."""
+    """The end of this page."""
     final: int
-    """Of the whole answer."""
+    """The end of the whole answer."""
 
     @property
     def indices(self) -> range:
-        """The buckets, counted since the epoch."""
+        """The indices of the buckets, counted since the epoch."""
         return range(self.start // self.width, -(-self.end // self.width))
 
     def page(self, results: Mapping[int, Sequence[Result]]) -> Page[Result]:
-        """The results of each bucket laid out over all of them, empty ones too."""
+        """Distribute the results over all buckets, empty ones too."""
         buckets = [
             Bucket(
                 start_time=max(index * self.width, self.start),
@@ -76,7 +78,7 @@ class BucketPlan(msgspec.Struct, frozen=True):
 
 
 class BucketQuery(msgspec.Struct, frozen=True, kw_only=True):
-    """Times in Unix seconds, start_time inclusive, end_time exclusive. Raises InvalidQuery when it makes no sense."""
+    """Times in Unix seconds, start_time inclusive, end_time exclusive. Raises InvalidQuery for an inconsistent one."""
 
     widths: ClassVar[Mapping[str, BucketWidth]]
     groups: ClassVar[tuple[str, ...]]
@@ -92,30 +94,37 @@ class BucketQuery(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.bucket_width not in self.widths:
-            raise InvalidQuery("bucket_width", f"bucket_width is one of {', '.join(self.widths)}")
+            raise InvalidQuery(f"bucket_width is one of {', '.join(self.widths)}", "bucket_width")
         if not 0 <= self.start_time <= LATEST:
-            raise InvalidQuery("start_time", f"start_time is a Unix time in seconds, 0 to {LATEST}")
+            raise InvalidQuery(f"start_time is a Unix time in seconds, 0 to {LATEST}", "start_time")
         if self.end_time is not None and not self.start_time < self.end_time <= LATEST:
-            raise InvalidQuery("end_time", f"end_time is a Unix time in seconds after start_time, at most {LATEST}")
+            raise InvalidQuery(f"end_time is a Unix time in seconds after start_time, at most {LATEST}", "end_time")
         unknown = [name for name in self.group_by if name not in self.groups]
         if unknown:
-            raise InvalidQuery("group_by", f"group_by takes {', '.join(self.groups)}; not {unknown[0][:40]}")
+            raise InvalidQuery(f"group_by takes {', '.join(self.groups)}; not {unknown[0][:40]}", "group_by")
+        if len(set(self.group_by)) < len(self.group_by):
+            raise InvalidQuery("group_by names a column once", "group_by")
         if self.limit is not None and not 1 <= self.limit <= self.width.max_limit:
-            raise InvalidQuery("limit", f"limit is 1 to {self.width.max_limit} for bucket_width={self.bucket_width}")
+            raise InvalidQuery(f"limit is 1 to {self.width.max_limit} for bucket_width={self.bucket_width}", "limit")
         if self.page is not None and not self._continues():
-            raise InvalidQuery("page", "page is the next_page of an earlier answer to this question, unchanged")
+            raise InvalidQuery("page is the next_page of an earlier answer to this query, unchanged", "page")
+
+    @classmethod
+    def most_buckets(cls) -> int:
+        """Return the most buckets that a page of any width may have."""
+        return max(width.max_limit for width in cls.widths.values())
 
     @property
     def width(self) -> BucketWidth:
-        """What `bucket_width` stands for."""
+        """The width that `bucket_width` names."""
         return self.widths[self.bucket_width]
 
     def cut(self, start: int, end: int) -> tuple[int, int]:
-        """Where the first bucket of an answer from `start` to `end` begins and its last one ends: there, exactly."""
+        """Return the start of the first bucket and the end of the last one of an answer from `start` to `end`."""
         return start, end
 
     def plan(self, now: int) -> BucketPlan:
-        """The page that is asked for; a later page keeps its first page's end. `now` in seconds."""
+        """Return the page that is asked for; a later page keeps its first page's end. `now` in seconds."""
         start, final = self._page_span() if self.page is not None else self._span(now)
         width, limit = self.width.seconds, self.limit or self.width.default_limit
         return BucketPlan(width, start, min(final, (start // width + limit) * width), final)

@@ -1,7 +1,7 @@
-"""What usage refuses.
+"""Refusals of usage.
 
 UsageError
-├── InvalidQuery(field, message)   a question that cannot be answered: 400
+├── InvalidQuery                   a query that cannot be answered: 400
 ├── RequestRefused                 a request or settlement that the database refuses (our own fault: 500)
 ├── IdempotencyMismatch            the key came with another request before: 422
 ├── StillRunning                   the key's request has no answer yet: 409
@@ -11,41 +11,54 @@ UsageError
 
 from __future__ import annotations
 
+from http import HTTPStatus
 
-class UsageError(Exception):
+from loramux.errors import LoramuxError
+
+
+class UsageError(LoramuxError):
     """Base of what this package raises."""
 
 
 class InvalidQuery(UsageError):
-    """The field that is wrong, its limit, and what to write instead."""
-
-    code = "invalid_value"
-
-    def __init__(self, field: str, message: str) -> None:
-        super().__init__(message)
-        self.field = field
-        self.message = message
+    """The message names the field's limit and a value that works."""
 
 
 class IdempotencyMismatch(UsageError):
     """The message names the key."""
 
     code = "idempotency_key_reused"
+    status = HTTPStatus.UNPROCESSABLE_ENTITY
 
 
 class StillRunning(UsageError):
     """The message names the key."""
 
     code = "idempotency_key_in_use"
+    status = HTTPStatus.CONFLICT
+    retry_after = 1
 
 
 class RequestRefused(UsageError):
     """The message names the request and the rule."""
 
+    code = "internal_error"
+    status = HTTPStatus.INTERNAL_SERVER_ERROR
+    public_message = "The request could not be recorded."
+
 
 class UnknownRequest(UsageError):
     """The message names the request."""
 
+    code = "internal_error"
+    status = HTTPStatus.INTERNAL_SERVER_ERROR
+    public_message = "The request could not be recorded."
+
 
 class UsageClosed(UsageError):
-    """Nothing is written before start() or after stop()."""
+    """The service was called before start() or after stop()."""
+
+    code = "server_draining"
+    status = HTTPStatus.SERVICE_UNAVAILABLE
+    retry_after = 5
+    public_message = "This server is shutting down. Please retry in a few seconds."

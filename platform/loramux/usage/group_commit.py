@@ -1,7 +1,7 @@
-"""One writer, many waiters: what arrives during a commit is committed together by the next.
+"""One writer, many waiters: operations that arrive during a commit are committed together by the next.
 
 A durable commit costs a sync of the disk however little it holds. No timer is involved: an idle writer commits a
-lone operation at once, a busy one takes along whatever queued meanwhile.
+lone operation at once, a busy one takes everything that was queued meanwhile.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Commit = Callable[[Sequence[Operation]], Awaitable[Sequence[Outcome | Exception]
 
 
 class GroupCommit(Generic[Operation, Outcome]):
-    """Commits operations in batches; one that fails is halved and done again, so that only the guilty fail."""
+    """Commits operations in batches. A batch that fails is split and tried again, so that only bad operations fail."""
 
     def __init__(self, commit: Commit[Operation, Outcome], max_batch: int = MAX_BATCH) -> None:
         self._commit = commit
@@ -36,26 +36,26 @@ class GroupCommit(Generic[Operation, Outcome]):
         self._writer: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to write; needs a running event loop."""
+        """Start the writer task; needs a running event loop."""
         if self._writer is None:
             self._writer = asyncio.create_task(self._write(), name="group-commit")
 
     async def stop(self) -> None:
-        """Write everything that was submitted, then end."""
+        """Commit everything that was submitted, then end."""
         writer, self._writer = self._writer, None
         if writer is not None:
             self._queue.put_nowait(None)
             await writer
 
     async def submit(self, operation: Operation) -> Outcome:
-        """Have the operation committed, and wait until it is; raises what it failed with, or UsageClosed.
+        """Commit the operation and return its outcome; raises what it failed with, or UsageClosed.
 
         A caller that is cancelled stops waiting; the operation is committed all the same.
         """
         return await self.post(operation)
 
     def post(self, operation: Operation) -> asyncio.Future[Outcome]:
-        """Have the operation committed; the future tells how it went. Raises UsageClosed."""
+        """Queue the operation for the next commit; the future has its outcome. Raises UsageClosed."""
         if self._writer is None:
             raise UsageClosed("usage is not being written: start() has not run, or stop() has")
         outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
@@ -72,20 +72,20 @@ class GroupCommit(Generic[Operation, Outcome]):
             waiting = [item for item in taken if item is not None]
             running = len(waiting) == len(taken)
             if waiting:
-                outcomes = await self._settle([operation for operation, _ in waiting])
+                outcomes = await self._commit_or_split([operation for operation, _ in waiting])
                 for (_, future), outcome in zip(waiting, outcomes, strict=True):
                     _answer(future, outcome)
 
-    async def _settle(self, batch: Sequence[Operation]) -> Sequence[Outcome | Exception]:
+    async def _commit_or_split(self, batch: Sequence[Operation]) -> Sequence[Outcome | Exception]:
         try:
             return await self._attempt(batch)
         except RecordsUnavailable as error:
             return [error] * len(batch)
-        except Exception as error:  # whatever it was, its caller gets it, and the writer lives
+        except Exception as error:  # the caller gets any failure; the writer must live on
             if len(batch) == 1:
                 return [error]
         half = len(batch) // 2
-        return [*await self._settle(batch[:half]), *await self._settle(batch[half:])]
+        return [*await self._commit_or_split(batch[:half]), *await self._commit_or_split(batch[half:])]
 
     async def _attempt(self, batch: Sequence[Operation]) -> Sequence[Outcome | Exception]:
         for pause in PAUSES:

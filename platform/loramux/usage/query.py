@@ -1,48 +1,48 @@
-"""OpenAI's question about usage and its answer, field for field."""
+"""OpenAI's usage query and its answer, field for field."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 
+from loramux.records.service_tiers import service_tier
 from loramux.records.usage import UsageTotals, UsageWindow
-from loramux.usage.buckets import Bucket, BucketQuery, BucketWidth, Page
+from loramux.units import SECOND
+from loramux.usage.buckets import MAX_FILTER, Bucket, BucketQuery, BucketWidth, Page
 from loramux.usage.errors import InvalidQuery
-
-SECOND = 1_000_000
-"""Microseconds."""
-
-MAX_FILTER = 100
 
 
 class UsageQuery(BucketQuery, frozen=True, kw_only=True):
-    """How many tokens, by what, and of whom."""
+    """A query of token counts by time, groups and filters."""
 
     widths: ClassVar[Mapping[str, BucketWidth]] = {
         "1m": BucketWidth(60, 60, 1440),
         "1h": BucketWidth(3600, 24, 168),
         "1d": BucketWidth(86400, 7, 31),
     }
-    groups: ClassVar[tuple[str, ...]] = ("project_id", "user_id", "api_key_id", "model", "batch")
+    groups: ClassVar[tuple[str, ...]] = ("project_id", "user_id", "api_key_id", "model", "batch", "service_tier")
 
     models: tuple[str, ...] = ()
     api_key_ids: tuple[str, ...] = ()
+    batch: bool | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for field, values in (("models", self.models), ("api_key_ids", self.api_key_ids)):
             if len(values) > MAX_FILTER or not all(value.isprintable() for value in values):
-                raise InvalidQuery(field, f"{field} takes at most {MAX_FILTER} names, of printable characters")
+                raise InvalidQuery(f"{field} takes at most {MAX_FILTER} names, of printable characters", field)
 
     @property
     def recorded_groups(self) -> tuple[str, ...]:
-        """The asked groups that rows differ in; users and batches are not recorded."""
-        return tuple(name for name in ("model", "api_key_id", "project_id") if name in self.group_by)
+        """The columns of the requested groups; users are not recorded."""
+        columns = [name for name in ("model", "api_key_id", "project_id") if name in self.group_by]
+        by_tier = "batch" in self.group_by or "service_tier" in self.group_by
+        return (*columns, "tier") if by_tier else tuple(columns)
 
-    def window(self, now: int) -> UsageWindow:
-        """What to ask of the ledger; `now` in seconds."""
+    def window(self, now: int, allowed: frozenset[str] | None = None) -> UsageWindow:
+        """Return the window of the ledger to sum; `now` in seconds."""
         plan = self.plan(now)
         return UsageWindow(
             start=plan.start * SECOND,
@@ -50,30 +50,46 @@ class UsageQuery(BucketQuery, frozen=True, kw_only=True):
             width=plan.width * SECOND,
             models=self.models,
             api_key_ids=self.api_key_ids,
+            batch=self.batch,
+            allowed=allowed,
         )
 
     def answer(self, totals: list[UsageTotals], now: int) -> UsagePage:
-        """The page of these sums."""
+        """Return the page of these sums."""
         by_bucket: dict[int, list[UsageResult]] = {}
-        for total in totals:
-            by_bucket.setdefault(total.bucket, []).append(self._result(total))
+        for (bucket, *_), total in self._merged(totals).items():
+            by_bucket.setdefault(bucket, []).append(self._result(total))
         return self.plan(now).page(by_bucket)
+
+    def _merged(self, totals: list[UsageTotals]) -> dict[tuple[Any, ...], UsageTotals]:
+        """Add up the sums that differ only in what was not asked for: a tenant's tiers, and perhaps service tiers."""
+        merged: dict[tuple[Any, ...], UsageTotals] = {}
+        for total in totals:
+            tier = None if total.tier is None else service_tier(total.tier)
+            if "service_tier" not in self.group_by and tier not in (None, "batch"):
+                tier = "default"
+            one = msgspec.structs.replace(total, tier=tier)
+            key = (one.bucket, one.model, one.api_key_id, one.project_id, tier)
+            same = merged.get(key)
+            merged[key] = one if same is None else same + one
+        return merged
 
     def _result(self, total: UsageTotals) -> UsageResult:
         return UsageResult(
-            input_tokens=total.input_tokens,
-            output_tokens=total.output_tokens,
-            input_cached_tokens=total.cached_tokens,
+            input_tokens=total.tokens.prompt,
+            output_tokens=total.tokens.output,
+            input_cached_tokens=total.tokens.cached,
             num_model_requests=total.requests,
             project_id=total.project_id,
             api_key_id=total.api_key_id,
             model=total.model,
-            batch=False if "batch" in self.group_by else None,
+            batch=total.tier == "batch" if "batch" in self.group_by else None,
+            service_tier=total.tier if "service_tier" in self.group_by else None,
         )
 
 
 class UsageResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One sum. The last five are null unless group_by names them."""
+    """One sum. The last six are null unless group_by names them."""
 
     object: str = "organization.usage.completions.result"
     input_tokens: int
@@ -87,6 +103,7 @@ class UsageResult(msgspec.Struct, frozen=True, kw_only=True):
     api_key_id: str | None = None
     model: str | None = None
     batch: bool | None = None
+    service_tier: str | None = None
 
 
 UsageBucket = Bucket[UsageResult]

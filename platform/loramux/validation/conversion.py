@@ -1,4 +1,4 @@
-"""In the sandbox: an adapter of another kind becomes the LoRA that computes the same. Imports torch."""
+"""The conversion stage's process: uploads that are not yet the LoRA that would be served become it. Imports torch."""
 
 from __future__ import annotations
 
@@ -7,31 +7,44 @@ from pathlib import Path
 
 import msgspec
 
-from loramux.validation.files import ConversionJob, ConversionSetup
-from loramux.validation.report import Check, Refusal, Report
-from loramux_adapters import AdapterRejected, BaseDescription
-from loramux_adapters.convert import convert_adapter
+from loramux.errors import Rejection
+from loramux.validation.checkpoint_files import read_parameter
+from loramux.validation.jobs import ConversionJob, ConversionSetup
+from loramux.validation.report import NAMES_CHECK, Check, ValidationReport
+from loramux_adapters import AdapterRejected
+from loramux_adapters.convert import convert_adapter, rename_adapter
 
-CHECK = "conversion"
+CONVERSION_CHECK = "conversion"
 
 
 def prepare(setup: bytes) -> Callable[[bytes], bytes]:
-    """What the fork server calls once."""
-    base = msgspec.json.decode(setup, type=ConversionSetup).base
-    return lambda job: msgspec.json.encode(convert(msgspec.json.decode(job, type=ConversionJob), base))
+    """Return the function that does one job; the fork server calls this once."""
+    served = msgspec.json.decode(setup, type=ConversionSetup)
+    return lambda job: msgspec.json.encode(convert(msgspec.json.decode(job, type=ConversionJob), served))
 
 
-def convert(job: ConversionJob, base: BaseDescription) -> Report:
-    """What was converted; a refusal is part of it."""
+def convert(job: ConversionJob, served: ConversionSetup) -> ValidationReport:
+    """Convert or rename one folder and report; a refusal is part of the report."""
+    folder, into, check, base = Path(job.folder), Path(job.into), NAMES_CHECK, served.base
     try:
-        conversion = convert_adapter(Path(job.folder), Path(job.into), base, job.limits)
+        renaming = rename_adapter(folder, into, base, job.limits)
+        if renaming is not None:
+            left_out = f", {renaming.dropped} of parts without text input were left out" if renaming.dropped else ""
+            how = (
+                f"From other names, exactly: {renaming.renamed} tensors got the names that PEFT 0.21 writes{left_out}."
+            )
+            return ValidationReport(checks=(Check(name=check, outcome="passed"),), converted=how)
+        check = CONVERSION_CHECK
+        conversion = convert_adapter(
+            folder, into, base, job.limits, lambda module: read_parameter(served.model_dir, f"{module}.weight")
+        )
     except AdapterRejected as rejected:
-        failed = Check(name=CHECK, outcome="failed", detail=rejected.message)
-        refusal = Refusal(code=rejected.code, field=rejected.field, message=rejected.message)
-        return Report(checks=(failed,), refusal=refusal)
-    assert conversion is not None, "only what is of such a kind is sent here"
+        failed = Check(name=check, outcome="failed", detail=rejected.message)
+        refusal = Rejection(code=rejected.code, field=rejected.field, message=rejected.message)
+        return ValidationReport(checks=(failed,), refusal=refusal)
+    assert conversion is not None, "only adapters that are not served as they are come here"
     how = (
         f"From {conversion.peft_type}, exactly: the LoRA that adds the same to every weight, of rank "
         f"{conversion.max_rank} at most, in float32."
     )
-    return Report(checks=(Check(name=CHECK, outcome="passed"),), converted=how)
+    return ValidationReport(checks=(Check(name=check, outcome="passed"),), converted=how)

@@ -1,4 +1,4 @@
-"""In the sandbox: the files themselves, against the base's description. Imports no torch, so that it is small."""
+"""The files stage's process: both files against the base's description. Small, because it imports no torch."""
 
 from __future__ import annotations
 
@@ -9,83 +9,69 @@ from typing import Any
 
 import msgspec
 
-from loramux.validation.report import Check, Found, Refusal, Report, Warned
-from loramux_adapters import AdapterRejected, BaseDescription, Limits
-from loramux_adapters.base import LinearShape, ParameterShape, whole_name
-from loramux_adapters.config import HARMLESS, parse_document
-from loramux_adapters.header import ITEM_BYTES
-from loramux_adapters.refusals import is_converted, is_on
-from loramux_adapters.validate import CHECKS, Examined, examine_adapter, read_config_file
-
-
-class FilesSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """What every upload is held against."""
-
-    base: BaseDescription
-    base_names: tuple[str, ...]
-    """What the base is called here, to be compared with what adapters say they were trained on."""
-    serving: str
-    """The dtype that weights are converted to when they are served: F32, F16 or BF16."""
-
-
-class FilesJob(msgspec.Struct, frozen=True, kw_only=True):
-    """One folder, by its absolute path."""
-
-    folder: str
-    limits: Limits
-
-
-class ConversionSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """What adapters of other kinds are converted for."""
-
-    base: BaseDescription
-
-
-class ConversionJob(msgspec.Struct, frozen=True, kw_only=True):
-    """One folder, and an empty one for what it becomes, by their absolute paths."""
-
-    folder: str
-    into: str
-    limits: Limits
+from loramux.errors import Rejection
+from loramux.validation.jobs import FilesJob, FilesSetup
+from loramux.validation.report import AdapterSummary, Check, ReportWarning, ValidationReport
+from loramux_adapters import WEIGHTS_NAME, AdapterRejected, BaseDescription, read_header
+from loramux_adapters.base import LinearShape, ParameterShape, parameter_of
+from loramux_adapters.config import HARMLESS, OTHER_TOOLS, parse_document
+from loramux_adapters.errors import WeightsFileRejected, shown
+from loramux_adapters.names import TensorNames
+from loramux_adapters.unsupported import converted_kind, is_on
+from loramux_adapters.validate import CHECKS, ExaminedAdapter, examine_adapter, read_config_file
+from loramux_adapters.weights_file import ITEM_BYTES
 
 
 def prepare(setup: bytes) -> Callable[[bytes], bytes]:
-    """What the fork server calls once."""
+    """Return the function that does one job; the fork server calls this once."""
     served = msgspec.json.decode(setup, type=FilesSetup)
     return lambda job: msgspec.json.encode(examine(msgspec.json.decode(job, type=FilesJob), served))
 
 
-def examine(job: FilesJob, served: FilesSetup) -> Report:
-    """The report on one folder; a refusal is part of it."""
+def examine(job: FilesJob, served: FilesSetup) -> ValidationReport:
+    """Check one folder and report; a refusal is part of the report."""
     folder, passed = Path(job.folder), list[str]()
     try:
-        if is_converted(parse_document(read_config_file(folder))):
-            return Report(checks=(), to_convert=True)
+        if _is_converted_first(folder, served.base):
+            return ValidationReport(checks=(), to_convert=True)
         examined = examine_adapter(folder, served.base, job.limits, served.serving, passed.append)
     except AdapterRejected as rejected:
         failed = Check(name=CHECKS[len(passed)], outcome="failed", detail=rejected.message)
-        return Report(
+        return ValidationReport(
             checks=(*_passed(passed), failed),
-            refusal=Refusal(code=rejected.code, field=rejected.field, message=rejected.message),
+            refusal=Rejection(code=rejected.code, field=rejected.field, message=rejected.message),
         )
     document = parse_document(read_config_file(folder))
-    return Report(
+    return ValidationReport(
         checks=_passed(passed),
         found=_found(examined, document, served.base),
         warnings=tuple(_warnings(examined, served)),
     )
 
 
+def _is_converted_first(folder: Path, base: BaseDescription) -> bool:
+    document = parse_document(read_config_file(folder))
+    if converted_kind(document) is not None:
+        return True
+    if document.get("peft_type") != "LORA":
+        return False
+    try:
+        header = read_header(folder / WEIGHTS_NAME)
+    except WeightsFileRejected:
+        return False  # the checks report it in their order
+    return TensorNames(base).are_other(header.tensors)
+
+
 def _passed(names: list[str]) -> tuple[Check, ...]:
     return tuple(Check(name=name, outcome="passed") for name in names)
 
 
-def _found(examined: Examined, document: Mapping[str, Any], base: BaseDescription) -> Found:
+def _found(examined: ExaminedAdapter, document: Mapping[str, Any], base: BaseDescription) -> AdapterSummary:
     plan, tensors = examined.plan, examined.header.tensors.values()
-    modules = dict.fromkeys(whole_name(part.module) for part in plan.parts)
+    modules = dict.fromkeys(parameter_of(part.module) for part in plan.components)
     places: dict[str, LinearShape | ParameterShape] = {**base.modules, **base.parameters}
     version = document.get("peft_version")
-    return Found(
+    return AdapterSummary(
         peft_type=document["peft_type"],
         peft_version=version if isinstance(version, str) else None,
         base_model_name_or_path=examined.config.base_model_name_or_path,
@@ -98,14 +84,17 @@ def _found(examined: Examined, document: Mapping[str, Any], base: BaseDescriptio
         parameters=sum((tensor.end - tensor.start) // ITEM_BYTES[tensor.dtype] for tensor in tensors),
         dtypes=dict(Counter(tensor.dtype for tensor in tensors)),
         weights_bytes=examined.header.file_bytes,
-        ignored_fields={field: reason for field, reason in HARMLESS.items() if is_on(document.get(field))},
+        tokens=plan.num_tokens or (base.vocab_size if base.vocabulary is None else base.vocabulary.num_tokens),
+        ignored_fields={
+            field: reason for field, reason in {**HARMLESS, **OTHER_TOOLS}.items() if is_on(document.get(field))
+        },
     )
 
 
-def _warnings(examined: Examined, served: FilesSetup) -> Iterator[Warned]:
+def _warnings(examined: ExaminedAdapter, served: FilesSetup) -> Iterator[ReportWarning]:
     claimed = examined.config.base_model_name_or_path
-    if claimed and _last(claimed) not in map(_last, served.base_names):
-        yield Warned(
+    if claimed and not is_name_of(served, claimed):
+        yield ReportWarning(
             code="base_name_differs",
             field="base_model_name_or_path",
             message=(
@@ -113,12 +102,36 @@ def _warnings(examined: Examined, served: FilesSetup) -> Iterator[Warned]:
                 f"{' or '.join(served.base_names)}. Its modules fit; only you know whether it is the same base."
             ),
         )
+    if absent := examined.plan.absent:
+        targeted = {part.module for part in examined.plan.components} | set(absent)
+        yield ReportWarning(
+            code="modules_absent",
+            field="target_modules",
+            message=(
+                f"The file has no tensors for {len(absent)} of the {len(targeted)} modules that the configuration "
+                f"targets: {shown(absent)}. They keep the base's result, as in PEFT."
+            ),
+        )
     if any(dtype != served.serving for dtype in (tensor.dtype for tensor in examined.header.tensors.values())):
-        yield Warned(
+        yield ReportWarning(
             code="dtype_converted",
             field=None,
             message=f"The weights are converted to {served.serving} when they are served.",
         )
+
+
+def claimed_base(folder: Path) -> str | None:
+    """Return the base that the adapter's configuration names, if it can be read."""
+    try:
+        claimed = parse_document(read_config_file(folder)).get("base_model_name_or_path")
+    except AdapterRejected:
+        return None
+    return claimed if isinstance(claimed, str) else None
+
+
+def is_name_of(served: FilesSetup, claimed: str | None) -> bool:
+    """Is `claimed` a name of this base, whatever folder or organisation is before it?"""
+    return claimed is not None and _last(claimed) in map(_last, served.base_names)
 
 
 def _last(name: str) -> str:

@@ -1,4 +1,4 @@
-"""What a customer reads about an upload: what was found, what was checked, and why it was refused."""
+"""The report on an upload, which its owner reads: what was found, what was checked, and why it was refused."""
 
 from __future__ import annotations
 
@@ -6,94 +6,94 @@ from typing import Literal
 
 import msgspec
 
+from loramux.errors import Rejection
 from loramux_adapters import AdapterRejected
+
+NAMES_CHECK = "names"
+"""The check of an adapter whose tensors got other names. PEFT then reads what is served, not what was uploaded."""
 
 Outcome = Literal["passed", "failed", "not_run"]
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
-    """One question that was asked of the files."""
+    """One check of the files."""
 
     name: str
     outcome: Outcome
     detail: str = ""
-    """Why it failed, or was not run; of a parity check, how it was made."""
+    """The reason that it failed or was not run; the method of a parity check."""
     figures: dict[str, float] = {}
 
 
-class Refusal(msgspec.Struct, frozen=True, kw_only=True):
-    """Why nothing of it is served: a stable `code`, the `field` or tensor at fault, and a sentence."""
+class ReportWarning(msgspec.Struct, frozen=True, kw_only=True):
+    """A fact that is no fault, and that the owner may not have intended."""
 
     code: str
     field: str | None
     message: str
 
 
-class Warned(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that is no fault, and that its owner may not have meant."""
-
-    code: str
-    field: str | None
-    message: str
-
-
-class Found(msgspec.Struct, frozen=True, kw_only=True):
-    """What the files hold."""
+class AdapterSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """Contents of the files."""
 
     peft_type: str
     peft_version: str | None
     base_model_name_or_path: str | None
-    """What the adapter says it was trained on: a claim, which nothing in the files can prove."""
+    """The base that the adapter claims to be trained on. Nothing in the files can prove it."""
     architecture: str
-    """The base's, which is served here and which everything was checked against."""
+    """Architecture of the served base, which the files were checked against."""
     rank: int
-    """The largest."""
+    """The largest rank."""
     ranks: dict[int, int]
-    """How many modules have which rank."""
+    """Number of modules by rank."""
     targets: dict[str, int]
-    """How many modules of which name."""
+    """Number of modules by the last part of their names."""
     layers: int
-    """How many decoder layers have at least one of them."""
+    """Decoder layers with at least one of them."""
     tensors: int
     parameters: int
     dtypes: dict[str, int]
-    """How many tensors are saved as which dtype."""
+    """Number of tensors by dtype."""
     weights_bytes: int
+    tokens: int
+    """Rows of the embedding and the head that it is served with."""
     ignored_fields: dict[str, str]
-    """Fields of adapter_config.json that change nothing here, and why."""
+    """Fields of adapter_config.json that have no effect here, and why."""
 
 
-class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """What the checks took, in their processes."""
+class ResourceUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """Resources that the checks' processes used."""
 
     cpu_seconds: float
     peak_bytes: int
-    """Of resident memory, what it shares with the warm process included."""
+    """Peak resident memory, including pages shared with the warm process."""
 
-    def plus(self, other: Usage | None) -> Usage:
-        """Of two processes, one after the other."""
+    def plus(self, other: ResourceUsage | None) -> ResourceUsage:
+        """Return the usage of two processes that ran one after the other."""
         if other is None:
             return self
         seconds = round(self.cpu_seconds + other.cpu_seconds, 3)
-        return Usage(cpu_seconds=seconds, peak_bytes=max(self.peak_bytes, other.peak_bytes))
+        return ResourceUsage(cpu_seconds=seconds, peak_bytes=max(self.peak_bytes, other.peak_bytes))
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of an upload's validation."""
+class ValidationReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The outcome of an upload's validation. Its JSON is part of the HTTP API."""
 
     checks: tuple[Check, ...]
-    found: Found | None = None
-    """None where the files were refused before it was known."""
+    base_model: str | None = None
+    """The base that the files were checked against; None where none was found for them."""
+    found: AdapterSummary | None = None
+    """None where the files were refused before they were understood."""
     converted: str | None = None
-    """From what, and how, where what is served is not what was uploaded."""
+    """The conversion's kind and method, where the served adapter is not the uploaded one."""
     to_convert: bool = False
-    """Nothing was asked yet: the adapter is of a kind that becomes a LoRA first."""
-    warnings: tuple[Warned, ...] = ()
-    refusal: Refusal | None = None
-    usage: Usage | None = None
+    """The adapter is of a kind, or in a spelling, that is converted first; nothing was checked yet."""
+    warnings: tuple[ReportWarning, ...] = ()
+    refusal: Rejection | None = None
+    usage: ResourceUsage | None = None
 
-    def followed_by(self, later: Report) -> Report:
-        """Both, where `later` holds the checks that came after these."""
+    def followed_by(self, later: ValidationReport) -> ValidationReport:
+        """Join this report with that of the checks that ran after it."""
         return msgspec.structs.replace(
             self,
             checks=self.checks + later.checks,
@@ -103,7 +103,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
             usage=later.usage if self.usage is None else self.usage.plus(later.usage),
         )
 
-    def demand_sound(self) -> None:
-        """Raise loramux_adapters.AdapterRejected where the adapter was refused."""
+    def raise_for_refusal(self) -> None:
+        """Raise loramux_adapters.AdapterRejected if the adapter was refused."""
         if self.refusal is not None:
             raise AdapterRejected(self.refusal.code, self.refusal.field, self.refusal.message)

@@ -1,14 +1,18 @@
-"""Work on hostile bytes, in processes that are warm, limited and worth nothing.
+"""The server's end of a sandbox: jobs on hostile bytes, each in a limited process forked from a warm one.
 
 SandboxError
-├── SandboxDied     the warm process ended or never came up: the operator's side
-├── JobEnded        the kernel ended the job at one of its limits of time
-├── JobOutOfMemory  it asked for more memory than it may have
-└── JobCrashed      it raised what it should not have; the message says where
+├── SandboxDied     the warm process ended or never started: the operator's side
+├── JobEnded        the kernel ended the job at one of its time limits
+├── JobOutOfMemory  the job asked for more memory than it may have
+└── JobCrashed      the job raised an unexpected exception; the message says where
+
+What crosses between the server and a sandbox is JSON, never a pickle: a process that was taken over may answer
+anything.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import subprocess
@@ -18,13 +22,19 @@ from contextlib import suppress
 
 import msgspec
 
-from loramux.validation.protocol import MAX_ANSWER_BYTES, Answer, Job, JobLimits
+from loramux.validation.report import ResourceUsage
 
 START_SECONDS = 120.0
-"""How long a warm process may take to come up, on a machine that is busy."""
+"""Time for a warm process to start on a busy machine."""
+MAX_ANSWER_BYTES = 16 << 20
 
+_START = (
+    # Before anything else: an interrupt from the terminal is for the server, which closes the socket when it ends.
+    "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+    "from loramux.validation.fork_server import main; main()"
+)
 _PASSED_ON = ("PATH", "HOME", "TMPDIR", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "CXX", "LORAMUX_CACHE_DIR")
-"""Of the environment; nothing else of the server's, whose secrets may stand in it."""
+"""Environment variables that are passed on; any other may hold a secret of the server."""
 _OWN = {
     # One thread each: forking leaves the others of a pool behind, and serving needs the cores.
     "OMP_NUM_THREADS": "1",
@@ -35,47 +45,82 @@ _OWN = {
 }
 
 
+logger = logging.getLogger(__name__)
+
+
+class JobLimits(msgspec.Struct, frozen=True):
+    """Limits of one job's process, enforced by the kernel."""
+
+    memory_bytes: int
+    """Private memory beyond that of the warm process."""
+    cpu_seconds: float
+    wall_seconds: float
+    file_bytes: int = 0
+    """Size of the largest file that the job may write."""
+
+
+class Job(msgspec.Struct, frozen=True):
+    """One job, as it is sent."""
+
+    limits: JobLimits
+    payload: msgspec.Raw
+
+
+class JobResult(msgspec.Struct, frozen=True):
+    """A job's `value`, or its `fault`: out_of_memory or crashed. A process that the kernel ended sends nothing."""
+
+    usage: ResourceUsage
+    value: msgspec.Raw = msgspec.Raw(b"null")
+    fault: str | None = None
+    trace: str = ""
+    """The place at which a crash was raised."""
+    has_network: bool = False
+    """The process can reach the server's network: the kernel allowed it no namespace of its own."""
+
+
 class SandboxError(Exception):
-    """Base of what a sandbox raises."""
+    """Root of the sandbox's errors."""
 
 
 class SandboxDied(SandboxError):
-    """No job can be done."""
+    """No job can run."""
 
 
 class JobEnded(SandboxError):
-    """Ended without an answer."""
+    """The job ended without an answer."""
 
 
 class JobOutOfMemory(SandboxError):
-    """The message is empty: nothing more is known."""
+    """The job ran out of memory. The message is empty: nothing more is known."""
 
 
 class JobCrashed(SandboxError):
-    """Our own fault, met on somebody's bytes."""
+    """A fault of our own, met on uploaded bytes."""
 
 
 class Sandbox:
     """Runs the jobs of one module, each in a process of its own that is forked from a warm one.
 
-    The warm process starts with the first job, has no secrets, no connections and one thread, and gives way to
-    everybody else (nice). Threads may share a Sandbox; `run` blocks.
+    The warm process starts with the first job. It has no secrets, no connections and one thread, and a low priority
+    (`niceness`). Threads may share a Sandbox; `run` blocks.
     """
 
-    def __init__(self, module: str, setup: bytes) -> None:
+    def __init__(self, module: str, setup: bytes, niceness: int = 10) -> None:
         self._module = module
         self._setup = setup
+        self._niceness = niceness
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
+        self._has_warned = False
 
-    def run(self, payload: bytes, limits: JobLimits) -> Answer:
-        """Do one job; `payload` and the answer's result are JSON. Raises SandboxError."""
+    def run(self, payload: bytes, limits: JobLimits) -> JobResult:
+        """Run one job; `payload` and the result's value are JSON. Raises SandboxError."""
         with suppress(SandboxDied):
             return self._run(payload, limits)
-        return self._run(payload, limits)  # it was idle and left in that very moment, or somebody ended it
+        return self._run(payload, limits)  # the warm process left as idle, or was ended, just now
 
-    def _run(self, payload: bytes, limits: JobLimits) -> Answer:
+    def _run(self, payload: bytes, limits: JobLimits) -> JobResult:
         ours, theirs = socket.socketpair()
         with ours:
             with theirs:
@@ -89,14 +134,25 @@ class Sandbox:
             except (OSError, ValueError) as error:
                 reason, data = str(error), b""
         if data:
-            return _checked(data)
+            result = _decoded(data)
+            self._warn_once_of_network(result)
+            return _checked(result)
         with self._lock:
             if self._died:
                 raise SandboxDied(f"the process for {self._module} ended")
         raise JobEnded(reason)
 
+    def _warn_once_of_network(self, result: JobResult) -> None:
+        if result.has_network and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "%s runs with the server's network: the kernel allows it no namespace of its own. For more isolation "
+                "run the server where it does (CAP_SYS_ADMIN or user namespaces), or without a route out.",
+                self._module,
+            )
+
     def close(self) -> None:
-        """Stop the warm process; jobs that run go on to their end."""
+        """Stop the warm process. Running jobs continue to their end."""
         with self._lock:
             self._stop()
 
@@ -115,7 +171,7 @@ class Sandbox:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ} | _OWN
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-        command = [sys.executable, "-P", "-m", "loramux.validation.fork_server", self._module, str(theirs.fileno())]
+        command = [sys.executable, "-P", "-c", _START, self._module, str(theirs.fileno()), str(self._niceness)]
         with theirs:
             self._process = subprocess.Popen(  # noqa: S603 - our own module
                 command,
@@ -126,6 +182,8 @@ class Sandbox:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
+        # Waits for its end at once, so that an idle process that left is no zombie until the next job.
+        threading.Thread(target=self._process.wait, name=f"{self._module} ends", daemon=True).start()
         assert self._process.stdin is not None
         with suppress(BrokenPipeError), self._process.stdin as standard_input:
             standard_input.write(self._setup)
@@ -134,13 +192,13 @@ class Sandbox:
         if self._control is not None:
             self._control.close()
         if self._process is not None:
-            self._process.kill()  # it holds nothing that could be left half-done
+            self._process.kill()  # it holds no state that could be left half-written
             self._process.wait()
         self._control = self._process = None
 
     @property
     def _died(self) -> bool:
-        """Whether the warm process is gone, which closes its end of the control socket."""
+        """True once the warm process is gone: its end of the control socket is then closed."""
         if self._control is None:
             return True
         try:
@@ -160,11 +218,14 @@ def _read(connection: socket.socket) -> bytes:
     return bytes(data)
 
 
-def _checked(data: bytes) -> Answer:
+def _decoded(data: bytes) -> JobResult:
     try:
-        answer = msgspec.json.decode(data, type=Answer)
+        return msgspec.json.decode(data, type=JobResult)
     except msgspec.MsgspecError as error:
-        raise JobCrashed(f"its answer is none: {error}") from None
+        raise JobCrashed(f"its answer is not a job result: {error}") from None
+
+
+def _checked(answer: JobResult) -> JobResult:
     if answer.fault == "out_of_memory":
         raise JobOutOfMemory
     if answer.fault is not None:

@@ -1,56 +1,81 @@
-"""Validation as the registry sees it: a folder goes in, a report comes out, and nothing hostile was read here."""
+"""Validation as the registry sees it: a folder goes in, a report comes out. No uploaded byte is parsed here."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
+import msgspec
+
+from loramux.bundle import MAX_BUNDLE_BYTES, NO_BUNDLE, SOURCES, read_bundle
+from loramux.errors import Rejection
 from loramux.settings import Settings
-from loramux.validation.protocol import JobLimits
-from loramux.validation.report import Report
-from loramux.validation.stage import Stage
+from loramux.validation.jobs import (
+    BundleJob,
+    BundleSetup,
+    ChoiceSetup,
+    ConversionJob,
+    ConversionSetup,
+    FilesJob,
+    FilesSetup,
+    ParityJob,
+    ParitySetup,
+)
+from loramux.validation.rendering import TemplateRenderer, try_template
+from loramux.validation.report import NAMES_CHECK, Check, ValidationReport
+from loramux.validation.sandbox import JobCrashed, JobEnded, JobLimits, JobOutOfMemory, Sandbox
+from loramux_adapters import BaseDescription, Limits
 
-if TYPE_CHECKING:
-    from loramux_adapters import BaseDescription, Limits
-
-ROOM_FOR_HEADERS = 8 << 20
-"""Beside an adapter's matrices in its files."""
+HEADER_ALLOWANCE = 8 << 20
+"""Bytes of the two files that are not matrices."""
 SAFETENSORS_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+logger = logging.getLogger(__name__)
 
 
 class Validator:
-    """Holds folders against one base model, as it is served. Blocks: call it from a thread."""
+    """Checks folders against one base model as it is served. Blocks: call it from a thread."""
 
     def __init__(self, settings: Settings, base: BaseDescription, dtype: str) -> None:
-        """`dtype` is the one that is served, as torch calls it."""
-        self._files = _files_stage(settings, base, dtype)
+        """`dtype` is the serving one, by torch's name."""
+        self.files_setup = _files_setup(settings, base, dtype)
+        """The base as the files stage knows it."""
+        self._files = _files_stage(settings, self.files_setup)
+        self._bundle = _bundle_stage(settings)
+        self._renderer = TemplateRenderer()
         self._conversion = _conversion_stage(settings, base)
         self._parity = _parity_stage(settings, base) if settings.validation.parity else None
 
-    def examine(self, folder: Path, limits: Limits) -> Report:
-        """The report on the adapter in `folder`. Raises SandboxDied where nothing can be checked at present.
+    def examine(self, folder: Path, limits: Limits) -> ValidationReport:
+        """Report on the adapter in `folder`. Raises SandboxDied while no check can run.
 
-        One of another kind is replaced there by the LoRA that computes the same, and that is what the report is on.
+        An adapter of another kind, or with other names, is replaced in `folder` by the LoRA that computes the same; the
+        report is on that. What a trainer saved beside the weights is replaced by one BUNDLE_FILE, if it asks for
+        anything.
         """
         folder = folder.resolve()
         with TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}-") as uploaded:
-            report = self._files_report(folder, Path(uploaded), limits)
+            report = self._check_files(folder, Path(uploaded), limits)
+            if report.refusal is None:
+                report = report.followed_by(self._make_bundle(folder, report))
             if report.refusal is not None or self._parity is None:
                 return report
-            original = folder if report.converted is None else Path(uploaded)
-            return report.followed_by(self._parity_report(self._parity, original, folder, limits))
+            is_original = report.converted is None or any(check.name == NAMES_CHECK for check in report.checks)
+            original = folder if is_original else Path(uploaded)
+            job = ParityJob(uploaded=str(original), served=str(folder), limits=limits)
+            return report.followed_by(self._parity.report(job))
 
     def close(self) -> None:
         """Stop the warm processes."""
-        for stage in (self._files, self._conversion, self._parity):
+        for stage in (self._files, self._conversion, self._bundle, self._parity):
             if stage is not None:
                 stage.close()
+        self._renderer.close()
 
-    def _files_report(self, folder: Path, aside: Path, limits: Limits) -> Report:
-        """On the files as they will be served; those that were converted are put `aside`."""
-        from loramux.validation.files import FilesJob
-
+    def _check_files(self, folder: Path, aside: Path, limits: Limits) -> ValidationReport:
+        """Report on the files as they will be served. The originals of a converted adapter are moved to `aside`."""
         job = FilesJob(folder=str(folder), limits=limits)
         report = self._files.report(job)
         if not report.to_convert:
@@ -58,45 +83,128 @@ class Validator:
         conversion = self._convert(folder, aside, limits)
         return conversion if conversion.refusal is not None else conversion.followed_by(self._files.report(job))
 
-    def _convert(self, folder: Path, aside: Path, limits: Limits) -> Report:
-        from loramux.validation.files import ConversionJob
+    def _make_bundle(self, folder: Path, report: ValidationReport) -> ValidationReport:
+        sources = [folder / name for name in SOURCES if (folder / name).exists()]
+        if not sources:
+            return ValidationReport(checks=())
+        assert report.found is not None, "the files have passed"
+        job = BundleJob(folder=str(folder), num_tokens=report.found.tokens)
+        made = self._bundle.report(job, MAX_BUNDLE_BYTES)
+        for source in sources:
+            source.unlink()
+        bundle = read_bundle(folder) if made.refusal is None else NO_BUNDLE
+        if bundle.chat_template is None:
+            return made
+        return made.followed_by(try_template(self._renderer, bundle.chat_template, bundle.special_tokens))
 
+    def _convert(self, folder: Path, aside: Path, limits: Limits) -> ValidationReport:
         with TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}-") as into:
             job = ConversionJob(folder=str(folder), into=into, limits=limits)
-            report = self._conversion.report(job, limits.max_bytes + ROOM_FOR_HEADERS)
+            report = self._conversion.report(job, limits.max_bytes + HEADER_ALLOWANCE)
             if report.refusal is None:
                 for file in Path(into).iterdir():
                     (folder / file.name).replace(aside / file.name)
                     file.replace(folder / file.name)
         return report
 
-    def _parity_report(self, stage: Stage, uploaded: Path, served: Path, limits: Limits) -> Report:
-        from loramux.validation.parity.jobs import ParityJob
 
-        return stage.report(ParityJob(uploaded=str(uploaded), served=str(served), limits=limits))
+class BaseValidators:
+    """The validators of a server's bases, and the choice among them for an upload that names no base."""
+
+    def __init__(self, settings: Settings, validators: Mapping[str, Validator]) -> None:
+        """`validators` by the base's name in requests."""
+        self._validators = validators
+        self._choice = _choice_stage(settings, {name: one.files_setup for name, one in validators.items()})
+
+    def examine(self, folder: Path, limits: Limits, base_model: str | None) -> ValidationReport:
+        """Report on the adapter in `folder` and on the base that it was checked against. Raises SandboxDied."""
+        if base_model is None and len(self._validators) == 1:
+            base_model = next(iter(self._validators))
+        if base_model is None:
+            choice = self._choice.report(FilesJob(folder=str(folder.resolve()), limits=limits))
+            if choice.base_model is None:
+                return choice
+            base_model = choice.base_model
+        report = self._validators[base_model].examine(folder, limits)
+        return msgspec.structs.replace(report, base_model=base_model)
+
+    def close(self) -> None:
+        """Stop the warm processes."""
+        self._choice.close()
+        for validator in self._validators.values():
+            validator.close()
 
 
-def _files_stage(settings: Settings, base: BaseDescription, dtype: str) -> Stage:
-    from loramux.validation.files import FilesSetup
+class _Stage:
+    """One stage: its sandbox, the limits of its jobs, and a report for every way in which a job can end."""
 
+    def __init__(self, name: str, module: str, setup: msgspec.Struct, limits: JobLimits) -> None:
+        """`module` answers jobs with reports."""
+        self._name = name
+        self._sandbox = Sandbox(module, msgspec.json.encode(setup))
+        self._limits = limits
+
+    def report(self, job: msgspec.Struct, file_bytes: int = 0) -> ValidationReport:
+        """Run one job, which may write files of up to `file_bytes`, and return its report. Raises SandboxDied."""
+        limits = msgspec.structs.replace(self._limits, file_bytes=file_bytes)
+        try:
+            ended = self._sandbox.run(msgspec.json.encode(job), limits)
+        except JobEnded:
+            limit = f"{limits.cpu_seconds} s of processor time, or {limits.wall_seconds:g} s in all"
+            return self._unfinished("validation_timeout", f"took more than {limit}, and was stopped")
+        except JobOutOfMemory:
+            limit = f"{limits.memory_bytes} bytes of memory"
+            return self._unfinished("validation_out_of_memory", f"took more than {limit}, and was stopped")
+        except JobCrashed as error:
+            logger.error("the %s check of an upload crashed: %s", self._name, error)
+            return self._unfinished("validation_failed", "itself failed on these files")
+        return msgspec.structs.replace(msgspec.json.decode(ended.value, type=ValidationReport), usage=ended.usage)
+
+    def close(self) -> None:
+        """Stop the warm process."""
+        self._sandbox.close()
+
+    def _unfinished(self, code: str, reason: str) -> ValidationReport:
+        message = (
+            f"The {self._name} check {reason}; the adapter is not served. If PEFT loads these files, please report it "
+            "to the operator."
+        )
+        check = Check(name=self._name, outcome="failed", detail=message)
+        return ValidationReport(checks=(check,), refusal=Rejection(code=code, field=None, message=message))
+
+
+def _files_setup(settings: Settings, base: BaseDescription, dtype: str) -> FilesSetup:
     names = (settings.model.served_model_name, Path(settings.model.path).name)
-    setup = FilesSetup(base=base, base_names=names, serving=SAFETENSORS_NAMES[dtype])
+    return FilesSetup(base=base, base_names=names, serving=SAFETENSORS_NAMES[dtype])
+
+
+def _files_stage(settings: Settings, setup: FilesSetup) -> _Stage:
+    return _Stage("files", "loramux.validation.files", setup, _file_limits(settings))
+
+
+def _choice_stage(settings: Settings, bases: dict[str, FilesSetup]) -> _Stage:
+    return _Stage("base_model", "loramux.validation.base_choice", ChoiceSetup(bases=bases), _file_limits(settings))
+
+
+def _file_limits(settings: Settings) -> JobLimits:
     allowed = settings.validation
-    limits = JobLimits(allowed.memory_bytes, allowed.cpu_seconds, allowed.wall_seconds)
-    return Stage("files", "loramux.validation.files", setup, limits)
+    return JobLimits(allowed.memory_bytes, allowed.cpu_seconds, allowed.wall_seconds)
 
 
-def _conversion_stage(settings: Settings, base: BaseDescription) -> Stage:
-    from loramux.validation.files import ConversionSetup
-
+def _conversion_stage(settings: Settings, base: BaseDescription) -> _Stage:
     allowed = settings.validation
-    limits = JobLimits(allowed.conversion_memory_bytes, allowed.cpu_seconds, allowed.wall_seconds)
-    return Stage("conversion", "loramux.validation.conversion", ConversionSetup(base=base), limits)
+    setup = ConversionSetup(model_dir=settings.model.path, base=base)
+    limits = JobLimits(allowed.conversion_memory_bytes, allowed.conversion_cpu_seconds, allowed.wall_seconds)
+    return _Stage("conversion", "loramux.validation.conversion", setup, limits)
 
 
-def _parity_stage(settings: Settings, base: BaseDescription) -> Stage:
-    from loramux.validation.parity.jobs import ParitySetup
+def _bundle_stage(settings: Settings) -> _Stage:
+    allowed = settings.validation
+    limits = JobLimits(allowed.bundle_memory_bytes, allowed.cpu_seconds, allowed.wall_seconds)
+    return _Stage("bundle", "loramux.validation.bundle", BundleSetup(model_dir=settings.model.path), limits)
 
+
+def _parity_stage(settings: Settings, base: BaseDescription) -> _Stage:
     allowed = settings.validation
     setup = ParitySetup(
         model_dir=settings.model.path,
@@ -106,4 +214,4 @@ def _parity_stage(settings: Settings, base: BaseDescription) -> Stage:
         whole_model_bytes=allowed.parity_model_bytes,
     )
     limits = JobLimits(allowed.parity_memory_bytes, allowed.parity_cpu_seconds, allowed.wall_seconds)
-    return Stage("parity", "loramux.validation.parity.worker", setup, limits)
+    return _Stage("parity", "loramux.validation.parity.worker", setup, limits)

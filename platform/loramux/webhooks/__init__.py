@@ -1,26 +1,25 @@
-"""Tenants' webhooks: who is told, and the telling."""
+"""Tenants' webhooks: their endpoints, the events, and the delivery of the one to the other."""
 
-from loramux.records.events import Event
-from loramux.records.webhooks import Logged
-from loramux.webhooks.courier import Courier, Outcome, webhook_client
-from loramux.webhooks.endpoints import Endpoint, Endpoints
-from loramux.webhooks.errors import EndpointNotFound, InvalidEndpoint, TooManyEndpoints, WebhookError
+from loramux.records.webhooks import Event, LoggedDelivery
+from loramux.webhooks.dispatcher import Attempt, WebhookDispatcher, webhook_client
+from loramux.webhooks.endpoints import Endpoint, Endpoints, WebhookService
+from loramux.webhooks.errors import EndpointNotFound, InvalidEndpoint, TooManyEndpoints, TooManyTests, WebhookError
 from loramux.webhooks.messages import EventData, event_data
-from loramux.webhooks.webhooks import Webhooks
 
 __all__ = [
-    "Courier",
+    "Attempt",
     "Endpoint",
     "EndpointNotFound",
     "Endpoints",
     "Event",
     "EventData",
     "InvalidEndpoint",
-    "Logged",
-    "Outcome",
+    "LoggedDelivery",
     "TooManyEndpoints",
+    "TooManyTests",
+    "WebhookDispatcher",
     "WebhookError",
-    "Webhooks",
+    "WebhookService",
     "event_data",
     "webhook_client",
 ]

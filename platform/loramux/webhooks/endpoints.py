@@ -1,27 +1,31 @@
-"""A tenant's webhook endpoints: made, listed, switched on again, deleted; every change audited."""
+"""A tenant's webhook endpoints: created, listed, enabled, disabled, deleted; every change is audited."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 
 import httpx
 import msgspec
 
-from loramux.outward import NotPublic, public_addresses
-from loramux.records import TenantId
-from loramux.records.events import KINDS
+from loramux.public_http import NotPublic, Resolver
+from loramux.records import Database, Principal, TenantId
 from loramux.records.identity import new_id
-from loramux.records.webhook_models import EndpointRow
-from loramux.records.webhooks import EndpointRepository, Logged
+from loramux.records.webhooks import KINDS, EndpointRepository, EndpointRow, Event, EventRepository, LoggedDelivery
 from loramux.settings import WebhookSettings
 from loramux.tenants import Changes, NotPermitted
-from loramux.webhooks.errors import EndpointNotFound, InvalidEndpoint, TooManyEndpoints
+from loramux.webhooks.dispatcher import Attempt, WebhookDispatcher
+from loramux.webhooks.errors import EndpointNotFound, InvalidEndpoint, TooManyEndpoints, TooManyTests
+from loramux.webhooks.messages import endpoint_secret, write_secret
 
 MAX_URL = 2048
+MAX_PORT = 65535
+MAX_TESTS = 2
+"""Tests of one tenant at the same time: each is a call to an address of its choice."""
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """An address that is told what happens. Times in microseconds since the epoch."""
+    """An address that receives events. Times in microseconds since the epoch."""
 
     id: str
     url: str
@@ -33,23 +37,24 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Endpoints:
-    """One tenant's, in the hands of one mandate."""
+    """One tenant's endpoints, changed by one caller."""
 
-    def __init__(self, changes: Changes, tenant: TenantId, settings: WebhookSettings) -> None:
+    def __init__(self, changes: Changes, tenant: TenantId, settings: WebhookSettings, resolver: Resolver) -> None:
         self._changes = changes
         self._tenant = tenant
         self._settings = settings
+        self._resolver = resolver
 
     async def create(self, url: str, events: Collection[str] = KINDS) -> Endpoint:
-        """A new endpoint, told of what happens from now on. Raises InvalidEndpoint, TooManyEndpoints, NotPermitted."""
-        if self._changes.mandate.may_allow is not None:
+        """Create an endpoint for events from now on. Raises InvalidEndpoint, TooManyEndpoints, NotPermitted."""
+        if self._changes.actor.authority.models is not None:
             raise NotPermitted(
-                "a webhook hears of all of the tenant's adapters, and you may name some only; "
+                "a webhook receives events of all of the tenant's adapters, and this key may use some of them only; "
                 "use a key without a list of models",
                 "models",
             )
         wanted = _checked(events)
-        await self._demand_reachable(url)
+        await self._check_address(url)
         async with self._changes.begin() as change:
             endpoints = EndpointRepository(change.session, self._tenant)
             if await endpoints.count() >= self._settings.max_per_tenant:
@@ -71,24 +76,24 @@ class Endpoints:
         return _endpoint(row)
 
     async def all(self) -> list[Endpoint]:
-        """Every endpoint, oldest first."""
+        """List every endpoint, oldest first."""
         async with self._changes.database.read() as session:
             return [_endpoint(row) for row in await EndpointRepository(session, self._tenant).all()]
 
     async def get(self, id: str) -> Endpoint:
-        """One of them. Raises EndpointNotFound."""
+        """Return one endpoint. Raises EndpointNotFound."""
         async with self._changes.database.read() as session:
             return _endpoint(await _found(EndpointRepository(session, self._tenant), id))
 
-    async def log(self, id: str, limit: int) -> list[Logged]:
-        """What it was told last, newest first. Raises EndpointNotFound."""
+    async def log(self, id: str, limit: int) -> list[LoggedDelivery]:
+        """List its last deliveries, newest first. Raises EndpointNotFound."""
         async with self._changes.database.read() as session:
             endpoints = EndpointRepository(session, self._tenant)
             await _found(endpoints, id)
             return await endpoints.log(id, limit)
 
     async def enable(self, id: str) -> Endpoint:
-        """Tell it again, and first what was on its way when it was switched off. Raises EndpointNotFound."""
+        """Enable it; deliveries that were pending when it was disabled come first. Raises EndpointNotFound."""
         async with self._changes.begin() as change:
             row = await _found(EndpointRepository(change.session, self._tenant), id)
             before = _endpoint(row)
@@ -98,7 +103,7 @@ class Endpoints:
         return _endpoint(row)
 
     async def disable(self, id: str) -> Endpoint:
-        """Tell it nothing more until it is enabled. Raises EndpointNotFound."""
+        """Deliver nothing more to it until it is enabled. Raises EndpointNotFound."""
         async with self._changes.begin() as change:
             row = await _found(EndpointRepository(change.session, self._tenant), id)
             before = _endpoint(row)
@@ -108,7 +113,7 @@ class Endpoints:
         return _endpoint(row)
 
     async def remove(self, id: str) -> Endpoint:
-        """Forget it, and what was on its way to it. Raises EndpointNotFound."""
+        """Delete it with its pending deliveries. Raises EndpointNotFound."""
         async with self._changes.begin() as change:
             endpoints = EndpointRepository(change.session, self._tenant)
             row = await _found(endpoints, id)
@@ -117,22 +122,25 @@ class Endpoints:
             await change.note("webhook.delete", id, tenant=self._tenant, before=removed)
         return removed
 
-    async def _demand_reachable(self, url: str) -> None:
+    async def _check_address(self, url: str) -> None:
         try:
             parsed = httpx.URL(url)
-        except httpx.InvalidURL:
-            raise InvalidEndpoint("that is no address; write https://HOST/PATH", "url") from None
+            port = parsed.port
+        except (httpx.InvalidURL, ValueError):
+            raise InvalidEndpoint("that is not an address; write https://HOST/PATH", "url") from None
         if len(url) > MAX_URL or not parsed.host or parsed.userinfo or parsed.fragment:
             raise InvalidEndpoint(
                 f"a webhook's address is https://HOST/PATH, at most {MAX_URL} characters, without a user or a fragment",
                 "url",
             )
+        if port is not None and not 1 <= port <= MAX_PORT:
+            raise InvalidEndpoint(f"a webhook's port is 1 to {MAX_PORT}; got {port}", "url")
         if self._settings.allow_private_addresses and parsed.scheme in ("http", "https"):
             return
         if parsed.scheme != "https":
             raise InvalidEndpoint("a webhook's address begins with https://", "url")
         try:
-            await public_addresses(parsed.host)
+            await self._resolver.addresses(parsed.host, self._tenant)
         except NotPublic as error:
             raise InvalidEndpoint(f"{error}; give a host that the internet can reach", "url") from None
 
@@ -148,7 +156,7 @@ def _checked(events: Collection[str]) -> str:
     unknown = sorted(set(events) - set(KINDS))
     if unknown or not events:
         wrong = f"unknown: {', '.join(unknown)[:80]}" if unknown else "none given"
-        raise InvalidEndpoint(f"a webhook hears of one or more of {', '.join(KINDS)}; {wrong}", "events")
+        raise InvalidEndpoint(f"a webhook receives one or more of {', '.join(KINDS)}; {wrong}", "events")
     return " ".join(sorted(set(events)))
 
 
@@ -162,3 +170,63 @@ def _endpoint(row: EndpointRow) -> Endpoint:
         disabled_at=row.disabled_at,
         disabled_because=row.disabled_because,
     )
+
+
+class WebhookService:
+    """Every tenant's webhooks in one database: endpoints, events and the dispatcher."""
+
+    def __init__(
+        self,
+        database: Database,
+        client: httpx.AsyncClient,
+        pepper: bytes,
+        settings: WebhookSettings,
+        resolver: Resolver | None = None,
+    ) -> None:
+        """`client`: see `webhook_client`; `resolver`: the one that the client uses."""
+        self._database = database
+        self._pepper = pepper
+        self._settings = settings
+        self._resolver = resolver or Resolver("webhooks")
+        self._tests: Counter[TenantId] = Counter()
+        self.dispatcher = WebhookDispatcher(database, client, pepper)
+
+    def endpoints(self, changes: Changes, principal: Principal) -> Endpoints:
+        """Return the caller's own endpoints."""
+        return Endpoints(changes, principal.tenant, self._settings, self._resolver)
+
+    def secret(self, endpoint: Endpoint) -> str:
+        """Return the key that an endpoint's messages are signed with, as `whsec_...`."""
+        return write_secret(endpoint_secret(self._pepper, endpoint.id))
+
+    async def test(self, endpoint: Endpoint, principal: Principal) -> Attempt:
+        """Send a test message to an endpoint. Raises TooManyTests."""
+        tenant = principal.tenant
+        if self._tests[tenant] >= MAX_TESTS:
+            raise TooManyTests(f"{self._tests[tenant]} tests are running, the most at once; wait until one has ended")
+        self._tests[tenant] += 1
+        try:
+            return await self.dispatcher.test(endpoint.id, endpoint.url, tenant)
+        finally:
+            self._tests[tenant] -= 1
+            if not self._tests[tenant]:
+                del self._tests[tenant]
+
+    async def events(self, principal: Principal, adapter: str | None, before: str | None, limit: int) -> list[Event]:
+        """List events of the caller's adapters, newest first; of one of them, or of all that its key may use.
+
+        `before`: the last page's last event.
+        """
+        async with self._database.read() as session:
+            return await EventRepository(session, principal.tenant).before(before, limit, _readable(principal, adapter))
+
+
+def _readable(principal: Principal, adapter: str | None) -> frozenset[str] | None:
+    """Return the own names of the adapters that are asked for and may be used; None: all of the tenant's."""
+    prefix = f"{principal.tenant_name}/"
+    if adapter is not None:
+        name = adapter.removeprefix(prefix)
+        return frozenset({name} if principal.may_use(prefix + name) else ())
+    if principal.models is None:
+        return None
+    return frozenset(model.removeprefix(prefix) for model in principal.models)

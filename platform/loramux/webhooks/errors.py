@@ -1,27 +1,25 @@
-"""What is refused about webhooks.
+"""Errors of webhooks.
 
-WebhookError(code, field, message)
-├── InvalidEndpoint      an address that cannot be told, or an event that does not exist: 400
+WebhookError
+├── InvalidEndpoint      an address that cannot be called, or an unknown kind of event: 400
 ├── TooManyEndpoints     the tenant's limit is reached: 400
+├── TooManyTests         the tenant tests as many webhooks at once as it may: 429
 └── EndpointNotFound     none such, or another tenant's: 404, and the same answer
 """
 
 from __future__ import annotations
 
+from http import HTTPStatus
 
-class WebhookError(Exception):
-    """A stable code, the field that is wrong, and a sentence with the way out."""
+from loramux.errors import LoramuxError
 
-    code = "invalid_value"
 
-    def __init__(self, message: str, field: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
-        self.field = field
+class WebhookError(LoramuxError):
+    """Base of this package's errors."""
 
 
 class InvalidEndpoint(WebhookError):
-    """The message says what can be."""
+    """The message names the rule."""
 
 
 class TooManyEndpoints(WebhookError):
@@ -30,10 +28,19 @@ class TooManyEndpoints(WebhookError):
     code = "too_many_webhooks"
 
 
+class TooManyTests(WebhookError):
+    """The message names the limit."""
+
+    code = "too_many_webhook_tests"
+    status = HTTPStatus.TOO_MANY_REQUESTS
+    retry_after = 10
+
+
 class EndpointNotFound(WebhookError):
     """The message repeats the id."""
 
     code = "webhook_not_found"
+    status = HTTPStatus.NOT_FOUND
 
     def __init__(self, id: str) -> None:
         super().__init__(f"there is no webhook {id[:80]!r}", "webhook_id")

@@ -1,4 +1,4 @@
-"""Every kind that PEFT has is served, converted or refused by name; what cannot be converted says why."""
+"""Every kind of PEFT is served, converted or refused by name, with a reason."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from safetensors.torch import load_file, save_file
 
 from loramux_adapters import AdapterRejected, BaseDescription, Limits
 from loramux_adapters.config import parse_adapter_config
-from loramux_adapters.convert import FORMS, conversion, convert_adapter
-from loramux_adapters.convert.forms import known_fields
-from loramux_adapters.refusals import CONVERTED, KINDS
+from loramux_adapters.convert import CONVERTERS, conversion, convert_adapter
+from loramux_adapters.convert.conversion import known_fields
+from loramux_adapters.unsupported import CONVERTED, UNSUPPORTED_KINDS
 
 LIMITS = Limits(max_rank=96, max_bytes=1 << 30)
 SERVED = ("LORA", "IA3")
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
-def test_every_kind_of_peft_is_decided_once() -> None:
-    assert set(FORMS) == CONVERTED
-    assert sorted([*SERVED, *FORMS, *KINDS]) == sorted(kind.value for kind in peft.PeftType)
+def test_kinds_every_kind_of_peft_is_decided_once() -> None:
+    assert set(CONVERTERS) == CONVERTED
+    assert sorted([*SERVED, *CONVERTERS, *UNSUPPORTED_KINDS]) == sorted(kind.value for kind in peft.PeftType)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_kind_that_is_not_served_is_refused_by_name(kind: str) -> None:
+@pytest.mark.parametrize("kind", UNSUPPORTED_KINDS)
+def test_kinds_unsupported_is_refused_by_name(kind: str) -> None:
     with pytest.raises(AdapterRejected) as caught:
         parse_adapter_config(json.dumps({"peft_type": kind}).encode())
     assert (caught.value.code, caught.value.field) == ("peft_type_unsupported", "peft_type")
-    assert all(part in caught.value.message for part in (kind, *KINDS[kind]))
+    assert all(part in caught.value.message for part in (kind, *UNSUPPORTED_KINDS[kind]))
 
 
-@pytest.mark.parametrize("kind", FORMS)
-def test_every_field_that_a_converted_kind_has_in_peft_is_decided(kind: str) -> None:
-    """A field that is neither read nor harmless is refused when it is on: none of PEFT's may be unknown by accident."""
+@pytest.mark.parametrize("kind", CONVERTERS)
+def test_kinds_every_field_of_a_converted_kind_is_decided(kind: str) -> None:
+    """A field that is neither read nor harmless is refused when it is on, so every field of PEFT must be listed."""
     fields = set(PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType[kind]].__dataclass_fields__)
-    undecided = fields - known_fields(FORMS[kind]) - set(FORMS[kind].REFUSED) - {"modules_to_save"}
+    undecided = fields - known_fields(CONVERTERS[kind]) - set(CONVERTERS[kind].REFUSED) - {"modules_to_save"}
     if kind == "ADALORA":  # its other fields are LoRA's, most of which it cannot be trained with
         undecided -= set(peft.LoraConfig.__dataclass_fields__)
     assert undecided == set()
@@ -134,7 +134,7 @@ def pruned(tensors: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_a_configuration_that_cannot_be_converted(name: str, saved, described, tmp_path: Path) -> None:
+def test_kinds_unconvertible_configuration_is_refused(name: str, saved, described, tmp_path: Path) -> None:
     kind, fields, code, field = FIELDS[name]
     folder = spoiled(saved[kind], tmp_path / "x", fields, pruned if name == "every rank pruned" else None)
     refusal = refusal_of(folder, described)
@@ -160,12 +160,12 @@ TENSORS: dict[str, tuple[str, Callable[[Any], object], str]] = {
 
 
 @pytest.mark.parametrize("name", TENSORS)
-def test_weights_that_cannot_be_converted(name: str, saved, described, tmp_path: Path) -> None:
+def test_kinds_unconvertible_weights_are_refused(name: str, saved, described, tmp_path: Path) -> None:
     kind, change, code = TENSORS[name]
     assert refusal_of(spoiled(saved[kind], tmp_path / "x", {}, change), described).code == code
 
 
-def test_copies_of_what_is_shared_may_be_left_out(saved, described, tmp_path: Path) -> None:
+def test_kinds_copies_of_shared_tensors_are_optional(saved, described, tmp_path: Path) -> None:
     def without_copies(tensors: dict[str, Any]) -> None:
         for name in [name for name in tensors if name.startswith("base_model.model.") and name[-1] in "AB"]:
             del tensors[name]
@@ -175,20 +175,20 @@ def test_copies_of_what_is_shared_may_be_left_out(saved, described, tmp_path: Pa
     assert convert_adapter(folder, tmp_path / "into", described, LIMITS) is not None
 
 
-def test_a_rank_beyond_the_limit_names_the_way_out(saved, described, tmp_path: Path) -> None:
+def test_kinds_rank_above_the_limit_names_the_way_out(saved, described, tmp_path: Path) -> None:
     refusal = refusal_of(spoiled(saved["loha"], tmp_path / "x", {}), described, Limits(max_rank=8))
     assert refusal.code == "rank_too_large"
     assert all(part in refusal.message for part in ("LOHA", "rank 9", "up to 8", "peft.save_as_lora"))
 
 
-def test_a_lora_larger_than_the_limit_is_not_written(saved, described, tmp_path: Path) -> None:
+def test_kinds_lora_larger_than_the_limit_is_not_written(saved, described, tmp_path: Path) -> None:
     limit = (saved["loha"] / WEIGHTS).stat().st_size
     refusal = refusal_of(spoiled(saved["loha"], tmp_path / "x", {}), described, Limits(max_bytes=limit))
     assert refusal.code == "weights_too_large"
 
 
 @pytest.mark.parametrize(("limit", "tensor"), [("MAX_SHARED_BYTES", "vector_bank"), ("MAX_TENSOR_BYTES", "logits")])
-def test_giant_tensors_are_refused_unread(
+def test_kinds_giant_tensors_are_refused_unread(
     limit: str, tensor: str, saved, described, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(conversion, limit, 100)
@@ -205,14 +205,14 @@ values = (
 
 @settings(max_examples=100, deadline=None)
 @given(
-    kind=st.sampled_from(sorted(FORMS)),
+    kind=st.sampled_from(sorted(CONVERTERS)),
     drawn=st.dictionaries(
-        st.sampled_from(sorted({field for form in FORMS.values() for field in form.__struct_fields__})),
+        st.sampled_from(sorted({field for form in CONVERTERS.values() for field in form.__struct_fields__})),
         values,
         max_size=4,
     ),
 )
-def test_any_configuration_ends_in_a_lora_or_a_refusal(
+def test_kinds_any_configuration_is_converted_or_refused(
     kind: str, drawn: dict[str, Any], saved, described, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("drawn")

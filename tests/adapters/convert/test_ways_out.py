@@ -1,4 +1,4 @@
-"""The calls of PEFT that refusals name do what they say: what they write is taken."""
+"""The calls of PEFT that refusals name work: their results are accepted."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from other_kinds import make_kind
 from transformers import AutoModelForCausalLM
 
 from loramux_adapters import AdapterRejected, Limits, validate_adapter
-from loramux_adapters.refusals import KINDS
+from loramux_adapters.unsupported import UNSUPPORTED_KINDS
 
 LIMITS = Limits(max_rank=96, max_bytes=1 << 30)
 
 
 @pytest.mark.parametrize("init", ["pissa", "olora"])
-def test_the_call_that_refusals_name_restores_a_plain_lora(init: str, base: Path, described, tmp_path: Path) -> None:
+def test_way_out_restores_a_plain_lora(init: str, base: Path, described, tmp_path: Path) -> None:
     config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=init)
     model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), config)
     model.peft_config["default"].init_lora_weights = True
@@ -44,12 +44,12 @@ TO_LORA = {
 }
 
 
-def test_the_kinds_that_are_sent_to_save_as_lora_are_these() -> None:
-    assert {kind for kind, refusal in KINDS.items() if "save_as_lora" in refusal.way_out} == set(TO_LORA)
+def test_way_out_save_as_lora_is_named_for_these_kinds() -> None:
+    assert {kind for kind, refusal in UNSUPPORTED_KINDS.items() if "save_as_lora" in refusal.way_out} == set(TO_LORA)
 
 
 @pytest.mark.parametrize("kind", TO_LORA)
-def test_save_as_lora_makes_what_is_taken(kind: str, base: Path, described, tmp_path: Path) -> None:
+def test_way_out_save_as_lora_is_accepted(kind: str, base: Path, described, tmp_path: Path) -> None:
     model = make_kind(base, tmp_path / "other", TO_LORA[kind])
     peft.save_as_lora(tmp_path / "lora", model, rank=8)
     assert {pair.rank for pair in validate_adapter(tmp_path / "lora", described, LIMITS).pairs} == {8}

@@ -12,7 +12,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_token_lands_in_its_slot(device, dtype):
+def test_write_kv_stores_every_token_in_its_slot(device, dtype):
     tokens, heads, block_size = 30, 3, 5
     pool = torch.full((80, heads, block_size, 24 + 7), float("nan"), dtype=dtype, device=device)
     key = torch.randn(heads, tokens, 24, device=device).to(dtype).transpose(0, 1)
@@ -28,14 +28,14 @@ def test_every_token_lands_in_its_slot(device, dtype):
     assert by_slot.cpu()[rest].isnan().all(), "padding rows are stored nowhere"
 
 
-def test_no_tokens(device):
+def test_write_kv_of_no_tokens_launches_nothing(device):
     pool = torch.zeros(2, 1, 4, 16, device=device)
     empty = torch.zeros(0, 1, 8, device=device)
     write_kv(empty, empty, KvLayer(pool[..., :8], pool[..., 8:]), torch.zeros(0, dtype=torch.int64, device=device))
     assert not pool.any()
 
 
-def test_slots_beyond_32_bits(device):
+def test_write_kv_takes_slots_beyond_32_bits(device):
     block_size, width, page = 16, 64, 2**20 + 1
     try:
         pool = torch.zeros((page + 1) * 2 * block_size * width, dtype=torch.float16, device=device)

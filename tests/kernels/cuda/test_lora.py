@@ -11,7 +11,7 @@ from lora_cases import Case, make_case
 from loramux_kernels import LoraGroup, LoraTable, Segments, lora_expand_reference, lora_shrink_reference
 from loramux_kernels.cuda.lora_expand import lora_expand, prepare_expand
 from loramux_kernels.cuda.lora_shrink import lora_shrink, prepare_shrink
-from loramux_kernels.cuda.tile_map import ROW, SHORT, TileMap, lend_tile_map, tile_map_of
+from loramux_kernels.cuda.tile_map import ROW, SHORT, TileMap, attach_tile_map, tile_map_of
 
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()  # the interpreter cannot bf16
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -53,7 +53,7 @@ def check(case: Case) -> None:
     out_features=st.tuples(st.integers(1, 90), st.integers(1, 300)),
     base_rows=st.integers(0, 3),
 )
-def test_ragged(device, dtype, ranks, rows, in_features, out_features, base_rows):
+def test_lora_of_ragged_segments_equals_the_reference(device, dtype, ranks, rows, in_features, out_features, base_rows):
     counts = rows.draw(st.lists(st.integers(0, 90), min_size=len(ranks), max_size=len(ranks)))
     shape = {"in_features": in_features, "out_features": out_features, "base_rows": base_rows}
     check(case_on(device, dtype, ranks, counts, **shape))
@@ -74,12 +74,12 @@ def test_ragged(device, dtype, ranks, rows, in_features, out_features, base_rows
     ],
     ids=["one row", "one row each", "short", "long", "long r16", "long beside short", "rank 0 beside 16", "r256"],
 )
-def test_shapes_of_traffic(device, dtype, ranks, rows):
+def test_lora_of_serving_shapes_equals_the_reference(device, dtype, ranks, rows):
     check(case_on(device, dtype, ranks, rows, in_features=1100, out_features=(520,)))
 
 
 @pytest.mark.parametrize(("ranks", "rows"), [([[0], [0]], [4, 40]), ([[8]], [])], ids=["rank 0 alone", "base alone"])
-def test_a_step_without_adapters_launches_nothing(device, ranks, rows):
+def test_lora_step_without_adapters_launches_nothing(device, ranks, rows):
     case = case_on(device, torch.float32, ranks, rows)
     args = (case.pool, case.table, case.group, case.segments)
     v = lora_shrink(case.x, *args)
@@ -88,19 +88,19 @@ def test_a_step_without_adapters_launches_nothing(device, ranks, rows):
     check(case)
 
 
-def test_in_features_are_split_where_a_step_has_few_rows(device):
+def test_lora_in_features_are_split_where_a_step_has_few_rows(device):
     case = case_on(device, torch.float32, [[16, 8], [40, 3]], [1, 1], in_features=2100, out_features=(64, 24))
     v = lora_shrink(case.x, case.pool, case.table, case.group, case.segments)
     assert v.shape[0] == 5
     check(case)
 
 
-def test_fused_slices_of_unequal_ranks_and_widths(device):
+def test_lora_takes_fused_slices_of_unequal_ranks_and_widths(device):
     ranks = [[8, 0, 33], [16, 5, 0], [64, 64, 64], [0, 0, 0]]
     check(case_on(device, torch.float32, ranks, [3, 40, 70, 5], in_features=200, out_features=(48, 600, 17)))
 
 
-def test_rows_with_strides(device):
+def test_lora_takes_rows_with_strides(device):
     case = case_on(device, torch.float32, [[20, 5]], [6], out_features=(33, 64))
     wide_x = torch.full((8, 80), float("nan"), device=device)
     wide_x[:, :40] = case.x
@@ -113,7 +113,7 @@ def test_rows_with_strides(device):
     assert wide_y[:, 107:].isnan().all()
 
 
-def test_offsets_beyond_32_bits(device):
+def test_lora_takes_offsets_beyond_32_bits(device):
     case = case_on(device, torch.float16, [[16], [24]], [2, 40])
     far = 2**31 + 64
     try:
@@ -129,12 +129,12 @@ def test_offsets_beyond_32_bits(device):
 
 
 @pytest.mark.parametrize("rows", [[1, 1, 1, 1], [20, 9, 3, 1], [100, 70, 1, 40]])
-def test_the_same_step_gives_the_same_bits(device, rows):
+def test_lora_repeated_step_gives_the_same_bits(device, rows):
     case = case_on(device, torch.float16, [[16], [8], [33], [64]], rows, in_features=1100)
     assert torch.equal(run(case), run(case))
 
 
-def test_an_adapter_that_is_not_asked_for_is_not_read(device):
+def test_lora_reads_only_the_adapters_of_the_step(device):
     """Slot 1 holds NaN weights: one stray read would show."""
     case = case_on(device, torch.float32, [[16], [16], [16]], [2, 3, 4])
     first, last = case.table.a_offsets[1, 0, 0], case.table.b_offsets[1, 0, 0]
@@ -148,14 +148,14 @@ def test_an_adapter_that_is_not_asked_for_is_not_read(device):
 
 
 @pytest.mark.parametrize("shape", [ROW, SHORT], ids=["row by row", "tiles"])
-def test_reserved_tables_serve_one_step_after_another(device, shape):
+def test_lora_reserved_tables_serve_one_step_after_another(device, shape):
     """As a CUDA graph uses them: addresses and launches stay, what they read is replaced."""
     ranks = [[16], [40], [0], [5]]
     case = case_on(device, torch.float32, ranks, [4, 3, 2, 3], in_features=600, out_features=(96,))
     reserved = TileMap.reserve(12, 64, shape, device)
     steps = [Segments((0, 4, 7, 9, 12), (0, 1, 2, 3)), Segments((0, 1, 2), (3, 1)), Segments((0,), ())]
     fixed = Segments((0, 12), (0,))
-    lend_tile_map(fixed, reserved)
+    attach_tile_map(fixed, reserved)
     y = case.y.clone()
     args = (case.pool, case.table, case.group, fixed)
     v = lora_shrink(case.x, *args)
@@ -171,7 +171,7 @@ def test_reserved_tables_serve_one_step_after_another(device, shape):
         torch.testing.assert_close(y, reference(other), rtol=1e-5, atol=1e-4)
 
 
-def test_tile_maps_hold_true_ranks_and_no_more(device):
+def test_tile_map_holds_true_ranks_and_no_more(device):
     ranks = torch.tensor([[16, 8], [40, 0], [0, 0]], dtype=torch.int32, device=device)
     offsets = torch.zeros(3, 2, 4, dtype=torch.int64, device=device)
     table = LoraTable(offsets, offsets, ranks, torch.ones(3, 2, device=device))
@@ -183,7 +183,7 @@ def test_tile_maps_hold_true_ranks_and_no_more(device):
     assert (tile_map.rank, tile_map.rows) == (48, 12)
 
 
-def test_group_tables_are_made_once(device):
+def test_group_table_is_made_once(device):
     from loramux_kernels.cuda.group_table import group_table
 
     group = LoraGroup((3, 5), (300, 64))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from loramux_kernels import AttentionBatch, KvLayer
 from loramux_kernels.cuda.attention_plan import (
     AttentionShape,
-    lend_attention,
+    attach_attention,
     plan_attention,
     refill_attention,
     reserve_attention,
@@ -52,7 +52,7 @@ sequence = st.tuples(st.integers(1, 70), st.integers(0, 300)).map(lambda t: (t[0
     softcap=st.none() | st.floats(0.5, 50.0),
     with_sinks=st.booleans(),
 )
-def test_ragged(
+def test_attention_of_ragged_batches_equals_the_reference(
     device, sequences, dtype, kv_heads, groups, key_dim, value_dim, block_size, window, softcap, with_sinks
 ):
     shape = Shape(kv_heads * groups, kv_heads, key_dim, value_dim, block_size)
@@ -61,14 +61,14 @@ def test_ragged(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dims", [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)])
-def test_head_sizes(device, dtype, dims):
+def test_attention_of_every_head_size_equals_the_reference(device, dtype, dims):
     """One sequence decodes beside one in prefill, four query heads on each kv head."""
     check(make_case([(1, 70), (33, 40)], dtype, Shape(8, 2, *dims)), device)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("features", [{}, {"window": 900, "softcap": 5.0, "with_sinks": True}], ids=["plain", "all"])
-def test_long_contexts_are_cut_and_merged(device, dtype, features):
+def test_attention_long_contexts_are_cut_and_merged(device, dtype, features):
     case = make_case([(1, 1500), (1, 3), (40, 700), (1, 256), (1, 257)], dtype, Shape(4, 1, 32, 16))
     plan = plan_attention(case.to(device).batch, AttentionShape(4, 1, features.get("window"), 16))
     assert any(tiles.partials for tiles in plan)
@@ -76,27 +76,27 @@ def test_long_contexts_are_cut_and_merged(device, dtype, features):
 
 
 @pytest.mark.parametrize("context", [256, 257, 270, 287, 288, 530])
-def test_a_cut_through_the_newest_tokens(device, context):
+def test_attention_cut_through_the_newest_tokens_equals_the_reference(device, context):
     """The last piece holds tokens that the tile's first rows do not see at all."""
     check(make_case([(32, context)], torch.float32, Shape(1, 1, 16, 16)), device)
 
 
 @pytest.mark.parametrize("window", [1, 2, 63, 64, 65, 200])
-def test_sliding_window(device, window):
+def test_attention_sliding_window_equals_the_reference(device, window):
     check(make_case([(1, 200), (70, 190)], torch.float32), device, window=window)
 
 
-def test_soft_cap_and_sinks(device):
+def test_attention_soft_cap_and_sinks_equal_the_reference(device):
     case = make_case([(1, 80), (9, 20)], torch.float32)
     check(case, device, softcap=5.0)
     check(case, device, with_sinks=True)
 
 
-def test_one_row(device):
+def test_attention_of_one_row_equals_the_reference(device):
     check(make_case([(1, 1)], torch.float32), device)
 
 
-def test_query_strided_as_transformers_leaves_it(device):
+def test_attention_takes_a_query_strided_as_transformers_leaves_it(device):
     case = make_case([(3, 3), (1, 40)], torch.float32).to(device)
     strided = case.query.transpose(0, 1).contiguous().transpose(0, 1)
     assert not strided.is_contiguous()
@@ -104,20 +104,20 @@ def test_query_strided_as_transformers_leaves_it(device):
     assert torch.equal(paged_attention(strided, *args), paged_attention(case.query, *args))
 
 
-def test_a_nan_in_the_context_shows(device):
+def test_attention_nan_in_the_context_reaches_the_output(device):
     """Otherwise the poison in these tests would prove nothing."""
     case = make_case([(1, 40)], torch.float32).to(device)
     case.layer.key[case.batch.block_table[0, 1]] = float("nan")
     assert paged_attention(case.query, case.layer, case.batch, 0.25).isnan().all()
 
 
-def test_the_same_step_gives_the_same_bits(device):
+def test_attention_repeated_step_gives_the_same_bits(device):
     case = make_case([(1, 900), (40, 100), (1, 5)], torch.float16, Shape(8, 2, 64, 64)).to(device)
     args = (case.query, case.layer, case.batch, 0.125)
     assert torch.equal(paged_attention(*args), paged_attention(*args))
 
 
-def test_pages_beyond_32_bits(device):
+def test_attention_takes_pages_beyond_32_bits(device):
     """The context's one page starts more than 2^31 elements into the pool."""
     case = make_case([(1, 16)], torch.float16).to(device)
     home = int(case.batch.block_table[0, 0])
@@ -138,12 +138,12 @@ def test_pages_beyond_32_bits(device):
     assert torch.equal(paged_attention(case.query, KvLayer(*views), away, 0.25), paged_attention(*args))
 
 
-def test_reserved_tables_serve_one_step_after_another(device):
+def test_attention_reserved_tables_serve_one_step_after_another(device):
     """As a CUDA graph uses them: addresses and launches stay, what they read is replaced; unused rows stay NaN."""
     case = make_case([(1, 900), (1, 30), (1, 257), (1, 1)], torch.float32).to(device)
     shape = AttentionShape(2, 2, None, 16)
     tiles = reserve_attention(shape, max_sequences=4, max_partials=12, device=device)
-    lend_attention(case.batch, shape, tiles)
+    attach_attention(case.batch, shape, tiles)
     output = torch.full((4, 4, 16), float("nan"), device=device)
     launches = prepare_attention(case.query, case.layer, case.batch, 0.25, output)
     assert len(launches) == 2, "all decode, with a merge that may find nothing to do"

@@ -14,7 +14,7 @@ TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3}
 
 @settings(max_examples=25, deadline=None)
 @given(case=rescale_cases([torch.float32, torch.float16]))
-def test_ragged(device, case: RescaleCase) -> None:
+def test_rescale_of_ragged_segments_equals_the_reference(device, case: RescaleCase) -> None:
     case = case.to(device)
     y, wanted = case.y.clone(), case.y.float()
     rescale(y, case.pool, case.offsets, case.group, case.segments)

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loramux_kernels.cuda.sampling import BLOCK, sample
-from loramux_kernels.sampling import LogitBias, Penalties, SamplingBatch, arrival_times, keep, sample_reference, steer
+from loramux_kernels.sampling import arrival_times, keep, sample_reference, steer
+from loramux_kernels.tables import LogitBias, Penalties, SamplingBatch
 
 
 def batch_of(rows: int, device: torch.device, **columns: object) -> SamplingBatch:
@@ -62,7 +63,7 @@ def check(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     ),
     steered=st.booleans(),
 )
-def test_equals_the_reference(device, vocab, spread, dtype, rows, steered):
+def test_sampling_equals_the_reference(device, vocab, spread, dtype, rows, steered):
     generator = torch.Generator().manual_seed(vocab)
     logits = (torch.randn(len(rows), vocab, generator=generator) * spread).to(dtype).to(device)
     names = ("temperature", "top_k", "top_p", "min_p", "seed", "step")
@@ -88,7 +89,7 @@ def on(struct, device: torch.device):
     return type(struct)(**{f.name: getattr(struct, f.name).to(device) for f in fields(struct)})
 
 
-def test_penalties_follow_their_definitions(device):
+def test_sampling_penalties_follow_their_definitions(device):
     """A token seen twice in the output and once in the prompt; one in the prompt alone; a bias on top."""
     logits = torch.tensor([[1.0, 2.0, -3.0, 4.0]], device=device)
     rows = torch.zeros(4, dtype=torch.int32)
@@ -98,7 +99,7 @@ def test_penalties_follow_their_definitions(device):
         torch.tensor([False, True, True, False]),
         *torch.tensor([[2.0], [0.5], [0.25]]),
     )
-    from loramux_kernels.cuda.steer import prepare_steer
+    from loramux_kernels.cuda.sampling import prepare_steer
 
     batch = replace(batch_of(1, device), penalties=on(penalties, device))
     changed = logits.clone()
@@ -108,19 +109,19 @@ def test_penalties_follow_their_definitions(device):
     torch.testing.assert_close(changed, steer(logits, batch))
 
 
-def test_greedy_takes_the_first_of_equals(device):
+def test_sampling_greedy_takes_the_first_of_equals(device):
     logits = torch.zeros(2, BLOCK + 10, device=device)
     logits[1, [7, BLOCK + 3]] = 1.0
     assert check(logits, batch_of(2, device, temperature=0.0)).tolist() == [0, 7]
 
 
-def test_flat_rows_race_over_the_whole_vocabulary(device):
+def test_sampling_flat_rows_race_over_the_whole_vocabulary(device):
     """More tokens stay than a list holds."""
     logits = torch.zeros(2, 2 * BLOCK + 5, device=device)
     check(logits, batch_of(2, device, top_p=[0.99, 0.999], seed=[3, 4]))
 
 
-def test_a_seed_and_step_draw_the_same_whatever_runs_beside_them(device):
+def test_sampling_seed_and_step_draw_the_same_beside_any_rows(device):
     logits = torch.randn(1, 300, generator=torch.Generator().manual_seed(0)).to(device)
     alone = sample(logits, batch_of(1, device, seed=42, step=7))
     beside = sample(
@@ -130,7 +131,7 @@ def test_a_seed_and_step_draw_the_same_whatever_runs_beside_them(device):
     assert len(set(beside.tolist())) >= 4
 
 
-def test_draws_follow_the_distribution(device):
+def test_sampling_draws_follow_the_distribution(device):
     """Each with a step of its own under one seed."""
     draws = 600
     probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05])
@@ -153,7 +154,7 @@ def test_draws_follow_the_distribution(device):
         ({"top_k": 3, "top_p": 0.8}, {0, 1}),
     ],
 )
-def test_what_is_ruled_out_never_comes(device, params, kept):
+def test_sampling_excluded_tokens_are_never_drawn(device, params, kept):
     draws = 8
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().expand(draws, -1).contiguous().to(device)
     assert set(check(logits, batch_of(draws, device, **params)).tolist()) <= kept

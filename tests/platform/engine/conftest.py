@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from zoo import Zoo
+from adapter_zoo import Zoo
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from zoo import Asked, Zoo, serve
+from adapter_zoo import Asked, Zoo, serve
+from eager_drafts import draft_always
 
 INVOKE = (90, 91)
 TEXT = tuple(range(5, 65))
@@ -36,7 +37,7 @@ def check(zoo: Zoo, asked: list[Asked], got: dict[str, list[int]]) -> None:
 
 
 @pytest.mark.parametrize("budget", [11, 64])
-def test_in_mixed_batches_computed_and_cached(zoo: Zoo, budget: int) -> None:
+def test_activated_lora_in_mixed_batches_answers_as_peft_does(zoo: Zoo, budget: int) -> None:
     engine = zoo.engine(max_num_batched_tokens=budget)
     for turn in range(2):
         asked = asked_of(["activated", None, "plain"], turn)
@@ -46,7 +47,16 @@ def test_in_mixed_batches_computed_and_cached(zoo: Zoo, budget: int) -> None:
     assert stats.prompt_tokens + stats.cached_tokens == 6 * sum(map(len, PROMPTS.values()))
 
 
-def test_what_the_base_computed_is_not_computed_again(zoo: Zoo) -> None:
+def test_activated_lora_with_drafts_answers_as_peft_does(zoo: Zoo) -> None:
+    asked = asked_of(["activated", None, "plain"])
+    answers = {request.name: zoo.answer(request) for request in asked}
+    engine = zoo.engine(max_num_batched_tokens=31)
+    draft_always(engine.scheduler, lambda own: answers[own.id])
+    check(zoo, asked, serve(zoo, engine, asked, arrivals=[i // 2 for i in range(len(asked))]))
+    assert engine.stats().accepted_tokens > 10
+
+
+def test_activated_lora_reuses_the_bases_kv(zoo: Zoo) -> None:
     engine = zoo.engine()
     base, activated = asked_of([None]), asked_of(["activated"])
     check(zoo, base, serve(zoo, engine, base))
@@ -56,7 +66,7 @@ def test_what_the_base_computed_is_not_computed_again(zoo: Zoo) -> None:
     assert engine.stats().cached_tokens - before == reusable
 
 
-def test_the_invocation_decides(zoo: Zoo) -> None:
+def test_activated_lora_without_its_invocation_answers_as_the_base(zoo: Zoo) -> None:
     differs = {
         name: zoo.answer(Asked(name, "activated", prompt, 7)) != zoo.answer(Asked(name, None, prompt, 7))
         for name, prompt in PROMPTS.items()
@@ -64,14 +74,14 @@ def test_the_invocation_decides(zoo: Zoo) -> None:
     assert {name for name, differ in differs.items() if not differ} == {"half of it", "not at all"}
 
 
-def test_preempted_ones_answer_the_same(zoo: Zoo) -> None:
+def test_activated_lora_preempted_answers_the_same(zoo: Zoo) -> None:
     engine = zoo.engine(max_num_batched_tokens=9)
     scheduler = engine.scheduler
     plan = scheduler.plan
 
     def preempting_plan():
         if scheduler.running and engine.stats().steps % 4 == 3:
-            scheduler._admission.preempt(scheduler.running[-1])
+            scheduler.state.preempt(scheduler.running[-1])
         return plan()
 
     scheduler.plan = preempting_plan

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from house import House
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from scheduler_harness import Harness
 
-from loramux.engine.fairness import Account, Contest
-from loramux.engine.policy import Policy
-from loramux.engine.ranking import Ranking
+from loramux.engine.memory.ranking import Ranking
 from loramux.engine.request import ServiceClass
-from loramux.simulator.gap import ServiceGap
+from loramux.engine.scheduling.fairness import FairQueue, VirtualTokenCounter
+from loramux.engine.scheduling.policy import Policy
+from loramux.simulator.service_gap import ServiceGap
 
 TENANTS = ["t", "u", "v"]
 PAGES_OF_BOTH_ADAPTERS = 5
 
 
-def test_a_ranking_mends_what_has_grown_and_keeps_order_among_equals() -> None:
-    a, b, c = Account(), Account(), Account()
-    ranking: Ranking[Account, float] = Ranking(lambda account: account.served)
+def test_ranking_repairs_grown_ranks_and_keeps_order_among_equals() -> None:
+    a, b, c = VirtualTokenCounter(), VirtualTokenCounter(), VirtualTokenCounter()
+    ranking: Ranking[VirtualTokenCounter, float] = Ranking(lambda account: account.served)
     for account in (a, b, c):
         ranking.put(account)
     assert ranking.first() is a
@@ -31,9 +31,9 @@ def test_a_ranking_mends_what_has_grown_and_keeps_order_among_equals() -> None:
     assert ranking.first() is a
 
 
-def test_sleeping_earns_nothing_and_debts_that_nobody_feels_are_void() -> None:
-    contest: Contest[Account] = Contest()
-    busy, sleeper, late = Account(), Account(), Account()
+def test_returning_party_starts_at_the_floor_or_at_the_peak() -> None:
+    contest: FairQueue[VirtualTokenCounter] = FairQueue()
+    busy, sleeper, late = VirtualTokenCounter(), VirtualTokenCounter(), VirtualTokenCounter()
     contest.enter(busy)
     contest.charge(busy, 100.0)
     contest.enter(sleeper)
@@ -54,7 +54,7 @@ class FairnessMachine(RuleBasedStateMachine):
         pages=st.sampled_from([25, 60, 400]),
         rows=st.integers(2, 6),
         tokens=st.integers(4, 16),
-        tau=st.sampled_from([0.0, 5.0, 20.0]),
+        max_service_lead=st.sampled_from([0.0, 5.0, 20.0]),
         weights=st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=3, max_size=3),
         guaranteed=st.sampled_from([0.0, 0.3]),
         weight_pages=st.sampled_from([4.0, 1000.0]),
@@ -64,16 +64,21 @@ class FairnessMachine(RuleBasedStateMachine):
         pages: int,
         rows: int,
         tokens: int,
-        tau: float,
+        max_service_lead: float,
         weights: list[float],
         guaranteed: float,
         weight_pages: float,
     ) -> None:
-        self.policy = Policy(tau=tau, quantum=10.0, tenant_guaranteed_pages=guaranteed, weight_pages=weight_pages)
-        self.house = House(pages, block_size=4, max_num_seqs=rows, max_tokens=tokens, policy=self.policy)
+        self.policy = Policy(
+            max_service_lead=max_service_lead,
+            affinity_window=10.0,
+            tenant_guaranteed_pages=guaranteed,
+            weight_pages=weight_pages,
+        )
+        self.harness = Harness(pages, block_size=4, max_num_seqs=rows, max_tokens=tokens, policy=self.policy)
         self.weights = dict(zip(TENANTS, weights, strict=True))
         self.delta = tokens + 2 * rows + PAGES_OF_BOTH_ADAPTERS * self.policy.load_units_per_page
-        self.gaps = {group: ServiceGap() for group in self.house.scheduler.queue.groups}
+        self.gaps = {group: ServiceGap() for group in self.harness.scheduler.queue.groups}
         self.class_gap = ServiceGap()
         self.sent = 0
         self.arrive("t", 1, 150, None, ServiceClass.STANDARD, copies=rows)
@@ -93,41 +98,41 @@ class FairnessMachine(RuleBasedStateMachine):
         for _ in range(copies):
             self.sent += 1
             weight = self.weights[tenant]
-            self.house.submit(f"r{self.sent}", prompt, output, adapter, service_class, tenant, weight)
+            self.harness.submit(f"r{self.sent}", prompt, output, adapter, service_class, tenant, weight)
 
     @precondition(lambda self: self.sent)
     @rule(pick=st.integers(1, 1000))
     def cancel(self, pick: int) -> None:
-        self.house.scheduler.cancel(f"r{pick % self.sent + 1}")
+        self.harness.scheduler.cancel(f"r{pick % self.sent + 1}")
 
-    @precondition(lambda self: self.house.store.pending)
+    @precondition(lambda self: self.harness.store.pending)
     @rule()
     def load(self) -> None:
-        self.house.store.finish()
+        self.harness.store.finish()
 
     @rule(count=st.sampled_from([1, 5, 30]))
     def step(self, count: int) -> None:
-        queue = self.house.scheduler.queue
+        queue = self.harness.scheduler.queue
         for _ in range(count):
-            self.house.step()
+            self.harness.step()
             for group, gap in self.gaps.items():
-                gap.observe(flow for flow in queue.flows if flow.group is group and queue.backlogged(flow))
-            self.class_gap.observe(group for group in queue.groups if group.contest.floor is not None)
+                gap.observe(flow for flow in queue.flows if flow.group is group and queue.is_backlogged(flow))
+            self.class_gap.observe(group for group in queue.groups if group.tenants.floor is not None)
 
     @invariant()
     def tenants_of_a_class_stay_together(self) -> None:
         delta = self.delta / min(self.weights.values())
         for gap in self.gaps.values():
-            assert gap.largest <= 2 * (self.policy.tau + delta)
+            assert gap.largest <= 2 * (self.policy.max_service_lead + delta)
 
     @invariant()
     def classes_stay_together(self) -> None:
-        assert self.class_gap.largest <= 2 * (self.policy.tau + self.delta)
+        assert self.class_gap.largest <= 2 * (self.policy.max_service_lead + self.delta)
 
     def teardown(self) -> None:
-        if hasattr(self, "house"):
-            self.house.run(20_000)
-            assert len(self.house.finished) == self.sent
+        if hasattr(self, "harness"):
+            self.harness.run(20_000)
+            assert len(self.harness.finished) == self.sent
 
 
 TestFairnessMachine = FairnessMachine.TestCase

@@ -5,16 +5,19 @@ from __future__ import annotations
 import random
 
 import pytest
+from adapter_zoo import Asked, serve
+from eager_drafts import draft_always
 from formats import FORMATS, FormatZoo
-from zoo import Asked, serve
 
-ON_LINEARS = ("lora_bias", "dora", "ia3")
-ON_TIED = ("embedding", "both", "saved", "saved_head", "saved_embedding", "tokens")
+ON_LINEARS = ("lora_bias", "biases", "biases_dora", "dora", "ia3")
+ON_TIED = ("embedding", "both", "saved", "saved_head", "saved_embedding", "one_norm", "tokens")
 
 BASES = {
     "llama": ("llama", tuple(FORMATS), False),
     "tied": ("qwen2", (*ON_LINEARS, *ON_TIED), True),  # its linears have biases
-    "scaled": ("gemma3", ("embedding", "saved_embedding", "tokens", "dora"), False),  # and so are its embeddings
+    "head norms": ("qwen3", ("saved_norms", "one_norm", "plain"), False),
+    # Its embeddings are scaled.
+    "scaled": ("gemma3", ("embedding", "saved_embedding", "saved_norms", "tokens", "dora"), False),
 }
 
 
@@ -43,17 +46,32 @@ def some_requests(zoo: FormatZoo, seed: int) -> list[Asked]:
 
 
 @pytest.mark.parametrize("base", BASES)
-def test_every_format_mixed_with_all_others(formats_of, base: str) -> None:
+def test_every_format_in_one_batch_answers_as_peft_does(formats_of, base: str) -> None:
     zoo = formats_of(base)
     asked = some_requests(zoo, seed=3)
     engine = zoo.engine(max_num_batched_tokens=23)
     got = serve(zoo, engine, asked, arrivals=[i // 3 for i in range(len(asked))])
     for request in asked:
         assert got[request.name] == zoo.answer(request), request.adapter
+    again = serve(zoo, engine, asked, arrivals=[0] * len(asked))  # however long the loads took: now they are there
+    assert again == got
     assert engine.stats().max_distinct_adapters_beside_base >= 2
 
 
-def test_every_format_alone(formats_of) -> None:
+@pytest.mark.parametrize("base", ["llama", "tied"])
+def test_every_format_with_drafts_answers_as_peft_does(formats_of, base: str) -> None:
+    zoo = formats_of(base)
+    asked = some_requests(zoo, seed=3)
+    answers = {request.name: zoo.answer(request) for request in asked}
+    engine = zoo.engine(max_num_batched_tokens=41)
+    draft_always(engine.scheduler, lambda own: answers[own.id])
+    got = serve(zoo, engine, asked, arrivals=[i // 3 for i in range(len(asked))])
+    for request in asked:
+        assert got[request.name] == answers[request.name], request.adapter
+    assert engine.stats().accepted_tokens > 20
+
+
+def test_every_format_alone_answers_as_peft_does(formats_of) -> None:
     zoo = formats_of("llama")
     engine, answers = zoo.engine(max_num_batched_tokens=7), []
     for name in zoo.formats:
@@ -63,7 +81,7 @@ def test_every_format_alone(formats_of) -> None:
     assert len({tuple(answer) for answer in answers}) == len(zoo.formats), "each of them matters"
 
 
-def test_what_one_adapter_leaves_behind_is_nobody_elses(formats_of) -> None:
+def test_reused_slot_keeps_nothing_of_its_last_adapter(formats_of) -> None:
     """In a pool for two or three of them: pages and slots go from one format to another."""
     zoo = formats_of("llama")
     asked = some_requests(zoo, seed=5)

@@ -7,17 +7,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from scheduler_harness import decoding
 
-from loramux.engine.attention import KvLayout, LayerShape
-from loramux.engine.device_sampler import DeviceSampler
-from loramux.engine.graphs import questions_of, record_calls, recorder_for
-from loramux.engine.model import _gpu_pool_bytes
-from loramux.engine.packing import pack
+from loramux.engine.execution.attention import KvLayout, LayerShape
+from loramux.engine.execution.cuda_graphs import StepBuffers, choose_recorder, host_syncs_of, or_calls, record_calls
+from loramux.engine.execution.device_sampler import DeviceSampler
+from loramux.engine.execution.loader import _gpu_pool_bytes
+from loramux.engine.execution.runner import pack
+from loramux.engine.execution.sampler import Sampler
 from loramux.engine.request import Request, SamplingParams
-from loramux.engine.sampler import Sampler
-from loramux.engine.sequence import Sequence
-from loramux.engine.step import PENDING, Chunk, Step
-from loramux.engine.step_buffers import StepBuffers
+from loramux.engine.scheduling.sequence import Sequence
+from loramux.engine.scheduling.step import PENDING, Chunk, Step
 from loramux.settings import AdapterLimits, ModelSettings, Settings
 from loramux_adapters.bank import AdapterBank, Site, slot_bytes
 
@@ -35,12 +35,12 @@ def sequence(name: str = "r", prompt: tuple[int, ...] = (1, 2), output: tuple[in
 
 def decode(*sequences: Sequence, slots: tuple[int, ...] = ()) -> Step:
     slots = slots or (-1,) * len(sequences)
-    return Step.lay_out(Chunk(s, len(s.token_ids) - 1, 1, slot) for s, slot in zip(sequences, slots, strict=True))
+    return Step.ordered(Chunk(s, len(s.token_ids) - 1, 1, slot) for s, slot in zip(sequences, slots, strict=True))
 
 
-def test_buckets_hold_every_count_and_waste_little() -> None:
+def test_graph_buckets_hold_every_count_and_waste_little() -> None:
     pytest.importorskip("triton")
-    from loramux.engine.decode_graphs import buckets
+    from loramux.engine.execution.cuda_graphs import buckets
 
     for most in (1, 3, 8, 63, 64, 200, 256):
         chosen = buckets(most)
@@ -52,7 +52,7 @@ def test_buckets_hold_every_count_and_waste_little() -> None:
     assert buckets(64) == (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)
 
 
-def test_buffers_keep_their_addresses_and_padding_rows_store_nothing() -> None:
+def test_step_buffers_keep_their_addresses_and_padding_rows_store_nothing() -> None:
     buffers = StepBuffers(max_rows=8, max_sequences=4, max_blocks=6, device=CPU)
     fixed = buffers.padded(4)
     first = pack(decode(sequence(prompt=(3, 4, 5)), sequence("q", (6,)), sequence("z", (7, 8))), block_size=2)
@@ -72,7 +72,7 @@ def test_buffers_keep_their_addresses_and_padding_rows_store_nothing() -> None:
     assert inputs.input_ids.data_ptr() == fixed.input_ids.data_ptr()
 
 
-def test_a_pending_token_is_taken_from_the_step_before() -> None:
+def test_step_buffers_take_a_pending_token_from_the_step_before() -> None:
     """In any row: a preempted sequence prefills through it."""
     buffers = StepBuffers(max_rows=8, max_sequences=4, max_blocks=6, device=CPU)
     waiting, preempted = sequence("w", (1, 2), (PENDING,)), sequence("p", (3, 4), (PENDING,))
@@ -82,27 +82,52 @@ def test_a_pending_token_is_taken_from_the_step_before() -> None:
     assert inputs.input_ids.tolist() == [66, 3, 4, 77]
 
 
-def test_a_recording_follows_its_buffers() -> None:
+def test_recording_follows_its_buffers() -> None:
     buffer = torch.zeros(3)
-    recording = record_calls(lambda: buffer * 2)
+    recording = record_calls(lambda: buffer * 2, buffer)
     buffer.fill_(4)
     assert recording.output.tolist() == [0, 0, 0]
     recording.replay()
     assert recording.output.tolist() == [8, 8, 8]
 
 
-def test_a_function_that_asks_the_device_is_not_put_into_a_graph(caplog) -> None:
+def test_function_that_waits_for_the_device_is_not_put_into_a_graph(caplog) -> None:
     buffer = torch.ones(3)
-    assert questions_of(lambda: buffer * 2) == set()
-    assert questions_of(lambda: buffer * buffer.max().item()) == {"_local_scalar_dense"}
-    assert questions_of(lambda: buffer if buffer.sum() > 0 else -buffer) == {"_local_scalar_dense"}
-    assert questions_of(lambda: buffer[buffer > 0]) == {"index"}
-    assert questions_of(lambda: buffer[torch.tensor([2, 0])]) == set()
-    assert recorder_for(lambda: buffer * buffer.max().item(), CPU) is record_calls
+    assert host_syncs_of(lambda: buffer * 2) == set()
+    assert host_syncs_of(lambda: buffer * buffer.max().item()) == {"_local_scalar_dense", "item"}
+    assert host_syncs_of(lambda: buffer if buffer.sum() > 0 else -buffer) == {"_local_scalar_dense"}
+    assert host_syncs_of(lambda: buffer[buffer > 0]) == {"index"}
+    assert host_syncs_of(lambda: buffer[torch.tensor([2, 0])]) == set()
+    assert host_syncs_of(lambda: buffer * len(buffer.tolist())) == {"tolist"}
+    assert host_syncs_of(buffer.cpu) == {"cpu"}
+    assert host_syncs_of(lambda: buffer.to("cpu")) == {"to"}
+    assert host_syncs_of(lambda: buffer.to(device="cpu", dtype=torch.float64)) == {"to"}
+    assert host_syncs_of(lambda: torch.from_numpy(buffer.numpy())) == {"numpy"}
+    assert host_syncs_of(lambda: buffer.to(torch.float64).to(buffer.device)) == set()
+    assert choose_recorder(lambda: buffer * buffer.max().item(), CPU) is record_calls
     assert "without CUDA graphs" in caplog.text
 
 
-def test_the_pool_of_a_gpu_leaves_room_for_everything_else(monkeypatch) -> None:
+def test_recording_that_fails_is_replaced_by_calls_with_one_warning(caplog) -> None:
+    buffer, recorded = torch.zeros(3), []
+
+    def record(function, inputs):
+        if len(recorded) == 2:
+            raise torch.OutOfMemoryError("no memory for a third graph")
+        recorded.append(function)
+        return record_calls(function, inputs)
+
+    record_either = or_calls(record)
+    recordings = [record_either(lambda n=n: buffer + n, buffer) for n in range(5)]
+    buffer.fill_(4)
+    for recording in recordings:
+        recording.replay()
+    assert [int(recording.output[0]) for recording in recordings] == [4, 5, 6, 7, 8]
+    assert len(recorded) == 2
+    assert caplog.text.count("recording failed: no memory for a third graph") == 1
+
+
+def test_gpu_pool_leaves_room_for_everything_else(monkeypatch) -> None:
     """Of 1000 MB with 700 free, at 0.9: 600 MB less activations, in pages that each bring a row of the table."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (700_000_000, 1_000_000_000))
     settings = Settings(model=ModelSettings(path="", served_model_name="m"), adapters=AdapterLimits(max_rank=32))
@@ -122,7 +147,7 @@ def events(logits: torch.Tensor, *sequences: Sequence, before=None):
     return DeviceSampler((EOS,), CPU).launch(logits, list(sequences), before).events()
 
 
-def test_greedy_rows_agree_with_the_hosts_sampler() -> None:
+def test_device_sampler_greedy_rows_agree_with_the_hosts() -> None:
     torch.manual_seed(0)
     logits = torch.randn(5, 30)
     sequences = [
@@ -132,7 +157,7 @@ def test_greedy_rows_agree_with_the_hosts_sampler() -> None:
         sequence("d", min_tokens=2, stop_token_ids=(4,), logit_bias={EOS: 100.0, 4: 100.0, 6: 90.0}),
         sequence("e", logprobs=3),
     ]
-    host = Sampler((EOS,)).sample(logits, sequences)
+    host = Sampler((EOS,)).sample(logits, decoding(sequences))
     device = events(logits, *sequences)
     assert [e.token_id for e in device] == [e.token_id for e in host]
     assert device[3].token_id == 6
@@ -140,7 +165,7 @@ def test_greedy_rows_agree_with_the_hosts_sampler() -> None:
     assert [t.token_id for t in device[4].top_logprobs] == [t.token_id for t in host[4].top_logprobs]
 
 
-def test_ends_are_told_as_the_host_tells_them() -> None:
+def test_device_sampler_ends_answers_as_the_host_does() -> None:
     logits = torch.zeros(3, 12)
     logits[:, EOS] = 5.0
     told = events(
@@ -149,7 +174,7 @@ def test_ends_are_told_as_the_host_tells_them() -> None:
     assert [event.finish_reason for event in told] == ["stop", None, "stop"]
 
 
-def test_a_penalty_counts_the_token_that_only_the_device_knows() -> None:
+def test_device_sampler_penalty_counts_a_pending_token() -> None:
     sampler = DeviceSampler((EOS,), CPU)
     penalised = sequence("p", (1,), frequency_penalty=2.0)
     first = torch.zeros(1, 12)
@@ -161,7 +186,7 @@ def test_a_penalty_counts_the_token_that_only_the_device_knows() -> None:
     assert sampler.launch(second, [penalised], before).events()[0].token_id == 6
 
 
-def test_a_seed_draws_the_same_and_requests_without_one_do_not() -> None:
+def test_device_sampler_repeats_with_a_seed_and_not_without() -> None:
     logits = torch.zeros(1, 500)
 
     def draws(**params) -> list[int]:
@@ -179,6 +204,47 @@ def test_a_seed_draws_the_same_and_requests_without_one_do_not() -> None:
     assert draws() != draws()
 
 
-def test_a_step_that_samples_nothing() -> None:
+def test_device_sampler_of_no_rows_returns_no_events() -> None:
     """A chunk of a prompt."""
     assert events(torch.zeros(0, 12)) == []
+
+
+@pytest.mark.parametrize("broken", ["nan", "-inf", "inf"])
+def test_device_sampler_ends_a_row_that_is_not_finite_with_a_fault(broken: str) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(3, 30)
+    params = [{"logprobs": 2}, {"temperature": 1.0, "seed": 4}, {"temperature": 0.7, "top_p": 0.9, "seed": 5}]
+    alone = [events(logits[row : row + 1], sequence(str(row), **params[row]))[0] for row in (0, 2)]
+    logits[1] = float(broken)
+    in_flight = DeviceSampler((EOS,), CPU).launch(logits, [sequence(str(r), **params[r]) for r in range(3)], None)
+    told = in_flight.events()
+    assert [told[0].token_id, told[2].token_id] == [event.token_id for event in alone]
+    assert told[0].top_logprobs == alone[0].top_logprobs
+    assert told[1].finish_reason == "error"
+    assert told[1].token_id is None
+    assert told[1].fault is not None
+    assert in_flight.sampled.tokens[1] == 0, "a valid id for the next step's embedding"
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-45, 1e-6])
+def test_device_sampler_takes_a_tiny_temperature(temperature: float) -> None:
+    (event,) = events(torch.tensor([[1.0, 300.0, 2.0, 299.0]]), sequence(temperature=temperature, seed=3))
+    assert event.token_id == 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-30, 1.0])
+def test_device_sampler_steering_that_overflows_still_yields_tokens(temperature: float) -> None:
+    params = {"temperature": temperature, "repetition_penalty": 1e-38, "presence_penalty": 1e300, "seed": 1}
+    sequences = [sequence("extreme", (1, 0), (2,), **params), sequence("beside", (1,), ())]
+    logits = torch.tensor([[1.0, 300.0, -2.0, 299.0], [0.0, 0.0, 5.0, 0.0]])
+    extreme, beside = DeviceSampler((EOS,), CPU).launch(logits, sequences, None).events()
+    assert (extreme.token_id, beside.token_id) == (1, 2)
+
+
+def test_device_sampler_token_outside_the_vocabulary_ends_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loramux.engine.execution.device_sampler.sample", lambda logits, batch: torch.tensor([4, 3]))
+    sequences = [sequence("outside", (1,), ()), sequence("beside", (1,), ())]
+    in_flight = DeviceSampler((EOS,), CPU).launch(torch.zeros(2, 4), sequences, None)
+    outside, beside = in_flight.events()
+    assert (outside.token_id, outside.finish_reason, beside.token_id) == (None, "error", 3)
+    assert in_flight.sampled.tokens.tolist() == [0, 3]

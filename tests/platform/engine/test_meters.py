@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from house import House
+from scheduler_harness import Harness
 
-from loramux.engine.distribution import Histogram
-from loramux.engine.policy import Policy
+from loramux.engine.metrics import Histogram
 from loramux.engine.request import ServiceClass
-from loramux.engine.service_meter import EVERY, LABELLED_TENANTS, OTHERS, ServiceMeter
+from loramux.engine.scheduling.policy import Policy
+from loramux.engine.statistics import LABELLED_TENANTS, OTHERS, ServiceMeter
 
 PACE = (1.0, 0.0)
 
@@ -24,72 +24,68 @@ def test_a_value_is_counted_up_to_its_bound() -> None:
 
 
 def test_the_wait_in_the_queue_is_measured_once_for_each_request() -> None:
-    house = House(num_pages=20, max_num_seqs=2, max_tokens=32, pace=PACE)
-    house.submit("first", 4, 3)
-    house.submit("low", 4, 30, service_class=ServiceClass.BATCH)
-    house.step()
-    house.submit("waits", 4, 3)
-    house.submit("high", 4, 3, service_class=ServiceClass.INTERACTIVE)
-    house.run()
-    waits = house.scheduler.counters.queue_seconds
-    assert house.scheduler.num_preemptions > 0
+    harness = Harness(num_pages=20, max_num_seqs=2, max_tokens=32, pace=PACE)
+    harness.submit("first", 4, 3)
+    harness.submit("low", 4, 30, service_class=ServiceClass.BATCH)
+    harness.step()
+    harness.submit("waits", 4, 3)
+    harness.submit("high", 4, 3, service_class=ServiceClass.INTERACTIVE)
+    harness.run()
+    waits = harness.scheduler.state.counters.queue_seconds
+    assert harness.scheduler.state.counters.preemptions > 0
     assert sum(waits.counts) == 4
     assert waits.total > 0.0
 
 
 def test_refusals_are_counted_by_kind() -> None:
-    house = House(pace=PACE)
+    harness = Harness(pace=PACE)
     for i in range(12):
-        house.submit(f"r{i}", 4, 8)
+        harness.submit(f"r{i}", 4, 8)
     for _ in range(6):
-        house.step()
-    house.submit("hopeless", 4, 4, deadline_ms=1)
-    house.submit("stuck", 4, 4, adapter="a", tenant="u", deadline_ms=60_000)
-    house.time += 100.0
-    house.step()
-    assert (house.scheduler.counters.refused, house.scheduler.counters.missed) == (1, 1)
+        harness.step()
+    harness.submit("hopeless", 4, 4, deadline_ms=1)
+    harness.submit("stuck", 4, 4, adapter="a", tenant="u", deadline_ms=60_000)
+    harness.time += 100.0
+    harness.step()
+    assert (
+        harness.scheduler.state.counters.refused_over_capacity,
+        harness.scheduler.state.counters.missed_deadlines,
+    ) == (1, 1)
 
 
 def test_hits_and_misses_of_adapters() -> None:
-    house = House()
-    house.submit("cold", 4, 2, adapter="a")
-    house.run()
-    house.submit("warm", 4, 2, adapter="a")
-    house.run()
-    assert (house.residency.counters.hits, house.residency.counters.misses) == (1, 1)
-    assert sum(house.residency.counters.load_seconds.counts) == 1
+    harness = Harness()
+    harness.submit("cold", 4, 2, adapter="a")
+    harness.run()
+    harness.submit("warm", 4, 2, adapter="a")
+    harness.run()
+    assert (harness.residency.counters.adapter_hits, harness.residency.counters.adapter_misses) == (1, 1)
+    assert sum(harness.residency.counters.adapter_load_seconds.counts) == 1
 
 
-def test_tenants_are_told_by_id_up_to_a_number_and_the_others_together() -> None:
-    house = House(num_pages=400, max_num_seqs=64, max_tokens=256, policy=Policy(), pace=PACE)
+def test_service_is_labelled_for_most_served_tenants_and_summed_for_others() -> None:
+    harness = Harness(num_pages=400, max_num_seqs=64, max_tokens=256, policy=Policy(), pace=PACE)
     count = LABELLED_TENANTS + 5
     for i in range(count):
-        house.submit(f"r{i}", prompt=2 + i, output=2, tenant=f"tenant-{i}")
-    house.run()
-    meter = ServiceMeter(house.scheduler.queue, house.clock)
-    meter.look()
+        harness.submit(f"r{i}", prompt=2 + i, output=2, tenant=f"tenant-{i}")
+    harness.run()
+    meter = ServiceMeter(harness.scheduler.queue)
     told = {service.tenant: service.units for service in meter.tenants}
     assert len(told) == LABELLED_TENANTS + 1
     assert told[f"tenant-{count - 1}"] == 2 + (count - 1) + 2 * 2
     assert told[OTHERS] == sum(2 + i + 2 * 2 for i in range(5))
 
 
-def test_the_gap_is_between_those_who_wait_and_is_looked_at_now_and_then() -> None:
-    house = House(num_pages=12, max_num_seqs=1, max_tokens=8, pace=PACE)
-    house.submit("runs", 4, 8, tenant="t")
-    house.step()
-    house.submit("t", 4, 8, tenant="t")
-    house.submit("u", 4, 8, tenant="u")
-    house.step()
-    meter = ServiceMeter(house.scheduler.queue, house.clock)
-    meter.look()
+def test_service_gap_is_between_tenants_that_wait() -> None:
+    harness = Harness(num_pages=12, max_num_seqs=1, max_tokens=8, pace=PACE)
+    harness.submit("runs", 4, 8, tenant="t")
+    harness.step()
+    harness.submit("t", 4, 8, tenant="t")
+    harness.submit("u", 4, 8, tenant="u")
+    harness.step()
+    meter = ServiceMeter(harness.scheduler.queue)
     first = meter.gap
-    assert first == pytest.approx(max(f.served for f in house.scheduler.queue.flows) - 6.0)
-    house.pace = (EVERY / 4, 0.0)
-    house.step()
-    meter.look()
-    assert meter.gap == first, "too soon"
+    assert first == pytest.approx(max(f.served for f in harness.scheduler.queue.flows) - 6.0)
     for _ in range(4):
-        house.step()
-    meter.look()
+        harness.step()
     assert meter.gap > first

@@ -11,10 +11,10 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+from adapter_zoo import Asked, serve
 from formats import FormatZoo
-from zoo import Asked, serve
 
-from loramux.engine.graphs import questions_of
+from loramux.engine.execution.cuda_graphs import host_syncs_of
 from loramux.settings import ModelSettings, Settings
 from loramux.validation import Validator
 from loramux_adapters import CONFIG_NAME, AdapterRejected, Limits, describe_base, validate_adapter
@@ -65,7 +65,7 @@ def some_requests() -> list[Asked]:
     ]
 
 
-def test_every_adapter_mixed_with_the_base_answers_as_peft_does(zoo: FormatZoo) -> None:
+def test_mixture_every_adapter_beside_the_base_answers_as_peft_does(zoo: FormatZoo) -> None:
     asked = some_requests()
     engine = zoo.engine(max_num_batched_tokens=29)
     got = serve(zoo, engine, asked, arrivals=[i // 3 for i in range(len(asked))])
@@ -74,7 +74,7 @@ def test_every_adapter_mixed_with_the_base_answers_as_peft_does(zoo: FormatZoo) 
     assert engine.stats().max_distinct_adapters_beside_base >= 2
 
 
-def test_every_adapter_alone_answers_as_peft_does_and_unlike_the_base(zoo: FormatZoo) -> None:
+def test_mixture_every_adapter_alone_answers_as_peft_does_and_unlike_the_base(zoo: FormatZoo) -> None:
     prompt = tuple(range(5, 25))
     base = zoo.answer(Asked("base", None, prompt, 10))
     for name in RECIPES:
@@ -105,7 +105,7 @@ REFUSED: dict[str, tuple[dict[str, object], str, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_does_not_fit_a_mixture_is_refused_by_its_field(zoo: FormatZoo, case: str, tmp_path: Path) -> None:
+def test_mixture_adapter_that_does_not_fit_is_refused_by_its_field(zoo: FormatZoo, case: str, tmp_path: Path) -> None:
     fields, code, field = REFUSED[case]
     shutil.copytree(zoo.adapters / "experts", tmp_path, dirs_exist_ok=True)
     document = json.loads((tmp_path / CONFIG_NAME).read_text())
@@ -116,18 +116,18 @@ def test_what_does_not_fit_a_mixture_is_refused_by_its_field(zoo: FormatZoo, cas
 
 
 @pytest.mark.slow
-def test_an_adapter_of_experts_passes_the_parity_check(zoo: FormatZoo, tmp_path: Path) -> None:
+def test_mixture_adapter_of_experts_passes_the_parity_check(zoo: FormatZoo, tmp_path: Path) -> None:
     shutil.copytree(zoo.adapters / "all-linear", tmp_path / "upload")
     settings = Settings(model=ModelSettings(path=str(zoo.base), served_model_name="base"))
     with closing(Validator(settings, describe_base(zoo.base), "float32")) as validator:
         report = validator.examine(tmp_path / "upload", Limits(max_rank=64))
-    report.demand_sound()
+    report.raise_for_refusal()
     assert {check.name: check.outcome for check in report.checks}["parity_of_tokens"] == "passed"
     assert report.found is not None
     assert {"q_proj", "weight", "gate_up_proj", "down_proj"} <= report.found.targets.keys()
 
 
-def test_rows_go_by_expert_and_adapter() -> None:
+def test_mixture_rows_are_grouped_by_expert_and_adapter() -> None:
     """Three tokens of slot 7, one of slot 2, one of the base's, two experts each."""
     routing = Routing.of(torch.tensor([[0, 2], [2, 0], [0, 3], [3, 0], [2, 0]]), num_experts=4)
     assert routing.counts == (5, 0, 3, 2)
@@ -139,5 +139,5 @@ def test_rows_go_by_expert_and_adapter() -> None:
     assert runs.cu_seqlens == (0, 3, 4, 6, 7, 8)
 
 
-def test_no_graph_is_made_of_a_step_that_finds_experts_rows() -> None:
-    assert questions_of(lambda: Routing.of(torch.tensor([[0, 2]]), num_experts=4).order) == {"bincount"}
+def test_mixture_steps_are_not_recorded_as_graphs() -> None:
+    assert host_syncs_of(lambda: Routing.of(torch.tensor([[0, 2]]), num_experts=4).order) == {"bincount", "tolist"}

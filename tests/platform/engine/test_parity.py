@@ -6,12 +6,12 @@ import itertools
 import random
 
 import pytest
+from adapter_zoo import FAMILIES, RECIPES, Asked, Zoo, serve
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from zoo import FAMILIES, RECIPES, Asked, Zoo, serve
 
-from loramux.engine.attention import UnsupportedModel
-from loramux.engine.model import load_model
+from loramux.engine.execution.attention import UnsupportedModel
+from loramux.engine.execution.loader import load_model
 from loramux.settings import ModelSettings, Settings
 
 # Of mixtures PEFT loads no two different adapters into one model: test_mixtures.py.
@@ -39,7 +39,7 @@ def check(zoo: Zoo, asked: list[Asked], got: dict[str, list[int]]) -> None:
 
 
 @pytest.mark.parametrize("family", SERVED)
-def test_everything_mixed(zoo_of, family: str) -> None:
+def test_mixed_batches_of_every_family_answer_as_peft_does(zoo_of, family: str) -> None:
     zoo = zoo_of(family)
     asked = some_requests(seed=1, count=18)
     engine = zoo.engine(max_num_batched_tokens=13)
@@ -51,19 +51,19 @@ def test_everything_mixed(zoo_of, family: str) -> None:
 
 
 @pytest.mark.parametrize("adapter", EVERY_MODEL)
-def test_every_adapter_alone(zoo_of, adapter: str | None) -> None:
+def test_every_adapter_alone_answers_as_peft_does(zoo_of, adapter: str | None) -> None:
     zoo = zoo_of("llama")
     asked = [Asked("alone", adapter, tuple(range(5, 40)), 12)]
     check(zoo, asked, serve(zoo, zoo.engine(max_num_batched_tokens=7), asked))
 
 
-def test_adapters_matter(zoo_of) -> None:
+def test_every_adapter_changes_the_answer(zoo_of) -> None:
     zoo = zoo_of("llama")
     answers = {tuple(zoo.answer(Asked("x", adapter, tuple(range(5, 20)), 8))) for adapter in EVERY_MODEL}
     assert len(answers) == len(EVERY_MODEL)
 
 
-def test_a_pool_so_small_that_requests_wait_and_adapters_are_evicted(zoo_of) -> None:
+def test_tiny_pool_that_evicts_adapters_answers_as_peft_does(zoo_of) -> None:
     zoo = zoo_of("llama")
     asked = some_requests(seed=2, count=18)
     # 28 pages of 16 tokens: the largest adapter and one long request leave room for little else.
@@ -72,7 +72,7 @@ def test_a_pool_so_small_that_requests_wait_and_adapters_are_evicted(zoo_of) -> 
     assert engine.stats().adapter_evictions > 0
 
 
-def test_preempted_requests_answer_the_same(zoo_of) -> None:
+def test_preempted_requests_answer_as_peft_does(zoo_of) -> None:
     zoo = zoo_of("llama")
     asked = [Asked(f"p{i}", adapter, (7 + i, 11, 13), 20) for i, adapter in enumerate(EVERY_MODEL)]
     engine = zoo.engine()
@@ -81,7 +81,7 @@ def test_preempted_requests_answer_the_same(zoo_of) -> None:
 
     def preempting_plan():
         if scheduler.running and engine.stats().steps % 3 == 2:
-            scheduler._admission.preempt(scheduler.running[-1])
+            scheduler.state.preempt(scheduler.running[-1])
         return plan()
 
     scheduler.plan = preempting_plan
@@ -97,7 +97,7 @@ def test_preempted_requests_answer_the_same(zoo_of) -> None:
     block_size=st.sampled_from([6, 7, 16]),
     max_num_seqs=st.integers(1, 8),
 )
-def test_any_order_of_arrivals(
+def test_any_order_of_arrivals_answers_as_peft_does(
     zoo_of, seed: int, arrivals: list[int], budget: int, block_size: int, max_num_seqs: int
 ) -> None:
     zoo = zoo_of("qwen3")
@@ -123,7 +123,7 @@ RECIPE = st.fixed_dictionaries(
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(recipes=st.lists(RECIPE, min_size=1, max_size=3), seed=st.integers(0, 10_000))
-def test_any_ranks_and_targets(zoo_of, recipes: list[dict[str, object]], seed: int) -> None:
+def test_any_ranks_and_targets_answer_as_peft_does(zoo_of, recipes: list[dict[str, object]], seed: int) -> None:
     zoo = zoo_of("llama")
     names = [f"drawn{next(DRAWN)}" for _ in recipes]
     try:
@@ -138,7 +138,7 @@ def test_any_ranks_and_targets(zoo_of, recipes: list[dict[str, object]], seed: i
 
 
 @pytest.mark.parametrize("family", ["falcon", "llama4"])
-def test_bases_that_the_hook_cannot_serve_are_refused(zoo_of, tmp_path, family: str) -> None:
+def test_base_that_the_attention_function_cannot_serve_is_refused(zoo_of, tmp_path, family: str) -> None:
     zoo = Zoo(family, tmp_path)
     with pytest.raises(UnsupportedModel, match=family):
         load_model(Settings(model=ModelSettings(path=str(zoo.base), served_model_name="b")))

@@ -1,88 +1,92 @@
-"""Pins: loaded without being asked for, never evicted, within limits, and in nobody's way for ever."""
+"""AdapterPins: loaded without being asked for, never evicted, within limits, and in nobody's way for ever."""
 
 from __future__ import annotations
 
 import asyncio
 
-from house import House
+from scheduler_harness import Harness
 
 from loramux.engine import spawn_engine
+from loramux.engine.memory.pages import PageUse
+from loramux.engine.memory.pins import AdapterPins, PinLimits
+from loramux.engine.memory.residency import AdapterState
 from loramux.engine.messages import Pinned
-from loramux.engine.pins import PinLimits, Pins
 from loramux.engine.request import AdapterRef
-from loramux.engine.resident import AdapterState
 from loramux.settings import EngineSettings, ModelSettings, Settings
 
 A, B, C = (AdapterRef(name, f"/{name}") for name in "abc")
 
 
-def pins_of(house: House, pool_share: float = 0.5, per_tenant: int = 2) -> Pins:
-    return Pins(PinLimits(pool_share, per_tenant), house.scheduler.budget, house.scheduler.memory)
+def pins_of(harness: Harness, pool_share: float = 0.5, per_tenant: int = 2) -> AdapterPins:
+    budget = harness.scheduler.state.budget
+    return AdapterPins(
+        PinLimits(int(budget.num_pages * pool_share), budget.watermark, per_tenant), harness.scheduler.memory
+    )
 
 
-def settle(house: House, pins: Pins) -> list[Pinned]:
+def settle(harness: Harness, pins: AdapterPins) -> list[Pinned]:
     told = []
     for _ in range(6):
-        house.store.finish_all()
-        house.step()
+        harness.store.finish_all()
+        harness.step()
         told += pins.advance()
     return told
 
 
 def test_a_pinned_revision_is_loaded_unasked_and_stays_when_the_room_is_needed() -> None:
-    house = House(num_pages=12, block_size=4)
-    pins = pins_of(house)
+    harness = Harness(num_pages=12, block_size=4)
+    pins = pins_of(harness)
     pins.pin(A, "t")
-    assert settle(house, pins) == [Pinned("a", "t")]
+    assert settle(harness, pins) == [Pinned("a", "t")]
     assert len(pins) == 1
-    house.submit("b", 16, 8, adapter="b")
-    house.run()
-    house.submit("large", 30, 10)
-    house.run()
-    assert house.residency.state("a") is AdapterState.READY
-    assert house.residency.state("b") is AdapterState.KNOWN
+    harness.submit("b", 16, 8, adapter="b")
+    harness.run()
+    harness.submit("large", 30, 10)
+    harness.run()
+    assert harness.residency.state("a") is AdapterState.READY
+    assert harness.residency.state("b") is AdapterState.KNOWN
     pins.unpin("a", "t")
-    house.submit("whole", 40, 8)
-    house.run()
-    assert house.finished["whole"] == "length"
-    assert house.residency.state("a") is AdapterState.KNOWN
+    harness.submit("whole", 40, 8)
+    harness.run()
+    assert harness.finished["whole"] == "length"
+    assert harness.residency.state("a") is AdapterState.KNOWN
 
 
-def test_what_fits_only_without_the_pins_is_refused_with_the_numbers_and_not_waited_for() -> None:
-    house = House(num_pages=12, block_size=4)
-    pins = pins_of(house)
+def test_request_that_fits_only_without_pins_is_refused_with_numbers() -> None:
+    harness = Harness(num_pages=12, block_size=4)
+    pins = pins_of(harness)
     pins.pin(A, "")
-    settle(house, pins)
-    house.submit("whole", 40, 8)
-    house.run()
-    assert house.finished["whole"] == "error"
-    assert "12 pages of KV" in house.faults["whole"].message
-    assert "pinned adapters hold 2" in house.faults["whole"].message
+    settle(harness, pins)
+    harness.submit("whole", 40, 8)
+    harness.run()
+    assert harness.finished["whole"] == "error"
+    assert "12 pages of KV" in harness.faults["whole"].message
+    assert "pinned adapters hold 2" in harness.faults["whole"].message
 
 
 def test_a_pin_has_several_owners_and_goes_with_the_last() -> None:
-    house = House(num_pages=12, block_size=4)
-    pins = pins_of(house)
+    harness = Harness(num_pages=12, block_size=4)
+    pins = pins_of(harness)
     pins.pin(A, "t")
     pins.pin(A, "")
-    assert settle(house, pins) == [Pinned("a", ""), Pinned("a", "t")]
+    assert settle(harness, pins) == [Pinned("a", ""), Pinned("a", "t")]
     pins.unpin("a", "t")
     assert len(pins) == 1
     pins.unpin("a", "")
     pins.unpin("a", "")
     assert len(pins) == 0
-    house.residency.retire("a")
-    assert house.pool.counts.adapters == 0
+    harness.residency.retire("a")
+    assert harness.pool.num_taken(PageUse.ADAPTER) == 0
 
 
 def test_limits_of_the_pool_and_of_a_tenant() -> None:
-    house = House(num_pages=12, block_size=4)
-    pins = pins_of(house, pool_share=0.5, per_tenant=1)
+    harness = Harness(num_pages=12, block_size=4)
+    pins = pins_of(harness, pool_share=0.5, per_tenant=1)
     pins.pin(A, "t")
     pins.pin(B, "t")
     pins.pin(B, "")
     pins.pin(C, "u")
-    told = {(one.digest, one.owner): one.fault for one in settle(house, pins)}
+    told = {(one.digest, one.owner): one.fault for one in settle(harness, pins)}
     assert told["a", "t"] is None
     assert told["b", ""] is None
     assert told["b", "t"] is not None
@@ -92,20 +96,20 @@ def test_limits_of_the_pool_and_of_a_tenant() -> None:
 
 
 def test_a_failed_load_and_a_deletion_end_a_pin() -> None:
-    house = House(num_pages=12, block_size=4)
-    pins = pins_of(house)
+    harness = Harness(num_pages=12, block_size=4)
+    pins = pins_of(harness)
     pins.pin(A, "t")
-    house.store.finish(0, RuntimeError("disk on fire"))
-    (failed,) = settle(house, pins)
+    harness.store.finish(0, RuntimeError("disk on fire"))
+    (failed,) = settle(harness, pins)
     assert failed.fault is not None
     assert "disk on fire" in failed.fault.message
     pins.pin(B, "t")
-    settle(house, pins)
+    settle(harness, pins)
     pins.retire("b")
-    house.scheduler.memory.retire("b")
+    harness.scheduler.memory.retire("b")
     (deleted,) = pins.advance()
     assert deleted.fault is not None
-    assert house.pool.counts.adapters == 0
+    assert harness.pool.num_taken(PageUse.ADAPTER) == 0
 
 
 def test_a_pin_through_the_mailbox_waits_until_the_weights_are_there(zoo_of) -> None:

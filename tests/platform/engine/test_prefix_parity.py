@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from zoo import Asked, Zoo, serve
+from adapter_zoo import Asked, Zoo, serve
 
 from loramux.engine.engine import Engine
 
@@ -27,7 +27,7 @@ def check(zoo: Zoo, engine: Engine, asked: list[Asked]) -> None:
 
 
 @pytest.mark.parametrize(("family", "budget"), [("llama", 11), ("llama", 64), ("mistral", 11), ("gemma3", 64)])
-def test_cached_and_computed_prompts_answer_the_same(zoo_of, family: str, budget: int) -> None:
+def test_prefix_cache_cached_and_computed_prompts_answer_the_same(zoo_of, family: str, budget: int) -> None:
     zoo = zoo_of(family)
     engine = zoo.engine(max_num_batched_tokens=budget)
     for turn in range(2):
@@ -42,7 +42,7 @@ def test_cached_and_computed_prompts_answer_the_same(zoo_of, family: str, budget
     assert stats.pages_adapters_idle > 0
 
 
-def test_switched_off_nothing_is_reused(zoo_of) -> None:
+def test_prefix_cache_switched_off_reuses_nothing(zoo_of) -> None:
     zoo = zoo_of("llama")
     engine = zoo.engine(prefix_cache=False)
     for turn in range(2):
@@ -52,7 +52,7 @@ def test_switched_off_nothing_is_reused(zoo_of) -> None:
     assert stats.prompt_tokens == 2 * sum(len(asked.prompt) for asked in conversations(0))
 
 
-def test_preempted_ones_reuse_their_own_and_no_token_is_counted_twice(zoo_of) -> None:
+def test_prefix_cache_preempted_requests_reuse_their_own_kv_and_count_no_token_twice(zoo_of) -> None:
     zoo = zoo_of("mistral")
     engine = zoo.engine()
     scheduler = engine.scheduler
@@ -60,7 +60,7 @@ def test_preempted_ones_reuse_their_own_and_no_token_is_counted_twice(zoo_of) ->
 
     def preempting_plan():
         if scheduler.running and engine.stats().steps % 4 == 3:
-            scheduler._admission.preempt(scheduler.running[-1])
+            scheduler.state.preempt(scheduler.running[-1])
         return plan()
 
     scheduler.plan = preempting_plan
@@ -73,7 +73,7 @@ def test_preempted_ones_reuse_their_own_and_no_token_is_counted_twice(zoo_of) ->
     assert 0 < stats.recomputed_tokens < 16 * stats.preemptions, "all but the pages that were not full"
 
 
-def test_a_pool_in_which_cached_kv_and_adapters_evict_each_other(zoo_of) -> None:
+def test_prefix_cache_and_adapters_that_evict_each_other_answer_as_peft_does(zoo_of) -> None:
     zoo = zoo_of("llama")
     engine = zoo.engine(pool_bytes=32 * 16 * 3 * 2 * 2 * 16 * 4)  # 32 pages
     for turn in range(2):

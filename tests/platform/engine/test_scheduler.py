@@ -1,28 +1,30 @@
 """The scheduler on plain numbers: pages are conserved, everything ends, heads hold their place."""
 
+import math
+
 import pytest
-from house import House
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from scheduler_harness import Harness
 
-from loramux.engine.pages import OutOfPages, PagePool, PageUse
+from loramux.engine.memory.pages import OutOfPages, PagePool, PageUse
 from loramux.engine.request import ServiceClass
 
 
 def test_prefill_is_chunked_under_the_token_budget_and_decode_goes_first() -> None:
-    house = House(num_pages=40, max_tokens=8)
-    house.submit("short", prompt=3, output=10)
-    house.step()
-    house.submit("long", prompt=20, output=1)
-    step = house.scheduler.plan()
+    harness = Harness(num_pages=40, max_tokens=8)
+    harness.submit("short", prompt=3, output=10)
+    harness.step()
+    harness.submit("long", prompt=20, output=1)
+    step = harness.scheduler.plan()
     assert {c.sequence.id: c.length for c in step.chunks} == {"short": 1, "long": 7}
 
 
 def test_too_long_is_answered_at_once_with_the_numbers() -> None:
-    house = House(num_pages=12, block_size=4)
-    house.submit("big", prompt=40, output=9)
-    (event,) = house.scheduler.take_news()
+    harness = Harness(num_pages=12, block_size=4)
+    harness.submit("big", prompt=40, output=9)
+    (event,) = harness.scheduler.drain_events()
     assert event.fault is not None
     assert event.fault.code == "context_length_exceeded"
     assert "40" in event.fault.message
@@ -30,71 +32,71 @@ def test_too_long_is_answered_at_once_with_the_numbers() -> None:
 
 
 def test_an_adapter_that_leaves_no_room_is_refused_not_waited_for() -> None:
-    house = House()
-    house.submit("never", prompt=4, output=4, adapter="huge")
-    house.submit("after", prompt=4, output=4)
-    house.run()
-    assert house.finished == {"never": "error", "after": "length"}
+    harness = Harness()
+    harness.submit("never", prompt=4, output=4, adapter="huge")
+    harness.submit("after", prompt=4, output=4)
+    harness.run()
+    assert harness.finished == {"never": "error", "after": "length"}
 
 
 def test_a_head_that_does_not_fit_holds_its_place() -> None:
-    house = House(num_pages=12, block_size=4)
-    house.submit("running", prompt=4, output=20)
-    house.step()
-    house.submit("head", prompt=30, output=10)
-    house.submit("small", prompt=1, output=1)
-    house.run()
-    assert house.order[0] == "running", "the small one would have fitted beside it, and must not overtake"
+    harness = Harness(num_pages=12, block_size=4)
+    harness.submit("running", prompt=4, output=20)
+    harness.step()
+    harness.submit("head", prompt=30, output=10)
+    harness.submit("small", prompt=1, output=1)
+    harness.run()
+    assert harness.order[0] == "running", "the small one would have fitted beside it, and must not overtake"
 
 
 def test_base_traffic_does_not_wait_for_a_load() -> None:
-    house = House()
-    house.submit("cold", prompt=4, output=2, adapter="a")
-    house.submit("base", prompt=4, output=2)
-    for _ in range(3):
-        house.step()
-    assert house.finished == {"base": "length"}
-    assert house.scheduler.stalled
-    house.run()
-    assert house.finished["cold"] == "length"
+    harness = Harness()
+    harness.submit("cold", prompt=4, output=2, adapter="a")
+    harness.submit("base", prompt=4, output=2)
+    for _ in range(4):
+        harness.step()
+    assert harness.finished == {"base": "length"}
+    assert harness.scheduler.next_plan_at == math.inf, "only the load can change anything"
+    harness.run()
+    assert harness.finished["cold"] == "length"
 
 
 def test_a_failed_load_fails_its_own_requests_only_and_is_tried_again() -> None:
-    house = House()
-    house.submit("bad", prompt=4, output=2, adapter="a")
-    house.submit("good", prompt=4, output=2, adapter="b")
-    house.store.finish(0, RuntimeError("disk on fire"))
-    house.run()
-    assert house.finished == {"bad": "error", "good": "length"}
-    house.submit("again", prompt=4, output=2, adapter="a")
-    house.run()
-    assert house.finished["again"] == "length"
+    harness = Harness()
+    harness.submit("bad", prompt=4, output=2, adapter="a")
+    harness.submit("good", prompt=4, output=2, adapter="b")
+    harness.store.finish(0, RuntimeError("disk on fire"))
+    harness.run()
+    assert harness.finished == {"bad": "error", "good": "length"}
+    harness.submit("again", prompt=4, output=2, adapter="a")
+    harness.run()
+    assert harness.finished["again"] == "length"
 
 
 def test_cancelling_frees_the_pages() -> None:
-    house = House()
-    house.submit("gone", prompt=8, output=20)
-    house.step()
-    assert house.pool.counts.kv == 2
-    house.scheduler.cancel("gone")
-    assert house.pool.counts.kv == 0
-    house.step()
-    assert house.finished == {"gone": "cancelled"}
+    harness = Harness()
+    harness.submit("gone", prompt=8, output=20)
+    harness.step()
+    assert harness.pool.num_taken(PageUse.KV) == 2
+    harness.scheduler.cancel("gone")
+    assert harness.pool.num_taken(PageUse.KV) == 0
+    harness.step()
+    assert harness.finished == {"gone": "cancelled"}
 
 
 def test_idle_adapters_make_room_and_retired_ones_leave() -> None:
-    house = House(num_pages=6, block_size=4)
-    house.submit("x", prompt=4, output=2, adapter="a")
-    house.run()
-    assert house.pool.counts.adapters == 2
-    house.submit("y", prompt=16, output=8)
-    house.run()
-    assert house.pool.counts.adapters == 0
-    house.submit("z", prompt=4, output=2, adapter="b")
-    house.run()
-    house.residency.retire("b")
-    assert house.pool.counts.adapters == 0
-    assert not house.store.live
+    harness = Harness(num_pages=6, block_size=4)
+    harness.submit("x", prompt=4, output=2, adapter="a")
+    harness.run()
+    assert harness.pool.num_taken(PageUse.ADAPTER) == 2
+    harness.submit("y", prompt=16, output=8)
+    harness.run()
+    assert harness.pool.num_taken(PageUse.ADAPTER) == 0
+    harness.submit("z", prompt=4, output=2, adapter="b")
+    harness.run()
+    harness.residency.retire("b")
+    assert harness.pool.num_taken(PageUse.ADAPTER) == 0
+    assert not harness.store.live
 
 
 def test_a_pool_gives_no_page_twice() -> None:
@@ -111,7 +113,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.house = House(num_pages=14, block_size=4, max_num_seqs=5, max_tokens=12)
+        self.harness = Harness(num_pages=14, block_size=4, max_num_seqs=5, max_tokens=12)
         self.sent: dict[str, int] = {}
         self.serving: dict[str, tuple[int, list[int]]] = {}
 
@@ -125,57 +127,57 @@ class SchedulerMachine(RuleBasedStateMachine):
     def arrive(self, prompt: int, output: int, adapter: str | None, service_class: ServiceClass, tenant: str) -> None:
         name = f"r{len(self.sent)}"
         self.sent[name] = output
-        self.house.submit(name, prompt, output, adapter, service_class, tenant)
+        self.harness.submit(name, prompt, output, adapter, service_class, tenant)
 
     @precondition(lambda self: self.sent)
     @rule(pick=st.integers(0, 1000))
     def cancel(self, pick: int) -> None:
-        self.house.scheduler.cancel(f"r{pick % len(self.sent)}")
+        self.harness.scheduler.cancel(f"r{pick % len(self.sent)}")
 
-    @precondition(lambda self: self.house.store.pending)
+    @precondition(lambda self: self.harness.store.pending)
     @rule(pick=st.integers(0, 1000), fails=st.booleans())
     def load(self, pick: int, fails: bool) -> None:
-        self.house.store.finish(pick % len(self.house.store.pending), RuntimeError("no") if fails else None)
+        self.harness.store.finish(pick % len(self.harness.store.pending), RuntimeError("no") if fails else None)
 
     @rule(digest=st.sampled_from(["a", "b"]))
     def retire(self, digest: str) -> None:
-        self.house.residency.retire(digest)
+        self.harness.residency.retire(digest)
 
     @rule()
     def step(self) -> None:
-        self.house.step()
+        self.harness.step()
 
     @invariant()
     def pages_have_one_holder(self) -> None:
-        house = self.house
-        held = [page for sequence in house.scheduler.running for page in sequence.pages]
-        held += [page for r in house.residency._known.values() for page in r.pages]
+        harness = self.harness
+        held = [page for sequence in harness.scheduler.running for page in sequence.pages]
+        held += [page for r in harness.residency._known.values() for page in r.pages]
         assert len(held) == len(set(held))
-        assert len(held) + house.pool.num_free == house.pool.num_pages
-        assert house.pool.counts.kv == sum(len(s.pages) for s in house.scheduler.running)
+        assert len(held) + harness.pool.num_free == harness.pool.num_pages
+        assert harness.pool.num_taken(PageUse.KV) == sum(len(s.pages) for s in harness.scheduler.running)
 
     @invariant()
     def what_runs_keeps_the_weights_it_began_with(self) -> None:
         """Nothing in use is evicted, and no revision is swapped under a request: same slot, same pages, to its end."""
         serving = {}
-        for sequence in self.house.scheduler.running:
+        for sequence in self.harness.scheduler.running:
             if sequence.digest is not None:
-                resident = self.house.residency._known[sequence.digest]
+                resident = self.harness.residency._known[sequence.digest]
                 assert resident.users > 0
                 assert resident.slot == sequence.slot
-                assert self.house.store.live[sequence.slot] is resident.pages
+                assert self.harness.store.live[sequence.slot] is resident.pages
                 serving[sequence.id] = (sequence.slot, list(resident.pages))
         for name in serving.keys() & self.serving.keys():
             assert serving[name] == self.serving[name]
         self.serving = serving
 
     def teardown(self) -> None:
-        self.house.run(2000)
-        assert set(self.house.finished) == set(self.sent)
-        for name, reason in self.house.finished.items():
+        self.harness.run(2000)
+        assert set(self.harness.finished) == set(self.sent)
+        for name, reason in self.harness.finished.items():
             if reason == "length":
-                assert self.house.generated[name] == self.sent[name]
-        assert self.house.pool.counts.kv == 0
+                assert self.harness.generated[name] == self.sent[name]
+        assert self.harness.pool.num_taken(PageUse.KV) == 0
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase

@@ -7,31 +7,30 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from gateway_house import House, in_house, read
+from gateway_harness import Harness, in_harness, read
 from scripted_engine import EOS, FACTS
 
 from loramux.engine.messages import EngineFault
 from loramux.engine.request import SamplingParams
-from loramux.gateway import Draining, EngineDown, GatewayError, Generation, InvalidRequest, Message, TokenUsage
+from loramux.gateway import Draining, EngineDown, GatewayError, Generation, InvalidRequest, Message
 from loramux.gateway.service import ENDS
+from loramux.units import TokenCounts
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_projects_share_an_adapters_cache_and_the_bases_only_where_the_operator_says_so(
-    tmp_path: Path, shared: bool
-) -> None:
-    async def test(made: House) -> None:
+def test_projects_share_adapter_cache_and_base_cache_only_by_setting(tmp_path: Path, shared: bool) -> None:
+    async def test(made: Harness) -> None:
         for model in ("tiny", "acme/one"):
             await read(await made.begin(model=model))
         base, adapter = made.engine.requests
         assert base.kv_identity == (made.principal.tenant, None, "" if shared else made.principal.project)
         assert adapter.kv_identity == (made.principal.tenant, "d1", "")
 
-    in_house(test, tmp_path, share_base_cache=shared)
+    in_harness(test, tmp_path, share_base_cache=shared)
 
 
-def test_the_usage_is_recorded_before_the_finish_reason_is_told(tmp_path: Path) -> None:
-    async def test(made: House) -> None:
+def test_usage_is_recorded_before_the_finish_reason_is_sent(tmp_path: Path) -> None:
+    async def test(made: Harness) -> None:
         generation = await made.begin()
         async for delta in generation:
             settled = await made.entries()
@@ -39,13 +38,13 @@ def test_the_usage_is_recorded_before_the_finish_reason_is_told(tmp_path: Path) 
                 assert settled == [("completed", 6, 0, 6, "stop")]
             elif delta.text == "h":
                 assert settled == []
-        assert generation.usage == TokenUsage(6, 0, 6)
+        assert generation.usage == TokenCounts(prompt=6, output=6)
 
-    in_house(test, tmp_path, pause=0.02)
+    in_harness(test, tmp_path, pause=0.02)
 
 
-def test_the_request_is_recorded_before_the_engine_sees_it(tmp_path: Path) -> None:
-    async def test(made: House) -> None:
+def test_request_is_recorded_before_it_is_submitted(tmp_path: Path) -> None:
+    async def test(made: Harness) -> None:
         seen = []
 
         async def refuse(_: object) -> None:
@@ -53,16 +52,16 @@ def test_the_request_is_recorded_before_the_engine_sees_it(tmp_path: Path) -> No
             raise RuntimeError("the disk is full")
 
         made.usage.open = refuse
-        with pytest.raises(GatewayError, match="could not be recorded"):
-            await read(await made.begin())
+        with pytest.raises(RuntimeError, match="the disk is full"):
+            await made.begin()
         assert seen == [0]
         assert made.engine.requests == []
 
-    in_house(test, tmp_path)
+    in_harness(test, tmp_path)
 
 
-def test_an_answer_whose_usage_cannot_be_recorded_is_not_finished(tmp_path: Path) -> None:
-    async def test(made: House) -> None:
+def test_answer_with_unrecorded_usage_has_no_finish_reason(tmp_path: Path) -> None:
+    async def test(made: Harness) -> None:
         async def refuse(_: object) -> None:
             raise RuntimeError("the disk is full")
 
@@ -77,11 +76,11 @@ def test_an_answer_whose_usage_cannot_be_recorded_is_not_finished(tmp_path: Path
             await listen(await made.begin())
         assert set(reasons) == {None}
 
-    in_house(test, tmp_path)
+    in_harness(test, tmp_path)
 
 
-def test_a_reader_that_leaves_pays_for_what_was_generated(tmp_path: Path) -> None:
-    async def test(made: House) -> None:
+def test_reader_leaving_midway_is_billed_for_generated_tokens(tmp_path: Path) -> None:
+    async def test(made: Harness) -> None:
         generation = await made.begin(prompts=("a long prompt",))
         seen = 0
         async for _ in generation:
@@ -91,36 +90,36 @@ def test_a_reader_that_leaves_pays_for_what_was_generated(tmp_path: Path) -> Non
         generation.abandon()
         await generation.task
         assert made.engine.cancelled == [f"{generation.id}-0"]
-        assert await made.entries() == [("cancelled", 14, 0, generation.usage.completion_tokens, "cancelled")]
-        assert 3 <= generation.usage.completion_tokens < 13
+        assert await made.entries() == [("cancelled", 14, 0, generation.usage.output, "cancelled")]
+        assert 3 <= generation.usage.output < 13
         assert made.service.counters.requests == dict.fromkeys(ENDS, 0) | {"cancelled": 1}
 
-    in_house(test, tmp_path, pause=0.02)
+    in_harness(test, tmp_path, pause=0.02)
 
 
-def test_a_reader_that_leaves_before_the_first_token_pays_nothing(tmp_path: Path) -> None:
-    async def test(made: House) -> None:
+def test_reader_leaving_before_first_token_is_not_billed(tmp_path: Path) -> None:
+    async def test(made: Harness) -> None:
         generation = await made.begin()
         generation.abandon()
         await generation.task
         assert await made.entries() == [("cancelled", 0, 0, 0, "cancelled")]
         assert made.engine.running == 0
 
-    in_house(test, tmp_path, pause=5.0)
+    in_harness(test, tmp_path, pause=5.0)
 
 
-def test_a_stop_string_cancels_the_engine_and_bills_what_ended_it(tmp_path: Path) -> None:
-    async def test(made: House) -> None:
+def test_stop_string_cancels_the_engine_request_and_bills_its_tokens(tmp_path: Path) -> None:
+    async def test(made: Harness) -> None:
         generation = await made.begin(prompts=("one, two, three",), stop=(" two",), max_tokens=100)
         assert await read(generation) == "one,"
         assert made.engine.cancelled == [f"{generation.id}-0"]
         assert await made.entries() == [("completed", 16, 0, 8, "stop")]
 
-    in_house(test, tmp_path)
+    in_harness(test, tmp_path)
 
 
-def test_choices_count_their_prompt_once_and_have_seeds_of_their_own(tmp_path: Path) -> None:
-    async def test(made: House) -> None:
+def test_choices_share_one_billed_prompt_and_have_own_seeds(tmp_path: Path) -> None:
+    async def test(made: Harness) -> None:
         sampling = SamplingParams(max_tokens=0, seed=2**63 - 1)
         generation = await made.begin(prompts=("ab", "cde"), n=2, sampling=sampling)
         texts: dict[int, str] = {}
@@ -131,21 +130,21 @@ def test_choices_count_their_prompt_once_and_have_seeds_of_their_own(tmp_path: P
         assert [request.sampling.seed for request in made.engine.requests] == [2**63 - 1, 0, 2**63 - 1, 0]
         assert await made.entries() == [("completed", 3 + 4, 0, 2 * 3 + 2 * 4, "stop")]
 
-    in_house(test, tmp_path)
+    in_harness(test, tmp_path)
 
 
-def test_an_engine_that_fails_a_request_is_not_paid(tmp_path: Path) -> None:
-    async def test(made: House) -> None:
-        with pytest.raises(GatewayError, match="cannot be read"):
+def test_engine_fault_is_not_billed(tmp_path: Path) -> None:
+    async def test(made: Harness) -> None:
+        with pytest.raises(GatewayError, match="cannot go on"):
             await read(await made.begin(n=3, max_tokens=100))
         assert await made.entries() == [("failed", 0, 0, 0, "error")]
 
-    fault = EngineFault("adapter_failed", "the adapter cannot be read")
-    in_house(test, tmp_path, script=lambda request: [65, fault] if request.id.endswith("-1") else [65] * 100)
+    fault = EngineFault("internal_error", "the engine cannot go on")
+    in_harness(test, tmp_path, script=lambda request: [65, fault] if request.id.endswith("-1") else [65] * 100)
 
 
-def test_an_engine_that_dies_ends_its_requests_and_takes_no_more(tmp_path: Path) -> None:
-    async def test(made: House) -> None:
+def test_engine_death_ends_running_requests_and_refuses_new_ones(tmp_path: Path) -> None:
+    async def test(made: Harness) -> None:
         generation = await made.begin()
         await generation.started()
         made.engine.died.set()
@@ -154,13 +153,12 @@ def test_an_engine_that_dies_ends_its_requests_and_takes_no_more(tmp_path: Path)
         assert await made.entries() == [("failed", 0, 0, 0, "error")]
         with pytest.raises(EngineDown):
             await made.begin()
-        assert not made.service.serving
 
-    in_house(test, tmp_path, pause=0.05)
+    in_harness(test, tmp_path, pause=0.05)
 
 
-def test_draining_waits_for_what_runs_and_refuses_what_comes(tmp_path: Path) -> None:
-    async def test(made: House) -> None:
+def test_draining_finishes_running_requests_and_refuses_new_ones(tmp_path: Path) -> None:
+    async def test(made: Harness) -> None:
         generation = await made.begin()
         draining = asyncio.create_task(made.service.drain(10))
         await asyncio.sleep(0)
@@ -170,11 +168,11 @@ def test_draining_waits_for_what_runs_and_refuses_what_comes(tmp_path: Path) -> 
         await draining
         assert await made.entries() == [("completed", 6, 0, 6, "stop")]
 
-    in_house(test, tmp_path, pause=0.02)
+    in_harness(test, tmp_path, pause=0.02)
 
 
-def test_draining_cuts_off_what_takes_too_long_and_says_so(tmp_path: Path) -> None:
-    async def test(made: House) -> None:
+def test_draining_aborts_late_requests_with_its_reason(tmp_path: Path) -> None:
+    async def test(made: Harness) -> None:
         generation = await made.begin()
         await generation.started()
         await made.service.drain(0.01)
@@ -182,7 +180,7 @@ def test_draining_cuts_off_what_takes_too_long_and_says_so(tmp_path: Path) -> No
             await read(generation)
         assert await made.entries() == [("failed", 0, 0, 0, "error")]
 
-    in_house(test, tmp_path, pause=0.2)
+    in_harness(test, tmp_path, pause=0.2)
 
 
 @pytest.mark.parametrize(
@@ -195,14 +193,12 @@ def test_draining_cuts_off_what_takes_too_long_and_says_so(tmp_path: Path) -> No
     ],
     ids=["chat: what is left", "text: 16", "text: no more than is left", "as asked"],
 )
-def test_max_tokens_when_nothing_or_enough_is_asked(
-    tmp_path: Path, changes: dict[str, object], max_tokens: int
-) -> None:
-    async def test(made: House) -> None:
+def test_max_tokens_defaults_and_given_value(tmp_path: Path, changes: dict[str, object], max_tokens: int) -> None:
+    async def test(made: Harness) -> None:
         await read(await made.begin(**changes))
         assert made.engine.requests[0].sampling.max_tokens == max_tokens
 
-    in_house(test, tmp_path)
+    in_harness(test, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -220,38 +216,38 @@ def test_max_tokens_when_nothing_or_enough_is_asked(
         ({"sampling": SamplingParams(max_tokens=0, logit_bias={999: 1.0})}, "logit_bias", "token 999"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_the_numbers(
+def test_request_beyond_context_is_refused_with_the_numbers(
     tmp_path: Path, changes: dict[str, object], param: str, told: str
 ) -> None:
-    async def test(made: House) -> None:
+    async def test(made: Harness) -> None:
         with pytest.raises(InvalidRequest, match=told) as refusal:
             await made.begin(**changes)
-        assert refusal.value.param == param
+        assert refusal.value.field == param
         assert await made.entries() == []
 
-    in_house(test, tmp_path)
+    in_harness(test, tmp_path)
 
 
-def test_a_pool_smaller_than_the_models_context_is_the_limit(tmp_path: Path) -> None:
-    async def test(made: House) -> None:
+def test_context_is_limited_by_a_small_pool(tmp_path: Path) -> None:
+    async def test(made: Harness) -> None:
         assert made.service.context == 6 * 16
         await read(await made.begin(prompts=((Message("user", "hi"),),)))
         assert made.engine.requests[0].sampling.max_tokens == 6 * 16 - len("user: hi\nassistant:")
 
-    in_house(test, tmp_path, facts=msgspec.structs.replace(FACTS, pages_total=6))
+    in_harness(test, tmp_path, facts=msgspec.structs.replace(FACTS, pages_total=6))
 
 
 def test_counters_add_up(tmp_path: Path) -> None:
-    async def test(made: House) -> None:
+    async def test(made: Harness) -> None:
         ended: list[Generation] = []
         made.service.on_ended(ended.append)
         await read(await made.begin())
         await read(await made.begin(prompts=("ab",)))
         await asyncio.sleep(0)
         counters = made.service.counters
-        assert (counters.prompt_tokens, counters.completion_tokens) == (6 + 3, 6 + 3)
+        assert counters.tokens == TokenCounts(prompt=6 + 3, output=6 + 3)
         assert counters.requests["completed"] == len(ended) == 2
         assert all(one.seconds_to_first_token is not None and one.seconds is not None for one in ended)
         assert made.service.running == 0
 
-    in_house(test, tmp_path, script=lambda request: [*request.prompt_token_ids[1:], EOS])
+    in_harness(test, tmp_path, script=lambda request: [*request.prompt_token_ids[1:], EOS])

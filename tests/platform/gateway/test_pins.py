@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 import pytest
+from fake_registry import Shelf, digest_of
 from scripted_engine import ScriptedEngine
-from shelf import Shelf, digest_of
 
 from loramux.engine.messages import EngineFault
 from loramux.gateway import AdapterService
 from loramux.records import Database, Principal
-from loramux.registry import ChangeConflict, PreconditionFailed, Terms
+from loramux.registry import ChangeConflict, PreconditionFailed, Preconditions, engine_key
 
 pytestmark = pytest.mark.anyio
 
@@ -28,7 +28,7 @@ def engine() -> ScriptedEngine:
 
 @pytest.fixture
 def service(shelf: Shelf, engine: ScriptedEngine) -> AdapterService:
-    return AdapterService(shelf.registry, engine)
+    return AdapterService(shelf.registry, {"tiny": engine})
 
 
 @pytest.fixture
@@ -43,10 +43,10 @@ async def test_a_pin_is_kept_by_the_engine_until_it_is_let_go(
 ) -> None:
     for _ in range(2):
         assert (await service.pins.pin(acme, "bot", 1)).pin is not None
-        await service.keep_house()
-    assert engine.pinned == [(digest_of(1), acme.tenant)]
+        await service.run_maintenance()
+    assert engine.pinned == [(engine_key(acme.tenant, digest_of(1)), acme.tenant)]
     assert (await service.pins.unpin(acme, "bot", 1)).pin is None
-    await service.keep_house()
+    await service.run_maintenance()
     assert engine.pinned == []
 
 
@@ -58,8 +58,8 @@ async def test_what_the_engine_cannot_keep_is_not_pinned(
         await service.pins.pin(acme, "bot", 1)
     engine.refuses_pins = None
     with pytest.raises(PreconditionFailed):
-        await service.pins.pin(acme, "bot", 1, Terms(if_match='"0"'))
-    assert await shelf.registry.pinning.standing(()) == []
+        await service.pins.pin(acme, "bot", 1, Preconditions(if_match='"0"'))
+    assert await shelf.registry.pins.active(()) == []
     assert engine.pinned == []
 
 
@@ -69,14 +69,16 @@ async def test_the_next_engine_keeps_what_was_pinned(
     for number in (1, 2):
         await service.pins.pin(acme, "bot", number)
     restarted = ScriptedEngine()
-    await AdapterService(shelf.registry, restarted).keep_house()
-    assert sorted(restarted.pinned) == sorted((digest_of(number), acme.tenant) for number in (1, 2))
+    await AdapterService(shelf.registry, {"tiny": restarted}).run_maintenance()
+    assert sorted(restarted.pinned) == sorted(
+        (engine_key(acme.tenant, digest_of(number)), acme.tenant) for number in (1, 2)
+    )
     broken = ScriptedEngine(refuses_pins=EngineFault("adapter_failed", "the disk is slow"))
-    await AdapterService(shelf.registry, broken).keep_house()
-    assert len(await shelf.registry.pinning.standing(())) == 2, "it is tried again"
+    await AdapterService(shelf.registry, {"tiny": broken}).run_maintenance()
+    assert len(await shelf.registry.pins.active(())) == 2, "it is tried again"
     smaller = ScriptedEngine(refuses_pins=EngineFault("pin_limit", "there is less room now"))
-    await AdapterService(shelf.registry, smaller).keep_house()
-    assert await shelf.registry.pinning.standing(()) == []
+    await AdapterService(shelf.registry, {"tiny": smaller}).run_maintenance()
+    assert await shelf.registry.pins.active(()) == []
     assert "there is less room now" in caplog.text
 
 
@@ -85,19 +87,19 @@ async def test_what_is_deleted_leaves_the_engine(
 ) -> None:
     await service.pins.pin(acme, "bot", 1)
     await service.delete_revision(acme, "bot", 1)
-    assert engine.retired == [digest_of(1)]
-    await service.keep_house()
+    assert engine.retired == [engine_key(acme.tenant, digest_of(1))]
+    await service.run_maintenance()
     assert engine.pinned == []
     await service.delete(acme, "bot")
-    assert sorted(engine.retired) == sorted(digest_of(number) for number in (1, 2))
+    assert sorted(engine.retired) == sorted(engine_key(acme.tenant, digest_of(number)) for number in (1, 2))
 
 
 async def test_what_deletes_itself_leaves_the_engine_too(
     service: AdapterService, engine: ScriptedEngine, shelf: Shelf, acme: Principal
 ) -> None:
-    await service.retiring.set_ttl(acme, "bot", 10)
+    await service.deletion.set_ttl(acme, "bot", 10)
     await service.pins.pin(acme, "bot", 2)
     shelf.pass_time(10)
-    await service.keep_house()
-    assert sorted(engine.retired) == sorted(digest_of(number) for number in (1, 2))
+    await service.run_maintenance()
+    assert sorted(engine.retired) == sorted(engine_key(acme.tenant, digest_of(number)) for number in (1, 2))
     assert engine.pinned == []

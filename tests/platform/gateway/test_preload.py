@@ -7,12 +7,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from peft_uploads import CONFIG, WEIGHTS, make_adapter
+from peft_uploads import make_adapter
 from scripted_engine import ScriptedEngine
 from site_fixture import make_settings
 from tiny_base import make_base
+from upload_harness import upload_folder
 
 from loramux.gateway import open_platform
+from loramux.registry import engine_key
 from loramux.settings import AdapterLimits
 
 
@@ -25,14 +27,14 @@ def test_adapters_are_preloaded_by_name_and_the_others_warned_of(
     wanted = AdapterLimits(preload=("acme/one", "acme/two", "nobody/one"))
 
     async def use() -> None:
-        async with open_platform(settings, ScriptedEngine()) as platform:
+        async with open_platform(settings, lambda _: ScriptedEngine()) as platform:
             await platform.tenants.create("acme")
-            acme = await platform.tenants.representing("acme")
-            await platform.adapters.upload(acme, "one", folder / CONFIG, folder / WEIGHTS)
+            acme = await platform.tenants.system_principal("acme")
+            await upload_folder(platform.uploads, acme, "one", folder)
         engine = ScriptedEngine()
-        async with open_platform(msgspec.structs.replace(settings, adapters=wanted), engine) as platform:
-            info = await platform.adapters.reading.get(acme, "one")
-            assert engine.pinned == [(info.digest, "")]
+        async with open_platform(msgspec.structs.replace(settings, adapters=wanted), lambda _: engine) as platform:
+            info = await platform.adapters.queries.get(acme, "one")
+            assert engine.pinned == [(engine_key(acme.tenant, info.digest), "")]
 
     asyncio.run(use())
     assert "acme/two" in caplog.text

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 
 import pytest
@@ -30,31 +31,75 @@ def test_a_special_token_spells_its_name_and_an_unknown_one_nothing() -> None:
 
 def test_texts_get_the_models_special_tokens_and_conversations_those_of_the_template() -> None:
     tokenizer = Tokenizer(byte_tokenizer())
-    assert asyncio.run(tokenizer.encode("hi")) == [257, *b"hi"]
-    chat = asyncio.run(tokenizer.encode_chat((Message("system", "be kind"), Message("user", "hi"))))
-    assert bytes(chat) == b"system: be kind\nuser: hi\nassistant:"
+    assert asyncio.run(tokenizer.encode("hi", 256)) == [257, *b"hi"]
+    chat = asyncio.run(tokenizer.encode_chat((Message("system", "be kind"), Message("user", "hi")), 256))
+    assert bytes(chat.token_ids) == b"system: be kind\nuser: hi\nassistant:"
 
 
 def test_long_texts_are_the_same_from_a_thread() -> None:
     tokenizer = Tokenizer(byte_tokenizer())
     text = "long é " * 2000
-    assert asyncio.run(tokenizer.encode(text)) == [257, *text.encode()]
-    assert bytes(asyncio.run(tokenizer.encode_chat((Message("user", text),)))) == f"user: {text}\nassistant:".encode()
+    assert asyncio.run(tokenizer.encode(text, 1 << 20)) == [257, *text.encode()]
+    assert (
+        bytes(asyncio.run(tokenizer.encode_chat((Message("user", text),), 1 << 20)).token_ids)
+        == f"user: {text}\nassistant:".encode()
+    )
 
 
 def test_without_a_template_the_refusal_names_the_way_out() -> None:
     tokenizer = Tokenizer(byte_tokenizer(chat_template=None))
     with pytest.raises(InvalidRequest, match="/v1/completions") as refusal:
-        asyncio.run(tokenizer.encode_chat((Message("user", "hi"),)))
-    assert refusal.value.param == "messages"
+        asyncio.run(tokenizer.encode_chat((Message("user", "hi"),), 256))
+    assert refusal.value.field == "messages"
 
 
-def test_what_the_template_refuses_is_refused_in_its_words() -> None:
+def test_template_error_is_repeated_in_the_refusal() -> None:
     tokenizer = Tokenizer(byte_tokenizer())
     with pytest.raises(InvalidRequest, match="a system message comes first"):
-        asyncio.run(tokenizer.encode_chat((Message("user", "hi"), Message("system", "late"))))
+        asyncio.run(tokenizer.encode_chat((Message("user", "hi"), Message("system", "late")), 256))
 
 
 def test_a_folder_without_a_tokenizer_is_refused_by_the_setting(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"model\.path"):
         Tokenizer.load(tmp_path)
+
+
+def test_text_beyond_the_limit_is_tokenized_up_to_it_only() -> None:
+    tokenizer = Tokenizer(byte_tokenizer())
+    encode, seen = tokenizer._tokenizer.encode, []
+
+    def count(text: str, *, add_special_tokens: bool) -> list[int]:
+        seen.append(len(text))
+        return encode(text, add_special_tokens=add_special_tokens)
+
+    tokenizer._tokenizer.encode = count
+    token_ids = asyncio.run(tokenizer.encode("x" * 1_000_000, 256))
+    assert len(token_ids) > 256
+    assert sum(seen) < 10_000
+    assert asyncio.run(tokenizer.encode("x" * 5000, 5000)) == [257, *b"x" * 5000]
+
+
+def test_long_texts_of_one_tenant_leave_threads_to_others() -> None:
+    tokenizer = Tokenizer(byte_tokenizer())
+    encode, running, most = tokenizer._tokenizer.encode, [], []
+    started, release = threading.Semaphore(0), threading.Event()
+
+    def hold(text: str, *, add_special_tokens: bool) -> list[int]:
+        if text.startswith("slow"):
+            running.append(text)
+            most.append(len(running))
+            started.release()
+            release.wait(20)
+            running.remove(text)
+        return encode(text, add_special_tokens=add_special_tokens)
+
+    async def test() -> None:
+        slow = [asyncio.create_task(tokenizer.encode("slow" * 1000, 5000, "greedy")) for _ in range(8)]
+        await asyncio.to_thread(started.acquire, timeout=20)
+        await asyncio.wait_for(tokenizer.encode("fast" * 1000, 5000, "other"), 20)
+        release.set()
+        await asyncio.gather(*slow)
+
+    tokenizer._tokenizer.encode = hold
+    asyncio.run(test())
+    assert max(most) == 1

@@ -1,21 +1,23 @@
-"""Who pays for which token: what could be read is billed, the rest waived, and the engine agrees to the token."""
+"""The bill of every token: what could be read is billed, the rest waived, and the engine agrees to the token."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from gateway_house import House, in_house, read
+from gateway_harness import Harness, in_harness, read
 
 from loramux.billing import reconcile
-from loramux.gateway import GatewayError
-from loramux.gateway.tags import canonical_tags
+from loramux.gateway import GatewayError, Generation
+from loramux.gateway.checks import canonical_tags
 from loramux.records.ledger import LedgerEntry, LedgerRepository
+from loramux.units import TokenCounts
+from loramux.usage import IdempotencyClaim
 
 PROMPT = "say this"
 
 
-async def entry(made: House) -> LedgerEntry:
+async def entry(made: Harness) -> LedgerEntry:
     async with made.database.read() as session:
         [entry] = await LedgerRepository(session).after(0, 10)
     assert (await reconcile(made.database)).drift_tokens == 0
@@ -24,40 +26,83 @@ async def entry(made: House) -> LedgerEntry:
 
 
 @pytest.mark.parametrize("deltas", range(len(PROMPT) + 1))
-def test_a_client_that_drops_at_any_chunk_pays_for_what_it_could_read(tmp_path: Path, deltas: int) -> None:
-    async def test(made: House) -> None:
+def test_client_dropping_at_any_chunk_is_billed_for_delivered_tokens(tmp_path: Path, deltas: int) -> None:
+    async def test(made: Harness) -> None:
         generation = await made.begin(prompts=(PROMPT,), n=2)
-        seen = 0
-        if deltas:
-            async for _ in generation:
-                seen += 1
-                if seen == deltas:
-                    break
-        generation.abandon()
-        await generation.task
+        await leave_after(generation, deltas)
         billed = await entry(made)
         engine = sum(made.engine.told.values())
         assert billed.output_tokens + billed.waived_output_tokens == engine
         assert billed.output_tokens >= deltas
-        assert billed.output_tokens == generation.usage.completion_tokens
+        assert billed.output_tokens == generation.usage.output
         assert (billed.input_tokens > 0) == (billed.output_tokens > 0)
         assert made.engine.running == 0
 
-    in_house(test, tmp_path, pause=0.002)
+    in_harness(test, tmp_path, pause=0.002)
 
 
-def test_a_prompt_is_paid_once_and_waived_for_the_other_answers(tmp_path: Path) -> None:
-    async def test(made: House) -> None:
+@pytest.mark.parametrize("deltas", [0, 1, len(PROMPT)])
+def test_client_leaving_before_a_whole_answer_pays_nothing(tmp_path: Path, deltas: int) -> None:
+    async def test(made: Harness) -> None:
+        generation = await made.begin(prompts=(PROMPT,), n=2, is_streamed=False)
+        await leave_after(generation, deltas)
+        billed = await entry(made)
+        assert (billed.status, billed.input_tokens, billed.output_tokens, billed.adapter_load) == ("cancelled", 0, 0, 0)
+        assert billed.waived_output_tokens == sum(made.engine.told.values())
+        assert generation.usage == TokenCounts()
+
+    in_harness(test, tmp_path, pause=0.002)
+
+
+def test_client_leaving_before_a_whole_answer_pays_for_a_kept_one(tmp_path: Path) -> None:
+    async def test(made: Harness) -> None:
+        claim = IdempotencyClaim("k", "digest")
+        await leave_after(await made.begin(prompts=(PROMPT,), is_streamed=False, claim=claim), 1)
+        billed = await entry(made)
+        assert (billed.status, billed.waived_output_tokens) == ("completed", 0)
+        assert billed.output_tokens == sum(made.engine.told.values()) > 1
+        again = await made.begin(prompts=(PROMPT,), is_streamed=False, claim=claim)
+        assert again.replayed
+        assert again.usage.output == billed.output_tokens
+
+    in_harness(test, tmp_path, pause=0.002)
+
+
+def test_whole_answer_that_was_recorded_is_billed(tmp_path: Path) -> None:
+    async def test(made: Harness) -> None:
+        generation = await made.begin(prompts=(PROMPT,), is_streamed=False)
+        await read(generation)
+        generation.abandon()
+        await generation.task
+        assert (await entry(made)).output_tokens == generation.usage.output > 0
+
+    in_harness(test, tmp_path)
+
+
+async def leave_after(generation: Generation, deltas: int) -> None:
+    """Read so many deltas, leave, and wait for the settlement."""
+    if deltas:
+        seen = 0
+        async for _ in generation:
+            seen += 1
+            if seen == deltas:
+                break
+    generation.abandon()
+    await generation.task
+
+
+def test_prompt_of_many_choices_is_billed_once(tmp_path: Path) -> None:
+    async def test(made: Harness) -> None:
         await read(await made.begin(prompts=("abc",), n=3))
         billed = await entry(made)
         assert (billed.input_tokens, billed.waived_input_tokens) == (4, 8)
         assert (billed.output_tokens, billed.waived_output_tokens) == (12, 0)
 
-    in_house(test, tmp_path)
+    in_harness(test, tmp_path)
 
 
-def test_what_comes_after_a_stop_string_is_waived(tmp_path: Path) -> None:
-    async def test(made: House) -> None:
+def test_tokens_after_a_stop_string_are_waived(tmp_path: Path) -> None:
+    async def test(made: Harness) -> None:
         said = [*b"one two", *b"xxxx"]
         made.engine.script = lambda request: [*said, *[120] * 40]
         made.engine.overrun = 3
@@ -66,29 +111,29 @@ def test_what_comes_after_a_stop_string_is_waived(tmp_path: Path) -> None:
         assert (billed.output_tokens, billed.waived_output_tokens) == (7, 3)
         assert (billed.status, billed.finish_reason) == ("completed", "stop")
 
-    in_house(test, tmp_path)
+    in_harness(test, tmp_path)
 
 
-def test_a_failed_request_is_waived_whole(tmp_path: Path) -> None:
+def test_failed_request_is_waived_whole(tmp_path: Path) -> None:
     from loramux.engine.messages import EngineFault
 
-    async def test(made: House) -> None:
+    async def test(made: Harness) -> None:
         with pytest.raises(GatewayError):
             await read(await made.begin(n=2, max_tokens=50))
         billed = await entry(made)
         assert (billed.status, billed.input_tokens, billed.output_tokens) == ("failed", 0, 0)
         assert billed.waived_output_tokens == sum(made.engine.told.values()) > 0
 
-    fault = EngineFault("adapter_failed", "the adapter cannot be read")
-    in_house(test, tmp_path, script=lambda request: [65, fault] if request.id.endswith("-1") else [65] * 50)
+    fault = EngineFault("internal_error", "the engine cannot go on")
+    in_harness(test, tmp_path, script=lambda request: [65, fault] if request.id.endswith("-1") else [65] * 50)
 
 
-def test_tags_come_with_the_entry(tmp_path: Path) -> None:
-    async def test(made: House) -> None:
+def test_tags_are_stored_with_the_entry(tmp_path: Path) -> None:
+    async def test(made: Harness) -> None:
         await read(await made.begin(tags=canonical_tags({"team": "é", "a": "b"})))
         assert (await entry(made)).tags == '{"a":"b","team":"é"}'
 
-    in_house(test, tmp_path)
+    in_harness(test, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -105,4 +150,4 @@ def test_tags_come_with_the_entry(tmp_path: Path) -> None:
 def test_tags_are_bounded(tags: dict[str, str], told: str) -> None:
     with pytest.raises(GatewayError, match=told) as refusal:
         canonical_tags(tags)
-    assert refusal.value.param == "metadata"
+    assert refusal.value.field == "metadata"

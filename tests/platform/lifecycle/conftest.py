@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 import pytest
-from shelf import Shelf
+from fake_registry import Shelf
 
 from loramux.records import Database, Principal
 

@@ -13,14 +13,15 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from dying import survives
-from shelf import Shelf, digest_of
+from crash_helpers import survives
+from fake_registry import Shelf, digest_of
 
 from loramux.records import Database, Principal
-from loramux.records.lifecycle_models import AliasTargetRow, AliasVersionRow, PinRow
-from loramux.records.models import AdapterRow, AliasRow, RevisionRow
-from loramux.records.tenancy_models import AuditRow
-from loramux.records.webhook_models import EventRow
+from loramux.records.adapters import AdapterRow, RevisionRow
+from loramux.records.aliases import AliasRow, AliasTargetRow, AliasVersionRow
+from loramux.records.audit import AuditRow
+from loramux.records.pins import PinRow
+from loramux.records.webhooks import EventRow
 from loramux.registry import WeightedRevision
 from loramux.tenants import Tenants
 
@@ -57,31 +58,31 @@ async def prepare_nothing(shelf: Shelf, acme: Principal, name: str) -> None:
 
 
 async def prepare_deletion(shelf: Shelf, acme: Principal, name: str) -> None:
-    await shelf.registry.pinning.pin(acme, name, 1)
+    await shelf.registry.pins.pin(acme, name, 1)
 
 
 async def prepare_undeletion(shelf: Shelf, acme: Principal, name: str) -> None:
-    await shelf.registry.retiring.delete(acme, name)
+    await shelf.registry.deletion.delete(acme, name)
 
 
 async def delete_for_good(shelf: Shelf, acme: Principal, name: str) -> None:
-    await shelf.registry.retiring.delete(acme, name, undo_seconds=0)
+    await shelf.registry.deletion.delete(acme, name, undo_seconds=0)
     shelf.pass_time(60)
-    await shelf.registry.contents.purge()
+    await shelf.registry.blob_gc.purge()
 
 
 CHANGES: dict[str, tuple[Change, Change]] = {
-    "promote": (prepare_nothing, lambda s, p, name: s.registry.releasing.promote(p, name, 1)),
-    "canary": (prepare_nothing, lambda s, p, name: s.registry.releasing.point(p, name, "canary", BOTH)),
-    "rollback": (prepare_nothing, lambda s, p, name: s.registry.releasing.roll_back(p, name, "default", None)),
-    "delete": (prepare_deletion, lambda s, p, name: s.registry.retiring.delete(p, name)),
-    "delete a revision": (prepare_deletion, lambda s, p, name: s.registry.retiring.delete_revision(p, name, 1)),
-    "undelete": (prepare_undeletion, lambda s, p, name: s.registry.retiring.undelete(p, name)),
+    "promote": (prepare_nothing, lambda s, p, name: s.registry.aliases.promote(p, name, 1)),
+    "canary": (prepare_nothing, lambda s, p, name: s.registry.aliases.point(p, name, "canary", BOTH)),
+    "rollback": (prepare_nothing, lambda s, p, name: s.registry.aliases.roll_back(p, name, "default", None)),
+    "delete": (prepare_deletion, lambda s, p, name: s.registry.deletion.delete(p, name)),
+    "delete a revision": (prepare_deletion, lambda s, p, name: s.registry.deletion.delete_revision(p, name, 1)),
+    "undelete": (prepare_undeletion, lambda s, p, name: s.registry.deletion.undelete(p, name)),
     "delete for good": (prepare_nothing, delete_for_good),
 }
 
 
-class House:
+class Harness:
     """One tenant's shelf, in this process and in others."""
 
     def __init__(self, url: str, folder: Path) -> None:
@@ -163,13 +164,13 @@ class House:
 
         async def check(shelf: Shelf, acme: Principal, _: str) -> None:
             shelf.pass_time(61)
-            await shelf.registry.contents.purge()
-            await shelf.registry.contents.sweep()
+            await shelf.registry.blob_gc.purge()
+            await shelf.registry.blob_gc.sweep()
             kept = set()
-            for info in await shelf.registry.reading.all(acme):
-                kept |= {revision.digest for revision in await shelf.registry.reading.revisions(acme, info.name)}
+            for info in await shelf.registry.queries.all(acme):
+                kept |= {revision.digest for revision in await shelf.registry.queries.revisions(acme, info.name)}
                 for alias in info.aliases:
-                    assert (await shelf.registry.resolve(acme, f"{info.name}:{alias.name}")).revision
+                    assert (await shelf.registry.resolver.resolve(acme, f"{info.name}:{alias.name}")).revision
             assert kept <= set(self._files.digests())
             async with shelf.database.read() as session:
                 deleted = sa.select(RevisionRow.digest).where(RevisionRow.purge_at.is_not(None))
@@ -179,17 +180,17 @@ class House:
         asyncio.run(self.do(check, "")())
 
 
-def kill_everywhere(house: House, prepare: Change, change: Change, step: int) -> int:
+def kill_everywhere(harness: Harness, prepare: Change, change: Change, step: int) -> int:
     """Kill the change at every `step`th moment, each time on a new adapter; the number of kills."""
-    whole = house.adapter(prepare)
-    before = house.rows(whole)
-    asyncio.run(house.do(change, whole)())
-    after = house.rows(whole)
+    whole = harness.adapter(prepare)
+    before = harness.rows(whole)
+    asyncio.run(harness.do(change, whole)())
+    after = harness.rows(whole)
     assert before != after
     for kills, lives in enumerate(count(0, step)):
-        name = house.adapter(prepare)
-        survived = survives(house.do(change, name), lives)
-        rows = house.rows(name)
+        name = harness.adapter(prepare)
+        survived = survives(harness.do(change, name), lives)
+        rows = harness.rows(name)
         if survived:
             assert rows == after
             return kills
@@ -198,21 +199,21 @@ def kill_everywhere(house: House, prepare: Change, change: Change, step: int) ->
 
 
 @pytest.fixture
-def house(url: str, tmp_path: Path) -> House:
+def harness(url: str, tmp_path: Path) -> Harness:
     (tmp_path / "contents").mkdir()
-    return House(url, tmp_path / "contents")
+    return Harness(url, tmp_path / "contents")
 
 
 @pytest.mark.parametrize("what", ["promote", "delete", "delete for good"])
-def test_a_change_is_made_whole_or_not_at_all(house: House, what: str) -> None:
-    assert kill_everywhere(house, *CHANGES[what], step=29) >= 2
-    house.restart()
+def test_a_change_is_made_whole_or_not_at_all(harness: Harness, what: str) -> None:
+    assert kill_everywhere(harness, *CHANGES[what], step=29) >= 2
+    harness.restart()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", CHANGES)
-def test_a_change_is_made_whole_or_not_at_all_at_every_await(house: House, what: str) -> None:
-    kills = kill_everywhere(house, *CHANGES[what], step=1)
-    house.restart()
+def test_a_change_is_made_whole_or_not_at_all_at_every_await(harness: Harness, what: str) -> None:
+    kills = kill_everywhere(harness, *CHANGES[what], step=1)
+    harness.restart()
     print(f"{what}: killed at {kills} moments")
     assert kills > 20

@@ -14,7 +14,8 @@ from typing import Any
 
 from loramux.limits import LimitReached
 from loramux.records import Database
-from loramux.usage import OpenedRequest, Settlement, Usage
+from loramux.units import TokenCounts
+from loramux.usage import OpenedRequest, Settlement, UsageService
 
 sys.path.append(str(Path(__file__).parents[2] / "support"))
 from flat_prices import FlatPrices
@@ -22,11 +23,11 @@ from flat_prices import FlatPrices
 T0 = 1_700_000_000_000_000
 
 
-async def attempt(usage: Usage, race: dict[str, Any], id: str, size: int) -> int:
+async def attempt(usage: UsageService, race: dict[str, Any], id: str, size: int) -> int:
     """Tokens used; 0 when it was refused."""
     request = OpenedRequest(
         id=id,
-        tenant=race["tenant"],
+        tenant_id=race["tenant"],
         key_id=race["key"],
         project_id=race["project"],
         tier="standard",
@@ -40,15 +41,16 @@ async def attempt(usage: Usage, race: dict[str, Any], id: str, size: int) -> int
     except LimitReached:
         return 0
     output = 0 if race["settle"] == "half" else size
-    used = {"input_tokens": size, "cached_tokens": 0, "output_tokens": output}
+    delivered = TokenCounts(prompt=size, output=output)
     if race["settle"] != "never":
-        await usage.settle(Settlement(request_id=id, finish_reason="stop", status="completed", **used))
+        end = Settlement(request_id=id, ended_by="completion", finish_reason="stop", delivered=delivered)
+        await usage.settle(end)
     return size + output
 
 
 async def main(url: str, number: str) -> None:
     database = Database(url, clock=lambda: T0)
-    usage = Usage(database, FlatPrices(1, 1))
+    usage = UsageService(database, FlatPrices(1, 1))
     await usage.start()
     print("ready", flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):

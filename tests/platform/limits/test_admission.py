@@ -8,25 +8,25 @@ from itertools import count
 
 import pytest
 import sqlalchemy as sa
-from flat_prices import FlatPrices
+from flat_prices import FlatPrices, give_flat_plan
 
 from loramux.limits import (
     BudgetSpent,
     Limits,
     LimitsError,
+    RateLimitStatus,
     RateReached,
     RequestTooLarge,
-    Standing,
     TooManyRunning,
 )
 from loramux.records import Database, Principal
-from loramux.records.limit_models import AlertRow, BudgetHoldRow, CounterRow, HoldRow
+from loramux.records.limits import AlertRow, BudgetHoldRow, CounterRow, HoldRow
 from loramux.tenants import KeyRequest, Tenants
-from loramux.usage import OpenedRequest, Settlement, Usage
+from loramux.units import SECOND, TokenCounts
+from loramux.usage import OpenedRequest, Settlement, UsageService
 
 pytestmark = pytest.mark.anyio
 
-SECOND = 1_000_000
 T0 = 1_700_000_000 * SECOND
 ids = count()
 
@@ -36,12 +36,14 @@ async def acme(enrol: Callable[[str], Awaitable[Principal]], database: Database)
     clock = [T0]
     database.now = lambda: clock[0]
     database.clock = clock
-    return await enrol("acme")
+    principal = await enrol("acme")
+    await give_flat_plan(database, "acme")
+    return principal
 
 
 @pytest.fixture
-async def usage(database: Database) -> AsyncIterator[Usage]:
-    usage = Usage(database, FlatPrices(1, 2))
+async def usage(database: Database) -> AsyncIterator[UsageService]:
+    usage = UsageService(database, FlatPrices(1, 2))
     await usage.start()
     yield usage
     await usage.stop()
@@ -50,32 +52,31 @@ async def usage(database: Database) -> AsyncIterator[Usage]:
 class Caller:
     """Opens and settles requests of 10 + 10 tokens, which may cost 30."""
 
-    def __init__(self, usage: Usage, principal: Principal) -> None:
+    def __init__(self, usage: UsageService, principal: Principal) -> None:
         self.usage, self.principal = usage, principal
 
-    async def open(self, **changes: object) -> tuple[str, Standing]:
+    async def open(self, **changes: object) -> tuple[str, RateLimitStatus]:
         facts = {"id": f"r{next(ids)}", "prompt_tokens": 10, "max_tokens": 10} | changes
         request = OpenedRequest(
-            tenant=self.principal.tenant,
+            tenant_id=self.principal.tenant,
             key_id=self.principal.key_id,
             project_id=self.principal.project,
             tier=self.principal.tier,
             model="tiny",
             adapter_digest=None,
+            lineage=self.principal.lineage,
             **facts,
         )
         standing = await self.usage.open(request)
-        assert isinstance(standing, Standing)
+        assert isinstance(standing, RateLimitStatus)
         return request.id, standing
 
     async def settle(self, id: str, output: int = 10) -> None:
         end = Settlement(
             request_id=id,
-            input_tokens=10,
-            cached_tokens=0,
-            output_tokens=output,
+            ended_by="completion",
             finish_reason="stop",
-            status="completed",
+            delivered=TokenCounts(prompt=10, output=output),
         )
         await self.usage.settle(end)
 
@@ -88,7 +89,7 @@ class Caller:
 
 
 @pytest.fixture
-def caller(usage: Usage, acme: Principal) -> Caller:
+def caller(usage: UsageService, acme: Principal) -> Caller:
     return Caller(usage, acme)
 
 
@@ -98,20 +99,22 @@ async def held(database: Database) -> list[int]:
         return [await session.scalar(sa.select(sa.func.count()).select_from(table)) or 0 for table in tables]
 
 
-async def test_without_limits_nothing_is_counted(caller: Caller, database: Database) -> None:
+async def test_request_without_limits_counts_nothing(caller: Caller, database: Database) -> None:
     id, standing = await caller.open()
-    assert standing == Standing()
+    assert standing == RateLimitStatus()
     assert await held(database) == [0, 0]
     await caller.settle(id)
     async with database.read() as session:
         assert (await session.scalars(sa.select(CounterRow))).all() == []
 
 
-async def test_tokens_are_reserved_and_given_back(limits: Limits, caller: Caller, database: Database) -> None:
+async def test_tokens_per_minute_are_reserved_and_given_back(
+    limits: Limits, caller: Caller, database: Database
+) -> None:
     await limits.put(caller.principal.tenant, caller.principal.tenant, "tokens_per_minute", 100)
     admitted, refused = await caller.try_many(9)
     assert (len(admitted), {type(error) for error in refused}) == (5, {RateReached})
-    assert refused[0].standing.tokens.remaining == 0
+    assert refused[0].rate_limits.tokens.remaining == 0
     for id in admitted[:2]:
         await caller.settle(id, output=0)
     assert len((await caller.try_many(3))[0]) == 1
@@ -121,7 +124,23 @@ async def test_tokens_are_reserved_and_given_back(limits: Limits, caller: Caller
         await caller.open(max_tokens=1000)
 
 
-async def test_requests_are_not_given_back(limits: Limits, caller: Caller) -> None:
+async def test_caller_that_leaves_gets_back_only_tokens_that_were_not_computed(
+    limits: Limits, caller: Caller, database: Database
+) -> None:
+    """A whole answer that is abandoned is waived on the bill, not in the limits: else one caller could load the engine
+    without end."""
+    await limits.put(caller.principal.tenant, caller.principal.tenant, "tokens_per_minute", 20)
+    id, _ = await caller.open()
+    computed = TokenCounts(prompt=10, output=4)
+    entry = await caller.usage.settle(
+        Settlement(request_id=id, ended_by="caller", finish_reason="cancelled", undelivered=computed)
+    )
+    assert (entry.billed, entry.waived) == (TokenCounts(), computed)
+    with pytest.raises(RateReached, match="left 6"):
+        await caller.open()
+
+
+async def test_requests_per_minute_are_not_given_back(limits: Limits, caller: Caller) -> None:
     await limits.put(caller.principal.tenant, caller.principal.tenant, "requests_per_minute", 3)
     id, standing = await caller.open()
     assert (standing.requests.limit, standing.requests.remaining, standing.requests.reset) == (3, 2, 20 * SECOND)
@@ -129,7 +148,7 @@ async def test_requests_are_not_given_back(limits: Limits, caller: Caller) -> No
     assert len((await caller.try_many(5))[0]) == 2
 
 
-async def test_places_among_the_running(limits: Limits, caller: Caller) -> None:
+async def test_concurrent_requests_free_at_settlement(limits: Limits, caller: Caller) -> None:
     await limits.put(caller.principal.tenant, caller.principal.tenant, "concurrent_requests", 2)
     admitted, refused = await caller.try_many(4)
     assert (len(admitted), {type(error) for error in refused}) == (2, {TooManyRunning})
@@ -138,9 +157,7 @@ async def test_places_among_the_running(limits: Limits, caller: Caller) -> None:
     assert len((await caller.try_many(4))[0]) == 1
 
 
-async def test_every_subject_of_a_request_is_asked_and_all_or_none_is_taken(
-    limits: Limits, caller: Caller, tenants: Tenants
-) -> None:
+async def test_request_takes_of_all_its_subjects_or_of_none(limits: Limits, caller: Caller, tenants: Tenants) -> None:
     mine = caller.principal
     await limits.put(mine.tenant, mine.tenant, "concurrent_requests", 5)
     await limits.put(mine.tenant, mine.project, "concurrent_requests", 3)
@@ -153,7 +170,7 @@ async def test_every_subject_of_a_request_is_asked_and_all_or_none_is_taken(
     assert (len(admitted), "Your project" in str(refused[0])) == (2, True)
 
 
-async def test_a_tiers_limits_are_its_tenants_own_until_they_have_some(
+async def test_tier_limits_apply_until_the_tenant_overrides_them(
     limits: Limits, caller: Caller, database: Database
 ) -> None:
     await limits.put_for_tier("standard", "concurrent_requests", 1)
@@ -165,7 +182,7 @@ async def test_a_tiers_limits_are_its_tenants_own_until_they_have_some(
     assert values == {"concurrent_requests": 3}
 
 
-async def test_a_budget_is_never_overspent_by_those_who_come_together(
+async def test_budget_is_not_overspent_by_concurrent_requests(
     limits: Limits, caller: Caller, database: Database
 ) -> None:
     await limits.put_budget(caller.principal.tenant, caller.principal.tenant, "month", 300)
@@ -183,7 +200,7 @@ async def test_a_budget_is_never_overspent_by_those_who_come_together(
     assert len((await caller.try_many(20))[0]) == 10
 
 
-async def test_what_was_not_used_is_not_spent(limits: Limits, caller: Caller, database: Database) -> None:
+async def test_budget_spends_only_what_was_used(limits: Limits, caller: Caller, database: Database) -> None:
     await limits.put_budget(caller.principal.tenant, caller.principal.key_id, "total", 30)
     id, _ = await caller.open()
     await caller.settle(id, output=1)
@@ -194,8 +211,8 @@ async def test_what_was_not_used_is_not_spent(limits: Limits, caller: Caller, da
     assert refusal.value.retry_after is None
 
 
-async def test_what_died_with_its_server_is_given_back(
-    limits: Limits, caller: Caller, database: Database, usage: Usage
+async def test_sweep_gives_back_what_a_dead_server_held(
+    limits: Limits, caller: Caller, database: Database, usage: UsageService
 ) -> None:
     tenant = caller.principal.tenant
     await limits.put(tenant, tenant, "concurrent_requests", 2)
@@ -203,14 +220,14 @@ async def test_what_died_with_its_server_is_given_back(
     await limits.put_budget(tenant, tenant, "day", 60)
     assert len((await caller.try_many(4))[0]) == 2
     await usage.stop()
-    other = Usage(database, FlatPrices(1, 2))
+    other = UsageService(database, FlatPrices(1, 2))
     await other.start()
     assert await other.sweep() == 2
     assert len((await Caller(other, caller.principal).try_many(4))[0]) == 2
     await other.stop()
 
 
-async def test_admitting_again_after_a_lost_answer_takes_nothing_twice(
+async def test_admission_repeated_after_a_lost_answer_takes_nothing_twice(
     limits: Limits, caller: Caller, database: Database
 ) -> None:
     tenant = caller.principal.tenant
@@ -223,9 +240,7 @@ async def test_admitting_again_after_a_lost_answer_takes_nothing_twice(
     assert (await limits.budgets(tenant))[0].held == 30
 
 
-async def test_who_leaves_while_the_writer_is_busy_holds_nothing(
-    limits: Limits, caller: Caller, database: Database
-) -> None:
+async def test_cancelled_admission_holds_nothing(limits: Limits, caller: Caller, database: Database) -> None:
     tenant = caller.principal.tenant
     await limits.put(tenant, tenant, "concurrent_requests", 5)
     await limits.put_budget(tenant, tenant, "day", 1000)
@@ -241,9 +256,7 @@ async def test_who_leaves_while_the_writer_is_busy_holds_nothing(
     assert len((await caller.try_many(6))[0]) == 5
 
 
-async def test_what_was_taken_by_a_second_attempt_only_is_given_back(
-    limits: Limits, caller: Caller, database: Database
-) -> None:
+async def test_hold_of_a_second_attempt_is_given_back(limits: Limits, caller: Caller, database: Database) -> None:
     tenant = caller.principal.tenant
     id, _ = await caller.open()
     await limits.put(tenant, tenant, "concurrent_requests", 1)
@@ -254,7 +267,39 @@ async def test_what_was_taken_by_a_second_attempt_only_is_given_back(
     await caller.open()
 
 
-async def test_limits_are_audited_and_ones_own(limits: Limits, caller: Caller, tenants: Tenants) -> None:
+async def test_key_limits_and_budgets_survive_rotation(limits: Limits, caller: Caller, tenants: Tenants) -> None:
+    keys, mine = (await tenants.account("acme")).keys, caller.principal
+    await limits.put(mine.tenant, mine.key_id, "concurrent_requests", 1)
+    await limits.put_budget(mine.tenant, mine.key_id, "total", 40)
+    rotated, secret = await keys.rotate(mine.key_id, 3600)
+    successor = Caller(caller.usage, await tenants.authenticate(secret))
+    admitted, refused = await successor.try_many(2)
+    assert (len(admitted), {type(error) for error in refused}) == (1, {TooManyRunning})
+    assert (await caller.try_many(1))[0] == [], "both keys of the overlap share the limit"
+    await successor.settle(admitted[0])
+    with pytest.raises(BudgetSpent):
+        await successor.open()
+    changed = await limits.put(mine.tenant, rotated.id, "concurrent_requests", 5)
+    assert changed.subject == mine.key_id
+    await limits.remove_budget(mine.tenant, rotated.id, "total")
+    assert len((await successor.try_many(3))[0]) == 3
+
+
+async def test_key_cannot_escape_its_limits_by_making_keys(limits: Limits, caller: Caller, tenants: Tenants) -> None:
+    keys, tenant = (await tenants.account("acme")).keys, caller.principal.tenant
+    maker, secret = await keys.create(KeyRequest(scopes=frozenset({"keys", "inference"})))
+    await limits.put(tenant, maker.id, "concurrent_requests", 2)
+    own = tenants.account_of(await tenants.authenticate(secret))
+    admitted, refused = 0, []
+    for _ in range(3):
+        _, child_secret = await own.keys.create(KeyRequest(scopes=frozenset({"inference"})))
+        child = Caller(caller.usage, await tenants.authenticate(child_secret))
+        ids, errors = await child.try_many(1)
+        admitted, refused = admitted + len(ids), refused + errors
+    assert (admitted, "key's maker" in str(refused[0])) == (2, True)
+
+
+async def test_limits_are_audited_and_confined_to_the_tenant(limits: Limits, caller: Caller, tenants: Tenants) -> None:
     tenant = caller.principal.tenant
     globex = await tenants.create("globex")
     for attempt in (

@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from flat_prices import give_flat_plan
 
 from loramux.limits import Limits
-from loramux.limits.bucket import PART
+from loramux.limits.token_bucket import PART
 from loramux.records import Database, Principal
-from loramux.records.limit_models import CounterRow
+from loramux.records.limits import CounterRow
 
 pytestmark = pytest.mark.anyio
 
@@ -54,7 +55,7 @@ def racers(url: str) -> Iterator[Race]:
     finally:
         for racer in running:
             racer.kill()
-            racer.wait()
+            racer.communicate()  # closes the pipes, too
 
 
 async def counters(database: Database) -> dict[str, Any]:
@@ -65,7 +66,9 @@ async def counters(database: Database) -> dict[str, Any]:
 async def test_limits_hold_over_eight_processes(url: str, enrol: Enrol, limits: Limits, database: Database) -> None:
     database.now = lambda: T0
     with racers(url) as race:
-        await nobody_overspends(race, await enrol("spender"), limits)
+        spender = await enrol("spender")
+        await give_flat_plan(database, "spender")
+        await nobody_overspends(race, spender, limits)
         await tokens_are_exact(race, await enrol("talker"), limits, database)
         await requests_and_places_are_exact(race, await enrol("crowd"), limits, database)
 

@@ -5,10 +5,9 @@ import asyncio
 import pytest
 import sqlalchemy as sa
 
-from loramux.records import Database, ProjectId, RecordsUnavailable, RowRefused, TenantId
+from loramux.records import Database, ProjectId, RecordsUnavailable, RowRefused, TenantId, ValueRefused
 from loramux.records import database as database_module
-from loramux.records.models import TenantRow
-from loramux.records.tenancy_models import ProjectRow
+from loramux.records.tenants import ProjectRow, TenantRow
 
 pytestmark = pytest.mark.anyio
 
@@ -31,14 +30,29 @@ async def add(database: Database, *rows: object, then: BaseException | None = No
             raise then
 
 
-async def test_a_block_that_raises_leaves_nothing(database: Database) -> None:
+async def test_transaction_that_raises_leaves_nothing(database: Database) -> None:
     with pytest.raises(ZeroDivisionError):
         await add(database, tenant("a"), then=ZeroDivisionError())
     await add(database, tenant("b"))
     assert await names(database) == ["b"]
 
 
-async def test_a_cancelled_block_leaves_nothing(database: Database) -> None:
+async def test_text_with_a_nul_is_the_callers_mistake_or_finds_nothing(database: Database) -> None:
+    """PostgreSQL holds no NUL in a text, SQLite does: neither is an error of the server's."""
+
+    async def look_up() -> list[str]:
+        async with database.read() as session:
+            return list(await session.scalars(sa.select(TenantRow.name).where(TenantRow.name == "a\0b")))
+
+    if database.url.get_backend_name() == "sqlite":
+        assert await look_up() == []
+        return
+    with pytest.raises(ValueRefused) as refusal:
+        await look_up()
+    assert (refusal.value.status, refusal.value.code) == (400, "invalid_value")
+
+
+async def test_transaction_that_is_cancelled_leaves_nothing(database: Database) -> None:
     flushed = asyncio.Event()
 
     async def write() -> None:
@@ -57,7 +71,7 @@ async def test_a_cancelled_block_leaves_nothing(database: Database) -> None:
     assert await names(database) == ["b"]
 
 
-async def test_a_broken_constraint_raises(database: Database) -> None:
+async def test_broken_constraint_raises_row_refused(database: Database) -> None:
     with pytest.raises(RowRefused):
         await add(database, tenant("a"), TenantRow(id=TenantId("tenant_b"), name="a", tier="standard", created_at=1))
     assert await names(database) == []
@@ -69,7 +83,7 @@ async def test_foreign_keys_are_enforced(database: Database) -> None:
             session.add(ProjectRow(id=ProjectId("p"), tenant_id=TenantId("nobody"), name="p", created_at=1))
 
 
-async def test_a_reader_cannot_write(database: Database) -> None:
+async def test_read_transaction_cannot_write(database: Database) -> None:
     async def write() -> None:
         async with database.read() as session:
             session.add(tenant("a"))
@@ -80,7 +94,26 @@ async def test_a_reader_cannot_write(database: Database) -> None:
     assert await names(database) == []
 
 
-async def test_a_reader_sees_one_snapshot(database: Database) -> None:
+async def test_database_in_full_use_is_reachable(database: Database) -> None:
+    """As many transactions as the pools have connections; a probe that shared them would wait."""
+    entered, leave = asyncio.Semaphore(0), asyncio.Event()
+
+    async def occupy() -> None:
+        async with database.read() as session:
+            await session.scalars(sa.select(TenantRow.name))
+            entered.release()
+            await leave.wait()
+
+    number = 4 if database.url.get_backend_name() == "sqlite" else 20
+    tasks = [asyncio.create_task(occupy()) for _ in range(number)]
+    for _ in tasks:
+        await entered.acquire()
+    assert await database.is_reachable()
+    leave.set()
+    await asyncio.gather(*tasks)
+
+
+async def test_read_transaction_sees_one_snapshot(database: Database) -> None:
     async with database.read() as session:
         before = list(await session.scalars(sa.select(TenantRow.name)))
         await add(database, tenant("a"))
@@ -122,7 +155,7 @@ async def test_sqlite_is_durable_and_strict(sqlite_url: str) -> None:
     }
 
 
-async def test_a_database_locked_for_too_long_is_unavailable(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_sqlite_locked_for_too_long_is_unavailable(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(database_module, "BUSY_SECONDS", 0.05)
     first, second = Database(sqlite_url), Database(sqlite_url)
     async with first.begin() as session:
@@ -134,8 +167,44 @@ async def test_a_database_locked_for_too_long_is_unavailable(sqlite_url: str, mo
     await second.close()
 
 
-async def test_an_unreachable_server_is_unavailable() -> None:
+async def test_row_locked_for_too_long_is_unavailable(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database_module, "BUSY_SECONDS", 0.2)
+    with request.getfixturevalue("postgres").database() as url:
+        first, second = Database(url), Database(url)
+        async with first.begin() as session:
+            await session.execute(sa.text("UPDATE tiers SET weight = 2"))
+            with pytest.raises(RecordsUnavailable, match="lock timeout"):
+                async with second.begin() as other:
+                    await other.execute(sa.text("UPDATE tiers SET weight = 3"))
+        for database in (first, second):
+            await database.close()
+
+
+async def test_unreachable_server_is_unavailable() -> None:
     database = Database("postgresql://nobody@127.0.0.1:9/none")
     with pytest.raises(RecordsUnavailable, match="does not answer"):
         await add(database, tenant("a"))
     await database.close()
+
+
+async def test_cancelled_writer_leaves_no_lock_while_its_traceback_lives(database: Database) -> None:
+    """A cursor in the traceback would keep SQLite's closed connection, and with it the write lock."""
+    slow = "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c WHERE x < 2000000) SELECT max(x) FROM c"
+
+    async def write() -> None:
+        async with database.begin() as session:
+            session.add(tenant("cancelled"))
+            await session.flush()
+            await session.execute(sa.text(slow))
+
+    writing = asyncio.create_task(write())
+    await asyncio.sleep(0.3)
+    writing.cancel()
+    with pytest.raises(asyncio.CancelledError) as cancelled:
+        await writing
+    async with asyncio.timeout(20):
+        await add(database, tenant("next"))
+    assert await names(database) == ["next"]
+    del cancelled

@@ -9,16 +9,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from loramux.records import Database, ProjectId, RowRefused, TenantId
-from loramux.records.adapters import AdapterRepository, RevisionContent
-from loramux.records.aliases import AliasRepository, Stamp
+from loramux.records.access import AccessRepository
+from loramux.records.adapters import AdapterRepository, AdapterRow, RevisionContent, RevisionRow, Stamp
+from loramux.records.aliases import AliasRepository, AliasRow, AliasTargetRow
+from loramux.records.grants import GrantRow
 from loramux.records.identity import new_id
-from loramux.records.ledger import LedgerDraft, LedgerRepository
-from loramux.records.lifecycle_models import AliasTargetRow, GrantRow, PinRow
-from loramux.records.models import AdapterRow, AliasRow, KeyRow, RevisionRow, TenantRow
-from loramux.records.reach import ReachRepository
-from loramux.records.tenancy import ProjectRepository
-from loramux.records.tenancy_models import ProjectRow
-from loramux.records.tenants import KeyRepository
+from loramux.records.keys import KeyRepository, KeyRow
+from loramux.records.ledger import EntryContent, LedgerRepository
+from loramux.records.pins import PinRow
+from loramux.records.registration import register_revision
+from loramux.records.tenants import ProjectRepository, ProjectRow, TenantRow
 from loramux.records.usage import UsageRepository, UsageWindow
 
 NAMES = ("upper", "json", "terse")
@@ -54,6 +54,7 @@ def key_of(tenant: TenantId, project: str) -> KeyRow:
         hint="",
         created_by="",
         created_at=1,
+        lineage="",
     )
 
 
@@ -94,7 +95,7 @@ class TwoTenants:
         async with self.database.begin() as session:
             adapters = AdapterRepository(session, self.ids[tenant])
             if operation == "register":
-                await adapters.register(name, content(number), Stamp(1, "k"))
+                await register_revision(session, self.ids[tenant], name, content(number), Stamp(1, "k"))
                 self.adapters[tenant].setdefault(name, set()).add(content(number).digest)
             elif operation == "delete":
                 adapter = await adapters.lock(name)
@@ -105,8 +106,8 @@ class TwoTenants:
                 await ledger.append(await ledger.lock(), [self.draft(tenant, name, number)])
                 self.used[tenant][name] += number
 
-    def draft(self, tenant: int, name: str, number: int) -> LedgerDraft:
-        return LedgerDraft(
+    def draft(self, tenant: int, name: str, number: int) -> EntryContent:
+        return EntryContent(
             kind="usage",
             tenant_id=self.ids[tenant],
             key_id="k",
@@ -125,11 +126,11 @@ class TwoTenants:
         mine = self.ids[tenant]
         async with self.database.read() as session:
             adapters, usage = AdapterRepository(session, mine), UsageRepository(session, mine)
-            listed = await adapters.all()
+            listed = await adapters.page()
             assert [adapter.name for adapter in listed] == sorted(self.adapters[tenant])
             assert await adapters.count() == len(listed)
-            aliases = await AliasRepository(session, mine).all()
-            reach = ReachRepository(session, mine, self.names[tenant])
+            aliases = await AliasRepository(session, mine).all(*(adapter.id for adapter in listed))
+            reach = AccessRepository(session, mine, self.names[tenant])
             for adapter in listed:
                 revisions = [row for row in await adapters.revisions(adapter.id) if row.state == "ready"]
                 pointed = [target.revision for one in aliases[adapter.id] for target in one.targets]
@@ -143,10 +144,10 @@ class TwoTenants:
                 assert {one.digest for one in await reach.aliased(self.names[tenant], name, "default")} <= there
                 assert await reach.aliased(self.names[1 - tenant], name, "default") == []
                 assert await reach.numbered(self.names[1 - tenant], name, 1) is None
-            totals = {total.model: total.output_tokens for total in await usage.by_model()}
+            totals = {total.model: total.tokens.output for total in await usage.by_model()}
             window = UsageWindow(start=0, end=10, width=10)
             assert totals == {name: used for name, used in self.used[tenant].items() if used}
-            assert sum(total.output_tokens for total in await usage.by_bucket(window, ())) == sum(totals.values())
+            assert sum(total.tokens.output for total in await usage.by_bucket(window, ())) == sum(totals.values())
             self.all_mine(tenant, await KeyRepository(session, mine).all())
             self.all_mine(tenant, await ProjectRepository(session, mine).all())
 
@@ -156,7 +157,7 @@ class TwoTenants:
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(operations=operations)
-def test_tenants_never_meet(url: str, operations: list[tuple[int, str, str, int]]) -> None:
+def test_repositories_never_return_another_tenants_row(url: str, operations: list[tuple[int, str, str, int]]) -> None:
     async def scenario() -> None:
         database = Database(url)
         tenants = TwoTenants(database)
@@ -202,7 +203,7 @@ MIXTURES: dict[str, Callable[[], object]] = {
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("mixture", MIXTURES)
-async def test_the_tables_refuse_a_mixture(database: Database, mixture: str) -> None:
+async def test_foreign_keys_refuse_rows_that_join_two_tenants(database: Database, mixture: str) -> None:
     async with database.begin() as session:
         for tenant, adapters in (("a", ("of-a", "of-a2", "of-a3")), ("b", ("of-b",))):
             session.add(TenantRow(id=TenantId(tenant), name=tenant, tier="standard", created_at=1))

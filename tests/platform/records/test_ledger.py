@@ -11,8 +11,7 @@ import sqlalchemy as sa
 
 from loramux.records import Database, Principal, TenantId
 from loramux.records.errors import ChainBroken
-from loramux.records.ledger import GENESIS, LedgerDraft, LedgerEntry, LedgerRepository
-from loramux.records.ledger_models import LedgerHeadRow
+from loramux.records.ledger import GENESIS, EntryContent, LedgerEntry, LedgerHeadRow, LedgerRepository
 
 pytestmark = pytest.mark.anyio
 
@@ -34,8 +33,8 @@ TAMPERINGS = [
 ]
 
 
-def draft(tenant: TenantId, number: int, **changes: object) -> LedgerDraft:
-    entry = LedgerDraft(
+def draft(tenant: TenantId, number: int, **changes: object) -> EntryContent:
+    entry = EntryContent(
         kind="usage",
         tenant_id=tenant,
         key_id="key",
@@ -52,7 +51,7 @@ def draft(tenant: TenantId, number: int, **changes: object) -> LedgerDraft:
     return msgspec.structs.replace(entry, **changes)
 
 
-async def append(database: Database, *drafts: LedgerDraft, then: Exception | None = None) -> list[LedgerEntry]:
+async def append(database: Database, *drafts: EntryContent, then: Exception | None = None) -> list[LedgerEntry]:
     async with database.begin() as session:
         ledger = LedgerRepository(session)
         entries = await ledger.append(await ledger.lock(), drafts)

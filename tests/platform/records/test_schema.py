@@ -1,5 +1,7 @@
 """The migrations make exactly the tables that the models describe, once, and say so when they have not run."""
 
+import os
+import stat
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +13,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 
 from loramux.records import (
+    Database,
     RecordsUnavailable,
     SchemaOutOfDate,
     SchemaTooNew,
@@ -18,12 +21,10 @@ from loramux.records import (
     check,
     current_revision,
     head_revision,
-    is_current,
     migrate,
 )
 from loramux.records.database import parse_url
-from loramux.records.metadata import METADATA
-from loramux.records.schema import migrations_folder
+from loramux.records.schema import METADATA, migrations_folder
 
 
 @contextmanager
@@ -33,23 +34,22 @@ def connected(url: str) -> Iterator[sa.Connection]:
         yield connection
 
 
-def test_from_empty_to_head_and_again(empty_url: str) -> None:
+def test_migrate_brings_an_empty_database_to_head_once(empty_url: str) -> None:
     assert current_revision(empty_url) is None
-    assert not is_current(empty_url)
     assert migrate(empty_url) == head_revision()
     assert migrate(empty_url) == head_revision()
-    assert is_current(empty_url)
+    assert current_revision(empty_url) == head_revision()
     check(empty_url)
 
 
-def test_the_tables_are_the_models(url: str) -> None:
+def test_migrated_tables_equal_the_models(url: str) -> None:
     with connected(url) as connection:
         options = {"compare_type": True, "compare_server_default": True}
         drift = compare_metadata(MigrationContext.configure(connection, opts=options), METADATA)
     assert drift == []
 
 
-def test_constraints_are_the_models(url: str) -> None:
+def test_migrated_check_constraints_equal_the_models(url: str) -> None:
     """Autogenerate does not look at check constraints; their names are compared here."""
     with connected(url) as connection:
         inspector = sa.inspect(connection)
@@ -58,18 +58,37 @@ def test_constraints_are_the_models(url: str) -> None:
             assert {c["name"] for c in inspector.get_check_constraints(table.name)} == wanted
 
 
-def test_an_empty_database_is_refused_with_the_command(empty_url: str) -> None:
+def test_check_refuses_an_empty_database_with_the_command(empty_url: str) -> None:
     with pytest.raises(SchemaOutOfDate, match=r"no tables yet .* loramux migrate"):
         check(empty_url)
 
 
-def test_asking_creates_nothing(tmp_path: Path) -> None:
+def test_current_revision_creates_no_file(tmp_path: Path) -> None:
     file = tmp_path / "absent.sqlite3"
-    assert not is_current(f"sqlite:///{file}")
+    assert current_revision(f"sqlite:///{file}") is None
     assert not file.exists()
 
 
-def test_a_newer_database_is_refused(url: str) -> None:
+@pytest.mark.anyio
+async def test_sqlite_files_are_for_their_owner_alone(tmp_path: Path) -> None:
+    file = tmp_path / "var" / "rows.sqlite3"
+    before = os.umask(0o022)
+    try:
+        migrate(f"sqlite:///{file}")
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        file.chmod(0o644)
+        migrate(f"sqlite:///{file}")
+        database = Database(f"sqlite:///{file}")
+        async with database.begin() as session:
+            await session.execute(sa.text("UPDATE tiers SET weight = 2"))
+            modes = {stat.S_IMODE(each.stat().st_mode) for each in file.parent.iterdir()}
+        await database.close()
+    finally:
+        os.umask(before)
+    assert modes == {0o600}, "the database, its write-ahead log and the log's index"
+
+
+def test_newer_database_is_refused(url: str) -> None:
     with connected(url) as connection:
         connection.execute(sa.text("UPDATE alembic_version SET version_num = '9999'"))
     for ask in (check, migrate):
@@ -77,7 +96,7 @@ def test_a_newer_database_is_refused(url: str) -> None:
             ask(url)
 
 
-def test_passwords_are_not_shown() -> None:
+def test_refused_url_hides_its_password() -> None:
     with pytest.raises(UnsupportedUrl) as refusal:
         parse_url("mysql://someone:hunter2@host/db")
     assert "hunter2" not in str(refusal.value)
@@ -85,12 +104,12 @@ def test_passwords_are_not_shown() -> None:
 
 
 @pytest.mark.parametrize("url", ["sqlite://", "sqlite:///:memory:", "not a url", ""])
-def test_databases_that_nobody_else_can_reach_are_refused(url: str) -> None:
+def test_in_memory_and_malformed_urls_are_refused(url: str) -> None:
     with pytest.raises(UnsupportedUrl, match="sqlite:///PATH"):
         parse_url(url)
 
 
-def test_what_is_no_database_is_refused(tmp_path: Path) -> None:
+def test_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("this is a text, and not a database at all, however long it may be")
     for ask in (check, migrate):
         with pytest.raises(RecordsUnavailable, match="not a database"):
@@ -99,7 +118,7 @@ def test_what_is_no_database_is_refused(tmp_path: Path) -> None:
             ask("postgresql://nobody@127.0.0.1:9/none")
 
 
-def test_two_processes_migrate_at_once(empty_url: str) -> None:
+def test_concurrent_migrations_run_once(empty_url: str) -> None:
     failures: list[BaseException] = []
 
     def run() -> None:
@@ -114,8 +133,8 @@ def test_two_processes_migrate_at_once(empty_url: str) -> None:
     for thread in threads:
         thread.join()
     assert failures == []
-    assert is_current(empty_url)
+    assert current_revision(empty_url) == head_revision()
 
 
-def test_the_folder_travels_with_the_package() -> None:
+def test_migrations_folder_is_part_of_the_package() -> None:
     assert (migrations_folder() / "env.py").is_file()

@@ -79,6 +79,16 @@ def test_as_many_gpus_as_the_goals_need_and_no_more(traffic: Path) -> None:
     )
 
 
+def test_plan_of_several_gpus_is_simulated_whole_behind_the_router(traffic: Path) -> None:
+    device = DEVICES["a10g"].slowed(3.0)
+    plan = Planner(device, MODELS["qwen2.5-0.5b"], read_workload(traffic), Goals(ttft_ms=300, itl_ms=60)).plan()
+    assert plan.goals_met
+    assert plan.recommended.simulated == plan.recommended.settings.gpus > 1
+    routed = [trial for trial in plan.tried if trial.simulated > 1]
+    assert plan.recommended == routed[-1]
+    assert all(trial.excess(plan.goals) > 1 for trial in routed[:-1])
+
+
 def test_goals_that_nothing_keeps_are_said_to_be_missed(traffic: Path) -> None:
     arrivals = read_workload(traffic)
     few = arrivals.only(arrivals.at < 0.1)

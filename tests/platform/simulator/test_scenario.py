@@ -7,7 +7,7 @@ import pytest
 
 from loramux.simulator import Scenario, ScenarioError, load_scenario, make_scenario, scenario_names
 from loramux.simulator.arrivals import Constant, LogNormal, Uniform, arrival_times, choose, with_pauses
-from loramux.simulator.traffic import drawn
+from loramux.simulator.traffic import draw_arrivals
 
 REQUIRED = {
     "fairness-two-clients",
@@ -39,7 +39,7 @@ def test_any_value_can_be_changed() -> None:
             "device.link_bandwidth=1e9",
             "model.preset=llama-3.1-8b",
             "order=fifo",
-            "policy.tau=5",
+            "policy.max_service_lead=5",
         ],
     )
     assert scenario.num_pages == 62_500
@@ -48,7 +48,7 @@ def test_any_value_can_be_changed() -> None:
     assert scenario.device.link_bandwidth == 1e9
     assert scenario.device.memory_bandwidth == 600e9
     assert scenario.model.kv_bytes_per_token == 131_072
-    assert (scenario.order, scenario.policy.tau) == ("fifo", 5)
+    assert (scenario.order, scenario.policy.max_service_lead) == ("fifo", 5)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_any_value_can_be_changed() -> None:
         ("clients.0.rate=-1", "rate"),
         ("duration_s.x=1", "no fields"),
         ("device.preset=h900", "h100"),
-        ("policy.tua=1", "tau"),
+        ("policy.max_service_led=1", "max_service_lead"),
         ("order=lifo", "fifo"),
         ("clients.0.popularity=zapf", None),
     ],
@@ -72,13 +72,13 @@ def test_a_wrong_override_is_refused_by_name(override: str, words: str | None) -
     if words is None:
         scenario = load_scenario("adapters-5", [override])
         with pytest.raises(ScenarioError, match="popularity 'zapf'"):
-            drawn(scenario.clients, scenario.duration_s, 0)
+            draw_arrivals(scenario.clients, scenario.duration_s, 0)
         return
     with pytest.raises(ScenarioError, match=words):
         load_scenario("fairness-two-clients", [override])
 
 
-def test_an_unknown_scenario_is_told_the_known_ones() -> None:
+def test_unknown_scenario_error_lists_the_known_ones() -> None:
     with pytest.raises(ScenarioError, match="fairness-flood"):
         load_scenario("fairness-food")
 
@@ -111,8 +111,8 @@ def test_lengths_and_popularity_follow_their_distributions() -> None:
 def test_one_client_more_changes_no_other() -> None:
     one = load_scenario("adapters-5", ["duration_s=20"])
     two = Scenario(**{f: getattr(one, f) for f in one.__struct_fields__} | {"clients": one.clients * 2})
-    alone = drawn(one.clients, 20, 0)
-    both = drawn(two.clients, 20, 0)
+    alone = draw_arrivals(one.clients, 20, 0)
+    both = draw_arrivals(two.clients, 20, 0)
     first = both.only(both.source < len(one.clients[0].ranks) * 5)
     assert first.at.tolist() == alone.at.tolist()
     assert first.output_tokens.tolist() == alone.output_tokens.tolist()
@@ -120,7 +120,7 @@ def test_one_client_more_changes_no_other() -> None:
 
 def test_engines_share_all_requests_evenly_and_keep_rare_adapters_together() -> None:
     traffic = load_scenario("adapters-2000", ["duration_s=200"])
-    arrivals = drawn(traffic.clients, traffic.duration_s, 0)
+    arrivals = draw_arrivals(traffic.clients, traffic.duration_s, 0)
     parts = [arrivals.on_engine(engine, 4) for engine in range(4)]
     assert sum(map(len, parts)) == len(arrivals)
     assert max(map(len, parts)) - min(map(len, parts)) <= len(arrivals) * 0.02

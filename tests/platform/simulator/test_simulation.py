@@ -9,13 +9,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from loramux.engine.fairness import Account
+from loramux.engine.memory.pages import PageUse
 from loramux.engine.request import AdapterRef
+from loramux.engine.scheduling.fairness import VirtualTokenCounter
 from loramux.simulator import DEVICES, MODELS, ServiceGap, Simulation, load_scenario, make_scenario, plot_report
-from loramux.simulator.clock import VirtualClock
 from loramux.simulator.hardware import StepTime, Work
-from loramux.simulator.measures import Times
-from loramux.simulator.store import SimulatedStore
+from loramux.simulator.report import Times
+from loramux.simulator.store import SimulatedStore, VirtualClock
 
 KEYS = {
     "throughput_tokens_per_s",
@@ -26,6 +26,7 @@ KEYS = {
     "pool_use",
     "service_gap_max",
     "service_gap_bound",
+    "adapter_loads",
     "accepted",
     "refused",
     "in_deadline",
@@ -51,21 +52,21 @@ def test_the_same_scenario_gives_the_same_report_and_another_seed_does_not() -> 
 
 
 def test_every_token_is_counted_once_whatever_is_preempted() -> None:
-    simulation = simulate("azure-conversation", "duration_s=4", "pool_tokens=9000", "policy.tau=256")
+    simulation = simulate("azure-conversation", "duration_s=4", "pool_tokens=9000", "policy.max_service_lead=256")
     arrivals, report = simulation.arrivals, simulation.report()
     fits = arrivals.prompt_tokens + arrivals.max_tokens <= simulation.scenario.num_pages * 16
     assert report.accepted == fits.sum() - (report.refused - (~fits).sum())
     tenants = report.per_tenant.values()
     assert sum(t.accepted for t in tenants) + sum(t.refused for t in tenants) == len(arrivals)
-    assert simulation.scheduler.num_preemptions > 0
+    assert simulation.engine.scheduler.state.counters.preemptions > 0
     assert sum(t.output_tokens for t in tenants) <= arrivals.output_tokens.sum()
-    assert simulation.pool.counts.kv == 0
+    assert simulation.engine.pool.num_taken(PageUse.KV) == 0
 
 
 def test_idle_time_is_skipped() -> None:
     simulation = simulate("fairness-two-clients", "duration_s=100000", "clients.0.rate=0.0001", "clients.1.rate=0.0001")
-    assert simulation.clock.now > 80_000
-    assert len(simulation.course.moments) <= 2 * 20 * 256
+    assert simulation.now > 80_000
+    assert len(simulation.timeline.moments) <= 2 * 20 * 256
 
 
 def test_quantiles_are_exact() -> None:
@@ -119,7 +120,7 @@ def test_model_sizes_are_those_of_the_literature() -> None:
 
 def test_the_gap_is_the_range_of_the_difference_while_both_wait() -> None:
     gap = ServiceGap(watched=2)
-    one, other, third = Account(), Account(), Account()
+    one, other, third = VirtualTokenCounter(), VirtualTokenCounter(), VirtualTokenCounter()
     for account, units in ((one, 5.0), (other, 9.0), (one, 10.0)):
         account.charge(units)
         gap.observe([one, other, third])
@@ -128,14 +129,14 @@ def test_the_gap_is_the_range_of_the_difference_while_both_wait() -> None:
     one.charge(100.0)
     gap.observe([one, other])
     assert gap.largest == 10.0, "the other one did not wait meanwhile"
-    other.lift(200.0)
+    other.credit_up_to(200.0)
     gap.observe([one, other])
     assert gap.largest == 10.0, "a lift is no service"
 
 
 def test_the_plot_is_a_picture(tmp_path: Path) -> None:
     simulation = simulate("fairness-two-clients", "duration_s=5")
-    plot_report(simulation.course, "title", tmp_path / "course.png")
+    plot_report(simulation.timeline, "title", tmp_path / "course.png")
     assert (tmp_path / "course.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -161,7 +162,7 @@ def test_no_class_and_no_tenant_waits_for_ever() -> None:
         "here",
     )
     simulation = Simulation(scenario)
-    while simulation.clock.now < 60:
+    while simulation.now < 60:
         assert simulation.advance()
     assert simulation.meter.tallies["crowd-0"].ttft.milliseconds(1.0) > 10_000, "the engine is far behind"
     assert simulation.meter.tallies["last"].accepted == 1

@@ -48,7 +48,7 @@ MAY = {
 
 
 @pytest.mark.parametrize("role", list(Role))
-async def test_who_may_appoint_and_dismiss_whom(tenants: Tenants, account: Account, role: Role) -> None:
+async def test_role_may_appoint_and_dismiss_only_its_own_list(tenants: Tenants, account: Account, role: Role) -> None:
     await account.members.add(ISSUER, "first owner", "owner")
     own = await as_role(tenants, account, role)
     for other in Role:
@@ -63,7 +63,7 @@ async def test_who_may_appoint_and_dismiss_whom(tenants: Tenants, account: Accou
                     await attempt()
 
 
-async def test_a_role_is_not_raised_beyond_ones_own(tenants: Tenants, account: Account) -> None:
+async def test_role_change_beyond_the_actors_own_is_refused(tenants: Tenants, account: Account) -> None:
     await account.members.add(ISSUER, "first owner", "owner")
     admin = await as_role(tenants, account, Role.ADMIN)
     viewer = await account.members.add(ISSUER, "v", "viewer")
@@ -73,7 +73,7 @@ async def test_a_role_is_not_raised_beyond_ones_own(tenants: Tenants, account: A
             await admin.members.change_role(target, role)
 
 
-async def test_the_last_owner_stays(account: Account) -> None:
+async def test_last_owner_cannot_be_removed(account: Account) -> None:
     first, second = [await account.members.add(ISSUER, name, "owner") for name in ("a", "b")]
     outcomes = await asyncio.gather(
         account.members.remove(first.id), account.members.change_role(second.id, "viewer"), return_exceptions=True
@@ -82,7 +82,7 @@ async def test_the_last_owner_stays(account: Account) -> None:
     assert [member.role for member in await account.members.all()].count(Role.OWNER) == 1
 
 
-async def test_members_are_known_by_issuer_and_subject(tenants: Tenants, account: Account) -> None:
+async def test_member_is_identified_by_issuer_and_subject(tenants: Tenants, account: Account) -> None:
     member = await account.members.add(ISSUER, "alice", "owner")
     with pytest.raises(AlreadyExists):
         await account.members.add(ISSUER, "alice", "viewer")
@@ -99,13 +99,15 @@ async def test_members_are_known_by_issuer_and_subject(tenants: Tenants, account
     ("issuer", "subject", "role", "field"),
     [("", "s", "owner", "issuer"), (ISSUER, "a\nb", "owner", "subject"), (ISSUER, "s", "king", "role")],
 )
-async def test_malformed_members(account: Account, issuer: str, subject: str, role: str, field: str) -> None:
+async def test_malformed_member_is_refused_by_field(
+    account: Account, issuer: str, subject: str, role: str, field: str
+) -> None:
     with pytest.raises(InvalidTenant) as refusal:
         await account.members.add(issuer, subject, role)
     assert refusal.value.field == field
 
 
-async def test_projects(tenants: Tenants, account: Account) -> None:
+async def test_project_lifecycle_create_archive_reopen(tenants: Tenants, account: Account) -> None:
     assert [project.name for project in await account.projects.all()] == ["default"]
     web = await account.projects.create("web")
     with pytest.raises(AlreadyExists):
@@ -123,7 +125,7 @@ async def test_projects(tenants: Tenants, account: Account) -> None:
         await (await tenants.account("globex")).projects.archive("web")
 
 
-async def test_tiers(tenants: Tenants) -> None:
+async def test_tier_in_use_cannot_be_removed(tenants: Tenants) -> None:
     assert [tier.name for tier in await tenants.tiers.all()] == ["batch", "interactive", "standard"]
     await tenants.tiers.put("gold", "interactive", 4)
     await tenants.create("acme", "gold")

@@ -39,10 +39,10 @@ async def tenants(database: Database, issuer: Issuer) -> AsyncIterator[Tenants]:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loramux.tenants.issuer_keys.RETRY_SECONDS", 0.0)
+    monkeypatch.setattr("loramux.tenants.oidc.RETRY_SECONDS", 0.0)
 
 
-async def test_a_member_comes_in_person(tenants: Tenants, issuer: Issuer) -> None:
+async def test_member_authenticates_with_a_token(tenants: Tenants, issuer: Issuer) -> None:
     principal = await tenants.authenticate(issuer.token())
     assert (principal.tenant_name, principal.role) == ("acme", "developer")
     assert principal.scopes == {"inference", "adapters", "usage", "keys", "webhooks", "read"}
@@ -51,7 +51,7 @@ async def test_a_member_comes_in_person(tenants: Tenants, issuer: Issuer) -> Non
     assert issuer.questions == ["/.well-known/openid-configuration", "/jwks"]
 
 
-async def test_a_role_counts_from_the_next_request(tenants: Tenants, issuer: Issuer) -> None:
+async def test_role_change_applies_from_the_next_request(tenants: Tenants, issuer: Issuer) -> None:
     members = (await tenants.account("acme")).members
     (alice,) = await members.all()
     await members.change_role(alice.id, "viewer")
@@ -67,6 +67,7 @@ def refusals(issuer: Issuer) -> dict[str, str]:
     stranger = RSAKey.generate_key(2048, {"kid": "one"})
     parts = issuer.token().split(".")
     forged = base64.urlsafe_b64encode(json.dumps({"iss": issuer.url, "sub": "owner"}).encode()).decode().rstrip("=")
+    nested = base64.urlsafe_b64encode(b'{"alg":' + b"[" * 4_000 + b"]" * 4_000 + b"}").decode().rstrip("=")
     none = base64.urlsafe_b64encode(b'{"alg":"none"}').decode().rstrip("=")
     return {
         "expired": issuer.token(exp=now - 120),
@@ -90,16 +91,17 @@ def refusals(issuer: Issuer) -> dict[str, str]:
         "no token": "a.b.c",
         "dots": "..",
         "a number for an issuer": issuer.token(iss=7),
+        "a deeply nested header": f"{nested}.{parts[1]}.{parts[2]}",
     }
 
 
-async def test_what_is_refused(tenants: Tenants, issuer: Issuer) -> None:
+async def test_invalid_tokens_are_refused(tenants: Tenants, issuer: Issuer) -> None:
     for what, token in refusals(issuer).items():
         with pytest.raises(InvalidKey):
             pytest.fail(f"{what}: {await tenants.authenticate(token)}")
 
 
-async def test_a_new_key_is_asked_for_once_and_with_restraint(tenants: Tenants, issuer: Issuer) -> None:
+async def test_unknown_issuer_key_is_fetched_once_per_interval(tenants: Tenants, issuer: Issuer) -> None:
     await tenants.authenticate(issuer.token())
     issuer.keys.append(RSAKey.generate_key(2048, {"kid": "two"}))
     with pytest.raises(InvalidKey):
@@ -107,14 +109,14 @@ async def test_a_new_key_is_asked_for_once_and_with_restraint(tenants: Tenants, 
     assert len(issuer.questions) == 2
 
 
-async def test_a_new_key_is_found(tenants: Tenants, issuer: Issuer, impatient: None) -> None:
+async def test_new_issuer_key_is_found(tenants: Tenants, issuer: Issuer, impatient: None) -> None:
     await tenants.authenticate(issuer.token())
     issuer.keys.append(RSAKey.generate_key(2048, {"kid": "two"}))
     await tenants.authenticate(issuer.token())
     assert len(issuer.questions) == 4
 
 
-async def test_an_outage_is_survived_and_told(tenants: Tenants, issuer: Issuer, impatient: None) -> None:
+async def test_issuer_outage_is_survived_with_cached_keys(tenants: Tenants, issuer: Issuer, impatient: None) -> None:
     issuer.up = False
     with pytest.raises(InvalidKey, match="cannot be checked now"):
         await tenants.authenticate(issuer.token())
@@ -135,13 +137,15 @@ async def test_an_outage_is_survived_and_told(tenants: Tenants, issuer: Issuer, 
         ("/jwks", {"keys": [{"kty": "RSA", "kid": str(n)} for n in range(65)]}),
     ],
 )
-async def test_documents_that_cannot_be(tenants: Tenants, issuer: Issuer, path: str, document: Any) -> None:
+async def test_malformed_discovery_documents_are_refused(
+    tenants: Tenants, issuer: Issuer, path: str, document: Any
+) -> None:
     issuer.documents[path] = document
     with pytest.raises(InvalidKey, match="cannot be checked now"):
         await tenants.authenticate(issuer.token())
 
 
-async def test_who_is_in_two_organizations_says_which(tenants: Tenants, issuer: Issuer) -> None:
+async def test_member_of_two_tenants_must_name_one(tenants: Tenants, issuer: Issuer) -> None:
     await tenants.create("globex")
     globex = await tenants.account("globex")
     await globex.members.add(issuer.url, "alice", "viewer")
@@ -156,7 +160,7 @@ async def test_who_is_in_two_organizations_says_which(tenants: Tenants, issuer: 
         await tenants.authenticate(chosen)
 
 
-async def test_an_address_counts_only_when_it_is_verified(database: Database, issuer: Issuer) -> None:
+async def test_email_identity_must_be_verified(database: Database, issuer: Issuer) -> None:
     settings = IssuerSettings(issuer=issuer.url, audience="loramux", identity_claim="email")
     tenants = Tenants(database, PEPPER, [settings])
     await tenants.create("acme")

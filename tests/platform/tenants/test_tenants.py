@@ -1,5 +1,6 @@
 """Tenants and keys: secrets are shown once, stored as MACs, and end when they are revoked."""
 
+import asyncio
 import os
 import stat
 from collections.abc import Callable
@@ -9,7 +10,7 @@ import pytest
 import sqlalchemy as sa
 
 from loramux.records import Database
-from loramux.records.models import KeyRow
+from loramux.records.keys import KeyRow
 from loramux.tenants import (
     CUSTOMER_SCOPES,
     InvalidKey,
@@ -19,13 +20,16 @@ from loramux.tenants import (
     TenantExists,
     TenantNotFound,
     Tenants,
-    load_or_create_pepper,
+    open_pepper,
+    replace_pepper,
 )
+
+PEPPER = b"p" * 32
 
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_key_says_who_holds_it(tenants: Tenants) -> None:
+async def test_key_authenticates_as_its_tenant(tenants: Tenants) -> None:
     acme = await tenants.create("acme")
     key, secret = await tenants.create_key("acme", name="ci", scopes={"inference", "usage"})
     principal = await tenants.authenticate(secret)
@@ -37,14 +41,14 @@ async def test_a_key_says_who_holds_it(tenants: Tenants) -> None:
     assert len(secret) > 40
 
 
-async def test_customers_get_their_scopes_by_default(tenants: Tenants) -> None:
+async def test_key_has_customer_scopes_by_default(tenants: Tenants) -> None:
     await tenants.create("acme")
     key, _ = await tenants.create_key("acme")
     assert key.scopes == CUSTOMER_SCOPES
     assert "operator" not in key.scopes
 
 
-async def test_the_secret_is_nowhere_in_the_database(tenants: Tenants, database: Database) -> None:
+async def test_secret_is_nowhere_in_the_database(tenants: Tenants, database: Database) -> None:
     await tenants.create("acme")
     _, secret = await tenants.create_key("acme")
     async with database.read() as session:
@@ -64,21 +68,21 @@ ALTERATIONS = [
 
 
 @pytest.mark.parametrize("alter", ALTERATIONS)
-async def test_any_other_secret_is_nobodys(tenants: Tenants, alter: Callable[[str], str]) -> None:
+async def test_other_secrets_are_invalid(tenants: Tenants, alter: Callable[[str], str]) -> None:
     await tenants.create("acme")
     _, secret = await tenants.create_key("acme")
     with pytest.raises(InvalidKey, match="unknown or was revoked"):
         await tenants.authenticate(alter(secret))
 
 
-async def test_another_pepper_makes_every_key_unknown(tenants: Tenants, database: Database) -> None:
+async def test_other_pepper_makes_every_key_invalid(tenants: Tenants, database: Database) -> None:
     await tenants.create("acme")
     _, secret = await tenants.create_key("acme")
     with pytest.raises(InvalidKey):
         await Tenants(database, b"q" * 32).authenticate(secret)
 
 
-async def test_a_revoked_key_ends_at_once_and_alone(tenants: Tenants) -> None:
+async def test_revoked_key_ends_at_once_and_alone(tenants: Tenants) -> None:
     await tenants.create("acme")
     first, first_secret = await tenants.create_key("acme")
     _, second_secret = await tenants.create_key("acme")
@@ -93,7 +97,7 @@ async def test_a_revoked_key_ends_at_once_and_alone(tenants: Tenants) -> None:
     await tenants.authenticate(second_secret)
 
 
-async def test_lists(tenants: Tenants) -> None:
+async def test_tenants_and_keys_are_listed(tenants: Tenants) -> None:
     globex, acme = await tenants.create("globex"), await tenants.create("acme")
     key, _ = await tenants.create_key("acme")
     await tenants.create_key("globex")
@@ -102,7 +106,7 @@ async def test_lists(tenants: Tenants) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "Acme", "-acme", "a/b", "a b", "ä", "a" * 64, "acme\n", ".a", "a:b", "a@1"])
-async def test_a_malformed_name_is_refused_with_the_grammar(tenants: Tenants, name: str) -> None:
+async def test_malformed_tenant_name_is_refused_with_the_grammar(tenants: Tenants, name: str) -> None:
     with pytest.raises(InvalidTenant, match="1 to 63 of a-z") as refusal:
         await tenants.create(name)
     assert refusal.value.field == "name"
@@ -110,11 +114,11 @@ async def test_a_malformed_name_is_refused_with_the_grammar(tenants: Tenants, na
 
 
 @pytest.mark.parametrize("name", ["a", "0", "a" * 63, "a.b_c-d", "9lives"])
-async def test_a_well_formed_name_is_taken(tenants: Tenants, name: str) -> None:
+async def test_wellformed_tenant_name_is_accepted(tenants: Tenants, name: str) -> None:
     assert (await tenants.create(name)).name == name
 
 
-async def test_a_name_is_taken_once(tenants: Tenants) -> None:
+async def test_tenant_name_is_unique_under_concurrency(tenants: Tenants) -> None:
     acme = await tenants.create("acme")
     with pytest.raises(TenantExists, match="acme"):
         await tenants.create("acme")
@@ -137,17 +141,65 @@ async def test_refusals_name_the_field_and_the_way_out(tenants: Tenants) -> None
             await tenants.revoke_key(unknown)
 
 
-async def test_a_pepper_is_made_once_and_only_its_owner_reads_it(tmp_path: Path) -> None:
+async def test_pepper_is_made_once_for_a_new_database_and_only_its_owner_reads_it(
+    tmp_path: Path, database: Database
+) -> None:
     file = tmp_path / "var" / "pepper"
-    pepper = load_or_create_pepper(file)
+    pepper = await open_pepper(database, file)
     assert len(pepper) == 32
-    assert load_or_create_pepper(file) == pepper
+    assert await open_pepper(database, file) == pepper
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert os.listdir(file.parent) == ["pepper"]
+    file.chmod(0o644)
+    await open_pepper(database, file)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
-async def test_a_short_pepper_is_refused(tmp_path: Path) -> None:
+async def test_short_pepper_is_refused(tmp_path: Path, database: Database) -> None:
     file = tmp_path / "pepper"
     file.write_bytes(b"short")
     with pytest.raises(PepperError, match=r"5 bytes.*at least 32"):
-        load_or_create_pepper(file)
+        await open_pepper(database, file)
+
+
+async def test_missing_or_other_pepper_is_refused_with_the_way_out(tmp_path: Path, database: Database) -> None:
+    file = tmp_path / "pepper"
+    pepper = await open_pepper(database, file)
+    file.rename(tmp_path / "backup")
+    with pytest.raises(PepperError, match=r"is missing.*no API key is valid.*backup\.md.*replace-pepper"):
+        await open_pepper(database, file)
+    assert not file.exists(), "a refused start leaves no new pepper behind"
+    file.write_bytes(b"q" * 32)
+    with pytest.raises(PepperError, match=r"is not the one of this database.*backup\.md"):
+        await open_pepper(database, file)
+    (tmp_path / "backup").rename(file)
+    assert await open_pepper(database, file) == pepper
+
+
+async def test_keys_of_an_older_release_without_their_pepper_are_refused(
+    tmp_path: Path, database: Database, tenants: Tenants
+) -> None:
+    """Such a database has keys and no check value yet."""
+    await tenants.create("acme")
+    await tenants.create_key("acme")
+    with pytest.raises(PepperError, match="is missing"):
+        await open_pepper(database, tmp_path / "pepper")
+    (tmp_path / "pepper").write_bytes(PEPPER)
+    assert await open_pepper(database, tmp_path / "pepper") == PEPPER
+
+
+async def test_servers_that_start_together_agree_on_one_pepper(tmp_path: Path, database: Database) -> None:
+    peppers = await asyncio.gather(*(open_pepper(database, tmp_path / "pepper") for _ in range(4)))
+    assert len(set(peppers)) == 1
+
+
+async def test_replacing_a_lost_pepper_revokes_every_key(tmp_path: Path, database: Database, tenants: Tenants) -> None:
+    await tenants.create("acme")
+    await tenants.create_key("acme")
+    file = tmp_path / "pepper"
+    assert await replace_pepper(tenants.changes, file) == 1
+    renewed = Tenants(database, await open_pepper(database, file))
+    _, secret = await renewed.create_key("acme")
+    await renewed.authenticate(secret)
+    actions = [entry.action for entry in await tenants.audit.read(limit=2)]
+    assert actions == ["key.create", "pepper.replace"]

@@ -1,4 +1,4 @@
-"""Adapters of other kinds become a LoRA in a process of their own, and the report says so."""
+"""Conversion in a process of its own, and its report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tiny_peft import tiny_model
 from loramux.settings import ModelSettings, Settings
 from loramux.validation import Validator
 from loramux_adapters import CONFIG_NAME, Limits, describe_base
-from loramux_adapters.refusals import KINDS
+from loramux_adapters.unsupported import UNSUPPORTED_KINDS
 
 LIMITS = Limits(max_rank=16)
 
@@ -38,10 +38,10 @@ def validator(loha: tuple[Path, Path]) -> Iterator[Validator]:
         yield validator
 
 
-def test_what_is_stored_is_the_lora_and_the_report_says_what_it_was(validator, loha, tmp_path: Path) -> None:
+def test_conversion_stores_the_lora_and_reports_the_original(validator, loha, tmp_path: Path) -> None:
     shutil.copytree(loha[1], tmp_path / "upload")
     report = validator.examine(tmp_path / "upload", LIMITS)
-    report.demand_sound()
+    report.raise_for_refusal()
     assert [check.name for check in report.checks] == [
         "conversion",
         "config",
@@ -58,7 +58,7 @@ def test_what_is_stored_is_the_lora_and_the_report_says_what_it_was(validator, l
     assert [path.name for path in tmp_path.iterdir()] == ["upload"]
 
 
-def test_one_that_cannot_be_converted_stays_as_it_is(validator, loha, tmp_path: Path) -> None:
+def test_conversion_refused_leaves_the_files_unchanged(validator, loha, tmp_path: Path) -> None:
     shutil.copytree(loha[1], tmp_path / "upload")
     before = {path.name: path.read_bytes() for path in (tmp_path / "upload").iterdir()}
     report = validator.examine(tmp_path / "upload", Limits(max_rank=8))
@@ -68,8 +68,8 @@ def test_one_that_cannot_be_converted_stays_as_it_is(validator, loha, tmp_path: 
     assert [path.name for path in tmp_path.iterdir()] == ["upload"]
 
 
-def test_a_kind_that_is_not_served_is_refused_by_its_name(validator, tmp_path: Path) -> None:
+def test_conversion_of_an_unsupported_kind_is_refused_by_name(validator, tmp_path: Path) -> None:
     (tmp_path / CONFIG_NAME).write_text(json.dumps({"peft_type": "BOFT"}))
     refusal = validator.examine(tmp_path, LIMITS).refusal
     assert (refusal.code, refusal.field) == ("peft_type_unsupported", "peft_type")
-    assert all(part in refusal.message for part in KINDS["BOFT"])
+    assert all(part in refusal.message for part in UNSUPPORTED_KINDS["BOFT"])

@@ -1,4 +1,4 @@
-"""The parity check: it passes what is served right, and sees every way in which it would not be."""
+"""The parity check passes sound adapters and detects wrong results."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
+from adapter_zoo import RECIPES, Zoo
 from safetensors.torch import load_file, save_file
-from zoo import RECIPES, Zoo
 
-from loramux.engine import store
+from loramux.engine.memory import adapter_store
 from loramux.settings import AdapterLimits, ModelSettings, Settings, ValidationSettings
-from loramux.validation import Report, Validator
-from loramux.validation.parity import layers, worker
+from loramux.validation import ValidationReport, Validator
+from loramux.validation.jobs import ParityJob, ParitySetup
+from loramux.validation.parity import layers
 from loramux.validation.parity.comparison import Comparison
-from loramux.validation.parity.jobs import ParityJob, ParitySetup
 from loramux.validation.parity.verdict import compare_tokens
 from loramux_adapters import WEIGHTS_NAME, Limits, describe_base
 from loramux_adapters.weights import AdapterWeights
@@ -51,15 +50,15 @@ def comparison(zoo: Zoo) -> Comparison:
     return Comparison.over(setup_of(zoo, 1 << 30))
 
 
-def report_on(comparison: Comparison, folder: Path) -> Report:
-    """As a job does it, which PEFT changes a model of its own for."""
+def report_on(comparison: Comparison, folder: Path) -> ValidationReport:
+    """Compare as a job does: PEFT modifies a copy of the reference model."""
     if comparison.whole is not None:
         whole = dataclasses.replace(comparison.whole, reference=copy.deepcopy(comparison.whole.reference))
         comparison = dataclasses.replace(comparison, whole=whole)
     return comparison.report(ParityJob(uploaded=str(folder), served=str(folder), limits=LIMITS))
 
 
-def outcomes(report: Report) -> dict[str, str]:
+def outcomes(report: ValidationReport) -> dict[str, str]:
     return {check.name: check.outcome for check in report.checks}
 
 
@@ -73,7 +72,7 @@ def rewritten(folder: Path, target: Path, change: Callable[[str, torch.Tensor], 
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_what_is_served_right_passes(comparison: Comparison, zoo: Zoo, recipe: str) -> None:
+def test_parity_of_a_sound_adapter_passes(comparison: Comparison, zoo: Zoo, recipe: str) -> None:
     report = report_on(comparison, zoo.adapters / recipe)
     assert report.refusal is None
     assert outcomes(report) == {"parity_of_layers": "passed", "parity_of_tokens": "passed"}
@@ -86,7 +85,7 @@ def test_what_is_served_right_passes(comparison: Comparison, zoo: Zoo, recipe: s
     assert figures["parity_of_tokens"]["mean_divergence_from_base"] > 1e-3
 
 
-def test_an_activated_lora_is_compared_behind_its_invocation(comparison: Comparison, tmp_path: Path) -> None:
+def test_parity_of_an_activated_lora_is_compared_after_its_invocation(comparison: Comparison, tmp_path: Path) -> None:
     zoo = Zoo("llama", tmp_path)
     recipe = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear", "alora_invocation_tokens": [9, 8]}
     zoo.make_adapter("activated", recipe, seed=3)
@@ -97,13 +96,13 @@ def test_an_activated_lora_is_compared_behind_its_invocation(comparison: Compari
     assert figures["parity_of_tokens"]["mean_divergence_from_base"] > 1e-3
 
 
-def test_a_base_that_is_large_is_compared_by_layers_alone(zoo: Zoo) -> None:
+def test_parity_on_a_large_base_compares_layers_alone(zoo: Zoo) -> None:
     report = report_on(Comparison.over(setup_of(zoo, 0)), zoo.adapters / "patterns")
     assert outcomes(report) == {"parity_of_layers": "passed", "parity_of_tokens": "not_run"}
     assert "too large" in report.checks[1].detail
 
 
-def test_linears_that_would_not_fit_are_left_out_and_counted(zoo: Zoo) -> None:
+def test_parity_linears_beyond_the_memory_are_left_out_and_counted(zoo: Zoo) -> None:
     a_square = 3 * 4 * 64 * 64
     some = report_on(Comparison.over(setup_of(zoo, 0, a_square)), zoo.adapters / "patterns").checks[0]
     assert (some.outcome, some.figures["linears"]) == ("passed", 3)
@@ -117,7 +116,9 @@ def wrongly_scaled(weights: AdapterWeights) -> AdapterWeights:
     return dataclasses.replace(weights, modules=modules)
 
 
-def test_a_wrong_scale_is_seen_in_the_layers(comparison: Comparison, zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parity_wrong_scale_is_found_in_layers(
+    comparison: Comparison, zoo: Zoo, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read = layers.read_weights
     monkeypatch.setattr(layers, "read_weights", lambda *args: wrongly_scaled(read(*args)))
     report = report_on(comparison, zoo.adapters / "rslora")
@@ -127,9 +128,11 @@ def test_a_wrong_scale_is_seen_in_the_layers(comparison: Comparison, zoo: Zoo, m
     assert "times as far from PEFT's as rounding explains" in report.refusal.message
 
 
-def test_a_wrong_scale_is_seen_in_the_tokens(comparison: Comparison, zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
-    load = store.load_adapter
-    monkeypatch.setattr(store, "load_adapter", lambda *args: wrongly_scaled(load(*args)))
+def test_parity_wrong_scale_is_found_in_tokens(
+    comparison: Comparison, zoo: Zoo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = adapter_store.load_adapter
+    monkeypatch.setattr(adapter_store, "load_adapter", lambda *args: wrongly_scaled(load(*args)))
     report = report_on(comparison, zoo.adapters / "plain")
     assert outcomes(report) == {"parity_of_layers": "passed", "parity_of_tokens": "failed"}
     assert report.refusal is not None
@@ -137,16 +140,14 @@ def test_a_wrong_scale_is_seen_in_the_tokens(comparison: Comparison, zoo: Zoo, m
     assert "log probabilities are up to" in report.refusal.message
 
 
-def test_finite_weights_with_products_that_are_not_are_refused(
-    comparison: Comparison, zoo: Zoo, tmp_path: Path
-) -> None:
+def test_parity_products_that_are_not_finite_are_refused(comparison: Comparison, zoo: Zoo, tmp_path: Path) -> None:
     folder = rewritten(zoo.adapters / "attention", tmp_path / "huge", lambda _, tensor: tensor * 1e25)
     report = report_on(comparison, folder)
     assert report.refusal is not None
     assert report.refusal.code == "outputs_not_finite"
 
 
-def test_an_adapter_that_does_nothing_is_said_to(comparison: Comparison, zoo: Zoo, tmp_path: Path) -> None:
+def test_parity_of_an_adapter_without_effect_warns(comparison: Comparison, zoo: Zoo, tmp_path: Path) -> None:
     def untrained(name: str, tensor: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(tensor) if "lora_B" in name else tensor
 
@@ -156,7 +157,7 @@ def test_an_adapter_that_does_nothing_is_said_to(comparison: Comparison, zoo: Zo
     assert report.checks[1].figures["mean_divergence_from_base"] == pytest.approx(0, abs=1e-9)
 
 
-def test_a_tie_is_no_difference_and_another_token_is() -> None:
+def test_parity_tie_is_no_difference_and_another_token_is() -> None:
     logits = torch.tensor([[1.0, 1.0001, 0.0], [3.0, 0.0, 0.0]])
     logprobs = logits.log_softmax(-1)
     tied = compare_tokens([0, 0], [float(logprobs[0, 0]), float(logprobs[1, 0])], logits)
@@ -166,15 +167,8 @@ def test_a_tie_is_no_difference_and_another_token_is() -> None:
     assert compare_tokens([1, 0], [-0.5, float(logprobs[1, 0])], logits)["largest_logprob_error"] > 0.1
 
 
-def test_without_peft_the_report_says_that_it_was_not_run(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "find_spec", lambda _: None)
-    answer = worker.prepare(msgspec.json.encode(setup_of(zoo, 0)))(b"{}")
-    (check,) = msgspec.json.decode(answer, type=Report).checks
-    assert (check.outcome, "loramux[parity]" in check.detail) == ("not_run", True)
-
-
-def test_it_is_part_of_what_an_upload_is_asked(zoo: Zoo, tmp_path: Path) -> None:
-    """Through the processes that a server has; PEFT is loaded there and not here."""
+def test_parity_is_part_of_an_uploads_validation(zoo: Zoo, tmp_path: Path) -> None:
+    """In the processes of a server; PEFT is loaded there and not here."""
     settings: dict[str, Any] = {"model": ModelSettings(path=str(zoo.base), served_model_name="base")}
     huge = rewritten(zoo.adapters / "attention", tmp_path / "huge", lambda _, tensor: tensor * 1e25)
     with closing(Validator(Settings(**settings), describe_base(zoo.base), "float32")) as validator:

@@ -1,4 +1,4 @@
-"""Nothing that is served is refused by its own parity check: formats, and other kinds after their conversion."""
+"""Parity checks of formats beside plain LoRA, and of other kinds after their conversion."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import copy
 import dataclasses
 from pathlib import Path
 
+import peft
 import pytest
 import torch
-from formats import FORMATS, FormatZoo
-from other_kinds import KINDS, make_kind
+from format_matrix import SERVED
+from formats import FORMATS, LORA, FormatZoo
+from other_kinds import make_kind
 from safetensors.torch import load_file, save_file
 
 from loramux.settings import AdapterLimits
-from loramux.validation import Report
+from loramux.validation import ValidationReport
 from loramux.validation.conversion import convert
-from loramux.validation.files import ConversionJob
+from loramux.validation.jobs import ConversionJob, ConversionSetup, ParityJob, ParitySetup
 from loramux.validation.parity.comparison import Comparison
-from loramux.validation.parity.jobs import ParityJob, ParitySetup
 from loramux_adapters import WEIGHTS_NAME, Limits, describe_base
 
 
@@ -40,16 +41,16 @@ def comparison(zoo: FormatZoo) -> Comparison:
     )
 
 
-def compared(comparison: Comparison, uploaded: Path, served: Path) -> Report:
-    """As a job does it, which PEFT changes a model of its own for."""
+def compared(comparison: Comparison, uploaded: Path, served: Path) -> ValidationReport:
+    """Compare as a job does: PEFT modifies a copy of the reference model."""
     assert comparison.whole is not None
     whole = dataclasses.replace(comparison.whole, reference=copy.deepcopy(comparison.whole.reference))
     job = ParityJob(uploaded=str(uploaded), served=str(served), limits=Limits())
     return dataclasses.replace(comparison, whole=whole).report(job)
 
 
-@pytest.mark.parametrize("name", ["dora", "ia3", "both", "saved", "head_tokens"])
-def test_a_format_passes(comparison: Comparison, zoo: FormatZoo, name: str) -> None:
+@pytest.mark.parametrize("name", ["dora", "ia3", "both", "saved", "saved_norms", "head_tokens"])
+def test_parity_of_every_format_passes(comparison: Comparison, zoo: FormatZoo, name: str) -> None:
     folder = zoo.make_format(name, FORMATS[name], seed=1)
     report = compared(comparison, folder, folder)
     assert report.refusal is None
@@ -57,21 +58,39 @@ def test_a_format_passes(comparison: Comparison, zoo: FormatZoo, name: str) -> N
     assert report.checks[-1].figures["mean_divergence_from_base"] > 1e-3
 
 
-@pytest.mark.parametrize("name", ["loha", "vera"])
-def test_another_kind_passes_against_what_it_was(
+@pytest.mark.parametrize("size", [105, 90])
+def test_parity_of_a_resized_embedding_passes(
+    comparison: Comparison, zoo: FormatZoo, size: int, tmp_path: Path
+) -> None:
+    model = zoo._base()
+    model.resize_token_embeddings(size)
+    config = peft.LoraConfig(**LORA | {"target_modules": ["q_proj"]}, modules_to_save=["embed_tokens"])
+    trained = peft.get_peft_model(model, config)
+    with torch.no_grad():
+        for parameter in (one for one in trained.parameters() if one.requires_grad):
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    trained.save_pretrained(tmp_path / "resized")
+    report = compared(comparison, tmp_path / "resized", tmp_path / "resized")
+    assert report.refusal is None, report.refusal
+    assert report.checks[-1].outcome == "passed"
+
+
+@pytest.mark.parametrize("name", ["loha", "vera", "pissa"])
+def test_parity_of_a_converted_kind_passes_against_the_original(
     comparison: Comparison, zoo: FormatZoo, name: str, tmp_path: Path
 ) -> None:
     uploaded, served = tmp_path / "uploaded", tmp_path / "served"
     served.mkdir()
-    make_kind(zoo.base, uploaded, KINDS[name])
-    convert(ConversionJob(folder=str(uploaded), into=str(served), limits=Limits()), describe_base(zoo.base))
+    make_kind(zoo.base, uploaded, SERVED[name])
+    job = ConversionJob(folder=str(uploaded), into=str(served), limits=Limits())
+    convert(job, ConversionSetup(model_dir=str(zoo.base), base=describe_base(zoo.base)))
     report = compared(comparison, uploaded, served)
     assert report.refusal is None
     assert report.checks[-1].outcome == "passed"
     assert report.checks[-1].figures["mean_divergence_from_base"] > 1e-3
 
 
-def test_a_copy_of_another_base_is_refused_before_it_is_served(comparison: Comparison, zoo: FormatZoo) -> None:
+def test_parity_copy_of_another_base_is_refused(comparison: Comparison, zoo: FormatZoo) -> None:
     folder = zoo.make_format("embedding", FORMATS["embedding"], seed=1)
     tensors = load_file(folder / WEIGHTS_NAME)
     key = "base_model.model.model.embed_tokens.base_layer.weight"

@@ -1,9 +1,12 @@
-"""A job may do nothing but answer: what it takes too much of ends it, and nobody else."""
+"""Jobs in sandboxes: limits end the job that exceeds them and no other."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
+import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,29 +16,29 @@ from typing import Any
 
 import pytest
 
-from loramux.validation.protocol import JobLimits
-from loramux.validation.sandbox import JobCrashed, JobEnded, JobOutOfMemory, Sandbox, SandboxDied
+from loramux.validation.report import ResourceUsage
+from loramux.validation.sandbox import JobCrashed, JobEnded, JobLimits, JobOutOfMemory, JobResult, Sandbox, SandboxDied
 
 LIMITS = JobLimits(memory_bytes=32 << 20, cpu_seconds=20, wall_seconds=60)
 
 
 @pytest.fixture(scope="module")
 def sandbox() -> Iterator[Sandbox]:
-    os.environ["SOMEBODYS_SECRET"] = "x"
+    os.environ["SERVER_SECRET"] = "x"
     with closing(Sandbox("sandbox_jobs", json.dumps("the setup").encode())) as sandbox:
         yield sandbox
-    del os.environ["SOMEBODYS_SECRET"]
+    del os.environ["SERVER_SECRET"]
 
 
 def run(sandbox: Sandbox, name: str, argument: Any = None, limits: JobLimits = LIMITS) -> Any:
-    result = json.loads(bytes(sandbox.run(json.dumps([name, argument]).encode(), limits).result))
+    result = json.loads(bytes(sandbox.run(json.dumps([name, argument]).encode(), limits).value))
     assert result["setup"] == "the setup"
     return result["told"]
 
 
-def test_a_job_sees_nothing_of_the_server(sandbox: Sandbox) -> None:
+def test_sandbox_job_sees_nothing_of_the_server(sandbox: Sandbox) -> None:
     seen = run(sandbox, "seen")
-    assert "SOMEBODYS_SECRET" not in seen["environment"]
+    assert "SERVER_SECRET" not in seen["environment"]
     assert "PATH" in seen["environment"]
     assert seen["nice"] >= 10
     assert seen["session"] != os.getsid(0)
@@ -43,23 +46,23 @@ def test_a_job_sees_nothing_of_the_server(sandbox: Sandbox) -> None:
     assert run(sandbox, "seen")["pid"] != seen["pid"]
 
 
-def test_memory_is_bounded(sandbox: Sandbox) -> None:
+def test_sandbox_memory_is_bounded(sandbox: Sandbox) -> None:
     assert run(sandbox, "allocate", 16 << 20) == 16 << 20
     with pytest.raises(JobOutOfMemory):
         run(sandbox, "allocate", 64 << 20)
 
 
-def test_processor_time_is_bounded(sandbox: Sandbox) -> None:
+def test_sandbox_processor_time_is_bounded(sandbox: Sandbox) -> None:
     with pytest.raises(JobEnded):
         run(sandbox, "spin", limits=JobLimits(32 << 20, cpu_seconds=1, wall_seconds=60))
 
 
-def test_time_is_bounded(sandbox: Sandbox) -> None:
+def test_sandbox_wall_time_is_bounded(sandbox: Sandbox) -> None:
     with pytest.raises(JobEnded):
         run(sandbox, "sleep", 600, JobLimits(32 << 20, cpu_seconds=20, wall_seconds=0.2))
 
 
-def test_a_job_writes_no_file_that_it_was_not_allowed(sandbox: Sandbox, tmp_path: Path) -> None:
+def test_sandbox_job_writes_no_larger_file_than_allowed(sandbox: Sandbox, tmp_path: Path) -> None:
     with pytest.raises(JobCrashed):
         run(sandbox, "write", str(tmp_path / "x"))
     assert (tmp_path / "x").read_bytes() == b""
@@ -67,7 +70,7 @@ def test_a_job_writes_no_file_that_it_was_not_allowed(sandbox: Sandbox, tmp_path
     assert len((tmp_path / "x").read_bytes()) == 100
 
 
-def test_a_job_that_raises_or_exits_harms_no_other(sandbox: Sandbox) -> None:
+def test_sandbox_job_that_raises_or_exits_harms_no_other(sandbox: Sandbox) -> None:
     with pytest.raises(JobCrashed, match=r"ValueError at .*sandbox_jobs.py:\d+") as crashed:
         run(sandbox, "raise", "what it should not")
     assert "what it should not" not in str(crashed.value)
@@ -76,7 +79,7 @@ def test_a_job_that_raises_or_exits_harms_no_other(sandbox: Sandbox) -> None:
     assert run(sandbox, "allocate", 1) == 1
 
 
-def test_jobs_run_beside_each_other(sandbox: Sandbox) -> None:
+def test_sandbox_jobs_run_concurrently(sandbox: Sandbox) -> None:
     with ThreadPoolExecutor(4) as threads:
         sleeper = threads.submit(run, sandbox, "sleep", 1.0)
         pids = {told["pid"] for told in threads.map(lambda _: run(sandbox, "seen"), range(8))}
@@ -84,7 +87,7 @@ def test_jobs_run_beside_each_other(sandbox: Sandbox) -> None:
     assert len(pids) == 8
 
 
-def test_a_warm_process_that_died_is_started_again(sandbox: Sandbox) -> None:
+def test_sandbox_warm_process_that_died_is_restarted(sandbox: Sandbox) -> None:
     run(sandbox, "kill the warm process")
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
@@ -96,6 +99,71 @@ def test_a_warm_process_that_died_is_started_again(sandbox: Sandbox) -> None:
     raise AssertionError("it was not started again")
 
 
-def test_a_module_that_does_not_start_is_said_to_have_died() -> None:
+def state_of(pid: int) -> str | None:
+    """Return the letter of a process's state; None for one that does not exist, or was reaped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def gone(pid: int) -> bool:
+    """Wait until a process is gone without a trace; False if it stays, as a zombie or alive."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        if state_of(pid) is None:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_sandbox_processes_leave_no_zombies() -> None:
+    with closing(Sandbox("sandbox_jobs", json.dumps("the setup").encode())) as sandbox:
+        seen = run(sandbox, "seen")
+        assert gone(seen["pid"]), "a job that answered"
+        with pytest.raises(JobEnded):
+            run(sandbox, "sleep", 600, JobLimits(32 << 20, cpu_seconds=20, wall_seconds=0.1))
+        assert gone(run(sandbox, "orphan", 0.2)), "a child that a job left behind"
+        assert [pid for pid in children_of(seen["parent"]) if state_of(pid) == "Z"] == []
+        os.kill(seen["parent"], signal.SIGKILL)
+        assert gone(seen["parent"]), "a warm process that ended, before the next job"
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_sandbox_job_reaches_no_network_unless_it_says_so(sandbox: Sandbox, caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        job = json.dumps(["connects", listener.getsockname()[1]]).encode()
+        result = sandbox.run(job, LIMITS)
+    assert json.loads(bytes(result.value))["told"] is result.has_network
+    assert result.has_network is not may_unshare_network(), "where the kernel allows it, it is done"
+
+
+def may_unshare_network() -> bool:
+    """Ask the kernel in a process of its own, by another tool."""
+    flags = ["--net"] if os.geteuid() == 0 else ["--user", "--net"]
+    return subprocess.run(["unshare", *flags, "true"], check=False, capture_output=True).returncode == 0
+
+
+def test_sandbox_without_a_namespace_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    sandbox = Sandbox("some.module", b"1")
+    for has_network in (False, True, True):
+        sandbox._warn_once_of_network(JobResult(ResourceUsage(cpu_seconds=0, peak_bytes=0), has_network=has_network))
+    (record,) = caplog.records
+    assert "some.module runs with the server's network" in record.message
+
+
+def test_sandbox_interrupt_from_the_terminal_is_left_to_the_server(capfd: pytest.CaptureFixture[str]) -> None:
+    with closing(Sandbox("sandbox_jobs", json.dumps("the setup").encode())) as sandbox:
+        warm = run(sandbox, "seen")["parent"]
+        os.kill(warm, signal.SIGINT)
+        assert run(sandbox, "seen")["parent"] == warm
+    assert gone(warm)
+    assert capfd.readouterr().err == ""
+
+
+def test_sandbox_module_that_does_not_start_is_reported_as_died() -> None:
     with closing(Sandbox("no_such_module", b"1")) as sandbox, pytest.raises(SandboxDied, match="no_such_module"):
         sandbox.run(b"1", LIMITS)

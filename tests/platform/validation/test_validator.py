@@ -1,4 +1,4 @@
-"""What a customer reads about an upload, whether it was taken or not."""
+"""The report on an upload, accepted or refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sandbox_jobs import JOBS
 from tiny_peft import save_adapter, tiny_base
 
 from loramux.settings import ModelSettings, Settings, ValidationSettings
-from loramux.validation import Report, Validator
+from loramux.validation import ValidationReport, Validator
 from loramux.validation.sandbox import Sandbox
 from loramux_adapters import CONFIG_NAME, WEIGHTS_NAME, AdapterRejected, BaseDescription, Limits, describe_base
 
@@ -41,16 +41,16 @@ def validator(base: BaseDescription) -> Iterator[Validator]:
         yield validator
 
 
-def outcomes(report: Report) -> dict[str, str]:
+def outcomes(report: ValidationReport) -> dict[str, str]:
     return {check.name: check.outcome for check in report.checks}
 
 
-def test_the_report_says_what_was_found(validator: Validator, tmp_path: Path) -> None:
+def test_report_summarises_the_files(validator: Validator, tmp_path: Path) -> None:
     save_adapter(
         "llama", tmp_path, target_modules=["q_proj", "down_proj"], rank_pattern={"down_proj": 4}, lora_dropout=0.1
     )
     report = validator.examine(tmp_path, LIMITS)
-    report.demand_sound()
+    report.raise_for_refusal()
     assert outcomes(report) == {"config": "passed", "header": "passed", "tensors": "passed", "values": "passed"}
     found = report.found
     assert found is not None
@@ -64,14 +64,14 @@ def test_the_report_says_what_was_found(validator: Validator, tmp_path: Path) ->
     assert [warned.code for warned in report.warnings] == ["dtype_converted"]
     assert report.usage is not None
     assert 0 < report.usage.peak_bytes < 100 << 20
-    assert msgspec.json.decode(msgspec.json.encode(report), type=Report) == report
+    assert msgspec.json.decode(msgspec.json.encode(report), type=ValidationReport) == report
 
 
 @pytest.mark.parametrize(
     ("claimed", "warned"),
     [("org/tiny-1b", False), ("LLAMA-tiny/", False), ("org/Tiny-1B-Instruct", True), (None, False)],
 )
-def test_a_claim_about_the_base_is_compared_and_proves_nothing(
+def test_report_warns_of_another_base_name(
     claimed: str | None, warned: bool, validator: Validator, tmp_path: Path
 ) -> None:
     save_adapter("llama", tmp_path, target_modules=["q_proj"])
@@ -82,7 +82,7 @@ def test_a_claim_about_the_base_is_compared_and_proves_nothing(
     assert [w.field for w in report.warnings if w.code == "base_name_differs"] == ["base_model_name_or_path"] * warned
 
 
-def test_a_refused_upload_says_how_far_it_came(validator: Validator, tmp_path: Path) -> None:
+def test_report_of_a_refused_upload_lists_the_passed_checks(validator: Validator, tmp_path: Path) -> None:
     save_adapter("llama", tmp_path, target_modules=["q_proj"], r=32)
     report = validator.examine(tmp_path, LIMITS)
     assert outcomes(report) == {"config": "passed", "header": "passed", "tensors": "failed"}
@@ -90,10 +90,10 @@ def test_a_refused_upload_says_how_far_it_came(validator: Validator, tmp_path: P
     assert (report.refusal.code, report.refusal.field) == ("rank_too_large", "r")
     assert report.checks[-1].detail == report.refusal.message
     with pytest.raises(AdapterRejected, match="rank 32"):
-        report.demand_sound()
+        report.raise_for_refusal()
 
 
-def test_weights_that_overflow_in_the_dtype_that_serves_are_refused(validator: Validator, tmp_path: Path) -> None:
+def test_report_refuses_overflow_in_the_serving_dtype(validator: Validator, tmp_path: Path) -> None:
     model = save_adapter("llama", tmp_path, target_modules=["q_proj"])
     with torch.no_grad():
         next(p for name, p in model.named_parameters() if "lora_B" in name)[0, 0] = -65_520.0
@@ -112,7 +112,7 @@ def test_weights_that_overflow_in_the_dtype_that_serves_are_refused(validator: V
         (["raise", "x"], "validation_failed"),
     ],
 )
-def test_checks_that_cannot_end_refuse(
+def test_report_of_an_unfinished_check_refuses(
     job: list[object], code: str, base: BaseDescription, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert job[0] in JOBS
@@ -129,7 +129,7 @@ def test_checks_that_cannot_end_refuse(
     assert report.refusal.message.endswith(".")
 
 
-def test_the_process_that_checks_files_holds_no_torch() -> None:
-    """It is small because of that: every server has one."""
+def test_files_stage_imports_no_torch() -> None:
+    """Every server has this process, so it must stay small."""
     code = "import sys, loramux.validation.files; assert not {'torch', 'transformers', 'sqlalchemy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,5 +1,7 @@
-"""In a sandbox of its own: does what will be served give what PEFT gives, in float32, on the same weights?
+"""The parity stage: the code that serves must compute what PEFT computes, in float32, on the base's own weights.
 
-A base that is small enough is run whole: a few greedy tokens by the engine itself, held against PEFT's forward. Of a
-larger one some layers are: PEFT's own linears against ours, on the same inputs and the checkpoint's weights.
+`layers` always runs: PEFT's own linears against ours, for the adapted linears of three sampled layers, on the same
+inputs and the checkpoint's weights. `whole_model` also runs where the base is small enough to be held twice: a few
+greedy tokens of the engine itself against PEFT's forward. `verdict` says when two results count as equal,
+`comparison` joins both to a report, and `worker` is the process's entry point.
 """

@@ -1,17 +1,25 @@
-"""Both comparisons of one adapter, as a report of their own."""
+"""Both comparisons of one adapter, layers and tokens, joined to a report."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from loramux.validation.parity.base_copies import check_base_copies
-from loramux.validation.parity.checkpoint import float32_bytes
-from loramux.validation.parity.jobs import ParityJob, ParitySetup
+import torch
+
+from loramux.errors import Rejection
+from loramux.validation.checkpoint_files import float32_bytes, read_parameter
+from loramux.validation.jobs import ParityJob, ParitySetup
 from loramux.validation.parity.layers import compare_layers
-from loramux.validation.parity.verdict import OUTPUTS_NOT_FINITE, PARITY_FAILED, Fault, NotRun, Verdict
+from loramux.validation.parity.verdict import OUTPUTS_NOT_FINITE, PARITY_FAILED, NotRun, ParityFault, Verdict
 from loramux.validation.parity.whole_model import WholeModel
-from loramux.validation.report import Check, Refusal, Report, Warned
-from loramux_adapters import AdapterRejected
+from loramux.validation.report import Check, ReportWarning, ValidationReport
+from loramux_adapters import WEIGHTS_NAME, AdapterPlan, AdapterRejected, SafetensorsHeader, plan_adapter, read_header
+from loramux_adapters.base import VocabularyShape
+from loramux_adapters.base_weights import BaseWeights, fit_to_base
+from loramux_adapters.components import BaseCopy
+from loramux_adapters.validate import read_config
+from loramux_adapters.weights import read_weights
 
 _SENTENCES = {
     PARITY_FAILED: (
@@ -24,36 +32,36 @@ _SENTENCES = {
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One base, ready to compare adapters on."""
+    """A base, loaded and ready to compare adapters on."""
 
     setup: ParitySetup
     whole: WholeModel | None
 
     @classmethod
     def over(cls, setup: ParitySetup) -> Comparison:
-        """Load what is needed."""
+        """Load the base whole if it is small enough; layers are read from the checkpoint job by job."""
         small = float32_bytes(setup.model_dir) <= setup.whole_model_bytes
         return cls(setup, WholeModel.load(setup) if small else None)
 
-    def report(self, job: ParityJob) -> Report:
-        """What came of one adapter."""
+    def report(self, job: ParityJob) -> ValidationReport:
+        """Compare one adapter and report."""
         try:
             check_base_copies(self.setup, job)
             return self._compare(job)
         except AdapterRejected as rejected:
             failed = Check(name="fits_the_base", outcome="failed", detail=rejected.message)
-            refusal = Refusal(code=rejected.code, field=rejected.field, message=rejected.message)
-            return Report(checks=(failed,), refusal=refusal)
+            refusal = Rejection(code=rejected.code, field=rejected.field, message=rejected.message)
+            return ValidationReport(checks=(failed,), refusal=refusal)
 
-    def _compare(self, job: ParityJob) -> Report:
-        """The layers first, which are cheaper and more sensitive."""
+    def _compare(self, job: ParityJob) -> ValidationReport:
+        """Compare layers first: they are cheaper and more sensitive."""
         layers = compare_layers(self.setup, job)
         verdicts = {"parity_of_layers": layers}
         if not (isinstance(layers, Verdict) and layers.fault):
             verdicts["parity_of_tokens"] = (
                 self.whole.compare(job) if self.whole else NotRun("the base is too large to be run whole in a check")
             )
-        return Report(
+        return ValidationReport(
             checks=tuple(_check(name, verdict) for name, verdict in verdicts.items()),
             warnings=_warnings(layers),
             refusal=next((_refusal(v.fault) for v in verdicts.values() if isinstance(v, Verdict) and v.fault), None),
@@ -68,12 +76,49 @@ def _check(name: str, verdict: Verdict | NotRun) -> Check:
     return Check(name=name, outcome="passed", detail=verdict.method, figures=verdict.figures)
 
 
-def _refusal(fault: Fault) -> Refusal:
-    return Refusal(code=fault.code, field=None, message=_SENTENCES[fault.code].format(fault.sentence))
+def _refusal(fault: ParityFault) -> Rejection:
+    return Rejection(code=fault.code, field=None, message=_SENTENCES[fault.code].format(fault.sentence))
 
 
-def _warnings(layers: Verdict | NotRun) -> tuple[Warned, ...]:
+def _warnings(layers: Verdict | NotRun) -> tuple[ReportWarning, ...]:
     if isinstance(layers, Verdict) and layers.figures.get("largest_contribution") == 0:
         message = "The adapter changes nothing that the base computes: it may have been saved before it was trained."
-        return (Warned(code="no_effect", field=None, message=message),)
+        return (ReportWarning(code="no_effect", field=None, message=message),)
     return ()
+
+
+def check_base_copies(setup: ParitySetup, job: ParityJob) -> None:
+    """Raise AdapterRejected (`base_differs`, `copy_differs`) unless copies in the file equal their originals."""
+    path = Path(job.served) / WEIGHTS_NAME
+    header = read_header(path)
+    plan = plan_adapter(read_config(Path(job.served)), header, setup.base, job.limits)
+    _check_repeats(path, plan, header)
+    for copy in plan.copies:
+        own = _own(setup, copy)
+        if own is None or copy.key not in header.tensors:
+            continue
+        only = replace(header, tensors={copy.key: header.tensors[copy.key]})
+        weights = read_weights(path, only, _alone(plan, copy), own.dtype)
+        fit_to_base(weights, BaseWeights({}, {copy.module: own}))
+
+
+def _check_repeats(path: Path, plan: AdapterPlan, header: SafetensorsHeader) -> None:
+    for key, original in plan.repeats:
+        if key in header.tensors:
+            tensors = {name: header.tensors[name] for name in (key, original)}
+            rows = tuple(part for part in plan.rows if part.key == original)
+            alone = replace(plan.on(()), rows=rows, copies=(), repeats=((key, original),))
+            read_weights(path, replace(header, tensors=tensors), alone, torch.float32)
+
+
+def _alone(plan: AdapterPlan, copy: BaseCopy) -> AdapterPlan:
+    return replace(plan.on(()), copies=(copy,), repeats=())
+
+
+def _own(setup: ParitySetup, copy: BaseCopy) -> torch.Tensor | None:
+    """Read the checkpoint's matrix. A tied base may have saved it under either name."""
+    vocabulary = setup.base.vocabulary
+    assert isinstance(vocabulary, VocabularyShape), "a base without a vocabulary has no copies of it"
+    names = (copy.module, vocabulary.embedding, vocabulary.head) if vocabulary.tied else (copy.module,)
+    found = (read_parameter(setup.model_dir, f"{name}.weight") for name in names)
+    return next((matrix for matrix in found if matrix is not None), None)

@@ -12,45 +12,58 @@ import peft
 import torch
 from torch import nn
 
-from loramux.validation.parity.checkpoint import read_linear
-from loramux.validation.parity.jobs import ParityJob, ParitySetup
-from loramux.validation.parity.verdict import OUTPUTS_NOT_FINITE, PARITY_FAILED, Fault, NotRun, Verdict, compare_outputs
-from loramux_adapters import WEIGHTS_NAME, AdapterPlan, BaseDescription, SafetensorsHeader, plan_adapter, read_header
+from loramux.validation.checkpoint_files import read_linear
+from loramux.validation.jobs import ParityJob, ParitySetup
+from loramux.validation.parity.verdict import (
+    OUTPUTS_NOT_FINITE,
+    PARITY_FAILED,
+    NotRun,
+    ParityFault,
+    Verdict,
+    compare_outputs,
+)
+from loramux_adapters import (
+    WEIGHTS_NAME,
+    AdapterPlan,
+    BaseDescription,
+    SafetensorsHeader,
+    plan_adapter,
+    read_header,
+)
 from loramux_adapters.bank import AdapterBank, Site
 from loramux_adapters.base import input_of
 from loramux_adapters.base_weights import BaseWeights, fit_to_base
-from loramux_adapters.layout import lay_out
-from loramux_adapters.linear import install_linears
-from loramux_adapters.matrices import matrices_of
-from loramux_adapters.parts import PREFIX
-from loramux_adapters.tensors import read_tensor
+from loramux_adapters.components import PREFIX
+from loramux_adapters.install import install_linears
+from loramux_adapters.layout import lay_out, matrices_of
 from loramux_adapters.validate import read_config
-from loramux_adapters.weights import AdapterWeights, read_weights
+from loramux_adapters.weights import AdapterWeights, read_tensor, read_weights
 from loramux_kernels import RANK_TILE, Segments
 
 ROWS = 5
 BASE_ROWS = 2
-"""Behind those of the adapter, which must leave them alone."""
+"""Rows after those of the adapter; the adapter must not change them."""
 PAGE_TILES = 4
 COPIES = 3
+"""Copies of a linear that are in memory at once: as read, as PEFT or the engine gets it, and packed to be served."""
 
 
 class Measured(NamedTuple):
-    """How one linear did; the first two in units of what is allowed."""
+    """Figures of one linear; the first two in units of the allowed difference."""
 
     apart: float
-    """PEFT's output and ours, of rows with the adapter."""
+    """Distance of PEFT's output from ours, in rows with the adapter."""
     beside: float
-    """Ours and the base's, of rows without it."""
+    """Distance of our output from the base's, in rows without the adapter."""
     contribution: float
-    """The adapter's largest, of the base's largest."""
+    """The adapter's largest contribution, as a share of the base's largest output."""
     finite: bool
 
 
 def compare_layers(setup: ParitySetup, job: ParityJob) -> Verdict | NotRun:
     """Compare every adapted linear of the first, the middle and the last layer that the adapter touches.
 
-    Memory: linears that read the same input are together in it, and no others.
+    Memory: only linears that read the same input are held together.
     """
     header = read_header(Path(job.served) / WEIGHTS_NAME)
     plan = plan_adapter(read_config(Path(job.served)), header, setup.base, job.limits)
@@ -66,7 +79,8 @@ def compare_layers(setup: ParitySetup, job: ParityJob) -> Verdict | NotRun:
         if isinstance(theirs, NotRun):
             return theirs
         only = _only(linears, header)
-        weights = read_weights(Path(job.served) / WEIGHTS_NAME, only, plan.on(linears), torch.float32)
+        own = replace(plan.on(linears), copies=(), repeats=())
+        weights = read_weights(Path(job.served) / WEIGHTS_NAME, only, own, torch.float32)
         measured |= _measured(_our_outputs(weights, linears), theirs, linears)
     if not measured:
         return NotRun(
@@ -84,7 +98,7 @@ def _together(names: Iterable[str]) -> Iterable[list[str]]:
 
 
 def _too_large(names: Iterable[str], setup: ParitySetup) -> bool:
-    """Whether they might not fit: as they are saved, in float32, and packed to be served."""
+    """True if COPIES of these linears might exceed the job's memory."""
     shapes = [setup.base.modules[name] for name in names]
     return COPIES * sum(4 * shape.in_features * shape.out_features for shape in shapes) > setup.memory_bytes
 
@@ -95,14 +109,14 @@ def _read(model_dir: str, names: Iterable[str]) -> dict[str, nn.Linear]:
 
 
 def _sampled(plan: AdapterPlan, base: BaseDescription) -> list[str]:
-    layer_of = {part.module: base.modules[part.module].layer for part in plan.parts if part.module in base.modules}
+    layer_of = {part.module: base.modules[part.module].layer for part in plan.components if part.module in base.modules}
     layers = sorted({layer for layer in layer_of.values() if layer is not None})
     chosen = {layers[0], layers[len(layers) // 2], layers[-1]} if layers else {None}
     return [module for module, layer in layer_of.items() if layer in chosen]
 
 
 def _only(names: Iterable[str], header: SafetensorsHeader) -> SafetensorsHeader:
-    """Those tensors of a checked header that belong to `names`."""
+    """Keep the tensors of a checked header that belong to `names`."""
     stems = tuple(f"{PREFIX}{name}." for name in names)
     return replace(header, tensors={key: info for key, info in header.tensors.items() if key.startswith(stems)})
 
@@ -111,11 +125,11 @@ def _only(names: Iterable[str], header: SafetensorsHeader) -> SafetensorsHeader:
 def _peft_outputs(folder: str, linears: Mapping[str, nn.Linear]) -> dict[str, torch.Tensor] | NotRun:
     config = peft.PeftConfig.from_pretrained(folder)
     config.inference_mode = True
-    # The embedding and the head are not among these, and which rows an activated one serves is seen in whole prompts.
+    # Embedding and head are not among these linears; the start of an activated LoRA is compared in whole prompts.
     for field in ("modules_to_save", "trainable_token_indices", "alora_invocation_tokens", "target_parameters"):
         if hasattr(config, field):
             setattr(config, field, None)
-    if config.target_modules == "all-linear":  # which PEFT knows of whole transformers models only
+    if config.target_modules == "all-linear":  # PEFT resolves it for whole transformers models only
         config.target_modules = set(linears)
     path = Path(folder) / WEIGHTS_NAME
     with path.open("rb") as file:
@@ -144,7 +158,7 @@ def _our_outputs(weights: AdapterWeights, linears: Mapping[str, nn.Linear]) -> d
     fitted = fit_to_base(weights, BaseWeights(install_linears(model, bank), {}))
     slot = bank.install(fitted, bank.plan_layout(fitted.plan), list(range(num_pages)))
     segments = Segments((0, ROWS), (slot,))
-    with bank.serving(segments, bank.beyond_pairs(segments, np.arange(0))):
+    with bank.serving(segments, bank.extras_of(segments, np.arange(0))):
         return {name: model.get_submodule(name)(_inputs(linear)) for name, linear in linears.items()}
 
 
@@ -167,7 +181,7 @@ def _measured(
 def _verdict(measured: Mapping[str, Measured], sampled: int) -> Verdict:
     method = f"{len(measured)} of {sampled} linears of sampled layers against PEFT's, in float32"
     if nowhere := next((name for name, one in measured.items() if not one.finite), None):
-        return Verdict(method, {}, Fault(OUTPUTS_NOT_FINITE, f"PEFT's own {nowhere} gives NaN or infinity"))
+        return Verdict(method, {}, ParityFault(OUTPUTS_NOT_FINITE, f"PEFT's own {nowhere} gives NaN or infinity"))
     worst = max(measured, key=lambda name: measured[name].apart)
     apart, beside = measured[worst].apart, max(one.beside for one in measured.values())
     figures = {
@@ -182,24 +196,26 @@ def _verdict(measured: Mapping[str, Measured], sampled: int) -> Verdict:
         f"the output of {worst} is {apart:.3g} times as far from PEFT's as rounding explains, and that of rows "
         f"without an adapter {beside:.3g} times"
     )
-    return Verdict(method, figures, Fault(PARITY_FAILED, sentence))
+    return Verdict(method, figures, ParityFault(PARITY_FAILED, sentence))
 
 
 def _inputs(linear: nn.Linear) -> torch.Tensor:
-    """float32`[ROWS + BASE_ROWS, in_features]`: the same for every linear of that width."""
+    """Return float32`[ROWS + BASE_ROWS, in_features]`, equal for every linear of that width."""
     generator = torch.Generator().manual_seed(linear.in_features)
     return torch.randn(ROWS + BASE_ROWS, linear.in_features, generator=generator)
 
 
 def _copy(linear: nn.Linear) -> nn.Linear:
-    """Another module with the same weights, which may be taken apart."""
+    """Return another module, which may be taken apart: PEFT changes weights (PiSSA) and loads trained biases."""
     copy = nn.Linear(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
-    copy.weight, copy.bias = linear.weight, linear.bias
+    copy.weight = nn.Parameter(linear.weight.detach().clone(), requires_grad=False)
+    if linear.bias is not None:
+        copy.bias = nn.Parameter(linear.bias.detach().clone(), requires_grad=False)
     return copy
 
 
 def _skeleton(linears: Mapping[str, nn.Linear]) -> nn.Module:
-    """A model that has these linears under their names, and nothing else."""
+    """Return a model that has these linears under their names, and nothing else."""
     root = nn.Module()
     for name, linear in linears.items():
         parent = root

@@ -1,4 +1,4 @@
-"""When two computations in float32 count as the same."""
+"""Tolerances: when two computations in float32 count as equal."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass
 import torch
 
 LOGPROB_TOLERANCE = 2e-3
-"""Nats. Orders of magnitude above what float32 rounds, and below what any fault in an adapter makes."""
+"""Nats. Orders of magnitude above float32 rounding, and below the effect of any fault in an adapter."""
 OUTPUT_TOLERANCE = 1e-3
-"""Of the adapter's largest contribution to a linear's output."""
+"""A share of the adapter's largest contribution to a linear's output."""
 ROUNDING = 2e-5
-"""Of the output itself: what float32 sums of different order differ by."""
+"""A share of the output itself: the difference of float32 sums in another order."""
 
 PARITY_FAILED = "parity_failed"
 OUTPUTS_NOT_FINITE = "outputs_not_finite"
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
-    """Why an adapter is refused: PARITY_FAILED or OUTPUTS_NOT_FINITE, and a sentence with the numbers."""
+class ParityFault:
+    """The reason for an adapter's refusal: PARITY_FAILED or OUTPUTS_NOT_FINITE, and a sentence with the figures."""
 
     code: str
     sentence: str
@@ -27,25 +27,25 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What was compared, and how it went."""
+    """The method, the figures and the fault, if any, of one comparison."""
 
     method: str
     figures: dict[str, float]
-    fault: Fault | None = None
+    fault: ParityFault | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class NotRun:
-    """Why there is nothing to compare."""
+    """The reason that nothing was compared."""
 
     reason: str
 
 
 def compare_tokens(ours: list[int], our_logprobs: list[float], logits: torch.Tensor) -> dict[str, float]:
-    """Greedy tokens and their log probabilities against PEFT's float32`[tokens, vocab]` for the same positions.
+    """Compare greedy tokens and their log probabilities with PEFT's float32`[tokens, vocab]` at the same positions.
 
-    `differing` counts tokens that PEFT would not have chosen, though a tie within the tolerance is no difference:
-    which of two equally likely tokens comes first is a matter of rounding.
+    `differing` counts tokens that PEFT would not have chosen. A tie within the tolerance is counted apart: rounding
+    decides which of two equally likely tokens comes first.
     """
     reference = logits.double().log_softmax(-1)
     theirs = reference.gather(1, torch.tensor(ours)[:, None])[:, 0]
@@ -60,7 +60,7 @@ def compare_tokens(ours: list[int], our_logprobs: list[float], logits: torch.Ten
 
 
 def compare_outputs(ours: torch.Tensor, theirs: torch.Tensor, base: torch.Tensor) -> float:
-    """How far one linear's outputs lie apart, in units of what is allowed: above 1 is a fault.
+    """Return the distance of two outputs of one linear in units of the allowed one: above 1 is a fault.
 
     All three are float32`[rows, out_features]`; `base` is the output without the adapter.
     """

@@ -1,4 +1,4 @@
-"""A few greedy tokens of the engine itself, held against PEFT's forward."""
+"""A few greedy tokens of the engine itself, compared with PEFT's forward."""
 
 from __future__ import annotations
 
@@ -15,41 +15,49 @@ import torch
 from peft.tuners.lora.variants import calculate_alora_offsets
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from loramux.engine.engine import Engine
+from loramux.engine.engine import build_engine
+from loramux.engine.execution.loader import LoadedModel, load_model
 from loramux.engine.messages import TokenEvent
-from loramux.engine.model import LoadedModel, load_model
 from loramux.engine.request import AdapterRef, Request, SamplingParams
 from loramux.settings import EngineSettings, ModelSettings, SchedulerSettings, Settings
-from loramux.validation.parity.jobs import ParityJob, ParitySetup
+from loramux.validation.jobs import ParityJob, ParitySetup
 from loramux.validation.parity.verdict import (
     LOGPROB_TOLERANCE,
     OUTPUTS_NOT_FINITE,
     PARITY_FAILED,
-    Fault,
     NotRun,
+    ParityFault,
     Verdict,
     compare_tokens,
 )
-from loramux_adapters import WEIGHTS_NAME, AdapterConfig, LoraConfig, read_header
+from loramux_adapters import (
+    WEIGHTS_NAME,
+    AdapterConfig,
+    AdapterPlan,
+    BaseDescription,
+    LoraConfig,
+    inspect_adapter,
+    read_header,
+)
 from loramux_adapters.validate import read_config
 
 PROMPT_LENGTHS = (3, 21)
 OUTPUT_TOKENS = 12
 SPECIAL_TOKENS = 8
-"""Of those whose embeddings an adapter brings, at most so many are in a prompt."""
+"""Most tokens with trained embeddings that a prompt contains."""
 BLOCK_SIZE = 16
 SPARE_BYTES = 64 << 20
 METHOD = f"{len(PROMPT_LENGTHS)} x {OUTPUT_TOKENS} greedy tokens of the engine against PEFT's forward, in float32"
 
 
-class Answer(NamedTuple):
-    """What the engine said to one prompt."""
+class GreedyOutput(NamedTuple):
+    """The engine's answer to one prompt."""
 
     tokens: list[int]
     logprobs: list[float]
 
     def add(self, event: TokenEvent) -> None:
-        """Take a token that an event may bring."""
+        """Append the token of `event`, if it has one."""
         if event.token_id is not None and event.logprob is not None:
             self.tokens.append(event.token_id)
             self.logprobs.append(event.logprob)
@@ -57,15 +65,16 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WholeModel:
-    """Two copies of the base in float32: one as it is served, one for PEFT."""
+    """Two copies of the base in float32: one loaded as it is served, one for PEFT."""
 
     served: LoadedModel
     settings: Settings
     reference: PreTrainedModel
+    base: BaseDescription
 
     @classmethod
     def load(cls, setup: ParitySetup) -> WholeModel:
-        """Load both from the checkpoint."""
+        """Load both copies from the checkpoint."""
         reference = AutoModelForCausalLM.from_pretrained(setup.model_dir, dtype=torch.float32).eval()
         weight_bytes = sum(parameter.numel() * 4 for parameter in reference.parameters())
         settings = Settings(
@@ -81,23 +90,30 @@ class WholeModel:
             scheduler=SchedulerSettings(),
             adapters=msgspec.structs.replace(setup.adapters, host_bytes=0, preload=()),
         )
-        return cls(load_model(settings), settings, reference)
+        return cls(load_model(settings), settings, reference, setup.base)
 
     def compare(self, job: ParityJob) -> Verdict | NotRun:
-        """Run the adapter both ways. A pool that it would fill is a reason not to."""
+        """Run the adapter in the engine and in PEFT. NotRun if it would fill the engine's pool."""
         if self._fills_the_pool(job):
             return NotRun("the adapter is too large beside its base to be run whole in a check")
-        special = _special_tokens(read_config(Path(job.served)))
-        prompts = [self._prompt(length, special) for length in PROMPT_LENGTHS]
+        plan = inspect_adapter(Path(job.served), self.base, job.limits)
+        special = _special_tokens(read_config(Path(job.served)), plan)
+        num_tokens = min(self.served.facts.vocab_size, plan.num_tokens or self.served.facts.vocab_size)
+        prompts = [_prompt(length, num_tokens, special) for length in PROMPT_LENGTHS]
         ours = _Greedy(self.served, self.settings).answers(job.served, prompts)
-        if isinstance(ours, Fault):
+        if isinstance(ours, ParityFault):
             return Verdict(METHOD, {}, ours)
-        model = peft.PeftModel.from_pretrained(self.reference, job.uploaded).eval()
-        logits = torch.cat([_logits(model, *asked) for asked in zip(prompts, ours, strict=True)])
+        asked = list(zip(prompts, ours, strict=True))
+        if plan.num_tokens is not None:
+            self.reference.resize_token_embeddings(plan.num_tokens, mean_resizing=False)  # the file has every row
+        base = torch.cat([_logits(self.reference, *one) for one in asked])  # before an adapter changes its weights
+        config = peft.PeftConfig.from_pretrained(job.uploaded)
+        if getattr(config, "init_lora_weights", True) is False:
+            config.init_lora_weights = True  # modules that the file lacks would get random weights otherwise
+        model = peft.PeftModel.from_pretrained(self.reference, job.uploaded, config=config).eval()
+        logits = torch.cat([_logits(model, *one) for one in asked])
         if not torch.isfinite(logits).all():
-            return Verdict(METHOD, {}, Fault(OUTPUTS_NOT_FINITE, "PEFT's own forward gives NaN or infinity"))
-        with model.disable_adapter():
-            base = torch.cat([_logits(model, *asked) for asked in zip(prompts, ours, strict=True)])
+            return Verdict(METHOD, {}, ParityFault(OUTPUTS_NOT_FINITE, "PEFT's own forward gives NaN or infinity"))
         tokens = [token for answer in ours for token in answer.tokens]
         figures = compare_tokens(tokens, [logprob for answer in ours for logprob in answer.logprobs], logits)
         return Verdict(METHOD, figures | {"mean_divergence_from_base": _divergence(logits, base)}, _fault(figures))
@@ -107,36 +123,40 @@ class WholeModel:
         needed = sum(4 * math.prod(tensor.shape) for tensor in tensors)
         return 2 * needed > (self.settings.engine.pool_bytes or 0)
 
-    def _prompt(self, length: int, special: Sequence[int]) -> list[int]:
-        """`length` random tokens, and in their midst the `special` ones."""
-        generator = torch.Generator().manual_seed(length)
-        tokens: list[int] = torch.randint(self.served.facts.vocab_size, (length,), generator=generator).tolist()
-        return [*tokens[: length // 2], *special, *tokens[length // 2 :]]
+
+def _prompt(length: int, num_tokens: int, special: Sequence[int]) -> list[int]:
+    """Return `length` random tokens with the `special` ones in their midst."""
+    generator = torch.Generator().manual_seed(length)
+    tokens: list[int] = torch.randint(num_tokens, (length,), generator=generator).tolist()
+    return [*tokens[: length // 2], *special, *tokens[length // 2 :]]
 
 
-def _special_tokens(config: AdapterConfig) -> Sequence[int]:
-    """Tokens without which nothing would be seen: what switches an activated LoRA on, or those that were trained."""
+def _special_tokens(config: AdapterConfig, plan: AdapterPlan) -> Sequence[int]:
+    """Return the tokens that show the adapter's effect: an activated LoRA's invocation, trained or added tokens."""
     if not isinstance(config, LoraConfig):
         return ()
+    if copied := [token for part in plan.rows if part.copied is not None for token in part.copied.token_ids]:
+        return tuple(dict.fromkeys(copied))[:SPECIAL_TOKENS]
     trained = config.trainable_token_indices or ()
     ids = trained if isinstance(trained, tuple) else [one for ids in trained.values() for one in ids]
     return config.alora_invocation_tokens or ids[:SPECIAL_TOKENS]
 
 
 class _Greedy:
-    """The engine itself, for a moment."""
+    """The engine, for the length of one comparison."""
 
     def __init__(self, served: LoadedModel, settings: Settings) -> None:
+        self._num_tokens = served.facts.vocab_size
         self._woken = threading.Event()
-        self._engine = Engine(served, settings, wake=self._woken.set)
+        self._engine = build_engine(served, settings, wake=self._woken.set)
 
-    def answers(self, folder: str, prompts: Sequence[list[int]]) -> list[Answer] | Fault:
-        """The answer to every prompt, in one batch beside a row of the base."""
+    def answers(self, folder: str, prompts: Sequence[list[int]]) -> list[GreedyOutput] | ParityFault:
+        """Answer every prompt, in one batch beside a row of the base."""
         for index, prompt in enumerate(prompts):
             self._submit(str(index), prompt, AdapterRef(digest="candidate", path=folder))
-        self._submit("base", prompts[0], None)
-        answers: dict[str, Answer] = {}
-        while not self._engine.idle:
+        self._submit("base", [token for token in prompts[0] if token < self._num_tokens], None)
+        answers: dict[str, GreedyOutput] = {}
+        while not self._engine.is_idle:
             self._woken.clear()
             report = self._engine.step()
             if report is None:
@@ -144,8 +164,8 @@ class _Greedy:
                 continue
             for event in report.events:
                 if event.fault is not None:
-                    return Fault(PARITY_FAILED, f"the engine did not take it: {event.fault.message}")
-                answers.setdefault(event.request_id, Answer([], [])).add(event)
+                    return ParityFault(PARITY_FAILED, f"the engine did not take it: {event.fault.message}")
+                answers.setdefault(event.request_id, GreedyOutput([], [])).add(event)
         return [answers[str(index)] for index in range(len(prompts))]
 
     def _submit(self, name: str, prompt: list[int], adapter: AdapterRef | None) -> None:
@@ -154,22 +174,24 @@ class _Greedy:
 
 
 @torch.inference_mode()
-def _logits(model: peft.PeftModel, prompt: list[int], answer: Answer) -> torch.Tensor:
-    """float32`[tokens, vocab]`: what each token of `answer` was chosen from."""
+def _logits(model: peft.PeftModel | PreTrainedModel, prompt: list[int], answer: GreedyOutput) -> torch.Tensor:
+    """Return float32`[tokens, vocab]`: the model's logits at the position of each token of `answer`."""
     ids = torch.tensor([prompt + answer.tokens[:-1]])
-    [offset] = calculate_alora_offsets(model.peft_config, model.active_adapter, ids[:, : len(prompt)])
-    # Counted from the end; PEFT's generate looks for the invocation in the prompt, its forward in all that it is given.
+    offset = None
+    if isinstance(model, peft.PeftModel):
+        [offset] = calculate_alora_offsets(model.peft_config, model.active_adapter, ids[:, : len(prompt)])
+    # Counted from the end. PEFT's generate looks for the invocation in the prompt; its forward, in the whole input.
     keywords = {} if offset is None else {"alora_offsets": [offset + len(answer.tokens) - 1]}
     return model(input_ids=ids, use_cache=False, **keywords).logits[0, len(prompt) - 1 :].float()
 
 
 def _divergence(logits: torch.Tensor, base: torch.Tensor) -> float:
-    """Nats: the mean Kullback-Leibler divergence from the base's next-token distribution."""
+    """Return the mean Kullback-Leibler divergence from the base's next-token distribution, in nats."""
     adapted, unchanged = logits.double().log_softmax(-1), base.double().log_softmax(-1)
     return float((adapted.exp() * (adapted - unchanged)).sum(-1).mean())
 
 
-def _fault(figures: dict[str, float]) -> Fault | None:
+def _fault(figures: dict[str, float]) -> ParityFault | None:
     error = figures["largest_logprob_error"]
     if not figures["differing"] and math.isfinite(error) and error <= LOGPROB_TOLERANCE:
         return None
@@ -177,4 +199,4 @@ def _fault(figures: dict[str, float]) -> Fault | None:
         f"{figures['differing']:g} of {figures['tokens']:g} greedy tokens are not PEFT's, and their log probabilities "
         f"are up to {error:.2g} apart, where {LOGPROB_TOLERANCE:g} is allowed"
     )
-    return Fault(PARITY_FAILED, sentence)
+    return ParityFault(PARITY_FAILED, sentence)

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import gc
+import re
+
+import msgspec
 import numpy as np
 import pytest
 import torch
+from adapter_zoo import RECIPES, Asked, Zoo, load, serve, to_request
 from formats import FormatZoo
-from zoo import RECIPES, Asked, Zoo, serve, to_request
+from llguidance import LLMatcher
+from tiny_base import make_base
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from loramux.engine.decode_graphs import DecodeGraphs
-from loramux.engine.gpu_runner import GpuRunner
-from loramux.engine.graphs import questions_of, record_calls
-from loramux.engine.turns import OneAhead
+from loramux.engine.engine import build_engine
+from loramux.engine.execution.cuda_graphs import DecodeGraphs, Recording, host_syncs_of, record_calls
+from loramux.engine.execution.gpu_runner import GpuRunner
+from loramux.engine.pipeline import AsyncPipeline
+from loramux.engine.request import Constraint, Request, SamplingParams
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -27,7 +37,7 @@ def check(zoo: Zoo, engine, asked: list[Asked], arrivals: list[int] | None = Non
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_everything_mixed(zoo_of, family: str) -> None:
+def test_gpu_engine_mixed_batches_answer_as_peft_does(zoo_of, family: str) -> None:
     """Chunked prefill beside decode, every kind of adapter and the base; a window and a soft cap in gemma2."""
     zoo = zoo_of(family)
     prompts = [(5, 6, 7), (11,), tuple(range(3, 25)), (9, 8)]
@@ -35,14 +45,15 @@ def test_everything_mixed(zoo_of, family: str) -> None:
     asked = [Asked(f"r{i}", a, p, 3 + i) for i, (a, p) in enumerate(zip(adapters, prompts, strict=True))]
     engine = small_engine(zoo)
     assert isinstance(engine._runner, GpuRunner)
-    assert isinstance(engine._turns, OneAhead)
+    assert isinstance(engine._pipeline, AsyncPipeline)
+    engine._runner.bank.pool.fill_(float("nan"))  # what a page's last owner may have left there
     check(zoo, engine, asked, arrivals=[0, 0, 1, 2])
     assert engine.stats().max_distinct_adapters_beside_base >= 2
-    assert engine.idle
+    assert engine.is_idle
     assert engine.stats().pages_kv == 0
 
 
-def test_what_is_more_than_pairs_leaves_the_recordings(tmp_path) -> None:
+def test_gpu_engine_adapters_with_extras_leave_the_graphs(tmp_path) -> None:
     """Steps with it, mixed with plain rows and the base's, and the steps after they have ended."""
     zoo = FormatZoo("llama", tmp_path, ("plain", "dora", "ia3", "both", "tokens"))
     zoo.make_adapters()
@@ -55,28 +66,54 @@ def test_what_is_more_than_pairs_leaves_the_recordings(tmp_path) -> None:
     graphs.run = lambda packed, ranks: replayed.append(packed.segments) or run(packed, ranks)
     check(zoo, engine, asked)
     assert replayed
-    assert engine._runner.bank.beyond_pairs(replayed[-1], np.arange(1)) is None
+    assert engine._runner.bank.extras_of(replayed[-1], np.arange(1)) is None
 
 
-def test_many_rows_of_one_adapter_take_the_tensor_core_recording(zoo_of) -> None:
+def test_gpu_engine_constrains_its_rows_and_leaves_their_neighbours_alone(tmp_path) -> None:
+    """Their tokens are chosen behind those of the step before; the step before is read while the forward runs."""
+    base = make_base(tmp_path)
+
+    def answers(*patterns: str | None) -> list[list[int]]:
+        loaded, settings = load(base, device=DEVICE, max_num_seqs=3, max_model_len=64, block_size=16)
+        engine = build_engine(loaded, settings, wake=lambda: None)
+        assert isinstance(engine._runner, GpuRunner)
+        tokens: list[list[int]] = [[] for _ in patterns]
+        for number, pattern in enumerate(patterns):
+            grammar = LLMatcher.grammar_from_regex(pattern or "")
+            sampling = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)
+            request = Request(id=str(number), tenant="t", prompt_token_ids=[5, 6 + number], sampling=sampling)
+            constraint = Constraint(grammar=grammar, field="f") if pattern else None
+            engine.submit(msgspec.structs.replace(request, constraint=constraint))
+        while not engine.is_idle:
+            for event in report.events if (report := engine.step()) else []:
+                tokens[int(event.request_id)].append(event.token_id)
+        return tokens
+
+    free, bound, other = answers(None, "[0-9]{5}", "x{3}y")
+    assert free == answers(None)[0]
+    assert re.fullmatch("[0-9]{5}", bytes(bound[:-1]).decode())
+    assert (bytes(other[:-1]), other[-1]) == (b"xxxy", 256)
+
+
+def test_gpu_engine_many_rows_of_one_adapter_take_the_tensor_core_graph(zoo_of) -> None:
     zoo = zoo_of("llama")
     asked = [Asked(f"r{i}", "plain", (5 + i, 6), 3) for i in range(3)]
     engine = small_engine(zoo)
     graphs, kinds = engine._runner._graphs, []
-    recorded = graphs._recorded
+    recorded = graphs._graphs
 
     class Watched(dict):
         def __getitem__(self, key):
             kinds.append(key)
             return recorded[key]
 
-    graphs._recorded = Watched()
+    graphs._graphs = Watched()
     check(zoo, engine, asked)
     assert {rows for rows, _ in kinds} <= {1, 2, 3}
     assert any(kind is not None and kind.rows == 16 for _, kind in kinds)
 
 
-def test_sampled_requests_repeat_with_their_seed_whatever_runs_beside(zoo_of) -> None:
+def test_gpu_engine_seeded_requests_repeat_beside_any_rows(zoo_of) -> None:
     zoo = zoo_of("llama")
     sampling = {"temperature": 1.0, "seed": 7, "top_p": 0.9, "repetition_penalty": 1.3, "logprobs": 2}
 
@@ -86,7 +123,7 @@ def test_sampled_requests_repeat_with_their_seed_whatever_runs_beside(zoo_of) ->
         for other in others:
             engine.submit(to_request(zoo, other))
         told = []
-        while not engine.idle:
+        while not engine.is_idle:
             report = engine.step()
             told += [event for event in report.events if event.request_id == "s"] if report else []
         assert all(len(event.top_logprobs) == 2 for event in told)
@@ -97,14 +134,14 @@ def test_sampled_requests_repeat_with_their_seed_whatever_runs_beside(zoo_of) ->
     assert tokens(Asked("o", None, (9, 8), 6)) == alone
 
 
-def test_a_recorded_forward_asks_the_device_nothing(zoo_of) -> None:
+def test_recorded_forward_never_waits_for_the_device(zoo_of) -> None:
     zoo = zoo_of("gemma2")
     runner = small_engine(zoo, max_num_seqs=1)._runner
     asked = []
 
-    def record(function):
-        recording = record_calls(function)  # the first call makes what is made on first use
-        asked.append(questions_of(recording.replay))
+    def record(function, inputs):
+        recording = record_calls(function, inputs)  # the first call makes what is made on first use
+        asked.append(host_syncs_of(recording.replay))
         return recording
 
     with torch.inference_mode():
@@ -112,7 +149,47 @@ def test_a_recorded_forward_asks_the_device_nothing(zoo_of) -> None:
     assert asked == [set()] * 3, "without adapters, row by row and in tiles"
 
 
-def test_adapters_of_every_slot_are_known_by_their_largest_rank(zoo_of) -> None:
+class _InputWatch(TorchDispatchMode):
+    """Storages that operators read and that none of them made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: dict[int, tuple[str, StorageWeakRef]] = {}
+        self._made: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, torch.Tensor) and (key := tensor.untyped_storage()._cdata) not in self._made:
+                self.read.setdefault(key, (f"{func} {tuple(tensor.shape)}", StorageWeakRef(tensor.untyped_storage())))
+        result = func(*args, **kwargs or {})
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and (key := tensor.untyped_storage()._cdata) not in self.read:
+                self._made.add(key)
+        return result
+
+
+def test_recorded_graph_keeps_every_tensor_that_it_reads(zoo_of) -> None:
+    """As a CUDA graph does, the recorder keeps addresses only: the recorded function and its closure are dropped."""
+    runner = small_engine(zoo_of("llama"), max_num_seqs=3)._runner
+    watches = []
+
+    def record(function, inputs):
+        function()  # makes what is made on first use
+        watches.append(_InputWatch())
+        with watches[-1]:
+            output = function()
+        return Recording(lambda: None, output, inputs)
+
+    with torch.inference_mode():
+        graphs = DecodeGraphs(runner._forward, runner._buffers, record, max_rank=33)
+    gc.collect()
+    assert len(watches) == len(graphs._graphs) == 9
+    for watch in watches:
+        assert watch.read
+        assert [name for name, storage in watch.read.values() if storage.expired()] == []
+
+
+def test_bank_knows_every_slots_largest_rank(zoo_of) -> None:
     zoo = zoo_of("llama")
     engine = small_engine(zoo, max_num_seqs=1)
     check(zoo, engine, [Asked(name, name, (5,), 1) for name in RECIPES])

@@ -1,0 +1,251 @@
+"""Components of an adapter's file: for which module, under which names, and in which shapes."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+PREFIX = "base_model.model."
+
+
+class PairNames(NamedTuple):
+    """PEFT's names of A and B after the module's name."""
+
+    a: str
+    b: str
+
+
+LINEAR_PAIR = PairNames("lora_A.weight", "lora_B.weight")
+EMBEDDING_PAIR = PairNames("lora_embedding_A", "lora_embedding_B")
+
+
+@dataclass(frozen=True, slots=True)
+class LoraPair:
+    """One adapted module: `y += scale * (x @ A.T) @ B.T`, A `[rank, in_features]` and B `[out_features, rank]`.
+
+    Of an embedding, x is one-hot: in_features are the tokens.
+    """
+
+    module: str
+    rank: int
+    scale: float
+    in_features: int
+    out_features: int
+    names: PairNames = LINEAR_PAIR
+
+    @property
+    def a_key(self) -> str:
+        """A's name in the file."""
+        return f"{PREFIX}{self.module}.{self.names.a}"
+
+    @property
+    def b_key(self) -> str:
+        """B's name in the file."""
+        return f"{PREFIX}{self.module}.{self.names.b}"
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Both tensors as PEFT saves them."""
+        return {self.a_key: (self.rank, self.in_features), self.b_key: (self.out_features, self.rank)}
+
+    def share(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return this pair's share of the file's two tensors: all of both."""
+        return a, b
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPair(LoraPair):
+    """One expert's share of a pair on a parameter (`target_parameters`)."""
+
+    holder: str = ""
+    """Name of the parameter's module in the file."""
+    expert: int = 0
+    num_experts: int = 1
+
+    @property
+    def a_key(self) -> str:
+        """All experts' A `[experts * rank, in_features]`."""
+        return f"{PREFIX}{self.holder}.{self.names.a}"
+
+    @property
+    def b_key(self) -> str:
+        """All experts' B `[out_features, rank * experts]`."""
+        return f"{PREFIX}{self.holder}.{self.names.b}"
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Both tensors as PEFT saves them, for all experts."""
+        ranks = self.rank * self.num_experts
+        return {self.a_key: (ranks, self.in_features), self.b_key: (self.out_features, ranks)}
+
+    def share(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return one expert's A and B: PEFT orders A's rows by expert, then rank; B's columns by rank, then expert."""
+        rows = a.view(self.num_experts, self.rank, -1)[self.expert]
+        return rows, b.view(-1, self.rank, self.num_experts)[:, :, self.expert].contiguous()
+
+
+class VectorKind(enum.Enum):
+    """Effect of a vector v on a linear `y = x @ W.T + bias`."""
+
+    LORA_BIAS = "y += scale * v"
+    MAGNITUDE = "DoRA: v becomes the length of the rows of W + scale * B @ A"
+    OUTPUT = "IA3: y *= v"
+    INPUT = "IA3 in a feed-forward module: x *= v"
+    BIAS = "v replaces the bias"
+    NORM = "the module is a norm, and v replaces its weight"
+
+
+@dataclass(frozen=True, slots=True)
+class LinearVector:
+    """One vector of one linear or norm."""
+
+    module: str
+    kind: VectorKind
+    size: int
+    """out_features; of an INPUT, in_features; of a NORM, its width."""
+    scale: float = 1.0
+    """Factor of a LORA_BIAS."""
+    wrapped: bool = False
+    """True for a BIAS whose linear has a pair too, so that PEFT saves the bias as its base layer's."""
+
+    @property
+    def key(self) -> str:
+        """Its name in the file."""
+        names = {
+            VectorKind.LORA_BIAS: "lora_B.bias",
+            VectorKind.MAGNITUDE: "lora_magnitude_vector",
+            VectorKind.BIAS: "base_layer.bias" if self.wrapped else "bias",
+            VectorKind.NORM: "weight",
+        }
+        return f"{PREFIX}{self.module}.{names.get(self.kind, 'ia3_l')}"
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The tensor as PEFT saves it."""
+        shapes = {VectorKind.OUTPUT: (self.size, 1), VectorKind.INPUT: (1, self.size)}
+        return {self.key: shapes.get(self.kind, (self.size,))}
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedRows:
+    """Rows of a base's matrix as PEFT saves it, which this base lacks: tokens that were added before training."""
+
+    key: str
+    """The copy's name in the file."""
+    token_ids: tuple[int, ...]
+    num_tokens: int
+    """Rows of the copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRows:
+    """Rows of the embedding or of the output head that replace the base's, or follow them."""
+
+    module: str
+    key: str
+    """The tensor's name in the file; where base and adapter are tied, that of the embedding. Empty: `copied` alone."""
+    num_rows: int
+    width: int
+    token_ids: tuple[int, ...] | None
+    """Token ids of the rows, in the file's order; None: every token."""
+    copied: CopiedRows | None = None
+    """Further rows, from a copy."""
+
+    @property
+    def served_ids(self) -> tuple[int, ...] | None:
+        """Token ids of all rows: those of the tensor, then the copied ones; None: every token."""
+        if self.token_ids is None or self.copied is None:
+            return self.token_ids
+        return (*self.token_ids, *self.copied.token_ids)
+
+    @property
+    def served_rows(self) -> int:
+        """The number of all rows."""
+        return self.num_rows if self.served_ids is None else len(self.served_ids)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The tensors as PEFT saves them."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        if self.key:
+            shapes[self.key] = self.num_rows, self.width
+        if self.copied is not None:
+            shapes[self.copied.key] = self.copied.num_tokens, self.width
+        return shapes
+
+
+@dataclass(frozen=True, slots=True)
+class BaseCopy:
+    """The base's own matrix, which PEFT may save beside an adapter."""
+
+    module: str
+    num_rows: int
+    width: int
+    name: str = "weight"
+    """PEFT's name after the module's; it tells how PEFT wrapped the module."""
+
+    @property
+    def key(self) -> str:
+        """Its name in the file."""
+        return f"{PREFIX}{self.module}.{self.name}"
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The tensor as PEFT saves it."""
+        return {self.key: (self.num_rows, self.width)}
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterPlan:
+    """A validated adapter: the exact components of its file, in the order of the base's modules."""
+
+    pairs: tuple[LoraPair, ...]
+    file_bytes: int
+    invocation: tuple[int, ...] | None = None
+    """Token ids from whose last occurrence in a prompt on an activated LoRA is active."""
+    vectors: tuple[LinearVector, ...] = ()
+    rows: tuple[TokenRows, ...] = ()
+    copies: tuple[BaseCopy, ...] = ()
+    """Copies that the file may hold."""
+    repeats: tuple[tuple[str, str], ...] = ()
+    """Names of tensors that the file may hold once more, and the names of the tensors that they must equal."""
+    num_tokens: int | None = None
+    """Rows of the embedding and the head, where the adapter was trained with another number than the base's."""
+    absent: tuple[str, ...] = ()
+    """Targeted modules of which the file has no tensor. They keep the base's result, as in PEFT (B starts at 0)."""
+
+    @property
+    def max_rank(self) -> int:
+        """The largest rank of any pair; 0 where there is none."""
+        return max((pair.rank for pair in self.pairs), default=0)
+
+    @property
+    def components(self) -> tuple[LoraPair | LinearVector | TokenRows, ...]:
+        """Everything that is served."""
+        return (*self.pairs, *self.vectors, *self.rows)
+
+    def on(self, modules: Collection[str]) -> AdapterPlan:
+        """Return the part of the plan that concerns `modules`."""
+        return replace(
+            self,
+            pairs=tuple(part for part in self.pairs if part.module in modules),
+            vectors=tuple(part for part in self.vectors if part.module in modules),
+            rows=tuple(part for part in self.rows if part.module in modules),
+            copies=tuple(part for part in self.copies if part.module in modules),
+        )
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor that the file must have, as PEFT saves it."""
+        return {key: shape for part in self.components for key, shape in part.shapes.items()}
+
+    @property
+    def optional_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor that the file may have in addition."""
+        copies = {key: shape for copy in self.copies for key, shape in copy.shapes.items()}
+        return copies | {key: self.shapes[original] for key, original in self.repeats}

@@ -1,0 +1,73 @@
+"""Protocol of a convertible kind: the tensors that it keeps for a linear, and the pair that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar
+
+import torch
+from msgspec import Meta
+
+from loramux_adapters.base import LinearShape
+from loramux_adapters.config import MAX_PATTERNS, Name, Rank, Targets
+from loramux_adapters.matching import Match
+
+Tensors = Mapping[str, torch.Tensor]
+"""float64 tensors by the last parts of their names (`lora_A`); those that all linears share, by their whole names."""
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""A `[rank, in_features]` and B `[out_features, rank]`: the linear's weight gains exactly B @ A."""
+Shape = tuple[int, ...]
+BASE_WEIGHT = "weight"
+"""Name of the linear's own weight `[out_features, in_features]` among the tensors of a pair that takes work."""
+Ranks = Annotated[dict[Name, Rank], Meta(max_length=MAX_PATTERNS)]
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """One linear's share of an adapter."""
+
+    shapes: Mapping[str, Shape]
+    """Its tensors, by the last parts of their names."""
+    rank: int
+    """Rank of the pair before folding, from the kind's algebra."""
+    pair: Callable[[Tensors], Pair]
+    copies: Mapping[str, str] = field(default_factory=dict)
+    """Tensors that may repeat a shared one, and the whole name of the shared one that each must equal."""
+    work: float = 0
+    """About how many multiplications it takes to make the pair from the base's weight; 0 where that is not needed."""
+
+
+class ConvertibleKind(Targets, frozen=True, kw_only=True):
+    """The fields of an adapter_config.json that decide what a kind computes; PEFT's names and meaning."""
+
+    HARMLESS: ClassVar[frozenset[str]] = frozenset()
+    """The kind's own fields that have no effect on a trained adapter."""
+    REFUSED: ClassVar[Mapping[str, str]] = {}
+    """The kind's own fields that must be off, and the way out if one is on."""
+
+    @property
+    def rank_keys(self) -> tuple[str, ...]:
+        """Keys of the pattern that changes ranks."""
+        return ()
+
+    @property
+    def alpha_keys(self) -> tuple[str, ...]:
+        """Keys of the pattern that changes scales."""
+        return ()
+
+    def shared(self, linears: Sequence[LinearShape]) -> dict[str, Shape]:  # noqa: ARG002 - most share nothing
+        """Return the shapes of the tensors that the adapted `linears` share, by their whole names."""
+        return {}
+
+    def factors(self, match: Match, linear: LinearShape) -> Factors:
+        """Describe one linear's tensors and pair. Raises ConfigRejected if the kind does not fit the linear."""
+        raise NotImplementedError
+
+
+def folded(pair: Pair) -> Pair:
+    """The same product at the rank of the smaller side: one factor is the product, the other the identity."""
+    a, b = pair
+    delta = b @ a
+    eye = torch.eye(min(delta.shape), dtype=delta.dtype)
+    return (eye, delta) if delta.shape[1] <= delta.shape[0] else (delta, eye)

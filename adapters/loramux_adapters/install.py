@@ -1,0 +1,86 @@
+"""Installation of the modules that serve adapters: each replaces the base's own and frees the weights it held."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+from torch import nn
+
+from loramux_adapters.bank import AdapterBank, Site
+from loramux_adapters.base import BaseDescription, input_of, is_expert
+from loramux_adapters.base_weights import BaseLinear, BaseWeights, base_linear
+from loramux_adapters.experts import Experts, install_mixtures
+from loramux_adapters.modules import AdaptedEmbedding, AdaptedHead, AdaptedNorm, GroupedLinear, LoraLinear
+from loramux_kernels import PackedLinear, Quantization
+
+
+def install(
+    model: nn.Module, base: BaseDescription, bank: AdapterBank, quantization: Quantization = "none"
+) -> BaseWeights:
+    """Replace every module of `model` that adapters may touch, and return what they need of the base's weights.
+
+    `quantization` is the format of linears and experts; embedding, head and routers stay as they are.
+    """
+    linears = install_linears(model, bank, quantization)
+    install_mixtures(model, bank, quantization)
+    packed_bytes = sum(packed.num_bytes for packed in _packed_linears(model))
+    for name in base.norms:
+        replace_module(model, name, AdaptedNorm(name, model.get_submodule(name), bank))
+    if (vocabulary := base.vocabulary) is None:
+        return BaseWeights(linears, {}, packed_bytes)
+    embedding, head = model.get_submodule(vocabulary.embedding), model.get_submodule(vocabulary.head)
+    assert isinstance(embedding, nn.Embedding), "described as one"
+    assert isinstance(head, nn.Linear), "described as one"
+    replace_module(model, vocabulary.embedding, AdaptedEmbedding(embedding, bank))
+    replace_module(model, vocabulary.head, AdaptedHead(head, bank))
+    linears[vocabulary.head] = base_linear(head, head, slice(None))
+    matrices = {vocabulary.embedding: embedding.weight.data, vocabulary.head: head.weight.data}
+    return BaseWeights(linears, matrices, packed_bytes)
+
+
+def _packed_linears(model: nn.Module) -> set[PackedLinear]:
+    """Return the linears that were packed, each once: members of a group share one."""
+    groups = {module.group.linear for module in model.modules() if isinstance(module, LoraLinear)}
+    experts = (module for module in model.modules() if isinstance(module, Experts))
+    return groups.union(*(module.packed_linears for module in experts))
+
+
+def install_linears(model: nn.Module, bank: AdapterBank, quantization: Quantization = "none") -> dict[str, BaseLinear]:
+    """Replace every linear that is a site of `bank`, free its weights, and return a description of each.
+
+    The replaced modules' own parameters are released one group at a time, so that at no moment two copies of the
+    whole model are in memory.
+    """
+    known = {}
+    for names in _groups({name: site for name, site in bank.sites.items() if not is_expert(name)}):
+        linears = [_linear(model, name) for name in names]
+        group = GroupedLinear(linears, [bank.sites[name] for name in names], bank, quantization)
+        start = 0
+        for name, linear in zip(names, linears, strict=True):
+            stand_in = LoraLinear(group, start, linear)
+            replace_module(model, name, stand_in)
+            multiplied = group.linear.as_multiplied(linear.weight.data)
+            known[name] = base_linear(linear, group.linear, stand_in.columns, multiplied)
+            start += linear.out_features
+            del linear.weight
+    return known
+
+
+def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Put `module` where `name` stands in `model`."""
+    parent, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(parent), attribute, module)
+
+
+def _linear(model: nn.Module, name: str) -> nn.Linear:
+    linear = model.get_submodule(name)
+    assert isinstance(linear, nn.Linear), f"{name} is a site but no linear"
+    return linear
+
+
+def _groups(sites: Mapping[str, Site]) -> Iterable[list[str]]:
+    by_input: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name in sorted(sites, key=lambda n: sites[n].index):
+        by_input[input_of(name)].append(name)
+    return by_input.values()

@@ -1,0 +1,169 @@
+"""Modules that replace the base's: linears, norms, embedding and output head with the step's adapters added."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.nn import functional
+
+from loramux_adapters.bank import AdapterBank, Site
+from loramux_kernels import LoraGroup, PackedLinear, Quantization, lora_expand, lora_shrink, rescale
+
+
+class GroupedLinear:
+    """Linears that read the same input, computed together: one base GEMM, one shrink and one expand.
+
+    The first member called with a tensor computes all of them; the others take their slices of that result. Members
+    are matched by the identity of the input, so a model that feeds them different tensors is slower, but still right.
+    """
+
+    def __init__(
+        self, linears: list[nn.Linear], sites: list[Site], bank: AdapterBank, quantization: Quantization = "none"
+    ) -> None:
+        self.linear = PackedLinear([m.weight.data for m in linears], [_bias(m) for m in linears], quantization)
+        self.group = LoraGroup(tuple(s.index for s in sites), tuple(s.out_features for s in sites))
+        self._bank = bank
+        self._input: torch.Tensor | None = None
+        self._output: torch.Tensor | None = None
+        self._members_left = 0
+
+    def serve(self, x: torch.Tensor) -> torch.Tensor:
+        """Return all members' outputs `[..., sum(out_features)]` for `x` `[..., in_features]`."""
+        if self._output is None or self._input is not x:
+            self._input, self._output = x, self._compute(x)
+            self._members_left = len(self.group.sites)
+        output = self._output
+        self._members_left -= 1
+        if self._members_left == 0:
+            self._input = self._output = None
+        return output
+
+    def _compute(self, x: torch.Tensor) -> torch.Tensor:
+        bank = self._bank
+        rows = self._scaled(x.reshape(-1, x.shape[-1]))
+        y = self.linear(rows)
+        if (segments := bank.segments) is not None:
+            v = lora_shrink(rows, bank.pool, bank.table, self.group, segments)
+            lora_expand(v, bank.pool, bank.table, self.group, segments, y)
+        if bank.extras is not None and bank.extras.columns is not None:
+            rescale(y, bank.pool, bank.vectors.columns, self.group, bank.extras.columns)
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+    def _scaled(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the members' input: `rows`, or a scaled copy where an adapter of the step scales inputs."""
+        bank = self._bank
+        if bank.extras is None or bank.extras.inputs is None or len(self.group.sites) > 1:
+            return rows  # a vector for an input that several sites read is refused at upload
+        rows = rows.clone()
+        inputs = LoraGroup(self.group.sites, (rows.shape[1],))
+        rescale(rows, bank.pool, bank.vectors.inputs, inputs, bank.extras.inputs)
+        return rows
+
+
+class LoraLinear(nn.Module):
+    """Replaces an nn.Linear of the base; returns its slice of the group's output."""
+
+    def __init__(self, group: GroupedLinear, start: int, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.group = group
+        self.columns = slice(start, start + linear.out_features)
+        """Its outputs among its group's."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map `[..., in_features]` to `[..., out_features]`, with the adapters of the bank's segments added."""
+        return self.group.serve(x)[..., self.columns]
+
+
+class AdaptedNorm(nn.Module):
+    """Replaces a norm of the base."""
+
+    def __init__(self, name: str, base: nn.Module, bank: AdapterBank) -> None:
+        super().__init__()
+        self.base = base
+        self._name = name
+        self._bank = bank
+
+    def own_weights(self) -> list[tuple[torch.Tensor, int, int]]:
+        """Return the weights that the step's adapters bring for this norm, and the rows `[first, last)` of each."""
+        if (extras := self._bank.extras) is None or not extras.norms:
+            return []
+        found = ((norms.get(self._name), first, last) for norms, first, last in extras.norms)
+        return [(weight, first, last) for weight, first, last in found if weight is not None]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise `[1, T, width]`, or heads as `[1, T, heads, width]` or `[1, heads, T, width]`.
+
+        Rows of an adapter that has a weight of its own get that one.
+        """
+        y: torch.Tensor = self.base(x)
+        # A linear wrote the heads of a row one after the other, so the rows lie furthest apart.
+        rows = 1 if x.ndim == 3 or x.stride(1) >= x.stride(2) else 2
+        for weight, first, last in self.own_weights():
+            own = functional_call(self.base, {"weight": weight}, (x.narrow(rows, first, last - first),))
+            y.narrow(rows, first, last - first).copy_(own)
+        return y
+
+
+class AdaptedEmbedding(nn.Module):
+    """Replaces the base's embedding."""
+
+    def __init__(self, base: nn.Embedding, bank: AdapterBank) -> None:
+        super().__init__()
+        self.base = base
+        self._bank = bank
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The base's weight."""
+        return self.base.weight
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Map `[..., T]` to `[..., T, hidden_size]`; adapters change the rows of their segments."""
+        extras = self._bank.extras
+        known = len(self.base.weight)
+        is_wide = extras is not None and extras.most_tokens > known
+        y: torch.Tensor = self.base(input_ids.clamp(max=known - 1) if is_wide else input_ids)
+        if extras is not None and extras.embedding:
+            rows, ids = y.view(-1, y.shape[-1]), input_ids.reshape(-1)
+            for part, first, last in extras.embedding:
+                part.change_embeddings(rows[first:last], ids[first:last], self._factor)
+        return y
+
+    @property
+    def _factor(self) -> torch.Tensor | float:
+        """The factor of transformers' scaled embeddings (Gemma 3), rounded as transformers rounds it."""
+        scale = getattr(self.base, "embed_scale", None)
+        return 1.0 if scale is None else torch.as_tensor(scale).to(self.weight)
+
+
+class AdaptedHead(nn.Module):
+    """Replaces the base's output head."""
+
+    def __init__(self, base: nn.Linear, bank: AdapterBank) -> None:
+        super().__init__()
+        self.base = base
+        self._bank = bank
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The base's weight."""
+        return self.base.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map the sampled rows `[..., n, hidden_size]` to logits `[..., n, tokens]`, as wide as any row's tokens."""
+        y: torch.Tensor = self.base(x)
+        extras = self._bank.extras
+        if extras is not None and extras.most_tokens > y.shape[-1]:
+            y = functional.pad(y, (0, extras.most_tokens - y.shape[-1]))
+        if extras is not None and extras.head:
+            logits, rows = y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1])
+            for part, first, last in extras.head:
+                part.change_logits(logits[first:last], rows[first:last])
+        return y
+
+
+def _bias(linear: nn.Linear) -> torch.Tensor | None:
+    return None if linear.bias is None else linear.bias.data

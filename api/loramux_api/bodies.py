@@ -1,0 +1,191 @@
+"""Request bodies: how large they may be, how many values they may hold, and clients that leave in the middle of one.
+
+A decoder builds a list before it can count it, and it holds the interpreter while it does. So a large body is looked
+through first: `check_shape` counts its strings, containers and separators without building anything, gives way to
+other requests as it goes, and stops at the first bound. A body within the bounds is decoded in some ten milliseconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import Counter
+from collections.abc import AsyncGenerator, Generator, Iterator
+from http import HTTPStatus
+from typing import Any
+
+from litestar import Request
+from litestar.exceptions import InternalServerException
+from litestar.exceptions.http_exceptions import RequestEntityTooLarge
+
+from loramux.gateway import GatewayError, InvalidRequest, Platform, Unavailable
+
+MIN_BODY_BYTES = 1 << 20
+MAX_BODY_BYTES = 16 << 20
+BYTES_PER_TOKEN = 64
+"""The bytes that a body may have for every token of the model's context: several full prompts, escaped."""
+
+BODY_SECONDS = 120.0
+"""The time that a body may take to arrive."""
+MAX_INCOMING = 512 << 20
+MAX_INCOMING_OF_TENANT = 128 << 20
+"""Bytes of unfinished bodies, of all tenants and of one."""
+
+SMALL_BODY_BYTES = 64 << 10
+"""A body that is decoded without a look: under a millisecond's work."""
+MAX_STRINGS = 100_000
+MAX_CONTAINERS = 50_000
+"""Objects and lists."""
+MAX_VALUES = 1_000_000
+"""Commas outside strings: the token ids of several prompts."""
+STRINGS_A_SLICE = 1_000
+"""Strings between two moments at which other requests get their turn."""
+
+_text = re.compile(rb'(?:[^"\\]++|\\.){0,50000}+', re.DOTALL)
+"""The next part of a string, up to its closing quote if that is near."""
+
+
+class ClientDisconnected(Exception):
+    """The client closed the connection before it was answered."""
+
+
+class BodyTooLarge(GatewayError):
+    """The message says the limit."""
+
+    code = "request_too_large"
+    status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+
+
+class BodyTimeout(GatewayError):
+    """The message says the limit."""
+
+    code = "request_timeout"
+    status = HTTPStatus.REQUEST_TIMEOUT
+
+
+class TooManyBodies(Unavailable):
+    """The message says of what."""
+
+    code = "too_many_bodies"
+    status = HTTPStatus.TOO_MANY_REQUESTS
+
+
+class IncomingBytes:
+    """Bytes of bodies that are still on their way: connections are many, and a slow body holds its memory."""
+
+    def __init__(self) -> None:
+        self._by_tenant: Counter[str] = Counter()
+
+    def add(self, tenant: str, count: int) -> None:
+        """Count bytes. Raises TooManyBodies."""
+        self._by_tenant[tenant] += count
+        if self._by_tenant[tenant] > MAX_INCOMING_OF_TENANT or self._by_tenant.total() > MAX_INCOMING:
+            raise TooManyBodies("Too many large bodies are on their way to this server at once. Please send fewer.")
+
+    def remove(self, tenant: str, count: int) -> None:
+        """Forget bytes whose body has arrived, or never will."""
+        self._by_tenant[tenant] -= count
+        if not self._by_tenant[tenant]:
+            del self._by_tenant[tenant]
+
+
+class ApiRequest(Request[Any, Any, Any]):
+    """A request whose client may leave in the middle of the body."""
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """Yield the body's parts. Raises ClientDisconnected, or RequestEntityTooLarge beyond the route's limit."""
+        try:
+            async for part in super().stream():
+                yield part
+        except InternalServerException as error:
+            if "disconnected" in error.detail:
+                raise ClientDisconnected from None
+            raise
+
+
+class InferenceRequest(ApiRequest):
+    """A request for completions: its body is bounded by the model's context, and its shape is checked."""
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """Yield the body's parts. Raises BodyTooLarge."""
+        limit, length, tenant = body_limit(self.app.state.platform), 0, self.auth.tenant
+        incoming: IncomingBytes = self.app.state.setdefault("incoming_bytes", IncomingBytes())
+        if (self.content_length or 0) > limit:
+            raise _too_large(limit)
+        try:
+            async for part in super().stream():
+                length += len(part)
+                incoming.add(tenant, len(part))
+                if length > limit:
+                    raise _too_large(limit)
+                yield part
+        except RequestEntityTooLarge:
+            raise _too_large(limit) from None
+        finally:
+            incoming.remove(tenant, length)
+
+    async def body(self) -> bytes:
+        """Return the body. Raises BodyTooLarge, BodyTimeout, and InvalidRequest where it holds too many values."""
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                data = await super().body()
+        except TimeoutError:
+            raise BodyTimeout(f"The body did not arrive within {BODY_SECONDS:.0f} seconds.") from None
+        if len(data) > SMALL_BODY_BYTES:
+            await check_shape(data)
+        return data
+
+
+def body_limit(platform: Platform) -> int:
+    """Return the most bytes that a request for completions may have."""
+    return min(max(MIN_BODY_BYTES, BYTES_PER_TOKEN * platform.completions.context), MAX_BODY_BYTES)
+
+
+async def check_shape(data: bytes) -> None:
+    """Raise InvalidRequest for a body with more strings, containers or values than any request needs."""
+    for _ in look_through(data):
+        await asyncio.sleep(0)
+
+
+def look_through(data: bytes) -> Iterator[None]:
+    """Count what is in a body, and yield after each slice of the work. Raises InvalidRequest as `check_shape` does."""
+    containers = data.count(b"{") + data.count(b"[")
+    if data.count(b'"') <= 2 * MAX_STRINGS and containers <= MAX_CONTAINERS and data.count(b",") <= MAX_VALUES:
+        return
+    strings = containers = values = position = 0
+    while position < len(data):
+        quote = data.find(b'"', position)
+        end = len(data) if quote < 0 else quote
+        containers += data.count(b"{", position, end) + data.count(b"[", position, end)
+        values += data.count(b",", position, end)
+        strings += 1
+        _bound(strings, MAX_STRINGS, "strings")
+        _bound(containers, MAX_CONTAINERS, "objects and lists")
+        _bound(values, MAX_VALUES, "values")
+        if quote < 0:
+            return
+        position = yield from _end_of_string(data, quote)
+        if strings % STRINGS_A_SLICE == 0:
+            yield
+
+
+def _end_of_string(data: bytes, quote: int) -> Generator[None, None, int]:
+    """Return the position behind the string that begins at `quote`; a string without an end takes all."""
+    position = quote + 1
+    while (part := _text.match(data, position)) is not None and part.end() > position:
+        position = part.end()
+        if data[position : position + 1] == b'"':
+            break
+        yield
+    return position + 1
+
+
+def _bound(count: int, limit: int, kind: str) -> None:
+    if count > limit:
+        raise InvalidRequest(
+            f"The body has more than {limit} {kind}; send a shorter one, or several requests.", code="request_too_large"
+        )
+
+
+def _too_large(limit: int) -> BodyTooLarge:
+    return BodyTooLarge(f"The body is larger than the {limit} bytes that this endpoint takes.")

@@ -1,0 +1,164 @@
+"""Options, output and error handling that the commands share."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+import msgspec
+
+from loramux.settings import Settings, load_settings
+
+if TYPE_CHECKING:
+    from loramux.gateway import BillingServices
+    from loramux.limits import Limits
+    from loramux.tenants import Account, Tenant, Tenants
+
+T = TypeVar("T")
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+CONFIG_HELP = "Settings file. `loramux init` writes one."
+json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON document on stdout and nothing else."
+)
+tenant_option = click.option("--tenant", "tenant_name", required=True, help="Tenant name.")
+period_option = click.option("--period", required=True, metavar="YYYY-MM", help="Calendar month, UTC.")
+
+
+def config_option(*, required: bool = True) -> Callable[[Command], Command]:
+    """Return the option --config, whose default is LORAMUX_CONFIG."""
+    return click.option(
+        "--config",
+        "config",
+        type=click.Path(dir_okay=False, path_type=Path),
+        envvar="LORAMUX_CONFIG",
+        required=required,
+        show_envvar=True,
+        help=CONFIG_HELP,
+    )
+
+
+def settings_of(config: Path) -> Settings:
+    """Load the settings of a file."""
+    return load_settings(config)
+
+
+def put(as_json: bool, data: Any, text: str) -> None:
+    """Print the command's result, as JSON or as text."""
+    click.echo(msgspec.json.encode(data).decode() if as_json else text)
+
+
+def note(as_json: bool, text: str) -> None:
+    """Print a remark on stderr; with --json nothing."""
+    if not as_json:
+        click.echo(text, file=sys.stderr)
+
+
+def day(microseconds: int | None) -> str:
+    """Return the date of a time stamp, `-` for None."""
+    return "-" if microseconds is None else datetime.fromtimestamp(microseconds / 1e6, UTC).date().isoformat()
+
+
+def option_with_old_name(new: str, old: str, **attributes: Any) -> Callable[[Command], Command]:
+    """Return the option `new`; its old spelling is accepted for one release, hidden and with a warning."""
+
+    def remember(context: click.Context, _: click.Parameter, value: Any) -> None:
+        if value is not None:
+            warn_of_old_name(old, new)
+            context.meta[f"loramux{old}"] = value
+
+    def resolve(context: click.Context, _: click.Parameter, value: Any) -> Any:
+        return context.meta.get(f"loramux{old}") if value is None else value
+
+    def decorate(command: Command) -> Command:
+        hidden = click.option(
+            old, f"old_{new.strip('-')}", hidden=True, expose_value=False, is_eager=True, callback=remember
+        )
+        return click.option(new, callback=resolve, **attributes)(hidden(command))
+
+    return decorate
+
+
+def warn_of_old_name(old: str, new: str) -> None:
+    """Print on stderr that an old spelling was used."""
+    click.echo(f"Warning: {old} is now called {new}; the old spelling goes with the next release.", file=sys.stderr)
+
+
+def with_tenants(config: Path, act: Callable[[Tenants], Awaitable[T]]) -> T:
+    """Open the records of `config`, run `act` and close them. Operators' commands need no running server."""
+    from loramux.gateway import open_tenants
+
+    settings = settings_of(config)
+
+    async def run() -> T:
+        async with open_tenants(settings) as tenants:
+            return await act(tenants)
+
+    return asyncio.run(run())
+
+
+def with_account(config: Path, tenant_name: str, act: Callable[[Account], Awaitable[T]]) -> T:
+    """Run `act` on one tenant's keys, projects and members. Raises TenantNotFound."""
+
+    async def run(tenants: Tenants) -> T:
+        return await act(await tenants.account(tenant_name))
+
+    return with_tenants(config, run)
+
+
+def with_limits(config: Path, tenant_name: str, act: Callable[[Limits, Tenant], Awaitable[T]]) -> T:
+    """Run `act` on one tenant and its limits. Raises TenantNotFound."""
+    from loramux.limits import Limits
+
+    async def run(tenants: Tenants) -> T:
+        return await act(Limits(tenants.changes), await tenants.named(tenant_name))
+
+    return with_tenants(config, run)
+
+
+def with_billing(config: Path, act: Callable[[BillingServices], Awaitable[T]]) -> T:
+    """Run `act` on the billing services of `config`'s database."""
+    from loramux.gateway import open_billing
+
+    settings = settings_of(config)
+
+    async def run() -> T:
+        async with open_billing(settings) as desk:
+            return await act(desk)
+
+    return asyncio.run(run())
+
+
+@contextmanager
+def errors_as_sentences() -> Iterator[None]:
+    """Turn known errors into click errors: one sentence on stderr, exit code 1. Bugs keep their traceback.
+
+    Ctrl-C ends a command quietly, with the exit code of its signal.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise click.exceptions.Exit(128 + signal.SIGINT) from None
+    except (click.ClickException, click.Abort, click.exceptions.Exit):
+        raise
+    except Exception as error:
+        if isinstance(error, _known_errors()):
+            raise click.ClickException(" ".join(str(error).split())) from None
+        raise
+
+
+def _known_errors() -> tuple[type[Exception], ...]:
+    from loramux.errors import LoramuxError
+    from loramux.gateway import EngineDied
+    from loramux.settings import SettingsError
+    from loramux.simulator import ScenarioError
+    from loramux_client import ClientError
+
+    return (LoramuxError, ClientError, EngineDied, SettingsError, ScenarioError)

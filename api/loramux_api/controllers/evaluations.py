@@ -1,0 +1,128 @@
+"""/v1/evaluations."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from litestar import Controller, get, post
+from litestar.di import NamedDependency
+from litestar.params import FromPath, FromQuery, JSONBody, QueryParameter
+from msgspec import Meta
+
+from loramux.releases import Evaluation, EvaluationResult, Evaluations, Grader
+from loramux.tenants import Principal
+from loramux.units import SECOND
+from loramux_api.auth import requires
+from loramux_api.openapi import REFUSALS
+from loramux_api.schemas.batches import Cursored, page_of
+from loramux_api.schemas.strict import Body, StrictJSON
+from loramux_api.schemas.tenancy import seconds
+
+MAX_PAGE = 100
+Number = Annotated[int, Meta(ge=1)]
+
+
+class EvaluationBody(Body, forbid_unknown_fields=True):
+    """An evaluation to run."""
+
+    adapter: str
+    """`adapter` or `tenant/adapter`."""
+    revision: Number
+    """The candidate."""
+    against: Number
+    """The revision that it is compared with."""
+    file_id: str
+    """A file of purpose `evals`: lines of {messages or prompt, expected}."""
+    grader: Grader
+
+
+class EvaluationObject(msgspec.Struct, kw_only=True):
+    """An evaluation."""
+
+    id: str
+    object: Literal["evaluation"] = "evaluation"
+    adapter: str
+    models: list[str]
+    """The candidate, and the revision that it is compared with."""
+    file_id: str
+    batch_id: str
+    grader: Grader
+    status: str
+    """running, completed or failed."""
+    result: EvaluationResult | None
+    error: str | None
+    created_at: int
+    finished_at: int | None
+
+
+def evaluation_object(one: Evaluation) -> EvaluationObject:
+    """Return the evaluation as a JSON object."""
+    return EvaluationObject(
+        id=one.id,
+        adapter=one.adapter,
+        models=one.models.split(),
+        file_id=one.file_id,
+        batch_id=one.batch_id,
+        grader=msgspec.json.decode(one.grader, type=Grader),
+        status=one.state,
+        result=None if one.result is None else msgspec.json.decode(one.result, type=EvaluationResult),
+        error=one.error,
+        created_at=one.created_at // SECOND,
+        finished_at=seconds(one.finished_at),
+    )
+
+
+class EvaluationController(Controller):
+    """Comparisons of two revisions on a set of questions."""
+
+    path = "/v1/evaluations"
+    tags = ("Adapters",)
+    guards = (requires("inference"),)
+
+    @post(
+        dto=StrictJSON[EvaluationBody],
+        return_dto=None,
+        status_code=200,
+        summary="Evaluate a revision",
+        responses=REFUSALS,
+    )
+    async def create(
+        self,
+        data: JSONBody[EvaluationBody],
+        principal: NamedDependency[Principal],
+        evaluations: NamedDependency[Evaluations],
+    ) -> EvaluationObject:
+        """Have two revisions answer the questions of a file, as a batch, and grade the answers in pairs."""
+        made = await evaluations.create(
+            principal,
+            adapter=data.adapter,
+            revision=data.revision,
+            against=data.against,
+            file_id=data.file_id,
+            grader=data.grader,
+        )
+        return evaluation_object(made)
+
+    @get(summary="List evaluations", responses=REFUSALS)
+    async def list_evaluations(
+        self,
+        principal: NamedDependency[Principal],
+        evaluations: NamedDependency[Evaluations],
+        adapter: FromQuery[str | None] = None,
+        after: FromQuery[str | None] = None,
+        limit: Annotated[int, QueryParameter(ge=1, le=MAX_PAGE)] = 20,
+    ) -> Cursored[EvaluationObject]:
+        """List your project's evaluations, newest first; `after` is the last id of the previous page."""
+        found = await evaluations.before(principal, adapter, after, limit + 1)
+        return page_of([evaluation_object(one) for one in found], limit, [one.id for one in found])
+
+    @get("/{evaluation_id:str}", summary="Describe an evaluation", responses=REFUSALS)
+    async def get_evaluation(
+        self,
+        evaluation_id: FromPath[str],
+        principal: NamedDependency[Principal],
+        evaluations: NamedDependency[Evaluations],
+    ) -> EvaluationObject:
+        """Describe an evaluation, with its result at its end."""
+        return evaluation_object(await evaluations.get(principal, evaluation_id))

@@ -1,0 +1,160 @@
+"""Metrics of an adapter's revisions, guards of its canaries, and feedback on answers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from litestar import Controller, delete, get, post, put
+from litestar.di import NamedDependency
+from litestar.params import FromPath, FromQuery, JSONBody
+from msgspec import Meta
+
+from loramux.gateway import AdapterService
+from loramux.releases import CanaryGuards, RevisionMetrics, RevisionReport
+from loramux.tenants import Principal
+from loramux_api.auth import requires
+from loramux_api.managing import NAMED, at
+from loramux_api.openapi import REFUSALS
+from loramux_api.schemas.strict import Body, StrictJSON
+from loramux_api.schemas.tenancy import Listing
+
+
+class FeedbackBody(Body, forbid_unknown_fields=True):
+    """The caller's opinion of an answer."""
+
+    score: Annotated[float, Meta(ge=0, le=1)]
+    """0 is bad, 1 is good."""
+    label: Annotated[str, Meta(max_length=64)] | None = None
+    """Such as `wrong-language`: a-z, 0-9, '.', '_' and '-'."""
+
+
+class FeedbackObject(msgspec.Struct, kw_only=True):
+    """Stored feedback."""
+
+    object: Literal["request.feedback"] = "request.feedback"
+    request_id: str
+    model: str
+    """The revision that answered."""
+    score: float
+    label: str | None
+
+
+class GuardBody(Body, forbid_unknown_fields=True):
+    """What a canary's guard compares."""
+
+    measures: list[str]
+    """errors (requests that failed, choices that were aborted) and feedback (mean score), or one of them."""
+
+
+class GuardObject(msgspec.Struct, kw_only=True):
+    """The guard of an alias."""
+
+    object: Literal["alias.guard"] = "alias.guard"
+    alias: str
+    measures: list[str]
+    """Empty: the alias has no guard."""
+
+
+class GuardController(Controller):
+    """Canaries that are taken back by themselves."""
+
+    path = "/v1/adapters"
+    tags = ("Adapters",)
+    dependencies = NAMED
+
+    @put(
+        at("/aliases/{alias:str}/guard"),
+        dto=StrictJSON[GuardBody],
+        return_dto=None,
+        guards=[requires("adapters")],
+        summary="Guard a canary",
+        responses=REFUSALS,
+    )
+    async def put_guard(
+        self,
+        adapter: NamedDependency[str],
+        alias: FromPath[str],
+        data: JSONBody[GuardBody],
+        principal: NamedDependency[Principal],
+        guards: NamedDependency[CanaryGuards],
+    ) -> GuardObject:
+        """Take the newest target of the alias back as soon as it is found worse than the others."""
+        return GuardObject(alias=alias, measures=list(await guards.put(principal, adapter, alias, data.measures)))
+
+    @get(at("/aliases/{alias:str}/guard"), guards=[requires("read")], summary="Describe a guard", responses=REFUSALS)
+    async def get_guard(
+        self,
+        adapter: NamedDependency[str],
+        alias: FromPath[str],
+        principal: NamedDependency[Principal],
+        guards: NamedDependency[CanaryGuards],
+    ) -> GuardObject:
+        """Describe what the guard of an alias compares."""
+        return GuardObject(alias=alias, measures=list(await guards.get(principal, adapter, alias)))
+
+    @delete(
+        at("/aliases/{alias:str}/guard"),
+        guards=[requires("adapters")],
+        status_code=200,
+        summary="Remove a guard",
+        responses=REFUSALS,
+    )
+    async def delete_guard(
+        self,
+        adapter: NamedDependency[str],
+        alias: FromPath[str],
+        principal: NamedDependency[Principal],
+        guards: NamedDependency[CanaryGuards],
+    ) -> GuardObject:
+        """Leave the canary where it is from now on."""
+        await guards.remove(principal, adapter, alias)
+        return GuardObject(alias=alias, measures=[])
+
+
+class RevisionMetricsController(Controller):
+    """How the revisions of an adapter serve."""
+
+    path = "/v1/adapters"
+    tags = ("Adapters",)
+    dependencies = NAMED
+
+    @get(at("/metrics"), guards=[requires("usage")], summary="Metrics of an adapter's revisions", responses=REFUSALS)
+    async def metrics(
+        self,
+        adapter: NamedDependency[str],
+        principal: NamedDependency[Principal],
+        adapters: NamedDependency[AdapterService],
+        revision_metrics: NamedDependency[RevisionMetrics],
+        window: FromQuery[Literal["1h", "24h", "7d", "30d"]] = "24h",
+    ) -> Listing[RevisionReport]:
+        """Report on each revision that your requests reached in the window, newest first."""
+        info = await adapters.queries.get(principal, adapter)
+        return Listing(data=await revision_metrics.of(principal, info.name, window))
+
+
+class FeedbackController(Controller):
+    """Opinions of answers."""
+
+    path = "/v1/requests"
+    tags = ("Adapters",)
+    guards = (requires("inference"),)
+
+    @post(
+        "/{request_id:str}/feedback",
+        dto=StrictJSON[FeedbackBody],
+        return_dto=None,
+        status_code=200,
+        summary="Rate an answer",
+        responses=REFUSALS,
+    )
+    async def put_feedback(
+        self,
+        request_id: FromPath[str],
+        data: JSONBody[FeedbackBody],
+        principal: NamedDependency[Principal],
+        revision_metrics: NamedDependency[RevisionMetrics],
+    ) -> FeedbackObject:
+        """Say what an answer of an adapter was worth. Saying it again replaces what was said."""
+        model = await revision_metrics.put_feedback(principal, request_id, data.score, data.label)
+        return FeedbackObject(request_id=request_id, model=model, score=data.score, label=data.label)

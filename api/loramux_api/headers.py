@@ -1,0 +1,135 @@
+"""The headers that are ours: deadline, idempotency key and preconditions; request id and rate limits."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import uuid
+from typing import Annotated, Any, cast
+
+from litestar import Request
+from litestar.params import HeaderParameter
+from litestar.types import Message, Scope
+
+from loramux.gateway import InvalidRequest, Platform
+from loramux.limits import RateLimitStatus
+from loramux.usage import IdempotencyClaim
+
+IDEMPOTENCY_KEY = "Idempotency-Key"
+_sane_key = re.compile(r"[\x21-\x7e]{1,255}")
+_STATE = "loramux.request_ids"
+_sane_id = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+MAX_DEADLINE_MS = 3_600_000
+
+Deadline = Annotated[
+    int | None,
+    HeaderParameter(
+        name="x-loramux-deadline-ms",
+        ge=1,
+        le=MAX_DEADLINE_MS,
+        description="Milliseconds to the first token. A request that would come later is refused at once, with 429, "
+        "Retry-After and the expected wait; one that waits longer than this is refused then.",
+    ),
+]
+"""The latest moment at which the first token is of use."""
+
+IdempotencyKey = Annotated[
+    str | None,
+    HeaderParameter(
+        name="Idempotency-Key",
+        description="1 to 255 visible ASCII characters, a UUID for instance. The same request again under the same key "
+        "gets the same answer, billed once; 409 while it runs, 422 with another body. "
+        "The answer is stored encrypted, for a day unless the operator says otherwise.",
+    ),
+]
+"""The name under which a request can be sent again."""
+
+IfMatch = Annotated[
+    str | None,
+    HeaderParameter(
+        name="If-Match",
+        description="The adapter's ETag as you read it: the change is made only if the adapter has not changed "
+        "since, else the answer is 412.",
+    ),
+]
+"""The state that the adapter must still have."""
+
+IfNoneMatch = Annotated[
+    str | None,
+    HeaderParameter(name="If-None-Match", description="The adapter's ETag as you have it: 304 if it is the same."),
+]
+"""The state that the client has."""
+
+
+async def claim_of(request: Request[Any, Any, Any], name: str | None) -> IdempotencyClaim | None:
+    """Return the key with a digest of the request: method, path and body, byte by byte. Raises InvalidRequest."""
+    if name is None:
+        return None
+    if not _sane_key.fullmatch(name):
+        raise InvalidRequest(
+            f"{IDEMPOTENCY_KEY} has 1 to 255 visible ASCII characters; a UUID is a good one.",
+            field=IDEMPOTENCY_KEY,
+            code="invalid_value",
+        )
+    platform = request.app.state.platform
+    assert isinstance(platform, Platform)
+    if not platform.settings.privacy.idempotency_seconds:
+        raise InvalidRequest(
+            f"This server stores no answers, so it takes no {IDEMPOTENCY_KEY}: send the request without it.",
+            field=IDEMPOTENCY_KEY,
+            code="idempotency_disabled",
+        )
+    asked = f"{request.method} {request.url.path}?{request.url.query}\n"
+    digest = hashlib.sha256(asked.encode() + await request.body())
+    return IdempotencyClaim(name, digest.hexdigest())
+
+
+def request_id(scope: Scope) -> str:
+    """Return the client's own id where it sent a sane one, else one made here; the same for the whole request."""
+    return _ids(scope)[-1]
+
+
+def traceable_id(scope: Scope) -> str:
+    """Return the server's own id of the request, and after a slash the client's: for logs and the audit log.
+
+    A client chooses its own id freely, another request's for instance; the server's is unique.
+    """
+    return "/".join(_ids(scope))
+
+
+def _ids(scope: Scope) -> tuple[str, ...]:
+    kept = cast(dict[str, Any], scope)
+    if _STATE not in kept:
+        sent = next((value for name, value in scope["headers"] if name.lower() == b"x-request-id"), b"")
+        own = f"req_{uuid.uuid4().hex}"
+        kept[_STATE] = (own, sent.decode()) if _sane_id.fullmatch(sent) else (own,)
+    return cast(tuple[str, ...], kept[_STATE])
+
+
+async def send_request_id(message: Message, scope: Scope) -> None:
+    """A Litestar `before_send` hook: it also sees the responses of routes that do not exist."""
+    if message["type"] == "http.response.start":
+        message["headers"] = [*message["headers"], (b"x-request-id", request_id(scope).encode())]
+
+
+def rate_headers(status: RateLimitStatus | None) -> dict[str, str]:
+    """Return x-ratelimit-*, as OpenAI has them: limit, remaining and reset of requests and tokens a minute."""
+    headers: dict[str, str] = {}
+    if status is None:
+        return headers
+    for kind, rate in (("requests", status.requests), ("tokens", status.tokens)):
+        if rate is not None:
+            headers[f"x-ratelimit-limit-{kind}"] = str(rate.limit)
+            headers[f"x-ratelimit-remaining-{kind}"] = str(rate.remaining)
+            headers[f"x-ratelimit-reset-{kind}"] = duration(rate.reset)
+    return headers
+
+
+def duration(microseconds: int) -> str:
+    """Write a duration as `6m0s`, `1.5s` or `20ms`, rounded up to a millisecond."""
+    milliseconds = -(-microseconds // 1000)
+    if milliseconds < 1000:
+        return f"{milliseconds}ms"
+    minutes, left = divmod(milliseconds, 60_000)
+    seconds = f"{left / 1000:.3f}".rstrip("0").rstrip(".")
+    return f"{minutes}m{seconds}s" if minutes else f"{seconds}s"

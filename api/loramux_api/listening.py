@@ -1,0 +1,276 @@
+"""The addresses that a server answers on: held before the model is loaded, with TLS whose certificate may change.
+
+A server has one public address, and with `server.internal_port` a second one for probes, metrics and the API's
+description. All answer with the same application.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import resource
+import socket
+import ssl
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from granian.constants import HTTPModes, Interfaces, SSLProtocols
+from granian.log import LogLevels
+from granian.net import SocketHolder
+from granian.server.embed import Server
+from litestar.types import ASGIApp, Receive, Scope, Send
+from litestar.utils.path import normalize_path
+
+from loramux.settings import ServerSettings, SettingsError
+
+logger = logging.getLogger(__name__)
+
+BACKLOG = 1024
+MAX_CONNECTIONS = 16_384
+"""Streams stay open by the thousand; granian's own default would let the 129th wait."""
+RESERVED_FILES = 512
+"""Descriptors for the database, files, uploads and webhooks, beside the connections."""
+MIN_CONNECTIONS = 64
+CERTIFICATE_POLL_SECONDS = 2.0
+INTERNAL_PATHS = ("/metrics", "/health", "/schema")
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """A certificate and its key, as files that may be replaced while the server runs."""
+
+    certificate: Path
+    key: Path
+
+    def check(self) -> None:
+        """Raise SettingsError unless both can be read and belong together."""
+        try:
+            # an encrypted key is refused: without a password openssl asks the terminal for one
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.certificate, self.key, password="")
+        except OSError as error:  # SSLError is one; it names no file
+            why = error.strerror if error.filename or not isinstance(error, ssl.SSLError) else error.reason
+            raise SettingsError(
+                f"server.tls_certificate, server.tls_key: {self.certificate} and {self.key} cannot be used ({why}); "
+                "they are PEM files of one certificate and its key"
+            ) from None
+
+    def version(self) -> tuple[int, ...]:
+        """Return a value that changes with the files; empty where one is absent, as in the middle of a replacement."""
+        try:
+            return tuple(value for path in (self.certificate, self.key) for value in _identity(path))
+        except OSError:
+            return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A bound socket that does not listen yet, and the requests that it is for."""
+
+    socket: socket.socket
+    certificate: Certificate | None = None
+    internal: bool | None = None
+    """True: INTERNAL_PATHS only; False: all others; None: every path."""
+
+
+@contextmanager
+def reserved_addresses(settings: ServerSettings) -> Iterator[list[Address]]:
+    """Hold the addresses of the settings until the block ends. Raises SettingsError."""
+    certificate = None
+    if settings.tls_certificate is not None and settings.tls_key is not None:
+        certificate = Certificate(Path(settings.tls_certificate), Path(settings.tls_key))
+        certificate.check()
+    with ExitStack() as reserved:
+        public = reserved.enter_context(reserved_socket(settings.host, settings.port, "server.host, server.port"))
+        if settings.internal_port is None:
+            yield [Address(public, certificate)]
+            return
+        host = settings.internal_host or settings.host
+        internal = reserved.enter_context(
+            reserved_socket(host, settings.internal_port, "server.internal_host, server.internal_port")
+        )
+        yield [Address(public, certificate, internal=False), Address(internal, internal=True)]
+
+
+@contextmanager
+def reserved_socket(host: str, port: int, setting: str) -> Iterator[socket.socket]:
+    """Hold the address from now on, before the model is loaded. The socket does not listen yet.
+
+    granian binds with SO_REUSEPORT, by which a second server would get half of the connections. A socket that is bound
+    and does not listen refuses connections; with SO_REUSEADDR cleared after the bind no other process can bind to it.
+    (Set at the bind, it ignores connections of a predecessor in TIME_WAIT.) Raises SettingsError.
+    """
+    try:
+        listener = _bind(host, port)
+    except (OSError, UnicodeError) as error:  # UnicodeError: a host that no domain name can be
+        raise _unavailable(setting, host, port, error) from None
+    with listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+        yield listener
+
+
+def connection_limit() -> int:
+    """Return the number of connections that the process can hold, after raising its soft limit of open files."""
+    wanted = MAX_CONNECTIONS + RESERVED_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        raised = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        with suppress(OSError, ValueError):  # a container may forbid it
+            resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return MAX_CONNECTIONS
+    limit = max(MIN_CONNECTIONS, soft - RESERVED_FILES)
+    logger.warning(
+        "at most %d connections are served at a time, because the process may open only %d files; raise it with "
+        "`ulimit -n %d` or systemd's LimitNOFILE",
+        limit,
+        soft,
+        wanted,
+    )
+    return limit
+
+
+class BoundServer(Server):
+    """granian on a socket that is already bound."""
+
+    def __init__(self, app: ASGIApp, address: Address, max_connections: int) -> None:
+        files = address.certificate
+        # The interface without a lifespan: the platform is opened before, where its errors can be reported.
+        super().__init__(
+            app,
+            interface=Interfaces.ASGINL,
+            http=HTTPModes.http1,
+            websockets=False,
+            backlog=BACKLOG,
+            backpressure=max_connections,
+            log_level=LogLevels.error,
+            ssl_cert=files and files.certificate,
+            ssl_key=files and files.key,
+            ssl_protocol_min=SSLProtocols.tls12,
+        )
+        self._listener = address.socket
+
+    def _init_shared_socket(self) -> None:
+        """Replace granian's own bind. SocketHolder is how granian hands a descriptor to its worker processes."""
+        self._ssp = None
+        self._sfd = os.dup(self._listener.fileno())  # granian closes it
+        self._shd = SocketHolder(self._sfd, False, BACKLOG)
+
+
+class Listener:
+    """An address that answers. With TLS it follows the certificate's files: new connections get the new certificate.
+
+    granian reads a certificate once. So a changed one gets a granian of its own on the same socket; the one before
+    accepts nothing more and ends when its connections do.
+    """
+
+    def __init__(self, app: ASGIApp, address: Address, max_connections: int) -> None:
+        self._app = app if address.internal is None else _paths_of(app, internal=address.internal)
+        self._address, self._max_connections = address, max_connections
+        self._servers: dict[asyncio.Task[None], BoundServer] = {}
+        self._closed = False
+
+    def listen(self) -> None:
+        """Accept connections from now on. Raises SettingsError."""
+        listener = self._address.socket
+        host, port, *_ = listener.getsockname()
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # listen() checks for TIME_WAIT again
+            listener.listen(BACKLOG)
+        except OSError as error:
+            raise _unavailable("server.host, server.port", host, port, error) from None
+
+    async def serve(self) -> None:
+        """Answer until `close`, and until the last connection has ended."""
+        certificate = self._address.certificate
+        version = certificate and certificate.version()
+        self._start()
+        while self._servers:
+            done, _ = await asyncio.wait(
+                self._servers,
+                timeout=CERTIFICATE_POLL_SECONDS if certificate else None,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            for task in done:
+                del self._servers[task]
+                task.result()
+            if (
+                certificate
+                and self._address.socket.fileno() >= 0
+                and (now := certificate.version()) not in ((), version)
+            ):
+                version = now
+                self._replace(certificate)
+
+    def close(self) -> None:
+        """Refuse connections from now on, and close those that are there once they are idle."""
+        self._closed = True
+        self._address.socket.close()
+        for server in self._servers.values():
+            server.stop()
+
+    def _start(self) -> None:
+        server = BoundServer(self._app, self._address, self._max_connections)
+        self._servers[asyncio.create_task(server.serve())] = server
+
+    def _replace(self, certificate: Certificate) -> None:
+        """Serve new connections with the certificate as it is now; keep the old one if the new one cannot be used."""
+        try:
+            certificate.check()
+        except SettingsError as error:
+            logger.error("the certificate has changed and cannot be used; the one before stays in use: %s", error)
+            return
+        before = list(self._servers.values())
+        self._start()
+        for server in before:
+            server.stop()
+        logger.info("new connections use the certificate that %s holds now", certificate.certificate)
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family, kind, protocol, _, resolved = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if host == "::" else 1)
+        listener.bind(resolved)
+        listener.setblocking(False)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def _unavailable(setting: str, host: str, port: int, error: OSError | UnicodeError) -> SettingsError:
+    if isinstance(error, UnicodeError):
+        why = "no host has such a name"
+    elif isinstance(error, socket.gaierror):
+        why = str(error)
+    else:
+        why = os.strerror(error.errno or errno.EADDRNOTAVAIL)
+    way_out = "choose another in the settings, or with --host and --port"
+    return SettingsError(f"{setting}: cannot listen on {host}:{port} ({why}); {way_out}")
+
+
+def _paths_of(app: ASGIApp, *, internal: bool) -> ASGIApp:
+    """Return the application for INTERNAL_PATHS only, or for all others; what is not for this address is not found."""
+
+    async def filtered(scope: Scope, receive: Receive, send: Send) -> None:
+        path = normalize_path(scope["path"])  # as the routing reads it: //metrics is /metrics
+        if internal != any(path == one or path.startswith(f"{one}/") for one in INTERNAL_PATHS):
+            scope["path"] = f"/not-on-this-port{path}"
+        await app(scope, receive, send)
+
+    return filtered
+
+
+def _identity(path: Path) -> tuple[int, int, int]:
+    found = path.stat()
+    return found.st_ino, found.st_mtime_ns, found.st_size

@@ -1,0 +1,319 @@
+"""Reference pages that are generated from the code: `python -m loramux_api.reference docs`.
+
+docs/settings.md comes from the settings' types and docstrings, docs/metrics.md from `metrics.FAMILIES`: both are in the
+repository, and a test compares them with the code. docs/http.md comes from the OpenAPI document, docs/commands.md from
+the help of the command line: both are made when the site is built (`make docs`).
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+import click
+import msgspec
+
+from loramux.settings import Settings
+from loramux_api.app import create_app
+from loramux_api.cli import main
+from loramux_api.metrics import FAMILIES
+from loramux_api.openapi import REFUSALS
+
+ADVANCED = {
+    "engine": {"share_base_cache_between_projects", "num_threads", "in_process", "step_timeout_s"},
+    "scheduler": {
+        "max_service_lead",
+        "affinity_window",
+        "adapter_overhead_target",
+        "class_shares",
+        "tenant_guaranteed_pages",
+    },
+    "adapters": {"max_loading", "max_vocabulary_bytes"},
+}
+"""Settings whose defaults suit nearly every deployment: they are listed last."""
+
+
+def metrics_page() -> str:
+    """Return docs/metrics.md."""
+    lines = [
+        "# Metrics",
+        "",
+        "`GET /metrics` needs no key. Keep it, and `/health`, behind the load balancer. Grafana dashboards:",
+        "`configs/dashboards`. This page is generated: `python -m loramux_api.reference docs`.",
+        "",
+        "Alert rules with runbooks: [alerts](operations/alerts.md).",
+        "",
+        "| metric | type | labels | meaning |",
+        "|---|---|---|---|",
+    ]
+    for family in FAMILIES:
+        labels = ", ".join(family.labels) or "–"
+        lines.append(f"| `{family.series}` | {family.kind} | {labels} | {family.help} |")
+    return "\n".join(lines) + "\n"
+
+
+def settings_page() -> str:
+    """Return docs/settings.md."""
+    lines = [
+        "# Settings",
+        "",
+        "One TOML file, read once at the start. `loramux init` writes one; `configs/` has examples. An unknown setting",
+        "stops the server with a sentence that names it. Relative paths start at the file.",
+        "This page is generated: `python -m loramux_api.reference docs`.",
+        "",
+    ]
+    advanced: list[str] = []
+    for section in msgspec.structs.fields(Settings):
+        struct, repeated = _struct_of(section.type)
+        header = f"[[{section.name}]]" if repeated else f"[{section.name}]"
+        rows = dict(_rows(struct))
+        hidden = ADVANCED.get(section.name, set())
+        assert hidden <= rows.keys(), f"{section.name} has no {hidden - rows.keys()}"
+        table = ["| setting | type | default | meaning |", "|---|---|---|---|"]
+        lines += [f"## `{header}`", "", _first_paragraph(struct), "", *table]
+        lines += [row for name, row in rows.items() if name not in hidden]
+        lines.append("")
+        advanced += [rows[name].replace("| `", f"| `{section.name}.", 1) for name in rows if name in hidden]
+    lines += [
+        "## Advanced",
+        "",
+        "The defaults suit nearly every deployment. [Scheduling](scheduling.md) explains the scheduler's.",
+        "",
+        "| setting | type | default | meaning |",
+        "|---|---|---|---|",
+        *advanced,
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def http_page() -> str:
+    """Return docs/http.md: every operation, its fields and its answers."""
+    settings = msgspec.convert({"model": {"path": "model", "served_model_name": "base"}}, Settings)
+    document = create_app(settings).openapi_schema.to_schema()
+    lines = [
+        "# HTTP API",
+        "",
+        "A running server shows the same at `/schema`, where you can try calls, and as a document for generators at",
+        "`/schema/openapi.json`. Send `Authorization: Bearer KEY`. Errors have OpenAI's format (`/admin`: RFC 9457).",
+        "This page is generated: `python -m loramux_api.reference docs`.",
+        "",
+    ]
+    lines += ["| error | meaning |", "|---|---|"]
+    lines += [f"| {status} | {_cell(spec.description)} |" for status, spec in REFUSALS.items()]
+    lines.append("")
+    by_tag: dict[str, list[str]] = {}
+    for path, operations in sorted(document["paths"].items()):
+        for method, operation in operations.items():
+            by_tag.setdefault(operation["tags"][0], []).extend(_operation(method, path, operation, document))
+    for tag, rows in sorted(by_tag.items()):
+        lines += [f"## {tag}", "", *rows]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _operation(method: str, path: str, operation: dict[str, Any], document: dict[str, Any]) -> list[str]:
+    """Return one operation's section: parameters, the body's fields, and the answers."""
+    lines = [f"### `{method.upper()} {path}`", "", f"**{operation['summary']}.**"]
+    if operation.get("description"):
+        lines[-1] += " " + " ".join(operation["description"].split("\n\n")[0].split())
+    fields = [
+        (one["name"], one["in"], one["schema"], one.get("description") or one["schema"].get("description", ""))
+        for one in operation.get("parameters", ())
+    ]
+    for content in operation.get("requestBody", {}).get("content", {}).values():
+        body = _resolved(content["schema"], document)
+        required = set(body.get("required", ()))
+        fields += [
+            (name, "body, required" if name in required else "body", schema, schema.get("description", ""))
+            for name, schema in body.get("properties", {}).items()
+        ]
+    if fields:
+        lines += ["", "| field | in | type | meaning |", "|---|---|---|---|"]
+        lines += [
+            f"| `{name}` | {where} | {_schema_name(schema)} | {_cell(meaning)} |"
+            for name, where, schema, meaning in fields
+        ]
+    success = [
+        f"{status} ({_cell(one['description']).removesuffix('.')})"
+        for status, one in operation["responses"].items()
+        if status < "300"
+    ]
+    errors = [status for status in operation["responses"] if status >= "300"]
+    return [*lines, "", f"Answers: {', '.join(success)}. Errors: {', '.join(errors) or 'none'}.", ""]
+
+
+def _resolved(schema: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]:
+    name = schema.get("$ref", "").rpartition("/")[2]
+    return document["components"]["schemas"][name] if name else schema
+
+
+def _schema_name(schema: dict[str, Any]) -> str:
+    """Return a short name of a JSON schema: `list of string`."""
+    for union in ("oneOf", "anyOf"):
+        if union in schema:
+            return " or ".join(dict.fromkeys(_schema_name(one) for one in schema[union] if one.get("type") != "null"))
+    if "$ref" in schema:
+        return str(schema["$ref"]).rpartition("/")[2]
+    if "enum" in schema:
+        return ", ".join(f"`{one}`" for one in schema["enum"])
+    kind = schema.get("type", "any")
+    kinds = [one for one in (kind if isinstance(kind, list) else [kind]) if one != "null"]
+    if kinds == ["array"]:
+        return f"list of {_schema_name(schema.get('items', {}))}"
+    return " or ".join(kinds)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def commands_page() -> str:
+    """Return docs/commands.md: the help of every command."""
+    lines = [
+        "# Commands",
+        "",
+        "`loramux COMMAND --help` prints the same. This page is generated: `python -m loramux_api.reference docs`.",
+        "",
+    ]
+    root = click.Context(main, info_name="loramux")
+    for name in main.list_commands(root):
+        command = main.get_command(root, name)
+        assert command is not None
+        lines += _command(click.Context(command, info_name=name, parent=root))
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _command(context: click.Context) -> list[str]:
+    """Return the sections of a command and of its subcommands."""
+    command = context.command
+    lines = [f"## {context.command_path}" if not isinstance(command, click.Group) else f"## {context.command_path} ..."]
+    lines += ["", *_help_text(command), ""]
+    if isinstance(command, click.Group):
+        for name in command.list_commands(context):
+            child = command.get_command(context, name)
+            assert child is not None
+            section = _command(click.Context(child, info_name=name, parent=context))
+            lines += ["#" + section[0], *section[1:]]
+        return lines
+    usage = " ".join([context.command_path, *command.collect_usage_pieces(context)])
+    lines += [f"    {usage}", ""]
+    records = [one for one in (parameter.get_help_record(context) for parameter in command.get_params(context)) if one]
+    if records:
+        lines += ["| option | meaning |", "|---|---|"]
+        lines += [f"| `{_cell(option)}` | {_cell(meaning)} |" for option, meaning in records]
+        lines.append("")
+    return lines
+
+
+def _help_text(command: click.Command) -> list[str]:
+    """Return the help as Markdown; click's marker \\b keeps a paragraph's lines, which become a code block."""
+    lines: list[str] = []
+    for paragraph in inspect.cleandoc(command.help or "").split("\n\n"):
+        rows = paragraph.splitlines()
+        if rows and rows[0].strip() == "\b":
+            example = [row.strip() for row in rows[1:]]
+            title = [example[0]] if example and example[0].endswith(":") else []
+            lines += [*title, *([""] if title else []), *(f"    {row}" for row in example[len(title) :]), ""]
+        else:
+            lines += [" ".join(paragraph.split()), ""]
+    return lines[:-1]
+
+
+PAGES = {"metrics.md": metrics_page, "settings.md": settings_page}
+SITE_PAGES = {"commands.md": commands_page, "http.md": http_page}
+
+
+def _rows(struct: type[msgspec.Struct]) -> list[tuple[str, str]]:
+    """Return each field's row, by its name."""
+    source = ast.parse(inspect.getsource(struct)).body[0]
+    assert isinstance(source, ast.ClassDef)
+    docs = _attribute_docs(source)
+    rows = []
+    for field in msgspec.structs.fields(struct):
+        default = "required" if field.required else f"`{_literal(_default(field))}`"
+        rows.append(
+            (field.name, f"| `{field.name}` | {_type_name(field.type)} | {default} | {docs.get(field.name, '')} |")
+        )
+    return rows
+
+
+def _attribute_docs(source: ast.ClassDef) -> dict[str, str]:
+    """Return the string after each annotated field, on one line."""
+    docs = {}
+    for statement, following in zip(source.body, source.body[1:], strict=False):
+        if (
+            isinstance(statement, ast.AnnAssign)
+            and isinstance(statement.target, ast.Name)
+            and isinstance(following, ast.Expr)
+            and isinstance(following.value, ast.Constant)
+            and isinstance(following.value.value, str)
+        ):
+            docs[statement.target.id] = " ".join(following.value.value.split()).replace("|", "\\|")
+    return docs
+
+
+def _default(field: msgspec.structs.FieldInfo) -> Any:
+    return field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
+
+
+def _literal(value: Any) -> str:
+    """Return the value as in TOML; `unset` for None."""
+    if value is None:
+        return "unset"
+    if isinstance(value, msgspec.Struct):
+        inner = ", ".join(
+            f"{name} = {_literal(one)}" for name, one in msgspec.structs.asdict(value).items() if one is not None
+        )
+        return f"{{ {inner} }}" if inner else "{}"
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 10_000:
+        return f"{value:_}"
+    if isinstance(value, tuple):
+        return json.dumps(list(value))
+    return json.dumps(value)
+
+
+def _type_name(kind: Any) -> str:
+    """Return a short name with the limits: `integer, 1 to 65535`."""
+    if hasattr(kind, "__metadata__"):
+        return _type_name(kind.__origin__) + _limits(kind.__metadata__[0])
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin in (types.UnionType, Union):
+        name = " or ".join(_type_name(one) for one in arguments if one is not type(None))
+    elif origin is Literal:
+        name = ", ".join(f"`{one}`" for one in arguments)
+    elif origin in (tuple, list):
+        name = f"list of {_type_name(arguments[0])}"
+    elif isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        name = "table: " + ", ".join(field.name for field in msgspec.structs.fields(kind))
+    else:
+        name = {bool: "boolean", int: "integer", float: "number", str: "string"}.get(kind, "table")
+    return name
+
+
+def _limits(meta: msgspec.Meta) -> str:
+    low = f"above {meta.gt}" if meta.gt is not None else None if meta.ge is None else f"{meta.ge}"
+    high = meta.le if meta.le is not None else meta.lt
+    if low is None:
+        return "" if high is None else f", at most {high}"
+    if high is not None:
+        return f", {low} to {high}"
+    return f", {low}" if meta.gt is not None else f", at least {low}"
+
+
+def _struct_of(kind: Any) -> tuple[type[msgspec.Struct], bool]:
+    if get_origin(kind) is tuple:
+        return get_args(kind)[0], True
+    return kind, False
+
+
+def _first_paragraph(struct: type) -> str:
+    return " ".join((struct.__doc__ or "").split("\n\n")[0].split())
+
+
+if __name__ == "__main__":
+    for page, write in {**PAGES, **SITE_PAGES}.items():
+        (Path(sys.argv[1]) / page).write_text(write())

@@ -1,0 +1,198 @@
+"""Flows of /v1/adapters. A name is `adapter`, or `tenant/adapter` for an adapter that another tenant has granted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+from urllib.parse import quote
+from uuid import uuid4
+
+from loramux_client.flow import Call, Flow, R, Resource, method
+from loramux_client.objects import (
+    Adapter,
+    Alias,
+    AliasVersion,
+    Deleted,
+    Event,
+    Grant,
+    Listing,
+    LoggedRequest,
+    Revision,
+)
+
+T = TypeVar("T")
+DEFAULT = "default"
+
+
+def list_adapters() -> Flow[list[Adapter]]:
+    """Return your adapters at their current revisions, by name."""
+    return (yield from Call(method="GET", path="/v1/adapters", answer=Listing[Adapter], repeatable=True)).data
+
+
+def get(name: str) -> Call[Adapter]:
+    """Return one adapter."""
+    return _read(name, "", Adapter)
+
+
+def revisions(name: str) -> Flow[list[Revision]]:
+    """Return its revisions, including deleted ones that can be restored."""
+    return (yield from _read(name, "/revisions", Listing[Revision])).data
+
+
+def revision(name: str, number: int) -> Call[Revision]:
+    """Return one of its revisions."""
+    return _read(name, f"/revisions/{number}", Revision)
+
+
+def aliases(name: str) -> Flow[list[Alias]]:
+    """Return its aliases with their targets."""
+    return (yield from _read(name, "/aliases", Listing[Alias])).data
+
+
+def history(name: str, alias: str = DEFAULT) -> Flow[list[AliasVersion]]:
+    """Return the history of an alias, newest first."""
+    return (yield from _read(name, f"/aliases/{quote(alias, safe='')}/history", Listing[AliasVersion])).data
+
+
+def point(name: str, targets: Mapping[int, int], alias: str = DEFAULT, *, if_match: str | None = None) -> Call[Adapter]:
+    """Set an alias to revisions with weights: `{3: 95, 4: 5}` sends 5 of 100 requests to revision 4."""
+    body = {"targets": [{"revision": number, "weight": weight} for number, weight in targets.items()]}
+    return _change("PUT", name, f"/aliases/{quote(alias, safe='')}", Adapter, body, if_match)
+
+
+def canary(name: str, revision: int, percent: int, alias: str = DEFAULT) -> Flow[Adapter]:
+    """Send `percent` (1 to 99) of an alias's requests to `revision`, the others to its present main target.
+
+    Raises Conflict if the adapter is changed meanwhile, ValueError if the alias has no other revision.
+    """
+    if not 1 <= percent <= 99:
+        raise ValueError(f"percent must be 1 to 99, got {percent}; promote() sends all requests")
+    adapter = yield from get(name)
+    current = next((one for one in adapter.aliases if one.name == alias), None)
+    others = [target for target in current.targets if target.revision != revision] if current else []
+    if not others:
+        raise ValueError(f"the alias {alias} of {name} points at no other revision; use promote()")
+    main = max(others, key=lambda target: (target.weight, target.revision))
+    targets = {main.revision: 100 - percent, revision: percent}
+    return (yield from point(name, targets, alias, if_match=adapter.etag))
+
+
+def promote(name: str, revision: int, alias: str = DEFAULT, *, if_match: str | None = None) -> Call[Adapter]:
+    """Set an alias to one revision, with all of its requests."""
+    return _change("POST", name, "/promote", Adapter, {"revision": revision, "alias": alias}, if_match)
+
+
+def rollback(
+    name: str, alias: str = DEFAULT, *, version: int | None = None, if_match: str | None = None
+) -> Call[Adapter]:
+    """Set an alias to its previous targets, or to those of a `version` of its history."""
+    call = _change("POST", name, f"/aliases/{quote(alias, safe='')}/rollback", Adapter, None, if_match)
+    return replace(call, params={"version": version})
+
+
+def remove_alias(name: str, alias: str, *, if_match: str | None = None) -> Call[Adapter]:
+    """Delete an alias other than `default`."""
+    return _change("DELETE", name, f"/aliases/{quote(alias, safe='')}", Adapter, None, if_match)
+
+
+def pin(name: str, revision: int) -> Call[Revision]:
+    """Load a revision into the engine's memory and keep it there."""
+    return _change("PUT", name, f"/pins/{revision}", Revision)
+
+
+def unpin(name: str, revision: int) -> Call[Revision]:
+    """Allow the engine to evict the revision again."""
+    return _change("DELETE", name, f"/pins/{revision}", Revision)
+
+
+def grants(name: str) -> Flow[list[Grant]]:
+    """Return the tenants that may call it."""
+    return (yield from _read(name, "/grants", Listing[Grant])).data
+
+
+def grant(name: str, tenant: str) -> Call[Grant]:
+    """Let another tenant call it, at that tenant's cost and without access to its files."""
+    return _change("PUT", name, f"/grants/{quote(tenant, safe='')}", Grant)
+
+
+def revoke(name: str, tenant: str) -> Call[Grant]:
+    """End a grant."""
+    return _change("DELETE", name, f"/grants/{quote(tenant, safe='')}", Grant)
+
+
+def delete(name: str, *, if_match: str | None = None) -> Call[Deleted]:
+    """Delete an adapter. Running requests finish; `undelete` restores it for a limited time."""
+    return _change("DELETE", name, "", Deleted, None, if_match)
+
+
+def delete_revision(name: str, number: int, *, if_match: str | None = None) -> Call[Revision]:
+    """Delete one revision that no alias targets."""
+    return _change("DELETE", name, f"/revisions/{number}", Revision, None, if_match)
+
+
+def undelete(name: str, revision: int | None = None) -> Call[Adapter]:
+    """Restore a deleted adapter with all that was deleted with it, or one deleted revision."""
+    return replace(_change("POST", name, "/undelete", Adapter), params={"revision": revision})
+
+
+def expire(name: str, seconds: int | None, *, if_match: str | None = None) -> Call[Adapter]:
+    """Delete the adapter after a number of seconds; None cancels that."""
+    return _change("PATCH", name, "", Adapter, {"ttl_s": seconds}, if_match)
+
+
+def events(name: str | None = None, *, limit: int = 100, before: str | None = None) -> Flow[list[Event]]:
+    """Return events of one adapter or of all, newest first. `before` is the last event's id of the previous page."""
+    params = {"adapter": name, "limit": limit, "before": before}
+    call = Call(method="GET", path="/v1/events", answer=Listing[Event], params=params, repeatable=True)
+    return (yield from call).data
+
+
+def requests(name: str, *, limit: int = 100, before: str | None = None) -> Flow[list[LoggedRequest]]:
+    """Return your latest requests to an adapter, newest first, with the revision that answered each."""
+    params = {"adapter": name, "limit": limit, "before": before}
+    call = Call(method="GET", path="/v1/requests", answer=Listing[LoggedRequest], params=params, repeatable=True)
+    return (yield from call).data
+
+
+class Adapters(Resource[R]):
+    """`client.adapters`."""
+
+    list = method(list_adapters)
+    get = method(get)
+    revisions = method(revisions)
+    revision = method(revision)
+    aliases = method(aliases)
+    history = method(history)
+    point = method(point)
+    canary = method(canary)
+    promote = method(promote)
+    rollback = method(rollback)
+    remove_alias = method(remove_alias)
+    pin = method(pin)
+    unpin = method(unpin)
+    grants = method(grants)
+    grant = method(grant)
+    revoke = method(revoke)
+    delete = method(delete)
+    delete_revision = method(delete_revision)
+    undelete = method(undelete)
+    expire = method(expire)
+    events = method(events)
+    requests = method(requests)
+
+
+def _read(name: str, rest: str, answer: type[T]) -> Call[T]:
+    return Call(method="GET", path=_path(name) + rest, answer=answer, repeatable=True)
+
+
+def _change(
+    method: str, name: str, rest: str, answer: type[T], body: Any = None, if_match: str | None = None
+) -> Call[T]:
+    """Return a call with an Idempotency-Key of its own, so that a retry has no second effect."""
+    headers = {"Idempotency-Key": uuid4().hex} | ({"If-Match": if_match} if if_match else {})
+    return Call(method=method, path=_path(name) + rest, answer=answer, body=body, headers=headers, repeatable=True)
+
+
+def _path(name: str) -> str:
+    return f"/v1/adapters/{quote(name, safe='')}"

@@ -1,0 +1,341 @@
+"""Objects that the server returns. Times are Unix seconds; fields that a newer server adds are ignored."""
+
+from __future__ import annotations
+
+from typing import Generic, Literal, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+
+class ApiObject(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of all objects that the server returns."""
+
+
+class Listing(ApiObject, Generic[T], frozen=True, kw_only=True):
+    """A whole list."""
+
+    data: list[T]
+
+
+class Target(ApiObject, frozen=True, kw_only=True):
+    """A revision and its share of an alias's traffic: `weight` divided by the sum over the alias's targets."""
+
+    revision: int
+    weight: int = 100
+
+
+class Alias(ApiObject, frozen=True, kw_only=True):
+    """A movable name for revisions."""
+
+    name: str
+    targets: list[Target]
+    version: int = 0
+    """The number of its latest change."""
+    updated_at: int | None = None
+
+
+class AliasVersion(ApiObject, frozen=True, kw_only=True):
+    """The targets of an alias between two changes."""
+
+    version: int
+    targets: list[Target]
+    restores: int | None = None
+    """The version that a rollback restored."""
+    changed_by: str | None = None
+    changed_at: int | None = None
+
+
+class Adapter(ApiObject, frozen=True, kw_only=True):
+    """An adapter at its current revision."""
+
+    id: str
+    name: str
+    """`tenant/adapter`, the value of a request's `model`."""
+    revision: int
+    digest: str
+    state: str
+    rank: int
+    size_bytes: int
+    created_at: int
+    aliases: list[Alias] = []
+    etag: str | None = None
+    """Pass it as `if_match` to change the adapter only if it has not changed meanwhile."""
+    expires_at: int | None = None
+
+
+class Pin(ApiObject, frozen=True, kw_only=True):
+    """A revision that stays in the engine's memory."""
+
+    since: int | None = None
+    pinned_by: str | None = None
+    used_at: int | None = None
+
+
+class AddedToken(ApiObject, frozen=True, kw_only=True):
+    """A token that a revision's tokenizer has beside the base's."""
+
+    id: int
+    content: str
+    special: bool = False
+
+
+class Bundle(ApiObject, frozen=True, kw_only=True):
+    """What a revision brings beside its weights."""
+
+    chat_template: str | None = None
+    special_tokens: dict[str, str] = msgspec.field(default_factory=dict)
+    added_tokens: list[AddedToken] = []
+    eos_token_ids: list[int] = []
+    sampling: dict[str, float | None] = msgspec.field(default_factory=dict)
+    max_tokens: int | None = None
+    stop: list[str] = []
+    system_prompt: str | None = None
+    tool_parser: str | None = None
+    description: str | None = None
+    license: str | None = None
+
+
+class Revision(ApiObject, frozen=True, kw_only=True):
+    """One of an adapter's revisions: immutable weights."""
+
+    id: str
+    name: str
+    """`tenant/adapter@3`."""
+    revision: int
+    digest: str
+    state: str
+    rank: int
+    size_bytes: int
+    created_at: int
+    deleted_at: int | None = None
+    undo_until: int | None = None
+    """The end of the time in which a deletion can be undone."""
+    expires_at: int | None = None
+    aliases: list[str] = []
+    pin: Pin | None = None
+    bundle: Bundle | None = None
+    """What it is served with beside its weights; lists leave it out."""
+
+
+class Grant(ApiObject, frozen=True, kw_only=True):
+    """A tenant that may call another tenant's adapter."""
+
+    tenant: str
+    granted_by: str | None = None
+    granted_at: int | None = None
+
+
+class Failure(ApiObject, frozen=True, kw_only=True):
+    """The reason of a failure event."""
+
+    code: str
+    message: str
+    param: str | None = None
+
+
+class EventData(ApiObject, frozen=True, kw_only=True):
+    """The adapter of an event, and its details."""
+
+    adapter: str
+    revision: int | None = None
+    model: str | None = None
+    digest: str | None = None
+    upload: str | None = None
+    error: Failure | None = None
+
+
+class Event(ApiObject, frozen=True, kw_only=True):
+    """A change of an adapter or an upload."""
+
+    id: str
+    type: str
+    created_at: int
+    data: EventData
+
+
+class LoggedRequest(ApiObject, frozen=True, kw_only=True):
+    """A request that an adapter answered."""
+
+    id: str
+    model: str
+    """The revision that answered."""
+    digest: str
+    api_key_id: str
+    status: str
+    """open, settled or interrupted."""
+    prompt_tokens: int
+    created_at: int
+    settled_at: int | None = None
+
+
+class Webhook(ApiObject, frozen=True, kw_only=True):
+    """An endpoint that receives events. Only the call that creates it returns its `secret`."""
+
+    id: str
+    url: str
+    events: list[str]
+    enabled: bool
+    created_at: int
+    disabled_because: str | None = None
+    failing_since: int | None = None
+    secret: str | None = None
+
+
+class WebhookTest(ApiObject, frozen=True, kw_only=True):
+    """The result of a test delivery."""
+
+    delivered: bool
+    status: int | None = None
+    error: str | None = None
+    milliseconds: int
+
+
+class Delivery(ApiObject, frozen=True, kw_only=True):
+    """The delivery of one event to one webhook."""
+
+    event: Event
+    state: str
+    attempts: int
+    status: int | None = None
+    error: str | None = None
+    next_attempt_at: int | None = None
+
+
+class UsageResult(ApiObject, frozen=True, kw_only=True):
+    """Sums of one group; fields that are not grouped by are None."""
+
+    input_tokens: int
+    output_tokens: int
+    input_cached_tokens: int = 0
+    num_model_requests: int
+    model: str | None = None
+    api_key_id: str | None = None
+    project_id: str | None = None
+
+
+class Engine(ApiObject, frozen=True, kw_only=True):
+    """One engine of a server."""
+
+    engine: str
+    base_model: str
+    state: str
+    """starting, ready, draining, resting (not needed now) or lost."""
+    requests: int
+    starts: int
+    """Times that it was started."""
+    problem: str | None = None
+    """The reason of its last end."""
+
+
+class UsageBucket(ApiObject, frozen=True, kw_only=True):
+    """Usage in a span of time."""
+
+    start_time: int
+    end_time: int
+    results: list[UsageResult]
+
+
+class UsagePage(ApiObject, frozen=True, kw_only=True):
+    """One page of buckets."""
+
+    data: list[UsageBucket]
+    next_page: str | None = None
+
+
+class Deleted(ApiObject, frozen=True, kw_only=True):
+    """The confirmation of a deletion."""
+
+    deleted: bool = True
+
+
+class ReceivedBytes(ApiObject, frozen=True, kw_only=True):
+    """The number of bytes of a file that the server has, counted from the file's start."""
+
+    received: int
+
+
+class UploadFile(ApiObject, frozen=True, kw_only=True):
+    """A file of an upload, with the number of bytes that the server has."""
+
+    name: str
+    size: int
+    sha256: str
+    received: int
+
+
+class UploadError(ApiObject, frozen=True, kw_only=True):
+    """The reason why an upload was rejected."""
+
+    code: str | None = None
+    message: str
+    param: str | None = None
+
+
+class Check(ApiObject, frozen=True, kw_only=True):
+    """One validation check of the uploaded files."""
+
+    name: str
+    outcome: str
+    """passed, failed or not_run."""
+    detail: str = ""
+    figures: dict[str, float] = msgspec.field(default_factory=dict)
+
+
+class UploadWarning(ApiObject, frozen=True, kw_only=True):
+    """A property of the files that is valid but probably not intended."""
+
+    code: str
+    field: str | None = None
+    message: str
+
+
+class AdapterSummary(ApiObject, frozen=True, kw_only=True):
+    """A summary of the uploaded adapter."""
+
+    peft_type: str | None = None
+    base_model_name_or_path: str | None = None
+    """The base model that the adapter's config names."""
+    rank: int | None = None
+    """The largest rank of its modules."""
+    targets: dict[str, int] = msgspec.field(default_factory=dict)
+    """The number of modules by name."""
+    layers: int | None = None
+    tensors: int | None = None
+    parameters: int | None = None
+    weights_bytes: int | None = None
+    ignored_fields: dict[str, str] = msgspec.field(default_factory=dict)
+    """Fields of adapter_config.json that have no effect on serving, with the reason."""
+
+
+class ValidationReport(ApiObject, frozen=True, kw_only=True):
+    """The checks of an upload and their results."""
+
+    checks: list[Check] = msgspec.field(default_factory=list)
+    found: AdapterSummary | None = None
+    converted: str | None = None
+    """The conversion, if the served adapter is a converted form of the uploaded one."""
+    warnings: list[UploadWarning] = msgspec.field(default_factory=list)
+
+
+class Upload(ApiObject, frozen=True, kw_only=True):
+    """An upload session."""
+
+    id: str
+    adapter: str
+    state: Literal["uploading", "validating", "ready", "rejected", "expired"]
+    files: list[UploadFile]
+    """The files to send."""
+    ignored: list[str] = []
+    """Announced files that mean nothing for serving and are not taken."""
+    created_at: int
+    expires_at: int | None = None
+    revision: str | None = None
+    """The revision that it created, `tenant/adapter@3`."""
+    digest: str | None = None
+    promote: bool = True
+    base_model: str | None = None
+    """The base model that its owner has named."""
+    error: UploadError | None = None
+    report: ValidationReport | None = None

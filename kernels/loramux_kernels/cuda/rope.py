@@ -1,0 +1,151 @@
+"""Semantics: q = turn(norm(q)) in place; key[page, :, offset] = turn(norm(k)); value[page, :, offset] = v."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from loramux_kernels.cuda.launch import Launch
+from loramux_kernels.tables import KvLayer, Norm, Rotation
+
+
+def rope_write_kv(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rotation: Rotation | None,
+    layer: KvLayer,
+    slot_mapping: torch.Tensor,
+    query_norm: Norm | None,
+    key_norm: Norm | None,
+) -> None:
+    """Turn queries in place and store turned keys, and values, in one launch. Arguments as for the public operator.
+
+    A token whose slot is negative is not stored, so that padding rows of a captured step need no page.
+    """
+    if len(query):
+        prepare_rope(query, key, value, rotation, layer, slot_mapping, query_norm, key_norm).run()
+
+
+def prepare_rope(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rotation: Rotation | None,
+    layer: KvLayer,
+    slot_mapping: torch.Tensor,
+    query_norm: Norm | None,
+    key_norm: Norm | None,
+) -> Launch:
+    """The launch that does it: a program for each token and key head, with the query heads that read that head."""
+    tensors = {"query": query, "key": key, "value": value, "key_cache": layer.key, "value_cache": layer.value}
+    assert all(tensor.stride(-1) == 1 for tensor in tensors.values()), "each head's vector is contiguous"
+    assert rotation is None or rotation.cos.stride() == rotation.sin.stride(), "cos and sin lie alike"
+    assert query_norm is None or key_norm is None or query_norm.eps == key_norm.eps, "one eps for both"
+    tokens, heads, key_dim = query.shape
+    kv_heads, rotary = key.shape[1], 0 if rotation is None else rotation.cos.shape[1]
+    arguments: dict[str, object] = dict(tensors)
+    for name in ("query", "key", "value"):
+        arguments |= {f"{name}_token": tensors[name].stride(0), f"{name}_head": tensors[name].stride(1)}
+    for name in ("key_cache", "value_cache"):
+        arguments |= {f"{name}_{axis}": tensors[name].stride(i) for i, axis in enumerate(("page", "head", "token"))}
+    arguments |= {
+        "cos": None if rotation is None else rotation.cos,
+        "sin": None if rotation is None else rotation.sin,
+        "rotation_token": 0 if rotation is None else rotation.cos.stride(0),
+        "query_weight": None if query_norm is None else query_norm.weight,
+        "key_weight": None if key_norm is None else key_norm.weight,
+        "eps": 0.0 if query_norm is None else query_norm.eps,
+        "slot_mapping": slot_mapping,
+        "block_size": layer.block_size,
+        "ROUNDS_FIRST": query_norm is not None and query_norm.rounds_first,
+        "GROUP": heads // kv_heads,
+        "KEY_DIM": key_dim,
+        "HALF": rotary // 2,
+        "VALUE_DIM": value.shape[2],
+        "BLOCK_GROUP": triton.next_power_of_2(heads // kv_heads),
+        "BLOCK_HALF": triton.next_power_of_2(max(rotary // 2, 1)),
+        "BLOCK_REST": triton.next_power_of_2(max(key_dim - rotary, 1)),
+        "BLOCK_VALUE": triton.next_power_of_2(value.shape[2]),
+    }
+    return Launch(_rope_write_kv, (tokens, kv_heads), arguments, num_warps=2, num_stages=1)
+
+
+@triton.jit
+def _rope_write_kv(
+    query: tl.tensor, key: tl.tensor, value: tl.tensor, key_cache: tl.tensor, value_cache: tl.tensor, cos: tl.tensor,
+    sin: tl.tensor, query_weight: tl.tensor, key_weight: tl.tensor, slot_mapping: tl.tensor, eps: tl.tensor,
+    block_size: tl.tensor, rotation_token: tl.tensor, query_token: tl.tensor, query_head: tl.tensor,
+    key_token: tl.tensor, key_head: tl.tensor, value_token: tl.tensor, value_head: tl.tensor,
+    key_cache_page: tl.tensor, key_cache_head: tl.tensor, key_cache_token: tl.tensor, value_cache_page: tl.tensor,
+    value_cache_head: tl.tensor, value_cache_token: tl.tensor,
+    ROUNDS_FIRST: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, HALF: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_GROUP: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
+) -> None:  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1).to(tl.int64)
+    if cos is not None:
+        cos += token * rotation_token
+        sin += token * rotation_token
+    heads = query + token * query_token + kv_head * GROUP * query_head
+    _turn(
+        heads, query_head, heads, query_head, cos, sin, query_weight, eps,
+        ROUNDS_FIRST, GROUP, KEY_DIM, HALF, BLOCK_GROUP, BLOCK_HALF, BLOCK_REST,
+    )  # fmt: skip
+    slot = tl.load(slot_mapping + token)
+    if slot >= 0:
+        page = slot // block_size
+        offset = slot % block_size
+        to_key = key_cache + page * key_cache_page + kv_head * key_cache_head + offset * key_cache_token
+        _turn(
+            key + token * key_token + kv_head * key_head, key_head, to_key, 0, cos, sin, key_weight, eps,
+            ROUNDS_FIRST, 1, KEY_DIM, HALF, 1, BLOCK_HALF, BLOCK_REST,
+        )  # fmt: skip
+        element = tl.arange(0, BLOCK_VALUE)
+        found = tl.load(value + token * value_token + kv_head * value_head + element, mask=element < VALUE_DIM)
+        to_value = value_cache + page * value_cache_page + kv_head * value_cache_head + offset * value_cache_token
+        tl.store(to_value + element, found, mask=element < VALUE_DIM)
+
+
+@triton.jit
+def _turn(
+    source: tl.tensor, source_head: tl.tensor, target: tl.tensor, target_head: tl.tensor, cos: tl.tensor,
+    sin: tl.tensor, weight: tl.tensor, eps: tl.tensor,
+    ROUNDS_FIRST: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+) -> None:  # fmt: skip
+    """Normalise and turn HEADS vectors; a vector is its first half of turning elements, its second, and the rest."""
+    dtype: tl.constexpr = target.dtype.element_ty
+    head = tl.arange(0, BLOCK_HEADS)[:, None]
+    pair = tl.arange(0, BLOCK_HALF)[None, :]
+    other = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
+    in_pair = (head < HEADS) & (pair < HALF)
+    in_rest = (head < HEADS) & (other < DIM)
+    start = source + head.to(tl.int64) * source_head
+    first = tl.load(start + pair, mask=in_pair, other=0.0).to(tl.float32)
+    second = tl.load(start + HALF + pair, mask=in_pair, other=0.0).to(tl.float32)
+    rest = tl.load(start + other, mask=in_rest, other=0.0).to(tl.float32)
+    if weight is not None:
+        squares = tl.sum(first * first + second * second, axis=1) + tl.sum(rest * rest, axis=1)
+        scale = (1.0 / tl.sqrt(squares / DIM + eps))[:, None]
+        first *= scale
+        second *= scale
+        rest *= scale
+        if ROUNDS_FIRST:
+            first = first.to(dtype).to(tl.float32)
+            second = second.to(dtype).to(tl.float32)
+            rest = rest.to(dtype).to(tl.float32)
+        first = (first * tl.load(weight + pair, mask=pair < HALF, other=0.0)).to(dtype).to(tl.float32)
+        second = (second * tl.load(weight + HALF + pair, mask=pair < HALF, other=0.0)).to(dtype).to(tl.float32)
+        rest = rest * tl.load(weight + other, mask=other < DIM, other=0.0)
+    to = target + head.to(tl.int64) * target_head
+    if cos is not None:
+        cos_first = tl.load(cos + pair, mask=pair < HALF, other=0.0).to(tl.float32)
+        sin_first = tl.load(sin + pair, mask=pair < HALF, other=0.0).to(tl.float32)
+        cos_second = tl.load(cos + HALF + pair, mask=pair < HALF, other=0.0).to(tl.float32)
+        sin_second = tl.load(sin + HALF + pair, mask=pair < HALF, other=0.0).to(tl.float32)
+        tl.store(to + pair, (first * cos_first - second * sin_first).to(dtype), mask=in_pair)
+        tl.store(to + HALF + pair, (second * cos_second + first * sin_second).to(dtype), mask=in_pair)
+    tl.store(to + other, rest.to(dtype), mask=in_rest)

@@ -1,0 +1,249 @@
+"""The arguments that operators share: resident adapters, a step's rows, KV pages, and sampling parameters.
+
+- `LoraTable`: where the resident adapters lie in the pool. `Segments`: which rows of a step belong to which adapter.
+  `LoraGroup`: linears that read the same input, served by one launch.
+- `KvLayer`: one layer's keys and values as views of the pool. `AttentionBatch`: which pages hold whose context.
+- `Norm`, `Rotation`: how rows are normalised, and heads turn by position.
+- `Penalties`, `LogitBias`, `SamplingBatch`: how each row of logits becomes a token.
+
+They are plain data. A device's derived tables (work lists, addresses for C++) are made on first use and kept with them.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+
+import torch
+
+from loramux_kernels.native.abi import AttentionBatchAbi, KvLayerAbi, LoraTableAbi, NormAbi
+
+RANK_TILE = 16
+"""Rank rows of one tile; a tile lies contiguously in the pool and never straddles a page."""
+
+
+@dataclass(frozen=True, eq=False)
+class LoraTable:
+    """Places of the resident adapters in the pool: a row per slot (resident revision), a column per site (linear).
+
+    Tile j of (slot, site) holds rank rows [16j, min(16j + 16, rank)): rows of A have length in_features; B is stored
+    transposed, its rows have length out_features. Offsets count elements of the pool, from its start.
+    """
+
+    a_offsets: torch.Tensor
+    """int64[num_slots, num_sites, max_tiles]"""
+    b_offsets: torch.Tensor
+    """int64[num_slots, num_sites, max_tiles]"""
+    ranks: torch.Tensor
+    """int32[num_slots, num_sites]; 0 where the adapter leaves the site alone"""
+    scales: torch.Tensor
+    """float32[num_slots, num_sites]"""
+
+    @cached_property
+    def abi(self) -> LoraTableAbi:
+        """The tensors' addresses, for the C++ operators."""
+        tensors = (self.a_offsets, self.b_offsets, self.ranks, self.scales)
+        assert all(tensor.is_contiguous() for tensor in tensors), "rows are found by arithmetic"
+        return LoraTableAbi(*(tensor.data_ptr() for tensor in tensors), *self.a_offsets.shape[1:])
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Rows of one step, contiguous by revision; the base model's rows come last and belong to no segment."""
+
+    cu_seqlens: tuple[int, ...]
+    """[S + 1], from 0; rows from cu_seqlens[-1] on are the base model's."""
+    slots: tuple[int, ...]
+    """[S]"""
+    _found: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        assert len(self.cu_seqlens) == len(self.slots) + 1, "one slot for each run of rows"
+        assert self.cu_seqlens[0] == 0, "the first segment starts at row 0"
+
+    @property
+    def rows(self) -> int:
+        """Rows that belong to an adapter."""
+        return self.cu_seqlens[-1]
+
+    @cached_property
+    def spans(self) -> tuple[tuple[int, int, int], ...]:
+        """(slot, first row, one past the last row) of each segment."""
+        return tuple((slot, a, b) for slot, (a, b) in zip(self.slots, pairwise(self.cu_seqlens), strict=True))
+
+    @cached_property
+    def packed(self) -> array[int]:
+        """S, cu_seqlens and slots as the C++ operators read them."""
+        return array("q", (len(self.slots), *self.cu_seqlens, *self.slots))
+
+    def max_rank(self, table: LoraTable) -> int:
+        """The largest rank that these slots hold on any site; looked up once, for a step serves one table."""
+        if "max_rank" not in self._found:
+            self._found["max_rank"] = int(table.ranks[list(self.slots)].max()) if self.slots else 0
+        return self._found["max_rank"]
+
+
+@dataclass(frozen=True)
+class LoraGroup:
+    """Linears that read the same input (q, k, v; gate, up): one shrink for all, one expand into their slices."""
+
+    sites: tuple[int, ...]
+    """Columns of the table."""
+    out_features: tuple[int, ...]
+    """Widths of the slices of the joined output, in the same order."""
+
+    @cached_property
+    def out_starts(self) -> tuple[int, ...]:
+        """[len(sites) + 1]: the first column of each slice, and the width of all."""
+        starts = [0]
+        for width in self.out_features:
+            starts.append(starts[-1] + width)
+        return tuple(starts)
+
+    @cached_property
+    def packed(self) -> array[int]:
+        """The number of sites, the sites and out_starts as the C++ operators read them."""
+        return array("q", (len(self.sites), *self.sites, *self.out_starts))
+
+
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """A root-mean-square normalisation's parameters."""
+
+    weight: torch.Tensor
+    """float32[width], contiguous; where a model stores its distance from one, the one is added."""
+    eps: float
+    rounds_first: bool
+    """The normalised values are rounded to the input's dtype before the product with the weight, as in Llama."""
+
+    @cached_property
+    def abi(self) -> NormAbi:
+        """The weight's address and the numbers, for the C++ operators."""
+        assert self.weight.dtype == torch.float32, "multiplied in float32"
+        return NormAbi(self.weight.data_ptr(), self.eps, self.rounds_first)
+
+
+@dataclass(frozen=True, eq=False)
+class Rotation:
+    """Factors by which the first R elements of every head turn; the others stay."""
+
+    cos: torch.Tensor
+    """[T, R], float32 or of the queries' dtype, contiguous. Element d turns with element d + R / 2."""
+    sin: torch.Tensor
+    """[T, R]"""
+
+
+@dataclass(frozen=True, eq=False)
+class KvLayer:
+    """One layer's keys and values: strided views into the pool, a page holding `block_size` tokens."""
+
+    key: torch.Tensor
+    """[num_pages, num_kv_heads, block_size, head_dim_k]"""
+    value: torch.Tensor
+    """[num_pages, num_kv_heads, block_size, head_dim_v]"""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a page."""
+        return self.key.shape[2]
+
+    @cached_property
+    def abi(self) -> KvLayerAbi:
+        """Addresses and strides, for the C++ operators."""
+        key, value = self.key, self.value
+        assert key.stride(3) == value.stride(3) == 1, "a token's row is contiguous"
+        return KvLayerAbi(
+            key.data_ptr(), value.data_ptr(), *key.stride()[:3], *value.stride()[:3],
+            self.block_size, key.shape[1], key.shape[3], value.shape[3],
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionBatch:
+    """One step's sequences: the query rows of each, and the pages that hold its context."""
+
+    cu_seqlens: torch.Tensor
+    """int32[S + 1]; query rows of sequence s are cu_seqlens[s]:cu_seqlens[s + 1]."""
+    context_lens: torch.Tensor
+    """int32[S]; tokens of context after this step, its query rows included."""
+    block_table: torch.Tensor
+    """int32[S, max_blocks]; entries past a sequence's last page are never read."""
+    slot_mapping: torch.Tensor
+    """int64[T]; page * block_size + offset of each new token."""
+
+    @cached_property
+    def spans(self) -> tuple[tuple[int, int, int], ...]:
+        """(first query row, one past the last, context length) of each sequence, on the host."""
+        rows = self.cu_seqlens.tolist()
+        return tuple(zip(rows, rows[1:], self.context_lens.tolist(), strict=False))
+
+    @cached_property
+    def abi(self) -> AttentionBatchAbi:
+        """The tensors' addresses, for the C++ operators."""
+        tensors = (self.cu_seqlens, self.context_lens, self.block_table)
+        assert all(t.dtype == torch.int32 and t.is_contiguous() for t in tensors), "tables are contiguous and int32"
+        return AttentionBatchAbi(*(tensor.data_ptr() for tensor in tensors), *self.block_table.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Penalties:
+    """Tokens that requests have read and generated, and the penalties on them; S rows of logits, N tokens."""
+
+    rows: torch.Tensor
+    """int32[N]: the row of logits that a token counts for."""
+    token_ids: torch.Tensor
+    """int32[N]"""
+    generated: torch.Tensor
+    """bool[N]: True where the model generated the token, False where it stood in the prompt."""
+    repetition: torch.Tensor
+    """float32[S]; 1 for none. Divides seen tokens' logits above 0, multiplies the others (Keskar et al., 2019)."""
+    presence: torch.Tensor
+    """float32[S]; 0 for none. Subtracted from generated tokens' logits."""
+    frequency: torch.Tensor
+    """float32[S]; 0 for none. Likewise, once for each time."""
+
+
+@dataclass(frozen=True, eq=False)
+class LogitBias:
+    """Terms added to single logits (-inf forbids a token); no (row, token) pair twice."""
+
+    rows: torch.Tensor
+    """int32[M]"""
+    token_ids: torch.Tensor
+    """int32[M]"""
+    values: torch.Tensor
+    """float32[M]"""
+
+
+@dataclass(frozen=True, eq=False)
+class SamplingBatch:
+    """Sampling parameters, a row of logits each."""
+
+    temperature: torch.Tensor
+    """float32[S]; 0 takes the most likely token, the first of equals."""
+    top_k: torch.Tensor
+    """int32[S]; 0 keeps all. Equals of the k-th stay."""
+    top_p: torch.Tensor
+    """float32[S]; 1 keeps all. A token stays while those strictly above it hold less than this; the best does."""
+    min_p: torch.Tensor
+    """float32[S]; 0 keeps all. Relative to the most likely token."""
+    seed: torch.Tensor
+    """int64[S]: each request's own."""
+    step: torch.Tensor
+    """int32[S]: tokens that the request has generated. A (seed, step) pair always draws the same numbers."""
+    penalties: Penalties | None = None
+    bias: LogitBias | None = None
+
+
+def read_rank_rows(pool: torch.Tensor, offsets: torch.Tensor, rank: int, width: int) -> torch.Tensor:
+    """The rank rows `[rank, width]` of one (slot, site) in float32, copied out of their tiles.
+
+    `offsets` is the row `[max_tiles]` of `a_offsets` or `b_offsets`.
+    """
+    tiles = []
+    for tile, offset in enumerate(offsets[: -(-rank // RANK_TILE)].tolist()):
+        rows = min(RANK_TILE, rank - tile * RANK_TILE)
+        tiles.append(pool[offset : offset + rows * width].view(rows, width))
+    return torch.cat(tiles).float()

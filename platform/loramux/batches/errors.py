@@ -1,0 +1,86 @@
+"""Errors of files and batches.
+
+BatchesError
+├── InvalidFile          an upload that cannot be a file: 400
+├── FileTooLarge         413
+├── StorageQuotaReached  the tenant's files take all the storage that they may: 403
+├── FileNotFound         404
+├── FileInUse            an unfinished batch reads it: 409
+├── InvalidBatch         400
+├── BatchNotFound        404
+└── TooManyBatches       429
+"""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+
+from loramux.errors import LoramuxError
+
+
+class BatchesError(LoramuxError):
+    """Base of the errors of files and batches."""
+
+
+class InvalidFile(BatchesError):
+    """The message says what to change."""
+
+    code = "invalid_file"
+
+
+class FileTooLarge(BatchesError):
+    """The message says the limit."""
+
+    code = "file_too_large"
+    status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"A file has at most {limit} bytes; divide the lines among several files.", "file")
+
+
+class StorageQuotaReached(BatchesError):
+    """The message says the limit and what is used."""
+
+    code = "storage_quota_reached"
+    status = HTTPStatus.FORBIDDEN
+
+
+class FileNotFound(BatchesError):
+    """No such file, or another project's or tenant's."""
+
+    code = "file_not_found"
+    status = HTTPStatus.NOT_FOUND
+
+    def __init__(self, id: str, field: str = "file_id") -> None:
+        super().__init__(f"No such file: '{id[:80]}'.", field)
+
+
+class FileInUse(BatchesError):
+    """An unfinished batch reads the file."""
+
+    code = "file_in_use"
+    status = HTTPStatus.CONFLICT
+
+
+class InvalidBatch(BatchesError):
+    """The message says what to change."""
+
+    code = "invalid_batch"
+
+
+class BatchNotFound(BatchesError):
+    """No such batch, or another project's or tenant's."""
+
+    code = "batch_not_found"
+    status = HTTPStatus.NOT_FOUND
+
+    def __init__(self, id: str) -> None:
+        super().__init__(f"No such batch: '{id[:80]}'.", "batch_id")
+
+
+class TooManyBatches(BatchesError):
+    """The tenant has too many unfinished batches."""
+
+    code = "too_many_batches"
+    status = HTTPStatus.TOO_MANY_REQUESTS
+    retry_after = 60

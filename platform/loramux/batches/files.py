@@ -1,0 +1,219 @@
+"""Tenants' files: received, listed, read, deleted; and those that expire.
+
+The bytes are one object in the store, complete before the row that names it. A row goes first when a file is deleted,
+and `sweep` removes objects that no row names. Files count against a storage quota; those that batches write count too,
+and are written whatever it says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from loramux.batches.errors import FileInUse, FileNotFound, FileTooLarge, InvalidFile, StorageQuotaReached
+from loramux.gateway import ensure_storage_allowed
+from loramux.limits import tenant_limits
+from loramux.records import Database, Principal
+from loramux.records.batches import BatchJobs, BatchRepository
+from loramux.records.files import FileRepository, StoredFile, Viewpoint, expired_files, known_files
+from loramux.records.identity import new_id
+from loramux.settings import BatchSettings
+from loramux.storage import BlobStore
+from loramux.threads import TenantSlots, ThreadPool
+from loramux.units import SECOND
+
+FOLDER = "files"
+PURPOSES = ("batch", "evals")
+"""What a client may send a file for."""
+OUTPUT = "batch_output"
+TRANSFERS, TRANSFERS_PER_TENANT = 64, 8
+THREADS = 8
+SWEEP = 1000
+"""Files that expire in one transaction."""
+MIN_RETENTION = 3600
+"""Seconds that a file stays at least, as OpenAI has it."""
+
+
+class Files:
+    """Files of every tenant; each caller sees those of its project."""
+
+    def __init__(self, database: Database, blobs: BlobStore, settings: BatchSettings, retention_seconds: int) -> None:
+        """`retention_seconds`: after so long a file is deleted."""
+        self.retention_seconds = retention_seconds
+        self.threads = ThreadPool("files", THREADS)
+        self._database = database
+        self._blobs = blobs
+        self._settings = settings
+        self._slots = TenantSlots(TRANSFERS, TRANSFERS_PER_TENANT)
+        self._unknown: frozenset[str] = frozenset()
+        """Objects that had no row at the last sweep."""
+
+    @asynccontextmanager
+    async def receiving(self, principal: Principal, announced: int | None) -> AsyncIterator[Path]:
+        """Yield an empty folder to receive a body in. Raises NotAllowed, FileTooLarge, StorageQuotaReached.
+
+        `announced`: the bytes of the body, where its client says them.
+        """
+        ensure_storage_allowed(principal, "file")
+        if announced is not None and announced > self._settings.max_body_bytes:
+            raise FileTooLarge(self._settings.max_file_bytes)
+        async with self._database.begin() as session:
+            await self._check_room(session, principal, 0)
+        async with self._slots.slot(principal.tenant):
+            with self._blobs.staging() as folder:
+                yield folder
+
+    async def add(
+        self,
+        principal: Principal,
+        path: Path,
+        size: int,
+        *,
+        filename: str,
+        purpose: str,
+        expires_after: int | None = None,
+    ) -> StoredFile:
+        """Store a received file. Raises InvalidFile, FileTooLarge, StorageQuotaReached.
+
+        `size` in bytes. `expires_after`: seconds, at most the server's retention.
+        """
+        retention = self.retention_seconds
+        if purpose not in PURPOSES:
+            raise InvalidFile(f"'purpose' is one of {', '.join(PURPOSES)}; got '{purpose[:40]}'.", "purpose")
+        if expires_after is not None and not MIN_RETENTION <= expires_after <= retention:
+            raise InvalidFile(
+                f"'expires_after[seconds]' is {MIN_RETENTION} to {retention}, for which this server keeps files.",
+                "expires_after",
+            )
+        if size > self._settings.max_file_bytes:
+            raise FileTooLarge(self._settings.max_file_bytes)
+        if not size:
+            raise InvalidFile("The file is empty; send at least one line.", "file")
+        now = self._database.now()
+        file = StoredFile(
+            id=new_file_id(),
+            project_id=principal.project,
+            owner=owner_of(principal),
+            purpose=purpose,
+            filename=filename,
+            size=size,
+            created_at=now,
+            expires_at=now + (expires_after or retention) * SECOND,
+        )
+        await self.threads.run(self._blobs.objects.put_file, object_name(file.id), path)
+        try:
+            async with self._database.begin() as session:
+                await self._check_room(session, principal, size)
+                await FileRepository(session, principal.tenant).add(file)
+        except StorageQuotaReached:
+            await self.threads.run(self._blobs.objects.delete, [object_name(file.id)])
+            raise
+        return file
+
+    async def get(self, principal: Principal, id: str) -> StoredFile:
+        """Return a file. Raises FileNotFound."""
+        async with self._database.read() as session:
+            file = await FileRepository(session, principal.tenant).get(id, viewpoint(principal))
+        if file is None:
+            raise FileNotFound(id)
+        return file
+
+    async def listed(
+        self, principal: Principal, after: str | None, limit: int, purpose: str | None, *, oldest_first: bool
+    ) -> list[StoredFile]:
+        """List at most `limit` files behind the file `after`."""
+        async with self._database.read() as session:
+            files = FileRepository(session, principal.tenant)
+            return await files.listed(viewpoint(principal), after, limit, purpose, oldest_first=oldest_first)
+
+    async def fetch(self, file: StoredFile, folder: Path) -> Path:
+        """Copy a file into `folder`. Raises FileNotFound where it was deleted meanwhile."""
+        try:
+            await self.threads.run(self._blobs.objects.fetch, object_name(file.id), folder / file.id)
+        except FileNotFoundError:
+            raise FileNotFound(file.id) from None
+        return folder / file.id
+
+    async def content(self, file: StoredFile) -> AsyncIterator[bytes]:
+        """Yield the file's bytes. Raises FileNotFound where it was deleted meanwhile."""
+        chunks = self._blobs.objects.read(object_name(file.id))
+        try:
+            while (data := await self.threads.run(next, chunks, None)) is not None:
+                yield data
+        except FileNotFoundError:
+            raise FileNotFound(file.id) from None
+
+    async def delete(self, principal: Principal, id: str) -> StoredFile:
+        """Delete a file and its bytes. Raises FileNotFound, FileInUse."""
+        async with self._database.begin() as session:
+            files = FileRepository(session, principal.tenant)
+            await files.total_size()  # locks the tenant: a batch that reads the file is created before or after
+            file = await files.get(id, viewpoint(principal))
+            if file is None:
+                raise FileNotFound(id)
+            user = await BatchRepository(session, principal.tenant).user_of(id)
+            if user is not None:
+                raise FileInUse(f"The batch '{user}' reads the file '{id}'; cancel it first.", "file_id")
+            await files.remove(id)
+        await self.threads.run(self._blobs.objects.delete, [object_name(id)])
+        return file
+
+    async def expire(self) -> int:
+        """Delete files past their expiry that no unfinished batch reads; return their number."""
+        count = 0
+        while True:
+            async with self._database.begin() as session:
+                needed = await BatchJobs(session).inputs()
+                ids = await expired_files(session, self._database.now(), needed, SWEEP)
+            await self.threads.run(self._blobs.objects.delete, [object_name(id) for id in ids])
+            count += len(ids)
+            if len(ids) < SWEEP:
+                return count
+
+    async def sweep(self) -> int:
+        """Remove objects that had no row at the last sweep and have none now, left by a crash; return their number.
+
+        A file that is being received has its object before its row, for far less than the time between two sweeps.
+        """
+        names = await self.threads.run(self._blobs.objects.names, FOLDER)
+        stored = [name.rpartition("/")[2] for name in names]
+        async with self._database.read() as session:
+            known = await known_files(session, stored)
+        unknown = frozenset(stored) - known
+        left, self._unknown = [object_name(id) for id in unknown & self._unknown], unknown
+        await self.threads.run(self._blobs.objects.delete, left)
+        return len(left)
+
+    async def _check_room(self, session: AsyncSession, principal: Principal, size: int) -> None:
+        used = await FileRepository(session, principal.tenant).total_size()
+        limit = (await tenant_limits(session, principal)).get("file_bytes", self._settings.bytes_per_tenant)
+        if used + size > limit or used >= limit:
+            this = f" and this one {size}" if size else ""
+            raise StorageQuotaReached(
+                f"Your files have {used} bytes{this}; together they may have {limit} (file_bytes). "
+                "Delete some: outputs of batches count too.",
+                "file",
+            )
+
+
+def new_file_id() -> str:
+    """Make a file's id, as OpenAI writes it."""
+    return new_id("file").replace("_", "-")
+
+
+def object_name(file_id: str) -> str:
+    """Return the name of a file's object in the store."""
+    return f"{FOLDER}/{file_id}"
+
+
+def owner_of(principal: Principal) -> str:
+    """Return the caller as the owner of what it makes: a rotation hands it on."""
+    return principal.lineage[0] if principal.lineage else principal.key_id
+
+
+def viewpoint(principal: Principal) -> Viewpoint:
+    """Return what the caller sees: its project's; a key that is confined to some models sees what it made itself."""
+    return Viewpoint(principal.project, None if principal.models is None else owner_of(principal))

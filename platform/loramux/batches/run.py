@@ -1,0 +1,481 @@
+"""One batch on one server: checked, answered line by line, written into its two files.
+
+    lines ── at most `max_in_flight` at a time ──> CompletionService.begin ──> outcomes ── in order ──> chunks ──> files
+
+A line runs under an idempotency key of its own, whose holder is the batch. So its answer is stored by the transaction
+that bills it, and a line that is run again after a crash gets that answer instead of another bill. Nothing else is
+needed to resume: a run begins with the first line that is in no chunk, and repeats what was under way.
+
+Chunks are objects; a chunk's row, the counts and the removal of its lines' keys are one transaction, which checks that
+this server still holds the batch. So every line's outcome is in exactly one chunk, and every `custom_id` in one of the
+two files once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from http import HTTPStatus
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from loramux.batches.endpoints import Endpoints, ParsedBody
+from loramux.batches.files import FOLDER, OUTPUT, Files, new_file_id, object_name
+from loramux.batches.lines import BadLine, Input, Line, check_lines, model_error, open_input, parse_body, read_line
+from loramux.batches.window import Window
+from loramux.errors import LoramuxError
+from loramux.gateway import Answer, CompletionService, InvalidRequest
+from loramux.records import Database, Principal
+from loramux.records.batches import (
+    CANCELLED,
+    CANCELLING,
+    COMPLETED,
+    EXPIRED,
+    FAILED,
+    FINALIZING,
+    IN_PROGRESS,
+    VALIDATING,
+    Batch,
+    BatchJobs,
+    BatchRepository,
+    LineError,
+)
+from loramux.records.files import FileRepository, StoredFile
+from loramux.records.idempotency import ClaimRepository, IdempotencyClaim
+from loramux.records.tenants import TenantRepository
+from loramux.records.webhooks import EventDetail, EventRepository
+from loramux.settings import BatchSettings
+from loramux.storage import BlobStore
+from loramux.tenants import InvalidKey, Tenants, TenantSuspended
+from loramux.units import DAY, SECOND
+
+CHUNK_LINES, CHUNK_BYTES = 256, 4 << 20
+"""A chunk is written when it has so much."""
+CHUNK_SECONDS = 2.0
+"""Outcomes are in a chunk, and counted, after so long at the latest."""
+MAX_AHEAD = 2048
+"""Lines that are begun behind one that still runs."""
+MAX_BUFFERED = 64 << 20
+"""Bytes of outcomes that wait for one that still runs."""
+LOOK_SECONDS = 1.0
+"""How often a run looks whether it was cancelled, has expired, or has lost its rights."""
+FIRST_PAUSE, MAX_PAUSE = 0.25, 30.0
+"""Seconds between two attempts at a line that cannot run now."""
+MAX_FAILURES = 3
+"""Attempts at a line that the server fails to answer."""
+NO_MORE_RIGHTS = "authority_ended"
+REASONS = {
+    "batch_expired": "This request could not be executed before the completion window expired.",
+    "batch_cancelled": "This request was not executed because the batch was cancelled.",
+    NO_MORE_RIGHTS: "This request was not executed because the key that made the batch was revoked, has expired, or "
+    "lost the scope 'inference'.",
+}
+"""Why lines are not run."""
+
+logger = logging.getLogger(__name__)
+_encode = msgspec.json.Encoder().encode
+
+
+class LeaseLost(Exception):
+    """Another server has adopted the batch, or it was removed."""
+
+
+class Outcome(NamedTuple):
+    """A line of the output or error file."""
+
+    answered: bool
+    line: bytes
+
+
+class OutputLine(msgspec.Struct, kw_only=True):
+    """A line of the output or error file, as OpenAI writes it."""
+
+    id: str
+    custom_id: str
+    response: OutputResponse | None
+    error: OutputError | None
+
+
+class OutputResponse(msgspec.Struct, kw_only=True):
+    """The endpoint's answer or refusal."""
+
+    status_code: int
+    request_id: str
+    body: msgspec.Struct
+
+
+class OutputError(msgspec.Struct):
+    """Why the line was not run."""
+
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class BatchServer:
+    """The parts of a server that its batches use."""
+
+    server_id: str
+    database: Database
+    blobs: BlobStore
+    files: Files
+    tenants: Tenants
+    completions: CompletionService
+    endpoints: Endpoints
+    settings: BatchSettings
+    window: Window
+
+
+class BatchRun:
+    """One batch, from where its rows say it is to its end."""
+
+    def __init__(self, batch: Batch, server: BatchServer) -> None:
+        self._batch = batch
+        self._server = server
+        self._database = server.database
+        self._stopped: str | None = None
+        """Why no further line is begun: one of REASONS."""
+        self._wake = asyncio.Event()
+        """Set when `_stopped` is: lines that wait for another attempt give up."""
+        self._next_look = 0.0
+        self._principal: Principal | None = None
+
+    async def run(self) -> None:
+        """Bring the batch to its end. Raises LeaseLost, and whatever may pass: then it is run again."""
+        with self._server.blobs.staging() as folder:
+            source = await self._fetch(folder)
+            if source is None:
+                return
+            if self._batch.state in (VALIDATING, CANCELLING) and not self._batch.lines:
+                await self._validate(source)
+            if self._batch.state in (IN_PROGRESS, CANCELLING):
+                await self._answer_lines(source)
+            if self._batch.state == FINALIZING:
+                await self._finish(folder)
+
+    async def fail(self, error: LineError) -> None:
+        """End the batch before its first line."""
+        await self._end(FAILED, errors=(error,))
+
+    async def _fetch(self, folder: Path) -> Input | None:
+        try:
+            await self._server.files.threads.run(
+                self._server.blobs.objects.fetch, object_name(self._batch.input_file_id), folder / "input"
+            )
+        except FileNotFoundError:
+            await self.fail(LineError(code="file_lost", message="The input file is no longer in the store."))
+            return None
+        return await self._server.files.threads.run(open_input, folder / "input", self._server.settings.max_lines)
+
+    async def _validate(self, source: Input) -> None:
+        server = self._server
+        found = await server.files.threads.run(
+            check_lines, source, self._batch.endpoint, server.endpoints, server.settings.max_lines
+        )
+        errors = found.errors or await self._check_models(found.models)
+        if errors:
+            await self._end(FAILED, errors=tuple(errors))
+            return
+        async with self._database.begin() as session:
+            batch = await self._held(BatchJobs(session))
+            state = CANCELLING if batch.state == CANCELLING else IN_PROGRESS
+            now = self._database.now()
+            await self._mine(session).change(batch.id, state=state, lines=len(source), in_progress_at=now)
+        self._batch = msgspec.structs.replace(batch, state=state, lines=len(source), in_progress_at=now)
+
+    async def _check_models(self, models: dict[str, int]) -> list[LineError]:
+        errors = []
+        await self._look()
+        if self._stopped == NO_MORE_RIGHTS:
+            return [LineError(code=NO_MORE_RIGHTS, message=REASONS[NO_MORE_RIGHTS])]
+        if self._principal is None:
+            raise TenantSuspended("the tenant is suspended", None)
+        for model, line in models.items():
+            try:
+                await self._server.completions.ensure_model(self._principal, model)
+            except LoramuxError as error:
+                if error.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+                    raise
+                errors.append(model_error(error, line))
+        return errors
+
+    async def _answer_lines(self, source: Input) -> None:
+        """Run the lines that are in no chunk, and write their outcomes in order."""
+        first, total = self._batch.flushed, self._batch.lines
+        begun, ready = first, dict[int, Outcome]()
+        running: dict[asyncio.Task[Outcome], int] = {}
+        flush_at = time.monotonic() + CHUNK_SECONDS
+        try:
+            while first < total:
+                await self._look_in_time()
+                buffered = sum(len(one.line) for one in ready.values())
+                while begun < total and self._may_begin(len(running), begun - first, buffered):
+                    running[asyncio.create_task(self._line(source, begun))] = begun
+                    begun += 1
+                if running:
+                    done, _ = await asyncio.wait(running, timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                    ready |= {running.pop(task): task.result() for task in done}
+                front = _front(ready, first)
+                if _is_chunk(front) or first + len(front) == total or (front and time.monotonic() >= flush_at):
+                    await self._flush(first, front)
+                    first += len(front)
+                    for number in range(first - len(front), first):
+                        del ready[number]
+                    flush_at = time.monotonic() + CHUNK_SECONDS
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+        await self._finalize()
+
+    def _may_begin(self, running: int, ahead: int, buffered: int) -> bool:
+        within = self._server.settings.max_in_flight_per_tenant
+        return running < within and ahead < MAX_AHEAD and buffered < MAX_BUFFERED
+
+    async def _line(self, source: Input, number: int) -> Outcome:
+        """Run a line until it has an answer or an error that stays."""
+        line, parsed = await self._server.files.threads.run(self._read, source, number)
+        if isinstance(parsed, BadLine):
+            return self._refused(number, line, InvalidRequest(str(parsed), parsed.param))
+        pause, failures = FIRST_PAUSE, 0
+        while self._stopped is None:
+            try:
+                async with self._server.window.place(self._batch.tenant_id):
+                    principal = self._principal  # None: the tenant is suspended
+                    if principal is not None and self._stopped is None:
+                        return await self._answered(principal, number, line, parsed)
+            except LoramuxError as error:
+                failures += error.status == HTTPStatus.INTERNAL_SERVER_ERROR
+                if not _may_pass(error) or failures == MAX_FAILURES:
+                    return self._refused(number, line, error)
+                pause = min(max(pause, error.retry_after or 0), MAX_PAUSE)
+            try:
+                await asyncio.wait_for(self._wake.wait(), pause)
+            except TimeoutError:
+                pause = min(2 * pause, MAX_PAUSE)
+        return self._written(number, line, False, error=OutputError(self._stopped, REASONS[self._stopped]))
+
+    def _read(self, source: Input, number: int) -> tuple[Line, ParsedBody | BadLine]:
+        line = read_line(source.read(number), self._batch.endpoint)
+        try:
+            return line, parse_body(line, self._server.endpoints)
+        except BadLine as bad:  # it was valid under the release that checked it
+            return line, bad
+
+    async def _answered(self, principal: Principal, number: int, line: Line, parsed: ParsedBody) -> Outcome:
+        claim = IdempotencyClaim(_claim_name(number), "", holder=self._batch.id, expires_at=self._claims_expire_at)
+        tags = parsed.request.tags or self._batch.tags
+        request = replace(parsed.request, service_tier="batch", claim=claim, tags=tags)
+        answer: Answer = await self._server.completions.begin(principal, request)
+        writer = parsed.writer(answer)
+        try:
+            async for delta in answer:
+                writer.collect(delta)
+        except asyncio.CancelledError:
+            answer.abandon()  # it runs on to its end, and its answer is stored
+            raise
+        body = writer.whole(answer.usage)
+        response = OutputResponse(status_code=HTTPStatus.OK, request_id=answer.id, body=body)
+        return self._written(number, line, True, response=response)
+
+    def _refused(self, number: int, line: Line, error: LoramuxError) -> Outcome:
+        body = self._server.endpoints.error_body(error)
+        return self._written(
+            number, line, False, response=OutputResponse(status_code=error.status, request_id="", body=body)
+        )
+
+    def _written(
+        self,
+        number: int,
+        line: Line,
+        answered: bool,
+        *,
+        response: OutputResponse | None = None,
+        error: OutputError | None = None,
+    ) -> Outcome:
+        id = f"batch_req_{self._batch.id.removeprefix('batch_')}_{number + 1}"
+        if response is not None and not response.request_id:
+            response.request_id = id
+        made = OutputLine(id=id, custom_id=line.custom_id, response=response, error=error)
+        return Outcome(answered, _encode(made) + b"\n")
+
+    async def _flush(self, first: int, outcomes: Sequence[Outcome]) -> None:
+        """Write consecutive outcomes as a chunk."""
+        name = f"{chunk_folder(self._batch.id)}/{first:08d}-{secrets.token_hex(4)}"
+        data = b"".join((b"+" if one.answered else b"-") + one.line for one in outcomes)
+        await self._server.files.threads.run(self._server.blobs.objects.put, name, data)
+        answered = sum(one.answered for one in outcomes)
+        flushed = first + len(outcomes)
+        async with self._database.begin() as session:
+            jobs = BatchJobs(session)
+            batch = await self._held(jobs)
+            if batch.flushed != first:
+                raise LeaseLost(batch.id)
+            await jobs.add_chunk(batch.id, first, name)
+            changed = {
+                "flushed": flushed,
+                "completed": batch.completed + answered,
+                "failed": batch.failed + len(outcomes) - answered,
+                "attempts": 1,
+            }
+            await self._mine(session).change(batch.id, **changed)
+            await ClaimRepository(session).remove_before(batch.tenant_id, batch.id, _claim_name(flushed))
+        self._batch = msgspec.structs.replace(batch, **changed)
+
+    async def _finalize(self) -> None:
+        now, errors = self._database.now(), self._batch.errors
+        if self._stopped in ("batch_expired", NO_MORE_RIGHTS):
+            errors = (LineError(code=self._stopped, message=REASONS[self._stopped]),)
+        async with self._database.begin() as session:
+            batch = await self._held(BatchJobs(session))
+            await self._mine(session).change(batch.id, state=FINALIZING, finalizing_at=now, errors=errors)
+        self._batch = msgspec.structs.replace(batch, state=FINALIZING, finalizing_at=now, errors=errors)
+
+    async def _finish(self, folder: Path) -> None:
+        """Write the output and error files, and end the batch."""
+        async with self._database.read() as session:
+            chunks = await BatchJobs(session).chunks(self._batch.id)
+            zero_retention = await TenantRepository(session).has_zero_retention(self._batch.tenant_id)
+        output, errors = folder / "output", folder / "errors"
+        sizes = await self._server.files.threads.run(self._join, chunks, output, errors)
+        files: list[StoredFile | None] = [None, None]
+        if not zero_retention:
+            files = [await self._store(output, sizes[0], "output"), await self._store(errors, sizes[1], "error")]
+        codes = {error.code for error in self._batch.errors}
+        state = COMPLETED
+        if self._batch.cancelling_at is not None or NO_MORE_RIGHTS in codes:
+            state = CANCELLED
+        elif "batch_expired" in codes:
+            state = EXPIRED
+        await self._end(state, files=files)
+
+    def _join(self, chunks: Sequence[str], output: Path, errors: Path) -> tuple[int, int]:
+        """Divide the chunks' lines between the two files; return the sizes of these."""
+        with output.open("wb") as answered, errors.open("wb") as failed:
+            for name in chunks:
+                for line in b"".join(self._server.blobs.objects.read(name)).splitlines(keepends=True):
+                    (answered if line.startswith(b"+") else failed).write(line[1:])
+            return answered.tell(), failed.tell()
+
+    async def _store(self, path: Path, size: int, kind: str) -> StoredFile | None:
+        if not size:
+            return None
+        now = self._database.now()
+        file = StoredFile(
+            id=new_file_id(),
+            project_id=self._batch.project_id,
+            owner=self._batch.owner,
+            purpose=OUTPUT,
+            filename=f"{self._batch.id}_{kind}.jsonl",
+            size=size,
+            created_at=now,
+            expires_at=now + self._server.files.retention_seconds * SECOND,
+        )
+        await self._server.files.threads.run(self._server.blobs.objects.put_file, f"{FOLDER}/{file.id}", path)
+        return file
+
+    async def _end(
+        self, state: str, *, errors: tuple[LineError, ...] = (), files: Sequence[StoredFile | None] = (None, None)
+    ) -> None:
+        """Write the end, its files and its event, and remove what is no longer needed."""
+        now = self._database.now()
+        output, error = files
+        async with self._database.begin() as session:
+            jobs = BatchJobs(session)
+            batch = await self._held(jobs)
+            for file in files:
+                if file is not None:
+                    await FileRepository(session, batch.tenant_id).add(file)
+            await self._mine(session).change(
+                batch.id,
+                state=state,
+                finished_at=now,
+                errors=errors or batch.errors,
+                output_file_id=output and output.id,
+                error_file_id=error and error.id,
+            )
+            await jobs.remove_chunks(batch.id)
+            await ClaimRepository(session).remove_before(batch.tenant_id, batch.id, None)
+            detail = EventDetail(batch=batch.id)
+            await EventRepository(session, batch.tenant_id).add(f"batch.{state}", "", detail, now)
+        self._batch = msgspec.structs.replace(batch, state=state)
+        await self._server.files.threads.run(self._server.blobs.objects.delete_under, chunk_folder(batch.id))
+
+    async def _look_in_time(self) -> None:
+        if time.monotonic() >= self._next_look:
+            await self._look()
+            self._next_look = time.monotonic() + LOOK_SECONDS
+
+    async def _look(self) -> None:
+        """Learn whether to go on, and with which rights. A suspended tenant's lines wait."""
+        async with self._database.read() as session:
+            batch = await BatchJobs(session).held(self._batch.id, self._server.server_id, lock=False)
+        if batch is None:
+            raise LeaseLost(self._batch.id)
+        if batch.state == CANCELLING:
+            self._stop("batch_cancelled")
+        elif self._database.now() >= batch.expires_at:
+            self._stop("batch_expired")
+        try:
+            self._principal = await self._server.tenants.principal_behind(
+                batch.tenant_id, batch.owner, batch.project_id
+            )
+        except TenantSuspended:
+            self._principal = None
+        except InvalidKey:
+            self._stop(NO_MORE_RIGHTS)
+        else:
+            if "inference" not in self._principal.scopes:
+                self._stop(NO_MORE_RIGHTS)
+
+    def _stop(self, reason: str) -> None:
+        self._stopped = self._stopped or reason
+        self._wake.set()
+
+    @property
+    def _claims_expire_at(self) -> int:
+        return self._batch.expires_at + 7 * DAY
+
+    async def _held(self, jobs: BatchJobs) -> Batch:
+        batch = await jobs.held(self._batch.id, self._server.server_id)
+        if batch is None:
+            raise LeaseLost(self._batch.id)
+        return batch
+
+    def _mine(self, session: AsyncSession) -> BatchRepository:
+        return BatchRepository(session, self._batch.tenant_id)
+
+
+def chunk_folder(batch_id: str) -> str:
+    """Return the folder of a batch's chunks in the store."""
+    return f"batches/{batch_id}"
+
+
+def _front(ready: dict[int, Outcome], first: int) -> list[Outcome]:
+    """Return the outcomes that follow one another from line `first` on."""
+    front: list[Outcome] = []
+    number = first
+    while number in ready and not _is_chunk(front):
+        front.append(ready[number])
+        number += 1
+    return front
+
+
+def _is_chunk(outcomes: Sequence[Outcome]) -> bool:
+    return len(outcomes) >= CHUNK_LINES or sum(len(one.line) for one in outcomes) >= CHUNK_BYTES
+
+
+def _claim_name(number: int) -> str:
+    return f"{number:08d}"
+
+
+def _may_pass(error: LoramuxError) -> bool:
+    """Return whether the same line may succeed later: limits, load, and the server's own failures."""
+    return error.status in (HTTPStatus.CONFLICT, HTTPStatus.TOO_MANY_REQUESTS) or error.status >= 500

@@ -1,0 +1,152 @@
+"""The bundle of a revision: what an adapter brings beside its weights.
+
+Trainers save a chat template, a tokenizer and generation defaults beside an adapter, and its owner may add a
+`loramux.toml`. At upload these files become one: `bundle.json`, which holds what is served and nothing else. It is
+stored and digested with the weights, so that a revision always gets the prompt format that it was trained with.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+BUNDLE_FILE = "bundle.json"
+"""The file of a stored content; contents without one have no bundle."""
+MAX_BUNDLE_BYTES = 4 << 20
+MAX_ADDED_TOKENS = 4096
+MAX_STOPS = 16
+MAX_TEMPLATE_CHARACTERS = 128 << 10
+
+TEMPLATE_FILE = "chat_template.jinja"
+TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+OLD_TOKENS_FILE = "added_tokens.json"
+GENERATION_FILE = "generation_config.json"
+SETTINGS_FILE = "loramux.toml"
+
+SOURCES: Mapping[str, int] = {
+    TEMPLATE_FILE: 1 << 20,
+    TOKENIZER_FILE: 48 << 20,
+    TOKENIZER_CONFIG_FILE: 4 << 20,
+    OLD_TOKENS_FILE: 1 << 20,
+    GENERATION_FILE: 256 << 10,
+    SETTINGS_FILE: 256 << 10,
+}
+"""Files of which the bundle is made, and the most bytes of each."""
+
+_IGNORED = re.compile(
+    r"""
+    .*\.(md|txt|png|jpg|csv|log|jsonl|ya?ml|py|pyc)        # notes, plots, logs, and the trainer's own settings
+    | \.git(attributes|ignore)
+    | training_args\.(bin|json) | trainer_state\.json | (all|train|eval)_results\.json
+    | (optimizer|scheduler|scaler)\.(pt|bin) | rng_state(_\d+)?\.pth | latest | events\.out\.tfevents\..*
+    | (global_step\d+|checkpoint-\d+|runs|logs|wandb)(/.*)?
+    | config\.json                                         # the base's own
+    | special_tokens_map\.json | vocab\.json | merges\.txt | tokenizer\.model
+    """,
+    re.VERBOSE,
+)
+_PICKLED = re.compile(r".*\.(bin|pt|pth|pkl|ckpt)")
+
+
+class AddedToken(msgspec.Struct, frozen=True, kw_only=True):
+    """A token that the revision's tokenizer has beside the base's, or has otherwise; the tokenizers library's names."""
+
+    id: Annotated[int, Meta(ge=0, lt=1 << 31)]
+    content: Annotated[str, Meta(min_length=1, max_length=512)]
+    single_word: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+    normalized: bool = True
+    special: bool = False
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Sampling parameters for requests that leave them out; None where there is no default."""
+
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=0, lt=1 << 31)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+
+
+class Bundle(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a revision is served with; the field names are stored data."""
+
+    chat_template: Annotated[str, Meta(max_length=MAX_TEMPLATE_CHARACTERS)] | None = None
+    """Jinja; None: the base's."""
+    special_tokens: dict[str, str] = {}
+    """Variables of `chat_template`: `bos_token`, `eos_token`, `pad_token`, ..."""
+    added_tokens: Annotated[tuple[AddedToken, ...], Meta(max_length=MAX_ADDED_TOKENS)] = ()
+    eos_token_ids: Annotated[tuple[int, ...], Meta(max_length=64)] = ()
+    """Tokens that end an answer, in place of the base's; empty: the base's."""
+    sampling: SamplingDefaults = SamplingDefaults()
+    max_tokens: Annotated[int, Meta(ge=1, lt=1 << 31)] | None = None
+    """Of an answer, for requests that leave it out."""
+    stop: Annotated[tuple[Annotated[str, Meta(min_length=1, max_length=512)], ...], Meta(max_length=MAX_STOPS)] = ()
+    """Stop strings for requests without any."""
+    system_prompt: Annotated[str, Meta(max_length=64 << 10)] | None = None
+    """The first message of conversations that begin without a system message."""
+    tool_parser: Annotated[str, Meta(pattern="^[a-z0-9_.-]{1,64}$")] | None = None
+    """The name of the parser of its tool calls; None: the base's."""
+    description: Annotated[str, Meta(max_length=4096)] | None = None
+    license: Annotated[str, Meta(max_length=256)] | None = None
+
+
+NO_BUNDLE = Bundle()
+
+
+def is_ignored(name: str) -> bool:
+    """Return whether a file of a trainer's folder means nothing for serving."""
+    return _IGNORED.fullmatch(name) is not None
+
+
+def is_pickled(name: str) -> bool:
+    """Return whether a file would have to be unpickled to be read, which is never done."""
+    return _PICKLED.fullmatch(name) is not None
+
+
+def encode_bundle(bundle: Bundle) -> bytes:
+    """Return the bytes of `bundle.json`: equal bundles give equal bytes."""
+    return msgspec.json.encode(bundle, order="sorted")
+
+
+def decode_bundle(data: bytes | str) -> Bundle:
+    """Read what `encode_bundle` wrote. Raises msgspec.MsgspecError."""
+    return msgspec.json.decode(data, type=Bundle)
+
+
+def read_bundle(folder: Path) -> Bundle:
+    """Read the bundle of a content's folder; one without the file has an empty bundle."""
+    try:
+        return decode_bundle((folder / BUNDLE_FILE).read_bytes())
+    except FileNotFoundError:
+        return NO_BUNDLE
+
+
+def extend_tokenizer(backend: Any, added: Sequence[AddedToken]) -> Any:
+    """Return a tokenizer of the tokenizers library like `backend`, with the `added` tokens; both share one model.
+
+    Raises ValueError where the library would give a token another id.
+    """
+    import tokenizers  # a library that commands without a model do not load
+
+    extended = tokenizers.Tokenizer(backend.model)
+    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        if (value := getattr(backend, part)) is not None:
+            setattr(extended, part, value)
+    known = backend.get_added_tokens_decoder()
+    extended.add_tokens([known[id] for id in sorted(known)])
+    for token in sorted(added, key=lambda one: one.id):
+        attributes = msgspec.structs.asdict(token)
+        id, content = attributes.pop("id"), attributes.pop("content")
+        extended.add_tokens([tokenizers.AddedToken(content, **attributes)])
+        if (found := extended.token_to_id(content)) != id:
+            raise ValueError(f"{content[:80]!r} has the id {id}; beside the base's tokens it gets {found}")
+    return extended

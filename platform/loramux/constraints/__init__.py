@@ -1,0 +1,29 @@
+"""Formats that answers must have, as grammars of llguidance.
+
+A request asks for a format (any JSON object, a JSON schema, a regular expression, one of some texts, or a grammar) or
+offers tools. `formats` and `tools` write both as a grammar, and `trial` compiles and follows a grammar in a limited
+process before an engine does: a grammar is a stranger's code.
+"""
+
+from loramux.constraints.formats import AnswerFormat, Choice, Grammar, GrammarText, JsonObject, JsonSchema, Regex
+from loramux.constraints.tools import STYLES, Tool, ToolStyle, ToolUse, choose_style
+from loramux.constraints.trial import ToolGrammar, TrialJob, TrialResult, TrialSetup
+
+__all__ = [
+    "STYLES",
+    "AnswerFormat",
+    "Choice",
+    "Grammar",
+    "GrammarText",
+    "JsonObject",
+    "JsonSchema",
+    "Regex",
+    "Tool",
+    "ToolGrammar",
+    "ToolStyle",
+    "ToolUse",
+    "TrialJob",
+    "TrialResult",
+    "TrialSetup",
+    "choose_style",
+]

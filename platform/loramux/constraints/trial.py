@@ -1,0 +1,134 @@
+"""The trial of a grammar, in a limited process: it is written, compiled, and followed for some random tokens.
+
+Most hostile grammars meet llguidance's own limits. Some overflow its stack, which ends the process, or compile for
+minutes: the kernel ends them here. What passes the trial takes an engine no longer than it took here, and has a stack
+that is smaller than any of the engine's threads.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+
+from loramux.constraints.formats import (
+    AnswerFormat,
+    GrammarText,
+    JsonObject,
+    JsonSchema,
+    to_grammar,
+    write_content,
+    write_format,
+)
+from loramux.constraints.tools import ToolStyle, ToolUse, write_tools
+from loramux.engine.grammars import compile_grammar
+
+STACK_BYTES = 1 << 20
+COMPILE_SECONDS = 0.5
+MASK_SECONDS = 0.05
+STEPS = 24
+"""Tokens for which a grammar is followed."""
+
+
+class TrialSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """The vocabulary of the base."""
+
+    tokenizer: str
+    """The `tokenizers` library's JSON."""
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+
+class ToolGrammar(msgspec.Struct, frozen=True, kw_only=True):
+    """The tools of an answer, as a model calls them."""
+
+    use: ToolUse
+    style: ToolStyle
+    special: dict[str, int]
+    """Token ids of the style's markers that are special tokens."""
+
+
+class TrialJob(msgspec.Struct, frozen=True, kw_only=True):
+    """One format, tools, or both."""
+
+    format: AnswerFormat | None = None
+    tools: ToolGrammar | None = None
+
+    def write(self) -> GrammarText:
+        """Write the grammar. Raises ValueError with a sentence where that is not possible."""
+        if self.tools is None:
+            assert self.format is not None, "a job has something to try"
+            return write_format(self.format)
+        content = None
+        if self.format is not None and not self.tools.use.is_required:
+            if not isinstance(self.format, JsonObject | JsonSchema):
+                raise ValueError("with tools an answer has a JSON format or none; leave one of them out")
+            content = write_content(self.format)
+        return to_grammar(write_tools(self.tools.use, self.tools.style, self.tools.special, content))
+
+
+class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The grammar, or the sentence that says why there is none."""
+
+    grammar: GrammarText = ""
+    refusal: str | None = None
+
+
+def prepare(setup: bytes) -> Callable[[bytes], bytes]:
+    """Read the vocabulary; return the function that tries one job."""
+    from llguidance import LLTokenizer
+
+    vocabulary = msgspec.json.decode(setup, type=TrialSetup)
+    eos = list(vocabulary.eos_token_ids) or None
+    tokenizer = LLTokenizer(vocabulary.tokenizer, n_vocab=vocabulary.vocab_size, eos_token=eos)
+    decoder = msgspec.json.Decoder(TrialJob)
+
+    def run(payload: bytes) -> bytes:
+        results: list[TrialResult] = []
+        threading.stack_size(STACK_BYTES)
+        trial = threading.Thread(target=lambda: results.append(_try(tokenizer, decoder.decode(payload))))
+        trial.start()
+        trial.join()
+        return msgspec.json.encode(results[0])
+
+    return run
+
+
+def _try(tokenizer: object, job: TrialJob) -> TrialResult:
+    began = time.process_time()
+    try:
+        grammar = job.write()
+    except ValueError as error:
+        return TrialResult(refusal=str(error))
+    matcher = compile_grammar(tokenizer, grammar)  # type: ignore[arg-type]  # an LLTokenizer
+    seconds = time.process_time() - began
+    if seconds > COMPILE_SECONDS:
+        return TrialResult(refusal=f"it takes {seconds:.1f} seconds to compile, and {COMPILE_SECONDS} are allowed")
+    chance, words = random.Random(0), np.zeros(-(-tokenizer.vocab_size // 32), dtype=np.int32)  # type: ignore[attr-defined]  # noqa: S311
+    for _ in range(STEPS):
+        if matcher.is_error() or matcher.is_stopped():
+            break
+        began = time.process_time()
+        matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if (seconds := time.process_time() - began) > MASK_SECONDS:
+            return TrialResult(refusal=f"a token takes {seconds:.2f} seconds, and {MASK_SECONDS} are allowed")
+        allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+        if not len(allowed) or not matcher.consume_token(int(chance.choice(allowed))):
+            break
+    if matcher.is_error():
+        return TrialResult(refusal=_sentence(matcher.get_error()))
+    return TrialResult(grammar=grammar)
+
+
+def _sentence(error: str) -> str:
+    """Return the gist of llguidance's error: its first line and, of a regular expression's, the last one."""
+    lines = [line.strip() for line in error.partition("<non-verbose/>")[0].strip().splitlines()]
+    if not lines or lines[0] in ("NoExtension", "NoExtensionBias"):
+        return "no answer satisfies it"
+    gist = lines[0].partition("failed to compile JSON schema: ")[2] or lines[0]
+    details = [line.removeprefix("error: ") for line in lines[1:] if line.startswith("error: ")]
+    return " ".join([gist, *details])[:300]

@@ -1,0 +1,222 @@
+"""A transformers checkpoint becomes a model that answers as transformers does, or a refusal of one sentence.
+
+transformers loads much that must not be served: it fills missing weights with random numbers, and its attention
+interface drops flags that our attention function never sees. And its models may use **facts of the whole batch**, such
+as the longest position, where a packed batch holds many requests. Everything of that kind is refused or switched off
+here, so that a request's answer never depends on its neighbours. `tests/platform/engine/test_neighbours.py` varies
+the neighbours for every supported family.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from loramux.bundle import SamplingDefaults
+from loramux.engine.execution.attention import UnsupportedModel
+from loramux_kernels.processor import multiplies_in_hardware
+
+logger = logging.getLogger(__name__)
+
+SUPPORTED = frozenset(
+    (
+        "llama",
+        "qwen2",
+        "qwen3",
+        "mistral",
+        "gemma2",
+        "gemma3_text",
+        "phi3",
+        "olmo2",
+        "granite",
+        "smollm3",
+        "mixtral",
+        "qwen3_moe",
+    )
+)
+"""`model_type`s whose tokens a test holds against PEFT's; others may call the attention function and still go wrong."""
+
+FIXED_ROPE = frozenset(("default", "linear", "llama3", "yarn"))
+"""Rotary embeddings whose factors depend on the position alone."""
+
+SWITCHING_ROPE = frozenset(("longrope", "dynamic"))
+"""Rotary embeddings whose factors depend on the sequence's length too, from some length on; served up to there.
+
+transformers takes the longest position of the batch for that length. LongRoPE (Ding et al., 2024) switches from its
+short to its long factors beyond `original_max_position_embeddings`; dynamic NTK rescales beyond
+`max_position_embeddings`.
+"""
+
+LEFTOVERS = re.compile(r"\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
+"""Tensors that older versions of transformers saved and that follow from the config: the only ones without a place."""
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+def load_checkpoint(directory: Path, dtype: str, device: torch.device) -> PreTrainedModel:
+    """Load the model in `directory` onto `device`.
+
+    `dtype` is a name, or auto: as saved, or float32 on a CPU that would emulate it. Raises UnsupportedModel where the
+    model would be served wrong or its files do not fit its config.
+    """
+    config = read_config(directory)
+    chosen = torch.float32 if dtype == "auto" and _is_emulated(getattr(config, "dtype", None), device) else None
+    wanted = chosen or ("auto" if dtype == "auto" else getattr(torch, dtype))
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype=wanted,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are in the report, which is checked
+            local_files_only=True,
+            trust_remote_code=False,
+        )
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        raise UnsupportedModel(f"{directory}: the weights cannot be loaded: {_first_sentence(error)}") from error
+    _ensure_complete(directory, report)
+    if dtype == "auto" and _is_emulated(model.dtype, device):  # the config did not name the dtype
+        model, chosen = model.float(), torch.float32
+    if chosen is not None:
+        saved = getattr(config, "dtype", None) or "half precision"
+        logger.warning(
+            "computing in float32: this processor has no instructions for the checkpoint's %s and would emulate it, "
+            "several times slower; weights and KV take twice the bytes (model.dtype overrides this)",
+            str(saved).removeprefix("torch."),
+        )
+    elif _is_emulated(model.dtype, device):
+        logger.warning("model.dtype = %s is emulated on this processor, several times slower than float32", dtype)
+    _freeze_rope(model)
+    # What a config may ask for beside the logits would only cost memory, and a tuple has no `.logits`.
+    model.config.return_dict = True
+    model.config.output_hidden_states = model.config.output_attentions = False
+    return model.to(device)
+
+
+def read_config(directory: Path) -> PretrainedConfig:
+    """Read and check a checkpoint's config, without its weights; raises UnsupportedModel."""
+    if not (directory / "config.json").is_file():
+        raise UnsupportedModel(
+            f"model.path = {str(directory)!r} holds no config.json; give the local folder of a transformers checkpoint."
+        )
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UnsupportedModel(f"{directory / 'config.json'} cannot be read: {_first_sentence(error)}") from error
+    if config.model_type not in SUPPORTED:
+        raise UnsupportedModel(
+            f"model_type {config.model_type!r} has not been shown to give the same tokens here as in transformers; "
+            f"supported are {', '.join(sorted(SUPPORTED))}."
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise UnsupportedModel(
+            "the checkpoint is quantized (quantization_config in config.json), which is not served; "
+            "give the checkpoint that it was made from."
+        )
+    if getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True):
+        raise UnsupportedModel(
+            "config.json asks for attention that sees later tokens (use_bidirectional_attention or is_causal = false); "
+            "generation needs causal attention, so give a checkpoint of a causal language model."
+        )
+    for rope in rope_parameters_of(config):
+        if (kind := rope.get("rope_type", "default")) not in FIXED_ROPE | SWITCHING_ROPE:
+            raise UnsupportedModel(
+                f"config.json's rope_type = {kind!r} is not served; "
+                f"supported are {', '.join(sorted(FIXED_ROPE | SWITCHING_ROPE))}."
+            )
+    return config
+
+
+def rope_parameters_of(config: PretrainedConfig) -> list[dict[str, Any]]:
+    """Return the rotary embeddings' parameters, one set for each kind of layer."""
+    found = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    return [part for part in found.values() if isinstance(part, dict)] or [found]
+
+
+def max_positions(config: PretrainedConfig) -> int:
+    """Return the length up to which every position has one rotary embedding, whatever runs beside it."""
+    config = config.get_text_config()
+    limits = [config.max_position_embeddings]
+    for rope in rope_parameters_of(config):
+        if rope.get("rope_type") in SWITCHING_ROPE:
+            original = rope.get("original_max_position_embeddings")
+            limits.append(original or getattr(config, "original_max_position_embeddings", None) or limits[0])
+    return int(min(limits))
+
+
+def _freeze_rope(model: PreTrainedModel) -> None:
+    """Keep the factors that the model was built with, those of short sequences: no forward looks at the batch for them.
+
+    transformers' rotary modules ask `rope_type` before they update their factors; "default" never updates.
+    """
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        if isinstance(kind, str) and kind in SWITCHING_ROPE:
+            module.rope_type = "default"
+        elif isinstance(kind, dict):
+            module.rope_type = {layer: "default" if k in SWITCHING_ROPE else k for layer, k in kind.items()}
+
+
+def sampling_defaults(directory: Path) -> SamplingDefaults:
+    """Read temperature, top_p and top_k from generation_config.json; values that no request could have are ignored."""
+    try:
+        saved = json.loads((directory / "generation_config.json").read_bytes())
+    except (OSError, ValueError):
+        return SamplingDefaults()
+    if not isinstance(saved, dict):
+        return SamplingDefaults()
+    temperature, top_p, top_k = (_number(saved.get(name)) for name in ("temperature", "top_p", "top_k"))
+    return SamplingDefaults(
+        temperature=temperature if temperature is not None and 0 <= temperature <= 2 else None,
+        top_p=top_p if top_p is not None and 0 < top_p <= 1 else None,
+        top_k=int(top_k) if top_k is not None and 0 <= top_k < 2**31 else None,
+    )
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _ensure_complete(directory: Path, report: dict[str, Any]) -> None:
+    """Refuse a checkpoint whose tensors are not exactly the model's.
+
+    transformers leaves tied weights out of its report.
+    """
+    mismatched = [name if isinstance(name, str) else name[0] for name in report["mismatched_keys"]]
+    for names, problem in (
+        (report["missing_keys"], "lacks weights that its config.json asks for"),
+        (mismatched, "has weights of other shapes than its config.json asks for"),
+        (
+            [name for name in report["unexpected_keys"] if not LEFTOVERS.search(name)],
+            "has weights for which its config.json has no place",
+        ),
+    ):
+        if names:
+            raise UnsupportedModel(
+                f"{directory} {problem}: {_some(names)}. Give the complete checkpoint of a causal language model "
+                f"with the config.json it was saved with."
+            )
+
+
+def _some(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    rest = f" and {len(ordered) - 3} more" if len(ordered) > 3 else ""
+    return ", ".join(ordered[:3]) + rest
+
+
+def _first_sentence(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else f"{text[:300]}..."
+
+
+def _is_emulated(dtype: torch.dtype | str | None, device: torch.device) -> bool:
+    """Return whether `device` is a CPU that computes with `dtype` by converting every operand."""
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype, None)
+    return device.type == "cpu" and dtype in HALF and not multiplies_in_hardware(dtype)

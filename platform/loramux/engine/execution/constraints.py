@@ -1,0 +1,197 @@
+"""The tokens that constrained answers may continue with: one bit a token, a row of words for each row of logits.
+
+A matcher's state follows from the constraint and the answer's tokens alone. It lives here, by sequence, and is advanced
+by the tokens that were appended since the last step, so a preempted sequence finds it as it was, and one that goes on
+from tokens that were generated elsewhere builds it from them.
+
+Masks are filled while the model runs: they need the tokens of earlier steps only. llguidance fills those of many rows
+on threads of its own and without the interpreter's lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
+from numpy.typing import NDArray
+
+from loramux.engine.grammars import GrammarCompiler
+from loramux.engine.messages import EngineFault
+from loramux.engine.request import Constraint, Request
+from loramux.engine.scheduling.sequence import Sequence
+
+_BITS = 32
+
+TOO_COMPLEX = "constraint_too_complex"
+INVALID = "invalid_constraint"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """The allowed tokens of the constrained rows of a step's logits."""
+
+    rows: NDArray[np.int64]
+    """int64[M]: ascending rows of logits."""
+    words: NDArray[np.int32]
+    """int32[M, W]: bit t % 32 of word t // 32 is set where token t is allowed; tokens beyond the words are not."""
+    faults: dict[int, EngineFault]
+    """Why a row has no token to choose, by row of logits."""
+
+
+@dataclass(slots=True)
+class _Progress:
+    """How far one answer is in its constraint."""
+
+    constraint: Constraint
+    matcher: LLMatcher
+    num_read: int = 0
+    """Tokens of the answer that were looked at."""
+    is_free: bool = False
+    """The part that the constraint does not concern, such as thinking, has not ended."""
+
+    @property
+    def may_open(self) -> bool:
+        """May the next token, the first, open the part that the constraint does not concern?"""
+        return self.num_read == 0 and self.constraint.opening is not None
+
+    def read(self, token_ids: list[int]) -> None:
+        """Advance by the answer's tokens since the last call."""
+        fresh = token_ids[self.num_read :]
+        self.is_free |= self.may_open and fresh[:1] == [self.constraint.opening]
+        self.num_read += len(fresh)
+        if self.is_free and self.constraint.after in fresh:
+            fresh = fresh[fresh.index(self.constraint.after) + 1 :]
+            self.is_free = False
+        if fresh and not self.is_free:
+            self.matcher.consume_tokens(fresh)
+
+
+class Constraints:
+    """The constraints of an engine's requests, from their grammars to the masks of each step."""
+
+    def __init__(self, tokenizer: LLTokenizer, eos_token_ids: tuple[int, ...]) -> None:
+        self._compiler = GrammarCompiler(tokenizer)
+        self._executor = LLExecutor()
+        self._num_words = -(-tokenizer.vocab_size // _BITS)
+        self._unended = _all_but(eos_token_ids, self._num_words)
+        """The mask that allows every token but the ends."""
+        self._progress: dict[str, _Progress] = {}
+
+    def compile(self, request: Request) -> Future[LLMatcher]:
+        """Compile a request's constraint on another thread."""
+        assert request.constraint is not None, "it has a constraint"
+        return self._compiler.compile(request.tenant, request.constraint.grammar)
+
+    def begin(self, request: Request, compiled: LLMatcher) -> EngineFault | None:
+        """Keep the state of an answer that is about to begin; return why its constraint cannot be followed."""
+        constraint = request.constraint
+        assert constraint is not None, "it has a constraint"
+        if compiled.is_error():
+            return EngineFault(INVALID, _sentence(constraint, compiled), field=constraint.field)
+        is_free = constraint.after is not None and constraint.opening is None
+        self._progress[request.id] = _Progress(constraint, compiled.deep_copy(), is_free=is_free)
+        return None
+
+    def forget(self, request_id: str) -> None:
+        """Drop the state of a request that has ended."""
+        self._progress.pop(request_id, None)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._compiler.close()
+
+    def masks(self, sequences: list[Sequence], drafts: Mapping[Sequence, list[int]] | None = None) -> TokenMasks | None:
+        """Return the masks for the next token of each sequence; None where no sequence is constrained.
+
+        Every sequence has one row of logits and, where `drafts` proposes tokens after its own, one more for each: the
+        allowed tokens after the draft's first, second, ... token. Behind a draft that is not allowed they mean
+        nothing.
+        """
+        drafts = drafts or {}
+        row, constrained = 0, []
+        for sequence in sequences:
+            proposed = drafts.get(sequence, [])
+            if sequence.request.constraint is not None:
+                constrained.append((row, sequence, proposed))
+            row += 1 + len(proposed)
+        if not constrained:
+            return None
+        rows = [first + i for first, _, proposed in constrained for i in range(1 + len(proposed))]
+        words = np.zeros((len(rows), self._num_words), dtype=np.int32)
+        faults = self._fill(constrained, words)
+        return TokenMasks(np.array(rows, dtype=np.int64), words, faults)
+
+    def _fill(
+        self, constrained: list[tuple[int, Sequence, list[int]]], words: NDArray[np.int32]
+    ) -> dict[int, EngineFault]:
+        single: list[tuple[LLMatcher, int]] = []
+        several: list[tuple[LLMatcher, int, list[int]]] = []
+        place = 0
+        for _, sequence, proposed in constrained:
+            progress = self._progress[sequence.id]
+            progress.read(sequence.token_ids[sequence.num_prompt_tokens :])
+            for matcher, row, drafts in self._rows(sequence, progress, proposed, words[place:]):
+                if drafts:
+                    several.append((matcher, place + row, drafts))
+                else:
+                    single.append((matcher, place + row))
+            place += 1 + len(proposed)
+        address, row_bytes = words.ctypes.data, words.shape[1] * words.itemsize
+        if single:
+            self._executor.unsafe_compute_mask_ptr(single, address, row_bytes, len(words))
+        if several:
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(several, address, row_bytes, len(words))
+        faults, place = {}, 0
+        for row, sequence, proposed in constrained:
+            progress = self._progress[sequence.id]
+            if progress.may_open and (opening := progress.constraint.opening) is not None:
+                words[place] |= ~_all_but((opening,), self._num_words)
+            if progress.matcher.is_error():
+                message = _sentence(progress.constraint, progress.matcher)
+                faults[row] = EngineFault(TOO_COMPLEX, message, field=progress.constraint.field)
+            self._settle_ends(sequence, words[place : place + 1 + len(proposed)])
+            place += 1 + len(proposed)
+        return faults
+
+    def _rows(
+        self, sequence: Sequence, progress: _Progress, proposed: list[int], words: NDArray[np.int32]
+    ) -> list[tuple[LLMatcher, int, list[int]]]:
+        """Fill a sequence's rows that the grammar does not concern; return matcher, first row and drafts of others."""
+        after, opens = progress.constraint.after, progress.may_open and proposed[:1] == [progress.constraint.opening]
+        if not (progress.is_free or opens):
+            return [(progress.matcher, 0, proposed)]
+        first = 1 if opens else 0  # the row before which the thought is open
+        thought = proposed[first:]
+        behind = first + (thought.index(after) if after in thought else len(thought)) + 1
+        words[first:behind] = self._unended & _all_but(sequence.request.eos_token_ids, self._num_words)
+        rows: list[tuple[LLMatcher, int, list[int]]] = [(progress.matcher, 0, [])] if opens else []
+        if behind <= len(proposed):
+            rows.append((progress.matcher.deep_copy(), behind, proposed[behind:]))
+        return rows
+
+    def _settle_ends(self, sequence: Sequence, words: NDArray[np.int32]) -> None:
+        """Put a revision's own ends in place of the base's; forbid any before `min_tokens`, unless nothing is left."""
+        own = sequence.request.eos_token_ids
+        for i, row in enumerate(words):
+            if own and (row & ~self._unended).any():
+                row[:] = row & self._unended | ~_all_but(own, self._num_words)
+            if sequence.num_output_tokens + i < sequence.request.sampling.min_tokens:
+                others = row & (_all_but(own, self._num_words) if own else self._unended)
+                if others.any():
+                    row[:] = others
+
+
+def _all_but(token_ids: tuple[int, ...], num_words: int) -> NDArray[np.int32]:
+    words = np.full(num_words, 0xFFFF_FFFF, dtype=np.uint32)
+    for token_id in token_ids:
+        words[token_id // _BITS] &= 0xFFFF_FFFF ^ (1 << token_id % _BITS)
+    return words.view(np.int32)
+
+
+def _sentence(constraint: Constraint, matcher: LLMatcher) -> str:
+    """Return the matcher's error as a sentence for the caller."""
+    reason = matcher.get_error().partition("\n<state>")[0].strip()[:300]
+    return f"'{constraint.field}' cannot be followed: {reason}. Simplify it, or leave it out."

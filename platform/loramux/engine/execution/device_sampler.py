@@ -1,0 +1,236 @@
+"""Sampling on the device: only token ids, and log probabilities where asked for, cross to the host.
+
+The distributions are those of `sampler`. Randomness is a counter-based generator (Philox) keyed by the request's seed
+and its number of generated tokens, so a draw depends on neither the rows beside it nor the order of launches.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from loramux.engine.execution.constraints import TokenMasks
+from loramux.engine.execution.sampler import (
+    LARGEST,
+    MIN_TEMPERATURE,
+    SampledToken,
+    fault_event,
+    forbidden_ends,
+    token_event,
+    top_logprobs,
+)
+from loramux.engine.messages import EngineFault, TokenEvent
+from loramux.engine.request import SamplingParams
+from loramux.engine.scheduling.sequence import Sequence
+from loramux.engine.scheduling.step import PENDING
+from loramux_kernels.device import to_device
+from loramux_kernels.sampling import sample
+from loramux_kernels.tables import LogitBias, Penalties, SamplingBatch
+from loramux_kernels.token_mask import forbid_tokens
+
+_SEED_BITS = 63
+
+_NO_TOKEN = -2
+"""Crosses to the host where a row's logits have no finite maximum, or its token is outside the vocabulary."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """The tokens of one step on the device, from where the next step reads them."""
+
+    sequences: list[Sequence]
+    tokens: torch.Tensor
+    """int64[len(sequences)], on the device."""
+    row_of: dict[Sequence, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Logprobs:
+    """Log probabilities of the rows that asked for them, on the host once the copy has ended."""
+
+    rows: list[int]
+    chosen: torch.Tensor
+    """float32[len(rows)]"""
+    values: torch.Tensor
+    """float32[len(rows), most asked for]"""
+    token_ids: torch.Tensor
+    """int64[len(rows), most asked for]"""
+
+
+@dataclass(frozen=True, slots=True)
+class TokensInFlight:
+    """A step's tokens while they are copied to the host."""
+
+    sampled: SampledTokens
+    eos_token_ids: tuple[int, ...]
+    faults: Mapping[int, EngineFault]
+    """Why a row has no token to choose, by row."""
+    _tokens: torch.Tensor
+    _logprobs: _Logprobs | None
+    _arrived: torch.cuda.Event | None
+
+    def events(self) -> list[TokenEvent]:
+        """Wait for the tokens; return an event for each row."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        tokens = [SampledToken(token) for token in self._tokens.tolist()]
+        if self._logprobs is not None:
+            self._add_logprobs(tokens, self._logprobs)
+        return [
+            fault_event(sequence, self.faults.get(row))
+            if token.token_id == _NO_TOKEN or row in self.faults
+            else token_event(sequence, token, self.eos_token_ids)
+            for row, (sequence, token) in enumerate(zip(self.sampled.sequences, tokens, strict=True))
+        ]
+
+    def _add_logprobs(self, tokens: list[SampledToken], logprobs: _Logprobs) -> None:
+        found = (logprobs.rows, logprobs.chosen.tolist(), logprobs.values.tolist(), logprobs.token_ids.tolist())
+        for row, chosen, values, token_ids in zip(*found, strict=True):
+            asked = self.sampled.sequences[row].request.sampling.logprobs
+            top = top_logprobs(token_ids[:asked], values[:asked])
+            tokens[row] = SampledToken(tokens[row].token_id, chosen, top)
+
+
+class DeviceSampler:
+    """Chooses one token for each row. A request's draws depend on its seed and its tokens' number, and nothing else."""
+
+    def __init__(self, eos_token_ids: tuple[int, ...], device: torch.device) -> None:
+        self._eos_token_ids = eos_token_ids
+        self._device = device
+        self._seeds: dict[str, int] = {}
+
+    def launch(
+        self,
+        logits: torch.Tensor,
+        sequences: list[Sequence],
+        previous: SampledTokens | None,
+        masks: TokenMasks | None = None,
+    ) -> TokensInFlight:
+        """Sample from `logits` `[len(sequences), vocab]`; PENDING tokens of the sequences are `previous`'s.
+
+        `masks` removes tokens from `logits` in place.
+        """
+        if masks is not None:
+            forbid_tokens(logits, to_device(masks.rows, self._device), to_device(masks.words, self._device))
+        if not sequences:  # chunks of prompts only
+            tokens = reported = torch.zeros(0, dtype=torch.int64, device=self._device)
+        else:
+            tokens = sample(logits, self._batch(sequences, logits.shape[1], previous))
+            # The next step reads `tokens` as input ids, so they stay valid ids where the host is sent a fault.
+            is_valid = logits.amax(dim=-1).isfinite() & (tokens >= 0) & (tokens < logits.shape[1])
+            tokens, reported = torch.where(is_valid, tokens, 0), torch.where(is_valid, tokens, _NO_TOKEN)
+        sampled = SampledTokens(sequences, tokens, {sequence: row for row, sequence in enumerate(sequences)})
+        logprobs = self._logprobs(logits, sampled)
+        return TokensInFlight(
+            sampled,
+            self._eos_token_ids,
+            {} if masks is None else masks.faults,
+            _to_host(reported),
+            logprobs,
+            _record_event(self._device),
+        )
+
+    def forget(self, request_id: str) -> None:
+        """Drop the seed of a request that has ended."""
+        self._seeds.pop(request_id, None)
+
+    def _batch(self, sequences: list[Sequence], vocab: int, previous: SampledTokens | None) -> SamplingBatch:
+        params = [sequence.request.sampling for sequence in sequences]
+        floats = to_device(
+            np.array([[_temperature(p), p.top_p, p.min_p] for p in params], dtype=np.float32).T.copy(), self._device
+        )
+        # A vocabulary has fewer than 2^31 tokens, so a larger top_k keeps all as well.
+        ints = to_device(
+            np.array(
+                [[min(p.top_k, 2**31 - 1) for p in params], [r.num_output_tokens for r in sequences]], dtype=np.int32
+            ),
+            self._device,
+        )
+        return SamplingBatch(
+            temperature=floats[0],
+            top_k=ints[0],
+            top_p=floats[1],
+            min_p=floats[2],
+            seed=to_device(np.array([self._seed(sequence) for sequence in sequences], dtype=np.int64), self._device),
+            step=ints[1],
+            penalties=self._penalties(sequences, previous),
+            bias=self._bias(sequences, vocab),
+        )
+
+    def _seed(self, sequence: Sequence) -> int:
+        if sequence.id not in self._seeds:
+            asked = sequence.request.sampling.seed
+            self._seeds[sequence.id] = secrets.randbits(_SEED_BITS) if asked is None else asked & (1 << _SEED_BITS) - 1
+        return self._seeds[sequence.id]
+
+    def _penalties(self, sequences: list[Sequence], previous: SampledTokens | None) -> Penalties | None:
+        params = [sequence.request.sampling for sequence in sequences]
+        factors = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in params]
+        penalised = [row for row, own in enumerate(factors) if own != (1.0, 0.0, 0.0)]
+        if not penalised:
+            return None
+        histories = [np.array(sequences[row].token_ids, dtype=np.int64) for row in penalised]
+        lengths = [len(history) for history in histories]
+        token_ids = to_device(np.concatenate(histories).astype(np.int32), self._device)
+        rows = np.repeat(np.array(penalised, dtype=np.int32), lengths)
+        if previous is not None and any(history[-1] == PENDING for history in histories):
+            sources = np.repeat(_rows_in(previous, [sequences[row] for row in penalised]), lengths)
+            drawn = previous.tokens[to_device(sources, self._device)].to(torch.int32)
+            token_ids = torch.where(token_ids == PENDING, drawn, token_ids)
+        generated = [np.arange(n) >= sequences[r].num_prompt_tokens for r, n in zip(penalised, lengths, strict=True)]
+        columns = to_device(np.clip(factors, -LARGEST, LARGEST).astype(np.float32).T.copy(), self._device)
+        return Penalties(
+            to_device(rows, self._device), token_ids, to_device(np.concatenate(generated), self._device), *columns
+        )
+
+    def _bias(self, sequences: list[Sequence], vocab: int) -> LogitBias | None:
+        triples = []
+        for row, sequence in enumerate(sequences):
+            bias = dict(sequence.request.sampling.logit_bias)
+            bias |= dict.fromkeys(
+                forbidden_ends(sequence, sequence.num_output_tokens, self._eos_token_ids), float("-inf")
+            )
+            triples += [(row, token_id, value) for token_id, value in bias.items() if token_id < vocab]
+        if not triples:
+            return None
+        rows, token_ids, values = zip(*triples, strict=True)
+        places = to_device(np.array((rows, token_ids), dtype=np.int32), self._device)
+        return LogitBias(places[0], places[1], to_device(np.array(values, dtype=np.float32), self._device))
+
+    def _logprobs(self, logits: torch.Tensor, sampled: SampledTokens) -> _Logprobs | None:
+        asked = {row: n for row, r in enumerate(sampled.sequences) if (n := r.request.sampling.logprobs) is not None}
+        if not asked:
+            return None
+        rows = to_device(np.array(list(asked), dtype=np.int64), self._device)
+        logprobs = logits[rows].float().log_softmax(dim=-1)
+        values, token_ids = logprobs.topk(max(asked.values()))
+        chosen = logprobs.gather(1, sampled.tokens[rows][:, None])[:, 0]
+        return _Logprobs(list(asked), *map(_to_host, (chosen, values, token_ids)))
+
+
+def _rows_in(previous: SampledTokens, sequences: list[Sequence]) -> NDArray[np.int64]:
+    return np.array([previous.row_of.get(sequence, 0) for sequence in sequences], dtype=np.int64)
+
+
+def _temperature(params: SamplingParams) -> float:
+    return params.temperature if params.greedy else max(params.temperature, MIN_TEMPERATURE)
+
+
+def _record_event(device: torch.device) -> torch.cuda.Event | None:
+    """Return an event behind everything that was launched so far; None where launches end before they return."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy on the host, which is complete once the stream has come so far."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return host.copy_(tensor, non_blocking=True)

@@ -1,0 +1,277 @@
+"""Decoder layers with few operators: what transformers' own modules compute, in a third of the passes.
+
+Every family's layer is two sublayers, attention and feed-forward, on one residual stream x:
+
+    x = x + factor * norm_after(sublayer(norm_before(x)))        either norm may be absent
+
+One pass adds a sublayer's result to x and normalises x for the next. Queries turn, and keys turn and go to their pages,
+in one pass; so do the activation of a gate and its product. The linears are the modules that `install` has put there.
+A layer whose parts are not all known stays as it is, and `attend` serves it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
+
+from loramux.engine.execution.attention import AttentionStep, LayerShape
+from loramux_adapters.install import replace_module
+from loramux_adapters.modules import AdaptedNorm
+from loramux_kernels import Activation, Norm, Rotation, gated, paged_attention, rms_norm, rope_write_kv
+
+ACTIVATIONS: dict[type[nn.Module], Activation] = {
+    type(ACT2FN["silu"]): "silu",
+    type(ACT2FN["gelu_pytorch_tanh"]): "gelu_tanh",
+}
+
+
+def fuse_layers(model: PreTrainedModel, layers: Sequence[LayerShape]) -> int:
+    """Replace the decoder layers of `model` whose every part is known, and its last norm; return how many were."""
+    decoder: Any = model.get_decoder()
+    fused = 0
+    for index, (layer, shape) in enumerate(zip(decoder.layers, layers, strict=True)):
+        if _is_known(layer):
+            decoder.layers[index] = FusedLayer(layer, shape)
+            fused += 1
+    if _is_norm(decoder.norm):
+        replace_module(decoder, "norm", FusedNorm(decoder.norm))
+    return fused
+
+
+def _is_known(layer: Any) -> bool:
+    norms = [child for name, child in layer.named_modules() if name.endswith("norm")]
+    attention = layer.self_attn
+    projects = all(hasattr(attention, f"{x}_proj") for x in "qkvo") or hasattr(attention, "qkv_proj")
+    return projects and all(_is_norm(norm) for norm in norms)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return type(_base_of(module)).__name__.endswith("RMSNorm")
+
+
+def _base_of(norm: nn.Module) -> Any:
+    """Return the family's own norm."""
+    return norm.base if isinstance(norm, AdaptedNorm) else norm
+
+
+class FusedNorm(nn.Module):
+    """Replaces a norm. Families differ in what they store and where they round."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        base = _base_of(norm)
+        name = type(base).__name__
+        self._own_weights = norm.own_weights if isinstance(norm, AdaptedNorm) else list
+        self._stores_distance_from_one = name.startswith("Gemma")
+        eps = base.eps if self._stores_distance_from_one else base.variance_epsilon
+        rounds_first = not name.startswith(("Gemma", "Olmo2"))
+        self.norm = Norm(self._factors(base.weight.detach()), eps, rounds_first)
+
+    def _factors(self, weight: torch.Tensor) -> torch.Tensor:
+        return 1.0 + weight.float() if self._stores_distance_from_one else weight.to(torch.float32, copy=True)
+
+    @property
+    def is_shared(self) -> bool:
+        """True where no adapter of the step has a weight of its own for this norm."""
+        return not self._own_weights()
+
+    def normalise(self, x: torch.Tensor, delta: torch.Tensor | None = None, factor: float = 1.0) -> torch.Tensor:
+        """Return the rows of `x`, `[T, width]` or heads `[T, heads, width]`, by the weights of each row's adapter.
+
+        With `delta`, `x` `[T, width]` is changed in place before: `x += factor * delta`.
+        """
+        y = self._normalise_by(x, self.norm, delta, factor)
+        for weight, first, last in self._own_weights():
+            y[first:last] = self._normalise_by(x[first:last], replace(self.norm, weight=self._factors(weight)))
+        return y
+
+    def _normalise_by(
+        self, x: torch.Tensor, norm: Norm, delta: torch.Tensor | None = None, factor: float = 1.0
+    ) -> torch.Tensor:
+        return rms_norm(x.view(-1, x.shape[-1]), norm, delta, factor).view(x.shape)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Normalise `[1, T, width]`."""
+        return self.normalise(hidden_states[0])[None]
+
+
+class FusedAttention(nn.Module):
+    """Replaces a family's attention: projections, norms of heads, rotation, KV, attention over pages."""
+
+    q_proj: nn.Module
+    k_proj: nn.Module
+    v_proj: nn.Module
+    qkv_proj: nn.Module
+    o_proj: nn.Module
+
+    def __init__(self, attention: Any, shape: LayerShape) -> None:
+        super().__init__()
+        self._is_joined = hasattr(attention, "qkv_proj")
+        for name in ("qkv_proj", "o_proj") if self._is_joined else ("q_proj", "k_proj", "v_proj", "o_proj"):
+            setattr(self, name, getattr(attention, name))
+        self._layer_idx: int = attention.layer_idx
+        self._shape = shape
+        heads = attention.o_proj.in_features // shape.value_dim
+        kv = shape.num_kv_heads
+        self._widths = [heads * shape.key_dim, kv * shape.key_dim, kv * shape.value_dim]
+        self._norms = [FusedNorm(getattr(attention, name)) for name in QK_NORMS if hasattr(attention, name)]
+        self._by_head = bool(self._norms) and len(self._norms[0].norm.weight) == shape.key_dim
+        self._turns = bool(getattr(attention, "use_rope", True))
+
+    def forward(
+        self, x: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], step: AttentionStep
+    ) -> torch.Tensor:
+        """Map `[T, hidden_size]` to the same shape."""
+        rows, shape = x.shape[0], self._shape
+        query, key, value = self._project(x)
+        if self._norms and not self._by_head:  # OLMo 2: over all heads together
+            query, key = (norm.normalise(part) for norm, part in zip(self._norms, (query, key), strict=True))
+        query, key = query.view(rows, -1, shape.key_dim), key.view(rows, -1, shape.key_dim)
+        of_query, of_key = None, None
+        if self._by_head and all(norm.is_shared for norm in self._norms):
+            of_query, of_key = (norm.norm for norm in self._norms)
+        elif self._by_head:
+            query, key = (norm.normalise(part) for norm, part in zip(self._norms, (query, key), strict=True))
+        cos, sin = position_embeddings
+        rope_write_kv(
+            query,
+            key,
+            value.view(rows, -1, shape.value_dim),
+            Rotation(cos[0], sin[0]) if self._turns else None,
+            step.layers[self._layer_idx],
+            step.batch.slot_mapping,
+            of_query,
+            of_key,
+        )
+        options = shape.options
+        mixed = paged_attention(
+            query,
+            step.layers[self._layer_idx],
+            step.batch,
+            shape.scaling,
+            sliding_window=options.sliding_window,
+            softcap=options.softcap,
+            sinks=options.sinks,
+        )
+        y: torch.Tensor = self.o_proj(mixed.view(rows, -1))
+        return y
+
+    def _project(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return queries, keys and values, `[T, heads * dim]` each."""
+        if self._is_joined:
+            joined: torch.Tensor = self.qkv_proj(x)
+            return joined.split(self._widths, dim=-1)
+        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+
+
+QK_NORMS = ("q_norm", "k_norm")
+
+
+class FusedFeedForward(nn.Module):
+    """Replaces a gated feed-forward network."""
+
+    gate_proj: nn.Module
+    up_proj: nn.Module
+    gate_up_proj: nn.Module
+    down_proj: nn.Module
+
+    def __init__(self, network: Any, activation: Activation) -> None:
+        super().__init__()
+        self._is_joined = hasattr(network, "gate_up_proj")
+        for name in ("gate_up_proj", "down_proj") if self._is_joined else ("gate_proj", "up_proj", "down_proj"):
+            setattr(self, name, getattr(network, name))
+        self._activation: Activation = activation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map `[T, hidden_size]` to the same shape."""
+        if self._is_joined:
+            gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        else:
+            gate, up = self.gate_proj(x), self.up_proj(x)
+        y: torch.Tensor = self.down_proj(gated(gate, up, self._activation))
+        return y
+
+
+class PackedFeedForward(nn.Module):
+    """Calls a feed-forward module that wants transformers' batch dimension, such as a mixture."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map `[T, hidden_size]` to the same shape."""
+        y: torch.Tensor = self.network(x[None])
+        return y[0]
+
+
+def _feed_forward(network: Any) -> nn.Module:
+    activation: Any = getattr(network, "act_fn", None) or getattr(network, "activation_fn", None)
+    known = ACTIVATIONS.get(type(activation))
+    if known is None or not hasattr(network, "down_proj"):
+        return PackedFeedForward(network)
+    return FusedFeedForward(network, known)
+
+
+@dataclass(frozen=True, slots=True)
+class _Norms:
+    """The norms around both sublayers; None where a family has none."""
+
+    before_attention: FusedNorm | None
+    after_attention: FusedNorm | None
+    before_network: FusedNorm | None
+    after_network: FusedNorm | None
+
+    @classmethod
+    def of(cls, layer: Any) -> _Norms:
+        """Find them: `post_attention_layernorm` stands before the network where no other norm does."""
+        named = {name: FusedNorm(norm) for name, norm in layer.named_children() if _is_norm(norm)}
+        if "post_feedforward_layernorm" in named:  # Gemma, OLMo 2
+            return cls(
+                named.get("input_layernorm"),
+                named["post_attention_layernorm"],
+                named.get("pre_feedforward_layernorm"),
+                named["post_feedforward_layernorm"],
+            )
+        return cls(named["input_layernorm"], None, named["post_attention_layernorm"], None)
+
+
+class FusedLayer(nn.Module):
+    """Replaces a decoder layer."""
+
+    def __init__(self, layer: Any, shape: LayerShape) -> None:
+        super().__init__()
+        self.self_attn = FusedAttention(layer.self_attn, shape)
+        self.mlp = _feed_forward(layer.mlp)
+        self._norms = _Norms.of(layer)
+        self._factor = float(getattr(layer, "residual_multiplier", 1.0))
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        *,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_step: AttentionStep,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Change the residual stream `[1, T, hidden_size]` in place, and return it."""
+        norms, x = self._norms, hidden_states[0]
+        normed = x if norms.before_attention is None else norms.before_attention.normalise(x)
+        delta = self.self_attn(normed, position_embeddings, attention_step)
+        if norms.after_attention is not None:
+            delta = norms.after_attention.normalise(delta)
+        if norms.before_network is None:
+            normed = x.add_(delta, alpha=self._factor)
+        else:
+            normed = norms.before_network.normalise(x, delta, self._factor)
+        delta = self.mlp(normed)
+        if norms.after_network is not None:
+            delta = norms.after_network.normalise(delta)
+        x.add_(delta, alpha=self._factor)
+        return hidden_states

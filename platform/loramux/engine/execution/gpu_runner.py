@@ -1,0 +1,140 @@
+"""Runs steps on a GPU; the host waits for it only when a step's tokens are read.
+
+Decode steps are replayed from CUDA graphs. Mixed steps, which hold a prompt, are launched operator by operator, and so
+are steps whose adapters have more than LoRA pairs on linears: the graphs have no launches for those.
+
+A constraint allows tokens by the one before, which the host does not know when it launches a step. So the tokens of a
+step with a constrained row are chosen in a launch of their own, after those of the step before were read and while the
+forward runs; a step without one is launched whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from loramux.engine.execution.constraints import Constraints
+from loramux.engine.execution.cuda_graphs import DecodeGraphs, StepBuffers, choose_recorder
+from loramux.engine.execution.device_sampler import DeviceSampler, SampledTokens, TokensInFlight
+from loramux.engine.execution.runner import Forward, PackedStep, pack
+from loramux.engine.messages import TokenEvent
+from loramux.engine.scheduling.sequence import Sequence
+from loramux.engine.scheduling.step import PENDING, Step
+from loramux.settings import EngineSettings
+from loramux_adapters.bank import AdapterBank
+from loramux_kernels.cuda.tile_map import TileMap, attach_tile_map
+
+
+@dataclass(slots=True)
+class LaunchedForward:
+    """A step's forward, and its tokens once their choice is enqueued."""
+
+    runner: GpuRunner
+    logits: torch.Tensor
+    """`[len(sequences), vocab]`, valid until the next forward."""
+    sequences: list[Sequence]
+    tokens: TokensInFlight | None = None
+
+    def sample(self) -> None:
+        """Enqueue the choice of the tokens, if it is not yet."""
+        if self.tokens is None:
+            self.tokens = self.runner.sample(self)
+
+    def events(self) -> list[TokenEvent]:
+        """Wait for the tokens."""
+        assert self.tokens is not None, "they are chosen before they are read"
+        return self.tokens.events()
+
+
+class GpuRunner:
+    """Launches steps without waiting; tokens that the host does not know yet are taken from the launch before."""
+
+    runs_ahead = True
+
+    def __init__(
+        self,
+        forward: Forward,
+        sampler: DeviceSampler,
+        constraints: Constraints | None,
+        buffers: StepBuffers,
+        graphs: DecodeGraphs,
+        block_size: int,
+    ) -> None:
+        self._forward = forward
+        self._sampler = sampler
+        self._constraints = constraints
+        self._buffers = buffers
+        self._graphs = graphs
+        self._block_size = block_size
+        self._previous: SampledTokens | None = None
+
+    @classmethod
+    @torch.inference_mode()
+    def build(
+        cls,
+        forward: Forward,
+        sampler: DeviceSampler,
+        constraints: Constraints | None,
+        settings: EngineSettings,
+        max_model_len: int,
+    ) -> GpuRunner:
+        """Make a runner for steps as large as `settings` allow; records its decode steps before it returns."""
+        device = forward.bank.pool.device
+        max_blocks = -(-max_model_len // settings.block_size)
+        rows = max(settings.max_num_batched_tokens, settings.max_num_seqs)
+        buffers = StepBuffers(rows, settings.max_num_seqs, max_blocks, device)
+        recorder = choose_recorder(lambda: forward(buffers.padded(1), None), device)
+        graphs = DecodeGraphs(forward, buffers, recorder, forward.bank.max_rank)
+        return cls(forward, sampler, constraints, buffers, graphs, settings.block_size)
+
+    @property
+    def bank(self) -> AdapterBank:
+        """The adapters that steps may name."""
+        return self._forward.bank
+
+    @torch.inference_mode()
+    def launch(self, step: Step) -> LaunchedForward:
+        """Enqueue one forward and, unless a constraint waits for the tokens before, the choice of its tokens."""
+        packed = pack(step, self._block_size)
+        tokens = None if self._previous is None else self._previous.tokens
+        inputs = self._buffers.fill(packed, self._sources(step, packed), tokens)
+        ranks = [] if packed.segments is None else [self.bank.rank_of(slot) for slot in packed.segments.slots]
+        extras = self.bank.extras_of(packed.segments, packed.sampled_rows)
+        if packed.decodes and extras is None:
+            logits = self._graphs.run(packed, ranks)
+        else:
+            if packed.segments is not None:
+                tile_map = TileMap.for_step(packed.segments, np.array(ranks, dtype=np.int64), self.bank.pool.device)
+                attach_tile_map(packed.segments, tile_map)
+            logits = self._forward(inputs, packed.segments, extras)
+        launched = LaunchedForward(self, logits, [chunk.sequence for chunk in step.sampling])
+        if not any(sequence.request.constraint for sequence in launched.sequences):
+            launched.sample()
+        return launched
+
+    @torch.inference_mode()
+    def sample(self, launched: LaunchedForward) -> TokensInFlight:
+        """Enqueue the choice of a step's tokens; those of the step before are known where a constraint needs them."""
+        masks = None if self._constraints is None else self._constraints.masks(launched.sequences)
+        in_flight = self._sampler.launch(launched.logits, launched.sequences, self._previous, masks)
+        self._previous = in_flight.sampled
+        return in_flight
+
+    def forget(self, request_id: str) -> None:
+        """Drop the request's seed and the state of its constraint."""
+        self._sampler.forget(request_id)
+        if self._constraints is not None:
+            self._constraints.forget(request_id)
+
+    def _sources(self, step: Step, packed: PackedStep) -> NDArray[np.int64]:
+        """Return int64[T]: for each PENDING token, its row among those sampled before; 0 elsewhere."""
+        sources = np.zeros(len(packed.input_ids), dtype=np.int64)
+        ends = packed.cu_seqlens[1:] - 1
+        for chunk, last in zip(step.chunks, ends.tolist(), strict=True):
+            if packed.input_ids[last] == PENDING:
+                assert self._previous is not None, "the step before sampled it"
+                sources[last] = self._previous.row_of[chunk.sequence]
+        return sources

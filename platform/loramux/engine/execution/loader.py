@@ -1,0 +1,250 @@
+"""Loading: a transformers model becomes a runner, with one pool of memory for its KV and its adapters.
+
+The pool takes what the weights and the largest step leave: on a GPU the share `gpu_memory_utilization` of the card, on
+a CPU `pool_bytes`. Its pages are as large as `block_size` tokens' KV of all layers, and adapters lie in the same pages.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from loramux.bundle import SamplingDefaults
+from loramux.engine.execution.attention import KvLayout, UnsupportedModel, probe_layers
+from loramux.engine.execution.checkpoint import load_checkpoint, max_positions, sampling_defaults
+from loramux.engine.execution.constraints import Constraints
+from loramux.engine.execution.device_sampler import DeviceSampler
+from loramux.engine.execution.fused_layers import fuse_layers
+from loramux.engine.execution.runner import CpuRunner, Forward, Runner
+from loramux.engine.execution.sampler import Sampler
+from loramux.engine.grammars import load_tokenizer
+from loramux.engine.messages import ModelFacts
+from loramux.settings import Settings
+from loramux_adapters import BaseDescription, describe_base
+from loramux_adapters.bank import AdapterBank, Site, slot_bytes
+from loramux_adapters.base import LinearShape, ParameterShape
+from loramux_adapters.base_weights import BaseWeights
+from loramux_adapters.experts import expert_sites
+from loramux_adapters.install import install
+from loramux_kernels import RANK_TILE
+from loramux_kernels.device import runs_triton, zeros_in_large_pages
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_CPU_POOL = 2 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A base model that is ready to serve."""
+
+    runner: Runner
+    constraints: Constraints | None
+    """None where grammars cannot read the model's tokenizer."""
+    base: BaseDescription
+    weights: BaseWeights
+    """The base's weights, which adapters are fitted to."""
+    facts: ModelFacts
+    weight_bytes: int
+    """Bytes of weights that a step reads at least once."""
+
+
+def load_model(settings: Settings) -> LoadedModel:
+    """Load `settings.model` and give the rest of the memory to one pool.
+
+    Raises UnsupportedModel for a checkpoint that would be served wrong, and for settings that do not fit the machine.
+    """
+    directory = Path(settings.model.path)
+    torch.set_num_threads(settings.engine.num_threads or len(os.sched_getaffinity(0)))
+    model = load_checkpoint(directory, settings.model.dtype, choose_device(settings.engine.device))
+    return assemble(model, describe_base(directory), settings, sampling_defaults(directory))
+
+
+def assemble(
+    model: PreTrainedModel, base: BaseDescription, settings: Settings, defaults: SamplingDefaults | None = None
+) -> LoadedModel:
+    """Make `model`, which `base` describes, ready to serve where it is; its linears are replaced.
+
+    Raises UnsupportedModel where `settings` do not fit it.
+    """
+    model.eval().requires_grad_(False)
+    if settings.model.quantization == "int8" and model.device.type != "cpu":
+        raise UnsupportedModel(
+            'model.quantization = "int8" is served on CPUs only; remove it or set engine.device = "cpu".'
+        )
+    layout, activation_bytes = _probe(model, settings)
+    max_model_len = _max_model_len(settings, model)
+    sites = {
+        name: Site(i, shape.in_features, shape.out_features) for i, (name, shape) in enumerate(base.modules.items())
+    }
+    sites |= expert_sites(base.parameters, len(sites))
+    # The pool is not touched before it is used, so memory that no page ever held is never really taken.
+    num_bytes = settings.engine.pool_bytes or DEFAULT_CPU_POOL
+    if settings.engine.pool_bytes is None and model.device.type == "cuda":
+        num_bytes = _gpu_pool_bytes(settings, model, layout, activation_bytes, len(sites))
+    elements = _pool_elements(num_bytes, model, layout)
+    pool = _new_pool(elements, model.dtype, model.device)
+    num_pages = pool.numel() // layout.page_elements
+    _ensure_tiles_fit(base, layout)
+    bank = AdapterBank(
+        pool, layout.page_elements, sites, settings.adapters.max_rank, max_slots=num_pages, vocabulary=base.vocabulary
+    )
+    weights = install(model, base, bank, settings.model.quantization)
+    weight_bytes = _bytes_read(model) + weights.packed_bytes
+    fuse_layers(model, layout.layers)
+    eos = _eos_token_ids(model)
+    vocab_size = model.config.get_text_config().vocab_size
+    vocabulary = load_tokenizer(Path(settings.model.path), vocab_size, eos)
+    constraints = None if vocabulary is None else Constraints(vocabulary, eos)
+    runner = _runner(Forward(model, layout.views(pool), bank), settings, eos, max_model_len, constraints)
+    facts = ModelFacts(
+        max_model_len=max_model_len,
+        vocab_size=vocab_size,
+        eos_token_ids=eos,
+        dtype=str(model.dtype).removeprefix("torch."),
+        pages_total=num_pages,
+        block_size=settings.engine.block_size,
+        sampling_defaults=defaults or SamplingDefaults(),
+    )
+    logger.info(
+        "serving %s in %s on %s, linears in %s, %.2f GB of weights a step: %d pages of %d tokens",
+        settings.model.served_model_name,
+        facts.dtype,
+        model.device,
+        facts.dtype if settings.model.quantization == "none" else settings.model.quantization,
+        weight_bytes / 1e9,
+        num_pages,
+        facts.block_size,
+    )
+    return LoadedModel(runner, constraints, base, weights, facts, weight_bytes)
+
+
+def _new_pool(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type == "cpu":
+        return zeros_in_large_pages(elements, dtype)
+    return torch.empty(elements, dtype=dtype, device=device)
+
+
+def choose_device(name: str) -> torch.device:
+    """Return the device that `engine.device` names, and make it the current one of this thread.
+
+    Streams, events and Triton launches go to the current device: a model on cuda:1 under device 0 would mix both.
+    """
+    has_gpu = torch.cuda.is_available()
+    kind, _, index = ("cuda" if has_gpu else "cpu", "", "") if name == "auto" else name.partition(":")
+    if kind == "cpu" and not index:
+        return torch.device("cpu")
+    if kind != "cuda" or not (index.isdecimal() or name in ("auto", "cuda")):
+        raise UnsupportedModel(f"engine.device = {name!r} is not one of auto, cpu, cuda and cuda:0, cuda:1, ...")
+    if not has_gpu:
+        raise UnsupportedModel(
+            f"engine.device = {name!r}, and torch sees no GPU: check the driver and the build of torch, or set cpu."
+        )
+    if int(index or 0) >= torch.cuda.device_count():
+        raise UnsupportedModel(f"engine.device = {name!r}, and this machine has {torch.cuda.device_count()} GPUs.")
+    device = torch.device("cuda", int(index or 0))
+    torch.cuda.set_device(device)
+    return device
+
+
+def _probe(model: PreTrainedModel, settings: Settings) -> tuple[KvLayout, int]:
+    """Return the KV's layout in a page and, on a GPU, the memory that the largest step takes beside the pool."""
+    on_gpu = model.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(model.device)
+    before = torch.cuda.memory_allocated(model.device) if on_gpu else 0
+    with torch.inference_mode():
+        shapes = probe_layers(model, settings.engine.max_num_batched_tokens if on_gpu else 2)
+    peak = torch.cuda.max_memory_allocated(model.device) if on_gpu else 0
+    if on_gpu:
+        torch.cuda.empty_cache()  # so that what is free is what the driver says is free
+    return KvLayout(shapes, settings.engine.block_size), peak - before
+
+
+def _runner(
+    forward: Forward, settings: Settings, eos: tuple[int, ...], max_model_len: int, constraints: Constraints | None
+) -> Runner:
+    """Return the runner for the pool's device."""
+    engine, pool = settings.engine, forward.bank.pool
+    if not runs_triton(pool):
+        return CpuRunner(forward, Sampler(eos), constraints, engine.block_size)
+    # Only where it runs: it needs triton.
+    from loramux.engine.execution.gpu_runner import GpuRunner
+
+    return GpuRunner.build(forward, DeviceSampler(eos, pool.device), constraints, engine, max_model_len)
+
+
+def _gpu_pool_bytes(
+    settings: Settings, model: PreTrainedModel, layout: KvLayout, activation_bytes: int, num_sites: int
+) -> int:
+    """Return what gpu_memory_utilization leaves beside weights, activations and an adapter table row for each page."""
+    free, total = torch.cuda.mem_get_info(model.device)
+    left = int(free - (1 - settings.engine.gpu_memory_utilization) * total) - activation_bytes
+    page_bytes = layout.page_elements * model.dtype.itemsize
+    return left * page_bytes // (page_bytes + slot_bytes(num_sites, settings.adapters.max_rank))
+
+
+def _pool_elements(num_bytes: int, model: PreTrainedModel, layout: KvLayout) -> int:
+    page_bytes = layout.page_elements * model.dtype.itemsize
+    num_pages = num_bytes // page_bytes
+    if model.device.type == "cpu" and num_bytes > (memory := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
+        raise UnsupportedModel(
+            f"engine.pool_bytes = {num_bytes} is more than this machine's {memory} bytes of memory: the engine would "
+            f"be killed as the pool fills. Set what the weights and the rest of the server leave."
+        )
+    if num_pages < 1:
+        raise UnsupportedModel(
+            f"A pool of {num_bytes} bytes is less than one page of {page_bytes}; raise engine.pool_bytes"
+            f" or, on a GPU, engine.gpu_memory_utilization."
+        )
+    return num_pages * layout.page_elements
+
+
+def _ensure_tiles_fit(base: BaseDescription, layout: KvLayout) -> None:
+    """Refuse pages that cannot hold the widest rank tile: valid adapters could not be loaded."""
+    shapes: list[LinearShape | ParameterShape] = [*base.modules.values(), *base.parameters.values()]
+    widest = RANK_TILE * max(max(shape.in_features, shape.out_features) for shape in shapes)
+    if widest > layout.page_elements:
+        needed = -(-widest * layout.block_size // layout.page_elements)
+        raise UnsupportedModel(
+            f"engine.block_size = {layout.block_size} makes pages too small for this base's adapters; use {needed}+."
+        )
+
+
+def _bytes_read(model: PreTrainedModel) -> int:
+    """Return the bytes of weights that a step reads: without an embedding that is not the head too."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings().weight
+    tied = head is not None and head.weight is embedding
+    return sum(p.numel() * p.element_size() for p in model.parameters() if tied or p is not embedding)
+
+
+def _max_model_len(settings: Settings, model: PreTrainedModel) -> int:
+    limit = max_positions(model.config)
+    config_limit = model.config.get_text_config().max_position_embeddings
+    wanted = settings.engine.max_model_len or limit
+    if wanted > limit:
+        why = "; beyond them its rotary factors depend on each sequence's length" if limit < config_limit else ""
+        raise UnsupportedModel(
+            f"engine.max_model_len = {wanted} is more than the {limit} positions that this base is served with{why}. "
+            f"Set it to {limit} or less."
+        )
+    if limit < config_limit and not settings.engine.max_model_len:
+        logger.warning(
+            "max_model_len is %d, not the %d of config.json: beyond it the base's rotary factors would depend on each "
+            "sequence's length",
+            limit,
+            config_limit,
+        )
+    return wanted
+
+
+def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    for config in (model.generation_config, model.config.get_text_config()):
+        if (eos := getattr(config, "eos_token_id", None)) is not None:
+            return tuple(eos) if isinstance(eos, list | tuple) else (eos,)
+    return ()

@@ -1,0 +1,216 @@
+"""One step through the model: the step as arrays, one forward pass, and the interface that the pipeline runs steps by.
+
+A step's chunks are packed one after the other into `[total_tokens]` rows without padding. Rows of one adapter are
+contiguous, base rows come last, and `cu_seqlens` says which rows belong to which sequence: the layout of
+FlashAttention's variable-length kernels and of Punica's segmented LoRA. transformers sees a batch of one.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from loramux.engine.execution.attention import AttentionStep
+from loramux.engine.execution.constraints import Constraints, TokenMasks
+from loramux.engine.execution.sampler import Sampler
+from loramux.engine.messages import TokenEvent
+from loramux.engine.scheduling.step import BASE_SLOT, Chunk, Step
+from loramux_adapters.bank import AdapterBank
+from loramux_adapters.extras import StepExtras
+from loramux_kernels import AttentionBatch, KvLayer, Segments
+
+Ints = NDArray[np.signedinteger[Any]]
+
+
+class LaunchedStep(Protocol):
+    """A step that was started."""
+
+    def sample(self) -> None:
+        """Start the choice of its tokens, where the launch left it until the tokens of the step before are known."""
+
+    def events(self) -> list[TokenEvent]:
+        """Return an event with its token for each of `step.sampling`, and for each accepted draft behind it, in row
+        order; waits until the device has them."""
+
+
+class Runner(Protocol):
+    """Starts steps, in order."""
+
+    runs_ahead: bool
+    """True where a step may be launched before the tokens of the one before it have been read."""
+
+    @property
+    def bank(self) -> AdapterBank:
+        """The adapters that steps may name."""
+
+    def launch(self, step: Step) -> LaunchedStep:
+        """Start a step."""
+
+    def forget(self, request_id: str) -> None:
+        """Drop what was kept for a request that has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedStep:
+    """A step's T rows over S chunks, as arrays on the host."""
+
+    input_ids: Ints
+    """int64[T]; PENDING where the host has yet to learn the token."""
+    position_ids: Ints
+    """int64[T]"""
+    slot_mapping: Ints
+    """int64[T]; page * block_size + offset of each token."""
+    cu_seqlens: Ints
+    """int32[S + 1]"""
+    context_lens: Ints
+    """int32[S]; tokens of context after the step."""
+    block_table: Ints
+    """int32[S, most pages of a sequence]; 0 past a sequence's last page, where nothing reads."""
+    sampled_rows: Ints
+    """int64: the last own row of each chunk that samples, and its drafts' rows, in row order."""
+    segments: Segments | None
+    """None where no row has an adapter."""
+
+    @property
+    def decodes(self) -> bool:
+        """Is every row a sequence of its own that samples?"""
+        return len(self.input_ids) == len(self.sampled_rows) == len(self.context_lens)
+
+
+def pack(step: Step, block_size: int) -> PackedStep:
+    """Place the chunks one after the other."""
+    chunks = step.chunks
+    lengths = np.array([c.length for c in chunks], dtype=np.int32)
+    cu_seqlens = np.concatenate(([0], np.cumsum(lengths, dtype=np.int32))).astype(np.int32)
+    positions = np.concatenate([np.arange(c.start, c.end) for c in chunks])
+    block_table = np.zeros((len(chunks), max(len(c.sequence.pages) for c in chunks)), dtype=np.int32)
+    for row, chunk in enumerate(chunks):
+        block_table[row, : len(chunk.sequence.pages)] = chunk.sequence.pages
+    pages = block_table[np.repeat(np.arange(len(chunks)), lengths), positions // block_size].astype(np.int64)
+    sampled = [
+        row for end, c in zip(cu_seqlens[1:].tolist(), chunks, strict=True) for row in range(end - c.num_sampled, end)
+    ]
+    return PackedStep(
+        input_ids=np.array([token for chunk in chunks for token in chunk.token_ids], dtype=np.int64),
+        position_ids=positions,
+        slot_mapping=pages * block_size + positions % block_size,
+        cu_seqlens=cu_seqlens,
+        context_lens=np.array([c.end for c in chunks], dtype=np.int32),
+        block_table=block_table,
+        sampled_rows=np.array(sampled, dtype=np.int64),
+        segments=_segments(step),
+    )
+
+
+def _segments(step: Step) -> Segments | None:
+    runs = [(slot, rows) for slot, rows in step.runs if slot != BASE_SLOT]
+    if not runs:
+        return None
+    ends = np.cumsum([rows for _, rows in runs]).tolist()
+    return Segments(cu_seqlens=(0, *ends), slots=tuple(slot for slot, _ in runs))
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """The tensors that a forward reads, on its device; T rows."""
+
+    input_ids: torch.Tensor
+    """int64[T]"""
+    position_ids: torch.Tensor
+    """int64[T]"""
+    batch: AttentionBatch
+    sampled_rows: torch.Tensor
+    """int64: the rows whose logits are wanted."""
+
+
+class Forward:
+    """A model whose linears serve `bank` and whose attention reads and writes `layers`."""
+
+    def __init__(self, model: nn.Module, layers: list[KvLayer], bank: AdapterBank) -> None:
+        self.bank = bank
+        self._model = model
+        self._layers = layers
+
+    def __call__(self, inputs: StepInputs, segments: Segments | None, extras: StepExtras | None = None) -> torch.Tensor:
+        """Return the logits `[len(sampled_rows), vocab]`; wider where an adapter of the step has more tokens.
+
+        `extras` holds what the step's adapters have besides LoRA pairs on linears: vectors, biases, vocabulary rows.
+        """
+        with self.bank.serving(segments, extras):
+            logits: torch.Tensor = self._model(
+                input_ids=inputs.input_ids[None],
+                position_ids=inputs.position_ids[None],
+                use_cache=False,
+                logits_to_keep=inputs.sampled_rows,
+                attention_step=AttentionStep(self._layers, inputs.batch),
+            ).logits[0]
+        if extras is not None:
+            extras.forbid_unknown(logits, self.bank.num_tokens)
+        return logits
+
+
+class CompletedStep:
+    """A step whose tokens are known."""
+
+    def __init__(self, events: list[TokenEvent]) -> None:
+        self._events = events
+
+    def sample(self) -> None:
+        """Do nothing: they are chosen."""
+
+    def events(self) -> list[TokenEvent]:
+        """Return them; never waits."""
+        return self._events
+
+
+class CpuRunner:
+    """Runs each step to its end and samples on the host: on a CPU there is no device that could work meanwhile."""
+
+    runs_ahead = False
+
+    def __init__(self, forward: Forward, sampler: Sampler, constraints: Constraints | None, block_size: int) -> None:
+        self._sampler = sampler
+        self._constraints = constraints
+        self._masking = ThreadPoolExecutor(1, thread_name_prefix="masks")
+        self._forward = forward
+        self._block_size = block_size
+
+    @property
+    def bank(self) -> AdapterBank:
+        """The adapters that steps may name."""
+        return self._forward.bank
+
+    @torch.inference_mode()
+    def launch(self, step: Step) -> CompletedStep:
+        """Run one forward and choose the tokens of `step.sampling`."""
+        packed = pack(step, self._block_size)
+        extras = self.bank.extras_of(packed.segments, packed.sampled_rows)
+        tables = (packed.cu_seqlens, packed.context_lens, packed.block_table, packed.slot_mapping)
+        inputs = StepInputs(
+            input_ids=torch.from_numpy(packed.input_ids),
+            position_ids=torch.from_numpy(packed.position_ids),
+            batch=AttentionBatch(*map(torch.from_numpy, tables)),
+            sampled_rows=torch.from_numpy(packed.sampled_rows),
+        )
+        masks = self._start_masks(step.sampling)
+        logits = self._forward(inputs, packed.segments, extras)
+        return CompletedStep(self._sampler.sample(logits, step.sampling, masks.result() if masks is not None else None))
+
+    def forget(self, request_id: str) -> None:
+        """Drop what sampling keeps of the request, and the state of its constraint."""
+        self._sampler.forget(request_id)
+        if self._constraints is not None:
+            self._constraints.forget(request_id)
+
+    def _start_masks(self, chunks: list[Chunk]) -> Future[TokenMasks | None] | None:
+        """Fill the masks on another thread while the model runs."""
+        if self._constraints is None or not any(chunk.sequence.request.constraint for chunk in chunks):
+            return None
+        drafts = {chunk.sequence: list(chunk.drafts) for chunk in chunks if chunk.drafts}
+        return self._masking.submit(self._constraints.masks, [chunk.sequence for chunk in chunks], drafts)

@@ -1,0 +1,324 @@
+"""Sampling on the host: penalties, bias, temperature, top-k, top-p, min-p, and one random number for each token.
+
+Tokens that a request's constraint does not allow are removed first, as if the model did not know them; log
+probabilities are those of the allowed tokens.
+
+The order is then the OpenAI API's and vLLM's: penalties and bias change logits, temperature scales them, then top-k,
+top-p and min-p each remove tokens from what is left. A draw depends on the request's seed and its number of generated
+tokens alone: not on the rows beside it, nor on which engine has generated the tokens before.
+
+A chunk with drafts has a row for each of them as well (speculative decoding). Each row's token is chosen from the
+model's distribution behind the tokens before it, with the draw of its place in the answer, as if it ran alone; the next
+row counts only where the token is the draft that this row was computed with. So an answer is the same with drafts and
+without, seeded or not: nothing has to be corrected as in rejection sampling (Leviathan et al., 2023).
+
+A vocabulary has 150,000 tokens and every sampled row pays for its passes over them, so one request's parameters can
+delay every row of the step: nothing sorts the vocabulary, draws a number for each token, or counts a history from its
+beginning.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import secrets
+import struct
+from collections.abc import Mapping
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+import torch
+
+from loramux.engine.execution.constraints import TokenMasks
+from loramux.engine.messages import EngineFault, TokenEvent, TopLogprob
+from loramux.engine.request import SamplingParams
+from loramux.engine.scheduling.sequence import Sequence
+from loramux.engine.scheduling.step import Chunk
+from loramux_kernels.token_mask import forbid_tokens
+
+_NEVER = float("-inf")
+
+MIN_TEMPERATURE = 1e-4
+"""Lower temperatures count as this one: the same tokens."""
+
+LARGEST = torch.finfo(torch.float32).max
+
+
+SMALL = 4096
+"""Tokens that are sorted as they are; more are cut down by a histogram first."""
+
+BINS, REACH = 4096, 40.0
+"""Bins of the nucleus' histogram, and how far below the best it reaches: exp(-40) is below float32's precision."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """A token and, where asked for, its log probability and its most likely alternatives."""
+
+    token_id: int
+    logprob: float | None = None
+    top: list[TopLogprob] | None = None
+
+
+class RequestState:
+    """Everything that sampling keeps of one request from token to token."""
+
+    def __init__(self, params: SamplingParams, vocab: int) -> None:
+        self.seed = secrets.randbits(64) if params.seed is None else params.seed & 0xFFFF_FFFF_FFFF_FFFF
+        self.bias = (
+            torch.tensor(list(params.logit_bias), dtype=torch.long),
+            torch.tensor(list(params.logit_bias.values()), dtype=torch.float64),
+        )
+        self._counts_output = bool(params.presence_penalty or params.frequency_penalty)
+        self.counts = torch.zeros(vocab if self._counts_output else 0)
+        """Times that each token was generated."""
+        self.seen = torch.zeros(vocab if params.repetition_penalty != 1.0 else 0, dtype=torch.bool)
+        """True for tokens of the prompt and the output."""
+        self._num_counted = 0
+
+    def count(self, sequence: Sequence) -> None:
+        """Count the tokens since the last call; token ids are only ever appended."""
+        done, self._num_counted = self._num_counted, max(self._num_counted, len(sequence.token_ids))
+        if len(self.seen):
+            self.seen[torch.tensor(sequence.token_ids[done:], dtype=torch.long)] = True
+        if self._counts_output:
+            fresh = torch.tensor(sequence.token_ids[max(done, sequence.num_prompt_tokens) :], dtype=torch.long)
+            self.counts.index_add_(0, fresh, torch.ones(len(fresh)))
+
+    def accept(self, token_id: int) -> None:
+        """Count a draft that the sequence gets only when the step is committed; the next row of the chunk follows
+        it."""
+        self._num_counted += 1
+        if len(self.seen):
+            self.seen[token_id] = True
+        if self._counts_output:
+            self.counts[token_id] += 1.0
+
+
+class Sampler:
+    """Chooses the tokens of rows. A request's draws depend on its seed and its tokens' number, and nothing else."""
+
+    def __init__(self, eos_token_ids: tuple[int, ...]) -> None:
+        self.eos_token_ids = eos_token_ids
+        self._states: dict[str, RequestState] = {}
+
+    def sample(self, logits: torch.Tensor, chunks: Items[Chunk], masks: TokenMasks | None = None) -> list[TokenEvent]:
+        """Return the events of chunks that sample: one for each, and one more for each draft that is accepted.
+
+        `logits` `[rows, vocab]`, any float dtype, are those of the chunks' sampled rows in order; `masks` removes
+        tokens from them in place. A row without a finite maximum, before or after steering, has no token to choose: its
+        event is a fault, and the other chunks are sampled.
+        """
+        if not chunks:
+            return []
+        faults: Mapping[int, EngineFault] = {}
+        if masks is not None:
+            forbid_tokens(logits, torch.from_numpy(masks.rows), torch.from_numpy(masks.words))
+            faults = masks.faults
+        highest, most_likely = logits.max(dim=-1)  # NaN wins over every number, so one look at the maximum finds it
+        is_finite, best = highest.isfinite().tolist(), most_likely.tolist()
+        events: list[TokenEvent] = []
+        first = 0
+        for chunk in chunks:
+            sequence = chunk.sequence
+            for offset, draft in enumerate((*chunk.drafts, None)):
+                row, num_output = first + offset, sequence.num_output_tokens + offset
+                token: SampledToken | None = None
+                has_token = is_finite[row] and row not in faults
+                if has_token and is_plain_greedy(sequence, num_output):
+                    token = SampledToken(best[row])
+                elif has_token:
+                    token = self._choose(logits[row].float(), sequence, num_output)
+                # A token outside the vocabulary would raise in the next step, which other requests share.
+                if token is None or not 0 <= token.token_id < logits.shape[1]:
+                    events.append(fault_event(sequence, faults.get(row)))
+                    break
+                events.append(token_event(sequence, token, self.eos_token_ids))
+                if token.token_id != draft or events[-1].finish_reason is not None:
+                    break
+                if state := self._states.get(sequence.id):
+                    state.accept(draft)
+            first += 1 + len(chunk.drafts)
+        return events
+
+    def forget(self, request_id: str) -> None:
+        """Drop the state of a request that has ended."""
+        self._states.pop(request_id, None)
+
+    def _choose(self, logits: torch.Tensor, sequence: Sequence, num_output: int) -> SampledToken | None:
+        """Return the token of one row, behind `num_output` generated ones; None where steering leaves none to
+        choose."""
+        params = sequence.request.sampling
+        state = self._states.get(sequence.id)
+        if state is None:
+            state = self._states[sequence.id] = RequestState(params, len(logits))
+        steered = self._forbid_early_end(steer(logits, sequence, state), sequence, num_output)
+        highest = steered.max()
+        if not highest.isfinite():
+            return None
+        if params.greedy:
+            token_id = int(steered.argmax())
+        else:
+            # Differences from the best are at most 0, so that the division can only overflow to -inf.
+            temperature = min(max(params.temperature, MIN_TEMPERATURE), LARGEST)
+            values, token_ids = keep((steered - highest) / temperature, params)
+            drawn = draw(values, uniform(state.seed, num_output))
+            token_id = drawn if token_ids is None else int(token_ids[drawn])
+        if params.logprobs is None:
+            return SampledToken(token_id)
+        total = logits.logsumexp(dim=-1)
+        values, ids = logits.topk(params.logprobs)
+        top = top_logprobs(ids.tolist(), (values - total).tolist())
+        return SampledToken(token_id, float(logits[token_id] - total), top)
+
+    def _forbid_early_end(self, logits: torch.Tensor, sequence: Sequence, num_output: int) -> torch.Tensor:
+        ends = [i for i in forbidden_ends(sequence, num_output, self.eos_token_ids) if i < logits.numel()]
+        if not ends:
+            return logits
+        return logits.index_fill(0, torch.tensor(ends, dtype=torch.long, device=logits.device), _NEVER)
+
+
+def top_logprobs(token_ids: list[int], logprobs: list[float]) -> list[TopLogprob]:
+    """Return the alternatives of a position; a token that is not allowed is none."""
+    return [TopLogprob(*pair) for pair in zip(token_ids, logprobs, strict=True) if pair[1] > _NEVER]
+
+
+def token_event(sequence: Sequence, token: SampledToken, eos_token_ids: tuple[int, ...]) -> TokenEvent:
+    """Return the event of one sampled token, with `stop` where it ends the answer."""
+    params = sequence.request.sampling
+    ends = sequence.request.eos_token_ids or eos_token_ids
+    ends_at_eos = not params.ignore_eos or sequence.request.constraint is not None  # it allows an end where it is met
+    ended = token.token_id in params.stop_token_ids or (token.token_id in ends and ends_at_eos)
+    return TokenEvent(
+        request_id=sequence.id,
+        token_id=token.token_id,
+        logprob=token.logprob,
+        top_logprobs=token.top,
+        finish_reason="stop" if ended else None,
+    )
+
+
+def fault_event(sequence: Sequence, fault: EngineFault | None = None) -> TokenEvent:
+    """Return the end of an answer whose next token cannot be chosen: for `fault`, or its logits are NaN or infinite."""
+    model = "adapter" if sequence.digest else "base model"
+    fault = fault or EngineFault(
+        "adapter_not_finite" if sequence.digest else "internal_error",
+        f"The {model} computed logits that are not finite numbers, so the answer cannot be continued; "
+        f"its weights may be too large for the number format that the server computes in.",
+        field="model" if sequence.digest else None,
+    )
+    return TokenEvent(request_id=sequence.id, finish_reason="error", fault=fault)
+
+
+def forbidden_ends(sequence: Sequence, num_output: int, eos_token_ids: tuple[int, ...]) -> set[int]:
+    """Return the tokens that would end the answer, of `num_output` tokens so far, before it has `min_tokens`; a
+    constraint's masks forbid them."""
+    params = sequence.request.sampling
+    if num_output >= params.min_tokens or sequence.request.constraint is not None:
+        return set()
+    return {*(sequence.request.eos_token_ids or eos_token_ids), *params.stop_token_ids}
+
+
+def is_plain_greedy(sequence: Sequence, num_output: int) -> bool:
+    """Is the token behind `num_output` generated ones the most likely one, with nothing to change or report?"""
+    p = sequence.request.sampling
+    return (
+        p.greedy
+        and p.logprobs is None
+        and not p.logit_bias
+        and (p.repetition_penalty, p.presence_penalty, p.frequency_penalty) == (1.0, 0.0, 0.0)
+        and num_output >= p.min_tokens
+    )
+
+
+def steer(logits: torch.Tensor, sequence: Sequence, state: RequestState) -> torch.Tensor:
+    """Return one row of float32 logits `[vocab]` after penalties and bias, in a new tensor.
+
+    The repetition penalty (Keskar et al., 2019) counts tokens of the prompt and the output; presence and frequency
+    penalties count tokens of the output only, as in the OpenAI API. What leaves float32's range is set to its limit;
+    -inf stays.
+    """
+    p = sequence.request.sampling
+    state.count(sequence)
+    logits = logits.clone()
+    if len(state.seen):
+        seen = state.seen.nonzero()[:, 0]
+        values = logits[seen].double()
+        logits[seen] = _bounded(torch.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty))
+    if len(state.counts):
+        written = state.counts.nonzero()[:, 0]
+        frequency, presence = (min(max(f, -LARGEST), LARGEST) for f in (p.frequency_penalty, p.presence_penalty))
+        penalty = frequency * state.counts[written].double() + presence
+        logits[written] = _bounded(logits[written].double() - penalty)
+    ids, terms = state.bias
+    if len(ids):
+        logits[ids] = _bounded(logits[ids].double() + terms)
+    return logits
+
+
+def _bounded(values: torch.Tensor) -> torch.Tensor:
+    """Return float64 `values` as float32: at its limits where they are beyond; -inf, which forbids a token, stays."""
+    return torch.where(values == _NEVER, values, values.clamp(-LARGEST, LARGEST)).float()
+
+
+def keep(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the logits and ids of the tokens that top_k, top_p and min_p allow; ids None where all are.
+
+    Equals of the k-th stay with it. The most likely token always stays.
+    """
+    ids: torch.Tensor | None = None
+    if 0 < params.top_k < logits.numel():
+        lowest = logits.topk(params.top_k, sorted=False).values.min()
+        ids = (logits >= lowest).nonzero()[:, 0]
+        logits = logits[ids]
+    for share, chosen in ((1.0 - params.top_p, _nucleus), (params.min_p, _above_min_p)):
+        if share > 0.0:
+            kept = chosen(logits, params)
+            logits, ids = logits[kept], kept if ids is None else ids[kept]
+    return logits, ids
+
+
+def _nucleus(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """Return the ascending indices of the most likely tokens that hold top_p together (Holtzman et al., 2020).
+
+    A token is excluded when those before it, by logit and then by index, already hold top_p. A histogram of the mass
+    over distances from the best finds the bin in which that happens; only this bin is sorted.
+    """
+    distance = logits.max() - logits
+    weight = torch.exp(-distance).double()
+    target = params.top_p * weight.sum()
+    if len(logits) <= SMALL:
+        sure, edge = distance.new_zeros(0, dtype=torch.long), torch.arange(len(logits))
+        before = target.new_zeros(())
+    else:
+        # The last bin takes all that is further away. `distance` is inf for forbidden tokens, and so is clamped first.
+        bins = (distance.clamp(max=REACH) * ((BINS - 1) / REACH)).long()
+        mass = torch.bincount(bins, weights=weight, minlength=BINS).cumsum(0)
+        found = int(torch.searchsorted(mass, target).clamp(max=BINS - 1))
+        sure, edge = (bins < found).nonzero()[:, 0], (bins == found).nonzero()[:, 0]
+        before = mass[found - 1] if found else mass.new_zeros(())
+    order = edge[torch.sort(distance[edge], stable=True).indices]
+    held = before + weight[order].cumsum(0) - weight[order]
+    inside = held < target
+    inside[0] |= len(sure) == 0
+    return torch.cat((sure, order[inside])).sort().values
+
+
+def _above_min_p(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """Return the indices of the tokens whose probability is at least min_p of the best token's."""
+    return (logits >= logits.max() + math.log(min(params.min_p, 1.0))).nonzero()[:, 0]
+
+
+def uniform(seed: int, step: int) -> float:
+    """Return the number in [0, 1) that a request with `seed` draws for its token number `step`: a hash of both."""
+    digest = hashlib.blake2b(struct.pack("<QQ", seed, step), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
+def draw(logits: torch.Tensor, number: float) -> int:
+    """Draw an index from softmax(logits): the first at which the cumulated weight exceeds `number` of the sum."""
+    weights = torch.exp(logits - logits.max())
+    sums = weights.double().cumsum(0)
+    index = int(torch.searchsorted(sums, number * sums[-1], right=True))
+    # Rounding may carry the product to the sum itself; the last index with any weight is right then.
+    return index if index < len(weights) else int(weights.nonzero()[-1])

@@ -1,0 +1,214 @@
+"""Pages: the one pool that KV and adapters share, the cached pages of the prefix tree, and the pages of a sequence.
+
+Page ids are plain integers; the memory that they stand for is the runner's. This module holds data structures only; the
+other modules of the package act on them.
+"""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from loramux.engine.memory.ranking import NEVER_USED
+from loramux.engine.request import KvIdentity, Request
+
+
+class PageUse(enum.StrEnum):
+    """The purpose for which a page is taken."""
+
+    KV = "kv"
+    ADAPTER = "adapter"
+
+
+class OutOfPages(RuntimeError):
+    """More pages were taken than are free: the caller did not check the budget first."""
+
+
+class PagePool:
+    """Hand out page ids; every page has exactly one holder or none."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._taken = dict.fromkeys(PageUse, 0)
+
+    @property
+    def num_free(self) -> int:
+        """Pages that nothing holds."""
+        return len(self._free)
+
+    def num_taken(self, use: PageUse) -> int:
+        """Pages held for `use`."""
+        return self._taken[use]
+
+    def take(self, count: int, use: PageUse) -> list[int]:
+        """Take `count` pages; raises OutOfPages, and takes none, when fewer are free."""
+        if count > len(self._free):
+            raise OutOfPages(f"{count} pages wanted for {use}, {len(self._free)} of {self.num_pages} free")
+        split = len(self._free) - count
+        taken = self._free[split:][::-1]
+        del self._free[split:]
+        self._taken[use] += count
+        return taken
+
+    def give_back(self, pages: Iterable[int], use: PageUse) -> None:
+        """Return pages taken for `use`."""
+        returned = list(pages)
+        self._free.extend(reversed(returned))
+        self._taken[use] -= len(returned)
+        assert self._taken[use] >= 0, "a page was given back twice"
+
+
+@dataclass(frozen=True, slots=True)
+class PageCosts:
+    """Seconds that a page of KV takes to compute, and to copy over the host link, as measured."""
+
+    compute_seconds: Callable[[int], float]
+    """Seconds that a number of tokens take in steps that run anyway; 0 before the steps' time is known."""
+    block_size: int
+    copy_seconds: float | None
+    """Seconds to copy a page one way; None where nothing is ever copied."""
+    assumed: float
+    """`recompute` before both times are known."""
+
+    @property
+    def recompute(self) -> float:
+        """Time to compute a page's tokens, over the time that the page takes over the link."""
+        seconds = self.compute_seconds(self.block_size)
+        return seconds / self.copy_seconds if seconds and self.copy_seconds else self.assumed
+
+
+# ---- the prefix tree
+
+Tokens = tuple[int, ...]
+"""The block_size token ids of a page; compared whole, so that no two texts are ever taken for one."""
+
+
+@dataclass(eq=False, slots=True)
+class PrefixTree:
+    """All pages cached under one identity. No edge leads from one tree into another."""
+
+    identity: KvIdentity
+    children: dict[Tokens, CachedPage] = field(default_factory=dict)
+    num_pages: int = 0
+    closed: bool = False
+    """Its revision was retired: no lookup finds it, and its pages go with their last users."""
+    num_published: int = 0
+    """Pages ever."""
+    num_reused: int = 0
+    """The number of them that were ever found again."""
+
+    @property
+    def reuse_share(self) -> float:
+        """Estimated chance that a new page of this tree is found again (Laplace's rule of succession)."""
+        return (self.num_reused + 1) / (self.num_published + 2)
+
+    def __iter__(self) -> Iterator[CachedPage]:
+        """Every page, parents before children."""
+        found = list(self.children.values())
+        for page in found:
+            yield page
+            found += page.children.values()
+
+
+@dataclass(eq=False, slots=True)
+class CachedPage:
+    """KV of block_size tokens in their context. A user of a page uses all pages that lead to it."""
+
+    tree: PrefixTree
+    parent: CachedPage | None
+    tokens: Tokens
+    page: int
+    """Page number in the pool; -1 once it was evicted."""
+    users: int = 0
+    """Running sequences whose block tables begin with it."""
+    recency: float = NEVER_USED
+    reused: bool = False
+    children: dict[Tokens, CachedPage] = field(default_factory=dict)
+
+    @property
+    def siblings(self) -> dict[Tokens, CachedPage]:
+        """The pages that continue its parent, itself included."""
+        return self.tree.children if self.parent is None else self.parent.children
+
+    @property
+    def is_evicted(self) -> bool:
+        """Its KV is gone; that of its parents may still be there."""
+        return self.page < 0
+
+    @property
+    def is_leaf(self) -> bool:
+        """True if it may be evicted: no sequence uses it and no page builds on it."""
+        return not (self.users or self.children)
+
+
+# ---- a sequence's share
+
+
+class SequenceKv:
+    """The tokens of a sequence, how many of them have KV, and the pages that hold it."""
+
+    __slots__ = (
+        "activation",
+        "num_cached",
+        "num_computed",
+        "num_ever_computed",
+        "num_prompt_tokens",
+        "num_saved",
+        "pages",
+        "prefix_pages",
+        "request",
+        "swap_slots",
+        "token_ids",
+    )
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
+        """Prompt and output."""
+        self.num_prompt_tokens = len(request.prompt_token_ids)
+        """Tokens the client sent."""
+        self.num_computed = 0
+        """Leading tokens whose KV is in `pages`."""
+        self.num_ever_computed = len(self.token_ids) - 1 if request.output_token_ids else 0
+        """Leading tokens that had been computed, or found in the cache, when it last began to run: free from then
+        on. So are those that another engine had computed, but for the last, which leads to the next token."""
+        self.num_cached = 0
+        """Prompt tokens found in the cache before the sequence had computed them itself."""
+        self.pages: array[int] = array("i")
+        """The block table: page i holds tokens [i * block_size, (i + 1) * block_size). An array, for the runner copies
+        it into a tensor in every step."""
+        self.prefix_pages: list[CachedPage] = []
+        """The cached pages that `pages` begins with; while it waits, those that it could begin with."""
+        self.swap_slots: list[int] = []
+        """The host's copy of its KV while it waits: slot i holds the tokens that page i held."""
+        self.num_saved = 0
+        """Leading tokens whose KV is in `swap_slots`."""
+        self.activation: int | None = None
+        """The first token that an activated LoRA serves; the tokens before it, and their KV, are the
+        base's. None: one model serves them all."""
+
+    @property
+    def kv_identity(self) -> KvIdentity:
+        """The identity under which the KV of the first `num_shareable` tokens is shared."""
+        return self.request.kv_identity if self.activation is None else self.request.base_kv_identity
+
+    @property
+    def num_shareable(self) -> int:
+        """Tokens whose KV others may use: behind an invocation KV depends on where the invocation stands."""
+        return len(self.token_ids) if self.activation is None else min(self.activation, len(self.token_ids))
+
+    def resume_from_prefix(self, block_size: int) -> None:
+        """Begin to run behind the KV of `prefix_pages`."""
+        self.pages = array("i", [page.page for page in self.prefix_pages])
+        self.num_computed = len(self.pages) * block_size
+        self.num_cached += max(0, min(self.num_computed, self.num_prompt_tokens) - self.num_ever_computed)
+        self.num_ever_computed = max(self.num_ever_computed, self.num_computed)
+
+    def drop_kv(self) -> array[int]:
+        """Forget the KV (preemption, end) and return the pages that held it."""
+        self.num_ever_computed = max(self.num_ever_computed, self.num_computed)
+        pages, self.pages, self.num_computed = self.pages, array("i"), 0
+        return pages

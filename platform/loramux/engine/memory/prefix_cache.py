@@ -1,0 +1,175 @@
+"""The prefix cache: full pages of KV, kept for sequences that begin with the same tokens under the same identity.
+
+A tree per identity (tenant and revision) whose edges are whole pages of tokens, as in vLLM's automatic prefix caching
+and SGLang's RadixAttention. Only full pages are shared, so a shared page is never written again. Eviction takes leaves
+only, in order of the recency of use; `PagePool` pages of the cache count as free (see `memory`).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from operator import attrgetter
+
+from loramux.engine.memory.pages import CachedPage, PageCosts, PagePool, PageUse, PrefixTree, SequenceKv
+from loramux.engine.memory.ranking import Ranking, used_at
+from loramux.engine.memory.residency import Residency
+from loramux.engine.metrics import Counters
+from loramux.engine.request import KvIdentity
+
+
+class PrefixCache:
+    """The KV pages that more than one sequence may read."""
+
+    def __init__(
+        self, pool: PagePool, residency: Residency, costs: PageCosts, counters: Counters, *, enabled: bool
+    ) -> None:
+        self.num_idle = 0
+        """Cached pages that no running sequence uses."""
+        self.is_enabled = enabled
+        self._pool = pool
+        self._residency = residency
+        self._block_size = costs.block_size
+        self._costs = costs
+        self._counters = counters
+        self._trees: dict[KvIdentity, PrefixTree] = {}
+        self._leaves: Ranking[CachedPage, float] = Ranking(attrgetter("recency"))
+
+    # questions
+
+    @property
+    def eviction_candidate(self) -> CachedPage | None:
+        """The unused leaf to evict first."""
+        return self._leaves.first()
+
+    def retention_score(self, page: CachedPage) -> float:
+        """log2 of expected uses x cost of computing the page again, in the time that it takes over the host link."""
+        return page.recency + math.log2(self._costs.recompute)
+
+    def largest_trees(self, limit: int) -> list[PrefixTree]:
+        """Return the `limit` trees that hold most pages, the largest first."""
+        return heapq.nlargest(limit, self._trees.values(), key=attrgetter("num_pages"))
+
+    # one sequence
+
+    def look_up(self, sequence: SequenceKv) -> None:
+        """Find the pages that a waiting `sequence` could begin with now: its `prefix_pages`, which this does not
+        reserve.
+
+        At least one token is left to compute, for there must be logits. A second call continues where the first ended.
+        """
+        prefix, size = sequence.prefix_pages, self._block_size
+        while prefix and (prefix[-1].is_evicted or prefix[-1].tree.closed):
+            prefix.pop()
+        tree = self._trees.get(sequence.kv_identity)
+        if tree is None:
+            return
+        children = prefix[-1].children if prefix else tree.children
+        most = min(len(sequence.token_ids) - 1, sequence.num_shareable)
+        for end in range((len(prefix) + 1) * size, most + 1, size):
+            if not children or (found := children.get(tuple(sequence.token_ids[end - size : end]))) is None:
+                return
+            prefix.append(found)
+            children = found.children
+
+    def acquire(self, sequence: SequenceKv) -> None:
+        """Begin to run `sequence` with its `prefix_pages`, which stay until it is released."""
+        prefix = sequence.prefix_pages
+        if prefix:
+            self._leaves.drop(prefix[-1])
+            now = self._residency.now
+            for page in prefix:
+                self._use(page, now)
+        sequence.resume_from_prefix(self._block_size)
+
+    def publish(self, sequence: SequenceKv) -> None:
+        """Let others find the pages that `sequence` has filled. Where an equal page exists already, use that one."""
+        assert self.is_enabled, "a cache that keeps nothing is not asked to"
+        prefix, size = sequence.prefix_pages, self._block_size
+        most = min(sequence.num_computed, sequence.num_shareable)
+        for end in range((len(prefix) + 1) * size, most + 1, size):
+            tokens = tuple(sequence.token_ids[end - size : end])
+            parent = prefix[-1] if prefix else None
+            tree = parent.tree if parent else self._tree(sequence.kv_identity)
+            found = (parent or tree).children.get(tokens)
+            if found is None:
+                found = self._add(CachedPage(tree, parent, tokens, sequence.pages[len(prefix)], users=1))
+            else:
+                self._pool.give_back([sequence.pages[len(prefix)]], PageUse.KV)
+                sequence.pages[len(prefix)] = found.page
+                self._leaves.drop(found)
+                self._use(found, self._residency.now)
+            prefix.append(found)
+
+    def release(self, sequence: SequenceKv) -> None:
+        """Give back the own pages of a `sequence` that stops; its cached pages stay until their room is needed."""
+        prefix, pages = sequence.prefix_pages, sequence.drop_kv()
+        self._pool.give_back(pages[len(prefix) :], PageUse.KV)
+        while prefix:
+            page = prefix.pop()
+            page.users -= 1
+            self.num_idle += not page.users
+            if page.is_leaf and page.tree.closed:
+                self._remove(page)
+            elif page.is_leaf:
+                self._leaves.put(page)
+
+    # room
+
+    def evict(self, page: CachedPage) -> None:
+        """Give back a leaf; its parent may become one."""
+        self._remove(page)
+        self._counters.kv_evictions += 1
+        if page.parent is not None and page.parent.is_leaf:
+            self._leaves.put(page.parent)
+
+    def retire(self, digest: str) -> None:
+        """Close the trees of a deleted revision and give back their unused pages."""
+        for identity in [identity for identity in self._trees if identity.digest == digest]:
+            tree = self._trees.pop(identity)
+            tree.closed = True
+            for page in reversed(list(tree)):
+                if page.is_leaf:
+                    self._remove(page)
+
+    def _tree(self, identity: KvIdentity) -> PrefixTree:
+        tree = self._trees.get(identity)
+        if tree is None:
+            tree = self._trees[identity] = PrefixTree(identity)
+        return tree
+
+    def _add(self, page: CachedPage) -> CachedPage:
+        tree = page.tree
+        page.recency = self._residency.now + math.log2(tree.reuse_share)
+        page.siblings[page.tokens] = page
+        tree.num_published += 1
+        tree.num_pages += 1
+        if tree.num_pages == 1 and tree.identity.digest is not None:
+            self._residency.add_tree(tree.identity.digest)
+        return page
+
+    def _use(self, page: CachedPage, now: float) -> None:
+        page.recency = used_at(page.recency, now)
+        self.num_idle -= not page.users
+        page.users += 1
+        if not page.reused:
+            page.reused = True
+            page.tree.num_reused += 1
+
+    def _remove(self, page: CachedPage) -> None:
+        assert page.is_leaf, "a page that is in use, or built upon, stays"
+        tree = page.tree
+        self._leaves.drop(page)
+        del page.siblings[page.tokens]
+        self._pool.give_back([page.page], PageUse.KV)
+        page.page = -1
+        self.num_idle -= 1
+        tree.num_pages -= 1
+        if not tree.num_pages:
+            self._drop(tree)
+
+    def _drop(self, tree: PrefixTree) -> None:
+        if not tree.closed:
+            del self._trees[tree.identity]
+        if tree.identity.digest is not None:
+            self._residency.remove_tree(tree.identity.digest)

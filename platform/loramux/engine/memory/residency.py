@@ -1,0 +1,521 @@
+"""The adapters in the pool: inspected and loaded off the step loop, pinned while in use, evicted on demand.
+
+    INSPECTING -> KNOWN -> LOADING -> READY        FAILED: from an inspection or a load, tried again after a quarantine
+                    ^---- evicted ------'
+
+- **A load is a claim.** A load is started for one waiting sequence, and the revision stays pinned from the first page
+  taken until a sequence runs under it (or the claim is released). Without that, two cold revisions that do not fit side
+  by side evict each other before either has served anything, for ever.
+- **Eviction** takes unpinned revisions in order of GreedyDual-Size-Frequency: recency of use, plus the logarithm of
+  what a miss costs a page. Revisions with cached KV under them go after that KV, revisions that a waiting request wants
+  after all others.
+- **Bounded time**: an inspection or a load that takes longer than `load_timeout` is cancelled, and its revision FAILED.
+- **Bounded memory**: a revision that holds no pages and that no request wants is forgotten once MAX_DORMANT others were
+  used after it. Its size is then read again.
+"""
+
+from __future__ import annotations
+
+import enum
+import heapq
+import math
+import queue
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol, TypeVar
+
+from loramux.engine.memory.pages import PagePool, PageUse
+from loramux.engine.memory.ranking import NEVER_USED, Ranking, used_at
+from loramux.engine.metrics import Counters
+from loramux.engine.request import AdapterRef
+
+T = TypeVar("T")
+
+MAX_DORMANT = 16_384
+"""Revisions remembered beside those that hold pages or are wanted."""
+
+
+class Inspected(NamedTuple):
+    """Facts of a revision, known once its files were checked."""
+
+    num_pages: int
+    """Pages that it takes."""
+    invocation: tuple[int, ...] | None = None
+    """Tokens that activate an activated LoRA."""
+
+
+class StoreJob(Future[T]):
+    """A store's work under way. It can be cancelled until its result is being written into the pool."""
+
+    started_at: float | None = None
+    """The time at which a thread began it, by the engine's clock; None: it waits for one."""
+
+
+class AdapterStore(Protocol):
+    """The source of weights. Every method returns at once; the work is done on other threads."""
+
+    def inspect(self, ref: AdapterRef) -> StoreJob[Inspected]:
+        """Check the files, and so bring them into the host's memory."""
+        ...
+
+    def fill(self, ref: AdapterRef, pages: list[int]) -> StoreJob[int]:
+        """Read the weights into `pages`; the result is the bank slot that serves them."""
+        ...
+
+    def drop(self, slot: int) -> None:
+        """Forget a slot; its pages are about to be given back."""
+        ...
+
+    def forget(self, digest: str) -> None:
+        """Keep nothing of a deleted revision."""
+        ...
+
+
+class AdapterState(enum.Enum):
+    """The stages of a revision's way into the pool."""
+
+    INSPECTING = enum.auto()
+    KNOWN = enum.auto()
+    """Its files are on disk and its size is known; it holds no pages."""
+    LOADING = enum.auto()
+    """Pages held, weights on their way."""
+    READY = enum.auto()
+    FAILED = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class ResidencyPolicy:
+    """Retries, loads at a time, and how use is remembered."""
+
+    first_retry: float = 1.0
+    """Seconds before a failed revision is tried again (its quarantine); doubled with every failure in a row."""
+    last_retry: float = 600.0
+    half_life: float = 300.0
+    """Seconds after which a use counts half."""
+    max_loading: int = 4
+    """Loads under way at a time; the others wait in the scheduler's order."""
+    load_timeout: float = 120.0
+    """Seconds that an inspection or a load may take, once a thread has begun it."""
+    overhead_pages: float = 8.0
+    """Cost of a load beside its bytes, in the time that a page takes."""
+
+    def quarantine(self, failures: int) -> float:
+        """Return the seconds to wait after `failures` failures in a row."""
+        return min(self.last_retry, self.first_retry * 2.0 ** min(failures - 1, 64))
+
+
+@dataclass(eq=False, slots=True)
+class Resident:
+    """One revision."""
+
+    ref: AdapterRef
+    pending: StoreJob[Inspected] | StoreJob[int] | None = None
+    """An inspection, or a load."""
+    state: AdapterState = AdapterState.INSPECTING
+    num_pages: int = 0
+    invocation: tuple[int, ...] | None = None
+    pages: list[int] = field(default_factory=list)
+    slot: int | None = None
+    users: int = 0
+    """Running sequences under it, and one for a permanent pin."""
+    wanted_by: int = 0
+    """Waiting and running requests, and permanent pins."""
+    is_claimed: bool = False
+    """True while it is loaded or loading for a sequence that has not run yet."""
+    num_trees: int = 0
+    """Prefix trees with cached KV under it; it is no leaf before they are empty."""
+    recency: float = NEVER_USED
+    loading_since: float = 0.0
+    is_retired: bool = False
+    failures: int = 0
+    retry_at: float = 0.0
+    reason: str = ""
+
+    def retention_score(self, overhead_pages: float) -> float:
+        """log2 of expected uses x cost of a miss / pages; a page's way over the host link costs one."""
+        return self.recency + math.log2(1.0 + overhead_pages / max(self.num_pages, 1))
+
+
+class Residency:
+    """The revisions that were asked for, and the pages of those that are in the pool."""
+
+    def __init__(
+        self,
+        pool: PagePool,
+        store: AdapterStore,
+        clock: Callable[[], float],
+        policy: ResidencyPolicy | None = None,
+        counters: Counters | None = None,
+        wake: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`wake` is called from the store's threads when an inspection or a load has ended and `poll` would say so."""
+        self.clock = clock
+        self.num_loading = 0
+        self.counters = Counters() if counters is None else counters
+        self._pool = pool
+        self._store = store
+        self._policy = policy or ResidencyPolicy()
+        self._wake = wake
+        self._known: dict[str, Resident] = {}
+        self._resident: dict[str, None] = {}
+        self._ended: queue.SimpleQueue[Resident] = queue.SimpleQueue()
+        self._awaited: set[str] = set()
+        """Revisions that are wanted and not READY."""
+        self._timeouts: list[tuple[float, int, Resident, StoreJob[Inspected] | StoreJob[int]]] = []
+        """A heap of the times at which jobs under way are looked at, and a number that makes them distinct."""
+        self._num_jobs = 0
+        self._idle: dict[str, Resident] = {}
+        self._idle_pages = 0
+        self._unwanted_pages = 0
+        self._kept: dict[str, int] = {}
+        self._dormant: OrderedDict[str, Resident] = OrderedDict()
+        self._by_score: Ranking[Resident, tuple[bool, bool, float]] = Ranking(
+            lambda resident: (resident.num_trees > 0, resident.wanted_by > 0, self.retention_score(resident))
+        )
+
+    # questions
+
+    def state(self, digest: str) -> AdapterState:
+        """The stage of a wanted revision."""
+        return self._known[digest].state
+
+    def is_known(self, digest: str) -> bool:
+        """Was it asked for, and not forgotten since?"""
+        return digest in self._known
+
+    def has_failed(self, digest: str) -> bool:
+        """Is it known and FAILED?"""
+        return digest in self._known and self._known[digest].state is AdapterState.FAILED
+
+    def failure(self, digest: str) -> str:
+        """Return why it FAILED, and when it is tried again."""
+        failed = self._known[digest]
+        wait = max(0.0, failed.retry_at - self.clock())
+        return f"{failed.reason} It failed {failed.failures} times in a row and is tried again in {wait:.0f} s."
+
+    def is_in_use(self, digest: str) -> bool:
+        """Does a running sequence, or a permanent pin, use it?"""
+        return digest in self._known and self._known[digest].users > 0
+
+    def num_pages(self, digest: str) -> int:
+        """Pages it takes; 0 while INSPECTING."""
+        return self._known[digest].num_pages
+
+    def invocation(self, digest: str) -> tuple[int, ...] | None:
+        """The tokens that switch it on, where it is an activated LoRA whose files have been checked."""
+        return self._known[digest].invocation
+
+    def expected_wait(self, digest: str) -> float:
+        """Seconds until a wanted revision is likely to be READY, by the mean of the loads so far."""
+        resident, counters = self._known.get(digest), self.counters
+        if not counters.adapter_loads or (resident and resident.state is AdapterState.READY):
+            return 0.0
+        loading = resident if resident and resident.state is AdapterState.LOADING else None
+        spent = self.clock() - loading.loading_since if loading else 0.0
+        return max(0.0, counters.adapter_load_seconds.total / counters.adapter_loads - spent)
+
+    @property
+    def resident(self) -> Collection[str]:
+        """The revisions that hold pages: READY, or on their way."""
+        return self._resident.keys()
+
+    @property
+    def num_resident(self) -> int:
+        """Revisions that hold pages."""
+        return len(self._resident)
+
+    @property
+    def kept(self) -> Collection[str]:
+        """The revisions that permanent pins hold."""
+        return self._kept.keys()
+
+    @property
+    def num_known(self) -> int:
+        """Revisions that are remembered."""
+        return len(self._known)
+
+    @property
+    def awaits_any(self) -> bool:
+        """Does a request wait for a revision that is not READY?"""
+        return bool(self._awaited)
+
+    @property
+    def is_saturated(self) -> bool:
+        """Are as many loads under way as may be?"""
+        return self.num_loading >= self._policy.max_loading
+
+    @property
+    def now(self) -> float:
+        """Half-lives: the clock that recency is measured by."""
+        return self.clock() / self._policy.half_life
+
+    @property
+    def idle_pages(self) -> int:
+        """Pages of unpinned revisions."""
+        return self._idle_pages
+
+    @property
+    def unwanted_pages(self) -> int:
+        """Pages of unpinned revisions that no request waits for either."""
+        return self._unwanted_pages
+
+    @property
+    def eviction_candidate(self) -> Resident | None:
+        """The unpinned revision to evict first: one without KV under it, then one that no request waits for."""
+        return self._by_score.first()
+
+    def retention_score(self, resident: Resident) -> float:
+        """Expected saving of a page of it."""
+        return resident.retention_score(self._policy.overhead_pages)
+
+    def pinned_pages(self, candidate: str | None = None) -> int:
+        """Pages of every revision that is in use, claimed or loading, and of `candidate` as if it were."""
+        pinned = self._pool.num_taken(PageUse.ADAPTER) - self._idle_pages
+        resident = self._known.get(candidate) if candidate else None
+        if resident is None or (resident.pages and candidate not in self._idle):
+            return pinned
+        return pinned + resident.num_pages
+
+    def kept_pages(self, besides: str | None = None) -> int:
+        """Pages that permanent pins hold."""
+        if not self._kept:
+            return 0
+        return sum(pages for digest, pages in self._kept.items() if digest != besides)
+
+    # requests come and go
+
+    def acquire(self, ref: AdapterRef) -> None:
+        """Note a request for `ref`: learn its size, if that is unknown; try a FAILED one again after its quarantine."""
+        resident = self._known.get(ref.digest)
+        if resident is None:
+            resident = self._known[ref.digest] = Resident(ref)
+            self._inspect(resident)
+        elif resident.state is AdapterState.FAILED and self.clock() >= resident.retry_at:
+            self._inspect(resident)
+        self.counters.adapter_hits += resident.state is AdapterState.READY
+        self.counters.adapter_misses += resident.state is not AdapterState.READY
+        self._count_unwanted(resident, -1)
+        resident.wanted_by += 1
+        self._count_unwanted(resident, +1)
+        self._note_awaited(resident)
+        self._dormant.pop(ref.digest, None)
+        resident.is_retired = False
+        resident.recency = used_at(resident.recency, self.now)
+
+    def release(self, digest: str) -> None:
+        """Note that a request for it has ended, in whatever way."""
+        resident = self._known[digest]
+        self._count_unwanted(resident, -1)
+        resident.wanted_by -= 1
+        self._count_unwanted(resident, +1)
+        self._note_awaited(resident)
+        self._rank(resident)
+        self._forget_if_unneeded(resident)
+
+    def load(self, digest: str, *, claimed: bool = False) -> None:
+        """Start to load a KNOWN revision; the pages it takes are free."""
+        resident = self._known[digest]
+        resident.pages = self._pool.take(resident.num_pages, PageUse.ADAPTER)
+        self._resident[digest] = None
+        self.num_loading += 1
+        resident.state = AdapterState.LOADING
+        resident.is_claimed = claimed
+        resident.loading_since = self.clock()
+        self._start(resident, self._store.fill(resident.ref, resident.pages))
+
+    def release_claim(self, digest: str) -> None:
+        """Unpin what was loaded for a sequence: it runs now, or runs no more."""
+        if (resident := self._known.get(digest)) is not None and resident.is_claimed:
+            resident.is_claimed = False
+            self._update_idle(resident)
+            self._forget_if_unneeded(resident)
+
+    def pin(self, digest: str) -> int:
+        """Keep a READY revision until it is unpinned as often; returns its slot."""
+        resident = self._known[digest]
+        assert resident.slot is not None, "only a READY revision is pinned"
+        resident.users += 1
+        self._update_idle(resident)
+        return resident.slot
+
+    def unpin(self, digest: str) -> None:
+        """Undo one `pin`; the weights stay until their room is needed."""
+        resident = self._known[digest]
+        resident.users -= 1
+        self._update_idle(resident)
+        self._forget_if_unneeded(resident)
+
+    def keep(self, digest: str) -> None:
+        """Pin a READY revision permanently, until `unkeep`."""
+        self.pin(digest)
+        self._kept[digest] = self.num_pages(digest)
+
+    def unkeep(self, digest: str) -> None:
+        """Undo `keep`."""
+        del self._kept[digest]
+        self.unpin(digest)
+
+    @property
+    def next_timeout(self) -> float:
+        """The time of the next look at a job under way; inf where there is none."""
+        return self._timeouts[0][0] if self._timeouts else math.inf
+
+    def poll(self) -> list[str]:
+        """Take over inspections and loads that have ended; return the revisions that they belong to."""
+        self._cancel_expired()
+        digests = []
+        while not self._ended.empty():
+            resident = self._ended.get()
+            self._conclude(resident)
+            digests.append(resident.ref.digest)
+        while self._timeouts and self._timeouts[0][3].done():
+            heapq.heappop(self._timeouts)
+        return digests
+
+    def evict(self, resident: Resident) -> None:
+        """Give back the pages of an unpinned revision; it is loaded again when it is wanted."""
+        self._release_pages(resident, AdapterState.KNOWN)
+        self.counters.adapter_evictions += 1
+        self._forget_if_unneeded(resident)
+
+    def add_tree(self, digest: str) -> None:
+        """A tree of KV has begun under it."""
+        self._known[digest].num_trees += 1
+
+    def remove_tree(self, digest: str) -> None:
+        """A tree of KV under it has become empty."""
+        if resident := self._known.get(digest):
+            resident.num_trees -= 1
+            self._rank(resident)
+            self._forget_if_unneeded(resident)
+
+    def retire(self, digest: str) -> None:
+        """Free the pages of a deleted revision as soon as nothing uses them."""
+        if resident := self._known.get(digest):
+            resident.is_retired = True
+            self._forget_if_unneeded(resident)
+
+    # loads and inspections
+
+    def _inspect(self, resident: Resident) -> None:
+        resident.state = AdapterState.INSPECTING
+        self._start(resident, self._store.inspect(resident.ref))
+
+    def _start(self, resident: Resident, pending: StoreJob[Inspected] | StoreJob[int]) -> None:
+        resident.pending = pending
+
+        def end(_: Future[Inspected] | Future[int]) -> None:
+            # First the entry, then the wake-up: the other way round the loop could look, find nothing, and sleep.
+            self._ended.put(resident)
+            self._wake()
+
+        pending.add_done_callback(end)
+        self._look_again(self.clock() + self._policy.load_timeout, resident, pending)
+
+    def _look_again(self, at: float, resident: Resident, pending: StoreJob[Inspected] | StoreJob[int]) -> None:
+        self._num_jobs += 1
+        heapq.heappush(self._timeouts, (at, self._num_jobs, resident, pending))
+
+    def _cancel_expired(self) -> None:
+        """Cancel jobs that were begun too long ago. One that is being written ends soon: writing waits for nothing."""
+        now, timeout = self.clock(), self._policy.load_timeout
+        while self.next_timeout <= now:
+            _, _, resident, pending = heapq.heappop(self._timeouts)
+            if pending.done():
+                continue
+            started_at = pending.started_at
+            ends_at = (now if started_at is None else started_at) + timeout
+            if ends_at > now or not pending.cancel():
+                self._look_again(max(ends_at, now + timeout / 8), resident, pending)
+
+    def _conclude(self, resident: Resident) -> None:
+        pending, resident.pending = resident.pending, None
+        assert pending is not None, "a resident has one task at a time"
+        self.num_loading -= resident.state is AdapterState.LOADING
+        if pending.cancelled():
+            limit = self._policy.load_timeout
+            self._fail(resident, TimeoutError(f"its files could not be read within {limit:g} seconds."))
+        elif error := pending.exception():
+            self._fail(resident, error)
+        elif isinstance(result := pending.result(), Inspected):
+            resident.num_pages, resident.invocation = result
+            resident.state = AdapterState.KNOWN
+        else:
+            resident.slot, resident.state, resident.failures = result, AdapterState.READY, 0
+            self._update_idle(resident)
+            self.counters.adapter_loads += 1
+            self.counters.adapter_load_seconds.observe(self.clock() - resident.loading_since)
+        self._note_awaited(resident)
+        self._forget_if_unneeded(resident)
+
+    def _fail(self, resident: Resident, error: BaseException) -> None:
+        self.counters.adapter_load_failures += 1
+        resident.failures += 1
+        resident.retry_at = self.clock() + self._policy.quarantine(resident.failures)
+        resident.reason = str(error)
+        resident.is_claimed = False
+        self._release_pages(resident, AdapterState.FAILED)
+
+    # which pages may be evicted
+
+    def _update_idle(self, resident: Resident) -> None:
+        digest = resident.ref.digest
+        idle = resident.state is AdapterState.READY and not (resident.users or resident.is_claimed)
+        if idle == (digest in self._idle):
+            return
+        if idle:
+            self._idle[digest] = resident
+            self._idle_pages += resident.num_pages
+            self._count_unwanted(resident, +1)
+            self._by_score.put(resident)
+        else:
+            self._count_unwanted(resident, -1)
+            del self._idle[digest]
+            self._idle_pages -= resident.num_pages
+            self._by_score.drop(resident)
+
+    def _count_unwanted(self, resident: Resident, times: int) -> None:
+        if not resident.wanted_by and resident.ref.digest in self._idle:
+            self._unwanted_pages += times * resident.num_pages
+
+    def _note_awaited(self, resident: Resident) -> None:
+        if resident.wanted_by and resident.state is not AdapterState.READY:
+            self._awaited.add(resident.ref.digest)
+        else:
+            self._awaited.discard(resident.ref.digest)
+
+    def _rank(self, resident: Resident) -> None:
+        """Put it again: something made it easier to evict."""
+        if resident in self._by_score:
+            self._by_score.put(resident)
+
+    def _release_pages(self, resident: Resident, state: AdapterState) -> None:
+        assert not resident.users, "only an unpinned revision may lose its pages"
+        resident.state = state
+        self._update_idle(resident)
+        if resident.slot is not None:
+            self._store.drop(resident.slot)
+        self._resident.pop(resident.ref.digest, None)
+        self._pool.give_back(resident.pages, PageUse.ADAPTER)
+        resident.pages, resident.slot = [], None
+        self._note_awaited(resident)
+
+    def _forget_if_unneeded(self, resident: Resident) -> None:
+        """Forget a retired revision; let one that holds and serves nothing fall asleep, and forget the one asleep
+        longest."""
+        if resident.users or resident.wanted_by or resident.pending or resident.is_claimed:
+            return
+        digest = resident.ref.digest
+        if resident.is_retired:
+            self._release_pages(resident, AdapterState.KNOWN)
+            del self._known[digest]
+            self._dormant.pop(digest, None)
+            self._store.forget(digest)
+        elif not (resident.pages or resident.num_trees):
+            self._dormant[digest] = resident
+            self._dormant.move_to_end(digest)
+            if len(self._dormant) > MAX_DORMANT:
+                oldest, _ = self._dormant.popitem(last=False)
+                del self._known[oldest]

@@ -1,0 +1,103 @@
+"""Measured values: histograms of fixed size, and every counter of the engine in one place.
+
+Each part of the engine is given the one `Counters` and counts in it; `statistics` reads it once a second.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+import msgspec
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+COUNTS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
+
+
+class Distribution(msgspec.Struct, frozen=True, array_like=True):
+    """counts[i] values were at most bounds[i] and above the bound before it; the last count is of those above all."""
+
+    bounds: tuple[float, ...]
+    counts: list[int]
+    total: float
+    """The sum of the values."""
+
+
+@dataclass(slots=True)
+class Histogram:
+    """Count values by `bounds`, which ascend."""
+
+    bounds: tuple[float, ...]
+    counts: list[int] = field(init=False)
+    total: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = [0] * (len(self.bounds) + 1)
+
+    def observe(self, value: float) -> None:
+        """Count one value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def add(self, other: Histogram) -> None:
+        """Count all values of `other`, which has the same bounds."""
+        self.counts = [mine + theirs for mine, theirs in zip(self.counts, other.counts, strict=True)]
+        self.total += other.total
+
+    @property
+    def distribution(self) -> Distribution:
+        """The counts of this moment, as a message."""
+        return Distribution(self.bounds, list(self.counts), self.total)
+
+
+def _seconds() -> Histogram:
+    return Histogram(SECONDS)
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start; what the bill is reconciled against and what the benchmarks read."""
+
+    # steps
+    steps: int = 0
+    prompt_tokens: int = 0
+    """Prompt tokens computed for the first time."""
+    cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache, of requests that got a first token."""
+    recomputed_tokens: int = 0
+    """Tokens computed again after a preemption."""
+    output_tokens: int = 0
+    drafted_tokens: int = 0
+    """Drafted tokens that were verified."""
+    accepted_tokens: int = 0
+    """Drafted tokens that were accepted; `output_tokens` has them too."""
+    distinct_adapters: int = 0
+    """Distinct adapters of the latest step."""
+    max_distinct_adapters: int = 0
+    max_distinct_adapters_beside_base: int = 0
+    step_adapters: Histogram = field(default_factory=lambda: Histogram(COUNTS))
+    adapter_bytes_read: int = 0
+
+    # scheduling
+    preemptions: int = 0
+    refused_over_capacity: int = 0
+    """Requests refused on arrival because their deadline would have been missed."""
+    missed_deadlines: int = 0
+    """Requests whose deadline passed while they waited."""
+    queue_seconds: Histogram = field(default_factory=_seconds)
+    """Time from arrival to the first step."""
+    claims_revoked: int = 0
+    """Loaded adapters whose claim was revoked before a request had run under them, because fairness demanded it."""
+
+    # memory
+    kv_evictions: int = 0
+    kv_pages_swapped_out: int = 0
+    kv_pages_swapped_in: int = 0
+    adapter_loads: int = 0
+    adapter_load_seconds: Histogram = field(default_factory=_seconds)
+    """Time from an adapter's pages being taken to READY."""
+    adapter_hits: int = 0
+    """Requests that found their revision READY on arrival."""
+    adapter_misses: int = 0
+    adapter_evictions: int = 0
+    adapter_load_failures: int = 0

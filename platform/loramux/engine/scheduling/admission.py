@@ -1,0 +1,264 @@
+"""Admission: which waiting sequences join the batch, which running ones leave for them, whose adapters are loaded.
+
+In the order of the queue (lowest projected service first). A sequence whose adapter is in the pool joins where a row
+and its pages are free. A sequence whose adapter is not starts its load instead, under two conditions that together keep
+any ratio of adapters to memory live:
+
+- it would be admitted now if its adapter were there, so nothing is loaded that cannot run;
+- it fits beside all other claimants, so the set being loaded never exceeds what can run side by side.
+
+The head of the queue holds its place: while it waits for pages, no sequence behind it joins, except claimants, whose
+room is theirs already. While it waits for a row, adapters behind it are loaded, as far as that takes nothing from it.
+
+Every empty plan is followed by progress. If nothing runs and nothing is loading, all claimants are READY; those that
+are not suspended join, for their room is theirs. If all are suspended, the sequence they are ahead of gets its room
+back: their claims are revoked, the newest first, until it fits.
+"""
+
+from __future__ import annotations
+
+from loramux.engine.memory.residency import AdapterState
+from loramux.engine.messages import EngineFault
+from loramux.engine.scheduling.capacity import CapacityPolicy
+from loramux.engine.scheduling.fairness import Flow
+from loramux.engine.scheduling.queue import LOAD_SLOT
+from loramux.engine.scheduling.sequence import Sequence
+from loramux.engine.scheduling.state import SchedulerState, quota_of
+from loramux.engine.scheduling.step import StepBuilder
+
+
+class Admission:
+    """Moves sequences between the queue and the batch. It keeps no state but that of the plan under way."""
+
+    def __init__(self, state: SchedulerState, capacity: CapacityPolicy) -> None:
+        self._state = state
+        self._capacity = capacity
+        self._policy = state.policy
+        self._queue = state.queue
+        self._residency = state.residency
+        self._blocked: Sequence | None = None
+        """The head that waits for pages or a row, so that no sequence behind it joins; None while the door is open."""
+        self._search_affinity = True
+        """The affinity window may hold a flow that adds no adapter to the batch."""
+        self._any_sits_out = False
+        """A running sequence has no row in this step, so that it may be suspended."""
+
+    def preempt_for_next(self) -> Flow | None:
+        """Preempt, between two steps, the running sequences that must yield to the next one; return its flow.
+
+        Only where the next one can join at once, and where it is enough: otherwise the preemption would be for nothing.
+        """
+        flow = self._queue.first
+        sequence = self._next_of(flow) if flow and not flow.is_suspended else None
+        if sequence is None or self._is_cold(sequence) or self._capacity.is_over_quota(sequence):
+            return None
+        self._prepare(sequence)
+        candidates = self._capacity.preemption_candidates(sequence)
+        if not (candidates and self._capacity.has_pages(sequence, leaving=set(candidates))):
+            return None
+        running, rows = self._state.running, self._state.limits.max_num_seqs
+        while candidates and not (len(running) < rows and self._capacity.has_pages(sequence)):
+            candidate = candidates.pop()
+            if self._capacity.must_yield(candidate, sequence):
+                self._state.preempt(candidate)
+        return flow
+
+    def admit(self, builder: StepBuilder, priority_flow: Flow | None = None) -> None:
+        """Fill `builder` from the queue, from `priority_flow` first, and start loads for the sequences that need
+        one."""
+        self._search_affinity = True
+        self._any_sits_out = len(builder.chunks) < len(self._state.running)
+        self._blocked = self._blocked_claimant()
+        num_seen = 0
+        while num_seen < self._policy.lookahead and (flow := priority_flow or self._choose(builder)):
+            priority_flow = None
+            num_seen += not self._admit_next(flow, builder)
+            if self._blocked is not None and not self._residency.awaits_any:
+                break  # no other may join, and there is nothing to load
+        self._join_claimants(builder)
+        if not (builder.chunks or self._state.running or self._residency.num_loading):
+            self._make_room_for_first(builder)
+        self._queue.reset_skips()
+
+    def _admit_next(self, flow: Flow, builder: StepBuilder) -> bool:
+        """Bring the next sequence of `flow` one stage further; where it cannot be, park or skip the flow."""
+        sequence = self._next_of(flow)
+        if sequence is None:
+            return False
+        is_cold = self._is_cold(sequence)
+        if not is_cold and not self._may_join(sequence):
+            self._queue.skip(flow)
+            return False
+        if reason := self._capacity.never_fits(sequence):
+            self._state.reject(sequence, EngineFault("context_length_exceeded", reason))
+            return True
+        if self._capacity.is_over_quota(sequence):
+            self._queue.park(flow, [quota_of(flow.tenant)])
+        elif self._load(sequence, builder) if is_cold else self._try_to_join(sequence, builder):
+            return True
+        else:
+            if self._blocked is None and not flow.is_suspended and flow is self._queue.first:
+                self._blocked = sequence
+            self._queue.skip(flow)
+        return False
+
+    # choosing
+
+    def _next_of(self, flow: Flow) -> Sequence | None:
+        """The first sequence of `flow` that does not wait for its files or for a place among the loads.
+
+        Where all do, the flow is parked: it keeps no other out meanwhile.
+        """
+        events = []
+        for sequence in self._queue.head(flow, self._policy.window):
+            digest = sequence.digest
+            state = AdapterState.READY if digest is None else self._residency.state(digest)
+            if state is AdapterState.READY or (state is AdapterState.KNOWN and not self._residency.is_saturated):
+                return sequence
+            events.append(LOAD_SLOT if state is AdapterState.KNOWN else digest)
+        self._queue.park(flow, events)
+        return None
+
+    def _choose(self, builder: StepBuilder) -> Flow | None:
+        """The first flow; where adapters crowd the batch, the first in its affinity window that adds none.
+
+        The window is searched only where a sequence may join, and once for every adapter that comes into use: else a
+        plan would take time in proportion to the square of `lookahead`.
+        """
+        first = self._queue.first
+        may_join = builder.rows_left and builder.tokens_left and self._blocked is None
+        if first is None or not (may_join and self._search_affinity):
+            return first
+        if self._capacity.adapter_read_ratio() <= self._policy.adapter_overhead_target:
+            return first
+        near = self._queue.first_near(first, self._adds_no_adapter)
+        self._search_affinity = near is not None
+        return near or first
+
+    def _adds_no_adapter(self, flow: Flow) -> bool:
+        digest = self._queue.head(flow)[0].digest
+        return digest is None or self._residency.is_in_use(digest)
+
+    def _is_cold(self, sequence: Sequence) -> bool:
+        return sequence.digest is not None and self._residency.state(sequence.digest) is AdapterState.KNOWN
+
+    def _is_claimant(self, sequence: Sequence) -> bool:
+        return sequence.digest is not None and self._state.claims.get(sequence.digest) is sequence
+
+    def _may_join(self, sequence: Sequence) -> bool:
+        return self._blocked is None or self._blocked is sequence or self._is_claimant(sequence)
+
+    # joining
+
+    def _prepare(self, sequence: Sequence) -> None:
+        """Find out where its adapter sets in, which of its KV is cached, and how long it may get.
+
+        Repeated before it joins, for pages may have been evicted since. A claimant's estimates stay as they were when
+        its load was started: its room was measured by them.
+        """
+        invocation = self._residency.invocation(sequence.digest) if sequence.digest else None
+        if invocation and sequence.activation is None:
+            sequence.activate(invocation)
+        self._state.memory.cache.look_up(sequence)
+        if not self._is_claimant(sequence):
+            self._state.estimate(sequence)
+
+    def _try_to_join(self, sequence: Sequence, builder: StepBuilder) -> bool:
+        flow = sequence.flow
+        if not self._may_join(sequence) or flow.is_suspended:
+            return False
+        if not (builder.tokens_left and self._capacity.has_row(flow, builder)):
+            return False
+        self._prepare(sequence)
+        if not (self._capacity.has_pages_now(sequence) or self._preempt_suspended(sequence, builder)):
+            return False
+        self._join(sequence, builder)
+        return True
+
+    def _join(self, sequence: Sequence, builder: StepBuilder) -> None:
+        self._state.join(sequence)
+        self._search_affinity = True
+        length = min(sequence.num_next, builder.tokens_left)
+        end = sequence.num_computed + length
+        extended = self._state.extend(sequence, end)
+        assert extended, "the budget counts held pages, so that a sequence it admits has its first pages"
+        self._queue.charge(sequence.flow, sequence.take_cost(sequence.num_computed, end))
+        builder.add(sequence, length)
+        builder.joined.append(sequence)
+
+    def _preempt_suspended(self, sequence: Sequence, builder: StepBuilder) -> bool:
+        """Preempt suspended sequences until `sequence` fits: of the most served, the newest first."""
+        if not self._any_sits_out:
+            return False
+        suspended = [s for s in self._state.running if s.flow.is_suspended and s not in builder.chunks]
+        suspended.sort(key=lambda s: (s.flow.group.served, s.flow.served))  # stable, so that pop() takes the newest
+        while suspended:
+            self._state.preempt(suspended.pop())
+            if self._capacity.has_pages(sequence, to_load=self._is_cold(sequence)):
+                return True
+        return False
+
+    # loads and claims
+
+    def _load(self, sequence: Sequence, builder: StepBuilder) -> bool:
+        """Start the load of a cold `sequence` where it could run, and where that takes nothing from a blocked head."""
+        if sequence.flow.is_suspended:
+            return False
+        self._prepare(sequence)
+        blocked = self._blocked
+        if self._capacity.has_pages_now(sequence, to_load=True, after=blocked):
+            return self._start_load(sequence, spare_wanted=blocked is not None)
+        if blocked is not None:
+            return False
+        # Sequences that must yield do so when it joins; until then they run on, if the adapter's pages are free.
+        yielding = set(self._capacity.preemption_candidates(sequence))
+        if yielding and self._capacity.has_pages(sequence, yielding, to_load=True) and self._start_load(sequence):
+            return True
+        return self._preempt_suspended(sequence, builder) and self._start_load(sequence)
+
+    def _start_load(self, sequence: Sequence, *, spare_wanted: bool = False) -> bool:
+        digest = sequence.digest
+        assert digest is not None, "only adapters are cold"
+        if not self._state.memory.load(digest, claimed=True, spare_wanted=spare_wanted):
+            return False
+        self._state.claim(sequence, digest)
+        return True
+
+    def _ready_claimants(self) -> list[Sequence]:
+        claims = self._state.claims.items()
+        return [sequence for digest, sequence in claims if self._state.is_ready_claim(digest)]
+
+    def _blocked_claimant(self) -> Sequence | None:
+        """A claimant whose adapter is READY and whose room others have taken while it loaded: nothing overtakes it.
+
+        One that waits for something else, its turn or its quota, keeps no sequence out.
+        """
+        for sequence in self._ready_claimants():
+            may_join = not (sequence.flow.is_suspended or self._capacity.is_over_quota(sequence))
+            if may_join and not self._capacity.has_pages_now(sequence):
+                return sequence
+        return None
+
+    def _join_claimants(self, builder: StepBuilder) -> None:
+        """Let claimants take the rows that are left, though their turn has not come: their memory is held already."""
+        for sequence in self._ready_claimants():
+            if not self._capacity.is_over_quota(sequence):
+                self._try_to_join(sequence, builder)
+
+    def _make_room_for_first(self, builder: StepBuilder) -> None:
+        """Revoke claims while nothing runs, the newest first, until the first that is not suspended fits."""
+        self._queue.reset_skips()
+        sequence = None
+        while sequence is None and (flow := self._queue.first):
+            sequence = None if flow.is_suspended else self._next_of(flow)
+            if sequence is None or self._capacity.is_over_quota(sequence):
+                sequence = None
+                self._queue.skip(flow)
+        if sequence is None:
+            return
+        for claimant in reversed(self._ready_claimants()):
+            if claimant is not sequence and claimant.digest is not None:
+                self._state.revoke_claim(claimant.digest)
+                self._blocked = None
+                if self._load(sequence, builder) if self._is_cold(sequence) else self._try_to_join(sequence, builder):
+                    return

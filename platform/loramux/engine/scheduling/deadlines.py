@@ -1,0 +1,163 @@
+"""First-token deadlines: predicted when a request arrives, refused early with the numbers, watched while it waits.
+
+A deadline belongs to a *request group*: the choices of one API request. It is decided for the group before any of them
+has begun: refused on arrival where the prediction says it would be missed, or ended when it passes while all of them
+wait. Once one has begun none is ended by it, so a client that reads one choice never gets the request back as failed.
+
+The prediction (`predict_ttft`) takes the longest of three waits: for rows and pages to come free, for the prompts that
+go before, and for the adapter. It knows nothing of later requests or of answers that end early: `WaitBias` corrects it
+by what the flow's requests have seen.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from itertools import accumulate
+
+from loramux.engine.messages import EngineFault
+from loramux.engine.scheduling.capacity import CapacityPolicy
+from loramux.engine.scheduling.estimates import QueuedWork
+from loramux.engine.scheduling.sequence import RequestGroup, Sequence
+from loramux.engine.scheduling.state import SchedulerState
+
+
+class Deadlines:
+    """Decides deadlines; what it has decided is in the groups."""
+
+    def __init__(self, state: SchedulerState, capacity: CapacityPolicy) -> None:
+        self._state = state
+        self._capacity = capacity
+
+    @property
+    def next(self) -> float | None:
+        """The next deadline of a waiting group, by the scheduler's clock."""
+        group = self._state.deadlines.first()
+        return None if group is None else group.start_by
+
+    def check(self, sequence: Sequence) -> EngineFault | None:
+        """Decide for a `sequence` that has just arrived; return why it is refused, with its whole group."""
+        state, group = self._state, self._state.group_of(sequence.request)
+        sequence.group = group
+        if sequence.request.group_started:
+            self._state.start_group(group)
+        if group.is_started or group.refusal is not None or group.start_by is not None:
+            return group.refusal  # decided with the first of the group
+        asked = sequence.request.deadline_ms
+        deadline = state.policy.deadlines_ms.get(sequence.request.service_class) if asked is None else asked
+        if deadline is None:
+            return None
+        group.deadline_ms = deadline
+        sequence.predicted_ttft_s = self.predict_ttft(sequence)
+        wait = 1000.0 * sequence.predicted_ttft_s * sequence.flow.wait_bias.factor
+        if wait <= deadline:
+            group.start_by = sequence.arrival + deadline / 1000.0
+            state.deadlines.put(group)
+            return None
+        group.refusal = EngineFault(
+            "engine_overloaded",
+            f"The server is over capacity: the first token is expected in {wait:.0f} ms and the request's deadline is "
+            f"{deadline} ms. Retry later, or allow more time.",
+            retry_after=max(1, math.ceil((wait - deadline) / 1000.0)),
+        )
+        state.close_group(group)
+        return group.refusal
+
+    def note_start(self, sequence: Sequence, now: float) -> None:
+        """Note that the first step of `sequence` is planned."""
+        if sequence.group is not None and not sequence.group.is_started:
+            self._state.start_group(sequence.group)
+        self._learn(sequence, now)
+
+    def expired(self, now: float) -> list[Sequence]:
+        """Return the sequences of the groups whose deadline has passed before any of them began."""
+        expired: list[Sequence] = []
+        while (group := self._state.deadlines.first()) is not None and group.start_by is not None:
+            if group.start_by > now:
+                break
+            self._state.deadlines.drop(group)
+            group.refusal = _deadline_exceeded(group)
+            for sequence in sorted(group.waiting, key=lambda sequence: sequence.id):
+                self._learn(sequence, now)
+                expired.append(sequence)
+        return expired
+
+    def fault(self, sequence: Sequence) -> EngineFault:
+        """The fault of a sequence whose group has expired."""
+        assert sequence.group is not None, "every accepted sequence has a group"
+        assert sequence.group.refusal is not None, "its group has expired"
+        return sequence.group.refusal
+
+    def predict_ttft(self, candidate: Sequence) -> float:
+        """Seconds until `candidate`, which is not queued yet, has its first token; 0 before the steps' time is known.
+
+        It waits until running sequences have left room for those that are admitted before it; or until every prompt
+        before its own is computed; or for its adapter: the longest counts.
+        """
+        state = self._state
+        if not state.step_time.is_known:
+            return 0.0
+        before = state.queue.work_before(candidate.flow)
+        seconds = self._seconds(self._steps_to_admission(before, candidate), before, candidate.num_uncomputed)
+        return max(seconds, state.residency.expected_wait(candidate.digest) if candidate.digest else 0.0)
+
+    def queue_seconds(self) -> float:
+        """Seconds until all that waits has begun and its prompts are computed; 0 before the steps' time is known."""
+        before = self._state.queue.work
+        return self._seconds(self._steps_to_admission(before), before, 0)
+
+    def prompt_tokens(self, before: QueuedWork) -> float:
+        """Prompt tokens to compute, of the running sequences and of `before`."""
+        return sum(s.num_uncomputed for s in self._state.running if s.num_uncomputed > 1) + before.prompt
+
+    def _seconds(self, steps_to_admission: float, before: QueuedWork, own_prompt: int) -> float:
+        """Time of the steps until the work `before` is admitted and every prompt is computed."""
+        state = self._state
+        decoding = min(len(state.running) + before.requests, state.limits.max_num_seqs)
+        prompts = self.prompt_tokens(before) + own_prompt
+        chunk = max(1.0, state.limits.max_num_batched_tokens - decoding)
+        steps = max(steps_to_admission, prompts / chunk)
+        return state.step_time.seconds(math.ceil(steps), steps * decoding + prompts)
+
+    def _steps_to_admission(self, before: QueuedWork, candidate: Sequence | None = None) -> float:
+        """Steps until enough has come free, at one token a step; none for the sequences that must yield to it."""
+        state, budget = self._state, self._state.budget
+        yields = self._capacity.must_yield
+        left_of = {s: 0 if candidate and yields(s, candidate) else s.likely_left for s in state.running}
+        running = sorted(left_of, key=left_of.__getitem__)
+        pinned = state.residency.pinned_pages(candidate.digest if candidate else None)
+        requests, kv_tokens = before.requests, before.kv_tokens
+        if candidate:
+            requests, kv_tokens = requests + 1.0, kv_tokens + candidate.likely_len
+        rows = len(running) + requests - state.limits.max_num_seqs
+        pages = budget.kv_peak(running) + kv_tokens / budget.block_size - (budget.num_pages - budget.watermark - pinned)
+        left = [left_of[sequence] for sequence in running]
+        freed = [budget.pages_for(len(sequence.token_ids) + sequence.likely_left) for sequence in running]
+        generation = before.output / max(before.requests, 1.0)
+        return max(_steps_until(rows, [1] * len(left), left, generation), _steps_until(pages, freed, left, generation))
+
+    def _learn(self, sequence: Sequence, now: float) -> None:
+        if sequence.predicted_ttft_s is not None:
+            sequence.flow.wait_bias.add(now - sequence.arrival, sequence.predicted_ttft_s)
+
+
+def _deadline_exceeded(group: RequestGroup) -> EngineFault:
+    return EngineFault(
+        "deadline_exceeded",
+        f"The request's deadline of {group.deadline_ms} ms passed while it waited, and nothing of it was run. Retry "
+        f"later, or allow more time.",
+        retry_after=1,
+    )
+
+
+def _steps_until(needed: float, freed: list[int], left: list[int], generation: float) -> float:
+    """Steps until the sequences that end have freed `needed`.
+
+    The i-th to end frees `freed[i]` after `left[i]` steps. The sequence that takes its place is like it, and takes
+    `generation` steps: so the same comes free again and again.
+    """
+    if needed <= 0.0 or not freed:
+        return 0.0
+    rounds = math.ceil(needed / sum(freed)) - 1
+    last = bisect_left(list(accumulate(freed)), needed - rounds * sum(freed))
+    return rounds * generation + left[min(last, len(left) - 1)]

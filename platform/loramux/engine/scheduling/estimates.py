@@ -1,0 +1,222 @@
+"""Estimates that planning is based on: the time of a step, the length of an answer, the work that waits.
+
+None of them is a promise. They decide how memory is planned, in which order tenants are admitted and which deadlines
+can be met; a wrong estimate costs a preemption or a refusal, never a wrong answer.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+
+
+class StepTimeModel:
+    """Seconds of a step = fixed + per_token * tokens: least squares over the latest steps, exponentially weighted."""
+
+    MEMORY = 64.0
+    """Steps after which a measurement counts for 1/e."""
+    ENOUGH = 4.0
+    """Measured steps from which a prediction is worth something."""
+    SPREAD = 1e-3
+    """Relative variance of the tokens in a step below which the two terms cannot be told apart."""
+
+    def __init__(self) -> None:
+        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+
+    @property
+    def is_known(self) -> bool:
+        """Were enough steps measured?"""
+        return self._weight >= self.ENOUGH
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """Count a step of `tokens` tokens that took `seconds`."""
+        keep = 1.0 - 1.0 / self.MEMORY
+        self._weight = keep * self._weight + 1.0
+        self._x = keep * self._x + tokens
+        self._y = keep * self._y + seconds
+        self._xx = keep * self._xx + tokens * tokens
+        self._xy = keep * self._xy + tokens * seconds
+
+    def seconds(self, steps: float, tokens: float) -> float:
+        """Expected time of `steps` steps with `tokens` tokens in all; 0 before enough is known."""
+        if not self.is_known:
+            return 0.0
+        fixed, per_token = self._line()
+        return steps * fixed + tokens * per_token
+
+    def compute_seconds(self, tokens: int) -> float:
+        """Expected time of `tokens` more tokens in steps that run anyway; 0 before enough is known."""
+        return self.seconds(0, tokens)
+
+    def _line(self) -> tuple[float, float]:
+        """(fixed, per_token), neither of them negative."""
+        x, y = self._x / self._weight, self._y / self._weight
+        variance = self._xx / self._weight - x * x
+        slope = (self._xy / self._weight - x * y) / variance if variance > self.SPREAD * x * x else 0.0
+        per_token = min(max(slope, 0.0), y / x)
+        return y - per_token * x, per_token
+
+
+class DecodeTimes:
+    """Measured seconds of steps without a prompt, as a function of their rows that never falls.
+
+    One mean for a quarter of an octave of row counts, joined by lines. Beyond the most rows that were measured a row
+    takes what a token takes in the steps of all kinds.
+    """
+
+    MEMORY = 16.0
+    """Steps after which a measurement counts for 1/e."""
+    OUTLIER = 2.0
+    """Multiple of the mean at which a measurement is cut off: the process may have been stopped meanwhile."""
+
+    def __init__(self, step_time: StepTimeModel) -> None:
+        self._step_time = step_time
+        self._means: dict[int, tuple[float, float]] = {}
+        """Rows and seconds by quarter of an octave."""
+        self._curve: list[tuple[float, float]] = []
+        """Rows and seconds, both ascending."""
+
+    @property
+    def is_known(self) -> bool:
+        """Was any step measured, and what a token takes?"""
+        return bool(self._means) and self._step_time.is_known
+
+    def observe(self, rows: int, seconds: float) -> None:
+        """Count a step of `rows` decoding and drafted rows."""
+        key = round(4 * math.log2(rows))
+        mean_rows, mean = self._means.get(key, (float(rows), seconds))
+        seconds = min(seconds, self.OUTLIER * mean)
+        self._means[key] = mean_rows + (rows - mean_rows) / self.MEMORY, mean + (seconds - mean) / self.MEMORY
+        self._curve.clear()
+
+    def seconds(self, rows: float) -> float:
+        """Expected time of a step."""
+        curve = self._curve = self._curve or _ascending(self._means.values())
+        index = bisect_left(curve, (rows, 0.0))
+        if index == len(curve):
+            last, seconds = curve[-1]
+            return seconds + self._step_time.seconds(0, rows - last)
+        above, seconds = curve[index]
+        if not index:
+            return seconds
+        below, before = curve[index - 1]
+        return before + (seconds - before) * (rows - below) / (above - below)
+
+
+def _ascending(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the points by x, those whose y falls merged into means (pool adjacent violators)."""
+    merged: list[list[tuple[float, float]]] = []
+    for point in sorted(points):
+        merged.append([point])
+        while len(merged) > 1 and _mean(merged[-2]) >= _mean(merged[-1]):
+            merged[-2:] = [merged[-2] + merged[-1]]
+    return [(x, _mean(pool)) for pool in merged for x, _ in pool]
+
+
+def _mean(points: list[tuple[float, float]]) -> float:
+    return sum(y for _, y in points) / len(points)
+
+
+class OutputLengths:
+    """Expected length of an answer: the mean of its revision's latest answers.
+
+    Before there are enough of them, the mean of all answers; before that, the request's limit. The mean, because what
+    is planned for is a sum: the requests that run together outlive and undercut it in turn. A high quantile of each
+    leaves a twentieth of the pool unused, and spares no preemption (decision 0004).
+    """
+
+    WINDOW = 64
+    """Answers remembered per revision."""
+    ENOUGH = 8
+    """Answers from which a mean is worth something."""
+    MAX_KEYS = 16_384
+    """Revisions remembered; the one whose last answer is oldest is forgotten first."""
+
+    def __init__(self) -> None:
+        self._by_key: OrderedDict[Hashable, _Lengths] = OrderedDict()
+        self._all = _Lengths()
+
+    def record(self, key: Hashable, num_output_tokens: int) -> None:
+        """Count an answer under `key` that came to its own end."""
+        lengths = self._by_key.setdefault(key, _Lengths())
+        self._by_key.move_to_end(key)
+        if len(self._by_key) > self.MAX_KEYS:
+            self._by_key.popitem(last=False)
+        lengths.add(num_output_tokens, self.WINDOW)
+        self._all.add(num_output_tokens, self.WINDOW)
+
+    def expect(self, key: Hashable, max_tokens: int) -> float:
+        """Tokens that a request under `key` that may generate `max_tokens` is expected to generate."""
+        own = self._by_key.get(key)
+        known = (own.mean(self.ENOUGH) if own else None) or self._all.mean(self.ENOUGH)
+        return max_tokens if known is None else min(max_tokens, known)
+
+
+@dataclass(eq=False, slots=True)
+class _Lengths:
+    latest: deque[int] = field(default_factory=deque)
+    total: int = 0
+
+    def add(self, length: int, window: int) -> None:
+        if len(self.latest) == window:
+            self.total -= self.latest.popleft()
+        self.latest.append(length)
+        self.total += length
+
+    def mean(self, enough: int) -> float | None:
+        return self.total / len(self.latest) if len(self.latest) >= enough else None
+
+
+@dataclass(slots=True)
+class QueuedWork:
+    """Expected work of waiting requests, as a sum; one request's, or many's."""
+
+    requests: float = 0.0
+    prompt: float = 0.0
+    """Tokens to prefill."""
+    output: float = 0.0
+    """Tokens to generate."""
+    kv_tokens: float = 0.0
+    """Tokens of KV that they hold at their ends."""
+
+    @property
+    def units(self) -> float:
+        """Service, as it will be charged."""
+        return self.prompt + 2.0 * self.output
+
+    def add(self, other: QueuedWork, times: float = 1.0) -> None:
+        """Count `other`, or a part of it; -1 takes it out again."""
+        self.requests += times * other.requests
+        self.prompt += times * other.prompt
+        self.output += times * other.output
+        self.kv_tokens += times * other.kv_tokens
+
+    def share_of(self, units: float) -> float:
+        """The part of it, 0 to 1, that is worth `units`."""
+        return min(1.0, max(0.0, units / self.units)) if self.units > 0.0 else 0.0
+
+
+WAIT_MEMORY = 0.95
+"""Share of the past that is kept with every request."""
+WAIT_MARGIN = 1.1
+
+
+@dataclass(slots=True)
+class WaitBias:
+    """Ratio of a flow's waits to their predictions, which cannot know of later requests that go first."""
+
+    waited: float = 1.0
+    predicted: float = 1.0
+
+    @property
+    def factor(self) -> float:
+        """The factor on a predicted wait. At least 1, with a margin: half of all requests wait longer than the mean."""
+        return max(1.0, WAIT_MARGIN * self.waited / self.predicted)
+
+    def add(self, waited: float, predicted: float) -> None:
+        """Count one request's seconds."""
+        self.waited = WAIT_MEMORY * self.waited + waited
+        self.predicted = WAIT_MEMORY * self.predicted + predicted

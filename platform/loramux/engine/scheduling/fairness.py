@@ -1,0 +1,224 @@
+"""Fair shares by virtual token counters: the party to serve next, the parties that sit out, the start of a newcomer.
+
+The idea is VTC's (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024): each party has a counter of
+the service it received, over its weight, and the party with the lowest counter is admitted next. VTC's bound grows with
+the pool, because everything that was admitted runs to its end. Here a party that is too far ahead is *suspended*: its
+rows sit out a step and keep their memory. That bounds the drift whatever the pool's size (decision 0004).
+
+Parties that compete (classes; the tenants of one class) are in one `FairQueue` while they have eligible work waiting. L
+is `max_service_lead`, and three rules hold:
+
+1. A party that comes back is raised to the lowest counter of those that wait; where none waits, to the highest counter
+   of all, for a debt to parties that are gone is void. Counters never fall.
+2. A party more than L above the lowest of those that wait sits out the step.
+3. One step charges one party at most delta.
+
+By 1, the lowest counter m of those that wait never falls while any waits, and when the first one comes none is above
+it. By 2 and 3 none ever exceeds m + L + delta. So the counters of any two parties that wait differ by at most L + delta
+at every moment, and the service they received over any interval by at most 2 * (L + delta). A party that is admitted
+early for its adapter's sake, up to an affinity window Q before its turn, may be that much further ahead: then 2 * (L +
+Q + delta).
+
+The *order* of admission is by another number, `projected_service`: the counter plus what the requests already admitted
+are still expected to take. Ordering by service received alone admits too many requests of the party that is behind,
+before the first of them is charged, and swings back and forth.
+
+In a fleet, engines tell each other the service of tenants, and each *lifts* a tenant by what others served. Its
+projected service grows by all of it, so that the order of admission is by the service of the whole fleet. Between two
+admissions it grows at most to `max_lift` above the party that was first then: so it waits for that much service of
+others at most, however much it gets elsewhere meanwhile. Its counter follows, but only up to that of the first in
+order: else rule 2 would make the first sit out until the lifted one, which had its share elsewhere, has caught up here.
+So a lift suspends nothing, and no counter exceeds m + L + delta.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Generic, TypeVar
+
+from loramux.engine.memory.ranking import Ranking
+from loramux.engine.scheduling.estimates import QueuedWork, WaitBias
+
+
+@dataclass(eq=False, slots=True)
+class VirtualTokenCounter:
+    """One party's service in units over its weight."""
+
+    weight: float = 1.0
+    served: float = 0.0
+    """Executed, and what rule 1 credited."""
+    projected_service: float = 0.0
+    """`served`, and what its admitted requests are expected to take yet."""
+    credited: float = 0.0
+    """Service that rule 1 added."""
+    lifted: float = 0.0
+    """Service on other engines that was counted."""
+    lift_limit: float | None = None
+    """The projection that lifts may reach before it is admitted again; None: none has come since."""
+    executed: float = 0.0
+    """Units, whatever the weight."""
+    queued: QueuedWork = field(default_factory=QueuedWork)
+    """The work that waits."""
+
+    @property
+    def received(self) -> float:
+        """Executed service over weight."""
+        return self.served - self.credited - self.lifted
+
+    def charge(self, units: float) -> None:
+        """Count executed service, which was projected before."""
+        self.executed += units
+        self.served += units / self.weight
+
+    def project(self, units: float) -> None:
+        """Count expected service, of an admission; negative where less came than was expected."""
+        if units > 0.0:
+            self.lift_limit = None
+        self.projected_service += units / self.weight
+
+    def lift(self, units: float, first: VirtualTokenCounter, max_lift: float) -> None:
+        """Count service of other engines, beside the `first` in the order of admission."""
+        amount = units / self.weight
+        if self.lift_limit is None:
+            self.lift_limit = first.projected_service + max_lift
+        self.projected_service = max(self.projected_service, min(self.projected_service + amount, self.lift_limit))
+        if self.projected_service > first.projected_service and (missing := first.served - self.served) > 0:
+            self.served += min(amount, missing)
+            self.lifted += min(amount, missing)
+
+    def reweigh(self, weight: float) -> None:
+        """Change the weight; service that is projected and not yet executed counts by the new one."""
+        self.projected_service = self.served + (self.projected_service - self.served) * self.weight / weight
+        self.weight = weight
+
+    def credit_up_to(self, floor: float) -> None:
+        """Raise the counter to `floor`."""
+        if (missing := floor - self.served) > 0:
+            self.served += missing
+            self.projected_service += missing
+            self.credited += missing
+
+
+CounterT = TypeVar("CounterT", bound=VirtualTokenCounter)
+
+
+class FairQueue(Generic[CounterT]):
+    """Parties with eligible work waiting: `enter` when it comes, `leave` when there is none."""
+
+    def __init__(self) -> None:
+        self._by_served: Ranking[CounterT, float] = Ranking(attrgetter("served"))
+        self._by_projected: Ranking[CounterT, float] = Ranking(attrgetter("projected_service"))
+        self._skipped: list[CounterT] = []
+        self._peak = 0.0
+
+    def __contains__(self, party: CounterT) -> bool:
+        return party in self._by_served
+
+    def __iter__(self) -> Iterator[CounterT]:
+        return iter(self._by_served)
+
+    def __len__(self) -> int:
+        return len(self._by_served)
+
+    @property
+    def floor(self) -> float | None:
+        """The lowest counter of those that wait; None where none does."""
+        lowest = self._by_served.first()
+        return None if lowest is None else lowest.served
+
+    @property
+    def start(self) -> float:
+        """The counter at which a party that comes back starts (rule 1)."""
+        floor = self.floor
+        return self._peak if floor is None else floor
+
+    @property
+    def first(self) -> CounterT | None:
+        """The party to admit from next."""
+        return self._by_projected.first()
+
+    def first_near(self, suits: Callable[[CounterT], bool], span: float, limit: int) -> CounterT | None:
+        """The first in order that `suits`, at most `span` behind the very first; `limit` parties are looked at."""
+        lowest = self._by_projected.first()
+        if lowest is None:
+            return None
+        return self._by_projected.lowest(suits, limit, up_to=lowest.projected_service + span)
+
+    def entry(self, party: CounterT) -> float:
+        """The place of `party` in the order of admission, or its place after rule 1."""
+        if party in self:
+            return party.projected_service
+        return party.projected_service + max(0.0, self.start - party.served)
+
+    def enter(self, party: CounterT) -> None:
+        """Add a party to which eligible work has come (rule 1)."""
+        if party not in self:
+            party.credit_up_to(self.start)
+            self._by_served.put(party)
+            self._by_projected.put(party)
+
+    def leave(self, party: CounterT) -> None:
+        """Remove a party that has no eligible work left."""
+        self._by_served.drop(party)
+        self._by_projected.drop(party)
+
+    def skip(self, party: CounterT) -> None:
+        """Do not return `party` as `first` before `reset_skips`, though it goes on waiting."""
+        self._by_projected.drop(party)
+        self._skipped.append(party)
+
+    def reset_skips(self) -> None:
+        """Make those that were skipped candidates again."""
+        for party in self._skipped:
+            if party in self:
+                self._by_projected.put(party)
+        self._skipped.clear()
+
+    def charge(self, party: CounterT, units: float) -> None:
+        """Count executed service."""
+        party.charge(units)
+        self._peak = max(self._peak, party.served)
+
+    def lift(self, party: CounterT, units: float, max_lift: float) -> None:
+        """Count service of other engines. Where no other party waits, there is no order that it could change."""
+        self.reset_skips()
+        first = self._by_projected.first()
+        if first is not None and (len(self._by_projected) > 1 or first is not party):
+            party.lift(units, first, max_lift)
+            self._peak = max(self._peak, party.served)
+
+    def project(self, party: CounterT, units: float) -> None:
+        """Count service that is expected of an admitted request, or (negative) no longer is."""
+        party.project(units)
+        if units < 0 and party in self._by_projected:
+            self._by_projected.put(party)
+
+
+@dataclass(eq=False, slots=True)
+class ClassCounter(VirtualTokenCounter):
+    """A service class, and its tenants that wait."""
+
+    tenants: FairQueue[Flow] = field(default_factory=FairQueue)
+    ceiling: float = math.inf
+    """A flow above it sits out this step (rule 2)."""
+
+
+@dataclass(eq=False, slots=True)
+class Flow(VirtualTokenCounter):
+    """A tenant in a class."""
+
+    tenant: str = ""
+    group: ClassCounter = field(default_factory=ClassCounter)
+    wait_bias: WaitBias = field(default_factory=WaitBias)
+    num_running: int = 0
+    """Sequences that hold memory."""
+    num_pages: int = 0
+    """Pages of KV in their block tables."""
+
+    @property
+    def is_suspended(self) -> bool:
+        """Does it sit out this step (rule 2)?"""
+        return self.served > self.group.ceiling

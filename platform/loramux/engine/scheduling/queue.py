@@ -1,0 +1,297 @@
+"""The waiting requests: classes share the engine by weight, within a class its tenants do, a tenant's requests are
+FIFO.
+
+A flow (a tenant in a class) takes part in its class's `FairQueue` while something of its waits that could run. A flow
+whose requests all wait for an adapter, for a place among the loads, or for its tenant's quota is *parked*: it holds no
+floor, so no other flow sits out for it, and it comes back, as one whose queue was empty, when that event happens.
+
+Flows are forgotten once that changes nothing: a flow with no requests whose counter is at or below the class's start
+would be credited up to the start on its return anyway (rule 1 of `fairness`).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from itertools import islice
+from operator import attrgetter
+
+from loramux.engine.memory.ranking import Ranking
+from loramux.engine.messages import TenantService
+from loramux.engine.request import Request, ServiceClass
+from loramux.engine.scheduling.estimates import QueuedWork
+from loramux.engine.scheduling.fairness import ClassCounter, CounterT, FairQueue, Flow
+from loramux.engine.scheduling.policy import Policy
+from loramux.engine.scheduling.sequence import Sequence
+
+LOAD_SLOT = "load slot"
+"""The event that a load has ended, so that another one may begin."""
+MAX_FORGOTTEN = 8
+"""Flows that are forgotten for one that is made, at most: so the work is spread, and they still go faster than they
+come."""
+
+
+class RequestQueue:
+    """Waiting sequences, and the counters that say in which order they should be admitted."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.num_changes = 0
+        """Grows whenever a request or a counter moves: a plan that left it alone would be the same again."""
+        self.classes: Mapping[ServiceClass, ClassCounter] = {
+            service_class: ClassCounter(weight=share) for service_class, share in policy.class_shares.items()
+        }
+        self.on_forget: Callable[[Flow], None] = lambda _: None
+        """Called with every flow that is forgotten, so that statistics may keep its figures."""
+        self._policy = policy
+        self._groups: FairQueue[ClassCounter] = FairQueue()
+        self._flows: dict[tuple[ServiceClass, str], Flow] = {}
+        self._waiting: dict[Flow, OrderedDict[Sequence, None]] = {}
+        self._by_digest: defaultdict[str, dict[Sequence, None]] = defaultdict(dict)
+        self._parked: defaultdict[Hashable, dict[Flow, None]] = defaultdict(dict)
+        self._inactive: dict[ServiceClass, Ranking[Flow, float]] = {
+            service_class: Ranking(attrgetter("served")) for service_class in self.classes
+        }
+        """Flows without requests, the lowest counter first."""
+        self._length = 0
+        self._unreported: dict[Flow, float] = {}
+        """Service since it was taken last, for the other engines of a fleet."""
+
+    # questions
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def flows(self) -> Collection[Flow]:
+        """The flows that are remembered."""
+        return self._flows.values()
+
+    @property
+    def groups(self) -> Iterable[ClassCounter]:
+        """The classes."""
+        return self.classes.values()
+
+    @property
+    def first(self) -> Flow | None:
+        """The flow to admit from next, of those not skipped."""
+        first = None
+        for group in self.classes.values():
+            flow = group.tenants.first
+            if flow and (first is None or group.projected_service < first.group.projected_service):
+                first = flow
+        return first
+
+    def first_near(self, flow: Flow, suits: Callable[[Flow], bool]) -> Flow | None:
+        """Return the first that `suits` of `flow`, the first of its class, and the flows within its affinity window."""
+        return flow.group.tenants.first_near(suits, self._policy.affinity_window, self._policy.lookahead)
+
+    def head(self, flow: Flow, count: int = 1) -> list[Sequence]:
+        """The first `count` waiting sequences of `flow`."""
+        return list(islice(self._waiting[flow], count))
+
+    def waiting_for(self, digest: str) -> Collection[Sequence]:
+        """Waiting sequences of one revision, in order of arrival."""
+        return tuple(self._by_digest.get(digest, ()))
+
+    @property
+    def work(self) -> QueuedWork:
+        """All the work that waits."""
+        total = QueuedWork()
+        for group in self.classes.values():
+            total.add(group.queued)
+        return total
+
+    def work_before(self, flow: Flow) -> QueuedWork:
+        """Work that is expected to be admitted before a request that comes to the end of `flow` now.
+
+        Fluid fair queueing: the others of its class are served up to the counter that `flow` will have reached by then,
+        and the other classes up to the counter that its class will have.
+        """
+        group = flow.group
+        before = QueuedWork()
+        before.add(flow.queued)
+        _add_others(before, group.tenants, flow, group.tenants.entry(flow) + before.units / flow.weight)
+        _add_others(before, self._groups, group, self._groups.entry(group) + before.units / group.weight)
+        return before
+
+    def may_interrupt(self, flow: Flow, other: Flow) -> bool:
+        """Is `other` of a lower class than `flow`, one that has taken and been promised more than its share?"""
+        return self._is_ahead(other.group, flow.group)
+
+    def can_interrupt_any(self, flow: Flow) -> bool:
+        """Is there a class of which that is true?"""
+        return any(self._is_ahead(group, flow.group) for group in self.classes.values())
+
+    def _is_ahead(self, lower: ClassCounter, group: ClassCounter) -> bool:
+        return lower.weight < group.weight and lower.projected_service > self._groups.entry(group)
+
+    def is_backlogged(self, flow: Flow) -> bool:
+        """Does something of `flow` wait that could run?"""
+        return flow in flow.group.tenants
+
+    # requests come and go
+
+    def flow_of(self, request: Request) -> Flow:
+        """Return the flow that `request` belongs to, with its latest weight."""
+        key = (request.service_class, request.tenant)
+        flow = self._flows.get(key)
+        if flow is None:
+            self._forget_flows(request.service_class)
+            flow = Flow(weight=request.weight, tenant=request.tenant, group=self.classes[request.service_class])
+            self._flows[key] = flow
+            self._inactive[request.service_class].put(flow)
+        flow.reweigh(request.weight)
+        return flow
+
+    def push(self, sequence: Sequence) -> None:
+        """Queue at the end of its flow."""
+        self._insert(sequence)
+
+    def push_front(self, sequence: Sequence) -> None:
+        """Queue again at the head: a preempted sequence keeps its place."""
+        self._insert(sequence)
+        self._waiting[sequence.flow].move_to_end(sequence, last=False)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take out an admitted, cancelled or failed sequence."""
+        flow = sequence.flow
+        waiting = self._waiting[flow]
+        del waiting[sequence]
+        if sequence.digest is not None:
+            same = self._by_digest[sequence.digest]
+            del same[sequence]
+            if not same:
+                del self._by_digest[sequence.digest]
+        self._length -= 1
+        self.num_changes += 1
+        for counter in (flow, flow.group):
+            counter.queued.add(sequence.queued, -1.0)
+        if not waiting:
+            flow.queued = QueuedWork()  # no rounding error outlives a queue
+            self._leave(flow)
+
+    def park(self, flow: Flow, events: Iterable[Hashable]) -> None:
+        """Take `flow` out until one of `events`: nothing of it can run before."""
+        self.num_changes += 1
+        for event in events:
+            self._parked[event][flow] = None
+        self._leave(flow)
+
+    def unpark(self, event: Hashable) -> None:
+        """Let the flows that were parked until `event` take part again."""
+        if event not in self._parked:
+            return
+        self.num_changes += 1
+        for flow in self._parked.pop(event):
+            if self._waiting.get(flow):
+                self._enter(flow)
+
+    def note_idle(self, flow: Flow) -> None:
+        """Make `flow` forgettable where nothing of it waits or runs."""
+        if not (flow.num_running or self._waiting.get(flow)):
+            self._waiting.pop(flow, None)
+            self._inactive[self._class_of(flow)].put(flow)
+
+    # counters
+
+    def update_ceilings(self) -> None:
+        """Before a step: suspend the parties that are more than `max_service_lead` ahead of one that waits."""
+        lead, floor = self._policy.max_service_lead, self._groups.floor
+        for group in self.classes.values():
+            inner = group.tenants.floor
+            group.ceiling = float("inf") if inner is None else inner + lead
+            if floor is not None and group.served > floor + lead:
+                group.ceiling = float("-inf")
+
+    def charge(self, flow: Flow, units: float) -> None:
+        """Count executed service."""
+        self.charge_all({flow: units})
+
+    def charge_all(self, units: Mapping[Flow, float]) -> None:
+        """Count the executed service of many flows."""
+        totals: defaultdict[ClassCounter, float] = defaultdict(float)
+        for flow, charged in units.items():
+            flow.group.tenants.charge(flow, charged)
+            totals[flow.group] += charged
+            self._unreported[flow] = self._unreported.get(flow, 0.0) + charged
+        for group, charged in totals.items():
+            self._groups.charge(group, charged)
+        self.num_changes += bool(units)
+
+    def take_service(self) -> list[TenantService]:
+        """Return what each tenant was served since the last call."""
+        taken, self._unreported = self._unreported, {}
+        return [TenantService(flow.tenant, self._class_of(flow), units) for flow, units in taken.items()]
+
+    def lift(self, services: Iterable[TenantService]) -> None:
+        """Count what tenants were served on other engines. One that was never here, or is forgotten, has no counter to
+        lift: it starts beside those that wait."""
+        self.num_changes += 1
+        for service in services:
+            if flow := self._flows.get((ServiceClass(service.service_class), service.tenant)):
+                flow.group.tenants.lift(flow, service.units, self._policy.max_lift)
+
+    def project(self, flow: Flow, units: float) -> None:
+        """Count service that is expected, or (negative) no longer is."""
+        self.num_changes += 1
+        flow.group.tenants.project(flow, units)
+        self._groups.project(flow.group, units)
+
+    def skip(self, flow: Flow) -> None:
+        """Do not return `flow` as `first` again in this step."""
+        flow.group.tenants.skip(flow)
+
+    def reset_skips(self) -> None:
+        """Begin a new step: no flow is skipped."""
+        for group in self.classes.values():
+            group.tenants.reset_skips()
+
+    def _insert(self, sequence: Sequence) -> None:
+        flow, work = sequence.flow, _work_of(sequence)
+        self._waiting.setdefault(flow, OrderedDict())[sequence] = None
+        if sequence.digest is not None:
+            self._by_digest[sequence.digest][sequence] = None
+        self._length += 1
+        self.num_changes += 1
+        sequence.queued = work
+        for counter in (flow, flow.group):
+            counter.queued.add(work)
+        self._inactive[self._class_of(flow)].drop(flow)
+        self._enter(flow)
+
+    def _enter(self, flow: Flow) -> None:
+        self._groups.enter(flow.group)
+        flow.group.tenants.enter(flow)
+
+    def _leave(self, flow: Flow) -> None:
+        tenants = flow.group.tenants
+        tenants.leave(flow)
+        if tenants.floor is None:
+            self._groups.leave(flow.group)
+
+    def _class_of(self, flow: Flow) -> ServiceClass:
+        return next(name for name, group in self.classes.items() if group is flow.group)
+
+    def _forget_flows(self, service_class: ServiceClass) -> None:
+        """Forget idle flows at or below the start of their class: on their return they would start there anyway."""
+        inactive, start = self._inactive[service_class], self.classes[service_class].tenants.start
+        for _ in range(MAX_FORGOTTEN):
+            flow = inactive.first()
+            if flow is None or flow.served > start:
+                return
+            inactive.drop(flow)
+            self.on_forget(flow)
+            del self._flows[service_class, flow.tenant]
+
+
+def _work_of(sequence: Sequence) -> QueuedWork:
+    output = (sequence.expected_service - sequence.num_prompt_tokens) / 2 - sequence.num_output_tokens
+    return QueuedWork(1.0, sequence.num_uncomputed, max(1.0, output), sequence.likely_len)
+
+
+def _add_others(before: QueuedWork, queue: FairQueue[CounterT], own: CounterT, level: float) -> None:
+    """Add, of every other party in `queue`, the work that is due to it before `own` has reached `level`."""
+    for other in queue:
+        if other is not own:
+            share = other.queued.share_of((level - other.projected_service) * other.weight)
+            before.add(other.queued, share)

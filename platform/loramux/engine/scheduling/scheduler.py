@@ -1,0 +1,316 @@
+"""The scheduler: decode first, prefill in chunks, admission under one budget, preemption when memory runs out."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+
+import msgspec
+
+from loramux.engine.memory.kv_swap import HostKv, KvSwap
+from loramux.engine.memory.memory import Memory
+from loramux.engine.memory.pages import PageCosts, PagePool
+from loramux.engine.memory.prefix_cache import PrefixCache
+from loramux.engine.memory.residency import AdapterState, Residency
+from loramux.engine.messages import EngineFault, TokenEvent
+from loramux.engine.request import Request
+from loramux.engine.scheduling.admission import Admission
+from loramux.engine.scheduling.budget import PageBudget
+from loramux.engine.scheduling.capacity import CapacityPolicy
+from loramux.engine.scheduling.deadlines import Deadlines
+from loramux.engine.scheduling.estimates import StepTimeModel
+from loramux.engine.scheduling.fairness import Flow
+from loramux.engine.scheduling.policy import Policy, SchedulerLimits
+from loramux.engine.scheduling.queue import LOAD_SLOT, RequestQueue
+from loramux.engine.scheduling.sequence import Sequence
+from loramux.engine.scheduling.speculation import Speculation
+from loramux.engine.scheduling.state import SchedulerState
+from loramux.engine.scheduling.step import Chunk, Step, StepBuilder
+
+__all__ = ["Scheduler", "SchedulerLimits"]
+
+
+class Scheduler:
+    """Plans steps and commits their results. Pure Python: a simulator runs it with a clock and a store of its own."""
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        budget: PageBudget,
+        pool: PagePool,
+        residency: Residency,
+        policy: Policy | None = None,
+        host: HostKv | None = None,
+    ) -> None:
+        """Time and counters are `residency`'s. `host`: takes KV of preempted sequences; without one it is
+        recomputed."""
+        policy, step_time, counters = policy or Policy(), StepTimeModel(), residency.counters
+        costs = PageCosts(
+            step_time.compute_seconds,
+            budget.block_size,
+            copy_seconds=host.seconds_per_page if host else None,
+            assumed=budget.block_size / policy.load_units_per_page,
+        )
+        cache = PrefixCache(pool, residency, costs, counters, enabled=policy.prefix_cache)
+        memory = Memory(pool, residency, cache, KvSwap(host, costs, counters))
+        self.state = SchedulerState(limits, policy, budget, memory, step_time, residency.clock, counters)
+        self.capacity = CapacityPolicy(self.state)
+        self._admission = Admission(self.state, self.capacity)
+        self._deadlines = Deadlines(self.state, self.capacity)
+        self.speculation = Speculation(self.state)
+        self._planned_at, self._running_tokens = 0.0, 0
+        self._running_rows = 0
+        """The tokens of the step under way where none is of a prompt, else 0."""
+        self._settled_at: int | None = 0
+        """The queue's `num_changes` after a plan that held nothing and changed nothing; None after any other."""
+
+    # questions
+
+    @property
+    def queue(self) -> RequestQueue:
+        """The waiting sequences."""
+        return self.state.queue
+
+    @property
+    def running(self) -> list[Sequence]:
+        """The sequences that hold memory, in order of admission."""
+        return self.state.running
+
+    @property
+    def memory(self) -> Memory:
+        """The pool."""
+        return self.state.memory
+
+    @property
+    def is_idle(self) -> bool:
+        """Does nothing run, wait or remain to be reported?"""
+        return not (self.state.sequences or self.state.events)
+
+    @property
+    def next_plan_at(self) -> float:
+        """The scheduler's time of the next plan: -inf at once; inf after the next request, cancellation or load.
+
+        Only a plan that held nothing and changed nothing may be followed by a wait, for until then the next one would
+        be the same; it ends with the next deadline of those that wait, or the next time-out of a load.
+        """
+        if self.state.events or self._settled_at != self.queue.num_changes:
+            return -math.inf
+        deadline, timeout = self._deadlines.next, self.memory.residency.next_timeout
+        return timeout if deadline is None else min(deadline, timeout)
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Prompt tokens still to compute, of sequences that wait or run."""
+        return round(self._deadlines.prompt_tokens(self.queue.work))
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """Prompt tokens that a second computes beside the sequences that run now; 0 before steps were measured."""
+        most = self.state.limits.max_num_batched_tokens
+        seconds = self.state.step_time.seconds(1, most)
+        return max(1, most - len(self.running)) / seconds if seconds else 0.0
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds until every sequence that waits now has begun; 0 before steps were measured."""
+        return self._deadlines.queue_seconds()
+
+    def is_open(self, sequence: Sequence) -> bool:
+        """Has `sequence` not ended?"""
+        return self.state.sequences.get(sequence.id) is sequence
+
+    # requests come and go
+
+    def add(self, request: Request) -> None:
+        """Queue a request, or refuse it at once when it could never run, or not by its deadline."""
+        state = self.state
+        if reason := self.capacity.too_long(request):
+            self.refuse(request, EngineFault("context_length_exceeded", reason))
+            return
+        sequence = Sequence(request, state.clock(), state.queue.flow_of(request))
+        state.estimate(sequence)
+        if fault := self._deadlines.check(sequence):
+            state.counters.refused_over_capacity += 1
+            self.refuse(request, fault)
+            return
+        state.add(sequence)
+        if sequence.digest and state.residency.state(sequence.digest) is AdapterState.FAILED:
+            self._reject_failed(sequence)
+
+    def refuse(self, request: Request, fault: EngineFault | None = None) -> None:
+        """Report the end of a request that was not added: refused for `fault`, or cancelled."""
+        self.state.report_end(request.id, "error" if fault else "cancelled", fault)
+
+    def cancel(self, request_id: str) -> None:
+        """Free a request's pages; unknown ids have ended already."""
+        if sequence := self.state.sequences.get(request_id):
+            self.state.finish(sequence)
+            self.state.report_end(request_id, "cancelled")
+
+    def drain_events(self) -> list[TokenEvent]:
+        """Return the ends that no step brought about: refusals, cancellations, failed adapters."""
+        events, self.state.events = self.state.events, []
+        return events
+
+    # a step
+
+    def plan(self) -> Step:
+        """Give every decoding sequence a row and the rest of the token budget to prefill, old and newly admitted.
+
+        Chunked prefill as in Sarathi-Serve (OSDI 2024): a prompt never stalls the decoding rows beside it.
+        """
+        state, changes = self.state, self.queue.num_changes
+        now = state.clock()
+        if self._running_tokens:
+            state.step_time.observe(self._running_tokens, now - self._planned_at)
+        if self._running_rows:
+            self.speculation.times.observe(self._running_rows, now - self._planned_at)
+        self._planned_at, self._running_tokens, self._running_rows = now, 0, 0
+        self._process_loads()
+        self._process_deadlines(now)
+        self.queue.update_ceilings()
+        priority_flow = self._admission.preempt_for_next()
+        builder = StepBuilder(state.limits.max_num_batched_tokens, state.limits.max_num_seqs)
+        self._schedule_running(builder)
+        self._admission.admit(builder, priority_flow)
+        self.speculation.add_drafts(builder)
+        self._note_starts(builder, now)
+        self._settled_at = changes if not builder.chunks and changes == self.queue.num_changes else None
+        return builder.build()
+
+    def commit(self, step: Step, sampled: Iterable[TokenEvent]) -> list[TokenEvent]:
+        """Write a step's result into its sequences; return the events for their clients.
+
+        `sampled` holds one event for each of `step.sampling`, with the token and, where it ends the answer, `stop`; and
+        further ones behind it where drafts were accepted.
+        """
+        size, cache = self.state.budget.block_size, self.memory.cache
+        caches = cache.is_enabled
+        tokens = drafted = 0
+        events = [self._append(event) for event in sampled]
+        for chunk in step.chunks:
+            sequence, computed = chunk.sequence, chunk.start + chunk.length
+            tokens += chunk.length
+            if chunk.drafts:
+                drafted += len(chunk.drafts)
+                accepted = self.speculation.note_verified(chunk)
+                self.queue.charge(sequence.flow, 2.0 * accepted)
+                self.state.trim(sequence)
+                computed -= len(chunk.drafts) - accepted  # the KV of rejected ones is overwritten
+            sequence.num_computed = computed
+            if caches and computed // size > len(sequence.prefix_pages):
+                cache.publish(sequence)
+        self.state.num_commits += 1
+        for event in [event for event in events if event.finish_reason is not None]:
+            self._end(event)
+        # Where something runs, the next plan follows at once: the time between them is the step's.
+        if self.running:
+            holds_prompt = tokens > len(step.chunks) + drafted
+            self._running_tokens, self._running_rows = tokens, 0 if holds_prompt else tokens
+        return events
+
+    def fill_pending(self, chunk: Chunk, event: TokenEvent) -> None:
+        """Write the token that `chunk` sampled, of a step that was committed with PENDING in its place."""
+        sequence = chunk.sequence
+        if event.token_id is not None:
+            sequence.token_ids[chunk.end] = event.token_id
+        if event.finish_reason is not None and self.is_open(sequence):
+            self.state.record_length(sequence)
+            self.state.finish(sequence)
+
+    # the parts of a plan
+
+    def _process_loads(self) -> None:
+        """Reject the requests of revisions that failed, and let flows take part again that waited for a load."""
+        state = self.state
+        for digest in state.residency.poll():
+            if state.residency.has_failed(digest):
+                state.drop_failed_claim(digest)
+                for sequence in state.queue.waiting_for(digest):
+                    self._reject_failed(sequence)
+            state.queue.unpark(digest)
+            state.queue.unpark(LOAD_SLOT)
+
+    def _process_deadlines(self, now: float) -> None:
+        for sequence in self._deadlines.expired(now):
+            self.state.counters.missed_deadlines += 1
+            self.state.reject(sequence, self._deadlines.fault(sequence))
+
+    def _schedule_running(self, builder: StepBuilder) -> None:
+        """Give rows to the sequences that were admitted earlier, and charge their flows.
+
+        Attributes are read in place of properties: this is the part of a plan that grows with the rows.
+        """
+        size = self.state.budget.block_size
+        prefilling = []
+        for sequence in self._rows():
+            computed = sequence.num_computed
+            if len(sequence.token_ids) - computed != 1:
+                prefilling.append(sequence)
+            elif not (builder.tokens_left and (pages := len(sequence.pages))):
+                continue  # no token is left, or it was preempted for one before it
+            elif computed < pages * size or self._extend(sequence, computed + 1, builder):
+                builder.add(sequence, 1)
+        for sequence in prefilling:
+            length = min(sequence.num_next, builder.tokens_left)
+            if length and sequence.pages and self._extend(sequence, sequence.num_computed + length, builder):
+                builder.add(sequence, length)
+        units: defaultdict[Flow, float] = defaultdict(float)
+        for sequence, chunk in builder.chunks.items():
+            start, end = chunk.start, chunk.start + chunk.length
+            decodes = start >= sequence.num_prompt_tokens and end == len(sequence.token_ids) == start + 1
+            units[sequence.flow] += 2.0 if decodes and not sequence.load_units else sequence.take_cost(start, end)
+        self.queue.charge_all(units)
+
+    def _rows(self) -> list[Sequence]:
+        """Running sequences, without those that are suspended or over the number of rows."""
+        rows = [s for s in self.running if s.flow.served <= s.flow.group.ceiling]
+        if len(rows) > self.state.limits.max_num_seqs:
+            rows.sort(key=lambda s: (s.flow.group.served, s.flow.served))
+            del rows[self.state.limits.max_num_seqs :]
+        return rows
+
+    def _extend(self, sequence: Sequence, num_tokens: int, builder: StepBuilder) -> bool:
+        """Take pages for `num_tokens` tokens, preempting if need be; False if `sequence` itself had to go."""
+        while not self.state.extend(sequence, num_tokens):
+            victim = self.capacity.victim()
+            builder.chunks.pop(victim, None)
+            self.state.preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _note_starts(self, builder: StepBuilder, now: float) -> None:
+        for sequence in builder.joined:
+            if sequence.began_at is None:
+                sequence.began_at = now
+                self.state.counters.queue_seconds.observe(now - sequence.arrival)
+                self._deadlines.note_start(sequence, now)
+
+    # ends
+
+    def _append(self, event: TokenEvent) -> TokenEvent:
+        sequence, token_id = self.state.sequences[event.request_id], event.token_id
+        if token_id is None:  # a fault: the model's logits had no token to choose
+            assert event.finish_reason is not None, "a sampled event carries its token or ends the answer"
+            return event
+        sequence.token_ids.append(token_id)
+        held = len(sequence.token_ids)
+        if held == sequence.num_prompt_tokens + 1:
+            waited = (sequence.began_at or sequence.arrival) - sequence.arrival
+            event = msgspec.structs.replace(event, cached_tokens=sequence.num_cached, waited_s=waited)
+        if held == sequence.max_len and event.finish_reason is None:
+            event = msgspec.structs.replace(event, finish_reason="length")
+        return event
+
+    def _end(self, event: TokenEvent) -> None:
+        sequence = self.state.sequences[event.request_id]
+        if event.token_id is not None:
+            self.state.record_length(sequence)
+        self.state.finish(sequence)
+
+    def _reject_failed(self, sequence: Sequence) -> None:
+        assert sequence.digest is not None, "only an adapter can fail"
+        message = f"The adapter could not be loaded: {self.state.residency.failure(sequence.digest)}"
+        self.state.reject(sequence, EngineFault("adapter_failed", message))

@@ -1,0 +1,125 @@
+"""Speculative decoding: which sequences of a step get drafts, and how long ones.
+
+A draft is planned as further rows of a decoding sequence's chunk. The sampler accepts the leading tokens that the model
+would have chosen itself, `Scheduler.commit` takes them all, and the next step overwrites the KV of the others.
+
+**When a draft pays.** A step of n rows takes T(n) seconds, as measured, and yields e tokens, as expected. The i-th
+token of a draft is accepted with probability a**i, where a is the share accepted lately. It is worth its row where it
+raises the tokens per second: a**i / (T(n + 1) - T(n)) > e / T(n). On a device that waits for its memory a row is almost
+free and drafts are long; where the batch keeps the device busy a row costs what a token takes, and there are none.
+
+**What a draft may take.** Tokens of the step's budget that no prompt wanted, and pages that are free or hold nothing
+but cached prefixes, after all running and admitted sequences have theirs. Pages behind the accepted tokens are given
+back at the commit, so admission never meets them. A draft preempts nothing, evicts no adapter that a request waits for
+and delays no admission.
+
+A request starts from the acceptance of its revision, and a revision from `FIRST_GUESS`. Both fade while drafts do not
+pay, so that a request that begins to copy is noticed.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+
+from loramux.engine.scheduling.drafts import Acceptance, Drafter
+from loramux.engine.scheduling.estimates import DecodeTimes
+from loramux.engine.scheduling.sequence import Sequence
+from loramux.engine.scheduling.state import SchedulerState, history_key
+from loramux.engine.scheduling.step import Chunk, StepBuilder
+
+FIRST_GUESS = 0.5
+"""Acceptance of a revision of which nothing is known."""
+KEPT_BY_REQUEST, KEPT_BY_REVISION = 0.8, 0.98
+"""Share of the past that is kept with every draft that was verified."""
+FADED_REQUEST, FADED_REVISION = 0.98, 0.9998
+"""Share of the past that is kept with every row whose draft would not have paid."""
+MAX_REVISIONS = 4096
+"""Revisions remembered; the one whose last draft is oldest is forgotten first."""
+
+
+class Speculation:
+    """Adds drafts to planned steps where they pay, and learns from the result."""
+
+    def __init__(self, state: SchedulerState) -> None:
+        self.times = DecodeTimes(state.step_time)
+        self._state = state
+        self._most = state.policy.max_draft_tokens
+        self._revisions: OrderedDict[tuple[str, str | None], Acceptance] = OrderedDict()
+
+    @property
+    def revisions(self) -> Mapping[tuple[str, str | None], Acceptance]:
+        """Acceptance by tenant and revision, of those remembered."""
+        return self._revisions
+
+    def add_drafts(self, builder: StepBuilder) -> None:
+        """Add the drafts that pay to the decoding sequences of a step, as far as tokens and pages are left."""
+        if not (self._most and builder.tokens_left and self.times.is_known):
+            return
+        decoding = [chunk.sequence for chunk in builder.chunks.values() if chunk.length == 1 and chunk.samples]
+        rows, expected = len(decoding), float(len(decoding))
+        for sequence in decoding:
+            most = min(self._most, builder.tokens_left, sequence.max_len - len(sequence.token_ids) - 1)
+            if most <= 0:
+                continue
+            own, revision = self._drafter(sequence).acceptance, self._revision(sequence)
+            rate = own.rate(revision.rate(FIRST_GUESS))
+            count = self.count_paying(rate, rows, expected, most)
+            if not count:
+                own.fade(FADED_REQUEST)
+                revision.fade(FADED_REVISION)
+            elif drafts := self._with_pages(sequence, self.guess(sequence, count)):
+                builder.add_drafts(sequence, drafts)
+                rows += len(drafts)
+                expected += sum(rate**place for place in range(1, len(drafts) + 1))
+
+    def count_paying(self, rate: float, rows: int, expected: float, most: int) -> int:
+        """Return how many more rows, up to `most`, a draft is worth in a step of `rows` and `expected` tokens."""
+        gain, seconds = 1.0, self.times.seconds(rows)
+        for count in range(most):
+            gain *= rate
+            longer = self.times.seconds(rows + count + 1)
+            if gain * seconds <= (longer - seconds) * expected:
+                return count
+            expected += gain
+            seconds = longer
+        return most
+
+    def guess(self, sequence: Sequence, count: int) -> list[int]:
+        """Return up to `count` tokens that `sequence` may go on with."""
+        return self._drafter(sequence).lookup.draft(sequence.token_ids, count)
+
+    def note_verified(self, chunk: Chunk) -> int:
+        """Learn from a chunk whose tokens are appended; return the number of its drafts that were accepted."""
+        sequence, drafted = chunk.sequence, len(chunk.drafts)
+        accepted = max(0, len(sequence.token_ids) - 1 - (chunk.end - drafted))
+        revision = self._revision(sequence)
+        for acceptance in (self._drafter(sequence).acceptance, revision):
+            acceptance.add(drafted, accepted)
+        self._revisions.move_to_end(history_key(sequence))
+        counters = self._state.counters
+        counters.drafted_tokens += drafted
+        counters.accepted_tokens += accepted
+        return accepted
+
+    def _with_pages(self, sequence: Sequence, drafts: list[int]) -> tuple[int, ...]:
+        """Take the pages for `drafts`; return as many of them as have pages."""
+        size, held = self._state.budget.block_size, len(sequence.token_ids)
+        missing = self._state.budget.pages_for(held + len(drafts)) - len(sequence.pages)
+        if missing > 0 and self._state.memory.num_spare >= missing:
+            self._state.extend(sequence, held + len(drafts))
+        return tuple(drafts[: len(sequence.pages) * size - held])
+
+    def _drafter(self, sequence: Sequence) -> Drafter:
+        if sequence.drafter is None:
+            sequence.drafter = Drafter(Acceptance(KEPT_BY_REQUEST))
+        return sequence.drafter
+
+    def _revision(self, sequence: Sequence) -> Acceptance:
+        key = history_key(sequence)
+        acceptance = self._revisions.get(key)
+        if acceptance is None:
+            acceptance = self._revisions[key] = Acceptance(KEPT_BY_REVISION)
+            if len(self._revisions) > MAX_REVISIONS:
+                self._revisions.popitem(last=False)
+        return acceptance

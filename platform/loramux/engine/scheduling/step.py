@@ -1,0 +1,130 @@
+"""One iteration: the tokens of each sequence that run, laid out so that rows of one revision are contiguous."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import groupby
+
+import msgspec
+
+from loramux.engine.scheduling.sequence import BASE_SLOT, Sequence
+
+__all__ = ["BASE_SLOT", "PENDING", "Chunk", "Step", "StepBuilder"]
+
+PENDING = -1
+"""Stands among a sequence's tokens for one that the device has chosen and the host has not read yet."""
+
+
+class Chunk(msgspec.Struct, frozen=True, gc=False, eq=False):
+    """`length` rows of a sequence from position `start`: one while decoding, up to the token budget in prefill.
+
+    The rows are the sequence's own tokens and then its drafts: tokens that are expected to follow and are verified in
+    this step. A token is sampled from the last row of its own and from each draft's.
+
+    A Struct because a step makes hundreds, and makes them ten times faster than a frozen dataclass's.
+    """
+
+    sequence: Sequence
+    start: int
+    length: int
+    slot: int = BASE_SLOT
+    """The resident adapter's slot in the bank."""
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def end(self) -> int:
+        """One past the last row; the context length after the step."""
+        return self.start + self.length
+
+    @property
+    def samples(self) -> bool:
+        """Does the chunk reach the sequence's last token, so that a new one is sampled from it?"""
+        return self.start + self.length - len(self.drafts) == len(self.sequence.token_ids)
+
+    @property
+    def num_sampled(self) -> int:
+        """Rows that tokens are sampled from, the last ones."""
+        return 1 + len(self.drafts) if self.samples else 0
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The rows' tokens."""
+        return [*self.sequence.token_ids[self.start : self.end], *self.drafts]
+
+
+@dataclass(frozen=True)
+class Step:
+    """The chunks of one forward, ordered by slot with the base model's last."""
+
+    chunks: tuple[Chunk, ...]
+
+    @classmethod
+    def ordered(cls, chunks: Iterable[Chunk]) -> Step:
+        """Order the chunks by slot; stable, so that equals keep the scheduler's order."""
+        return cls(tuple(sorted(chunks, key=_row_order)))
+
+    @property
+    def empty(self) -> bool:
+        """Is there nothing to run?"""
+        return not self.chunks
+
+    @cached_property
+    def sampling(self) -> list[Chunk]:
+        """The chunks that yield tokens, in row order, as they were when first asked for: before the commit."""
+        return [c for c in self.chunks if c.start + c.length - len(c.drafts) == len(c.sequence.token_ids)]
+
+    @cached_property
+    def runs(self) -> list[tuple[int, int]]:
+        """(slot, rows) of every run of rows that share a revision, base included, in row order."""
+        return [(slot, sum(c.length for c in run)) for slot, run in groupby(self.chunks, key=lambda c: c.slot)]
+
+    @property
+    def adapter_slots(self) -> list[int]:
+        """The distinct adapters of the step."""
+        return [slot for slot, _ in self.runs if slot != BASE_SLOT]
+
+    @property
+    def holds_base(self) -> bool:
+        """Is any row the base model's?"""
+        return bool(self.runs) and self.runs[-1][0] == BASE_SLOT
+
+
+@dataclass(slots=True)
+class StepBuilder:
+    """A step that is being planned, and the tokens and rows that are left of its budget."""
+
+    tokens_left: int
+    rows_left: int
+    chunks: dict[Sequence, Chunk] = field(default_factory=dict)
+    joined: list[Sequence] = field(default_factory=list)
+    """Those of them that were admitted in this plan."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the step, taken or not."""
+        return len(self.chunks) + self.rows_left
+
+    def add(self, sequence: Sequence, length: int) -> None:
+        """Give `sequence` the next `length` of its tokens; it has the pages."""
+        start = sequence.num_computed
+        slot = sequence.slot if sequence.activation is None else sequence.slot_at(start)
+        self.chunks[sequence] = Chunk(sequence, start, length, slot)
+        self.tokens_left -= length
+        self.rows_left -= 1
+
+    def add_drafts(self, sequence: Sequence, drafts: tuple[int, ...]) -> None:
+        """Give a decoding `sequence` of the step a row for each of `drafts`; it has the pages."""
+        chunk = self.chunks[sequence]
+        length = chunk.length + len(drafts)
+        self.chunks[sequence] = Chunk(sequence, chunk.start, length, chunk.slot, drafts)
+        self.tokens_left -= len(drafts)
+
+    def build(self) -> Step:
+        """The step."""
+        return Step.ordered(self.chunks.values())
+
+
+def _row_order(chunk: Chunk) -> int:
+    return chunk.slot & 0xFFFF_FFFF  # BASE_SLOT becomes the highest

@@ -1,0 +1,261 @@
+"""Statistics of an engine: what each request used, what each tenant received, and one snapshot of all counters.
+
+`RequestAccounting` counts tokens from the steps that ran, apart from the scheduler's own bookkeeping: it is what the
+bill is reconciled against. `ServiceMeter` shows the tenants that received most, a bounded number of them. `snapshot`
+builds the `EngineStats` message; the engine sends it at most once a second, and whenever it comes to rest.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+
+import msgspec
+
+from loramux.engine.memory.memory import PageCounts
+from loramux.engine.messages import (
+    CachedPrefix,
+    EngineCount,
+    EngineMeters,
+    EngineStats,
+    RevisionDrafts,
+    RoutingFacts,
+    TenantService,
+    TokenEvent,
+)
+from loramux.engine.metrics import Counters
+from loramux.engine.request import ServiceClass
+from loramux.engine.scheduling.drafts import Acceptance
+from loramux.engine.scheduling.fairness import Flow
+from loramux.engine.scheduling.queue import RequestQueue
+from loramux.engine.scheduling.scheduler import Scheduler
+from loramux.engine.scheduling.step import Step
+from loramux.units import TokenCounts
+
+LABELLED_TENANTS = 20
+REPORTED_PREFIXES = 256
+"""Prefix trees that a router hears of."""
+LABELLED_REVISIONS = 20
+OTHERS = "other"
+
+
+@dataclass(slots=True)
+class _OpenRequest:
+    """A request that has been in a step."""
+
+    num_prompt_tokens: int
+    num_reached: int = 0
+    """Leading tokens that are behind it; going over them again after a preemption counts no more."""
+    num_computed: int = 0
+    """Prompt tokens that went through the model."""
+    num_output_tokens: int = 0
+    num_loads: int = 0
+
+    @property
+    def total(self) -> EngineCount:
+        """A prompt counts once its first token is out; what never went through the model came from the KV cache."""
+        if not self.num_output_tokens:
+            return EngineCount()
+        tokens = TokenCounts(
+            prompt=self.num_prompt_tokens,
+            cached=self.num_prompt_tokens - self.num_computed,
+            output=self.num_output_tokens,
+        )
+        return EngineCount(tokens=tokens, adapter_loads=self.num_loads)
+
+
+class RequestAccounting:
+    """Counts for requests from their first step to their last event."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, _OpenRequest] = {}
+        self.ended = EngineCount()
+        """All requests that have ended, since the start."""
+
+    def count_step(self, step: Step) -> None:
+        """Count a step that is about to run."""
+        for chunk in step.chunks:
+            sequence, start = chunk.sequence, chunk.start
+            request = self._open.get(sequence.id)
+            if request is None:
+                # The prompt of an answer that another engine began was counted there.
+                new = 0 if sequence.request.output_token_ids else sequence.num_prompt_tokens
+                request = self._open[sequence.id] = _OpenRequest(new)
+            end = start + chunk.length
+            if start < request.num_prompt_tokens:
+                fresh = min(end, request.num_prompt_tokens) - max(start, request.num_reached)
+                request.num_computed += max(0, fresh)
+                request.num_loads = sequence.num_loads
+            request.num_reached = max(request.num_reached, end)
+
+    def count_events(self, events: Iterable[TokenEvent]) -> list[TokenEvent]:
+        """Count the tokens of `events`; return the same events, those that end a request with what it used."""
+        return [self._count_event(event) for event in events]
+
+    def _count_event(self, event: TokenEvent) -> TokenEvent:
+        request = self._open.get(event.request_id)
+        if request is not None and event.token_id is not None:
+            request.num_output_tokens += 1
+        if event.finish_reason is None:
+            return event
+        self._open.pop(event.request_id, None)
+        count = request.total if request is not None else EngineCount()
+        self.ended = self.ended + count
+        return msgspec.structs.replace(event, count=count)
+
+
+class ServiceMeter:
+    """Service by tenant, for people to watch: the tenants that received most, and the sum of the others, by class.
+
+    The queue forgets idle flows, so the meter keeps the units of labelled tenants that were forgotten. Its work grows
+    with the flows that are remembered, not with the tenants ever seen.
+    """
+
+    def __init__(self, queue: RequestQueue) -> None:
+        self._queue = queue
+        self._past: dict[tuple[ServiceClass, str], float] = {}
+        self._labelled: set[tuple[ServiceClass, str]] = set()
+        self._names = {group: service_class for service_class, group in queue.classes.items()}
+        queue.on_forget = self._keep_past
+
+    @property
+    def gap(self) -> float:
+        """The largest difference of counters, in units over weight, between two tenants of a class that both wait."""
+        waiting = [[flow.served for flow in group.tenants] for group in self._queue.groups]
+        return max((max(served) - min(served) for served in waiting if served), default=0.0)
+
+    @property
+    def tenants(self) -> list[TenantService]:
+        """The tenants that received most, and the sum of the others, by class."""
+        most = heapq.nlargest(LABELLED_TENANTS, self._totals(), key=lambda item: item[1])
+        self._labelled = {key for key, _ in most}
+        self._past = {key: units for key, units in self._past.items() if key in self._labelled}
+        others = {service_class: group.executed for service_class, group in self._queue.classes.items()}
+        for (service_class, _), units in most:
+            others[service_class] -= units
+        services = [TenantService(tenant, service_class, units) for (service_class, tenant), units in most]
+        rest = [TenantService(OTHERS, name, units) for name, units in others.items() if units > 1e-9]
+        return services + rest
+
+    def _totals(self) -> list[tuple[tuple[ServiceClass, str], float]]:
+        units = dict(self._past)
+        # Only the largest of the flows can be among the largest of the sums, but for those that have a past.
+        candidates = heapq.nlargest(2 * LABELLED_TENANTS, self._queue.flows, key=attrgetter("executed"))
+        for flow in candidates:
+            key = self._names[flow.group], flow.tenant
+            units[key] = units.get(key, 0.0) + flow.executed
+        return list(units.items())
+
+    def _keep_past(self, flow: Flow) -> None:
+        key = self._names[flow.group], flow.tenant
+        if key in self._labelled:
+            self._past[key] = self._past.get(key, 0.0) + flow.executed
+
+
+def count_step(counters: Counters, step: Step, bytes_of: Callable[[int], int]) -> None:
+    """Count a step that is about to run; `bytes_of` a slot's adapter."""
+    counters.steps += 1
+    for chunk in step.chunks:
+        sequence, start = chunk.sequence, chunk.start
+        if start < sequence.num_prompt_tokens or start < sequence.num_ever_computed:
+            counters.prompt_tokens += sequence.fresh_prompt(start, chunk.end)
+            counters.recomputed_tokens += sequence.recomputed(start, chunk.end)
+    slots = step.adapter_slots
+    counters.distinct_adapters = len(slots)
+    counters.step_adapters.observe(len(slots))
+    counters.max_distinct_adapters = max(counters.max_distinct_adapters, len(slots))
+    if step.holds_base:
+        beside = max(counters.max_distinct_adapters_beside_base, len(slots))
+        counters.max_distinct_adapters_beside_base = beside
+    counters.adapter_bytes_read += sum(map(bytes_of, slots))
+
+
+def labelled_drafts(revisions: Mapping[tuple[str, str | None], Acceptance], counters: Counters) -> list[RevisionDrafts]:
+    """Return the drafts of the revisions that had most, and the rest of the totals as that of all others."""
+    most = heapq.nlargest(LABELLED_REVISIONS, revisions.items(), key=lambda item: item[1].num_drafted)
+    labelled = [RevisionDrafts(tenant, digest or "", a.num_drafted, a.num_accepted) for (tenant, digest), a in most]
+    drafted = counters.drafted_tokens - sum(one.drafted for one in labelled)
+    accepted = counters.accepted_tokens - sum(one.accepted for one in labelled)
+    return [*labelled, RevisionDrafts(OTHERS, OTHERS, drafted, accepted)] if drafted else labelled
+
+
+def snapshot(
+    scheduler: Scheduler,
+    meter: ServiceMeter,
+    ended: EngineCount,
+    *,
+    weight_bytes: int,
+    adapters_pinned: int,
+    adapters_host: int,
+    adapters_host_bytes: int,
+) -> EngineStats:
+    """Counters and gauges of this moment, as a message."""
+    counters, memory = scheduler.state.counters, scheduler.memory
+    pages: PageCounts = memory.counts
+    return EngineStats(
+        steps=counters.steps,
+        waiting=len(scheduler.queue),
+        running=len(scheduler.running),
+        pages_total=pages.total,
+        pages_kv=pages.kv,
+        pages_kv_cached=pages.kv_cached,
+        pages_adapters=pages.adapters,
+        pages_adapters_idle=pages.adapters_idle,
+        pages_free=pages.free,
+        kv_evictions=counters.kv_evictions,
+        kv_pages_swapped_out=counters.kv_pages_swapped_out,
+        kv_pages_swapped_in=counters.kv_pages_swapped_in,
+        kv_pages_in_host=memory.swap.num_held,
+        adapters_resident=memory.residency.num_resident,
+        adapters_pinned=adapters_pinned,
+        adapters_host=adapters_host,
+        adapters_host_bytes=adapters_host_bytes,
+        adapter_loads=counters.adapter_loads,
+        adapter_load_seconds=counters.adapter_load_seconds.total,
+        adapter_hits=counters.adapter_hits,
+        adapter_misses=counters.adapter_misses,
+        adapter_evictions=counters.adapter_evictions,
+        adapter_load_failures=counters.adapter_load_failures,
+        preemptions=counters.preemptions,
+        refused_over_capacity=counters.refused_over_capacity,
+        missed_deadlines=counters.missed_deadlines,
+        service_gap=meter.gap,
+        prompt_tokens=counters.prompt_tokens,
+        cached_tokens=counters.cached_tokens,
+        recomputed_tokens=counters.recomputed_tokens,
+        output_tokens=counters.output_tokens,
+        drafted_tokens=counters.drafted_tokens,
+        accepted_tokens=counters.accepted_tokens,
+        ended=ended.tokens,
+        distinct_adapters=counters.distinct_adapters,
+        max_distinct_adapters=counters.max_distinct_adapters,
+        max_distinct_adapters_beside_base=counters.max_distinct_adapters_beside_base,
+        adapter_bytes_read=counters.adapter_bytes_read,
+        weight_bytes=weight_bytes,
+        meters=EngineMeters(
+            queue_seconds=counters.queue_seconds.distribution,
+            adapter_load_seconds=counters.adapter_load_seconds.distribution,
+            step_adapters=counters.step_adapters.distribution,
+            tenants=meter.tenants,
+            drafts=labelled_drafts(scheduler.speculation.revisions, counters),
+        ),
+        routing=routing_facts(scheduler),
+    )
+
+
+def routing_facts(scheduler: Scheduler) -> RoutingFacts:
+    """Collect what a router needs: residency, prefix trees and the queue."""
+    memory, size = scheduler.memory, scheduler.state.budget.block_size
+    trees = memory.cache.largest_trees(REPORTED_PREFIXES)
+    return RoutingFacts(
+        resident=list(memory.residency.resident),
+        pinned=list(memory.residency.kept),
+        prefixes=[CachedPrefix(tree.identity, tree.num_pages * size) for tree in trees],
+        queue_tokens=scheduler.num_queued_tokens,
+        waiting_tenants=sum(len(group.tenants) for group in scheduler.queue.groups),
+        max_running=scheduler.state.limits.max_num_seqs,
+        prefill_tokens_per_s=scheduler.prefill_tokens_per_s,
+        wait_s=scheduler.wait_s,
+    )

@@ -1,0 +1,157 @@
+"""How many engines a base should have: by the wait that a new request meets, and by the memory that requests hold.
+
+Out: the predicted wait for a first token, over all ready engines, is above the target, or the pools are nearly full.
+In: without one engine both would still be well below. The first is done at once, and in proportion; the second one
+engine at a time, after a cool-down, and by draining: the engine with the least to lose gets no more requests and ends
+when it has none. A base with `min` = 0 goes to zero after `idle_s` without a request, and back when one comes.
+
+`decide` asks: the caller starts and drains engines, and tells `requested`, `changed` and `started` what happened.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from loramux.fleet.view import EngineState, EngineView
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingPolicy:
+    """Limits of one base, and the times of scaling."""
+
+    min_engines: int = 1
+    max_engines: int = 1
+    target_wait_s: float = 1.0
+    """Predicted wait for a first token that more engines are started for."""
+    target_memory: float = 0.9
+    """Share of the pools that requests hold, above which more engines are started."""
+    spare: float = 0.6
+    """An engine is drained where the others would stay below this share of both targets, and of their rows."""
+    cooldown_s: float = 120.0
+    """Seconds after any change before an engine is drained."""
+    start_s: float = 60.0
+    """Seconds that an engine is expected to take to start; measured once one has."""
+    idle_s: float = 600.0
+    """Seconds without a request after which a base whose least is zero has none."""
+
+
+class ScalingDecision(msgspec.Struct, frozen=True, kw_only=True):
+    """Changes to make now."""
+
+    start: int = 0
+    """Engines to start."""
+    drain: tuple[str, ...] = ()
+    """Engines to drain."""
+    reason: str = ""
+    """For the log."""
+
+
+class Autoscaler:
+    """The scaling of one base. It decides on views, and remembers when engines changed and were asked for."""
+
+    def __init__(self, policy: ScalingPolicy, now: float) -> None:
+        self.policy = policy
+        self._changed_at = -math.inf
+        self._requested_at = now
+        self._start_s = policy.start_s
+
+    # questions
+
+    def decide(self, base: str, views: Sequence[EngineView], now: float) -> ScalingDecision:
+        """Return the engines of `base` to start or drain now."""
+        engines = [view for view in views if view.base == base]
+        ready = [view for view in engines if view.state is EngineState.READY]
+        coming = len(ready) + sum(view.state is EngineState.STARTING for view in engines)
+        wanted = max(self._least(now), min(self.policy.max_engines, self._wanted(ready)))
+        if wanted > coming:
+            return ScalingDecision(start=wanted - coming, reason=f"{base}: {_pressure(ready)}, {wanted} engines needed")
+        leaving = self._leaving(ready, coming, now)
+        reason = f"{base}: {_pressure(ready)}, {len(leaving)} to spare" if leaving else ""
+        return ScalingDecision(drain=tuple(view.engine for view in leaving), reason=reason)
+
+    def wait_s(self, views: Sequence[EngineView], now: float) -> float:
+        """Return the seconds until a request can be sent to an engine: 0 where one is ready.
+
+        A request that has a deadline further away waits, another is refused with this as its Retry-After.
+        """
+        if any(view.state is EngineState.READY for view in views):
+            return 0.0
+        started = [view.at for view in views if view.state is EngineState.STARTING]
+        return max(1.0, self._start_s - (now - min(started))) if started else self._start_s
+
+    # events
+
+    def requested(self, now: float) -> None:
+        """Note a request for the base, whether it could be served or not."""
+        self._requested_at = now
+
+    def changed(self, now: float) -> None:
+        """Note that an engine was started or drained."""
+        self._changed_at = now
+
+    def started(self, seconds: float, now: float) -> None:
+        """Note how long an engine took to become ready."""
+        self._start_s = seconds
+        self._changed_at = now
+
+    # estimates
+
+    def _least(self, now: float) -> int:
+        """Engines that there must be: one where a base without any was asked for."""
+        asked = now - self._requested_at < self.policy.idle_s
+        return max(self.policy.min_engines, int(asked and self.policy.max_engines > 0))
+
+    def _wanted(self, ready: Sequence[EngineView]) -> int:
+        """Engines among which the work would be at its targets."""
+        if not ready:
+            return 0
+        policy, count = self.policy, len(ready)
+        wait = sum(view.wait_s for view in ready) / count
+        memory = sum(view.pages_used for view in ready if view.waiting) / count
+        # A backlog of w seconds over n engines is one of w * n / m seconds over m.
+        by_wait = math.ceil(count * wait / policy.target_wait_s) if wait > policy.target_wait_s else 0
+        by_memory = math.ceil(count * memory / policy.target_memory) if memory > policy.target_memory else 0
+        return min(max(by_wait, by_memory), 2 * count)  # what is queued says little of what more engines would do
+
+    def _leaving(self, ready: Sequence[EngineView], coming: int, now: float) -> Sequence[EngineView]:
+        """Engines to drain: those above the most, all of an unused base, or one where the others are enough."""
+        policy, by_loss = self.policy, sorted(ready, key=_loss)
+        if coming > policy.max_engines:
+            return by_loss[: coming - policy.max_engines]
+        if coming > len(ready) or not ready:
+            return ()
+        if not policy.min_engines and self._is_unused(ready, now):
+            return by_loss
+        settled = now - self._changed_at >= policy.cooldown_s
+        if settled and len(ready) > max(1, policy.min_engines) and self._can_spare_one(ready):
+            return by_loss[:1]
+        return ()
+
+    def _can_spare_one(self, ready: Sequence[EngineView]) -> bool:
+        """Would one engine less, with the same work, be well below every target?"""
+        policy, others = self.policy, len(ready) - 1
+        rows = sum(view.requests / view.max_running for view in ready) / others
+        wait = sum(view.wait_s for view in ready) / others
+        memory = sum(view.pages_used for view in ready) / others
+        limits = ((rows, 1.0), (wait, policy.target_wait_s), (memory, policy.target_memory))
+        return all(expected < policy.spare * target for expected, target in limits)
+
+    def _is_unused(self, ready: Sequence[EngineView], now: float) -> bool:
+        quiet = now - self._requested_at >= self.policy.idle_s
+        return quiet and not any(view.requests for view in ready)
+
+
+def _loss(view: EngineView) -> tuple[int, int, int, str]:
+    """Rank an engine by what draining it costs: pins to move, then requests, then adapters."""
+    return len(view.pinned), view.requests, len(view.resident), view.engine
+
+
+def _pressure(ready: Sequence[EngineView]) -> str:
+    count = max(1, len(ready))
+    wait = sum(view.wait_s for view in ready) / count
+    memory = sum(view.pages_used for view in ready) / count
+    return f"{wait:.1f} s of wait, {memory:.0%} of the pools in use on {len(ready)} engines"

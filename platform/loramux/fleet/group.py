@@ -1,0 +1,589 @@
+"""The engines of one base, as one engine: requests survive the death of any of them.
+
+    EngineGroup.submit ──> an engine ──> Run.note ──> the request's own on_event
+         the engine dies: the Run keeps the tokens sent so far ──> another engine goes on behind them
+
+A `Run` is a request on its way through the group. Its engine may change, and its caller never notices: the next engine
+gets the tokens that were sent as the beginning of the answer, computes their KV again without charge, and samples the
+next token as the first engine would have, for a draw depends on the seed and the token's number alone. An engine that
+is drained gives its requests back: they are cancelled in it, and end with its own count. The count of an engine that
+died is made up from its events.
+
+A request may be what an engine dies of. One that was on MAX_DEATHS engines in a row when they died, and got no token
+from them, is a suspect. Suspects are tried one at a time, so that those that only waited beside the cause are cleared
+by their next token; one under which another engine dies ends with an error.
+
+A request for which no engine serves waits for one, for WAIT_SECONDS at most and no longer than its deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from loramux.engine import ENGINE_DIED, EngineClient, EngineDied
+from loramux.engine.client import OnEvent
+from loramux.engine.messages import EngineCount, EngineFault, EngineStats, ModelFacts, TenantService, TokenEvent
+from loramux.engine.request import AdapterRef, Request
+from loramux.fleet.autoscaling import Autoscaler, ScalingPolicy
+from loramux.fleet.errors import EngineBusy, UnknownEngine
+from loramux.fleet.member import EngineStatus, Launch, Member
+from loramux.fleet.router import Router, RoutingRequest, place_pins, prefix_hashes
+from loramux.fleet.shares import ShareExchange
+from loramux.fleet.view import EngineState
+from loramux.settings import BaseSettings, Settings
+from loramux.units import TokenCounts
+
+logger = logging.getLogger(__name__)
+
+MAX_DEATHS = 2
+"""Engines that die under a request in a row, before they have sent it a token, that make it a suspect."""
+SCALE_SECONDS = 5.0
+"""Time between two decisions on the number of engines."""
+DRAIN_SECONDS = 60.0
+"""Time for the requests of an engine that is not needed any more to end."""
+EXCHANGE_SECONDS = 0.25
+"""Time between two exchanges of service between the engines."""
+WAIT_SECONDS = 60.0
+"""A request without an engine ends with an error after this time."""
+
+
+class Run:
+    """One request, and what the engines have sent of it."""
+
+    __slots__ = (
+        "_count",
+        "_submitted_at",
+        "cached_tokens",
+        "engine",
+        "is_cancelled",
+        "is_moving",
+        "num_before",
+        "num_deaths",
+        "on_event",
+        "request",
+        "timeout",
+        "token_ids",
+    )
+
+    def __init__(self, request: Request, on_event: OnEvent, now: float) -> None:
+        self.request = request
+        self.on_event = on_event
+        self.engine: Member | None = None
+        """None while it waits for one."""
+        self.token_ids: list[int] = []
+        """The answer so far."""
+        self.num_deaths = 0
+        """Engines in a row that died before they had sent it a token."""
+        self.is_moving = False
+        """Its engine was told to give it back."""
+        self.is_cancelled = False
+        """Its caller wants no more of it."""
+        self.timeout: asyncio.TimerHandle | None = None
+        """Ends it, while it waits for an engine."""
+        self._submitted_at = now
+        self.num_before = 0
+        """Tokens of the answer that earlier engines have sent."""
+        self.cached_tokens = 0
+        """Prompt tokens that the engine of the first token found in its cache."""
+        self._count = EngineCount()
+        """The usage of earlier engines."""
+
+    def rest(self, now: float, *, has_started: bool) -> Request:
+        """Return the part of the request that is left; `has_started`: it or another choice of its group."""
+        deadline, passed_ms = self.request.deadline_ms, round(1000 * (now - self._submitted_at))
+        if not (has_started or passed_ms):
+            return self.request
+        return msgspec.structs.replace(
+            self.request,
+            output_token_ids=list(self.token_ids),
+            deadline_ms=None if deadline is None else max(1, deadline - passed_ms),
+            group_started=has_started,
+        )
+
+    def counted(self, event: TokenEvent) -> TokenEvent:
+        """Return the last event with the usage of all engines."""
+        if event.count is None or self._count == EngineCount():
+            return event
+        return msgspec.structs.replace(event, count=self._count + event.count)
+
+    def leave_engine(self, count: EngineCount | None) -> None:
+        """Note that its engine has sent its last event; without a count it died, and its events are counted."""
+        num_sent = len(self.token_ids) - self.num_before
+        if num_sent:
+            self.num_deaths = 0
+        elif count is None:
+            self.num_deaths += 1
+        if count is None and num_sent:
+            is_first = self.num_before == 0
+            prompt, cached = (len(self.request.prompt_token_ids), self.cached_tokens) if is_first else (0, 0)
+            count = EngineCount(tokens=TokenCounts(prompt=prompt, cached=cached, output=num_sent))
+        self._count += count or EngineCount()
+        self.num_before = len(self.token_ids)
+        self.engine, self.is_moving = None, False
+
+    @property
+    def is_suspect(self) -> bool:
+        """May it be what engines die of?"""
+        return self.num_deaths >= MAX_DEATHS
+
+    @property
+    def ended(self) -> EngineCount:
+        """The usage of earlier engines."""
+        return self._count
+
+
+class EngineGroup:
+    """An EngineClient over the engines of one base."""
+
+    def __init__(self, base: BaseSettings, settings: Settings, launch: Launch) -> None:
+        """`settings` are those of an engine of `base`."""
+        num_at_start = max(1, base.engines.min)
+        self._members = {
+            name: Member(name, base.name, own, self._launcher(name, launch), is_wanted=number < num_at_start)
+            for number, (name, own) in enumerate(settings_of_engines(base, settings).items())
+        }
+        self._base = base.name
+        self._range = base.engines
+        self._scaler: Autoscaler | None = None
+        """None before the start."""
+        self._runs: dict[str, Run] = {}
+        """Requests that have not ended, by id."""
+        self._waiting: dict[str, Run] = {}
+        """Those of them that wait for an engine."""
+        self._trial: Run | None = None
+        """The one suspect that an engine has."""
+        self._groups: dict[str, dict[str, Run]] = {}
+        """The requests by their group: choices of one API request, which share a prompt and a deadline."""
+        self._pins: dict[tuple[str, str], tuple[AdapterRef, Member]] = {}
+        self._router = Router()
+        self._exchange = ShareExchange()
+        self._next_exchange: asyncio.TimerHandle | None = None
+        self._orders: dict[str, asyncio.Task[EngineStatus]] = {}
+        """Engines that are being drained or restarted for an operator."""
+        self._tasks: list[asyncio.Task[None]] = []
+        self._ended = asyncio.Event()
+        self._is_stopping = False
+
+    def _launcher(self, name: str, launch: Launch) -> Launch:
+        """Return `launch` for the engine `name`, whose service is heard."""
+
+        def launch_heard(settings: Settings) -> EngineClient:
+            client = launch(settings)
+            client.on_service = partial(self._note_service, name)
+            return client
+
+        return launch_heard
+
+    # the life of the group
+
+    async def start(self) -> ModelFacts:
+        """Start `min` engines; return when each serves or has failed to, and at least one serves. Raises EngineDied.
+
+        With `min` = 0 one is started too: the model's facts are known from it alone.
+        """
+        wanted = [member for member in self._members.values() if member.state is not EngineState.RESTING]
+        outcomes = await asyncio.gather(*(member.start() for member in wanted), return_exceptions=True)
+        facts = [outcome for outcome in outcomes if isinstance(outcome, ModelFacts)]
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException) and (not facts or not isinstance(outcome, EngineDied)):
+                self._ended.set()
+                raise outcome
+        for member in self._members.values():
+            supervised = member.supervise(self._serve_with, self._note_failing)
+            self._tasks.append(asyncio.create_task(supervised, name=f"engine {member.name}"))
+        policy = ScalingPolicy(
+            min_engines=self._range.min, max_engines=self._range.most, target_wait_s=self._range.target_wait_s
+        )
+        self._scaler = Autoscaler(policy, self._now())
+        if self._range.most > self._range.min:
+            self._tasks.append(asyncio.create_task(self._scale_periodically(), name="scaling"))
+        return facts[0]
+
+    async def stop(self) -> None:
+        """Let running requests end, then stop every engine."""
+        self._is_stopping = True
+        if self._next_exchange is not None:
+            self._next_exchange.cancel()
+        tasks = [*self._tasks, *self._orders.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for run in list(self._waiting.values()):
+            self._end(run, EngineFault(ENGINE_DIED, "the engines are stopped"))
+        await asyncio.gather(*(member.client.stop() for member in self._members.values()))
+        self._ended.set()
+
+    async def wait_end(self) -> str:
+        """Wait until no engine serves and none is started again by itself; return why."""
+        await self._ended.wait()
+        return next((member.problem for member in self._members.values() if member.problem), "the engines were stopped")
+
+    @property
+    def alive(self) -> bool:
+        """Does an engine serve, or will one when a request comes?"""
+        return bool(self._ready) or all(m.state is EngineState.RESTING for m in self._members.values())
+
+    @property
+    def _ready(self) -> list[Member]:
+        """The engines that may be given requests."""
+        return [member for member in self._members.values() if member.is_ready]
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    @property
+    def has_ended(self) -> bool:
+        """Does no engine serve, and is none started again by itself?"""
+        return self._ended.is_set()
+
+    @property
+    def unclaimed_tokens(self) -> int:
+        """Tokens of requests that ended without a listener, so that no bill can hold them."""
+        return sum(member.unclaimed_tokens for member in self._members.values())
+
+    async def _serve_with(self, member: Member) -> None:
+        """Give an engine that serves again what waits for one, and the pins that it should hold."""
+        self._router.forget(member.name)
+        if self._scaler is not None:
+            self._scaler.started(member.start_seconds, self._now())
+        for run in sorted(self._waiting.values(), key=lambda run: not run.token_ids):
+            self._place(run)
+        for (_, owner), (ref, holder) in list(self._pins.items()):
+            if holder is member or not holder.is_ready:
+                with suppress(EngineDied):
+                    await self._pin_on(member, ref, owner)
+
+    def _note_failing(self) -> None:
+        if all(m.is_failing for m in self._members.values() if m.state is not EngineState.RESTING):
+            self._ended.set()
+            for run in list(self._waiting.values()):
+                self._end(run, EngineFault(ENGINE_DIED, "no engine serves, and none is started again"))
+
+    # requests
+
+    def submit(self, request: Request, on_event: OnEvent) -> None:
+        """Give the request to an engine, or have it wait for one; raises EngineDied when there will be none."""
+        assert request.id not in self._runs, f"request {request.id} was submitted before"
+        if self.has_ended:
+            raise EngineDied("no engine serves, and none is started again")
+        if self._scaler is not None:
+            self._scaler.requested(self._now())
+        run = Run(request, on_event, self._now())
+        self._place(run)
+        self._runs[request.id] = run
+        if run.engine is None:
+            self._scale()
+        if request.group_id:
+            self._groups.setdefault(request.group_id, {})[request.id] = run
+
+    def cancel(self, request_id: str) -> None:
+        """End a request, wherever it is."""
+        run = self._runs.get(request_id)
+        if run is None:
+            return
+        if run.engine is None:
+            self._end(run, None)
+        else:
+            run.is_cancelled = True
+            run.engine.client.cancel(request_id)
+
+    def forget(self, request_id: str) -> None:
+        """End a request and call its `on_event` no more."""
+        run = self._runs.get(request_id)
+        if run is not None:
+            engine = run.engine
+            self._drop(run)
+            if engine is not None:
+                engine.client.forget(request_id)
+
+    def _place(self, run: Run) -> None:
+        """Give the request to an engine, or have it wait for one."""
+        if self._send(run):
+            if run.timeout is not None:
+                run.timeout.cancel()
+                run.timeout = None
+            self._waiting.pop(run.request.id, None)
+        elif run.timeout is None:
+            self._waiting[run.request.id] = run
+            seconds, fault = (
+                WAIT_SECONDS,
+                EngineFault(ENGINE_DIED, f"no engine has served for {WAIT_SECONDS:g} seconds"),
+            )
+            deadline = None if run.token_ids else run.request.deadline_ms
+            if deadline is not None and deadline / 1000 < WAIT_SECONDS:
+                seconds, message = (
+                    deadline / 1000,
+                    f"No engine has served within the request's deadline of {deadline} ms.",
+                )
+                fault = EngineFault("deadline_exceeded", message, retry_after=10)
+            run.timeout = asyncio.get_running_loop().call_later(seconds, self._end, run, fault)
+
+    def _send(self, run: Run) -> bool:
+        """Give what is left of the request to an engine; False where none serves."""
+        if run.is_suspect and self._trial not in (None, run):
+            return False
+        engine = self._choose(run.request)
+        if engine is None:
+            return False
+        if run.is_suspect:
+            self._trial = run
+        choices = self._groups.get(run.request.group_id, {}).values()
+        has_started = bool(run.token_ids) or any(choice.token_ids for choice in choices)
+        rest = run.rest(self._now(), has_started=has_started)
+        engine.client.submit(rest, partial(self._on_event, run, engine))
+        run.engine = engine
+        engine.requests.add(run.request.id)
+        if len(self._members) > 1:
+            self._router.sent(self._routed(run.request), engine.name, self._now())
+        return True
+
+    def _routed(self, request: Request) -> RoutingRequest:
+        """Return what the router has to know of a request."""
+        identity, prompt = request.kv_identity, request.prompt_token_ids
+        return RoutingRequest(
+            id=request.id, identity=identity, prompt_tokens=len(prompt), prefix=prefix_hashes(identity, prompt)
+        )
+
+    def _choose(self, request: Request) -> Member | None:
+        """Return the engine for a request: that of its group's other choices, or the router's choice."""
+        for choice in self._groups.get(request.group_id, {}).values():
+            if choice.engine is not None and choice.engine.is_ready:
+                return choice.engine
+        ready = self._ready
+        if len(ready) < 2:
+            return ready[0] if ready else None
+        routed = self._routed(request)
+        chosen = self._router.choose(routed, [member.view for member in ready], self._now())
+        assert chosen is not None, "an engine is ready"
+        return self._members[chosen]
+
+    def _on_event(self, run: Run, engine: Member, event: TokenEvent) -> None:
+        if event.token_id is not None:
+            run.token_ids.append(event.token_id)
+        # Every token of every request comes through here: the rest is for an engine's first token and its last event.
+        if len(run.token_ids) == run.num_before + 1:
+            self._router.started(run.request.id, self._now())
+            run.cached_tokens = max(run.cached_tokens, event.cached_tokens)
+            self._end_trial(run)
+        if event.finish_reason is not None:
+            self._leave(run, engine)
+            died = event.fault is not None and event.fault.code == ENGINE_DIED
+            if died or (run.is_moving and event.finish_reason == "cancelled"):
+                run.leave_engine(None if died else event.count)
+                self._continue(run, event.fault)
+                return
+            event = run.counted(event)
+            self._drop(run)
+        try:
+            run.on_event(event)
+        except BaseException:
+            self._drop(run)
+            raise
+
+    def _continue(self, run: Run, fault: EngineFault | None) -> None:
+        """Go on with a request that its engine has no more, at another one."""
+        if run.is_cancelled:
+            self._end(run, None)
+        elif run.num_deaths > MAX_DEATHS:
+            logger.error(
+                "request %s ends: %d engines died under it before they had sent it a token",
+                run.request.id,
+                run.num_deaths,
+            )
+            self._end(run, fault)
+        elif self.has_ended or self._is_stopping:
+            self._end(run, fault or EngineFault(ENGINE_DIED, "the engines are stopped"))
+        else:
+            self._place(run)
+
+    def _end_trial(self, run: Run) -> None:
+        """Note that a request has got a token, or has ended: it is no suspect, and the next one is tried."""
+        run.num_deaths = 0
+        if self._trial is run:
+            self._trial = None
+            for other in [waiting for waiting in self._waiting.values() if waiting.is_suspect]:
+                self._place(other)
+
+    def _leave(self, run: Run, engine: Member) -> None:
+        engine.requests.discard(run.request.id)
+        self._router.ended(run.request.id, self._now())
+        if not engine.requests:
+            engine.idle.set()
+
+    def _end(self, run: Run, fault: EngineFault | None) -> None:
+        """End a request that no engine has: with a fault, or cancelled."""
+        self._drop(run)
+        reason = "cancelled" if fault is None else "error"
+        event = TokenEvent(request_id=run.request.id, finish_reason=reason, fault=fault, count=run.ended)
+        run.on_event(event)
+
+    def _drop(self, run: Run) -> None:
+        """Forget the request."""
+        if run.timeout is not None:
+            run.timeout.cancel()
+        if run.engine is not None:
+            self._leave(run, run.engine)
+        self._runs.pop(run.request.id, None)
+        self._waiting.pop(run.request.id, None)
+        self._end_trial(run)
+        if (choices := self._groups.get(run.request.group_id)) is not None:
+            choices.pop(run.request.id, None)
+            if not choices:
+                del self._groups[run.request.group_id]
+
+    # revisions
+
+    def retire(self, digest: str) -> None:
+        """Free a deleted revision's pages in every engine."""
+        for member in self._members.values():
+            member.client.retire(digest)
+
+    async def pin(self, ref: AdapterRef, owner: str = "") -> EngineFault | None:
+        """Keep a revision in the pool of one engine; waits until it is there."""
+        if (known := self._pins.get((ref.digest, owner))) and known[1].is_ready:
+            return await self._pin_on(known[1], ref, owner)
+        if not self._ready:
+            raise EngineDied("no engine serves")
+        digests = {ref.digest, *(digest for digest, _ in self._pins)}
+        placed = place_pins(digests, [member.name for member in self._ready])
+        engine = next(engine for engine, held in placed.items() if ref.digest in held)
+        return await self._pin_on(self._members[engine], ref, owner)
+
+    def unpin(self, digest: str, owner: str = "") -> None:
+        """Release `owner`'s pin."""
+        if (pinned := self._pins.pop((digest, owner), None)) is not None:
+            pinned[1].client.unpin(digest, owner)
+
+    async def _pin_on(self, member: Member, ref: AdapterRef, owner: str) -> EngineFault | None:
+        self._pins[ref.digest, owner] = ref, member
+        return await member.client.pin(ref, owner)
+
+    # shares
+
+    def _note_service(self, engine: str, services: list[TenantService]) -> None:
+        """Count what an engine has served, and pass it on to the others within EXCHANGE_SECONDS."""
+        if len(self._members) == 1:
+            return
+        self._exchange.report(engine, services)
+        if self._next_exchange is None:
+            loop = asyncio.get_running_loop()
+            self._next_exchange = loop.call_later(EXCHANGE_SECONDS, self._exchange_service)
+
+    def _exchange_service(self) -> None:
+        self._next_exchange = None
+        for engine, services in self._exchange.collect([member.name for member in self._ready]).items():
+            self._members[engine].client.lift(services)
+
+    # engines
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The engines' names."""
+        return tuple(self._members)
+
+    def stats(self) -> dict[str, EngineStats]:
+        """Return the latest statistics of each engine, by its name."""
+        return {name: member.stats for name, member in self._members.items()}
+
+    def statuses(self) -> list[EngineStatus]:
+        """Describe the engines for operators."""
+        return [member.status() for member in self._members.values()]
+
+    def order(self, name: str, *, restart: bool, seconds: float) -> EngineStatus:
+        """Begin to drain or restart an engine. Raises UnknownEngine or EngineBusy."""
+        member = self._member(name)
+        if name in self._orders:
+            raise EngineBusy(f"the engine {name} is being drained already; wait until that has ended", "engine")
+        work = self.restart(name, seconds) if restart else self.drain(name, seconds)
+        self._begin(name, work)
+        member.withdraw()
+        return member.status()
+
+    def _begin(self, name: str, work: Coroutine[Any, Any, EngineStatus]) -> None:
+        self._orders[name] = order = asyncio.create_task(work, name=f"order to {name}")
+        order.add_done_callback(lambda _: self._orders.pop(name))
+
+    # scaling
+
+    async def _scale_periodically(self) -> None:
+        while True:
+            await asyncio.sleep(SCALE_SECONDS)
+            self._scale()
+
+    def _scale(self) -> None:
+        """Start engines that rest, or drain engines, as the autoscaler decides."""
+        if self._scaler is None or self._range.most <= self._range.min:
+            return
+        now = self._now()
+        decision = self._scaler.decide(self._base, [member.view for member in self._members.values()], now)
+        resting = [m for m in self._members.values() if m.state is EngineState.RESTING and m.name not in self._orders]
+        changed = resting[: decision.start]
+        for member in changed:
+            self._begin(member.name, self._revive(member))
+        for name in decision.drain:
+            if name not in self._orders:
+                self._members[name].withdraw(rest=True)
+                self._begin(name, self.drain(name, DRAIN_SECONDS, rest=True))
+                changed.append(self._members[name])
+        if changed:
+            logger.info("%s; engines that change: %s", decision.reason, ", ".join(member.name for member in changed))
+            self._scaler.changed(now)
+
+    async def _revive(self, member: Member) -> EngineStatus:
+        await member.revive()
+        return member.status()
+
+    async def drain(self, name: str, seconds: float, *, rest: bool = False) -> EngineStatus:
+        """Take an engine out of service: it gets no more requests, and is stopped once it has none.
+
+        Requests that still run after `seconds` go on at other engines. `rest`: it may be started again by itself.
+        Raises UnknownEngine.
+        """
+        member = self._member(name)
+        member.withdraw(rest=rest)
+        if member.requests:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(_until_idle(member), seconds)
+            for request_id in list(member.requests):
+                self._runs[request_id].is_moving = True
+                member.client.cancel(request_id)
+            await _until_idle(member)
+        await member.stop()
+        return member.status()
+
+    async def restart(self, name: str, seconds: float) -> EngineStatus:
+        """Drain an engine and start it again; return once it serves or has failed to. Raises UnknownEngine."""
+        member = self._member(name)
+        await self.drain(name, seconds)
+        await member.revive()
+        return member.status()
+
+    def _member(self, name: str) -> Member:
+        if (member := self._members.get(name)) is None:
+            raise UnknownEngine(f"there is no engine {name[:80]!r}; there are {', '.join(self._members)}", "engine")
+        return member
+
+
+async def _until_idle(member: Member) -> None:
+    while member.requests:
+        member.idle.clear()
+        await member.idle.wait()
+
+
+def settings_of_engines(base: BaseSettings, settings: Settings) -> dict[str, Settings]:
+    """Return the settings of each engine of a base, by its name; each has a device of its own where they are listed."""
+    engines = {}
+    for number in range(base.engines.most):
+        engine = settings.engine
+        if base.engines.devices:
+            device = base.engines.devices[number % len(base.engines.devices)]
+            engine = msgspec.structs.replace(engine, device=device)
+        engines[f"{base.name}-{number}"] = msgspec.structs.replace(settings, engine=engine)
+    return engines

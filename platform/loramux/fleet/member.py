@@ -1,0 +1,214 @@
+"""One engine of a group over its lives: started, watched, started again after a pause, drained.
+
+    STARTING ──> READY ──> LOST ──pause──> STARTING          the engine died, or did not load its model
+                   ├─> DRAINING ──> LOST ──restart──> ...    an operator took it out of service
+                   └─> DRAINING ──> RESTING ──> STARTING     it was not needed, and is again
+
+A pause grows with each failure in a row. An engine that fails to start MAX_FAILED_STARTS times in a row is tried on
+while others serve; where all engines of a base fail so, the group has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+import msgspec
+
+from loramux.engine import EngineClient, EngineDied
+from loramux.engine.messages import EngineStats, ModelFacts
+from loramux.fleet.view import EngineState, EngineView, view_of
+from loramux.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 60.0
+"""Seconds between an engine's end and its next start."""
+MAX_FAILED_STARTS = 3
+SOUND_SECONDS = 60.0
+"""An engine that has served for so long has recovered: its next pause is the first one again."""
+DRAINED = "drained"
+
+Launch = Callable[[Settings], EngineClient]
+"""Makes the client of one engine, not yet started."""
+
+
+class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine, for operators."""
+
+    engine: str
+    base_model: str
+    state: EngineState
+    requests: int
+    """Requests that wait or run in it."""
+    starts: int
+    """Times that it was started."""
+    problem: str | None
+    """The reason why it does not serve, or did not before its last start."""
+
+
+class Member:
+    """One engine of a group; every life has a client of its own."""
+
+    def __init__(self, name: str, base: str, settings: Settings, launch: Launch, *, is_wanted: bool = True) -> None:
+        """`is_wanted`: it should serve from the group's start on; else it rests until `revive`."""
+        self.name = name
+        self.state = EngineState.LOST if is_wanted else EngineState.RESTING
+        self.start_seconds = 0.0
+        """The time that its last start took."""
+        self.requests: set[str] = set()
+        """Ids of the requests that it was given and has not ended."""
+        self.idle = asyncio.Event()
+        """Set whenever it has none left."""
+        self.client = launch(settings)
+        self._view: EngineView | None = None
+        self._viewed: EngineStats | None = None
+        """The statistics that the view was made from."""
+        self._base = base
+        self._settings = settings
+        self._launch = launch
+        self._num_starts = 0
+        self._num_failures = 0
+        """Ends since it last served for SOUND_SECONDS."""
+        self._num_failed_starts = 0
+        """In a row."""
+        self._problem: str | None = None
+        self._unclaimed = 0
+        self._is_wanted = asyncio.Event()
+        """Set while it should serve."""
+        if is_wanted:
+            self._is_wanted.set()
+        self._withdrawn_to = EngineState.LOST
+        """Its state once it is stopped."""
+        self._started = asyncio.Event()
+        """Set after each start, whether it succeeded or not."""
+
+    @property
+    def is_ready(self) -> bool:
+        """May it be given requests?"""
+        return self.state is EngineState.READY and self.client.alive
+
+    @property
+    def stats(self) -> EngineStats:
+        """The latest statistics of its present life."""
+        return self.client.stats()
+
+    @property
+    def unclaimed_tokens(self) -> int:
+        """Tokens of requests that ended without a listener, over all lives."""
+        return self._unclaimed + self.client.unclaimed_tokens
+
+    @property
+    def problem(self) -> str | None:
+        """The reason of its last end."""
+        return self._problem
+
+    @property
+    def view(self) -> EngineView:
+        """What routing knows of it; made anew with every report of statistics, for it names every resident adapter."""
+        stats = self.stats
+        if self._view is None or self._viewed is not stats or self._view.state is not self.state:
+            self._view = view_of(self.name, self._base, self.state, stats, self.client.stats_at)
+            self._viewed = stats
+        return self._view
+
+    def status(self) -> EngineStatus:
+        """Describe it for operators."""
+        return EngineStatus(
+            engine=self.name,
+            base_model=self._base,
+            state=self.state,
+            requests=len(self.requests),
+            starts=self._num_starts,
+            problem=self._problem,
+        )
+
+    async def start(self) -> ModelFacts:
+        """Start its present life, and wait until it serves. Raises EngineDied."""
+        loop = asyncio.get_running_loop()
+        self.state, self._num_starts, began = EngineState.STARTING, self._num_starts + 1, loop.time()
+        try:
+            facts = await self.client.start()
+        except EngineDied as died:
+            self._note_failure(str(died))
+            self._num_failed_starts += 1
+            raise
+        self._num_failed_starts = 0
+        self.state, self.start_seconds = EngineState.READY, loop.time() - began
+        return facts
+
+    async def supervise(self, on_ready: Callable[[Member], Awaitable[None]], on_failing: Callable[[], None]) -> None:
+        """Watch the life that `start` began, and begin another one whenever it ends; runs until it is cancelled.
+
+        `on_failing` is called before each start that follows on too many failed ones.
+        """
+        while True:
+            if self.state not in (EngineState.LOST, EngineState.RESTING):
+                await self._watch()
+            if self.is_failing:
+                logger.error("the engine %s cannot be started: %s", self.name, self._problem)
+                on_failing()
+                if self._settings.engine.in_process:
+                    self._is_wanted.clear()
+            if self._is_wanted.is_set():
+                await asyncio.sleep(_pause(self._num_failures))
+            await self._is_wanted.wait()
+            self._unclaimed += self.client.unclaimed_tokens
+            self.client = self._launch(self._settings)
+            with suppress(EngineDied):
+                await self.start()
+                await on_ready(self)
+            self._started.set()
+
+    def withdraw(self, *, rest: bool = False) -> None:
+        """Take it out of service: it is given no more requests, and is not started again until `revive`.
+
+        `rest`: it is not needed now, and may be started again by itself.
+        """
+        self._is_wanted.clear()
+        self._problem, self._withdrawn_to = (None, EngineState.RESTING) if rest else (DRAINED, EngineState.LOST)
+        if self.state is EngineState.READY:
+            self.state = EngineState.DRAINING
+
+    async def stop(self) -> None:
+        """Stop the engine, which has no requests."""
+        await self.client.stop()
+        self.state = self._withdrawn_to
+
+    async def revive(self) -> None:
+        """Have an engine started again that was drained or has given up; return once it serves or has failed to."""
+        self._num_failures = self._num_failed_starts = 0
+        self._started.clear()
+        self._is_wanted.set()
+        await self._started.wait()
+
+    @property
+    def is_failing(self) -> bool:
+        """Has it ended, and failed to start too often in a row? A thread that ended may have harmed its process."""
+        most = 0 if self._settings.engine.in_process else MAX_FAILED_STARTS
+        return self.state is EngineState.LOST and self._problem != DRAINED and self._num_failed_starts >= most
+
+    async def _watch(self) -> None:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        reason = await self.client.wait_end()
+        if self.state is not EngineState.READY:
+            self.state = self._withdrawn_to
+            return
+        self.state = EngineState.LOST
+        await self.client.stop()
+        if loop.time() - began >= SOUND_SECONDS:
+            self._num_failures = 0
+        logger.error("the engine %s has ended: %s", self.name, reason)
+        self._note_failure(reason)
+
+    def _note_failure(self, reason: str) -> None:
+        self.state, self._problem = EngineState.LOST, reason
+        self._num_failures += 1
+
+
+def _pause(num_failures: int) -> float:
+    """Seconds to wait after so many failures in a row."""
+    return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** max(0, num_failures - 1)) if num_failures else 0.0

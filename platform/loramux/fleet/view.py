@@ -1,0 +1,96 @@
+"""An engine as a front sees it: its latest statistics, a second old or older, with the time of their arrival.
+
+Routing, shares and autoscaling decide on views alone. Times are the front's, not the engine's: clocks of two machines
+are not compared.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+
+import msgspec
+
+from loramux.engine.messages import EngineStats
+from loramux.engine.request import KvIdentity
+
+
+class EngineState(enum.StrEnum):
+    """The stages of an engine's life. Only READY engines get requests."""
+
+    STARTING = "starting"
+    """Its model is being loaded."""
+    READY = "ready"
+    DRAINING = "draining"
+    """It finishes what it has, and gets no more."""
+    RESTING = "resting"
+    """It is not needed now, and not started."""
+    LOST = "lost"
+    """It died, or is silent for too long."""
+
+
+class EngineView(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine at the time `at`."""
+
+    engine: str
+    base: str
+    """Name of the base model that it serves."""
+    state: EngineState = EngineState.READY
+    at: float = 0.0
+    """The front's clock when the statistics arrived."""
+    resident: frozenset[str] = frozenset()
+    """Digests of the revisions in the pool, or on their way into it."""
+    pinned: frozenset[str] = frozenset()
+    """Digests of the revisions that pins keep there."""
+    prefixes: Mapping[KvIdentity, int] = {}
+    """Tokens in the largest prefix trees."""
+    queue_tokens: int = 0
+    """Prompt tokens still to compute."""
+    waiting: int = 0
+    waiting_tenants: int = 0
+    """Tenants that share what comes free."""
+    running: int = 0
+    max_running: int = 1
+    prefill_tokens_per_s: float = 0.0
+    """0: not measured yet."""
+    wait_s: float = 0.0
+    """Seconds until every request that waits has begun, by the engine's own estimates."""
+    load_s: float = 0.0
+    """Mean seconds of a load of an adapter; 0: none was loaded yet."""
+    pages: int = 0
+    free_pages: int = 0
+    """Pages that hold nothing, or what can be evicted at once."""
+
+    @property
+    def requests(self) -> int:
+        """Requests that wait or run."""
+        return self.waiting + self.running
+
+    @property
+    def pages_used(self) -> float:
+        """Share of the pool that running requests, their adapters and pins hold."""
+        return 1.0 - self.free_pages / self.pages if self.pages else 0.0
+
+
+def view_of(engine: str, base: str, state: EngineState, stats: EngineStats, at: float) -> EngineView:
+    """Build the view of an engine from statistics that arrived `at`."""
+    facts = stats.routing
+    return EngineView(
+        engine=engine,
+        base=base,
+        state=state,
+        at=at,
+        resident=frozenset(facts.resident),
+        pinned=frozenset(facts.pinned),
+        prefixes={prefix.identity: prefix.tokens for prefix in facts.prefixes},
+        queue_tokens=facts.queue_tokens,
+        waiting=stats.waiting,
+        waiting_tenants=facts.waiting_tenants,
+        running=stats.running,
+        max_running=facts.max_running,
+        prefill_tokens_per_s=facts.prefill_tokens_per_s,
+        wait_s=facts.wait_s,
+        load_s=stats.adapter_load_seconds / stats.adapter_loads if stats.adapter_loads else 0.0,
+        pages=stats.pages_total,
+        free_pages=stats.pages_free + stats.pages_kv_cached + stats.pages_adapters_idle,
+    )

@@ -1,0 +1,137 @@
+"""Checks of a request against the model's context and vocabulary, and the bounds of its tags."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import msgspec
+
+from loramux.engine.messages import ModelFacts
+from loramux.gateway.errors import InvalidRequest, NotAllowed
+from loramux.gateway.messages import GenerationRequest, Prompt
+from loramux.records import Principal
+
+MAX_TAGS = 16
+MAX_TAG_KEY = 64
+MAX_TAG_VALUE = 512
+"""Bounds of OpenAI's `metadata`."""
+DEFAULT_MAX_TOKENS = 16
+"""OpenAI's default for text completions."""
+MAX_LOGPROBS = 4_000_000
+"""The most log probabilities in an answer, over all choices; each takes about 65 bytes."""
+MAX_KEPT_LOGPROBS = 400_000
+"""The most log probabilities in an answer that is kept for an idempotency key."""
+TOO_LONG = "context_length_exceeded"
+
+_encode = msgspec.json.Encoder(order="sorted").encode
+
+
+def context_length(facts: ModelFacts) -> int:
+    """Return the most tokens, prompt and answer, that the model takes and the pool could hold."""
+    return min(facts.max_model_len, facts.pages_total * facts.block_size)
+
+
+def check_text_length(prompt: Prompt, longest_token: int, context: int) -> None:
+    """Refuse a text that cannot fit however well it is cut into tokens, before time is spent on cutting it.
+
+    `longest_token` in characters. Raises InvalidRequest.
+    """
+    if isinstance(prompt, list):
+        return
+    length = len(prompt) if isinstance(prompt, str) else sum(len(m.content) + m.size for m in prompt)
+    if length > longest_token * context:
+        why = f"your prompt has {length} characters and no token has more than {longest_token}. Please shorten it."
+        raise _too_long(prompt, context, why)
+
+
+def resolve_max_tokens(
+    asked: GenerationRequest, prompt: Prompt, num_prompt_tokens: int, context: int, of_revision: int | None = None
+) -> int:
+    """Return how many tokens a choice may generate after `prompt`; `of_revision` is the revision's own default.
+
+    Raises InvalidRequest (code context_length_exceeded) where prompt and answer do not fit in `context` tokens.
+    """
+    if num_prompt_tokens == 0:
+        raise InvalidRequest(f"'{_field(prompt)}' holds no token; send at least one.", field=_field(prompt))
+    left = context - num_prompt_tokens
+    if left < 1:
+        raise _too_long(prompt, context, f"your prompt has {num_prompt_tokens} tokens. Please shorten it.")
+    if asked.max_tokens is not None and asked.max_tokens > left:
+        raise _too_long(
+            prompt,
+            context,
+            f"you requested {num_prompt_tokens + asked.max_tokens} tokens ({num_prompt_tokens} in the prompt, "
+            f"{asked.max_tokens} for the completion). Please shorten the prompt or lower 'max_tokens'.",
+        )
+    default = min(of_revision or (left if isinstance(prompt, tuple) else DEFAULT_MAX_TOKENS), left)
+    max_tokens = asked.max_tokens or default
+    if asked.sampling.min_tokens > max_tokens:
+        raise InvalidRequest(
+            f"'min_tokens' is {asked.sampling.min_tokens}, more than the {max_tokens} tokens that may be generated; "
+            "lower it or raise 'max_tokens'.",
+            field="min_tokens",
+        )
+    return max_tokens
+
+
+def check_token_ids(field: str, token_ids: Collection[int], vocab_size: int) -> None:
+    """Raise InvalidRequest for a token id that the model does not have."""
+    for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(
+                f"'{field}' names token {token_id}, and this model has the tokens 0 to {vocab_size - 1}.", field=field
+            )
+
+
+def _too_long(prompt: Prompt, context: int, why: str) -> InvalidRequest:
+    message = f"This model's maximum context length is {context} tokens. However, {why}"
+    return InvalidRequest(message, field=_field(prompt), code=TOO_LONG)
+
+
+def _field(prompt: Prompt) -> str:
+    return "messages" if isinstance(prompt, tuple) else "prompt"
+
+
+def check_logprobs(asked: GenerationRequest, max_tokens: int) -> None:
+    """Raise InvalidRequest where an answer of `max_tokens` has more log probabilities than a server can hold for it."""
+    if asked.sampling.logprobs is None:
+        return
+    count = max_tokens * (1 + asked.sampling.logprobs)
+    limit = MAX_LOGPROBS if asked.claim is None else MAX_KEPT_LOGPROBS
+    if count > limit:
+        kept = "" if asked.claim is None else " with an Idempotency-Key"
+        raise InvalidRequest(
+            f"This request may return {count} log probabilities ({max_tokens} tokens of all choices, "
+            f"{asked.sampling.logprobs} alternatives each), and the most{kept} is {limit}. Lower 'max_tokens', 'n' or "
+            "the number of log probabilities.",
+            field="logprobs",
+        )
+
+
+def ensure_storage_allowed(principal: Principal, field: str) -> None:
+    """Raise NotAllowed where nothing that the caller sends or gets may be stored."""
+    if principal.zero_retention:
+        raise NotAllowed(
+            "Your organization has zero retention: nothing that its requests say or get is stored, so it has no "
+            "Idempotency-Key, no files and no batches. Leave it out, or ask your operator.",
+            field,
+            code="zero_retention",
+        )
+
+
+def canonical_tags(tags: Mapping[str, str] | None) -> str:
+    """Return the tags as a JSON object with sorted keys; empty where there are none. Raises InvalidRequest."""
+    if not tags:
+        return ""
+    if len(tags) > MAX_TAGS:
+        raise _refused(f"a request has at most {MAX_TAGS} and this one has {len(tags)}; send fewer.")
+    for key, value in tags.items():
+        if not (1 <= len(key) <= MAX_TAG_KEY and key.isprintable()):
+            raise _refused(f"a name has 1 to {MAX_TAG_KEY} printable characters; got {key[:MAX_TAG_KEY]!r}.")
+        if not (len(value) <= MAX_TAG_VALUE and value.isprintable()):
+            raise _refused(f"the value of {key!r} has at most {MAX_TAG_VALUE} characters, all printable.")
+    return _encode(dict(tags)).decode()
+
+
+def _refused(why: str) -> InvalidRequest:
+    return InvalidRequest(f"Invalid value for 'metadata': {why}", field="metadata", code="invalid_value")

@@ -1,0 +1,181 @@
+"""The text side of a model: its tokenizer, chat template and defaults. A revision with a bundle has its own.
+
+A template of a revision is a customer's code: it is rendered in limited processes, of which each tenant may have few at
+a time, so that one tenant's templates do not delay another's. The base's own template is rendered here.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from loramux.bundle import NO_BUNDLE, Bundle, SamplingDefaults, read_bundle
+from loramux.constraints import ToolGrammar, ToolUse
+from loramux.engine.request import Constraint
+from loramux.gateway.dialect import TAIL_CHARACTERS, AnswerReader, Dialect, dialect_of
+from loramux.gateway.errors import InvalidRequest, Unavailable
+from loramux.gateway.messages import ChatOptions, Conversation, GenerationRequest, Message
+from loramux.gateway.tokenizer import RenderedChat, Tokenizer, template_messages
+from loramux.registry import Revision
+from loramux.threads import TenantSlots, ThreadPool
+from loramux.validation.rendering import TemplateFailed, TemplateRenderer, template_variables
+from loramux.validation.sandbox import SandboxDied
+
+RENDERINGS, RENDERINGS_PER_TENANT = 16, 2
+"""Templates that are rendered at a time; each is a process."""
+KEPT = 1024
+"""Formats that are kept; one takes its bundle's size, since its tokenizer shares the base's model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """What one revision, or the base, makes of text."""
+
+    tokenizer: Tokenizer
+    bundle: Bundle = NO_BUNDLE
+    tool_parser: str | None = None
+    """How the base writes calls of tools; None: as its template says. The bundle's choice goes before it."""
+
+    @property
+    def dialect(self) -> Dialect:
+        """How the model writes thoughts and calls."""
+        template = self.bundle.chat_template or self.tokenizer.chat_template
+        return dialect_of(template, self.bundle.tool_parser or self.tool_parser)
+
+    def chat_options(self, asked: GenerationRequest) -> ChatOptions:
+        """Return a conversation's options with what the template knows of effort. Raises InvalidRequest."""
+        try:
+            effort = self.dialect.effort_fields(asked.chat.effort)
+        except ValueError as error:
+            message = f"'reasoning_effort' is not supported: {error}; leave it out."
+            raise InvalidRequest(message, field="reasoning_effort", code="unsupported_parameter") from None
+        return replace(asked.chat, template={**effort, **asked.chat.template})
+
+    def tool_grammar(self, use: ToolUse) -> ToolGrammar:
+        """Return the tools as the model calls them. Raises InvalidRequest."""
+        style = self.dialect.tools
+        if style is None:
+            message = (
+                "'tools' is not supported: the model's chat template takes none that this server can read. "
+                "Leave it out; model.tool_parser, or an adapter's tool_parser, may name the way it calls."
+            )
+            raise InvalidRequest(message, field="tools", code="unsupported_parameter")
+        return ToolGrammar(use=use, style=style, special=self.tokenizer.special_tokens(style.markers))
+
+    def behind_thought(self, constraint: Constraint, prompt_tail: str | None) -> Constraint:
+        """Return a constraint that begins behind the answer's thought, where it may have one. Raises InvalidRequest."""
+        dialect, field = self.dialect, constraint.field
+        if prompt_tail is None or dialect.thought is None or not dialect.may_think(prompt_tail):
+            return constraint
+        opening, after = map(self.tokenizer.token_id, dialect.thought)
+        if dialect.begins_in_thought(prompt_tail):
+            if after is None:
+                end = dialect.thought[1]
+                message = f"'{field}' is not supported while the model thinks: '{end}' is no single token."
+                raise InvalidRequest(message, field=field, code="unsupported_parameter")
+            return msgspec.structs.replace(constraint, after=after)
+        if opening is None or after is None:
+            return constraint  # it answers without a thought
+        return msgspec.structs.replace(constraint, opening=opening, after=after)
+
+    def reader(self, asked: GenerationRequest, prompt_tail: str | None) -> AnswerReader | None:
+        """Return the reader of one answer; None: all of it is text."""
+        dialect, may_call = self.dialect, asked.chat.tools is not None
+        if prompt_tail is None or not (may_call or dialect.thought):
+            return None
+        return AnswerReader(
+            dialect,
+            in_thought=dialect.begins_in_thought(prompt_tail),
+            may_think=dialect.may_think(prompt_tail),
+            may_call=may_call,
+            special={token: text for text, token in self.tokenizer.special_tokens(dialect.markers).items()},
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """One more than the largest token id that the revision has added; 0 where it has added none."""
+        return max((token.id + 1 for token in self.bundle.added_tokens), default=0)
+
+    def apply_defaults(self, asked: GenerationRequest, of_base: SamplingDefaults) -> GenerationRequest:
+        """Fill in what the caller left out: from the bundle, or else from the base's recommendations `of_base`."""
+        own, recommended = msgspec.structs.asdict(self.bundle.sampling), msgspec.structs.asdict(of_base)
+        values = {name: recommended[name] if own[name] is None else own[name] for name in own}
+        found = {name: value for name, value in values.items() if name in asked.left_out and value is not None}
+        sampling = msgspec.structs.replace(asked.sampling, **found) if found else asked.sampling
+        return replace(
+            asked,
+            sampling=sampling,
+            stop=asked.stop or self.bundle.stop,
+            prompts=tuple(map(self._with_system_prompt, asked.prompts)),
+        )
+
+    def _with_system_prompt(self, prompt: Any) -> Any:
+        first = self.bundle.system_prompt
+        if first is None or not isinstance(prompt, tuple) or (prompt and prompt[0].role in ("system", "developer")):
+            return prompt
+        return (Message("system", first), *prompt)
+
+
+class Formats:
+    """Makes formats when they are first used, and renders conversations in them."""
+
+    def __init__(self, renderer: TemplateRenderer) -> None:
+        self._renderer = renderer
+        self._kept: OrderedDict[tuple[str, str], Format] = OrderedDict()
+        """By base and digest."""
+        self._slots = TenantSlots(RENDERINGS, RENDERINGS_PER_TENANT)
+        self._threads = ThreadPool("templates", RENDERINGS)
+
+    async def of(self, base: str, of_base: Format, revision: Revision | None) -> Format:
+        """Return the format of a revision, or of the base, whose own is given."""
+        if revision is None:
+            return of_base
+        key = base, revision.digest
+        found = self._kept.get(key)
+        if found is None:
+            found = self._kept[key] = await self._threads.run(_read, of_base, revision)
+            if len(self._kept) > KEPT:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(key)
+        return found
+
+    async def encode_chat(
+        self, format: Format, conversation: Conversation, options: ChatOptions, limit: int, tenant: str
+    ) -> RenderedChat:
+        """Return the conversation's token ids up to the assistant's answer.
+
+        `limit` and `tenant` as in `Tokenizer.encode`. Raises InvalidRequest where the template refuses the
+        conversation, Unavailable where no process can be started.
+        """
+        bundle, tokenizer = format.bundle, format.tokenizer
+        if bundle.chat_template is None:
+            return await tokenizer.encode_chat(conversation, limit, tenant, options)
+        variables = template_variables(bundle.special_tokens, template_messages(conversation), **options.template)
+        characters = tokenizer.longest_token * limit
+        try:
+            async with self._slots.slot(tenant):
+                text = await self._threads.run(self._renderer.render, bundle.chat_template, variables, characters)
+        except TemplateFailed as failed:
+            raise InvalidRequest(
+                f"The adapter's chat template gives no prompt for these messages: {failed.reason}.",
+                field="messages",
+                code="chat_template_failed",
+            ) from None
+        except SandboxDied as error:
+            raise Unavailable("Chat templates cannot be rendered at present. Please retry.") from error
+        token_ids = await tokenizer.encode(text, limit, tenant, add_special_tokens=False)
+        return RenderedChat(token_ids, text[-TAIL_CHARACTERS:])
+
+    def close(self) -> None:
+        """End the threads."""
+        self._threads.close()
+
+
+def _read(of_base: Format, revision: Revision) -> Format:
+    bundle, tokenizer = read_bundle(Path(revision.directory)), of_base.tokenizer
+    extended = tokenizer.extended(bundle.added_tokens) if bundle.added_tokens else tokenizer
+    return Format(extended, bundle, of_base.tool_parser)

@@ -1,0 +1,192 @@
+"""One choice of a request: engine events in, deltas out, and the tokens that its request is billed for."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import msgspec
+
+from loramux.engine.messages import EngineCount, TokenEvent
+from loramux.engine.request import Request
+from loramux.gateway.detokenize import Detokenizer, StopAutomaton, StopMatcher
+from loramux.gateway.dialect import AnswerReader
+from loramux.gateway.errors import from_fault
+from loramux.gateway.messages import Delta, FinishReason, TokenLogprob
+from loramux.gateway.tokenizer import Tokenizer
+from loramux.units import TokenCounts
+from loramux.usage import EndedBy, Settlement
+
+
+class OutputProcessor:
+    """Counts the tokens that the engine generates for one choice, reads them as text, and ends it at a stop string.
+
+    A token's logprob is given out with the last of its text, so that joined tokens and joined text are the same;
+    those of tokens that reach into a stop string are never given out.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        tokenizer: Tokenizer,
+        prompt_token_ids: list[int],
+        stop: StopAutomaton,
+        min_tokens: int,
+        reader: AnswerReader | None = None,
+    ) -> None:
+        """`reader` splits the answer into its parts; None: all of it is text."""
+        self.index = index
+        self.num_tokens = 0
+        """Tokens generated up to and including the one that ended the answer, whether shown or not."""
+        self.finish_reason: FinishReason | None = None
+        self._tokenizer = tokenizer
+        self._detokenizer = Detokenizer(tokenizer.decode, prompt_token_ids)
+        self._matcher = StopMatcher(stop)
+        self._reader = reader
+        self._min_tokens = min_tokens
+        self._num_read = 0
+        """Characters that have been read, shown or held back."""
+        self._num_shown = 0
+        self._unread: list[tuple[int, TokenEvent]] = []
+        """Tokens of a character that is not complete, each with the offset of its text."""
+        self._held: deque[tuple[int, TokenLogprob]] = deque()
+        """Logprobs, each with the end of its token's text."""
+
+    def push(self, event: TokenEvent) -> Delta:
+        """Return the news of `event`; sets finish_reason at the end. Raises the engine's fault as a GatewayError."""
+        if event.finish_reason in ("error", "cancelled"):
+            raise from_fault(event.fault)
+        self.num_tokens += event.token_id is not None
+        text = self._match(self._read(event), last=event.finish_reason is not None)
+        self.finish_reason = self._ending(event)
+        self._num_shown += len(text)
+        token_ids = () if event.token_id is None else (event.token_id,)
+        delta = Delta(index=self.index, text=text, token_ids=token_ids, logprobs=tuple(self._release()))
+        return delta if self._reader is None else self._split(delta, self._reader)
+
+    def abort(self) -> None:
+        """End the choice where it is."""
+        self.finish_reason = "abort"
+
+    def _split(self, delta: Delta, reader: AnswerReader) -> Delta:
+        """Divide a delta's text into thought, text and calls."""
+        was_thinking = reader.is_thinking
+        found = [reader.push(delta.text)]
+        is_thought = was_thinking or reader.is_thinking
+        if self.finish_reason is not None:
+            found.append(reader.flush())
+        return msgspec.structs.replace(
+            delta,
+            text="".join(parts.text for parts in found),
+            thought="".join(parts.thought for parts in found),
+            calls=tuple(call for parts in found for call in parts.calls),
+            thought_tokens=len(delta.token_ids) if is_thought else 0,
+        )
+
+    def _read(self, event: TokenEvent) -> str:
+        """Return the text that became certain; the token that the engine stopped at is counted and never read."""
+        text = ""
+        if event.token_id is not None and event.finish_reason != "stop":
+            self._unread.append((self._num_read, event))
+            text = self._detokenizer.push(event.token_id)
+            if self._reader is not None and event.token_id in self._reader.special:
+                text += self._detokenizer.flush() + self._reader.special[event.token_id]
+        if event.finish_reason is not None:
+            text += self._detokenizer.flush()
+        self._num_read += len(text)
+        if text or event.finish_reason is not None:
+            self._hold()
+        return text
+
+    def _match(self, text: str, *, last: bool) -> str:
+        """Return the part that may be shown. Stop strings count once more than min_tokens are out."""
+        if self.num_tokens <= self._min_tokens:
+            return text
+        shown = self._matcher.push(text)
+        return shown + self._matcher.flush() if last and self._matcher.matched is None else shown
+
+    def _ending(self, event: TokenEvent) -> FinishReason | None:
+        if event.finish_reason == "stop" or self._matcher.matched is not None:
+            return "stop"
+        return "length" if event.finish_reason is not None else None
+
+    def _hold(self) -> None:
+        for offset, event in self._unread:
+            if event.token_id is not None and event.logprob is not None:
+                token = self._tokenizer.token(event.token_id)
+                top = tuple((self._tokenizer.token(one.token_id), one.logprob) for one in event.top_logprobs or ())
+                logprob = TokenLogprob(token=token, logprob=event.logprob, top=top, offset=offset)
+                self._held.append((self._num_read, logprob))
+        self._unread.clear()
+
+    def _release(self) -> list[TokenLogprob]:
+        released = []
+        while self._held and self._held[0][0] <= self._num_shown:
+            released.append(self._held.popleft()[1])
+        return released
+
+
+class Choice:
+    """One answer to one prompt: a request to the engine, its output, and the engine's own count at the end."""
+
+    def __init__(self, prompt: int, request: Request, output: OutputProcessor) -> None:
+        self.prompt = prompt
+        """The number of its prompt within the API request."""
+        self.request = request
+        self.output = output
+        self.num_generated = 0
+        """Tokens that the engine has sent, in the output or not."""
+        self.cached_tokens = 0
+        self.waited_s = 0.0
+        self.count: EngineCount | None = None
+        """The engine's own count, once it has ended the request."""
+        self.last_token_at: float | None = None
+
+    def count_event(self, event: TokenEvent) -> None:
+        """Count an event, whether it is read or not."""
+        self.num_generated += event.token_id is not None
+        self.cached_tokens = max(self.cached_tokens, event.cached_tokens)
+        self.waited_s = max(self.waited_s, event.waited_s)
+        self.count = event.count or self.count
+
+
+def delivered_tokens(choices: Sequence[Choice]) -> TokenCounts:
+    """Count the prompts that have been answered at all, each once, and the tokens of the outputs."""
+    answered = [choice for choice in choices if choice.output.num_tokens]
+    firsts = {choice.prompt: choice for choice in reversed(answered)}.values()
+    return TokenCounts(
+        prompt=sum(len(choice.request.prompt_token_ids) for choice in firsts),
+        cached=sum(choice.cached_tokens for choice in firsts),
+        output=sum(choice.output.num_tokens for choice in answered),
+    )
+
+
+ENDED_BY: dict[str, EndedBy] = {"completed": "completion", "cancelled": "caller", "failed": "platform"}
+REASONS = {"failed": "error", "cancelled": "cancelled"}
+
+
+def settlement_of(request_id: str, choices: Sequence[Choice], status: str, delivered: TokenCounts) -> Settlement:
+    """Return the end of a request with what was delivered, and what the engine computed beyond it.
+
+    Where the engine did not end every choice itself (it died), its count is lost: nothing is billed.
+    """
+    counts = [choice.count for choice in choices if choice.count is not None]
+    reasons = {choice.output.finish_reason for choice in choices}
+    reason = REASONS.get(status) or next(one for one in ("abort", "length", "stop") if one in reasons)
+    end = Settlement(request_id=request_id, ended_by=ENDED_BY[status], finish_reason=reason)
+    if len(counts) < len(choices):
+        return end
+    answered = [choice for choice in choices if choice.num_generated]
+    count = sum(counts, EngineCount())
+    computed = TokenCounts(
+        prompt=sum(len(choice.request.prompt_token_ids) for choice in answered),
+        cached=sum(choice.cached_tokens for choice in answered),
+        output=sum(choice.num_generated for choice in answered),
+    )
+    return msgspec.structs.replace(
+        end,
+        delivered=delivered,
+        undelivered=computed - delivered,
+        adapter_loads=count.adapter_loads,
+        engine_count=count.tokens,
+    )

@@ -1,0 +1,48 @@
+"""Logs of every process: one line an event, as JSON or as text, with the ids of the request that it belongs to.
+
+Modules log with the standard library's `logging`; structlog gives the lines their form. A line has the fields of
+`structlog.contextvars` (the request's id and trace id), which tasks of a request inherit. No line holds anything that a
+tenant wrote: no prompt, no answer, no name of an adapter.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Literal
+
+import structlog
+
+LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+Format = Literal["auto", "json", "text"]
+Level = Literal["debug", "info", "warning", "error"]
+
+
+def configure(form: Format, level: Level) -> None:
+    """Send this process's logs to stderr. `auto` is text on a terminal and JSON elsewhere."""
+    shared: list[structlog.typing.Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.add_logger_name,
+        structlog.stdlib.ExtraAdder(),
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    is_text = form == "text" or (form == "auto" and sys.stderr.isatty())
+    plain = structlog.dev.plain_traceback
+    last: list[structlog.typing.Processor] = (
+        [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain)]
+        if is_text
+        else [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+    )
+    last.insert(0, structlog.stdlib.ProcessorFormatter.remove_processors_meta)
+    handler = logging.StreamHandler()
+    handler.setFormatter(structlog.stdlib.ProcessorFormatter(foreign_pre_chain=shared, processors=last))
+    logging.basicConfig(handlers=[handler], force=True)
+    set_level(level)
+
+
+def set_level(level: Level) -> None:
+    """Log this level and those above it from now on. Libraries' lines appear from `warning` on."""
+    logging.getLogger().setLevel(max(LEVELS[level], logging.WARNING))
+    for package in ("loramux", "loramux_api", "loramux_adapters", "loramux_kernels"):
+        logging.getLogger(package).setLevel(LEVELS[level])

@@ -1,0 +1,228 @@
+"""HTTP calls to addresses that tenants choose: to the public internet only.
+
+Three attacks are closed here. A name may lead to a private address: every address that it resolves to is checked. A
+name may lead elsewhere when it is resolved again (DNS rebinding): the address that was checked is the one that is
+connected to. A name may never be answered: lookups run in threads of their own, few for each kind of work and fewer for
+each tenant, never in asyncio's default executor, which everything else shares.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import re
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from weakref import WeakValueDictionary
+
+import httpx
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+Lookup = Callable[[str], Sequence[str]]
+"""Blocking: the addresses of a name, as texts. Raises OSError or UnicodeError."""
+
+TENANT = "loramux_tenant"
+"""The request extension that names the tenant whose lookup it is."""
+
+# The IANA special-purpose registries, RFC 6890 and its successors. The lists are written out: `is_global` differs
+# between releases of Python.
+PRIVATE_V4 = tuple(
+    ipaddress.IPv4Network(network)
+    for network in (
+        "0.0.0.0/8",  # this network
+        "10.0.0.0/8",
+        "100.64.0.0/10",  # carrier-grade NAT
+        "127.0.0.0/8",
+        "169.254.0.0/16",  # link-local, and the clouds' metadata services
+        "172.16.0.0/12",
+        "192.0.0.0/24",  # IETF protocol assignments
+        "192.0.2.0/24",
+        "192.88.99.0/24",  # 6to4 relays
+        "192.168.0.0/16",
+        "198.18.0.0/15",  # benchmarks
+        "198.51.100.0/24",
+        "203.0.113.0/24",
+        "224.0.0.0/4",  # multicast
+        "240.0.0.0/4",  # reserved, and broadcast
+    )
+)
+GLOBAL_V6 = ipaddress.IPv6Network("2000::/3")
+"""Everything else is loopback, local, multicast, reserved, or a wrapped IPv4 address."""
+PRIVATE_V6 = tuple(
+    ipaddress.IPv6Network(network)
+    for network in (
+        "2001::/23",  # protocol assignments; Teredo, which wraps IPv4 addresses, among them
+        "2001:db8::/32",
+        "2002::/16",  # 6to4, which wraps IPv4 addresses
+        "3fff::/20",
+    )
+)
+WRAPPED_V4 = (ipaddress.IPv6Network("::ffff:0:0/96"), ipaddress.IPv6Network("64:ff9b::/96"))
+"""IPv4-mapped, and NAT64 by its well-known prefix: as public as the IPv4 address in the last 32 bits."""
+
+ANYWHERE: tuple[Network, ...] = (ipaddress.IPv4Network("0.0.0.0/0"), ipaddress.IPv6Network("::/0"))
+"""Networks of callers that may call private addresses too: names are still resolved in threads of their own."""
+
+_numeric_label = re.compile(r"(?:[0-9]+|0x[0-9a-f]*)\.?", re.IGNORECASE)
+
+
+class NotPublic(Exception):
+    """The name leads to an address that is not public, or nowhere; the message says which."""
+
+
+def is_public(address: Address) -> bool:
+    """Return whether the address, or the IPv4 address that is wrapped in it, is on the public internet."""
+    if isinstance(address, ipaddress.IPv4Address):
+        return not any(address in network for network in PRIVATE_V4)
+    if any(address in network for network in WRAPPED_V4):
+        return is_public(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
+    return address in GLOBAL_V6 and not any(address in network for network in PRIVATE_V6)
+
+
+def _look_up(host: str) -> list[str]:
+    return [str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+
+
+class Resolver:
+    """Resolves names for one kind of work: in at most `threads` threads, of which one tenant has `per_tenant`.
+
+    The system's resolver cannot be interrupted. A lookup that is not answered in time is given up, but keeps its
+    thread, and its tenant's place, until the system gives it up as well: names that never answer delay their own
+    tenant alone.
+    """
+
+    def __init__(
+        self, kind: str, threads: int = 16, per_tenant: int = 2, timeout_s: float = 5.0, lookup: Lookup = _look_up
+    ) -> None:
+        self._kind = kind
+        self._per_tenant = per_tenant
+        self._timeout_s = timeout_s
+        self._lookup = lookup
+        self._threads = asyncio.Semaphore(threads)
+        self._tenants: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+
+    async def addresses(self, host: str, tenant: str, also: Sequence[Network] = ()) -> list[Address]:
+        """Return the addresses of `host`, a name or an address.
+
+        Raises NotPublic unless every one of them is public, or in one of the networks `also`.
+        """
+        shown = host[:120]
+        addresses = [_literal(host)] if _is_literal(host) else await self._resolve(host, tenant)
+        for address in addresses:
+            if not is_public(address) and not any(address in network for network in also):
+                raise NotPublic(f"the name {shown} leads to {address}, which is not a public address")
+        return addresses
+
+    async def _resolve(self, host: str, tenant: str) -> list[Address]:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                found = await self._in_thread(host, tenant)
+        except TimeoutError:
+            raise NotPublic(f"the name {host[:120]} was not resolved within {self._timeout_s:g} s") from None
+        except (OSError, UnicodeError):
+            raise NotPublic(f"the name {host[:120]} leads nowhere") from None
+        if not found:
+            raise NotPublic(f"the name {host[:120]} leads nowhere")
+        return [ipaddress.ip_address(text.partition("%")[0]) for text in found]
+
+    async def _in_thread(self, host: str, tenant: str) -> Sequence[str]:
+        places = self._tenants.get(tenant)
+        if places is None:
+            places = self._tenants[tenant] = asyncio.Semaphore(self._per_tenant)
+        await places.acquire()
+        try:
+            await self._threads.acquire()
+        except BaseException:
+            places.release()
+            raise
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Sequence[str]] = loop.create_future()
+
+        def finish(found: Sequence[str] | Exception) -> None:
+            self._threads.release()
+            places.release()
+            if answer.done():
+                return
+            if isinstance(found, Exception):
+                answer.set_exception(found)
+            else:
+                answer.set_result(found)
+
+        def work() -> None:
+            found: Sequence[str] | Exception
+            try:
+                found = self._lookup(host)
+            except Exception as error:  # goes to the waiting task
+                found = error
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(finish, found)
+
+        # a daemon thread: a resolver that never answers must not keep the process alive
+        threading.Thread(target=work, name=f"resolve-{self._kind}", daemon=True).start()
+        return await answer
+
+
+def _is_literal(host: str) -> bool:
+    """Return whether the host is an address; raises NotPublic for one that is written in an unusual way.
+
+    `0x7f.1`, `2130706433` and `0177.0.0.1` are 127.0.0.1 to the system's resolver, and a zone (`fe80::1%eth0`) names
+    an interface of this machine.
+    """
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        if "%" in host or ":" in host or _numeric_label.fullmatch(host.rstrip(".").rpartition(".")[2]):
+            raise NotPublic(
+                f"{host[:120]} is not a public address that can be used; write a name, or an address as 192.0.2.1"
+            ) from None
+        return False
+    if "%" in host:
+        raise NotPublic(f"{host[:120]} names a network interface and is not a public address")
+    return True
+
+
+def _literal(host: str) -> Address:
+    return ipaddress.ip_address(host)
+
+
+class PublicTransport(httpx.AsyncBaseTransport):
+    """Connects to the address that was checked, under the name that was asked for. Raises NotPublic.
+
+    Connections are not kept: one to an address could otherwise be used under another name that leads there too.
+    """
+
+    def __init__(self, resolver: Resolver, also: Sequence[Network] = (), tenant: str = "") -> None:
+        """`also` are networks that may be called though they are not public; `tenant` has the lookups' places.
+
+        A request may name another tenant in its extension TENANT.
+        """
+        self._resolver = resolver
+        self._also = also
+        self._tenant = tenant
+        self._inner = httpx.AsyncHTTPTransport(limits=httpx.Limits(max_connections=None, max_keepalive_connections=0))
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Return the answer of the first of the addresses that can be connected to."""
+        host = request.url.host
+        addresses = await self._resolver.addresses(host, str(request.extensions.get(TENANT, self._tenant)), self._also)
+        extensions = {**request.extensions, "sni_hostname": host}
+        for last, address in enumerate(addresses, 1 - len(addresses)):
+            pinned = httpx.Request(
+                request.method,
+                request.url.copy_with(host=str(address)),
+                headers=request.headers,
+                stream=request.stream,
+                extensions=extensions,
+            )
+            try:
+                return await self._inner.handle_async_request(pinned)
+            except (httpx.ConnectError, httpx.ConnectTimeout):
+                if last == 0:
+                    raise
+        raise AssertionError("a name without addresses was refused")
+
+    async def aclose(self) -> None:
+        """Close every connection."""
+        await self._inner.aclose()

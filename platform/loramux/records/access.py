@@ -1,0 +1,118 @@
+"""Resolving a model's name to revisions, among the tenant's own adapters and those granted to it: statements."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from sqlalchemy import ColumnElement, Row, Select, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from loramux.records.adapters import READY, AdapterRow, RevisionRow
+from loramux.records.aliases import DEFAULT_ALIAS, AliasRow, AliasTargetRow
+from loramux.records.grants import GrantRow
+from loramux.records.identity import TenantId
+from loramux.records.tenants import TenantRow
+
+
+class AccessibleRevision(msgspec.Struct, frozen=True, kw_only=True):
+    """A revision that the tenant may call under a name."""
+
+    tenant_id: TenantId
+    """The owner."""
+    adapter_id: str
+    revision_id: str
+    number: int
+    digest: str
+    base: str
+    base_model: str
+    key: str = ""
+    """The alias's, by which one of its targets is chosen."""
+    weight: int = 1
+
+
+_FOUND = (
+    AdapterRow.tenant_id,
+    AdapterRow.id.label("adapter_id"),
+    RevisionRow.id.label("revision_id"),
+    RevisionRow.number,
+    RevisionRow.digest,
+    RevisionRow.base,
+    RevisionRow.base_model,
+)
+
+
+class AccessRepository:
+    """The revisions and grants that one tenant may call, known by its id and name."""
+
+    def __init__(self, session: AsyncSession, tenant: TenantId, tenant_name: str) -> None:
+        self._session = session
+        self._tenant = tenant
+        self._name = tenant_name
+
+    async def numbered(self, owner: str, adapter: str, number: int) -> AccessibleRevision | None:
+        """Return the revision `owner/adapter@number`."""
+        statement = self._callable(select(*_FOUND), owner, adapter).where(RevisionRow.number == number)
+        row = (await self._session.execute(statement)).one_or_none()
+        return None if row is None else AccessibleRevision(**row._mapping)
+
+    async def aliased(self, owner: str, adapter: str, alias: str) -> list[AccessibleRevision]:
+        """Return the targets of `owner/adapter:alias` by revision number; none where there is no such alias."""
+        columns = (*_FOUND, AliasRow.id.label("key"), AliasTargetRow.weight)
+        statement = self._callable(select(*columns), owner, adapter)
+        statement = (
+            statement.join(AliasTargetRow, AliasTargetRow.revision_id == RevisionRow.id)
+            .join(
+                AliasRow, (AliasRow.adapter_id == AliasTargetRow.adapter_id) & (AliasRow.name == AliasTargetRow.alias)
+            )
+            .where(AliasRow.name == alias)
+            .order_by(RevisionRow.number)
+        )
+        return [AccessibleRevision(**row._mapping) for row in await self._session.execute(statement)]
+
+    async def granted(self) -> Sequence[Row[str, int, str]]:
+        """Return other tenants' adapters that the tenant may call, by name: also when granted, and for which base."""
+        name = (TenantRow.name + "/" + AdapterRow.name).label("name")
+        statement = (
+            select(name, GrantRow.granted_at, _default_base().label("base_model"))
+            .join(AdapterRow, AdapterRow.id == GrantRow.adapter_id)
+            .join(TenantRow, TenantRow.id == AdapterRow.tenant_id)
+            .where(GrantRow.grantee == self._name, AdapterRow.deleted_at.is_(None))
+            .order_by("name")
+        )
+        return (await self._session.execute(statement)).all()
+
+    def _callable(self, statement: Select[*tuple[Any, ...]], owner: str, adapter: str) -> Select[*tuple[Any, ...]]:
+        return (
+            statement.select_from(AdapterRow)
+            .join(RevisionRow, RevisionRow.adapter_id == AdapterRow.id)
+            .where(
+                AdapterRow.name == adapter,
+                AdapterRow.deleted_at.is_(None),
+                RevisionRow.state == READY,
+                self._permitted(owner),
+            )
+        )
+
+    def _permitted(self, owner: str) -> ColumnElement[bool]:
+        if owner == self._name:
+            return AdapterRow.tenant_id == self._tenant
+        granted = (
+            select(GrantRow.adapter_id)
+            .join(TenantRow, TenantRow.id == GrantRow.tenant_id)
+            .where(TenantRow.name == owner, GrantRow.grantee == self._name)
+        )
+        return AdapterRow.id.in_(granted)
+
+
+def _default_base() -> ColumnElement[str]:
+    """The base of the revision that an adapter's default alias mostly means."""
+    return (
+        select(RevisionRow.base_model)
+        .join(AliasTargetRow, AliasTargetRow.revision_id == RevisionRow.id)
+        .where(AliasTargetRow.adapter_id == AdapterRow.id, AliasTargetRow.alias == DEFAULT_ALIAS)
+        .order_by(AliasTargetRow.weight.desc(), RevisionRow.number.desc())
+        .limit(1)
+        .scalar_subquery()
+    )

@@ -1,0 +1,250 @@
+"""Batches: their rows, the chunks of finished lines, and the jobs of the servers that run them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from sqlalchemy import (
+    CheckConstraint,
+    ColumnElement,
+    ForeignKey,
+    ForeignKeyConstraint,
+    Index,
+    UniqueConstraint,
+    delete,
+    func,
+    select,
+    tuple_,
+    update,
+)
+from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import Mapped, mapped_column
+
+from loramux.records.base import Base
+from loramux.records.files import Viewpoint
+from loramux.records.identity import ProjectId, TenantId
+from loramux.records.leases import LeasedRow, adopt_abandoned
+from loramux.records.tenants import TenantRow
+
+VALIDATING, IN_PROGRESS, FINALIZING, CANCELLING = "validating", "in_progress", "finalizing", "cancelling"
+UNFINISHED = (VALIDATING, IN_PROGRESS, FINALIZING, CANCELLING)
+COMPLETED, FAILED, EXPIRED, CANCELLED = "completed", "failed", "expired", "cancelled"
+
+
+class BatchRow(LeasedRow, Base):
+    """A batch. The lines before `flushed` have their outcomes in chunks; the others run, or are still to run."""
+
+    __tablename__ = "batches"
+    __table_args__ = (
+        UniqueConstraint("tenant_id", "id"),
+        ForeignKeyConstraint(["tenant_id", "project_id"], ["projects.tenant_id", "projects.id"]),
+        CheckConstraint(
+            "state IN ('validating', 'in_progress', 'finalizing', 'cancelling',"
+            " 'completed', 'failed', 'expired', 'cancelled')",
+            name="state",
+        ),
+        CheckConstraint("completed + failed = flushed AND flushed <= lines", name="counts"),
+        Index("ix_batches_tenant_id_created_at", "tenant_id", "created_at"),
+        Index("ix_batches_state", "state"),
+    )
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    tenant_id: Mapped[TenantId] = mapped_column(ForeignKey("tenants.id"))
+    project_id: Mapped[ProjectId]
+    owner: Mapped[str]
+    """The first key of its creator's chain of rotations, or the member: it runs with the rights of that."""
+    endpoint: Mapped[str]
+    input_file_id: Mapped[str]
+    completion_window: Mapped[str]
+    tags: Mapped[str]
+    """JSON: the creator's `metadata`."""
+    state: Mapped[str]
+    lines: Mapped[int]
+    """0 until it is validated."""
+    flushed: Mapped[int]
+    completed: Mapped[int]
+    failed: Mapped[int]
+    errors: Mapped[str | None]
+    """JSON: a list of `LineError`."""
+    output_file_id: Mapped[str | None]
+    error_file_id: Mapped[str | None]
+    created_at: Mapped[int]
+    expires_at: Mapped[int]
+    in_progress_at: Mapped[int | None]
+    finalizing_at: Mapped[int | None]
+    cancelling_at: Mapped[int | None]
+    finished_at: Mapped[int | None]
+
+
+class BatchChunkRow(Base):
+    """Outcomes of consecutive lines, stored as an object."""
+
+    __tablename__ = "batch_chunks"
+
+    batch_id: Mapped[str] = mapped_column(ForeignKey("batches.id", ondelete="CASCADE"), primary_key=True)
+    start: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    """The first line, counted from 0."""
+    object: Mapped[str]
+
+
+class LineError(msgspec.Struct, frozen=True, kw_only=True):
+    """What is wrong with a line of a batch's input, or with the batch as a whole."""
+
+    code: str
+    message: str
+    param: str | None = None
+    line: int | None = None
+    """Counted from 1."""
+
+
+class Batch(msgspec.Struct, frozen=True, kw_only=True):
+    """A batch. Times in microseconds since the epoch."""
+
+    id: str
+    tenant_id: TenantId
+    project_id: ProjectId
+    owner: str
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    tags: str
+    state: str
+    server_id: str | None
+    attempts: int
+    lines: int = 0
+    flushed: int = 0
+    completed: int = 0
+    failed: int = 0
+    errors: tuple[LineError, ...] = ()
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    created_at: int
+    expires_at: int
+    in_progress_at: int | None = None
+    finalizing_at: int | None = None
+    cancelling_at: int | None = None
+    finished_at: int | None = None
+
+
+class BatchRepository:
+    """One tenant's batches."""
+
+    def __init__(self, session: AsyncSession, tenant: TenantId) -> None:
+        self._session = session
+        self._tenant = tenant
+
+    async def add(self, batch: Batch) -> None:
+        """Insert the row."""
+        self._session.add(BatchRow(**_columns(msgspec.structs.asdict(batch))))
+        await self._session.flush()
+
+    async def get(self, id: str, seen: Viewpoint, *, lock: bool = False) -> Batch | None:
+        """Find one of the batches that the caller sees, and lock it if wanted."""
+        statement = select(BatchRow).where(BatchRow.tenant_id == self._tenant, BatchRow.id == id, *_seen(seen))
+        row = await self._session.scalar(statement.with_for_update() if lock else statement)
+        return None if row is None else _batch(row)
+
+    async def before(self, seen: Viewpoint, id: str | None, limit: int) -> list[Batch]:
+        """List at most `limit` batches older than that one, newest first."""
+        statement = select(BatchRow).where(BatchRow.tenant_id == self._tenant, *_seen(seen))
+        if id is not None:
+            last = select(BatchRow.created_at, BatchRow.id).where(BatchRow.tenant_id == self._tenant)
+            statement = statement.where(
+                tuple_(BatchRow.created_at, BatchRow.id) < last.where(BatchRow.id == id).scalar_subquery()
+            )
+        newest = statement.order_by(BatchRow.created_at.desc(), BatchRow.id.desc()).limit(limit)
+        return [_batch(row) for row in await self._session.scalars(newest)]
+
+    async def count_unfinished(self) -> int:
+        """Count the unfinished batches; the tenant adds none until this transaction ends."""
+        await self._session.execute(
+            select(TenantRow.id).where(TenantRow.id == self._tenant).with_for_update(key_share=True)
+        )
+        ours = (BatchRow.tenant_id == self._tenant, BatchRow.state.in_(UNFINISHED))
+        return await self._session.scalar(select(func.count()).select_from(BatchRow).where(*ours)) or 0
+
+    async def user_of(self, file_id: str) -> str | None:
+        """Return an unfinished batch that reads this file."""
+        ours = (BatchRow.tenant_id == self._tenant, BatchRow.state.in_(UNFINISHED))
+        statement = select(BatchRow.id).where(*ours, BatchRow.input_file_id == file_id)
+        return await self._session.scalar(statement.limit(1))
+
+    async def cancel_all(self, now: int) -> None:
+        """Cancel every unfinished batch."""
+        begun = (BatchRow.tenant_id == self._tenant, BatchRow.state.in_((VALIDATING, IN_PROGRESS)))
+        await self._session.execute(update(BatchRow).where(*begun).values(state=CANCELLING, cancelling_at=now))
+
+    async def change(self, id: str, **values: object) -> None:
+        """Set columns of a batch, which the caller has locked."""
+        await self._session.execute(
+            update(BatchRow).where(BatchRow.tenant_id == self._tenant, BatchRow.id == id).values(_columns(values))
+        )
+
+
+class BatchJobs:
+    """Every tenant's batches, for the servers that run them."""
+
+    def __init__(self, session: AsyncSession) -> None:
+        self._session = session
+
+    async def adopt_abandoned(self, server_id: str) -> bool:
+        """Move the unfinished batches of dead servers to this one; return whether some server is dead."""
+        return await adopt_abandoned(self._session, BatchRow, BatchRow.state.in_(UNFINISHED), server_id)
+
+    async def of(self, server_id: str) -> list[Batch]:
+        """List the server's unfinished batches, oldest first."""
+        statement = select(BatchRow).where(BatchRow.state.in_(UNFINISHED), BatchRow.server_id == server_id)
+        return [_batch(row) for row in await self._session.scalars(statement.order_by(BatchRow.created_at))]
+
+    async def held(self, id: str, server_id: str, *, lock: bool = True) -> Batch | None:
+        """Return an unfinished batch that this server holds, locked unless `lock` is false."""
+        statement = select(BatchRow).where(
+            BatchRow.id == id, BatchRow.server_id == server_id, BatchRow.state.in_(UNFINISHED)
+        )
+        row = await self._session.scalar(statement.with_for_update() if lock else statement)
+        return None if row is None else _batch(row)
+
+    async def add_chunk(self, id: str, start: int, name: str) -> None:
+        """Insert a chunk of a batch that is held and locked."""
+        self._session.add(BatchChunkRow(batch_id=id, start=start, object=name))
+        await self._session.flush()
+
+    async def chunks(self, id: str) -> list[str]:
+        """List the objects of a batch's chunks, in the order of their lines."""
+        statement = select(BatchChunkRow.object).where(BatchChunkRow.batch_id == id).order_by(BatchChunkRow.start)
+        return list(await self._session.scalars(statement))
+
+    async def remove_chunks(self, id: str) -> None:
+        """Delete the rows of a batch's chunks."""
+        await self._session.execute(delete(BatchChunkRow).where(BatchChunkRow.batch_id == id))
+
+    async def inputs(self) -> list[str]:
+        """List the input files of unfinished batches."""
+        return list(await self._session.scalars(select(BatchRow.input_file_id).where(BatchRow.state.in_(UNFINISHED))))
+
+    async def unfinished(self, ids: list[str]) -> frozenset[str]:
+        """Return those of `ids` that are unfinished batches."""
+        statement = select(BatchRow.id).where(BatchRow.id.in_(ids), BatchRow.state.in_(UNFINISHED))
+        return frozenset(await self._session.scalars(statement))
+
+    async def forget(self, before: int) -> None:
+        """Delete the batches finished before that time."""
+        await self._session.execute(delete(BatchRow).where(BatchRow.finished_at < before))
+
+
+def _seen(seen: Viewpoint) -> tuple[ColumnElement[bool], ...]:
+    own = () if seen.owner is None else (BatchRow.owner == seen.owner,)
+    return (BatchRow.project_id == seen.project, *own)
+
+
+def _columns(values: dict[str, Any]) -> dict[str, Any]:
+    if "errors" not in values:
+        return values
+    return values | {"errors": msgspec.json.encode(values["errors"]).decode() if values["errors"] else None}
+
+
+def _batch(row: BatchRow) -> Batch:
+    values = {name: getattr(row, name) for name in Batch.__struct_fields__}
+    errors = () if row.errors is None else msgspec.json.decode(row.errors, type=tuple[LineError, ...])
+    return Batch(**values | {"errors": errors})

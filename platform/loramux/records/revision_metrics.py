@@ -1,0 +1,176 @@
+"""How each revision serves, by the hour, and what callers think of its answers.
+
+One row an hour for each revision that a tenant's requests reached; sums only, so that servers add to the same row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+from sqlalchemy import Column, ForeignKey, Index, Table, Text, delete, func, select
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import Mapped, mapped_column
+
+from loramux.records.base import Base, BigInt
+from loramux.records.database import is_postgresql
+from loramux.records.identity import TenantId
+from loramux.records.requests import RequestRow
+
+FIRST_TOKEN_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0)
+"""Seconds; a first token is counted by the first bound that it does not exceed, the last count is of those above."""
+FIRST_TOKENS = tuple(f"first_token_{number}" for number in range(len(FIRST_TOKEN_BOUNDS) + 1))
+COUNTED = (
+    "completed",
+    "cancelled",
+    "failed",
+    "refused",
+    "stop",
+    "length",
+    "abort",
+    "prompt_tokens",
+    "output_tokens",
+    "decode_tokens",
+    "decode_us",
+    *FIRST_TOKENS,
+)
+"""Requests by their end; choices by their finish reason; tokens; tokens after the first, and their microseconds."""
+
+REVISION_HOURS = Table(
+    "revision_hours",
+    Base.metadata,
+    Column("tenant_id", Text, ForeignKey("tenants.id"), primary_key=True),
+    Column("model", Text, primary_key=True),
+    Column("hour", BigInt, primary_key=True, autoincrement=False),
+    *(Column(name, BigInt, nullable=False) for name in COUNTED),
+    Index("ix_revision_hours_hour", "hour"),
+)
+"""`tenant_id` is the caller's; `hour` is its beginning in microseconds."""
+
+Counts = dict[str, int]
+"""Some of COUNTED."""
+RevisionHour = tuple[TenantId, str, int]
+
+
+class FeedbackRow(Base):
+    """The caller's opinion of one answer; a later one takes its place."""
+
+    __tablename__ = "request_feedback"
+    __table_args__ = (Index("ix_request_feedback_tenant_id_model", "tenant_id", "model", "created_at"),)
+
+    request_id: Mapped[str] = mapped_column(ForeignKey("requests.id"), primary_key=True)
+    tenant_id: Mapped[TenantId] = mapped_column(ForeignKey("tenants.id"))
+    model: Mapped[str]
+    score: Mapped[int]
+    """0 to 1,000: thousandths."""
+    label: Mapped[str | None]
+    created_at: Mapped[int]
+
+
+class Feedback(msgspec.Struct, frozen=True, kw_only=True):
+    """Opinions of one revision's answers with the same label."""
+
+    model: str
+    label: str | None
+    count: int
+    total: int
+    """Sum of the scores, in thousandths."""
+
+
+class RevisionMetricsRepository:
+    """Every tenant's rows, for the servers that add to them."""
+
+    def __init__(self, session: AsyncSession) -> None:
+        self._session = session
+
+    async def add(self, counts: Mapping[RevisionHour, Counts]) -> None:
+        """Add to the rows, inserted where there are none."""
+        dialect = postgresql if is_postgresql(self._session) else sqlite
+        insert = dialect.insert(REVISION_HOURS)
+        added = {name: REVISION_HOURS.c[name] + insert.excluded[name] for name in COUNTED}
+        rows = [
+            {"tenant_id": tenant, "model": model, "hour": hour} | {name: one.get(name, 0) for name in COUNTED}
+            for (tenant, model, hour), one in sorted(counts.items())
+        ]
+        statement = insert.on_conflict_do_update(index_elements=["tenant_id", "model", "hour"], set_=added)
+        await self._session.execute(statement, rows)
+
+    async def sums(self, tenant: TenantId, adapter: str, since: int) -> dict[str, Counts]:
+        """Sum the tenant's requests to revisions of `owner/adapter` since then, by model."""
+        columns = [func.sum(REVISION_HOURS.c[name]).label(name) for name in COUNTED]
+        statement = select(REVISION_HOURS.c.model, *columns).where(
+            REVISION_HOURS.c.tenant_id == tenant,
+            REVISION_HOURS.c.model.startswith(f"{adapter}@", autoescape=True),
+            REVISION_HOURS.c.hour >= since,
+        )
+        rows = await self._session.execute(statement.group_by(REVISION_HOURS.c.model))
+        return {row.model: {name: int(getattr(row, name)) for name in COUNTED} for row in rows}
+
+    async def forget(self, before: int) -> None:
+        """Delete the hours before that time."""
+        await self._session.execute(delete(REVISION_HOURS).where(REVISION_HOURS.c.hour < before))
+
+
+class FeedbackSums(NamedTuple):
+    """Opinions of a revision's answers: their number, and the sum of the scores in thousandths."""
+
+    number: int
+    total: int
+
+
+async def sums_of_models(
+    session: AsyncSession, models: Sequence[str], since: int
+) -> tuple[dict[str, Counts], dict[str, FeedbackSums]]:
+    """Sum the requests and opinions of every tenant since then, by model."""
+    columns = [func.sum(REVISION_HOURS.c[name]).label(name) for name in COUNTED]
+    statement = select(REVISION_HOURS.c.model, *columns).where(
+        REVISION_HOURS.c.model.in_(models), REVISION_HOURS.c.hour >= since
+    )
+    rows = await session.execute(statement.group_by(REVISION_HOURS.c.model))
+    counts = {row.model: {name: int(getattr(row, name)) for name in COUNTED} for row in rows}
+    opinions = (
+        select(FeedbackRow.model, func.count(), func.sum(FeedbackRow.score))
+        .where(FeedbackRow.model.in_(models), FeedbackRow.created_at >= since)
+        .group_by(FeedbackRow.model)
+    )
+    found = await session.execute(opinions)
+    return counts, {model: FeedbackSums(count, int(total)) for model, count, total in found}
+
+
+class FeedbackRepository:
+    """One tenant's feedback."""
+
+    def __init__(self, session: AsyncSession, tenant: TenantId) -> None:
+        self._session = session
+        self._tenant = tenant
+
+    async def model_of(self, request_id: str) -> str | None:
+        """Return the model that answered one of the tenant's requests."""
+        statement = select(RequestRow.model).where(RequestRow.tenant_id == self._tenant, RequestRow.id == request_id)
+        return await self._session.scalar(statement)
+
+    async def put(self, row: FeedbackRow) -> None:
+        """Insert the row, or replace the one of its request."""
+        await self._session.merge(row)
+        await self._session.flush()
+
+    async def sums(self, adapter: str, since: int, limit: int) -> Sequence[Feedback]:
+        """Sum by model and label, the most frequent first, at most `limit` of them."""
+        count: Any = func.count()
+        statement = (
+            select(FeedbackRow.model, FeedbackRow.label, count, func.sum(FeedbackRow.score))
+            .where(
+                FeedbackRow.tenant_id == self._tenant,
+                FeedbackRow.model.startswith(f"{adapter}@", autoescape=True),
+                FeedbackRow.created_at >= since,
+            )
+            .group_by(FeedbackRow.model, FeedbackRow.label)
+            .order_by(count.desc(), FeedbackRow.model, FeedbackRow.label)
+            .limit(limit)
+        )
+        return [
+            Feedback(model=model, label=label, count=number, total=int(total))
+            for model, label, number, total in await self._session.execute(statement)
+        ]

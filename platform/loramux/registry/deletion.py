@@ -1,0 +1,234 @@
+"""Deletion of adapters and revisions, undeletion, and expiry.
+
+A deleted revision cannot be called; its files stay until `purge_at`, so that the deletion can be undone and requests
+that had resolved the name before the deletion can still be queued.
+"""
+
+from __future__ import annotations
+
+from loramux.limits import adapter_quota
+from loramux.records import Database, Principal
+from loramux.records.adapters import ExpiryRepository, Overdue, RevisionRow
+from loramux.records.aliases import DEFAULT_ALIAS, WHOLE, Target
+from loramux.records.pins import BY_DELETION
+from loramux.registry.changes import UNCONDITIONAL, AdapterChange, ChangeService, Preconditions
+from loramux.registry.entities import AdapterInfo, RevisionInfo
+from loramux.registry.errors import AdapterNotFound, ChangeConflict, InvalidChange, PartNotFound, TooManyAdapters
+from loramux.settings import AdapterLimits
+from loramux.tenants import system_principal
+from loramux.units import SECOND
+
+ADMISSION_SECONDS = 60
+"""The least time for which deleted files stay, for requests that had resolved the name and were not queued yet."""
+MAX_TTL_SECONDS = 10 * 365 * 86_400
+AT_A_TIME = 100
+
+
+class DeletionService:
+    """Deletes, undeletes, and sets expiry times. Every change also raises the errors of `ChangeService.change`."""
+
+    def __init__(self, database: Database, changes: ChangeService, limits: AdapterLimits) -> None:
+        self._database = database
+        self._changes = changes
+        self._limits = limits
+
+    async def delete(
+        self,
+        principal: Principal,
+        name: str,
+        preconditions: Preconditions = UNCONDITIONAL,
+        undo_seconds: int | None = None,
+    ) -> tuple[AdapterInfo, frozenset[str]]:
+        """Delete the adapter; return its last description, and the digests of the revisions that could be called.
+
+        The deletion can be undone for `undo_seconds`, by default those of the settings. Running requests finish.
+        """
+
+        async def act(change: AdapterChange) -> tuple[AdapterInfo, frozenset[str]]:
+            return await self._delete(change, "adapter.delete", self._purge_at(change.now, undo_seconds))
+
+        return await self._changes.change(principal, name, preconditions, act, tuple[AdapterInfo, frozenset[str]])
+
+    async def delete_revision(
+        self,
+        principal: Principal,
+        name: str,
+        number: int,
+        preconditions: Preconditions = UNCONDITIONAL,
+        undo_seconds: int | None = None,
+    ) -> RevisionInfo:
+        """Delete one revision. Raises PartNotFound, and ChangeConflict where an alias points at it."""
+
+        async def act(change: AdapterChange) -> RevisionInfo:
+            revision = await change.revision(number)
+            if aliases := await change.aliases.naming(revision.id):
+                raise ChangeConflict(
+                    "revision_in_use",
+                    f"`{change.name}@{number}` is what {', '.join(aliases)} points at: promote another revision there "
+                    "first, or delete the adapter.",
+                    "revision",
+                )
+            return await self._delete_revision(change, revision, "revision.delete", undo_seconds)
+
+        return await self._changes.change(principal, name, preconditions, act, RevisionInfo)
+
+    async def undelete(
+        self, principal: Principal, name: str, preconditions: Preconditions = UNCONDITIONAL
+    ) -> AdapterInfo:
+        """Undo `delete`: restore the adapter with its aliases, grants and the revisions deleted with it, but no pins.
+
+        Raises AdapterNotFound where there is nothing left to undelete, and TooManyAdapters.
+        """
+
+        async def act(change: AdapterChange) -> AdapterInfo:
+            quota = await adapter_quota(change.session, principal, self._limits)
+            if await change.adapters.count() >= quota.adapters:
+                raise TooManyAdapters(f"you have {quota.adapters} adapters, the most that is allowed", "name")
+            if not await change.adapters.undelete(change.adapter, change.now):
+                raise AdapterNotFound(name)
+            info = await change.info()
+            await change.record("adapter.undelete", after=info)
+            return await change.info()
+
+        return await self._changes.change_deleted(principal, name, preconditions, act, AdapterInfo)
+
+    async def undelete_revision(
+        self, principal: Principal, name: str, number: int, preconditions: Preconditions = UNCONDITIONAL
+    ) -> AdapterInfo:
+        """Undo `delete_revision`; a revision that is not deleted stays as it is. Raises PartNotFound."""
+
+        async def act(change: AdapterChange) -> AdapterInfo:
+            revision = await change.adapters.revision(change.adapter.id, number)
+            if revision is None:
+                raise PartNotFound(
+                    "revision", change.name, f"has no revision {number}, deleted or not, whose content is still there."
+                )
+            if revision.deleted_at is not None:
+                await change.adapters.restore(change.adapter, revision, change.now)
+                await change.record("revision.undelete", f"@{number}", after=await change.revision_info(revision))
+            return await change.info()
+
+        return await self._changes.change(principal, name, preconditions, act, AdapterInfo)
+
+    async def set_ttl(
+        self, principal: Principal, name: str, ttl: int | None, preconditions: Preconditions = UNCONDITIONAL
+    ) -> AdapterInfo:
+        """Let the adapter expire in `ttl` seconds; None: never. Raises InvalidChange."""
+        check_ttl(ttl)
+
+        async def act(change: AdapterChange) -> AdapterInfo:
+            before = await change.info()
+            change.adapter.expires_at = _moment(change.now, ttl)
+            await change.record("adapter.update", before=before, after=await change.info())
+            return await change.info()
+
+        return await self._changes.change(principal, name, preconditions, act, AdapterInfo)
+
+    async def set_revision_ttl(
+        self,
+        principal: Principal,
+        name: str,
+        number: int,
+        ttl: int | None,
+        preconditions: Preconditions = UNCONDITIONAL,
+    ) -> RevisionInfo:
+        """Let one revision expire; its aliases then keep their other targets. Raises InvalidChange, PartNotFound."""
+        check_ttl(ttl)
+
+        async def act(change: AdapterChange) -> RevisionInfo:
+            revision = await change.revision(number)
+            before = await change.revision_info(revision)
+            revision.expires_at = _moment(change.now, ttl)
+            after = await change.revision_info(revision)
+            await change.record("revision.update", f"@{number}", before=before, after=after)
+            return after
+
+        return await self._changes.change(principal, name, preconditions, act, RevisionInfo)
+
+    async def expire(self) -> int:
+        """Delete adapters and revisions whose time is over; return how many."""
+        async with self._database.read() as session:
+            overdue = await ExpiryRepository(session).overdue(self._database.now(), AT_A_TIME)
+        for one in overdue:
+            await self._expire(one)
+        return len(overdue)
+
+    async def _expire(self, one: Overdue) -> None:
+        system = system_principal(one.tenant, one.tenant_name)
+
+        async def act(change: AdapterChange) -> None:
+            purge_at = self._purge_at(change.now, None)
+            if one.number is None:
+                if _is_over(change.adapter.expires_at, change.now):
+                    await self._delete(change, "adapter.expire", purge_at)
+                return
+            revision = await change.adapters.revision(change.adapter.id, one.number)
+            if revision is None or revision.deleted_at is not None or not _is_over(revision.expires_at, change.now):
+                return  # the owner has changed it meanwhile
+            if await _leave_aliases(change, revision):
+                await self._delete_revision(change, revision, "revision.expire", None)
+            else:
+                await self._delete(change, "adapter.expire", purge_at)
+
+        try:
+            await self._changes.change(system, one.adapter, UNCONDITIONAL, act, type(None))
+        except AdapterNotFound:
+            return  # the owner has changed it meanwhile
+
+    async def _delete(self, change: AdapterChange, action: str, purge_at: int) -> tuple[AdapterInfo, frozenset[str]]:
+        before = await change.info()
+        gone = await change.adapters.delete(change.adapter, change.now, purge_at)
+        await change.pins.end([row.id for row in gone], BY_DELETION, change.now)
+        await change.record(action, before=before)
+        return before, frozenset(row.digest for row in gone)
+
+    async def _delete_revision(
+        self, change: AdapterChange, revision: RevisionRow, action: str, undo_seconds: int | None
+    ) -> RevisionInfo:
+        before = await change.revision_info(revision)
+        await change.pins.end([revision.id], BY_DELETION, change.now)
+        await change.adapters.retire(change.adapter, revision, change.now, self._purge_at(change.now, undo_seconds))
+        await change.record(action, f"@{revision.number}", before=before)
+        return await change.revision_info(revision)
+
+    def _purge_at(self, now: int, undo_seconds: int | None) -> int:
+        undo = self._limits.undo_seconds if undo_seconds is None else undo_seconds
+        return now + max(undo, ADMISSION_SECONDS) * SECOND
+
+
+def check_ttl(ttl: int | None) -> None:
+    """Raise InvalidChange for a time out of range."""
+    if ttl is not None and not 1 <= ttl <= MAX_TTL_SECONDS:
+        raise InvalidChange(f"ttl_s is 1 to {MAX_TTL_SECONDS} seconds, or null for ever; got {ttl}", "ttl_s")
+
+
+def _moment(now: int, ttl: int | None) -> int | None:
+    return None if ttl is None else now + ttl * SECOND
+
+
+def _is_over(expires_at: int | None, now: int) -> bool:
+    return expires_at is not None and expires_at <= now
+
+
+async def _leave_aliases(change: AdapterChange, revision: RevisionRow) -> bool:
+    """Take the revision out of every alias; return False where the default alias would have no target left.
+
+    An alias that loses its only target is removed; the default alias falls to the newest remaining revision.
+    """
+    pointed = {one.alias.name: one.targets for one in (await change.aliases.all(change.adapter.id))[change.adapter.id]}
+    others = [
+        row
+        for row in await change.adapters.revisions(change.adapter.id)
+        if row.deleted_at is None and row.id != revision.id
+    ]
+    if not others:
+        return False
+    for name in await change.aliases.naming(revision.id):
+        rest = [target for target in pointed[name] if target.revision.id != revision.id]
+        if not rest and name == DEFAULT_ALIAS:
+            rest = [Target(others[0], WHOLE)]
+        if rest:
+            await change.aliases.point(change.adapter.id, name, rest, change.stamp)
+        else:
+            await change.aliases.remove(change.adapter.id, name, change.stamp)
+    return True

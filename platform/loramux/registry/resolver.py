@@ -1,0 +1,168 @@
+"""Model names and the revisions that they mean: `tenant/adapter`, `tenant/adapter:alias`, `tenant/adapter@3`.
+
+An alias may point at several revisions by weight (a canary). The choice between them is deterministic: the caller's
+key is hashed to one of 2**64 points, and the points are divided among the targets in the order of their numbers, by
+exact integer shares. The same caller therefore always gets the same revision, and when one share grows at its
+neighbour's cost only the callers between the two shares change over. The alias's id keys the hash, so that the same
+callers spread differently under another alias.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Collection, Sequence
+
+import msgspec
+
+from loramux.records import Database, Principal, TenantId
+from loramux.records.access import AccessibleRevision, AccessRepository
+from loramux.records.aliases import DEFAULT_ALIAS
+from loramux.records.identity import GRAMMAR, GRAMMAR_IN_WORDS, is_name
+from loramux.registry.bases import BaseModels
+from loramux.registry.entities import ResolvedModel, Revision
+from loramux.registry.errors import SHOWN, AdapterNotFound, InvalidName, ModelNotFound, RevisionUnavailable
+from loramux.storage import BlobStore, StorageError
+from loramux.threads import TenantSlots, ThreadPool
+
+POINTS = 2**64
+"""Points that callers are hashed to."""
+
+FETCHES, FETCHES_PER_TENANT = 16, 4
+"""Contents that are fetched from the store or read for their digest at a time."""
+
+_model = re.compile(rf"({GRAMMAR})/({GRAMMAR})(?::({GRAMMAR})|@([1-9][0-9]{{0,8}}))?")
+
+
+class ModelName(msgspec.Struct, frozen=True):
+    """The parts of a request's `model`; at most one of `alias` and `number` is set."""
+
+    tenant: str
+    adapter: str
+    alias: str | None = None
+    number: int | None = None
+
+
+class ModelResolver:
+    """Resolves model names to verified files."""
+
+    def __init__(self, database: Database, blobs: BlobStore, bases: BaseModels) -> None:
+        self._database = database
+        self._blobs = blobs
+        self._bases = bases
+        self._used: set[str] = set()
+        self._slots = TenantSlots(FETCHES, FETCHES_PER_TENANT)
+        self._threads = ThreadPool("blobs", FETCHES)
+
+    async def resolve(self, principal: Principal, model: str, caller: str = "") -> ResolvedModel:
+        """Return the present meaning of `model` for this tenant; `caller` decides between an alias's targets.
+
+        Raises ModelNotFound, RevisionUnavailable.
+        """
+        if self._bases.named(model) and principal.may_use(model):
+            return ResolvedModel(name=model, base_model=model, revision=None)
+        name = parse_model(model if "/" in model else f"{principal.tenant_name}/{model}")
+        if name is None or not principal.may_use(f"{name.tenant}/{name.adapter}"):
+            raise ModelNotFound(model)
+        candidates = await self._candidates(principal, name)
+        if not candidates:
+            raise ModelNotFound(model)
+        resolved = await self._with_files(name, choose_target(candidates, caller), principal.tenant)
+        assert resolved.revision is not None
+        self._used.add(resolved.revision.id)
+        return resolved
+
+    def take_used(self) -> frozenset[str]:
+        """Return the ids of the revisions that names were resolved to since the last call."""
+        used, self._used = frozenset(self._used), set()
+        return used
+
+    async def _candidates(self, principal: Principal, name: ModelName) -> list[AccessibleRevision]:
+        async with self._database.read() as session:
+            access = AccessRepository(session, principal.tenant, principal.tenant_name)
+            if name.number is None:
+                return await access.aliased(name.tenant, name.adapter, name.alias or DEFAULT_ALIAS)
+            one = await access.numbered(name.tenant, name.adapter, name.number)
+            return [] if one is None else [one]
+
+    async def _with_files(self, asked: ModelName, found: AccessibleRevision, tenant: TenantId) -> ResolvedModel:
+        name = f"{asked.tenant}/{asked.adapter}@{found.number}"
+        base = self._bases.of_revision(found.base_model, found.base)
+        if base is None:
+            raise RevisionUnavailable(
+                f"`{name}` was made for another base model than {' and '.join(self._bases.names)}; upload one made for "
+                f"{'one of these' if len(self._bases.names) > 1 else 'this'}",
+                "model",
+            )
+        try:
+            directory = self._blobs.known_directory(found.digest)
+            if directory is None:
+                async with self._slots.slot(tenant):
+                    directory = await self._threads.run(self._blobs.directory, found.digest)
+        except StorageError as error:
+            raise RevisionUnavailable(f"the files of `{name}` are damaged: {error}", "model") from error
+        revision = Revision(
+            id=found.revision_id,
+            owner=found.tenant_id,
+            adapter_id=found.adapter_id,
+            number=found.number,
+            digest=found.digest,
+            directory=directory,
+        )
+        return ResolvedModel(name=name, base_model=base.name, revision=revision)
+
+
+def parse_model(text: str) -> ModelName | None:
+    """Split an adapter's model name; None where it cannot be one."""
+    match = _model.fullmatch(text)
+    if match is None:
+        return None
+    tenant, adapter, alias, number = match.groups()
+    return ModelName(tenant, adapter, alias, int(number) if number else None)
+
+
+def adapter_part(tenant_name: str, name: str) -> str | None:
+    """Return `adapter` of `adapter` or `tenant/adapter`; None where it is malformed or another tenant's."""
+    owner, slash, rest = name.partition("/")
+    if slash and owner != tenant_name:
+        return None
+    adapter = rest if slash else owner
+    return adapter if is_name(adapter) else None
+
+
+def own_adapter(principal: Principal, name: str) -> str:
+    """The same; raises AdapterNotFound where it cannot be an adapter that the caller may use."""
+    adapter = adapter_part(principal.tenant_name, name)
+    if adapter is None or not principal.may_use(f"{principal.tenant_name}/{adapter}"):
+        raise AdapterNotFound(name)
+    return adapter
+
+
+def check_adapter_name(tenant_name: str, name: str, base_names: Collection[str]) -> str:
+    """Return the adapter part of a name to upload under; raises InvalidName with the grammar."""
+    adapter = adapter_part(tenant_name, name)
+    if adapter is None:
+        raise InvalidName(
+            f"`{name[:SHOWN]}` is no name for an adapter of yours: write ADAPTER or {tenant_name}/ADAPTER, "
+            f"where ADAPTER is {GRAMMAR_IN_WORDS} ({GRAMMAR})",
+            "name",
+        )
+    if (full := f"{tenant_name}/{adapter}") in base_names:
+        raise InvalidName(f"`{full}` is a base model's name; choose another", "name")
+    return adapter
+
+
+def choose_target(targets: Sequence[AccessibleRevision], caller: str) -> AccessibleRevision:
+    """Choose a target by the caller's hash: always the same one for the same alias, targets, weights and caller."""
+    point = hashlib.blake2b(caller.encode(), key=targets[0].key.encode(), digest_size=8)
+    return target_at(targets, int.from_bytes(point.digest(), "big"))
+
+
+def target_at(targets: Sequence[AccessibleRevision], point: int) -> AccessibleRevision:
+    """Return the target whose share contains `point`, one of POINTS."""
+    ticket = point * sum(target.weight for target in targets) // POINTS
+    for target in targets:
+        ticket -= target.weight
+        if ticket < 0:
+            return target
+    raise AssertionError("a ticket is less than the sum of the weights")

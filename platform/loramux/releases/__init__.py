@@ -1,0 +1,34 @@
+"""Releases that are measured: how each revision of an adapter serves, and which of two is better on a set."""
+
+from loramux.records.evaluations import Evaluation
+from loramux.releases.evaluations import EvaluationNotFound, EvaluationResult, Evaluations, open_evaluations
+from loramux.releases.graders import Grader, InvalidGrader
+from loramux.releases.guards import CanaryGuards, open_canary_guards
+from loramux.releases.metrics import (
+    WINDOWS,
+    FeedbackSummary,
+    InvalidFeedback,
+    RequestNotFound,
+    RevisionMetrics,
+    RevisionReport,
+    open_revision_metrics,
+)
+
+__all__ = [
+    "WINDOWS",
+    "CanaryGuards",
+    "Evaluation",
+    "EvaluationNotFound",
+    "EvaluationResult",
+    "Evaluations",
+    "FeedbackSummary",
+    "Grader",
+    "InvalidFeedback",
+    "InvalidGrader",
+    "RequestNotFound",
+    "RevisionMetrics",
+    "RevisionReport",
+    "open_canary_guards",
+    "open_evaluations",
+    "open_revision_metrics",
+]

@@ -1,0 +1,234 @@
+"""Metrics of revisions: counted in memory, added to rows by the hour every few seconds, summed over windows.
+
+A tenant sees its own requests, to its own adapters and to those that are granted to it. Rows are bounded: one for each
+revision that was really asked for, an hour. A server that dies loses what it counted since the last writing.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from http import HTTPStatus
+
+import msgspec
+
+from loramux.errors import LoramuxError
+from loramux.gateway import Generation, Platform, run_periodically
+from loramux.records import Database, Principal, RecordsUnavailable
+from loramux.records.requests import OpenedRequest
+from loramux.records.revision_metrics import (
+    FIRST_TOKEN_BOUNDS,
+    FIRST_TOKENS,
+    Counts,
+    Feedback,
+    FeedbackRepository,
+    FeedbackRow,
+    RevisionHour,
+    RevisionMetricsRepository,
+)
+from loramux.records.service_tiers import service_tier
+from loramux.units import DAY, SECOND
+
+HOUR = 3600 * SECOND
+WINDOWS = {"1h": HOUR, "24h": DAY, "7d": 7 * DAY, "30d": 30 * DAY}
+KEPT = 90 * DAY
+FLUSH_SECONDS = 5.0
+FORGET_SECONDS = 3600.0
+MAX_LABELS = 200
+"""Labels, over all revisions, in one answer."""
+THOUSAND = 1000
+_label = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+
+logger = logging.getLogger(__name__)
+
+
+class InvalidFeedback(LoramuxError):
+    """A score or a label out of range."""
+
+
+class RequestNotFound(LoramuxError):
+    """No such request, or one that no adapter answered, or another tenant's."""
+
+    code = "request_not_found"
+    status = HTTPStatus.NOT_FOUND
+
+    def __init__(self, id: str) -> None:
+        super().__init__(f"No such request: '{id[:80]}'. The id is the `id` of the answer.", "request_id")
+
+
+class FeedbackSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """Opinions of a revision's answers."""
+
+    count: int
+    mean_score: float | None
+    labels: dict[str, int]
+    """The most frequent ones."""
+
+
+class RevisionReport(msgspec.Struct, frozen=True, kw_only=True):
+    """How a revision has served in a window."""
+
+    model: str
+    """`tenant/adapter@3`."""
+    requests: int
+    """Refused ones too."""
+    completed: int
+    cancelled: int
+    """By their callers."""
+    failed: int
+    refused: int
+    """By limits, before they began."""
+    finish_reasons: dict[str, int]
+    """Of choices."""
+    prompt_tokens: int
+    output_tokens: int
+    first_token_seconds: dict[str, float | None]
+    """Quantiles p50, p90, p99 within the bounds of their counters; batches are left out."""
+    tokens_per_second: float | None
+    """Of one answer, after its first token."""
+    feedback: FeedbackSummary
+
+
+class RevisionMetrics:
+    """Counts what every revision does on this server, and reports over all servers."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._counts: defaultdict[RevisionHour, Counter[str]] = defaultdict(Counter)
+
+    def note_ended(self, generation: Generation) -> None:
+        """Count a request that has ended."""
+        opened = generation.opened
+        if opened.adapter_digest is None:
+            return
+        usage, first, seconds = generation.usage, generation.seconds_to_first_token, generation.seconds
+        counts = self._counts_of(opened)
+        counts[generation.status] += 1
+        for reason in generation.finish_reasons:
+            counts[reason if reason in ("length", "abort") else "stop"] += 1
+        counts["prompt_tokens"] += usage.prompt
+        counts["output_tokens"] += usage.output
+        if first is not None and service_tier(opened.tier) != "batch":
+            counts[FIRST_TOKENS[bisect_left(FIRST_TOKEN_BOUNDS, first)]] += 1
+        if first is not None and seconds is not None and len(generation.finish_reasons) == 1 and usage.output > 1:
+            counts["decode_tokens"] += usage.output - 1
+            counts["decode_us"] += round((seconds - first) * SECOND)
+
+    def note_refused(self, opened: OpenedRequest) -> None:
+        """Count a request that limits have refused."""
+        if opened.adapter_digest is not None:
+            self._counts_of(opened)["refused"] += 1
+
+    async def flush(self) -> None:
+        """Write what was counted; it is kept where the database does not take it."""
+        counts, self._counts = self._counts, defaultdict(Counter)
+        if not counts:
+            return
+        try:
+            async with self._database.begin() as session:
+                await RevisionMetricsRepository(session).add({key: dict(one) for key, one in counts.items()})
+        except RecordsUnavailable as error:
+            logger.warning("metrics of %d revisions are written later: %s", len(counts), error)
+            for key, one in counts.items():
+                self._counts[key] += one
+
+    async def forget(self) -> None:
+        """Delete hours that no window reaches."""
+        async with self._database.begin() as session:
+            await RevisionMetricsRepository(session).forget(self._database.now() - KEPT)
+
+    async def of(self, principal: Principal, adapter: str, window: str) -> list[RevisionReport]:
+        """Report on the revisions of `owner/adapter` that the caller's tenant has asked in a window, newest first."""
+        since = self._database.now() - WINDOWS[window]
+        async with self._database.read() as session:
+            sums = await RevisionMetricsRepository(session).sums(principal.tenant, adapter, since - since % HOUR)
+            opinions = list(await FeedbackRepository(session, principal.tenant).sums(adapter, since, MAX_LABELS))
+        reports = [_report(model, counts, opinions) for model, counts in sums.items()]
+        return sorted(reports, key=lambda report: int(report.model.rpartition("@")[2]), reverse=True)
+
+    async def put_feedback(self, principal: Principal, request_id: str, score: float, label: str | None) -> str:
+        """Store the caller's opinion of an answer; return the model that gave it.
+
+        Raises InvalidFeedback, RequestNotFound.
+        """
+        if not 0 <= score <= 1:
+            raise InvalidFeedback("'score' is 0 (bad) to 1 (good).", "score")
+        if label is not None and not _label.fullmatch(label):
+            raise InvalidFeedback("'label' is 1 to 64 of a-z, 0-9, '.', '_' and '-'.", "label")
+        async with self._database.begin() as session:
+            feedback = FeedbackRepository(session, principal.tenant)
+            model = await feedback.model_of(request_id)
+            if model is None or "@" not in model or not principal.may_use(model.partition("@")[0]):
+                raise RequestNotFound(request_id)
+            row = FeedbackRow(
+                request_id=request_id,
+                tenant_id=principal.tenant,
+                model=model,
+                score=round(score * THOUSAND),
+                label=label,
+                created_at=self._database.now(),
+            )
+            await feedback.put(row)
+        return model
+
+    def _counts_of(self, opened: OpenedRequest) -> Counter[str]:
+        now = self._database.now()
+        return self._counts[opened.tenant_id, opened.model, now - now % HOUR]
+
+
+def _report(model: str, counts: Counts, opinions: list[Feedback]) -> RevisionReport:
+    first_tokens = [counts[name] for name in FIRST_TOKENS]
+    decode_us = counts["decode_us"]
+    return RevisionReport(
+        model=model,
+        requests=sum(counts[name] for name in ("completed", "cancelled", "failed", "refused")),
+        completed=counts["completed"],
+        cancelled=counts["cancelled"],
+        failed=counts["failed"],
+        refused=counts["refused"],
+        finish_reasons={name: counts[name] for name in ("stop", "length", "abort")},
+        prompt_tokens=counts["prompt_tokens"],
+        output_tokens=counts["output_tokens"],
+        first_token_seconds={f"p{percent}": quantile(first_tokens, percent / 100) for percent in (50, 90, 99)},
+        tokens_per_second=round(counts["decode_tokens"] * SECOND / decode_us, 3) if decode_us else None,
+        feedback=_summary([one for one in opinions if one.model == model]),
+    )
+
+
+def _summary(opinions: list[Feedback]) -> FeedbackSummary:
+    count = sum(one.count for one in opinions)
+    mean = sum(one.total for one in opinions) / THOUSAND / count if count else None
+    labels = {one.label: one.count for one in opinions if one.label is not None}
+    return FeedbackSummary(count=count, mean_score=mean, labels=labels)
+
+
+def quantile(counts: list[int], share: float) -> float | None:
+    """Return the seconds that `share` of the first tokens do not exceed, between two bounds in proportion."""
+    wanted = share * sum(counts)
+    if not wanted:
+        return None
+    below, bounds = 0.0, (*FIRST_TOKEN_BOUNDS, FIRST_TOKEN_BOUNDS[-1])
+    for number, count in enumerate(counts):
+        if count and wanted <= count:
+            return round(below + (bounds[number] - below) * wanted / count, 4)
+        wanted -= count
+        below = bounds[number]
+    return below
+
+
+@asynccontextmanager
+async def open_revision_metrics(platform: Platform) -> AsyncIterator[RevisionMetrics]:
+    """Count while the block runs; at its end, write what is left."""
+    metrics = RevisionMetrics(platform.database)
+    platform.completions.on_ended(metrics.note_ended)
+    platform.completions.on_refused(metrics.note_refused)
+    async with run_periodically(FLUSH_SECONDS, metrics.flush), run_periodically(FORGET_SECONDS, metrics.forget):
+        yield metrics
+    try:
+        await metrics.flush()
+    except Exception:
+        logger.exception("the last metrics of revisions are lost")

@@ -1,0 +1,96 @@
+"""Comparing two revisions: paired scores with confidence intervals, and a test that may look at every request.
+
+*Paired scores.* Both revisions answer the same questions, so the difference of each question's scores is one
+observation; its mean has a Student t interval. Scores lie in 0..1, so an interval is cut to what is possible.
+
+*Sequential test* (`drop_found`). A canary is looked at after every few requests, for as long as it runs, so a test for
+one look would raise a false alarm sooner or later. The mixture sequential probability ratio test is valid at every
+look: with the difference d of two means of n and m outcomes, variance v of d and a prior N(0, tau^2) on the true
+difference, the ratio sqrt(v / (v + tau^2)) * exp(d^2 tau^2 / (2 v (v + tau^2))) is a martingale where there is no
+difference, so it exceeds 1 / alpha ever with probability at most alpha (Robbins 1970; Johari et al., "Always valid
+inference", Operations Research 2022).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+CONFIDENCE = 0.95
+MIXTURE = 0.1
+"""tau: the differences that the sequential test is quickest to find; a tenth, as in "ten points worse"."""
+MIN_LOOK = 20
+"""Outcomes of each side before the first look: below, the normal approximation does not hold."""
+
+
+class Interval(msgspec.Struct, frozen=True):
+    """A mean and its 95% confidence interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def mean_interval(values: Sequence[float], lowest: float = 0.0, highest: float = 1.0) -> Interval:
+    """Return the mean of independent values with its interval, cut to `lowest` and `highest`.
+
+    One value says nothing of its spread: its interval is everything that is possible.
+    """
+    n = len(values)
+    mean = math.fsum(values) / n
+    if n == 1:
+        return Interval(mean, lowest, highest)
+    deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1))
+    half = student_t(CONFIDENCE, n - 1) * deviation / math.sqrt(n)
+    if not deviation:  # equal values: the rule of three bounds what was not seen
+        half = (highest - lowest) * min(1.0, 3.0 / n)
+    return Interval(mean, max(lowest, mean - half), min(highest, mean + half))
+
+
+def paired_difference(first: Sequence[float], second: Sequence[float]) -> Interval:
+    """Return by how much `first` scores above `second` on the same questions."""
+    return mean_interval([one - other for one, other in zip(first, second, strict=True)], -1.0, 1.0)
+
+
+def drop_found(good: float, total: int, good_before: float, total_before: int, alpha: float) -> bool:
+    """Return whether the rate `good / total` is below the other, with false alarms at most `alpha` over all looks."""
+    if min(total, total_before) < MIN_LOOK:
+        return False
+    rate, before = good / total, good_before / total_before
+    if rate >= before:
+        return False
+    pooled = (good + good_before + 1) / (total + total_before + 2)
+    variance = pooled * (1 - pooled) * (1 / total + 1 / total_before)
+    difference, mixed = before - rate, variance + MIXTURE**2
+    log_ratio = 0.5 * math.log(variance / mixed) + difference**2 * MIXTURE**2 / (2 * variance * mixed)
+    return log_ratio > math.log(1 / alpha)
+
+
+def student_t(confidence: float, freedom: int) -> float:
+    """Return the quantile of Student's t for a two-sided interval, by bisection of its distribution function."""
+    target, low, high = (1 + confidence) / 2, 0.0, 1000.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _t_distribution(middle, freedom) < target else (low, middle)
+    return (low + high) / 2
+
+
+def _t_distribution(t: float, freedom: int) -> float:
+    """Return the share below t >= 0, by the finite series of Abramowitz and Stegun 26.7.3 and 26.7.4."""
+    theta = math.atan(t / math.sqrt(freedom))
+    cosine = math.cos(theta)
+    if freedom % 2:
+        term, total = cosine, cosine if freedom > 1 else 0.0
+        for k in range(3, freedom - 1, 2):
+            term *= (k - 1) / k * cosine**2
+            total += term
+        share = 2 / math.pi * (theta + math.sin(theta) * total)
+    else:
+        term = total = 1.0
+        for k in range(2, freedom - 1, 2):
+            term *= (k - 1) / k * cosine**2
+            total += term
+        share = math.sin(theta) * total
+    return 0.5 + share / 2

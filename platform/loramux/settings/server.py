@@ -1,0 +1,165 @@
+"""The server: address, database and blobs, OIDC issuers, usage sinks, invoices, webhooks."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+Positive = Annotated[int, Meta(ge=1)]
+Port = Annotated[int, Meta(ge=1, le=65535)]
+Seconds = Annotated[float, Meta(ge=0, le=7 * 86_400)]
+Name = Annotated[str, Meta(min_length=1, max_length=200)]
+HttpUrl = Annotated[str, Meta(pattern=r"^https?://[^/\s]+(/\S*)?$")]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+Share = Annotated[float, Meta(gt=0, le=1_000_000)]
+
+Signature = Literal[
+    "RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "Ed25519"
+]  # fmt: skip
+"""Algorithms with a public key: a secret that is shared with an issuer does not prove the signer."""
+
+
+class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The API's address and its limits."""
+
+    host: str = "127.0.0.1"
+    """The listen address. 0.0.0.0 is every interface; set tls_certificate, or put TLS in front of it."""
+    port: Port = 8000
+    """The port."""
+    tls_certificate: str | None = None
+    """A PEM file with the certificate and its chain; TLS 1.2 at least. Files that change are used for new
+    connections within seconds."""
+    tls_key: str | None = None
+    """The PEM file with the certificate's private key."""
+    internal_port: Port | None = None
+    """A second port, without TLS, for /metrics, /health and /schema: then the first port answers 404 for them."""
+    internal_host: str | None = None
+    """The listen address of internal_port. Unset: `host`."""
+    max_upload_bytes: Positive = 2 << 30
+    """The largest upload."""
+    lame_duck_seconds: Seconds = 1.0
+    """Seconds after SIGTERM in which requests are still served while /health/ready already answers 503. Set it to the
+    time in which your load balancer notices."""
+    drain_seconds: Seconds = 30.0
+    """Seconds that running requests have to finish after SIGTERM."""
+
+    def __post_init__(self) -> None:
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError("server.tls_certificate and server.tls_key are set together, or neither")
+        if self.internal_port == self.port and (self.internal_host or self.host) == self.host:
+            raise ValueError("server.internal_port is another port than server.port")
+
+
+class LogSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The form and the level of the log, which goes to stderr: one line an event, one for each request."""
+
+    format: Literal["auto", "json", "text"] = "auto"
+    """auto: text on a terminal, JSON elsewhere."""
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """The least level. PUT /admin/log-level changes it while the server runs."""
+
+
+class TracingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Traces of requests over OpenTelemetry's OTLP (HTTP). They need the extra `otel`."""
+
+    endpoint: str | None = None
+    """The collector, such as http://127.0.0.1:4318. Unset: nothing is traced."""
+    headers: dict[str, str] = {}
+    """Headers for the collector."""
+    service_name: str = "loramux"
+    """The service's name in traces."""
+    sample_ratio: Fraction = 1.0
+    """Share of requests that are traced where the client's `traceparent` does not decide it."""
+
+
+class RecordsSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The database, the blob store, their cache, and the pepper."""
+
+    url: str = "sqlite:///var/loramux.sqlite3"
+    """sqlite:///PATH (relative to the settings file) or postgresql://..."""
+    blobs: str = "var/blobs"
+    """The store of adapters' files: a folder, or s3://BUCKET/PREFIX, gs://..., az://..."""
+    blob_options: dict[str, str] = {}
+    """Options of obstore for that store, such as `endpoint` and `region`; credentials are better in the environment."""
+    cache: str = "var/cache"
+    """A folder on this machine, from which the engine reads adapters."""
+    cache_bytes: Positive = 64 << 30
+    """Above this size, contents that are not in use leave the cache."""
+    pepper_file: str = "var/pepper"
+    """The secret under which keys are stored as MACs; made at the first start, mode 0600. Back it up."""
+
+
+class IssuerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """An OIDC issuer whose tokens members may use; https, or http on this machine."""
+
+    issuer: Annotated[str, Meta(pattern=r"^(https://[^/]|http://(127\.0\.0\.1|localhost|\[::1\])[:/])")]
+    """The issuer exactly as in the tokens' `iss`; its discovery document lies under it."""
+    audience: Annotated[str, Meta(min_length=1)]
+    """The value that tokens must have in `aud`."""
+    identity_claim: str = "sub"
+    """The claim that identifies the member; `email` counts only with `email_verified`."""
+    algorithms: tuple[Signature, ...] = ("RS256", "ES256")
+    """The accepted signature algorithms of tokens."""
+    operator_claim: str = "groups"
+    """The claim, a text or a list of texts, in which members of a tenant are made operators."""
+    operators: tuple[Annotated[str, Meta(min_length=1)], ...] = ()
+    """Values of the claim that make a member an operator; none: no member is one."""
+
+
+class SinkSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A sink: an outside service that receives usage."""
+
+    name: Name
+    """The name of the sink; its position in the ledger is stored under it."""
+    kind: Literal["openmeter", "stripe", "lago", "webhook"]
+    """The kind of sink."""
+    url: HttpUrl
+    """The base of its API; for a webhook, the whole address."""
+    secret_file: str
+    """The file with its API key, or the webhook's `whsec_...`."""
+    customers: dict[str, str] = {}
+    """The sink's names of tenants: Stripe's customer id, Lago's external_subscription_id."""
+
+
+class BillingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The seller, the tax and the look of invoices. A closed month's invoices keep the seller and tax of that time."""
+
+    issuer: str = "loramux"
+    """The seller's name."""
+    address: tuple[str, ...] = ()
+    """The seller's address, line by line."""
+    tax_id: str | None = None
+    """The seller's tax number, such as DE123456789."""
+    tax_name: str = "VAT"
+    """The name of the tax on invoices."""
+    tax_percent: str = "0"
+    """The tax on every invoice, such as "19" or "8.875"; tenants can be exempt."""
+    payment_days: Annotated[int, Meta(ge=0, le=365)] | None = None
+    """Days from an invoice's date until it is due. None: no due date is printed."""
+    payment_note: str = ""
+    """Printed below the total, such as the bank account."""
+    font: str | None = None
+    """A TrueType file for PDFs. None: Helvetica, which has Latin-1's letters only."""
+
+    def __post_init__(self) -> None:
+        try:
+            percent = Decimal(self.tax_percent)
+            is_valid = 0 <= percent <= 100 and percent == round(percent, 4)
+        except ArithmeticError:
+            is_valid = False
+        if not is_valid:
+            raise ValueError(
+                "billing.tax_percent is 0 to 100 in quotes, with at most 4 digits behind the point, such as '19'"
+            )
+
+
+class WebhookSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Tenants' own webhooks."""
+
+    max_per_tenant: Annotated[int, Meta(ge=0)] = 10
+    """The most webhooks of a tenant."""
+    allow_private_addresses: bool = False
+    """Let them lead into this network, and to http://: only where every tenant is trusted."""

@@ -1,0 +1,152 @@
+"""Usage, from a request's first row to the proof of the bill."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack, suppress
+
+from loramux.limits import NoPrices, Prices, RateLimitStatus, check_request_rate
+from loramux.records import Database, Principal, TenantId
+from loramux.records.idempotency import ClaimRepository, IdempotencyClaim
+from loramux.records.identity import new_id
+from loramux.records.ledger import LedgerEntry, LedgerRepository
+from loramux.records.locks import server_liveness
+from loramux.records.requests import AnsweredRequest, OpenedRequest, RequestRepository
+from loramux.records.usage import UsageRepository, UsageTotals
+from loramux.units import SECOND
+from loramux.usage.errors import InvalidQuery, UsageClosed
+from loramux.usage.group_commit import GroupCommit
+from loramux.usage.idempotency import AnswerStorage, IdempotencyGuard, StoredAnswer
+from loramux.usage.query import UsagePage, UsageQuery
+from loramux.usage.settlement import Operation, Outcome, Settlement, SettlementWriter, unused
+from loramux.usage.storage_meter import StorageMeter
+
+MAX_ROWS = 50_000
+"""Sums in one answer: more would keep the server busy for other callers."""
+
+
+class UsageService:
+    """Opens and settles requests, and sums what tenants used. `open` and `settle` need start(); queries do not."""
+
+    def __init__(self, database: Database, prices: Prices | None = None, answers: AnswerStorage | None = None) -> None:
+        """`prices` price the requests of tenants with a budget; None: nothing costs anything.
+
+        `answers` stores those of requests with an idempotency key; None: no other process can read them.
+        """
+        self._database = database
+        self.server_id = new_id("server")
+        """Between `start` and `stop`, other servers see that it is alive (`records.locks.dead_servers`)."""
+        self._answers = answers or AnswerStorage.temporary()
+        self._operations = SettlementWriter(database, self.server_id, prices or NoPrices(), self._answers)
+        self._writer: GroupCommit[Operation, Outcome] = GroupCommit(self._operations.commit)
+        self._life = AsyncExitStack()
+        self.drift_tokens = 0
+        """Tokens by which what this server settled differs from what its engine counted for it."""
+
+    def guard(self, principal: Principal, claim: IdempotencyClaim) -> IdempotencyGuard:
+        """Return what makes a change once under the caller's idempotency key."""
+        return IdempotencyGuard(principal, claim, self._answers)
+
+    async def start(self) -> None:
+        """Start the writer, and hold the lock by which other servers see this one alive."""
+        await self._life.enter_async_context(server_liveness(self._database, self.server_id))
+        self._writer.start()
+
+    async def stop(self) -> None:
+        """Write what was submitted, then release the lock."""
+        await self._writer.stop()
+        await self._life.aclose()
+
+    async def ensure_rate(self, principal: Principal) -> None:
+        """Raise RateReached where the caller's limits leave no request in this minute."""
+        async with self._database.read() as session:
+            await check_request_rate(session, principal, self._database.now())
+
+    async def open(self, request: OpenedRequest) -> RateLimitStatus | StoredAnswer:
+        """Admit the request and write its row, durably, before the engine sees it.
+
+        Returns StoredAnswer where its idempotency key was answered before; then nothing is opened. A caller that is
+        cancelled while it waits leaves no open row: the request is settled with nothing used. Raises what `Books.admit`
+        raises, IdempotencyMismatch, StillRunning, RequestRefused, UsageClosed.
+        """
+        try:
+            outcome = await self._writer.submit(request)
+        except asyncio.CancelledError:
+            self._abandon(request)
+            raise
+        assert isinstance(outcome, RateLimitStatus | StoredAnswer)
+        return outcome
+
+    async def settle(self, settlement: Settlement) -> LedgerEntry:
+        """Append the request's entry to the ledger, durably, before its client sees the usage.
+
+        Once per request: settling again returns the existing entry. A caller that is cancelled while it waits has
+        settled all the same. Raises UnknownRequest, RequestRefused, UsageClosed.
+        """
+        entry = await self._writer.submit(settlement)
+        assert isinstance(entry, LedgerEntry)
+        if settlement.engine_count is not None:
+            self.drift_tokens += settlement.engine_count.drift(entry.billed + entry.waived)
+        return entry
+
+    def _abandon(self, request: OpenedRequest) -> None:
+        with suppress(UsageClosed):  # then the next boot's sweep closes it
+            self._writer.post(unused(request.id, "caller")).add_done_callback(_retrieve_exception)
+
+    async def sweep(self) -> int:
+        """Close the requests that dead servers left open, as interrupted and free of charge; return their number.
+
+        Runs at start-up. A server that was thought dead and settles later is billed all the same.
+        """
+        return await self._operations.sweep()
+
+    async def accrue(self) -> int:
+        """Bill adapters' storage and pins up to the last day that is over; return the number of entries."""
+        stored = await StorageMeter(self._database, "storage").accrue()
+        return stored + await StorageMeter(self._database, "residency").accrue()
+
+    async def forget_answers(self) -> None:
+        """Delete the stored answers whose idempotency keys have expired."""
+        async with self._database.begin() as session:
+            await ClaimRepository(session).remove_expired(self._database.now())
+
+    async def completions(self, principal: Principal, query: UsageQuery) -> UsagePage:
+        """Sum the caller's usage in buckets of time. Raises InvalidQuery."""
+        now = self._database.now() // SECOND
+        async with self._database.read() as session:
+            usage = UsageRepository(session, principal.tenant)
+            window = query.window(now, principal.models)
+            totals = await usage.by_bucket(window, query.recorded_groups, MAX_ROWS + 1)
+        if len(totals) > MAX_ROWS:
+            raise InvalidQuery(f"the page has more than {MAX_ROWS} sums; ask for fewer buckets or groups", "limit")
+        return await asyncio.to_thread(query.answer, totals, now)
+
+    async def answered_by(
+        self, principal: Principal, adapter: str, before: str | None = None, limit: int = 100
+    ) -> list[AnsweredRequest]:
+        """List the caller's requests to `adapter` of its own, or to `tenant/adapter`, newest first.
+
+        `before`: the id of the last page's last request.
+        """
+        owner, _, name = adapter.rpartition("/")
+        owner = owner or principal.tenant_name
+        if not principal.may_use(f"{owner}/{name}"):
+            return []
+        async with self._database.read() as session:
+            return await RequestRepository(session).answered_by(principal.tenant, owner, name, before, limit)
+
+    async def rows(self, tenant: TenantId) -> list[UsageTotals]:
+        """Sum everything that the tenant used, by model."""
+        async with self._database.read() as session:
+            return await UsageRepository(session, tenant).by_model()
+
+    async def verify_chain(self) -> int:
+        """Recompute the ledger's hash chain and return the number of entries. Raises ChainBroken."""
+        async with self._database.read() as session:
+            return (await LedgerRepository(session).verify()).sequence
+
+
+def _retrieve_exception(outcome: asyncio.Future[Outcome]) -> None:
+    """Mark the exception as seen: nothing awaits this future, and asyncio would log it."""
+    if not outcome.cancelled():
+        outcome.exception()

@@ -1,0 +1,376 @@
+"""Files and batches by the official client, from the upload to the bill."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import time
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai.types import Batch
+from scripted_engine import EOS
+from site_fixture import Site
+
+from loramux.engine.messages import EngineFault
+from loramux.engine.request import ServiceClass
+from loramux.gateway import open_tenants
+from loramux.tenants import KeyRequest
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+DEEP = b'{"custom_id":"d","url":"/v1/completions","body":' + b"[" * 5000 + b"]" * 5000 + b"}"
+
+
+def line(number: int, /, url: str = TEXT, **body: Any) -> dict[str, Any]:
+    given = {"model": "tiny", "prompt": f"line {number}"} if url == TEXT else {"model": "tiny"}
+    return {"custom_id": f"id-{number}", "method": "POST", "url": url, "body": given | body}
+
+
+def jsonl(*lines: dict[str, Any] | bytes) -> bytes:
+    return b"".join(one + b"\n" if isinstance(one, bytes) else json.dumps(one).encode() + b"\n" for one in lines)
+
+
+def submit(client: openai.OpenAI, data: bytes, endpoint: str = TEXT, **more: Any) -> Batch:
+    file = client.files.create(file=("input.jsonl", data), purpose="batch")
+    asked = {"completion_window": "24h"} | more
+    return client.batches.create(input_file_id=file.id, endpoint=endpoint, **asked)
+
+
+def until(client: openai.OpenAI, id: str, *states: str, seconds: float = 20) -> Batch:
+    deadline = time.monotonic() + seconds
+    while (batch := client.batches.retrieve(id)).status not in states:
+        assert time.monotonic() < deadline, batch
+        time.sleep(0.05)
+    return batch
+
+
+ENDS = ("completed", "failed", "expired", "cancelled")
+
+
+def lines_of(client: openai.OpenAI, file_id: str | None) -> dict[str, dict[str, Any]]:
+    if file_id is None:
+        return {}
+    found = [json.loads(one) for one in client.files.content(file_id).text.split("\n") if one]
+    assert len({one["custom_id"] for one in found}) == len(found), "a custom_id is there twice"
+    return {one["custom_id"]: one for one in found}
+
+
+@pytest.fixture
+def client(site: Site) -> Iterator[openai.OpenAI]:
+    """The client of a tenant of its own, so that no other test's files and usage are in the way."""
+    name = f"batcher{time.monotonic_ns()}"
+
+    async def make() -> str:
+        async with open_tenants(site.settings) as tenants:
+            await tenants.create(name)
+            return (await tenants.create_key(name))[1]
+
+    site.keys[name] = asyncio.run(make())
+    with site.openai(name) as made:
+        made.tenant_name = name
+        yield made
+
+
+def test_batch_answers_every_line_and_bills_it_as_a_batch(site: Site, client: openai.OpenAI) -> None:
+    since = int(time.time())
+    lines = [line(number, prompt=f"line {number}", max_tokens=100) for number in range(300)]
+    batch = submit(client, jsonl(*lines), metadata={"job": "nightly"})
+    assert (batch.object, batch.endpoint, batch.completion_window) == ("batch", TEXT, "24h")
+    ended = until(client, batch.id, *ENDS)
+    assert ended.status == "completed", ended
+    assert (ended.request_counts.total, ended.request_counts.completed, ended.request_counts.failed) == (300, 300, 0)
+    assert ended.error_file_id is None
+    assert ended.metadata == {"job": "nightly"}
+    assert ended.in_progress_at
+    assert ended.finalizing_at
+    assert ended.completed_at
+    output = lines_of(client, ended.output_file_id)
+    assert list(output) == [f"id-{number}" for number in range(300)]
+    for number in range(300):
+        answer = output[f"id-{number}"]
+        assert (answer["response"]["status_code"], answer["error"]) == (200, None)
+        assert answer["response"]["body"]["choices"][0]["text"] == f"line {number}"
+        assert answer["response"]["body"]["service_tier"] == "batch"
+    assert {request.service_class for request in site.engine.requests} == {ServiceClass.BATCH}
+    with site.http(client.tenant_name) as session:
+        ask = {"start_time": since - 10, "group_by": "batch"}
+        page = session.get("/v1/organization/usage/completions", params=ask).json()
+    [usage] = [one for bucket in page["data"] for one in bucket["results"]]
+    tokens = sum(answer["response"]["body"]["usage"]["completion_tokens"] for answer in output.values())
+    assert (usage["batch"], usage["num_model_requests"], usage["output_tokens"]) == (True, 300, tokens)
+    assert client.batches.list(limit=1).data[0].id == batch.id
+
+
+def test_batch_of_chats_has_errors_of_lines_in_the_error_file(site: Site, client: openai.OpenAI) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    long = [{"role": "user", "content": "x" * 100_000}]
+    lines = [line(1, CHAT, messages=messages, n=2), line(2, CHAT, messages=long), line(3, CHAT, messages=messages)]
+    ended = until(client, submit(client, jsonl(*lines), CHAT).id, *ENDS)
+    assert (ended.status, ended.request_counts.completed, ended.request_counts.failed) == ("completed", 2, 1)
+    output = lines_of(client, ended.output_file_id)
+    assert [len(output[id]["response"]["body"]["choices"]) for id in ("id-1", "id-3")] == [2, 1]
+    [refused] = lines_of(client, ended.error_file_id).values()
+    assert (refused["custom_id"], refused["response"]["status_code"]) == ("id-2", 400)
+    assert refused["response"]["body"]["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("lines", "code", "number", "param"),
+    [
+        ([line(1), b'{"custom_id": "x"'], "invalid_json_line", 2, None),
+        ([line(1), b'{"custom_id": "\xff\xfe", "url": "/v1/completions", "body": {}}'], "invalid_json_line", 2, None),
+        ([line(1), DEEP], "invalid_json_line", 2, None),
+        ([line(1), line(2), line(1)], "duplicate_custom_id", 3, "custom_id"),
+        ([line(1), line(2, CHAT)], "invalid_url", 2, "url"),
+        ([line(1), line(2) | {"method": "GET"}], "invalid_method", 2, "method"),
+        ([line(1), line(2) | {"custom_id": ""}], "invalid_custom_id", 2, "custom_id"),
+        ([line(1), line(2) | {"other": 1}], "invalid_line", 2, None),
+        ([line(1, temperature=3)], "invalid_value", 1, "body.temperature"),
+        ([line(1, surprise=1)], "unknown_parameter", 1, "body.surprise"),
+        ([line(1, stream=True)], "invalid_value", 1, "body.stream"),
+        ([line(1, service_tier="flex")], "invalid_value", 1, "body.service_tier"),
+        ([line(1), line(2, model="globex/theirs")], "model_not_found", 2, "body.model"),
+        ([line(1), line(2, model="absent")], "model_not_found", 2, "body.model"),
+        ([b""], "empty_file", None, None),
+    ],
+)
+def test_batch_with_an_invalid_line_fails_before_anything_runs(
+    site: Site,
+    client: openai.OpenAI,
+    lines: list[dict[str, Any] | bytes],
+    code: str,
+    number: int | None,
+    param: str | None,
+) -> None:
+    ended = until(client, submit(client, jsonl(*lines)).id, *ENDS)
+    assert ended.status == "failed"
+    assert ended.failed_at
+    assert ended.errors
+    assert ended.errors.data
+    error = ended.errors.data[0]
+    assert (error.line, error.param) == (number, param), error
+    assert error.code == code, error
+    assert not site.engine.requests
+
+
+def test_batch_with_too_many_lines_fails_and_names_the_limit(client: openai.OpenAI) -> None:
+    ended = until(client, submit(client, jsonl(line(1)) * 50_001).id, *ENDS)
+    assert ended.errors
+    assert ended.errors.data
+    assert [(one.code, one.line) for one in ended.errors.data] == [("too_many_lines", 50_001)]
+
+
+def test_file_announced_too_large_is_refused_before_it_is_sent(site: Site) -> None:
+    connection = http.client.HTTPConnection(site.url.removeprefix("http://"), timeout=20)
+    connection.putrequest("POST", "/v1/files")
+    connection.putheader("Authorization", f"Bearer {site.keys['acme']}")
+    connection.putheader("Content-Type", "multipart/form-data; boundary=x")
+    connection.putheader("Content-Length", str(10 << 30))
+    connection.endheaders()
+    answer = connection.getresponse()
+    assert answer.status == 413
+    assert json.loads(answer.read())["error"]["code"] == "file_too_large"
+    connection.close()
+
+
+def test_batch_cancelled_keeps_answers_and_names_the_lines_that_did_not_run(site: Site, client: openai.OpenAI) -> None:
+    site.engine.pause = 0.02
+    batch = submit(client, jsonl(*(line(number, prompt="abcdefgh") for number in range(400))))
+    until(client, batch.id, "in_progress")
+    time.sleep(0.5)
+    assert client.batches.cancel(batch.id).status == "cancelling"
+    ended = until(client, batch.id, *ENDS)
+    assert ended.status == "cancelled"
+    assert ended.cancelled_at
+    done, not_run = lines_of(client, ended.output_file_id), lines_of(client, ended.error_file_id)
+    assert len(done) + len(not_run) == 400
+    assert not done.keys() & not_run.keys()
+    assert done
+    assert {one["error"]["code"] for one in not_run.values()} == {"batch_cancelled"}
+    assert {one["response"] for one in not_run.values()} == {None}
+    assert client.batches.cancel(batch.id).status == "cancelled"
+
+
+def test_batch_ends_with_the_rights_of_its_key(site: Site, client: openai.OpenAI) -> None:
+    async def key_and_revoke(id: str | None = None) -> tuple[str, str]:
+        async with open_tenants(site.settings) as tenants:
+            account = await tenants.account(client.tenant_name)
+            if id is not None:
+                await account.keys.revoke(id)
+                return id, ""
+            made, secret = await account.keys.create(KeyRequest(scopes=frozenset({"inference"})))
+            return made.id, secret
+
+    id, secret = asyncio.run(key_and_revoke())
+    site.engine.pause = 0.02
+    with openai.OpenAI(base_url=f"{site.url}/v1", api_key=secret) as other:
+        batch = submit(other, jsonl(*(line(number, prompt="abcdefgh") for number in range(400))))
+        until(other, batch.id, "in_progress")
+    asyncio.run(key_and_revoke(id))
+    ended = until(client, batch.id, *ENDS)
+    assert ended.status == "cancelled"
+    assert ended.errors
+    assert ended.errors.data
+    assert ended.errors.data[0].code == "authority_ended"
+    codes = {one["error"]["code"] for one in lines_of(client, ended.error_file_id).values()}
+    assert codes == {"authority_ended"}
+
+
+def test_batch_waits_where_a_line_cannot_run_now(site: Site, client: openai.OpenAI) -> None:
+    asked: list[str] = []
+
+    def overloaded_at_first(request: Any) -> list[int | EngineFault]:
+        asked.append(request.id)
+        if len(asked) <= 2:
+            return [EngineFault("engine_overloaded", "busy", retry_after=1)]
+        return [*b"well", EOS]
+
+    site.engine.script = overloaded_at_first
+    ended = until(client, submit(client, jsonl(line(1))).id, *ENDS)
+    assert ended.status == "completed"
+    assert len(asked) == 3
+    [answer] = lines_of(client, ended.output_file_id).values()
+    assert answer["response"]["body"]["choices"][0]["text"] == "well"
+
+
+def test_files_are_the_tenants_alone(site: Site, client: openai.OpenAI) -> None:
+    file = client.files.create(file=("mine.jsonl", jsonl(line(1))), purpose="batch")
+    assert (file.bytes, file.filename, file.purpose) == (len(jsonl(line(1))), "mine.jsonl", "batch")
+    assert client.files.retrieve(file.id).id == file.id
+    assert [one.id for one in client.files.list()] == [file.id]
+    batch = submit(client, jsonl(line(1)))
+    with site.openai("globex") as other:
+        for attempt in (other.files.retrieve, other.files.content, other.files.delete):
+            with pytest.raises(openai.NotFoundError):
+                attempt(file.id)
+        with pytest.raises(openai.NotFoundError):
+            other.batches.create(input_file_id=file.id, endpoint=TEXT, completion_window="24h")
+        for of_batch in (other.batches.retrieve, other.batches.cancel):
+            with pytest.raises(openai.NotFoundError):
+                of_batch(batch.id)
+        assert file.id not in [one.id for one in other.files.list()]
+    assert client.files.delete(file.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.files.content(file.id)
+    until(client, batch.id, *ENDS)
+
+
+def test_file_that_a_batch_reads_stays(site: Site, client: openai.OpenAI) -> None:
+    site.engine.pause = 0.02
+    batch = submit(client, jsonl(*(line(number, prompt="abcdefgh") for number in range(200))))
+    until(client, batch.id, "in_progress")
+    with pytest.raises(openai.ConflictError) as refused:
+        client.files.delete(batch.input_file_id)
+    assert refused.value.code == "file_in_use"
+    client.batches.cancel(batch.id)
+    until(client, batch.id, *ENDS)
+    assert client.files.delete(batch.input_file_id).deleted
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [({"endpoint": "/v1/embeddings"}, "endpoint"), ({"completion_window": "99d"}, "completion_window")],
+)
+def test_batch_with_wrong_parameters_is_refused(client: openai.OpenAI, changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        submit(client, jsonl(line(1)), **changes)
+    assert refused.value.param == field
+
+
+def test_file_of_another_purpose_or_without_content_is_refused(site: Site, client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.files.create(file=("a.jsonl", b"{}"), purpose="fine-tune")
+    assert refused.value.param == "purpose"
+    with site.http(client.tenant_name) as session:
+        damaged = session.post(
+            "/v1/files", content=b"--x\r\n", headers={"Content-Type": "multipart/form-data; boundary=x"}
+        )
+        assert (damaged.status_code, damaged.json()["error"]["code"]) == (400, "invalid_form")
+        absent = session.post("/v1/files", data={"purpose": "batch"}, files={"other": b"x"})
+        assert (absent.status_code, absent.json()["error"]["code"]) == (400, "invalid_form")
+    assert httpx.get(f"{site.url}/v1/files").status_code == 401
+
+
+@contextmanager
+def later(site: Site, seconds: int) -> Iterator[None]:
+    """The server's clock, so much later."""
+    database = site.server.app.state.platform.database
+    now = database.now
+    database.now = lambda: now() + seconds * 1_000_000
+    try:
+        yield
+    finally:
+        database.now = now
+
+
+def on_loop(site: Site, work: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run_coroutine_threadsafe(work, site.server.loop).result(20)
+
+
+def test_batch_whose_window_ends_names_the_lines_that_did_not_run(site: Site, client: openai.OpenAI) -> None:
+    site.engine.pause = 0.02
+    lines = jsonl(*(line(number, prompt="abcdefgh") for number in range(300)))
+    batch = submit(client, lines, completion_window="1h")
+    until(client, batch.id, "in_progress")
+    time.sleep(0.5)
+    with later(site, 3601):
+        ended = until(client, batch.id, *ENDS)
+    assert ended.status == "expired"
+    assert ended.expired_at
+    done, not_run = lines_of(client, ended.output_file_id), lines_of(client, ended.error_file_id)
+    assert done
+    assert len(done) + len(not_run) == 300
+    assert {one["error"]["code"] for one in not_run.values()} == {"batch_expired"}
+
+
+def test_batch_end_is_an_event_for_webhooks(site: Site, client: openai.OpenAI) -> None:
+    batch = submit(client, jsonl(line(1)))
+    until(client, batch.id, "completed")
+    with site.http(client.tenant_name) as session:
+        [event] = session.get("/v1/events").json()["data"]
+    assert (event["type"], event["data"]) == ("batch.completed", {"id": batch.id})
+
+
+def test_files_expire_and_count_against_a_quota(site: Site, client: openai.OpenAI) -> None:
+    kept = client.files.create(file=("a.jsonl", b"x" * 100), purpose="batch")
+    short = client.files.create(
+        file=("b.jsonl", b"x" * 100), purpose="batch", expires_after={"anchor": "created_at", "seconds": 3600}
+    )
+    assert short.expires_at == short.created_at + 3600
+    files = site.server.app.state.batches.files
+    with later(site, 3601):
+        on_loop(site, files.expire())
+    assert [one.id for one in client.files.list()] == [kept.id]
+    with pytest.raises(openai.NotFoundError):
+        client.files.content(short.id)
+    with site.http("all-scopes") as admin:
+        limit = f"/admin/tenants/{client.tenant_name}/limits/file_bytes"
+        assert admin.put(limit, json={"value": 150}).status_code == 200
+    with pytest.raises(openai.PermissionDeniedError) as refused:
+        client.files.create(file=("c.jsonl", b"x" * 100), purpose="batch")
+    assert refused.value.code == "storage_quota_reached"
+    client.files.delete(kept.id)
+    client.files.create(file=("c.jsonl", b"x" * 100), purpose="batch")
+
+
+def test_batch_of_a_suspended_tenant_waits_until_it_is_resumed(site: Site, client: openai.OpenAI) -> None:
+    site.engine.pause = 0.02
+    batch = submit(client, jsonl(*(line(number, prompt="abcdefgh") for number in range(200))))
+    until(client, batch.id, "in_progress")
+    with site.http("all-scopes") as admin:
+        tenant = f"/admin/tenants/{client.tenant_name}"
+        assert admin.patch(tenant, json={"suspended": True}).status_code == 200
+        time.sleep(2.5)
+        site.engine.pause = 0.0
+        time.sleep(0.5)
+        begun = len(site.engine.requests)
+        time.sleep(1)
+        assert len(site.engine.requests) == begun < 200
+        assert admin.patch(tenant, json={"suspended": False}).status_code == 200
+    ended = until(client, batch.id, *ENDS)
+    assert (ended.status, ended.request_counts and ended.request_counts.completed) == ("completed", 200)

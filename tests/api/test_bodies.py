@@ -1,0 +1,226 @@
+"""Hostile bodies: none stops the server for others, none is a 500, and none is read for a caller that may not ask."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from site_fixture import Site
+
+from loramux.gateway import GatewayError
+from loramux_api import bodies
+from loramux_api.bodies import MAX_CONTAINERS, MAX_STRINGS, MAX_VALUES, MIN_BODY_BYTES, check_shape
+from loramux_api.schemas.sampling import MAX_CHOICES
+from loramux_api.schemas.strict import StrictJSON
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+def joined(head: str, item: str, count: int, tail: str) -> bytes:
+    return (head + ",".join([item] * count) + tail).encode()
+
+
+BOMBS = {
+    "messages": joined('{"model":"x","messages":[', '{"role":"user","content":""}', MAX_CONTAINERS, "]}"),
+    "parts": joined('{"messages":[{"role":"user","content":[', '{"type":"text"}', MAX_CONTAINERS, "]}]}"),
+    "lists": joined('{"messages":[{"role":"user","content":"","annotations":[', "[]", MAX_CONTAINERS, "]}]}"),
+    "token ids": joined('{"model":"x","prompt":[', "1", MAX_VALUES + 2, "]}"),
+    "texts": joined('{"model":"x","prompt":[', '""', MAX_STRINGS, "]}"),
+    "names": joined('{"model":"x","metadata":{', '"a":1', MAX_STRINGS, "}}"),
+    "separators in a text": b'{"prompt":"' + b"{,[" * MAX_CONTAINERS + b'","logit_bias":{' + b'"":0,' * MAX_STRINGS,
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_body_with_too_many_values_is_refused_before_it_is_decoded(bomb: str) -> None:
+    with pytest.raises(GatewayError, match="more than") as refusal:
+        asyncio.run(check_shape(BOMBS[bomb]))
+    assert refusal.value.code == "request_too_large"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        json.dumps({"prompt": 'a {"quoted": ["text"]}, ' * 50_000}).encode(),
+        json.dumps({"prompt": [[1] * 1000] * MAX_CHOICES}).encode(),
+        json.dumps({"messages": [{"role": "user", "content": "a, b"}] * 4096}).encode(),
+        b'{"prompt": "no end \\" ' + b"{" * (MAX_CONTAINERS + 1),
+    ],
+    ids=["text of quotes and braces", "prompts of token ids", "messages", "string without an end"],
+)
+def test_body_within_the_bounds_passes_whatever_its_texts_hold(body: bytes) -> None:
+    asyncio.run(check_shape(body))
+
+
+def test_check_of_a_large_body_gives_way_to_others() -> None:
+    body = joined('{"a":[', '"\\"\\"\\""', MAX_STRINGS - 10, "]}")
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def run() -> None:
+        other = asyncio.create_task(count())
+        await check_shape(body)
+        other.cancel()
+
+    asyncio.run(run())
+    assert turns >= MAX_STRINGS // bodies.STRINGS_A_SLICE - 2
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT, "/generate", "/"])
+def test_body_over_the_limit_of_the_context_is_413_on_every_inference_route(site: Site, path: str) -> None:
+    with site.http() as client:
+        whole = client.post(path, content=b" " * (MIN_BODY_BYTES + 1), headers={"content-type": "application/json"})
+    assert whole.status_code == 413
+    assert str(MIN_BODY_BYTES) in whole.text
+    assert not site.engine.requests
+
+
+def test_chunked_body_over_the_limit_is_413(site: Site) -> None:
+    def chunks() -> Iterator[bytes]:
+        for _ in range(MIN_BODY_BYTES // 65536 + 1):
+            yield b" " * 65536
+
+    with site.http() as client:
+        assert client.post(CHAT, content=chunks()).status_code == 413
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"model": "tiny", "messages": [{"role": "user", "content": ""}] * 4097}),
+        (TEXT, {"model": "tiny", "prompt": "hi", "stop": ["a"] * 17}),
+        (TEXT, {"model": "tiny", "prompt": "hi", "stop_token_ids": [1] * 129}),
+        (TEXT, {"model": "tiny", "prompt": "hi", "logit_bias": {str(i): 0 for i in range(1025)}}),
+        (TEXT, {"model": "tiny", "prompt": "hi", "metadata": {str(i): "" for i in range(17)}}),
+        (TEXT, {"model": "tiny", "prompt": ["hi"] * (MAX_CHOICES + 1)}),
+        (TEXT, {"model": "tiny", "prompt": [1] * 257}),
+    ],
+    ids=["messages", "stop", "stop_token_ids", "logit_bias", "metadata", "prompts", "token ids"],
+)
+def test_list_or_name_over_its_bound_is_400(site: Site, path: str, body: dict[str, Any]) -> None:
+    with site.http() as client:
+        assert client.post(path, json=body).status_code == 400
+    assert not site.engine.requests
+
+
+def json_routes(site: Site) -> Iterator[tuple[str, str]]:
+    """Every route whose body is decoded by StrictJSON."""
+    for route in site.server.app.routes:
+        for handler in getattr(route, "route_handlers", ()):
+            dto = handler.resolve_data_dto()
+            if dto is not None and issubclass(dto, StrictJSON):
+                yield next(iter(handler.http_methods)), route.path
+
+
+def test_deeply_nested_body_is_400_on_every_route(site: Site) -> None:
+    routes = list(json_routes(site))
+    assert len(routes) > 20
+    with site.http("all-scopes") as client:
+        for method, path in routes:
+            for body in (DEEP, f'{{"model": {DEEP}}}', f'{{"no_such_field": {DEEP}}}'):
+                answer = client.request(method, path.replace("{", "").replace("}", ""), content=body)
+                assert answer.status_code < 500, (method, path, answer.text)
+
+
+@pytest.mark.parametrize(
+    "field", ["model", "messages", "stop", "metadata", "tools", "audio", "prediction", "logit_bias", "user", "x"]
+)
+def test_deeply_nested_field_is_400(site: Site, field: str) -> None:
+    body = f'{{"model": "tiny", "messages": [{{"role": "user", "content": "hi"}}], "{field}": {DEEP}}}'
+    with site.http() as client:
+        assert client.post(CHAT, content=body).status_code == 400
+    assert not site.engine.requests
+
+
+@pytest.mark.parametrize("field", ["content", "annotations", "tool_calls", "function_call", "audio"])
+def test_deeply_nested_field_of_a_message_is_400(site: Site, field: str) -> None:
+    body = f'{{"model": "tiny", "messages": [{{"role": "user", "{field}": {DEEP}}}]}}'
+    with site.http() as client:
+        assert client.post(CHAT, content=body).status_code == 400
+
+
+def raw_head(site: Site, key: str, length: int) -> bytes:
+    return (
+        f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Authorization: Bearer {key}\r\nContent-Length: {length}\r\n\r\n"
+    ).encode()
+
+
+def connect(site: Site) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", int(site.url.rsplit(":", 1)[1])), timeout=20)
+
+
+def test_caller_without_a_request_left_is_refused_before_its_body_is_read(site: Site) -> None:
+    with site.http("all-scopes") as client:
+        made = client.post("/v1/keys", json={"name": "none", "scopes": ["inference"]}).json()
+        limit = client.put(f"/v1/limits/{made['id']}/requests_per_minute", json={"value": 0})
+        assert limit.status_code == 200, limit.text
+    with connect(site) as connection:
+        connection.sendall(raw_head(site, made["key"], 900_000))  # and nothing of the body
+        answer = connection.recv(65536)
+    assert answer.startswith(b"HTTP/1.1 429"), answer
+
+
+def test_client_that_leaves_in_the_middle_of_its_body_is_no_error(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "loramux_api")
+    with connect(site) as connection:
+        connection.sendall(raw_head(site, site.keys["acme"], 1000) + b'{"model": ')
+        time.sleep(0.1)
+    deadline = time.monotonic() + 10
+    while not any("left" in record.message for record in caplog.records) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert any("left" in record.message for record in caplog.records)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert httpx.get(f"{site.url}/health/live").status_code == 200
+
+
+def test_unfinished_bodies_of_one_tenant_are_bounded_and_leave_others_theirs(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bodies, "MAX_INCOMING_OF_TENANT", 300_000)
+    held = []
+    for _ in range(2):
+        connection = connect(site)
+        connection.sendall(raw_head(site, site.keys["acme"], 200_000) + b" " * 140_000)
+        held.append(connection)
+    deadline = time.monotonic() + 10
+    while incoming(site) < 280_000 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "user": "u" * 500}
+    padded = json.dumps(body).encode() + b" " * 100_000
+    with site.http() as greedy, site.http("globex") as other:
+        assert greedy.post(CHAT, content=padded).status_code == 429
+        assert other.post(CHAT, content=padded).status_code == 200
+        for connection in held:
+            connection.close()
+        while incoming(site) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert greedy.post(CHAT, content=padded).status_code == 200
+
+
+def incoming(site: Site) -> int:
+    return (
+        sum(site.server.app.state.incoming_bytes._by_tenant.values())
+        if "incoming_bytes" in site.server.app.state
+        else 0
+    )
+
+
+def test_body_that_does_not_arrive_in_time_is_408(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "BODY_SECONDS", 0.2)
+    with connect(site) as connection:
+        connection.sendall(raw_head(site, site.keys["acme"], 1000) + b"{")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 408")

@@ -1,0 +1,245 @@
+"""Metrics and feedback of an adapter's revisions, over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from peft_uploads import form, make_adapter
+from scripted_engine import EOS
+from site_fixture import Site
+
+from loramux.engine.messages import EngineFault
+from loramux.engine.request import Request, ServiceClass
+
+RATED = "/v1/adapters/acme/rated"
+
+
+@pytest.fixture(scope="module")
+def client(site: Site, base_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    """Two revisions of acme/rated."""
+    with site.http() as client:
+        for seed in (3, 4):
+            folder = make_adapter(base_dir, tmp_path_factory.mktemp("adapter"), seed=seed)
+            assert client.post("/v1/adapters", **form(folder, "rated")).status_code == 201
+        yield client
+        client.delete(RATED, params={"undo_s": 0})
+
+
+def reports(site: Site, client: httpx.Client, **params: str) -> dict[str, dict[str, Any]]:
+    """What is reported once everything that was counted is written."""
+    flushed = site.server.app.state.revision_metrics.flush()
+    asyncio.run_coroutine_threadsafe(flushed, site.server.loop).result(20)
+    answer = client.get(f"{RATED}/metrics", params=params)
+    assert answer.status_code == 200, answer.text
+    return {one["model"]: one for one in answer.json()["data"]}
+
+
+def test_revision_metrics_count_requests_tokens_and_opinions(site: Site, client: httpx.Client) -> None:
+    asked = site.openai()
+    answers = [asked.completions.create(model="acme/rated@1", prompt="hello", max_tokens=100) for _ in range(3)]
+    cut = asked.completions.create(model="acme/rated@2", prompt="hello", max_tokens=2)
+    assert cut.choices[0].finish_reason == "length"
+    for answer, score in zip(answers, (1, 0.5, 0), strict=True):
+        said = client.post(f"/v1/requests/{answer.id}/feedback", json={"score": score, "label": "tone"})
+        assert (said.status_code, said.json()["model"]) == (200, "acme/rated@1")
+    client.post(f"/v1/requests/{answers[2].id}/feedback", json={"score": 0.9})  # in place of the 0
+    found = reports(site, client, window="1h")
+    assert list(found) == ["acme/rated@2", "acme/rated@1"]
+    first, second = found["acme/rated@1"], found["acme/rated@2"]
+    assert (first["requests"], first["completed"], first["failed"], first["refused"]) == (3, 3, 0, 0)
+    assert (first["finish_reasons"]["stop"], second["finish_reasons"]["length"]) == (3, 1)
+    used = [answer.usage for answer in answers if answer.usage is not None]
+    assert first["prompt_tokens"] == sum(one.prompt_tokens for one in used) > 0
+    assert first["output_tokens"] == sum(one.completion_tokens for one in used) > 0
+    assert first["first_token_seconds"]["p50"] <= first["first_token_seconds"]["p99"]
+    assert first["tokens_per_second"] > 0
+    assert first["feedback"] == {"count": 3, "mean_score": pytest.approx(0.8), "labels": {"tone": 2}}
+    assert second["feedback"] == {"count": 0, "mean_score": None, "labels": {}}
+
+
+def test_revision_metrics_count_refused_and_failed_requests(site: Site, client: httpx.Client) -> None:
+    before = reports(site, client).get("acme/rated@1", {"refused": 0})["refused"]
+    with site.http("all-scopes") as admin:
+        limit = "/admin/tenants/acme/limits/tokens_per_minute"
+        assert admin.put(limit, json={"value": 1}).status_code == 200
+        try:
+            with pytest.raises(openai.BadRequestError):
+                site.openai().completions.create(model="acme/rated@1", prompt="hello", max_tokens=9)
+        finally:
+            assert admin.delete(limit).status_code == 200
+    assert reports(site, client)["acme/rated@1"]["refused"] == before + 1
+
+
+def test_revision_metrics_and_feedback_are_the_tenants_alone(site: Site, client: httpx.Client) -> None:
+    answer = site.openai().completions.create(model="acme/rated@1", prompt="hello")
+    with site.http("globex") as other:
+        assert other.get(f"{RATED}/metrics").status_code == 404
+        refused = other.post(f"/v1/requests/{answer.id}/feedback", json={"score": 0})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "request_not_found")
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [({"score": 2}, "score"), ({"score": 1, "label": "a b"}, "label"), ({"label": "x"}, "score"), ({}, "score")],
+)
+def test_feedback_out_of_range_is_refused(site: Site, client: httpx.Client, body: dict[str, Any], field: str) -> None:
+    answer = site.openai().completions.create(model="acme/rated@1", prompt="hello")
+    refused = client.post(f"/v1/requests/{answer.id}/feedback", json=body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
+
+
+def test_feedback_on_the_base_or_on_nothing_is_not_found(site: Site, client: httpx.Client) -> None:
+    answer = site.openai().completions.create(model="tiny", prompt="hello")
+    for id in (answer.id, "cmpl-absent"):
+        assert client.post(f"/v1/requests/{id}/feedback", json={"score": 1}).status_code == 404
+
+
+def evaluate(site: Site, client: httpx.Client, questions: list[dict[str, Any]], **changes: Any) -> httpx.Response:
+    data = b"".join(json.dumps(one).encode() + b"\n" for one in questions)
+    file = site.openai().files.create(file=("set.jsonl", data), purpose="evals")
+    asked = {"adapter": "rated", "revision": 2, "against": 1, "file_id": file.id, "grader": {"type": "exact"}}
+    return client.post("/v1/evaluations", json=asked | changes)
+
+
+def ended(site: Site, client: httpx.Client, id: str) -> dict[str, Any]:
+    deadline = time.monotonic() + 20
+    while True:
+        asyncio.run_coroutine_threadsafe(site.server.app.state.evaluations.tend(), site.server.loop).result(20)
+        found: dict[str, Any] = client.get(f"/v1/evaluations/{id}").json()
+        if found["status"] != "running":
+            return found
+        assert time.monotonic() < deadline, found
+        time.sleep(0.1)
+
+
+def test_evaluation_finds_the_better_revision_with_an_interval(site: Site, client: httpx.Client) -> None:
+    digest = client.get(f"{RATED}/revisions/2").json()["digest"]
+
+    def better_in_revision_2(request: Request) -> list[int | EngineFault]:
+        assert request.adapter is not None
+        good = request.adapter.digest.startswith(digest) or request.prompt_token_ids[-1] % 2 == 0
+        return [*(b"yes" if good else b"no"), EOS]
+
+    site.engine.script = better_in_revision_2
+    made = evaluate(site, client, [{"prompt": f"question {n}", "expected": "yes"} for n in range(40)])
+    assert made.status_code == 200, made.text
+    assert made.json()["models"] == ["acme/rated@2", "acme/rated@1"]
+    found = ended(site, client, made.json()["id"])
+    assert found["status"] == "completed", found
+    result = found["result"]
+    assert (result["questions"], result["better"], result["worse"]) == (40, 20, 0)
+    assert (result["candidate"]["score"]["mean"], result["against"]["score"]["mean"]) == (1.0, 0.5)
+    assert 0.3 < result["difference"]["low"] < 0.5 < result["difference"]["high"] < 0.7
+    assert result["candidate"]["errors"] == 0
+    assert result["against"]["output_tokens"] > 0
+    listed = client.get("/v1/evaluations", params={"adapter": "rated", "limit": 1}).json()
+    assert listed["data"][0]["id"] == found["id"]
+    assert {request.service_class for request in site.engine.requests} == {ServiceClass.BATCH}
+
+
+def test_evaluation_of_one_question_says_nothing_for_certain(site: Site, client: httpx.Client) -> None:
+    made = evaluate(site, client, [{"messages": [{"role": "user", "content": "hi"}], "expected": "hi"}])
+    difference = ended(site, client, made.json()["id"])["result"]["difference"]
+    assert (difference["low"], difference["high"]) == (-1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("questions", "changes", "field"),
+    [
+        ([{"prompt": "x", "messages": []}], {}, "file_id"),
+        ([{"expected": "x"}], {}, "file_id"),
+        ([{"prompt": "x"}, {"messages": [{"role": "user", "content": "x"}]}], {}, "file_id"),
+        ([{"prompt": "x"}], {"against": 2}, "against"),
+        ([{"prompt": "x"}], {"against": 9}, "model"),
+        ([{"prompt": "x"}], {"adapter": "absent"}, "name"),
+        ([{"prompt": "x"}], {"grader": {"type": "regex", "pattern": "("}}, "grader.pattern"),
+        ([{"prompt": "x"}], {"grader": {"type": "json_schema", "schema": {"$ref": "http://x/y"}}}, "grader.schema"),
+        ([{"prompt": "x"}], {"grader": {"type": "magic"}}, "grader.type"),
+    ],
+)
+def test_evaluation_with_wrong_parameters_is_refused(
+    site: Site, client: httpx.Client, questions: list[dict[str, Any]], changes: dict[str, Any], field: str
+) -> None:
+    refused = evaluate(site, client, questions, **changes)
+    assert refused.status_code in (400, 404), refused.text
+    assert refused.json()["error"]["param"] == field, refused.text
+
+
+def test_evaluation_whose_questions_the_endpoint_refuses_fails_with_the_line(site: Site, client: httpx.Client) -> None:
+    made = evaluate(site, client, [{"messages": [{"role": "wizard", "content": "x"}]}])
+    found = ended(site, client, made.json()["id"])
+    assert found["status"] == "failed"
+    assert "wizard" in found["error"]
+
+
+def test_evaluation_is_the_tenants_alone(site: Site, client: httpx.Client) -> None:
+    made = evaluate(site, client, [{"prompt": "x"}]).json()
+    with site.http("globex") as other:
+        assert other.get(f"/v1/evaluations/{made['id']}").status_code == 404
+        assert other.get("/v1/evaluations").json()["data"] == []
+    ended(site, client, made["id"])
+
+
+def watched(site: Site, client: httpx.Client) -> list[dict[str, Any]]:
+    """Let the guards look, and return the targets of the alias `stage`."""
+    reports(site, client)
+    asyncio.run_coroutine_threadsafe(site.server.app.state.guards.watch(), site.server.loop).result(20)
+    aliases = client.get(f"{RATED}/aliases").json()["data"]
+    return next(alias["targets"] for alias in aliases if alias["name"] == "stage")
+
+
+@pytest.fixture
+def stage(client: httpx.Client) -> Iterator[str]:
+    """An alias of its own with a canary of half the users."""
+    targets = [{"revision": 1, "weight": 50}, {"revision": 2, "weight": 50}]
+    assert client.put(f"{RATED}/aliases/stage", json={"targets": targets}).status_code == 200
+    yield f"{RATED}/aliases/stage"
+    client.delete(f"{RATED}/aliases/stage")
+
+
+def test_canary_with_a_planted_fault_is_taken_back_by_its_guard(site: Site, client: httpx.Client, stage: str) -> None:
+    digest = client.get(f"{RATED}/revisions/2").json()["digest"]
+
+    def broken_in_revision_2(request: Request) -> list[int | EngineFault]:
+        assert request.adapter is not None
+        if request.adapter.digest.startswith(digest):
+            return [EngineFault("adapter_failed", "its weights cannot be loaded")]
+        return [*b"fine", EOS]
+
+    site.engine.script = broken_in_revision_2
+    assert client.put(f"{stage}/guard", json={"measures": ["errors"]}).json()["measures"] == ["errors"]
+    for user in range(60):
+        with suppress(openai.InternalServerError):
+            site.openai().completions.create(model="acme/rated:stage", prompt="x", user=f"user-{user}")
+    assert watched(site, client) == [{"revision": 1, "weight": 50}]
+    events = client.get("/v1/events", params={"adapter": "rated"}).json()["data"]
+    event = next(one for one in events if one["type"] == "adapter.canary.rolled_back")
+    assert event["data"]["revision"] == 2
+    good, total = event["data"]["canary"]["candidate"]
+    assert good < total >= 20
+
+
+def test_canary_that_is_as_good_or_has_no_guard_stays(site: Site, client: httpx.Client, stage: str) -> None:
+    assert client.get(f"{stage}/guard").json()["measures"] == []
+    client.put(f"{stage}/guard", json={"measures": ["feedback"]})
+    for user in range(60):
+        answer = site.openai().completions.create(model="acme/rated:stage", prompt="x", user=f"user-{user}")
+        client.post(f"/v1/requests/{answer.id}/feedback", json={"score": user % 2})
+    assert [one["revision"] for one in watched(site, client)] == [1, 2]
+    assert client.delete(f"{stage}/guard").json()["measures"] == []
+
+
+def test_guard_with_wrong_measures_or_alias_is_refused(site: Site, client: httpx.Client, stage: str) -> None:
+    assert client.put(f"{stage}/guard", json={"measures": ["luck"]}).json()["error"]["param"] == "measures"
+    assert client.put(f"{RATED}/aliases/none/guard", json={"measures": ["errors"]}).status_code == 404
+    with site.http("globex") as other:
+        assert other.get(f"{stage}/guard").status_code == 404

@@ -1,0 +1,77 @@
+"""How many kernels a step launches: counted, so that one more is noticed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from adapter_zoo import Zoo
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from loramux.engine.execution.cuda_graphs import DecodeGraphs, Recording
+from loramux_kernels.cuda.launch import Launch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+LAUNCHES_OF_A_LAYER = {
+    # norm, qkv, rotation + KV, attention (parts and their merge), o, add + norm, gate and up, product, down, add
+    "llama": (11, 19),
+    "qwen3": (11, 19),
+    # four norms
+    "gemma2": (13, 21),
+}
+"""Of a decode step without adapters, and with them: a shrink and an expand for each of four groups of linears."""
+
+VIEWS = (
+    "view _unsafe_view slice select split unsqueeze squeeze as_strided expand transpose t permute detach alias narrow"
+)
+MEMORY = "empty new_empty empty_like empty_strided"
+NO_LAUNCH = frozenset(f"{VIEWS} {MEMORY}".split())
+"""Operators that make views or memory."""
+
+
+class LaunchCount(TorchDispatchMode):
+    """Counts torch's operators that would be kernels, and our launches, whose own operators are the interpreter's."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self._inside = False
+        run = Launch.run
+
+        def counted(launch: Launch) -> None:
+            self.names.append(launch.kernel.__name__)
+            self._inside = True
+            try:
+                run(launch)
+            finally:
+                self._inside = False
+
+        monkeypatch.setattr(Launch, "run", counted)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.__name__.split(".")[0]
+        if not self._inside and name not in NO_LAUNCH:
+            self.names.append(name)
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("family", LAUNCHES_OF_A_LAYER)
+def test_decode_layer_launches_no_more_kernels_than_it_did(tmp_path, family: str, monkeypatch) -> None:
+    counts = []
+    for layers in (2, 4):  # of both kinds where a family alternates
+        zoo = Zoo(family, tmp_path / str(layers), num_hidden_layers=layers)
+        runner = zoo.engine(device=DEVICE, max_num_seqs=1, max_model_len=64, max_num_batched_tokens=8)._runner
+        found = []
+
+        def record(function, inputs, found=found):
+            function()  # makes what is made on first use
+            with pytest.MonkeyPatch.context() as patch, LaunchCount(patch) as count:
+                output = function()
+            found.append(count.names)
+            return Recording(lambda: None, output, inputs)
+
+        with torch.inference_mode():
+            DecodeGraphs(runner._forward, runner._buffers, record, max_rank=16)
+        counts.append([len(names) for names in found[:2]])
+    plain, adapted = ((many - few) / 2 for few, many in zip(*counts, strict=True))
+    assert (plain, adapted) == LAUNCHES_OF_A_LAYER[family], found[0]

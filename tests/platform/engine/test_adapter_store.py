@@ -1,0 +1,186 @@
+"""Adapters in the host's memory: the dear, small and often used stay, and what is there is never read again."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from threading import Event
+
+import pytest
+import torch
+from adapter_zoo import Asked, Zoo, make_engine, serve
+from scheduler_harness import Harness
+
+from loramux.engine.memory.adapter_store import HostCache, LoaderThreads
+from loramux.engine.memory.residency import AdapterState
+from loramux_adapters import AdapterPlan
+from loramux_adapters.weights import AdapterWeights, LoraWeights
+
+KIB = 1 << 10
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def weights(num_bytes: int) -> AdapterWeights:
+    half = torch.zeros(1, num_bytes // 8)
+    return AdapterWeights(AdapterPlan((), num_bytes), {"m": LoraWeights(half, half, 1.0)})
+
+
+def test_host_cache_evicts_the_lowest_score_and_counts_bytes() -> None:
+    tier = HostCache(3000 * KIB, clock := Clock())
+    for name in ("often", "once", "third"):
+        tier.put(name, weights(1000 * KIB))
+    tier.get("often")
+    clock.now = 600.0
+    tier.put("new", weights(1000 * KIB))
+    assert tier.get("once") is None
+    assert tier.get("often") is not None
+    assert tier.get("new") is not None
+    assert tier.num_bytes == 3000 * KIB
+    tier.forget("new")
+    assert tier.num_bytes == 2000 * KIB
+
+
+def test_host_cache_keeps_often_used_adapters_over_a_single_use() -> None:
+    tier = HostCache(1000 * KIB, Clock())
+    tier.put("often", weights(1000 * KIB))
+    for _ in range(3):
+        tier.get("often")
+    tier.put("passing", weights(1000 * KIB))
+    assert tier.get("passing") is None
+    assert tier.get("often") is not None
+
+
+def test_host_cache_keeps_the_smaller_of_equally_used_adapters() -> None:
+    tier = HostCache(4100 * KIB, clock := Clock())
+    tier.put("large", weights(4000 * KIB))
+    tier.put("small", weights(100 * KIB))
+    clock.now = 1.0
+    tier.put("next", weights(100 * KIB))
+    assert tier.get("large") is None
+    assert tier.get("small") is not None
+
+
+def test_host_cache_counts_every_tensor_of_an_adapter() -> None:
+    tensor = torch.zeros(2, 16)
+    parts = ("columns", "inputs", "rows", "magnitudes", "biases", "norms", "copies")
+    pair = LoraWeights(tensor, tensor, 1.0)
+    full = AdapterWeights(AdapterPlan((), 0), {"m": pair}, **{part: {"m": tensor} for part in parts})
+    tier = HostCache(10_000, Clock())
+    tier.put("full", full)
+    assert tier.num_bytes == (2 + len(parts)) * tensor.nbytes
+
+
+def test_loader_thread_that_hangs_is_replaced_and_writes_nothing_later() -> None:
+    threads, written = LoaderThreads("test", 1, Clock()), []
+    hangs, begun, ended = Event(), Event(), Event()
+
+    def read() -> str:
+        begun.set()
+        hangs.wait(20)
+        return "late"
+
+    hung = threads.submit("hung", read, written.append)
+    assert begun.wait(20)
+    waiting = threads.submit("other", lambda: "in time", written.append)
+    assert hung.cancel()
+    waiting.result(20)
+    assert isinstance(threads.submit("hung", read, written.append).exception(20), TimeoutError)
+    hangs.set()
+    while isinstance(threads.submit("hung", lambda: "again", written.append).exception(20), TimeoutError):
+        ended.wait(0.01)
+    assert written == ["in time", "again"]
+    threads.close()
+
+
+def test_loader_job_cannot_be_cancelled_while_it_writes() -> None:
+    threads, writing, go_on = LoaderThreads("test", 1, Clock()), Event(), Event()
+
+    def write(found: int) -> int:
+        writing.set()
+        assert go_on.wait(20)
+        return found
+
+    job = threads.submit("a", lambda: 7, write)
+    assert writing.wait(20)
+    assert not job.cancel()
+    go_on.set()
+    assert job.result(20) == 7
+    threads.close()
+
+
+def test_load_that_never_ends_fails_its_own_requests_and_gives_back_its_pages() -> None:
+    harness = Harness(num_pages=8, max_num_seqs=4, pace=(0.01, 0.0), max_loading=1, load_timeout=120.0)
+    harness.submit("hung", 4, 2, adapter="b")
+    harness.submit("next", 4, 2, adapter="a")
+    harness.store.finish_all()
+    harness.step()
+    [(hung, _)] = harness.store.pending
+    hung.started_at = harness.time
+    while harness.scheduler.next_plan_at == -math.inf:
+        harness.step()
+    assert harness.time < harness.scheduler.next_plan_at < math.inf
+    harness.time = harness.scheduler.next_plan_at + 1.0
+    harness.step()
+    assert hung.cancelled()
+    harness.store.pending.pop(0)
+    assert harness.finished == {"hung": "error"}
+    assert harness.faults["hung"].code == "adapter_failed"
+    assert "within 120 seconds" in harness.faults["hung"].message
+    harness.run()
+    assert harness.finished["next"] == "length"
+    assert harness.residency.has_failed("b")
+    counts = harness.scheduler.memory.counts
+    assert counts.adapters == counts.kv == 0
+
+
+def test_host_cache_never_keeps_an_adapter_larger_than_itself() -> None:
+    tier = HostCache(100 * KIB, Clock())
+    assert not tier.may_take(200 * KIB)
+    tier.put("large", weights(200 * KIB))
+    assert len(tier) == tier.num_bytes == 0
+
+
+def test_adapter_store_reads_a_returning_adapter_once_and_drops_a_deleted_one(zoo_of, tmp_path) -> None:
+    zoo: Zoo = zoo_of("llama")
+    engine = make_engine(zoo.base)
+    ref = zoo.ref("plain")
+    copy = tmp_path / "plain"
+    shutil.copytree(ref.path, copy)
+    zoo.ref = lambda name: type(ref)(digest=ref.digest, path=str(copy))  # type: ignore[method-assign]
+    try:
+        asked = Asked("first", "plain", (5, 6, 7), 4)
+        assert serve(zoo, engine, [asked])["first"] == zoo.answer(asked)
+        shutil.rmtree(copy)
+        residency = engine.scheduler.memory.residency
+        residency.evict(residency._known[ref.digest])
+        again = Asked("again", "plain", (5, 6, 7), 4)
+        assert serve(zoo, engine, [again])["again"] == zoo.answer(asked)
+        engine.retire(ref.digest)
+        assert engine.stats().adapters_host == 0
+    finally:
+        del zoo.ref
+        engine.close()
+
+
+@pytest.mark.parametrize("max_loading", [1, 2])
+def test_loads_beyond_the_limit_wait_in_order_and_keep_no_other_out(max_loading: int) -> None:
+    harness = Harness(num_pages=60, max_num_seqs=8, max_tokens=64, max_loading=max_loading)
+    for name in ("a", "b", "c"):
+        harness.submit(name, 4, 2, adapter=name, tenant=name)
+    harness.store.finish_all()
+    harness.step()
+    states = [harness.residency.state(name) for name in ("a", "b", "c")]
+    assert states.count(AdapterState.LOADING) == max_loading
+    assert states[0] is AdapterState.LOADING
+    harness.submit("base", 4, 2, tenant="z")
+    harness.step()
+    harness.step()
+    assert harness.finished["base"] == "length"
+    harness.run()
+    assert set(harness.finished.values()) == {"length"}

@@ -1,0 +1,454 @@
+"""Speculative decoding changes no token, no bill and no page; it only changes how many steps an answer takes."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections import Counter
+
+import pytest
+import torch
+from adapter_zoo import RECIPES, Asked, Zoo, serve, to_request
+from eager_drafts import draft_always
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from scheduler_harness import Harness, ManualHost
+
+from loramux.engine.engine import Engine
+from loramux.engine.execution.sampler import Sampler
+from loramux.engine.messages import TokenEvent
+from loramux.engine.request import Request, SamplingParams
+from loramux.engine.scheduling.drafts import LONGEST_MATCH, SHORTEST_MATCH, Acceptance, PromptLookup
+from loramux.engine.scheduling.estimates import DecodeTimes, StepTimeModel
+from loramux.engine.scheduling.policy import Policy
+from loramux.engine.scheduling.sequence import Sequence
+from loramux.engine.scheduling.speculation import Speculation
+from loramux.engine.scheduling.step import Chunk, Step
+from loramux.engine.statistics import OTHERS, labelled_drafts
+
+EVERY_MODEL = [None, *RECIPES]
+EOS = 9
+
+# ---- drafts
+
+
+def naive_lookup(tokens: list[int], most: int) -> list[int]:
+    """By definition: the latest of the longest matches of the end, and what followed it, repeated where it is short."""
+    for length in range(LONGEST_MATCH, SHORTEST_MATCH - 1, -1):
+        for end in range(len(tokens) - 1, length - 1, -1):
+            if tokens[end - length : end] == tokens[-length:]:
+                return [tokens[end + i % (len(tokens) - end)] for i in range(most)]
+    return []
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=600), st.integers(1, 9))
+def test_prompt_lookup_equals_its_definition(tokens: list[int], most: int) -> None:
+    assert PromptLookup().draft(tokens, most) == naive_lookup(tokens, most)
+
+
+def test_prompt_lookup_goes_on_from_the_place_that_it_found() -> None:
+    """Between two calls tokens are appended that were found there; a copy of a copy changes nothing."""
+    text = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14]
+    lookup = PromptLookup()
+    tokens = [*text, 1, 5, 6]
+    assert lookup.draft(tokens, 3) == [7, 8, 9]
+    tokens += [7, 8, 9, 10]
+    assert lookup.draft(tokens, 3) == [11, 12, 13]
+    tokens += [99]
+    assert lookup.draft(tokens, 3) == []
+    tokens += [8, 9]
+    assert lookup.draft(tokens, 2) == [10, 99]
+
+
+# ---- when a draft pays
+
+
+def speculation(seconds_of) -> Speculation:
+    """Of a device whose steps take `seconds_of(rows)`, as measured."""
+    harness = Harness(policy=Policy(max_draft_tokens=8))
+    found = harness.scheduler.speculation
+    for _ in range(100):
+        for rows in (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128):
+            found.times.observe(rows, seconds_of(rows))
+            harness.scheduler.state.step_time.observe(rows, seconds_of(rows))
+    return found
+
+
+def test_draft_is_as_long_as_may_be_where_rows_are_free() -> None:
+    memory_bound = speculation(lambda rows: 0.02)
+    assert memory_bound.count_paying(0.3, rows=16, expected=16.0, most=8) == 8
+
+
+def test_draft_is_none_where_a_row_costs_what_a_token_takes() -> None:
+    compute_bound = speculation(lambda rows: 0.001 * rows)
+    assert compute_bound.count_paying(0.95, rows=64, expected=64.0, most=8) == 0
+
+
+@pytest.mark.parametrize("rows", [1, 16, 64])
+def test_draft_lengths_raise_the_tokens_per_second_as_far_as_they_can(rows: int) -> None:
+    """Against every other length, by the definition."""
+    found = speculation(lambda n: 0.01 + 0.0004 * n)
+    for rate in (0.2, 0.5, 0.8, 0.95):
+        speed = [(rows + sum(rate**i for i in range(1, k + 1))) / found.times.seconds(rows + k) for k in range(9)]
+        assert found.count_paying(rate, rows, float(rows), 8) == speed.index(max(speed))
+
+
+def test_decode_times_never_fall_and_go_on_as_tokens_cost() -> None:
+    step_time = StepTimeModel()
+    for rows in (10, 1000):
+        for _ in range(9):
+            step_time.observe(rows, 0.01 + 0.001 * rows)
+    times = DecodeTimes(step_time)
+    for rows, seconds in ((4, 0.02), (8, 0.01), (16, 0.04)):
+        times.observe(rows, seconds)
+    assert times.seconds(1) == times.seconds(4) == times.seconds(8) == pytest.approx(0.015)
+    assert times.seconds(12) == pytest.approx(0.0275)
+    assert times.seconds(26) == pytest.approx(0.04 + 0.01, rel=0.05)
+    for _ in range(200):
+        times.observe(16, 100.0)
+    assert times.seconds(16) > 1.0, "a lasting change is followed"
+
+
+def test_acceptance_follows_the_latest_drafts_and_fades_to_its_first_guess() -> None:
+    acceptance = Acceptance(keep=0.8)
+    assert acceptance.rate(0.5) == 0.5
+    for _ in range(20):
+        acceptance.add(drafted=4, accepted=4)
+    assert acceptance.rate(0.5) > 0.9
+    for _ in range(20):
+        acceptance.add(drafted=4, accepted=0)
+    assert acceptance.rate(0.5) < 0.2
+    for _ in range(400):
+        acceptance.fade(0.98)
+    assert acceptance.rate(0.5) == pytest.approx(0.5, abs=0.01)
+    assert (acceptance.num_drafted, acceptance.num_accepted) == (160, 80)
+
+
+# ---- the sampler accepts what it would have drawn
+
+
+def sequence(name: str, prompt: list[int], output: list[int], params: dict[str, object]) -> Sequence:
+    sampling = SamplingParams(**{"max_tokens": 50} | params)
+    made = Sequence(Request(id=name, tenant="t", prompt_token_ids=prompt, sampling=sampling), 0.0)
+    made.token_ids += output
+    return made
+
+
+SAMPLING = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from([0.0, 0.7, 1.5]),
+        "seed": st.integers(0, 5),
+        "top_k": st.sampled_from([0, 3]),
+        "top_p": st.sampled_from([1.0, 0.8]),
+        "repetition_penalty": st.sampled_from([1.0, 1.7]),
+        "presence_penalty": st.sampled_from([0.0, 1.5]),
+        "frequency_penalty": st.sampled_from([0.0, 0.8]),
+        "logit_bias": st.sampled_from([{}, {3: 4.0, 5: -4.0}]),
+        "min_tokens": st.sampled_from([0, 4]),
+        "stop_token_ids": st.sampled_from([(), (2,)]),
+        "logprobs": st.sampled_from([None, 0, 2]),
+    }
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    params=st.lists(SAMPLING, min_size=1, max_size=3),
+    seed=st.integers(0, 1000),
+    wrong=st.lists(st.integers(0, 7), min_size=3, max_size=3),
+)
+def test_sampler_run_equals_one_token_after_the_other(
+    params: list[dict[str, object]], seed: int, wrong: list[int]
+) -> None:
+    """Tokens, log probabilities and ends, whatever steers the choice, and the generator goes on from the same place."""
+    vocab, length = 10, 7
+    tables = [torch.randn(length + 1, vocab, generator=torch.Generator().manual_seed(seed + i)) for i in range(3)]
+
+    def one_by_one(number: int) -> list[TokenEvent]:
+        own, sampler, events = sequence(str(number), [1, 3], [4], params[number]), Sampler((EOS,)), []
+        for row in tables[number]:
+            events += sampler.sample(row[None], [Chunk(own, len(own.token_ids) - 1, 1)])
+            if events[-1].finish_reason:
+                break
+            own.token_ids.append(events[-1].token_id)
+        return events
+
+    expected = [one_by_one(number) for number in range(len(params))]
+    sampler, chunks, rows = Sampler((EOS,)), [], []
+    for number, events in enumerate(expected):
+        right = [event.token_id for event in events][:length]
+        drafts = [token if i < wrong[number] else (token + 1) % vocab for i, token in enumerate(right)]
+        own = sequence(str(number), [1, 3], [4], params[number])
+        chunks.append(Chunk(own, len(own.token_ids) - 1, 1 + len(drafts), drafts=tuple(drafts)))
+        rows.append(tables[number][: 1 + len(drafts)])
+    got = sampler.sample(torch.cat(rows), chunks)
+    for number, events in enumerate(expected):
+        told = [event for event in got if event.request_id == str(number)]
+        accepted = min(wrong[number], len(chunks[number].drafts))
+        assert told == events[: accepted + 1]
+        if not told[-1].finish_reason and len(told) < len(events):  # the next step goes on as if nothing had been
+            chunks[number].sequence.token_ids += [event.token_id for event in told]
+            after = Chunk(chunks[number].sequence, len(chunks[number].sequence.token_ids) - 1, 1)
+            assert sampler.sample(tables[number][len(told)][None], [after]) == [events[len(told)]]
+
+
+def test_sampler_with_drafts_follows_the_distribution() -> None:
+    """Chi-square of pairs of tokens, the second drawn from a row behind a draft of the first."""
+    probs = torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.2, 0.6]])
+    sampler, drawn = Sampler(()), Counter()
+    for seed in range(6000):
+        own = sequence(str(seed), [1, 2], [], {"seed": seed})
+        events = sampler.sample(probs.log(), [Chunk(own, 1, 2, drafts=(0,))])
+        drawn[tuple(event.token_id for event in events)] += 1
+    expected = {(0, second): 0.5 * float(probs[1, second]) for second in range(3)} | {(1,): 0.3, (2,): 0.2}
+    assert set(drawn) <= set(expected)
+    chi_squared = sum((drawn[pair] - 6000 * p) ** 2 / (6000 * p) for pair, p in expected.items())
+    assert chi_squared < 18.47, "four degrees of freedom, p = 0.001, and the seeds are fixed"
+
+
+# ---- pages, charges and events
+
+
+def follow(sequence: Sequence, token_ids: list[int]) -> int:
+    """A small model: the next token is a function of all tokens before it."""
+    return zlib.crc32(repr((sequence.request.tenant, sequence.digest, token_ids)).encode()) % 3
+
+
+def written(own: Sequence, length: int) -> list[int]:
+    token_ids = list(own.request.prompt_token_ids)
+    for _ in range(length):
+        token_ids.append(follow(own, token_ids))
+    return token_ids[own.num_prompt_tokens :]
+
+
+REQUESTS = st.lists(
+    st.tuples(st.integers(1, 20), st.integers(1, 25), st.sampled_from([None, "a", "switched"]), st.integers(0, 2)),
+    min_size=1,
+    max_size=8,
+)
+
+
+class Ledger:
+    """What the requests of a harness were told, with the invariants of their pages after every commit."""
+
+    def __init__(self, harness: Harness) -> None:
+        self.told: dict[str, list[int | None]] = {}
+        self._scheduler = harness.scheduler
+        self._commit = harness.scheduler.commit
+        harness.scheduler.commit = self.commit
+
+    def commit(self, step: Step, sampled: list[TokenEvent]) -> list[TokenEvent]:
+        events = self._commit(step, sampled)
+        for event in events:
+            self.told.setdefault(event.request_id, []).append(event.token_id)
+        state = self._scheduler.state
+        for running in state.running:
+            assert running.num_computed < len(running.token_ids)
+            assert len(running.pages) <= state.budget.pages_for(len(running.token_ids))
+            for page, tokens in enumerate(running.prefix_pages):
+                assert tokens.tokens == tuple(running.token_ids[4 * page : 4 * page + 4])
+        assert sum(flow.num_pages for flow in state.queue.flows) == sum(len(s.pages) for s in state.running)
+        return events
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    requests=REQUESTS,
+    seed=st.integers(0, 1000),
+    pages=st.integers(12, 30),
+    swaps=st.booleans(),
+    preempt_every=st.sampled_from([1000, 3, 5]),
+    cancelled=st.sets(st.integers(0, 7), max_size=2),
+)
+def test_drafts_change_no_answer_and_no_charge_and_leave_no_page(
+    requests, seed, pages, swaps, preempt_every, cancelled
+) -> None:
+    """Every row reads KV of its own tokens only (`KvOracle`), whatever is preempted, swapped, cached or cancelled."""
+    host = ManualHost(8, 4) if swaps else None
+    harness = Harness(pages, policy=Policy(prefix_cache=True, max_draft_tokens=5), pace=(0.01, 0.001), host=host)
+    harness.choose = follow
+    draft_always(harness.scheduler, lambda own: written(own, own.request.sampling.max_tokens), seed)
+    ledger, sequences, scheduler = Ledger(harness), [], harness.scheduler
+    for number, (prompt, output, adapter, tenant) in enumerate(requests):
+        words = [random.Random(number).randrange(3) for _ in range(prompt)]
+        invocation = [8, 8, 7] if number % 2 and adapter == "switched" else []
+        harness.submit(str(number), words + invocation, output, adapter, tenant=f"t{tenant}")
+        sequences.append(scheduler.state.sequences[str(number)])
+    for turn in range(3000):
+        if scheduler.is_idle:
+            break
+        harness.store.finish_all()
+        if turn % preempt_every == 2 and scheduler.running:
+            scheduler.state.preempt(scheduler.running[-1])
+        if turn == 6:
+            for number in cancelled:
+                scheduler.cancel(str(number))
+        harness.step()
+    assert scheduler.is_idle
+    assert scheduler.memory.counts.kv == 0
+    for own in sequences:
+        expected = written(own, own.request.sampling.max_tokens)
+        told = ledger.told.get(own.id, [])
+        assert told == (expected if harness.finished[own.id] == "length" else expected[: len(told)])
+    assert scheduler.state.counters.accepted_tokens <= scheduler.state.counters.drafted_tokens
+    if not cancelled and preempt_every == 1000:
+        ran = [own for own in sequences if harness.finished[own.id] == "length"]  # the others do not fit into the pool
+        loads = sum(own.num_loads * scheduler.state.residency.num_pages(own.digest) for own in ran if own.digest)
+        found = sum(own.num_cached for own in ran)
+        units = sum(own.num_prompt_tokens + 2 * own.num_output_tokens for own in ran)
+        assert sum(group.executed for group in scheduler.queue.groups) == units - found + loads
+
+
+def test_draft_takes_no_page_that_another_sequence_or_a_waited_for_adapter_needs() -> None:
+    harness = Harness(num_pages=4, block_size=4, max_num_seqs=4, max_tokens=64)
+    harness.choose = lambda own, token_ids: len(token_ids) % 3
+    draft_always(harness.scheduler, lambda own: [(own.num_prompt_tokens + i) % 3 for i in range(40)])
+    harness.scheduler.speculation.count_paying = lambda rate, rows, expected, most: most
+    harness.submit("a", 3, 5)
+    harness.submit("b", 3, 5)
+    while not harness.scheduler.is_idle:
+        harness.step()
+    assert harness.scheduler.state.counters.preemptions == 0
+    assert harness.generated == {"a": 5, "b": 5}
+
+
+def test_sequence_whose_drafts_are_accepted_is_counted_at_its_end_in_the_peak() -> None:
+    harness = Harness(num_pages=100, block_size=4)
+    budget = harness.scheduler.state.budget
+    first, second = (sequence(name, [1] * 4, [], {"max_tokens": 8}) for name in "ab")
+    second.max_len = second.likely_len = 24
+    slow = budget.kv_peak([first, second])
+    drafter = harness.scheduler.speculation._drafter(second)
+    drafter.acceptance.add(4, 4)
+    assert second.outruns_others
+    assert slow == 6
+    assert budget.kv_peak([first, second]) == 6 + 3
+
+
+# ---- an engine
+
+
+def eager_engine(zoo: Zoo, asked: list[Asked], seed: int = 0, **engine_settings: object) -> Engine:
+    engine = zoo.engine(**engine_settings)
+    answers = {one.name: zoo.answer(one) for one in asked}
+    draft_always(engine.scheduler, lambda own: answers[own.id], seed)
+    return engine
+
+
+def some_requests(seed: int, count: int) -> list[Asked]:
+    rng = random.Random(seed)
+    prompts = [tuple(rng.randrange(3, 97) for _ in range(rng.choice([1, 2, 5, 16, 17, 33]))) for _ in range(count)]
+    return [Asked(f"r{i}", EVERY_MODEL[i % len(EVERY_MODEL)], p, rng.randrange(1, 20)) for i, p in enumerate(prompts)]
+
+
+def check(zoo: Zoo, asked: list[Asked], got: dict[str, list[int]]) -> None:
+    for request in asked:
+        assert got[request.name] == zoo.answer(request), request
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "qwen3"])
+def test_speculation_in_mixed_batches_answers_as_peft_does(zoo_of, family: str) -> None:
+    zoo, asked = zoo_of(family), some_requests(seed=1, count=18)
+    engine = eager_engine(zoo, asked, max_num_batched_tokens=29)
+    check(zoo, asked, serve(zoo, engine, asked, arrivals=[i // 2 for i in range(len(asked))]))
+    stats = engine.stats()
+    assert 0 < stats.accepted_tokens < stats.drafted_tokens
+    assert stats.output_tokens == stats.ended.output == sum(one.output for one in asked)
+    assert stats.pages_kv == stats.waiting == stats.running == 0
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 10_000),
+    arrivals=st.lists(st.integers(0, 12), min_size=7, max_size=7),
+    budget=st.integers(8, 40),
+    block_size=st.sampled_from([8, 11, 16]),
+    preempt_every=st.sampled_from([3, 1000]),
+)
+def test_speculation_in_any_order_of_arrivals_answers_as_peft_does(
+    zoo_of, seed: int, arrivals: list[int], budget: int, block_size: int, preempt_every: int
+) -> None:
+    zoo, asked = zoo_of("llama"), some_requests(seed, count=7)
+    engine = eager_engine(zoo, asked, seed, max_num_batched_tokens=budget, block_size=block_size)
+    scheduler, plan = engine.scheduler, engine.scheduler.plan
+
+    def preempting_plan():
+        if scheduler.running and engine.stats().steps % preempt_every == 2:
+            scheduler.state.preempt(scheduler.running[-1])
+        return plan()
+
+    scheduler.plan = preempting_plan
+    check(zoo, asked, serve(zoo, engine, asked, arrivals))
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 1.3, "seed": 3}, {"temperature": 1.0, "seed": 5, "top_p": 0.9}])
+def test_speculation_gives_the_same_seeded_answer_log_probabilities_and_end(zoo_of, params: dict) -> None:
+    zoo, asked = zoo_of("llama"), Asked("r", "plain", (5, 6, 7), 24)
+    steer = {"repetition_penalty": 1.2, "presence_penalty": 0.3, "logit_bias": {9: 1.5}, "logprobs": 2} | params
+
+    def run(engine: Engine) -> list[TokenEvent]:
+        engine.submit(to_request(zoo, asked, **steer))
+        events = []
+        while not engine.is_idle:
+            report = engine.step()
+            events += report.events if report else []
+        return events
+
+    alone = run(zoo.engine())
+    engine = zoo.engine()
+    draft_always(engine.scheduler, lambda own: [event.token_id for event in alone])
+    drafted = run(engine)
+    assert [event.token_id for event in drafted] == [event.token_id for event in alone]
+    assert [event.logprob for event in drafted] == pytest.approx([event.logprob for event in alone], abs=1e-4)
+    assert drafted[-1].count == alone[-1].count
+    assert engine.stats().accepted_tokens > 5
+    assert engine.stats().steps < 24
+
+
+def test_speculation_stops_at_a_stop_token_inside_an_accepted_run(zoo_of) -> None:
+    zoo, asked = zoo_of("llama"), Asked("r", None, (5, 6, 7), 12)
+    answer = zoo.answer(asked)
+    place = next(i for i in range(4, 12) if answer.index(answer[i]) == i)
+    engine = zoo.engine()
+    draft_always(engine.scheduler, lambda own: answer)
+    engine.scheduler.speculation.guess = lambda own, count: answer[own.num_output_tokens :][:count]
+    engine.scheduler.speculation.count_paying = lambda rate, rows, expected, most: most
+    engine.submit(to_request(zoo, asked, stop_token_ids=(answer[place],)))
+    events = []
+    while not engine.is_idle:
+        report = engine.step()
+        events += report.events if report else []
+    assert [event.token_id for event in events] == answer[: place + 1]
+    assert [event.finish_reason for event in events] == [None] * place + ["stop"]
+    assert events[-1].count is not None
+    assert events[-1].count.tokens.output == place + 1
+    assert engine.stats().pages_kv == 0
+
+
+def test_speculation_by_itself_finds_a_text_that_repeats_and_takes_fewer_steps() -> None:
+    """Real lookups under the real rule, on a device where a row costs a hundredth of a step."""
+    steps = []
+    for most in (0, 8):
+        harness = Harness(100, policy=Policy(max_draft_tokens=most), pace=(0.1, 0.001), max_tokens=64)
+        harness.choose = lambda own, token_ids: len(token_ids) % 7
+        harness.submit("warm", 9, 9)
+        harness.run()
+        harness.submit("copies", 9, 150)
+        commits = harness.scheduler.state.num_commits
+        harness.run()
+        assert harness.generated["copies"] == 150
+        steps.append(harness.scheduler.state.num_commits - commits)
+    assert steps[0] == 150
+    assert steps[1] < 40
+
+
+def test_drafts_are_labelled_for_the_revisions_with_most_and_summed_for_others() -> None:
+    harness = Harness(policy=Policy(max_draft_tokens=4))
+    revisions = {("t", f"d{i}"): Acceptance(0.9, num_drafted=i + 1, num_accepted=i) for i in range(25)}
+    counters = harness.scheduler.state.counters
+    counters.drafted_tokens, counters.accepted_tokens = sum(range(26)) + 7, sum(range(25)) + 3
+    told = labelled_drafts(revisions, counters)
+    assert len(told) == 21
+    assert (told[0].revision, told[0].drafted, told[0].accepted) == ("d24", 25, 24)
+    assert (told[-1].revision, told[-1].drafted) == (OTHERS, sum(range(6)) + 7)

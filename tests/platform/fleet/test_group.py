@@ -1,0 +1,341 @@
+"""An engine group over scripted engines: requests go on elsewhere, once, with one count; engines come back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+import pytest
+from scripted_engine import FACTS, ScriptedEngine
+
+from loramux.engine import EngineDied
+from loramux.engine.messages import EngineFault, ModelFacts, TenantService, TokenEvent
+from loramux.engine.request import AdapterRef, Request, SamplingParams
+from loramux.fleet import group as group_module
+from loramux.fleet import member as member_module
+from loramux.fleet.errors import EngineBusy, UnknownEngine
+from loramux.fleet.group import EngineGroup
+from loramux.fleet.view import EngineState
+from loramux.settings import BaseSettings, EngineRange, EngineSettings, Settings
+
+PROMPT = [1, 2, 3]
+LENGTH = 20
+
+
+def count_up(request: Request) -> list[int | EngineFault]:
+    """Continue with 0, 1, 2, ... wherever the answer stands."""
+    return list(range(len(request.output_token_ids), request.sampling.max_tokens))
+
+
+@dataclass
+class Fleet:
+    """A group whose engines are scripted; `lives` has every engine that was ever launched."""
+
+    group: EngineGroup
+    lives: list[ScriptedEngine]
+    events: dict[str, list[TokenEvent]] = field(default_factory=dict)
+
+    def submit(self, name: str, **changes: object) -> None:
+        seen = self.events[name] = []
+        sampling = SamplingParams(max_tokens=LENGTH)
+        fields = {"id": name, "tenant": "t", "prompt_token_ids": PROMPT, "sampling": sampling} | changes
+        self.group.submit(Request(**fields), seen.append)
+
+    def tokens(self, name: str) -> list[int]:
+        return [event.token_id for event in self.events[name] if event.token_id is not None]
+
+    async def until(self, happened: Callable[[], object]) -> None:
+        async with asyncio.timeout(10):
+            while not happened():  # noqa: ASYNC110  engines have no event for this
+                await asyncio.sleep(0.001)
+
+    async def end_of(self, name: str) -> TokenEvent:
+        await self.until(lambda: self.events[name] and self.events[name][-1].finish_reason)
+        return self.events[name][-1]
+
+    def engine_of(self, name: str) -> ScriptedEngine:
+        """The engine that has the request now."""
+        return next(engine for engine in reversed(self.lives) if name in engine.tasks and engine.alive)
+
+
+class LazyEngine(ScriptedEngine):
+    """Takes requests and says nothing."""
+
+    async def _play(self, request: Request, on_event: Callable[[TokenEvent], None]) -> None:
+        await self.died.wait()
+        raise EngineDied("the script says so")
+
+
+class CountingEngine(ScriptedEngine):
+    """Counts the requests that wait for a first token at a time."""
+
+    most_without_token = 0
+
+    def submit(self, request: Request, on_event: Callable[[TokenEvent], None]) -> None:
+        super().submit(request, on_event)
+        self.most_without_token = max(self.most_without_token, sum(not self.told.get(id) for id in self.tasks))
+
+
+class BrokenEngine(ScriptedEngine):
+    """Never loads its model."""
+
+    async def start(self) -> ModelFacts:
+        raise EngineDied("there is no memory")
+
+
+def in_fleet(
+    test: Callable[[Fleet], Awaitable[None]],
+    *kinds: type[ScriptedEngine],
+    in_process: bool = False,
+    engines: EngineRange | None = None,
+) -> None:
+    """Run `test` over one engine of each kind; those that are started again are ScriptedEngines."""
+    lives: list[ScriptedEngine] = []
+
+    def launch(_: Settings) -> ScriptedEngine:
+        kind = kinds[len(lives)] if len(lives) < len(kinds) else ScriptedEngine
+        lives.append(kind(script=count_up, pause=0.002))
+        return lives[-1]
+
+    async def run() -> None:
+        base = BaseSettings(
+            name="tiny",
+            path="/model",
+            engines=engines or EngineRange(min=len(kinds)),
+            engine=EngineSettings(in_process=in_process),
+        )
+        group = EngineGroup(base, Settings(model=base.model, engine=base.engine), launch)
+        assert await group.start() == FACTS
+        try:
+            await test(Fleet(group, lives))
+        finally:
+            await group.stop()
+
+    asyncio.run(run())
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(member_module, "FIRST_PAUSE", 0.005)
+
+
+def test_answer_goes_on_at_another_engine_with_one_count() -> None:
+    async def test(fleet: Fleet) -> None:
+        fleet.submit("a")
+        await fleet.until(lambda: len(fleet.tokens("a")) > 4)
+        first = fleet.engine_of("a")
+        first.died.set()
+        last = await fleet.end_of("a")
+        assert fleet.tokens("a") == list(range(LENGTH))
+        assert last.finish_reason == "length"
+        assert last.count is not None
+        assert (last.count.tokens.output, last.count.tokens.prompt) == (LENGTH, len(PROMPT))
+        (resumed,) = [request for engine in fleet.lives if engine is not first for request in engine.requests]
+        assert resumed.output_token_ids == list(range(len(resumed.output_token_ids)))
+        assert resumed.group_started
+
+    in_fleet(test, ScriptedEngine, ScriptedEngine)
+
+
+def test_single_engine_comes_back_and_goes_on_with_its_requests() -> None:
+    async def test(fleet: Fleet) -> None:
+        fleet.submit("a")
+        await fleet.until(lambda: len(fleet.tokens("a")) > 4)
+        fleet.lives[0].died.set()
+        await fleet.until(lambda: not fleet.group.alive)
+        await fleet.end_of("a")
+        assert fleet.tokens("a") == list(range(LENGTH))
+        assert [status.starts for status in fleet.group.statuses()] == [2]
+
+    in_fleet(test, ScriptedEngine)
+
+
+def test_request_that_engines_die_of_ends_with_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(fleet: Fleet) -> None:
+        fleet.submit("poison")
+        for number in range(3):
+            await fleet.until(lambda number=number: sum(len(engine.requests) for engine in fleet.lives) > number)
+            fleet.engine_of("poison").died.set()
+        last = await fleet.end_of("poison")
+        assert last.finish_reason == "error"
+        assert fleet.group.alive, "the fourth engine lives"
+
+    in_fleet(test, LazyEngine, LazyEngine, LazyEngine, LazyEngine)
+    assert "request poison ends: 3 engines died under it" in caplog.text
+
+
+def test_requests_that_waited_beside_the_cause_are_tried_one_at_a_time_and_answered() -> None:
+    async def test(fleet: Fleet) -> None:
+        names = ["a", "b", "c", "d"]
+        for name in names:
+            fleet.submit(name)
+        for life in range(2):
+            await fleet.until(lambda life=life: len(fleet.lives) > life and len(fleet.lives[life].tasks) == len(names))
+            fleet.lives[life].died.set()
+        for name in names:
+            assert (await fleet.end_of(name)).finish_reason == "length"
+        third = fleet.lives[2]
+        assert isinstance(third, CountingEngine)
+        assert third.most_without_token == 1
+
+    in_fleet(test, LazyEngine, LazyEngine, CountingEngine, engines=EngineRange(min=1))
+
+
+def test_choices_of_one_request_share_an_engine() -> None:
+    async def test(fleet: Fleet) -> None:
+        for name in ("a", "b", "c"):
+            fleet.submit(name, group_id="one")
+        assert sorted(len(engine.requests) for engine in fleet.lives) == [0, 3]
+
+    in_fleet(test, ScriptedEngine, ScriptedEngine)
+
+
+def test_drained_engine_gives_its_requests_back_and_is_started_by_restart() -> None:
+    async def test(fleet: Fleet) -> None:
+        fleet.submit("a")
+        await fleet.until(lambda: len(fleet.tokens("a")) > 4)
+        name = fleet.group.names[fleet.lives.index(fleet.engine_of("a"))]
+        status = await fleet.group.drain(name, 0.0)
+        assert (status.state, status.requests) == (EngineState.LOST, 0)
+        last = await fleet.end_of("a")
+        assert fleet.tokens("a") == list(range(LENGTH))
+        assert last.count is not None
+        assert (last.count.tokens.output, last.count.tokens.prompt) == (LENGTH, len(PROMPT))
+        assert (await fleet.group.restart(name, 1.0)).state is EngineState.READY
+        assert not fleet.group.has_ended
+        with pytest.raises(UnknownEngine, match="tiny-0, tiny-1"):
+            await fleet.group.drain("tiny-7", 1.0)
+
+    in_fleet(test, ScriptedEngine, ScriptedEngine)
+
+
+def test_engine_takes_one_order_at_a_time() -> None:
+    async def test(fleet: Fleet) -> None:
+        fleet.submit("a")
+        name = fleet.group.names[fleet.lives.index(fleet.engine_of("a"))]
+        assert fleet.group.order(name, restart=True, seconds=30.0).state is EngineState.DRAINING
+        with pytest.raises(EngineBusy):
+            fleet.group.order(name, restart=False, seconds=0.0)
+        await fleet.until(lambda: [status.starts for status in fleet.group.statuses()].count(2))
+        assert fleet.tokens("a") == list(range(LENGTH)), "it had the time to end where it was"
+        assert sum(len(engine.requests) for engine in fleet.lives) == 1
+
+    in_fleet(test, ScriptedEngine, ScriptedEngine)
+
+
+def test_engine_that_does_not_load_leaves_the_others_serving(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(fleet: Fleet) -> None:
+        assert fleet.group.alive
+        fleet.submit("a")
+        await fleet.end_of("a")
+        await fleet.until(lambda: len(fleet.lives) == 3)  # and it is tried again
+
+    in_fleet(test, ScriptedEngine, BrokenEngine)
+
+
+def test_group_whose_engine_is_a_thread_ends_with_it() -> None:
+    async def test(fleet: Fleet) -> None:
+        fleet.submit("a")
+        await fleet.until(lambda: fleet.tokens("a"))
+        fleet.lives[0].died.set()
+        assert (await fleet.end_of("a")).finish_reason == "error"
+        assert fleet.group.has_ended
+        with pytest.raises(EngineDied):
+            fleet.submit("b")
+
+    in_fleet(test, ScriptedEngine, in_process=True)
+
+
+def test_request_that_was_cancelled_is_not_moved_from_a_drained_engine() -> None:
+    async def test(fleet: Fleet) -> None:
+        fleet.submit("a")
+        await fleet.until(lambda: fleet.tokens("a"))
+        name = fleet.group.names[fleet.lives.index(fleet.engine_of("a"))]
+        fleet.engine_of("a").overrun = 5  # its engine ends it later than the drain begins
+        fleet.group.cancel("a")
+        await fleet.group.drain(name, 0.0)
+        assert (await fleet.end_of("a")).finish_reason == "cancelled"
+        assert sum(len(engine.requests) for engine in fleet.lives) == 1
+
+    in_fleet(test, ScriptedEngine, ScriptedEngine)
+
+
+def test_service_of_one_engine_lifts_its_tenants_on_the_others() -> None:
+    async def test(fleet: Fleet) -> None:
+        service = TenantService("t", "standard", 100.0)
+        fleet.lives[0].on_service([service])
+        await fleet.until(lambda: fleet.lives[1].lifted)
+        assert (fleet.lives[0].lifted, fleet.lives[1].lifted) == ([], [service])
+
+    in_fleet(test, ScriptedEngine, ScriptedEngine)
+
+
+def test_pin_is_kept_by_one_engine_and_moves_when_it_dies() -> None:
+    async def test(fleet: Fleet) -> None:
+        assert await fleet.group.pin(AdapterRef("d", "/d"), "t") is None
+        (holder,) = [engine for engine in fleet.lives if engine.pinned]
+        holder.died.set()
+        await fleet.until(lambda: any(engine.pinned for engine in fleet.lives if engine is not holder))
+        fleet.group.unpin("d", "t")
+        assert not any(engine.pinned for engine in fleet.lives if engine is not holder)
+
+    in_fleet(test, ScriptedEngine, ScriptedEngine)
+
+
+def test_new_request_waits_for_an_engine_that_comes_back_and_no_longer_than_its_deadline() -> None:
+    async def test(fleet: Fleet) -> None:
+        fleet.lives[0].died.set()
+        await fleet.until(lambda: not fleet.group.alive)
+        fleet.submit("patient")
+        fleet.submit("hasty", deadline_ms=1)
+        assert (await fleet.end_of("hasty")).finish_reason == "error"
+        assert (await fleet.end_of("patient")).finish_reason == "length"
+
+    in_fleet(test, ScriptedEngine)
+
+
+def test_engines_are_started_when_requests_wait_and_rest_when_they_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_module, "SCALE_SECONDS", 0.01)
+
+    async def test(fleet: Fleet) -> None:
+        def states() -> list[str]:
+            return [status.state.value for status in fleet.group.statuses()]
+
+        assert states() == ["ready", "resting"]
+        fleet.lives[0].waits_s = 5.0
+        await fleet.until(lambda: states() == ["ready", "ready"])
+        fleet.lives[0].waits_s = 0.0
+        fleet.group._scaler._changed_at = -1e9  # the cool-down is over
+        await fleet.until(lambda: sorted(states()) == ["ready", "resting"])
+        fleet.submit("a")
+        assert (await fleet.end_of("a")).finish_reason == "length"
+
+    in_fleet(test, ScriptedEngine, engines=EngineRange(min=1, max=2))
+
+
+def test_base_without_requests_has_no_engine_until_one_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_module, "SCALE_SECONDS", 0.01)
+
+    async def test(fleet: Fleet) -> None:
+        fleet.group._scaler._requested_at = -1e9
+        await fleet.until(lambda: fleet.group.statuses()[0].state is EngineState.RESTING)
+        assert fleet.group.alive, "a request would be answered"
+        assert not fleet.group.has_ended
+        fleet.submit("a")
+        assert (await fleet.end_of("a")).finish_reason == "length"
+
+    in_fleet(test, ScriptedEngine, engines=EngineRange(min=0))
+
+
+def test_cancelled_request_without_an_engine_ends_at_once() -> None:
+    async def test(fleet: Fleet) -> None:
+        fleet.submit("a")
+        await fleet.until(lambda: len(fleet.tokens("a")) > 2)
+        fleet.lives[0].died.set()
+        await fleet.until(lambda: not fleet.lives[0].tasks)
+        fleet.group.cancel("a")
+        last = fleet.events["a"][-1]
+        assert (last.finish_reason, last.count.tokens.output) == ("cancelled", len(fleet.tokens("a")))
+
+    in_fleet(test, ScriptedEngine)

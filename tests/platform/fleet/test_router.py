@@ -1,0 +1,236 @@
+"""Routing: near to adapters and prefixes, away from queues, the same from any front."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loramux.engine.request import KvIdentity
+from loramux.fleet.router import Router, RoutingRequest, engine_order, place_pins, prefix_hashes
+from loramux.fleet.view import EngineState, EngineView
+
+
+def engines(count: int, **fields: object) -> list[EngineView]:
+    common = {"base": "base", "max_running": 64, "prefill_tokens_per_s": 10_000.0, "load_s": 0.05, "pages": 1000}
+    return [EngineView(engine=f"e{n}", **{"free_pages": 900, **common, **fields}) for n in range(count)]
+
+
+def changed(views: list[EngineView], engine: str, **fields: object) -> list[EngineView]:
+    return [msgspec.structs.replace(view, **fields) if view.engine == engine else view for view in views]
+
+
+def ask(number: int, digest: str | None = "a", prompt: int = 500, tenant: str = "t", **rest: object) -> RoutingRequest:
+    scope = "" if digest else "project"
+    return RoutingRequest(id=f"r{number}", identity=KvIdentity(tenant, digest, scope), prompt_tokens=prompt, **rest)
+
+
+def route(router: Router, request: RoutingRequest, views: list[EngineView], now: float = 0.0) -> str:
+    engine = router.choose(request, views, now)
+    assert engine is not None
+    router.sent(request, engine, now)
+    return engine
+
+
+def test_adapter_stays_on_one_engine_in_every_front() -> None:
+    views = engines(8)
+    chosen = set()
+    for front in range(3):
+        router = Router()
+        for number in range(20):
+            chosen.add(route(router, ask(100 * front + number), views, number))
+            router.ended(f"r{100 * front + number}", number + 0.5)
+    assert chosen == {engine_order("a", tuple(f"e{n}" for n in range(8)))[0]}
+
+
+def test_engine_that_leaves_moves_only_its_own_adapters() -> None:
+    names = tuple(f"e{n}" for n in range(8))
+    for digest in map(str, range(200)):
+        home = engine_order(digest, names)[0]
+        without = tuple(name for name in names if name != "e3")
+        assert engine_order(digest, without)[0] == (home if home != "e3" else engine_order(digest, names)[1])
+
+
+def test_adapters_spread_evenly_over_engines() -> None:
+    names = tuple(f"e{n}" for n in range(8))
+    homes = Counter(engine_order(str(number), names)[0] for number in range(2000))
+    assert max(homes.values()) < 1.2 * 250 < 1.5 * min(homes.values())
+
+
+def test_only_ready_engines_are_chosen_and_none_means_wait() -> None:
+    home = engine_order("a", ("e0", "e1", "e2"))[0]
+    for state in (EngineState.STARTING, EngineState.DRAINING, EngineState.LOST):
+        assert Router().choose(ask(1), changed(engines(3), home, state=state), 0.0) != home
+    assert Router().choose(ask(1), engines(2, state=EngineState.STARTING), 0.0) is None
+    assert Router().choose(ask(1), [], 0.0) is None
+
+
+def test_hot_adapter_gets_engines_at_once_and_loses_them_by_half_lives() -> None:
+    router, views = Router(), engines(8)
+    for number in range(40):
+        route(router, ask(number), views, number / 10)
+    assert router.copies("a", views, 4.0) == 8
+    for number in range(40):
+        router.ended(f"r{number}", 5.0)
+    route(router, ask(99), views, 5.0)
+    assert router.copies("a", views, 5.0) == 8, "one short silence does not take them away"
+    assert router.copies("a", views, 25.0) <= 3
+    assert router.copies("a", views, 60.0) == 1
+
+
+def test_copies_do_not_flap_while_load_swings_around_a_threshold() -> None:
+    router, views = Router(), engines(8)
+    seen = []
+    for number in range(200):
+        route(router, ask(number), views, number / 10)
+        if number >= 8 + number % 3:
+            router.ended(f"r{number - 8 - number % 3}", number / 10)
+        if number > 50:
+            seen.append(router.copies("a", views, number / 10))
+    assert len(set(seen)) == 1
+
+
+def test_no_engine_is_full_while_another_idles() -> None:
+    """One adapter, then many that hash to one engine: what one holds is bounded by what all hold."""
+    names = tuple(f"e{n}" for n in range(8))
+    same_home = [str(n) for n in range(4000) if engine_order(str(n), names)[0] == "e0"][:200]
+    for digests in (["a"] * 200, same_home):
+        router, views = Router(), engines(8)
+        sent = Counter(route(router, ask(number, digest), views) for number, digest in enumerate(digests))
+        assert max(sent.values()) <= 1.5 * 200 / 8 + 2
+        assert len(sent) == 8
+
+
+def test_cold_adapter_goes_past_an_engine_that_a_hot_one_fills() -> None:
+    home, second = engine_order("cold", ("e0", "e1", "e2", "e3"))[:2]
+    views = changed(engines(4, at=1.0), home, running=64, waiting=50, wait_s=8.0, queue_tokens=40_000)
+    assert Router().choose(ask(1, "cold"), views, 1.5) == second
+
+
+def test_request_leaves_its_home_where_a_long_queue_of_few_requests_waits() -> None:
+    """Two prompts of 100,000 tokens are ten seconds, though they are two requests."""
+    home = engine_order("a", ("e0", "e1", "e2"))[0]
+    busy = changed(engines(3, at=1.0, resident=frozenset({"a"})), home, running=2, queue_tokens=200_000)
+    assert Router().choose(ask(1), busy, 1.1) != home
+    slightly = changed(engines(3, at=1.0), home, running=2, queue_tokens=300, resident=frozenset({"a"}))
+    assert Router().choose(ask(1), slightly, 1.1) == home
+
+
+def test_old_view_is_corrected_by_what_the_front_has_sent_and_heard() -> None:
+    router, views = Router(), engines(2)
+    for number in range(30):
+        route(router, ask(number, None), views, 0.1)
+    sent = Counter(sent.engine for sent in router._open.values())
+    assert abs(sent["e0"] - sent["e1"]) <= 2
+    # A view that has those requests does not count them twice.
+    later = changed(engines(2, at=1.0), "e0", running=sent["e0"], queue_tokens=500 * sent["e0"])
+    later = changed(later, "e1", running=sent["e1"], queue_tokens=500 * sent["e1"])
+    before = router.predict(ask(99, None), later[0])
+    assert before == (500 * sent["e0"] + 500) / 10_000
+    router.started("r0", 1.1)
+    router.ended("r0", 1.2)
+    engine = next(view for view in later if router.predict(ask(99, None), view) < before)
+    assert router.predict(ask(99, None), engine) == before - 500 / 10_000
+
+
+def test_two_fronts_with_old_views_do_not_herd() -> None:
+    """Both see e0 idle and the others a little busy, for five seconds; nothing else tells them of each other."""
+    views = changed(engines(8, running=6, queue_tokens=1500), "e0", running=0, queue_tokens=0)
+    fronts = [Router(), Router()]
+    sent = Counter(route(fronts[n % 2], ask(n, None, tenant=f"t{n}"), views, n / 100) for n in range(400))
+    assert sent["e0"] <= 2.2 * 400 / 8
+    assert min(sent.values()) >= 0.5 * 400 / 8
+
+
+def test_pinned_adapter_is_placed_on_one_engine_and_served_there() -> None:
+    names = [f"e{n}" for n in range(4)]
+    placed = place_pins((str(n) for n in range(40)), names)
+    assert sorted(digest for digests in placed.values() for digest in digests) == sorted(map(str, range(40)))
+    assert max(map(len, placed.values())) <= 13
+    elsewhere = engine_order("a", tuple(names))[2]
+    views = changed(engines(4), elsewhere, pinned=frozenset({"a"}), resident=frozenset({"a"}))
+    assert Router().choose(ask(1), views, 0.0) == elsewhere
+
+
+def test_chat_returns_to_the_engine_that_has_its_prefix() -> None:
+    identity = KvIdentity("t", None, "project")
+    first = list(range(1000))
+    router, views, chosen = Router(), engines(8), set()
+    for number in range(8):
+        turn = first + list(range(2000, 2000 + 300 * number))
+        request = RoutingRequest(
+            id=f"r{number}", identity=identity, prompt_tokens=len(turn), prefix=prefix_hashes(identity, turn)
+        )
+        engine = route(router, request, views, float(number))
+        chosen.add(engine)
+        router.ended(request.id, number + 0.5)
+        views = changed(engines(8, at=number + 0.9, running=2), engine, prefixes={identity: len(turn)}, running=3)
+    assert len(chosen) == 1
+
+
+def test_prefix_of_one_tenant_says_nothing_of_another() -> None:
+    tokens = list(range(200))
+    ours, theirs = (prefix_hashes(KvIdentity(tenant, None, ""), tokens) for tenant in "tu")
+    assert len(ours) == 6
+    assert not set(ours) & set(theirs)
+    assert prefix_hashes(KvIdentity("t", None, ""), tokens[:100] + [7] * 100)[:4] == ours[:4]
+    assert prefix_hashes(KvIdentity("t", None, ""), tokens[:31]) == ()
+
+
+def test_evicted_prefix_attracts_nothing() -> None:
+    identity, tokens = KvIdentity("t", None, ""), list(range(4000))
+    router = Router()
+    request = RoutingRequest(id="r", identity=identity, prompt_tokens=4000, prefix=prefix_hashes(identity, tokens))
+    router.sent(request, "e0", 0.0)
+    router.ended("r", 0.5)
+    holding, evicted = (engines(1, at=1.0, prefixes=held)[0] for held in ({identity: 4000}, {}))
+    assert router.predict(request, holding) < 0.3 * router.predict(request, evicted)
+
+
+def test_lost_engine_is_forgotten_with_its_requests() -> None:
+    router, views = Router(), engines(2)
+    for number in range(10):
+        route(router, ask(number, str(number)), views)
+    router.forget("e0")
+    for number in range(10):
+        router.ended(f"r{number}", 1.0)
+    assert not router._open
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    count=st.integers(1, 9),
+    events=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5), st.integers(1, 3000)), max_size=120),
+    loads=st.lists(st.integers(0, 90), min_size=9, max_size=9),
+)
+def test_every_choice_is_a_ready_engine_within_the_bound(
+    count: int,
+    events: list[tuple[int, int, int]],
+    loads: list[int],
+) -> None:
+    """Whatever comes and ends, no engine is chosen above the bound, and the router's books stay in balance."""
+    router = Router()
+    views = [
+        msgspec.structs.replace(view, running=min(64, load), waiting=max(0, load - 64), at=0.0)
+        for view, load in zip(engines(count), loads, strict=False)
+    ]
+    opened: list[tuple[str, str]] = []
+    sent: Counter[str] = Counter()
+    for number, (kind, adapter, tokens) in enumerate(events):
+        now = 0.01 * (number + 1)
+        if kind < 2 or not opened:
+            total = sum(loads[:count]) + sum(sent.values())
+            engine = route(router, ask(number, str(adapter) if kind else None, tokens), views, now)
+            held = loads[int(engine[1:])] + sent[engine]
+            assert count == 1 or held + 1 <= max(8, 1.5 * (total + 1) / count)
+            opened.append((f"r{number}", engine))
+            sent[engine] += 1
+        else:
+            request_id, engine = opened.pop(adapter % len(opened))
+            router.ended(request_id, now)
+            sent[engine] -= 1
+    for request_id, _ in opened:
+        router.ended(request_id, 10.0)
+    assert all(traffic.requests == traffic.tokens == 0 and not traffic.loading for traffic in router._traffic.values())

@@ -1,0 +1,136 @@
+"""A database that an older release wrote is migrated with its rows, forwards and (where a migration can) back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from alembic import command
+from alembic.config import Config
+
+from loramux.records import Database, migrate
+from loramux.records.base import BigInt
+from loramux.records.database import parse_url, sqlite_file
+from loramux.records.schema import migrations_folder
+from loramux.tenants import PepperError, Tenants, open_pepper
+from loramux.tenants.secrets import SECRET_PREFIX, mac
+
+AUDIT = "SELECT actor, before, after FROM audit_entries ORDER BY sequence"
+
+
+@contextmanager
+def connected(url: str) -> Iterator[sa.Connection]:
+    engine = sa.create_engine(parse_url(url), poolclass=sa.NullPool)
+    with engine.begin() as connection:
+        yield connection
+
+
+def move(url: str, revision: str, *, down: bool = False) -> None:
+    """Bring the database at `url` to `revision`, as the command does."""
+    config = Config()
+    config.set_main_option("script_location", str(migrations_folder()))
+    if (file := sqlite_file(parse_url(url))) is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    with connected(url) as connection:
+        config.attributes["connection"] = connection
+        (command.downgrade if down else command.upgrade)(config, revision)
+
+
+def insert(url: str, table: str, **values: object) -> None:
+    columns = [sa.column(name, BigInt if isinstance(value, int) else None) for name, value in values.items()]
+    with connected(url) as connection:
+        connection.execute(sa.table(table, *columns).insert().values(values))
+
+
+def rows(url: str, query: str) -> list[tuple[object, ...]]:
+    with connected(url) as connection:
+        return [tuple(row) for row in connection.execute(sa.text(query))]
+
+
+def fill_release_0011(url: str) -> None:
+    """A tenant with a key, one adapter with a revision, an alias history, a pin and a grant, as release 0011 wrote."""
+    move(url, "0011")
+    insert(url, "tenants", id="tenant_1", name="acme", tier="standard", created_at=1)
+    insert(url, "projects", id="project_1", tenant_id="tenant_1", name="default", created_at=1)
+    for name in ("key_1", "key_2"):
+        insert(
+            url, "keys", id=name, tenant_id="tenant_1", name="k", scopes="inference", mac=name.encode(), hint="abcd",
+            project_id="project_1", created_by="local:me", created_at=1,
+        )  # fmt: skip
+    insert(url, "adapters", id="adapter_1", tenant_id="tenant_1", name="upper", created_at=1, version=1)
+    insert(
+        url, "revisions", id="revision_1", tenant_id="tenant_1", adapter_id="adapter_1", number=1, digest="sha256:0",
+        rank=8, size_bytes=1, base="b", state="ready", created_at=1,
+    )  # fmt: skip
+    history = {"adapter_id": "adapter_1", "alias": "default", "tenant_id": "tenant_1", "targets": "{}", "changed_at": 1}
+    insert(url, "alias_versions", **history, version=1, changed_by="house")
+    insert(url, "alias_versions", **history, version=2, changed_by="key_1")
+    insert(
+        url, "adapter_pins", id="pin_1", tenant_id="tenant_1", adapter_id="adapter_1", revision_id="revision_1",
+        digest="sha256:0", size_bytes=1, pinned_by="house", since=1, used_at=1,
+    )  # fmt: skip
+    insert(
+        url, "adapter_grants", adapter_id="adapter_1", grantee="other", tenant_id="tenant_1", granted_by="house",
+        granted_at=1,
+    )  # fmt: skip
+    note = {"at": 1, "tenant_id": "tenant_1", "source": "local", "request_id": "", "action": "a", "object_id": "o"}
+    insert(url, "audit_entries", **note, actor="house", before='{"name":"house"}', after='{"pinned_by":"house"}')
+    insert(url, "audit_entries", **note, actor="key_1", before=None, after='{"changed_by":"key_1"}')
+
+
+def actors(url: str) -> list[object]:
+    tables = (("alias_versions", "changed_by"), ("adapter_pins", "pinned_by"), ("adapter_grants", "granted_by"))
+    return [row[0] for table, column in tables for row in rows(url, f"SELECT {column} FROM {table} ORDER BY 1")]
+
+
+def test_house_actor_becomes_system_and_back(empty_url: str) -> None:
+    fill_release_0011(empty_url)
+    move(empty_url, "0012")
+    assert actors(empty_url) == ["key_1", "system", "system", "system"]
+    audited = rows(empty_url, AUDIT)
+    assert audited[0] == ("system", '{"name":"house"}', '{"pinned_by":"system"}')
+    assert audited[1] == ("key_1", None, '{"changed_by":"key_1"}')
+    move(empty_url, "0011", down=True)
+    assert actors(empty_url) == ["house", "key_1", "house", "house"]
+    assert rows(empty_url, AUDIT)[0] == ("house", '{"name":"house"}', '{"pinned_by":"house"}')
+
+
+def test_audit_log_is_append_only_after_every_migration(empty_url: str) -> None:
+    fill_release_0011(empty_url)
+    move(empty_url, "head")
+    for statement in ("UPDATE audit_entries SET actor = 'x'", "DELETE FROM audit_entries"):
+        with pytest.raises(sa.exc.DBAPIError, match="append-only"), connected(empty_url) as connection:
+            connection.execute(sa.text(statement))
+
+
+@pytest.mark.anyio
+async def test_keys_of_the_old_release_stay_valid_and_begin_their_own_lineage(empty_url: str, tmp_path: Path) -> None:
+    pepper, secret = b"p" * 32, SECRET_PREFIX + "a" * 43
+    fill_release_0011(empty_url)
+    with connected(empty_url) as connection:
+        connection.execute(sa.text("UPDATE keys SET mac = :mac WHERE id = 'key_1'"), {"mac": mac(pepper, secret)})
+    migrate(empty_url)
+    database = Database(empty_url)
+    with pytest.raises(PepperError, match="is missing"):
+        await open_pepper(database, tmp_path / "pepper")
+    (tmp_path / "pepper").write_bytes(pepper)
+    tenants = Tenants(database, await open_pepper(database, tmp_path / "pepper"))
+    principal = await tenants.authenticate(secret)
+    assert (principal.key_id, principal.lineage) == ("key_1", ("key_1",))
+    account = await tenants.account("acme")
+    _, rotated = await account.keys.rotate("key_1", 0)
+    assert (await tenants.authenticate(rotated)).lineage == ("key_1",)
+    await tenants.aclose()
+    await database.close()
+
+
+def test_key_lineage_and_pepper_check_can_be_taken_back(empty_url: str) -> None:
+    fill_release_0011(empty_url)
+    before = rows(empty_url, "SELECT * FROM keys ORDER BY id")
+    move(empty_url, "0014")
+    assert rows(empty_url, "SELECT lineage FROM keys ORDER BY id") == [("key_1",), ("key_2",)]
+    move(empty_url, "0011", down=True)
+    assert rows(empty_url, "SELECT * FROM keys ORDER BY id") == before

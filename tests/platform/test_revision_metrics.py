@@ -1,0 +1,48 @@
+"""Counts of revisions, added by several servers to the same hours."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from loramux.records import Database, Principal
+from loramux.records.revision_metrics import COUNTED, FIRST_TOKEN_BOUNDS, RevisionMetricsRepository
+from loramux.releases.metrics import HOUR, quantile
+
+
+@pytest.mark.anyio
+async def test_revision_hours_add_up_over_servers_and_windows(
+    database: Database, enrol: Callable[[str], Awaitable[Principal]]
+) -> None:
+    acme, globex = await enrol("acme"), await enrol("globex")
+    for tenant, hour, count in (
+        (acme.tenant, 5, 1),
+        (acme.tenant, 5, 2),
+        (acme.tenant, 9, 4),
+        (globex.tenant, 9, 100),
+    ):
+        async with database.begin() as session:
+            counts = {(tenant, "acme/bot@1", hour * HOUR): {"completed": count, "first_token_3": count}}
+            await RevisionMetricsRepository(session).add(counts)
+    async with database.read() as session:
+        metrics = RevisionMetricsRepository(session)
+        all_hours = await metrics.sums(acme.tenant, "acme/bot", 0)
+        last = await metrics.sums(acme.tenant, "acme/bot", 6 * HOUR)
+        assert await metrics.sums(acme.tenant, "acme/bo", 0) == {}
+    assert all_hours["acme/bot@1"] == dict.fromkeys(COUNTED, 0) | {"completed": 7, "first_token_3": 7}
+    assert last["acme/bot@1"]["completed"] == 4
+    async with database.begin() as session:
+        await RevisionMetricsRepository(session).forget(9 * HOUR)
+        left = await RevisionMetricsRepository(session).sums(acme.tenant, "acme/bot", 0)
+    assert left["acme/bot@1"]["completed"] == 4
+
+
+@pytest.mark.parametrize(
+    ("bucket", "share", "seconds"), [(0, 0.5, 0.0025), (3, 0.5, 0.0375), (15, 0.99, 30.0), (3, 1.0, 0.05)]
+)
+def test_quantile_lies_between_the_bounds_of_its_counter(bucket: int, share: float, seconds: float) -> None:
+    counts = [0] * (len(FIRST_TOKEN_BOUNDS) + 1)
+    assert quantile(counts, share) is None
+    counts[bucket] = 10
+    assert quantile(counts, share) == pytest.approx(seconds)

@@ -1,0 +1,17 @@
+"""The whole platform, simulated: uploads, registry and background jobs beside the requests."""
+
+from __future__ import annotations
+
+import pytest
+from simulation.database import Template
+from simulation.platform_world import PlatformWorld
+from simulation.run import failing_seeds
+
+SEEDS_PER_TEST = 20
+
+
+@pytest.mark.parametrize("chunk", range(3))
+def test_uploads_end_and_serve_the_bytes_that_were_sent(chunk: int, template: Template) -> None:
+    seeds = range(chunk * SEEDS_PER_TEST, (chunk + 1) * SEEDS_PER_TEST)
+    failed = failing_seeds(seeds, template, PlatformWorld)
+    assert not failed, "\n".join(f"python -m simulation {seed} --platform: {e}" for seed, e in failed.items())

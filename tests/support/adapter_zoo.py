@@ -1,0 +1,210 @@
+"""Tiny random models of every family, PEFT adapters for them, and PEFT's own greedy answers in float32."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import peft
+import torch
+import transformers
+
+from loramux.engine.engine import Engine, build_engine
+from loramux.engine.execution.loader import LoadedModel, load_model
+from loramux.engine.request import AdapterRef, Request, SamplingParams
+from loramux.settings import EngineSettings, ModelSettings, Settings
+
+transformers.logging.set_verbosity_error()
+
+SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+WIDE_HEADS = {"head_dim": 24}
+WINDOW = {"sliding_window": 7}
+
+FAMILIES = {
+    "llama": (transformers.LlamaConfig, {}),
+    "qwen2": (transformers.Qwen2Config, {}),
+    "qwen3": (transformers.Qwen3Config, WIDE_HEADS),
+    "mistral": (transformers.MistralConfig, WINDOW),
+    "gemma2": (
+        transformers.Gemma2Config,
+        WIDE_HEADS
+        | WINDOW
+        | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 24},
+    ),
+    "gemma3": (transformers.Gemma3TextConfig, WIDE_HEADS | WINDOW | {"query_pre_attn_scalar": 24}),
+    "phi3": (transformers.Phi3Config, WINDOW),
+    "olmo2": (transformers.Olmo2Config, {}),
+    "granite": (transformers.GraniteConfig, {"attention_multiplier": 0.2, "residual_multiplier": 0.5}),
+    "smollm3": (transformers.SmolLM3Config, {}),
+    "mixtral": (transformers.MixtralConfig, {"num_local_experts": 5, "num_experts_per_tok": 2} | WINDOW),
+    "qwen3_moe": (
+        transformers.Qwen3MoeConfig,
+        WIDE_HEADS | {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "mlp_only_layers": [1]},
+    ),
+    "falcon": (transformers.FalconConfig, {"new_decoder_architecture": True}),
+    "llama4": (
+        transformers.Llama4TextConfig,
+        WIDE_HEADS | {"num_local_experts": 2, "intermediate_size_mlp": 64, "attention_chunk_size": 16},
+    ),
+}
+
+ATTENTION = ["qkv_proj", "q_proj", "k_proj", "v_proj", "o_proj"]
+
+RECIPES = {
+    "plain": {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"},
+    "rslora": {"r": 20, "lora_alpha": 6, "use_rslora": True, "target_modules": "all-linear"},
+    "attention": {"r": 4, "lora_alpha": 8, "target_modules": r".*\.(qkv_proj|q_proj|v_proj)"},
+    "patterns": {
+        "r": 5,
+        "lora_alpha": 10,
+        "target_modules": ["o_proj", "down_proj"],
+        "rank_pattern": {"down_proj": 33},
+        "alpha_pattern": {"o_proj": 3},
+    },
+    "one_layer": {"r": 17, "lora_alpha": 17, "target_modules": ["down_proj", "o_proj"], "layers_to_transform": [1]},
+}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One greedy request of a test."""
+
+    name: str
+    adapter: str | None
+    prompt: tuple[int, ...]
+    output: int
+
+
+class Zoo:
+    """One family's model and adapters on disk, and PEFT's answers."""
+
+    def __init__(self, family: str, root: Path, **fields: object) -> None:
+        self.base = root / "base"
+        self.adapters = root / "adapters"
+        config_class, extra = FAMILIES[family]
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(
+            config_class(**SMALL | extra | fields), dtype=torch.float32
+        ).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                # Norms that start at one and biases at zero would hide a missing multiplication.
+                if parameter.std() == 0:
+                    parameter.add_(torch.randn_like(parameter) * 0.1)
+                else:
+                    parameter.mul_(3.0)
+        model.save_pretrained(self.base)
+        self._answers: dict[Asked, list[int]] = {}
+        self._reference: peft.PeftModel | None = None
+
+    def make_adapters(self) -> None:
+        """Save every recipe with weights that matter."""
+        for seed, (name, recipe) in enumerate(RECIPES.items()):
+            self.make_adapter(name, recipe, 100 + seed)
+
+    def make_adapter(self, name: str, recipe: dict[str, object], seed: int) -> None:
+        """Save an adapter whose B is not zero."""
+        config = peft.LoraConfig(task_type="CAUSAL_LM", **recipe)
+        if self._reference is None:
+            model = transformers.AutoModelForCausalLM.from_pretrained(self.base, dtype=torch.float32).eval()
+            self._reference = peft.get_peft_model(model, config, adapter_name=name)
+        else:
+            self._reference.add_adapter(name, config)
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for key, parameter in self._reference.named_parameters():
+                if f"lora_B.{name}." in key:
+                    parameter.copy_(torch.randn(parameter.shape) * 0.15)
+        self._reference.save_pretrained(self.adapters, selected_adapters=[name])
+        self._reference.eval()
+
+    def forget_adapter(self, name: str) -> None:
+        """Drop an adapter from PEFT's model; its files stay."""
+        assert self._reference is not None
+        self._reference.delete_adapter(name)
+
+    def ref(self, name: str) -> AdapterRef:
+        return AdapterRef(digest=f"sha256:{name}", path=str(self.adapters / name))
+
+    @torch.no_grad()
+    def answer(self, asked: Asked) -> list[int]:
+        """PEFT's greedy tokens, one request at a time."""
+        if asked not in self._answers:
+            model = self._reference
+            assert model is not None
+            ids = torch.tensor([asked.prompt])
+            keywords = dict(max_new_tokens=asked.output, do_sample=False, eos_token_id=None, pad_token_id=0)
+            if asked.adapter is None:
+                with model.disable_adapter():
+                    tokens = model.generate(input_ids=ids, **keywords)
+            else:
+                model.set_adapter(asked.adapter)
+                tokens = model.generate(input_ids=ids, **keywords)
+            self._answers[asked] = tokens[0, len(asked.prompt) :].tolist()
+        return self._answers[asked]
+
+    def engine(self, **engine_settings: object) -> Engine:
+        return make_engine(self.base, **engine_settings)
+
+
+def make_engine(base: Path, **engine_settings: object) -> Engine:
+    loaded, settings = load(base, **engine_settings)
+    return build_engine(loaded, settings, wake=lambda: None)
+
+
+def load(base: Path, quantization: str = "none", **engine_settings: object) -> tuple[LoadedModel, Settings]:
+    defaults = {
+        "num_threads": 1,
+        "block_size": 16,
+        "pool_bytes": 4 << 20,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 16,
+    }
+    settings = Settings(
+        model=ModelSettings(path=str(base), served_model_name="base", dtype="float32", quantization=quantization),
+        engine=EngineSettings(**defaults | engine_settings),
+    )
+    return load_model(settings), settings
+
+
+def serve(zoo: Zoo, engine: Engine, asked: list[Asked], arrivals: list[int] | None = None) -> dict[str, list[int]]:
+    """Run the requests to their ends, the i-th arriving before step `arrivals[i]`; returns their tokens."""
+    arrivals = arrivals or [0] * len(asked)
+    tokens: dict[str, list[int]] = {a.name: [] for a in asked}
+    ended: set[str] = set()
+    turn = 0
+    while len(ended) < len(asked):
+        for request, arrival in zip(asked, arrivals, strict=True):
+            if arrival == turn:
+                engine.submit(to_request(zoo, request))
+        report = engine.step()
+        turn += 1
+        for event in report.events if report else []:
+            assert event.finish_reason != "error", event.fault
+            if event.token_id is not None:
+                tokens[event.request_id].append(event.token_id)
+            if event.finish_reason:
+                ended.add(event.request_id)
+    return tokens
+
+
+def to_request(zoo: Zoo, asked: Asked, **sampling: object) -> Request:
+    parameters = {"max_tokens": asked.output, "temperature": 0.0, "ignore_eos": True} | sampling
+    return Request(
+        id=asked.name,
+        tenant="t",
+        prompt_token_ids=list(asked.prompt),
+        sampling=SamplingParams(**parameters),
+        adapter=zoo.ref(asked.adapter) if asked.adapter else None,
+    )

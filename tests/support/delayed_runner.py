@@ -1,0 +1,52 @@
+"""A runner on the host that tells its tokens a step late, as a GPU does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from adapter_zoo import Zoo, load
+
+from loramux.engine.engine import Engine, build_engine
+from loramux.engine.execution.runner import CompletedStep, CpuRunner
+from loramux.engine.messages import TokenEvent
+from loramux.engine.scheduling.step import PENDING, Step
+
+
+class LateRunner:
+    """Knows its tokens at once and tells them when asked, as a GPU does; puts its own where the host has PENDING."""
+
+    runs_ahead = True
+
+    def __init__(self, inner: CpuRunner) -> None:
+        self.bank = inner.bank
+        self.forget = inner.forget
+        self.unread: list[list[TokenEvent]] = []
+        self.pending = 0
+        self._inner = inner
+        self._last: dict[str, int] = {}
+
+    def launch(self, step: Step) -> CompletedStep:
+        assert len(self.unread) <= 1, "one step ahead, no more"
+        sequences = [chunk.sequence for chunk in step.chunks if chunk.sequence.token_ids[-1] == PENDING]
+        self.pending += len(sequences)
+        for sequence in sequences:
+            sequence.token_ids[-1] = self._last[sequence.id]
+        events = self._inner.launch(step).events()
+        for sequence in sequences:
+            sequence.token_ids[-1] = PENDING
+        self._last = {event.request_id: event.token_id or 0 for event in events}
+        self.unread.append(events)
+        runner = self
+
+        class Late(CompletedStep):
+            def events(self) -> list[TokenEvent]:
+                assert runner.unread.pop(0) is events, "read in the order of their launches"
+                return events
+
+        return Late(events)
+
+
+def late_engine(zoo: Zoo, **engine_settings: object) -> tuple[Engine, LateRunner]:
+    loaded, chosen = load(zoo.base, **engine_settings)
+    runner = LateRunner(loaded.runner)
+    return build_engine(replace(loaded, runner=runner), chosen, wake=lambda: None), runner

@@ -1,0 +1,90 @@
+"""A completion service over a scripted engine and the real usage, on SQLite."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+from scripted_engine import ScriptedEngine
+from tiny_base import byte_tokenizer
+
+from loramux import records
+from loramux.engine.request import SamplingParams
+from loramux.gateway import Generation, GenerationRequest
+from loramux.gateway.constraints import GrammarTrials
+from loramux.gateway.service import CompletionService, ServedBase
+from loramux.gateway.tokenizer import Tokenizer
+from loramux.registry import ResolvedModel
+from loramux.tenants import Tenants
+from loramux.usage import UsageService
+
+
+class Harness(SimpleNamespace):
+    """A completion service, its engine, the usage behind it and somebody who asks."""
+
+    engine: ScriptedEngine
+    service: CompletionService
+    usage: UsageService
+    database: records.Database
+
+    async def begin(self, **changes: object) -> Generation:
+        ask = {"kind": "cmpl", "model": "tiny", "prompts": ("hello",), "sampling": SamplingParams(max_tokens=0)}
+        ask["is_streamed"] = True
+        return await self.service.begin(self.principal, GenerationRequest(**(ask | changes)))
+
+    async def entries(self) -> list[tuple[str | None, int, int, int, str | None]]:
+        from sqlalchemy import select
+
+        from loramux.records.ledger import LedgerRow
+
+        async with self.database.read() as session:
+            rows = (await session.scalars(select(LedgerRow).order_by(LedgerRow.sequence))).all()
+        return [(r.status, r.input_tokens, r.cached_tokens, r.output_tokens, r.finish_reason) for r in rows]
+
+
+class AnyName:
+    """A registry in which every name with a slash is a revision, and every other the base."""
+
+    async def resolve(self, principal: object, model: str, caller: str) -> ResolvedModel:
+        revision = SimpleNamespace(digest="d1", engine_key="d1", directory="/d1") if "/" in model else None
+        return ResolvedModel(name=model, base_model="tiny", revision=revision)
+
+
+@asynccontextmanager
+async def harness(folder: Path, *, share_base_cache: bool = False, **engine: object) -> AsyncIterator[Harness]:
+    url = f"sqlite:///{folder}/records.sqlite3"
+    records.migrate(url)
+    database = records.Database(url)
+    tenants, usage, scripted = Tenants(database, b"p" * 32), UsageService(database), ScriptedEngine(**engine)
+    await tenants.create("acme")
+    principal = await tenants.authenticate((await tenants.create_key("acme"))[1])
+    await usage.start()
+    tokenizer, facts = Tokenizer(byte_tokenizer()), await scripted.start()
+    trials = GrammarTrials(tokenizer, facts)
+    service = CompletionService(
+        bases=[ServedBase("tiny", scripted, facts, tokenizer, trials, share_cache=share_base_cache)],
+        resolver=AnyName(),
+        usage=usage,
+    )
+    try:
+        yield Harness(engine=scripted, service=service, usage=usage, database=database, principal=principal)
+    finally:
+        await service.drain(1)
+        trials.close()
+        await usage.stop()
+        await database.close()
+
+
+def in_harness(test: Callable[[Harness], Awaitable[None]], folder: Path, **engine: object) -> None:
+    async def run() -> None:
+        async with asyncio.timeout(20), harness(folder, **engine) as made:
+            await test(made)
+
+    asyncio.run(run())
+
+
+async def read(generation: Generation) -> str:
+    return "".join([delta.text async for delta in generation])

@@ -1,0 +1,98 @@
+"""The image's settings, the compose file and the Kubernetes manifests: valid, and true to the server's settings."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from loramux.settings import load_settings
+
+ROOT = Path(__file__).parents[1]
+DEPLOY = ROOT / "deploy"
+BASE = DEPLOY / "kubernetes/base"
+KUBERNETES = "1.30"
+SETTINGS = (DEPLOY / "loramux.toml", BASE / "loramux.toml")
+
+
+def documents(folder: Path) -> list[dict]:
+    files = [file for file in sorted(folder.glob("*.yaml")) if file.name != "kustomization.yaml"]
+    return [document for file in files for document in yaml.safe_load_all(file.read_text())]
+
+
+@pytest.mark.parametrize("file", SETTINGS, ids=lambda file: str(file.relative_to(DEPLOY)))
+def test_settings_are_valid_and_name_the_internal_port(file: Path) -> None:
+    settings = load_settings(file)
+    assert settings.server.internal_port == 9090
+    assert settings.logging.format == "json"
+
+
+@pytest.mark.parametrize("document", documents(BASE), ids=lambda one: f"{one['kind']}-{one['metadata']['name']}")
+def test_manifest_matches_kubernetes_schema(document: dict) -> None:
+    kubernetes_validate.validate(document, KUBERNETES, strict=True)
+
+
+def test_wrong_manifest_is_found() -> None:
+    (server,) = [one for one in documents(BASE) if one["kind"] == "Deployment"]
+    server["spec"]["template"]["spec"]["terminationGrace"] = 1
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(server, KUBERNETES, strict=True)
+
+
+def test_pod_has_time_to_drain_and_leaves_the_load_balancer_first() -> None:
+    (server,) = [one for one in documents(BASE) if one["kind"] == "Deployment"]
+    pod = server["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    settings = load_settings(BASE / "loramux.toml").server
+    ready = container["readinessProbe"]
+    assert pod["terminationGracePeriodSeconds"] >= settings.lame_duck_seconds + settings.drain_seconds + 10
+    assert ready["periodSeconds"] * ready["failureThreshold"] + ready["timeoutSeconds"] <= settings.lame_duck_seconds
+    ports = {one["name"]: one["containerPort"] for one in container["ports"]}
+    assert ports == {"api": settings.port, "internal": settings.internal_port}
+    writable = {mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly")}
+    assert writable == {"/var/lib/loramux", "/tmp"}
+    assert container["securityContext"]["readOnlyRootFilesystem"]
+    assert pod["securityContext"]["runAsNonRoot"]
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl (Debian: kubernetes-client)")
+def test_overlay_for_one_gpu_builds() -> None:
+    built = subprocess.run(
+        ["kubectl", "kustomize", str(DEPLOY / "kubernetes/overlays/single-gpu")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    by_kind = {one["kind"]: one for one in yaml.safe_load_all(built.stdout)}
+    (container,) = by_kind["Deployment"]["spec"]["template"]["spec"]["containers"]
+    assert container["image"] == "loramux:cuda"
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == "1"
+    assert tomllib.loads(by_kind["ConfigMap"]["data"]["loramux.toml"])["server"]["internal_port"] == 9090
+    assert by_kind["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"] == {"app.kubernetes.io/name": "loramux"}
+    for document in by_kind.values():
+        if document["kind"] != "ServiceMonitor":
+            kubernetes_validate.validate(document, KUBERNETES, strict=True)
+
+
+def test_compose_mounts_files_that_exist_and_publishes_to_this_machine_only() -> None:
+    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    for name, service in services.items():
+        for port in service.get("ports", ()):
+            assert port.startswith("127.0.0.1:"), name
+        for volume in service.get("volumes", ()):
+            source = volume.split(":")[0]
+            assert not source.startswith(".") or (DEPLOY / source).exists(), volume
+    assert int(services["loramux"]["stop_grace_period"].removesuffix("s")) >= 140
+
+
+def test_image_runs_as_a_user_and_copies_what_exists() -> None:
+    text = (DEPLOY / "Dockerfile").read_text()
+    assert "USER 10001:10001" in text
+    for source in re.findall(r"^COPY (?!--from)(\S+) ", text, re.MULTILINE):
+        assert (ROOT / source).exists()

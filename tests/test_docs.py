@@ -1,0 +1,88 @@
+"""The documentation: the site builds without a warning, and every command in it exists with the options it is given."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+from loramux_api.cli import main
+from loramux_api.reference import SITE_PAGES
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("docs/**/*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "client/README.md"])
+COMMAND = re.compile(r"(?:\$ |[A-Z_]+=\S+ |.* exec loramux )*loramux ((?:[a-z-]+ ?)+.*)")
+
+
+def test_site_builds_without_a_warning(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    shutil.copy(ROOT / "zensical.toml", tmp_path)
+    for page, write in SITE_PAGES.items():
+        (tmp_path / "docs" / page).write_text(write())
+    zensical = Path(sys.executable).with_name("zensical")
+    done = subprocess.run(
+        [zensical, "build", "--clean", "--strict"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    index = (tmp_path / "build/site/index.html").read_text()
+    assert "Quick start" in index
+    assert "POST /v1/chat/completions" in (tmp_path / "build/site/http/index.html").read_text()
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    listed = set(re.findall(r'"([\w/.-]+\.md)"', (ROOT / "zensical.toml").read_text()))
+    pages = {str(page.relative_to(ROOT / "docs")) for page in ROOT.glob("docs/**/*.md")} | set(SITE_PAGES)
+    assert listed == {page for page in pages if not page.startswith("decisions/")}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_of_a_page_exist(page: Path) -> None:
+    for line, words in _commands(page.read_text()):
+        _check(line, words)
+
+
+def test_a_command_that_does_not_exist_is_found() -> None:
+    for wrong in ("loramux key list", "loramux tenant create acme --shape round", "loramux adapter shove ./x"):
+        with pytest.raises(AssertionError):
+            [_check(line, words) for line, words in _commands(f"    {wrong}\n")]
+
+
+def _commands(text: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield the command lines of code blocks and of code in sentences."""
+    blocks = [line for line in text.splitlines() if line.startswith("    ") or line.startswith("$ ")]
+    blocks += re.findall(r"`(loramux [^`]+)`", text)
+    fenced = re.findall(r"```(?:sh|bash|console)\n(.*?)```", text, re.DOTALL)
+    for line in [*blocks, *"\n".join(fenced).splitlines()]:
+        for part in re.split(r"&&|\||;", line.split(" #")[0]):
+            if match := COMMAND.match(part.strip()):
+                try:
+                    words = shlex.split(match[1])
+                except ValueError:  # a quotation that goes on in the next line
+                    words = match[1].split()
+                yield line, words
+
+
+def _check(line: str, words: list[str]) -> None:
+    """Follow the words through the groups; every option must be the command's own."""
+    command: click.Command = main
+    context = click.Context(main, info_name="loramux")
+    while words and isinstance(command, click.Group) and not words[0].startswith("-"):
+        name, *words = words
+        if name in ("...", "COMMAND"):
+            return
+        child = command.get_command(context, name)
+        assert child is not None, f"{line.strip()!r}: `{context.command_path}` has no command {name!r}"
+        command, context = child, click.Context(child, info_name=name, parent=context)
+    options = {
+        option for parameter in command.get_params(context) for option in parameter.opts + parameter.secondary_opts
+    }
+    for word in words:
+        if re.fullmatch(r"--?[a-z][\w-]*(=.*)?", word):
+            assert word.split("=")[0] in options, f"{line.strip()!r}: `{context.command_path}` has no option {word!r}"
