@@ -201,6 +201,8 @@ class ProcessChannel:
         self._process: multiprocessing.process.BaseProcess | None = None
         self._connection: Connection | None = None
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        # Of two threads that wait for one child, the second may be told that there is none, and think it alive.
+        self._reaping = threading.Lock()
 
     def open(self, on_report: Callable[[Report], None]) -> None:
         """Start the process, a thread that reads its reports and a thread that writes its commands."""
@@ -236,10 +238,11 @@ class ProcessChannel:
     def join(self, timeout: float) -> None:
         """Wait for the process; kill it where it does not end."""
         if self._process is not None:
-            self._process.join(timeout)
-            if self._process.is_alive():
-                self._process.kill()
-                self._process.join()
+            with self._reaping:
+                self._process.join(timeout)
+                if self._process.is_alive():
+                    self._process.kill()
+                    self._process.join()
         self._outbox.put(None)
 
     def _write(self) -> None:
@@ -263,7 +266,8 @@ class ProcessChannel:
 
     def _exit_code(self) -> str:
         assert self._process is not None
-        self._process.join(5)
+        with self._reaping:
+            self._process.join(5)
         return f"exit code {self._process.exitcode}"
 
 
