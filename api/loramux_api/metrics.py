@@ -23,6 +23,7 @@ from loramux.engine.messages import EngineStats
 from loramux.engine.metrics import Distribution
 from loramux.fleet.view import EngineState
 from loramux.gateway import Generation, Platform
+from loramux_api.vllm_metrics import VllmCollector
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
@@ -164,6 +165,8 @@ LEDGER_DRIFT = Family(
     "gauge",
     "Tokens that the engine counted and the ledger does not have. Alert on any value but 0.",
 )
+SERVED = ("base_model", "service_tier")
+"""Labels of what a caller feels: an alert on people's waits leaves the tier `batch` out."""
 RUNNING = Family("loramux_completions_running", "gauge", "Requests that are admitted and have not ended.")
 COMPLETIONS = Family("loramux_completions", "counter", "Requests that have ended, by outcome.", ("status",))
 TOKENS = Family(
@@ -173,7 +176,13 @@ TOKENS = Family(
     ("kind",),
 )
 INTER_TOKEN = Family(
-    "loramux_inter_token_seconds", "histogram", "Seconds between two tokens of a request, of requests that have ended."
+    "loramux_inter_token_seconds",
+    "histogram",
+    "Seconds between two tokens of a request, of requests that have ended.",
+    SERVED,
+)
+CHOICES = Family(
+    "loramux_choices", "counter", "Choices that have ended, by finish reason.", ("base_model", "finish_reason")
 )
 UNSETTLED = Family(
     "loramux_unsettled_requests", "gauge", "Requests that have ended and wait for the database to record it."
@@ -196,13 +205,13 @@ RESPONSES = Family(
     ("method", "route", "status"),
 )
 FIRST_TOKEN = Family(
-    "loramux_first_token_seconds", "histogram", "Seconds from a request's admission to its first token."
+    "loramux_first_token_seconds", "histogram", "Seconds from a request's admission to its first token.", SERVED
 )
 COMPLETION_SECONDS = Family(
-    "loramux_completion_seconds", "histogram", "Seconds from a request's admission to its last token."
+    "loramux_completion_seconds", "histogram", "Seconds from a request's admission to its last token.", SERVED
 )
 FAMILIES = (
-    *(RESPONSES, COMPLETIONS, RUNNING, TOKENS, FIRST_TOKEN, INTER_TOKEN, COMPLETION_SECONDS, LEDGER_DRIFT),
+    *(RESPONSES, COMPLETIONS, CHOICES, RUNNING, TOKENS, FIRST_TOKEN, INTER_TOKEN, COMPLETION_SECONDS, LEDGER_DRIFT),
     *(ENGINE_UP, ENGINE_STARTS, QUEUE_SECONDS, LOAD_SECONDS, STEP_ADAPTERS, SERVICE_UNITS, REVISION_DRAFTS),
     *(UNSETTLED, SINK_ENTRIES, CERTIFICATE_EXPIRY),
     *ENGINE_FAMILIES.values(),
@@ -240,7 +249,7 @@ class PlatformCollector:
         tokens = counters.tokens
         by_kind = {("prompt",): tokens.prompt, ("cached",): tokens.cached, ("completion",): tokens.output}
         yield _labelled(TOKENS, by_kind)
-        yield _histogram(INTER_TOKEN, {(): counters.token_gaps.distribution})
+        yield _histogram(INTER_TOKEN, {served: gaps.distribution for served, gaps in counters.token_gaps.items()})
 
 
 def _engine_metrics(stats: Mapping[tuple[str, str], EngineStats]) -> Iterator[Metric]:
@@ -276,10 +285,13 @@ class Metrics:
         self._responses = Counter(RESPONSES.name, RESPONSES.help, RESPONSES.labels, registry=self._registry)
         self._first_token = self._observed(FIRST_TOKEN)
         self._total = self._observed(COMPLETION_SECONDS)
+        self._choices = Counter(CHOICES.name, CHOICES.help, CHOICES.labels, registry=self._registry)
 
     def watch(self, platform: Platform) -> None:
         """Report on this platform too."""
-        self._registry.register(PlatformCollector(platform))
+        collector = PlatformCollector(platform)
+        self._registry.register(collector)
+        self._registry.register(VllmCollector(platform, (collector, self._first_token, self._total, self._choices)))
         platform.completions.on_ended(self._observe)
 
     def text(self) -> bytes:
@@ -294,13 +306,16 @@ class Metrics:
             self._responses.labels(method, route or "unknown", message["status"]).inc()
 
     def _observe(self, generation: Generation) -> None:
+        served = generation.base_model, generation.service_tier
         if generation.seconds_to_first_token is not None:
-            self._first_token.observe(generation.seconds_to_first_token)
+            self._first_token.labels(*served).observe(generation.seconds_to_first_token)
         if generation.seconds is not None:
-            self._total.observe(generation.seconds)
+            self._total.labels(*served).observe(generation.seconds)
+        for reason in generation.finish_reasons:
+            self._choices.labels(generation.base_model, reason).inc()
 
     def _observed(self, family: Family) -> Histogram:
-        return Histogram(family.name, family.help, buckets=SECONDS, registry=self._registry)
+        return Histogram(family.name, family.help, family.labels, buckets=SECONDS, registry=self._registry)
 
 
 def _certificate_expiry(path: str | None) -> float:

@@ -19,6 +19,7 @@ import click
 import msgspec
 
 from loramux.settings import Settings
+from loramux_api import vllm_metrics
 from loramux_api.app import create_app
 from loramux_api.cli import main
 from loramux_api.metrics import FAMILIES
@@ -54,6 +55,21 @@ def metrics_page() -> str:
     for family in FAMILIES:
         labels = ", ".join(family.labels) or "–"
         lines.append(f"| `{family.series}` | {family.kind} | {labels} | {family.help} |")
+    lines += [
+        "",
+        "## Names of vLLM",
+        "",
+        "Dashboards for vLLM's server and routers that read its metrics, such as the endpoint picker of the Gateway",
+        "API inference extension, work unchanged: these families have its names and labels (`model_name`: the base).",
+        "",
+        "| metric | type | the same as | meaning |",
+        "|---|---|---|---|",
+    ]
+    series = {family.name: family.series for family in FAMILIES}
+    for name, one in vllm_metrics.FAMILIES.items():
+        suffix = "_total" if one.kind == "counter" else ""
+        ours = f"`{series[one.ours]}`" if one.ours in series else one.ours
+        lines.append(f"| `{vllm_metrics.PREFIX}{name}{suffix}` | {one.kind} | {ours} | {one.help} |")
     return "\n".join(lines) + "\n"
 
 

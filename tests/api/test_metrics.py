@@ -10,9 +10,11 @@ import msgspec
 import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 from site_fixture import Site
 
-from loramux.engine.messages import EngineStats
+from loramux.engine.messages import EngineMeters, EngineStats, RoutingFacts
+from loramux_api import vllm_metrics
 from loramux_api.metrics import ENGINE_FAMILIES, FAMILIES
 from loramux_api.reference import PAGES
 
@@ -44,6 +46,10 @@ def lint(family: Metric) -> list[str]:
 
 
 def exposed(site: Site) -> list[Metric]:
+    return [family for family in scraped(site) if not family.name.startswith(vllm_metrics.PREFIX)]
+
+
+def scraped(site: Site) -> list[Metric]:
     with site.http() as client:
         client.post("/v1/completions", json={"model": "tiny", "prompt": "hi"})
     text = httpx.get(f"{site.url}/metrics").text
@@ -75,6 +81,58 @@ def test_metrics_are_exactly_the_documented_families(site: Site) -> None:
     assert all(len(help.split()) >= 3 and help.endswith(".") for _, help in documented.values())
     for name, (_, help) in documented.items():
         assert help.lower().rstrip(".") != name.removeprefix("loramux_").removeprefix("engine_").replace("_", " ")
+
+
+def test_families_with_vllms_names_have_our_values(site: Site) -> None:
+    found = {family.name: family for family in scraped(site)}
+    named = {name.removeprefix("vllm:") for name in found if name.startswith("vllm:")}
+    assert named == vllm_metrics.FAMILIES.keys()
+    for name, family in vllm_metrics.SAME.items():
+        ours, theirs = found[family.ours], found[f"vllm:{name}"]
+        assert theirs.type == ours.type == family.kind
+        assert theirs.samples
+        assert sorted(sample.value for sample in theirs.samples) == sorted(sample.value for sample in ours.samples)
+        for sample in theirs.samples:
+            assert sample.labels["model_name"] == "tiny"
+            assert sample.name.startswith(theirs.name)
+    for name, family in vllm_metrics.COMPUTED.items():
+        assert found[f"vllm:{name}"].type == family.kind
+
+
+def test_router_reads_load_and_adapters_under_vllms_names(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the endpoint picker of the Gateway API inference extension does."""
+    keys = [f"sha256:{digit * 64}/tenant_{digit * 32}" for digit in "ab"]
+    stats = EngineStats(
+        waiting=3, pages_total=100, pages_kv=20, pages_kv_cached=30, pages_adapters=5, pages_adapters_idle=10,
+        pages_free=35, prompt_tokens=7, cached_tokens=2, routing=RoutingFacts(max_running=8),
+        meters=EngineMeters(running_adapters=keys[:1], waiting_adapters=keys),
+    )  # fmt: skip
+    monkeypatch.setattr(site.engine, "stats", lambda: stats)
+    found = {family.name.removeprefix("vllm:"): family.samples for family in scraped(site)}
+    assert [sample.value for sample in found["num_requests_waiting"]] == [3]
+    assert [sample.value for sample in found["kv_cache_usage_perc"]] == [0.25]
+    assert [sample.value for sample in found["prompt_tokens"]] == [9]
+    (lora,) = found["lora_requests_info"]
+    assert lora.labels["max_lora"] == "8"
+    assert lora.labels["running_lora_adapters"] == "sha256:aaaaaaaaaaaa"
+    assert lora.labels["waiting_lora_adapters"] == "sha256:aaaaaaaaaaaa,sha256:bbbbbbbbbbbb"
+    assert "tenant_" not in str(lora)
+
+
+def test_waits_are_counted_by_service_tier(site: Site) -> None:
+    """Else a batch that waits for hours would burn the budget of people's waits."""
+    before = {sample.labels["service_tier"]: sample.value for sample in first_tokens(site)}
+    with site.http() as client:
+        client.post(
+            "/v1/completions", json={"model": "tiny", "prompt": "hi", "service_tier": "flex"}
+        ).raise_for_status()
+    after = {sample.labels["service_tier"]: sample.value for sample in first_tokens(site)}
+    assert after["flex"] == before.get("flex", 0) + 1
+
+
+def first_tokens(site: Site) -> list[Sample]:
+    (family,) = [one for one in exposed(site) if one.name == "loramux_first_token_seconds"]
+    return [sample for sample in family.samples if sample.name.endswith("_count")]
 
 
 def test_every_statistic_of_the_engine_has_a_family() -> None:

@@ -37,8 +37,8 @@ def test_metrics_count_requests_tokens_and_pages(site: Site) -> None:
     assert grown("loramux_tokens_total", kind="completion") == 3
     assert grown("loramux_completions_total", status="completed") == 1
     assert grown("loramux_http_responses_total", method="POST", route="/v1/completions", status="200") == 1
-    assert grown("loramux_first_token_seconds_count") == 1
-    assert grown("loramux_inter_token_seconds_count") == 2
+    assert grown("loramux_first_token_seconds_count", base_model="tiny", service_tier="default") == 1
+    assert grown("loramux_inter_token_seconds_count", base_model="tiny", service_tier="default") == 2
     assert grown("loramux_engine_steps_total", base_model="tiny", engine="tiny-0") == 1
     tiny = (("base_model", "tiny"), ("engine", "tiny-0"))
     assert after["loramux_engine_pages_free", tiny] == 64

@@ -150,6 +150,10 @@ class EngineMeters(msgspec.Struct, frozen=True, kw_only=True):
     tenants: list[TenantService] = []
     drafts: list[RevisionDrafts] = []
     """Drafted tokens of the revisions that had most, and of all others together."""
+    running_adapters: list[str] = []
+    """Revisions of the running batch."""
+    waiting_adapters: list[str] = []
+    """Revisions of sequences that wait, a bounded number of them."""
 
 
 class CachedPrefix(msgspec.Struct, frozen=True, array_like=True):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from operator import attrgetter
 
 import msgspec
@@ -38,6 +39,8 @@ LABELLED_TENANTS = 20
 REPORTED_PREFIXES = 256
 """Prefix trees that a router hears of."""
 LABELLED_REVISIONS = 20
+LISTED_ADAPTERS = 64
+"""Waiting revisions that are listed."""
 OTHERS = "other"
 
 
@@ -240,6 +243,8 @@ def snapshot(
             step_adapters=counters.step_adapters.distribution,
             tenants=meter.tenants,
             drafts=labelled_drafts(scheduler.speculation.revisions, counters),
+            running_adapters=sorted({one.digest for one in scheduler.running if one.digest is not None}),
+            waiting_adapters=sorted(islice(scheduler.queue.digests, LISTED_ADAPTERS)),
         ),
         routing=routing_facts(scheduler),
     )

@@ -58,8 +58,8 @@ class CompletionCounters:
     requests: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ENDS, 0))
     """Requests by their end."""
     tokens: TokenCounts = field(default_factory=TokenCounts)
-    token_gaps: Histogram = field(default_factory=lambda: Histogram(SECONDS))
-    """Seconds between one token and the next, of requests that have ended."""
+    token_gaps: dict[tuple[str, str], Histogram] = field(default_factory=dict)
+    """Seconds between one token and the next, by base model and service tier, of requests that have ended."""
 
 
 class TokenizedPrompt(NamedTuple):
@@ -312,7 +312,8 @@ class CompletionService:
         self._running.discard(generation)
         self.counters.requests[generation.status] += 1
         self.counters.tokens += generation.usage
-        self.counters.token_gaps.add(generation.token_gaps)
+        gaps = self.counters.token_gaps.setdefault((generation.base_model, generation.service_tier), Histogram(SECONDS))
+        gaps.add(generation.token_gaps)
         if generation.unsettled is not None:
             self._unsettled.append(generation.unsettled)
         for observer in self._ended_observers:

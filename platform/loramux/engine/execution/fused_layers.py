@@ -94,7 +94,7 @@ class FusedNorm(nn.Module):
     def _normalise_by(
         self, x: torch.Tensor, norm: Norm, delta: torch.Tensor | None = None, factor: float = 1.0
     ) -> torch.Tensor:
-        # Heads of a joined projection lie apart: a copy of them is normalised. A stream that is changed in place is whole.
+        # Heads of a joined projection lie apart: a copy is normalised. A stream that is changed in place is whole.
         rows = x if delta is not None or x.is_contiguous() else x.contiguous()
         return rms_norm(rows.view(-1, x.shape[-1]), norm, delta, factor).view(x.shape)
 

@@ -94,6 +94,11 @@ class RequestQueue:
         return tuple(self._by_digest.get(digest, ()))
 
     @property
+    def digests(self) -> Iterable[str]:
+        """The revisions that waiting sequences need."""
+        return self._by_digest.keys()
+
+    @property
     def work(self) -> QueuedWork:
         """All the work that waits."""
         total = QueuedWork()
