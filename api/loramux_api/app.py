@@ -187,6 +187,9 @@ async def attached(app: Application, platform: Platform) -> AsyncIterator[None]:
         app.state.metrics.watch(platform)
         platform.completions.on_begun(note_begun)
         platform.completions.on_ended(note_ended)
+        if app.tracer is not None:
+            platform.uploads.worker.jobs.on_ended(app.tracer.export_job)
+            services.jobs.on_ended(app.tracer.export_job)
         yield
     if app.tracer is not None:
         await asyncio.to_thread(app.tracer.close)

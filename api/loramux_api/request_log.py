@@ -93,7 +93,8 @@ class RequestRecord:
             self._tracer.export(self.parent, Phase("request", self._began, ended), self._phases, self._fields)
 
     def _note_phases(self, generation: Generation) -> None:
-        """Note admission, queue, prefill, decode and settlement, as far as the generation came."""
+        """Note admission, queue, prefill, decode and settlement, as far as the generation came, and its adapter's
+        load, which is a part of the queue."""
         began, now = generation.began, time.monotonic()
         ended = began + (generation.seconds or 0.0)
         times = [("admission", began)]
@@ -106,6 +107,9 @@ class RequestRecord:
         for name, end in [*times, ("settlement", now)]:
             self._phases.append(Phase(name, before, end))
             before = end
+        if generation.load is not None:
+            start, end = generation.load
+            self._phases.append(Phase("adapter load", began + start, began + end))
 
 
 @asynccontextmanager

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
+from loramux.jobs import JobRun
 from loramux.settings import SettingsError, TracingSettings
 
 if TYPE_CHECKING:
@@ -100,11 +102,7 @@ class Tracer:
             flags = trace.TraceFlags(trace.TraceFlags.SAMPLED if parent.is_sampled else trace.TraceFlags.DEFAULT)
             remote = trace.SpanContext(self._ids.chosen, int(parent.span_id, 16), is_remote=True, trace_flags=flags)
             context = trace.set_span_in_context(trace.NonRecordingSpan(remote))
-        offset = time.time_ns() - time.monotonic_ns()
-
-        def at(seconds: float) -> int:
-            return offset + int(seconds * 1e9)
-
+        at = _unix_time()
         span = self._tracer.start_span(
             f"{fields.get('method', '')} {fields.get('route', 'unknown')}".strip(),
             context,
@@ -122,9 +120,22 @@ class Tracer:
             span.set_status(trace.StatusCode.ERROR)
         span.end(at(request.ended))
 
+    def export_job(self, run: JobRun) -> None:
+        """Send the span of a background job: a trace of its own, since it outlives the request that asked for it."""
+        self._ids.chosen = int(self.new_trace().trace_id, 16)
+        at = _unix_time()
+        span = self._tracer.start_span(f"job {run.kind}", start_time=at(run.began), attributes={"loramux.job": run.id})
+        span.end(at(run.ended))
+
     def close(self) -> None:
         """Send what is left."""
         self._provider.shutdown()
+
+
+def _unix_time() -> Callable[[float], int]:
+    """Return the function from seconds of the monotonic clock to nanoseconds of Unix time."""
+    offset = time.time_ns() - time.monotonic_ns()
+    return lambda seconds: offset + int(seconds * 1e9)
 
 
 def _attributes(fields: dict[str, object]) -> dict[str, AttributeValue]:

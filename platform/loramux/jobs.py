@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextvars import Context
+from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 
@@ -19,15 +21,34 @@ class Job(Protocol):
 J = TypeVar("J", bound=Job)
 
 
+@dataclass(frozen=True, slots=True)
+class JobRun:
+    """One run of a job, as it ended."""
+
+    kind: str
+    id: str
+    began: float
+    """By the monotonic clock, in seconds; `ended` too."""
+    ended: float
+
+
 class JobRunner(Generic[J]):
     """Runs the jobs that `find` returns, those that do not run already."""
 
-    def __init__(self, find: Callable[[], Awaitable[Sequence[J]]], run: Callable[[J], Coroutine[None, None, None]]):
+    def __init__(
+        self, kind: str, find: Callable[[], Awaitable[Sequence[J]]], run: Callable[[J], Coroutine[None, None, None]]
+    ) -> None:
         """`run` handles its own errors: a job that fails is found and run again, unless its row says otherwise."""
+        self.kind = kind
         self._find = find
         self._run = run
+        self._observers: list[Callable[[JobRun], None]] = []
         self._running: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+
+    def on_ended(self, observer: Callable[[JobRun], None]) -> None:
+        """Call `observer` at the end of each run, a cancelled one too."""
+        self._observers.append(observer)
 
     @property
     def is_idle(self) -> bool:
@@ -56,10 +77,14 @@ class JobRunner(Generic[J]):
                 self._running[job.id] = self._start(self._run_one(job))
 
     async def _run_one(self, job: J) -> None:
+        began = time.monotonic()
         try:
             await self._run(job)
         finally:
             self._running.pop(job.id, None)
+            ended = JobRun(self.kind, job.id, began, time.monotonic())
+            for observer in self._observers:
+                observer(ended)
 
     def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work, context=Context())  # a job belongs to no request, so it inherits none's ids

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
+from peft_uploads import form, make_adapter
 from running_server import running
 from scripted_engine import ScriptedEngine
 from site_fixture import make_keys, make_settings
@@ -67,6 +68,7 @@ def collector() -> Iterator[Collector]:
 class Traced:
     url: str
     key: str
+    engine: ScriptedEngine
 
     def complete(self, **headers: str) -> httpx.Response:
         sent = {"Authorization": f"Bearer {self.key}"} | headers
@@ -74,14 +76,23 @@ class Traced:
         return httpx.post(f"{self.url}/v1/completions", headers=sent, json=body, timeout=30)
 
 
-@pytest.fixture(scope="module")
-def traced(base_dir: Path, tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Traced]:
+@pytest.fixture(scope="module", params=[0.0])
+def traced(
+    request: pytest.FixtureRequest, base_dir: Path, tmp_path_factory: pytest.TempPathFactory, collector: Collector
+) -> Iterator[Traced]:
+    """A server that traces what clients ask it to, and this part of the rest."""
     settings = make_settings(base_dir, tmp_path_factory.mktemp("traced"))
-    tracing = TracingSettings(endpoint=collector.url, headers={"x-team": "blue"}, sample_ratio=0.0)
+    tracing = TracingSettings(endpoint=collector.url, headers={"x-team": "blue"}, sample_ratio=request.param)
     settings = msgspec.structs.replace(settings, tracing=tracing)
     keys = make_keys(settings)
-    with running(create_app(settings, ScriptedEngine()), "granian") as server:
-        yield Traced(server.url, keys["acme"])
+    engine = ScriptedEngine()
+    with running(create_app(settings, engine), "granian") as server:
+        yield Traced(server.url, keys["acme"], engine)
+
+
+@pytest.fixture(scope="module")
+def adapter(base_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_adapter(base_dir, tmp_path_factory.mktemp("adapter"))
 
 
 def attributes(span: Span) -> dict[str, object]:
@@ -107,6 +118,32 @@ def test_trace_reaches_from_the_clients_span_to_the_settlement(traced: Traced, c
     assert found["gen_ai.usage.input_tokens"] == answer["usage"]["prompt_tokens"]
     assert found["gen_ai.usage.output_tokens"] == answer["usage"]["completion_tokens"]
     assert "hello" not in str(spans)
+
+
+def test_adapters_load_is_a_span_within_the_queues_time(
+    traced: Traced, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = "3" * 32
+    monkeypatch.setattr(traced.engine, "load", (2e-5, 8e-5))
+    traced.complete(traceparent=f"00-{trace}-{PARENT}-01").raise_for_status()
+    spans = {span.name: span for span in collector.of_trace(trace, 2 + len(PHASES))}
+    load, queue = spans["adapter load"], spans["queue"]
+    assert load.parent_span_id == queue.parent_span_id
+    assert load.start_time_unix_nano - queue.start_time_unix_nano == pytest.approx(2e4, abs=2)
+    assert load.end_time_unix_nano - load.start_time_unix_nano == pytest.approx(6e4, abs=2)
+
+
+@pytest.mark.parametrize("traced", [1.0], indirect=True)
+def test_background_job_is_a_trace_of_its_own(traced: Traced, collector: Collector, adapter: Path) -> None:
+    sent = {"Authorization": f"Bearer {traced.key}"}
+    httpx.post(f"{traced.url}/v1/adapters", headers=sent, timeout=60, **form(adapter, "traced")).raise_for_status()
+    until = time.monotonic() + 30
+    while not (found := [span for span in collector.spans if span.name == "job upload"]):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    assert not found[0].parent_span_id
+    assert str(attributes(found[0])["loramux.job"]).startswith("upload_")
+    assert "traced" not in str(found[0].attributes)
 
 
 def test_client_decides_about_its_trace_and_the_ratio_about_others(traced: Traced, collector: Collector) -> None:

@@ -177,6 +177,7 @@ class Harness:
         self.finished: dict[str, str] = {}
         self.generated: dict[str, int] = {}
         self.cached: dict[str, int] = {}
+        self.first_events: dict[str, TokenEvent] = {}
         self.order: list[str] = []
         self.faults: dict[str, EngineFault] = {}
         self.first_token_at: dict[str, float] = {}
@@ -234,6 +235,7 @@ class Harness:
             if event.token_id is not None:
                 self.first_token_at.setdefault(event.request_id, self.time)
                 self.cached.setdefault(event.request_id, event.cached_tokens)
+                self.first_events.setdefault(event.request_id, event)
                 self.generated[event.request_id] = self.generated.get(event.request_id, 0) + 1
             if event.finish_reason:
                 assert event.request_id not in self.finished

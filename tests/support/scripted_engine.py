@@ -51,6 +51,8 @@ class ScriptedEngine:
     died: asyncio.Event = field(default_factory=asyncio.Event)
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
     waits_s: float = 0.0
+    load: tuple[float, float] | None = None
+    """Of the adapter of every request, in its first event."""
     overrun: int = 0
     """Tokens that still come after a cancellation."""
     left: dict[str, asyncio.Event] = field(default_factory=dict)
@@ -92,14 +94,14 @@ class ScriptedEngine:
 
     async def _play(self, request: Request, on_event: OnEvent) -> None:
         late = 0
-        for event in self._events(request):
+        for number, event in enumerate(self._events(request)):
             await self._pause(request.id)
             self._ensure_alive()
             late += request.id in self.cancelled
             if late > self.overrun:
                 event = TokenEvent(request_id=request.id, finish_reason="cancelled")  # noqa: PLW2901
             event = self._counted(request, event)  # noqa: PLW2901
-            on_event(event)
+            on_event(event if number else msgspec.structs.replace(event, load=self.load))
             if event.finish_reason is not None:
                 return
 

@@ -14,6 +14,7 @@ from loramux.batches.service import Batches
 from loramux.batches.window import Window
 from loramux.batches.worker import BatchWorker
 from loramux.gateway import Platform, run_periodically
+from loramux.jobs import JobRunner
 from loramux.records.batches import Batch, LineError
 from loramux.records.files import StoredFile
 
@@ -27,6 +28,7 @@ class BatchServices:
 
     files: Files
     batches: Batches
+    jobs: JobRunner[Batch]
 
 
 @asynccontextmanager
@@ -48,7 +50,7 @@ async def open_batches(platform: Platform, endpoints: Endpoints) -> AsyncIterato
     worker = BatchWorker(server, platform.usage)
     try:
         async with run_periodically(TEND_SECONDS, worker.tend), run_periodically(SWEEP_SECONDS, worker.sweep):
-            yield BatchServices(files, Batches(platform.database, worker, endpoints, settings))
+            yield BatchServices(files, Batches(platform.database, worker, endpoints, settings), worker.jobs)
     finally:
         await worker.stop()
         files.threads.close()

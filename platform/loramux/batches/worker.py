@@ -29,7 +29,7 @@ class BatchWorker:
         self._server = server
         self._database = server.database
         self._usage = usage
-        self._jobs = JobRunner(self._find, self._run)
+        self.jobs = JobRunner("batch", self._find, self._run)
 
     @property
     def server_id(self) -> str:
@@ -38,7 +38,7 @@ class BatchWorker:
 
     def look(self) -> None:
         """Start the batches that this server holds and does not run yet."""
-        self._jobs.look()
+        self.jobs.look()
 
     async def tend(self) -> None:
         """Adopt batches of dead servers, whose open requests are closed first, and start those that failed again."""
@@ -65,7 +65,7 @@ class BatchWorker:
 
     async def stop(self) -> None:
         """Begin no further line; another server, or this one's next life, goes on."""
-        await self._jobs.stop()
+        await self.jobs.stop()
 
     async def _find(self) -> Sequence[Batch]:
         try:

@@ -115,6 +115,8 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt tokens whose KV was reused; meaningful on the first event."""
     waited_s: float = 0.0
     """Seconds from arrival to the first step; on the first event."""
+    load: tuple[float, float] | None = None
+    """Seconds after arrival from which, and to which, its adapter was loaded meanwhile; on the first event."""
     finish_reason: str | None = None
     fault: EngineFault | None = None
     count: EngineCount | None = None

@@ -139,6 +139,11 @@ class Generation:
         return min((choice.waited_s for choice in self._choices if choice.num_generated), default=0.0)
 
     @property
+    def load(self) -> tuple[float, float] | None:
+        """Seconds after `began` from which, and to which, its adapter was loaded; None: it was in the pool."""
+        return next((choice.load for choice in self._choices if choice.load is not None), None)
+
+    @property
     def adapter_loads(self) -> int:
         """Loads of its adapter that it caused."""
         return sum(choice.count.adapter_loads for choice in self._choices if choice.count is not None)

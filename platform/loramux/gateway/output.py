@@ -138,6 +138,7 @@ class Choice:
         """Tokens that the engine has sent, in the output or not."""
         self.cached_tokens = 0
         self.waited_s = 0.0
+        self.load: tuple[float, float] | None = None
         self.count: EngineCount | None = None
         """The engine's own count, once it has ended the request."""
         self.last_token_at: float | None = None
@@ -147,6 +148,7 @@ class Choice:
         self.num_generated += event.token_id is not None
         self.cached_tokens = max(self.cached_tokens, event.cached_tokens)
         self.waited_s = max(self.waited_s, event.waited_s)
+        self.load = self.load or event.load
         self.count = event.count or self.count
 
 

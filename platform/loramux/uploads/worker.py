@@ -73,13 +73,13 @@ class UploadWorker:
         self._checks = TenantSlots(CHECKS, CHECKS_PER_TENANT)
         self._fetches = TenantSlots(FETCHES, FETCHES_PER_TENANT)
         self._threads = ThreadPool("uploads", THREADS)
-        self._jobs = JobRunner(self._find, self._run)
+        self.jobs = JobRunner("upload", self._find, self._run)
         self._awaited: dict[str, asyncio.Future[AdapterInfo]] = {}
 
     @property
     def is_idle(self) -> bool:
         """Return whether no job runs or is being looked for."""
-        return self._jobs.is_idle
+        return self.jobs.is_idle
 
     @contextmanager
     def awaiting(self, id: str) -> Iterator[asyncio.Future[AdapterInfo]]:
@@ -93,11 +93,11 @@ class UploadWorker:
 
     def cancel(self, id: str) -> None:
         """Stop work on an upload that was removed."""
-        self._jobs.cancel(id)
+        self.jobs.cancel(id)
 
     def look(self) -> None:
         """Start work on uploads that this server has taken on."""
-        self._jobs.look()
+        self.jobs.look()
 
     async def tend(self) -> None:
         """Adopt uploads of dead servers, start failed jobs again, and expire abandoned sessions."""
@@ -105,7 +105,7 @@ class UploadWorker:
             jobs = UploadJobs(session)
             await jobs.adopt_abandoned(self.server_id)
             expired = await jobs.expire(self._database.now())
-        self._jobs.look()
+        self.jobs.look()
         for id in expired:
             await self._threads.run(self._blobs.objects.delete_under, folder_of(id))
 
@@ -123,7 +123,7 @@ class UploadWorker:
 
     async def stop(self) -> None:
         """Cancel the running jobs; this server's next life, or another server, starts them again."""
-        await self._jobs.stop()
+        await self.jobs.stop()
 
     async def _find(self) -> list[UploadJob]:
         try:

@@ -63,6 +63,20 @@ def test_hits_and_misses_of_adapters() -> None:
     assert sum(harness.residency.counters.adapter_load_seconds.counts) == 1
 
 
+def test_load_that_a_request_waited_for_is_in_its_first_event() -> None:
+    harness = Harness()
+    harness.submit("cold", 4, 2, adapter="a")
+    harness.submit("base", 4, 2)
+    harness.run()
+    harness.submit("warm", 4, 2, adapter="a")
+    harness.run()
+    first = harness.first_events
+    assert first["warm"].load is first["base"].load is None
+    assert first["cold"].load is not None
+    began, ended = first["cold"].load
+    assert 0.0 <= began < ended <= first["cold"].waited_s
+
+
 def test_service_is_labelled_for_most_served_tenants_and_summed_for_others() -> None:
     harness = Harness(num_pages=400, max_num_seqs=64, max_tokens=256, policy=Policy(), pace=PACE)
     count = LABELLED_TENANTS + 5

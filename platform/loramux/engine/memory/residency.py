@@ -128,6 +128,8 @@ class Resident:
     """Prefix trees with cached KV under it; it is no leaf before they are empty."""
     recency: float = NEVER_USED
     loading_since: float = 0.0
+    ready_at: float = 0.0
+    """The end of its latest load."""
     is_retired: bool = False
     failures: int = 0
     retry_at: float = 0.0
@@ -194,6 +196,11 @@ class Residency:
         failed = self._known[digest]
         wait = max(0.0, failed.retry_at - self.clock())
         return f"{failed.reason} It failed {failed.failures} times in a row and is tried again in {wait:.0f} s."
+
+    def load_times(self, digest: str) -> tuple[float, float]:
+        """Return the begin and the end of the latest load that has ended, by the clock; zeros where there was none."""
+        resident = self._known[digest]
+        return resident.loading_since, resident.ready_at
 
     def is_in_use(self, digest: str) -> bool:
         """Does a running sequence, or a permanent pin, use it?"""
@@ -446,7 +453,8 @@ class Residency:
             resident.slot, resident.state, resident.failures = result, AdapterState.READY, 0
             self._update_idle(resident)
             self.counters.adapter_loads += 1
-            self.counters.adapter_load_seconds.observe(self.clock() - resident.loading_since)
+            resident.ready_at = self.clock()
+            self.counters.adapter_load_seconds.observe(resident.ready_at - resident.loading_since)
         self._note_awaited(resident)
         self._forget_if_unneeded(resident)
 

@@ -285,6 +285,8 @@ class Scheduler:
         for sequence in builder.joined:
             if sequence.began_at is None:
                 sequence.began_at = now
+                if sequence.digest is not None:
+                    sequence.note_load(*self.state.residency.load_times(sequence.digest))
                 self.state.counters.queue_seconds.observe(now - sequence.arrival)
                 self._deadlines.note_start(sequence, now)
 
@@ -299,7 +301,9 @@ class Scheduler:
         held = len(sequence.token_ids)
         if held == sequence.num_prompt_tokens + 1:
             waited = (sequence.began_at or sequence.arrival) - sequence.arrival
-            event = msgspec.structs.replace(event, cached_tokens=sequence.num_cached, waited_s=waited)
+            event = msgspec.structs.replace(
+                event, cached_tokens=sequence.num_cached, waited_s=waited, load=sequence.load
+            )
         if held == sequence.max_len and event.finish_reason is None:
             event = msgspec.structs.replace(event, finish_reason="length")
         return event

@@ -48,6 +48,7 @@ class Sequence(SequenceKv):
         "group",
         "id",
         "likely_len",
+        "load",
         "load_units",
         "max_len",
         "num_loads",
@@ -80,6 +81,8 @@ class Sequence(SequenceKv):
         self.num_preemptions = 0
         self.num_loads = 0
         """Loads of its adapter that were started for it."""
+        self.load: tuple[float, float] | None = None
+        """Seconds after its arrival from which, and to which, its adapter was loaded while it waited."""
         self.load_units = 0.0
         """Units of those loads that are not charged yet."""
         self.predicted_ttft_s: float | None = None
@@ -128,6 +131,12 @@ class Sequence(SequenceKv):
     def made_progress(self) -> bool:
         """Has it got further, since it last began to run, than it had been before?"""
         return self.units > self.units_at_start
+
+    def note_load(self, began: float, ended: float) -> None:
+        """Note a load of its adapter, by the scheduler's clock, if it ended while the sequence waited."""
+        assert self.began_at is not None, "its wait is over"
+        if ended > self.arrival:
+            self.load = max(0.0, began - self.arrival), min(ended, self.began_at) - self.arrival
 
     def activate(self, invocation: tuple[int, ...]) -> None:
         """Let the adapter serve from the last occurrence of `invocation` in the prompt on; without one never (as
