@@ -62,7 +62,7 @@ from loramux_api.controllers.models import ModelController
 from loramux_api.controllers.releases import FeedbackController, GuardController, RevisionMetricsController
 from loramux_api.controllers.revisions import PinController, RevisionController
 from loramux_api.controllers.uploads import UploadController
-from loramux_api.controllers.usage import InvoiceController, RequestController, UsageController
+from loramux_api.controllers.usage import InvoiceController, RequestController, ServiceLevelController, UsageController
 from loramux_api.controllers.vllm import VllmController
 from loramux_api.controllers.webhooks import EventController, WebhookController
 from loramux_api.headers import send_request_id
@@ -130,6 +130,7 @@ def create_app(settings: Settings, engine: EngineClient | None = None) -> Applic
             PinController,
             GrantController,
             UsageController,
+            ServiceLevelController,
             InvoiceController,
             KeyController,
             ProjectController,

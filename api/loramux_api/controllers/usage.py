@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, Literal
 
 from litestar import Controller, MediaType, Request, Response, get
 from litestar.di import NamedDependency, Provide
@@ -13,6 +13,7 @@ from loramux.billing import CostsQuery
 from loramux.exports import InvoiceFormat, write_invoice
 from loramux.gateway import InvalidRequest, Platform
 from loramux.pricing import encode_money
+from loramux.releases import FIRST_TOKEN_BOUNDS, RevisionMetrics, ServiceLevel
 from loramux.tenants import Principal
 from loramux.usage import UsagePage, UsageQuery
 from loramux_api.auth import requires
@@ -122,6 +123,32 @@ class UsageController(Controller):
         page = await platform.billing.costs(principal, query_of_costs)
         content = await asyncio.to_thread(encode_money, page, as_numbers=True)
         return Response(content, media_type=MediaType.JSON)
+
+
+class ServiceLevelController(Controller):
+    """What the caller's tenant was promised, and what it got."""
+
+    path = "/v1/organization/service_levels"
+    tags = ("Usage",)
+    guards = (requires("usage"),)
+
+    @get(summary="Service levels", responses=REFUSALS)
+    async def service_levels(
+        self,
+        principal: NamedDependency[Principal],
+        revision_metrics: NamedDependency[RevisionMetrics],
+        window: FromQuery[Literal["1h", "24h", "7d", "30d"]] = "24h",
+        first_token_s: FromQuery[float] = 2.5,
+    ) -> Listing[ServiceLevel]:
+        """Return for each model that your tenant has asked in the window how often it answered, and how often in time.
+
+        `first_token_s` is the time that the first token may take: 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75,
+        1, 1.5, 2.5, 5, 10 or 30 seconds.
+        """
+        if first_token_s not in FIRST_TOKEN_BOUNDS:
+            bounds = ", ".join(f"{bound:g}" for bound in FIRST_TOKEN_BOUNDS)
+            raise InvalidRequest(f"'first_token_s' is one of {bounds}.", field="first_token_s")
+        return Listing(data=await revision_metrics.service_levels(principal, window, first_token_s))
 
 
 class InvoiceController(Controller):

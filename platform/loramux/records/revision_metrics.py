@@ -1,6 +1,6 @@
-"""How each revision serves, by the hour, and what callers think of its answers.
+"""How each revision and base model serves, by the hour, and what callers think of its answers.
 
-One row an hour for each revision that a tenant's requests reached; sums only, so that servers add to the same row.
+One row an hour for each model that a tenant's requests reached; sums only, so that servers add to the same row.
 """
 
 from __future__ import annotations
@@ -106,6 +106,19 @@ class RevisionMetricsRepository:
             REVISION_HOURS.c.hour >= since,
         )
         rows = await self._session.execute(statement.group_by(REVISION_HOURS.c.model))
+        return {row.model: {name: int(getattr(row, name)) for name in COUNTED} for row in rows}
+
+    async def tenant_sums(self, tenant: TenantId, since: int, limit: int) -> dict[str, Counts]:
+        """Sum all of the tenant's requests since then, by model, of the `limit` models with most completed ones."""
+        columns = [func.sum(REVISION_HOURS.c[name]).label(name) for name in COUNTED]
+        statement = (
+            select(REVISION_HOURS.c.model, *columns)
+            .where(REVISION_HOURS.c.tenant_id == tenant, REVISION_HOURS.c.hour >= since)
+            .group_by(REVISION_HOURS.c.model)
+            .order_by(func.sum(REVISION_HOURS.c.completed).desc(), REVISION_HOURS.c.model)
+            .limit(limit)
+        )
+        rows = await self._session.execute(statement)
         return {row.model: {name: int(getattr(row, name)) for name in COUNTED} for row in rows}
 
     async def forget(self, before: int) -> None:

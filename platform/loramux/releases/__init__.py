@@ -5,16 +5,19 @@ from loramux.releases.evaluations import EvaluationNotFound, EvaluationResult, E
 from loramux.releases.graders import Grader, InvalidGrader
 from loramux.releases.guards import CanaryGuards, open_canary_guards
 from loramux.releases.metrics import (
+    FIRST_TOKEN_BOUNDS,
     WINDOWS,
     FeedbackSummary,
     InvalidFeedback,
     RequestNotFound,
     RevisionMetrics,
     RevisionReport,
+    ServiceLevel,
     open_revision_metrics,
 )
 
 __all__ = [
+    "FIRST_TOKEN_BOUNDS",
     "WINDOWS",
     "CanaryGuards",
     "Evaluation",
@@ -28,6 +31,7 @@ __all__ = [
     "RequestNotFound",
     "RevisionMetrics",
     "RevisionReport",
+    "ServiceLevel",
     "open_canary_guards",
     "open_evaluations",
     "open_revision_metrics",

@@ -10,7 +10,7 @@ import logging
 import re
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 
@@ -38,6 +38,8 @@ WINDOWS = {"1h": HOUR, "24h": DAY, "7d": 7 * DAY, "30d": 30 * DAY}
 KEPT = 90 * DAY
 FLUSH_SECONDS = 5.0
 FORGET_SECONDS = 3600.0
+MAX_MODELS = 1000
+"""Models in one report of service levels."""
 MAX_LABELS = 200
 """Labels, over all revisions, in one answer."""
 THOUSAND = 1000
@@ -93,6 +95,21 @@ class RevisionReport(msgspec.Struct, frozen=True, kw_only=True):
     feedback: FeedbackSummary
 
 
+class ServiceLevel(msgspec.Struct, frozen=True, kw_only=True):
+    """How well a model has served a tenant in a window."""
+
+    model: str
+    """`tenant/adapter@3`, or the base model's name."""
+    requests: int
+    """Those that were accepted and have ended."""
+    availability: float | None
+    """The share of them that the server did not fail, 0 to 1; null without any."""
+    first_tokens: int
+    """Answers that began; lines of batches are left out."""
+    first_tokens_in_time: float | None
+    """The share of them whose first token came in time, 0 to 1; null without any."""
+
+
 class RevisionMetrics:
     """Counts what every revision does on this server, and reports over all servers."""
 
@@ -103,8 +120,6 @@ class RevisionMetrics:
     def note_ended(self, generation: Generation) -> None:
         """Count a request that has ended."""
         opened = generation.opened
-        if opened.adapter_digest is None:
-            return
         usage, first, seconds = generation.usage, generation.seconds_to_first_token, generation.seconds
         counts = self._counts_of(opened)
         counts[generation.status] += 1
@@ -120,8 +135,7 @@ class RevisionMetrics:
 
     def note_refused(self, opened: OpenedRequest) -> None:
         """Count a request that limits have refused."""
-        if opened.adapter_digest is not None:
-            self._counts_of(opened)["refused"] += 1
+        self._counts_of(opened)["refused"] += 1
 
     async def flush(self) -> None:
         """Write what was counted; it is kept where the database does not take it."""
@@ -149,6 +163,22 @@ class RevisionMetrics:
             opinions = list(await FeedbackRepository(session, principal.tenant).sums(adapter, since, MAX_LABELS))
         reports = [_report(model, counts, opinions) for model, counts in sums.items()]
         return sorted(reports, key=lambda report: int(report.model.rpartition("@")[2]), reverse=True)
+
+    async def service_levels(self, principal: Principal, window: str, first_token_s: float) -> list[ServiceLevel]:
+        """Report how well each model has served the caller's tenant in a window, of those that the caller may use.
+
+        `first_token_s` is one of FIRST_TOKEN_BOUNDS: between two of them nothing is counted.
+        """
+        within = FIRST_TOKENS[: FIRST_TOKEN_BOUNDS.index(first_token_s) + 1]
+        since = self._database.now() - WINDOWS[window]
+        async with self._database.read() as session:
+            metrics = RevisionMetricsRepository(session)
+            sums = await metrics.tenant_sums(principal.tenant, since - since % HOUR, MAX_MODELS)
+        return [
+            _service_level(model, counts, within)
+            for model, counts in sums.items()
+            if principal.may_use(model.partition("@")[0])
+        ]
 
     async def put_feedback(self, principal: Principal, request_id: str, score: float, label: str | None) -> str:
         """Store the caller's opinion of an answer; return the model that gave it.
@@ -196,6 +226,18 @@ def _report(model: str, counts: Counts, opinions: list[Feedback]) -> RevisionRep
         first_token_seconds={f"p{percent}": quantile(first_tokens, percent / 100) for percent in (50, 90, 99)},
         tokens_per_second=round(counts["decode_tokens"] * SECOND / decode_us, 3) if decode_us else None,
         feedback=_summary([one for one in opinions if one.model == model]),
+    )
+
+
+def _service_level(model: str, counts: Counts, within: Sequence[str]) -> ServiceLevel:
+    answered = sum(counts[name] for name in FIRST_TOKENS)
+    ended = counts["completed"] + counts["cancelled"] + counts["failed"]
+    return ServiceLevel(
+        model=model,
+        requests=ended,
+        availability=1 - counts["failed"] / ended if ended else None,
+        first_tokens=answered,
+        first_tokens_in_time=sum(counts[name] for name in within) / answered if answered else None,
     )
 
 
