@@ -1,11 +1,11 @@
 """Releases that are measured: how each revision of an adapter serves, and which of two is better on a set."""
 
 from loramux.records.evaluations import Evaluation
+from loramux.records.revision_metrics import FIRST_TOKEN_BOUNDS
 from loramux.releases.evaluations import EvaluationNotFound, EvaluationResult, Evaluations, open_evaluations
 from loramux.releases.graders import Grader, InvalidGrader
 from loramux.releases.guards import CanaryGuards, open_canary_guards
 from loramux.releases.metrics import (
-    FIRST_TOKEN_BOUNDS,
     WINDOWS,
     FeedbackSummary,
     InvalidFeedback,
