@@ -11,13 +11,16 @@ import msgspec
 from litestar import MediaType, Request, Response
 from litestar.response import Stream
 from litestar.types import ASGIApp, Receive, Scope, Send
+from msgspec import UNSET, UnsetType
 
 from loramux.errors import LoramuxError
-from loramux.gateway import Answer, CallDelta, Delta, FinishReason, TokenLogprob
+from loramux.gateway import Answer, CallDelta, Delta, FinishReason, PromptTokenLogprob, Token, TokenLogprob
 from loramux.units import TokenCounts
 from loramux_api.bodies import ClientDisconnected
 from loramux_api.headers import rate_headers
 from loramux_api.problems import CLIENT_CLOSED_REQUEST, error_answer
+from loramux_api.schemas.answers import PromptLogprobEntry, PromptLogprobList, UsageObject, usage_object
+from loramux_api.schemas.sampling import SamplingBody
 
 T = TypeVar("T")
 SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -105,6 +108,7 @@ class CollectedChoice:
     encoded: list[msgspec.Raw] = field(default_factory=list)
     """The logprobs' JSON, or that of their alternatives: the costly part, one a token."""
     finish_reason: FinishReason | None = None
+    prompt_logprobs: tuple[PromptTokenLogprob, ...] = ()
 
     def add(self, delta: Delta, encode: Callable[[TokenLogprob], object] | None) -> None:
         """Add a delta; `encode` returns what is written of a logprob."""
@@ -113,9 +117,36 @@ class CollectedChoice:
         self.calls.extend(delta.calls)
         self.token_ids.extend(delta.token_ids)
         self.finish_reason = delta.finish_reason or self.finish_reason
+        self.prompt_logprobs += delta.prompt_logprobs
         if encode is not None:
             self.logprobs.extend(msgspec.structs.replace(one, top=()) for one in delta.logprobs)
             self.encoded.extend(msgspec.Raw(_encode(encode(one))) for one in delta.logprobs)
+
+
+def usage_of_chunk(body: SamplingBody, answer: Answer, num_tokens: int) -> UsageObject | UnsetType | None:
+    """Return the `usage` of a chunk: where it is asked for the usage so far, with `num_tokens` tokens of the answer."""
+    if not body.include_usage_in_chunks:
+        return None if body.include_usage else UNSET
+    prompt = sum(map(len, answer.prompt_token_ids))
+    return usage_object(TokenCounts(prompt=prompt, cached=answer.usage.cached, output=num_tokens))
+
+
+def spelled(token: Token, body: SamplingBody) -> str:
+    """Return a token of log probabilities as the caller asked for it."""
+    return f"token_id:{token.id}" if body.return_tokens_as_token_ids else token.text
+
+
+def prompt_logprob_list(scores: Iterable[PromptTokenLogprob]) -> PromptLogprobList:
+    """Write a prompt's log probabilities as vLLM does."""
+    return [None, *map(_prompt_entries, scores)]
+
+
+def _prompt_entries(one: PromptTokenLogprob) -> dict[str, PromptLogprobEntry]:
+    entries = {
+        str(token.id): PromptLogprobEntry(logprob, rank, token.text)
+        for rank, (token, logprob) in enumerate(one.top, start=1)
+    }
+    return entries | {str(one.token.id): PromptLogprobEntry(one.logprob, one.rank, one.token.text)}
 
 
 class AnswerStream(Stream):

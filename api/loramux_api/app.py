@@ -61,6 +61,7 @@ from loramux_api.controllers.lorax import LoraxController
 from loramux_api.controllers.models import ModelController
 from loramux_api.controllers.releases import FeedbackController, GuardController, RevisionMetricsController
 from loramux_api.controllers.revisions import PinController, RevisionController
+from loramux_api.controllers.tokens import TokenController
 from loramux_api.controllers.uploads import UploadController
 from loramux_api.controllers.usage import InvoiceController, RequestController, ServiceLevelController, UsageController
 from loramux_api.controllers.vllm import VllmController
@@ -123,6 +124,7 @@ def create_app(settings: Settings, engine: EngineClient | None = None) -> Applic
         route_handlers=[
             ChatController,
             CompletionController,
+            TokenController,
             LoraxController,
             ModelController,
             RevisionController,

@@ -75,5 +75,5 @@ def _credential(connection: Connection) -> Credential:
 def _secret(connection: Connection) -> str:
     scheme, _, secret = connection.headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer" or not secret.strip():
-        raise InvalidKey("You did not provide an API key: send it in the header 'Authorization: Bearer sk-lm-...'.")
+        raise InvalidKey("You didn't provide an API key. Send it in the header 'Authorization: Bearer sk-lm-...'.")
     return secret.strip()

@@ -33,7 +33,6 @@ BAD_CHATS = [
         "messages[0].content[1]",
         "'image_url'",
     ),
-    (messages({"role": "user", "content": "x", "mood": 1}), "messages[0].mood", "Unknown parameter"),
     (
         messages({"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}),
         "messages[0].tool_calls[0].function",
@@ -57,6 +56,12 @@ BAD_CHATS = [
     (CHAT | {"audio": {"voice": "x"}}, "audio", "reads and writes text"),
     (CHAT | {"web_search_options": {}}, "web_search_options", "does not search"),
     (CHAT | {"store": True}, "store", "not stored"),
+    (CHAT | {"chat_template": "{{ x }}"}, "chat_template", "a revision brings its own"),
+    (
+        CHAT | {"add_generation_prompt": True, "continue_final_message": True},
+        "continue_final_message",
+        "leave one out",
+    ),
     (CHAT | {"reasoning_effort": "high"}, "reasoning_effort", "knows no effort"),
 ]
 BAD_TEXTS = [
@@ -93,6 +98,11 @@ BAD_TEXTS = [
     (TEXT | {"logprobs": 21}, "logprobs", "<= 20"),
     (TEXT | {"echo": True}, "echo", "not repeated"),
     (TEXT | {"best_of": 4}, "best_of", "ask for n choices"),
+    (TEXT | {"use_beam_search": True}, "use_beam_search", "not searched for"),
+    (TEXT | {"priority": 3}, "priority", "service_tier"),
+    (TEXT | {"skip_special_tokens": False}, "skip_special_tokens", "never shown"),
+    (TEXT | {"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", ">= -1"),
+    (TEXT | {"truncation_side": "middle"}, "truncation_side", "middle"),
     (TEXT | {"suffix": "end"}, "suffix", "at its end only"),
     (TEXT | {"temprature": 1}, "temprature", "Unrecognized request argument"),
     (TEXT | {"stream": "yes"}, "stream", "got `str`"),

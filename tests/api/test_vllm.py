@@ -82,7 +82,7 @@ def test_folders_lead_nowhere_else(site: Site, root: Path, adapter: Path) -> Non
     shutil.copy(adapter / "adapter_model.safetensors", root / "half")
     for path in (str(adapter), "../..", "link", "half", "absent", "mine/../../x", "/etc", "a\0b"):
         refused = post(site, "load", lora_name="x", lora_path=path)
-        assert refused.status_code == 400, path
+        assert refused.status_code == (400 if "\0" in path else 404), path
         assert refused.json()["error"]["param"] == "lora_path"
     (root / "empty").mkdir()
     assert "save_pretrained" in post(site, "load", lora_name="x", lora_path="empty").text

@@ -31,7 +31,8 @@ class LateRunner:
         self.pending += len(sequences)
         for sequence in sequences:
             sequence.token_ids[-1] = self._last[sequence.id]
-        events = self._inner.launch(step).events()
+        launched = self._inner.launch(step)
+        events = launched.events()
         for sequence in sequences:
             sequence.token_ids[-1] = PENDING
         self._last = {event.request_id: event.token_id or 0 for event in events}
@@ -42,6 +43,9 @@ class LateRunner:
             def events(self) -> list[TokenEvent]:
                 assert runner.unread.pop(0) is events, "read in the order of their launches"
                 return events
+
+            def prompt_events(self) -> list[TokenEvent]:
+                return launched.prompt_events()
 
         return Late(events)
 

@@ -15,6 +15,8 @@ from loramux.engine.messages import (
     EngineFault,
     EngineStats,
     ModelFacts,
+    PromptLogprob,
+    PromptLogprobs,
     RoutingFacts,
     TenantService,
     TokenEvent,
@@ -168,7 +170,20 @@ class ScriptedEngine:
 
     def _events(self, request: Request) -> list[TokenEvent]:
         said = self.script(request)[: request.sampling.max_tokens - len(request.output_token_ids)]
-        return [self._event(request, one, last=number == len(said)) for number, one in enumerate(said, start=1)]
+        events = [self._event(request, one, last=number == len(said)) for number, one in enumerate(said, start=1)]
+        return [*self._prompt_events(request), *events]
+
+    def _prompt_events(self, request: Request) -> list[TokenEvent]:
+        """Two events with the prompt's log probabilities, -0.25 for each token, where they are wanted."""
+        asked = request.sampling.prompt_logprobs
+        if asked is None:
+            return []
+        tokens = [
+            PromptLogprob(-0.25, 1, [TopLogprob(token, -0.25), TopLogprob(token ^ 1, -1.25)][:asked])
+            for token in request.prompt_token_ids[1:]
+        ]
+        parts = [PromptLogprobs(1, tokens[:2]), PromptLogprobs(3, tokens[2:])]
+        return [TokenEvent(request_id=request.id, prompt_logprobs=part) for part in parts if part.tokens]
 
     def _counted(self, request: Request, event: TokenEvent) -> TokenEvent:
         told = self.told.get(request.id, 0) + (event.token_id is not None)

@@ -13,7 +13,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'system' and not loop.first %}"
     "{{ raise_exception('a system message comes first') }}{% endif %}"
-    "{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+    "{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 )
 
 

@@ -19,13 +19,12 @@ from loramux.gateway import (
     CompletionService,
     Delta,
     FinishReason,
-    Token,
     TokenLogprob,
     join_calls,
 )
 from loramux.tenants import Principal
 from loramux.units import TokenCounts
-from loramux_api.answering import CollectedChoice, Writer, respond
+from loramux_api.answering import CollectedChoice, Writer, prompt_logprob_list, respond, spelled, usage_of_chunk
 from loramux_api.auth import requires
 from loramux_api.bodies import InferenceRequest
 from loramux_api.headers import Deadline, IdempotencyKey, claim_of
@@ -41,11 +40,12 @@ from loramux_api.schemas.answers import (
     ChatLogprob,
     ChatLogprobs,
     CompletionTokensDetails,
+    PromptLogprobList,
     TopLogprob,
     UsageObject,
     usage_object,
 )
-from loramux_api.schemas.chat import ChatBody, to_request
+from loramux_api.schemas.chat import ChatBody, echoed_text, to_request
 from loramux_api.schemas.strict import StrictJSON
 from loramux_api.schemas.tools import CalledFunction, CalledFunctionDelta, NamedToolChoice, ToolCall, ToolCallDelta
 
@@ -92,7 +92,10 @@ class ChatWriter(Writer):
         self._body = body
         self._answer = answer
         self._fingerprint = fingerprint
+        self._echo = echoed_text(body)
         self._thought_tokens = 0
+        self._num_tokens = 0
+        """Tokens of the answer so far."""
         self._calling: set[int] = set()
         """Choices with a call."""
         self._collected: defaultdict[int, CollectedChoice] = defaultdict(CollectedChoice)
@@ -100,7 +103,7 @@ class ChatWriter(Writer):
     def opening(self) -> Iterable[ChatChunk]:
         """Return a chunk with the role for every choice."""
         for index in range(self._body.n or 1):
-            delta = ChatDelta(role="assistant", content="", refusal=None)
+            delta = ChatDelta(role="assistant", content=self._echo, refusal=None)
             chunk = self._chunk(ChatChunkChoice(index=index, delta=delta))
             chunk.prompt_token_ids = self._prompt_token_ids
             yield chunk
@@ -115,7 +118,7 @@ class ChatWriter(Writer):
         return self._chunk(
             ChatChunkChoice(
                 index=delta.index,
-                delta=ChatDelta() if delta.finish_reason else _chat_delta(delta),
+                delta=_chat_delta(delta) if news or not delta.finish_reason else ChatDelta(),
                 logprobs=logprobs if delta.logprobs else None,
                 finish_reason=self._finish_reason(delta.index, delta.finish_reason),
                 token_ids=token_ids,
@@ -132,7 +135,7 @@ class ChatWriter(Writer):
     def collect(self, delta: Delta) -> None:
         """Take a delta of an answer that is sent in one piece."""
         self._note(delta)
-        self._collected[delta.index].add(delta, _logprob if self._body.logprobs else None)
+        self._collected[delta.index].add(delta, self._logprob if self._body.logprobs else None)
 
     def whole(self, usage: TokenCounts) -> ChatCompletion:
         """Return the collected answer in one piece."""
@@ -145,15 +148,23 @@ class ChatWriter(Writer):
             system_fingerprint=self._fingerprint,
             service_tier=self._answer.service_tier,
             prompt_token_ids=self._prompt_token_ids,
+            prompt_logprobs=self._prompt_logprobs,
         )
+
+    @property
+    def _prompt_logprobs(self) -> PromptLogprobList | None:
+        if self._body.prompt_logprobs is None:
+            return None
+        return prompt_logprob_list(self._collected[0].prompt_logprobs)
 
     @property
     def _prompt_token_ids(self) -> list[int] | UnsetType:
         return self._answer.prompt_token_ids[0] if self._body.return_token_ids else UNSET
 
     def _note(self, delta: Delta) -> None:
-        """Note which choices call tools, and how many tokens are thoughts."""
+        """Count the tokens, and those of thoughts; note which choices call tools."""
         self._thought_tokens += delta.thought_tokens
+        self._num_tokens += len(delta.token_ids)
         if delta.calls:
             self._calling.add(delta.index)
 
@@ -171,7 +182,7 @@ class ChatWriter(Writer):
         content = cast(list[ChatLogprob], choice.encoded)
         return ChatChoice(
             index=index,
-            message=_message(choice),
+            message=_message(choice, self._echo),
             logprobs=ChatLogprobs(content) if self._body.logprobs else None,
             finish_reason=self._finish_reason(index, choice.finish_reason),
             token_ids=choice.token_ids if self._body.return_token_ids else UNSET,
@@ -185,14 +196,25 @@ class ChatWriter(Writer):
             system_fingerprint=self._fingerprint,
             service_tier=self._answer.service_tier,
             choices=list(choices),
-            usage=None if self._body.include_usage else UNSET,
+            usage=usage_of_chunk(self._body, self._answer, self._num_tokens),
         )
 
     def _token_ids(self, delta: Delta) -> list[int] | UnsetType:
         return list(delta.token_ids) if self._body.return_token_ids else UNSET
 
     def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
-        return ChatLogprobs([_logprob(one) for one in delta.logprobs]) if self._body.logprobs else None
+        return ChatLogprobs([self._logprob(one) for one in delta.logprobs]) if self._body.logprobs else None
+
+    def _logprob(self, one: TokenLogprob) -> ChatLogprob:
+        return ChatLogprob(
+            token=spelled(one.token, self._body),
+            logprob=one.logprob,
+            bytes=list(one.token.bytes),
+            top_logprobs=[
+                TopLogprob(token=spelled(token, self._body), logprob=logprob, bytes=list(token.bytes))
+                for token, logprob in one.top
+            ],
+        )
 
 
 def _chat_delta(delta: Delta) -> ChatDelta:
@@ -213,8 +235,8 @@ def _call_delta(call: CallDelta) -> ToolCallDelta:
     return ToolCallDelta(index=call.index, id=call.id, type="function", function=function)
 
 
-def _message(choice: CollectedChoice) -> AssistantMessage:
-    text, thought = "".join(choice.texts), "".join(choice.thoughts)
+def _message(choice: CollectedChoice, echo: str) -> AssistantMessage:
+    text, thought = echo + "".join(choice.texts), "".join(choice.thoughts)
     calls = [
         ToolCall(id=call.id or "", function=CalledFunction(name=call.name or "", arguments=call.arguments))
         for call in join_calls(choice.calls)
@@ -224,16 +246,3 @@ def _message(choice: CollectedChoice) -> AssistantMessage:
         reasoning_content=thought or UNSET,
         tool_calls=calls or UNSET,
     )
-
-
-def _logprob(one: TokenLogprob) -> ChatLogprob:
-    return ChatLogprob(
-        token=one.token.text,
-        logprob=one.logprob,
-        bytes=list(one.token.bytes),
-        top_logprobs=[_top(token, logprob) for token, logprob in one.top],
-    )
-
-
-def _top(token: Token, logprob: float) -> TopLogprob:
-    return TopLogprob(token=token.text, logprob=logprob, bytes=list(token.bytes))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -14,10 +14,10 @@ from litestar.openapi import ResponseSpec
 from litestar.params import JSONBody
 from msgspec import UNSET, UnsetType
 
-from loramux.gateway import Answer, CompletionService, Delta, TokenLogprob
+from loramux.gateway import Answer, CompletionService, Delta, PromptTokenLogprob, Token, TokenLogprob
 from loramux.tenants import Principal
 from loramux.units import TokenCounts
-from loramux_api.answering import CollectedChoice, Writer, respond
+from loramux_api.answering import CollectedChoice, Writer, prompt_logprob_list, respond, spelled, usage_of_chunk
 from loramux_api.auth import requires
 from loramux_api.bodies import InferenceRequest
 from loramux_api.headers import Deadline, IdempotencyKey, claim_of
@@ -70,8 +70,12 @@ class CompletionWriter(Writer):
         self._answer = answer
         self._fingerprint = fingerprint
         self._collected: defaultdict[int, CollectedChoice] = defaultdict(CollectedChoice)
+        self._num_tokens = 0
+        """Tokens of the answer so far."""
         self._begun: set[int] = set()
         """Choices whose first chunk is out."""
+        self._prompt_scores: defaultdict[int, tuple[PromptTokenLogprob, ...]] = defaultdict(tuple)
+        """Log probabilities of the choices' prompts, of a stream."""
 
     def opening(self) -> Iterable[TextCompletion]:
         """Return nothing: a stream of texts begins with text."""
@@ -79,13 +83,17 @@ class CompletionWriter(Writer):
 
     def chunk(self, delta: Delta) -> TextCompletion | None:
         """Return the event for a delta; None where it has nothing that the client asked for."""
+        self._num_tokens += len(delta.token_ids)
+        self._prompt_scores[delta.index] += delta.prompt_logprobs
         if not (delta.text or delta.finish_reason or delta.logprobs or self._body.return_token_ids):
             return None
         choice = self._choice(delta, None if not delta.logprobs else self._logprobs(delta))
         if delta.index in self._begun:
             choice.prompt_token_ids = UNSET
+        else:
+            self._repeat_prompt(choice, self._prompt_scores[delta.index])
         self._begun.add(delta.index)
-        return self._completion([choice], None if self._body.include_usage else UNSET)
+        return self._completion([choice], usage_of_chunk(self._body, self._answer, self._num_tokens))
 
     def closing(self, usage: TokenCounts) -> Iterable[TextCompletion]:
         """Return the usage, where it was asked for."""
@@ -94,7 +102,7 @@ class CompletionWriter(Writer):
 
     def collect(self, delta: Delta) -> None:
         """Take a delta of an answer that is sent in one piece."""
-        self._collected[delta.index].add(delta, _alternatives if self._body.logprobs is not None else None)
+        self._collected[delta.index].add(delta, self._alternatives_of if self._body.logprobs is not None else None)
 
     def whole(self, usage: TokenCounts) -> TextCompletion:
         """Return the collected answer in one piece."""
@@ -109,7 +117,30 @@ class CompletionWriter(Writer):
             logprobs=tuple(collected.logprobs),
             finish_reason=collected.finish_reason,
         )
-        return self._choice(joined, self._logprobs(joined, collected.encoded))
+        choice = self._choice(joined, self._logprobs(joined, collected.encoded))
+        first = self._collected[index - index % (self._body.n or 1)]
+        self._repeat_prompt(choice, first.prompt_logprobs)
+        if self._body.prompt_logprobs is not None:
+            choice.prompt_logprobs = prompt_logprob_list(first.prompt_logprobs)
+        return choice
+
+    def _repeat_prompt(self, choice: TextChoice, scores: Sequence[PromptTokenLogprob]) -> None:
+        """Put the prompt before a choice's text, and its log probabilities before those of the answer."""
+        if not self._body.echo:
+            return
+        prompt = self._answer.prompt_texts[choice.index // (self._body.n or 1)]
+        choice.text = prompt.text + choice.text
+        if self._body.logprobs is None:
+            return
+        of_answer = choice.logprobs or TextLogprobs([], [], [], [])
+        most = self._body.logprobs
+        alternatives = [self._alternatives(one.token, one.logprob, one.top[:most]) for one in scores]
+        choice.logprobs = TextLogprobs(
+            tokens=[*(spelled(token, self._body) for token in prompt.tokens), *of_answer.tokens],
+            token_logprobs=[None, *(one.logprob for one in scores), *of_answer.token_logprobs],
+            top_logprobs=[None, *alternatives, *of_answer.top_logprobs],
+            text_offset=[*prompt.offsets, *of_answer.text_offset],
+        )
 
     def _completion(self, choices: list[TextChoice], usage: UsageObject | UnsetType | None) -> TextCompletion:
         return TextCompletion(
@@ -138,13 +169,17 @@ class CompletionWriter(Writer):
         if self._body.logprobs is None:
             return None
         ones = delta.logprobs
+        begin = len(self._answer.prompt_texts[delta.index // (self._body.n or 1)].text) if self._body.echo else 0
         return TextLogprobs(
-            tokens=[one.token.text for one in ones],
+            tokens=[spelled(one.token, self._body) for one in ones],
             token_logprobs=[one.logprob for one in ones],
-            top_logprobs=cast(list[dict[str, float]], alternatives) or [_alternatives(one) for one in ones],
-            text_offset=[one.offset for one in ones],
+            top_logprobs=cast(list[dict[str, float] | None], alternatives)
+            or [self._alternatives_of(one) for one in ones],
+            text_offset=[begin + one.offset for one in ones],
         )
 
+    def _alternatives_of(self, one: TokenLogprob) -> dict[str, float]:
+        return self._alternatives(one.token, one.logprob, one.top)
 
-def _alternatives(one: TokenLogprob) -> dict[str, float]:
-    return {token.text: logprob for token, logprob in one.top} | {one.token.text: one.logprob}
+    def _alternatives(self, chosen: Token, logprob: float, top: Iterable[tuple[Token, float]]) -> dict[str, float]:
+        return {spelled(token, self._body): value for token, value in (*top, (chosen, logprob))}

@@ -13,11 +13,13 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from loramux.gateway import Platform
 from loramux_api.metrics import Metrics
 
+Status = Literal["live", "ready", "draining", "engine_down", "database_unreachable"]
+
 
 class Health(msgspec.Struct):
     """The state of the server."""
 
-    status: Literal["live", "ready", "draining", "engine_down", "database_unreachable"]
+    status: Status
 
 
 class HealthController(Controller):
@@ -30,6 +32,12 @@ class HealthController(Controller):
         """Answer 200 as long as the process answers at all."""
         return Health("live")
 
+    @get("/health", summary="Would a request be served?", media_type=MediaType.TEXT)
+    async def health(self, platform: NamedDependency[Platform], state: State) -> Response[None]:
+        """Answer as /health/ready does, with its status alone: the probe of vLLM's deployments."""
+        status = await _readiness(platform, state)
+        return Response(None, status_code=200 if status == "ready" else 503)
+
     @get("/health/ready", summary="Would a request be served?")
     async def ready(self, platform: NamedDependency[Platform], state: State) -> Response[Health]:
         """Answer 200 if a request would be served now.
@@ -37,15 +45,19 @@ class HealthController(Controller):
         503 means: the server is stopping (`draining`), a base has no engine (`engine_down`), or its database does not
         answer (`database_unreachable`).
         """
-        if state.stopping or platform.completions.draining:
-            return Response(Health("draining"), status_code=503)
-        if not platform.are_engines_alive:
-            return Response(Health("engine_down"), status_code=503)
-        if not await platform.is_database_reachable():
-            return Response(Health("database_unreachable"), status_code=503)
-        return Response(Health("ready"))
+        status = await _readiness(platform, state)
+        return Response(Health(status), status_code=200 if status == "ready" else 503)
 
     @get("/metrics", summary="Prometheus metrics", media_type=MediaType.TEXT)
     async def metrics(self, metrics: NamedDependency[Metrics]) -> Response[bytes]:
         """Return counters, gauges and histograms. No label contains anything that a tenant wrote."""
         return Response(metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+async def _readiness(platform: Platform, state: State) -> Status:
+    """Return `ready`, or why a request would not be served now."""
+    if state.stopping or platform.completions.draining:
+        return "draining"
+    if not platform.are_engines_alive:
+        return "engine_down"
+    return "ready" if await platform.is_database_reachable() else "database_unreachable"

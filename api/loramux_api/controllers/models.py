@@ -54,7 +54,9 @@ class ModelController(Controller):
 
 
 def _base(platform: Platform, base: ServedBase) -> Model:
-    return Model(id=base.name, created=platform.started_at, owned_by="loramux", max_model_len=base.context)
+    return Model(
+        id=base.name, created=platform.started_at, owned_by="loramux", root=base.name, max_model_len=base.context
+    )
 
 
 def _adapter(platform: Platform, name: str, created_at: int, base_model: str) -> Model:
@@ -63,6 +65,7 @@ def _adapter(platform: Platform, name: str, created_at: int, base_model: str) ->
         id=name,
         created=created_at // SECOND,
         owned_by=name.partition("/")[0],
+        root=name,
         parent=base_model if base is None else base.name,
         max_model_len=0 if base is None else base.context,
     )

@@ -9,7 +9,7 @@ from litestar.di import NamedDependency
 from litestar.params import JSONBody
 
 from loramux.errors import LoramuxError
-from loramux.gateway import InvalidRequest, Platform
+from loramux.gateway import FolderNotFound, InvalidRequest, Platform
 from loramux.registry import RegistryError
 from loramux.tenants import NotFound, NotPermitted, Principal
 from loramux_api.auth import requires
@@ -19,6 +19,7 @@ from loramux_api.schemas.strict import StrictJSON
 from loramux_api.schemas.vllm import LoadLoraBody, UnloadLoraBody, VllmError, VllmErrorAnswer
 
 AnyRequest = Request[Any, Any, Any]
+REFUSALS_OF_LOADS = (FolderNotFound, InvalidRequest, RegistryError, NotFound, NotPermitted)
 TYPES = {400: "InvalidUserInput", 403: "PermissionDeniedError", 404: "NotFoundError"}
 
 
@@ -36,7 +37,7 @@ class VllmController(Controller):
     path = "/v1"
     tags = ("Adapters",)
     guards = (requires("operator"),)
-    exception_handlers = {kind: refused for kind in (InvalidRequest, RegistryError, NotFound, NotPermitted)}  # noqa: RUF012  Litestar's
+    exception_handlers = {kind: refused for kind in REFUSALS_OF_LOADS}  # noqa: RUF012  Litestar's
 
     @post(
         "/load_lora_adapter",

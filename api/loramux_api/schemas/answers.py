@@ -29,6 +29,18 @@ class CompletionTokensDetails(msgspec.Struct):
     """Tokens of the thought before the answer's text."""
 
 
+class PromptLogprobEntry(msgspec.Struct):
+    """A token at a place of the prompt, in vLLM's words."""
+
+    logprob: float | None
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobList = list[dict[str, PromptLogprobEntry] | None]
+"""For each token of the prompt the token itself and the likeliest ones, by id; null for the first."""
+
+
 class UsageObject(msgspec.Struct):
     """The charged tokens."""
 
@@ -97,6 +109,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     system_fingerprint: str
     service_tier: str
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobList | None = None
 
 
 class ChatDelta(msgspec.Struct, kw_only=True):
@@ -137,8 +150,9 @@ class TextLogprobs(msgspec.Struct):
     """Parallel lists, one entry a token."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    """Null for the first token of a repeated prompt."""
     text_offset: list[int]
 
 
@@ -151,6 +165,7 @@ class TextChoice(msgspec.Struct, kw_only=True):
     finish_reason: FinishReason | None
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobList | None = None
 
 
 class TextCompletion(msgspec.Struct, kw_only=True):

@@ -8,7 +8,15 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-from loramux.gateway import ChatOptions, Conversation, GenerationRequest, InvalidRequest, Message, canonical_tags
+from loramux.gateway import (
+    ChatEnding,
+    ChatOptions,
+    Conversation,
+    GenerationRequest,
+    InvalidRequest,
+    Message,
+    canonical_tags,
+)
 from loramux_api.schemas.formats import asked_format
 from loramux_api.schemas.sampling import (
     MAX_TOP_LOGPROBS,
@@ -28,6 +36,8 @@ RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt",
 """Variables of chat templates that `chat_template_kwargs` cannot set."""
 _NO_TOOLS = "send 'tools' and 'tool_choice'."
 _TEXT_ONLY = "this server reads and writes text."
+_MEDIA = frozenset({"image_url", "image", "input_image", "input_audio", "audio_url", "video_url", "file", "input_file"})
+"""Types of parts that are no text."""
 
 
 class ContentPart(msgspec.Struct):
@@ -37,8 +47,11 @@ class ContentPart(msgspec.Struct):
     text: str | None = None
 
 
-class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
-    """One turn. Fields that would change the meaning of an assistant's turn must be null or empty."""
+class ChatMessage(msgspec.Struct):
+    """One turn. Fields that would change the meaning of an assistant's turn must be null or empty.
+
+    Other fields are ignored, as OpenAI does: clients send back what they have added to an answer.
+    """
 
     role: str
     content: str | list[ContentPart] | None = None
@@ -77,6 +90,12 @@ class ChatBody(SamplingBody, kw_only=True):
     """The chat template's variable of this name."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the chat template."""
+    add_generation_prompt: bool | None = None
+    """False: the prompt ends with the last message, and the model decides whose turn comes."""
+    continue_final_message: bool | None = None
+    """True: the answer continues the last message; needs `add_generation_prompt` absent or false."""
+    echo: bool | None = None
+    """True: the answer repeats the last message, where it is the assistant's."""
 
     ignored: ClassVar[frozenset[str]] = SamplingBody.ignored | frozenset(
         {
@@ -90,8 +109,12 @@ class ChatBody(SamplingBody, kw_only=True):
     unsupported: ClassVar[Mapping[str, Unsupported]] = {
         **SamplingBody.unsupported,
         "audio": Unsupported(_TEXT_ONLY),
+        "chat_template": Unsupported("push it with the adapter: a revision brings its own template."),
+        "documents": Unsupported("write them into a message.", (None, [])),
         "function_call": Unsupported(_NO_TOOLS, (None, "none")),
         "functions": Unsupported(_NO_TOOLS, (None, [])),
+        "include_reasoning": Unsupported("leave 'reasoning_content' unread.", (None, True)),
+        "media_io_kwargs": Unsupported(_TEXT_ONLY, (None, {})),
         "modalities": Unsupported(_TEXT_ONLY, (None, ["text"])),
         "moderation": Unsupported("answers are not moderated."),
         "store": Unsupported("answers are not stored.", (None, False)),
@@ -102,7 +125,7 @@ class ChatBody(SamplingBody, kw_only=True):
 
 def to_request(body: ChatBody) -> GenerationRequest:
     """Return the request as the gateway takes it. Raises InvalidRequest."""
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise InvalidRequest(
             f"'top_logprobs' (0 to {MAX_TOP_LOGPROBS}) needs 'logprobs' to be true.", field="top_logprobs"
         )
@@ -117,10 +140,19 @@ def to_request(body: ChatBody) -> GenerationRequest:
         n=body.n or 1,
         stop=body.stops,
         chat=_options(body),
+        truncation=body.truncation,
         format=asked_format(body),
         user=body.user or None,
         tags=canonical_tags(body.metadata),
         service_tier=body.chosen_tier,
+    )
+
+
+def echoed_text(body: ChatBody) -> str:
+    """Return the text that the answer begins with: the last message's, where `echo` asks for it."""
+    last = body.messages[-1]
+    return (
+        _content(last, f"messages[{len(body.messages) - 1}].content") if body.echo and last.role == "assistant" else ""
     )
 
 
@@ -135,7 +167,26 @@ def _options(body: ChatBody) -> ChatOptions:
     tools = tool_use(body.tools or [], body.tool_choice, parallel=body.parallel_tool_calls is not False)
     if tools is not None:
         template["tools"] = msgspec.to_builtins(body.tools)
-    return ChatOptions(template=template, size=_size(template), tools=tools, effort=body.reasoning_effort)
+    return ChatOptions(
+        template=template,
+        size=_size(template),
+        tools=tools,
+        effort=body.reasoning_effort,
+        ending=_ending(body),
+        add_special_tokens=bool(body.add_special_tokens),
+    )
+
+
+def _ending(body: ChatBody) -> ChatEnding:
+    """Return where the prompt ends. Raises InvalidRequest."""
+    if not body.continue_final_message:
+        return "message" if body.add_generation_prompt is False else "generation_prompt"
+    if body.add_generation_prompt:
+        raise InvalidRequest(
+            "Cannot set both 'continue_final_message' and 'add_generation_prompt' to true; leave one out.",
+            field="continue_final_message",
+        )
+    return "open_message"
 
 
 def _size(value: Any) -> int:
@@ -209,6 +260,12 @@ def _content(message: ChatMessage, where: str) -> str:
 def _part(part: ContentPart, where: str) -> str:
     if part.type == "text" and part.text is not None:
         return part.text
+    if part.type in _MEDIA:
+        raise InvalidRequest(
+            f"'{where}' is of type '{part.type}', and this model reads text only; leave it out.",
+            field=where,
+            code="unsupported_parameter",
+        )
     raise InvalidRequest(
         f"Invalid value for '{where}': this server reads parts of type 'text' with a 'text'; got '{part.type[:40]}'.",
         field=where,

@@ -21,9 +21,12 @@ class CompletionBody(SamplingBody, kw_only=True):
     prompt: Promptlike
     """A text, several texts, token ids, or several lists of token ids."""
     logprobs: TopLogprobs | None = None
+    echo: bool | None = None
+    """True: the answer begins with the prompt, and so do its log probabilities."""
 
     unsupported: ClassVar[Mapping[str, Unsupported]] = {
         **SamplingBody.unsupported,
+        "prompt_embeds": Unsupported("send texts or token ids."),
         "suffix": Unsupported("text is continued at its end only.", (None, "")),
     }
 
@@ -42,11 +45,14 @@ def to_request(body: CompletionBody) -> GenerationRequest:
         model=body.model,
         is_streamed=bool(body.stream),
         prompts=prompts,
-        sampling=sampling_params(body, body.logprobs),
+        sampling=sampling_params(body, body.logprobs, body.logprobs if body.echo else None),
+        echo=bool(body.echo),
         left_out=left_out(body),
         max_tokens=body.max_tokens,
         n=n,
         stop=body.stops,
+        truncation=body.truncation,
+        add_special_tokens=body.add_special_tokens is not False,
         format=asked_format(body),
         user=body.user or None,
         tags=canonical_tags(body.metadata),

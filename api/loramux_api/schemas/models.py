@@ -14,6 +14,8 @@ class Model(msgspec.Struct, kw_only=True):
     object: Literal["model"] = "model"
     created: int
     owned_by: str
+    root: str
+    """The base model itself, or the adapter's own name."""
     parent: str | None = None
     """The base model under an adapter."""
     max_model_len: int

@@ -9,13 +9,14 @@ import msgspec
 from msgspec import Meta
 
 from loramux.engine.request import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY, SamplingParams
-from loramux.gateway import InvalidRequest, ServiceTier
+from loramux.gateway import InvalidRequest, ServiceTier, Truncation
 from loramux_api.schemas.formats import Choices, ResponseFormat, StructuredOutputs
 from loramux_api.schemas.strict import Body, Unsupported
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
 MAX_USER_LENGTH = 512
+_NO_SEARCH = "answers are sampled, not searched for."
 
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 RepetitionPenalty = Annotated[float, Meta(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)]
@@ -32,6 +33,8 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     """One more chunk before [DONE], without choices, that brings the usage."""
     include_obfuscation: bool | None = None
     """Accepted and without effect: chunks are never padded."""
+    continuous_usage_stats: bool | None = None
+    """With `include_usage`: every chunk brings the usage so far."""
 
 
 class SamplingBody(Body, kw_only=True):
@@ -58,6 +61,17 @@ class SamplingBody(Body, kw_only=True):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     """Add `token_ids` to every choice and `prompt_token_ids` to the answer."""
+    prompt_logprobs: TopLogprobs | None = None
+    """Log probabilities of the prompt's own tokens, with this many alternatives each."""
+    return_tokens_as_token_ids: bool | None = None
+    """Write tokens of log probabilities as `token_id:42`."""
+    add_special_tokens: bool | None = None
+    """Put the tokenizer's own special tokens around the prompt: by default around a text, and not around a
+    conversation, whose template has them."""
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    """Shorten a prompt to this many tokens; -1: to as many as leave room for the answer."""
+    truncation_side: Literal["left", "right"] | None = None
+    """Where a prompt is shortened: at its beginning (`left`, the default) or at its end."""
     metadata: dict[str, str] | None = None
     """Up to 16 tags by which the bill can be divided."""
     response_format: ResponseFormat | None = None
@@ -75,16 +89,42 @@ class SamplingBody(Body, kw_only=True):
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     """How urgent the request is, and at which price; auto is the same as default. 403 where your plan lacks it."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset({"guided_decoding_backend"})
+    ignored: ClassVar[frozenset[str]] = frozenset(
+        {
+            "guided_decoding_backend",
+            "mm_payload",
+            "request_id",
+            "return_mm_kwargs",
+            "return_token_offsets",
+            "session_id",
+            "stream_interval",
+        }
+    )
     unsupported: ClassVar[Mapping[str, Unsupported]] = {
+        "allowed_token_ids": Unsupported("constrain the answer with 'structured_outputs'."),
+        "bad_words": Unsupported("forbid tokens with 'logit_bias'.", (None, [])),
         "best_of": Unsupported("ask for n choices and pick one.", (None, 1)),
-        "echo": Unsupported(
-            "the prompt is not repeated in the answer; put it before the text yourself.", (None, False)
-        ),
+        "cache_salt": Unsupported("the prefix cache is never shared between tenants; use a project for each group."),
+        "early_stopping": Unsupported(_NO_SEARCH, (None, False)),
         "guided_whitespace_pattern": Unsupported("write the whitespace into a 'grammar'."),
-        "prompt_logprobs": Unsupported("log probabilities are given for generated tokens only."),
-        "use_beam_search": Unsupported("answers are sampled, not searched for.", (None, False)),
+        "include_stop_str_in_output": Unsupported("an answer ends before its stop string.", (None, False)),
+        "kv_transfer_params": Unsupported("the fleet moves requests by itself."),
+        "length_penalty": Unsupported(_NO_SEARCH, (None, 1)),
+        "logprob_token_ids": Unsupported("ask for 'top_logprobs'."),
+        "mm_processor_kwargs": Unsupported("this server reads and writes text.", (None, {})),
+        "priority": Unsupported("ask for a 'service_tier'.", (None, 0)),
+        "repetition_detection": Unsupported("bound the answer with 'max_tokens'."),
+        "return_prompt_text": Unsupported("ask POST /tokenize and /detokenize.", (None, False)),
+        "return_weight_versions": Unsupported("the answer's 'model' names its revision.", (None, False)),
+        "routed_experts_prompt_start": Unsupported("routing is not reported.", (None, 0)),
+        "skip_special_tokens": Unsupported("special tokens are never shown.", (None, True)),
+        "spaces_between_special_tokens": Unsupported("special tokens are never shown.", (None, True)),
+        "thinking_token_budget": Unsupported("ask for a 'reasoning_effort'."),
+        "use_beam_search": Unsupported(_NO_SEARCH, (None, False)),
+        "vllm_xargs": Unsupported("this server has no extensions.", (None, {})),
+        "watermarking": Unsupported("answers are not marked.", (None, False)),
     }
+    """Values that ask for nothing are accepted: vLLM's clients send them."""
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -101,9 +141,27 @@ class SamplingBody(Body, kw_only=True):
         """Does a stream end with the usage?"""
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @property
+    def include_usage_in_chunks(self) -> bool:
+        """Does every chunk bring the usage so far?"""
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
-def sampling_params(body: SamplingBody, logprobs: int | None) -> SamplingParams:
-    """Return the engine's parameters; the gateway sets max_tokens. Raises InvalidRequest."""
+    @property
+    def truncation(self) -> Truncation | None:
+        """How a prompt that is too long is shortened; None: it is refused."""
+        if self.truncate_prompt_tokens is None:
+            return None
+        most = None if self.truncate_prompt_tokens < 0 else self.truncate_prompt_tokens
+        return Truncation(most, keeps_end=self.truncation_side != "right")
+
+
+def sampling_params(body: SamplingBody, logprobs: int | None, of_echo: int | None = None) -> SamplingParams:
+    """Return the engine's parameters; the gateway sets max_tokens. `of_echo`: alternatives of a repeated prompt's
+    tokens. Raises InvalidRequest."""
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequest(
+            "'prompt_logprobs' is not available when 'stream' is true; leave one out.", field="prompt_logprobs"
+        )
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("'stream_options' is only allowed when 'stream' is true.", field="stream_options")
     return SamplingParams(
@@ -121,6 +179,7 @@ def sampling_params(body: SamplingBody, logprobs: int | None) -> SamplingParams:
         min_tokens=body.min_tokens or 0,
         ignore_eos=bool(body.ignore_eos),
         logprobs=logprobs,
+        prompt_logprobs=max((n for n in (body.prompt_logprobs, of_echo) if n is not None), default=None),
     )
 
 

@@ -75,6 +75,23 @@ class TopLogprob(msgspec.Struct, frozen=True, array_like=True):
     logprob: float
 
 
+class PromptLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """A prompt's token in its place, and the most likely ones there."""
+
+    logprob: float
+    rank: int
+    """1: the most likely of all."""
+    top: list[TopLogprob]
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log probabilities of consecutive tokens of a prompt."""
+
+    start: int
+    """The place of the first of them in the prompt."""
+    tokens: list[PromptLogprob]
+
+
 class EngineFault(msgspec.Struct, frozen=True):
     """The reason why a request could not be served: a stable code and a sentence for its caller."""
 
@@ -101,7 +118,7 @@ class EngineCount(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """One step's result for one request: a token, an end, or both.
+    """One step's result for one request: a token, an end, or both; or log probabilities of a part of its prompt.
 
     `finish_reason` is None while the request runs; then `stop` (end of sequence or a stop token), `length`,
     `cancelled` or `error` (with `fault`).
@@ -111,6 +128,8 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
     token_id: int | None = None
     logprob: float | None = None
     top_logprobs: list[TopLogprob] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    """Comes alone, before the first token."""
     cached_tokens: int = 0
     """Prompt tokens whose KV was reused; meaningful on the first event."""
     waited_s: float = 0.0

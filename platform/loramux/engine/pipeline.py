@@ -50,7 +50,9 @@ class SyncPipeline:
         """Return the step's own events."""
         if step.empty:
             return []
-        return self._scheduler.commit(step, self._runner.launch(step).events())
+        launched = self._runner.launch(step)
+        events = launched.events()
+        return launched.prompt_events() + self._scheduler.commit(step, events)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +98,9 @@ class AsyncPipeline:
 
     def _complete(self, step: InFlightStep) -> list[TokenEvent]:
         """Wait for the step's tokens and put them where PENDING stands."""
-        events = []
-        for chunk, event in zip(step.sampling, step.launched.events(), strict=True):
+        sampled = step.launched.events()
+        events = step.launched.prompt_events()
+        for chunk, event in zip(step.sampling, sampled, strict=True):
             committed = step.committed.get(event.request_id)
             if committed is None or not (committed.finish_reason or self._scheduler.is_open(chunk.sequence)):
                 continue  # it ended, or its client left, while the step was in flight

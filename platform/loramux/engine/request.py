@@ -42,6 +42,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     logprobs: int | None = None
     """None: none. 0: the chosen token's. n > 0: also those of the n most likely tokens."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt's tokens behind its first. The prompt is then computed whole, and nothing of it is taken
+    from the prefix cache."""
 
     @property
     def greedy(self) -> bool:

@@ -19,6 +19,8 @@ DEFAULT_MAX_TOKENS = 16
 """OpenAI's default for text completions."""
 MAX_LOGPROBS = 4_000_000
 """The most log probabilities in an answer, over all choices; each takes about 65 bytes."""
+MAX_PROMPT_LOGPROBS = 200_000
+"""The most log probabilities of prompts in an answer, which come in one piece."""
 MAX_KEPT_LOGPROBS = 400_000
 """The most log probabilities in an answer that is kept for an idempotency key."""
 TOO_LONG = "context_length_exceeded"
@@ -105,6 +107,20 @@ def check_logprobs(asked: GenerationRequest, max_tokens: int) -> None:
             f"{asked.sampling.logprobs} alternatives each), and the most{kept} is {limit}. Lower 'max_tokens', 'n' or "
             "the number of log probabilities.",
             field="logprobs",
+        )
+
+
+def check_prompt_logprobs(asked: GenerationRequest, num_tokens: int) -> None:
+    """Raise InvalidRequest where prompts of `num_tokens` have more log probabilities than an answer may hold."""
+    if asked.sampling.prompt_logprobs is None:
+        return
+    count = num_tokens * (1 + asked.sampling.prompt_logprobs)
+    if count > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"This request asks for {count} log probabilities of its prompts ({num_tokens} tokens, "
+            f"{asked.sampling.prompt_logprobs} alternatives each), and the most is {MAX_PROMPT_LOGPROBS}. Send shorter "
+            "prompts, or ask for fewer alternatives.",
+            field="prompt_logprobs",
         )
 
 

@@ -2,6 +2,7 @@
 
 GatewayError(message, field, code)
 ├── InvalidRequest       the caller can correct it: `field` names what is wrong: 400
+├── FolderNotFound       a folder of the server's machine is absent, or not below its root: 404
 ├── NotAllowed           the credential is valid and does not allow this: 403
 ├── Unavailable          not now: try again after `retry_after` seconds: 503
 │   ├── Draining         this server is being stopped
@@ -29,6 +30,13 @@ class GatewayError(LoramuxError):
 
 class InvalidRequest(GatewayError):
     """The request can never be served as it stands."""
+
+
+class FolderNotFound(GatewayError):
+    """The folder is absent, holds no adapter, or is not below the operator's root; the caller cannot tell which."""
+
+    code = "adapter_files_missing"
+    status = HTTPStatus.NOT_FOUND
 
 
 class NotAllowed(GatewayError):

@@ -19,7 +19,7 @@ from loramux.engine.request import Constraint
 from loramux.gateway.dialect import TAIL_CHARACTERS, AnswerReader, Dialect, dialect_of
 from loramux.gateway.errors import InvalidRequest, Unavailable
 from loramux.gateway.messages import ChatOptions, Conversation, GenerationRequest, Message
-from loramux.gateway.tokenizer import RenderedChat, Tokenizer, template_messages
+from loramux.gateway.tokenizer import RenderedChat, Tokenizer, open_last_message, template_messages
 from loramux.registry import Revision
 from loramux.threads import TenantSlots, ThreadPool
 from loramux.validation.rendering import TemplateFailed, TemplateRenderer, template_variables
@@ -154,7 +154,10 @@ class Formats:
         bundle, tokenizer = format.bundle, format.tokenizer
         if bundle.chat_template is None:
             return await tokenizer.encode_chat(conversation, limit, tenant, options)
-        variables = template_variables(bundle.special_tokens, template_messages(conversation), **options.template)
+        messages, ends_with_prompt = template_messages(conversation), options.ending == "generation_prompt"
+        variables = template_variables(
+            bundle.special_tokens, messages, **options.template, add_generation_prompt=ends_with_prompt
+        )
         characters = tokenizer.longest_token * limit
         try:
             async with self._slots.slot(tenant):
@@ -167,7 +170,9 @@ class Formats:
             ) from None
         except SandboxDied as error:
             raise Unavailable("Chat templates cannot be rendered at present. Please retry.") from error
-        token_ids = await tokenizer.encode(text, limit, tenant, add_special_tokens=False)
+        if options.ending == "open_message":
+            text = open_last_message(text, conversation)
+        token_ids = await tokenizer.encode(text, limit, tenant, add_special_tokens=options.add_special_tokens)
         return RenderedChat(token_ids, text[-TAIL_CHARACTERS:])
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ from loramux.engine.metrics import SECONDS, Histogram
 from loramux.errors import LoramuxError
 from loramux.fleet.group import EngineGroup
 from loramux.gateway.errors import AdapterNotLoaded, EngineDown, GatewayError, GenerationFailed, InvalidRequest
-from loramux.gateway.messages import Delta, FinishReason, encode_answer
+from loramux.gateway.messages import Delta, FinishReason, PromptText, encode_answer
 from loramux.gateway.output import Choice, delivered_tokens, settlement_of
 from loramux.limits import RateLimitStatus
 from loramux.records import RecordsUnavailable
@@ -47,7 +47,8 @@ class Generation:
     """A request's choices, running in the engine; iterate for their deltas.
 
     It outlives its reader, so that the usage is always recorded. The row is open before the engine sees
-    anything, and it is settled before the reader gets the deltas with the finish reasons. A reader that leaves calls
+    anything, and it is settled before the reader gets the deltas with the finish reasons. The last token comes with
+    one of them: clients that measure would count an empty event as a token. A reader that leaves calls
     abandon(); only a request with an idempotency key runs on then, for the reader that comes again.
 
     The tokens that the caller could read are billed, unless the server itself failed; the rest is waived. Of an answer
@@ -72,6 +73,7 @@ class Generation:
         usage: UsageService,
         *,
         is_streamed: bool,
+        prompt_texts: list[PromptText] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.id = opened.id
@@ -85,6 +87,7 @@ class Generation:
         """Then completed, cancelled or failed."""
         self.prompt_token_ids = list({c.prompt: c.request.prompt_token_ids for c in choices}.values())
         """Every prompt's tokens, in order."""
+        self.prompt_texts = prompt_texts or []
         self.seconds_to_first_token: float | None = None
         self.token_gaps = Histogram(SECONDS)
         """Seconds between one token of a choice and its next."""
@@ -228,6 +231,9 @@ class Generation:
         """Give the reader the news of an event; the engine runs on behind a choice that has ended early."""
         if event.fault is not None and event.fault.code == ENGINE_DIED:
             raise EngineDown
+        if event.prompt_logprobs is not None:
+            choice.output.add_prompt_logprobs(event.prompt_logprobs)
+            return
         try:
             delta = choice.output.push(event)
         except GatewayError as error:
@@ -237,7 +243,9 @@ class Generation:
             choice.output.abort()
             return
         self._note_token(choice)
-        if delta.token_ids or delta.text:
+        if self._finished:
+            choice.last = delta  # it goes out with the finish reason
+        elif delta.token_ids or delta.text:
             self._put(delta)
         if choice.output.finish_reason is not None and event.finish_reason is None:
             self._engines.cancel(choice.request.id)
@@ -325,7 +333,10 @@ class Generation:
         return all(choice.output.finish_reason for choice in self._choices)
 
     def _ends(self) -> list[Delta]:
-        return [Delta(index=c.output.index, finish_reason=c.output.finish_reason) for c in self._choices]
+        return [
+            msgspec.structs.replace(c.last or Delta(index=c.output.index), finish_reason=c.output.finish_reason)
+            for c in self._choices
+        ]
 
     def _encoded_answer(self) -> bytes | None:
         if self.opened.claim is None or self.status != "completed":

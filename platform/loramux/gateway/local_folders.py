@@ -6,7 +6,7 @@ from pathlib import Path
 
 from loramux.bundle import SOURCES
 from loramux.gateway.adapters import AdapterService
-from loramux.gateway.errors import InvalidRequest
+from loramux.gateway.errors import FolderNotFound, InvalidRequest
 from loramux.registry import AdapterInfo, AdapterNotFound
 from loramux.storage import FILES
 from loramux.tenants import NotPermitted, Principal
@@ -57,11 +57,10 @@ class LocalFolders:
         folder = self._inside(root / path)
         missing = [file for file in FILES if not (folder / file).is_file()]
         if missing:
-            raise InvalidRequest(
+            raise FolderNotFound(
                 f"No adapter found in '{path[:160]}': it has no {' and no '.join(missing)}. Save it with "
                 "model.save_pretrained().",
-                field="lora_path",
-                code="adapter_files_missing",
+                "lora_path",
             )
         return folder
 
@@ -69,10 +68,9 @@ class LocalFolders:
         """Return the real path below the root; a path that leads out of it gets the answer of one that is absent."""
         real, root = path.resolve(), self._check_allowed()
         if not real.is_relative_to(root) or not real.exists():
-            raise InvalidRequest(
+            raise FolderNotFound(
                 "'lora_path' leads to nothing below the folder that the operator has set (adapters.local_root).",
-                field="lora_path",
-                code="invalid_value",
+                "lora_path",
             )
         return real
 

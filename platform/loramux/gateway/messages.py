@@ -50,6 +50,27 @@ class AskedFormat:
     """The field of the request that holds it."""
 
 
+ChatEnding = Literal["generation_prompt", "message", "open_message"]
+"""Where a conversation's prompt ends: where the assistant's answer begins, behind the last message, or within the last
+message, which the answer continues."""
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """How a prompt is shortened."""
+
+    most: int | None
+    """Tokens that are kept; None: as many as leave room for the answer."""
+    keeps_end: bool = True
+
+    def shorten(self, token_ids: list[int], room: int) -> list[int]:
+        """Return what is kept of a prompt, at most `room` tokens where no number was given."""
+        most = room if self.most is None else self.most
+        if len(token_ids) <= most:
+            return token_ids
+        return token_ids[len(token_ids) - most :] if self.keeps_end else token_ids[:most]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
     """What a conversation's request says besides its messages."""
@@ -62,6 +83,9 @@ class ChatOptions:
     """The tools that the answer may call; None: none, whatever the template was told."""
     effort: str | None = None
     """How much the model should think: none, minimal, low, medium, high or xhigh."""
+    ending: ChatEnding = "generation_prompt"
+    add_special_tokens: bool = False
+    """Put the tokenizer's special tokens around what the template gives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +115,12 @@ class GenerationRequest:
     """Milliseconds within which the request's first token must come, or the whole request is refused."""
     user: str | None = None
     """The caller's name for its end user. One user always gets the same revision of an alias that has several."""
+    truncation: Truncation | None = None
+    """How a prompt is shortened; None: one that is too long is refused."""
+    add_special_tokens: bool = True
+    """Put the tokenizer's special tokens around a text."""
+    echo: bool = False
+    """The answer repeats the prompt, a text or token ids."""
     tags: str = ""
     """The caller's labels on the bill, as `canonical_tags` writes them."""
     service_tier: ServiceTier = "default"
@@ -102,6 +132,8 @@ class Token(msgspec.Struct, frozen=True):
 
     text: str
     bytes: builtins.bytes
+    id: int = -1
+    """-1 in answers that a release before kept."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,6 +144,16 @@ class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
     top: tuple[tuple[Token, float], ...]
     offset: int
     """The beginning of the token's text, in characters of its choice's text."""
+
+
+class PromptTokenLogprob(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """A prompt's token in its place, with the likeliest ones there."""
+
+    token: Token
+    logprob: float
+    rank: int
+    """1: the likeliest of all."""
+    top: tuple[tuple[Token, float], ...]
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,6 +171,17 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
     """Set on the choice's last delta, which comes after the usage has been recorded."""
+    prompt_logprobs: tuple[PromptTokenLogprob, ...] = ()
+    """Of the prompt's tokens behind its first, where they are wanted; on the first delta of a prompt's first choice."""
+
+
+class PromptText(msgspec.Struct, frozen=True):
+    """A prompt as a text, for an answer that repeats it."""
+
+    text: str
+    tokens: list[Token]
+    offsets: list[int]
+    """The beginning of each token's text, in characters."""
 
 
 class Answer(Protocol):
@@ -141,6 +194,8 @@ class Answer(Protocol):
     created: int
     """Unix seconds."""
     prompt_token_ids: list[list[int]]
+    prompt_texts: list[PromptText]
+    """The prompts as texts, where the request asks for an echo; else empty."""
     rate_limits: RateLimitStatus
     """The caller's limits by the minute and what is left of them."""
     service_tier: str
@@ -175,6 +230,7 @@ class KeptAnswer(msgspec.Struct, frozen=True):
     service_tier: str = "default"
     stream: list[KeptDelta] = []
     """The deltas as they came, so that a stream is repeated to the byte."""
+    prompt_texts: list[PromptText] = []
 
 
 class Replay:
@@ -189,6 +245,7 @@ class Replay:
         self.base_model = base_model
         self.created = kept.created
         self.prompt_token_ids = kept.prompt_token_ids
+        self.prompt_texts = kept.prompt_texts
         self.usage = TokenCounts(
             prompt=kept.usage["prompt_tokens"],
             cached=kept.usage["cached_tokens"],
@@ -229,6 +286,7 @@ def encode_answer(answer: Answer, deltas: Iterable[Delta]) -> bytes:
         },
         service_tier=answer.service_tier,
         stream=[KeptDelta(**msgspec.structs.asdict(delta)) for delta in deltas],
+        prompt_texts=answer.prompt_texts,
     )
     return msgspec.msgpack.encode(kept)
 

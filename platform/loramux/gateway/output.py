@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from loramux.engine.messages import EngineCount, TokenEvent
+from loramux.engine.messages import EngineCount, PromptLogprobs, TokenEvent
 from loramux.engine.request import Request
 from loramux.gateway.detokenize import Detokenizer, StopAutomaton, StopMatcher
 from loramux.gateway.dialect import AnswerReader
 from loramux.gateway.errors import from_fault
-from loramux.gateway.messages import Delta, FinishReason, TokenLogprob
+from loramux.gateway.messages import Delta, FinishReason, PromptTokenLogprob, TokenLogprob
 from loramux.gateway.tokenizer import Tokenizer
 from loramux.units import TokenCounts
 from loramux.usage import EndedBy, Settlement
@@ -41,6 +41,9 @@ class OutputProcessor:
         self.finish_reason: FinishReason | None = None
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer.decode, prompt_token_ids)
+        self._prompt_token_ids = prompt_token_ids
+        self._prompt_logprobs: list[PromptTokenLogprob] = []
+        """Those that no delta has brought yet."""
         self._matcher = StopMatcher(stop)
         self._reader = reader
         self._min_tokens = min_tokens
@@ -62,7 +65,23 @@ class OutputProcessor:
         self._num_shown += len(text)
         token_ids = () if event.token_id is None else (event.token_id,)
         delta = Delta(index=self.index, text=text, token_ids=token_ids, logprobs=tuple(self._release()))
+        if self._prompt_logprobs:
+            delta = msgspec.structs.replace(delta, prompt_logprobs=tuple(self._prompt_logprobs))
+            self._prompt_logprobs = []
         return delta if self._reader is None else self._split(delta, self._reader)
+
+    def add_prompt_logprobs(self, found: PromptLogprobs) -> None:
+        """Keep log probabilities of the prompt for the first delta; an engine that begins anew replaces them."""
+        del self._prompt_logprobs[found.start - 1 :]
+        for place, one in enumerate(found.tokens, start=found.start):
+            self._prompt_logprobs.append(
+                PromptTokenLogprob(
+                    token=self._tokenizer.token(self._prompt_token_ids[place]),
+                    logprob=one.logprob,
+                    rank=one.rank,
+                    top=tuple((self._tokenizer.token(top.token_id), top.logprob) for top in one.top),
+                )
+            )
 
     def abort(self) -> None:
         """End the choice where it is."""
@@ -142,6 +161,8 @@ class Choice:
         self.count: EngineCount | None = None
         """The engine's own count, once it has ended the request."""
         self.last_token_at: float | None = None
+        self.last: Delta | None = None
+        """The news that comes with the finish reason: the request's last."""
 
     def count_event(self, event: TokenEvent) -> None:
         """Count an event, whether it is read or not."""

@@ -23,6 +23,7 @@ from loramux.errors import LoramuxError
 from loramux.fleet.group import EngineGroup
 from loramux.gateway.checks import (
     check_logprobs,
+    check_prompt_logprobs,
     check_text_length,
     check_token_ids,
     context_length,
@@ -69,6 +70,20 @@ class TokenizedPrompt(NamedTuple):
     max_tokens: int
     tail: str | None = None
     """The end of a conversation's text; None: it is none."""
+
+
+class TokenizedText(NamedTuple):
+    """The tokens of a text or a conversation."""
+
+    token_ids: list[int]
+    context: int
+    """The most tokens that the model takes."""
+    tokenizer: Tokenizer
+
+    @property
+    def pieces(self) -> list[str]:
+        """The tokens as the vocabulary writes them."""
+        return self.tokenizer.pieces(self.token_ids)
 
 
 @dataclass(frozen=True)
@@ -174,6 +189,8 @@ class CompletionService:
         stop = await base.tokenizer.run(partial(StopAutomaton, asked.stop), sum(map(len, asked.stop)), principal.tenant)
         constraint = await base.trials.constraint_of(principal.tenant, format, asked, prompts[0].tail)
         check_logprobs(asked, sum(prompt.max_tokens for prompt in prompts) * asked.n)
+        check_prompt_logprobs(asked, sum(len(prompt.token_ids) for prompt in prompts))
+        texts = [await format.tokenizer.spell(p.token_ids, principal.tenant) for p in prompts] if asked.echo else []
         self._ensure_serving(base)
         opened = OpenedRequest(
             id=id,
@@ -201,7 +218,15 @@ class CompletionService:
             eos_token_ids=format.bundle.eos_token_ids,
         )
         choices = _choices(format, asked, stop, template, prompts)
-        generation = Generation(opened, outcome, choices, base.engines, self._usage, is_streamed=asked.is_streamed)
+        generation = Generation(
+            opened,
+            outcome,
+            choices,
+            base.engines,
+            self._usage,
+            is_streamed=asked.is_streamed,
+            prompt_texts=texts,
+        )
         self._watch(generation)
         return generation
 
@@ -281,19 +306,48 @@ class CompletionService:
     async def _tokenize(
         self, base: ServedBase, format: Format, asked: GenerationRequest, prompt: Prompt, tenant: str
     ) -> TokenizedPrompt:
-        check_text_length(prompt, format.tokenizer.longest_token, base.context)
-        tail: str | None = None
-        if isinstance(prompt, str):
-            token_ids = await format.tokenizer.encode(prompt, base.context, tenant)
-        elif isinstance(prompt, tuple):
-            options = format.chat_options(asked)
-            token_ids, tail = await self._formats.encode_chat(format, prompt, options, base.context, tenant)
-        else:
-            token_ids = prompt
+        longest = base.context if asked.truncation is None else format.tokenizer.longest_token * base.context
+        token_ids, tail = await self._encode(base, format, asked, prompt, tenant, longest)
+        if asked.truncation is not None:
+            token_ids = asked.truncation.shorten(token_ids, base.context - (asked.max_tokens or 1))
         max_tokens = resolve_max_tokens(asked, prompt, len(token_ids), base.context, format.bundle.max_tokens)
-        if token_ids is prompt:
+        if isinstance(prompt, list):
             check_token_ids("prompt", token_ids, max(base.facts.vocab_size, format.num_tokens))
         return TokenizedPrompt(token_ids, max_tokens, tail)
+
+    async def _encode(
+        self, base: ServedBase, format: Format, asked: GenerationRequest, prompt: Prompt, tenant: str, longest: int
+    ) -> tuple[list[int], str | None]:
+        """Return a prompt's tokens and the end of a conversation's text; of more than `longest` maybe a beginning."""
+        check_text_length(prompt, format.tokenizer.longest_token, base.context)
+        if isinstance(prompt, str):
+            special = asked.add_special_tokens
+            return await format.tokenizer.encode(prompt, longest, tenant, add_special_tokens=special), None
+        if isinstance(prompt, tuple):
+            options = format.chat_options(asked)
+            return await self._formats.encode_chat(format, prompt, options, longest, tenant)
+        return prompt, None
+
+    async def tokenize(self, principal: Principal, asked: GenerationRequest) -> TokenizedText:
+        """Return the tokens of the request's first prompt, of any number. Raises as `begin` does before it admits."""
+        base, format = await self._format_of(principal, asked.model)
+        asked = format.apply_defaults(asked, base.facts.sampling_defaults)
+        longest = format.tokenizer.longest_token * base.context
+        token_ids, _ = await self._encode(base, format, asked, asked.prompts[0], principal.tenant, longest)
+        return TokenizedText(token_ids, base.context, format.tokenizer)
+
+    async def detokenize(self, principal: Principal, model: str, token_ids: list[int]) -> str:
+        """Return the text of tokens, special ones too. Raises as `tokenize` does."""
+        base, format = await self._format_of(principal, model)
+        check_token_ids("tokens", token_ids, max(base.facts.vocab_size, format.num_tokens))
+        return await format.tokenizer.decode_all(token_ids, principal.tenant)
+
+    async def _format_of(self, principal: Principal, model: str) -> tuple[ServedBase, Format]:
+        self.ensure_accepting()
+        await self._usage.ensure_rate(principal)
+        resolved = await self._resolver.resolve(principal, model)
+        base = self.bases[resolved.base_model]
+        return base, await self._formats.of(base.name, base.format, resolved.revision)
 
     def _num_waiting(self, tenant: str) -> int:
         """Count the tenant's requests that have no token yet; lines of batches have no place in this queue."""
@@ -390,6 +444,8 @@ def _choices(
         number, i = divmod(index, asked.n)
         token_ids, max_tokens, tail = prompts[number]
         sampling = _seeded(msgspec.structs.replace(asked.sampling, max_tokens=max_tokens), i)
+        if i and not asked.is_streamed:  # an answer in one piece needs a prompt's scores once
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
         request = msgspec.structs.replace(
             template, id=f"{template.group_id}-{index}", prompt_token_ids=token_ids, sampling=sampling
         )

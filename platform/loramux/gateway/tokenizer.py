@@ -13,9 +13,10 @@ from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 from loramux.bundle import AddedToken, extend_tokenizer
+from loramux.gateway.detokenize import Detokenizer
 from loramux.gateway.dialect import TAIL_CHARACTERS
 from loramux.gateway.errors import InvalidRequest
-from loramux.gateway.messages import ChatOptions, Conversation, Token
+from loramux.gateway.messages import ChatOptions, Conversation, PromptText, Token
 from loramux.settings import SettingsError
 
 T = TypeVar("T")
@@ -127,6 +128,19 @@ class Tokenizer:
         """Return the text of the tokens, without special ones."""
         return self._decode(token_ids)
 
+    async def spell(self, token_ids: list[int], tenant: str = "") -> PromptText:
+        """Return the text of tokens, without special ones, and where each begins. `tenant` as above."""
+        return await self.run(partial(self._spell_all, token_ids), len(token_ids) * _CHARACTERS_PER_TOKEN, tenant)
+
+    def pieces(self, token_ids: list[int]) -> list[str]:
+        """Return tokens as the vocabulary writes them."""
+        return [piece or "" for piece in self._tokenizer.convert_ids_to_tokens(token_ids)]
+
+    async def decode_all(self, token_ids: list[int], tenant: str = "") -> str:
+        """Return the text of tokens, special ones too. `tenant` as above."""
+        decode = partial(self._tokenizer.decode, token_ids, clean_up_tokenization_spaces=False)
+        return await self.run(decode, len(token_ids) * _CHARACTERS_PER_TOKEN, tenant)
+
     def close(self) -> None:
         """End the threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -144,7 +158,8 @@ class Tokenizer:
 
     def _encode_chat(self, conversation: Conversation, limit: int, options: ChatOptions) -> RenderedChat:
         text = self._render(conversation, options)
-        return RenderedChat(self._encode(text, limit, add_special_tokens=False), text[-TAIL_CHARACTERS:])
+        token_ids = self._encode(text, limit, add_special_tokens=options.add_special_tokens)
+        return RenderedChat(token_ids, text[-TAIL_CHARACTERS:])
 
     def _encode(self, text: str, limit: int, *, add_special_tokens: bool) -> list[int]:
         """Tokenize ever longer beginnings, so that a text that cannot fit costs what the longest that fits does."""
@@ -161,21 +176,32 @@ class Tokenizer:
         from jinja2 import TemplateError
 
         messages = template_messages(conversation)
+        ends_with_prompt = options.ending == "generation_prompt"
         try:
-            return self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **options.template
+            text = self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=ends_with_prompt, **options.template
             )
         except (TemplateError, TypeError, ValueError) as error:
             raise InvalidRequest(
                 f"The base model's chat template refuses these messages: {error}", field="messages"
             ) from None
+        return open_last_message(text, conversation) if options.ending == "open_message" else text
+
+    def _spell_all(self, token_ids: list[int]) -> PromptText:
+        detokenizer, parts, offsets, length = Detokenizer(self.decode), [], [], 0
+        for token_id in token_ids:
+            offsets.append(length)
+            parts.append(detokenizer.push(token_id))
+            length += len(parts[-1])
+        parts.append(detokenizer.flush())
+        return PromptText("".join(parts), [self.token(token_id) for token_id in token_ids], offsets)
 
     def _token(self, token_id: int) -> Token:
         data = self._spell(token_id)
         try:
-            return Token(data.decode(), data)
+            return Token(data.decode(), data, token_id)
         except UnicodeDecodeError:
-            return Token("bytes:" + "".join(f"\\x{byte:02x}" for byte in data), data)
+            return Token("bytes:" + "".join(f"\\x{byte:02x}" for byte in data), data, token_id)
 
     def _spell(self, token_id: int) -> bytes:
         piece: str | None = self._tokenizer.convert_ids_to_tokens(token_id)
@@ -197,6 +223,24 @@ def _serialized(tokenizer: Any) -> str | None:
 def template_messages(conversation: Conversation) -> list[dict[str, Any]]:
     """Return the messages as chat templates expect them."""
     return [{"role": message.role, "content": message.content, **message.fields} for message in conversation]
+
+
+def open_last_message(text: str, conversation: Conversation) -> str:
+    """Return a rendered conversation up to the end of its last message's content, as transformers does it.
+
+    Raises InvalidRequest where the template does not show that content.
+    """
+    content = conversation[-1].content
+    begin = text.rfind(content.strip())
+    if begin < 0 or not content.strip():
+        raise InvalidRequest(
+            "'continue_final_message' continues a text that the chat template shows, and it shows none of the last "
+            "message; leave it out.",
+            field="continue_final_message",
+        )
+    whole = content.lstrip()  # a template may strip the blanks at its end
+    end = begin + len(whole if text.startswith(whole, begin) else content.strip())
+    return text[:end]
 
 
 def _fast_decode(tokenizer: Any) -> Callable[[list[int]], str]:

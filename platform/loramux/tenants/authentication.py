@@ -26,6 +26,10 @@ from loramux.tenants.oidc import TokenVerifier, looks_like_token
 
 Membership = Row[MemberRow, TenantRow, TierRow, ProjectRow]
 FIELD = "authorization"
+_INCORRECT = "Incorrect API key provided"
+"""The beginning of OpenAI's refusal, by which gateways recognise it."""
+_MASKED = 20
+"""Characters of a secret up to which none is shown."""
 FLUSH_SECONDS = 10.0
 """The most that `last_used_at` lags behind; a crash loses as much."""
 
@@ -112,7 +116,11 @@ class Authenticator:
             if found is None:
                 self._known.remember_revoked(digest)
         if found is None:
-            raise InvalidKey("the API key is unknown or was revoked; ask your operator for a new one", FIELD)
+            masked = (
+                f"{credential.secret[:6]}***{credential.secret[-4:]}" if len(credential.secret) > _MASKED else "***"
+            )
+            why = "the API key is unknown or was revoked; ask your operator for a new one"
+            raise InvalidKey(f"{_INCORRECT}: {masked}: {why}", FIELD)
         principal = _principal_of_key(found, self._database.now(), credential.origin)
         self._last_use.note(principal.key_id, self._database.now())
         return principal
@@ -148,12 +156,12 @@ def _principal_of_key(found: Row[KeyRow, TenantRow, TierRow, ProjectRow], now: i
     key, tenant, tier, project = found
     if key.expires_at is not None and key.expires_at <= now:
         ended = datetime.fromtimestamp(key.expires_at / 1e6, UTC).isoformat(timespec="seconds")
-        raise InvalidKey(f"the API key has expired ({ended}); ask for a new one", FIELD)
+        raise InvalidKey(f"{_INCORRECT}: the API key has expired ({ended}); ask for a new one", FIELD)
     _ensure_active(tenant)
     if project.archived_at is not None:
         raise InvalidKey(
-            f"the project {project.name!r} of this API key is archived; use a key of another project, or have this "
-            "one restored (POST /v1/projects with its name)",
+            f"{_INCORRECT}: the project {project.name!r} of this API key is archived; use a key of another project, or "
+            "have this one restored (POST /v1/projects with its name)",
             FIELD,
         )
     models = None if key.models is None else frozenset(key.models.splitlines())

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from loramux.engine.execution.constraints import TokenMasks
+from loramux.engine.execution.prompt_logprobs import to_host
 from loramux.engine.execution.sampler import (
     LARGEST,
     MIN_TEMPERATURE,
@@ -130,7 +131,7 @@ class DeviceSampler:
             sampled,
             self._eos_token_ids,
             {} if masks is None else masks.faults,
-            _to_host(reported),
+            to_host(reported),
             logprobs,
             _record_event(self._device),
         )
@@ -210,7 +211,7 @@ class DeviceSampler:
         logprobs = logits[rows].float().log_softmax(dim=-1)
         values, token_ids = logprobs.topk(max(asked.values()))
         chosen = logprobs.gather(1, sampled.tokens[rows][:, None])[:, 0]
-        return _Logprobs(list(asked), *map(_to_host, (chosen, values, token_ids)))
+        return _Logprobs(list(asked), *map(to_host, (chosen, values, token_ids)))
 
 
 def _rows_in(previous: SampledTokens, sequences: list[Sequence]) -> NDArray[np.int64]:
@@ -228,9 +229,3 @@ def _record_event(device: torch.device) -> torch.cuda.Event | None:
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
     return event
-
-
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy on the host, which is complete once the stream has come so far."""
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-    return host.copy_(tensor, non_blocking=True)

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from loramux.engine.execution.constraints import Constraints
 from loramux.engine.execution.cuda_graphs import DecodeGraphs, StepBuffers, choose_recorder
 from loramux.engine.execution.device_sampler import DeviceSampler, SampledTokens, TokensInFlight
+from loramux.engine.execution.prompt_logprobs import PromptScores, split_scored
 from loramux.engine.execution.runner import Forward, PackedStep, pack
 from loramux.engine.messages import TokenEvent
 from loramux.engine.scheduling.sequence import Sequence
@@ -36,12 +37,17 @@ class LaunchedForward:
     logits: torch.Tensor
     """`[len(sequences), vocab]`, valid until the next forward."""
     sequences: list[Sequence]
+    scores: PromptScores | None = None
     tokens: TokensInFlight | None = None
 
     def sample(self) -> None:
         """Enqueue the choice of the tokens, if it is not yet."""
         if self.tokens is None:
             self.tokens = self.runner.sample(self)
+
+    def prompt_events(self) -> list[TokenEvent]:
+        """Return the log probabilities of prompts, which arrive with the tokens."""
+        return [] if self.scores is None else self.scores.events()
 
     def events(self) -> list[TokenEvent]:
         """Wait for the tokens."""
@@ -110,7 +116,8 @@ class GpuRunner:
                 tile_map = TileMap.for_step(packed.segments, np.array(ranks, dtype=np.int64), self.bank.pool.device)
                 attach_tile_map(packed.segments, tile_map)
             logits = self._forward(inputs, packed.segments, extras)
-        launched = LaunchedForward(self, logits, [chunk.sequence for chunk in step.sampling])
+        logits, scores = split_scored(logits, packed.scored)
+        launched = LaunchedForward(self, logits, [chunk.sequence for chunk in step.sampling], scores)
         if not any(sequence.request.constraint for sequence in launched.sequences):
             launched.sample()
         return launched

@@ -18,6 +18,7 @@ from torch import nn
 
 from loramux.engine.execution.attention import AttentionStep
 from loramux.engine.execution.constraints import Constraints, TokenMasks
+from loramux.engine.execution.prompt_logprobs import PromptScores, ScoredRows, split_scored
 from loramux.engine.execution.sampler import Sampler
 from loramux.engine.messages import TokenEvent
 from loramux.engine.scheduling.step import BASE_SLOT, Chunk, Step
@@ -30,6 +31,9 @@ Ints = NDArray[np.signedinteger[Any]]
 
 class LaunchedStep(Protocol):
     """A step that was started."""
+
+    def prompt_events(self) -> list[TokenEvent]:
+        """Return the log probabilities of prompts that the step has computed; after `events`."""
 
     def sample(self) -> None:
         """Start the choice of its tokens, where the launch left it until the tokens of the step before are known."""
@@ -73,9 +77,12 @@ class PackedStep:
     block_table: Ints
     """int32[S, most pages of a sequence]; 0 past a sequence's last page, where nothing reads."""
     sampled_rows: Ints
-    """int64: the last own row of each chunk that samples, and its drafts' rows, in row order."""
+    """int64: the rows whose logits are wanted, in row order: the last own row of each chunk that samples, its drafts'
+    rows, and the rows of prompts that `scored` lists."""
     segments: Segments | None
     """None where no row has an adapter."""
+    scored: ScoredRows | None = None
+    """None where no prompt's log probabilities are wanted."""
 
     @property
     def decodes(self) -> bool:
@@ -93,9 +100,14 @@ def pack(step: Step, block_size: int) -> PackedStep:
     for row, chunk in enumerate(chunks):
         block_table[row, : len(chunk.sequence.pages)] = chunk.sequence.pages
     pages = block_table[np.repeat(np.arange(len(chunks)), lengths), positions // block_size].astype(np.int64)
-    sampled = [
-        row for end, c in zip(cu_seqlens[1:].tolist(), chunks, strict=True) for row in range(end - c.num_sampled, end)
-    ]
+    sampled: list[int] = []
+    scored = ScoredRows()
+    for end, c in zip(cu_seqlens[1:].tolist(), chunks, strict=True):
+        if c.sequence.num_scored < c.sequence.num_prompt_tokens - 1:
+            first, last = c.sequence.to_score(c.start, c.end)
+            scored.add(c.sequence, first, last, len(sampled))
+            sampled += range(end - c.end + first, end - c.end + last)
+        sampled += range(end - c.num_sampled, end)
     return PackedStep(
         input_ids=np.array([token for chunk in chunks for token in chunk.token_ids], dtype=np.int64),
         position_ids=positions,
@@ -105,6 +117,7 @@ def pack(step: Step, block_size: int) -> PackedStep:
         block_table=block_table,
         sampled_rows=np.array(sampled, dtype=np.int64),
         segments=_segments(step),
+        scored=scored if scored.rows else None,
     )
 
 
@@ -158,8 +171,13 @@ class Forward:
 class CompletedStep:
     """A step whose tokens are known."""
 
-    def __init__(self, events: list[TokenEvent]) -> None:
+    def __init__(self, events: list[TokenEvent], scores: PromptScores | None = None) -> None:
         self._events = events
+        self._scores = scores
+
+    def prompt_events(self) -> list[TokenEvent]:
+        """Return the log probabilities of prompts."""
+        return [] if self._scores is None else self._scores.events()
 
     def sample(self) -> None:
         """Do nothing: they are chosen."""
@@ -199,8 +217,9 @@ class CpuRunner:
             sampled_rows=torch.from_numpy(packed.sampled_rows),
         )
         masks = self._start_masks(step.sampling)
-        logits = self._forward(inputs, packed.segments, extras)
-        return CompletedStep(self._sampler.sample(logits, step.sampling, masks.result() if masks is not None else None))
+        logits, scores = split_scored(self._forward(inputs, packed.segments, extras), packed.scored)
+        events = self._sampler.sample(logits, step.sampling, masks.result() if masks is not None else None)
+        return CompletedStep(events, scores)
 
     def forget(self, request_id: str) -> None:
         """Drop what sampling keeps of the request, and the state of its constraint."""

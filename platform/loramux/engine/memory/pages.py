@@ -196,6 +196,11 @@ class SequenceKv:
         return self.request.kv_identity if self.activation is None else self.request.base_kv_identity
 
     @property
+    def needs_whole_prompt(self) -> bool:
+        """Must every token of its prompt go through the model, for their log probabilities?"""
+        return self.request.sampling.prompt_logprobs is not None and not self.request.output_token_ids
+
+    @property
     def num_shareable(self) -> int:
         """Tokens whose KV others may use: behind an invocation KV depends on where the invocation stands."""
         return len(self.token_ids) if self.activation is None else min(self.activation, len(self.token_ids))

@@ -62,7 +62,7 @@ class PrefixCache:
         while prefix and (prefix[-1].is_evicted or prefix[-1].tree.closed):
             prefix.pop()
         tree = self._trees.get(sequence.kv_identity)
-        if tree is None:
+        if tree is None or sequence.needs_whole_prompt:
             return
         children = prefix[-1].children if prefix else tree.children
         most = min(len(sequence.token_ids) - 1, sequence.num_shareable)

@@ -167,7 +167,7 @@ class Admission:
         flow = sequence.flow
         if not self._may_join(sequence) or flow.is_suspended:
             return False
-        if not (builder.tokens_left and self._capacity.has_row(flow, builder)):
+        if not (builder.room_for(sequence) and self._capacity.has_row(flow, builder)):
             return False
         self._prepare(sequence)
         if not (self._capacity.has_pages_now(sequence) or self._preempt_suspended(sequence, builder)):
@@ -178,7 +178,7 @@ class Admission:
     def _join(self, sequence: Sequence, builder: StepBuilder) -> None:
         self._state.join(sequence)
         self._search_affinity = True
-        length = min(sequence.num_next, builder.tokens_left)
+        length = builder.room_for(sequence)
         end = sequence.num_computed + length
         extended = self._state.extend(sequence, end)
         assert extended, "the budget counts held pages, so that a sequence it admits has its first pages"

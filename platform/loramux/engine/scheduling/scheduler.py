@@ -199,6 +199,8 @@ class Scheduler:
                 self.state.trim(sequence)
                 computed -= len(chunk.drafts) - accepted  # the KV of rejected ones is overwritten
             sequence.num_computed = computed
+            if sequence.num_scored < sequence.num_prompt_tokens - 1:
+                sequence.num_scored = sequence.to_score(chunk.start, computed)[1]
             if caches and computed // size > len(sequence.prefix_pages):
                 cache.publish(sequence)
         self.state.num_commits += 1
@@ -253,7 +255,7 @@ class Scheduler:
             elif computed < pages * size or self._extend(sequence, computed + 1, builder):
                 builder.add(sequence, 1)
         for sequence in prefilling:
-            length = min(sequence.num_next, builder.tokens_left)
+            length = builder.room_for(sequence)
             if length and sequence.pages and self._extend(sequence, sequence.num_computed + length, builder):
                 builder.add(sequence, length)
         units: defaultdict[Flow, float] = defaultdict(float)

@@ -53,6 +53,7 @@ class Sequence(SequenceKv):
         "max_len",
         "num_loads",
         "num_preemptions",
+        "num_scored",
         "predicted_ttft_s",
         "queued",
         "slot",
@@ -79,6 +80,10 @@ class Sequence(SequenceKv):
         self.queued = QueuedWork()
         """The work that it was counted for when it was queued last."""
         self.num_preemptions = 0
+        last = self.num_prompt_tokens - 1
+        self.num_scored = 0 if self.needs_whole_prompt else last
+        """Leading tokens from which the next one's log probability was computed, or is not wanted; the prompt's last
+        leads to the answer."""
         self.num_loads = 0
         """Loads of its adapter that were started for it."""
         self.load: tuple[float, float] | None = None
@@ -120,6 +125,11 @@ class Sequence(SequenceKv):
         start, activation = self.num_computed, self.activation
         end = len(self.token_ids)
         return (end if activation is None or not start < activation < end else activation) - start
+
+    def to_score(self, start: int, end: int) -> tuple[int, int]:
+        """Return the part of its tokens [start, end) from which the next one's log probability is to be computed."""
+        first = max(start, self.num_scored)
+        return first, max(first, min(end, self.num_prompt_tokens - 1))
 
     @property
     def units(self) -> int:

@@ -13,6 +13,9 @@ from loramux.engine.scheduling.sequence import BASE_SLOT, Sequence
 
 __all__ = ["BASE_SLOT", "PENDING", "Chunk", "Step", "StepBuilder"]
 
+MAX_SCORED_ROWS = 128
+"""Rows of a step from which a prompt's next token is scored: each takes a pass over the vocabulary, and the rows beside
+it wait for that."""
 PENDING = -1
 """Stands among a sequence's tokens for one that the device has chosen and the host has not read yet."""
 
@@ -98,6 +101,7 @@ class StepBuilder:
     tokens_left: int
     rows_left: int
     chunks: dict[Sequence, Chunk] = field(default_factory=dict)
+    scored_left: int = MAX_SCORED_ROWS
     joined: list[Sequence] = field(default_factory=list)
     """Those of them that were admitted in this plan."""
 
@@ -106,6 +110,13 @@ class StepBuilder:
         """Rows of the step, taken or not."""
         return len(self.chunks) + self.rows_left
 
+    def room_for(self, sequence: Sequence) -> int:
+        """Return how many of its next tokens the step has room for."""
+        room = min(sequence.num_next, self.tokens_left)
+        if sequence.num_scored < sequence.num_prompt_tokens - 1:
+            return min(room, self.scored_left)
+        return room
+
     def add(self, sequence: Sequence, length: int) -> None:
         """Give `sequence` the next `length` of its tokens; it has the pages."""
         start = sequence.num_computed
@@ -113,6 +124,9 @@ class StepBuilder:
         self.chunks[sequence] = Chunk(sequence, start, length, slot)
         self.tokens_left -= length
         self.rows_left -= 1
+        if sequence.num_scored < sequence.num_prompt_tokens - 1:
+            first, last = sequence.to_score(start, start + length)
+            self.scored_left -= last - first
 
     def add_drafts(self, sequence: Sequence, drafts: tuple[int, ...]) -> None:
         """Give a decoding `sequence` of the step a row for each of `drafts`; it has the pages."""
