@@ -107,7 +107,7 @@ def test_wrong_key_is_refused_in_openais_words(site: Site) -> None:
     wrong = openai.OpenAI(base_url=f"{site.url}/v1", api_key="sk-lm-0123456789abcdefghij", max_retries=0)
     with pytest.raises(openai.AuthenticationError) as refusal:
         wrong.models.list()
-    assert refusal.value.body["message"].startswith("Incorrect API key provided: sk-lm-***ghij")
+    assert refusal.value.body["message"].startswith("Incorrect API key provided: ")
     missing = httpx.get(f"{site.url}/v1/models").json()["error"]["message"]
     assert missing.startswith("You didn't provide an API key.")
 

@@ -96,7 +96,6 @@ BAD_TEXTS = [
     (TEXT | {"n": 129}, "n", "<= 128"),
     (TEXT | {"n": True}, "n", "got `bool`"),
     (TEXT | {"logprobs": 21}, "logprobs", "<= 20"),
-    (TEXT | {"echo": True}, "echo", "not repeated"),
     (TEXT | {"best_of": 4}, "best_of", "ask for n choices"),
     (TEXT | {"use_beam_search": True}, "use_beam_search", "not searched for"),
     (TEXT | {"priority": 3}, "priority", "service_tier"),

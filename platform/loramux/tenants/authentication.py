@@ -28,8 +28,6 @@ Membership = Row[MemberRow, TenantRow, TierRow, ProjectRow]
 FIELD = "authorization"
 _INCORRECT = "Incorrect API key provided"
 """The beginning of OpenAI's refusal, by which gateways recognise it."""
-_MASKED = 20
-"""Characters of a secret up to which none is shown."""
 FLUSH_SECONDS = 10.0
 """The most that `last_used_at` lags behind; a crash loses as much."""
 
@@ -116,11 +114,8 @@ class Authenticator:
             if found is None:
                 self._known.remember_revoked(digest)
         if found is None:
-            masked = (
-                f"{credential.secret[:6]}***{credential.secret[-4:]}" if len(credential.secret) > _MASKED else "***"
-            )
             why = "the API key is unknown or was revoked; ask your operator for a new one"
-            raise InvalidKey(f"{_INCORRECT}: {masked}: {why}", FIELD)
+            raise InvalidKey(f"{_INCORRECT}: {why}", FIELD)
         principal = _principal_of_key(found, self._database.now(), credential.origin)
         self._last_use.note(principal.key_id, self._database.now())
         return principal

@@ -1,0 +1,115 @@
+"""vLLM's own tests of its HTTP API, from its source distribution, against this server.
+
+    python benchmarks/vllm_tests [--sdist FILE] [--keep FOLDER] [PYTEST ARGUMENTS]
+
+The source distribution is fetched with pip into a temporary folder, and so are pytest-asyncio and what its metadata
+needs.
+vLLM itself is not installed: `plugin.py` stands in for the modules that its tests import, and starts this server where
+they start vLLM's, with a small model of its own (`model.py`). Which cases apply, and why the others that fail do:
+docs/compatibility.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).parent
+VERSION = "0.33.0"
+FILES = (
+    "entrypoints/openai/chat_completion/test_chat.py",
+    "entrypoints/openai/chat_completion/test_chat_completion.py",
+    "entrypoints/openai/chat_completion/test_chat_echo.py",
+    "entrypoints/openai/chat_completion/test_chat_logit_bias_validation.py",
+    "entrypoints/openai/chat_completion/test_completion_with_function_calling.py",
+    "entrypoints/openai/chat_completion/test_enable_force_include_usage.py",
+    "entrypoints/openai/chat_completion/test_logprob_token_ids.py",
+    "entrypoints/openai/chat_completion/test_root_path.py",
+    "entrypoints/openai/completion/test_completion.py",
+    "entrypoints/openai/completion/test_prompt_validation.py",
+    "entrypoints/openai/completion/test_token_in_token_out.py",
+    "entrypoints/openai/models/test_models.py",
+    "entrypoints/openai/test_chunked_prompt.py",
+    "entrypoints/openai/test_return_token_ids.py",
+    "entrypoints/openai/test_return_tokens_as_ids.py",
+    "entrypoints/serve/instrumentator/test_basic.py",
+    "entrypoints/serve/lora/test_lora_adapters.py",
+    "entrypoints/serve/tokenize/test_tokenization.py",
+)
+"""Tests of endpoints that both servers have."""
+NEEDED = ("setuptools", "setuptools_scm", "setuptools_rust", "packaging", "requests", "pytest-asyncio")
+
+
+def main() -> int:
+    """Run the tests and print what passed, as one line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sdist", type=Path, help="a source distribution that is here already")
+    parser.add_argument("--keep", type=Path, help="a folder for downloads, models and logs; default: a temporary one")
+    options, arguments = parser.parse_known_args()
+    with tempfile.TemporaryDirectory(prefix="vllm-tests-") as temporary:
+        folder = options.keep or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        tests = fetch(folder, options.sdist)
+        return run(folder, tests, arguments)
+
+
+def fetch(folder: Path, sdist: Path | None) -> Path:
+    """Return the folder that holds vLLM's `tests`, and put the packages that are needed below `folder`."""
+    packages = folder / "packages"
+    if not packages.exists():
+        pip("install", "--quiet", "--no-deps", "--target", str(packages), *NEEDED, "semantic_version", "vcs_versioning")
+    if sdist is None:
+        # pip looks at the metadata, which vLLM's setup.py makes; these have it build nothing.
+        flags = {"VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": VERSION, "PYTHONPATH": str(packages)}
+        where = ("--no-deps", "--no-binary", "vllm", "--no-build-isolation", "--dest", str(folder))
+        pip("download", "--quiet", *where, f"vllm=={VERSION}", **flags)
+        sdist = next(folder.glob("vllm-*.tar.gz"))
+    with tarfile.open(sdist) as archive:
+        members = [one for one in archive if "/tests/" in one.name and one.name.endswith(".py")]
+        archive.extractall(folder, members, filter="data")
+    tests = next(folder.glob("vllm-*/tests"))
+    for package in [tests, *(one for one in tests.rglob("*") if one.is_dir())]:
+        (package / "__init__.py").touch()
+    (tests / "conftest.py").unlink(missing_ok=True)  # it prepares vLLM's engine
+    return tests
+
+
+def pip(*arguments: str, **environment: str) -> None:
+    """Run pip, and stop with its output where it fails."""
+    subprocess.run([sys.executable, "-m", "pip", *arguments], check=True, env=os.environ | environment)
+
+
+def run(folder: Path, tests: Path, arguments: list[str]) -> int:
+    """Run the tests; return pytest's exit code."""
+    path = os.pathsep.join([str(HERE), *sys.path, str(folder / "packages")])
+    report = folder / "report.json"
+    environment = os.environ | {"PYTHONPATH": path, "VLLM_TESTS_FOLDER": str(folder), "VLLM_TESTS_REPORT": str(report)}
+    options = [
+        "-p",
+        "plugin",
+        "-p",
+        "pytest_asyncio",
+        "-p",
+        "no:cacheprovider",
+        "--rootdir",
+        str(tests.parent),
+        "-c",
+        os.devnull,
+    ]
+    chosen = [argument for argument in arguments if not argument.startswith("-")]
+    files = chosen or [str(tests / name) for name in FILES]
+    flags = [argument for argument in arguments if argument.startswith("-")]
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", *options, *flags, *files]
+    code = subprocess.run(command, cwd=tests.parent, env=environment, check=False).returncode
+    print(json.dumps(json.loads(report.read_text())["counts"]))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

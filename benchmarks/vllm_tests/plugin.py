@@ -1,0 +1,229 @@
+"""A pytest plugin that has vLLM's tests start this server: it stands in for `tests.utils` and for vLLM's modules."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.abc
+import importlib.machinery
+import json
+import os
+import socket
+import subprocess
+import sys
+import types
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import requests
+from model import make_adapter, make_base, with_context
+from transformers import AutoTokenizer
+
+FOLDER = Path(os.environ["VLLM_TESTS_FOLDER"])
+BASE = FOLDER / "base"
+ADAPTERS = FOLDER / "adapters"
+TENANT = "vllm"
+START_SECONDS = 300
+HTTP_FIXTURES = {"client", "server", "server_fixture", "server_with_lora_modules_json"}
+HTTP_TESTS = {"test_empty_prompt", "test_out_of_vocab_token_ids"}
+"""Tests that start a server themselves."""
+
+outcomes: dict[str, str] = {}
+
+
+class RemoteOpenAIServer:
+    """This server in a process of its own, with vLLM's arguments as far as they mean something to it."""
+
+    key = ""
+
+    def __init__(self, model: str, vllm_serve_args: list[str], **_: Any) -> None:
+        self.model = model
+        arguments = [str(argument) for argument in vllm_serve_args]
+        self.host, self.port = "127.0.0.1", free_port()
+        length = int(arguments[arguments.index("--max-model-len") + 1]) if "--max-model-len" in arguments else 2048
+        self._folder = Path(os.path.realpath(FOLDER)) / f"server-{self.port}"
+        self._folder.mkdir()
+        self._write_settings(with_context(base(), length))
+        self._process = self._start()
+        for name, path in lora_modules(arguments):
+            answer = requests.post(
+                self.url_for("v1/load_lora_adapter"), json={"lora_name": name, "lora_path": path}, timeout=60
+            )
+            answer.raise_for_status()
+
+    def __enter__(self) -> RemoteOpenAIServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._process.wait(60)
+
+    @property
+    def url_root(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+    def url_for(self, *parts: str) -> str:
+        return f"{self.url_root}/{'/'.join(parts)}"
+
+    def get_client(self, **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(**self._options(options))
+
+    def get_async_client(self, **options: Any) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(**self._options(options))
+
+    def _options(self, options: dict[str, Any]) -> dict[str, Any]:
+        return {"base_url": self.url_for("v1"), "api_key": self.key, "max_retries": 0, "timeout": 600} | options
+
+    def _write_settings(self, model: Path) -> None:
+        self.config = self._folder / "loramux.toml"
+        self.config.write_text(
+            f'[model]\npath = "{model}"\nserved_model_name = "{self.model}"\ntool_parser = "hermes"\n'
+            "[engine]\npool_bytes = 134_217_728\nmax_num_batched_tokens = 256\nnum_threads = 1\nin_process = true\n"
+            f'[validation]\nparity = false\n[adapters]\nlocal_root = "/"\n'
+        )
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        from loramux.gateway import open_tenants
+        from loramux.settings import load_settings
+        from loramux.tenants import TENANT_SCOPES
+
+        async def make_key() -> str:
+            async with open_tenants(load_settings(self.config)) as tenants:
+                await tenants.create(TENANT)
+                return (await tenants.create_key(TENANT, scopes=[*TENANT_SCOPES, "operator"]))[1]
+
+        type(self).key = asyncio.run(make_key())
+        command = [sys.executable, "-m", "loramux_api", "serve", "--config", str(self.config), "--port", str(self.port)]
+        log = (self._folder / "server.log").open("wb")
+        process = subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, stderr=log)
+        assert process.stdout is not None
+        assert process.stdout.readline(), (self._folder / "server.log").read_text()
+        return process
+
+
+def base() -> Path:
+    tests = next(FOLDER.glob("vllm-*/tests"))
+    texts = [path.read_text() for path in sorted(tests.rglob("test_*.py"))[:400]]
+    return make_base(BASE, texts)
+
+
+def lora_modules(arguments: list[str]) -> list[tuple[str, str]]:
+    """Return the adapters of `--lora-modules`: name=path, or JSON."""
+    if "--lora-modules" not in arguments:
+        return []
+    first = arguments.index("--lora-modules") + 1
+    found = []
+    for argument in arguments[first:]:
+        if argument.startswith("--"):
+            break
+        given = json.loads(argument) if argument.startswith("{") else None
+        found.append((given["name"], given["path"]) if given else tuple(argument.split("=", 1)))
+    return found
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+# ---- vLLM's modules
+
+
+def _snapshot(repo_id: str, **_: Any) -> str:
+    return str(make_adapter(ADAPTERS / repo_id.replace("/", "-"), base()))
+
+
+def _get_tokenizer(*_: Any, **__: Any) -> Any:
+    return AutoTokenizer.from_pretrained(base())
+
+
+def _model_config(*_: Any, **__: Any) -> Any:
+    return SimpleNamespace(get_vocab_size=lambda: len(_get_tokenizer()))
+
+
+KNOWN = {
+    "vllm.tokenizers": {"get_tokenizer": _get_tokenizer},
+    "vllm.config": {"ModelConfig": _model_config},
+    "vllm.version": {"__version__": "0"},
+    "vllm.transformers_utils.repo_utils": {"hf_api": lambda: SimpleNamespace(snapshot_download=_snapshot)},
+    "vllm.model_executor.model_loader.weight_utils": {"download_weights_from_hf": lambda *_, **__: str(base())},
+    "tests.utils": {"RemoteOpenAIServer": RemoteOpenAIServer, "ROCM_EXTRA_ARGS": []},
+}
+
+
+STOOD_IN = ("vllm", "fastapi", "pybase64")
+"""Packages of which tests import names that no HTTP test uses."""
+
+
+class StandIn(types.ModuleType):
+    """A module in which every name is found: as KNOWN says, or an empty class."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return KNOWN.get(self.__name__, {}).get(name) or type(name, (), {})
+
+
+class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds a StandIn for every module of vLLM's, and for its tests' utilities."""
+
+    def find_spec(self, name: str, *_: Any) -> Any:
+        if name.partition(".")[0] in STOOD_IN or name == "tests.utils":
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec: Any) -> types.ModuleType:
+        return StandIn(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+sys.meta_path.insert(0, Finder())
+
+
+def _send_key() -> None:
+    """Have `requests` send the key: vLLM's tests use it without one."""
+    plain = requests.Session.request
+
+    def request(self: requests.Session, method: str, url: str, **options: Any) -> requests.Response:
+        options["headers"] = {"Authorization": f"Bearer {RemoteOpenAIServer.key}"} | dict(options.get("headers") or {})
+        return plain(self, method, url, **options)
+
+    requests.Session.request = request  # type: ignore[method-assign]
+    send = httpx.AsyncClient.build_request
+
+    def build(self: httpx.AsyncClient, *given: Any, **options: Any) -> httpx.Request:
+        built = send(self, *given, **options)
+        built.headers.setdefault("Authorization", f"Bearer {RemoteOpenAIServer.key}")
+        return built
+
+    httpx.AsyncClient.build_request = build  # type: ignore[method-assign]
+
+
+_send_key()
+
+# ---- which tests run, and what becomes of them
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests of vLLM's own classes: they send no request."""
+    kept = [one for one in items if HTTP_FIXTURES & set(one.fixturenames) or one.originalname in HTTP_TESTS]  # type: ignore[attr-defined]
+    config.hook.pytest_deselected(items=[one for one in items if one not in kept])
+    items[:] = kept
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "call" or report.outcome != "passed":
+        outcomes[report.nodeid] = report.outcome
+
+
+def pytest_sessionfinish() -> None:
+    Path(os.environ["VLLM_TESTS_REPORT"]).write_text(
+        json.dumps({"counts": Counter(outcomes.values()), "outcomes": outcomes}, indent=1)
+    )
