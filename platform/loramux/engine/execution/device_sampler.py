@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from loramux.engine.execution.constraints import TokenMasks
 from loramux.engine.execution.prompt_logprobs import to_host
@@ -25,10 +24,10 @@ from loramux.engine.execution.sampler import (
     token_event,
     top_logprobs,
 )
+from loramux.engine.execution.token_histories import TokenHistories
 from loramux.engine.messages import EngineFault, TokenEvent
 from loramux.engine.request import SamplingParams
 from loramux.engine.scheduling.sequence import Sequence
-from loramux.engine.scheduling.step import PENDING
 from loramux_kernels.device import to_device
 from loramux_kernels.sampling import sample
 from loramux_kernels.tables import LogitBias, Penalties, SamplingBatch
@@ -104,6 +103,7 @@ class DeviceSampler:
         self._eos_token_ids = eos_token_ids
         self._device = device
         self._seeds: dict[str, int] = {}
+        self._histories = TokenHistories(device)
 
     def launch(
         self,
@@ -137,8 +137,9 @@ class DeviceSampler:
         )
 
     def forget(self, request_id: str) -> None:
-        """Drop the seed of a request that has ended."""
+        """Drop the seed and the history of a request that has ended."""
         self._seeds.pop(request_id, None)
+        self._histories.forget(request_id)
 
     def _batch(self, sequences: list[Sequence], vocab: int, previous: SampledTokens | None) -> SamplingBatch:
         params = [sequence.request.sampling for sequence in sequences]
@@ -175,19 +176,11 @@ class DeviceSampler:
         penalised = [row for row, own in enumerate(factors) if own != (1.0, 0.0, 0.0)]
         if not penalised:
             return None
-        histories = [np.array(sequences[row].token_ids, dtype=np.int64) for row in penalised]
-        lengths = [len(history) for history in histories]
-        token_ids = to_device(np.concatenate(histories).astype(np.int32), self._device)
-        rows = np.repeat(np.array(penalised, dtype=np.int32), lengths)
-        if previous is not None and any(history[-1] == PENDING for history in histories):
-            sources = np.repeat(_rows_in(previous, [sequences[row] for row in penalised]), lengths)
-            drawn = previous.tokens[to_device(sources, self._device)].to(torch.int32)
-            token_ids = torch.where(token_ids == PENDING, drawn, token_ids)
-        generated = [np.arange(n) >= sequences[r].num_prompt_tokens for r, n in zip(penalised, lengths, strict=True)]
+        own = [sequences[row] for row in penalised]
+        drawn = None if previous is None else previous.tokens
+        sources = [0 if previous is None else previous.row_of.get(sequence, 0) for sequence in own]
         columns = to_device(np.clip(factors, -LARGEST, LARGEST).astype(np.float32).T.copy(), self._device)
-        return Penalties(
-            to_device(rows, self._device), token_ids, to_device(np.concatenate(generated), self._device), *columns
-        )
+        return Penalties(*self._histories.flat(own, penalised, drawn, sources), *columns)
 
     def _bias(self, sequences: list[Sequence], vocab: int) -> LogitBias | None:
         triples = []
@@ -212,10 +205,6 @@ class DeviceSampler:
         values, token_ids = logprobs.topk(max(asked.values()))
         chosen = logprobs.gather(1, sampled.tokens[rows][:, None])[:, 0]
         return _Logprobs(list(asked), *map(to_host, (chosen, values, token_ids)))
-
-
-def _rows_in(previous: SampledTokens, sequences: list[Sequence]) -> NDArray[np.int64]:
-    return np.array([previous.row_of.get(sequence, 0) for sequence in sequences], dtype=np.int64)
 
 
 def _temperature(params: SamplingParams) -> float:
