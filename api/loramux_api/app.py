@@ -26,6 +26,7 @@ from loramux.limits import Limits
 from loramux.releases import (
     CanaryGuards,
     Evaluations,
+    ReleasePolicies,
     RevisionMetrics,
     open_canary_guards,
     open_evaluations,
@@ -59,7 +60,12 @@ from loramux_api.controllers.health import HealthController
 from loramux_api.controllers.limits import BudgetController, LimitController
 from loramux_api.controllers.lorax import LoraxController
 from loramux_api.controllers.models import ModelController
-from loramux_api.controllers.releases import FeedbackController, GuardController, RevisionMetricsController
+from loramux_api.controllers.releases import (
+    FeedbackController,
+    GuardController,
+    PolicyController,
+    RevisionMetricsController,
+)
 from loramux_api.controllers.revisions import PinController, RevisionController
 from loramux_api.controllers.tokens import TokenController
 from loramux_api.controllers.uploads import UploadController
@@ -156,6 +162,7 @@ def create_app(settings: Settings, engine: EngineClient | None = None) -> Applic
             RevisionMetricsController,
             FeedbackController,
             GuardController,
+            PolicyController,
             uploads,
             files,
         ],
@@ -185,6 +192,7 @@ async def attached(app: Application, platform: Platform) -> AsyncIterator[None]:
         open_canary_guards(platform) as guards,
     ):
         app.state.guards = guards
+        app.state.policies = ReleasePolicies(platform)
         app.state.evaluations = evaluations
         app.state.platform, app.state.batches, app.state.revision_metrics = platform, services, revision_metrics
         app.state.metrics.watch(platform)
@@ -315,6 +323,10 @@ def _dependencies() -> dict[str, Provide]:
         found: CanaryGuards = request.app.state.guards
         return found
 
+    def policies(request: AnyRequest) -> ReleasePolicies:
+        found: ReleasePolicies = request.app.state.policies
+        return found
+
     def revision_metrics(request: AnyRequest) -> RevisionMetrics:
         found: RevisionMetrics = request.app.state.revision_metrics
         return found
@@ -335,6 +347,7 @@ def _dependencies() -> dict[str, Provide]:
             files,
             evaluations,
             guards,
+            policies,
             revision_metrics,
         )
     }

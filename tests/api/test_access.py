@@ -32,6 +32,7 @@ ABOUT_AN_ADAPTER = {
     "/revisions/{revision:str}": {"ttl_s": 1},
     "/aliases/{alias:str}": {"targets": [{"revision": 1, "weight": 1}]},
     "/aliases/{alias:str}/guard": {"measures": ["errors"]},
+    "/aliases/{alias:str}/policy": {"policy": {"min_requests": 1}},
 }
 BODIES = {
     "/v1/webhooks/{webhook_id:str}": {"enabled": True},

@@ -1,4 +1,4 @@
-"""Metrics of an adapter's revisions, guards of its canaries, and feedback on answers."""
+"""Metrics of an adapter's revisions, release policies, guards of its canaries, and feedback on answers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,18 @@ from litestar.params import FromPath, FromQuery, JSONBody
 from msgspec import Meta
 
 from loramux.gateway import AdapterService
-from loramux.releases import CanaryGuards, RevisionMetrics, RevisionReport
+from loramux.registry import Preconditions, RevisionNumber
+from loramux.releases import (
+    CanaryGuards,
+    PolicyCheck,
+    ReleasePolicies,
+    ReleasePolicy,
+    RevisionMetrics,
+    RevisionReport,
+)
 from loramux.tenants import Principal
 from loramux_api.auth import requires
-from loramux_api.managing import NAMED, at
+from loramux_api.managing import CHANGING, NAMED, at
 from loramux_api.openapi import REFUSALS
 from loramux_api.schemas.strict import Body, StrictJSON
 from loramux_api.schemas.tenancy import Listing
@@ -54,6 +62,110 @@ class GuardObject(msgspec.Struct, kw_only=True):
     alias: str
     measures: list[str]
     """Empty: the alias has no guard."""
+
+
+class PolicyBody(Body, forbid_unknown_fields=True):
+    """The release policy of an alias."""
+
+    policy: ReleasePolicy
+
+
+class PolicyObject(msgspec.Struct, kw_only=True):
+    """The release policy of an alias, and its checks of one revision."""
+
+    object: Literal["alias.policy"] = "alias.policy"
+    alias: str
+    policy: ReleasePolicy | None
+    """null: the alias moves as it is told."""
+    current: int | None
+    """The revision that most of its requests go to."""
+    revision: int | None
+    """The revision that was checked."""
+    passed: bool | None
+    """Whether that revision may take most of the requests."""
+    checks: list[PolicyCheck]
+
+
+class PolicyController(Controller):
+    """What a revision must show before it takes most of an alias's requests."""
+
+    path = "/v1/adapters"
+    tags = ("Adapters",)
+    dependencies = NAMED
+
+    @put(
+        at("/aliases/{alias:str}/policy"),
+        dto=StrictJSON[PolicyBody],
+        return_dto=None,
+        dependencies=CHANGING,
+        guards=[requires("adapters")],
+        summary="Set a release policy",
+        responses=REFUSALS,
+    )
+    async def put_policy(
+        self,
+        adapter: NamedDependency[str],
+        alias: FromPath[str],
+        data: JSONBody[PolicyBody],
+        preconditions: NamedDependency[Preconditions],
+        principal: NamedDependency[Principal],
+        policies: NamedDependency[ReleasePolicies],
+    ) -> PolicyObject:
+        """Refuse from now on every change that gives a revision most of the requests before it passes."""
+        await policies.put(principal, adapter, alias, data.policy, preconditions)
+        return await _policy_object(policies, principal, adapter, alias, None)
+
+    @get(
+        at("/aliases/{alias:str}/policy"),
+        guards=[requires("read")],
+        summary="Describe a release policy",
+        responses=REFUSALS,
+    )
+    async def get_policy(
+        self,
+        adapter: NamedDependency[str],
+        alias: FromPath[str],
+        principal: NamedDependency[Principal],
+        policies: NamedDependency[ReleasePolicies],
+        revision: FromQuery[RevisionNumber | None] = None,
+    ) -> PolicyObject:
+        """Describe the policy; with `revision`, check that revision now."""
+        return await _policy_object(policies, principal, adapter, alias, revision)
+
+    @delete(
+        at("/aliases/{alias:str}/policy"),
+        status_code=200,
+        dependencies=CHANGING,
+        guards=[requires("adapters")],
+        summary="Remove a release policy",
+        responses=REFUSALS,
+    )
+    async def delete_policy(
+        self,
+        adapter: NamedDependency[str],
+        alias: FromPath[str],
+        preconditions: NamedDependency[Preconditions],
+        principal: NamedDependency[Principal],
+        policies: NamedDependency[ReleasePolicies],
+    ) -> PolicyObject:
+        """Let the alias move as it is told; the audit log has who removed the policy."""
+        await policies.remove(principal, adapter, alias, preconditions)
+        return await _policy_object(policies, principal, adapter, alias, None)
+
+
+async def _policy_object(
+    policies: ReleasePolicies, principal: Principal, adapter: str, alias: str, revision: int | None
+) -> PolicyObject:
+    found = await policies.report(principal, adapter, alias, revision)
+    is_checked = found.policy is not None and revision is not None
+    return PolicyObject(
+        alias=alias,
+        policy=found.policy,
+        current=found.current,
+        revision=revision,
+        passed=found.passed if is_checked else None,
+        checks=list(found.checks),
+    )
 
 
 class GuardController(Controller):

@@ -88,6 +88,18 @@ class EvaluationRepository:
         row = await self._session.scalar(statement)
         return None if row is None else _evaluation(row)
 
+    async def newest(self, models: str, file_id: str | None) -> str | None:
+        """Return the result of the tenant's newest completed evaluation of these two revisions, on that set or any."""
+        statement = select(EvaluationRow.result).where(
+            EvaluationRow.tenant_id == self._tenant,
+            EvaluationRow.adapter == models.partition("@")[0],
+            EvaluationRow.models == models,
+            EvaluationRow.state == COMPLETED,
+        )
+        if file_id is not None:
+            statement = statement.where(EvaluationRow.file_id == file_id)
+        return await self._session.scalar(statement.order_by(EvaluationRow.created_at.desc()).limit(1))
+
     async def before(self, project: ProjectId, adapter: str | None, id: str | None, limit: int) -> list[Evaluation]:
         """List at most `limit` evaluations of the project older than that one, newest first; of one adapter or all."""
         statement = select(EvaluationRow).where(

@@ -9,6 +9,7 @@ from loramux.records.adapters import READY, AdapterRepository, AdapterRow, Revis
 from loramux.records.aliases import DEFAULT_ALIAS, WHOLE, AliasRepository, AliasRow, Target
 from loramux.records.grants import GrantRow
 from loramux.records.identity import TenantId, new_id
+from loramux.records.release_policies import ReleasePolicyRepository, ReleasePolicyRow
 
 
 async def register_revision(
@@ -17,6 +18,7 @@ async def register_revision(
     """Make `content` a revision of `name`: a new one unless the adapter already has this very content.
 
     With `promote`, and always for an adapter's first revision, the default alias moves to a new or restored revision.
+    A release policy of that alias keeps it where it is.
     Content that the adapter has already changes nothing: an upload that is repeated must not undo a later release. The
     caller holds the lock CONTENTS, so that revision numbers are assigned one at a time.
     """
@@ -31,7 +33,8 @@ async def register_revision(
     revision.base, revision.base_model = content.base, content.base_model
     await session.flush()
     weights = await aliases.weights(adapter.id, DEFAULT_ALIAS)
-    if not weights or (promote and is_fresh and weights.keys() != {revision.number}):
+    may_promote = promote and await ReleasePolicyRepository(session).get(adapter.id, DEFAULT_ALIAS) is None
+    if not weights or (may_promote and is_fresh and weights.keys() != {revision.number}):
         await aliases.point(adapter.id, DEFAULT_ALIAS, [Target(revision, WHOLE)], stamp)
     if is_fresh:
         adapter.version += 1
@@ -44,7 +47,7 @@ async def _revive(session: AsyncSession, tenant: TenantId, name: str, at: int) -
     adapters = AdapterRepository(session, tenant)
     adapter = await adapters.lock_deleted(name)
     if adapter is not None:
-        for table in (AliasRow, GrantRow):
+        for table in (AliasRow, GrantRow, ReleasePolicyRow):
             await session.execute(delete(table).where(table.adapter_id == adapter.id))
         adapter.deleted_at = adapter.expires_at = None
     adapter = adapter or await adapters.lock(name)

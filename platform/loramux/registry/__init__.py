@@ -1,10 +1,10 @@
 """Names of adapters and their meaning: resolve, release, share, pin, delete. Uploads are in `loramux.uploads`."""
 
 from loramux.records.pins import ActivePin
-from loramux.registry.aliases import AliasService
+from loramux.registry.aliases import AliasService, check_alias
 from loramux.registry.bases import BaseModel, BaseModels
 from loramux.registry.blob_gc import BlobCollector
-from loramux.registry.changes import UNCONDITIONAL, AnswerStore, Preconditions
+from loramux.registry.changes import UNCONDITIONAL, AdapterChange, AnswerStore, ChangeService, Preconditions
 from loramux.registry.entities import (
     MAX_REVISION,
     AdapterInfo,
@@ -40,6 +40,7 @@ __all__ = [
     "MAX_REVISION",
     "UNCONDITIONAL",
     "ActivePin",
+    "AdapterChange",
     "AdapterInfo",
     "AdapterNotFound",
     "AliasInfo",
@@ -50,6 +51,7 @@ __all__ = [
     "BaseModels",
     "BlobCollector",
     "ChangeConflict",
+    "ChangeService",
     "GrantInfo",
     "InvalidChange",
     "InvalidName",
@@ -70,6 +72,7 @@ __all__ = [
     "TooManyAdapters",
     "ValidationUnavailable",
     "WeightedRevision",
+    "check_alias",
     "engine_key",
     "etag",
     "open_registry",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from collections.abc import Set as AbstractSet
 
 from loramux.records import Principal
@@ -16,6 +16,9 @@ MAX_TARGETS = 10
 """The most targets of an alias: all of them occupy the adapter pool at the same time."""
 MAX_WEIGHT = 1_000_000
 
+AliasCondition = Callable[[Principal, AdapterChange, AliasInfo, Sequence[WeightedRevision]], Awaitable[None]]
+"""Called with the caller, the change, the alias as it is and the targets that it shall have."""
+
 
 class AliasService:
     """Points aliases at revisions. Every change also raises the errors of `ChangeService.change`."""
@@ -23,6 +26,11 @@ class AliasService:
     def __init__(self, changes: ChangeService, max_aliases: int) -> None:
         self._changes = changes
         self._max_aliases = max_aliases
+        self._conditions: list[AliasCondition] = []
+
+    def require(self, condition: AliasCondition) -> None:
+        """Have `condition` raise, in the change's transaction, where an alias must not move."""
+        self._conditions.append(condition)
 
     async def promote(
         self,
@@ -55,6 +63,8 @@ class AliasService:
             if before is None:
                 await self._check_count(change)
             rows = [Target(await change.revision(target.revision), target.weight) for target in targets]
+            for condition in () if before is None else self._conditions:
+                await condition(principal, change, before, targets)
             if before is None or before.targets != tuple(sorted(targets, key=lambda target: target.revision)):
                 await change.aliases.point(change.adapter.id, alias, rows, change.stamp)
                 await change.record("alias.put", f":{alias}", before=before, after=await alias_of(change, alias))

@@ -15,6 +15,13 @@ from loramux.releases.metrics import (
     ServiceLevel,
     open_revision_metrics,
 )
+from loramux.releases.policies import (
+    PolicyCheck,
+    PolicyReport,
+    ReleasePolicies,
+    ReleasePolicy,
+    ReleaseRefused,
+)
 
 __all__ = [
     "FIRST_TOKEN_BOUNDS",
@@ -28,6 +35,11 @@ __all__ = [
     "Grader",
     "InvalidFeedback",
     "InvalidGrader",
+    "PolicyCheck",
+    "PolicyReport",
+    "ReleasePolicies",
+    "ReleasePolicy",
+    "ReleaseRefused",
     "RequestNotFound",
     "RevisionMetrics",
     "RevisionReport",

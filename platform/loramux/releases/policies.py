@@ -1,0 +1,252 @@
+"""Release policies: a revision takes most of an alias's requests only where it has shown what its owner demands.
+
+A policy is checked in the transaction that moves the alias, so nothing moves between the check and the change. It is
+about one event: a revision gets as much of the alias as its main revision has, or more. A smaller share is a canary,
+which is how the figures come about. Going back to targets that an alias had before is never refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from loramux.errors import LoramuxError
+from loramux.gateway import Platform
+from loramux.records import Principal
+from loramux.records.evaluations import EvaluationRepository
+from loramux.records.release_policies import ReleasePolicyRepository, ReleasePolicyRow
+from loramux.records.revision_metrics import FIRST_TOKENS, Counts, sums_of_models
+from loramux.registry import (
+    AdapterChange,
+    AliasInfo,
+    ChangeService,
+    PartNotFound,
+    Preconditions,
+    WeightedRevision,
+    check_alias,
+)
+from loramux.releases.evaluations import EvaluationResult
+from loramux.releases.metrics import HOUR, quantile
+from loramux.units import DAY, SECOND
+
+OBSERVED = 30 * DAY
+"""The requests of a revision that count: those of the last 30 days, of all tenants."""
+
+Share = Annotated[float, Meta(ge=0, le=1)]
+Count = Annotated[int, Meta(ge=1, le=10**9)]
+
+
+class EvaluationRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The newest evaluation of the revision against the present one must not find it worse."""
+
+    margin: Share = 0.0
+    """By so much the lower end of the difference's confidence interval may lie below 0."""
+    min_questions: Count = 30
+    file_id: Annotated[str, Meta(max_length=100)] | None = None
+    """The set that must have been asked; None: any."""
+
+
+class ReleasePolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """Demands on a revision; those that are left out do not exist."""
+
+    evaluation: EvaluationRule | None = None
+    min_requests: Count | None = None
+    """Answered requests to the revision, without lines of batches."""
+    max_error_rate: Share | None = None
+    """The share of its requests that the server failed, or in which a choice was aborted."""
+    max_first_token_p99_seconds: Annotated[float, Meta(gt=0)] | None = None
+    min_tokens_per_second: Annotated[float, Meta(gt=0)] | None = None
+
+
+class PolicyCheck(msgspec.Struct, frozen=True, kw_only=True):
+    """One demand of a policy on one revision."""
+
+    rule: str
+    """The field of the policy."""
+    passed: bool
+    message: str
+    """The number that was found, and the one that is demanded."""
+
+
+class PolicyReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A policy as it stands, and its checks of one revision."""
+
+    policy: ReleasePolicy | None
+    current: int | None
+    """The revision that most requests of the alias go to."""
+    checks: tuple[PolicyCheck, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """Return whether the revision may take most of the requests."""
+        return all(check.passed for check in self.checks)
+
+
+class InvalidPolicy(LoramuxError):
+    """The message says what is wrong."""
+
+
+class ReleaseRefused(LoramuxError):
+    """A revision does not pass the policy; the message has the numbers."""
+
+    code = "release_policy"
+    status = HTTPStatus.CONFLICT
+
+
+class ReleasePolicies:
+    """Policies of every tenant's aliases. Once made, they are asked before an alias moves."""
+
+    def __init__(self, platform: Platform) -> None:
+        self._database = platform.database
+        self._queries = platform.adapters.queries
+        self._changes = ChangeService(platform.database)
+        platform.adapters.aliases.require(self.ensure_allowed)
+
+    async def put(
+        self, principal: Principal, adapter: str, alias: str, policy: ReleasePolicy, preconditions: Preconditions
+    ) -> ReleasePolicy:
+        """Set the policy of an alias, which need not exist yet. Raises InvalidPolicy, AdapterNotFound."""
+        check_alias(alias)
+        if policy == ReleasePolicy():
+            names = ", ".join(ReleasePolicy.__struct_fields__)
+            raise InvalidPolicy(f"A policy demands something: one or more of {names}. DELETE removes a policy.")
+
+        async def act(change: AdapterChange) -> ReleasePolicy:
+            policies = ReleasePolicyRepository(change.session)
+            before = _policy_of(await policies.get(change.adapter.id, alias))
+            row = ReleasePolicyRow(
+                adapter_id=change.adapter.id,
+                alias=alias,
+                tenant_id=principal.tenant,
+                policy=msgspec.json.encode(policy).decode(),
+                changed_by=change.stamp.by,
+                changed_at=change.now,
+            )
+            await policies.put(row)
+            await change.record("policy.put", f":{alias}", before=before, after=policy)
+            return policy
+
+        return await self._changes.change(principal, adapter, preconditions, act, ReleasePolicy)
+
+    async def remove(self, principal: Principal, adapter: str, alias: str, preconditions: Preconditions) -> None:
+        """Remove the policy of an alias, if it has one. Raises AdapterNotFound."""
+
+        async def act(change: AdapterChange) -> bool:
+            policies = ReleasePolicyRepository(change.session)
+            before = _policy_of(await policies.get(change.adapter.id, alias))
+            if before is not None:
+                await policies.remove(change.adapter.id, alias)
+                await change.record("policy.remove", f":{alias}", before=before)
+            return True
+
+        await self._changes.change(principal, adapter, preconditions, act, bool)
+
+    async def report(
+        self, principal: Principal, adapter: str, alias: str, revision: int | None
+    ) -> PolicyReport:
+        """Return the policy of an alias and, of a revision, what it would say now. Raises AdapterNotFound."""
+        info = await self._queries.get(principal, adapter)
+        if info.name.partition("/")[0] != principal.tenant_name:
+            raise PartNotFound("alias", adapter, "is another tenant's adapter: its policies are its owner's.")
+        present = next((one for one in info.aliases if one.name == alias), None)
+        current = None if present is None else present.main
+        async with self._database.read() as session:
+            policy = _policy_of(await ReleasePolicyRepository(session).get(info.id, alias))
+            if policy is None or revision is None or current in (None, revision):
+                return PolicyReport(policy=policy, current=current)
+            assert current is not None
+            checks = await self._checked(session, principal, policy, info.name, revision, current)
+        return PolicyReport(policy=policy, current=current, checks=checks)
+
+    async def ensure_allowed(
+        self, principal: Principal, change: AdapterChange, before: AliasInfo, targets: Sequence[WeightedRevision]
+    ) -> None:
+        """Raise ReleaseRefused where the targets give a revision that does not pass most of the alias's requests."""
+        weights = {target.revision: target.weight for target in targets}
+        current = before.main
+        rising = [number for number, weight in weights.items() if weight >= weights.get(current, 0)]
+        candidates = [number for number in rising if number != current]
+        row = await ReleasePolicyRepository(change.session).get(change.adapter.id, before.name)
+        policy = _policy_of(row)
+        if policy is None:
+            return
+        for number in candidates:
+            checks = await self._checked(change.session, principal, policy, change.name, number, current)
+            failed = [check.message for check in checks if not check.passed]
+            if failed:
+                raise ReleaseRefused(
+                    f"{change.name}@{number} does not pass the release policy of `{before.name}`, which @{current} "
+                    f"has now: {'; '.join(failed)}. A smaller share than that of @{current} is allowed (a canary); "
+                    f"`loramux adapter policy {change.adapter.name}@{number}` shows every check.",
+                    "revision",
+                )
+
+    async def _checked(
+        self, session: AsyncSession, principal: Principal, policy: ReleasePolicy, name: str, number: int, current: int
+    ) -> tuple[PolicyCheck, ...]:
+        model, now = f"{name}@{number}", self._database.now()
+        since = now - OBSERVED
+        counts, _ = await sums_of_models(session, [model], since - since % HOUR)
+        checks = observed(policy, counts.get(model))
+        if (rule := policy.evaluation) is not None:
+            found = await EvaluationRepository(session, principal.tenant).newest(
+                f"{model} {name}@{current}", rule.file_id
+            )
+            result = None if found is None else msgspec.json.decode(found, type=EvaluationResult)
+            checks.insert(0, evaluated(rule, result, number, current))
+        return tuple(checks)
+
+
+def evaluated(rule: EvaluationRule, result: EvaluationResult | None, number: int, current: int) -> PolicyCheck:
+    """Check the newest evaluation of two revisions."""
+    if result is None:
+        on = "" if rule.file_id is None else f" on the set {rule.file_id}"
+        message = f"evaluation: none of @{number} against @{current}{on} is completed"
+        return PolicyCheck(rule="evaluation", passed=False, message=message)
+    difference, least = result.difference, rule.min_questions
+    passed = difference.low >= -rule.margin and result.questions >= least
+    message = (
+        f"evaluation: @{number} scores {result.candidate.score.mean:.3f}, @{current} {result.against.score.mean:.3f} on "
+        f"{result.questions} questions (at least {least} are demanded); the difference is {difference.mean:+.3f}, and "
+        f"its interval begins at {difference.low:+.3f} (at least {-rule.margin:+.3f} is demanded)"
+    )
+    return PolicyCheck(rule="evaluation", passed=passed, message=message)
+
+
+def observed(policy: ReleasePolicy, counts: Counts | None) -> list[PolicyCheck]:
+    """Check what a revision has shown in service. A revision that was not asked has shown nothing."""
+    seen = counts or {}
+    first_tokens = [seen.get(name, 0) for name in FIRST_TOKENS]
+    answered = sum(first_tokens)
+    ended = seen.get("completed", 0) + seen.get("failed", 0)
+    bad = min(ended, seen.get("failed", 0) + seen.get("abort", 0))
+    decode_us = seen.get("decode_us", 0)
+    pace = seen.get("decode_tokens", 0) * SECOND / decode_us if decode_us else None
+    p99 = quantile(first_tokens, 0.99)
+    checks = []
+    if (least := policy.min_requests) is not None:
+        message = f"min_requests: {answered} answered requests, {least} are demanded"
+        checks.append(PolicyCheck(rule="min_requests", passed=answered >= least, message=message))
+    if (most := policy.max_error_rate) is not None:
+        message = f"max_error_rate: {bad} of {ended} requests failed, at most {100 * most:g}% may"
+        checks.append(PolicyCheck(rule="max_error_rate", passed=bad <= most * ended and ended > 0, message=message))
+    if (bound := policy.max_first_token_p99_seconds) is not None:
+        shown = "no first token is counted" if p99 is None else f"p99 is {p99:g} s"
+        message = f"max_first_token_p99_seconds: {shown}, at most {bound:g} s is allowed"
+        passed = p99 is not None and p99 <= bound
+        checks.append(PolicyCheck(rule="max_first_token_p99_seconds", passed=passed, message=message))
+    if (slowest := policy.min_tokens_per_second) is not None:
+        shown = "none is counted" if pace is None else f"{pace:.1f}"
+        message = f"min_tokens_per_second: {shown}, at least {slowest:g} are demanded"
+        passed = pace is not None and pace >= slowest
+        checks.append(PolicyCheck(rule="min_tokens_per_second", passed=passed, message=message))
+    return checks
+
+
+def _policy_of(row: ReleasePolicyRow | None) -> ReleasePolicy | None:
+    return None if row is None else msgspec.json.decode(row.policy, type=ReleasePolicy)
