@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,12 @@ from peft_uploads import form, make_adapter
 from scripted_engine import EOS
 from site_fixture import Site
 
+from loramux.billing import Plan, PlanPrices, PlanTariff, Subscriptions
 from loramux.engine.messages import EngineFault
 from loramux.engine.request import Request, ServiceClass
+from loramux.pricing import Currency, Price, Step
+from loramux.records import TenantId
+from loramux.releases import judges
 
 RATED = "/v1/adapters/acme/rated"
 
@@ -110,8 +116,13 @@ def evaluate(site: Site, client: httpx.Client, questions: list[dict[str, Any]], 
     return client.post("/v1/evaluations", json=asked | changes)
 
 
+def digest_of(request: Request) -> str:
+    assert request.adapter is not None
+    return request.adapter.digest
+
+
 def ended(site: Site, client: httpx.Client, id: str) -> dict[str, Any]:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while True:
         asyncio.run_coroutine_threadsafe(site.server.app.state.evaluations.tend(), site.server.loop).result(20)
         found: dict[str, Any] = client.get(f"/v1/evaluations/{id}").json()
@@ -143,7 +154,103 @@ def test_evaluation_finds_the_better_revision_with_an_interval(site: Site, clien
     assert result["against"]["output_tokens"] > 0
     listed = client.get("/v1/evaluations", params={"adapter": "rated", "limit": 1}).json()
     assert listed["data"][0]["id"] == found["id"]
+    of_candidate = [
+        client.get("/v1/evaluations", params={"adapter": "rated", "revision": revision}).json()["data"]
+        for revision in (2, 1)
+    ]
+    assert (found["id"] in [one["id"] for one in of_candidate[0]], of_candidate[1]) == (True, [])
     assert {request.service_class for request in site.engine.requests} == {ServiceClass.BATCH}
+
+
+def test_evaluation_has_latency_of_answers_and_their_exact_cost(
+    site: Site, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def price(meter: str, tier: str, nanos: int) -> Price:
+        steps = (Step(0, nanos),)
+        return Price(id=f"{meter}-{tier}", plan_id="plan", meter=meter, tier=tier, valid_from=0, steps=steps)
+
+    batch = [price("input_uncached", "*/batch", 10**6), price("input_cached", "*/batch", 10**6)]
+    prices = (*batch, price("output", "*/batch", 10**7), price("output", "*", 10**9))
+    plan = Plan(id="plan", name="measured", currency=Currency.of("EUR"), minimum=0, prices=prices)
+
+    async def tariff(_: PlanPrices, session: object, tenants: list[TenantId]) -> PlanTariff:
+        return PlanTariff({tenant: Subscriptions(((0, plan),)) for tenant in tenants}, time.time_ns() // 1000)
+
+    monkeypatch.setattr(PlanPrices, "tariff", tariff)
+    site.engine.script = lambda _: [*b"yes", EOS]
+    made = evaluate(site, client, [{"prompt": f"question {n}", "expected": "yes"} for n in range(5)])
+    for side in (found := ended(site, client, made.json()["id"]))["result"]["candidate"], found["result"]["against"]:
+        nanos = side["prompt_tokens"] * 10**6 + side["output_tokens"] * 10**7
+        assert side["cost"] == {"amount": f"{nanos / 10**9:.9f}", "currency": "EUR"}
+        assert (side["output_tokens"], side["latency"]["answers"]) == (5 * 4, 5)
+        assert 0 <= side["latency"]["first_token_seconds"]["p50"] <= side["latency"]["first_token_seconds"]["p99"]
+        assert side["latency"]["tokens_per_second"] > 0
+
+
+@pytest.fixture
+def judge(site: Site) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """A judge on this machine, which likes the answer `yes`, and what it was sent; acme may use judges."""
+    seen: list[dict[str, Any]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            seen.append(body | {"key": self.headers["Authorization"]})
+            case = json.loads(body["messages"][1]["content"])
+            verdict = json.dumps({"score": 0.9 if case["answer"] == "yes" else 0.1})
+            text = "no verdict" if case["answer"] == "lie" else verdict
+            data = json.dumps({"choices": [{"message": {"content": text}}]}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_: Any) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    with site.http("all-scopes") as admin:
+        allowed = admin.patch("/admin/tenants/acme", json={"allow_judges": True})
+        assert allowed.json()["allow_judges"] is True, allowed.text
+        yield f"http://127.0.0.1:{server.server_port}/v1", seen
+        admin.patch("/admin/tenants/acme", json={"allow_judges": False})
+    server.shutdown()
+    server.server_close()
+
+
+def test_evaluation_by_a_judge_has_its_scores_and_never_shows_its_key(
+    site: Site, client: httpx.Client, judge: tuple[str, list[dict[str, Any]]]
+) -> None:
+    url, seen = judge
+    digest = client.get(f"{RATED}/revisions/2").json()["digest"]
+    site.engine.script = lambda request: [*(b"yes" if digest_of(request).startswith(digest) else b"no"), EOS]
+    grader = {"type": "judge", "url": url, "model": "strict"}
+    made = evaluate(site, client, [{"prompt": "x", "expected": "yes"}], grader=grader, judge_api_key="sk-secret")
+    found = ended(site, client, made.json()["id"])
+    assert found["status"] == "completed", found
+    assert (found["result"]["candidate"]["score"]["mean"], found["result"]["against"]["score"]["mean"]) == (0.9, 0.1)
+    assert "sk-secret" not in made.text + json.dumps(found)
+    assert {(one["key"], one["model"]) for one in seen} == {("Bearer sk-secret", "strict")}
+
+
+def test_evaluation_whose_judge_lies_fails_and_keeps_the_answers(
+    site: Site, client: httpx.Client, judge: tuple[str, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judges, "FIRST_PAUSE", 0.0)
+    site.engine.script = lambda _: [*b"lie", EOS]
+    made = evaluate(site, client, [{"prompt": "x"}], grader={"type": "judge", "url": judge[0], "model": "m"})
+    found = ended(site, client, made.json()["id"])
+    assert (found["status"], found["result"]) == ("failed", None)
+    assert "no score for question 1 in 3 attempts" in found["error"]
+    output = site.openai().batches.retrieve(found["batch_id"]).output_file_id
+    assert output is not None
+    assert site.openai().files.content(output).text.count('"lie"') == 2
+
+
+def test_evaluation_by_a_judge_needs_the_operators_leave(site: Site, client: httpx.Client) -> None:
+    grader = {"type": "judge", "url": "https://example.com/v1", "model": "m"}
+    refused = evaluate(site, client, [{"prompt": "x"}], grader=grader)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "judges_not_allowed")
 
 
 def test_evaluation_of_one_question_says_nothing_for_certain(site: Site, client: httpx.Client) -> None:

@@ -15,6 +15,7 @@ from scripted_engine import ScriptedEngine
 from loramux.gateway import open_tenants
 from loramux.settings import (
     AdapterLimits,
+    BatchSettings,
     EngineSettings,
     IssuerSettings,
     ModelSettings,
@@ -63,6 +64,7 @@ def make_settings(base_dir: Path, folder: Path, issuers: Sequence[str] = ()) -> 
         server=ServerSettings(max_upload_bytes=2 << 20, drain_seconds=5),
         adapters=AdapterLimits(local_root=f"{folder}/local"),
         webhooks=WebhookSettings(allow_private_addresses=True),
+        batches=BatchSettings(allow_private_judges=True, judge_seconds=5),
         records=RecordsSettings(
             url=f"sqlite:///{folder}/records.sqlite3",
             blobs=f"{folder}/blobs",

@@ -120,6 +120,22 @@ def set_zero_retention(name: str, zero_retention: bool, config: Path, as_json: b
     put(as_json, changed, _line(changed))
 
 
+@tenant.command("allow-judges")
+@click.argument("name")
+@click.option("--on/--off", "allow_judges", default=True, show_default=True, help="Allow it, or no longer.")
+@config_option()
+@json_option
+def set_allow_judges(name: str, allow_judges: bool, config: Path, as_json: bool) -> None:
+    """Let evaluations of the tenant NAME show prompts and answers to judges: models of third parties.
+
+    \b
+    Example:
+      loramux tenant allow-judges acme --on --config configs/single-node.toml
+    """
+    changed = with_tenants(config, lambda tenants: tenants.set_allow_judges(name, allow_judges))
+    put(as_json, changed, _line(changed))
+
+
 @click.group()
 def tier() -> None:
     """Manage tiers: a class of the scheduler, a weight in it, and the service tiers that requests may ask for.
@@ -255,4 +271,5 @@ def archive_project(name: str, tenant_name: str, config: Path, as_json: bool) ->
 def _line(one: Tenant) -> str:
     state = "live" if one.suspended_at is None else f"suspended since {day(one.suspended_at)}"
     retention = "\tzero retention" if one.zero_retention else ""
-    return f"{one.name}\t{one.tier}\tsince {day(one.created_at)}\t{state}{retention}"
+    judges = "\tjudges allowed" if one.allow_judges else ""
+    return f"{one.name}\t{one.tier}\tsince {day(one.created_at)}\t{state}{retention}{judges}"

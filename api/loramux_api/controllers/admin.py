@@ -76,7 +76,7 @@ class AdminTenantController(Controller):
     async def change(
         self, name: FromPath[str], data: JSONBody[TenantChange], operators: NamedDependency[Tenants]
     ) -> TenantObject:
-        """Move it to another tier, suspend or resume it, set zero retention. Applies from its next request on."""
+        """Move it to another tier, suspend or resume it, set zero retention, allow judges: from its next request on."""
         tenant: Tenant = await operators.named(name)
         if isinstance(data.tier, str):
             tenant = await operators.move(name, data.tier)
@@ -84,6 +84,8 @@ class AdminTenantController(Controller):
             tenant = await (operators.suspend(name) if data.suspended else operators.resume(name))
         if isinstance(data.zero_retention, bool):
             tenant = await operators.set_zero_retention(name, data.zero_retention)
+        if isinstance(data.allow_judges, bool):
+            tenant = await operators.set_allow_judges(name, data.allow_judges)
         return tenant_object(tenant)
 
     @get("/{name:str}/keys", summary="List a tenant's keys", responses=PROBLEMS)

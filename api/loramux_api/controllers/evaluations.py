@@ -10,6 +10,7 @@ from litestar.di import NamedDependency
 from litestar.params import FromPath, FromQuery, JSONBody, QueryParameter
 from msgspec import Meta
 
+from loramux.registry import RevisionNumber
 from loramux.releases import Evaluation, EvaluationResult, Evaluations, Grader
 from loramux.tenants import Principal
 from loramux.units import SECOND
@@ -35,6 +36,8 @@ class EvaluationBody(Body, forbid_unknown_fields=True):
     file_id: str
     """A file of purpose `evals`: lines of {messages or prompt, expected}."""
     grader: Grader
+    judge_api_key: Annotated[str, Meta(min_length=1, max_length=512)] | None = None
+    """For the grader `judge`: sent to it, stored encrypted until the evaluation ends, and never shown."""
 
 
 class EvaluationObject(msgspec.Struct, kw_only=True):
@@ -101,6 +104,7 @@ class EvaluationController(Controller):
             against=data.against,
             file_id=data.file_id,
             grader=data.grader,
+            judge_api_key=data.judge_api_key,
         )
         return evaluation_object(made)
 
@@ -111,10 +115,14 @@ class EvaluationController(Controller):
         evaluations: NamedDependency[Evaluations],
         adapter: FromQuery[str | None] = None,
         after: FromQuery[str | None] = None,
+        revision: FromQuery[RevisionNumber | None] = None,
         limit: Annotated[int, QueryParameter(ge=1, le=MAX_PAGE)] = 20,
     ) -> Cursored[EvaluationObject]:
-        """List your project's evaluations, newest first; `after` is the last id of the previous page."""
-        found = await evaluations.before(principal, adapter, after, limit + 1)
+        """List your project's evaluations, newest first; `after` is the last id of the previous page.
+
+        `revision`: those that have this revision of `adapter` as their candidate.
+        """
+        found = await evaluations.before(principal, adapter, after, limit + 1, revision)
         return page_of([evaluation_object(one) for one in found], limit, [one.id for one in found])
 
     @get("/{evaluation_id:str}", summary="Describe an evaluation", responses=REFUSALS)

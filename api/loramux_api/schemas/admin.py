@@ -28,6 +28,8 @@ class TenantChange(Body, forbid_unknown_fields=True):
     suspended: bool | UnsetType = UNSET
     zero_retention: bool | UnsetType = UNSET
     """Nothing that its requests say or get is stored."""
+    allow_judges: bool | UnsetType = UNSET
+    """Its evaluations may show prompts and answers to judges, which are third parties."""
 
 
 class LogLevelBody(Body, forbid_unknown_fields=True):
@@ -93,6 +95,7 @@ class TenantObject(msgspec.Struct, kw_only=True):
     created_at: int
     suspended_at: int | None
     zero_retention: bool
+    allow_judges: bool
 
 
 class TierObject(msgspec.Struct, kw_only=True):
@@ -114,6 +117,7 @@ def tenant_object(tenant: Tenant) -> TenantObject:
         created_at=seconds(tenant.created_at) or 0,
         suspended_at=seconds(tenant.suspended_at),
         zero_retention=tenant.zero_retention,
+        allow_judges=tenant.allow_judges,
     )
 
 

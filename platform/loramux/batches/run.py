@@ -31,7 +31,7 @@ from loramux.batches.files import FOLDER, OUTPUT, Files, new_file_id, object_nam
 from loramux.batches.lines import BadLine, Input, Line, check_lines, model_error, open_input, parse_body, read_line
 from loramux.batches.window import Window
 from loramux.errors import LoramuxError
-from loramux.gateway import Answer, CompletionService, InvalidRequest
+from loramux.gateway import Answer, CompletionService, InvalidRequest, Timing
 from loramux.records import Database, Principal
 from loramux.records.batches import (
     CANCELLED,
@@ -94,13 +94,14 @@ class Outcome(NamedTuple):
     line: bytes
 
 
-class OutputLine(msgspec.Struct, kw_only=True):
-    """A line of the output or error file, as OpenAI writes it."""
+class OutputLine(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A line of the output or error file, as OpenAI writes it, and how long the answer took."""
 
     id: str
     custom_id: str
     response: OutputResponse | None
     error: OutputError | None
+    timing: Timing | None = None
 
 
 class OutputResponse(msgspec.Struct, kw_only=True):
@@ -283,7 +284,7 @@ class BatchRun:
             raise
         body = writer.whole(answer.usage)
         response = OutputResponse(status_code=HTTPStatus.OK, request_id=answer.id, body=body)
-        return self._written(number, line, True, response=response)
+        return self._written(number, line, True, response=response, timing=answer.timing)
 
     def _refused(self, number: int, line: Line, error: LoramuxError) -> Outcome:
         body = self._server.endpoints.error_body(error)
@@ -299,11 +300,12 @@ class BatchRun:
         *,
         response: OutputResponse | None = None,
         error: OutputError | None = None,
+        timing: Timing | None = None,
     ) -> Outcome:
         id = f"batch_req_{self._batch.id.removeprefix('batch_')}_{number + 1}"
         if response is not None and not response.request_id:
             response.request_id = id
-        made = OutputLine(id=id, custom_id=line.custom_id, response=response, error=error)
+        made = OutputLine(id=id, custom_id=line.custom_id, response=response, error=error, timing=timing)
         return Outcome(answered, _encode(made) + b"\n")
 
     async def _flush(self, first: int, outcomes: Sequence[Outcome]) -> None:

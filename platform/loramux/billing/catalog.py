@@ -216,6 +216,12 @@ class PlanTariff:
         self._plans = plans
         self._at = at
 
+    def currency(self, tenant: TenantId) -> str | None:
+        """Return the currency of the tenant's plan; None without a plan."""
+        plans = self._plans.get(tenant)
+        plan = plans.plan_at(self._at) if plans else None
+        return None if plan is None else plan.currency.code
+
     def most_it_can_cost(self, request: OpenedRequest) -> int:
         """Bound a request's cost: the whole prompt at the dearer of cached and uncached, now or at its settlement."""
         loads = 0 if request.adapter_digest is None else MAX_BILLED_LOADS

@@ -24,7 +24,7 @@ from loramux.engine.metrics import SECONDS, Histogram
 from loramux.errors import LoramuxError
 from loramux.fleet.group import EngineGroup
 from loramux.gateway.errors import AdapterNotLoaded, EngineDown, GatewayError, GenerationFailed, InvalidRequest
-from loramux.gateway.messages import Delta, FinishReason, PromptText, encode_answer
+from loramux.gateway.messages import Delta, FinishReason, PromptText, Timing, encode_answer
 from loramux.gateway.output import Choice, delivered_tokens, settlement_of
 from loramux.limits import RateLimitStatus
 from loramux.records import RecordsUnavailable
@@ -145,6 +145,18 @@ class Generation:
     def load(self) -> tuple[float, float] | None:
         """Seconds after `began` from which, and to which, its adapter was loaded; None: it was in the pool."""
         return next((choice.load for choice in self._choices if choice.load is not None), None)
+
+    @property
+    def timing(self) -> Timing | None:
+        """How long it took, once it has ended; None: no token came."""
+        if self.seconds is None or self.seconds_to_first_token is None:
+            return None
+        waited = min(self.seconds_waited, self.seconds_to_first_token)
+        return Timing(
+            queue_seconds=round(waited, 6),
+            first_token_seconds=round(self.seconds_to_first_token - waited, 6),
+            seconds=round(self.seconds - waited, 6),
+        )
 
     @property
     def adapter_loads(self) -> int:

@@ -184,6 +184,16 @@ class PromptText(msgspec.Struct, frozen=True):
     """The beginning of each token's text, in characters."""
 
 
+class Timing(msgspec.Struct, frozen=True):
+    """How long an answer took. Waiting in the engine's queue is apart: it says nothing of the model."""
+
+    queue_seconds: float
+    first_token_seconds: float
+    """From the end of the wait to the first token."""
+    seconds: float
+    """From the end of the wait to the answer's end."""
+
+
 class Answer(Protocol):
     """The reader's side of a request: a Generation, or a Replay of one."""
 
@@ -204,6 +214,10 @@ class Answer(Protocol):
     @property
     def usage(self) -> TokenCounts:
         """The tokens that are charged; a prompt counts once, however many answers it gets."""
+
+    @property
+    def timing(self) -> Timing | None:
+        """How long it took, once it has ended; None: no token came, or it is not known any more."""
 
     async def started(self) -> None:
         """Wait for the first delta or the end; raises the error that the request failed with."""
@@ -231,6 +245,7 @@ class KeptAnswer(msgspec.Struct, frozen=True):
     stream: list[KeptDelta] = []
     """The deltas as they came, so that a stream is repeated to the byte."""
     prompt_texts: list[PromptText] = []
+    timing: Timing | None = None
 
 
 class Replay:
@@ -253,6 +268,7 @@ class Replay:
         )
         self.rate_limits = RateLimitStatus()
         self.service_tier = kept.service_tier
+        self.timing = kept.timing
         self._deltas: Sequence[Delta] = kept.stream or _divided(kept.deltas)
 
     async def started(self) -> None:
@@ -287,6 +303,7 @@ def encode_answer(answer: Answer, deltas: Iterable[Delta]) -> bytes:
         service_tier=answer.service_tier,
         stream=[KeptDelta(**msgspec.structs.asdict(delta)) for delta in deltas],
         prompt_texts=answer.prompt_texts,
+        timing=answer.timing,
     )
     return msgspec.msgpack.encode(kept)
 

@@ -39,6 +39,8 @@ class EvaluationRow(LeasedRow, Base):
     batch_id: Mapped[str]
     grader: Mapped[str]
     """JSON."""
+    judge_key: Mapped[bytes | None]
+    """The judge's API key, encrypted, until the evaluation ends."""
     state: Mapped[str]
     result: Mapped[str | None]
     """JSON."""
@@ -59,6 +61,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     file_id: str
     batch_id: str
     grader: str
+    judge_key: bytes | None = None
     state: str
     server_id: str | None
     attempts: int
@@ -100,13 +103,20 @@ class EvaluationRepository:
             statement = statement.where(EvaluationRow.file_id == file_id)
         return await self._session.scalar(statement.order_by(EvaluationRow.created_at.desc()).limit(1))
 
-    async def before(self, project: ProjectId, adapter: str | None, id: str | None, limit: int) -> list[Evaluation]:
-        """List at most `limit` evaluations of the project older than that one, newest first; of one adapter or all."""
+    async def before(
+        self, project: ProjectId, adapter: str | None, id: str | None, limit: int, candidate: str | None = None
+    ) -> list[Evaluation]:
+        """List at most `limit` evaluations of the project older than that one, newest first.
+
+        Of one adapter, of one candidate (`tenant/adapter@3`), or all.
+        """
         statement = select(EvaluationRow).where(
             EvaluationRow.tenant_id == self._tenant, EvaluationRow.project_id == project
         )
         if adapter is not None:
             statement = statement.where(EvaluationRow.adapter == adapter)
+        if candidate is not None:
+            statement = statement.where(EvaluationRow.models.startswith(f"{candidate} ", autoescape=True))
         if id is not None:
             last = select(EvaluationRow.created_at, EvaluationRow.id).where(EvaluationRow.tenant_id == self._tenant)
             end = last.where(EvaluationRow.id == id).scalar_subquery()
@@ -139,7 +149,7 @@ class EvaluationJobs:
         """Write the end of an evaluation that this server still holds."""
         mine = (EvaluationRow.id == id, EvaluationRow.server_id == server_id, EvaluationRow.state == RUNNING)
         state = FAILED if result is None else COMPLETED
-        values = {"state": state, "result": result, "error": error, "finished_at": at}
+        values = {"state": state, "result": result, "error": error, "judge_key": None, "finished_at": at}
         await self._session.execute(update(EvaluationRow).where(*mine).values(values))
 
 

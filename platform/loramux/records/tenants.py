@@ -42,6 +42,8 @@ class TenantRow(Base):
     suspended_at: Mapped[int | None]
     zero_retention: Mapped[bool] = mapped_column(server_default=false())
     """Nothing that its requests say or get is stored."""
+    allow_judges: Mapped[bool] = mapped_column(server_default=false())
+    """Its evaluations may show prompts and answers to judges, which are third parties."""
 
 
 class ProjectRow(Base):
@@ -130,6 +132,10 @@ class TenantRepository:
     async def has_zero_retention(self, id: TenantId) -> bool:
         """Return whether nothing that the tenant's requests say or get is stored."""
         return bool(await self._session.scalar(select(TenantRow.zero_retention).where(TenantRow.id == id)))
+
+    async def may_use_judges(self, id: TenantId) -> bool:
+        """Return whether the tenant's evaluations may show prompts and answers to judges."""
+        return bool(await self._session.scalar(select(TenantRow.allow_judges).where(TenantRow.id == id)))
 
     async def all(self) -> Sequence[TenantRow]:
         """Return every tenant, by name."""

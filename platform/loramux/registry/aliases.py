@@ -63,8 +63,9 @@ class AliasService:
             if before is None:
                 await self._check_count(change)
             rows = [Target(await change.revision(target.revision), target.weight) for target in targets]
-            for condition in () if before is None else self._conditions:
-                await condition(principal, change, before, targets)
+            if before is not None:
+                for condition in self._conditions:
+                    await condition(principal, change, before, targets)
             if before is None or before.targets != tuple(sorted(targets, key=lambda target: target.revision)):
                 await change.aliases.point(change.adapter.id, alias, rows, change.stamp)
                 await change.record("alias.put", f":{alias}", before=before, after=await alias_of(change, alias))

@@ -2,7 +2,8 @@
 
 from loramux.records.evaluations import Evaluation
 from loramux.records.revision_metrics import FIRST_TOKEN_BOUNDS
-from loramux.releases.evaluations import EvaluationNotFound, EvaluationResult, Evaluations, open_evaluations
+from loramux.releases.comparison import EvaluationResult
+from loramux.releases.evaluations import EvaluationNotFound, Evaluations, open_evaluations
 from loramux.releases.graders import Grader, InvalidGrader
 from loramux.releases.guards import CanaryGuards, open_canary_guards
 from loramux.releases.metrics import (

@@ -7,30 +7,31 @@ output when it has ended. So it costs what a batch costs, waits as a batch waits
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from http import HTTPStatus
-from pathlib import Path
-from typing import Annotated, Any
 
 import msgspec
-from msgspec import UNSET, Meta, UnsetType
 
 from loramux.batches import Batches, BatchServices, Files
+from loramux.billing import PlanPrices
 from loramux.errors import LoramuxError
-from loramux.gateway import Platform, run_periodically
-from loramux.records import Database, Principal, RecordsError
+from loramux.gateway import NotAllowed, Platform, run_periodically
+from loramux.jobs import JobRunner
+from loramux.records import Database, Principal, RecordsError, TenantId
 from loramux.records.batches import UNFINISHED, Batch, BatchRepository
 from loramux.records.evaluations import RUNNING, Evaluation, EvaluationJobs, EvaluationRepository
 from loramux.records.files import FileRepository, StoredFile, Viewpoint
 from loramux.records.identity import new_id
-from loramux.releases.graders import Expected, Grader, InvalidGrader, Label, f1, grade_with, label_of
-from loramux.releases.statistics import Interval, mean_interval, paired_difference
+from loramux.records.ledger import LedgerRepository
+from loramux.records.tenants import TenantRepository
+from loramux.releases.comparison import Answers, Bill, EvaluationResult, compare
+from loramux.releases.graders import Grader, InvalidGrader, Judge, LocalGrader, grade_with
+from loramux.releases.judges import Judges, KeyVault, open_judges
+from loramux.releases.question_sets import Question, read_answers, read_questions, write_input
 from loramux.storage import BlobStore, StorageError
+from loramux.usage import USAGE
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-MAX_QUESTIONS = 10_000
-MAX_QUESTION_BYTES = 1 << 20
 TEND_SECONDS = 5.0
 
 logger = logging.getLogger(__name__)
@@ -47,57 +48,36 @@ class EvaluationNotFound(LoramuxError):
         super().__init__(f"No such evaluation: '{id[:80]}'.", "evaluation_id")
 
 
-class Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One line of a set: a conversation or a text, and what a good answer is."""
-
-    messages: list[dict[str, Any]] | UnsetType = UNSET
-    prompt: str | UnsetType = UNSET
-    expected: Expected = None
-    max_tokens: Annotated[int, Meta(ge=1)] | UnsetType = UNSET
-
-
-class Side(msgspec.Struct, frozen=True, kw_only=True):
-    """One revision's part of a result."""
-
-    model: str
-    score: Interval
-    errors: int
-    """Questions that it did not answer; their score is 0."""
-    prompt_tokens: int
-    output_tokens: int
-    f1: dict[str, float] | None = None
-    """Of the grader label."""
-
-
-class EvaluationResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The result: scores of 0 to 1, and by how much the candidate is above the other revision."""
-
-    questions: int
-    candidate: Side
-    against: Side
-    difference: Interval
-    """Of the paired scores, with its 95% confidence interval."""
-    better: int
-    """Questions on which the candidate scores higher."""
-    worse: int
-
-
 class Evaluations:
     """Evaluations of every tenant; each caller sees those of its project."""
 
-    def __init__(self, platform: Platform, services: BatchServices) -> None:
+    def __init__(self, platform: Platform, services: BatchServices, judges: Judges) -> None:
         self._platform = platform
         self._database: Database = platform.database
         self._blobs: BlobStore = platform.blobs
         self._files: Files = services.files
         self._batches: Batches = services.batches
         self._server_id = platform.usage.server_id
+        self._judges = judges
+        self._keys = KeyVault(platform.tenants.pepper)
+        self._jobs: JobRunner[Evaluation] = JobRunner(self._ready, self._finish)
 
     async def create(
-        self, principal: Principal, *, adapter: str, revision: int, against: int, file_id: str, grader: Grader
+        self,
+        principal: Principal,
+        *,
+        adapter: str,
+        revision: int,
+        against: int,
+        file_id: str,
+        grader: Grader,
+        judge_api_key: str | None = None,
     ) -> Evaluation:
-        """Evaluate a revision against another one. Raises InvalidGrader, AdapterNotFound, and as a batch does."""
-        grade_with(grader)
+        """Evaluate a revision against another one.
+
+        Raises InvalidGrader, NotAllowed for a judge without the operator's leave, AdapterNotFound, and as a batch does.
+        """
+        await self._check_grader(principal, grader, judge_api_key)
         info = await self._platform.adapters.queries.get(principal, adapter)
         models = (f"{info.name}@{revision}", f"{info.name}@{against}")
         if revision == against:
@@ -107,14 +87,15 @@ class Evaluations:
         file = await self._files.get(principal, file_id)
         with self._blobs.staging() as folder:
             path = await self._files.fetch(file, folder)
-            endpoint, size = await self._files.threads.run(_write_input, path, folder / "input", models)
+            endpoint, size = await self._files.threads.run(write_input, path, folder / "input", models)
             name = f"evaluation of {info.name}.jsonl"
             made = await self._files.add(principal, folder / "input", size, filename=name, purpose="batch")
         batch = await self._batches.create(
             principal, endpoint=endpoint, input_file_id=made.id, completion_window="24h", metadata=None
         )
+        id = new_id("eval")
         evaluation = Evaluation(
-            id=new_id("eval"),
+            id=id,
             tenant_id=principal.tenant,
             project_id=principal.project,
             owner=batch.owner,
@@ -123,6 +104,7 @@ class Evaluations:
             file_id=file.id,
             batch_id=batch.id,
             grader=_encode(grader).decode(),
+            judge_key=None if judge_api_key is None else self._keys.encrypt(judge_api_key, id),
             state=RUNNING,
             server_id=self._server_id,
             attempts=1,
@@ -140,37 +122,89 @@ class Evaluations:
             raise EvaluationNotFound(id)
         return found
 
-    async def before(self, principal: Principal, adapter: str | None, id: str | None, limit: int) -> list[Evaluation]:
-        """List at most `limit` evaluations older than that one, newest first; of one adapter or of all."""
+    async def before(
+        self, principal: Principal, adapter: str | None, id: str | None, limit: int, revision: int | None = None
+    ) -> list[Evaluation]:
+        """List at most `limit` evaluations older than that one, newest first; of one adapter or candidate, or all."""
+        if adapter is None and revision is not None:
+            raise InvalidGrader("'revision' is one of an 'adapter'; name it.", "adapter")
         if adapter is not None and "/" not in adapter:
             adapter = f"{principal.tenant_name}/{adapter}"
         async with self._database.read() as session:
-            found = await EvaluationRepository(session, principal.tenant).before(principal.project, adapter, id, limit)
+            found = await EvaluationRepository(session, principal.tenant).before(
+                principal.project, adapter, id, limit, None if revision is None else f"{adapter}@{revision}"
+            )
         return [one for one in found if principal.may_use(one.adapter)]
 
     async def tend(self) -> None:
-        """Adopt evaluations of dead servers, and grade those whose batch has ended."""
+        """Adopt evaluations of dead servers, and begin to grade those whose batch has ended."""
         async with self._database.begin() as session:
             await EvaluationJobs(session).adopt_abandoned(self._server_id)
+        self._jobs.look()
+
+    async def stop(self) -> None:
+        """Stop grading; this server's next life, or another server, begins again."""
+        await self._jobs.stop()
+
+    async def _check_grader(self, principal: Principal, grader: Grader, key: str | None) -> None:
+        if not isinstance(grader, Judge):
+            grade_with(grader)
+            if key is not None:
+                raise InvalidGrader("'judge_api_key' is for the grader 'judge'.", "judge_api_key")
+            return
+        await self._ensure_judges_allowed(principal.tenant)
+        await self._judges.check(grader, principal.tenant)
+
+    async def _ensure_judges_allowed(self, tenant: TenantId) -> None:
         async with self._database.read() as session:
-            ready = await EvaluationJobs(session).ready(self._server_id, UNFINISHED)
-        for evaluation in ready:
-            try:
-                result, error = await self._graded(evaluation), None
-            except LoramuxError as refusal:
-                result, error = None, refusal.message
-            except (RecordsError, StorageError) as failure:
-                logger.warning("the evaluation %s is graded later: %s", evaluation.id, failure)
-                continue
-            except Exception:
-                logger.exception("the evaluation %s could not be graded", evaluation.id)
-                result, error = None, "The server failed while it graded the answers."
-            text = None if result is None else _encode(result).decode()
+            if not await TenantRepository(session).may_use_judges(tenant):
+                raise NotAllowed(
+                    "A judge shows prompts and answers to a third party, which your organization has not allowed. Ask "
+                    "your operator to allow judges, or use another grader.",
+                    "grader.type",
+                    code="judges_not_allowed",
+                )
+
+    async def _ready(self) -> Sequence[Evaluation]:
+        try:
+            async with self._database.read() as session:
+                return await EvaluationJobs(session).ready(self._server_id, UNFINISHED)
+        except RecordsError as error:
+            logger.warning("evaluations wait: %s", error)
+            return ()
+
+    async def _finish(self, evaluation: Evaluation) -> None:
+        """Grade an evaluation and write its end. What may pass leaves it as it is: it is found again."""
+        result, reason = None, None
+        try:
+            result = _encode(await self._graded(evaluation)).decode()
+        except (RecordsError, StorageError) as failure:
+            logger.warning("the evaluation %s is graded later: %s", evaluation.id, failure)
+            return
+        except LoramuxError as refusal:
+            reason = refusal.message
+        except Exception:
+            logger.exception("the evaluation %s could not be graded", evaluation.id)
+            reason = "The server failed while it graded the answers."
+        try:
             async with self._database.begin() as session:
                 jobs = EvaluationJobs(session)
-                await jobs.finish(evaluation.id, self._server_id, text, error, self._database.now())
+                await jobs.finish(evaluation.id, self._server_id, result, reason, self._database.now())
+        except RecordsError as failure:
+            logger.warning("the end of the evaluation %s is written later: %s", evaluation.id, failure)
 
     async def _graded(self, evaluation: Evaluation) -> EvaluationResult:
+        questions, sides = await self._answers(evaluation)
+        grader: Grader = msgspec.json.decode(evaluation.grader, type=Grader)
+        if isinstance(grader, Judge):
+            scores = await self._judged(evaluation, grader, questions, sides)
+        else:
+            scores = await self._files.threads.run(_grade, grader, questions, sides)
+        bill = await self._bill(evaluation, sides)
+        models = evaluation.models.split()
+        return await self._files.threads.run(compare, models, grader, questions, sides, scores, bill)
+
+    async def _answers(self, evaluation: Evaluation) -> tuple[list[Question], Sequence[Answers]]:
         everything = Viewpoint(evaluation.project_id)
         async with self._database.read() as session:
             batch = await BatchRepository(session, evaluation.tenant_id).get(evaluation.batch_id, everything)
@@ -182,124 +216,49 @@ class Evaluations:
         with self._blobs.staging() as folder:
             for name in ("set", "output"):
                 (folder / name).mkdir()
-            questions = await self._files.fetch(asked, folder / "set")
+            source = await self._files.fetch(asked, folder / "set")
             answers = await self._files.fetch(output, folder / "output")
-            return await self._files.threads.run(_grade, evaluation, questions, answers)
+            questions = await self._files.threads.run(lambda: [*read_questions(source)])
+            return questions, await self._files.threads.run(read_answers, answers, len(questions))
+
+    async def _judged(
+        self, evaluation: Evaluation, judge: Judge, questions: Sequence[Question], sides: Sequence[Answers]
+    ) -> list[list[float]]:
+        await self._ensure_judges_allowed(evaluation.tenant_id)
+        stored = evaluation.judge_key
+        key = None if stored is None else self._keys.decrypt(stored, evaluation.id)
+        return [await self._judges.scores(judge, key, evaluation.tenant_id, questions, side) for side in sides]
+
+    async def _bill(self, evaluation: Evaluation, sides: Sequence[Answers]) -> Bill:
+        ids = [answer.request_id for side in sides for answer in side if answer is not None]
+        tenant = evaluation.tenant_id
+        async with self._database.read() as session:
+            entries = await LedgerRepository(session).of_requests(USAGE, ids)
+            tariff = await PlanPrices(self._database).tariff(session, [tenant])
+        return Bill(tenant=tenant, entries=entries, tariff=tariff, currency=tariff.currency(tenant))
 
 
 @asynccontextmanager
 async def open_evaluations(platform: Platform, services: BatchServices) -> AsyncIterator[Evaluations]:
     """Grade evaluations while the block runs."""
-    evaluations = Evaluations(platform, services)
-    async with run_periodically(TEND_SECONDS, evaluations.tend):
-        yield evaluations
+    async with open_judges(platform.settings.batches) as judges:
+        evaluations = Evaluations(platform, services, judges)
+        try:
+            async with run_periodically(TEND_SECONDS, evaluations.tend):
+                yield evaluations
+        finally:
+            await evaluations.stop()
 
 
-def _questions(path: Path) -> Iterator[Question]:
-    """Read a set. Raises InvalidGrader with the line."""
-    with path.open("rb") as file:
-        for number, line in enumerate(iter(lambda: file.readline(MAX_QUESTION_BYTES + 1), b""), 1):
-            if number > MAX_QUESTIONS:
-                raise InvalidGrader(f"A set has at most {MAX_QUESTIONS} questions; divide it.", "file_id")
-            if len(line) > MAX_QUESTION_BYTES:
-                raise InvalidGrader(f"Line {number} has more than {MAX_QUESTION_BYTES} bytes.", "file_id")
-            try:
-                question = msgspec.json.decode(line, type=Question)
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                raise InvalidGrader(f"Line {number} is no question: {str(error)[:200]}.", "file_id") from None
-            if (question.messages is UNSET) == (question.prompt is UNSET):
-                raise InvalidGrader(f"Line {number} has either 'messages' or 'prompt'.", "file_id")
-            yield question
-
-
-def _write_input(questions: Path, target: Path, models: Sequence[str]) -> tuple[str, int]:
-    """Write the batch's input; return its endpoint and size. Raises InvalidGrader."""
-    endpoint = ""
-    with target.open("xb") as file:
-        for number, question in enumerate(_questions(questions)):
-            path = TEXT if question.messages is UNSET else CHAT
-            if path != (endpoint := endpoint or path):
-                raise InvalidGrader("All questions have 'messages', or all have 'prompt'.", "file_id")
-            asked = {"messages": question.messages, "prompt": question.prompt, "max_tokens": question.max_tokens}
-            given = {name: value for name, value in asked.items() if value is not UNSET}
-            for side, model in enumerate(models):
-                body = {"model": model, "temperature": 0} | given
-                line = {"custom_id": f"{number}:{side}", "method": "POST", "url": path, "body": body}
-                file.write(_encode(line) + b"\n")
-        return endpoint, file.tell()
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int
-    completion_tokens: int
-
-
-class _Message(msgspec.Struct):
-    content: str | None = None
-
-
-class _Choice(msgspec.Struct):
-    message: _Message | None = None
-    text: str | None = None
-
-
-class _Body(msgspec.Struct):
-    choices: list[_Choice]
-    usage: _Usage
-
-
-class _Response(msgspec.Struct):
-    body: _Body
-
-
-class _Answer(msgspec.Struct):
-    custom_id: str
-    response: _Response
-
-
-def _grade(evaluation: Evaluation, questions: Path, output: Path) -> EvaluationResult:
-    grader: Grader = msgspec.json.decode(evaluation.grader, type=Grader)
-    grade, decoder = grade_with(grader), msgspec.json.Decoder(_Answer)
-    answers: dict[str, _Body] = {}
-    with output.open("rb") as file:
-        for line in file:
-            answer = decoder.decode(line)
-            answers[answer.custom_id] = answer.response.body
-    expected = [question.expected for question in _questions(questions)]
-    texts = [[_text(answers.get(f"{number}:{side}")) for number in range(len(expected))] for side in (0, 1)]
-    scores = [
-        [0.0 if text is None else grade(text, wanted) for text, wanted in zip(each, expected, strict=True)]
-        for each in texts
+def _grade(grader: LocalGrader, questions: Sequence[Question], sides: Sequence[Answers]) -> list[list[float]]:
+    grade = grade_with(grader)
+    return [
+        [
+            0.0 if answer is None else grade(answer.text, question.expected)
+            for answer, question in zip(side, questions, strict=True)
+        ]
+        for side in sides
     ]
-    answered = [[text or "" for text in each] for each in texts]
-    labels = [label_of(str(one)) for one in expected] if isinstance(grader, Label) else None
-    sides = [
-        Side(
-            model=model,
-            score=mean_interval(scores[side]),
-            errors=sum(text is None for text in texts[side]),
-            prompt_tokens=sum(body.usage.prompt_tokens for id, body in answers.items() if id.endswith(f":{side}")),
-            output_tokens=sum(body.usage.completion_tokens for id, body in answers.items() if id.endswith(f":{side}")),
-            f1=None if labels is None else f1([*zip(map(label_of, answered[side]), labels, strict=True)]),
-        )
-        for side, model in enumerate(evaluation.models.split())
-    ]
-    pairs = list(zip(*scores, strict=True))
-    return EvaluationResult(
-        questions=len(expected),
-        candidate=sides[0],
-        against=sides[1],
-        difference=paired_difference(scores[0], scores[1]),
-        better=sum(one > other for one, other in pairs),
-        worse=sum(one < other for one, other in pairs),
-    )
-
-
-def _text(body: _Body | None) -> str | None:
-    if body is None or not body.choices:
-        return None
-    choice = body.choices[0]
-    return choice.text if choice.message is None else choice.message.content or ""
 
 
 def _reason(batch: Batch | None, asked: StoredFile | None) -> str:

@@ -69,10 +69,21 @@ class Label(msgspec.Struct, frozen=True, tag="label", tag_field="type", forbid_u
     """1 where the answer is the expected label, whatever its case; the result has F1 too."""
 
 
-Grader = Exact | Contains | Pattern | Schema | Number | Label
+class Judge(msgspec.Struct, frozen=True, tag="judge", tag_field="type", forbid_unknown_fields=True, kw_only=True):
+    """The score of another model, from 0 to 1, asked at an OpenAI-shaped URL (`judges`)."""
+
+    url: Annotated[str, Meta(max_length=2048)]
+    """Such as https://api.example.com/v1."""
+    model: Annotated[str, Meta(min_length=1, max_length=200)]
+    instructions: Annotated[str, Meta(min_length=1, max_length=8000)] | None = None
+    """How to grade; None: right and complete is 1."""
 
 
-def grade_with(grader: Grader) -> Grade:
+LocalGrader = Exact | Contains | Pattern | Schema | Number | Label
+Grader = LocalGrader | Judge
+
+
+def grade_with(grader: LocalGrader) -> Grade:
     """Return the grader's function. Raises InvalidGrader."""
     match grader:
         case Exact(ignore_case):

@@ -30,7 +30,7 @@ from loramux.registry import (
     WeightedRevision,
     check_alias,
 )
-from loramux.releases.evaluations import EvaluationResult
+from loramux.releases.comparison import EvaluationResult
 from loramux.releases.metrics import HOUR, quantile
 from loramux.units import DAY, SECOND
 
@@ -41,7 +41,7 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 Count = Annotated[int, Meta(ge=1, le=10**9)]
 
 
-class EvaluationRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class EvaluationRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """The newest evaluation of the revision against the present one must not find it worse."""
 
     margin: Share = 0.0
@@ -146,9 +146,7 @@ class ReleasePolicies:
 
         await self._changes.change(principal, adapter, preconditions, act, bool)
 
-    async def report(
-        self, principal: Principal, adapter: str, alias: str, revision: int | None
-    ) -> PolicyReport:
+    async def report(self, principal: Principal, adapter: str, alias: str, revision: int | None) -> PolicyReport:
         """Return the policy of an alias and, of a revision, what it would say now. Raises AdapterNotFound."""
         info = await self._queries.get(principal, adapter)
         if info.name.partition("/")[0] != principal.tenant_name:
@@ -210,10 +208,11 @@ def evaluated(rule: EvaluationRule, result: EvaluationResult | None, number: int
         return PolicyCheck(rule="evaluation", passed=False, message=message)
     difference, least = result.difference, rule.min_questions
     passed = difference.low >= -rule.margin and result.questions >= least
+    mine, other = result.candidate.score.mean, result.against.score.mean
     message = (
-        f"evaluation: @{number} scores {result.candidate.score.mean:.3f}, @{current} {result.against.score.mean:.3f} on "
-        f"{result.questions} questions (at least {least} are demanded); the difference is {difference.mean:+.3f}, and "
-        f"its interval begins at {difference.low:+.3f} (at least {-rule.margin:+.3f} is demanded)"
+        f"evaluation: @{number} scores {mine:.3f}, @{current} {other:.3f} on {result.questions} questions (at least "
+        f"{least} are demanded); the difference is {difference.mean:+.3f}, and its interval begins at "
+        f"{difference.low:+.3f} (at least {-rule.margin:+.3f} is demanded)"
     )
     return PolicyCheck(rule="evaluation", passed=passed, message=message)
 

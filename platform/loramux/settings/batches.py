@@ -1,8 +1,11 @@
-"""Files and batches."""
+"""Files and batches, evaluations among them."""
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 from loramux.settings.server import Positive
 
@@ -27,6 +30,10 @@ class BatchSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """The most lines of one tenant's batches that one server has in the engine at a time."""
     max_in_flight_beside_others: Positive = 8
     """The most lines of batches that one server has in the engine while other requests run."""
+    judge_seconds: Annotated[float, Meta(gt=0, le=600)] = 60.0
+    """Seconds that a judge of evaluations has for one answer."""
+    allow_private_judges: bool = False
+    """Let judges have addresses in this network, and http://: only where every tenant is trusted."""
 
     @property
     def max_body_bytes(self) -> int:

@@ -20,6 +20,7 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
     created_at: int
     suspended_at: int | None
     zero_retention: bool
+    allow_judges: bool
 
 
 class Tier(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,6 +98,7 @@ def tenant_of(row: TenantRow) -> Tenant:
         created_at=row.created_at,
         suspended_at=row.suspended_at,
         zero_retention=bool(row.zero_retention),
+        allow_judges=bool(row.allow_judges),
     )
 
 

@@ -212,6 +212,15 @@ class Tenants:
             await change.note("tenant.zero_retention", row.id, tenant=row.id, before=before, after=tenant_of(row))
         return tenant_of(row)
 
+    async def set_allow_judges(self, name: str, allow_judges: bool) -> Tenant:
+        """Let the tenant's evaluations show prompts and answers to judges, or no longer. Raises TenantNotFound."""
+        async with self._changes.begin() as change:
+            row = await _locked(change, name)
+            before = tenant_of(row)
+            row.allow_judges = allow_judges
+            await change.note("tenant.allow_judges", row.id, tenant=row.id, before=before, after=tenant_of(row))
+        return tenant_of(row)
+
     async def create_key(
         self, tenant_name: str, *, name: str = "default", scopes: Iterable[str] = CUSTOMER_SCOPES
     ) -> tuple[Key, str]:

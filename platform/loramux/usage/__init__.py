@@ -18,11 +18,12 @@ from loramux.usage.errors import (
 from loramux.usage.idempotency import AnswerStorage, IdempotencyGuard, StoredAnswer
 from loramux.usage.query import UsageBucket, UsagePage, UsageQuery, UsageResult
 from loramux.usage.service import UsageService
-from loramux.usage.settlement import MAX_BILLED_LOADS, EndedBy, Settlement
+from loramux.usage.settlement import MAX_BILLED_LOADS, USAGE, EndedBy, Settlement
 
 __all__ = [
     "LATEST",
     "MAX_BILLED_LOADS",
+    "USAGE",
     "AnswerStorage",
     "AnsweredRequest",
     "ChainBroken",
