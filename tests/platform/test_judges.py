@@ -109,6 +109,37 @@ def test_judge_that_hangs_or_drips_is_given_up() -> None:
             judged(judge, ["good"])
 
 
+def test_judges_that_hang_for_one_tenant_hold_up_no_other() -> None:
+    """Six evaluations of one tenant, 48 calls wanted, would fill all 32 places."""
+    hanging, full = 0, asyncio.Event()
+
+    async def judge(request: httpx.Request) -> httpx.Response:
+        nonlocal hanging
+        if request.extensions["loramux_tenant"] == ACME:
+            hanging += 1
+            if hanging == 8:
+                full.set()
+            await asyncio.Event().wait()
+        return said('{"score": 1}')
+
+    async def run() -> list[float]:
+        async with httpx.AsyncClient(transport=httpx.MockTransport(judge)) as client:
+            judges = Judges(client, Resolver("test"), BatchSettings(judge_seconds=600))
+            questions = [Question(prompt="x")] * 8
+            answers = [Answered("id", "good", None)] * 8
+            stuck = [asyncio.create_task(judges.scores(JUDGE, None, ACME, questions, answers)) for _ in range(6)]
+            await asyncio.wait_for(full.wait(), 60)
+            other = TenantId("tenant_globex")
+            scores = await asyncio.wait_for(judges.scores(JUDGE, None, other, questions, answers), 60)
+            for task in stuck:
+                task.cancel()
+            await asyncio.gather(*stuck, return_exceptions=True)
+            return scores
+
+    assert asyncio.run(run()) == [1.0] * 8
+    assert hanging == 8
+
+
 def test_judge_that_fails_now_and_then_is_asked_again() -> None:
     calls = 0
 

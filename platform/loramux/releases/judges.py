@@ -28,13 +28,14 @@ from loramux.releases.comparison import Answers
 from loramux.releases.graders import InvalidGrader, Judge
 from loramux.releases.question_sets import Answered, Question
 from loramux.settings import BatchSettings
+from loramux.threads import TenantSlots
 
 ATTEMPTS = 3
 FIRST_PAUSE = 1.0
 """Seconds before the second attempt; doubles with each."""
 MAX_REPLY_BYTES = 256 << 10
-CALLS, CALLS_PER_EVALUATION = 32, 8
-"""Calls at a time of one server, and of one evaluation."""
+CALLS, CALLS_PER_TENANT = 32, 8
+"""Calls at a time of one server, and of one tenant: a judge that hangs holds up its own tenant's evaluations."""
 MAX_SECONDS = 4 * 3600.0
 """The longest time that an evaluation's answers are judged for."""
 NONCE_BYTES = 12
@@ -100,7 +101,7 @@ class Judges:
         self._client = client
         self._resolver = resolver
         self._settings = settings
-        self._calls = asyncio.Semaphore(CALLS)
+        self._calls = TenantSlots(CALLS, CALLS_PER_TENANT)
 
     async def check(self, judge: Judge, tenant: TenantId) -> None:
         """Raise InvalidGrader unless the judge has an address that may be called."""
@@ -130,7 +131,7 @@ class Judges:
             for number, answer in left:
                 scores[number] = await self._score(judge, key, tenant, number, questions[number], answer.text)
 
-        workers = [asyncio.create_task(work(todo)) for _ in range(CALLS_PER_EVALUATION)]
+        workers = [asyncio.create_task(work(todo)) for _ in range(CALLS_PER_TENANT)]
         try:
             async with asyncio.timeout(MAX_SECONDS):
                 await asyncio.gather(*workers)
@@ -150,7 +151,7 @@ class Judges:
             if attempt:
                 await asyncio.sleep(FIRST_PAUSE * 2 ** (attempt - 1))
             try:
-                async with self._calls, asyncio.timeout(self._settings.judge_seconds):
+                async with self._calls.slot(tenant), asyncio.timeout(self._settings.judge_seconds):
                     return await self._call(judge, key, tenant, question, answer)
             except TimeoutError:
                 reason = f"it did not answer within {self._settings.judge_seconds:g} s"
