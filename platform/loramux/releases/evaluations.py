@@ -60,7 +60,7 @@ class Evaluations:
         self._server_id = platform.usage.server_id
         self._judges = judges
         self._keys = KeyVault(platform.tenants.pepper)
-        self._jobs: JobRunner[Evaluation] = JobRunner(self._ready, self._finish)
+        self._jobs: JobRunner[Evaluation] = JobRunner("evaluation", self._ready, self._finish)
 
     async def create(
         self,
