@@ -23,9 +23,9 @@ def at(rest: str = "") -> list[str]:
     return [f"/{{name:str}}{rest}", f"/{{owner:str}}/{{name:str}}{rest}"]
 
 
-def adapter_name(name: FromPath[str], owner: FromPath[str | None] = None) -> str:
+def adapter_name(name: FromPath[str], owner: FromPath[str] = "") -> str:
     """The adapter that a path is about."""
-    return name if owner is None else f"{owner}/{name}"
+    return f"{owner}/{name}" if owner else name
 
 
 async def preconditions(

@@ -67,7 +67,7 @@ class UploadBody(Body, forbid_unknown_fields=True):
         return UploadRequest(self.adapter, announced, source, self.promote, self.base_model)
 
 
-class FileObject(msgspec.Struct, kw_only=True):
+class UploadFileObject(msgspec.Struct, kw_only=True):
     """A file of an upload."""
 
     name: str
@@ -93,7 +93,7 @@ class UploadObject(msgspec.Struct, kw_only=True):
     adapter: str
     """`tenant/adapter`."""
     state: Literal["uploading", "validating", "ready", "rejected", "expired"]
-    files: list[FileObject]
+    files: list[UploadFileObject]
     """The files to send."""
     ignored: list[str]
     """Announced files that mean nothing for serving and are not taken."""
@@ -138,7 +138,7 @@ def upload_object(upload: Upload, tenant_name: str) -> UploadObject:
         adapter=adapter,
         state=upload.state,  # type: ignore[arg-type]  # the table has these states only
         files=[
-            FileObject(name=file.name, size=file.size, sha256=file.sha256, received=file.received)
+            UploadFileObject(name=file.name, size=file.size, sha256=file.sha256, received=file.received)
             for file in upload.files
         ],
         ignored=list(upload.ignored),

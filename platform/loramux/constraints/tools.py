@@ -1,6 +1,6 @@
 """Calls of tools: how models of each family write them, and the grammar of an answer that may hold some.
 
-All families write a call as a JSON object with the tool's name and its arguments. They differ in what stands around it:
+Most families write a call as a JSON object with the tool's name and its arguments, and differ in what stands around it:
 
     hermes    text <tool_call>{"name": ..., "arguments": {...}}</tool_call> <tool_call>...</tool_call>
     llama3    {"name": ..., "parameters": {...}}; {...}
@@ -8,16 +8,27 @@ All families write a call as a JSON object with the tool's name and its argument
     granite   text <|tool_call|>[{"name": ..., "arguments": {...}}, ...]
     phi4      text <|tool_call|>[{"name": ..., "arguments": {...}}, ...]<|/tool_call|>
 
+Others have a notation of their own (`constraints.notations`):
+
+    mistral_args     text [TOOL_CALLS]name[ARGS]{...}[TOOL_CALLS]...         Mistral, since tokenizer v11
+    pythonic         [name(key="value", ...), ...]                         Llama 3.2 and 4
+    qwen3_coder      text <tool_call><function=name><parameter=key>value</parameter>...</function></tool_call>
+    functiongemma    text <start_function_call>call:name{key:<escape>value<escape>, ...}<end_function_call>
+    gemma4           text <|tool_call>call:name{key:<|"|>value<|"|>, ...}<tool_call|>
+
 The grammar puts the name before the arguments, so that a reader knows the tool before its arguments come.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from loramux.constraints.formats import quote, write_json
+from loramux.constraints.notations import GemmaWriter, PythonWriter, ValueWriter, XmlWriter
+
+Notation = Literal["json", "bare", "python", "xml", "gemma"]
 
 
 class ToolStyle(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,13 +41,23 @@ class ToolStyle(msgspec.Struct, frozen=True, kw_only=True):
     closing: str = ""
     arguments: str = "arguments"
     """The key of a call's arguments."""
+    notation: Notation = "json"
+    """How a call is written; `bare`: its name, `middle`, and its arguments as JSON."""
+    middle: str = ""
+    mark: str = ""
+    """Before and behind a text, in Gemma's notation."""
     id_characters: int = 24
     """Letters and digits of a call's id; Mistral's templates refuse any other number than 9."""
 
     @property
     def markers(self) -> tuple[str, ...]:
         """The texts that may be special tokens, without brackets of JSON."""
-        return tuple(text for text in (self.begin, self.closing.strip("]")) if text)
+        return tuple(text for text in (self.begin, self.middle, self.mark, self.closing.strip("]")) if text)
+
+    @property
+    def first(self) -> str:
+        """The character that begins an answer of calls, where nothing stands before them."""
+        return "[" if self.notation == "python" else "{"
 
 
 STYLES: dict[str, ToolStyle] = {
@@ -44,14 +65,40 @@ STYLES: dict[str, ToolStyle] = {
     "llama3": ToolStyle(separator=";", arguments="parameters"),
     "mistral": ToolStyle(begin="[TOOL_CALLS]", opening="[", separator=",", closing="]", id_characters=9),
     "granite": ToolStyle(begin="<|tool_call|>", opening="[", separator=",", closing="]"),
+    "mistral_args": ToolStyle(
+        begin="[TOOL_CALLS]", separator="[TOOL_CALLS]", middle="[ARGS]", notation="bare", id_characters=9
+    ),
+    "pythonic": ToolStyle(opening="[", separator=",", closing="]", notation="python"),
+    "qwen3_coder": ToolStyle(
+        begin="<tool_call>", separator="</tool_call>\n<tool_call>", closing="</tool_call>", notation="xml"
+    ),
+    "functiongemma": ToolStyle(
+        begin="<start_function_call>",
+        separator="<end_function_call><start_function_call>",
+        closing="<end_function_call>",
+        notation="gemma",
+        mark="<escape>",
+    ),
+    "gemma4": ToolStyle(
+        begin="<|tool_call>",
+        separator="<tool_call|><|tool_call>",
+        closing="<tool_call|>",
+        notation="gemma",
+        mark='<|"|>',
+    ),
     "phi4": ToolStyle(begin="<|tool_call|>", opening="[", separator=",", closing="]<|/tool_call|>"),
 }
 
 _SIGNS: tuple[tuple[str, str], ...] = (
+    ("[ARGS]", "mistral_args"),
     ("[TOOL_CALLS]", "mistral"),
+    ("<start_function_call>", "functiongemma"),
+    ("<|tool_call>", "gemma4"),
+    ("<function=", "qwen3_coder"),
     ("<|/tool_call|>", "phi4"),
     ("<|tool_call|>", "granite"),
     ("<tool_call>", "hermes"),
+    ("[func_name1(", "pythonic"),
     ('"parameters": ', "llama3"),
 )
 """A text of a family's chat templates, and the family."""
@@ -103,26 +150,52 @@ def write_tools(use: ToolUse, style: ToolStyle, special: dict[str, int], content
         "TEXT: /(.|\\n)*/",
     ]
     for number, tool in enumerate(use.tools):
-        parameters = _object(tool.parameters)
-        key, name = quote(quote(style.arguments)), quote(quote(tool.name))
-        rules.append(f"arguments_{number}: {write_json(parameters, strict=tool.strict)}")
-        rules.append(
-            f'call_{number}: WS? "{{" WS? "\\"name\\"" WS? ":" WS? {name} WS? "," WS? {key} WS? ":" WS? '
-            f'arguments_{number} WS? "}}" WS?'
-        )
+        rules += _write_call(f"call_{number}", tool, style, special)
     begin = _marked(style.begin, special)
     if use.is_required:
         start = f"start: {begin} calls"
     elif content is not None:
         start = f"start: {content} | {begin} calls"
     elif not style.begin:
-        start = "start: calls | /([^{](.|\\n)*)?/"
+        start = f"start: calls | /([^\\{style.first}](.|\\n)*)?/"
     elif style.begin in special:
         start = f"start: TEXT | TEXT {begin} calls"
     else:
         rules.append(f"head[lazy]: TEXT {quote(style.begin)}")
         start = "start: TEXT | head calls"
     return "\n".join(["%llguidance {}", start, *rules])
+
+
+def _write_call(rule: str, tool: Tool, style: ToolStyle, special: dict[str, int]) -> list[str]:
+    """Write the rules of one tool's calls. Raises ValueError."""
+    parameters = _object(tool.parameters)
+    if style.notation in ("json", "bare"):
+        arguments = f"arguments_{rule}: {write_json(parameters, strict=tool.strict)}"
+        if style.notation == "bare":
+            return [arguments, f"{rule}: {quote(tool.name)} {_marked(style.middle, special)} WS? arguments_{rule} WS?"]
+        key, name = quote(quote(style.arguments)), quote(quote(tool.name))
+        call = (
+            f'{rule}: WS? "{{" WS? "\\"name\\"" WS? ":" WS? {name} WS? "," WS? {key} WS? ":" WS? '
+            f'arguments_{rule} WS? "}}" WS?'
+        )
+        return [arguments, call]
+    writer, begin, end = _notation(rule, tool, parameters, style, special)
+    arguments = writer.arguments()
+    return [*writer.rules, f"{rule}: WS? {quote(begin)} WS? {arguments} WS? {quote(end)} WS?"]
+
+
+def _notation(
+    rule: str, tool: Tool, parameters: dict[str, Any], style: ToolStyle, special: dict[str, int]
+) -> tuple[ValueWriter, str, str]:
+    """Return the writer of a tool's arguments, and the texts around them."""
+    match style.notation:
+        case "python":
+            return PythonWriter(rule, parameters, strict=tool.strict), f"{tool.name}(", ")"
+        case "xml":
+            return XmlWriter(rule, parameters, strict=tool.strict), f"<function={tool.name}>", "</function>"
+        case _:
+            writer = GemmaWriter(rule, parameters, style.mark, special, strict=tool.strict)
+            return writer, f"call:{tool.name}{{", "}"
 
 
 def _object(parameters: dict[str, Any] | bool | None) -> dict[str, Any]:

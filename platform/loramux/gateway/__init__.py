@@ -3,8 +3,8 @@
 from loramux.engine import EngineClient, EngineDied
 from loramux.fleet.member import EngineStatus
 from loramux.gateway.adapters import AdapterService
+from loramux.gateway.calls import CallDelta
 from loramux.gateway.checks import canonical_tags, ensure_storage_allowed
-from loramux.gateway.dialect import CallDelta
 from loramux.gateway.errors import (
     Draining,
     EngineDown,

@@ -3,14 +3,12 @@
     answer = [thought] [text] [calls]
 
 `AnswerReader` splits a text into these parts, character by character: a part is given out as soon as it is certain, and
-never taken back. A call's grammar has its name before its arguments (`constraints.tools`), so that reading one is a
-scan of nested JSON and needs no second look at anything.
+never taken back. A call's grammar has its name before its arguments (`constraints.tools`), so that reading one needs no
+second look at anything (`gateway.calls`).
 """
 
 from __future__ import annotations
 
-import secrets
-import string
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -19,7 +17,8 @@ from types import MappingProxyType
 
 import msgspec
 
-from loramux.constraints.tools import ToolStyle, choose_style
+from loramux.constraints.tools import ToolStyle, ToolUse, choose_style
+from loramux.gateway.calls import CallDelta, overlap, scanner_of
 
 TAIL_CHARACTERS = 64
 """The end of a prompt that says whether the answer begins within a thought."""
@@ -32,8 +31,6 @@ _THOUGHTS = (
 """Texts around a thought: Qwen3, DeepSeek-R1, SmolLM3 and others; Magistral; Granite."""
 
 _VARIABLES = ("enable_thinking", "thinking", "reasoning_effort")
-
-_ALPHABET = string.ascii_letters + string.digits
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +80,6 @@ def dialect_of(template: str, tool_parser: str | None = None) -> Dialect:
     return Dialect(choose_style(template, tool_parser), thought, variables)
 
 
-class CallDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """The news of one call of a tool."""
-
-    index: int
-    id: str | None = None
-    """Set, with the name, on the call's first delta."""
-    name: str | None = None
-    arguments: str = ""
-
-
 class AnswerParts(msgspec.Struct, frozen=True):
     """What became certain of an answer."""
 
@@ -119,6 +106,7 @@ class AnswerReader:
         in_thought: bool,
         may_think: bool,
         may_call: bool,
+        use: ToolUse | None = None,
         special: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         self.special = special
@@ -126,7 +114,10 @@ class AnswerReader:
         self.part = _Part.THOUGHT if in_thought else _Part.OPEN
         self._dialect = dialect
         self._thought = dialect.thought if in_thought or may_think else None
-        self._calls = CallScanner(dialect.tools) if may_call and dialect.tools else None
+        style = dialect.tools if may_call else None
+        self._calls = scanner_of(style, use) if style else None
+        self._begin, self._first = (style.begin, style.first) if style else ("", "")
+        """The text before the calls, and the character that begins an answer of calls where there is none."""
         self._held = ""
         """Text that may be the beginning of a marker."""
         self._is_blank = True
@@ -161,8 +152,7 @@ class AnswerReader:
                 assert self._thought is not None, "a thought has an end"
                 return self._until(self._thought[1], _Part.OPEN)
             case _Part.TEXT:
-                begin = self._calls.begin if self._calls else ""
-                return self._until(begin, _Part.CALLS)
+                return self._until(self._begin, _Part.CALLS)
             case _Part.CALLS:
                 assert self._calls is not None, "the answer may call"
                 held, self._held = self._held, ""
@@ -181,7 +171,7 @@ class AnswerReader:
         if not begun:
             return None
         self._thought = None
-        if self._calls is not None and not self._calls.begin and begun.startswith("{"):
+        if self._calls is not None and not self._begin and begun.startswith(self._first):
             self._enter(_Part.CALLS, begun)
         else:
             self._enter(_Part.TEXT, self._held)
@@ -198,7 +188,7 @@ class AnswerReader:
             self._thought = None
             self._enter(following, self._held[end + len(marker) :])
             return given
-        certain = len(self._held) - _overlap(self._held, marker)
+        certain = len(self._held) - overlap(self._held, marker)
         if not certain:
             return None
         given, self._held = self._give(self._held[:certain]), self._held[certain:]
@@ -214,120 +204,8 @@ class AnswerReader:
         return AnswerParts(thought=text) if self.is_thinking else AnswerParts(text=text)
 
 
-def _overlap(text: str, marker: str) -> int:
-    """Return the length of the longest end of `text` that is a beginning of `marker`."""
-    return next((n for n in range(min(len(text), len(marker) - 1), 0, -1) if marker.startswith(text[-n:])), 0)
-
-
 def _joined(found: list[AnswerParts]) -> AnswerParts:
     if len(found) == 1:
         return found[0]
     calls = tuple(call for parts in found for call in parts.calls)
     return AnswerParts("".join(p.text for p in found), "".join(p.thought for p in found), calls)
-
-
-class _At(Enum):
-    BETWEEN = "between"
-    """Outside of a call: blanks, separators and markers, which are skipped."""
-    HEAD = "head"
-    """Within a call's object, before its arguments or behind them."""
-    ARGUMENTS = "arguments"
-
-
-class CallScanner:
-    """Reads calls, each a JSON object with a name and then its arguments."""
-
-    def __init__(self, style: ToolStyle) -> None:
-        self.begin = style.begin
-        """The text before the first call."""
-        self._style = style
-        self._at = _At.BETWEEN
-        self._num_calls = 0
-        self._depth = 0
-        """Open objects and lists of the arguments."""
-        self._string: str | None = None
-        """The string under way, as JSON; None outside of one."""
-        self._is_escaped = False
-        self._last = ""
-        """The last string of the head: a key, until its value has come."""
-        self._key = ""
-
-    def push(self, text: str) -> tuple[CallDelta, ...]:
-        """Return the news of the calls."""
-        calls: list[CallDelta] = []
-        arguments = ""
-        for character in text:
-            if self._at is _At.ARGUMENTS:
-                if self._belongs(character):
-                    arguments += character
-                if arguments and self._at is not _At.ARGUMENTS:
-                    calls.append(CallDelta(index=self._num_calls - 1, arguments=arguments))
-                    arguments = ""
-            elif (name := self._read(character)) is not None:
-                calls.append(CallDelta(index=self._num_calls, id=self._new_id(), name=name))
-                self._num_calls += 1
-        if arguments:
-            calls.append(CallDelta(index=self._num_calls - 1, arguments=arguments))
-        return tuple(calls)
-
-    def _belongs(self, character: str) -> bool:
-        """Advance within the arguments; is the character part of them?"""
-        if self._string is not None:
-            self._read_string(character)
-        elif character == '"':
-            self._string = ""
-        elif character in "{[":
-            self._depth += 1
-        elif character in "}]":
-            if not self._depth:
-                self._at = _At.BETWEEN
-                return False
-            self._depth -= 1
-            if not self._depth:
-                self._at = _At.HEAD
-        elif not self._depth and character.isspace():
-            return False
-        return True
-
-    def _read(self, character: str) -> str | None:
-        """Advance outside of arguments; return a call's name where it is complete."""
-        if self._at is _At.BETWEEN:
-            if character == "{":
-                self._at, self._key = _At.HEAD, ""
-        elif self._string is not None:
-            if self._read_string(character) and self._key == "name":
-                self._key = ""
-                return self._last
-        elif character == '"':
-            self._string = ""
-        elif character == ":":
-            self._key = self._last
-            if self._key == self._style.arguments:
-                self._at = _At.ARGUMENTS
-        elif character == "}":
-            self._at = _At.BETWEEN
-        return None
-
-    def _read_string(self, character: str) -> bool:
-        """Advance within a string; has it ended?"""
-        assert self._string is not None, "a string is under way"
-        if character == '"' and not self._is_escaped:
-            if self._at is _At.HEAD:
-                self._last = _decoded(f'"{self._string}"')
-            self._string = None
-            return True
-        self._is_escaped = character == "\\" and not self._is_escaped
-        if self._at is _At.HEAD:
-            self._string += character
-        return False
-
-    def _new_id(self) -> str:
-        id = "".join(secrets.choice(_ALPHABET) for _ in range(self._style.id_characters))
-        return id if self._style.id_characters < len("call_") + 9 else f"call_{id}"
-
-
-def _decoded(token: str) -> str:
-    try:
-        return msgspec.json.decode(token, type=str)
-    except msgspec.DecodeError:
-        return token.strip('"')

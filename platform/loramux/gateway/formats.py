@@ -92,6 +92,7 @@ class Format:
             in_thought=dialect.begins_in_thought(prompt_tail),
             may_think=dialect.may_think(prompt_tail),
             may_call=may_call,
+            use=asked.chat.tools,
             special={token: text for text, token in self.tokenizer.special_tokens(dialect.markers).items()},
         )
 

@@ -15,7 +15,7 @@ import msgspec
 
 from loramux.constraints import AnswerFormat, ToolUse
 from loramux.engine.request import SamplingParams
-from loramux.gateway.dialect import CallDelta
+from loramux.gateway.calls import CallDelta
 from loramux.limits import RateLimitStatus
 from loramux.records.service_tiers import ServiceTier
 from loramux.units import TokenCounts

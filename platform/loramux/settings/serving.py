@@ -11,7 +11,19 @@ from loramux.settings.server import Fraction, Name, Positive, Share
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 GenerationConfig = Literal["auto", "none"]
-ToolParser = Literal["hermes", "llama3", "mistral", "granite", "phi4", "none"]
+ToolParser = Literal[
+    "hermes",
+    "llama3",
+    "mistral",
+    "mistral_args",
+    "granite",
+    "phi4",
+    "pythonic",
+    "qwen3_coder",
+    "functiongemma",
+    "gemma4",
+    "none",
+]
 Quantization = Literal["none", "int8"]
 
 
