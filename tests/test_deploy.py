@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from loramux.settings import load_settings
+from loramux.storage.objects import open_objects
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
@@ -96,3 +97,25 @@ def test_image_runs_as_a_user_and_copies_what_exists() -> None:
     assert "USER 10001:10001" in text
     for source in re.findall(r"^COPY (?!--from)(\S+) ", text, re.MULTILINE):
         assert (ROOT / source).exists()
+
+
+def test_image_gets_what_it_is_built_from_and_nothing_else() -> None:
+    """`COPY . .` takes what .dockerignore lets through: every package of the wheel, and no environment."""
+    let_through = set(re.findall(r"^!(\S+)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE))
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    needed = {*build["only-include"], "client", "pyproject.toml", "README.md", "LICENSE", "deploy/loramux.toml"}
+    assert let_through == needed
+    assert all((ROOT / name).exists() for name in needed)
+
+
+def test_blob_options_of_the_settings_are_the_stores_own() -> None:
+    """Options that belong to the client (allow_http) end the server's start."""
+    for file in SETTINGS:
+        records = load_settings(file).records
+        open_objects(records.blobs, records.blob_options)
+
+
+@pytest.mark.parametrize("script", ["deploy/try.sh", "deploy/try/image.sh"])
+def test_script_is_executable_and_parses(script: str) -> None:
+    assert (ROOT / script).stat().st_mode & 0o100
+    subprocess.run(["bash", "-n", str(ROOT / script)], check=True)

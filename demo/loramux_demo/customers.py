@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -42,9 +43,10 @@ class StepSharing:
 class Customer:
     """A client of the server with one tenant's key."""
 
-    def __init__(self, tenant: str, url: str, key: str) -> None:
+    def __init__(self, tenant: str, url: str, key: str, verify: ssl.SSLContext | bool = True) -> None:
         self.tenant = tenant
-        self._http = httpx.Client(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=60, trust_env=False)
+        headers = {"Authorization": f"Bearer {key}"}
+        self._http = httpx.Client(base_url=url, headers=headers, timeout=60, trust_env=False, verify=verify)
 
     def upload_adapters(self) -> None:
         """Upload this tenant's adapters. Raises click.ClickException with the server's message."""

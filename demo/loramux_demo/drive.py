@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -98,9 +99,10 @@ def first_of_each_model(calls: Sequence[Call]) -> tuple[list[Call], list[Call]]:
     return list(first.values()), [call for call in calls if call is not first[call.model]]
 
 
-async def drive(url: str, keys: dict[str, str], calls: Sequence[Call]) -> Drive:
+async def drive(url: str, keys: dict[str, str], calls: Sequence[Call], verify: ssl.SSLContext | bool = True) -> Drive:
     """Send every call at once and wait for all answers. Proxy settings are ignored: the server is on this machine."""
-    async with DefaultAsyncHttpxClient(trust_env=False, limits=openai.DEFAULT_CONNECTION_LIMITS) as http:
+    limits = openai.DEFAULT_CONNECTION_LIMITS
+    async with DefaultAsyncHttpxClient(trust_env=False, limits=limits, verify=verify) as http:
         clients = {
             tenant: AsyncOpenAI(
                 base_url=f"{url}/v1", api_key=key, http_client=http, max_retries=0, timeout=TIMEOUT_SECONDS

@@ -122,6 +122,11 @@ class DemoServer:
         self._workspace = workspace
         self._process = process
 
+    @property
+    def pid(self) -> int:
+        """The server's process; its engine is a child."""
+        return self._process.pid
+
     def wait_until_ready(self) -> None:
         """Wait until /health/ready answers 200. Raises ServerDied."""
         deadline = time.monotonic() + START_SECONDS

@@ -44,7 +44,7 @@ def assert_refused(done: subprocess.CompletedProcess[str], *said: str) -> None:
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr + done.stdout
     errors = [line for line in done.stderr.splitlines() if line.startswith("Error: ")]
-    others = [line for line in done.stderr.splitlines() if not line.startswith(("Error: ", "loramux: loading", "20"))]
+    others = [line for line in done.stderr.splitlines() if not line.startswith(("Error: ", '{"event": "loading', "20"))]
     assert (len(errors), others) == (1, []), done.stderr
     assert all(words in errors[0] for words in said), errors[0]
 

@@ -1,5 +1,6 @@
 """Contents, in a folder and in a real S3 bucket: named by what they are, whole or absent, nobody's leftovers stay."""
 
+import errno
 import os
 import shutil
 import signal
@@ -24,6 +25,7 @@ from loramux.storage import (
     content_digest,
     open_blobs,
 )
+from loramux.storage.staging import Staging
 
 Open = Callable[[str], BlobStore]
 
@@ -294,3 +296,14 @@ def test_contents_outlive_their_store(opened: Open, tmp_path: Path) -> None:
     digest = put(first, tmp_path / "source")
     first.close()
     assert opened("cache").directory(digest)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.EROFS])
+def test_full_disk_is_an_outage_of_the_storage(tmp_path: Path, number: int) -> None:
+    staging = Staging(tmp_path / "staging")
+    with pytest.raises(StorageUnavailable, match=os.strerror(number)), staging.folder() as folder:
+        raise OSError(number, os.strerror(number))
+    assert not folder.exists()
+    with pytest.raises(FileNotFoundError), staging.folder():
+        raise FileNotFoundError(errno.ENOENT, "no such content")
+    staging.close()

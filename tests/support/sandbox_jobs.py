@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -37,6 +37,36 @@ def write(path: str) -> None:
     Path(path).write_bytes(b"x" * 100)
 
 
+def write_over(path: str) -> None:
+    with open(path, "r+b") as file:
+        file.write(b"x")
+
+
+def attempt(told: list[str]) -> str:
+    """Do what a process would that was taken over; return the refusal, or what it got."""
+    name, path = told
+    try:
+        return str(ATTACKS[name](path))
+    except OSError as error:
+        return errno.errorcode[error.errno or 0]
+
+
+ATTACKS: dict[str, Callable[[str], Any]] = {
+    "read": lambda path: Path(path).read_bytes(),
+    "list": os.listdir,
+    "write": write,
+    "write over": write_over,
+    "truncate": lambda path: os.truncate(path, 0),
+    "remove": os.remove,
+    "make a folder": os.mkdir,
+    "link into its own folder": lambda path: os.link(path, "/tmp/stolen"),
+    "run": lambda path: subprocess.run([path], check=False).returncode,
+    "open through a link": lambda path: Path(path).read_bytes(),
+    "kill": lambda pid: os.kill(int(pid), 0),
+    "connect to an abstract socket": lambda name: socket.socket(socket.AF_UNIX).connect("\0" + name),
+}
+
+
 def seen(_: Any) -> dict[str, Any]:
     return {
         "environment": sorted(os.environ),
@@ -59,7 +89,7 @@ def connects(port: int) -> bool:
 
 def orphan(seconds: float) -> int:
     """Leave a child behind that ends by itself, and answer with its number."""
-    return subprocess.Popen(["sleep", str(seconds)]).pid
+    return subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({seconds})"]).pid
 
 
 JOBS: dict[str, Callable[[Any], Any]] = {
@@ -72,6 +102,6 @@ JOBS: dict[str, Callable[[Any], Any]] = {
     "connects": connects,
     "orphan": orphan,
     "raise": lambda text: (_ for _ in ()).throw(ValueError(text)),
-    "kill the warm process": lambda _: os.kill(os.getppid(), signal.SIGKILL),
+    "attempt": attempt,
     "modules": lambda names: [name for name in names if name in sys.modules],
 }

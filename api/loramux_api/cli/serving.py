@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from pathlib import Path
@@ -13,7 +14,9 @@ import msgspec
 
 from loramux import logs
 from loramux.settings import Settings, SettingsError
-from loramux_api.cli.common import config_option, json_option, note, put, settings_of
+from loramux_api.cli.common import config_option, json_option, put, settings_of
+
+logger = logging.getLogger(__name__)
 
 
 @click.command()
@@ -42,7 +45,7 @@ def serve(config: Path, host: str | None, port: int | None, as_json: bool) -> No
     logs.configure(settings.logging.format, settings.logging.level)
     url = f"http{'s' if settings.server.tls_certificate else ''}://{settings.server.host}:{settings.server.port}"
     models = [base.name for base in settings.served_bases]
-    note(as_json, f"loramux: loading {', '.join(base.path for base in settings.served_bases)} ...")
+    logger.info("loading %s", ", ".join(base.path for base in settings.served_bases))
     code = run(
         settings,
         lambda _: put(

@@ -43,7 +43,7 @@ class BlobStore:
     def seal(self, folder: Path) -> str:
         """Make a folder's files read-only and return their digest."""
         for name in files_of(folder):
-            (folder / name).chmod(0o444)
+            (folder / name).chmod(0o400)
         return content_digest(folder)
 
     def publish(self, folder: Path, digest: str) -> None:

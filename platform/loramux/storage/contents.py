@@ -3,7 +3,7 @@
     StorageError
     ├── BlobMissing          503  no such content is stored
     ├── BlobCorrupt          503  the stored files have another digest than their name
-    └── StorageUnavailable   503  the object store does not answer, or refuses
+    └── StorageUnavailable   503  the object store does not answer, or refuses, or a disk is full
 
 A content's digest is the SHA-256 of the lines that `sha256sum adapter_config.json adapter_model.safetensors` prints,
 so it can be computed in a shell. A content with a bundle has a third line, for `bundle.json`.
@@ -11,9 +11,11 @@ so it can be computed in a shell. A content with a bundle has a third line, for 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from http import HTTPStatus
 from pathlib import Path
 
@@ -47,6 +49,21 @@ class BlobCorrupt(StorageError):
 
 class StorageUnavailable(StorageError):
     """The store does not answer, or refuses. The message repeats its answer, for the operator and not for a tenant."""
+
+
+_SHORTAGES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE})
+"""Errors of a machine that lacks something which it may have again: space, files, a disk that answers."""
+
+
+@contextmanager
+def shortages_are_outages() -> Iterator[None]:
+    """Raise StorageUnavailable for a full or failing disk: it is the operator's to mend, and a retry may help."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _SHORTAGES:
+            raise
+        raise StorageUnavailable(f"this machine's disk: {error}") from error
 
 
 def digest_of(hashes: Mapping[str, str]) -> str:

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from loramux.storage.contents import shortages_are_outages
+
 
 class Staging:
     """This process's area in a folder shared by any number of processes."""
@@ -25,13 +27,17 @@ class Staging:
 
     @contextmanager
     def folder(self) -> Iterator[Path]:
-        """Yield an empty folder, removed when the block ends; finished files are renamed out of it."""
-        folder = self._area / secrets.token_hex(8)
-        folder.mkdir()
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+        """Yield an empty folder, removed when the block ends; finished files are renamed out of it.
+
+        A disk that is full in the block raises StorageUnavailable: all that is written to disks goes this way.
+        """
+        with shortages_are_outages():
+            folder = self._area / secrets.token_hex(8)
+            folder.mkdir()
+            try:
+                yield folder
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def discard(self, path: Path) -> None:
         """Remove a folder of the same file system in one step for all readers; does nothing where it is absent."""

@@ -25,6 +25,7 @@ from typing import NoReturn
 
 import msgspec
 
+from loramux.validation.jail import code_paths, enter_jail
 from loramux.validation.report import ResourceUsage
 from loramux.validation.sandbox import Job, JobLimits, JobResult
 
@@ -52,6 +53,7 @@ def serve(module: str, descriptor: int, niceness: int) -> None:
     _adopt_orphans()
     has_network = not _leave_network()
     work: Work = importlib.import_module(module).prepare(sys.stdin.buffer.read())
+    code_paths()  # collected once, with the modules that every job has
     gc.collect()
     gc.freeze()  # a collection in a child must not copy shared pages
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children leave no zombies
@@ -111,6 +113,7 @@ def _limit(limits: JobLimits) -> None:
     _set(resource.RLIMIT_FSIZE, limits.file_bytes)
     _set(resource.RLIMIT_NOFILE, OPEN_FILES)
     _set(resource.RLIMIT_CORE, 0)
+    enter_jail(limits.readable, limits.writable)
     # RLIMIT_CPU counts whole seconds. Both timers end the process.
     for timer, ends, seconds in (
         (signal.ITIMER_PROF, signal.SIGPROF, limits.cpu_seconds),

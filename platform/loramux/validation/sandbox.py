@@ -57,6 +57,10 @@ class JobLimits(msgspec.Struct, frozen=True):
     wall_seconds: float
     file_bytes: int = 0
     """Size of the largest file that the job may write."""
+    readable: tuple[str, ...] = ()
+    """Folders that the job may read, by absolute paths; all others but Python's own are closed to it."""
+    writable: tuple[str, ...] = ()
+    """Folders that it may read and write."""
 
 
 class Job(msgspec.Struct, frozen=True):

@@ -12,6 +12,7 @@ import msgspec
 from loramux.bundle import MAX_BUNDLE_BYTES, NO_BUNDLE, SOURCES, read_bundle
 from loramux.errors import Rejection
 from loramux.settings import Settings
+from loramux.validation.jail import landlock_abi
 from loramux.validation.jobs import (
     BundleJob,
     BundleSetup,
@@ -65,7 +66,7 @@ class Validator:
             is_original = report.converted is None or any(check.name == NAMES_CHECK for check in report.checks)
             original = folder if is_original else Path(uploaded)
             job = ParityJob(uploaded=str(original), served=str(folder), limits=limits)
-            return report.followed_by(self._parity.report(job))
+            return report.followed_by(self._parity.report(job, readable=(original, folder)))
 
     def close(self) -> None:
         """Stop the warm processes."""
@@ -77,11 +78,13 @@ class Validator:
     def _check_files(self, folder: Path, aside: Path, limits: Limits) -> ValidationReport:
         """Report on the files as they will be served. The originals of a converted adapter are moved to `aside`."""
         job = FilesJob(folder=str(folder), limits=limits)
-        report = self._files.report(job)
+        report = self._files.report(job, readable=(folder,))
         if not report.to_convert:
             return report
         conversion = self._convert(folder, aside, limits)
-        return conversion if conversion.refusal is not None else conversion.followed_by(self._files.report(job))
+        if conversion.refusal is not None:
+            return conversion
+        return conversion.followed_by(self._files.report(job, readable=(folder,)))
 
     def _make_bundle(self, folder: Path, report: ValidationReport) -> ValidationReport:
         sources = [folder / name for name in SOURCES if (folder / name).exists()]
@@ -89,7 +92,7 @@ class Validator:
             return ValidationReport(checks=())
         assert report.found is not None, "the files have passed"
         job = BundleJob(folder=str(folder), num_tokens=report.found.tokens)
-        made = self._bundle.report(job, MAX_BUNDLE_BYTES)
+        made = self._bundle.report(job, writable=(folder,), file_bytes=MAX_BUNDLE_BYTES)
         for source in sources:
             source.unlink()
         bundle = read_bundle(folder) if made.refusal is None else NO_BUNDLE
@@ -100,7 +103,8 @@ class Validator:
     def _convert(self, folder: Path, aside: Path, limits: Limits) -> ValidationReport:
         with TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}-") as into:
             job = ConversionJob(folder=str(folder), into=into, limits=limits)
-            report = self._conversion.report(job, limits.max_bytes + HEADER_ALLOWANCE)
+            largest = limits.max_bytes + HEADER_ALLOWANCE
+            report = self._conversion.report(job, readable=(folder,), writable=(Path(into),), file_bytes=largest)
             if report.refusal is None:
                 for file in Path(into).iterdir():
                     (folder / file.name).replace(aside / file.name)
@@ -113,6 +117,7 @@ class BaseValidators:
 
     def __init__(self, settings: Settings, validators: Mapping[str, Validator]) -> None:
         """`validators` by the base's name in requests."""
+        _warn_without_landlock()
         self._validators = validators
         self._choice = _choice_stage(settings, {name: one.files_setup for name, one in validators.items()})
 
@@ -121,7 +126,8 @@ class BaseValidators:
         if base_model is None and len(self._validators) == 1:
             base_model = next(iter(self._validators))
         if base_model is None:
-            choice = self._choice.report(FilesJob(folder=str(folder.resolve()), limits=limits))
+            folder = folder.resolve()
+            choice = self._choice.report(FilesJob(folder=str(folder), limits=limits), readable=(folder,))
             if choice.base_model is None:
                 return choice
             base_model = choice.base_model
@@ -135,6 +141,14 @@ class BaseValidators:
             validator.close()
 
 
+def _warn_without_landlock() -> None:
+    if landlock_abi() == 0:
+        logger.warning(
+            "the kernel has no Landlock (Linux 5.13, and `landlock` among its security modules): processes that check "
+            "uploads and render templates can open every file that the server can. Run the server in a container."
+        )
+
+
 class _Stage:
     """One stage: its sandbox, the limits of its jobs, and a report for every way in which a job can end."""
 
@@ -144,9 +158,21 @@ class _Stage:
         self._sandbox = Sandbox(module, msgspec.json.encode(setup))
         self._limits = limits
 
-    def report(self, job: msgspec.Struct, file_bytes: int = 0) -> ValidationReport:
+    def report(
+        self,
+        job: msgspec.Struct,
+        *,
+        readable: tuple[Path, ...] = (),
+        writable: tuple[Path, ...] = (),
+        file_bytes: int = 0,
+    ) -> ValidationReport:
         """Run one job, which may write files of up to `file_bytes`, and return its report. Raises SandboxDied."""
-        limits = msgspec.structs.replace(self._limits, file_bytes=file_bytes)
+        limits = msgspec.structs.replace(
+            self._limits,
+            file_bytes=file_bytes,
+            readable=(*self._limits.readable, *map(str, readable)),
+            writable=tuple(map(str, writable)),
+        )
         try:
             ended = self._sandbox.run(msgspec.json.encode(job), limits)
         except JobEnded:
@@ -194,13 +220,20 @@ def _file_limits(settings: Settings) -> JobLimits:
 def _conversion_stage(settings: Settings, base: BaseDescription) -> _Stage:
     allowed = settings.validation
     setup = ConversionSetup(model_dir=settings.model.path, base=base)
-    limits = JobLimits(allowed.conversion_memory_bytes, allowed.conversion_cpu_seconds, allowed.wall_seconds)
+    limits = JobLimits(
+        allowed.conversion_memory_bytes,
+        allowed.conversion_cpu_seconds,
+        allowed.wall_seconds,
+        readable=_model_folders(settings),
+    )
     return _Stage("conversion", "loramux.validation.conversion", setup, limits)
 
 
 def _bundle_stage(settings: Settings) -> _Stage:
     allowed = settings.validation
-    limits = JobLimits(allowed.bundle_memory_bytes, allowed.cpu_seconds, allowed.wall_seconds)
+    limits = JobLimits(
+        allowed.bundle_memory_bytes, allowed.cpu_seconds, allowed.wall_seconds, readable=_model_folders(settings)
+    )
     return _Stage("bundle", "loramux.validation.bundle", BundleSetup(model_dir=settings.model.path), limits)
 
 
@@ -213,5 +246,16 @@ def _parity_stage(settings: Settings, base: BaseDescription) -> _Stage:
         memory_bytes=allowed.parity_memory_bytes,
         whole_model_bytes=allowed.parity_model_bytes,
     )
-    limits = JobLimits(allowed.parity_memory_bytes, allowed.parity_cpu_seconds, allowed.wall_seconds)
+    limits = JobLimits(
+        allowed.parity_memory_bytes,
+        allowed.parity_cpu_seconds,
+        allowed.wall_seconds,
+        readable=_model_folders(settings),
+    )
     return _Stage("parity", "loramux.validation.parity.worker", setup, limits)
+
+
+def _model_folders(settings: Settings) -> tuple[str, ...]:
+    """Return the base's folder, and those that its files lie in where they are links, as in a hub's cache."""
+    folder = Path(settings.model.path).resolve()
+    return tuple(sorted({str(folder), *(str(file.resolve().parent) for file in folder.glob("*"))}))

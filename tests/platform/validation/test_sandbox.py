@@ -14,6 +14,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from loramux.validation.report import ResourceUsage
@@ -63,10 +64,11 @@ def test_sandbox_wall_time_is_bounded(sandbox: Sandbox) -> None:
 
 
 def test_sandbox_job_writes_no_larger_file_than_allowed(sandbox: Sandbox, tmp_path: Path) -> None:
+    own = msgspec.structs.replace(LIMITS, writable=(str(tmp_path),))
     with pytest.raises(JobCrashed):
-        run(sandbox, "write", str(tmp_path / "x"))
+        run(sandbox, "write", str(tmp_path / "x"), own)
     assert (tmp_path / "x").read_bytes() == b""
-    run(sandbox, "write", str(tmp_path / "x"), JobLimits(32 << 20, 20, 60, file_bytes=100))
+    run(sandbox, "write", str(tmp_path / "x"), msgspec.structs.replace(own, file_bytes=100))
     assert len((tmp_path / "x").read_bytes()) == 100
 
 
@@ -88,7 +90,7 @@ def test_sandbox_jobs_run_concurrently(sandbox: Sandbox) -> None:
 
 
 def test_sandbox_warm_process_that_died_is_restarted(sandbox: Sandbox) -> None:
-    run(sandbox, "kill the warm process")
+    os.kill(run(sandbox, "seen")["parent"], signal.SIGKILL)
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         try:

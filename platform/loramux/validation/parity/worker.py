@@ -12,11 +12,13 @@ from transformers.utils.logging import disable_progress_bar
 
 from loramux.validation.jobs import ParityJob, ParitySetup
 from loramux.validation.parity.comparison import Comparison
+from loramux_kernels.native import native_library
 
 
 def prepare(setup: bytes) -> Callable[[bytes], bytes]:
     """Load PEFT, and the base where it is small enough; return the function that does one job."""
     torch.set_num_threads(1)
+    native_library()  # here, because a job may neither compile it nor open its cache
     warnings.simplefilter("ignore")  # advice for training does not belong in a server's log
     transformers.logging.set_verbosity_error()
     disable_progress_bar()
