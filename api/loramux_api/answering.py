@@ -27,6 +27,12 @@ SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _encode = msgspec.json.Encoder().encode
 
 
+class NamedEvent(Protocol):
+    """An event with a `type`."""
+
+    type: str
+
+
 class Writer(Protocol):
     """Gives an answer the shape of one endpoint; OpenAI's where nothing else is said."""
 
@@ -36,8 +42,8 @@ class Writer(Protocol):
     def opening(self) -> Iterable[msgspec.Struct]:
         """Return a stream's first events."""
 
-    def chunk(self, delta: Delta) -> msgspec.Struct | None:
-        """Return the event for a delta, if it makes one."""
+    def chunk(self, delta: Delta) -> Iterable[msgspec.Struct]:
+        """Return the events for a delta."""
 
     def closing(self, usage: TokenCounts) -> Iterable[msgspec.Struct]:
         """Return a stream's last events."""
@@ -51,6 +57,10 @@ class Writer(Protocol):
     def failure(self, error: LoramuxError) -> msgspec.Struct:
         """Return the event for an error in the middle of a stream."""
         return error_answer(error)
+
+    def frame(self, event: msgspec.Struct) -> bytes:
+        """Return an event as it is sent."""
+        return b"data: " + _encode(event) + b"\n\n"
 
 
 async def respond(request: Request[Any, Any, Any], answer: Answer, writer: Writer, *, stream: bool) -> Response[Any]:
@@ -173,19 +183,21 @@ class AnswerStream(Stream):
 async def _events(answer: Answer, writer: Writer) -> AsyncIterator[bytes]:
     try:
         for event in writer.opening():
-            yield _frame(event)
+            yield writer.frame(event)
         async for delta in answer:
-            if (chunk := writer.chunk(delta)) is not None:
-                yield _frame(chunk)
+            for event in writer.chunk(delta):
+                yield writer.frame(event)
         for event in writer.closing(answer.usage):
-            yield _frame(event)
+            yield writer.frame(event)
     except LoramuxError as error:
-        yield _frame(writer.failure(error))
-    yield writer.ending
+        yield writer.frame(writer.failure(error))
+    if writer.ending:
+        yield writer.ending
 
 
-def _frame(event: msgspec.Struct) -> bytes:
-    return b"data: " + _encode(event) + b"\n\n"
+def named_frame(event: NamedEvent) -> bytes:
+    """Return an event that has its name twice: in its JSON, and beside it."""
+    return b"event: " + event.type.encode() + b"\ndata: " + _encode(event) + b"\n\n"
 
 
 async def _collect(answer: Answer, writer: Writer) -> None:

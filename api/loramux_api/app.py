@@ -59,6 +59,7 @@ from loramux_api.controllers.grants import GrantController
 from loramux_api.controllers.health import HealthController
 from loramux_api.controllers.limits import BudgetController, LimitController
 from loramux_api.controllers.lorax import LoraxController
+from loramux_api.controllers.messages import MessageController
 from loramux_api.controllers.models import ModelController
 from loramux_api.controllers.releases import (
     FeedbackController,
@@ -66,6 +67,7 @@ from loramux_api.controllers.releases import (
     PolicyController,
     RevisionMetricsController,
 )
+from loramux_api.controllers.responses import ResponseController
 from loramux_api.controllers.revisions import PinController, RevisionController
 from loramux_api.controllers.tokens import TokenController
 from loramux_api.controllers.uploads import UploadController
@@ -130,6 +132,8 @@ def create_app(settings: Settings, engine: EngineClient | None = None) -> Applic
         route_handlers=[
             ChatController,
             CompletionController,
+            ResponseController,
+            MessageController,
             TokenController,
             LoraxController,
             ModelController,

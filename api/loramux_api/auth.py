@@ -73,6 +73,8 @@ def _credential(connection: Connection) -> Credential:
 
 
 def _secret(connection: Connection) -> str:
+    if secret := connection.headers.get("x-api-key", "").strip():  # Anthropic's clients
+        return secret
     scheme, _, secret = connection.headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer" or not secret.strip():
         raise InvalidKey("You didn't provide an API key. Send it in the header 'Authorization: Bearer sk-lm-...'.")

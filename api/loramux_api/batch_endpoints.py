@@ -10,12 +10,12 @@ from loramux.gateway import Answer, GenerationRequest, InvalidRequest, Platform
 from loramux_api.bodies import body_limit, look_through
 from loramux_api.controllers.chat import ChatWriter
 from loramux_api.controllers.completions import CompletionWriter
+from loramux_api.controllers.responses import ResponseWriter
 from loramux_api.problems import error_answer
-from loramux_api.schemas import chat, completions
-from loramux_api.schemas.sampling import SamplingBody
+from loramux_api.schemas import chat, completions, responses
 from loramux_api.schemas.strict import decode_body
 
-B = TypeVar("B", bound=SamplingBody)
+B = TypeVar("B", chat.ChatBody, completions.CompletionBody, responses.ResponseBody)
 LINE_BYTES = 1 << 10
 """Bytes of a line beside its body."""
 
@@ -43,6 +43,9 @@ def batch_endpoints(platform: Platform) -> Endpoints:
         parsers={
             "/v1/chat/completions": parser(chat.ChatBody, chat.to_request, ChatWriter),
             "/v1/completions": parser(completions.CompletionBody, completions.to_request, CompletionWriter),
+            "/v1/responses": parser(
+                responses.ResponseBody, responses.to_request, lambda body, answer, _: ResponseWriter(body, answer)
+            ),
         },
         error_body=error_answer,
         max_line_bytes=body_limit(platform) + LINE_BYTES,

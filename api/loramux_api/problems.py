@@ -85,8 +85,12 @@ def error_answer(error: LoramuxError) -> ErrorAnswer:
     return ErrorAnswer(_of_error(error).error)
 
 
-def problem_of(request: AnyRequest, error: LoramuxError) -> Problem:
-    """Return how an error of the tree is sent. One for operators only is logged: one line, or a traceback for a bug."""
+def problem_of(request: AnyRequest, error: Exception) -> Problem:
+    """Return how an error is sent. One for operators only is logged: one line, or a traceback for a bug."""
+    if isinstance(error, HTTPException) and error.status_code < 500:
+        return _of_litestar(request, error)
+    if not isinstance(error, LoramuxError):
+        return _of_bug(request, error)
     if error.public_message is None:
         return _of_error(error)
     if error.status == HTTPStatus.INTERNAL_SERVER_ERROR:
@@ -152,17 +156,8 @@ def _of_validation(error: HTTPException) -> tuple[str, str | None]:
     return error.detail, missing["name"] if missing else None
 
 
-def _on_error(request: AnyRequest, error: LoramuxError) -> Response[Any]:
+def _on_error(request: AnyRequest, error: Exception) -> Response[Any]:
     return problem_of(request, error).response(request)
-
-
-def _on_litestar(request: AnyRequest, error: HTTPException) -> Response[Any]:
-    problem = _of_bug(request, error) if error.status_code >= 500 else _of_litestar(request, error)
-    return problem.response(request)
-
-
-def _on_bug(request: AnyRequest, error: Exception) -> Response[Any]:
-    return _of_bug(request, error).response(request)
 
 
 def _on_disconnect(request: AnyRequest, _: ClientDisconnected) -> Response[Any]:
@@ -173,6 +168,6 @@ def _on_disconnect(request: AnyRequest, _: ClientDisconnected) -> Response[Any]:
 EXCEPTION_HANDLERS: ExceptionHandlersMap = {
     ClientDisconnected: _on_disconnect,
     LoramuxError: _on_error,
-    HTTPException: _on_litestar,
-    Exception: _on_bug,
+    HTTPException: _on_error,
+    Exception: _on_error,
 }

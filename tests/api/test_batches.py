@@ -374,3 +374,12 @@ def test_batch_of_a_suspended_tenant_waits_until_it_is_resumed(site: Site, clien
         assert admin.patch(tenant, json={"suspended": False}).status_code == 200
     ended = until(client, batch.id, *ENDS)
     assert (ended.status, ended.request_counts and ended.request_counts.completed) == ("completed", 200)
+
+
+def test_batch_of_responses_has_responses_as_answers(client: openai.OpenAI) -> None:
+    lines = [{"custom_id": "a", "method": "POST", "url": "/v1/responses", "body": {"model": "tiny", "input": "hello"}}]
+    done = until(client, submit(client, jsonl(*lines), "/v1/responses").id, *ENDS)
+    assert done.status == "completed"
+    answer = lines_of(client, done.output_file_id)["a"]["response"]["body"]
+    assert (answer["object"], answer["status"], answer["service_tier"]) == ("response", "completed", "batch")
+    assert answer["output"][0]["content"][0]["text"].startswith("user: hello")

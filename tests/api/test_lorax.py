@@ -134,7 +134,7 @@ def test_streamed_tokens_join_to_the_whole_text(token_ids: list[int], stop: tupl
     body, usage = GenerateBody(inputs="x"), TokenCounts(prompt=1, output=len(token_ids))
     answer = deltas(token_ids, stop)
     streamed = LoraxWriter(body, SimpleNamespace(), [EOS])
-    told = [event for delta in answer if (event := streamed.chunk(delta))]
+    told = [event for delta in answer for event in streamed.chunk(delta)]
     told += streamed.closing(usage)
     collecting = LoraxWriter(body, SimpleNamespace(), [EOS])
     for delta in answer:

@@ -62,7 +62,7 @@ class Churn:
     async def ask(self, model: str, prompt: str, user: str | None = None) -> Answered:
         sampling = SamplingParams(max_tokens=0, temperature=0, ignore_eos=True)
         ask = GenerationRequest(
-            kind="cmpl",
+            kind="cmpl-",
             model=model,
             is_streamed=True,
             prompts=(prompt,),

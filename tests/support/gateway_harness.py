@@ -31,7 +31,7 @@ class Harness(SimpleNamespace):
     database: records.Database
 
     async def begin(self, **changes: object) -> Generation:
-        ask = {"kind": "cmpl", "model": "tiny", "prompts": ("hello",), "sampling": SamplingParams(max_tokens=0)}
+        ask = {"kind": "cmpl-", "model": "tiny", "prompts": ("hello",), "sampling": SamplingParams(max_tokens=0)}
         ask["is_streamed"] = True
         return await self.service.begin(self.principal, GenerationRequest(**(ask | changes)))
 

@@ -108,14 +108,14 @@ class ChatWriter(Writer):
             chunk.prompt_token_ids = self._prompt_token_ids
             yield chunk
 
-    def chunk(self, delta: Delta) -> ChatChunk | None:
-        """Return the event for a delta; None where it has nothing that the client asked for."""
+    def chunk(self, delta: Delta) -> Iterable[ChatChunk]:
+        """Return the event for a delta; none where it has nothing that the client asked for."""
         self._note(delta)
         logprobs, token_ids = self._logprobs(delta), self._token_ids(delta)
         news = delta.text or delta.thought or delta.calls
         if not (news or delta.finish_reason or delta.logprobs or token_ids):
-            return None
-        return self._chunk(
+            return
+        yield self._chunk(
             ChatChunkChoice(
                 index=delta.index,
                 delta=_chat_delta(delta) if news or not delta.finish_reason else ChatDelta(),

@@ -81,19 +81,19 @@ class CompletionWriter(Writer):
         """Return nothing: a stream of texts begins with text."""
         return ()
 
-    def chunk(self, delta: Delta) -> TextCompletion | None:
-        """Return the event for a delta; None where it has nothing that the client asked for."""
+    def chunk(self, delta: Delta) -> Iterable[TextCompletion]:
+        """Return the event for a delta; none where it has nothing that the client asked for."""
         self._num_tokens += len(delta.token_ids)
         self._prompt_scores[delta.index] += delta.prompt_logprobs
         if not (delta.text or delta.finish_reason or delta.logprobs or self._body.return_token_ids):
-            return None
+            return
         choice = self._choice(delta, None if not delta.logprobs else self._logprobs(delta))
         if delta.index in self._begun:
             choice.prompt_token_ids = UNSET
         else:
             self._repeat_prompt(choice, self._prompt_scores[delta.index])
         self._begun.add(delta.index)
-        return self._completion([choice], usage_of_chunk(self._body, self._answer, self._num_tokens))
+        yield self._completion([choice], usage_of_chunk(self._body, self._answer, self._num_tokens))
 
     def closing(self, usage: TokenCounts) -> Iterable[TextCompletion]:
         """Return the usage, where it was asked for."""

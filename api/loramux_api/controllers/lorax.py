@@ -145,15 +145,16 @@ class LoraxWriter(Writer):
         """Return nothing: a stream begins with a token."""
         return ()
 
-    def chunk(self, delta: Delta) -> StreamedToken | None:
+    def chunk(self, delta: Delta) -> Iterable[StreamedToken]:
         """Return the event of the token before the delta's, if there is one."""
         tokens = self._tokens(delta)
         if not tokens:
-            return None
+            return
         before, self._last = self._last, tokens[-1]
         if len(tokens) > 1:  # they became certain together: one event holds them
             self._last = msgspec.structs.replace(tokens[-1], text="".join(token.text for token in tokens))
-        return None if before is None else StreamedToken(token=before)
+        if before is not None:
+            yield StreamedToken(token=before)
 
     def closing(self, usage: TokenCounts) -> Iterable[StreamedToken]:
         """Return the last token, the whole text and the details."""

@@ -21,7 +21,7 @@ class BatchBody(Body, forbid_unknown_fields=True):
     input_file_id: str
     """A file of purpose `batch`."""
     endpoint: str
-    """/v1/chat/completions or /v1/completions; every line names the same."""
+    """/v1/chat/completions, /v1/completions or /v1/responses; every line names the same."""
     completion_window: Annotated[str, Meta(max_length=8)] = "24h"
     """Lines that have not begun after this time are not run. 24h, or 1h to 168h."""
     metadata: dict[str, str] | None = None

@@ -17,6 +17,7 @@ from loramux.gateway import (
     Message,
     canonical_tags,
 )
+from loramux_api.schemas.conversation import MAX_MESSAGES, call_fields, caller_variables, decode_arguments, json_size
 from loramux_api.schemas.formats import asked_format
 from loramux_api.schemas.sampling import (
     MAX_TOP_LOGPROBS,
@@ -31,9 +32,6 @@ from loramux_api.schemas.tools import MAX_TOOLS, ToolCall, ToolChoice, ToolDefin
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """Accepted roles, with their names in chat templates."""
-MAX_MESSAGES = 4096
-RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "tokenize", "chat_template"})
-"""Variables of chat templates that `chat_template_kwargs` cannot set."""
 _NO_TOOLS = "send 'tools' and 'tool_choice'."
 _TEXT_ONLY = "this server reads and writes text."
 _MEDIA = frozenset({"image_url", "image", "input_image", "input_audio", "audio_url", "video_url", "file", "input_file"})
@@ -130,7 +128,7 @@ def to_request(body: ChatBody) -> GenerationRequest:
             f"'top_logprobs' (0 to {MAX_TOP_LOGPROBS}) needs 'logprobs' to be true.", field="top_logprobs"
         )
     return GenerationRequest(
-        kind="chatcmpl",
+        kind="chatcmpl-",
         model=body.model,
         is_streamed=bool(body.stream),
         prompts=(_conversation(body.messages),),
@@ -158,10 +156,7 @@ def echoed_text(body: ChatBody) -> str:
 
 def _options(body: ChatBody) -> ChatOptions:
     """Return what the chat template and the answer are told besides the messages. Raises InvalidRequest."""
-    template = dict(body.chat_template_kwargs or {})
-    if reserved := sorted(RESERVED & template.keys()):
-        field = f"chat_template_kwargs.{reserved[0]}"
-        raise InvalidRequest(f"'{field}' is set by the server; leave it out.", field=field)
+    template = caller_variables(body.chat_template_kwargs)
     if body.enable_thinking is not None:
         template["enable_thinking"] = body.enable_thinking
     tools = tool_use(body.tools or [], body.tool_choice, parallel=body.parallel_tool_calls is not False)
@@ -169,7 +164,7 @@ def _options(body: ChatBody) -> ChatOptions:
         template["tools"] = msgspec.to_builtins(body.tools)
     return ChatOptions(
         template=template,
-        size=_size(template),
+        size=json_size(template),
         tools=tools,
         effort=body.reasoning_effort,
         ending=_ending(body),
@@ -187,11 +182,6 @@ def _ending(body: ChatBody) -> ChatEnding:
             field="continue_final_message",
         )
     return "open_message"
-
-
-def _size(value: Any) -> int:
-    """Return the characters of a value in a template, about."""
-    return len(msgspec.json.encode(value)) if value else 0
 
 
 def _conversation(messages: list[ChatMessage]) -> Conversation:
@@ -213,7 +203,7 @@ def _message(message: ChatMessage, where: str) -> Message:
                 code="unsupported_parameter",
             )
     fields = _fields(message, where)
-    return Message(ROLES[message.role], _content(message, f"{where}.content"), fields, _size(fields))
+    return Message(ROLES[message.role], _content(message, f"{where}.content"), fields, json_size(fields))
 
 
 def _fields(message: ChatMessage, where: str) -> dict[str, Any]:
@@ -238,13 +228,9 @@ def _fields(message: ChatMessage, where: str) -> dict[str, Any]:
 
 
 def _call(call: ToolCall, where: str) -> dict[str, Any]:
-    """Return a call as templates read it: its arguments are an object, not a text."""
-    try:
-        arguments = msgspec.json.decode(call.function.arguments or "{}", type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError):
-        field = f"{where}.function.arguments"
-        raise InvalidRequest(f"'{field}' is a JSON object, written as a text.", field=field) from None
-    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+    """Return a call as templates read it. Raises InvalidRequest."""
+    arguments = decode_arguments(call.function.arguments, f"{where}.function.arguments")
+    return call_fields(call.id, call.function.name, arguments)
 
 
 def _content(message: ChatMessage, where: str) -> str:

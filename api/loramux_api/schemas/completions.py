@@ -41,7 +41,7 @@ def to_request(body: CompletionBody) -> GenerationRequest:
             field="prompt",
         )
     return GenerationRequest(
-        kind="cmpl",
+        kind="cmpl-",
         model=body.model,
         is_streamed=bool(body.stream),
         prompts=prompts,

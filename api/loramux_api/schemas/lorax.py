@@ -69,7 +69,7 @@ def to_request(body: GenerateBody, base: str) -> GenerationRequest:
     """Return the request as the gateway takes it; `base` answers where no adapter is named. Raises InvalidRequest."""
     given = body.given
     return GenerationRequest(
-        kind="cmpl",
+        kind="cmpl-",
         model=given.adapter_id or base,
         is_streamed=bool(body.stream),
         prompts=(body.inputs,),

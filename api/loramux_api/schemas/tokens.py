@@ -11,7 +11,8 @@ from msgspec import Meta
 
 from loramux.engine.request import SamplingParams
 from loramux.gateway import GenerationRequest, InvalidRequest
-from loramux_api.schemas.chat import MAX_MESSAGES, ChatBody, ChatMessage, to_request
+from loramux_api.schemas.chat import ChatBody, ChatMessage, to_request
+from loramux_api.schemas.conversation import MAX_MESSAGES
 from loramux_api.schemas.strict import Body, Unsupported
 from loramux_api.schemas.tools import MAX_TOOLS, ToolDefinition
 
@@ -64,7 +65,7 @@ def to_tokenize(body: TokenizeBody) -> GenerationRequest:
         raise InvalidRequest("Send either a 'prompt' or 'messages'.", field="prompt")
     if body.messages is None:
         return GenerationRequest(
-            kind="tokens",
+            kind="tokens-",
             model=body.model,
             is_streamed=False,
             prompts=(body.prompt or "",),
@@ -80,4 +81,4 @@ def to_tokenize(body: TokenizeBody) -> GenerationRequest:
         continue_final_message=body.continue_final_message,
         chat_template_kwargs=body.chat_template_kwargs,
     )
-    return replace(to_request(chat), kind="tokens")
+    return replace(to_request(chat), kind="tokens-")

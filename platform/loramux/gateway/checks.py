@@ -58,7 +58,7 @@ def resolve_max_tokens(
     left = context - num_prompt_tokens
     if left < 1:
         raise _too_long(prompt, context, f"your prompt has {num_prompt_tokens} tokens. Please shorten it.")
-    if asked.max_tokens is not None and asked.max_tokens > left:
+    if asked.max_tokens is not None and asked.max_tokens > left and not asked.lowers_max_tokens:
         raise _too_long(
             prompt,
             context,
@@ -66,7 +66,7 @@ def resolve_max_tokens(
             f"{asked.max_tokens} for the completion). Please shorten the prompt or lower 'max_tokens'.",
         )
     default = min(of_revision or (left if isinstance(prompt, tuple) else DEFAULT_MAX_TOKENS), left)
-    max_tokens = asked.max_tokens or default
+    max_tokens = min(asked.max_tokens or default, left)
     if asked.sampling.min_tokens > max_tokens:
         raise InvalidRequest(
             f"'min_tokens' is {asked.sampling.min_tokens}, more than the {max_tokens} tokens that may be generated; "

@@ -93,7 +93,7 @@ class GenerationRequest:
     """One API request: every prompt is answered `n` times."""
 
     kind: str
-    """The prefix of its id: `chatcmpl` or `cmpl`."""
+    """The prefix of its id, with its separator: `chatcmpl-`, `cmpl-`, `resp_` or `msg_`."""
     model: str
     is_streamed: bool
     """The caller reads tokens as they come; else it reads the answer whole, or nothing of it."""
@@ -104,6 +104,8 @@ class GenerationRequest:
     """Sampling parameters that the caller left out; the model's recommendation for them applies, where it has one."""
     max_tokens: int | None = None
     """None: all that the context still holds after a conversation, DEFAULT_MAX_TOKENS after a text."""
+    lowers_max_tokens: bool = False
+    """More `max_tokens` than the context holds are lowered to what it holds; else such a request is refused."""
     n: int = 1
     stop: tuple[str, ...] = ()
     claim: IdempotencyClaim | None = None
@@ -173,6 +175,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """Set on the choice's last delta, which comes after the usage has been recorded."""
     prompt_logprobs: tuple[PromptTokenLogprob, ...] = ()
     """Of the prompt's tokens behind its first, where they are wanted; on the first delta of a prompt's first choice."""
+    stop_string: str | None = None
+    """The stop string that ends the choice, on the delta with its last token."""
 
 
 class PromptText(msgspec.Struct, frozen=True):

@@ -64,7 +64,13 @@ class OutputProcessor:
         self.finish_reason = self._ending(event)
         self._num_shown += len(text)
         token_ids = () if event.token_id is None else (event.token_id,)
-        delta = Delta(index=self.index, text=text, token_ids=token_ids, logprobs=tuple(self._release()))
+        delta = Delta(
+            index=self.index,
+            text=text,
+            token_ids=token_ids,
+            logprobs=tuple(self._release()),
+            stop_string=self._matcher.matched,
+        )
         if self._prompt_logprobs:
             delta = msgspec.structs.replace(delta, prompt_logprobs=tuple(self._prompt_logprobs))
             self._prompt_logprobs = []

@@ -176,7 +176,7 @@ class CompletionService:
         service_class = service_class_of(principal, asked.service_tier)
         if asked.claim is not None:
             ensure_storage_allowed(principal, "Idempotency-Key")
-        id = f"{asked.kind}-{uuid.uuid4().hex}"
+        id = f"{asked.kind}{uuid.uuid4().hex}"
         model = await self._resolver.resolve(principal, asked.model, asked.user or id)
         base = self.bases[model.base_model]
         self._ensure_serving(base)

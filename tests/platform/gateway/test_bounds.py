@@ -18,7 +18,7 @@ from loramux.gateway.checks import MAX_KEPT_LOGPROBS, MAX_LOGPROBS, check_logpro
 from loramux.usage import IdempotencyClaim
 
 ASKED = GenerationRequest(
-    kind="cmpl",
+    kind="cmpl-",
     model="tiny",
     is_streamed=True,
     prompts=("x",),

@@ -355,7 +355,7 @@ class World:
 
     def _request(self, call: Call, model: str) -> GenerationRequest:
         return GenerationRequest(
-            kind="cmpl",
+            kind="cmpl-",
             model=model,
             is_streamed=call.is_streamed,
             prompts=(call.prompt,) * call.prompts,

@@ -1,0 +1,289 @@
+"""POST /v1/responses: OpenAI's Responses, without anything kept between requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any, cast
+
+import msgspec
+from litestar import Controller, Request, Response, post
+from litestar.di import NamedDependency
+from litestar.openapi import ResponseSpec
+from litestar.params import JSONBody
+
+from loramux.errors import LoramuxError
+from loramux.gateway import Answer, CompletionService, Delta, FinishReason, TokenLogprob
+from loramux.tenants import Principal
+from loramux.units import TokenCounts
+from loramux_api.answer_parts import AnswerPart, AnswerParts, PartChange
+from loramux_api.answering import Writer, named_frame, respond
+from loramux_api.auth import requires
+from loramux_api.bodies import InferenceRequest
+from loramux_api.headers import Deadline, IdempotencyKey, claim_of
+from loramux_api.openapi import REFUSALS
+from loramux_api.schemas.answers import ChatLogprob
+from loramux_api.schemas.conversation import renamed_fields
+from loramux_api.schemas.response_objects import (
+    ArgumentsEvent,
+    FunctionCall,
+    IncompleteDetails,
+    ItemEvent,
+    ItemStatus,
+    LifecycleEvent,
+    OutputItem,
+    OutputMessage,
+    OutputText,
+    PartEvent,
+    ReasoningItem,
+    ReasoningText,
+    ResponseError,
+    ResponseEvent,
+    ResponseObject,
+    TextEvent,
+    output_logprob,
+    response_usage,
+)
+from loramux_api.schemas.responses import FIELDS, LOGPROBS, ResponseBody, to_request
+from loramux_api.schemas.strict import StrictJSON
+
+
+class ResponseController(Controller):
+    """Conversations, as OpenAI's Responses have them."""
+
+    path = "/v1/responses"
+    tags = ("Inference",)
+    guards = (requires("inference"),)
+    request_class = InferenceRequest
+
+    @post(
+        dto=StrictJSON[ResponseBody],
+        return_dto=None,
+        status_code=200,
+        summary="Create a response",
+        responses={
+            200: ResponseSpec(ResponseObject, description="With stream: server-sent response.* events."),
+            **REFUSALS,
+        },
+    )
+    async def create(
+        self,
+        data: JSONBody[ResponseBody],
+        request: Request[Any, Any, Any],
+        principal: NamedDependency[Principal],
+        completions: NamedDependency[CompletionService],
+        x_loramux_deadline_ms: Deadline = None,
+        idempotency_key: IdempotencyKey = None,
+    ) -> Response[Any]:
+        """Answer a conversation with an adapter of yours, or with the base model. Answers are not stored."""
+        claim = await claim_of(request, idempotency_key)
+        asked = replace(to_request(data), deadline_ms=x_loramux_deadline_ms, claim=claim)
+        with renamed_fields(FIELDS):
+            answer = await completions.begin(principal, asked)
+            return await respond(request, answer, ResponseWriter(data, answer), stream=bool(data.stream))
+
+
+class ResponseWriter(Writer):
+    """Writes one answer in OpenAI's shape."""
+
+    ending = b""
+
+    def __init__(self, body: ResponseBody, answer: Answer) -> None:
+        self._body = body
+        self._answer = answer
+        self._items = OutputItems(answer.id.removeprefix("resp_"), with_logprobs=LOGPROBS in (body.include or []))
+        self._thought_tokens = 0
+        self._finish_reason: FinishReason | None = None
+        self._num_events = 0
+
+    def opening(self) -> Iterable[ResponseEvent]:
+        """Return the response without output, twice: OpenAI's have been queued in between."""
+        for type in ("response.created", "response.in_progress"):
+            yield LifecycleEvent(type=type, response=self._response())
+
+    def chunk(self, delta: Delta) -> Iterable[ResponseEvent]:
+        """Return the events for a delta."""
+        self._thought_tokens += delta.thought_tokens
+        yield from self._items.push(delta)
+        if delta.finish_reason is not None:
+            self._finish_reason = delta.finish_reason
+            yield from self._items.finish("completed" if delta.finish_reason == "stop" else "incomplete")
+
+    def closing(self, usage: TokenCounts) -> Iterable[ResponseEvent]:
+        """Return the whole response."""
+        whole = self.whole(usage)
+        yield LifecycleEvent(type=f"response.{whole.status}", response=whole)
+
+    def collect(self, delta: Delta) -> None:
+        """Take a delta of an answer that is sent in one piece."""
+        for _ in self.chunk(delta):
+            pass
+
+    def whole(self, usage: TokenCounts) -> ResponseObject:
+        """Return the answer, of whose end the finish reason tells."""
+        response = self._response()
+        response.output = self._items.ended
+        response.usage = response_usage(usage, self._thought_tokens)
+        match self._finish_reason:
+            case "stop":
+                response.status = "completed"
+            case "length":
+                response.status, response.incomplete_details = "incomplete", IncompleteDetails("max_output_tokens")
+            case _:
+                message = "The answer ended early, by a fault of its length or its adapter."
+                response.status, response.error = "failed", ResponseError("server_error", message)
+        return response
+
+    def failure(self, error: LoramuxError) -> ResponseEvent:
+        """Return the event for an error in the middle of a stream."""
+        response = self._response()
+        response.status, response.output = "failed", self._items.ended
+        message = error.public_message or error.message
+        response.error = ResponseError("rate_limit_exceeded" if error.status == 429 else "server_error", message)
+        return LifecycleEvent(type="response.failed", response=response)
+
+    def frame(self, event: msgspec.Struct) -> bytes:
+        """Return an event as it is sent, with its number."""
+        assert isinstance(event, ResponseEvent)
+        event.sequence_number = self._num_events
+        self._num_events += 1
+        return named_frame(event)
+
+    def _response(self) -> ResponseObject:
+        """Return the response as it begins: mostly what was asked for."""
+        body = self._body
+        given = body.text.format if body.text else None
+        format = {"type": "text"} if given is None else _without_null(given)
+        return ResponseObject(
+            id=self._answer.id,
+            created_at=self._answer.created,
+            status="in_progress",
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            metadata=body.metadata or {},
+            model=self._answer.model,
+            output=[],
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            reasoning={"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+            service_tier=self._answer.service_tier,
+            temperature=body.temperature,
+            text={"format": format, "verbosity": "medium"},
+            tool_choice="auto" if body.tool_choice is None else _without_null(body.tool_choice),
+            tools=body.tools or [],
+            top_logprobs=body.top_logprobs or 0,
+            top_p=body.top_p,
+            user=body.user,
+        )
+
+
+class OutputItems:
+    """The items of an answer, made of its deltas: a thought, a text, and calls."""
+
+    def __init__(self, suffix: str, *, with_logprobs: bool) -> None:
+        """`suffix` makes the items' ids unique; a replayed answer has the same."""
+        self.ended: list[OutputItem] = []
+        self._parts = AnswerParts()
+        self._suffix = suffix
+        self._with_logprobs = with_logprobs
+        self._held: list[ChatLogprob] = []
+        """Those of tokens whose text is held back; it may yet turn out to be none of the message's."""
+        self._logprobs: list[ChatLogprob] = []
+        """Those of the message under way."""
+
+    def push(self, delta: Delta) -> Iterator[ResponseEvent]:
+        """Yield the events of a delta."""
+        if self._with_logprobs and not delta.thought_tokens:
+            self._held += [_encoded(one) for one in delta.logprobs]
+        for change in self._parts.push(delta):
+            yield from self._events(change)
+
+    def finish(self, status: ItemStatus) -> Iterator[ResponseEvent]:
+        """End the item under way; an answer without any has an empty message."""
+        if not self._parts.count:
+            for change in self._parts.begin(AnswerPart("text", 0)):
+                yield from self._events(change)
+        for change in self._parts.end():
+            yield from self._events(change, status)
+
+    def _events(self, change: PartChange, status: ItemStatus = "completed") -> Iterator[ResponseEvent]:
+        part = change.part
+        if part.kind != "text" and change.step != "ends":
+            self._held.clear()  # they were markers
+        match change.step:
+            case "begins":
+                item = self._item(part, "in_progress")
+                yield ItemEvent(type="response.output_item.added", output_index=part.index, item=item)
+                if part.kind != "call":
+                    yield self._part_event("response.content_part.added", part)
+            case "grows":
+                yield self._delta(part, change.piece)
+            case "ends":
+                yield from self._end(part, status)
+
+    def _delta(self, part: AnswerPart, piece: str) -> ResponseEvent:
+        id, index = self._id(part), part.index
+        if part.kind == "call":
+            type = "response.function_call_arguments.delta"
+            return ArgumentsEvent(type=type, item_id=id, output_index=index, delta=piece)
+        event = TextEvent(type=f"{_TEXTS[part.kind]}.delta", item_id=id, output_index=index, delta=piece)
+        if part.kind == "text":
+            event.logprobs = self._take_held()
+        return event
+
+    def _end(self, part: AnswerPart, status: ItemStatus) -> Iterator[ResponseEvent]:
+        id, index = self._id(part), part.index
+        if part.kind == "call":
+            type = "response.function_call_arguments.done"
+            yield ArgumentsEvent(type=type, item_id=id, output_index=index, name=part.name, arguments=part.text)
+        else:
+            event = TextEvent(type=f"{_TEXTS[part.kind]}.done", item_id=id, output_index=index, text=part.text)
+            if part.kind == "text":
+                event.logprobs = self._logprobs
+            yield event
+            yield self._part_event("response.content_part.done", part)
+        item = self._item(part, status)
+        self._logprobs = []
+        self.ended.append(item)
+        yield ItemEvent(type="response.output_item.done", output_index=index, item=item)
+
+    def _item(self, part: AnswerPart, status: ItemStatus) -> OutputItem:
+        """Return a part as an item; its content comes with its end."""
+        id, is_ended = self._id(part), status != "in_progress"
+        match part.kind:
+            case "call":
+                return FunctionCall(id=id, status=status, call_id=part.call_id, name=part.name, arguments=part.text)
+            case "text":
+                texts = [OutputText(text=part.text, logprobs=self._logprobs)] if is_ended else []
+                return OutputMessage(id=id, status=status, content=texts)
+            case "thought":
+                thoughts = [ReasoningText(text=part.text)] if is_ended else []
+                return ReasoningItem(id=id, status=status, content=thoughts)
+
+    def _part_event(self, type: str, part: AnswerPart) -> PartEvent:
+        text = part.text
+        content = OutputText(text=text, logprobs=self._logprobs) if part.kind == "text" else ReasoningText(text=text)
+        return PartEvent(type=type, item_id=self._id(part), output_index=part.index, part=content)
+
+    def _take_held(self) -> list[ChatLogprob]:
+        taken, self._held = self._held, []
+        self._logprobs += taken
+        return taken
+
+    def _id(self, part: AnswerPart) -> str:
+        prefix = {"thought": "rs", "text": "msg", "call": "fc"}[part.kind]
+        return f"{prefix}_{self._suffix}{part.index}"
+
+
+_TEXTS = {"text": "response.output_text", "thought": "response.reasoning_text"}
+
+
+def _encoded(one: TokenLogprob) -> ChatLogprob:
+    """Encode a logprob at once: an answer has many."""
+    return cast(ChatLogprob, msgspec.Raw(msgspec.json.encode(output_logprob(one))))
+
+
+def _without_null(value: Any) -> Any:
+    """Return what was sent, without the fields that were not."""
+    if isinstance(value, str):
+        return value
+    return {name: one for name, one in msgspec.to_builtins(value).items() if one is not None}

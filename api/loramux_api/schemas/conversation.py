@@ -1,0 +1,135 @@
+"""Conversations as the gateway takes them, made of other APIs' parts; and refusals in the words of those APIs.
+
+OpenAI's Responses and Anthropic's Messages have a list of items or blocks where a chat template has turns: one turn of
+the assistant holds its thought, its text and its calls, and the result of a call is a turn of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+
+from loramux.errors import LoramuxError
+from loramux.gateway import Conversation, InvalidRequest, Message
+
+MAX_MESSAGES = 4096
+RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "tokenize", "chat_template"})
+"""Variables of chat templates that `chat_template_kwargs` cannot set."""
+
+
+class ConversationBuilder:
+    """Collects parts in their order and joins them into turns."""
+
+    def __init__(self) -> None:
+        self._turns: list[Message] = []
+        self._answer: _AssistantTurn | None = None
+        """The assistant's turn that the latest parts belong to."""
+        self._called: dict[str, str] = {}
+        """Names of the called functions, by the ids of their calls."""
+
+    def add_turn(self, role: str, text: str) -> None:
+        """Add a turn of `role`. Instructions at the beginning are one turn: many templates take no more."""
+        self._end_answer()
+        if role == "system" and len(self._turns) == 1 and self._turns[0].role == "system":
+            text = f"{self._turns.pop().content}\n\n{text}"
+        self._turns.append(Message(role, text))
+
+    def add_thought(self, text: str) -> None:
+        """Add a thought of the assistant's, which begins a turn behind a text or a call."""
+        if self._answer is not None and (self._answer.texts or self._answer.calls):
+            self._end_answer()
+        self._open_answer().thoughts.append(text)
+
+    def add_text(self, text: str, *, begins_turn: bool = False) -> None:
+        """Add a text of the assistant's to its turn; behind a call it begins one."""
+        if self._answer is not None and (self._answer.calls or (begins_turn and self._answer.texts)):
+            self._end_answer()
+        self._open_answer().texts.append(text)
+
+    def add_call(self, id: str, name: str, arguments: dict[str, Any]) -> None:
+        """Add a call of a function to the assistant's turn."""
+        self._called[id] = name
+        self._open_answer().calls.append(call_fields(id, name, arguments))
+
+    def add_result(self, call_id: str, text: str) -> None:
+        """Add the result of a call."""
+        self._end_answer()
+        fields = {"tool_call_id": call_id}
+        if call_id in self._called:
+            fields["name"] = self._called[call_id]
+        self._turns.append(Message("tool", text, fields, json_size(fields)))
+
+    def conversation(self) -> Conversation:
+        """Return the turns."""
+        self._end_answer()
+        return tuple(self._turns)
+
+    def _open_answer(self) -> _AssistantTurn:
+        if self._answer is None:
+            self._answer = _AssistantTurn()
+        return self._answer
+
+    def _end_answer(self) -> None:
+        if self._answer is not None:
+            self._turns.append(self._answer.message())
+            self._answer = None
+
+
+class _AssistantTurn:
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.thoughts: list[str] = []
+        self.calls: list[dict[str, Any]] = []
+
+    def message(self) -> Message:
+        fields: dict[str, Any] = {}
+        if self.calls:
+            fields["tool_calls"] = self.calls
+        if self.thoughts:
+            fields["reasoning_content"] = "".join(self.thoughts)
+        return Message("assistant", "".join(self.texts), fields, json_size(fields))
+
+
+def call_fields(id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return a call as chat templates read it: its arguments are an object, not a text."""
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def decode_arguments(text: str, field: str) -> dict[str, Any]:
+    """Return the arguments of a call, which are a text on the wire. Raises InvalidRequest."""
+    try:
+        return msgspec.json.decode(text or "{}", type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError):
+        raise InvalidRequest(f"'{field}' is a JSON object, written as a text.", field=field) from None
+
+
+def caller_variables(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return `chat_template_kwargs` as variables for the template. Raises InvalidRequest."""
+    if reserved := sorted(RESERVED & (given or {}).keys()):
+        field = f"chat_template_kwargs.{reserved[0]}"
+        raise InvalidRequest(f"'{field}' is set by the server; leave it out.", field=field)
+    return dict(given or {})
+
+
+def json_size(value: Any) -> int:
+    """Return the characters of a value in a template, about."""
+    return len(msgspec.json.encode(value)) if value else 0
+
+
+@contextmanager
+def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
+    """Name the fields in refusals as the endpoint does: `names` has those of chats, and the endpoint's for them."""
+    try:
+        yield
+    except LoramuxError as error:
+        error.message = re.sub(r"'([\w.]+)(\[[^']*)?'", lambda found: _renamed(found, names), error.message)
+        error.field = names.get(error.field or "", error.field)
+        raise
+
+
+def _renamed(found: re.Match[str], names: Mapping[str, str]) -> str:
+    return f"'{names.get(found[1], found[1])}{found[2] or ''}'"

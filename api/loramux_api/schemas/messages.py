@@ -1,0 +1,363 @@
+"""POST /v1/messages and /v1/messages/count_tokens: the request, in Anthropic's shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from msgspec import Meta
+
+from loramux.constraints import JsonSchema, ToolUse
+from loramux.gateway import AskedFormat, ChatOptions, Conversation, GenerationRequest, InvalidRequest
+from loramux_api.schemas.conversation import (
+    MAX_MESSAGES,
+    ConversationBuilder,
+    caller_variables,
+    json_size,
+    renamed_fields,
+)
+from loramux_api.schemas.sampling import (
+    MAX_USER_LENGTH,
+    Int64,
+    Positive,
+    RepetitionPenalty,
+    SamplingBody,
+    StopString,
+    left_out,
+    sampling_params,
+)
+from loramux_api.schemas.strict import Body, Unsupported
+from loramux_api.schemas.tools import (
+    MAX_TOOLS,
+    FunctionChoice,
+    FunctionDefinition,
+    FunctionName,
+    NamedToolChoice,
+    ToolChoice,
+    ToolDefinition,
+    tool_use,
+)
+
+FIELDS = {"stop": "stop_sequences", "user": "metadata.user_id", "continue_final_message": "messages"}
+"""The names of a chat's fields here."""
+_TEXT_ONLY = "this server reads and writes text."
+
+
+class ContentBlock(msgspec.Struct):
+    """A part of a turn. Blocks of an answer can be sent back as they are: other fields of theirs are ignored."""
+
+    type: str
+    """`text`, `thinking`, `tool_use` or `tool_result`."""
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    """A call's arguments."""
+    tool_use_id: str | None = None
+    content: str | list[ContentBlock] | None = None
+    """A call's result."""
+
+
+class MessageParam(msgspec.Struct):
+    """One turn."""
+
+    role: str
+    """`user`, `assistant` or `system`."""
+    content: str | list[ContentBlock]
+
+
+class MessageTool(msgspec.Struct):
+    """A tool that the answer may call."""
+
+    name: FunctionName
+    type: str | None = None
+    """Absent or `custom`: this server has no tools of its own."""
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    """The JSON schema of its arguments."""
+    strict: bool | None = None
+    """True refuses a schema with a keyword that cannot be enforced; otherwise such a keyword is left out."""
+
+
+class MessageToolChoice(msgspec.Struct):
+    """How the model chooses among the tools."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    """The tool, for the type `tool`."""
+    disable_parallel_tool_use: bool | None = None
+    """True: at most one call an answer."""
+
+
+class ThinkingConfig(msgspec.Struct):
+    """The thought before the answer. It counts in `max_tokens`, and has no other bound."""
+
+    type: str
+    """`enabled`, `disabled`, or anything else: as the model's chat template has it."""
+    budget_tokens: int | None = None
+    """Accepted and without effect."""
+
+
+class OutputFormat(msgspec.Struct):
+    """The format of the answer's text."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct):
+    """The format of the answer, and how much the model thinks."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class MessageMetadata(msgspec.Struct):
+    """The caller's names."""
+
+    user_id: Annotated[str, Meta(max_length=MAX_USER_LENGTH)] | None = None
+    """The caller's name for its end user. One user always gets the same revision of an alias that has several."""
+
+
+class PromptBody(Body, kw_only=True):
+    """What an answer is asked to: a conversation, and the tools of it."""
+
+    model: str
+    messages: Annotated[list[MessageParam], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    """The turns; a last one of the assistant's is continued."""
+    system: str | list[ContentBlock] | None = None
+    tools: Annotated[list[MessageTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: MessageToolChoice | None = None
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables for the chat template."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset(
+        {"cache_control", "diagnostics", "speed", "user_profile_id", "workspace_id", "betas"}
+    )
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {
+        "container": Unsupported("this server runs no code."),
+        "context_management": Unsupported("prompts are never cut; send fewer messages."),
+        "inference_geo": Unsupported("requests are served where this server runs."),
+        "mcp_servers": Unsupported("this server has no tools of its own; send 'tools'.", (None, [])),
+    }
+
+
+class MessageBody(PromptBody, kw_only=True):
+    """Anthropic's fields, and vLLM's names of sampling parameters that Anthropic does not have."""
+
+    max_tokens: Positive
+    """The most tokens of the answer. One that the context does not hold ends as `model_context_window_exceeded`."""
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    seed: Int64 | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    stop_sequences: Annotated[list[StopString], Meta(max_length=16)] | None = None
+    stream: bool | None = None
+    metadata: MessageMetadata | None = None
+    service_tier: Literal["auto", "standard_only", "flex", "priority"] | None = None
+    """How urgent the request is, and at which price; auto is standard_only. 403 where your plan lacks it."""
+
+
+class CountBody(PromptBody, kw_only=True):
+    """The prompt whose tokens are counted."""
+
+
+def to_request(body: MessageBody) -> GenerationRequest:
+    """Return the request as the gateway takes it. Raises InvalidRequest."""
+    with renamed_fields(renamed(body)):
+        shared = _shared(body)
+        format = body.output_config.format if body.output_config else None
+        return GenerationRequest(
+            kind="msg_",
+            model=body.model,
+            is_streamed=bool(body.stream),
+            prompts=(conversation(body),),
+            sampling=sampling_params(shared, None),
+            left_out=left_out(shared),
+            max_tokens=body.max_tokens,
+            lowers_max_tokens=True,
+            stop=tuple(body.stop_sequences or ()),
+            chat=options(body),
+            format=AskedFormat(JsonSchema(format.schema), "output_config.format") if format else None,
+            user=(body.metadata.user_id if body.metadata else None) or None,
+            service_tier=shared.chosen_tier,
+        )
+
+
+def to_counted(body: CountBody) -> GenerationRequest:
+    """Return a request whose prompt is counted. Raises InvalidRequest."""
+    with renamed_fields(renamed(body)):
+        return GenerationRequest(
+            kind="msg_",
+            model=body.model,
+            is_streamed=False,
+            prompts=(conversation(body),),
+            sampling=sampling_params(SamplingBody(model=body.model), None),
+            lowers_max_tokens=True,
+            chat=options(body),
+        )
+
+
+def renamed(body: PromptBody) -> Mapping[str, str]:
+    """Return the names of a chat's fields here."""
+    has_effort = body.output_config is not None and body.output_config.effort is not None
+    return FIELDS | {"reasoning_effort": "output_config.effort" if has_effort else "thinking"}
+
+
+def _shared(body: MessageBody) -> SamplingBody:
+    """Return the fields that all endpoints share, under their common names."""
+    return SamplingBody(
+        model=body.model,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        min_p=body.min_p,
+        seed=body.seed,
+        repetition_penalty=body.repetition_penalty,
+        service_tier="default" if body.service_tier == "standard_only" else body.service_tier,
+    )
+
+
+def options(body: PromptBody) -> ChatOptions:
+    """Return what the chat template and the answer are told besides the messages. Raises InvalidRequest."""
+    template = caller_variables(body.chat_template_kwargs)
+    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or [])]
+    use = _tool_use(tools, body.tool_choice)
+    if use is not None:
+        template["tools"] = msgspec.to_builtins(tools)
+    return ChatOptions(
+        template=template,
+        size=json_size(template),
+        tools=use,
+        effort=_effort(body),
+        ending="open_message" if body.messages[-1].role == "assistant" else "generation_prompt",
+    )
+
+
+def _effort(body: PromptBody) -> str | None:
+    """Return how much the model thinks, where it is asked to; None: as its template has it."""
+    thinking = body.thinking.type if body.thinking else None
+    if thinking == "disabled":
+        return "none"
+    if body.output_config is not None and body.output_config.effort is not None:
+        return "xhigh" if body.output_config.effort == "max" else body.output_config.effort
+    return "medium" if thinking == "enabled" else None
+
+
+def _tool_use(tools: list[ToolDefinition], choice: MessageToolChoice | None) -> ToolUse | None:
+    asked: ToolChoice | None = None
+    match choice:
+        case MessageToolChoice(type="tool", name=name):
+            asked = NamedToolChoice(type="function", function=FunctionChoice(name=name or ""))
+        case MessageToolChoice(type="any"):
+            asked = "required"
+        case MessageToolChoice(type="none"):
+            asked = "none"
+    return tool_use(tools, asked, parallel=not (choice and choice.disable_parallel_tool_use))
+
+
+def _tool(tool: MessageTool, where: str) -> ToolDefinition:
+    if tool.type not in (None, "custom"):
+        raise InvalidRequest(
+            f"'{where}' is of the type '{tool.type[:40]}', and this server has no tools of its own: send custom ones.",
+            field=where,
+            code="unsupported_parameter",
+        )
+    function = FunctionDefinition(
+        name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict
+    )
+    return ToolDefinition(type="function", function=function)
+
+
+def conversation(body: PromptBody) -> Conversation:
+    """Return the turns. Raises InvalidRequest."""
+    turns = ConversationBuilder()
+    if body.system:
+        turns.add_turn("system", _texts(body.system, "system"))
+    for i, message in enumerate(body.messages):
+        _add(turns, message, f"messages[{i}]")
+    turn = turns.conversation()
+    if turn[-1].role == "assistant" and "tool_calls" in turn[-1].fields:
+        raise InvalidRequest("'messages' ends with calls of tools; send their results behind them.", field="messages")
+    return turn
+
+
+def _add(turns: ConversationBuilder, message: MessageParam, where: str) -> None:
+    """Add a message to the conversation. Raises InvalidRequest."""
+    match message.role:
+        case "user":
+            _add_user(turns, message.content, f"{where}.content")
+        case "assistant":
+            _add_assistant(turns, message.content, f"{where}.content")
+        case "system":
+            turns.add_turn("system", _texts(message.content, f"{where}.content"))
+        case role:
+            raise InvalidRequest(
+                f"Invalid value for '{where}.role': '{role[:40]}'. This server reads user, assistant and system.",
+                field=f"{where}.role",
+                code="invalid_value",
+            )
+
+
+def _add_user(turns: ConversationBuilder, content: str | list[ContentBlock], where: str) -> None:
+    """Add results of calls, each a turn of its own, and then the text."""
+    if isinstance(content, str):
+        turns.add_turn("user", content)
+        return
+    texts = []
+    for i, block in enumerate(content):
+        if block.type == "tool_result":
+            id = _given(block, "tool_use_id", f"{where}[{i}]")
+            turns.add_result(id, _texts(block.content or "", f"{where}[{i}].content"))
+        else:
+            texts.append(_text(block, f"{where}[{i}]"))
+    if texts or not content:
+        turns.add_turn("user", "\n".join(texts))
+
+
+def _add_assistant(turns: ConversationBuilder, content: str | list[ContentBlock], where: str) -> None:
+    """Add a thought, a text and calls."""
+    if isinstance(content, str):
+        turns.add_text(content, begins_turn=True)
+        return
+    for i, block in enumerate(content):
+        at = f"{where}[{i}]"
+        match block.type:
+            case "thinking":
+                turns.add_thought(_given(block, "thinking", at))
+            case "redacted_thinking":
+                continue
+            case "tool_use":
+                turns.add_call(_given(block, "id", at), _given(block, "name", at), _given(block, "input", at))
+            case _:
+                turns.add_text(_text(block, at))
+
+
+def _texts(content: str | list[ContentBlock], where: str) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(_text(block, f"{where}[{i}]") for i, block in enumerate(content))
+
+
+def _text(block: ContentBlock, where: str) -> str:
+    if block.type == "text":
+        return str(_given(block, "text", where))
+    raise InvalidRequest(
+        f"Invalid value for '{where}': a block of the type '{block.type[:40]}' cannot be read here; {_TEXT_ONLY}",
+        field=where,
+        code="invalid_value",
+    )
+
+
+def _given(block: ContentBlock, name: str, where: str) -> Any:
+    value = getattr(block, name)
+    if value is None:
+        field = f"{where}.{name}"
+        raise InvalidRequest(f"Missing required parameter: '{field}'.", field=field, code="missing_required_parameter")
+    return value

@@ -1,0 +1,121 @@
+"""No endpoint is free by accident: each that uses the engine is limited, recorded and billed like every other."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import httpx
+import pytest
+from site_fixture import Site
+
+HELLO = [{"role": "user", "content": "hello"}]
+GENERATING: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"model": "tiny", "messages": HELLO, "max_tokens": 4},
+    "/v1/completions": {"model": "tiny", "prompt": "hello", "max_tokens": 4},
+    "/v1/responses": {"model": "tiny", "input": "hello", "max_output_tokens": 4},
+    "/v1/messages": {"model": "tiny", "messages": HELLO, "max_tokens": 4},
+}
+"""Endpoints that answer with generated tokens, and a body for each."""
+COUNTING = {"/v1/messages/count_tokens", "/tokenize", "/detokenize"}
+"""They run nothing, and need a request left in the minute: tests/api/test_messages.py and test_drop_in.py."""
+LORAX = {"/", "/generate", "/generate_stream"}
+"""They name the model otherwise, and have no idempotency keys: tests/api/test_lorax.py has theirs."""
+
+
+@pytest.fixture
+def tenant(site: Site, request: pytest.FixtureRequest) -> str:
+    """A tenant of the test's own, by its key's name."""
+    name = f"e{abs(hash((request.node.name, site.url))):x}"
+    with site.http("all-scopes") as http:
+        http.post("/admin/tenants", json={"name": name}).raise_for_status()
+        site.keys[name] = http.post(f"/admin/tenants/{name}/keys", json={}).json()["key"]
+    return name
+
+
+def limit(site: Site, tenant: str, name: str, value: int) -> None:
+    with site.http("all-scopes") as http:
+        http.put(f"/admin/tenants/{tenant}/limits/{name}", json={"value": value}).raise_for_status()
+
+
+def used(site: Site, tenant: str) -> dict[str, int]:
+    since = {"start_time": int(time.time()) - 3600}
+    with site.http(tenant) as http:
+        page = http.get("/v1/organization/usage/completions", params=since).json()
+    results = [result for bucket in page["data"] for result in bucket["results"]]
+    return {name: sum(r[name] for r in results) for name in ("num_model_requests", "input_tokens", "output_tokens")}
+
+
+def test_every_inference_route_is_tested_here(site: Site) -> None:
+    paths = httpx.get(f"{site.url}/schema/openapi.json").json()["paths"]
+    found = {path for path, methods in paths.items() if "Inference" in methods.get("post", {}).get("tags", [])}
+    assert found == GENERATING.keys() | COUNTING | LORAX
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", GENERATING)
+def test_answer_is_recorded_with_its_tokens(site: Site, tenant: str, path: str, stream: bool) -> None:
+    with site.http(tenant) as http:
+        http.post(path, json=GENERATING[path] | {"stream": stream}).raise_for_status()
+    prompt = len(site.engine.requests[0].prompt_token_ids)
+    assert used(site, tenant) == {"num_model_requests": 1, "input_tokens": prompt, "output_tokens": 4}
+
+
+@pytest.mark.parametrize(("name", "status"), [("requests_per_minute", 429), ("tokens_per_minute", 400)])
+@pytest.mark.parametrize("path", GENERATING)
+def test_limit_refuses_before_the_engine_is_asked(site: Site, tenant: str, path: str, name: str, status: int) -> None:
+    """More tokens than a minute ever has are the caller's fault."""
+    limit(site, tenant, name, 0)
+    with site.http(tenant) as http:
+        refused = http.post(path, json=GENERATING[path])
+    assert refused.status_code == status, refused.text
+    assert not site.engine.requests
+    assert used(site, tenant)["num_model_requests"] == 0
+
+
+@pytest.mark.parametrize("path", GENERATING)
+def test_rate_limits_are_in_the_headers(site: Site, tenant: str, path: str) -> None:
+    limit(site, tenant, "requests_per_minute", 2)
+    with site.http(tenant) as http:
+        assert http.post(path, json=GENERATING[path]).headers["x-ratelimit-remaining-requests"] == "1"
+
+
+@pytest.mark.parametrize("path", GENERATING)
+def test_request_of_a_batch_tier_is_scheduled_as_one(site: Site, path: str) -> None:
+    with site.http() as http:
+        http.post(path, json=GENERATING[path] | {"service_tier": "flex"}).raise_for_status()
+    assert site.engine.requests[0].service_class.name == "BATCH"
+
+
+@pytest.mark.parametrize("path", GENERATING)
+def test_anothers_model_is_not_there(site: Site, path: str) -> None:
+    with site.http() as http:
+        answer = http.post(path, json=GENERATING[path] | {"model": "globex/upper"})
+    assert answer.status_code == 404
+    assert not site.engine.requests
+
+
+@pytest.mark.parametrize("path", GENERATING)
+def test_key_without_the_scope_is_refused(site: Site, path: str) -> None:
+    with site.http("no-scopes") as http:
+        assert http.post(path, json=GENERATING[path]).status_code == 403
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", GENERATING)
+def test_idempotent_request_is_answered_twice_and_billed_once(site: Site, tenant: str, path: str, stream: bool) -> None:
+    headers, body = {"Idempotency-Key": f"{path}{stream}"}, GENERATING[path] | {"stream": stream}
+    with site.http(tenant) as http:
+        first = http.post(path, json=body, headers=headers)
+        again = http.post(path, json=body, headers=headers)
+    assert (first.status_code, again.headers["idempotent-replayed"]) == (200, "true")
+    assert again.text == first.text
+    assert len(site.engine.requests) == 1
+    assert used(site, tenant)["num_model_requests"] == 1
+
+
+@pytest.mark.parametrize("path", GENERATING)
+def test_deadline_reaches_the_engine(site: Site, path: str) -> None:
+    with site.http() as http:
+        http.post(path, json=GENERATING[path], headers={"x-loramux-deadline-ms": "2500"}).raise_for_status()
+    assert site.engine.requests[0].deadline_ms == 2500

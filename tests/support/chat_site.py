@@ -1,0 +1,36 @@
+"""A server whose base knows tools and thoughts, with an engine that says what a test writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+from constrained_site import TOOLS_TEMPLATE
+from running_server import running
+from scripted_engine import EOS, FACTS, ScriptedEngine
+from site_fixture import Site, make_keys, make_settings
+from tiny_base import make_base
+
+from loramux_api.app import create_app
+
+
+@contextmanager
+def chat_site(folder: Path) -> Iterator[Site]:
+    base = make_base(folder / "base", TOOLS_TEMPLATE, context=4096)
+    settings = make_settings(base, folder)
+    engine = ScriptedEngine(facts=msgspec.structs.replace(FACTS, max_model_len=4096, pages_total=1024))
+    with running(create_app(settings, engine), "granian") as server:
+        yield Site(server, engine, settings, make_keys(settings))
+
+
+def say(site: Site, text: str) -> None:
+    """Have the engine answer every request with `text`, from now on."""
+    site.engine.requests.clear()
+    site.engine.script = lambda _: [*text.encode(), EOS]
+
+
+def prompts(site: Site) -> list[str]:
+    """The prompts that the engine has got since `say`, as text."""
+    return [bytes(t for t in one.prompt_token_ids if t < EOS).decode() for one in site.engine.requests]
