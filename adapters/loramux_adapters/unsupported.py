@@ -49,7 +49,6 @@ UNSUPPORTED_FIELDS: Mapping[str, Unsupported] = {
 
 _TRAIN_LORA = "Train a LoRA on the same data (peft.LoraConfig) and upload that."
 _PROMPT = "It puts trained vectors before the prompt; requests here consist of tokens only."
-_TURNS = "It multiplies the base's weights, which other adapters in the same batch share."
 _WEIGHTS = "Its change depends on the base's own weights, which an upload does not contain."
 _DENSE = "Its change to a weight has full rank, which no LoRA of a served rank expresses exactly."
 _SERVED = "LORA and IA3 are served, and other kinds that are converted to LORA at upload."
@@ -59,7 +58,6 @@ UNSUPPORTED_KINDS: Mapping[str, Unsupported] = {
     "ADAMSS": Unsupported(_WEIGHTS, _TRAIN_LORA),
     "ADAPTION_PROMPT": Unsupported("It puts trained vectors into the attention of every layer.", _TRAIN_LORA),
     "BEFT": Unsupported("It trains biases, which are not served.", _TRAIN_LORA),
-    "BOFT": Unsupported(_TURNS, _TRAIN_LORA),
     "CARTRIDGE": Unsupported("It brings a KV cache of its own, computed elsewhere.", _TRAIN_LORA),
     "CPT": Unsupported(_PROMPT, _TRAIN_LORA),
     "DEFT": Unsupported(_WEIGHTS, _TRAIN_LORA),
@@ -67,11 +65,9 @@ UNSUPPORTED_KINDS: Mapping[str, Unsupported] = {
     "FROD": Unsupported(_WEIGHTS, _TRAIN_LORA),
     "GLORA": Unsupported(_WEIGHTS, _TRAIN_LORA),
     "HIRA": Unsupported(_WEIGHTS, _TRAIN_LORA),
-    "HRA": Unsupported(_TURNS, _TRAIN_LORA),
     "LILY": Unsupported(_ROUTES, _TRAIN_LORA),
     "LN_TUNING": Unsupported("It trains the base's norms, which are not served beside other adapters.", _TRAIN_LORA),
     "MULTITASK_PROMPT_TUNING": Unsupported(_PROMPT, _TRAIN_LORA),
-    "OFT": Unsupported(_TURNS, _TRAIN_LORA),
     "OSF": Unsupported("It splits the base's weights and trains a part of them.", _TRAIN_LORA),
     "PEANUT": Unsupported(_WEIGHTS, _TRAIN_LORA),
     "POLY": Unsupported(_ROUTES, _TRAIN_LORA),
@@ -94,7 +90,22 @@ UNSUPPORTED_KINDS: Mapping[str, Unsupported] = {
 """The kinds (`peft_type`) that are neither served nor converted to a LoRA."""
 
 CONVERTED = frozenset(
-    ("ADALORA", "C3A", "DELORA", "GRALORA", "LOHA", "LOKR", "MISS", "PVERA", "RANDLORA", "VBLORA", "VERA")
+    (
+        "ADALORA",
+        "BOFT",
+        "C3A",
+        "DELORA",
+        "GRALORA",
+        "HRA",
+        "LOHA",
+        "LOKR",
+        "MISS",
+        "OFT",
+        "PVERA",
+        "RANDLORA",
+        "VBLORA",
+        "VERA",
+    )
 )
 """The kinds that become a LoRA at upload (convert/conversion.py)."""
 

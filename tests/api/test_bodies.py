@@ -152,6 +152,40 @@ def test_deeply_nested_field_of_a_message_is_400(site: Site, field: str) -> None
         assert client.post(CHAT, content=body).status_code == 400
 
 
+def nested(depth: int) -> str:
+    return "[" * depth + "]" * depth
+
+
+@pytest.mark.parametrize(
+    ("field", "more"),
+    [
+        ("chat_template_kwargs", '"chat_template_kwargs": {"a": %s}'),
+        ("tools", '"tools": [{"type": "function", "function": {"name": "f", "parameters": {"enum": %s}}}]'),
+    ],
+)
+def test_body_with_deeply_nested_values_for_the_template_is_refused(site: Site, field: str, more: str) -> None:
+    """A template, and transformers' own preparation of its values, call themselves for each level."""
+    body = f'{{"model": "tiny", "messages": [{{"role": "user", "content": "hi"}}], {more % nested(500)}}}'
+    with site.http() as client:
+        answer = client.post(CHAT, content=body, headers={"Content-Type": "application/json"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field), answer.text
+
+
+def test_body_with_values_for_the_template_of_some_depth_is_taken(site: Site) -> None:
+    body = '{"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "chat_template_kwargs": {"a": %s}}'
+    with site.http() as client:
+        answer = client.post(CHAT, content=body % nested(90), headers={"Content-Type": "application/json"})
+    assert answer.status_code == 200, answer.text
+
+
+def test_body_with_deeply_nested_arguments_of_a_call_is_refused(site: Site) -> None:
+    call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": f'{{"a": {nested(500)}}}'}}
+    messages = [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "user", "content": "hi"}]
+    with site.http() as client:
+        answer = client.post(CHAT, json={"model": "tiny", "messages": messages})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages"), answer.text
+
+
 def raw_head(site: Site, key: str, length: int) -> bytes:
     return (
         f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -160,7 +194,7 @@ def raw_head(site: Site, key: str, length: int) -> bytes:
 
 
 def connect(site: Site) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", int(site.url.rsplit(":", 1)[1])), timeout=20)
+    return socket.create_connection(("127.0.0.1", int(site.url.rsplit(":", 1)[1])), timeout=120)
 
 
 def test_caller_without_a_request_left_is_refused_before_its_body_is_read(site: Site) -> None:
@@ -179,7 +213,7 @@ def test_client_that_leaves_in_the_middle_of_its_body_is_no_error(site: Site, ca
     with connect(site) as connection:
         connection.sendall(raw_head(site, site.keys["acme"], 1000) + b'{"model": ')
         time.sleep(0.1)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not any("left" in record.message for record in caplog.records) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert any("left" in record.message for record in caplog.records)
@@ -196,7 +230,7 @@ def test_unfinished_bodies_of_one_tenant_are_bounded_and_leave_others_theirs(
         connection = connect(site)
         connection.sendall(raw_head(site, site.keys["acme"], 200_000) + b" " * 140_000)
         held.append(connection)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while incoming(site) < 280_000 and time.monotonic() < deadline:
         time.sleep(0.01)
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "user": "u" * 500}

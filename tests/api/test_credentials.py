@@ -7,7 +7,7 @@ import time
 import httpx
 import pytest
 from msgspec.structs import replace
-from site_fixture import Site
+from site_fixture import PATIENCE, Site
 
 from loramux.tenants import invalid_keys
 
@@ -15,7 +15,7 @@ TEXT = {"model": "tiny", "prompt": "hi"}
 
 
 def with_key(site: Site, secret: str) -> httpx.Client:
-    return httpx.Client(base_url=site.url, headers={"Authorization": f"Bearer {secret}"}, timeout=20)
+    return httpx.Client(base_url=site.url, headers={"Authorization": f"Bearer {secret}"}, timeout=PATIENCE)
 
 
 def made(site: Site, client: httpx.Client, **body: object) -> str:
@@ -62,6 +62,61 @@ def test_key_with_an_allow_list_sees_nothing_beyond_it(site: Site) -> None:
             assert narrow.post(path, json={}).status_code == 403, path
         assert narrow.get("/admin/tenants").status_code == 403
         assert [key["models"] for key in narrow.get("/v1/keys").json()["data"]] == [["acme/nothing"]]
+
+
+def results(answer: httpx.Response) -> list[dict[str, object]]:
+    assert answer.status_code == 200, answer.text
+    return [result for bucket in answer.json()["data"] for result in bucket["results"]]
+
+
+def test_key_of_a_project_sees_the_usage_of_its_project_alone(site: Site) -> None:
+    with site.http("all-scopes") as owner:
+        name = f"team-{time.time_ns()}"
+        project = owner.post("/v1/projects", json={"name": name}).json()["id"]
+        maker = made(site, owner, scopes=["inference", "usage"], project=name)
+        assert owner.post("/v1/completions", json=TEXT).status_code == 200
+    usage = {"start_time": int(time.time()) - 3600, "group_by": "project_id"}
+    costs = usage | {"start_time": int(time.time()) // 86_400 * 86_400}
+    with with_key(site, maker) as bound, site.http("all-scopes") as owner:
+        assert results(bound.get("/v1/organization/usage/completions", params=usage)) == []
+        assert results(bound.get("/v1/organization/costs", params=costs)) == []
+        assert bound.post("/v1/completions", json=TEXT).status_code == 200
+        [mine] = results(bound.get("/v1/organization/usage/completions", params=usage))
+        assert (mine["project_id"], mine["num_model_requests"]) == (project, 1)
+        seen = {one["project_id"] for one in results(bound.get("/v1/organization/costs", params=costs))}
+        assert seen <= {project}
+        refused = bound.get("/v1/organization/service_levels")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "insufficient_permissions")
+        assert "'projects'" in refused.json()["error"]["message"]
+        assert owner.get("/v1/organization/service_levels").status_code == 200
+        of_all = results(owner.get("/v1/organization/usage/completions", params=usage))
+        assert len({one["project_id"] for one in of_all}) > 1
+
+
+def test_key_of_a_project_sees_and_sets_the_limits_of_its_project_alone(site: Site) -> None:
+    with site.http("all-scopes") as owner:
+        names = [f"{team}-{time.time_ns()}" for team in ("one", "two")]
+        mine, theirs = (owner.post("/v1/projects", json={"name": name}).json()["id"] for name in names)
+        secret = made(site, owner, scopes=["limits", "keys", "billing"], project=names[0])
+        others = [owner.post("/v1/keys", json={"scopes": ["inference"], "project": name}).json() for name in names]
+        subjects = [mine, others[0]["id"], theirs, others[1]["id"]]
+        for subject in subjects:
+            owner.put(f"/v1/limits/{subject}/requests_per_minute", json={"value": 7}).raise_for_status()
+    with with_key(site, secret) as bound:
+        seen = {one["subject"] for one in bound.get("/v1/limits").json()["data"]}
+        assert seen & set(subjects) == set(subjects[:2])
+        assert theirs not in {one["subject"] for one in bound.get("/v1/budgets").json()["data"]}
+        for subject in subjects[:2]:
+            assert bound.put(f"/v1/limits/{subject}/requests_per_minute", json={"value": 8}).status_code == 200
+        for subject in [*subjects[2:], "key_of_nobody"]:
+            for method, path in (("PUT", "limits/{}/requests_per_minute"), ("PUT", "budgets/{}/day")):
+                body = {"value": 8} if "limits" in path else {"amount_nano": 8}
+                refused = bound.request(method, f"/v1/{path.format(subject)}", json=body)
+                assert (refused.status_code, refused.json()["error"]["code"]) == (404, "not_found")
+            assert bound.delete(f"/v1/limits/{subject}/requests_per_minute").status_code == 404
+    with site.http("all-scopes") as owner:
+        values = {one["subject"]: one["value"] for one in owner.get("/v1/limits").json()["data"]}
+        assert [values[subject] for subject in subjects] == [8, 8, 7, 7]
 
 
 def test_limit_of_a_rotated_key_holds_for_its_successor(site: Site) -> None:

@@ -6,13 +6,13 @@ import re
 
 import httpx
 from local_issuer import Issuer
-from site_fixture import Site
+from site_fixture import PATIENCE, Site
 
 TEXT = {"model": "tiny", "prompt": "hi"}
 
 
 def bearer(site: Site, secret: str) -> httpx.Client:
-    return httpx.Client(base_url=site.url, headers={"Authorization": f"Bearer {secret}"}, timeout=20)
+    return httpx.Client(base_url=site.url, headers={"Authorization": f"Bearer {secret}"}, timeout=PATIENCE)
 
 
 def test_key_is_created_rotated_and_revoked(site: Site) -> None:

@@ -39,7 +39,7 @@ class Receiver:
 
     def next(self, secret: str) -> dict:
         """The next message, whose signature holds."""
-        headers, body = self.messages.get(timeout=20)
+        headers, body = self.messages.get(timeout=120)
         return standardwebhooks.Webhook(secret).verify(body, {name.lower(): value for name, value in headers.items()})
 
     def close(self) -> None:

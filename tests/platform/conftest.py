@@ -16,7 +16,7 @@ from s3_server import S3, s3_server
 
 from loramux.records import Database, Principal, migrate
 from loramux.records.database import Clock, parse_url, unix_microseconds
-from loramux.tenants import Tenants
+from loramux.tenants import CUSTOMER_SCOPES, Tenants
 
 PEPPER = b"p" * 32
 TEMPLATE = "loramux_template"
@@ -150,11 +150,11 @@ def tenants(database: Database) -> Tenants:
 
 @pytest.fixture
 def enrol(tenants: Tenants) -> Enrol:
-    """Make a tenant with a key, and authenticate it."""
+    """Make a tenant with a key that sees all of it, and authenticate it."""
 
     async def enrol(name: str) -> Principal:
         await tenants.create(name)
-        _, secret = await tenants.create_key(name)
+        _, secret = await tenants.create_key(name, scopes=CUSTOMER_SCOPES | {"projects"})
         return await tenants.authenticate(secret)
 
     return enrol

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from openai.types.admin.organization import UsageCompletionsResponse
 
 from loramux.records import Database, Principal
-from loramux.tenants import Tenants
+from loramux.tenants import CUSTOMER_SCOPES, Tenants
 from loramux.units import TokenCounts
 from loramux.usage import InvalidQuery, OpenedRequest, Settlement, UsagePage, UsageQuery, UsageResult, UsageService
 
@@ -92,7 +92,8 @@ class Harness:
         tenants = Tenants(self.database, b"p" * 32)
         for name in (next(self.names), next(self.names)):
             await tenants.create(name)
-            secrets = [(await tenants.create_key(name))[1] for _ in range(2)]
+            scopes = CUSTOMER_SCOPES | {"projects"}
+            secrets = [(await tenants.create_key(name, scopes=scopes))[1] for _ in range(2)]
             self.keys.append([await tenants.authenticate(secret) for secret in secrets])
         await self.usage.start()
         return self

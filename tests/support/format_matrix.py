@@ -61,9 +61,14 @@ REFUSED: dict[str, tuple[peft.PeftConfig, str]] = {
         "save_only_topk_weights",
     ),
     "miss-bat": (peft.MissConfig(**_ON, init_weights="bat"), "init_weights"),
-    "oft": (peft.OFTConfig(oft_block_size=8, r=0, target_modules=["q_proj"]), "peft_type"),
-    "boft": (peft.BOFTConfig(boft_block_size=4, target_modules=["q_proj"]), "peft_type"),
-    "hra": (peft.HRAConfig(**_ON), "peft_type"),
+    "oft-old": (
+        peft.OFTConfig(oft_block_size=8, target_modules=["q_proj"], peft_version="0.17.1"),
+        "use_cayley_neumann",
+    ),
+    "boft-butterfly": (
+        peft.BOFTConfig(boft_block_size=4, boft_n_butterfly_factor=2, target_modules=["q_proj"]),
+        "boft_n_butterfly_factor",
+    ),
     "hira": (peft.HiraConfig(**_ON), "peft_type"),
     "shira": (peft.ShiraConfig(r=2, target_modules=["q_proj"]), "peft_type"),
     "fourierft": (peft.FourierFTConfig(n_frequency=20, target_modules=["q_proj"]), "peft_type"),

@@ -80,7 +80,7 @@ async def harness(folder: Path, *, share_base_cache: bool = False, **engine: obj
 
 def in_harness(test: Callable[[Harness], Awaitable[None]], folder: Path, **engine: object) -> None:
     async def run() -> None:
-        async with asyncio.timeout(20), harness(folder, **engine) as made:
+        async with asyncio.timeout(120), harness(folder, **engine) as made:
             await test(made)
 
     asyncio.run(run())

@@ -9,7 +9,9 @@ from typing import Any
 import peft
 import torch
 import transformers
+from peft.tuners.boft import layer as boft
 
+boft._FBD_CUDA = False  # PEFT would try to build a CUDA extension
 EVERY = ["q_proj", "v_proj", "down_proj"]
 
 # One of each kind has the kind's plain name.
@@ -34,6 +36,18 @@ KINDS: dict[str, peft.PeftConfig] = {
     "gralora": peft.GraloraConfig(r=8, alpha=5, gralora_k=2, target_modules=EVERY),
     "gralora hybrid": peft.GraloraConfig(r=8, alpha=5, gralora_k=4, hybrid_r=3, target_modules="all-linear"),
     "adalora": peft.AdaLoraConfig(init_r=6, lora_alpha=12, total_step=10, target_modules=EVERY),
+    "oft": peft.OFTConfig(oft_block_size=8, target_modules="all-linear"),
+    "oft cayley": peft.OFTConfig(oft_block_size=8, target_modules=EVERY, use_cayley_neumann=False),
+    "oft terms": peft.OFTConfig(oft_block_size=4, target_modules=EVERY, num_cayley_neumann_terms=7),
+    "oft two terms": peft.OFTConfig(oft_block_size=4, target_modules=EVERY, num_cayley_neumann_terms=2),
+    "oft blocks": peft.OFTConfig(r=5, oft_block_size=0, target_modules=EVERY),
+    "oft nearest": peft.OFTConfig(oft_block_size=7, target_modules=EVERY),
+    "oft shared": peft.OFTConfig(oft_block_size=16, target_modules=EVERY, block_share=True),
+    "oft constrained": peft.OFTConfig(oft_block_size=8, target_modules=EVERY, coft=True, eps=0.5),
+    "boft": peft.BOFTConfig(boft_block_size=8, target_modules="all-linear"),
+    "boft blocks": peft.BOFTConfig(boft_block_size=0, boft_block_num=4, target_modules=EVERY),
+    "hra": peft.HRAConfig(r=6, target_modules="all-linear"),
+    "hra orthogonal": peft.HRAConfig(r=5, target_modules=EVERY, apply_GS=True),
 }
 
 _SIZES = {

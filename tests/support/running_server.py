@@ -45,7 +45,7 @@ def running(app: Litestar, server: str) -> Iterator[Running]:
         yield Running(app, url, loop)
     finally:
         loop.call_soon_threadsafe(stop)
-        thread.join(30)
+        thread.join(120)
         assert not thread.is_alive(), "the server did not stop"
 
 

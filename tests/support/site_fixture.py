@@ -28,6 +28,8 @@ from loramux.settings import (
 from loramux.tenants import TENANT_SCOPES, KeyRequest, Role, Tenants
 
 TENANTS = ("acme", "globex")
+PATIENCE = 120.0
+"""Seconds for one answer: on a machine that runs much else, seconds pass before a thread has its turn."""
 
 
 @dataclass
@@ -47,10 +49,10 @@ class Site:
         """A client with the tenant's key; header names are written with underscores."""
         sent = {"Authorization": f"Bearer {self.keys[tenant]}"}
         sent |= {name.replace("_", "-"): value for name, value in headers.items()}
-        return httpx.Client(base_url=self.url, headers=sent, timeout=20)
+        return httpx.Client(base_url=self.url, headers=sent, timeout=PATIENCE)
 
     def openai(self, tenant: str = "acme") -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.keys[tenant], max_retries=0, timeout=20)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.keys[tenant], max_retries=0, timeout=PATIENCE)
 
 
 def make_settings(base_dir: Path, folder: Path, issuers: Sequence[str] = ()) -> Settings:

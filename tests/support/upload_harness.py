@@ -87,7 +87,7 @@ class Harness:
         """Wait until the worker is idle, whether it has succeeded or not."""
         await until_idle(self.uploads)
 
-    async def end_of(self, id: str, seconds: float = 30) -> Upload:
+    async def end_of(self, id: str, seconds: float = 120) -> Upload:
         """The upload, once it is over and its pieces are gone."""
         async with asyncio.timeout(seconds):
             while True:
@@ -157,6 +157,6 @@ async def upload_folder(uploads: UploadSessions, principal: Principal, name: str
 
 async def until_idle(uploads: UploadSessions) -> None:
     """Wait until the worker has nothing to do, parts of finished uploads included."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while not uploads.worker.is_idle:  # noqa: ASYNC110 - it has no event for that
             await asyncio.sleep(0.01)

@@ -24,24 +24,28 @@ from loramux_adapters.convert.initialised import Olora, Pissa
 from loramux_adapters.convert.kind import BASE_WEIGHT, ConvertibleKind, Factors, Pair, Shape, Tensors, folded
 from loramux_adapters.convert.low_rank import AdaLora, DeLora, LoHa, LoKr
 from loramux_adapters.convert.renaming import compress_pattern
+from loramux_adapters.convert.rotations import Boft, Hra, Oft
 from loramux_adapters.convert.shared import Pvera, RandLora, VbLora, Vera
 from loramux_adapters.errors import ConfigRejected, WeightsFileRejected
 from loramux_adapters.matching import Match
 from loramux_adapters.plan import Limits, check_size
 from loramux_adapters.targets import check_linears, check_tensors, describe_context, match_targets
-from loramux_adapters.unsupported import RESTORE, check_bias, check_task_type, converted_kind, is_on
+from loramux_adapters.unsupported import check_bias, check_task_type, converted_kind, is_on
 from loramux_adapters.validate import CONFIG_NAME, WEIGHTS_NAME, read_config_file
 from loramux_adapters.weights import read_tensor
 from loramux_adapters.weights_file import SafetensorsHeader, build_header, check_finite, read_header
 
 CONVERTERS: dict[str, type[ConvertibleKind]] = {
     "ADALORA": AdaLora,
+    "BOFT": Boft,
     "C3A": C3a,
     "DELORA": DeLora,
     "GRALORA": GraLora,
+    "HRA": Hra,
     "LOHA": LoHa,
     "LOKR": LoKr,
     "MISS": Miss,
+    "OFT": Oft,
     "PVERA": Pvera,
     "RANDLORA": RandLora,
     "VBLORA": VbLora,
@@ -67,7 +71,7 @@ MAX_WORK = 1.5e12
 """Multiplications in float64 that a conversion may take: some minutes of one core."""
 
 ReadWeight = Callable[[str], torch.Tensor | None]
-"""Returns the base's weight `[out_features, in_features]` of a linear, as saved; None where it has another name."""
+"""Returns a linear's weight as the base's checkpoint has it; None where it is there under another name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,13 +126,15 @@ def convert_adapter(
     header = read_header(folder / WEIGHTS_NAME)
     shared = config.shared([linear.shape for linear in linears])
     _check_file(shared, linears, header, limits, describe_context(base, config.base_model_name_or_path))
-    _check_ranks(linears, peft_type, limits)
-    _check_work(linears, peft_type)
+    _check_ranks(linears, config, peft_type, limits)
+    _check_work(linears, config, peft_type)
     check_finite(folder / WEIGHTS_NAME, header)
     kept = [linear for linear in linears if linear.rank]
     plain = PlainLora({linear.module: (linear.rank, linear.shape) for linear in kept}, config.base_model_name_or_path)
     check_size(plain.num_bytes, limits)
-    write_lora(into, plain, _pairs(folder / WEIGHTS_NAME, header, shared, kept, read_weight))
+    write_lora(
+        into, plain, _pairs(folder / WEIGHTS_NAME, header, shared, kept, _base_weights(config, peft_type, read_weight))
+    )
     return Conversion(peft_type, plain.max_rank)
 
 
@@ -173,7 +179,7 @@ def _check_file(
         )
 
 
-def _check_ranks(linears: list[_Linear], peft_type: str, limits: Limits) -> None:
+def _check_ranks(linears: list[_Linear], config: ConvertibleKind, peft_type: str, limits: Limits) -> None:
     worst = max(linears, key=lambda linear: linear.rank)
     if worst.rank == 0:
         raise ConfigRejected(
@@ -186,31 +192,41 @@ def _check_ranks(linears: list[_Linear], peft_type: str, limits: Limits) -> None
             "rank_too_large",
             "peft_type",
             f"A {peft_type} is served as the LoRA that computes exactly the same; here that has rank {worst.rank} at "
-            f"{worst.module}, and this server takes up to {limits.max_rank}. Train a smaller one, or make a LoRA "
-            f"that comes close with peft.save_as_lora(path, model, rank={limits.max_rank}) and upload that.",
+            f"{worst.module}, and this server takes up to {limits.max_rank}. "
+            + config.TOO_LARGE.format(max_rank=limits.max_rank),
         )
 
 
-def _check_work(linears: list[_Linear], peft_type: str) -> None:
+def _check_work(linears: list[_Linear], config: ConvertibleKind, peft_type: str) -> None:
     if sum(linear.factors.work for linear in linears) > MAX_WORK:
         raise ConfigRejected(
             "base_too_large",
-            "init_lora_weights",
-            f"What {peft_type} took from the base would have to be computed again from {len(linears)} of its weights, "
-            f"which takes too long on this server. {RESTORE}",
+            config.BASE_FIELD,
+            f"The LoRA that computes the same as this {peft_type} is made from {len(linears)} of the base's weights, "
+            f"which takes too long on this server. {config.WAY_OUT}",
         )
 
 
-def _base_weight(linear: _Linear, read_weight: ReadWeight) -> torch.Tensor:
-    weight = read_weight(linear.module)
-    if weight is None or weight.shape != (linear.shape.out_features, linear.shape.in_features):
-        raise ConfigRejected(
-            "field_unsupported",
-            "init_lora_weights",
-            f"init_lora_weights changed the base's weight of {linear.module}, which this server's checkpoint has under "
-            f"another name or in another shape. {RESTORE}",
-        )
-    return weight.double()
+def _base_weights(
+    config: ConvertibleKind, peft_type: str, read_weight: ReadWeight
+) -> Callable[[_Linear], torch.Tensor]:
+    """Return the reader of a linear's own weight `[out_features, in_features]`, in float64."""
+
+    def read(linear: _Linear) -> torch.Tensor:
+        weight = read_weight(linear.module)
+        if weight is not None and linear.shape.transposed:
+            weight = weight.T
+        if weight is None or weight.shape != (linear.shape.out_features, linear.shape.in_features):
+            raise ConfigRejected(
+                "field_unsupported",
+                config.BASE_FIELD,
+                f"The LoRA that computes the same as this {peft_type} is made from the base's weight of "
+                f"{linear.module}, which this server's checkpoint has under another name or in another shape. "
+                f"{config.WAY_OUT}",
+            )
+        return weight.double()
+
+    return read
 
 
 def _pairs(
@@ -218,7 +234,7 @@ def _pairs(
     header: SafetensorsHeader,
     shared: Mapping[str, Shape],
     linears: list[_Linear],
-    read_weight: ReadWeight,
+    base_weight: Callable[[_Linear], torch.Tensor],
 ) -> Iterator[tuple[str, Pair]]:
     """Yield every module with its pair, one at a time."""
     with path.open("rb") as file:
@@ -232,7 +248,7 @@ def _pairs(
                 _check_copy(copy, read(copy), original, common[original])
             own = {name: read(linear.key(name)) for name in linear.factors.shapes}
             if linear.factors.work:
-                own[BASE_WEIGHT] = _base_weight(linear, read_weight)
+                own[BASE_WEIGHT] = base_weight(linear)
             yield linear.module, _pair(linear, common | own)
 
 

@@ -32,6 +32,8 @@ class _Initialised(ConvertibleKind, frozen=True, kw_only=True):
     """A LoRA whose first factors were taken from the base."""
 
     HARMLESS: ClassVar[frozenset[str]] = frozenset((*HARMLESS, *OTHER_TOOLS, "init_lora_weights"))
+    BASE_FIELD: ClassVar[str] = "init_lora_weights"
+    WAY_OUT: ClassVar[str] = RESTORE
 
     r: Rank
     lora_alpha: Alpha

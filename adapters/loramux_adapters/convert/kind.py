@@ -45,6 +45,15 @@ class ConvertibleKind(Targets, frozen=True, kw_only=True):
     """The kind's own fields that have no effect on a trained adapter."""
     REFUSED: ClassVar[Mapping[str, str]] = {}
     """The kind's own fields that must be off, and the way out if one is on."""
+    TOO_LARGE: ClassVar[str] = (
+        "Train a smaller one, or make a LoRA that comes close with peft.save_as_lora(path, model, rank={max_rank}) and "
+        "upload that."
+    )
+    """The way out where the exact LoRA has too large a rank."""
+    BASE_FIELD: ClassVar[str] = "peft_type"
+    """The field by which the kind computes with the base's weights, if it does."""
+    WAY_OUT: ClassVar[str] = ""
+    """The way out where the base's weights cannot be computed with."""
 
     @property
     def rank_keys(self) -> tuple[str, ...]:
@@ -66,8 +75,12 @@ class ConvertibleKind(Targets, frozen=True, kw_only=True):
 
 
 def folded(pair: Pair) -> Pair:
-    """The same product at the rank of the smaller side: one factor is the product, the other the identity."""
+    """The same product at the rank of the smaller side."""
     a, b = pair
-    delta = b @ a
-    eye = torch.eye(min(delta.shape), dtype=delta.dtype)
-    return (eye, delta) if delta.shape[1] <= delta.shape[0] else (delta, eye)
+    return pair_of_change(b @ a)
+
+
+def pair_of_change(change: torch.Tensor) -> Pair:
+    """The pair of a change `[out_features, in_features]` of full rank, at the rank of the smaller side."""
+    eye = torch.eye(min(change.shape), dtype=change.dtype)
+    return (eye, change) if change.shape[1] <= change.shape[0] else (change, eye)

@@ -7,7 +7,7 @@ from litestar.di import NamedDependency
 from litestar.params import FromPath, JSONBody
 
 from loramux.gateway import NotAllowed
-from loramux.limits import Limits
+from loramux.limits import LimitNotFound, Limits
 from loramux.tenants import Account, Principal
 from loramux_api.auth import requires
 from loramux_api.openapi import REFUSALS
@@ -34,8 +34,11 @@ class LimitController(Controller):
     async def list_limits(
         self, principal: NamedDependency[Principal], account: NamedDependency[Account], limits: NamedDependency[Limits]
     ) -> Listing[LimitObject]:
-        """List the limits of the tenant, its projects, keys and members, and those of its tier for the other names."""
-        found = await limits.of(principal.tenant, principal.tier, await subjects_of(account))
+        """List the limits of the tenant, its projects, keys and members, and those of its tier for the other names.
+
+        A key without the scope `projects` sees the tenant's, its project's, and those of keys that it may manage.
+        """
+        found = await limits.of(principal.tenant, principal.tier, await subjects_of(account, principal))
         return Listing(data=[limit_object(limit) for limit in found])
 
     @put(
@@ -52,10 +55,11 @@ class LimitController(Controller):
         name: FromPath[str],
         data: JSONBody[LimitBody],
         principal: NamedDependency[Principal],
+        account: NamedDependency[Account],
         limits: NamedDependency[Limits],
     ) -> LimitObject:
         """Set a limit. Applies from the next request on, beside the tenant's limits, which the operator sets."""
-        ensure_not_tenant(principal, subject)
+        await ensure_subject(account, principal, subject)
         return limit_object(await limits.put(principal.tenant, subject, name, data.value))
 
     @delete(
@@ -70,10 +74,11 @@ class LimitController(Controller):
         subject: FromPath[str],
         name: FromPath[str],
         principal: NamedDependency[Principal],
+        account: NamedDependency[Account],
         limits: NamedDependency[Limits],
     ) -> LimitObject:
         """Remove a limit. The tenant's limits still apply."""
-        ensure_not_tenant(principal, subject)
+        await ensure_subject(account, principal, subject)
         return limit_object(await limits.remove(principal.tenant, subject, name))
 
 
@@ -87,8 +92,13 @@ class BudgetController(Controller):
     async def list_budgets(
         self, principal: NamedDependency[Principal], account: NamedDependency[Account], limits: NamedDependency[Limits]
     ) -> Listing[BudgetObject]:
-        """List the budgets of the tenant, its projects, keys and members, with the spending of the current periods."""
-        found = await limits.budgets(principal.tenant, await subjects_of(account))
+        """List the budgets of the tenant, its projects, keys and members, with the spending of the current periods.
+
+        A key without the scope `projects` sees its project's and those of keys that it may manage.
+        """
+        found = await limits.budgets(principal.tenant, await subjects_of(account, principal))
+        if principal.bound_project is not None:
+            found = [state for state in found if state.budget.subject != principal.tenant]
         return Listing(data=[budget_state_object(state) for state in found])
 
     @put(
@@ -105,10 +115,11 @@ class BudgetController(Controller):
         period: FromPath[str],
         data: JSONBody[BudgetBody],
         principal: NamedDependency[Principal],
+        account: NamedDependency[Account],
         limits: NamedDependency[Limits],
     ) -> BudgetObject:
         """Set a budget. `period` is day, month (both UTC) or total."""
-        ensure_not_tenant(principal, subject)
+        await ensure_subject(account, principal, subject)
         budget = await limits.put_budget(principal.tenant, subject, period, data.amount_nano, data.thresholds)
         return budget_object(budget)
 
@@ -124,21 +135,33 @@ class BudgetController(Controller):
         subject: FromPath[str],
         period: FromPath[str],
         principal: NamedDependency[Principal],
+        account: NamedDependency[Account],
         limits: NamedDependency[Limits],
     ) -> BudgetObject:
         """Remove a budget and its counters. Invoices do not change."""
-        ensure_not_tenant(principal, subject)
+        await ensure_subject(account, principal, subject)
         return budget_object(await limits.remove_budget(principal.tenant, subject, period))
 
 
-async def subjects_of(account: Account) -> list[str]:
-    """Return the ids of everything of a tenant that can have limits of its own."""
-    projects, keys, members = await account.projects.all(), await account.keys.all(), await account.members.all()
-    return [*(one.id for one in projects), *(one.id for one in keys), *(one.id for one in members)]
+async def subjects_of(account: Account, principal: Principal) -> list[str]:
+    """Return the ids of everything of the caller's tenant, or of its only project, that can have limits of its own."""
+    keys = [one.id for one in await account.keys.all()]  # that the caller may manage
+    if principal.bound_project is not None:
+        return [principal.bound_project, principal.key_id, *keys]
+    projects, members = await account.projects.all(), await account.members.all()
+    return [*(one.id for one in projects), *keys, *(one.id for one in members)]
 
 
-def ensure_not_tenant(principal: Principal, subject: str) -> None:
-    """Raise NotAllowed if the subject is the tenant itself."""
+async def ensure_subject(account: Account, principal: Principal, subject: str) -> None:
+    """Raise NotAllowed if the subject is the tenant itself, LimitNotFound if it is beyond the caller's project."""
+    if principal.bound_project is not None and subject not in [
+        principal.tenant,
+        *await subjects_of(account, principal),
+    ]:
+        raise LimitNotFound(
+            f"there is no key {subject[:80]!r} of your project; a key with the scope 'projects' reaches the others",
+            "subject",
+        )
     if subject == principal.tenant:
         raise NotAllowed(
             "Only the operator sets the limits of a whole organization; you can set those of your projects, "

@@ -171,8 +171,9 @@ class BillingService:
 
     async def costs(self, principal: Principal, query: CostsQuery) -> CostPage:
         """Return the caller's costs by day, as OpenAI's endpoint does. Raises InvalidQuery for too many groups."""
-        now, allowed = self._database.now() // SECOND, principal.models
-        divided_by = query.divided_by if allowed is None else tuple(dict.fromkeys([*query.divided_by, "model"]))
+        now, allowed, project = self._database.now() // SECOND, principal.models, principal.bound_project
+        own = [*(["model"] if allowed is not None else []), *(["project_id"] if project is not None else [])]
+        divided_by = tuple(dict.fromkeys([*query.divided_by, *own]))
         since, left = query.plan(now).start * SECOND, MAX_ROWS
         found: list[tuple[Period, list[DailyQuantities]]] = []
         async with self._database.read() as session:
@@ -192,7 +193,10 @@ class BillingService:
         def compute() -> CostPage:
             bills = [bill(period, subscriptions, quantities) for period, quantities in found]
             costs = costs_of(bills, divided_by)
-            if allowed is not None:  # a minimum has no model: it is the whole tenant's
+            # a minimum has neither model nor project: it is the whole tenant's
+            if project is not None:
+                costs = [cost for cost in costs if cost.keys.get("project_id") == project]
+            if allowed is not None:
                 costs = [cost for cost in costs if (cost.keys.get("model") or "").partition("@")[0] in allowed]
             return cost_page(query, costs, now)
 

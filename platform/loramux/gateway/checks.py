@@ -23,6 +23,8 @@ MAX_PROMPT_LOGPROBS = 200_000
 """The most log probabilities of prompts in an answer, which come in one piece."""
 MAX_KEPT_LOGPROBS = 400_000
 """The most log probabilities in an answer that is kept for an idempotency key."""
+MAX_DEPTH = 100
+"""Lists and objects inside each other in the values that a template gets: what reads them calls itself for each."""
 TOO_LONG = "context_length_exceeded"
 
 _encode = msgspec.json.Encoder(order="sorted").encode
@@ -31,6 +33,24 @@ _encode = msgspec.json.Encoder(order="sorted").encode
 def context_length(facts: ModelFacts) -> int:
     """Return the most tokens, prompt and answer, that the model takes and the pool could hold."""
     return min(facts.max_model_len, facts.pages_total * facts.block_size)
+
+
+def check_depth(asked: GenerationRequest) -> None:
+    """Refuse tools, arguments of calls and template variables that are nested too deeply. Raises InvalidRequest."""
+    messages = [one.fields for prompt in asked.prompts if isinstance(prompt, tuple) for one in prompt]
+    given = [("messages", messages), *asked.chat.template.items()]
+    for name, value in given:
+        level = [value] if isinstance(value, Mapping | list | tuple) else []
+        for _ in range(MAX_DEPTH + 1):
+            items = (one.values() if isinstance(one, Mapping) else one for one in level)
+            level = [item for inner in items for item in inner if isinstance(item, Mapping | list | tuple)]
+            if not level:
+                break
+        else:
+            field = name if name in ("messages", "tools") else "chat_template_kwargs"
+            raise InvalidRequest(
+                f"'{field}' is nested more than {MAX_DEPTH} levels deep; send something flatter.", field=field
+            )
 
 
 def check_text_length(prompt: Prompt, longest_token: int, context: int) -> None:

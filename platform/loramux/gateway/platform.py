@@ -25,6 +25,7 @@ from loramux.fleet.group import EngineGroup
 from loramux.fleet.member import EngineStatus, Launch
 from loramux.gateway.adapters import AdapterService
 from loramux.gateway.constraints import GrammarTrials
+from loramux.gateway.engine_questions import EngineQuestions
 from loramux.gateway.local_folders import LocalFolders
 from loramux.gateway.service import CompletionService, ServedBase
 from loramux.gateway.tokenizer import Tokenizer
@@ -186,13 +187,15 @@ async def open_platform(settings: Settings, launch: Launch = spawn_engine) -> As
         await usage.start()
         stack.push_async_callback(usage.stop)
         served, models = await _open_bases(settings, stack, launch)
-        validators = _open_validators(settings, served, models)
+        questions = EngineQuestions(settings.validation.parity_engine_seconds)
+        validators = _open_validators(settings, served, models, questions)
         stack.callback(validators.close)
         registry = open_registry(database, blobs, models, settings.adapters)
         await _sweep(registry, usage, models)
         ingest = Ingest(database, blobs, registry.blob_gc, models, settings.adapters, validators)
         uploads = _open_uploads(settings, database, blobs, ingest, tenants, usage.server_id)
         stack.push_async_callback(uploads.worker.stop)
+        stack.callback(questions.stop)
         adapters = AdapterService(registry, {base.name: base.engines for base in served})
         await _preload(settings, tenants, adapters)
         renderer = TemplateRenderer()
@@ -331,12 +334,17 @@ async def _describe_all(bases: Iterable[BaseSettings]) -> list[tuple[BaseDescrip
     return [await _describe(Path(base.path)) for base in bases]
 
 
-def _open_validators(settings: Settings, served: Iterable[ServedBase], models: BaseModels) -> BaseValidators:
-    dtypes = {base.name: base.facts.dtype for base in served}
+def _open_validators(
+    settings: Settings, served: Iterable[ServedBase], models: BaseModels, questions: EngineQuestions
+) -> BaseValidators:
+    by_name = {base.name: base for base in served}
     own = {base.name: settings.of_base(base) for base in settings.served_bases}
-    return BaseValidators(
-        settings, {base.name: Validator(own[base.name], base.description, dtypes[base.name]) for base in models}
-    )
+    validators = {}
+    for model in models:
+        base = by_name[model.name]
+        ask_engine = partial(questions.ask, base.engines)
+        validators[model.name] = Validator(own[model.name], model.description, base.facts.dtype, ask_engine)
+    return BaseValidators(settings, validators)
 
 
 async def _describe(model_dir: Path) -> tuple[BaseDescription, Tokenizer]:

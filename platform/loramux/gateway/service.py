@@ -22,6 +22,7 @@ from loramux.engine.request import AdapterRef, Request, SamplingParams, ServiceC
 from loramux.errors import LoramuxError
 from loramux.fleet.group import EngineGroup
 from loramux.gateway.checks import (
+    check_depth,
     check_logprobs,
     check_prompt_logprobs,
     check_text_length,
@@ -174,6 +175,7 @@ class CompletionService:
         """
         self.ensure_accepting()
         service_class = service_class_of(principal, asked.service_tier)
+        check_depth(asked)
         if asked.claim is not None:
             ensure_storage_allowed(principal, "Idempotency-Key")
         id = f"{asked.kind}{uuid.uuid4().hex}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,8 @@ BUSY_SECONDS = 30
 READERS = 4
 
 CONNECT_SECONDS = 5
-"""PostgreSQL: how long a connection may take, and how long a request waits for a free one. With both, every transaction
-on a database that does not answer ends in about ten seconds."""
+"""PostgreSQL: how long a connection may take, and how long a transaction waits for a free one while no other gets one.
+With both, every transaction on a database that does not answer ends in about ten seconds."""
 REACHABLE_SECONDS = 2.0
 POSTGRESQL = {
     "connect_timeout": CONNECT_SECONDS,
@@ -113,17 +113,18 @@ class Database:
         self.now = clock
         self._writer, self._reader = _engines(self.url)
         self._probe = _probe_engine(self.url)
+        self._pool_wait = PoolWait(self.is_reachable)
 
     @asynccontextmanager
     async def begin(self) -> AsyncIterator[AsyncSession]:
         """Open one transaction: committed when the block ends, rolled back when it raises."""
-        async with _transaction(self._writer) as session:
+        async with _transaction(self._writer, self._pool_wait) as session:
             yield session
 
     @asynccontextmanager
     async def read(self) -> AsyncIterator[AsyncSession]:
         """Open one read-only transaction over one snapshot."""
-        async with _transaction(self._reader) as session:
+        async with _transaction(self._reader, self._pool_wait) as session:
             yield session
 
     def connect(self) -> AsyncConnection:
@@ -149,12 +150,50 @@ class Database:
         await self._writer.dispose()
 
 
+class PoolWait:
+    """The wait for a connection of PostgreSQL's pool: its end tells load from an outage.
+
+    A connection is tried when it is taken (`pool_pre_ping`). So where others get theirs while a transaction waits, or
+    the probe on a connection of its own is answered, the database has much to do; otherwise it does not answer.
+    """
+
+    def __init__(self, probe: Callable[[], Coroutine[Any, Any, bool]]) -> None:
+        self._probe = probe
+        self._probing: asyncio.Task[bool] | None = None
+        self._num_taken = 0
+
+    async def connect(self, session: AsyncSession) -> None:
+        """Take the session's connection. Raises RecordsUnavailable, or PoolTimeout after BUSY_SECONDS of load."""
+        loop = asyncio.get_running_loop()
+        ends = loop.time() + BUSY_SECONDS
+        while True:
+            taken_before = self._num_taken
+            try:
+                async with asyncio.timeout(2 * CONNECT_SECONDS):
+                    await session.connection()
+            except PoolTimeout:
+                is_load = self._num_taken != taken_before or await self._is_answered()
+                if not is_load or loop.time() >= ends:
+                    raise
+            except TimeoutError:  # a server that is paused keeps its connections open and never answers on them
+                raise RecordsUnavailable(f"the database did not answer within {2 * CONNECT_SECONDS} s") from None
+            else:
+                self._num_taken += 1
+                return
+
+    async def _is_answered(self) -> bool:
+        """Probe the database, once for all that wait."""
+        if self._probing is None or self._probing.done():
+            self._probing = asyncio.create_task(self._probe())
+        return await asyncio.shield(self._probing)
+
+
 @asynccontextmanager
-async def _transaction(engine: AsyncEngine) -> AsyncIterator[AsyncSession]:
+async def _transaction(engine: AsyncEngine, pool_wait: PoolWait | None = None) -> AsyncIterator[AsyncSession]:
     try:
         async with AsyncSession(engine, expire_on_commit=False) as session, session.begin():
-            if is_postgresql(session):
-                await _connected(session)
+            if pool_wait is not None and is_postgresql(session):
+                await pool_wait.connect(session)
             yield session
     except IntegrityError as error:
         raise RowRefused(str(error.orig)) from error
@@ -166,15 +205,6 @@ async def _transaction(engine: AsyncEngine) -> AsyncIterator[AsyncSession]:
         if error.connection_invalidated or isinstance(error, InterfaceError):
             raise RecordsUnavailable(f"the connection to the database broke: {_first_line(error)}") from error
         raise
-
-
-async def _connected(session: AsyncSession) -> None:
-    """Take the connection now: a server that is paused keeps its connections open and never answers on them."""
-    try:
-        async with asyncio.timeout(2 * CONNECT_SECONDS):
-            await session.connection()
-    except TimeoutError:
-        raise RecordsUnavailable(f"the database did not answer within {2 * CONNECT_SECONDS} s") from None
 
 
 def _first_line(error: SQLAlchemyError) -> str:

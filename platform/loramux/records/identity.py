@@ -51,6 +51,12 @@ class Principal(msgspec.Struct, frozen=True):
     lineage: tuple[str, ...] = ()
     """The key and its makers, or the member: limits on any of them count this caller's requests."""
 
+    @property
+    def bound_project(self) -> ProjectId | None:
+        """The only project that a key without the scope `projects` sees and manages; None: all of the tenant's."""
+        is_bound = self.role is None and self.project and "projects" not in self.scopes
+        return self.project if is_bound else None
+
     def may_use(self, model: str) -> bool:
         """Return whether the key's allow-list has `model`, given as `tenant/adapter` or as the base's name."""
         return self.models is None or model in self.models

@@ -184,11 +184,17 @@ class RequestRepository:
         return {row[0]: BilledRequest(*row) for row in await self._session.execute(statement)}
 
     async def answered_by(
-        self, tenant: TenantId, owner: str, adapter: str, before: str | None, limit: int
+        self,
+        tenant: TenantId,
+        owner: str,
+        adapter: str,
+        before: str | None,
+        limit: int,
+        project: ProjectId | None = None,
     ) -> list[AnsweredRequest]:
         """List the tenant's requests to `owner`'s adapter, which may be another tenant's, newest first.
 
-        `before` is a request's id.
+        `before` is a request's id; `project` is the only one whose requests are listed, None: all.
         """
         digests = (
             select(RevisionRow.digest)
@@ -201,6 +207,8 @@ class RequestRepository:
             RequestRow.adapter_digest.in_(digests),
             RequestRow.model.startswith(f"{owner}/{adapter}@", autoescape=True),
         )
+        if project is not None:
+            statement = statement.where(RequestRow.project_id == project)
         if before is not None:
             last = select(RequestRow.created_at, RequestRow.id).where(
                 RequestRow.tenant_id == tenant, RequestRow.id == before

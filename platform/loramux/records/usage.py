@@ -44,6 +44,8 @@ class UsageWindow(msgspec.Struct, frozen=True, kw_only=True):
     """True: lines of batches only; False: everything else."""
     allowed: frozenset[str] | None = None
     """The only models that count, without revisions (`Principal.models`); None: all."""
+    project_id: str | None = None
+    """The only project that counts (`Principal.bound_project`); None: all."""
 
 
 Group = SQLColumnExpression[Any]
@@ -79,6 +81,8 @@ class UsageRepository:
         if window.batch is not None:
             in_batch = LedgerRow.tier.endswith("/batch", autoescape=True)
             conditions.append(in_batch if window.batch else ~in_batch)
+        if window.project_id is not None:
+            conditions.append(LedgerRow.project_id == window.project_id)
         if window.allowed is not None:
             conditions.append(among(self._session, model_name(self._session, LedgerRow.model), window.allowed))
         bucket: dict[str, Group] = {"bucket": LedgerRow.created_at // window.width}

@@ -111,6 +111,11 @@ class ValidationSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     """Compare what would be served with what PEFT computes."""
     parity_model_bytes: Annotated[int, Meta(ge=0)] = 256 << 20
     """Bases up to this size, in float32 bytes, are compared as a whole model, which takes twice as much memory."""
+    parity_engine_bytes: Annotated[int, Meta(ge=0)] = 16 << 30
+    """Larger bases up to this size, in float32 bytes, have their engine answer the check's prompts, as class batch and
+    unbilled, and the answers are compared with PEFT's forward, layer by layer; 0: linears alone are compared."""
+    parity_engine_seconds: Annotated[float, Meta(gt=0)] = 60.0
+    """Time for the engine's answers; without them the report says that tokens were not compared."""
     parity_memory_bytes: Positive = 2 << 30
     """Private memory of one comparison with PEFT."""
     parity_cpu_seconds: Positive = 300

@@ -164,7 +164,7 @@ def _authority_of(principal: Principal) -> Authority:
         # a person is an operator by the issuer's word, for as long as a token lasts: no key can say that later
         roles = APPOINTS.get(Role(principal.role), frozenset())
         return Authority(scopes=principal.scopes - {"operator"}, roles=roles, lineage=principal.lineage)
-    project = None if "projects" in principal.scopes else principal.project
+    project = principal.bound_project
     return Authority(
         scopes=principal.scopes,
         roles=_roles_of_key(principal) if project is None else frozenset(),

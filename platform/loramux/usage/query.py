@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from loramux.records import ProjectId
 from loramux.records.service_tiers import service_tier
 from loramux.records.usage import UsageTotals, UsageWindow
 from loramux.units import SECOND
@@ -41,7 +42,9 @@ class UsageQuery(BucketQuery, frozen=True, kw_only=True):
         by_tier = "batch" in self.group_by or "service_tier" in self.group_by
         return (*columns, "tier") if by_tier else tuple(columns)
 
-    def window(self, now: int, allowed: frozenset[str] | None = None) -> UsageWindow:
+    def window(
+        self, now: int, allowed: frozenset[str] | None = None, project_id: ProjectId | None = None
+    ) -> UsageWindow:
         """Return the window of the ledger to sum; `now` in seconds."""
         plan = self.plan(now)
         return UsageWindow(
@@ -52,6 +55,7 @@ class UsageQuery(BucketQuery, frozen=True, kw_only=True):
             api_key_ids=self.api_key_ids,
             batch=self.batch,
             allowed=allowed,
+            project_id=project_id,
         )
 
     def answer(self, totals: list[UsageTotals], now: int) -> UsagePage:

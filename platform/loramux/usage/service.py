@@ -115,7 +115,7 @@ class UsageService:
         now = self._database.now() // SECOND
         async with self._database.read() as session:
             usage = UsageRepository(session, principal.tenant)
-            window = query.window(now, principal.models)
+            window = query.window(now, principal.models, principal.bound_project)
             totals = await usage.by_bucket(window, query.recorded_groups, MAX_ROWS + 1)
         if len(totals) > MAX_ROWS:
             raise InvalidQuery(f"the page has more than {MAX_ROWS} sums; ask for fewer buckets or groups", "limit")
@@ -133,7 +133,9 @@ class UsageService:
         if not principal.may_use(f"{owner}/{name}"):
             return []
         async with self._database.read() as session:
-            return await RequestRepository(session).answered_by(principal.tenant, owner, name, before, limit)
+            return await RequestRepository(session).answered_by(
+                principal.tenant, owner, name, before, limit, principal.bound_project
+            )
 
     async def rows(self, tenant: TenantId) -> list[UsageTotals]:
         """Sum everything that the tenant used, by model."""

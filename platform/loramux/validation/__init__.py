@@ -12,17 +12,21 @@ other end. The server's own process never parses an uploaded byte before stage 1
 """
 
 from loramux.errors import Rejection
+from loramux.validation.jobs import EngineAnswer
 from loramux.validation.report import Check, ReportWarning, ResourceUsage, ValidationReport
 from loramux.validation.sandbox import SandboxDied
-from loramux.validation.validator import BaseValidators, Validator
+from loramux.validation.validator import AskEngine, BaseValidators, Unanswered, Validator
 
 __all__ = [
+    "AskEngine",
     "BaseValidators",
     "Check",
+    "EngineAnswer",
     "Rejection",
     "ReportWarning",
     "ResourceUsage",
     "SandboxDied",
+    "Unanswered",
     "ValidationReport",
     "Validator",
 ]

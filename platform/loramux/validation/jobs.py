@@ -93,6 +93,18 @@ class ParitySetup(msgspec.Struct, frozen=True, kw_only=True):
     """Memory that one job may use."""
     whole_model_bytes: int
     """The most bytes of float32 weights of a base that is run whole."""
+    engine_bytes: int = 0
+    """The most bytes of float32 weights of a larger base whose serving engine answers the check's prompts."""
+    serving: str = "float32"
+    """The serving engine's dtype."""
+
+
+class EngineAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """The serving engine's greedy answer to one prompt of a check."""
+
+    prompt: list[int]
+    tokens: list[int]
+    logprobs: list[float]
 
 
 class ParityJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,3 +115,6 @@ class ParityJob(msgspec.Struct, frozen=True, kw_only=True):
     served: str
     """The folder that is served: the same, unless the adapter was converted."""
     limits: Limits
+    answers: tuple[EngineAnswer, ...] = ()
+    """The serving engine's answers to the report's `to_answer`, and last the base's own to the first of them. With
+    answers only these are compared."""

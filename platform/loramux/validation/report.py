@@ -9,6 +9,7 @@ import msgspec
 from loramux.errors import Rejection
 from loramux_adapters import AdapterRejected
 
+TOKENS_CHECK = "parity_of_tokens"
 NAMES_CHECK = "names"
 """The check of an adapter whose tensors got other names. PEFT then reads what is served, not what was uploaded."""
 
@@ -88,6 +89,8 @@ class ValidationReport(msgspec.Struct, frozen=True, kw_only=True):
     """The conversion's kind and method, where the served adapter is not the uploaded one."""
     to_convert: bool = False
     """The adapter is of a kind, or in a spelling, that is converted first; nothing was checked yet."""
+    to_answer: tuple[list[int], ...] = ()
+    """Prompts that the serving engine is to answer before tokens can be compared; empty in a report that is shown."""
     warnings: tuple[ReportWarning, ...] = ()
     refusal: Rejection | None = None
     usage: ResourceUsage | None = None

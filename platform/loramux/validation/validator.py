@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 import msgspec
 
@@ -19,35 +20,52 @@ from loramux.validation.jobs import (
     ChoiceSetup,
     ConversionJob,
     ConversionSetup,
+    EngineAnswer,
     FilesJob,
     FilesSetup,
     ParityJob,
     ParitySetup,
 )
 from loramux.validation.rendering import TemplateRenderer, try_template
-from loramux.validation.report import NAMES_CHECK, Check, ValidationReport
+from loramux.validation.report import NAMES_CHECK, TOKENS_CHECK, Check, Outcome, ValidationReport
 from loramux.validation.sandbox import JobCrashed, JobEnded, JobLimits, JobOutOfMemory, Sandbox
 from loramux_adapters import BaseDescription, Limits
 
 HEADER_ALLOWANCE = 8 << 20
 """Bytes of the two files that are not matrices."""
+TIMEOUT, OUT_OF_MEMORY = "validation_timeout", "validation_out_of_memory"
 SAFETENSORS_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 logger = logging.getLogger(__name__)
 
 
+class Unanswered(NamedTuple):
+    """The reason that the serving engine has not answered, and the refusal where the adapter is the reason."""
+
+    reason: str
+    refusal: Rejection | None = None
+
+
+AskEngine = Callable[[Path, Sequence[list[int]]], tuple[EngineAnswer, ...] | Unanswered]
+"""Answers the prompts with the adapter in the folder, and the first of them, as the last answer, without it. Blocks."""
+
+
 class Validator:
     """Checks folders against one base model as it is served. Blocks: call it from a thread."""
 
-    def __init__(self, settings: Settings, base: BaseDescription, dtype: str) -> None:
-        """`dtype` is the serving one, by torch's name."""
+    def __init__(
+        self, settings: Settings, base: BaseDescription, dtype: str, ask_engine: AskEngine | None = None
+    ) -> None:
+        """`dtype` is the serving one, by torch's name. `ask_engine` answers where a base is too large to be copied."""
         self.files_setup = _files_setup(settings, base, dtype)
         """The base as the files stage knows it."""
         self._files = _files_stage(settings, self.files_setup)
         self._bundle = _bundle_stage(settings)
         self._renderer = TemplateRenderer()
         self._conversion = _conversion_stage(settings, base)
-        self._parity = _parity_stage(settings, base) if settings.validation.parity else None
+        self._ask_engine = ask_engine
+        engine_bytes = settings.validation.parity_engine_bytes if ask_engine else 0
+        self._parity = _parity_stage(settings, base, dtype, engine_bytes) if settings.validation.parity else None
 
     def examine(self, folder: Path, limits: Limits) -> ValidationReport:
         """Report on the adapter in `folder`. Raises SandboxDied while no check can run.
@@ -66,7 +84,7 @@ class Validator:
             is_original = report.converted is None or any(check.name == NAMES_CHECK for check in report.checks)
             original = folder if is_original else Path(uploaded)
             job = ParityJob(uploaded=str(original), served=str(folder), limits=limits)
-            return report.followed_by(self._parity.report(job, readable=(original, folder)))
+            return report.followed_by(self._compare(self._parity, job))
 
     def close(self) -> None:
         """Stop the warm processes."""
@@ -74,6 +92,21 @@ class Validator:
             if stage is not None:
                 stage.close()
         self._renderer.close()
+
+    def _compare(self, parity: _Stage, job: ParityJob) -> ValidationReport:
+        """Compare with PEFT. The engine's answers are compared in a second job, which may end without a result."""
+        readable = (Path(job.uploaded), Path(job.served))
+        report = parity.report(job, readable=readable)
+        if not report.to_answer or self._ask_engine is None:
+            return report
+        answers = self._ask_engine(Path(job.served), report.to_answer)
+        report = msgspec.structs.replace(report, to_answer=())
+        if isinstance(answers, Unanswered):
+            return report.followed_by(_without_tokens(answers.reason, answers.refusal))
+        tokens = parity.report(msgspec.structs.replace(job, answers=answers), readable=readable)
+        if tokens.refusal is not None and tokens.refusal.code in (TIMEOUT, OUT_OF_MEMORY):
+            tokens = msgspec.structs.replace(_without_tokens(tokens.refusal.message), usage=tokens.usage)
+        return report.followed_by(tokens)
 
     def _check_files(self, folder: Path, aside: Path, limits: Limits) -> ValidationReport:
         """Report on the files as they will be served. The originals of a converted adapter are moved to `aside`."""
@@ -149,6 +182,11 @@ def _warn_without_landlock() -> None:
         )
 
 
+def _without_tokens(reason: str, refusal: Rejection | None = None) -> ValidationReport:
+    outcome: Outcome = "not_run" if refusal is None else "failed"
+    return ValidationReport(checks=(Check(name=TOKENS_CHECK, outcome=outcome, detail=reason),), refusal=refusal)
+
+
 class _Stage:
     """One stage: its sandbox, the limits of its jobs, and a report for every way in which a job can end."""
 
@@ -177,10 +215,10 @@ class _Stage:
             ended = self._sandbox.run(msgspec.json.encode(job), limits)
         except JobEnded:
             limit = f"{limits.cpu_seconds} s of processor time, or {limits.wall_seconds:g} s in all"
-            return self._unfinished("validation_timeout", f"took more than {limit}, and was stopped")
+            return self._unfinished(TIMEOUT, f"took more than {limit}, and was stopped")
         except JobOutOfMemory:
             limit = f"{limits.memory_bytes} bytes of memory"
-            return self._unfinished("validation_out_of_memory", f"took more than {limit}, and was stopped")
+            return self._unfinished(OUT_OF_MEMORY, f"took more than {limit}, and was stopped")
         except JobCrashed as error:
             logger.error("the %s check of an upload crashed: %s", self._name, error)
             return self._unfinished("validation_failed", "itself failed on these files")
@@ -237,7 +275,7 @@ def _bundle_stage(settings: Settings) -> _Stage:
     return _Stage("bundle", "loramux.validation.bundle", BundleSetup(model_dir=settings.model.path), limits)
 
 
-def _parity_stage(settings: Settings, base: BaseDescription) -> _Stage:
+def _parity_stage(settings: Settings, base: BaseDescription, dtype: str, engine_bytes: int) -> _Stage:
     allowed = settings.validation
     setup = ParitySetup(
         model_dir=settings.model.path,
@@ -245,6 +283,8 @@ def _parity_stage(settings: Settings, base: BaseDescription) -> _Stage:
         adapters=settings.adapters,
         memory_bytes=allowed.parity_memory_bytes,
         whole_model_bytes=allowed.parity_model_bytes,
+        engine_bytes=engine_bytes,
+        serving=dtype,
     )
     limits = JobLimits(
         allowed.parity_memory_bytes,

@@ -12,12 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from other_kinds import KINDS, deltas, make_kind
 from peft.tuners.lokr.layer import factorization as peft_factorization
+from peft.tuners.oft.layer import OFTLayer
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from loramux_adapters import AdapterRejected, Limits, describe_base, validate_adapter
 from loramux_adapters.convert import CONVERTERS, conversion, convert_adapter
 from loramux_adapters.convert.low_rank import factorization
+from loramux_adapters.convert.rotations import nearest_divisor
 from loramux_adapters.weights import AdapterWeights, load_adapter
 
 LIMITS = Limits(max_rank=96, max_bytes=64 << 20)
@@ -26,7 +28,8 @@ LIMITS = Limits(max_rank=96, max_bytes=64 << 20)
 def converted(base: Path, folder: Path, into: Path) -> AdapterWeights:
     into.mkdir()
     described = describe_base(base)
-    conversion = convert_adapter(folder, into, described, LIMITS)
+    weights = load_file(base / "model.safetensors")
+    conversion = convert_adapter(folder, into, described, LIMITS, lambda name: weights[f"{name}.weight"])
     assert conversion is not None
     plan = validate_adapter(into, described, LIMITS)
     assert conversion.max_rank == plan.max_rank
@@ -46,6 +49,18 @@ def test_conversion_computes_what_peft_computes(base: Path, tmp_path: Path, name
         got = lora[module].scale * (lora[module].b @ lora[module].a)
         assert delta.abs().max() > 1e-3
         assert torch.allclose(got, delta, rtol=1e-5, atol=3e-6 * delta.abs().max().item() + 1e-6), module
+
+
+def test_conversion_of_reflections_has_their_number_as_rank(base: Path, tmp_path: Path) -> None:
+    make_kind(base, tmp_path / "other", peft.HRAConfig(r=6, target_modules="all-linear"))
+    pairs = converted(base, tmp_path / "other", tmp_path / "lora").modules.values()
+    assert {len(pair.a) for pair in pairs} == {6}
+
+
+@settings(max_examples=300, deadline=None)
+@given(in_features=st.integers(1, 20_000), wanted=st.integers(1, 30_000))
+def test_conversion_block_sizes_equal_pefts(in_features: int, wanted: int) -> None:
+    assert nearest_divisor(in_features, wanted) == OFTLayer.adjust_oft_parameters(None, in_features, wanted)
 
 
 @pytest.mark.parametrize("init", ["pissa", "olora"])

@@ -63,6 +63,8 @@ def saved(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pat
         "gralora": peft.GraloraConfig(r=4, target_modules=["q_proj"]),
         "adalora": peft.AdaLoraConfig(init_r=4, total_step=10, target_modules=["q_proj"]),
         "pvera": peft.PveraConfig(r=4, target_modules=["q_proj"]),
+        "oft": peft.OFTConfig(oft_block_size=8, target_modules=["q_proj"]),
+        "boft": peft.BOFTConfig(boft_block_size=8, target_modules=["q_proj"]),
     }
     folder = tmp_path_factory.mktemp("kinds")
     for name, config in configs.items():
@@ -119,6 +121,14 @@ FIELDS: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "targets of another base": ("loha", {"target_modules": ["c_attn"]}, "no_module_matched", "target_modules"),
     "the embedding": ("loha", {"target_modules": ["embed_tokens"]}, "target_unsupported", "target_modules"),
     "another rank": ("loha", {"r": 4}, "shape_mismatch", "base_model.model.model.layers.0.self_attn.q_proj.hada_w1_a"),
+    "oft of two sizes": ("oft", {"r": 8}, "config_invalid", "oft_block_size"),
+    "oft of no size": ("oft", {"oft_block_size": 0}, "config_invalid", "oft_block_size"),
+    "oft of old weights": ("oft", {"oft_block_size": None}, "field_missing", "oft_block_size"),
+    "oft of an old series": ("oft", {"peft_version": None}, "field_unsupported", "use_cayley_neumann"),
+    "blocks that do not divide": ("boft", {"boft_block_size": 7}, "config_invalid", "boft_block_size"),
+    "boft of two sizes": ("boft", {"boft_block_num": 8}, "config_invalid", "boft_block_size"),
+    "butterfly": ("boft", {"boft_n_butterfly_factor": 2}, "field_unsupported", "boft_n_butterfly_factor"),
+    "biases of oft": ("oft", {"bias": "oft_only"}, "field_unsupported", "bias"),
     "every rank pruned": (
         "adalora",
         {"rank_pattern": {f"model.layers.{i}.self_attn.q_proj.lora_E": [False] * 4 for i in (0, 1)}},
@@ -179,6 +189,13 @@ def test_kinds_rank_above_the_limit_names_the_way_out(saved, described, tmp_path
     refusal = refusal_of(spoiled(saved["loha"], tmp_path / "x", {}), described, Limits(max_rank=8))
     assert refusal.code == "rank_too_large"
     assert all(part in refusal.message for part in ("LOHA", "rank 9", "up to 8", "peft.save_as_lora"))
+
+
+def test_kinds_rotation_of_a_large_linear_names_its_rank_and_the_way_out(saved, described, tmp_path: Path) -> None:
+    refusal = refusal_of(spoiled(saved["oft"], tmp_path / "x", {}), described, Limits(max_rank=32))
+    assert refusal.code == "rank_too_large"
+    parts = ("OFT", "rank 64", "up to 32", "a side of at most 32", "peft.LoraConfig")
+    assert all(part in refusal.message for part in parts)
 
 
 def test_kinds_lora_larger_than_the_limit_is_not_written(saved, described, tmp_path: Path) -> None:

@@ -82,11 +82,11 @@ def test_loader_thread_that_hangs_is_replaced_and_writes_nothing_later() -> None
 
     def read() -> str:
         begun.set()
-        hangs.wait(20)
+        hangs.wait(60)
         return "late"
 
     hung = threads.submit("hung", read, written.append)
-    assert begun.wait(20)
+    assert begun.wait(60)
     waiting = threads.submit("other", lambda: "in time", written.append)
     assert hung.cancel()
     waiting.result(20)
@@ -103,11 +103,11 @@ def test_loader_job_cannot_be_cancelled_while_it_writes() -> None:
 
     def write(found: int) -> int:
         writing.set()
-        assert go_on.wait(20)
+        assert go_on.wait(60)
         return found
 
     job = threads.submit("a", lambda: 7, write)
-    assert writing.wait(20)
+    assert writing.wait(60)
     assert not job.cancel()
     go_on.set()
     assert job.result(20) == 7

@@ -43,7 +43,7 @@ def with_engine(settings: Settings, use: Callable[[EngineClient], Awaitable[None
             await engine.stop()
         assert not engine.alive
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), 240))
 
 
 async def tokens_of(engine: EngineClient, zoo: Zoo, asked: Asked) -> list[int]:
@@ -102,7 +102,7 @@ def test_client_start_without_a_model_says_why(settings: Settings, tmp_path: Pat
         with pytest.raises(EngineDied, match="absent"):
             await spawn_engine(broken).start()
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), 240))
 
 
 def test_killed_engine_ends_a_running_stream(zoo_of) -> None:
@@ -120,7 +120,7 @@ def test_killed_engine_ends_a_running_stream(zoo_of) -> None:
         assert not engine.alive
         await engine.stop()
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), 240))
 
 
 def test_submit_calls_back_each_event_in_order_and_an_exception_hurts_its_own_request_only(settings, zoo_of) -> None:
@@ -171,7 +171,7 @@ def test_killed_engine_ends_each_submitted_request_with_a_fault(settings: Settin
             engine.submit(to_request(zoo, Asked("late", None, (5,), 1)), ends.put_nowait)
         await engine.stop()
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), 240))
 
 
 @pytest.mark.parametrize("settings", ["process"], indirect=True)
@@ -193,7 +193,7 @@ def test_stopped_child_blocks_no_event_loop_and_its_end_answers_everybody(settin
         assert {fault and fault.code for fault in faults} == {ENGINE_DIED}
         await engine.stop()
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), 240))
 
 
 @pytest.mark.parametrize("settings", ["process"], indirect=True)
@@ -216,7 +216,7 @@ def test_silent_engine_is_ended_and_its_requests_get_a_fault(settings: Settings,
         await engine.stop()
         assert not process.is_alive()
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), 240))
 
 
 def test_exception_in_a_step_ends_every_request_with_a_fault(settings: Settings, zoo_of, tmp_path, monkeypatch) -> None:
@@ -242,7 +242,7 @@ def test_exception_in_a_step_ends_every_request_with_a_fault(settings: Settings,
         ] * 3
         await engine.stop()
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), 240))
 
 
 @pytest.mark.parametrize(
@@ -334,4 +334,4 @@ def test_stop_while_the_model_loads_ends_the_process_at_once(settings: Settings)
             await starting
         assert not engine._channel._process.is_alive()
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), 240))

@@ -87,9 +87,9 @@ def test_quiet_worker_answers_every_request(zoo_of, rows: int, pool_pages: int, 
         engine = spawn_engine(settings)
         await engine.start()
         try:
-            ends = await asyncio.wait_for(asyncio.gather(*(ask(engine, f"q{i}") for i in range(count))), 30)
+            ends = await asyncio.wait_for(asyncio.gather(*(ask(engine, f"q{i}") for i in range(count))), 120)
             assert ends == ["length"] * count
         finally:
             await engine.stop()
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), 240))

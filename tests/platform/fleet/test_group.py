@@ -46,7 +46,7 @@ class Fleet:
         return [event.token_id for event in self.events[name] if event.token_id is not None]
 
     async def until(self, happened: Callable[[], object]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not happened():  # noqa: ASYNC110  engines have no event for this
                 await asyncio.sleep(0.001)
 

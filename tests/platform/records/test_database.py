@@ -204,7 +204,7 @@ async def test_cancelled_writer_leaves_no_lock_while_its_traceback_lives(databas
     writing.cancel()
     with pytest.raises(asyncio.CancelledError) as cancelled:
         await writing
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await add(database, tenant("next"))
     assert await names(database) == ["next"]
     del cancelled

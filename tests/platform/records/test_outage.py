@@ -150,3 +150,34 @@ async def test_outage_is_told_in_one_line(database: Database, proxy: Proxy) -> N
     assert "\n" not in str(refusal.value)
     assert refusal.value.status == 503
     assert refusal.value.retry_after
+
+
+async def test_waiting_for_a_connection_is_load_where_the_database_answers(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice as many transactions as the pool has connections, each as long as two waits for one."""
+    monkeypatch.setattr(database_module, "CONNECT_SECONDS", 1)
+    database = Database(postgres_url)
+    started, leave = asyncio.Semaphore(0), asyncio.Event()
+
+    async def occupy() -> None:
+        async with database.begin() as session:
+            await session.execute(sa.select(1))
+            started.release()
+            await leave.wait()
+
+    async def follow() -> None:
+        async with database.read() as session:
+            await session.execute(sa.select(1))
+
+    try:
+        holders = [asyncio.create_task(occupy()) for _ in range(20)]
+        for _ in holders:
+            await started.acquire()
+        others = [asyncio.create_task(follow()) for _ in range(20)]
+        done, _ = await asyncio.wait(others, timeout=2.5)
+        assert done == set()
+        leave.set()
+        await asyncio.gather(*holders, *others)
+    finally:
+        await database.close()

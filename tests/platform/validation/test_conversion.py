@@ -69,7 +69,7 @@ def test_conversion_refused_leaves_the_files_unchanged(validator, loha, tmp_path
 
 
 def test_conversion_of_an_unsupported_kind_is_refused_by_name(validator, tmp_path: Path) -> None:
-    (tmp_path / CONFIG_NAME).write_text(json.dumps({"peft_type": "BOFT"}))
+    (tmp_path / CONFIG_NAME).write_text(json.dumps({"peft_type": "ROAD"}))
     refusal = validator.examine(tmp_path, LIMITS).refusal
     assert (refusal.code, refusal.field) == ("peft_type_unsupported", "peft_type")
-    assert all(part in refusal.message for part in UNSUPPORTED_KINDS["BOFT"])
+    assert all(part in refusal.message for part in UNSUPPORTED_KINDS["ROAD"])

@@ -75,7 +75,7 @@ def test_parity_of_a_resized_embedding_passes(
     assert report.checks[-1].outcome == "passed"
 
 
-@pytest.mark.parametrize("name", ["loha", "vera", "pissa"])
+@pytest.mark.parametrize("name", ["loha", "vera", "pissa", "oft", "boft", "hra"])
 def test_parity_of_a_converted_kind_passes_against_the_original(
     comparison: Comparison, zoo: FormatZoo, name: str, tmp_path: Path
 ) -> None:

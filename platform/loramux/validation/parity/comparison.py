@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from dataclasses import replace as replaced
 from pathlib import Path
 
 import torch
+from msgspec.structs import replace
 
 from loramux.errors import Rejection
 from loramux.validation.checkpoint_files import float32_bytes, read_parameter
 from loramux.validation.jobs import ParityJob, ParitySetup
+from loramux.validation.parity.layer_by_layer import StreamedModel, compare_answers
 from loramux.validation.parity.layers import compare_layers
 from loramux.validation.parity.verdict import OUTPUTS_NOT_FINITE, PARITY_FAILED, NotRun, ParityFault, Verdict
-from loramux.validation.parity.whole_model import WholeModel
-from loramux.validation.report import Check, ReportWarning, ValidationReport
-from loramux_adapters import WEIGHTS_NAME, AdapterPlan, AdapterRejected, SafetensorsHeader, plan_adapter, read_header
+from loramux.validation.parity.whole_model import WholeModel, prompts_of
+from loramux.validation.report import TOKENS_CHECK, Check, ReportWarning, ValidationReport
+from loramux_adapters import (
+    WEIGHTS_NAME,
+    AdapterPlan,
+    AdapterRejected,
+    SafetensorsHeader,
+    inspect_adapter,
+    plan_adapter,
+    read_header,
+)
 from loramux_adapters.base import VocabularyShape
 from loramux_adapters.base_weights import BaseWeights, fit_to_base
 from loramux_adapters.components import BaseCopy
@@ -36,16 +48,22 @@ class Comparison:
 
     setup: ParitySetup
     whole: WholeModel | None
+    streamed: StreamedModel | None = None
+    """Where the serving engine's answers are compared. It has no weights, so that a job's copy costs nothing."""
 
     @classmethod
     def over(cls, setup: ParitySetup) -> Comparison:
         """Load the base whole if it is small enough; layers are read from the checkpoint job by job."""
-        small = float32_bytes(setup.model_dir) <= setup.whole_model_bytes
-        return cls(setup, WholeModel.load(setup) if small else None)
+        size = float32_bytes(setup.model_dir)
+        if size <= setup.whole_model_bytes:
+            return cls(setup, WholeModel.load(setup))
+        return cls(setup, None, StreamedModel(setup) if size <= setup.engine_bytes else None)
 
     def report(self, job: ParityJob) -> ValidationReport:
         """Compare one adapter and report."""
         try:
+            if job.answers and self.streamed is not None:
+                return _report({TOKENS_CHECK: compare_answers(self.streamed, self.setup, job)})
             check_base_copies(self.setup, job)
             return self._compare(job)
         except AdapterRejected as rejected:
@@ -56,16 +74,23 @@ class Comparison:
     def _compare(self, job: ParityJob) -> ValidationReport:
         """Compare layers first: they are cheaper and more sensitive."""
         layers = compare_layers(self.setup, job)
-        verdicts = {"parity_of_layers": layers}
-        if not (isinstance(layers, Verdict) and layers.fault):
-            verdicts["parity_of_tokens"] = (
-                self.whole.compare(job) if self.whole else NotRun("the base is too large to be run whole in a check")
-            )
-        return ValidationReport(
-            checks=tuple(_check(name, verdict) for name, verdict in verdicts.items()),
-            warnings=_warnings(layers),
-            refusal=next((_refusal(v.fault) for v in verdicts.values() if isinstance(v, Verdict) and v.fault), None),
-        )
+        report = replace(_report({"parity_of_layers": layers}), warnings=_warnings(layers))
+        if report.refusal is not None:
+            return report
+        if self.whole is not None:
+            return report.followed_by(_report({TOKENS_CHECK: self.whole.compare(job)}))
+        plan = inspect_adapter(Path(job.served), self.setup.base, job.limits)
+        if self.streamed is not None and plan.num_tokens is None and self.setup.base.vocabulary is not None:
+            return replace(report, to_answer=tuple(prompts_of(job, plan, self.setup.base.vocabulary.num_tokens)))
+        reason = "the adapter adds tokens to" if self.streamed is not None else "no setting has tokens compared on"
+        return report.followed_by(_report({TOKENS_CHECK: NotRun(f"{reason} a base that is too large to be run whole")}))
+
+
+def _report(verdicts: Mapping[str, Verdict | NotRun]) -> ValidationReport:
+    return ValidationReport(
+        checks=tuple(_check(name, verdict) for name, verdict in verdicts.items()),
+        refusal=next((_refusal(v.fault) for v in verdicts.values() if isinstance(v, Verdict) and v.fault), None),
+    )
 
 
 def _check(name: str, verdict: Verdict | NotRun) -> Check:
@@ -97,7 +122,7 @@ def check_base_copies(setup: ParitySetup, job: ParityJob) -> None:
         own = _own(setup, copy)
         if own is None or copy.key not in header.tensors:
             continue
-        only = replace(header, tensors={copy.key: header.tensors[copy.key]})
+        only = replaced(header, tensors={copy.key: header.tensors[copy.key]})
         weights = read_weights(path, only, _alone(plan, copy), own.dtype)
         fit_to_base(weights, BaseWeights({}, {copy.module: own}))
 
@@ -107,12 +132,12 @@ def _check_repeats(path: Path, plan: AdapterPlan, header: SafetensorsHeader) -> 
         if key in header.tensors:
             tensors = {name: header.tensors[name] for name in (key, original)}
             rows = tuple(part for part in plan.rows if part.key == original)
-            alone = replace(plan.on(()), rows=rows, copies=(), repeats=((key, original),))
-            read_weights(path, replace(header, tensors=tensors), alone, torch.float32)
+            alone = replaced(plan.on(()), rows=rows, copies=(), repeats=((key, original),))
+            read_weights(path, replaced(header, tensors=tensors), alone, torch.float32)
 
 
 def _alone(plan: AdapterPlan, copy: BaseCopy) -> AdapterPlan:
-    return replace(plan.on(()), copies=(copy,), repeats=())
+    return replaced(plan.on(()), copies=(copy,), repeats=())
 
 
 def _own(setup: ParitySetup, copy: BaseCopy) -> torch.Tensor | None:

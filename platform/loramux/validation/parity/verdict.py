@@ -41,7 +41,9 @@ class NotRun:
     reason: str
 
 
-def compare_tokens(ours: list[int], our_logprobs: list[float], logits: torch.Tensor) -> dict[str, float]:
+def compare_tokens(
+    ours: list[int], our_logprobs: list[float], logits: torch.Tensor, tolerance: float = LOGPROB_TOLERANCE
+) -> dict[str, float]:
     """Compare greedy tokens and their log probabilities with PEFT's float32`[tokens, vocab]` at the same positions.
 
     `differing` counts tokens that PEFT would not have chosen. A tie within the tolerance is counted apart: rounding
@@ -53,8 +55,8 @@ def compare_tokens(ours: list[int], our_logprobs: list[float], logits: torch.Ten
     error = (torch.tensor(our_logprobs, dtype=torch.float64) - theirs).abs()
     return {
         "tokens": len(ours),
-        "differing": int((behind > LOGPROB_TOLERANCE).sum()),
-        "ties": int(((behind > 0) & (behind <= LOGPROB_TOLERANCE)).sum()),
+        "differing": int((behind > tolerance).sum()),
+        "ties": int(((behind > 0) & (behind <= tolerance)).sum()),
         "largest_logprob_error": float(error.max()),
     }
 

@@ -97,31 +97,36 @@ class WholeModel:
         if self._fills_the_pool(job):
             return NotRun("the adapter is too large beside its base to be run whole in a check")
         plan = inspect_adapter(Path(job.served), self.base, job.limits)
-        special = _special_tokens(read_config(Path(job.served)), plan)
-        num_tokens = min(self.served.facts.vocab_size, plan.num_tokens or self.served.facts.vocab_size)
-        prompts = [_prompt(length, num_tokens, special) for length in PROMPT_LENGTHS]
+        prompts = prompts_of(job, plan, self.served.facts.vocab_size)
         ours = _Greedy(self.served, self.settings).answers(job.served, prompts)
         if isinstance(ours, ParityFault):
             return Verdict(METHOD, {}, ours)
         asked = list(zip(prompts, ours, strict=True))
         if plan.num_tokens is not None:
             self.reference.resize_token_embeddings(plan.num_tokens, mean_resizing=False)  # the file has every row
-        base = torch.cat([_logits(self.reference, *one) for one in asked])  # before an adapter changes its weights
+        base = torch.cat([logits_of(self.reference, *one) for one in asked])  # before an adapter changes its weights
         config = peft.PeftConfig.from_pretrained(job.uploaded)
         if getattr(config, "init_lora_weights", True) is False:
             config.init_lora_weights = True  # modules that the file lacks would get random weights otherwise
         model = peft.PeftModel.from_pretrained(self.reference, job.uploaded, config=config).eval()
-        logits = torch.cat([_logits(model, *one) for one in asked])
+        logits = torch.cat([logits_of(model, *one) for one in asked])
         if not torch.isfinite(logits).all():
             return Verdict(METHOD, {}, ParityFault(OUTPUTS_NOT_FINITE, "PEFT's own forward gives NaN or infinity"))
         tokens = [token for answer in ours for token in answer.tokens]
         figures = compare_tokens(tokens, [logprob for answer in ours for logprob in answer.logprobs], logits)
-        return Verdict(METHOD, figures | {"mean_divergence_from_base": _divergence(logits, base)}, _fault(figures))
+        return Verdict(METHOD, figures | {"mean_divergence_from_base": divergence(logits, base)}, token_fault(figures))
 
     def _fills_the_pool(self, job: ParityJob) -> bool:
         tensors = read_header(Path(job.served) / WEIGHTS_NAME).tensors.values()
         needed = sum(4 * math.prod(tensor.shape) for tensor in tensors)
         return 2 * needed > (self.settings.engine.pool_bytes or 0)
+
+
+def prompts_of(job: ParityJob, plan: AdapterPlan, vocab_size: int) -> list[list[int]]:
+    """Return the prompts that show the adapter's effect."""
+    special = _special_tokens(read_config(Path(job.served)), plan)
+    num_tokens = min(vocab_size, plan.num_tokens or vocab_size)
+    return [_prompt(length, num_tokens, special) for length in PROMPT_LENGTHS]
 
 
 def _prompt(length: int, num_tokens: int, special: Sequence[int]) -> list[int]:
@@ -174,7 +179,7 @@ class _Greedy:
 
 
 @torch.inference_mode()
-def _logits(model: peft.PeftModel | PreTrainedModel, prompt: list[int], answer: GreedyOutput) -> torch.Tensor:
+def logits_of(model: peft.PeftModel | PreTrainedModel, prompt: list[int], answer: GreedyOutput) -> torch.Tensor:
     """Return float32`[tokens, vocab]`: the model's logits at the position of each token of `answer`."""
     ids = torch.tensor([prompt + answer.tokens[:-1]])
     offset = None
@@ -185,18 +190,19 @@ def _logits(model: peft.PeftModel | PreTrainedModel, prompt: list[int], answer: 
     return model(input_ids=ids, use_cache=False, **keywords).logits[0, len(prompt) - 1 :].float()
 
 
-def _divergence(logits: torch.Tensor, base: torch.Tensor) -> float:
+def divergence(logits: torch.Tensor, base: torch.Tensor) -> float:
     """Return the mean Kullback-Leibler divergence from the base's next-token distribution, in nats."""
     adapted, unchanged = logits.double().log_softmax(-1), base.double().log_softmax(-1)
     return float((adapted.exp() * (adapted - unchanged)).sum(-1).mean())
 
 
-def _fault(figures: dict[str, float]) -> ParityFault | None:
+def token_fault(figures: dict[str, float], tolerance: float = LOGPROB_TOLERANCE) -> ParityFault | None:
+    """Return the fault of a comparison by compare_tokens, if it shows one."""
     error = figures["largest_logprob_error"]
-    if not figures["differing"] and math.isfinite(error) and error <= LOGPROB_TOLERANCE:
+    if not figures["differing"] and math.isfinite(error) and error <= tolerance:
         return None
     sentence = (
         f"{figures['differing']:g} of {figures['tokens']:g} greedy tokens are not PEFT's, and their log probabilities "
-        f"are up to {error:.2g} apart, where {LOGPROB_TOLERANCE:g} is allowed"
+        f"are up to {error:.2g} apart, where {tolerance:.2g} is allowed"
     )
     return ParityFault(PARITY_FAILED, sentence)

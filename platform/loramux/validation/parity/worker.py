@@ -8,6 +8,7 @@ from collections.abc import Callable
 import msgspec
 import torch
 import transformers
+from peft.tuners.boft import layer as boft
 from transformers.utils.logging import disable_progress_bar
 
 from loramux.validation.jobs import ParityJob, ParitySetup
@@ -22,5 +23,7 @@ def prepare(setup: bytes) -> Callable[[bytes], bytes]:
     warnings.simplefilter("ignore")  # advice for training does not belong in a server's log
     transformers.logging.set_verbosity_error()
     disable_progress_bar()
+    # PEFT would build a CUDA extension here, for forms of BOFT that are refused. False: there is none.
+    boft._FBD_CUDA = False
     comparison = Comparison.over(msgspec.json.decode(setup, type=ParitySetup))
     return lambda job: msgspec.json.encode(comparison.report(msgspec.json.decode(job, type=ParityJob)))
