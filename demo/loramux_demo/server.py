@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,10 @@ from loramux_demo.assets import MODEL_NAME, OWNERS, base_folder
 
 HOST = "127.0.0.1"
 POOL_BYTES = 256 << 20
+CUSTOMER, OPERATOR = "acme", "operator"
+CUSTOMER_SCOPES = (
+    *("inference", "adapters", "usage", "keys", "projects", "members", "limits", "billing", "audit", "webhooks"),
+)
 LORAMUX = (sys.executable, "-m", "loramux_api")
 """The `loramux` command of this environment."""
 START_SECONDS = 300.0
@@ -100,6 +104,32 @@ def create_customers(workspace: Workspace) -> dict[str, str]:
         workspace.loramux("tenant", "create", tenant)
         keys[tenant] = workspace.loramux("key", "create", "--tenant", tenant)["key"]
     return keys
+
+
+def console_keys(workspace: Workspace) -> dict[str, str]:
+    """Create the keys that the console's sign-in links stand for: a customer with every scope, and the operator."""
+    workspace.loramux("tenant", "create", OPERATOR)
+    scopes = {CUSTOMER: CUSTOMER_SCOPES, OPERATOR: ("operator", *CUSTOMER_SCOPES)}
+    return {
+        tenant: workspace.loramux(
+            "key", "create", "--tenant", tenant, "--name", "console", *_repeated("--scope", names)
+        )["key"]
+        for tenant, names in scopes.items()
+    }
+
+
+def sign_in_links(workspace: Workspace, keys: dict[str, str]) -> dict[str, str]:
+    """Return a link for each key, which signs a browser in once."""
+    links = {}
+    for tenant, key in keys.items():
+        made = httpx.post(f"{workspace.url}/console/links", headers={"Authorization": f"Bearer {key}"}, trust_env=False)
+        made.raise_for_status()
+        links[tenant] = workspace.url + made.json()["path"]
+    return links
+
+
+def _repeated(option: str, values: Iterable[str]) -> list[str]:
+    return [word for value in values for word in (option, value)]
 
 
 def free_port(wanted: int | None) -> int:

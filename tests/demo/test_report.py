@@ -95,10 +95,10 @@ def test_usage_of_responses_is_summed_by_tenant_and_model():
     assert usage_of(answers) == [UsageRow("acme", "m@1", 6, 8, 2), UsageRow("globex", "m@1", 3, 4, 1)]
 
 
-def printed(report, *, serving=False):
+def printed(report, *, links=None):
     text = io.StringIO()
     keys = {tenant: f"sk-lm-{tenant}" for tenant in OWNERS}
-    show(report, keys, Console(file=text, width=160), serving=serving)
+    show(report, keys, Console(file=text, width=160), links=links or {})
     return text.getvalue()
 
 
@@ -112,8 +112,9 @@ def test_show_prints_answers_figures_and_usage():
     assert "curl" not in text
 
 
-def test_show_while_serving_prints_curl_lines():
-    text = printed(a_report(), serving=True)
+def test_show_while_serving_prints_curl_lines_and_sign_in_links():
+    text = printed(a_report(), links={"acme": "http://127.0.0.1:1/console/#sign-in=secret"})
+    assert "http://127.0.0.1:1/console/#sign-in=secret" in text
     assert "curl http://127.0.0.1:1/v1/chat/completions -H 'Authorization: Bearer sk-lm-acme'" in text
     assert "Bearer sk-lm-globex" in text
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 
 from litestar import Controller, delete, get, patch, post, put
 from litestar.di import NamedDependency
@@ -37,6 +38,7 @@ from loramux_api.schemas.limits import (
     budget_state_object,
     limit_object,
 )
+from loramux_api.schemas.overview import OverviewObject, overview_object
 from loramux_api.schemas.strict import StrictJSON
 from loramux_api.schemas.tenancy import (
     AuditObject,
@@ -171,6 +173,15 @@ class AdminController(Controller):
     path = "/admin"
     tags = ("Admin",)
     guards = (requires("operator"),)
+
+    @get("/overview", summary="Overview", responses=PROBLEMS)
+    async def overview(
+        self, platform: NamedDependency[Platform], operators: NamedDependency[Tenants]
+    ) -> OverviewObject:
+        """Return health, queues, pools, and service by tenant, of all engines of this server at this moment."""
+        names = {tenant.id: tenant.name for tenant in await operators.list_tenants()}
+        reachable = await platform.is_database_reachable()
+        return overview_object(platform, names, at=time.time(), reachable=reachable)
 
     @delete("/keys/{key_id:str}", status_code=200, summary="Revoke a key", responses=PROBLEMS)
     async def revoke_key(self, key_id: FromPath[str], operators: NamedDependency[Tenants]) -> KeyObject:

@@ -293,7 +293,7 @@ async def renew_pepper(settings: Settings) -> int:
 
 async def _open_tenants(settings: Settings, database: records.Database) -> Tenants:
     pepper = await open_pepper(database, Path(settings.records.pepper_file))
-    return Tenants(database, pepper, settings.issuers)
+    return Tenants(database, pepper, settings.issuers, settings.console)
 
 
 @asynccontextmanager

@@ -103,6 +103,11 @@ class CredentialRepository:
         statement = _keys().where(KeyRow.mac == mac, KeyRow.revoked_at.is_(None))
         return (await self._session.execute(statement)).one_or_none()
 
+    async def key_of_id(self, tenant: TenantId, id: str) -> Row[KeyRow, TenantRow, TierRow, ProjectRow] | None:
+        """Return the tenant's key of that id unless it is revoked, with its tenant, tier and project."""
+        statement = _keys().where(KeyRow.tenant_id == tenant, KeyRow.id == id, KeyRow.revoked_at.is_(None))
+        return (await self._session.execute(statement)).one_or_none()
+
     async def newest_key(
         self, tenant: TenantId, line: str, now: int
     ) -> Row[KeyRow, TenantRow, TierRow, ProjectRow] | None:

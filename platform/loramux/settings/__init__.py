@@ -6,6 +6,7 @@ from loramux.settings.file import Settings, SettingsError, ensure_files, load_se
 from loramux.settings.privacy import PrivacySettings
 from loramux.settings.server import (
     BillingSettings,
+    ConsoleSettings,
     IssuerSettings,
     RecordsSettings,
     ServerSettings,
@@ -33,6 +34,7 @@ __all__ = [
     "BucketSettings",
     "ClassDeadlines",
     "ClassShares",
+    "ConsoleSettings",
     "EngineRange",
     "EngineSettings",
     "HubSettings",

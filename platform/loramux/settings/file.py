@@ -16,6 +16,7 @@ from loramux.settings.batches import BatchSettings
 from loramux.settings.privacy import PrivacySettings
 from loramux.settings.server import (
     BillingSettings,
+    ConsoleSettings,
     IssuerSettings,
     LogSettings,
     RecordsSettings,
@@ -52,6 +53,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Of a file with `[[bases]]`: the first of them."""
     bases: tuple[BaseSettings, ...] = ()
     server: ServerSettings = ServerSettings()
+    console: ConsoleSettings = ConsoleSettings()
     logging: LogSettings = LogSettings()
     tracing: TracingSettings = TracingSettings()
     engine: EngineSettings = EngineSettings()

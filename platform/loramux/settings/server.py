@@ -109,6 +109,19 @@ class IssuerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Values of the claim that make a member an operator; none: no member is one."""
 
 
+class ConsoleSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The web console at /console, and the life of its sessions."""
+
+    enabled: bool = True
+    """Serve the console."""
+    idle_seconds: Annotated[int, Meta(ge=60, le=30 * 86_400)] = 7200
+    """A session ends when it was not used for so long."""
+    session_seconds: Annotated[int, Meta(ge=60, le=30 * 86_400)] = 43_200
+    """A session ends after so long, however much it is used."""
+    public_url: HttpUrl | None = None
+    """The server's address in browsers, such as https://llm.example.com: signing in through OIDC returns to it."""
+
+
 class SinkSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A sink: an outside service that receives usage."""
 

@@ -27,6 +27,7 @@ from loramux.tenants.errors import (
 )
 from loramux.tenants.keys import KeyRequest, Keys
 from loramux.tenants.secrets import open_pepper, replace_pepper
+from loramux.tenants.sessions import OpenedLink, Session, Sessions
 from loramux.tenants.tenants import SERVICE_CLASSES, Tenants, Tiers, system_principal
 
 __all__ = [
@@ -56,6 +57,7 @@ __all__ = [
     "Members",
     "NotFound",
     "NotPermitted",
+    "OpenedLink",
     "Origin",
     "PepperError",
     "Principal",
@@ -64,6 +66,8 @@ __all__ = [
     "ProjectNotFound",
     "Projects",
     "Role",
+    "Session",
+    "Sessions",
     "StillNeeded",
     "Tenant",
     "TenantExists",

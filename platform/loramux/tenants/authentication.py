@@ -116,7 +116,7 @@ class Authenticator:
         if found is None:
             why = "the API key is unknown or was revoked; ask your operator for a new one"
             raise InvalidKey(f"{_INCORRECT}: {why}", FIELD)
-        principal = _principal_of_key(found, self._database.now(), credential.origin)
+        principal = principal_of_key(found, self._database.now(), credential.origin)
         self._last_use.note(principal.key_id, self._database.now())
         return principal
 
@@ -132,10 +132,10 @@ class Authenticator:
             key = await credentials.newest_key(tenant, owner, now)
             member = await credentials.member(tenant, owner, project) if key is None else None
         if key is not None:
-            return _principal_of_key(key, now, Origin())
+            return principal_of_key(key, now, Origin())
         if member is None:
             raise InvalidKey("the key was revoked or has expired, or the member was removed", FIELD)
-        return _principal_of_member(member, is_operator=False, origin=Origin())
+        return principal_of_member(member, is_operator=False, origin=Origin())
 
     async def _person(self, credential: Credential) -> Principal:
         person = await self._verifier.verify(credential.secret)
@@ -143,10 +143,10 @@ class Authenticator:
         async with self._database.read() as session:
             found = await CredentialRepository(session).person(person.issuer, person.subject, project[:80])
         chosen = _chosen(found, credential.organization)
-        return _principal_of_member(chosen, is_operator=person.is_operator, origin=credential.origin)
+        return principal_of_member(chosen, is_operator=person.is_operator, origin=credential.origin)
 
 
-def _principal_of_key(found: Row[KeyRow, TenantRow, TierRow, ProjectRow], now: int, origin: Origin) -> Principal:
+def principal_of_key(found: Row[KeyRow, TenantRow, TierRow, ProjectRow], now: int, origin: Origin) -> Principal:
     """Return the caller with this key. Raises InvalidKey, TenantSuspended."""
     key, tenant, tier, project = found
     if key.expires_at is not None and key.expires_at <= now:
@@ -178,7 +178,7 @@ def _principal_of_key(found: Row[KeyRow, TenantRow, TierRow, ProjectRow], now: i
     )
 
 
-def _principal_of_member(found: Membership, *, is_operator: bool, origin: Origin) -> Principal:
+def principal_of_member(found: Membership, *, is_operator: bool, origin: Origin) -> Principal:
     """Return a person as a caller. Raises TenantSuspended."""
     member, tenant, tier, project = found
     _ensure_active(tenant)

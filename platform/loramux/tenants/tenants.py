@@ -13,7 +13,7 @@ from loramux.records.identity import GRAMMAR_IN_WORDS, is_name, new_id
 from loramux.records.keys import owner_of_key
 from loramux.records.service_tiers import ALLOWED_AT_FIRST, CHOSEN
 from loramux.records.tenants import ProjectRepository, ProjectRow, TenantRepository, TenantRow, TierRepository, TierRow
-from loramux.settings import IssuerSettings
+from loramux.settings import ConsoleSettings, IssuerSettings
 from loramux.tenants.account import Account
 from loramux.tenants.audit import AuditLog, Change, Changes
 from loramux.tenants.authentication import Authenticator, Credential, LastUse
@@ -22,6 +22,7 @@ from loramux.tenants.entities import Key, Tenant, Tier, project_of, tenant_of, t
 from loramux.tenants.errors import InvalidTenant, KeyNotFound, StillNeeded, TenantExists, TenantNotFound, TierNotFound
 from loramux.tenants.keys import DEFAULT_PROJECT, KeyRequest, Keys
 from loramux.tenants.oidc import TokenVerifier
+from loramux.tenants.sessions import Sessions
 
 SYSTEM_ACTOR = "system"
 SERVICE_CLASSES = ("interactive", "standard", "batch")
@@ -92,7 +93,13 @@ class Tenants:
     The author of changes is the local user, unless `as_operator` names another.
     """
 
-    def __init__(self, database: Database, pepper: bytes, issuers: Sequence[IssuerSettings] = ()) -> None:
+    def __init__(
+        self,
+        database: Database,
+        pepper: bytes,
+        issuers: Sequence[IssuerSettings] = (),
+        console: ConsoleSettings | None = None,
+    ) -> None:
         self.last_use = LastUse(database)
         self.audit = AuditLog(database)
         self._database = database
@@ -100,6 +107,7 @@ class Tenants:
         self._verifier = TokenVerifier(issuers)
         self._authenticator = Authenticator(database, pepper, self._verifier, self.last_use)
         self._changes = Changes.local(database)
+        self.sessions = Sessions(database, pepper, console or ConsoleSettings())
 
     async def aclose(self) -> None:
         """Write when keys were last used, and close the connections to issuers."""

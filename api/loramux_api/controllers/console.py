@@ -1,0 +1,164 @@
+"""/console: the web console's pages, and the sessions of the browsers that are signed in."""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+from importlib.metadata import version
+from typing import Any
+
+from litestar import Controller, MediaType, Request, Response, delete, get, post
+from litestar.datastructures import Cookie, State
+from litestar.di import NamedDependency
+from litestar.params import FromPath, FromQuery, JSONBody
+
+from loramux.gateway import InvalidRequest, Platform
+from loramux.tenants import Credential, InvalidKey, Principal, Session
+from loramux_api.auth import COOKIE, ensure_same_origin, origin_of, requires, session_of
+from loramux_api.console_files import MISSING, ConsoleFiles, content_security_policy, new_nonce
+from loramux_api.openapi import REFUSALS
+from loramux_api.schemas.console import (
+    LinkObject,
+    SessionObject,
+    SignInBody,
+    ViewBody,
+    session_object,
+)
+from loramux_api.schemas.strict import StrictJSON
+
+AnyRequest = Request[Any, Any, Any]
+
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
+PAGE_HEADERS = {
+    "Cache-Control": "no-cache",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), geolocation=(), microphone=(), payment=(), usb=()",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
+NO_STORE = {"Cache-Control": "no-store"}
+
+
+class ConsoleController(Controller):
+    """The pages: one HTML document for every address below /console, and the built files."""
+
+    path = "/console"
+    include_in_schema = False
+
+    @get(["/", "/{path:path}"], media_type=MediaType.HTML)
+    async def page(self, request: AnyRequest, state: State, path: FromPath[str] = "/") -> Response[bytes]:
+        """Return a built file, or the page that shows the address."""
+        files: ConsoleFiles = state.console_files
+        if not await asyncio.to_thread(lambda: files.is_built):
+            headers = PAGE_HEADERS | {"Content-Security-Policy": "default-src 'none'"}
+            return Response(MISSING.encode(), status_code=503, headers=headers, media_type=MediaType.HTML)
+        file = await asyncio.to_thread(files.file, path.strip("/"))
+        if file is None or path.strip("/") == "index.html":
+            return _document(files)
+        headers = PAGE_HEADERS | {"Vary": "Accept-Encoding"}
+        if file.is_immutable:
+            headers["Cache-Control"] = "public, max-age=31536000, immutable"
+        accepted = request.headers.get("accept-encoding", "")
+        encoding = next((one for one in file.encoded if one in accepted), None)
+        if encoding is not None:
+            headers["Content-Encoding"] = encoding
+        content = file.content if encoding is None else file.encoded[encoding]
+        return Response(content, headers=headers, media_type=file.media_type)
+
+
+class ConsoleSessionController(Controller):
+    """Signing in and out."""
+
+    path = "/console"
+    tags = ("Console",)
+
+    @post("/session", dto=StrictJSON[SignInBody], return_dto=None, status_code=201, summary="Sign in")
+    async def sign_in(
+        self, request: AnyRequest, data: JSONBody[SignInBody], platform: NamedDependency[Platform]
+    ) -> Response[SessionObject]:
+        """Open a session with an API key or a sign-in link, and set its cookie."""
+        ensure_same_origin(request)
+        sessions = platform.tenants.sessions
+        if (data.key is None) == (data.link is None):
+            raise InvalidRequest("Send either 'key' or 'link'.", field="key", code="invalid_value")
+        if data.link is not None:
+            caller = await sessions.holder_of_link(data.link, origin_of(request))
+        else:
+            credential = Credential(secret=(data.key or "").strip(), origin=origin_of(request))
+            caller = await platform.tenants.authenticate(credential)
+            if caller.role is not None:
+                raise InvalidKey("that is a token, and the console wants an API key, which begins with sk-lm-", "key")
+        secret = await sessions.open(caller)
+        session = await sessions.find(secret, origin_of(request))
+        return Response(
+            _described(platform, session, secret),
+            cookies=[session_cookie(request, secret)],
+            headers=NO_STORE,
+            status_code=201,
+        )
+
+    @get("/session", summary="Describe the session", responses=REFUSALS)
+    async def describe(self, request: AnyRequest, platform: NamedDependency[Platform]) -> Response[SessionObject]:
+        """Return the session of the browser's cookie, with the token that changes need."""
+        session = await session_of(request)
+        return Response(_described(platform, session, request.cookies[COOKIE]), headers=NO_STORE)
+
+    @delete("/session", status_code=200, summary="Sign out", responses=REFUSALS)
+    async def sign_out(
+        self, request: AnyRequest, platform: NamedDependency[Platform], everywhere: FromQuery[bool] = False
+    ) -> Response[None]:
+        """End the session, or with `everywhere` all sessions of the same key or member, and remove the cookie."""
+        await session_of(request)
+        secret = request.cookies[COOKIE]
+        await platform.tenants.sessions.end(secret, origin_of(request), all_of_holder=everywhere)
+        gone = session_cookie(request, "", max_age=0)
+        return Response(None, status_code=HTTPStatus.OK, cookies=[gone], headers=NO_STORE)
+
+    @post("/views", dto=StrictJSON[ViewBody], return_dto=None, status_code=200, summary="Look at a tenant's pages")
+    async def view(
+        self, request: AnyRequest, data: JSONBody[ViewBody], platform: NamedDependency[Platform]
+    ) -> SessionObject:
+        """Let an operator's session read a tenant's pages, with the header X-View-Tenant. The audit log says so."""
+        session = await session_of(request)
+        if "operator" not in session.principal.scopes:
+            raise InvalidRequest("Only operators look at other tenants' pages.", field="tenant", code="not_allowed")
+        session = await platform.tenants.sessions.view(session, data.tenant)
+        return _described(platform, session, request.cookies[COOKIE])
+
+
+class ConsoleLinkController(Controller):
+    """Links that sign a browser in."""
+
+    path = "/console/links"
+    tags = ("Console",)
+
+    @post(guards=[requires("read")], status_code=201, summary="Make a sign-in link", responses=REFUSALS)
+    async def make(self, principal: NamedDependency[Principal], platform: NamedDependency[Platform]) -> LinkObject:
+        """Return a link that opens one session with the rights of this key, within an hour."""
+        link = await platform.tenants.sessions.open_link(principal)
+        return LinkObject(path=f"/console/#sign-in={link.secret}", ends_at=link.ends_at // 1_000_000)
+
+
+def session_cookie(request: AnyRequest, secret: str, max_age: int | None = None) -> Cookie:
+    """Return the session's cookie: for this server only, out of scripts' reach, over TLS but on this machine.
+
+    It has no expiry of its own: the server ends sessions, and the browser forgets it when it closes.
+    """
+    host = request.headers.get("host", "").rpartition(":")[0] or request.headers.get("host", "")
+    is_local = request.scope["scheme"] == "http" and host in LOCAL_HOSTS
+    return Cookie(
+        key=COOKIE, value=secret, path="/", httponly=True, samesite="strict", secure=not is_local, max_age=max_age
+    )
+
+
+def _described(platform: Platform, session: Session, secret: str) -> SessionObject:
+    token = platform.tenants.sessions.csrf_token(secret)
+    return session_object(session, token, list(platform.bases), version("loramux"))
+
+
+def _document(files: ConsoleFiles) -> Response[bytes]:
+    nonce = new_nonce()
+    headers = PAGE_HEADERS | {"Content-Security-Policy": content_security_policy(nonce)}
+    return Response(files.page(nonce), headers=headers, media_type=MediaType.HTML)

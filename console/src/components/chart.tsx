@@ -1,0 +1,121 @@
+// Stacked bars over time, and the same figures as a table for readers without the picture.
+import { Box, useComputedColorScheme, useMantineTheme, VisuallyHidden } from "@mantine/core";
+import { BarController, BarElement, CategoryScale, Chart, Legend, LinearScale, Tooltip } from "chart.js";
+import { useEffect, useRef } from "react";
+import * as format from "../format";
+
+Chart.defaults.font.family = "'Inter Variable', system-ui, sans-serif";
+Chart.register(BarController, BarElement, CategoryScale, Legend, LinearScale, Tooltip);
+
+const COLORS = ["teal.6", "indigo.5", "orange.5", "grape.5", "cyan.6", "pink.5"];
+const MOST_SERIES = COLORS.length;
+const OTHERS = "others";
+
+export interface Point {
+  at: number;
+  values: Record<string, number>;
+}
+
+interface Properties {
+  label: string;
+  points: Point[];
+  hourly: boolean;
+  height?: number;
+  show?: (value: number) => string;
+}
+
+export default function TimeBars({ label, points, hourly, height = 260, show = format.count }: Properties) {
+  const canvas = useRef<HTMLCanvasElement>(null);
+  const chart = useRef<Chart<"bar"> | null>(null);
+  const theme = useMantineTheme();
+  const isDark = useComputedColorScheme("light") === "dark";
+
+  useEffect(() => {
+    const made = new Chart(canvas.current!, { type: "bar", data: { labels: [], datasets: [] } });
+    chart.current = made;
+    return () => made.destroy();
+  }, []);
+
+  useEffect(() => {
+    const ink = isDark ? theme.colors.dark[1] : theme.colors.gray[7];
+    const lines = isDark ? theme.colors.dark[5] : theme.colors.gray[2];
+    const names = seriesOf(points);
+    const shown = chart.current!;
+    shown.data.labels = points.map((point) => (hourly ? format.clockOf(point.at) : format.dayOf(point.at)));
+    shown.data.datasets = names.map((name, place) => {
+      const [color, shade] = COLORS[place % COLORS.length]!.split(".") as [string, string];
+      return {
+        label: name,
+        data: points.map((point) => valueOf(point, name, names)),
+        backgroundColor: name === OTHERS ? ink : theme.colors[color]![Number(shade)],
+        maxBarThickness: 32,
+        borderRadius: 2,
+      };
+    });
+    shown.options = {
+      animation: false,
+      maintainAspectRatio: false,
+      interaction: { mode: "index", intersect: false },
+      plugins: {
+        legend: { display: names.length > 1, align: "start", labels: { color: ink, boxWidth: 10, boxHeight: 10 } },
+        tooltip: {
+          filter: (item) => Number(item.raw) > 0,
+          callbacks: { label: (item) => `${item.dataset.label}: ${show(Number(item.raw))}` },
+        },
+      },
+      scales: {
+        x: { stacked: true, grid: { display: false }, ticks: { color: ink, maxRotation: 0, autoSkipPadding: 24 } },
+        y: {
+          stacked: true,
+          beginAtZero: true,
+          border: { display: false },
+          grid: { color: lines },
+          ticks: { color: ink, maxTicksLimit: 6, callback: (value) => format.short(Number(value)) },
+        },
+      },
+    };
+    shown.update();
+  }, [points, hourly, isDark, show, theme]);
+
+  return (
+    <Box component="figure" m={0} aria-label={label}>
+      <Box h={height} pos="relative" aria-hidden>
+        <canvas ref={canvas} />
+      </Box>
+      <VisuallyHidden>
+        <table>
+          <caption>{label}</caption>
+          <tbody>
+            {points
+              .filter((point) => Object.values(point.values).some((value) => value > 0))
+              .map((point) => (
+                <tr key={point.at}>
+                  <th scope="row">{format.date(point.at)}</th>
+                  <td>
+                    {Object.entries(point.values)
+                      .map(([name, value]) => `${name}: ${show(value)}`)
+                      .join(", ")}
+                  </td>
+                </tr>
+              ))}
+          </tbody>
+        </table>
+      </VisuallyHidden>
+    </Box>
+  );
+}
+
+/** The names with the largest sums; the rest are `others` together. */
+function seriesOf(points: Point[]): string[] {
+  const totals = new Map<string, number>();
+  for (const point of points) {
+    for (const [name, value] of Object.entries(point.values)) totals.set(name, (totals.get(name) ?? 0) + value);
+  }
+  const sorted = [...totals.keys()].sort((a, b) => totals.get(b)! - totals.get(a)!);
+  return sorted.length <= MOST_SERIES ? sorted : [...sorted.slice(0, MOST_SERIES - 1), OTHERS];
+}
+
+function valueOf(point: Point, name: string, names: string[]): number {
+  if (name !== OTHERS) return point.values[name] ?? 0;
+  return Object.entries(point.values).reduce((sum, [one, value]) => (names.includes(one) ? sum : sum + value), 0);
+}

@@ -1,0 +1,112 @@
+import { Button, Group, Text } from "@mantine/core";
+import { useDisclosure } from "@mantine/hooks";
+import { IconStack2, IconUpload } from "@tabler/icons-react";
+import { keepPreviousData, useQuery } from "@tanstack/react-query";
+import { lazy, Suspense, useState } from "react";
+import { Link } from "wouter";
+import { adaptersOf, api, unwrap, type Adapter } from "../api/client";
+import { DataTable, Empty, Loaded, Page, Section, State, When } from "../components/ui";
+import * as format from "../format";
+import { useSession } from "../session";
+
+const Upload = lazy(() => import("../components/upload"));
+const PAGE = 50;
+
+/** A tenant's adapters, a page at a time: there may be ten thousand. */
+export function Adapters() {
+  const { can, tenant } = useSession();
+  const [path, setPath] = useState<string[]>([]);
+  const after = path.at(-1);
+  const [isUploading, upload] = useDisclosure(location.search === "?upload");
+  const adapters = useQuery({
+    queryKey: ["adapters", "page", tenant, after],
+    queryFn: () => unwrap(api.GET("/v1/adapters", { params: { query: { limit: PAGE, after } } })),
+    refetchInterval: 10_000,
+    placeholderData: keepPreviousData,
+  });
+  const open = (
+    <Button leftSection={<IconUpload size={16} />} onClick={upload.open}>
+      Upload an adapter
+    </Button>
+  );
+  return (
+    <Page title="Adapters" about="Fine-tunes that this server answers with, by name." actions={can("adapters") && open}>
+      {isUploading && (
+        <Suspense>
+          <Upload onClose={upload.close} />
+        </Suspense>
+      )}
+      <Section title={path.length === 0 ? "By name" : `By name, page ${path.length + 1}`}>
+        <Loaded query={adapters} height={400}>
+          {(page) =>
+            page.data.length === 0 && path.length === 0 ? (
+              <Empty icon={IconStack2} title="No adapter yet" action={can("adapters") && open}>
+                An adapter is a fine-tune that PEFT has saved: adapter_config.json and adapter_model.safetensors. Upload
+                both files, and call it as {tenant}/name a moment later.
+              </Empty>
+            ) : (
+              <>
+                <Listing rows={adaptersOf(page)} />
+                <Group justify="space-between" mt="md">
+                  <Button variant="default" disabled={path.length === 0} onClick={() => setPath(path.slice(0, -1))}>
+                    Previous
+                  </Button>
+                  <Text size="sm" c="dimmed">
+                    {PAGE} on a page
+                  </Text>
+                  <Button
+                    variant="default"
+                    disabled={!page.has_more || page.last_id === null}
+                    onClick={() => setPath([...path, page.last_id!])}
+                  >
+                    Next
+                  </Button>
+                </Group>
+              </>
+            )
+          }
+        </Loaded>
+      </Section>
+    </Page>
+  );
+}
+
+function Listing({ rows }: { rows: Adapter[] }) {
+  return (
+    <DataTable
+      label="Adapters"
+      rows={rows}
+      keyOf={(adapter) => adapter.id}
+      columns={[
+        {
+          title: "Name",
+          cell: (adapter) => (
+            <Link href={`/adapters/${format.localName(adapter.name)}`} className="row-link">
+              {format.localName(adapter.name)}
+            </Link>
+          ),
+        },
+        { title: "State", width: 110, cell: (adapter) => <State value={adapter.state} /> },
+        { title: "Answers", width: 170, cell: (adapter) => <Answers adapter={adapter} /> },
+        { title: "Rank", width: 80, number: true, cell: (adapter) => format.count(adapter.rank) },
+        { title: "Size", width: 110, number: true, cell: (adapter) => format.bytes(adapter.size_bytes) },
+        { title: "Uploaded", width: 140, number: true, cell: (adapter) => <When at={adapter.created_at} /> },
+      ]}
+    />
+  );
+}
+
+/** The revisions behind the default alias: `@3`, or `@3 90%, @4 10%` with a canary. */
+function Answers({ adapter }: { adapter: Adapter }) {
+  const targets = adapter.aliases.find((alias) => alias.name === "default")?.targets ?? [];
+  const whole = targets.reduce((sum, target) => sum + target.weight, 0);
+  const text =
+    targets.length < 2
+      ? `@${adapter.revision}`
+      : targets.map((target) => `@${target.revision} ${format.share(target.weight / whole)}`).join(", ");
+  return (
+    <Text size="sm" className="figure">
+      {text}
+    </Text>
+  );
+}
