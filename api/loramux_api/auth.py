@@ -72,9 +72,7 @@ async def session_of(connection: Connection) -> Session:
     secret = connection.cookies.get(COOKIE, "")
     sessions = platform_of(connection).tenants.sessions
     session = await sessions.find(secret, origin_of(connection))
-    if connection.scope["method"] not in SAFE_METHODS and not sessions.is_csrf_token(
-        secret, connection.headers.get(CSRF_HEADER, "")
-    ):
+    if not _is_safe(connection) and not sessions.is_csrf_token(secret, connection.headers.get(CSRF_HEADER, "")):
         raise NotAllowed(
             f"The header {CSRF_HEADER} must have the session's token; reload the page.", code="csrf_token_invalid"
         )
@@ -97,6 +95,11 @@ def ensure_same_origin(connection: Connection) -> None:
         raise NotAllowed("Only the console's own pages may sign in.", code="cross_site_request")
 
 
+def _is_safe(connection: Connection) -> bool:
+    """Return whether the request only reads."""
+    return connection.scope.get("method") in SAFE_METHODS
+
+
 def _ensure_own_page(connection: Connection) -> None:
     if connection.headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
         raise NotAllowed("Another site's page has sent this request.", code="cross_site_request")
@@ -111,7 +114,7 @@ async def _authenticated(platform: Platform, connection: Connection) -> Principa
     viewed = connection.headers.get(VIEW_HEADER)
     if viewed is None:
         return session.principal
-    if connection.scope["method"] not in SAFE_METHODS:
+    if not _is_safe(connection):
         raise NotAllowed(f"You look at {viewed[:80]}'s pages, and change nothing there.", code="read_only_view")
     return await platform.tenants.sessions.principal_viewing(session, viewed)
 

@@ -179,7 +179,7 @@ class AdminController(Controller):
         self, platform: NamedDependency[Platform], operators: NamedDependency[Tenants]
     ) -> OverviewObject:
         """Return health, queues, pools, and service by tenant, of all engines of this server at this moment."""
-        names = {tenant.id: tenant.name for tenant in await operators.list_tenants()}
+        names = {str(tenant.id): tenant.name for tenant in await operators.list_tenants()}
         reachable = await platform.is_database_reachable()
         return overview_object(platform, names, at=time.time(), reachable=reachable)
 
