@@ -15,11 +15,10 @@ from litestar.types import AsyncAnyCallable
 from loramux.gateway import NotAllowed, Platform
 from loramux.tenants import SCOPES, Credential, InvalidKey, Origin, Principal, Session
 from loramux_api.bodies import SMALL_BODY_BYTES
-from loramux_api.headers import FROM_CONSOLE, traceable_id
+from loramux_api.headers import FROM_CONSOLE, SESSION_COOKIE, traceable_id
 
 Connection = ASGIConnection[Any, Any, Any, Any]
 
-COOKIE = "loramux_session"
 CSRF_HEADER = "x-csrf-token"
 VIEW_HEADER = "x-view-tenant"
 """An operator's: the tenant that it looks at, read-only."""
@@ -69,7 +68,7 @@ def principal_of(request: Connection) -> Principal:
 async def session_of(connection: Connection) -> Session:
     """Return the console's session of the request's cookie. Raises InvalidKey, TenantSuspended, NotAllowed."""
     _ensure_own_page(connection)
-    secret = connection.cookies.get(COOKIE, "")
+    secret = connection.cookies.get(SESSION_COOKIE, "")
     sessions = platform_of(connection).tenants.sessions
     session = await sessions.find(secret, origin_of(connection))
     if not _is_safe(connection) and not sessions.is_csrf_token(secret, connection.headers.get(CSRF_HEADER, "")):
@@ -107,7 +106,7 @@ def _ensure_own_page(connection: Connection) -> None:
 
 async def _authenticated(platform: Platform, connection: Connection) -> Principal:
     """Return the caller by its key or token or, without any, by the console's cookie."""
-    if "authorization" in connection.headers or COOKIE not in connection.cookies:
+    if "authorization" in connection.headers or SESSION_COOKIE not in connection.cookies:
         return await platform.tenants.authenticate(_credential(connection))
     session = await session_of(connection)
     connection.scope[FROM_CONSOLE] = True  # type: ignore[literal-required]  # for the headers of its answer

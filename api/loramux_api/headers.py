@@ -18,6 +18,7 @@ from loramux.usage import IdempotencyClaim
 IDEMPOTENCY_KEY = "Idempotency-Key"
 _sane_key = re.compile(r"[\x21-\x7e]{1,255}")
 _STATE = "loramux.request_ids"
+SESSION_COOKIE = "loramux_session"
 FROM_CONSOLE = "loramux.from_console"
 """Set in the scope of a request that the console's cookie has let in."""
 _DATA_ONLY = (
@@ -120,9 +121,19 @@ async def send_request_id(message: Message, scope: Scope) -> None:
 
 
 async def send_console_policy(message: Message, scope: Scope) -> None:
-    """A `before_send` hook: what the console's cookie has let in is data, and no browser may show it as a page."""
-    if message["type"] == "http.response.start" and FROM_CONSOLE in scope:
+    """A `before_send` hook that keeps other pages of this origin away from the console's session.
+
+    What the cookie has let in is data, and no browser may show it as a page. The API's description runs scripts of
+    another origin: in a browser that is signed in they get an origin of their own, from which no cookie is sent.
+    """
+    if message["type"] != "http.response.start":
+        return
+    if FROM_CONSOLE in scope:
         message["headers"] = [*message["headers"], *_DATA_ONLY]
+    elif scope["path"].startswith("/schema") and any(
+        name.lower() == b"cookie" and SESSION_COOKIE.encode() in value for name, value in scope["headers"]
+    ):
+        message["headers"] = [*message["headers"], (b"content-security-policy", b"sandbox allow-scripts")]
 
 
 def rate_headers(status: RateLimitStatus | None) -> dict[str, str]:

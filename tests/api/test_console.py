@@ -215,6 +215,12 @@ def test_data_that_the_cookie_let_in_is_never_shown_as_a_page(site: Site) -> Non
         assert headers["x-content-type-options"] == "nosniff"
 
 
+def test_description_with_scripts_of_another_origin_has_no_part_in_a_session(site: Site) -> None:
+    with browser(site, "acme") as client:
+        assert client.get("/schema").headers["content-security-policy"] == "sandbox allow-scripts"
+    assert "content-security-policy" not in httpx.get(f"{site.url}/schema").headers
+
+
 def test_pages_forbid_inline_scripts_frames_and_third_parties(site: Site, built: None) -> None:
     answers = [httpx.get(f"{site.url}/console/{path}") for path in ("", "adapters/x/y", "no-such-page")]
     for answer in answers:

@@ -14,8 +14,9 @@ from litestar.params import FromPath, FromQuery, JSONBody
 
 from loramux.gateway import InvalidRequest, Platform
 from loramux.tenants import Credential, InvalidKey, Principal, Session
-from loramux_api.auth import COOKIE, ensure_same_origin, origin_of, requires, session_of
+from loramux_api.auth import ensure_same_origin, origin_of, requires, session_of
 from loramux_api.console_files import MISSING, ConsoleFiles, content_security_policy, new_nonce
+from loramux_api.headers import SESSION_COOKIE
 from loramux_api.openapi import REFUSALS
 from loramux_api.schemas.console import (
     LinkObject,
@@ -103,7 +104,7 @@ class ConsoleSessionController(Controller):
     async def describe(self, request: AnyRequest, platform: NamedDependency[Platform]) -> Response[SessionObject]:
         """Return the session of the browser's cookie, with the token that changes need."""
         session = await session_of(request)
-        return Response(_described(platform, session, request.cookies[COOKIE]), headers=NO_STORE)
+        return Response(_described(platform, session, request.cookies[SESSION_COOKIE]), headers=NO_STORE)
 
     @delete("/session", status_code=200, summary="Sign out", responses=REFUSALS)
     async def sign_out(
@@ -111,7 +112,7 @@ class ConsoleSessionController(Controller):
     ) -> Response[None]:
         """End the session, or with `everywhere` all sessions of the same key or member, and remove the cookie."""
         await session_of(request)
-        secret = request.cookies[COOKIE]
+        secret = request.cookies[SESSION_COOKIE]
         await platform.tenants.sessions.end(secret, origin_of(request), all_of_holder=everywhere)
         gone = session_cookie(request, "", max_age=0)
         return Response(None, status_code=HTTPStatus.OK, cookies=[gone], headers=NO_STORE)
@@ -125,7 +126,7 @@ class ConsoleSessionController(Controller):
         if "operator" not in session.principal.scopes:
             raise InvalidRequest("Only operators look at other tenants' pages.", field="tenant", code="not_allowed")
         session = await platform.tenants.sessions.view(session, data.tenant)
-        return _described(platform, session, request.cookies[COOKIE])
+        return _described(platform, session, request.cookies[SESSION_COOKIE])
 
 
 class ConsoleLinkController(Controller):
@@ -149,7 +150,13 @@ def session_cookie(request: AnyRequest, secret: str, max_age: int | None = None)
     host = request.headers.get("host", "").rpartition(":")[0] or request.headers.get("host", "")
     is_local = request.scope["scheme"] == "http" and host in LOCAL_HOSTS
     return Cookie(
-        key=COOKIE, value=secret, path="/", httponly=True, samesite="strict", secure=not is_local, max_age=max_age
+        key=SESSION_COOKIE,
+        value=secret,
+        path="/",
+        httponly=True,
+        samesite="strict",
+        secure=not is_local,
+        max_age=max_age,
     )
 
 
