@@ -22,7 +22,12 @@ def upgrade() -> None:
         *(sa.Column(name, BIG, nullable=False) for name in ("created_at", "used_at", "expires_at")),
         sa.PrimaryKeyConstraint("id", name="pk_console_sessions"),
         sa.UniqueConstraint("mac", name="uq_console_sessions_mac"),
-        sa.ForeignKeyConstraint(["tenant_id"], ["tenants.id"], name="fk_console_sessions_tenant_id_tenants"),
+        sa.ForeignKeyConstraint(["tenant_id"], ["tenants.id"], name="fk_console_sessions_tenant_id"),
+        sa.ForeignKeyConstraint(
+            ["tenant_id", "project_id"],
+            ["projects.tenant_id", "projects.id"],
+            name="fk_console_sessions_tenant_id_project_id",
+        ),
     )
     op.create_index("ix_console_sessions_holder", "console_sessions", ["holder"])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sqlalchemy import CursorResult, ForeignKey, Index, delete, func, select, update
+from sqlalchemy import CursorResult, ForeignKey, ForeignKeyConstraint, Index, delete, func, select, update
 from sqlalchemy.engine import Row
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
@@ -16,7 +16,10 @@ class SessionRow(Base):
     """A browser that is signed in, or a link that signs one in: the MAC of its secret, never the secret."""
 
     __tablename__ = "console_sessions"
-    __table_args__ = (Index("ix_console_sessions_holder", "holder"),)
+    __table_args__ = (
+        ForeignKeyConstraint(["tenant_id", "project_id"], ["projects.tenant_id", "projects.id"]),
+        Index("ix_console_sessions_holder", "holder"),
+    )
 
     id: Mapped[str] = mapped_column(primary_key=True)
     mac: Mapped[bytes] = mapped_column(unique=True)
