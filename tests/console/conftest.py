@@ -46,8 +46,9 @@ def site(base_dir: Path, folders: list[Path], tmp_path_factory: pytest.TempPathF
     issuer.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    """Chromium, for one module: while it runs, Playwright keeps an event loop running in this thread."""
     with sync_playwright() as playwright:
         started = launch(playwright)
         yield started

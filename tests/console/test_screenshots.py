@@ -50,7 +50,7 @@ def shoot(visit: Visit, name: str, folder: Path) -> None:
     assert target.stat().st_size < MAX_BYTES
 
 
-def test_demo_links_lead_to_its_traffic(browser: Browser, demo: dict[str, str], tmp_path: Path) -> None:
+def test_demo_links_lead_to_its_traffic(demo: dict[str, str], browser: Browser, tmp_path: Path) -> None:
     folder = ROOT / os.environ["SCREENSHOTS"] if "SCREENSHOTS" in os.environ else tmp_path
     url = demo["acme"].partition("/console/")[0]
     with visiting(browser, url, viewport=DESK, color_scheme="light") as visit:
