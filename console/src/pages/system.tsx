@@ -194,7 +194,7 @@ const KINDS = [
   { key: "kv_cached", label: "cached prefixes", color: "teal.3" },
   { key: "adapters", label: "adapters in use", color: "indigo.6" },
   { key: "adapters_idle", label: "idle adapters", color: "indigo.3" },
-  { key: "free", label: "free", color: "gray.4" },
+  { key: "free", label: "free", color: "default-border" },
 ] as const;
 
 /** The pool as a map: each cell is so many pages, in the order of their kinds. */
