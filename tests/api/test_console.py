@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
 
 import httpx
@@ -161,9 +162,11 @@ def test_session_that_is_used_all_the_time_ends_too(site: Site, monkeypatch: pyt
 
 
 def later(site: Site, monkeypatch: pytest.MonkeyPatch, seconds: int) -> None:
-    """Move the database's clock to so many seconds from now."""
-    database = site.server.app.state.platform.tenants.sessions._database
-    monkeypatch.setattr(database, "now", lambda: int((time.time() + seconds) * 1e6))
+    """Move the sessions' clock to so many seconds from now; the rest of the server keeps its own."""
+    platform = site.server.app.state.platform
+    database = copy(platform.tenants._database)
+    database.now = lambda: int((time.time() + seconds) * 1e6)
+    monkeypatch.setattr(platform.tenants.sessions, "_database", database)
 
 
 def test_sign_in_link_opens_one_session_with_the_keys_rights(site: Site) -> None:
