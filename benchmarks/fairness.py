@@ -175,16 +175,17 @@ def run(folder: Path, weights: tuple[int, int], units: float, threads: int) -> d
     )
     keys, by_id = {}, {}
     for tenant, weight in zip((FLOOD, CHAT), weights, strict=True):
-        _cli(config, "tier", "put", f"weight-{weight}", "--class", "standard", "--weight", str(weight))
-        by_id[_cli(config, "tenant", "create", tenant, "--tier", f"weight-{weight}")["id"]] = weight
-        keys[tenant] = _cli(config, "key", "create", "--tenant", tenant)["key"]
+        cli(config, "tier", "put", f"weight-{weight}", "--class", "standard", "--weight", str(weight))
+        by_id[cli(config, "tenant", "create", tenant, "--tier", f"weight-{weight}")["id"]] = weight
+        keys[tenant] = cli(config, "key", "create", "--tenant", tenant)["key"]
     url = f"http://127.0.0.1:{port}"
     serve = Command([*LORAMUX, "serve", "--config", str(config)], f"{url}/health/ready", folder / "server.log", {})
     with running(serve):
         return {"weights": weights} | asyncio.run(measure(Site(url, keys, by_id, "base"), units))
 
 
-def _cli(config: Path, *arguments: str) -> dict[str, Any]:
+def cli(config: Path, *arguments: str) -> dict[str, Any]:
+    """Run a command of loramux; return what it prints as JSON."""
     command = [*LORAMUX, *arguments, "--config", str(config), "--json"]
     answer: dict[str, Any] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     return answer

@@ -3,52 +3,102 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 
 import pytest
 
 from loramux.batches import window as window_module
-from loramux.batches.window import Window
+from loramux.batches.window import QUIET_SECONDS, Place, Window
 from loramux.settings import BatchSettings
 
 SETTINGS = BatchSettings(max_in_flight=6, max_in_flight_per_tenant=4, max_in_flight_beside_others=2)
+TURNS = 50
 
 
-async def under_way(window: Window, tenants: str) -> tuple[list[asyncio.Task[None]], list[str]]:
-    """Start a line for each letter, a tenant; return the tasks, and the tenants of those that have a place."""
-    placed: list[str] = []
+@dataclass
+class Others:
+    """The requests that are no lines of batches."""
 
-    async def line(tenant: str) -> None:
-        async with window.place(tenant):
-            placed.append(tenant)
+    waiting: bool = False
+    quiet: float = QUIET_SECONDS
+
+    def window(self) -> Window:
+        return Window(SETTINGS, lambda: self.waiting, lambda: self.quiet)
+
+
+class Lines:
+    """A line for each letter, a tenant; each stays in its place until it is told to go."""
+
+    def __init__(self, window: Window, tenants: str, *, starts: bool = True) -> None:
+        self.placed: list[str] = []
+        self.places: list[Place] = []
+        self._window = window
+        self._starts = starts
+        self._tasks = [asyncio.create_task(self._line(tenant)) for tenant in tenants]
+
+    async def settled(self) -> list[str]:
+        """The tenants that have a place once nothing moves any more."""
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+        return self.placed
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _line(self, tenant: str) -> None:
+        async with self._window.place(tenant) as place:
+            self.placed.append(tenant)
+            self.places.append(place)
+            if self._starts:
+                place.note_started()
             await asyncio.Event().wait()
 
-    tasks = [asyncio.create_task(line(tenant)) for tenant in tenants]
-    await asyncio.sleep(0.05)
-    return tasks, placed
+
+@pytest.fixture(autouse=True)
+def looks_at_every_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(window_module, "LOOK_SECONDS", 0)
 
 
 @pytest.mark.anyio
-async def test_window_is_small_beside_other_requests_and_opens_when_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(window_module, "LOOK_SECONDS", 0.01)
-    shared = [True]
-    window = Window(SETTINGS, lambda: shared[0])
-    tasks, placed = await under_way(window, "aabbcc")
-    assert len(placed) == 2
-    shared[0] = False
-    await asyncio.sleep(0.05)
-    assert len(placed) == 6
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    tasks, placed = await under_way(window, "abc")
-    assert sorted(placed) == ["a", "b", "c"], "places were not given back"
-    for task in tasks:
-        task.cancel()
+async def test_window_is_small_beside_other_requests_and_opens_when_it_has_been_quiet() -> None:
+    others = Others(quiet=0.0)
+    window = others.window()
+    lines = Lines(window, "aabbcc")
+    assert len(await lines.settled()) == 2
+    others.quiet = QUIET_SECONDS - 0.1
+    assert len(await lines.settled()) == 2, "between two questions of a conversation the engine is not idle"
+    others.quiet = QUIET_SECONDS
+    assert len(await lines.settled()) == 6
+    await lines.stop()
+    again = Lines(window, "abc")
+    assert sorted(await again.settled()) == ["a", "b", "c"], "places were not given back"
+    await again.stop()
+
+
+@pytest.mark.anyio
+async def test_window_lets_one_line_through_while_others_wait_for_a_first_token() -> None:
+    others = Others(waiting=True, quiet=0.0)
+    lines = Lines(others.window(), "aabb")
+    assert len(await lines.settled()) == 1, "a batch moves however busy the engine is"
+    others.waiting = False
+    assert len(await lines.settled()) == 2
+    await lines.stop()
+
+
+@pytest.mark.anyio
+async def test_window_lets_few_lines_wait_for_their_first_token_on_an_idle_engine_too() -> None:
+    lines = Lines(Others().window(), "abcabc", starts=False)
+    assert len(await lines.settled()) == 2
+    lines.places[0].note_started()
+    lines.places[0].note_started()  # counts once
+    assert len(await lines.settled()) == 3
+    await lines.stop()
 
 
 @pytest.mark.anyio
 async def test_window_leaves_room_for_other_tenants() -> None:
-    tasks, placed = await under_way(Window(SETTINGS, lambda: False), "aaaaaab")
-    assert sorted(placed) == ["a"] * 4 + ["b"]
-    for task in tasks:
-        task.cancel()
+    lines = Lines(Others().window(), "aaaaaab")
+    assert sorted(await lines.settled()) == ["a"] * 4 + ["b"]
+    await lines.stop()

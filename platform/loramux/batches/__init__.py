@@ -45,7 +45,7 @@ async def open_batches(platform: Platform, endpoints: Endpoints) -> AsyncIterato
         completions=platform.completions,
         endpoints=endpoints,
         settings=settings,
-        window=Window(settings, platform.completions.runs_beside_batches),
+        window=Window(settings, platform.completions.others_waiting, platform.completions.quiet_seconds),
     )
     worker = BatchWorker(server, platform.usage)
     try:

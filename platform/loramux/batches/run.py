@@ -29,7 +29,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from loramux.batches.endpoints import Endpoints, ParsedBody
 from loramux.batches.files import FOLDER, OUTPUT, Files, new_file_id, object_name
 from loramux.batches.lines import BadLine, Input, Line, check_lines, model_error, open_input, parse_body, read_line
-from loramux.batches.window import Window
+from loramux.batches.window import Place, Window
 from loramux.errors import LoramuxError
 from loramux.gateway import Answer, CompletionService, InvalidRequest, Timing
 from loramux.records import Database, Principal
@@ -248,10 +248,10 @@ class BatchRun:
         pause, failures = FIRST_PAUSE, 0
         while self._stopped is None:
             try:
-                async with self._server.window.place(self._batch.tenant_id):
+                async with self._server.window.place(self._batch.tenant_id) as place:
                     principal = self._principal  # None: the tenant is suspended
                     if principal is not None and self._stopped is None:
-                        return await self._answered(principal, number, line, parsed)
+                        return await self._answered(principal, number, line, parsed, place)
             except LoramuxError as error:
                 failures += error.status == HTTPStatus.INTERNAL_SERVER_ERROR
                 if not _may_pass(error) or failures == MAX_FAILURES:
@@ -270,13 +270,17 @@ class BatchRun:
         except BadLine as bad:  # it was valid under the release that checked it
             return line, bad
 
-    async def _answered(self, principal: Principal, number: int, line: Line, parsed: ParsedBody) -> Outcome:
+    async def _answered(
+        self, principal: Principal, number: int, line: Line, parsed: ParsedBody, place: Place
+    ) -> Outcome:
         claim = IdempotencyClaim(_claim_name(number), "", holder=self._batch.id, expires_at=self._claims_expire_at)
         tags = parsed.request.tags or self._batch.tags
         request = replace(parsed.request, service_tier="batch", claim=claim, tags=tags)
         answer: Answer = await self._server.completions.begin(principal, request)
         writer = parsed.writer(answer)
         try:
+            await answer.started()
+            place.note_started()
             async for delta in answer:
                 writer.collect(delta)
         except asyncio.CancelledError:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
+import time
 import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
@@ -151,6 +153,8 @@ class CompletionService:
         self._ended_observers: list[Callable[[Generation], None]] = []
         self._refused_observers: list[Callable[[OpenedRequest], None]] = []
         self._cut_off = False
+        self._last_other_at = -math.inf
+        """The end of the last request that was no line of a batch."""
 
     @property
     def running(self) -> int:
@@ -162,9 +166,16 @@ class CompletionService:
         """Requests whose end the database has not taken yet."""
         return len(self._unsettled)
 
-    def runs_beside_batches(self) -> bool:
-        """Does any request run that is no line of a batch?"""
-        return any(one.service_tier != "batch" for one in self._running)
+    def others_waiting(self) -> bool:
+        """Does any request wait for its first token that is no line of a batch?"""
+        opening = any(tenant for tenant in self._opening)
+        return opening or any(one.is_waiting and one.service_tier != "batch" for one in self._running)
+
+    def quiet_seconds(self) -> float:
+        """Return the seconds since the last request ended that was no line of a batch; 0 while some run."""
+        if any(one.service_tier != "batch" for one in self._running):
+            return 0.0
+        return time.monotonic() - self._last_other_at
 
     async def begin(self, principal: Principal, asked: GenerationRequest) -> Answer:
         """Admit the request and start it.
@@ -366,6 +377,8 @@ class CompletionService:
 
     def _count(self, generation: Generation) -> None:
         self._running.discard(generation)
+        if generation.service_tier != "batch":
+            self._last_other_at = time.monotonic()
         self.counters.requests[generation.status] += 1
         self.counters.tokens += generation.usage
         gaps = self.counters.token_gaps.setdefault((generation.base_model, generation.service_tier), Histogram(SECONDS))

@@ -1,0 +1,148 @@
+"""What does a batch cost the interactive first token? One run on the real server, over HTTP, with the shipped model.
+
+    python benchmarks/batch_beside_chat.py
+    python benchmarks/batch_beside_chat.py --questions 200 --rounds 3 --rate 2
+
+Tenant `chat` asks questions as they come (Poisson, `--rate` a second), streamed; tenant `bulk` has a batch. Both are
+measured in turn, alone and beside the batch, `--rounds` times, so that a machine that drifts drifts for both. The batch
+has more lines than a round takes; it is cancelled at the round's end. The goal: p99 beside the batch at most 1.1 times
+that alone. The result is JSON on stdout, with the lines that the batch got done meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+from fairness import CHAT, LORAMUX, MODEL_PATH, TIMEOUT, Site, cli
+from figures import percentile
+from peers.serving import Command, free_port, running
+from progress import say
+
+BULK = "bulk"
+LINES = 5000
+ENDED = ("completed", "failed", "expired", "cancelled")
+PAUSE = 0.2
+
+
+def batch_input(site: Site, lines: int) -> bytes:
+    """Return a batch's input: prompts that no cache knows."""
+    body = {"url": "/v1/completions", "method": "POST"}
+    return b"".join(json.dumps(body | {"custom_id": f"{n}", "body": site.body}).encode() + b"\n" for n in range(lines))
+
+
+@asynccontextmanager
+async def batch(site: Site) -> AsyncIterator[dict[str, Any]]:
+    """Run a batch while the block runs; the yielded object has `lines_done` behind it."""
+    found: dict[str, Any] = {}
+    async with site.client(BULK) as client:
+        file = {"file": ("lines.jsonl", batch_input(site, LINES)), "purpose": (None, "batch")}
+        stored = (await client.post("/v1/files", files=file)).raise_for_status().json()
+        asked = {"input_file_id": stored["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+        id = (await client.post("/v1/batches", json=asked)).raise_for_status().json()["id"]
+        await _until(client, id, lambda made: made["status"] == "in_progress" and made["request_counts"]["completed"])
+        try:
+            yield found
+        finally:
+            await client.post(f"/v1/batches/{id}/cancel")
+            ended = await _until(client, id, lambda made: made["status"] in ENDED)
+            found["lines_done"] = ended["request_counts"]["completed"]
+
+
+async def _until(client: httpx.AsyncClient, id: str, is_so: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+    while True:
+        made: dict[str, Any] = (await client.get(f"/v1/batches/{id}")).raise_for_status().json()
+        if is_so(made):
+            return made
+        if made["status"] in ENDED:
+            raise RuntimeError(f"the batch ended too early: {made}")
+        await asyncio.sleep(PAUSE)
+
+
+async def first_tokens(site: Site, questions: int, rate: float, seed: int) -> list[float]:
+    """Seconds to the first token of questions that come as they like."""
+    rng = random.Random(seed)
+    async with site.client(CHAT) as client:
+
+        async def ask() -> float:
+            began = time.perf_counter()
+            first = 0.0
+            async with client.stream("POST", "/v1/completions", json=site.body | {"stream": True}) as response:
+                response.raise_for_status()
+                async for line in response.aiter_lines():
+                    if not first and line.startswith("data: {"):
+                        first = time.perf_counter() - began
+            return first
+
+        asked = []
+        for _ in range(questions):
+            asked.append(asyncio.create_task(ask()))
+            await asyncio.sleep(rng.expovariate(rate))
+        return await asyncio.gather(*asked)
+
+
+async def measure(site: Site, questions: int, rate: float, rounds: int) -> dict[str, Any]:
+    """The whole run: the same arrivals alone and beside the batch, in turn."""
+    alone: list[float] = []
+    beside: list[float] = []
+    done = 0
+    await first_tokens(site, 5, rate, seed=99)
+    for number in range(rounds):
+        say(f"round {number + 1}: alone")
+        alone += await first_tokens(site, questions, rate, number)
+        say(f"round {number + 1}: beside the batch")
+        async with batch(site) as found:
+            beside += await first_tokens(site, questions, rate, number)
+        done += found["lines_done"]
+    figures = {
+        name: {f"p{q}": percentile(seconds, q / 100) for q in (50, 90, 99)}
+        for name, seconds in (("alone", alone), ("beside", beside))
+    }
+    ratio = {q: (figures["beside"][q] or 0.0) / (figures["alone"][q] or 1.0) for q in ("p50", "p90", "p99")}
+    return {"first_token_s": figures, "ratio": ratio, "lines_done": done, "load": os.getloadavg()}
+
+
+def run(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Start a server in `folder`, make the tenants, measure."""
+    config, port = folder / "settings.toml", free_port()
+    config.write_text(
+        f'[model]\npath = "{MODEL_PATH}"\nserved_model_name = "base"\n[server]\nport = {port}\n'
+        f'[engine]\ndevice = "cpu"\nmax_num_batched_tokens = {arguments.batched_tokens}\n'
+        f"num_threads = {arguments.threads}\npool_bytes = {256 << 20}\n"
+    )
+    cli(config, "tier", "put", "chatting", "--class", "interactive", "--weight", "1")
+    keys = {}
+    for tenant, tier in ((CHAT, "chatting"), (BULK, "standard")):
+        cli(config, "tenant", "create", tenant, "--tier", tier)
+        keys[tenant] = cli(config, "key", "create", "--tenant", tenant)["key"]
+    url = f"http://127.0.0.1:{port}"
+    serve = Command([*LORAMUX, "serve", "--config", str(config)], f"{url}/health/ready", folder / "server.log", {})
+    site = Site(url, keys, {}, "base", prompt_tokens=128, max_tokens=64)
+    with running(serve):
+        return asyncio.run(measure(site, arguments.questions, arguments.rate, arguments.rounds))
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="The interactive first token alone and beside a batch.")
+    parser.add_argument("--questions", type=int, default=100, help="a round and side (default 100)")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rate", type=float, default=2.0, help="questions a second (default 2)")
+    parser.add_argument("--batched-tokens", type=int, default=512, help="engine.max_num_batched_tokens (default 512)")
+    parser.add_argument("--threads", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1))
+    with tempfile.TemporaryDirectory() as folder:
+        print(json.dumps(run(Path(folder), parser.parse_args()), indent=1))
+
+
+if __name__ == "__main__":
+    main()
