@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from fairness import CHAT, LORAMUX, MODEL_PATH, TIMEOUT, Site, cli
+from fairness import CHAT, LORAMUX, MODEL_PATH, Site, cli
 from figures import percentile
 from peers.serving import Command, free_port, running
 from progress import say

@@ -18,7 +18,9 @@ from loramux_client.objects import (
     Grant,
     Listing,
     LoggedRequest,
+    Policy,
     Revision,
+    RevisionReport,
 )
 
 T = TypeVar("T")
@@ -155,6 +157,29 @@ def requests(name: str, *, limit: int = 100, before: str | None = None) -> Flow[
     return (yield from call).data
 
 
+def metrics(name: str, window: str = "24h") -> Flow[list[RevisionReport]]:
+    """Return how each revision has served you in a window (1h, 24h, 7d or 30d), newest first."""
+    call = replace(_read(name, "/metrics", Listing[RevisionReport]), params={"window": window})
+    return (yield from call).data
+
+
+def policy(name: str, alias: str = DEFAULT, *, revision: int | None = None) -> Call[Policy]:
+    """Return the release policy of an alias; with `revision`, its checks of that revision."""
+    return replace(_read(name, _policy_path(alias), Policy), params={"revision": revision})
+
+
+def set_policy(
+    name: str, demands: Mapping[str, Any], alias: str = DEFAULT, *, if_match: str | None = None
+) -> Call[Policy]:
+    """Refuse releases that do not pass: `{"min_requests": 500, "max_error_rate": 0.01}`."""
+    return _change("PUT", name, _policy_path(alias), Policy, {"policy": dict(demands)}, if_match)
+
+
+def remove_policy(name: str, alias: str = DEFAULT, *, if_match: str | None = None) -> Call[Policy]:
+    """Remove the release policy of an alias."""
+    return _change("DELETE", name, _policy_path(alias), Policy, None, if_match)
+
+
 class Adapters(Resource[R]):
     """`client.adapters`."""
 
@@ -180,6 +205,10 @@ class Adapters(Resource[R]):
     expire = method(expire)
     events = method(events)
     requests = method(requests)
+    metrics = method(metrics)
+    policy = method(policy)
+    set_policy = method(set_policy)
+    remove_policy = method(remove_policy)
 
 
 def _read(name: str, rest: str, answer: type[T]) -> Call[T]:
@@ -192,6 +221,10 @@ def _change(
     """Return a call with an Idempotency-Key of its own, so that a retry has no second effect."""
     headers = {"Idempotency-Key": uuid4().hex} | ({"If-Match": if_match} if if_match else {})
     return Call(method=method, path=_path(name) + rest, answer=answer, body=body, headers=headers, repeatable=True)
+
+
+def _policy_path(alias: str) -> str:
+    return f"/aliases/{quote(alias, safe='')}/policy"
 
 
 def _path(name: str) -> str:

@@ -7,7 +7,10 @@ from types import TracebackType
 import httpx
 
 from loramux_client.adapters import Adapters
+from loramux_client.batches import Batches
 from loramux_client.engines import Engines
+from loramux_client.evaluations import Evaluations
+from loramux_client.files import Files
 from loramux_client.flow import AsyncRunner, RetryPolicy, SyncRunner, connection_options
 from loramux_client.uploads import Uploads
 from loramux_client.usage import Usage
@@ -34,6 +37,9 @@ class Client(SyncRunner):
         super().__init__(httpx.Client(**connection_options(url, api_key), transport=transport), retry)
         self.adapters: Adapters[SyncRunner] = Adapters(self)
         self.uploads: Uploads[SyncRunner] = Uploads(self)
+        self.files: Files[SyncRunner] = Files(self)
+        self.batches: Batches[SyncRunner] = Batches(self)
+        self.evaluations: Evaluations[SyncRunner] = Evaluations(self)
         self.webhooks: Webhooks[SyncRunner] = Webhooks(self)
         self.usage: Usage[SyncRunner] = Usage(self)
         self.engines: Engines[SyncRunner] = Engines(self)
@@ -66,6 +72,9 @@ class AsyncClient(AsyncRunner):
         super().__init__(httpx.AsyncClient(**connection_options(url, api_key), transport=transport), retry)
         self.adapters: Adapters[AsyncRunner] = Adapters(self)
         self.uploads: Uploads[AsyncRunner] = Uploads(self)
+        self.files: Files[AsyncRunner] = Files(self)
+        self.batches: Batches[AsyncRunner] = Batches(self)
+        self.evaluations: Evaluations[AsyncRunner] = Evaluations(self)
         self.webhooks: Webhooks[AsyncRunner] = Webhooks(self)
         self.usage: Usage[AsyncRunner] = Usage(self)
         self.engines: Engines[AsyncRunner] = Engines(self)

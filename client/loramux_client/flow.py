@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Coroutine, Generator, Mapping
 from dataclasses import dataclass, field
 from functools import update_wrapper
-from typing import Any, Generic, ParamSpec, Protocol, TypeVar, overload
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast, overload
 
 import httpx
 import msgspec
@@ -50,6 +50,7 @@ class Call(Generic[T]):
     method: str
     path: str
     answer: type[T]
+    """`bytes`: the answer's body as it is."""
     params: Mapping[str, Any] = field(default_factory=dict)
     """Query parameters; those that are None are left out."""
     body: object = None
@@ -270,6 +271,8 @@ def _retry_pause(response: httpx.Response, call: Call[Any], default: float) -> f
 
 
 def _decode(response: httpx.Response, answer: type[T]) -> T:
+    if answer is bytes:
+        return cast("T", response.content)
     try:
         return msgspec.json.decode(response.content, type=answer)
     except msgspec.DecodeError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
@@ -17,6 +17,174 @@ class Listing(ApiObject, Generic[T], frozen=True, kw_only=True):
     """A whole list."""
 
     data: list[T]
+
+
+class Page(ApiObject, Generic[T], frozen=True, kw_only=True):
+    """A page of a list."""
+
+    data: list[T]
+    has_more: bool = False
+
+
+class File(ApiObject, frozen=True, kw_only=True):
+    """A file of a project."""
+
+    id: str
+    filename: str
+    purpose: str
+    """batch, evals or batch_output."""
+    bytes: int
+    created_at: int
+    expires_at: int | None = None
+
+
+class RequestCounts(ApiObject, frozen=True, kw_only=True):
+    """Lines of a batch by their state."""
+
+    total: int
+    completed: int
+    failed: int
+
+
+class LineError(ApiObject, frozen=True, kw_only=True):
+    """What is wrong with a line of a batch."""
+
+    message: str
+    code: str | None = None
+    line: int | None = None
+    param: str | None = None
+
+
+class BatchErrors(ApiObject, frozen=True, kw_only=True):
+    """What is wrong with a batch's input."""
+
+    data: list[LineError]
+
+
+class Batch(ApiObject, frozen=True, kw_only=True):
+    """A batch of requests."""
+
+    id: str
+    endpoint: str
+    status: str
+    """validating, failed, in_progress, finalizing, completed, expired, cancelling or cancelled."""
+    input_file_id: str
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    request_counts: RequestCounts
+    errors: BatchErrors | None = None
+    created_at: int
+    expires_at: int | None = None
+    metadata: dict[str, str] | None = None
+
+
+class Interval(ApiObject, frozen=True, kw_only=True):
+    """A mean and its 95% confidence interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+class Latency(ApiObject, frozen=True, kw_only=True):
+    """How fast the answers of an evaluation came, without the time in the queue."""
+
+    answers: int
+    first_token_seconds: dict[str, float]
+    tokens_per_second: float | None = None
+
+
+class Cost(ApiObject, frozen=True, kw_only=True):
+    """What the answers of an evaluation are charged; `amount` is a decimal number."""
+
+    amount: str
+    currency: str
+
+
+class EvaluatedRevision(ApiObject, frozen=True, kw_only=True):
+    """One revision's part of an evaluation."""
+
+    model: str
+    score: Interval
+    errors: int
+    prompt_tokens: int
+    output_tokens: int
+    f1: dict[str, float] | None = None
+    latency: Latency | None = None
+    cost: Cost | None = None
+
+
+class EvaluationResult(ApiObject, frozen=True, kw_only=True):
+    """Scores in pairs; `difference` is the candidate's score minus the other one's."""
+
+    questions: int
+    candidate: EvaluatedRevision
+    against: EvaluatedRevision
+    difference: Interval
+    better: int
+    worse: int
+
+
+class Evaluation(ApiObject, frozen=True, kw_only=True):
+    """Two revisions on one set of questions."""
+
+    id: str
+    adapter: str
+    models: list[str]
+    """The candidate, and the revision that it is compared with."""
+    file_id: str
+    batch_id: str
+    status: str
+    """running, completed or failed."""
+    result: EvaluationResult | None = None
+    error: str | None = None
+    created_at: int
+    finished_at: int | None = None
+
+
+class FeedbackSummary(ApiObject, frozen=True, kw_only=True):
+    """Opinions of a revision's answers."""
+
+    count: int
+    mean_score: float | None = None
+    labels: dict[str, int] = msgspec.field(default_factory=dict)
+
+
+class RevisionReport(ApiObject, frozen=True, kw_only=True):
+    """How a revision has served in a window."""
+
+    model: str
+    requests: int
+    completed: int
+    cancelled: int
+    failed: int
+    refused: int
+    finish_reasons: dict[str, int]
+    prompt_tokens: int
+    output_tokens: int
+    first_token_seconds: dict[str, float | None]
+    tokens_per_second: float | None = None
+    feedback: FeedbackSummary
+
+
+class PolicyCheck(ApiObject, frozen=True, kw_only=True):
+    """One demand of a release policy on one revision."""
+
+    rule: str
+    passed: bool
+    message: str
+
+
+class Policy(ApiObject, frozen=True, kw_only=True):
+    """The release policy of an alias, and its checks of one revision."""
+
+    alias: str
+    policy: dict[str, Any] | None = None
+    current: int | None = None
+    """The revision that most of the alias's requests go to."""
+    revision: int | None = None
+    passed: bool | None = None
+    checks: list[PolicyCheck] = []
 
 
 class Target(ApiObject, frozen=True, kw_only=True):

@@ -26,6 +26,7 @@ COMMANDS = {
     "price": ("loramux_api.cli.prices:price", "Add price lists, and assign them to tenants."),
     "usage": ("loramux_api.cli.usage:usage", "Close months, write invoices and exports, and verify the ledger."),
     "adapter": ("loramux_api.cli.adapters:adapter", "Upload, release and delete adapters on a running server."),
+    "batch": ("loramux_api.cli.batches:batch", "Run files of requests on a running server when there is room."),
     "fleet": ("loramux_api.cli.fleet:fleet", "Show, drain and restart a running server's engines."),
     "simulate": ("loramux_api.cli.simulating:simulate", "Simulate the scheduler on a model of a device."),
     "plan": ("loramux_api.cli.simulating:plan", "Find the settings and the number of GPUs for a workload."),

@@ -10,6 +10,7 @@ from typing import Any
 import click
 import msgspec
 
+from loramux_api.cli.releases import evaluate, metrics, policy
 from loramux_api.cli.remote import AdapterType, Remote, Revision, RevisionType, on_server
 from loramux_api.cli.upload_display import show_upload, upload_summary
 from loramux_client.objects import Adapter, Alias, AliasVersion, Bundle, Event, LoggedRequest, Target
@@ -37,6 +38,10 @@ def adapter() -> None:
       loramux adapter promote support@2
       loramux adapter rollback support
     """
+
+
+for command in (evaluate, policy, metrics):
+    adapter.add_command(command)
 
 
 @adapter.command("push")
