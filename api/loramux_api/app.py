@@ -120,7 +120,7 @@ def create_app(settings: Settings, engine: EngineClient | None = None) -> Applic
     @asynccontextmanager
     async def lifespan(app: Litestar) -> AsyncIterator[None]:
         assert isinstance(app, Application), "it is made below"
-        opening = open_platform(settings) if engine is None else open_platform(settings, lambda _: engine)
+        opening = open_platform(settings) if engine is None else open_platform(settings, lambda *_: engine)
         async with opening as platform, attached(app, platform):
             with _lame_duck_on_sigterm(app, settings.server.lame_duck_seconds):
                 yield

@@ -28,6 +28,7 @@ COMMANDS = {
     "adapter": ("loramux_api.cli.adapters:adapter", "Upload, release and delete adapters on a running server."),
     "batch": ("loramux_api.cli.batches:batch", "Run files of requests on a running server when there is room."),
     "fleet": ("loramux_api.cli.fleet:fleet", "Show, drain and restart a running server's engines."),
+    "engine": ("loramux_api.cli.engines:engine", "Serve one engine for servers on other machines."),
     "simulate": ("loramux_api.cli.simulating:simulate", "Simulate the scheduler on a model of a device."),
     "plan": ("loramux_api.cli.simulating:plan", "Find the settings and the number of GPUs for a workload."),
 }

@@ -35,6 +35,7 @@ from loramux.engine.messages import (
     Command,
     EngineFault,
     EngineStats,
+    Leaving,
     Lift,
     ModelFacts,
     Pin,
@@ -297,6 +298,8 @@ class ChannelClient:
         self._facts: asyncio.Future[ModelFacts] | None = None
         self._stopped = asyncio.Event()
         self._is_stopping = False
+        self._is_leaving = False
+        """It gives its requests back, and should get no more."""
         self._last_report_at = 0.0
         """Time of the worker's last report, or of the start of the watch."""
         self._watchdog: asyncio.TimerHandle | None = None
@@ -362,8 +365,9 @@ class ChannelClient:
 
     @property
     def alive(self) -> bool:
-        """Is the model loaded, and has the worker not ended?"""
-        return self._ended is None and self._facts is not None and self._facts.done() and not self._facts.cancelled()
+        """Is the model loaded, and does the worker take requests?"""
+        is_loaded = self._facts is not None and self._facts.done() and not self._facts.cancelled()
+        return is_loaded and self._ended is None and not self._is_leaving
 
     async def wait_end(self) -> str:
         """Wait until the worker has ended; return why."""
@@ -429,6 +433,8 @@ class ChannelClient:
             case Ready(facts):
                 if self._facts is not None and not self._facts.done():
                     self._facts.set_result(facts)
+            case Leaving():
+                self._is_leaving = True
             case Stopped(reason):
                 self._end(reason)
 

@@ -308,10 +308,14 @@ class StepReport(msgspec.Struct, frozen=True, tag=True):
     it, any one, and tells the other engines (`fleet.shares`)."""
 
 
+class Leaving(msgspec.Struct, frozen=True, tag=True):
+    """The engine takes no more requests and gives back those that it has: they end as cancelled. Stopped follows."""
+
+
 class Stopped(msgspec.Struct, frozen=True, tag=True):
     """The engine has ended; `reason` is set where no Shutdown was sent."""
 
     reason: str | None = None
 
 
-Report = Ready | StepReport | Stopped
+Report = Ready | StepReport | Leaving | Stopped

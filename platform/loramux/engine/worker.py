@@ -183,10 +183,10 @@ def serve_process(settings: Settings, connection: Connection) -> None:
     encoder = msgspec.msgpack.Encoder()
     threading.Thread(target=_receive, args=(connection, inbox), daemon=True, name="commands").start()
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True, name="parent").start()
-    serve(settings, inbox, lambda report: connection.send_bytes(encoder.encode(report)), _freeze_garbage)
+    serve(settings, inbox, lambda report: connection.send_bytes(encoder.encode(report)), freeze_garbage)
 
 
-def _freeze_garbage() -> None:
+def freeze_garbage() -> None:
     """Take what loading made out of garbage collection: walking a model's objects would stop steps for milliseconds."""
     gc.collect()
     gc.freeze()

@@ -6,8 +6,9 @@
 A `Run` is a request on its way through the group. Its engine may change, and its caller never notices: the next engine
 gets the tokens that were sent as the beginning of the answer, computes their KV again without charge, and samples the
 next token as the first engine would have, for a draw depends on the seed and the token's number alone. An engine that
-is drained gives its requests back: they are cancelled in it, and end with its own count. The count of an engine that
-died is made up from its events.
+is drained gives its requests back: they are cancelled in it, and end with its own count. So does an engine of another
+machine that stops, or for which this front reads too slowly. The count of an engine that died is made up from its
+events.
 
 A request may be what an engine dies of. One that was on MAX_DEATHS engines in a row when they died, and got no token
 from them, is a suspect. Suspects are tried one at a time, so that those that only waited beside the cause are cleared
@@ -146,7 +147,7 @@ class EngineGroup:
         """`settings` are those of an engine of `base`."""
         num_at_start = max(1, base.engines.min)
         self._members = {
-            name: Member(name, base.name, own, self._launcher(name, launch), is_wanted=number < num_at_start)
+            name: Member(name, base.name, own, self._heard(launch), is_wanted=number < num_at_start)
             for number, (name, own) in enumerate(settings_of_engines(base, settings).items())
         }
         self._base = base.name
@@ -171,11 +172,11 @@ class EngineGroup:
         self._ended = asyncio.Event()
         self._is_stopping = False
 
-    def _launcher(self, name: str, launch: Launch) -> Launch:
-        """Return `launch` for the engine `name`, whose service is heard."""
+    def _heard(self, launch: Launch) -> Launch:
+        """Return `launch` for engines whose service is heard."""
 
-        def launch_heard(settings: Settings) -> EngineClient:
-            client = launch(settings)
+        def launch_heard(name: str, settings: Settings) -> EngineClient:
+            client = launch(name, settings)
             client.on_service = partial(self._note_service, name)
             return client
 
@@ -261,6 +262,8 @@ class EngineGroup:
                     await self._pin_on(member, ref, owner)
 
     def _note_failing(self) -> None:
+        if self._range.addresses:
+            return  # they are started by others: a new server would find no more of them
         if all(m.is_failing for m in self._members.values() if m.state is not EngineState.RESTING):
             self._ended.set()
             for run in list(self._waiting.values()):
@@ -375,7 +378,8 @@ class EngineGroup:
         if event.finish_reason is not None:
             self._leave(run, engine)
             died = event.fault is not None and event.fault.code == ENGINE_DIED
-            if died or (run.is_moving and event.finish_reason == "cancelled"):
+            given_back = event.finish_reason == "cancelled" and (run.is_moving or not run.is_cancelled)
+            if died or given_back:
                 run.leave_engine(None if died else event.count)
                 self._continue(run, event.fault)
                 return

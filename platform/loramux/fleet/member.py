@@ -31,8 +31,8 @@ SOUND_SECONDS = 60.0
 """An engine that has served for so long has recovered: its next pause is the first one again."""
 DRAINED = "drained"
 
-Launch = Callable[[Settings], EngineClient]
-"""Makes the client of one engine, not yet started."""
+Launch = Callable[[str, Settings], EngineClient]
+"""Makes the client of one life of an engine, by the engine's name; it is not yet started."""
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,7 +62,7 @@ class Member:
         """Ids of the requests that it was given and has not ended."""
         self.idle = asyncio.Event()
         """Set whenever it has none left."""
-        self.client = launch(settings)
+        self.client = launch(name, settings)
         self._view: EngineView | None = None
         self._viewed: EngineStats | None = None
         """The statistics that the view was made from."""
@@ -156,7 +156,7 @@ class Member:
                 await asyncio.sleep(_pause(self._num_failures))
             await self._is_wanted.wait()
             self._unclaimed += self.client.unclaimed_tokens
-            self.client = self._launch(self._settings)
+            self.client = self._launch(self.name, self._settings)
             with suppress(EngineDied):
                 await self.start()
                 await on_ready(self)

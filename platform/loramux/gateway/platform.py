@@ -18,10 +18,10 @@ import msgspec
 from loramux import records
 from loramux.billing import BillingService, Catalog, Checkpoints, PlanPrices
 from loramux.bundle import SamplingDefaults
-from loramux.engine import spawn_engine
 from loramux.exports import AlertDelivery, Sink, SinkDelivery, WebhookSink, make_sink
 from loramux.fleet.errors import UnknownEngine
 from loramux.fleet.group import EngineGroup
+from loramux.fleet.launching import launcher_of
 from loramux.fleet.member import EngineStatus, Launch
 from loramux.gateway.adapters import AdapterService
 from loramux.gateway.constraints import GrammarTrials
@@ -168,10 +168,10 @@ async def open_sinks(settings: Settings, stack: AsyncExitStack) -> list[Sink]:
 
 
 @asynccontextmanager
-async def open_platform(settings: Settings, launch: Launch = spawn_engine) -> AsyncIterator[Platform]:
+async def open_platform(settings: Settings, launch: Launch | None = None) -> AsyncIterator[Platform]:
     """Open everything, swept and serving; at the end it drains, and stops everything in reverse order.
 
-    `launch` makes each engine. Raises RecordsError, SettingsError, TenantsError, or
+    `launch` makes each engine, None: as the settings say. Raises RecordsError, SettingsError, TenantsError, or
     EngineDied where a model cannot be loaded.
     """
     ensure_files(settings)
@@ -186,7 +186,7 @@ async def open_platform(settings: Settings, launch: Launch = spawn_engine) -> As
         usage = UsageService(database, PlanPrices(database), answers)
         await usage.start()
         stack.push_async_callback(usage.stop)
-        served, models = await _open_bases(settings, stack, launch)
+        served, models = await _open_bases(settings, stack, launch or launcher_of(settings))
         questions = EngineQuestions(settings.validation.parity_engine_seconds)
         validators = _open_validators(settings, served, models, questions)
         stack.callback(validators.close)

@@ -25,7 +25,7 @@ from loramux.settings.server import (
     TracingSettings,
     WebhookSettings,
 )
-from loramux.settings.serving import BaseSettings, EngineSettings, ModelSettings, SchedulerSettings
+from loramux.settings.serving import BaseSettings, EngineSettings, FleetSettings, ModelSettings, SchedulerSettings
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +57,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     logging: LogSettings = LogSettings()
     tracing: TracingSettings = TracingSettings()
     engine: EngineSettings = EngineSettings()
+    fleet: FleetSettings = FleetSettings()
     scheduler: SchedulerSettings = SchedulerSettings()
     records: RecordsSettings = RecordsSettings()
     adapters: AdapterLimits = AdapterLimits()
@@ -209,6 +210,7 @@ def resolve_paths(settings: Settings, root: Path) -> Settings:
             tls_certificate=server.tls_certificate and at(server.tls_certificate),
             tls_key=server.tls_key and at(server.tls_key),
         ),
+        fleet=msgspec.structs.replace(settings.fleet, keys=at(settings.fleet.keys)),
         billing=msgspec.structs.replace(settings.billing, font=font and at(font)),
         uploads=msgspec.structs.replace(
             settings.uploads,

@@ -25,6 +25,7 @@ ToolParser = Literal[
     "none",
 ]
 Quantization = Literal["none", "int8"]
+Address = Annotated[str, Meta(pattern=r"^tcp://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}$")]
 
 
 class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -93,8 +94,17 @@ class EngineRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Seconds of predicted wait for a first token above which more engines are started, up to `max`."""
     devices: tuple[str, ...] = ()
     """Devices of the engines, one each and then again from the first. Empty: all use `engine.device`."""
+    addresses: tuple[Address, ...] = ()
+    """Engines that run already, on this or other machines, as `loramux engine serve` prints them. The server attaches
+    to them, and starts none."""
 
     def __post_init__(self) -> None:
+        if self.addresses:
+            if self.min not in (1, len(self.addresses)) or self.max is not None or self.devices:
+                raise ValueError("engines.addresses are engines that run already; leave out min, max and devices")
+            if len(set(self.addresses)) < len(self.addresses):
+                raise ValueError("engines.addresses has an address twice")
+            msgspec.structs.force_setattr(self, "min", len(self.addresses))
         if self.max is not None and self.max < self.min:
             raise ValueError(f"engines.max is {self.max}, less than engines.min, {self.min}")
 
@@ -137,6 +147,37 @@ class BaseSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             generation_config=self.generation_config,
             tool_parser=self.tool_parser,
         )
+
+
+class RaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The Ray cluster of `fleet.launcher = "ray"`."""
+
+    address: str = "auto"
+    """auto (the cluster of this machine), or HOST:PORT of its head."""
+    namespace: Name = "loramux"
+    """Servers of the same namespace share their engines."""
+    num_cpus: Annotated[float, Meta(ge=0)] = 1.0
+    """CPUs that Ray reserves for an engine."""
+    num_gpus: Annotated[float, Meta(ge=0)] = 1.0
+    """GPUs that Ray gives an engine; 0 for engines on CPUs."""
+    resources: dict[str, float] = {}
+    """Other resources of Ray that an engine needs, by name."""
+    unused_s: Annotated[float, Meta(ge=1)] = 120.0
+    """Seconds without any server after which an engine ends."""
+
+
+class FleetSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Engines in other processes and on other machines: docs/fleet.md."""
+
+    launcher: Literal["local", "ray"] = "local"
+    """local: engines are processes of this machine. ray: they are actors of a Ray cluster; needs the extra `ray`."""
+    keys: str = "var/fleet"
+    """The folder with the keys of the channel to `engines.addresses`, as `loramux engine keys` makes it."""
+    lease_s: Annotated[float, Meta(ge=1, le=600)] = 10.0
+    """Seconds of silence after which an engine is lost for a server, or a server for an engine."""
+    ray: RaySettings = RaySettings()
+    """The Ray cluster: its address, the namespace whose servers share engines, the CPUs, GPUs and other resources of an
+    engine, and the seconds without any server after which an engine ends."""
 
 
 class ClassShares(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

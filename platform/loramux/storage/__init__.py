@@ -11,6 +11,7 @@ from loramux.storage.contents import (
     StorageError,
     StorageUnavailable,
     content_digest,
+    digest_at,
     digest_of,
     files_of,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "StorageError",
     "StorageUnavailable",
     "content_digest",
+    "digest_at",
     "digest_of",
     "files_of",
     "open_blobs",

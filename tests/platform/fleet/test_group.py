@@ -93,7 +93,7 @@ def in_fleet(
     """Run `test` over one engine of each kind; those that are started again are ScriptedEngines."""
     lives: list[ScriptedEngine] = []
 
-    def launch(_: Settings) -> ScriptedEngine:
+    def launch(_name: str, _: Settings) -> ScriptedEngine:
         kind = kinds[len(lives)] if len(lives) < len(kinds) else ScriptedEngine
         lives.append(kind(script=count_up, pause=0.002))
         return lives[-1]
@@ -232,6 +232,29 @@ def test_engine_that_does_not_load_leaves_the_others_serving(caplog: pytest.LogC
         await fleet.until(lambda: len(fleet.lives) == 3)  # and it is tried again
 
     in_fleet(test, ScriptedEngine, BrokenEngine)
+
+
+def test_group_of_engines_at_addresses_waits_for_one_however_often_it_fails() -> None:
+    async def test(fleet: Fleet) -> None:
+        fleet.lives[0].died.set()
+        await fleet.until(lambda: len(fleet.lives) == 6)
+        assert not fleet.group.has_ended
+        fleet.submit("a")
+        assert (await fleet.end_of("a")).finish_reason == "length"
+
+    in_fleet(test, ScriptedEngine, *[BrokenEngine] * 4, engines=EngineRange(addresses=("tcp://10.0.0.1:7101",)))
+
+
+def test_request_that_its_engine_gives_back_goes_on_behind_its_tokens() -> None:
+    async def test(fleet: Fleet) -> None:
+        fleet.submit("a")
+        await fleet.until(lambda: fleet.tokens("a"))
+        fleet.engine_of("a").cancel("a")
+        last = await fleet.end_of("a")
+        assert (last.finish_reason, fleet.tokens("a")) == ("length", list(range(LENGTH)))
+        assert sum(len(engine.requests) for engine in fleet.lives) == 2
+
+    in_fleet(test, ScriptedEngine, ScriptedEngine)
 
 
 def test_group_whose_engine_is_a_thread_ends_with_it() -> None:

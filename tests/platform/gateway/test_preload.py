@@ -27,12 +27,12 @@ def test_adapters_are_preloaded_by_name_and_the_others_warned_of(
     wanted = AdapterLimits(preload=("acme/one", "acme/two", "nobody/one"))
 
     async def use() -> None:
-        async with open_platform(settings, lambda _: ScriptedEngine()) as platform:
+        async with open_platform(settings, lambda *_: ScriptedEngine()) as platform:
             await platform.tenants.create("acme")
             acme = await platform.tenants.system_principal("acme")
             await upload_folder(platform.uploads, acme, "one", folder)
         engine = ScriptedEngine()
-        async with open_platform(msgspec.structs.replace(settings, adapters=wanted), lambda _: engine) as platform:
+        async with open_platform(msgspec.structs.replace(settings, adapters=wanted), lambda *_: engine) as platform:
             info = await platform.adapters.queries.get(acme, "one")
             assert engine.pinned == [(engine_key(acme.tenant, info.digest), "")]
 

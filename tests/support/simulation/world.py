@@ -371,7 +371,7 @@ class World:
     def _model_of(self, call: Call) -> str:
         return "tiny" if call.adapter is None else f"tenant{call.tenant}/a{call.adapter}"
 
-    def _launch(self, settings: Settings) -> ChannelClient:
+    def _launch(self, _: str, settings: Settings) -> ChannelClient:
         """Make one life of one engine: a process with a pool of its own."""
         rng, plan = self.rng, self.plan
         number = len(self.lives) if len(self.lives) < plan.num_engines else self._next_to_start()

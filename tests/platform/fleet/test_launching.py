@@ -1,0 +1,92 @@
+"""How engines are chosen by the settings, and the keys of the channel."""
+
+from __future__ import annotations
+
+import stat
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from loramux.engine.client import ChannelClient
+from loramux.fleet.keys import (
+    ENGINE_PUBLIC,
+    ENGINE_SECRET,
+    FRONT_SECRET,
+    FRONTS_PUBLIC,
+    read_authorized,
+    read_pair,
+    read_public,
+    write_keys,
+)
+from loramux.fleet.launching import launcher_of
+from loramux.fleet.remote import RemoteChannel
+from loramux.settings import BaseSettings, EngineRange, FleetSettings, Settings, SettingsError, load_settings
+
+ADDRESSES = ("tcp://10.0.0.1:7101", "tcp://[::1]:7101")
+
+
+def settings_of(folder: Path, engines: EngineRange, **fleet: object) -> Settings:
+    base = BaseSettings(name="tiny", path="/model", engines=engines)
+    return Settings(model=base.model, bases=(base,), fleet=FleetSettings(keys=str(folder), **fleet))
+
+
+def test_keys_of_a_fleet_fit_together_and_are_their_owners_only(tmp_path: Path) -> None:
+    folder = tmp_path / "keys"
+    write_keys(folder)
+    assert read_pair(folder / ENGINE_SECRET).public == read_public(folder / ENGINE_PUBLIC)
+    assert read_authorized(folder / FRONTS_PUBLIC) == {read_pair(folder / FRONT_SECRET).public}
+    modes = [stat.S_IMODE((folder / name).stat().st_mode) for name in (ENGINE_SECRET, FRONT_SECRET)]
+    assert modes == [0o600, 0o600]
+    with pytest.raises(SettingsError, match="is there already"):
+        write_keys(folder)
+
+
+def test_key_files_that_are_absent_open_or_spoilt_are_refused_with_the_way_out(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="loramux engine keys"):
+        read_pair(tmp_path / FRONT_SECRET)
+    write_keys(tmp_path)
+    (tmp_path / FRONT_SECRET).chmod(0o644)
+    with pytest.raises(SettingsError, match="chmod 600"):
+        read_pair(tmp_path / FRONT_SECRET)
+    (tmp_path / ENGINE_SECRET).write_bytes(read_public(tmp_path / ENGINE_PUBLIC) * 1 + b"\nno key\n")
+    with pytest.raises(SettingsError, match="a line that is no key"):
+        read_pair(tmp_path / ENGINE_SECRET)
+    (tmp_path / FRONTS_PUBLIC).write_bytes(b"# the office\n" + read_public(tmp_path / ENGINE_PUBLIC) + b" server-2\n")
+    assert read_authorized(tmp_path / FRONTS_PUBLIC) == {read_public(tmp_path / ENGINE_PUBLIC)}
+
+
+def test_addresses_attach_and_start_nothing(tmp_path: Path) -> None:
+    write_keys(tmp_path)
+    settings = settings_of(tmp_path, EngineRange(addresses=ADDRESSES))
+    client = launcher_of(settings)("tiny-1", settings.of_base(settings.bases[0]))
+    assert isinstance(client, ChannelClient)
+    assert isinstance(client._channel, RemoteChannel)
+    assert client._channel._locate().address == ADDRESSES[1]
+
+
+def test_addresses_are_as_many_engines_and_exclude_a_range(tmp_path: Path) -> None:
+    engines = EngineRange(addresses=ADDRESSES)
+    assert (engines.min, engines.most) == (2, 2)
+    assert msgspec.convert(msgspec.to_builtins(engines), EngineRange) == engines
+    base = '[[bases]]\nname = "a"\npath = "a"\nengines = { addresses = ["tcp://h:1"], max = 2 }\n'
+    (tmp_path / "loramux.toml").write_text(base)
+    with pytest.raises(SettingsError, match="leave out min, max and devices"):
+        load_settings(tmp_path / "loramux.toml")
+    (tmp_path / "loramux.toml").write_text(base.replace("tcp://h:1", "h:1").replace(", max = 2", ""))
+    with pytest.raises(SettingsError, match="addresses"):
+        load_settings(tmp_path / "loramux.toml")
+
+
+def test_ray_that_is_not_installed_is_refused_with_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "loramux.fleet.ray_launcher", raising=False)
+    with pytest.raises(SettingsError, match=r"pip install 'loramux\[ray\]'"):
+        launcher_of(settings_of(tmp_path, EngineRange(), launcher="ray"))
+
+
+def test_ray_with_devices_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    with pytest.raises(SettingsError, match="Ray chooses the GPUs"):
+        launcher_of(settings_of(tmp_path, EngineRange(devices=("cuda:0",)), launcher="ray"))
