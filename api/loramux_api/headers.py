@@ -130,7 +130,7 @@ async def send_console_policy(message: Message, scope: Scope) -> None:
         return
     if FROM_CONSOLE in scope:
         message["headers"] = [*message["headers"], *_DATA_ONLY]
-    elif scope["path"].startswith("/schema") and any(
+    elif scope["path"].lstrip("/").startswith("schema") and any(
         name.lower() == b"cookie" and SESSION_COOKIE.encode() in value for name, value in scope["headers"]
     ):
         message["headers"] = [*message["headers"], (b"content-security-policy", b"sandbox allow-scripts")]
