@@ -1,4 +1,4 @@
-"""The console's pages in a real browser: with data and without, for customers and operators, and what axe finds."""
+"""The console's pages in a real browser: with data and without, for customers and operators."""
 
 from __future__ import annotations
 
@@ -24,21 +24,20 @@ OPERATOR = {"/operator": "System", "/operator/tenants": "Tenants"}
 MAX_FIRST_LOAD = 300_000
 
 
-def read_all(visit: Visit, places: dict[str, str], where: str) -> None:
-    """Open every page, wait until nothing is a placeholder any more, and have axe look at it."""
+def read_all(visit: Visit, places: dict[str, str]) -> None:
+    """Open every page, and wait until nothing is a placeholder any more."""
     for path, heading in places.items():
         page = visit.go(path, heading)
         expect(page.get_by_label("Loading")).to_have_count(0)
         expect(page.get_by_text("This could not be read")).to_have_count(0)
-        visit.ensure_accessible(f"{where} {path}")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_pages_with_data_show_it_and_axe_finds_nothing_serious(browser: Browser, site: Site, scheme: str) -> None:
+def test_pages_with_data_show_it(browser: Browser, site: Site, scheme: str) -> None:
     with visiting(browser, site.url, color_scheme=scheme) as visit:
         visit.sign_in(site.keys["all-scopes"])
         adapter = {"/": "acme", "/adapters/support": "support"}
-        read_all(visit, adapter | CUSTOMER | OPERATOR, scheme)
+        read_all(visit, adapter | CUSTOMER | OPERATOR)
         expect(visit.go("/adapters", "Adapters").get_by_role("link", name="support")).to_be_visible()
 
 
@@ -60,7 +59,7 @@ def test_pages_without_data_say_what_to_do_next(browser: Browser, site: Site) ->
         key = http.post("/admin/tenants/empty/keys", json={"scopes": scopes}).json()["key"]
     with visiting(browser, site.url) as visit:
         visit.sign_in(key)
-        read_all(visit, {"/": "empty"} | CUSTOMER, "empty")
+        read_all(visit, {"/": "empty"} | CUSTOMER)
         expect(visit.go("/adapters", "Adapters").get_by_text("No adapter yet")).to_be_visible()
         expect(visit.go("/webhooks", "Webhooks").get_by_text("No webhook yet")).to_be_visible()
         expect(visit.page.get_by_role("link", name="System")).to_have_count(0)
@@ -84,6 +83,6 @@ def test_first_load_is_small(browser: Browser, site: Site) -> None:
         expect(visit.page.get_by_label("Loading")).to_have_count(0)
     files = ConsoleFiles()
     loaded = [files.file(url.partition("/console/")[2]) for url in bodies if "/console/assets/" in url]
-    sizes = [min(len(one.content), *map(len, one.encoded.values())) for one in loaded if one is not None]
+    sizes = [min([len(one.content), *map(len, one.encoded.values())]) for one in loaded if one is not None]
     assert len(sizes) > 3
     assert sum(sizes) <= MAX_FIRST_LOAD

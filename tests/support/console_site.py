@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import httpx
 import pytest
@@ -15,8 +14,6 @@ from site_fixture import Site
 from loramux_api.console_files import ConsoleFiles
 
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
-ROOT = Path(__file__).parents[2]
-AXE = ROOT / "console" / "node_modules" / "axe-core" / "axe.min.js"
 WAIT_MS = 30_000
 """Generous: a machine that runs other tests is slow."""
 
@@ -64,17 +61,6 @@ class Visit:
         self.page.goto(f"{self.url}/console{path}")
         self.page.get_by_role("heading", name=heading, exact=True, level=1).wait_for()
         return self.page
-
-    def ensure_accessible(self, where: str) -> None:
-        """Fail for findings of axe that are serious or critical."""
-        self.page.evaluate(AXE.read_text())  # through the debugger, which the page's policy does not bind
-        found = self.page.evaluate("axe.run(document, {resultTypes: ['violations']})")
-        serious = [
-            f"{where}: {one['id']}: {one['help']}: {[node['html'][:200] for node in one['nodes'][:3]]}"
-            for one in found["violations"]
-            if one["impact"] in ("serious", "critical")
-        ]
-        assert serious == []
 
 
 @contextmanager
