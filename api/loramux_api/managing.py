@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from litestar import Request, Response
 from litestar.di import NamedDependency, Provide
-from litestar.params import FromPath
+from litestar.openapi.spec import OpenAPIType
+from litestar.params import FromPath, PathParameter
 
 from loramux.gateway import InvalidRequest
 from loramux.registry import AdapterInfo, PartNotFound, Preconditions, etag
@@ -23,9 +24,13 @@ def at(rest: str = "") -> list[str]:
     return [f"/{{name:str}}{rest}", f"/{{owner:str}}/{{name:str}}{rest}"]
 
 
-def adapter_name(name: FromPath[str], owner: FromPath[str] = "") -> str:
+Owner = Annotated[str | None, PathParameter(schema_extra={"type": OpenAPIType.STRING, "one_of": None})]
+"""A tenant in a path. It is absent from the shorter of two paths, and never null in the longer one."""
+
+
+def adapter_name(name: FromPath[str], owner: Owner = None) -> str:
     """The adapter that a path is about."""
-    return f"{owner}/{name}" if owner else name
+    return name if owner is None else f"{owner}/{name}"
 
 
 async def preconditions(

@@ -11,6 +11,7 @@ from litestar.openapi.spec import (
     Components,
     OpenAPIFormat,
     OpenAPIMediaType,
+    OpenAPIResponse,
     OpenAPIType,
     Operation,
     RequestBody,
@@ -65,6 +66,17 @@ class PartOperation(Operation):
 
     def __post_init__(self) -> None:
         self.request_body = RequestBody(content={"application/octet-stream": OpenAPIMediaType(schema=_FILE)})
+
+
+@dataclass
+class StreamingOperation(Operation):
+    """An operation whose answer is a JSON object or, with `stream`, server-sent events."""
+
+    def __post_init__(self) -> None:
+        answer = (self.responses or {}).get("200")
+        if isinstance(answer, OpenAPIResponse) and answer.content is not None:
+            events = OpenAPIMediaType(schema=Schema(type=OpenAPIType.OBJECT))  # of an event
+            answer.content = {**answer.content, "text/event-stream": events}
 
 
 def openapi_config() -> OpenAPIConfig:

@@ -105,7 +105,7 @@ def run(folder: Path, tests: Path, arguments: list[str]) -> int:
     chosen = [argument for argument in arguments if not argument.startswith("-")]
     files = chosen or [str(tests / name) for name in FILES]
     flags = [argument for argument in arguments if argument.startswith("-")]
-    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", *options, *flags, *files]
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=line", *options, *flags, *files]
     code = subprocess.run(command, cwd=tests.parent, env=environment, check=False).returncode
     print(json.dumps(json.loads(report.read_text())["counts"]))
     return code

@@ -36,8 +36,9 @@ def train_tokenizer(texts: list[str]) -> transformers.PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = BpeTrainer(vocab_size=WORDS, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
+    trainer = BpeTrainer(vocab_size=WORDS, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_special_tokens(SPECIAL)
     tokenizer.add_tokens([AddedToken(marker, normalized=False) for marker in MARKERS])
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

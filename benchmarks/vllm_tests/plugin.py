@@ -12,6 +12,7 @@ import subprocess
 import sys
 import types
 from collections import Counter
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -149,7 +150,7 @@ def _model_config(*_: Any, **__: Any) -> Any:
 KNOWN = {
     "vllm.tokenizers": {"get_tokenizer": _get_tokenizer},
     "vllm.config": {"ModelConfig": _model_config},
-    "vllm.version": {"__version__": "0"},
+    "vllm.version": {"__version__": version("loramux")},
     "vllm.transformers_utils.repo_utils": {"hf_api": lambda: SimpleNamespace(snapshot_download=_snapshot)},
     "vllm.model_executor.model_loader.weight_utils": {"download_weights_from_hf": lambda *_, **__: str(base())},
     "tests.utils": {"RemoteOpenAIServer": RemoteOpenAIServer, "ROCM_EXTRA_ARGS": []},

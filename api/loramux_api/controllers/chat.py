@@ -28,7 +28,7 @@ from loramux_api.answering import CollectedChoice, Writer, prompt_logprob_list, 
 from loramux_api.auth import requires
 from loramux_api.bodies import InferenceRequest
 from loramux_api.headers import Deadline, IdempotencyKey, claim_of
-from loramux_api.openapi import REFUSALS
+from loramux_api.openapi import REFUSALS, StreamingOperation
 from loramux_api.schemas.answers import (
     AssistantMessage,
     ChatChoice,
@@ -59,6 +59,7 @@ class ChatController(Controller):
     request_class = InferenceRequest
 
     @post(
+        operation_class=StreamingOperation,
         dto=StrictJSON[ChatBody],
         return_dto=None,
         status_code=200,

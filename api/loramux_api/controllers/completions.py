@@ -21,7 +21,7 @@ from loramux_api.answering import CollectedChoice, Writer, prompt_logprob_list, 
 from loramux_api.auth import requires
 from loramux_api.bodies import InferenceRequest
 from loramux_api.headers import Deadline, IdempotencyKey, claim_of
-from loramux_api.openapi import REFUSALS
+from loramux_api.openapi import REFUSALS, StreamingOperation
 from loramux_api.schemas.answers import TextChoice, TextCompletion, TextLogprobs, UsageObject, usage_object
 from loramux_api.schemas.completions import CompletionBody, to_request
 from loramux_api.schemas.strict import StrictJSON
@@ -36,6 +36,7 @@ class CompletionController(Controller):
     request_class = InferenceRequest
 
     @post(
+        operation_class=StreamingOperation,
         dto=StrictJSON[CompletionBody],
         return_dto=None,
         status_code=200,
@@ -120,6 +121,8 @@ class CompletionWriter(Writer):
         choice = self._choice(joined, self._logprobs(joined, collected.encoded))
         first = self._collected[index - index % (self._body.n or 1)]
         self._repeat_prompt(choice, first.prompt_logprobs)
+        if not self._body.return_token_ids:
+            choice.token_ids = choice.prompt_token_ids = None
         if self._body.prompt_logprobs is not None:
             choice.prompt_logprobs = prompt_logprob_list(first.prompt_logprobs)
         return choice
@@ -182,4 +185,4 @@ class CompletionWriter(Writer):
         return self._alternatives(one.token, one.logprob, one.top)
 
     def _alternatives(self, chosen: Token, logprob: float, top: Iterable[tuple[Token, float]]) -> dict[str, float]:
-        return {spelled(token, self._body): value for token, value in (*top, (chosen, logprob))}
+        return {spelled(token, self._body): value for token, value in ((chosen, logprob), *top)}

@@ -19,7 +19,7 @@ from loramux.units import TokenCounts
 from loramux_api.answering import Writer, respond
 from loramux_api.auth import requires
 from loramux_api.bodies import InferenceRequest
-from loramux_api.openapi import REFUSALS
+from loramux_api.openapi import REFUSALS, StreamingOperation
 from loramux_api.problems import problem_of
 from loramux_api.schemas.lorax import (
     GenerateBody,
@@ -30,9 +30,19 @@ from loramux_api.schemas.lorax import (
     StreamedToken,
     to_request,
 )
+from loramux_api.schemas.problems import ErrorAnswer
 from loramux_api.schemas.strict import StrictJSON
 
-ANSWERS = {200: ResponseSpec(Generated, description="With stream: server-sent events, one a token."), **REFUSALS}
+LORAX_REFUSALS = {
+    status: ResponseSpec(LoraxError | ErrorAnswer, description=spec.description)  # type: ignore[arg-type]  # a union
+    for status, spec in (REFUSALS | {422: REFUSALS[400]}).items()
+}
+ANSWERS = {200: ResponseSpec(Generated, description="With stream: server-sent events, one a token."), **LORAX_REFUSALS}
+LISTED = {200: ResponseSpec(list[Generated], description="With stream: server-sent events."), **LORAX_REFUSALS}
+EVENTS = {
+    200: ResponseSpec(dict[str, Any], description="Server-sent events, one a token.", media_type="text/event-stream"),
+    **LORAX_REFUSALS,
+}
 
 VALIDATION, OVERLOADED = "validation", "overloaded"
 ERROR_TYPES = {401: VALIDATION, 403: VALIDATION, 404: VALIDATION, 422: VALIDATION, 429: OVERLOADED, 503: OVERLOADED}
@@ -57,6 +67,7 @@ class LoraxController(Controller):
 
     @post(
         "/generate",
+        operation_class=StreamingOperation,
         dto=StrictJSON[GenerateBody],
         return_dto=None,
         status_code=200,
@@ -79,7 +90,7 @@ class LoraxController(Controller):
         return_dto=None,
         status_code=200,
         summary="Continue a text token by token, as LoRAX does",
-        responses=ANSWERS,
+        responses=EVENTS,
     )
     async def generate_stream(
         self,
@@ -93,11 +104,12 @@ class LoraxController(Controller):
 
     @post(
         "/",
+        operation_class=StreamingOperation,
         dto=StrictJSON[GenerateBody],
         return_dto=None,
         status_code=200,
         summary="Continue a text, as LoRAX's Python client asks for it",
-        responses=ANSWERS,
+        responses=LISTED,
     )
     async def compatible(
         self,

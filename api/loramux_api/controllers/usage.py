@@ -7,9 +7,10 @@ from typing import Any, Literal
 
 from litestar import Controller, MediaType, Request, Response, get
 from litestar.di import NamedDependency, Provide
+from litestar.openapi import ResponseSpec
 from litestar.params import FromPath, FromQuery
 
-from loramux.billing import CostsQuery
+from loramux.billing import CostPage, CostsQuery
 from loramux.exports import InvoiceFormat, write_invoice
 from loramux.gateway import InvalidRequest, NotAllowed, Platform
 from loramux.pricing import encode_money
@@ -106,7 +107,7 @@ class UsageController(Controller):
     @get(
         "/costs",
         summary="Costs",
-        responses=REFUSALS,
+        responses={200: ResponseSpec(CostPage, description="Amounts are numbers."), **REFUSALS},
         dependencies={"query_of_costs": Provide(costs_query, sync_to_thread=False)},
     )
     async def costs(

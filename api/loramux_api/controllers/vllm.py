@@ -6,6 +6,7 @@ from typing import Any
 
 from litestar import Controller, MediaType, Request, Response, post
 from litestar.di import NamedDependency
+from litestar.openapi import ResponseSpec
 from litestar.params import JSONBody
 
 from loramux.errors import LoramuxError
@@ -15,8 +16,15 @@ from loramux.tenants import NotFound, NotPermitted, Principal
 from loramux_api.auth import requires
 from loramux_api.openapi import REFUSALS
 from loramux_api.problems import problem_of
+from loramux_api.schemas.problems import ErrorAnswer
 from loramux_api.schemas.strict import StrictJSON
 from loramux_api.schemas.vllm import LoadLoraBody, UnloadLoraBody, VllmError, VllmErrorAnswer
+
+LOAD_REFUSALS = {
+    status: ResponseSpec(VllmErrorAnswer | ErrorAnswer, description=spec.description)  # type: ignore[arg-type]  # a union
+    for status, spec in REFUSALS.items()
+}
+"""vLLM's shape, and ours where the caller lacks a key or a scope."""
 
 AnyRequest = Request[Any, Any, Any]
 REFUSALS_OF_LOADS = (FolderNotFound, InvalidRequest, RegistryError, NotFound, NotPermitted)
@@ -46,7 +54,7 @@ class VllmController(Controller):
         status_code=200,
         media_type=MediaType.TEXT,
         summary="Load an adapter, as vLLM does",
-        responses=REFUSALS,
+        responses=LOAD_REFUSALS,
     )
     async def load(
         self,
@@ -71,7 +79,7 @@ class VllmController(Controller):
         status_code=200,
         media_type=MediaType.TEXT,
         summary="Unload an adapter, as vLLM does",
-        responses=REFUSALS,
+        responses=LOAD_REFUSALS,
     )
     async def unload(
         self,

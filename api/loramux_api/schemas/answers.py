@@ -163,8 +163,9 @@ class TextChoice(msgspec.Struct, kw_only=True):
     text: str
     logprobs: TextLogprobs | None
     finish_reason: FinishReason | None
-    token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType | None = UNSET
+    """Both null in a whole answer, and absent in chunks, where they are not asked for."""
     prompt_logprobs: PromptLogprobList | None = None
 
 

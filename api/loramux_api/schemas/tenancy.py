@@ -127,8 +127,9 @@ class AuditObject(msgspec.Struct, kw_only=True):
     request_id: str
     action: str
     object_id: str
-    before: msgspec.Raw | None
-    after: msgspec.Raw | None
+    before: msgspec.Raw
+    after: msgspec.Raw
+    """Null where there was nothing, or is nothing any more."""
 
 
 def key_object(key: Key, secret: str | UnsetType = UNSET) -> KeyObject:
@@ -171,6 +172,9 @@ def member_object(member: Member) -> MemberObject:
     )
 
 
+_NULL = msgspec.Raw(b"null")
+
+
 def audit_object(entry: AuditEntry) -> AuditObject:
     """Return the entry as a JSON object."""
     return AuditObject(
@@ -182,8 +186,8 @@ def audit_object(entry: AuditEntry) -> AuditObject:
         request_id=entry.request_id,
         action=entry.action,
         object_id=entry.object_id,
-        before=entry.before,
-        after=entry.after,
+        before=entry.before or _NULL,
+        after=entry.after or _NULL,
     )
 
 

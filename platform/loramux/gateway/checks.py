@@ -101,7 +101,9 @@ def check_token_ids(field: str, token_ids: Collection[int], vocab_size: int) -> 
     for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
         if not 0 <= token_id < vocab_size:
             raise InvalidRequest(
-                f"'{field}' names token {token_id}, and this model has the tokens 0 to {vocab_size - 1}.", field=field
+                f"'{field}' names token {token_id}, which is out of vocabulary: this model has {vocab_size} tokens, "
+                f"0 to {vocab_size - 1}.",
+                field=field,
             )
 
 
