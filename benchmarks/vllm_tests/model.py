@@ -23,10 +23,10 @@ TEMPLATE = """\
 {%- if messages[0].role == 'system' %}{{ messages[0].content + '\\n' }}{% endif %}
 {{- 'Tools: ' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}
 {{- '\\nCall as <tool_call>{"name": ..., "arguments": ...}</tool_call><|im_end|>\\n' }}{% endif %}
-{%- for message in messages if not (tools and loop.first and message.role == 'system') %}
+{%- for message in messages %}{% if not (tools and loop.first and message.role == 'system') %}
 {{- '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
 {%- for call in message.tool_calls or [] %}{{ '<tool_call>' + (call.function | tojson) + '</tool_call>' }}{% endfor %}
-{{- '<|im_end|>\\n' }}{% endfor %}
+{{- '<|im_end|>\\n' }}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import types
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +30,7 @@ BASE = FOLDER / "base"
 ADAPTERS = FOLDER / "adapters"
 TENANT = "vllm"
 START_SECONDS = 300
-HTTP_FIXTURES = {"client", "server", "server_fixture", "server_with_lora_modules_json"}
+HTTP_FIXTURES = {"client", "server", "server_fixture", "server_with_lora_modules_json", "tool_use_client"}
 HTTP_TESTS = {"test_empty_prompt", "test_out_of_vocab_token_ids"}
 """Tests that start a server themselves."""
 
@@ -97,7 +98,8 @@ class RemoteOpenAIServer:
                 await tenants.create(TENANT)
                 return (await tenants.create_key(TENANT, scopes=[*TENANT_SCOPES, "operator"]))[1]
 
-        type(self).key = asyncio.run(make_key())
+        with ThreadPoolExecutor(1) as thread:  # some tests start a server within an event loop
+            type(self).key = thread.submit(asyncio.run, make_key()).result()
         command = [sys.executable, "-m", "loramux_api", "serve", "--config", str(self.config), "--port", str(self.port)]
         log = (self._folder / "server.log").open("wb")
         process = subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, stderr=log)
@@ -167,7 +169,8 @@ class StandIn(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return KNOWN.get(self.__name__, {}).get(name) or type(name, (), {})
+        known = KNOWN.get(self.__name__, {})
+        return known[name] if name in known else type(name, (), {})
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
