@@ -254,7 +254,7 @@ function Account() {
   return (
     <Menu position="bottom-end" width={260}>
       <Menu.Target>
-        <UnstyledButton px="xs" py={6} aria-label={`Account of ${tenant}`}>
+        <UnstyledButton px="xs" py={6} aria-label={`Account of ${tenant}${isOperator ? " operator" : ""}`}>
           <Group gap={8} wrap="nowrap">
             <Box maw={160}>
               <Text fw={600} size="sm" truncate>
