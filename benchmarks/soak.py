@@ -133,7 +133,12 @@ class Soak:
             tenant = chance.choice(list(OWNERS))
             names = [f"{tenant}/{style}" for style in OWNERS[tenant]] + [MODEL_NAME]
             if tenant == TENANT:
-                names += [f"{TENANT}/{life.name}" for life in self.lives for _ in range(2)]
+                names += [
+                    f"{TENANT}/{life.name}"
+                    for life in self.lives
+                    if life.numbers and not life.is_over
+                    for _ in range(2)
+                ]
             told = await self.ask(
                 http, tenant, chance.choice(names), chance.choice(questions), leaves=chance.random() < LEAVE_SHARE
             )
@@ -178,8 +183,8 @@ class Soak:
 
     def _refused(self, model: str, answer: httpx.Response) -> None:
         """Count a refusal: a model may be gone by the time that a request for it arrives, all else is a fault."""
-        is_gone = answer.status_code == 404 and model.partition("/")[2] not in {life.name for life in self.lives}
-        if is_gone:
+        over = {f"{TENANT}/{life.name}" for life in self.lives if life.is_over}
+        if answer.status_code == 404 and model in over:
             self.counts["gone"] += 1
         else:
             self.faults[f"{answer.status_code}: {answer.text[:200]}"] += 1
@@ -243,7 +248,9 @@ class Soak:
         style = self.chance.choice(STYLES)
         with tempfile.TemporaryDirectory(dir=self.folder) as folder:
             self._write(style, Path(folder))
-            upload = await customer.uploads.push(folder, life.name, promote=self.chance.random() < 0.5)
+            upload = await customer.uploads.push(
+                folder, life.name, promote=not life.numbers or self.chance.random() < 0.5
+            )
         assert upload.revision is not None, "push() waits until it is ready"
         number = int(upload.revision.rpartition("@")[2])
         life.styles[number] = style
@@ -268,10 +275,10 @@ class Soak:
 
     async def delete(self, customer: AsyncClient, life: Life) -> None:
         """Delete the adapter; sometimes restore it for a moment."""
+        life.is_over = True  # before: a request that is on its way may find it gone
         if self.chance.random() < 0.3:
             await customer.adapters.delete(life.name)
             await customer.adapters.undelete(life.name)
-        life.is_over = True
         await customer.adapters.delete(life.name)
 
     async def end_lives(self, customer: AsyncClient) -> None:
