@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +16,10 @@ from loramux_adapters.errors import BaseUnusable
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
+
+MODEL_LOCK = threading.Lock()
+"""Held while transformers makes a model: it does so under a default dtype of torch, which is the whole process's. A
+model that is made at the same time on another thread would get buffers of that dtype, and leave a wrong default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +118,7 @@ def describe_base(model_dir: Path) -> BaseDescription:
         raise BaseUnusable(f"{model_dir} holds no config.json; give the folder of a local transformers checkpoint.")
     try:
         config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
-        with torch.device("meta"):
+        with MODEL_LOCK, torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except (ValueError, OSError, KeyError, TypeError) as error:
         raise BaseUnusable(f"{model_dir} is not a causal language model that transformers knows: {error}") from error

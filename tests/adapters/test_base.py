@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
+from tiny_base import make_base
 from tiny_peft import FAMILIES, tiny_base, tiny_model
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -78,3 +84,28 @@ def test_base_remote_code_is_never_run(tmp_path: Path) -> None:
     (tmp_path / "evil.py").write_text("raise SystemExit('remote code ran')")
     with pytest.raises(BaseUnusable):
         describe_base(tmp_path)
+
+
+def test_models_are_made_one_at_a_time_because_torchs_default_dtype_is_the_process_wide(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that is made beside one in half precision would get its dtype."""
+    folder = make_base(tmp_path / "base")
+    made, seen = transformers.AutoModelForCausalLM.from_config, []
+    both = threading.Barrier(2)
+
+    def slow(config: transformers.PretrainedConfig, **arguments: object) -> object:
+        torch.set_default_dtype(torch.float16)
+        try:
+            with suppress(threading.BrokenBarrierError):
+                both.wait(0.2)  # a second one would be here by then
+            return made(config, **arguments)
+        finally:
+            seen.append(both.broken)
+            torch.set_default_dtype(torch.float32)
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_config", slow)
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(describe_base, [folder, folder]))
+    assert seen == [True, True], "neither met the other"
+    assert torch.get_default_dtype() == torch.float32

@@ -29,7 +29,7 @@ class FleetPlace(Place):
     """Settings of two bases with two engines each."""
 
     def prepare(self) -> FleetPlace:
-        base = 'name = "{0}"\npath = "{1}/{0}"\ndtype = "float32"\nengines = {{ min = 2 }}\n'
+        base = 'name = "{0}"\npath = "{1}/{0}"\ndtype = "float32"\nengines = {{ min = 2, max_wait_s = 300.0 }}\n'
         self.config.write_text(
             "".join(f"[[bases]]\n{base.format(name, self.base)}" for name in BASES)
             + "[engine]\npool_bytes = 16_777_216\nmax_num_batched_tokens = 64\nnum_threads = 1\n"
@@ -81,7 +81,7 @@ class Fleet:
     def engine_pids(self) -> list[int]:
         pid = self.server.process.pid
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return [int(child) for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+        return [int(child) for child in children if b"spawn_main" in _command_line(child)]
 
     def engines(self) -> list[dict[str, Any]]:
         return self.admin("GET", "/admin/engines")["data"]
@@ -121,6 +121,14 @@ def make_fleet(folder: Path, num_adapters: int) -> Iterator[Fleet]:
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     yield from make_fleet(tmp_path_factory.mktemp("fleet"), 4)
+
+
+def _command_line(pid: str) -> bytes:
+    """Of a process that may end at any time."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def until(happened: Any, seconds: float = 120.0) -> None:

@@ -96,6 +96,8 @@ class ScriptedEngine:
 
     async def _play(self, request: Request, on_event: OnEvent) -> None:
         late = 0
+        if request.report_start:
+            on_event(TokenEvent(request_id=request.id, is_worked_on=True))
         for number, event in enumerate(self._events(request)):
             await self._pause(request.id)
             self._ensure_alive()

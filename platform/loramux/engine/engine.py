@@ -31,6 +31,7 @@ from loramux.engine.request import AdapterRef, Request
 from loramux.engine.scheduling.budget import PageBudget
 from loramux.engine.scheduling.policy import Policy
 from loramux.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from loramux.engine.scheduling.step import Step
 from loramux.engine.statistics import RequestAccounting, ServiceMeter, count_step, snapshot
 from loramux.settings import Settings
 from loramux_adapters import Limits
@@ -101,6 +102,12 @@ class Engine:
         self._compiling: dict[str, tuple[Request, Future[LLMatcher]]] = {}
         """Requests whose grammar is being compiled, by id."""
         self._wake = wake
+        self.announce: Callable[[StepReport], None] = lambda _: None
+        """Called in a step with what must be known before it runs."""
+        self._reported: set[str] = set()
+        """Requests without a token yet that asked to report when they are worked on."""
+        self._unknown: list[str] = []
+        """Those of them in a step that runs ahead, whose end is not known yet."""
         self._store = parts.store
         self._weight_bytes = parts.weight_bytes
         self._counters = Counters()
@@ -145,10 +152,13 @@ class Engine:
         self._add_compiled()
         step = self.scheduler.plan()
         events = self.scheduler.drain_events()
+        worked_on = self._announce_work(step) if self._reported else []
         if not step.empty:
             count_step(self._counters, step, self._runner.bank.bytes_of)
             self._accounting.count_step(step)
         events += self._pipeline.advance(step)
+        if worked_on or self._unknown:
+            events += self._survivors(worked_on, events)
         pins = self._pins.advance()
         self._count_events(events)
         events = self._accounting.count_events(events)
@@ -172,6 +182,8 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Queue a request, one with a constraint as soon as that is compiled."""
         self._was_commanded = True
+        if request.report_start:
+            self._reported.add(request.id)
         if request.constraint is None:
             self.scheduler.add(request)
         elif self._constraints is None:
@@ -227,6 +239,24 @@ class Engine:
             else:
                 self.scheduler.add(request)
 
+    def _announce_work(self, step: Step) -> list[str]:
+        """Report the requests that are worked on from now on; return those in the step."""
+        worked_on = [chunk.sequence.id for chunk in step.chunks if chunk.sequence.id in self._reported]
+        begun = [TokenEvent(request_id=id, is_worked_on=True) for id in worked_on] + self.scheduler.take_starts()
+        if begun:
+            self.announce(StepReport(begun))
+        return worked_on
+
+    def _survivors(self, worked_on: list[str], events: list[TokenEvent]) -> list[TokenEvent]:
+        """Report those that are worked on no more and got no token: whatever the engine dies of now, it is not that."""
+        self._reported.difference_update(event.request_id for event in events if event.token_id is not None)
+        ended, self._unknown = (self._unknown, worked_on) if self._runner.runs_ahead else (worked_on, [])
+        return [
+            TokenEvent(request_id=id, is_worked_on=False)
+            for id in ended
+            if id in self._reported and id not in self._unknown
+        ]
+
     # statistics
 
     def stats(self) -> EngineStats:
@@ -265,4 +295,5 @@ class Engine:
             self._counters.output_tokens += event.token_id is not None
             self._counters.cached_tokens += event.cached_tokens
             if event.finish_reason is not None:
+                self._reported.discard(event.request_id)
                 self._runner.forget(event.request_id)

@@ -118,7 +118,8 @@ class EngineCount(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """One step's result for one request: a token, an end, or both; or log probabilities of a part of its prompt.
+    """One step's result for one request: a token, an end, or both; or log probabilities of a part of its prompt; or
+    whether the engine works on it.
 
     `finish_reason` is None while the request runs; then `stop` (end of sequence or a stop token), `length`,
     `cancelled` or `error` (with `fault`).
@@ -134,6 +135,9 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt tokens whose KV was reused; meaningful on the first event."""
     waited_s: float = 0.0
     """Seconds from arrival to the first step; on the first event."""
+    is_worked_on: bool | None = None
+    """Comes alone, where `Request.report_start` asks for it. True: a step with it, or the load of its adapter, begins;
+    False: that step has ended."""
     load: tuple[float, float] | None = None
     """Seconds after arrival from which, and to which, its adapter was loaded meanwhile; on the first event."""
     finish_reason: str | None = None

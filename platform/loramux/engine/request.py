@@ -105,6 +105,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """None: any text."""
     group_started: bool = False
     """A choice of its group has begun, on another engine: its deadline is decided."""
+    report_start: bool = False
+    """Report before each step or load for it, until its first token, and after the step: events with `is_worked_on`."""
     num_tokens: int = 0
     """Tokens of its revision, where they are more than the model's: the revision's embedding has rows for them."""
     eos_token_ids: tuple[int, ...] = ()

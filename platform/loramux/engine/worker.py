@@ -85,6 +85,7 @@ def serve(
 
 def _loop(engine: Engine, inbox: Inbox, send: Callable[[Report], None]) -> None:
     stopping = False
+    engine.announce = send
     while not (stopping and engine.is_idle):
         wait = engine.wait_seconds
         arrived = _arrived(inbox, wait if engine.is_idle else min(wait, HEARTBEAT_S))

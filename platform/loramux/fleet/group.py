@@ -11,10 +11,13 @@ machine that stops, or for which this front reads too slowly. The count of an en
 events.
 
 A request may be what an engine dies of. One that was on MAX_DEATHS engines in a row when they died, and got no token
-from them, is a suspect. Suspects are tried one at a time, so that those that only waited beside the cause are cleared
-by their next token; one under which another engine dies ends with an error.
+from them, is a suspect. Only engines that were working on it count, in a step or with the load of its adapter: after
+the first death it asks to hear of that (`Request.report_start`), for in a crowd most requests only wait. Suspects are
+tried one at a time, so that those that were only beside the cause are cleared by their next token; one under which
+MAX_TRIALS more engines die ends with an error. So does one that MAX_LOST engines in a row lost without a token.
 
-A request for which no engine serves waits for one, for WAIT_SECONDS at most and no longer than its deadline.
+A request for which no engine serves waits for one, for `engines.max_wait_s` at most and no longer than its deadline. A
+suspect waits for its trial as long as engines serve.
 """
 
 from __future__ import annotations
@@ -45,14 +48,17 @@ logger = logging.getLogger(__name__)
 
 MAX_DEATHS = 2
 """Engines that die under a request in a row, before they have sent it a token, that make it a suspect."""
+MAX_TRIALS = 2
+"""Engines that die under a suspect while it is tried that make it the cause. One may be killed by something else, and
+while there are suspects one of them is always on trial."""
+MAX_LOST = 8
+"""Engines in a row that may lose a request before they have sent it a token, whether they had begun with it or not."""
 SCALE_SECONDS = 5.0
 """Time between two decisions on the number of engines."""
 DRAIN_SECONDS = 60.0
 """Time for the requests of an engine that is not needed any more to end."""
 EXCHANGE_SECONDS = 0.25
 """Time between two exchanges of service between the engines."""
-WAIT_SECONDS = 60.0
-"""A request without an engine ends with an error after this time."""
 
 
 class Run:
@@ -63,10 +69,12 @@ class Run:
         "_submitted_at",
         "cached_tokens",
         "engine",
+        "has_begun",
         "is_cancelled",
         "is_moving",
         "num_before",
         "num_deaths",
+        "num_lost",
         "on_event",
         "request",
         "timeout",
@@ -81,7 +89,11 @@ class Run:
         self.token_ids: list[int] = []
         """The answer so far."""
         self.num_deaths = 0
+        """Engines in a row that died while they worked on it, before they had sent it a token."""
+        self.num_lost = 0
         """Engines in a row that died before they had sent it a token."""
+        self.has_begun = False
+        """Its engine works on it now, as far as is known."""
         self.is_moving = False
         """Its engine was told to give it back."""
         self.is_cancelled = False
@@ -98,15 +110,21 @@ class Run:
 
     def rest(self, now: float, *, has_started: bool) -> Request:
         """Return the part of the request that is left; `has_started`: it or another choice of its group."""
-        deadline, passed_ms = self.request.deadline_ms, round(1000 * (now - self._submitted_at))
-        if not (has_started or passed_ms):
+        if not (has_started or self.num_lost or round(1000 * (now - self._submitted_at))):
             return self.request
         return msgspec.structs.replace(
             self.request,
             output_token_ids=list(self.token_ids),
-            deadline_ms=None if deadline is None else max(1, deadline - passed_ms),
+            deadline_ms=self.deadline_ms(now),
             group_started=has_started,
+            report_start=self.num_lost > 0,
         )
+
+    def deadline_ms(self, now: float) -> int | None:
+        """Return the milliseconds that are left to its first token; None: as long as it takes."""
+        if self.request.deadline_ms is None:
+            return None
+        return max(1, self.request.deadline_ms - round(1000 * (now - self._submitted_at)))
 
     def counted(self, event: TokenEvent) -> TokenEvent:
         """Return the last event with the usage of all engines."""
@@ -118,21 +136,27 @@ class Run:
         """Note that its engine has sent its last event; without a count it died, and its events are counted."""
         num_sent = len(self.token_ids) - self.num_before
         if num_sent:
-            self.num_deaths = 0
+            self.num_deaths = self.num_lost = 0
         elif count is None:
-            self.num_deaths += 1
+            self.num_deaths += self.has_begun or not self.num_lost
+            self.num_lost += 1
         if count is None and num_sent:
             is_first = self.num_before == 0
             prompt, cached = (len(self.request.prompt_token_ids), self.cached_tokens) if is_first else (0, 0)
             count = EngineCount(tokens=TokenCounts(prompt=prompt, cached=cached, output=num_sent))
         self._count += count or EngineCount()
         self.num_before = len(self.token_ids)
-        self.engine, self.is_moving = None, False
+        self.engine, self.is_moving, self.has_begun = None, False, False
 
     @property
     def is_suspect(self) -> bool:
         """May it be what engines die of?"""
         return self.num_deaths >= MAX_DEATHS
+
+    @property
+    def is_cause(self) -> bool:
+        """Have too many engines died under it?"""
+        return self.num_deaths >= MAX_DEATHS + MAX_TRIALS or self.num_lost >= MAX_LOST
 
     @property
     def ended(self) -> EngineCount:
@@ -236,6 +260,11 @@ class EngineGroup:
         """The engines that may be given requests."""
         return [member for member in self._members.values() if member.is_ready]
 
+    @property
+    def _silence(self) -> float:
+        """Seconds since an engine served last, where none does."""
+        return self._now() - max(member.served_until for member in self._members.values())
+
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
 
@@ -264,7 +293,8 @@ class EngineGroup:
     def _note_failing(self) -> None:
         if self._range.addresses:
             return  # they are started by others: a new server would find no more of them
-        if all(m.is_failing for m in self._members.values() if m.state is not EngineState.RESTING):
+        members = [member for member in self._members.values() if member.state is not EngineState.RESTING]
+        if all(member.is_failing for member in members) and self._silence >= self._range.max_wait_s:
             self._ended.set()
             for run in list(self._waiting.values()):
                 self._end(run, EngineFault(ENGINE_DIED, "no engine serves, and none is started again"))
@@ -315,18 +345,25 @@ class EngineGroup:
             self._waiting.pop(run.request.id, None)
         elif run.timeout is None:
             self._waiting[run.request.id] = run
-            seconds, fault = (
-                WAIT_SECONDS,
-                EngineFault(ENGINE_DIED, f"no engine has served for {WAIT_SECONDS:g} seconds"),
-            )
-            deadline = None if run.token_ids else run.request.deadline_ms
-            if deadline is not None and deadline / 1000 < WAIT_SECONDS:
-                seconds, message = (
-                    deadline / 1000,
-                    f"No engine has served within the request's deadline of {deadline} ms.",
-                )
-                fault = EngineFault("deadline_exceeded", message, retry_after=10)
-            run.timeout = asyncio.get_running_loop().call_later(seconds, self._end, run, fault)
+            self._limit_wait(run)
+
+    def _limit_wait(self, run: Run) -> None:
+        """End the request in time where no engine gets it."""
+        seconds = self._range.max_wait_s
+        deadline_ms = None if run.token_ids else run.deadline_ms(self._now())
+        if deadline_ms is not None and deadline_ms / 1000 < seconds:
+            message = f"No engine has served within the request's deadline of {run.request.deadline_ms} ms."
+            fault = EngineFault("deadline_exceeded", message, retry_after=10)
+            run.timeout = asyncio.get_running_loop().call_later(deadline_ms / 1000, self._end, run, fault)
+        else:
+            run.timeout = asyncio.get_running_loop().call_later(seconds, self._end_wait, run)
+
+    def _end_wait(self, run: Run) -> None:
+        if run.is_suspect and (self._ready or self._silence < self._range.max_wait_s):
+            self._limit_wait(run)  # it waits for its trial
+        else:
+            message = f"no engine has served for {self._range.max_wait_s:g} seconds"
+            self._end(run, EngineFault(ENGINE_DIED, message))
 
     def _send(self, run: Run) -> bool:
         """Give what is left of the request to an engine; False where none serves."""
@@ -370,6 +407,9 @@ class EngineGroup:
     def _on_event(self, run: Run, engine: Member, event: TokenEvent) -> None:
         if event.token_id is not None:
             run.token_ids.append(event.token_id)
+        elif event.is_worked_on is not None:
+            run.has_begun = event.is_worked_on
+            return
         # Every token of every request comes through here: the rest is for an engine's first token and its last event.
         if len(run.token_ids) == run.num_before + 1:
             self._router.started(run.request.id, self._now())
@@ -395,25 +435,30 @@ class EngineGroup:
         """Go on with a request that its engine has no more, at another one."""
         if run.is_cancelled:
             self._end(run, None)
-        elif run.num_deaths > MAX_DEATHS:
+        elif run.is_cause:
             logger.error(
                 "request %s ends: %d engines died under it before they had sent it a token",
                 run.request.id,
-                run.num_deaths,
+                run.num_lost,
             )
             self._end(run, fault)
         elif self.has_ended or self._is_stopping:
             self._end(run, fault or EngineFault(ENGINE_DIED, "the engines are stopped"))
         else:
+            if self._trial is run:
+                self._try_next()  # the others first: it was perhaps something else that the engine died of
             self._place(run)
 
     def _end_trial(self, run: Run) -> None:
         """Note that a request has got a token, or has ended: it is no suspect, and the next one is tried."""
-        run.num_deaths = 0
+        run.num_deaths = run.num_lost = 0
         if self._trial is run:
-            self._trial = None
-            for other in [waiting for waiting in self._waiting.values() if waiting.is_suspect]:
-                self._place(other)
+            self._try_next()
+
+    def _try_next(self) -> None:
+        self._trial = None
+        for other in [waiting for waiting in self._waiting.values() if waiting.is_suspect]:
+            self._place(other)
 
     def _leave(self, run: Run, engine: Member) -> None:
         engine.requests.discard(run.request.id)

@@ -5,13 +5,15 @@
                    └─> DRAINING ──> RESTING ──> STARTING     it was not needed, and is again
 
 A pause grows with each failure in a row. An engine that fails to start MAX_FAILED_STARTS times in a row is tried on
-while others serve; where all engines of a base fail so, the group has ended.
+while others serve; where all engines of a base fail so, and none has served for `engines.max_wait_s`, the group has
+ended.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
@@ -58,6 +60,8 @@ class Member:
         self.state = EngineState.LOST if is_wanted else EngineState.RESTING
         self.start_seconds = 0.0
         """The time that its last start took."""
+        self.served_until = -math.inf
+        """The event loop's time at which its last life that served ended."""
         self.requests: set[str] = set()
         """Ids of the requests that it was given and has not ended."""
         self.idle = asyncio.Event()
@@ -198,6 +202,7 @@ class Member:
             self.state = self._withdrawn_to
             return
         self.state = EngineState.LOST
+        self.served_until = -math.inf if self._settings.engine.in_process else loop.time()
         await self.client.stop()
         if loop.time() - began >= SOUND_SECONDS:
             self._num_failures = 0

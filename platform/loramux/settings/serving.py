@@ -92,6 +92,8 @@ class EngineRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """The most engines. Unset: as many as `min`, one at least."""
     target_wait_s: Annotated[float, Meta(gt=0)] = 1.0
     """Seconds of predicted wait for a first token above which more engines are started, up to `max`."""
+    max_wait_s: Annotated[float, Meta(gt=0)] = 60.0
+    """Seconds that a request waits for an engine while none serves; set it above the time that one takes to start."""
     devices: tuple[str, ...] = ()
     """Devices of the engines, one each and then again from the first. Empty: all use `engine.device`."""
     addresses: tuple[Address, ...] = ()
@@ -215,6 +217,9 @@ class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     """Shares of the engine by service class, when all classes have work."""
     max_service_lead: Annotated[float, Meta(ge=0)] = 8192.0
     """Units of service over weight that a tenant may be ahead of another one that waits."""
+    max_lift: Annotated[float, Meta(ge=0)] = 131_072.0
+    """Units over weight that others get, at most, before a tenant that was served on other engines of the base is
+    admitted here; 0: engines do not count what others serve."""
     affinity_window: Annotated[float, Meta(ge=0)] = 512.0
     """Units over weight by which a tenant may be admitted early because its adapter is in the batch already."""
     adapter_overhead_target: Annotated[float, Meta(gt=0)] = 0.1

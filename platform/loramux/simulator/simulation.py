@@ -243,9 +243,10 @@ class Simulation:
             return 2 * (policy.max_service_lead + policy.affinity_window + self.engine.most_units_of_a_step / least)
         arrivals, scenario = self.arrivals, self.scenario
         promised = scenario.max_num_seqs * float((arrivals.prompt_tokens + 2 * arrivals.max_tokens).max())
-        sigma = 2 * scenario.exchange_s * self.engine.most_units_per_s + self.engine.most_units_of_a_step
+        step = self.engine.most_units_of_a_step
+        sigma = 2 * scenario.exchange_s * self.engine.most_units_per_s + step
         others = len(self.engines) - 1
-        return ((others + 2) * promised + 2 * others * sigma) / least + scenario.policy.affinity_window
+        return ((others + 2) * promised + step + 2 * others * sigma) / least + scenario.policy.affinity_window
 
 
 def _routing_request(request: Request) -> RoutingRequest:

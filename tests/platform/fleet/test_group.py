@@ -59,10 +59,20 @@ class Fleet:
         return next(engine for engine in reversed(self.lives) if name in engine.tasks and engine.alive)
 
 
-class LazyEngine(ScriptedEngine):
-    """Takes requests and says nothing."""
+class FullEngine(ScriptedEngine):
+    """Queues requests and begins with none."""
 
     async def _play(self, request: Request, on_event: Callable[[TokenEvent], None]) -> None:
+        await self.died.wait()
+        raise EngineDied("the script says so")
+
+
+class LazyEngine(ScriptedEngine):
+    """Begins with every request and sends no token."""
+
+    async def _play(self, request: Request, on_event: Callable[[TokenEvent], None]) -> None:
+        if request.report_start:
+            on_event(TokenEvent(request_id=request.id, is_worked_on=True))
         await self.died.wait()
         raise EngineDied("the script says so")
 
@@ -154,15 +164,13 @@ def test_single_engine_comes_back_and_goes_on_with_its_requests() -> None:
 def test_request_that_engines_die_of_ends_with_an_error(caplog: pytest.LogCaptureFixture) -> None:
     async def test(fleet: Fleet) -> None:
         fleet.submit("poison")
-        for number in range(3):
-            await fleet.until(lambda number=number: sum(len(engine.requests) for engine in fleet.lives) > number)
-            fleet.engine_of("poison").died.set()
+        await kill_in_turn(fleet, "poison", 4)
         last = await fleet.end_of("poison")
         assert last.finish_reason == "error"
-        assert fleet.group.alive, "the fourth engine lives"
+        assert fleet.group.alive, "the others live"
 
-    in_fleet(test, LazyEngine, LazyEngine, LazyEngine, LazyEngine)
-    assert "request poison ends: 3 engines died under it" in caplog.text
+    in_fleet(test, *[LazyEngine] * 20, engines=EngineRange(min=5))
+    assert "request poison ends: 4 engines died under it" in caplog.text
 
 
 def test_requests_that_waited_beside_the_cause_are_tried_one_at_a_time_and_answered() -> None:
@@ -180,6 +188,76 @@ def test_requests_that_waited_beside_the_cause_are_tried_one_at_a_time_and_answe
         assert third.most_without_token == 1
 
     in_fleet(test, LazyEngine, LazyEngine, CountingEngine, engines=EngineRange(min=1))
+
+
+async def kill_in_turn(fleet: Fleet, name: str, count: int) -> None:
+    """Let the engine that has the request die, `count` times."""
+    for number in range(count):
+        await fleet.until(lambda number=number: sum(len(engine.requests) for engine in fleet.lives) > number)
+        fleet.engine_of(name).died.set()
+
+
+def test_request_that_only_waited_where_engines_died_is_no_suspect() -> None:
+    async def test(fleet: Fleet) -> None:
+        fleet.submit("patient")
+        await kill_in_turn(fleet, "patient", 5)
+        assert (await fleet.end_of("patient")).finish_reason == "length"
+        assert [engine.requests[0].report_start for engine in fleet.lives[:6]] == [False] + [True] * 5
+
+    in_fleet(test, *[FullEngine] * 5, engines=EngineRange(min=1))
+
+
+def test_request_that_eight_engines_lost_ends_though_none_said_that_it_began(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(fleet: Fleet) -> None:
+        fleet.submit("unlucky")
+        await kill_in_turn(fleet, "unlucky", 8)
+        assert (await fleet.end_of("unlucky")).finish_reason == "error"
+
+    in_fleet(test, *[FullEngine] * 8, engines=EngineRange(min=1))
+    assert "request unlucky ends: 8 engines died under it" in caplog.text
+
+
+def test_suspect_waits_for_its_trial_as_long_as_an_engine_serves() -> None:
+    """The time for which a request waits for an engine is for one that has none to go to."""
+
+    async def test(fleet: Fleet) -> None:
+        fleet.submit("a")
+        fleet.submit("b")
+        for life in range(2):
+            await fleet.until(lambda life=life: len(fleet.lives) > life and len(fleet.lives[life].tasks) == 2)
+            fleet.lives[life].died.set()
+        await fleet.until(lambda: len(fleet.lives) > 2 and fleet.lives[2].tasks)
+        (waiting,) = fleet.group._waiting.values()
+        assert waiting.timeout is not None
+        waiting.timeout.cancel()
+        fleet.group._end_wait(waiting)  # as after `max_wait_s`
+        assert not any(event.finish_reason for events in fleet.events.values() for event in events)
+        fleet.lives[2].died.set()
+        ends = [await fleet.end_of(name) for name in ("a", "b")]
+        assert [end.finish_reason for end in ends] == ["length", "length"], "an engine may die of something else"
+
+    in_fleet(test, LazyEngine, LazyEngine, LazyEngine, engines=EngineRange(min=1))
+
+
+def test_group_does_not_end_while_a_request_may_still_wait_for_an_engine() -> None:
+    async def test(fleet: Fleet) -> None:
+        fleet.submit("a")
+        await fleet.until(lambda: fleet.tokens("a"))
+        fleet.lives[0].died.set()
+        assert (await fleet.end_of("a")).finish_reason == "length", "the fifth start succeeds"
+        assert len(fleet.lives) == 6
+        assert not fleet.group.has_ended
+
+    in_fleet(test, ScriptedEngine, *[BrokenEngine] * 4, engines=EngineRange(min=1))
+
+
+def test_group_whose_engines_cannot_be_started_any_more_ends() -> None:
+    async def test(fleet: Fleet) -> None:
+        fleet.lives[0].died.set()
+        await fleet.until(lambda: fleet.group.has_ended)
+        assert "there is no memory" in await fleet.group.wait_end()
+
+    in_fleet(test, ScriptedEngine, *[BrokenEngine] * 20, engines=EngineRange(min=1, max_wait_s=0.01))
 
 
 def test_choices_of_one_request_share_an_engine() -> None:

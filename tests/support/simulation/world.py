@@ -535,7 +535,11 @@ def _run(runner: asyncio.Runner, world: World) -> None:
 
 def run_seed(seed: int, template: Template, folder: Path, world_of: type[World] = World) -> World:
     """Run one seed; raises Violation (or what the product raised) with the seed in its notes."""
-    plan = make_plan(seed)
+    return run_plan(make_plan(seed), template, folder, world_of)
+
+
+def run_plan(plan: Plan, template: Template, folder: Path, world_of: type[World] = World) -> World:
+    """Run one plan; raises as `run_seed` does."""
     world = world_of(plan, template, folder)
     loop = SimulationLoop(lambda: world.rng.uniform(50e-6, 2e-3))
     failures: list[BaseException] = []
@@ -551,7 +555,7 @@ def run_seed(seed: int, template: Template, folder: Path, world_of: type[World] 
     except BaseException as error:
         for failure in failures:
             error.add_note(f"also: {failure!r}")
-        error.add_note(f"seed {seed}: python -m simulation {seed}")
+        error.add_note(f"seed {plan.seed}: python -m simulation {plan.seed}")
         raise
     finally:
         world.loop_seconds = loop.time()

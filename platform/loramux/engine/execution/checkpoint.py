@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from loramux.bundle import SamplingDefaults
 from loramux.engine.execution.attention import UnsupportedModel
+from loramux_adapters.base import MODEL_LOCK
 from loramux_kernels.processor import multiplies_in_hardware
 
 logger = logging.getLogger(__name__)
@@ -70,14 +71,15 @@ def load_checkpoint(directory: Path, dtype: str, device: torch.device) -> PreTra
     chosen = torch.float32 if dtype == "auto" and _is_emulated(getattr(config, "dtype", None), device) else None
     wanted = chosen or ("auto" if dtype == "auto" else getattr(torch, dtype))
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            directory,
-            dtype=wanted,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are in the report, which is checked
-            local_files_only=True,
-            trust_remote_code=False,
-        )
+        with MODEL_LOCK:
+            model, report = AutoModelForCausalLM.from_pretrained(
+                directory,
+                dtype=wanted,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are in the report, which is checked
+                local_files_only=True,
+                trust_remote_code=False,
+            )
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise UnsupportedModel(f"{directory}: the weights cannot be loaded: {_first_sentence(error)}") from error
     _ensure_complete(directory, report)

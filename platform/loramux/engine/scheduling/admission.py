@@ -82,6 +82,8 @@ class Admission:
 
     def _admit_next(self, flow: Flow, builder: StepBuilder) -> bool:
         """Bring the next sequence of `flow` one stage further; where it cannot be, park or skip the flow."""
+        if flow.is_suspended:
+            self._queue.spend_lifts_for(flow)
         sequence = self._next_of(flow)
         if sequence is None:
             return False

@@ -26,9 +26,13 @@ before the first of them is charged, and swings back and forth.
 In a fleet, engines tell each other the service of tenants, and each *lifts* a tenant by what others served. Its
 projected service grows by all of it, so that the order of admission is by the service of the whole fleet. Between two
 admissions it grows at most to `max_lift` above the party that was first then: so it waits for that much service of
-others at most, however much it gets elsewhere meanwhile. Its counter follows, but only up to that of the first in
-order: else rule 2 would make the first sit out until the lifted one, which had its share elsewhere, has caught up here.
-So a lift suspends nothing, and no counter exceeds m + L + delta.
+others at most, however much it gets elsewhere meanwhile. Its counter does not jump by it: else rule 2 would make the
+first in order sit out until the lifted one, which had its share elsewhere, has caught up here. What the counter lacks
+of the projection for that reason is the *pending lift*. It is spent as others are served: whenever the first in order
+would sit out for it, the counter follows. Without that, the first in order would be `max_service_lead` ahead soon, and
+the lifted one, far behind it in the order, would be admitted. A party that comes back pays with its pending lift for
+its place beside those that wait (rule 1): they were served while it was away. So a lift suspends nothing, and no
+counter exceeds m + L + delta.
 """
 
 from __future__ import annotations
@@ -55,13 +59,20 @@ class VirtualTokenCounter:
     credited: float = 0.0
     """Service that rule 1 added."""
     lifted: float = 0.0
-    """Service on other engines that was counted."""
+    """Service on other engines that `served` has."""
+    pending_lift: float = 0.0
+    """Service on other engines that `projected_service` has and `served` does not yet."""
     lift_limit: float | None = None
     """The projection that lifts may reach before it is admitted again; None: none has come since."""
     executed: float = 0.0
     """Units, whatever the weight."""
     queued: QueuedWork = field(default_factory=QueuedWork)
     """The work that waits."""
+
+    @property
+    def counted(self) -> float:
+        """Service of the whole fleet, as this engine counts it."""
+        return self.served + self.pending_lift
 
     @property
     def received(self) -> float:
@@ -81,21 +92,35 @@ class VirtualTokenCounter:
 
     def lift(self, units: float, first: VirtualTokenCounter, max_lift: float) -> None:
         """Count service of other engines, beside the `first` in the order of admission."""
-        amount = units / self.weight
         if self.lift_limit is None:
             self.lift_limit = first.projected_service + max_lift
-        self.projected_service = max(self.projected_service, min(self.projected_service + amount, self.lift_limit))
-        if self.projected_service > first.projected_service and (missing := first.served - self.served) > 0:
-            self.served += min(amount, missing)
-            self.lifted += min(amount, missing)
+        added = max(0.0, min(units / self.weight, self.lift_limit - self.projected_service))
+        self.projected_service += added
+        self.pending_lift += added
+        self.follow(first)
+
+    def follow(self, first: VirtualTokenCounter) -> float:
+        """Spend pending lift, up to the counter of the `first` in order; return how much."""
+        if self.projected_service <= first.projected_service:
+            return 0.0
+        return self._spend_lift(first.served - self.served)
+
+    def _spend_lift(self, units: float) -> float:
+        spent = max(0.0, min(self.pending_lift, units))
+        self.pending_lift -= spent
+        self.served += spent
+        self.lifted += spent
+        return spent
 
     def reweigh(self, weight: float) -> None:
         """Change the weight; service that is projected and not yet executed counts by the new one."""
         self.projected_service = self.served + (self.projected_service - self.served) * self.weight / weight
+        self.pending_lift *= self.weight / weight
         self.weight = weight
 
     def credit_up_to(self, floor: float) -> None:
-        """Raise the counter to `floor`."""
+        """Raise the counter to `floor`, with pending lift first."""
+        self._spend_lift(floor - self.served)
         if (missing := floor - self.served) > 0:
             self.served += missing
             self.projected_service += missing
@@ -151,7 +176,7 @@ class FairQueue(Generic[CounterT]):
         """The place of `party` in the order of admission, or its place after rule 1."""
         if party in self:
             return party.projected_service
-        return party.projected_service + max(0.0, self.start - party.served)
+        return party.projected_service + max(0.0, self.start - party.counted)
 
     def enter(self, party: CounterT) -> None:
         """Add a party to which eligible work has come (rule 1)."""
@@ -189,6 +214,19 @@ class FairQueue(Generic[CounterT]):
         if first is not None and (len(self._by_projected) > 1 or first is not party):
             party.lift(units, first, max_lift)
             self._peak = max(self._peak, party.served)
+
+    def spend_lifts(self, lead: float) -> float:
+        """Let lifted counters follow that of the first in order, where it would sit out for them by `lead` (rule 2).
+
+        Return the lift that was spent.
+        """
+        first, lowest, total = self._by_projected.first(), self._by_served.first(), 0.0
+        while first is not None and lowest is not None and lowest.served + lead < first.served:
+            if not (spent := lowest.follow(first)):
+                break
+            total += spent
+            lowest = self._by_served.first()
+        return total
 
     def project(self, party: CounterT, units: float) -> None:
         """Count service that is expected of an admitted request, or (negative) no longer is."""

@@ -75,6 +75,7 @@ class Policy:
         return cls(
             class_shares={c: getattr(asked.class_shares, c) for c in ServiceClass},
             max_service_lead=asked.max_service_lead,
+            max_lift=asked.max_lift,
             affinity_window=asked.affinity_window,
             adapter_overhead_target=asked.adapter_overhead_target,
             weight_pages=weight_pages,

@@ -5,8 +5,8 @@ A flow (a tenant in a class) takes part in its class's `FairQueue` while somethi
 whose requests all wait for an adapter, for a place among the loads, or for its tenant's quota is *parked*: it holds no
 floor, so no other flow sits out for it, and it comes back, as one whose queue was empty, when that event happens.
 
-Flows are forgotten once that changes nothing: a flow with no requests whose counter is at or below the class's start
-would be credited up to the start on its return anyway (rule 1 of `fairness`).
+Flows are forgotten once that changes nothing: a flow with no requests whose counter, with its pending lift, is at or
+below the class's start would be at the start on its return anyway (rule 1 of `fairness`).
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class RequestQueue:
         self._by_digest: defaultdict[str, dict[Sequence, None]] = defaultdict(dict)
         self._parked: defaultdict[Hashable, dict[Flow, None]] = defaultdict(dict)
         self._inactive: dict[ServiceClass, Ranking[Flow, float]] = {
-            service_class: Ranking(attrgetter("served")) for service_class in self.classes
+            service_class: Ranking(attrgetter("counted")) for service_class in self.classes
         }
-        """Flows without requests, the lowest counter first."""
+        """Flows without requests, the lowest counter, with its pending lift, first."""
         self._length = 0
         self._unreported: dict[Flow, float] = {}
         """Service since it was taken last, for the other engines of a fleet."""
@@ -203,10 +203,17 @@ class RequestQueue:
         """Before a step: suspend the parties that are more than `max_service_lead` ahead of one that waits."""
         lead, floor = self._policy.max_service_lead, self._groups.floor
         for group in self.classes.values():
+            group.tenants.spend_lifts(lead)
             inner = group.tenants.floor
             group.ceiling = float("inf") if inner is None else inner + lead
             if floor is not None and group.served > floor + lead:
                 group.ceiling = float("-inf")
+
+    def spend_lifts_for(self, flow: Flow) -> None:
+        """Let lifted flows follow `flow`, the first in order, which would sit out for them within a step."""
+        group, lead = flow.group, self._policy.max_service_lead
+        if group.ceiling > float("-inf") and group.tenants.spend_lifts(lead) and group.tenants.floor is not None:
+            group.ceiling = group.tenants.floor + lead
 
     def charge(self, flow: Flow, units: float) -> None:
         """Count executed service."""
@@ -282,7 +289,7 @@ class RequestQueue:
         inactive, start = self._inactive[service_class], self.classes[service_class].tenants.start
         for _ in range(MAX_FORGOTTEN):
             flow = inactive.first()
-            if flow is None or flow.served > start:
+            if flow is None or flow.counted > start:
                 return
             inactive.drop(flow)
             self.on_forget(flow)

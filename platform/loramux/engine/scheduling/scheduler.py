@@ -153,6 +153,11 @@ class Scheduler:
         events, self.state.events = self.state.events, []
         return events
 
+    def take_starts(self) -> list[TokenEvent]:
+        """Return the loads that began with the latest plan, for requests that asked to report it."""
+        starts, self.state.starts = self.state.starts, []
+        return starts
+
     # a step
 
     def plan(self) -> Step:

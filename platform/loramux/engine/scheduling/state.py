@@ -63,6 +63,8 @@ class SchedulerState:
         """Revisions that are loading, or loaded, for a sequence that waits for them; the oldest claim first."""
         self.events: list[TokenEvent] = []
         """Ends that no step brought about."""
+        self.starts: list[TokenEvent] = []
+        """Of requests that asked to report when work for them begins: loads of their adapters."""
         self.step_time = step_time
         self.output_lengths = OutputLengths()
         self.num_departures = 0
@@ -179,6 +181,8 @@ class SchedulerState:
     def claim(self, sequence: Sequence, digest: str) -> None:
         """Note that `digest` is being loaded for `sequence`, and keep the units of the load to be charged later."""
         self.claims[digest] = sequence
+        if sequence.request.report_start:
+            self.starts.append(TokenEvent(request_id=sequence.id, is_worked_on=True))
         sequence.num_loads += 1
         units = self.residency.num_pages(digest) * self.policy.load_units_per_page
         sequence.load_units += units
