@@ -24,7 +24,9 @@ from loramux.engine.messages import EngineFault
 from loramux.engine.request import Request, ServiceClass
 from loramux.pricing import Currency, Price, Step
 from loramux.records import TenantId
+from loramux.records.revision_metrics import FIRST_TOKEN_BOUNDS, FIRST_TOKENS, RevisionMetricsRepository
 from loramux.releases import judges
+from loramux.releases.metrics import HOUR
 
 RATED = "/v1/adapters/acme/rated"
 
@@ -335,6 +337,44 @@ def test_canary_with_a_planted_fault_is_taken_back_by_its_guard(site: Site, clie
     assert good < total >= 20
 
 
+def test_canary_with_late_first_tokens_is_taken_back_by_its_guard(site: Site, client: httpx.Client, stage: str) -> None:
+    """The counts are written as a server would: nothing here depends on how fast this machine is."""
+    guard = client.put(f"{stage}/guard", json={"measures": ["latency"], "first_token_seconds": 0.5})
+    assert (guard.status_code, guard.json()["first_token_seconds"]) == (200, 0.5), guard.text
+    assert client.get(f"{stage}/guard").json()["measures"] == ["latency"]
+    platform = site.server.app.state.platform
+    hour = platform.database.now() // HOUR * HOUR
+    in_time, late = FIRST_TOKENS[FIRST_TOKEN_BOUNDS.index(0.5)], FIRST_TOKENS[FIRST_TOKEN_BOUNDS.index(0.75)]
+
+    async def serve(revision: int, counts: dict[str, int]) -> None:
+        tenant = await platform.tenants.named("acme")
+        async with platform.database.begin() as session:
+            await RevisionMetricsRepository(session).add({(tenant.id, f"acme/rated@{revision}", hour): counts})
+
+    for revision, counts in ((1, {in_time: 5000, late: 100}), (2, {in_time: 400, late: 600})):
+        asyncio.run_coroutine_threadsafe(serve(revision, counts), site.server.loop).result(20)
+    assert watched(site, client) == [{"revision": 1, "weight": 50}]
+    events = client.get("/v1/events", params={"adapter": "rated"}).json()["data"]
+    numbers = next(one for one in events if one["type"] == "adapter.canary.rolled_back")["data"]["canary"]
+    assert numbers["measure"] == "latency"
+    assert numbers["candidate"][1] - numbers["candidate"][0] >= 600
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"measures": ["latency"]},
+        {"measures": ["latency"], "first_token_seconds": 0.3},
+        {"measures": ["errors"], "first_token_seconds": 0.5},
+    ],
+)
+def test_guard_of_latency_has_one_of_the_counters_bounds(
+    client: httpx.Client, stage: str, body: dict[str, Any]
+) -> None:
+    refused = client.put(f"{stage}/guard", json=body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "first_token_seconds")
+
+
 def test_canary_that_is_as_good_or_has_no_guard_stays(site: Site, client: httpx.Client, stage: str) -> None:
     assert client.get(f"{stage}/guard").json()["measures"] == []
     client.put(f"{stage}/guard", json={"measures": ["feedback"]})
@@ -343,6 +383,23 @@ def test_canary_that_is_as_good_or_has_no_guard_stays(site: Site, client: httpx.
         client.post(f"/v1/requests/{answer.id}/feedback", json={"score": user % 2})
     assert [one["revision"] for one in watched(site, client)] == [1, 2]
     assert client.delete(f"{stage}/guard").json()["measures"] == []
+
+
+def test_release_history_has_the_metrics_of_each_version(site: Site, client: httpx.Client, stage: str) -> None:
+    asked = site.openai()
+    for number in (1, 2):
+        asked.completions.create(model=f"acme/rated@{number}", prompt="hello", max_tokens=3)
+    client.put(stage, json={"targets": [{"revision": 1, "weight": 1}]})
+    reports(site, client)
+    found = client.get(f"{stage}/history/metrics").json()["data"]
+    versions = client.get(f"{stage}/history").json()["data"]
+    assert [one["version"] for one in found] == [one["version"] for one in versions][:20]
+    assert [one["model"] for one in found[0]["revisions"]] == ["acme/rated@1"]
+    assert [one["model"] for one in found[1]["revisions"]] == ["acme/rated@2", "acme/rated@1"]
+    assert all(one["requests"] > 0 for one in found[1]["revisions"])
+    assert found[1]["until"] == found[0]["since"] <= found[0]["until"]
+    with site.http("globex") as other:
+        assert other.get(f"{stage}/history/metrics").status_code == 404
 
 
 def test_guard_with_wrong_measures_or_alias_is_refused(site: Site, client: httpx.Client, stage: str) -> None:

@@ -14,11 +14,13 @@ from loramux.gateway import AdapterService
 from loramux.registry import Preconditions, RevisionNumber
 from loramux.releases import (
     CanaryGuards,
+    Guard,
     PolicyCheck,
     ReleasePolicies,
     ReleasePolicy,
     RevisionMetrics,
     RevisionReport,
+    VersionReport,
 )
 from loramux.tenants import Principal
 from loramux_api.auth import requires
@@ -52,7 +54,9 @@ class GuardBody(Body, forbid_unknown_fields=True):
     """What a canary's guard compares."""
 
     measures: list[str]
-    """errors (requests that failed, choices that were aborted) and feedback (mean score), or one of them."""
+    """Some of errors (requests that failed, choices that were aborted), feedback (mean score) and latency."""
+    first_token_seconds: float | None = None
+    """For latency: a first token within it is a good one; one of the bounds of the metrics."""
 
 
 class GuardObject(msgspec.Struct, kw_only=True):
@@ -62,6 +66,7 @@ class GuardObject(msgspec.Struct, kw_only=True):
     alias: str
     measures: list[str]
     """Empty: the alias has no guard."""
+    first_token_seconds: float | None = None
 
 
 class PolicyBody(Body, forbid_unknown_fields=True):
@@ -192,7 +197,8 @@ class GuardController(Controller):
         guards: NamedDependency[CanaryGuards],
     ) -> GuardObject:
         """Take the newest target of the alias back as soon as it is found worse than the others."""
-        return GuardObject(alias=alias, measures=list(await guards.put(principal, adapter, alias, data.measures)))
+        bound = data.first_token_seconds
+        return _guard_object(alias, await guards.put(principal, adapter, alias, data.measures, bound))
 
     @get(at("/aliases/{alias:str}/guard"), guards=[requires("read")], summary="Describe a guard", responses=REFUSALS)
     async def get_guard(
@@ -203,7 +209,7 @@ class GuardController(Controller):
         guards: NamedDependency[CanaryGuards],
     ) -> GuardObject:
         """Describe what the guard of an alias compares."""
-        return GuardObject(alias=alias, measures=list(await guards.get(principal, adapter, alias)))
+        return _guard_object(alias, await guards.get(principal, adapter, alias))
 
     @delete(
         at("/aliases/{alias:str}/guard"),
@@ -222,6 +228,10 @@ class GuardController(Controller):
         """Leave the canary where it is from now on."""
         await guards.remove(principal, adapter, alias)
         return GuardObject(alias=alias, measures=[])
+
+
+def _guard_object(alias: str, guard: Guard) -> GuardObject:
+    return GuardObject(alias=alias, measures=list(guard.measures), first_token_seconds=guard.first_token_seconds)
 
 
 class RevisionMetricsController(Controller):
@@ -243,6 +253,25 @@ class RevisionMetricsController(Controller):
         """Report on each revision that your requests reached in the window, newest first."""
         info = await adapters.queries.get(principal, adapter)
         return Listing(data=await revision_metrics.of(principal, info.name, window))
+
+    @get(
+        at("/aliases/{alias:str}/history/metrics"),
+        guards=[requires("usage")],
+        summary="Metrics of an alias's versions",
+        responses=REFUSALS,
+    )
+    async def history_metrics(
+        self,
+        adapter: NamedDependency[str],
+        alias: FromPath[str],
+        principal: NamedDependency[Principal],
+        adapters: NamedDependency[AdapterService],
+        revision_metrics: NamedDependency[RevisionMetrics],
+    ) -> Listing[VersionReport]:
+        """Report on the targets of the alias's last twenty versions, each for the time that it had them."""
+        versions = await adapters.queries.history(principal, adapter, alias)
+        info = await adapters.queries.get(principal, adapter)
+        return Listing(data=await revision_metrics.of_versions(principal, info.name, versions))
 
 
 class FeedbackController(Controller):

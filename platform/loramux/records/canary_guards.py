@@ -33,6 +33,8 @@ class CanaryGuardRow(Base):
     tenant_id: Mapped[TenantId]
     measures: Mapped[str]
     """What is compared, sorted, separated by spaces."""
+    first_token_seconds: Mapped[float | None]
+    """For `latency`: a first token within it is a good one."""
     created_at: Mapped[int]
 
 
@@ -45,6 +47,7 @@ class GuardedCanary(msgspec.Struct, frozen=True, kw_only=True):
     """The adapter's own name."""
     alias: str
     measures: tuple[str, ...]
+    first_token_seconds: float | None
     since: int
     """The last change of the alias."""
     targets: tuple[tuple[int, int], ...]
@@ -100,6 +103,7 @@ class CanaryGuardRepository:
                 adapter=adapter,
                 alias=guard.alias,
                 measures=tuple(guard.measures.split()),
+                first_token_seconds=guard.first_token_seconds,
                 since=since,
                 targets=tuple(found[key]),
             )

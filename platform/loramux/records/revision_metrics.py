@@ -97,14 +97,16 @@ class RevisionMetricsRepository:
         statement = insert.on_conflict_do_update(index_elements=["tenant_id", "model", "hour"], set_=added)
         await self._session.execute(statement, rows)
 
-    async def sums(self, tenant: TenantId, adapter: str, since: int) -> dict[str, Counts]:
-        """Sum the tenant's requests to revisions of `owner/adapter` since then, by model."""
+    async def sums(self, tenant: TenantId, adapter: str, since: int, until: int | None = None) -> dict[str, Counts]:
+        """Sum the tenant's requests to revisions of `owner/adapter` in the hours from `since` to `until`, by model."""
         columns = [func.sum(REVISION_HOURS.c[name]).label(name) for name in COUNTED]
         statement = select(REVISION_HOURS.c.model, *columns).where(
             REVISION_HOURS.c.tenant_id == tenant,
             REVISION_HOURS.c.model.startswith(f"{adapter}@", autoescape=True),
             REVISION_HOURS.c.hour >= since,
         )
+        if until is not None:
+            statement = statement.where(REVISION_HOURS.c.hour <= until)
         rows = await self._session.execute(statement.group_by(REVISION_HOURS.c.model))
         return {row.model: {name: int(getattr(row, name)) for name in COUNTED} for row in rows}
 
@@ -169,8 +171,8 @@ class FeedbackRepository:
         await self._session.merge(row)
         await self._session.flush()
 
-    async def sums(self, adapter: str, since: int, limit: int) -> Sequence[Feedback]:
-        """Sum by model and label, the most frequent first, at most `limit` of them."""
+    async def sums(self, adapter: str, since: int, until: int, limit: int) -> Sequence[Feedback]:
+        """Sum those from `since` to `until` by model and label, the most frequent first, at most `limit` of them."""
         count: Any = func.count()
         statement = (
             select(FeedbackRow.model, FeedbackRow.label, count, func.sum(FeedbackRow.score))
@@ -178,6 +180,7 @@ class FeedbackRepository:
                 FeedbackRow.tenant_id == self._tenant,
                 FeedbackRow.model.startswith(f"{adapter}@", autoescape=True),
                 FeedbackRow.created_at >= since,
+                FeedbackRow.created_at <= until,
             )
             .group_by(FeedbackRow.model, FeedbackRow.label)
             .order_by(count.desc(), FeedbackRow.model, FeedbackRow.label)

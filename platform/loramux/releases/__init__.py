@@ -5,7 +5,7 @@ from loramux.records.revision_metrics import FIRST_TOKEN_BOUNDS
 from loramux.releases.comparison import EvaluationResult
 from loramux.releases.evaluations import EvaluationNotFound, Evaluations, open_evaluations
 from loramux.releases.graders import Grader, InvalidGrader
-from loramux.releases.guards import CanaryGuards, open_canary_guards
+from loramux.releases.guards import CanaryGuards, Guard, open_canary_guards
 from loramux.releases.metrics import (
     WINDOWS,
     FeedbackSummary,
@@ -14,6 +14,7 @@ from loramux.releases.metrics import (
     RevisionMetrics,
     RevisionReport,
     ServiceLevel,
+    VersionReport,
     open_revision_metrics,
 )
 from loramux.releases.policies import (
@@ -34,6 +35,7 @@ __all__ = [
     "Evaluations",
     "FeedbackSummary",
     "Grader",
+    "Guard",
     "InvalidFeedback",
     "InvalidGrader",
     "PolicyCheck",
@@ -45,6 +47,7 @@ __all__ = [
     "RevisionMetrics",
     "RevisionReport",
     "ServiceLevel",
+    "VersionReport",
     "open_canary_guards",
     "open_evaluations",
     "open_revision_metrics",

@@ -11,19 +11,27 @@ import logging
 from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager
 
+import msgspec
+
 from loramux.errors import LoramuxError
 from loramux.gateway import Platform, run_periodically
 from loramux.records import Principal
 from loramux.records.canary_guards import CanaryGuardRepository, CanaryGuardRow, GuardedCanary
-from loramux.records.revision_metrics import Counts, FeedbackSums, sums_of_models
+from loramux.records.revision_metrics import (
+    FIRST_TOKEN_BOUNDS,
+    FIRST_TOKENS,
+    Counts,
+    FeedbackSums,
+    sums_of_models,
+)
 from loramux.records.webhooks import CANARY_ROLLED_BACK, CanaryNumbers, EventDetail, EventRepository
 from loramux.registry import PartNotFound, Preconditions, WeightedRevision, etag
 from loramux.releases.metrics import HOUR, THOUSAND
 from loramux.releases.statistics import drop_found
 from loramux.tenants import system_principal
 
-ERRORS, FEEDBACK = "errors", "feedback"
-MEASURES = (ERRORS, FEEDBACK)
+ERRORS, FEEDBACK, LATENCY = "errors", "feedback", "latency"
+MEASURES = (ERRORS, FEEDBACK, LATENCY)
 ALPHA = 0.05
 """Of canaries that are as good as the revision before, the share that is ever taken back by one measure."""
 WATCH_SECONDS = 10.0
@@ -37,6 +45,17 @@ class InvalidGuard(LoramuxError):
     """The message says what is wrong."""
 
 
+class Guard(msgspec.Struct, frozen=True, kw_only=True):
+    """What the guard of an alias compares."""
+
+    measures: tuple[str, ...]
+    first_token_seconds: float | None = None
+    """For `latency`: a first token within it is a good one."""
+
+
+NO_GUARD = Guard(measures=())
+
+
 class CanaryGuards:
     """Guards of every tenant's aliases."""
 
@@ -44,11 +63,27 @@ class CanaryGuards:
         self._database = platform.database
         self._adapters = platform.adapters
 
-    async def put(self, principal: Principal, adapter: str, alias: str, measures: Collection[str]) -> tuple[str, ...]:
+    async def put(
+        self,
+        principal: Principal,
+        adapter: str,
+        alias: str,
+        measures: Collection[str],
+        first_token_seconds: float | None = None,
+    ) -> Guard:
         """Guard an alias. Raises InvalidGuard, AdapterNotFound, PartNotFound."""
         chosen = tuple(sorted(set(measures)))
         if not chosen or not set(chosen) <= set(MEASURES):
             raise InvalidGuard(f"'measures' are some of {', '.join(MEASURES)}.", "measures")
+        if (LATENCY in chosen) != (first_token_seconds is not None) or (
+            first_token_seconds is not None and first_token_seconds not in FIRST_TOKEN_BOUNDS
+        ):
+            bounds = ", ".join(f"{bound:g}" for bound in FIRST_TOKEN_BOUNDS)
+            raise InvalidGuard(
+                "'first_token_seconds' belongs to the measure 'latency', and is one of the bounds that first tokens "
+                f"are counted by: {bounds}.",
+                "first_token_seconds",
+            )
         adapter_id = await self._own(principal, adapter, alias)
         async with self._database.begin() as session:
             row = CanaryGuardRow(
@@ -56,17 +91,20 @@ class CanaryGuards:
                 alias=alias,
                 tenant_id=principal.tenant,
                 measures=" ".join(chosen),
+                first_token_seconds=first_token_seconds,
                 created_at=self._database.now(),
             )
             await CanaryGuardRepository(session).put(row)
-        return chosen
+        return Guard(measures=chosen, first_token_seconds=first_token_seconds)
 
-    async def get(self, principal: Principal, adapter: str, alias: str) -> tuple[str, ...]:
+    async def get(self, principal: Principal, adapter: str, alias: str) -> Guard:
         """Return what the guard of an alias compares; nothing without one. Raises AdapterNotFound, PartNotFound."""
         adapter_id = await self._own(principal, adapter, alias)
         async with self._database.read() as session:
             row = await CanaryGuardRepository(session).get(adapter_id, alias)
-        return () if row is None else tuple(row.measures.split())
+        if row is None:
+            return NO_GUARD
+        return Guard(measures=tuple(row.measures.split()), first_token_seconds=row.first_token_seconds)
 
     async def remove(self, principal: Principal, adapter: str, alias: str) -> None:
         """Remove the guard of an alias, if it has one. Raises AdapterNotFound, PartNotFound."""
@@ -86,7 +124,7 @@ class CanaryGuards:
                 since = canary.since - canary.since % HOUR
                 counts, feedback = await sums_of_models(session, models, since)
             for measure in canary.measures:
-                numbers = compared(models, measure, counts, feedback)
+                numbers = compared(models, measure, counts, feedback, canary.first_token_seconds)
                 good, total = numbers.candidate
                 if drop_found(good, total, *numbers.before, ALPHA):
                     await self._take_back(canary, numbers)
@@ -124,7 +162,11 @@ class CanaryGuards:
 
 
 def compared(
-    models: list[str], measure: str, counts: Mapping[str, Counts], feedback: Mapping[str, FeedbackSums]
+    models: list[str],
+    measure: str,
+    counts: Mapping[str, Counts],
+    feedback: Mapping[str, FeedbackSums],
+    first_token_seconds: float | None = None,
 ) -> CanaryNumbers:
     """Return the good and all outcomes of the canary, the last of `models`, and of the others together."""
 
@@ -133,6 +175,11 @@ def compared(
             sums = [feedback.get(model, FeedbackSums(0, 0)) for model in of]
             return sum(one.total for one in sums) / THOUSAND, sum(one.number for one in sums)
         rows = [counts[model] for model in of if model in counts]
+        if measure == LATENCY:
+            assert first_token_seconds is not None, "a guard of latency has a bound"
+            good = FIRST_TOKENS[: FIRST_TOKEN_BOUNDS.index(first_token_seconds) + 1]
+            in_time, all_ = (sum(row[name] for row in rows for name in names) for names in (good, FIRST_TOKENS))
+            return in_time, all_
         completed, failed = (sum(row[name] for row in rows) for name in ("completed", "failed"))
         aborted = sum(row["abort"] for row in rows)
         return max(0, completed - aborted), completed + failed

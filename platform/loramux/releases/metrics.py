@@ -15,10 +15,11 @@ from contextlib import asynccontextmanager
 from http import HTTPStatus
 
 import msgspec
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from loramux.errors import LoramuxError
 from loramux.gateway import Generation, Platform, run_periodically
-from loramux.records import Database, Principal, RecordsUnavailable
+from loramux.records import Database, Principal, RecordsUnavailable, TenantId
 from loramux.records.requests import OpenedRequest
 from loramux.records.revision_metrics import (
     FIRST_TOKEN_BOUNDS,
@@ -31,6 +32,7 @@ from loramux.records.revision_metrics import (
     RevisionMetricsRepository,
 )
 from loramux.records.service_tiers import service_tier
+from loramux.registry import AliasVersion
 from loramux.units import DAY, SECOND
 
 HOUR = 3600 * SECOND
@@ -42,6 +44,8 @@ MAX_MODELS = 1000
 """Models in one report of service levels."""
 MAX_LABELS = 200
 """Labels, over all revisions, in one answer."""
+MAX_VERSIONS = 20
+"""Versions of an alias in one answer."""
 THOUSAND = 1000
 _label = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 
@@ -110,6 +114,18 @@ class ServiceLevel(msgspec.Struct, frozen=True, kw_only=True):
     """The share of them whose first token came in time, 0 to 1; null without any."""
 
 
+class VersionReport(msgspec.Struct, frozen=True, kw_only=True):
+    """How the targets of an alias have served while it had them. Times in Unix seconds."""
+
+    version: int
+    """Of the alias's history."""
+    since: int
+    until: int
+    """The next change, or now. Counts are by the hour: those of the first and the last one are whole."""
+    revisions: list[RevisionReport]
+    """Its targets that got requests, newest first."""
+
+
 class RevisionMetrics:
     """Counts what every revision does on this server, and reports over all servers."""
 
@@ -157,12 +173,29 @@ class RevisionMetrics:
 
     async def of(self, principal: Principal, adapter: str, window: str) -> list[RevisionReport]:
         """Report on the revisions of `owner/adapter` that the caller's tenant has asked in a window, newest first."""
-        since = self._database.now() - WINDOWS[window]
+        now = self._database.now()
         async with self._database.read() as session:
-            sums = await RevisionMetricsRepository(session).sums(principal.tenant, adapter, since - since % HOUR)
-            opinions = list(await FeedbackRepository(session, principal.tenant).sums(adapter, since, MAX_LABELS))
-        reports = [_report(model, counts, opinions) for model, counts in sums.items()]
-        return sorted(reports, key=lambda report: int(report.model.rpartition("@")[2]), reverse=True)
+            return await _reports(session, principal.tenant, adapter, now - WINDOWS[window], now)
+
+    async def of_versions(
+        self, principal: Principal, adapter: str, versions: Sequence[AliasVersion]
+    ) -> list[VersionReport]:
+        """Report on the newest versions of an alias of `owner/adapter`, which come newest first."""
+        until, reports = self._database.now(), []
+        async with self._database.read() as session:
+            for version in versions[:MAX_VERSIONS]:
+                names = {f"{adapter}@{target.revision}" for target in version.targets}
+                found = await _reports(session, principal.tenant, adapter, version.changed_at, until)
+                reports.append(
+                    VersionReport(
+                        version=version.version,
+                        since=version.changed_at // SECOND,
+                        until=until // SECOND,
+                        revisions=[report for report in found if report.model in names],
+                    )
+                )
+                until = version.changed_at
+        return reports
 
     async def service_levels(self, principal: Principal, window: str, first_token_s: float) -> list[ServiceLevel]:
         """Report how well each model has served the caller's tenant in a window, of those that the caller may use.
@@ -208,6 +241,15 @@ class RevisionMetrics:
     def _counts_of(self, opened: OpenedRequest) -> Counter[str]:
         now = self._database.now()
         return self._counts[opened.tenant_id, opened.model, now - now % HOUR]
+
+
+async def _reports(
+    session: AsyncSession, tenant: TenantId, adapter: str, since: int, until: int
+) -> list[RevisionReport]:
+    sums = await RevisionMetricsRepository(session).sums(tenant, adapter, since - since % HOUR, until)
+    opinions = list(await FeedbackRepository(session, tenant).sums(adapter, since, until, MAX_LABELS))
+    reports = [_report(model, counts, opinions) for model, counts in sums.items()]
+    return sorted(reports, key=lambda report: int(report.model.rpartition("@")[2]), reverse=True)
 
 
 def _report(model: str, counts: Counts, opinions: list[Feedback]) -> RevisionReport:
