@@ -10,7 +10,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    op.add_column("canary_guards", sa.Column("first_token_seconds", sa.Float(), nullable=True))
+    op.add_column("canary_guards", sa.Column("first_token_seconds", sa.Double(), nullable=True))
 
 
 def downgrade() -> None:
