@@ -51,7 +51,7 @@ class ToolStyle(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """The texts that may be special tokens, without brackets of JSON."""
+        """The texts that may be tokens of their own, without brackets of JSON."""
         return tuple(text for text in (self.begin, self.middle, self.mark, self.closing.strip("]")) if text)
 
     @property
@@ -139,7 +139,7 @@ class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
 def write_tools(use: ToolUse, style: ToolStyle, special: dict[str, int], content: str | None = None) -> str:
     """Write the Lark grammar of an answer with calls.
 
-    `special`: token ids of the markers that are special tokens. `content`: the grammar of an answer without a call
+    `special`: token ids of the markers that have no text in a grammar. `content`: the grammar of an answer without a call
     (one %json); None: any text.
     """
     rules = [

@@ -49,7 +49,7 @@ class ToolGrammar(msgspec.Struct, frozen=True, kw_only=True):
     use: ToolUse
     style: ToolStyle
     special: dict[str, int]
-    """Token ids of the style's markers that are special tokens."""
+    """Token ids of the style's markers that have no text in a grammar."""
 
 
 class TrialJob(msgspec.Struct, frozen=True, kw_only=True):

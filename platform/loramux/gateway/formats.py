@@ -64,7 +64,7 @@ class Format:
                 "Leave it out; model.tool_parser, or an adapter's tool_parser, may name the way it calls."
             )
             raise InvalidRequest(message, field="tools", code="unsupported_parameter")
-        return ToolGrammar(use=use, style=style, special=self.tokenizer.special_tokens(style.markers))
+        return ToolGrammar(use=use, style=style, special=self.tokenizer.grammar_tokens(style.markers))
 
     def behind_thought(self, constraint: Constraint, prompt_tail: str | None) -> Constraint:
         """Return a constraint that begins behind the answer's thought, where it may have one. Raises InvalidRequest."""

@@ -48,7 +48,7 @@ class Tokenizer:
         self._tokenizer = tokenizer
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._bytes_of = _byte_alphabet() if "ByteLevel" in repr(getattr(backend, "decoder", None)) else None
-        self._special_ids = frozenset(tokenizer.all_special_ids)
+        self._special_ids = _special_ids(tokenizer)
         self._decode = _fast_decode(tokenizer)
         self.longest_token: int = base.longest_token if base else max(map(len, tokenizer.get_vocab()))
         """Characters that a token stands for, at most."""
@@ -123,6 +123,19 @@ class Tokenizer:
         """Return those of `texts` that are special tokens, which `decode` leaves out."""
         found = {text: self.token_id(text) for text in texts}
         return {text: token for text, token in found.items() if token is not None and token in self._special_ids}
+
+    def grammar_tokens(self, texts: Iterable[str]) -> dict[str, int]:
+        """Return those of `texts` that a grammar names by their token, because the token has no text there.
+
+        For llguidance these are special tokens, and added ones in angle brackets whether special or not: Qwen's
+        `<tool_call>` is none for `decode`.
+        """
+        found = {text: self.token_id(text) for text in texts}
+        return {
+            text: token
+            for text, token in found.items()
+            if token is not None and (token in self._special_ids or (text.startswith("<") and text.endswith(">")))
+        }
 
     def decode(self, token_ids: list[int]) -> str:
         """Return the text of the tokens, without special ones."""
@@ -241,6 +254,15 @@ def open_last_message(text: str, conversation: Conversation) -> str:
     whole = content.lstrip()  # a template may strip the blanks at its end
     end = begin + len(whole if text.startswith(whole, begin) else content.strip())
     return text[:end]
+
+
+def _special_ids(tokenizer: Any) -> frozenset[int]:
+    """Return the tokens that decoding leaves out: those with a role, and added ones that are marked as special.
+
+    transformers lists the former only; markers such as Mistral's `[TOOL_CALLS]` have no role.
+    """
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return frozenset(tokenizer.all_special_ids) | {token for token, content in added.items() if content.special}
 
 
 def _fast_decode(tokenizer: Any) -> Callable[[list[int]], str]:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from answer_pieces import cut, read
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 from tiny_base import byte_tokenizer
+from tokenizers import AddedToken
 
 from loramux.constraints.formats import to_grammar
 from loramux.constraints.tools import STYLES, Tool, ToolUse, choose_style, write_tools
 from loramux.gateway.dialect import AnswerReader, Dialect
+from loramux.gateway.tokenizer import Tokenizer
 
 NOTATIONS = ("mistral_args", "pythonic", "qwen3_coder", "functiongemma", "gemma4")
 SCHEMA = {
@@ -68,6 +71,8 @@ def gemma_literal(value: Any, mark: str) -> str:
 
 def written_call(style: str, name: str, arguments: dict[str, Any]) -> str:
     match STYLES[style].notation:
+        case "json":
+            return json.dumps({"name": name, STYLES[style].arguments: arguments})
         case "bare":
             return f"{name}[ARGS]{json.dumps(arguments)}"
         case "python":
@@ -171,6 +176,24 @@ def accepted(vocabulary: tuple[Any, LLTokenizer], style: str, text: str, use: To
     data = tokenizer.encode(text, add_special_tokens=False)
     length = matcher.try_consume_tokens(data)
     return text if length == len(data) and matcher.is_accepting() else bytes(data[:length]).decode()
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+@pytest.mark.parametrize("style", [name for name in STYLES if STYLES[name].begin])
+def test_grammar_allows_a_marker_that_is_one_token(style: str, is_special: bool) -> None:
+    """Qwen's `<tool_call>` is an added token that is not special; Mistral's `[TOOL_CALLS]` is special."""
+    tokenizer = byte_tokenizer()
+    markers = STYLES[style].markers
+    tokenizer.add_tokens([AddedToken(marker, special=is_special, normalized=False) for marker in markers])
+    of_grammar = LLTokenizer(tokenizer.backend_tokenizer.to_str(), n_vocab=len(tokenizer), eos_token=256)
+    named = Tokenizer(tokenizer).grammar_tokens(markers)
+    text = written(style, CALLS[:1])
+    data = tokenizer.encode(text, add_special_tokens=False)
+    assert tokenizer.convert_tokens_to_ids(STYLES[style].begin) == data[0]
+    for use in (USE, msgspec.structs.replace(USE, is_required=True)):
+        matcher = LLMatcher(of_grammar, to_grammar(write_tools(use, STYLES[style], named)))
+        assert matcher.try_consume_tokens(data) == len(data)
+        assert matcher.is_accepting()
 
 
 @pytest.mark.parametrize("style", NOTATIONS)
