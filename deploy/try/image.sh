@@ -50,7 +50,7 @@ buildah bud --pull-never --layers --format docker --file "$here/deploy/Dockerfil
 
 step "3/4 what is in it"
 container=$(buildah from --pull-never loramux:cpu)
-trap 'buildah rm "$container" >/dev/null' EXIT
+trap 'buildah umount "$container" >/dev/null; buildah rm "$container" >/dev/null' EXIT
 buildah inspect --type image --format '{{.OCIv1.Config.User}} {{.OCIv1.Config.Entrypoint}} {{.OCIv1.Config.Cmd}}' loramux:cpu
 buildah images --format '{{.Name}}:{{.Tag}} {{.Size}}' | grep loramux
 root=$(buildah mount "$container")

@@ -58,15 +58,6 @@ class LinkObject(msgspec.Struct, kw_only=True):
     ends_at: int
 
 
-class ProviderObject(msgspec.Struct, kw_only=True):
-    """An identity provider that members can sign in with."""
-
-    object: Literal["console.provider"] = "console.provider"
-    issuer: str
-    start: str
-    """The path that begins the sign-in."""
-
-
 def session_object(session: Session, csrf_token: str, base_models: list[str], version: str) -> SessionObject:
     """Return the session as a JSON object."""
     caller = session.principal

@@ -139,8 +139,8 @@ class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
 def write_tools(use: ToolUse, style: ToolStyle, special: dict[str, int], content: str | None = None) -> str:
     """Write the Lark grammar of an answer with calls.
 
-    `special`: token ids of the markers that have no text in a grammar. `content`: the grammar of an answer without a call
-    (one %json); None: any text.
+    `special`: token ids of the markers that have no text in a grammar. `content`: the grammar of an answer without a
+    call (one %json); None: any text.
     """
     rules = [
         f"calls: {_text(style.opening)} call{_repeated(style, special) if use.is_parallel else ''} "

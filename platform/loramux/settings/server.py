@@ -118,8 +118,6 @@ class ConsoleSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """A session ends when it was not used for so long."""
     session_seconds: Annotated[int, Meta(ge=60, le=30 * 86_400)] = 43_200
     """A session ends after so long, however much it is used."""
-    public_url: HttpUrl | None = None
-    """The server's address in browsers, such as https://llm.example.com: signing in through OIDC returns to it."""
 
 
 class SinkSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
