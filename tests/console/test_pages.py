@@ -25,11 +25,12 @@ MAX_FIRST_LOAD = 300_000
 
 
 def read_all(visit: Visit, places: dict[str, str]) -> None:
-    """Open every page, and wait until nothing is a placeholder any more."""
+    """Open every page, wait until nothing is a placeholder any more, and demand that everybody can use it."""
     for path, heading in places.items():
         page = visit.go(path, heading)
         expect(page.get_by_label("Loading")).to_have_count(0)
         expect(page.get_by_text("This could not be read")).to_have_count(0)
+        assert visit.barriers() == [], path
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

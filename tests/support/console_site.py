@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 import pytest
@@ -13,6 +14,7 @@ from site_fixture import Site
 
 from loramux_api.console_files import ConsoleFiles
 
+AXE = Path(__file__).parents[2] / "console/node_modules/axe-core/axe.min.js"
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 WAIT_MS = 30_000
 """Generous: a machine that runs other tests is slow."""
@@ -61,6 +63,16 @@ class Visit:
         self.page.goto(f"{self.url}/console{path}")
         self.page.get_by_role("heading", name=heading, exact=True, level=1).wait_for()
         return self.page
+
+    def barriers(self) -> list[str]:
+        """Return the findings of axe on the page that are serious or critical."""
+        self.page.evaluate(AXE.read_text())  # through the debugger, which the page's policy does not bind
+        found = self.page.evaluate("axe.run(document, {resultTypes: ['violations']})")
+        return [
+            f"{one['id']}: {one['help']}: {[node['html'][:200] for node in one['nodes'][:3]]}"
+            for one in found["violations"]
+            if one["impact"] in ("serious", "critical")
+        ]
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from loramux.storage import CONFIG_FILE, FILES, WEIGHTS_FILE, BlobStore
 from loramux.storage.contents import place_of
 from loramux.tenants import Tenants
 from loramux.uploads import AnnouncedFile, UploadRequest
+from loramux.uploads.sessions import CHECK_SECONDS
 from simulation.database import PEPPER
 from simulation.loop import current_loop
 from simulation.plan import Call, UploadCall
@@ -175,7 +176,9 @@ class PlatformWorld(World):
         bad = call.content.startswith("bad") and error.code == "weights_invalid"
         unwell = self.plan.faults or self.plan.storage_outages or self.plan.validator_dies
         gone = error.code in ("adapter_not_found", "model_not_found")  # deleted by another upload's client
-        if not (bad or gone or unwell):
+        # An upload's end is a time of the clock that all servers share: one that jumps over it has ended the upload.
+        late = error.code == "validation_unavailable" and any(by >= CHECK_SECONDS for _, by in self.plan.clock_jumps)
+        if not (bad or gone or unwell or late):
             raise Violation(f"{call} was refused with {error.code}: {error}")
 
     async def _check_records(self, database: Database) -> None:
