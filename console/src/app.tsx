@@ -15,6 +15,7 @@ import {
   ScrollArea,
   Text,
   UnstyledButton,
+  VisuallyHidden,
   useComputedColorScheme,
   useMantineColorScheme,
 } from "@mantine/core";
@@ -254,8 +255,9 @@ function Account() {
   return (
     <Menu position="bottom-end" width={260}>
       <Menu.Target>
-        <UnstyledButton px="xs" py={6} aria-label={`Account of ${tenant}${isOperator ? " operator" : ""}`}>
+        <UnstyledButton px="xs" py={6}>
           <Group gap={8} wrap="nowrap">
+            <VisuallyHidden>Account of </VisuallyHidden>
             <Box maw={160}>
               <Text fw={600} size="sm" truncate>
                 {tenant}

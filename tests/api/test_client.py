@@ -116,7 +116,7 @@ def test_async_client_manages_webhooks(site: Site) -> None:
             assert not (await client.webhooks.test(hook.id)).delivered
             assert not (await client.webhooks.enable(hook.id, enabled=False)).enabled
             assert await client.webhooks.deliveries(hook.id) == []
-            assert [one.id for one in await client.webhooks.list()] == [hook.id]
+            assert hook.id in [one.id for one in await client.webhooks.list()]
             assert (await client.webhooks.delete(hook.id)).deleted
 
     asyncio.run(use())

@@ -200,7 +200,7 @@ def test_session_that_has_ended_leads_to_the_sign_in_page(browser: Browser, site
 def test_sign_out_ends_the_session(browser: Browser, site: Site) -> None:
     with visiting(browser, site.url) as visit:
         visit.sign_in(site.keys["globex"])
-        visit.page.get_by_label("Account of globex").click()
+        visit.page.get_by_role("button", name="Account of globex").click()
         visit.page.get_by_role("menuitem", name="Sign out", exact=True).click()
         expect(visit.page.get_by_label("API key")).to_be_visible()
         visit.page.reload()

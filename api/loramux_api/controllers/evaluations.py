@@ -10,12 +10,12 @@ from litestar.di import NamedDependency
 from litestar.params import FromPath, FromQuery, JSONBody, QueryParameter
 from msgspec import Meta
 
-from loramux.registry import RevisionNumber
 from loramux.releases import Evaluation, EvaluationResult, Evaluations, Grader
 from loramux.tenants import Principal
 from loramux.units import SECOND
 from loramux_api.auth import requires
 from loramux_api.openapi import REFUSALS
+from loramux_api.parameters import RevisionQuery
 from loramux_api.schemas.batches import Cursored, page_of
 from loramux_api.schemas.strict import Body, StrictJSON
 from loramux_api.schemas.tenancy import seconds
@@ -115,7 +115,7 @@ class EvaluationController(Controller):
         evaluations: NamedDependency[Evaluations],
         adapter: FromQuery[str | None] = None,
         after: FromQuery[str | None] = None,
-        revision: FromQuery[RevisionNumber | None] = None,
+        revision: RevisionQuery = None,
         limit: Annotated[int, QueryParameter(ge=1, le=MAX_PAGE)] = 20,
     ) -> Cursored[EvaluationObject]:
         """List your project's evaluations, newest first; `after` is the last id of the previous page.

@@ -11,7 +11,7 @@ from litestar.params import FromPath, FromQuery, JSONBody
 from msgspec import Meta
 
 from loramux.gateway import AdapterService
-from loramux.registry import Preconditions, RevisionNumber
+from loramux.registry import Preconditions
 from loramux.releases import (
     CanaryGuards,
     Guard,
@@ -26,6 +26,7 @@ from loramux.tenants import Principal
 from loramux_api.auth import requires
 from loramux_api.managing import CHANGING, NAMED, at
 from loramux_api.openapi import REFUSALS
+from loramux_api.parameters import RevisionQuery
 from loramux_api.schemas.strict import Body, StrictJSON
 from loramux_api.schemas.tenancy import Listing
 
@@ -132,7 +133,7 @@ class PolicyController(Controller):
         alias: FromPath[str],
         principal: NamedDependency[Principal],
         policies: NamedDependency[ReleasePolicies],
-        revision: FromQuery[RevisionNumber | None] = None,
+        revision: RevisionQuery = None,
     ) -> PolicyObject:
         """Describe the policy; with `revision`, check that revision now."""
         return await _policy_object(policies, principal, adapter, alias, revision)

@@ -34,7 +34,7 @@ def with_engines(use: Callable[[EngineGroup, list[ScriptedEngine]], Awaitable[No
         waiting = iter(engines)
         launched: list[ScriptedEngine] = []
 
-        def launch(_: Settings) -> ScriptedEngine:
+        def launch(_name: str, _settings: Settings) -> ScriptedEngine:
             launched.append(next(waiting, None) or ScriptedEngine(script=count_up))
             return launched[-1]
 

@@ -18,8 +18,8 @@ from site_fixture import make_settings
 from tiny_base import make_base
 from upload_harness import upload_folder
 
-from loramux.engine import spawn_engine
 from loramux.fleet.group import EngineGroup
+from loramux.fleet.launching import launch_here
 from loramux.gateway import open_platform
 from loramux.gateway.engine_questions import EngineQuestions
 from loramux.settings import AdapterLimits, EngineSettings, ModelSettings, Settings, ValidationSettings
@@ -52,7 +52,7 @@ def answers_of(zoo: FormatZoo, folder: Path, prompts: tuple[list[int], ...], dty
 
     async def ask() -> tuple[EngineAnswer, ...] | Unanswered:
         [base] = settings.served_bases
-        group = EngineGroup(base, settings.of_base(base), spawn_engine)
+        group = EngineGroup(base, settings.of_base(base), launch_here)
         await group.start()
         try:
             return await asyncio.to_thread(EngineQuestions(600.0).ask, group, folder, prompts)
