@@ -7,6 +7,7 @@ tenant wrote: no prompt, no answer, no name of an adapter.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
 from typing import Literal
@@ -36,9 +37,15 @@ def configure(form: Format, level: Level) -> None:
     )
     last.insert(0, structlog.stdlib.ProcessorFormatter.remove_processors_meta)
     handler = logging.StreamHandler()
+    handler.addFilter(_is_no_cancellation)
     handler.setFormatter(structlog.stdlib.ProcessorFormatter(foreign_pre_chain=shared, processors=last))
     logging.basicConfig(handlers=[handler], force=True)
     set_level(level)
+
+
+def _is_no_cancellation(record: logging.LogRecord) -> bool:
+    """Leave out tasks that were cancelled: SQLAlchemy's pool reports one that it met as an error, with a traceback."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], asyncio.CancelledError)
 
 
 def set_level(level: Level) -> None:
