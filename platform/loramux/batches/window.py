@@ -9,7 +9,7 @@ every step. So what may begin depends on the others:
 
 "Just now" is what sparse traffic needs: between two questions of a conversation nothing runs, and a window that opened
 at once would meet the next question with dozens of prefills. For the same reason few lines may wait for *their* first
-token at a time, also on an idle engine: whoever comes next waits behind those prefills alone.
+token at a time, also on an idle engine: the next request waits behind those prefills alone.
 """
 
 from __future__ import annotations

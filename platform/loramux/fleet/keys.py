@@ -5,7 +5,7 @@
     front.secret     on a server's machine          the server's pair
     engine.public    on a server's machine          the one key that an engine must have
 
-A secret file holds the secret and the public key, and nobody but its owner may read it.
+A secret file holds the secret and the public key, and only its owner may read it.
 """
 
 from __future__ import annotations
