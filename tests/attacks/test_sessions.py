@@ -16,12 +16,10 @@ IN_PIECES = {"a renamed torch.save", "a key twice", "a truncated file", "NaN", "
 
 @pytest.fixture
 def client(harness: Harness) -> Iterator[httpx.Client]:
-    before = harness.kept()
-    with harness.server.http(harness.key) as client:
+    with harness.nothing_added(), harness.server.http(harness.key) as client:
         yield client
         for upload in client.get("/v1/uploads", params={"limit": 100}).json()["data"]:
             assert client.delete(f"/v1/uploads/{upload['id']}").status_code == 200
-    assert harness.kept() == before
     assert harness.rows("uploads", "upload_files", "upload_pieces") == [0, 0, 0]
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import sqlite3
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,16 @@ class Harness:
         """Every file that an upload could leave behind, and how many rows."""
         files = {path for path in self.place.folder.rglob("*") if path.is_file() and "sqlite3" not in path.name}
         return files, self.rows(*TABLES)
+
+    @contextmanager
+    def nothing_added(self) -> Iterator[None]:
+        """No file beside those of before (an earlier upload's may be on their way out), and no row."""
+        files, rows = self.kept()
+        yield
+        until = time.monotonic() + 20
+        while (left := self.kept())[0] - files or left[1] != rows:
+            assert time.monotonic() < until, (left[0] - files, left[1], rows)
+            time.sleep(0.1)
 
     def rows(self, *tables: str) -> list[int]:
         """How many each table has."""
