@@ -24,7 +24,7 @@ def places_of(folder: Path, text: str) -> list[str]:
 
 
 def ask_in_every_way(client: openai.OpenAI, *, is_kept: bool) -> None:
-    client.chat.completions.create(model="tiny", **CONTENT)
+    client.chat.completions.create(model="tiny", user=f"end-user-{is_kept}", **CONTENT)
     client.completions.create(model="tiny", prompt=PROMPT, max_tokens=4)
     list(client.chat.completions.create(model="tiny", stream=True, **CONTENT))
     stream = client.chat.completions.create(model="tiny", stream=True, messages=CONTENT["messages"], max_tokens=2000)
@@ -61,6 +61,8 @@ def test_prompts_and_answers_are_nowhere_on_the_disk(base_dir: Path, tmp_path: P
         ask_in_every_way(server.openai(keys["acme"]), is_kept=True)
         ask_in_every_way(server.openai(keys["secret"]), is_kept=False)
         assert not places_of(tmp_path, PROMPT)
+        assert not places_of(tmp_path, "end-user-False")
+        assert places_of(tmp_path, "end-user-True"), "the bill names a tenant's users unless nothing of it is stored"
         client = server.openai(keys["acme"])
         body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4}
         line = {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": body}

@@ -110,7 +110,7 @@ class Harness:
             self.clock.now = event.at
             await self.settle(id, event)
 
-    async def open(self, id: str, event: Event) -> None:
+    async def open(self, id: str, event: Event, user: str | None = None) -> None:
         principal = self.keys[event.tenant][event.key]
         await self.usage.open(
             OpenedRequest(
@@ -119,6 +119,7 @@ class Harness:
                 key_id=principal.key_id,
                 model=event.model,
                 adapter_digest=None,
+                user_id=user,
                 prompt_tokens=event.input_tokens,
                 max_tokens=event.output_tokens,
             )
@@ -237,6 +238,31 @@ def test_usage_query_filters_by_model_and_key(url: str) -> None:
     run(url, scenario, EVENTS)
 
 
+def test_usage_is_grouped_and_filtered_by_end_user(url: str) -> None:
+    users = ("zoë@example", None, "zoë@example", "x")
+
+    async def scenario(harness: Harness) -> None:
+        for number, (user, event) in enumerate(zip(users, EVENTS, strict=True)):
+            await harness.open(f"of-user-{number}", event, user)
+            harness.clock.now = event.at
+            await harness.settle(f"of-user-{number}", event)
+        query = UsageQuery(start_time=START, end_time=START + 100_000, group_by=("user_id",))
+
+        async def by_user(**changes: object) -> set[tuple[str | None, int, int]]:
+            pages = await harness.pages(msgspec.structs.replace(query, **changes))
+            results = [result for page in pages for bucket in page.data for result in bucket.results]
+            return {(result.user_id, result.output_tokens, result.num_model_requests) for result in results}
+
+        assert await by_user() == {("zoë@example", 1, 1), (None, 2, 1), ("zoë@example", 3, 1)}
+        assert await by_user(user_ids=("zoë@example",)) == {("zoë@example", 1, 1), ("zoë@example", 3, 1)}
+        assert await by_user(user_ids=("x",)) == set(), "another tenant's"
+        assert await by_user(group_by=()) == {(None, 3, 2), (None, 3, 1)}
+        assert await by_user(project_ids=("project_absent",)) == set()
+        assert await harness.usage.verify_chain() >= len(EVENTS)
+
+    run(url, scenario)
+
+
 def test_usage_answer_matches_openai(url: str) -> None:
     async def scenario(harness: Harness) -> None:
         query = UsageQuery(start_time=START, end_time=START + 100_000, group_by=("model", "batch"), limit=1)
@@ -298,6 +324,8 @@ def test_usage_query_without_end_ends_now_on_every_page(url: str) -> None:
         ("models", {"models": ("x",) * 101}, "at most 100"),
         ("models", {"models": ("a\0b",)}, "printable"),
         ("api_key_ids", {"api_key_ids": ("x",) * 101}, "at most 100"),
+        ("user_ids", {"user_ids": ("x",) * 101}, "at most 100"),
+        ("user_ids", {"user_ids": ("a\0b",)}, "printable"),
         ("page", {"page": "page_1_2'; DROP TABLE ledger_entries"}, "next_page of an earlier answer"),
     ],
 )

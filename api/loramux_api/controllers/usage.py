@@ -23,7 +23,7 @@ from loramux_api.parameters import CostsLimit, EndTime, PageLimit, StartTime, Us
 from loramux_api.schemas.requests import RequestObject, request_object
 from loramux_api.schemas.tenancy import Listing
 
-LISTS = ("group_by", "models", "api_key_ids")
+LISTS = ("group_by", "models", "api_key_ids", "user_ids", "project_ids")
 COST_LISTS = ("group_by", "project_ids")
 SINGLES = ("start_time", "end_time", "bucket_width", "limit", "page")
 MEDIA_TYPES: dict[InvoiceFormat, str] = {
@@ -51,6 +51,8 @@ def usage_query(
         group_by=lists["group_by"],
         models=lists["models"],
         api_key_ids=lists["api_key_ids"],
+        user_ids=lists["user_ids"],
+        project_ids=lists["project_ids"],
         batch=batch,
         limit=limit,
         page=page,
@@ -99,8 +101,9 @@ class UsageController(Controller):
     ) -> UsagePage:
         """Return tokens and requests in buckets of time, in the format of OpenAI's usage API.
 
-        `group_by` (model, api_key_id, project_id, batch, service_tier), `models` and `api_key_ids` may be repeated,
-        with or without `[]`. `batch` keeps only lines of batches, or everything else. Times are Unix seconds.
+        `group_by` (model, api_key_id, project_id, user_id, batch, service_tier), `models`, `api_key_ids`, `project_ids`
+        and `user_ids` may be repeated, with or without `[]`. A user is what requests call one (`user`). `batch` keeps
+        only lines of batches, or everything else. Times are Unix seconds.
         """
         return await platform.usage.completions(principal, query_of_usage)
 

@@ -411,6 +411,7 @@ def _correction(original: LedgerEntry, changes: dict[str, int], reason: str, now
         tier=original.tier,
         project_id=original.project_id,
         tags=original.tags,
+        user_id=original.user_id,
         corrects=original.event_id,
         occurred_at=original.occurred_at or original.created_at,
         **{"input_tokens": 0, "cached_tokens": 0, "output_tokens": 0} | changes,

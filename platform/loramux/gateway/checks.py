@@ -157,6 +157,13 @@ def ensure_storage_allowed(principal: Principal, field: str) -> None:
         )
 
 
+def recorded_user(principal: Principal, user: str | None) -> str | None:
+    """Return the end user for the bill; None where nothing of the caller may be stored. Raises InvalidRequest."""
+    if user is not None and not user.isprintable():
+        raise InvalidRequest("Invalid value for 'user': all its characters must be printable.", field="user")
+    return None if principal.zero_retention else user
+
+
 def canonical_tags(tags: Mapping[str, str] | None) -> str:
     """Return the tags as a JSON object with sorted keys; empty where there are none. Raises InvalidRequest."""
     if not tags:

@@ -116,7 +116,7 @@ class GenerationRequest:
     deadline_ms: int | None = None
     """Milliseconds within which the request's first token must come, or the whole request is refused."""
     user: str | None = None
-    """The caller's name for its end user. One user always gets the same revision of an alias that has several."""
+    """The caller's name for its end user, on the bill too. One user gets one revision of an alias that has several."""
     truncation: Truncation | None = None
     """How a prompt is shortened; None: one that is too long is refused."""
     add_special_tokens: bool = True

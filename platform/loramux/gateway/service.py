@@ -31,6 +31,7 @@ from loramux.gateway.checks import (
     check_token_ids,
     context_length,
     ensure_storage_allowed,
+    recorded_user,
     resolve_max_tokens,
 )
 from loramux.gateway.constraints import GrammarTrials
@@ -216,6 +217,7 @@ class CompletionService:
             base_model=model.base_model,
             tier=charged_tier(principal.tier, asked.service_tier),
             tags=asked.tags,
+            user_id=recorded_user(principal, asked.user),
             prompt_tokens=sum(len(prompt.token_ids) for prompt in prompts),
             max_tokens=sum(prompt.max_tokens for prompt in prompts) * asked.n,
             waiting=0 if asked.service_tier == "batch" else self._num_waiting(principal.tenant),

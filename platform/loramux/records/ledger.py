@@ -62,6 +62,7 @@ class LedgerRow(Base):
     base_model: Mapped[str] = mapped_column(server_default=text("''"))
     tier: Mapped[str] = mapped_column(server_default=text("''"))
     tags: Mapped[str] = mapped_column(server_default=text("''"))
+    user_id: Mapped[str | None]
     input_tokens: Mapped[int]
     cached_tokens: Mapped[int]
     output_tokens: Mapped[int]
@@ -118,6 +119,8 @@ class EntryContent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     project_id: str | None = None
     tags: str = ""
     """A JSON object of texts with sorted keys; empty without tags."""
+    user_id: str | None = None
+    """The caller's name for the end user that the request was for."""
     waived_input_tokens: int = 0
     """Tokens that the engine computed for this request and that are not charged; cached ones are a part, as above."""
     waived_cached_tokens: int = 0

@@ -60,6 +60,7 @@ class RequestRow(Base):
     base_model: Mapped[str] = mapped_column(server_default=text("''"))
     tier: Mapped[str] = mapped_column(server_default=text("''"))
     tags: Mapped[str] = mapped_column(server_default=text("''"))
+    user_id: Mapped[str | None]
     prompt_tokens: Mapped[int]
     max_tokens: Mapped[int]
     has_holds: Mapped[bool] = mapped_column(server_default=true())
@@ -89,6 +90,8 @@ class OpenedRequest(msgspec.Struct, frozen=True, kw_only=True):
     tier: str = ""
     tags: str = ""
     """A JSON object of texts with sorted keys; empty without tags."""
+    user_id: str | None = None
+    """The caller's name for its end user; None: it has none, or nothing of its requests may be stored."""
     prompt_tokens: int
     max_tokens: int
     waiting: int = 0
@@ -115,6 +118,7 @@ class BilledRequest(msgspec.Struct, frozen=True):
     base_model: str
     tier: str
     tags: str
+    user_id: str | None
     has_holds: bool
     has_claim: bool
 

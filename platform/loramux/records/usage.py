@@ -17,12 +17,13 @@ from loramux.units import DAY, TokenCounts
 
 
 class UsageTotals(msgspec.Struct, frozen=True, kw_only=True):
-    """A sum of ledger entries; the first four fields only where the sum was grouped by them."""
+    """A sum of ledger entries; the first five fields only where the sum was grouped by them."""
 
     bucket: int = 0
     model: str | None = None
     api_key_id: str | None = None
     project_id: str | None = None
+    user_id: str | None = None
     tier: str | None = None
     tokens: TokenCounts
     requests: int
@@ -40,6 +41,8 @@ class UsageWindow(msgspec.Struct, frozen=True, kw_only=True):
     width: int
     models: tuple[str, ...] = ()
     api_key_ids: tuple[str, ...] = ()
+    user_ids: tuple[str, ...] = ()
+    project_ids: tuple[str, ...] = ()
     batch: bool | None = None
     """True: lines of batches only; False: everything else."""
     allowed: frozenset[str] | None = None
@@ -54,6 +57,7 @@ USAGE_GROUPS: dict[str, Group] = {
     "model": LedgerRow.model,
     "api_key_id": LedgerRow.key_id,
     "project_id": LedgerRow.project_id,
+    "user_id": LedgerRow.user_id,
     "tier": LedgerRow.tier,
 }
 
@@ -74,10 +78,14 @@ class UsageRepository:
     ) -> list[UsageTotals]:
         """Sum by bucket (created_at // width) and the named USAGE_GROUPS; buckets without entries are absent."""
         conditions = [LedgerRow.created_at >= window.start, LedgerRow.created_at < window.end]
-        if window.models:
-            conditions.append(LedgerRow.model.in_(window.models))
-        if window.api_key_ids:
-            conditions.append(LedgerRow.key_id.in_(window.api_key_ids))
+        for column, kept in (
+            (LedgerRow.model, window.models),
+            (LedgerRow.key_id, window.api_key_ids),
+            (LedgerRow.user_id, window.user_ids),
+            (LedgerRow.project_id, window.project_ids),
+        ):
+            if kept:
+                conditions.append(column.in_(kept))
         if window.batch is not None:
             in_batch = LedgerRow.tier.endswith("/batch", autoescape=True)
             conditions.append(in_batch if window.batch else ~in_batch)

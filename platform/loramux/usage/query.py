@@ -27,18 +27,21 @@ class UsageQuery(BucketQuery, frozen=True, kw_only=True):
 
     models: tuple[str, ...] = ()
     api_key_ids: tuple[str, ...] = ()
+    user_ids: tuple[str, ...] = ()
+    project_ids: tuple[str, ...] = ()
     batch: bool | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for field, values in (("models", self.models), ("api_key_ids", self.api_key_ids)):
+        for field in ("models", "api_key_ids", "user_ids", "project_ids"):
+            values = getattr(self, field)
             if len(values) > MAX_FILTER or not all(value.isprintable() for value in values):
                 raise InvalidQuery(f"{field} takes at most {MAX_FILTER} names, of printable characters", field)
 
     @property
     def recorded_groups(self) -> tuple[str, ...]:
-        """The columns of the requested groups; users are not recorded."""
-        columns = [name for name in ("model", "api_key_id", "project_id") if name in self.group_by]
+        """The columns of the requested groups."""
+        columns = [name for name in ("model", "api_key_id", "project_id", "user_id") if name in self.group_by]
         by_tier = "batch" in self.group_by or "service_tier" in self.group_by
         return (*columns, "tier") if by_tier else tuple(columns)
 
@@ -53,6 +56,8 @@ class UsageQuery(BucketQuery, frozen=True, kw_only=True):
             width=plan.width * SECOND,
             models=self.models,
             api_key_ids=self.api_key_ids,
+            user_ids=self.user_ids,
+            project_ids=self.project_ids,
             batch=self.batch,
             allowed=allowed,
             project_id=project_id,
@@ -73,7 +78,7 @@ class UsageQuery(BucketQuery, frozen=True, kw_only=True):
             if "service_tier" not in self.group_by and tier not in (None, "batch"):
                 tier = "default"
             one = msgspec.structs.replace(total, tier=tier)
-            key = (one.bucket, one.model, one.api_key_id, one.project_id, tier)
+            key = (one.bucket, one.model, one.api_key_id, one.project_id, one.user_id, tier)
             same = merged.get(key)
             merged[key] = one if same is None else same + one
         return merged
@@ -85,6 +90,7 @@ class UsageQuery(BucketQuery, frozen=True, kw_only=True):
             input_cached_tokens=total.tokens.cached,
             num_model_requests=total.requests,
             project_id=total.project_id,
+            user_id=total.user_id,
             api_key_id=total.api_key_id,
             model=total.model,
             batch=total.tier == "batch" if "batch" in self.group_by else None,

@@ -259,6 +259,7 @@ def _content(row: BilledRequest, settlement: Settlement, now: int) -> EntryConte
         tier=row.tier,
         project_id=row.project_id,
         tags=row.tags,
+        user_id=row.user_id,
         waived_input_tokens=waived.prompt,
         waived_cached_tokens=waived.cached,
         waived_output_tokens=waived.output,

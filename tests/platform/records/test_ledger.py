@@ -24,6 +24,7 @@ TAMPERINGS = [
     ("UPDATE ledger_entries SET output_tokens = 0 WHERE sequence = 3", 3),
     ("UPDATE ledger_entries SET model = 'other/x@1' WHERE sequence = 1", 1),
     ("UPDATE ledger_entries SET prev_hash = hash WHERE sequence = 4", 4),
+    ("UPDATE ledger_entries SET user_id = 'somebody else' WHERE sequence = 3", 3),
     ("UPDATE ledger_entries SET created_at = created_at - 1 WHERE sequence = 5", 5),
     ("UPDATE ledger_entries SET event_id = 'evt_0' WHERE sequence = 2", 2),
     ("DELETE FROM ledger_entries WHERE sequence = 2", 2),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -14,9 +17,16 @@ from alembic.config import Config
 from loramux.records import Database, migrate
 from loramux.records.base import BigInt
 from loramux.records.database import parse_url, sqlite_file
+from loramux.records.ledger import GENESIS, EntryContent, LedgerRepository, event_id
 from loramux.records.schema import migrations_folder
 from loramux.tenants import PepperError, Tenants, open_pepper
 from loramux.tenants.secrets import SECRET_PREFIX, mac
+
+ENTRY: dict[str, Any] = {
+    "kind": "usage", "tenant_id": "tenant_1", "key_id": "key_1", "model": "tiny", "adapter_digest": None,
+    "input_tokens": 3, "cached_tokens": 0, "output_tokens": 2, "finish_reason": "stop", "status": "completed",
+    "created_at": 1,
+}  # fmt: skip
 
 AUDIT = "SELECT actor, before, after FROM audit_entries ORDER BY sequence"
 
@@ -134,3 +144,28 @@ def test_key_lineage_and_pepper_check_can_be_taken_back(empty_url: str) -> None:
     assert rows(empty_url, "SELECT lineage FROM keys ORDER BY id") == [("key_1",), ("key_2",)]
     move(empty_url, "0011", down=True)
     assert rows(empty_url, "SELECT * FROM keys ORDER BY id") == before
+
+
+@pytest.mark.anyio
+async def test_ledger_of_a_release_without_users_stays_verifiable(empty_url: str) -> None:
+    move(empty_url, "0028")
+    insert(empty_url, "tenants", id="tenant_1", name="acme", tier="standard", created_at=1)
+    event = event_id("usage", "cmpl-1")
+    facts = ENTRY | {"request_id": "cmpl-1", "sequence": 1, "event_id": event, "prev_hash": GENESIS}
+    hash = hashlib.sha256(json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    insert(empty_url, "ledger_entries", **{key: value for key, value in facts.items() if value is not None}, hash=hash)
+    with connected(empty_url) as connection:
+        connection.execute(sa.text("UPDATE ledger_head SET sequence = 1, hash = :hash"), {"hash": hash})
+    migrate(empty_url)
+    database = Database(empty_url)
+    async with database.begin() as session:
+        ledger = LedgerRepository(session)
+        first = await ledger.entry(event)
+        assert first is not None
+        assert (first.hash, first.user_id) == (hash, None)
+        await ledger.append(await ledger.lock(), [EntryContent(**ENTRY, request_id="cmpl-2", user_id="zoë")])
+    async with database.read() as session:
+        assert (await LedgerRepository(session).verify()).sequence == 2
+    await database.close()
+    with pytest.raises(RuntimeError, match="entries have users"):
+        move(empty_url, "0028", down=True)
