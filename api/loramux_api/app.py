@@ -54,7 +54,12 @@ from loramux_api.controllers.aliases import AliasController
 from loramux_api.controllers.batches import BatchController
 from loramux_api.controllers.chat import ChatController
 from loramux_api.controllers.completions import CompletionController
-from loramux_api.controllers.console import ConsoleController, ConsoleLinkController, ConsoleSessionController
+from loramux_api.controllers.console import (
+    ConsoleController,
+    ConsoleLinkController,
+    ConsoleSessionController,
+    ConsoleSignInController,
+)
 from loramux_api.controllers.evaluations import EvaluationController
 from loramux_api.controllers.files import FileController
 from loramux_api.controllers.grants import GrantController
@@ -86,7 +91,7 @@ from loramux_api.tracing import Tracer
 logger = logging.getLogger(__name__)
 
 MAX_JSON_BYTES = 16 << 20
-CONSOLE = (ConsoleController, ConsoleSessionController, ConsoleLinkController)
+CONSOLE = (ConsoleController, ConsoleSessionController, ConsoleSignInController, ConsoleLinkController)
 CONFIG_VARIABLE = "LORAMUX_CONFIG"
 
 AnyRequest = Request[Any, Any, Any]

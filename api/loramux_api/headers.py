@@ -19,6 +19,8 @@ IDEMPOTENCY_KEY = "Idempotency-Key"
 _sane_key = re.compile(r"[\x21-\x7e]{1,255}")
 _STATE = "loramux.request_ids"
 SESSION_COOKIE = "loramux_session"
+SIGN_IN_COOKIE = "loramux_sign_in"
+"""The secret of a sign-in that is under way at an issuer."""
 FROM_CONSOLE = "loramux.from_console"
 """Set in the scope of a request that the console's cookie has let in."""
 _DATA_ONLY = (

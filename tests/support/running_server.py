@@ -32,10 +32,10 @@ def free_port() -> int:
 
 
 @contextmanager
-def running(app: Litestar, server: str) -> Iterator[Running]:
+def running(app: Litestar, server: str, port: int | None = None) -> Iterator[Running]:
     """`app` served by granian or uvicorn until the block ends; then its lifespan ends too."""
     loop = asyncio.new_event_loop()
-    port = free_port()
+    port = port or free_port()
     serve, stop = (_granian if server == "granian" else _uvicorn)(app, port)
     thread = threading.Thread(target=_run, args=(loop, serve), name=server)
     thread.start()

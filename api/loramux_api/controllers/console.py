@@ -5,21 +5,36 @@ from __future__ import annotations
 import asyncio
 from http import HTTPStatus
 from importlib.metadata import version
-from typing import Any
+from typing import Annotated, Any
+from urllib.parse import urlencode
 
 from litestar import Controller, MediaType, Request, Response, delete, get, post
 from litestar.datastructures import Cookie, State
 from litestar.di import NamedDependency
-from litestar.params import FromPath, FromQuery, JSONBody
+from litestar.params import FromPath, FromQuery, JSONBody, QueryParameter
 
+from loramux.errors import LoramuxError
 from loramux.gateway import InvalidRequest, Platform
-from loramux.tenants import Credential, InvalidKey, Principal, Session
+from loramux.tenants import (
+    SIGN_IN_SECONDS,
+    Callback,
+    Credential,
+    InvalidKey,
+    Principal,
+    Session,
+    SeveralTenants,
+    SignInRefused,
+)
 from loramux_api.auth import ensure_same_origin, origin_of, requires, session_of
 from loramux_api.console_files import MISSING, ConsoleFiles, content_security_policy, new_nonce
-from loramux_api.headers import SESSION_COOKIE
+from loramux_api.headers import SESSION_COOKIE, SIGN_IN_COOKIE
 from loramux_api.openapi import REFUSALS
 from loramux_api.schemas.console import (
+    BeginBody,
+    BegunObject,
     LinkObject,
+    ProviderList,
+    ProviderObject,
     SessionObject,
     SignInBody,
     ViewBody,
@@ -129,6 +144,59 @@ class ConsoleSessionController(Controller):
         return _described(platform, session, request.cookies[SESSION_COOKIE])
 
 
+class ConsoleSignInController(Controller):
+    """Signing in at an identity provider: to its page, and back. Its tokens stay on the server."""
+
+    path = "/console/oidc"
+    tags = ("Console",)
+
+    @get("/providers", summary="List identity providers")
+    async def providers(self, platform: NamedDependency[Platform]) -> ProviderList:
+        """Return the identity providers at which members sign in to the console."""
+        found = platform.tenants.sign_ins.providers
+        return ProviderList(data=[ProviderObject(issuer=one.issuer, label=one.label) for one in found])
+
+    @post(dto=StrictJSON[BeginBody], return_dto=None, status_code=201, summary="Begin to sign in at a provider")
+    async def begin(
+        self, request: AnyRequest, data: JSONBody[BeginBody], platform: NamedDependency[Platform]
+    ) -> Response[BegunObject]:
+        """Return the provider's page to go to, and set the cookie that binds the sign-in to this browser."""
+        ensure_same_origin(request)
+        url = platform.tenants.sign_ins.url
+        if url.partition("://")[2] != request.headers.get("host"):
+            raise InvalidRequest(f"Open the console at {url}/console to sign in there.", field="host")
+        begun = await platform.tenants.sign_ins.begin(data.issuer, data.tenant)
+        cookie = sign_in_cookie(request, begun.secret, SIGN_IN_SECONDS)
+        return Response(BegunObject(location=begun.location), cookies=[cookie], headers=NO_STORE, status_code=201)
+
+    @get("/callback", include_in_schema=False)
+    async def callback(
+        self,
+        request: AnyRequest,
+        platform: NamedDependency[Platform],
+        answered_state: Annotated[str, QueryParameter(name="state")] = "",
+        code: FromQuery[str] = "",
+        iss: FromQuery[str | None] = None,
+        error: FromQuery[str | None] = None,
+    ) -> Response[None]:
+        """Open a session for the member that the provider has sent back, or say on the sign-in page why not."""
+        callback = Callback(state=answered_state, code=code, issuer=iss, error=error)
+        secret = request.cookies.get(SIGN_IN_COOKIE, "")
+        cookies = [sign_in_cookie(request, "", 0)]
+        try:
+            caller, is_operator = await platform.tenants.sign_ins.finish(secret, callback, origin_of(request))
+            opened = await platform.tenants.sessions.open(caller, is_operator=is_operator)
+            cookies.append(session_cookie(request, opened))
+            fragment = ""
+        except SeveralTenants as choice:
+            fragment = "#" + urlencode({"issuer": choice.issuer, "tenant": choice.tenants}, doseq=True)
+        except LoramuxError as refusal:
+            is_known = isinstance(refusal, SignInRefused) or not isinstance(refusal, InvalidKey)
+            fragment = f"#refused={refusal.code if is_known else SignInRefused.code}"
+        headers = PAGE_HEADERS | NO_STORE | {"Location": f"/console/{fragment}"}
+        return Response(None, status_code=HTTPStatus.SEE_OTHER, cookies=cookies, headers=headers)
+
+
 class ConsoleLinkController(Controller):
     """Links that sign a browser in."""
 
@@ -147,17 +215,33 @@ def session_cookie(request: AnyRequest, secret: str, max_age: int | None = None)
 
     It has no expiry of its own: the server ends sessions, and the browser forgets it when it closes.
     """
-    host = request.headers.get("host", "").rpartition(":")[0] or request.headers.get("host", "")
-    is_local = request.scope["scheme"] == "http" and host in LOCAL_HOSTS
     return Cookie(
         key=SESSION_COOKIE,
         value=secret,
         path="/",
         httponly=True,
         samesite="strict",
-        secure=not is_local,
+        secure=not _is_local(request),
         max_age=max_age,
     )
+
+
+def sign_in_cookie(request: AnyRequest, secret: str, max_age: int) -> Cookie:
+    """Return the cookie that binds a sign-in to its browser. Lax: it comes back from the provider's page."""
+    return Cookie(
+        key=SIGN_IN_COOKIE,
+        value=secret,
+        path=ConsoleSignInController.path,
+        httponly=True,
+        samesite="lax",
+        secure=not _is_local(request),
+        max_age=max_age,
+    )
+
+
+def _is_local(request: AnyRequest) -> bool:
+    host = request.headers.get("host", "").rpartition(":")[0] or request.headers.get("host", "")
+    return request.scope["scheme"] == "http" and host in LOCAL_HOSTS
 
 
 def _described(platform: Platform, session: Session, secret: str) -> SessionObject:

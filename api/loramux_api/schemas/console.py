@@ -24,6 +24,35 @@ class ViewBody(Body, forbid_unknown_fields=True):
     tenant: str
 
 
+class BeginBody(Body, forbid_unknown_fields=True):
+    """The issuer to sign in at and, for members of several tenants, the tenant."""
+
+    issuer: str
+    tenant: str | None = None
+
+
+class ProviderObject(msgspec.Struct, kw_only=True):
+    """An identity provider at which members sign in."""
+
+    object: Literal["console.provider"] = "console.provider"
+    issuer: str
+    label: str
+
+
+class ProviderList(msgspec.Struct, kw_only=True):
+    """Every identity provider at which members sign in."""
+
+    object: Literal["list"] = "list"
+    data: list[ProviderObject]
+
+
+class BegunObject(msgspec.Struct, kw_only=True):
+    """A sign-in that has begun: the browser goes to the identity provider's page."""
+
+    object: Literal["console.sign_in"] = "console.sign_in"
+    location: str
+
+
 class SessionObject(msgspec.Struct, kw_only=True):
     """The browser's session."""
 

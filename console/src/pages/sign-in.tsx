@@ -1,23 +1,38 @@
-import { Alert, Button, Card, Center, Code, Group, PasswordInput, Stack, Text, Title } from "@mantine/core";
-import { useQueryClient } from "@tanstack/react-query";
+import { Alert, Button, Card, Center, Code, Divider, Group, PasswordInput, Stack, Text, Title } from "@mantine/core";
+import { useQuery, useQueryClient } from "@tanstack/react-query";
 import { useState, type FormEvent } from "react";
 import { api, ApiError, caller, unwrap } from "../api/client";
 import { forgetAll } from "../session";
 
-const LINK = "#sign-in=";
 const NOT_KEPT =
   "Your browser did not keep the sign-in. The console needs https, or an address on this machine (http://localhost).";
 
-/** Signs in with a key or, where the address has one, with the secret of a sign-in link. */
+/** Why an identity provider's answer signed nobody in: codes of the server's redirect. */
+const REFUSALS: Record<string, string> = {
+  sign_in_expired: "That sign-in was not begun in this browser, or took longer than ten minutes. Begin again.",
+  sign_in_denied: "The identity provider did not sign you in.",
+  sign_in_refused: "The identity provider's answer did not pass this server's checks. Begin again; if it stays so, tell your operator.",
+  issuer_unreachable: "The identity provider does not answer. Try again in a moment.",
+  not_a_member: "The identity provider knows you, but no tenant here has you as a member. Ask an owner of your tenant to add you.",
+  tenant_suspended: "Your tenant is suspended. Talk to your operator.",
+  still_needed: "You are signed in too often. Sign out everywhere in another browser.",
+};
+
+/** Take what the address says behind its `#`, once. */
+function takeFragment(): URLSearchParams {
+  const said = new URLSearchParams(location.hash.slice(1));
+  if (["sign-in", "refused", "tenant"].some((name) => said.has(name))) history.replaceState(null, "", location.pathname);
+  return said;
+}
+
+/** Signs in at an identity provider, with a key or, where the address has one, with the secret of a sign-in link. */
 export function SignIn() {
-  const [link] = useState(() => {
-    const secret = location.hash.startsWith(LINK) ? location.hash.slice(LINK.length) : null;
-    if (secret !== null) history.replaceState(null, "", location.pathname);
-    return secret;
-  });
+  const [said] = useState(takeFragment);
+  const link = said.get("sign-in");
   const [isLinkUsed, setLinkUsed] = useState(false);
   const [key, setKey] = useState("");
-  const [refusal, setRefusal] = useState<string | null>(null);
+  const reason = said.get("refused");
+  const [refusal, setRefusal] = useState<string | null>(reason && (REFUSALS[reason] ?? "The sign-in was refused."));
   const [isBusy, setBusy] = useState(false);
   const queries = useQueryClient();
 
@@ -66,6 +81,7 @@ export function SignIn() {
               {refusal}
             </Alert>
           )}
+          {!withLink && <Providers issuer={said.get("issuer")} tenants={said.getAll("tenant")} refuse={setRefusal} />}
           {withLink ? (
             <>
               <Text size="sm">This link signs you in. It works once. Continue only if you made it, or expected it.</Text>
@@ -97,5 +113,42 @@ export function SignIn() {
         </Stack>
       </Card>
     </Center>
+  );
+}
+
+/** Buttons to the identity providers; for a member of several tenants, one for each of them. */
+function Providers({ issuer, tenants, refuse }: { issuer: string | null; tenants: string[]; refuse: (why: string) => void }) {
+  const [going, setGoing] = useState<string | null>(null);
+  const providers = useQuery({ queryKey: ["session", "providers"], queryFn: () => unwrap(api.GET("/console/oidc/providers")), staleTime: Infinity });
+  const found = providers.data?.data ?? [];
+  if (found.length === 0) return null;
+  const choosing = issuer !== null && tenants.length > 0;
+
+  async function begin(body: { issuer: string; tenant?: string }) {
+    setGoing(body.tenant ?? body.issuer);
+    try {
+      location.assign((await unwrap(api.POST("/console/oidc", { body }))).location);
+    } catch (error) {
+      refuse((error as Error).message);
+      setGoing(null);
+    }
+  }
+
+  return (
+    <Stack>
+      {choosing && <Text size="sm">You are a member of several tenants. Which one?</Text>}
+      {choosing
+        ? tenants.map((tenant) => (
+            <Button key={tenant} variant="default" loading={going === tenant} onClick={() => void begin({ issuer, tenant })}>
+              {tenant}
+            </Button>
+          ))
+        : found.map((one) => (
+            <Button key={one.issuer} variant="default" loading={going === one.issuer} onClick={() => void begin({ issuer: one.issuer })}>
+              Sign in with {one.label}
+            </Button>
+          ))}
+      <Divider label="or with a key" />
+    </Stack>
   );
 }

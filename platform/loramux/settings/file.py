@@ -6,6 +6,7 @@ import logging
 import os
 import tomllib
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -99,10 +100,15 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         ):
             if twice := sorted({name for name in names if names.count(name) > 1}):
                 raise ValueError(f"{place}: {twice[0]!r} is there twice; give each a name of its own")
+        if self.console.url is None and any(issuer.sign_in is not None for issuer in self.issuers):
+            raise ValueError("console.url is missing: sign-in at an issuer returns to this address of the server")
 
 
 def ensure_files(settings: Settings) -> None:
     """Raise SettingsError unless the files and folders that a server needs later are there now."""
+    for issuer in settings.issuers:
+        if issuer.sign_in is not None and issuer.sign_in.secret_file is not None:
+            _ensure_readable(f"issuers.{issuer.issuer}.sign_in.secret_file", Path(issuer.sign_in.secret_file))
     for hub in settings.uploads.hubs:
         if hub.token_file is not None:
             _ensure_readable(f"uploads.hubs.{hub.name}.token_file", Path(hub.token_file))
@@ -219,6 +225,7 @@ def resolve_paths(settings: Settings, root: Path) -> Settings:
                 for hub in settings.uploads.hubs
             ),
         ),
+        issuers=tuple(_issuer_at(issuer, at) for issuer in settings.issuers),
         sinks=tuple(msgspec.structs.replace(sink, secret_file=at(sink.secret_file)) for sink in settings.sinks),
         adapters=msgspec.structs.replace(settings.adapters, local_root=root_of_adapters and at(root_of_adapters)),
         model=msgspec.structs.replace(settings.model, path=at(settings.model.path)),
@@ -231,3 +238,10 @@ def resolve_paths(settings: Settings, root: Path) -> Settings:
             pepper_file=at(settings.records.pepper_file),
         ),
     )
+
+
+def _issuer_at(issuer: IssuerSettings, at: Callable[[str], str]) -> IssuerSettings:
+    client = issuer.sign_in
+    if client is None or client.secret_file is None:
+        return issuer
+    return msgspec.structs.replace(issuer, sign_in=msgspec.structs.replace(client, secret_file=at(client.secret_file)))

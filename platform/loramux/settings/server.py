@@ -13,6 +13,8 @@ Port = Annotated[int, Meta(ge=1, le=65535)]
 Seconds = Annotated[float, Meta(ge=0, le=7 * 86_400)]
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
 HttpUrl = Annotated[str, Meta(pattern=r"^https?://[^/\s]+(/\S*)?$")]
+ORIGIN = r"^(https://[^/\s]+|http://(127\.0\.0\.1|localhost|\[::1\])(:\d+)?)/?$"
+"""A server's address without a path; without TLS only on this machine."""
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 Share = Annotated[float, Meta(gt=0, le=1_000_000)]
 
@@ -92,6 +94,22 @@ class RecordsSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """The secret under which keys are stored as MACs; made at the first start, mode 0600. Back it up."""
 
 
+class SignInSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The console as a client of the issuer: people sign in there with their browsers. Needs `console.url`.
+
+    Register the redirect URI `<console.url>/console/oidc/callback` with the issuer.
+    """
+
+    client_id: Annotated[str, Meta(min_length=1, max_length=200)]
+    """The client's id at the issuer; the ID tokens that it gives have it in `aud`."""
+    secret_file: str | None = None
+    """The file with the client's secret. Unset: a public client, which PKCE alone protects."""
+    scopes: tuple[Annotated[str, Meta(pattern=r"^[\x21\x23-\x5b\x5d-\x7e]+$")], ...] = ("email", "profile")
+    """The scopes to ask for beside `openid`: ID tokens must have `identity_claim` and `operator_claim`."""
+    label: Annotated[str, Meta(max_length=60)] = ""
+    """The issuer's name on the button. Empty: its host."""
+
+
 class IssuerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """An OIDC issuer whose tokens members may use; https, or http on this machine."""
 
@@ -107,6 +125,8 @@ class IssuerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """The claim, a text or a list of texts, in which members of a tenant are made operators."""
     operators: tuple[Annotated[str, Meta(min_length=1)], ...] = ()
     """Values of the claim that make a member an operator; none: no member is one."""
+    sign_in: SignInSettings | None = None
+    """The client with which members sign in to the console. Unset: this issuer's tokens are for the API only."""
 
 
 class ConsoleSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -114,6 +134,8 @@ class ConsoleSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     enabled: bool = True
     """Serve the console."""
+    url: Annotated[str, Meta(pattern=ORIGIN)] | None = None
+    """The server's address as browsers see it, such as https://llm.example.com; sign-in at an issuer returns there."""
     idle_seconds: Annotated[int, Meta(ge=60, le=30 * 86_400)] = 7200
     """A session ends when it was not used for so long."""
     session_seconds: Annotated[int, Meta(ge=60, le=30 * 86_400)] = 43_200

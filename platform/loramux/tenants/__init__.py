@@ -17,6 +17,8 @@ from loramux.tenants.errors import (
     NotPermitted,
     PepperError,
     ProjectNotFound,
+    SeveralTenants,
+    SignInRefused,
     StillNeeded,
     TenantExists,
     TenantNotFound,
@@ -28,6 +30,7 @@ from loramux.tenants.errors import (
 from loramux.tenants.keys import KeyRequest, Keys
 from loramux.tenants.secrets import open_pepper, replace_pepper
 from loramux.tenants.sessions import OpenedLink, Session, Sessions
+from loramux.tenants.sign_in import SIGN_IN_SECONDS, Callback
 from loramux.tenants.tenants import SERVICE_CLASSES, Tenants, Tiers, system_principal
 
 __all__ = [
@@ -37,12 +40,14 @@ __all__ = [
     "ROLE_SCOPES",
     "SCOPES",
     "SERVICE_CLASSES",
+    "SIGN_IN_SECONDS",
     "TENANT_SCOPES",
     "Account",
     "Actor",
     "AlreadyExists",
     "AuditEntry",
     "AuditLog",
+    "Callback",
     "Change",
     "Changes",
     "Credential",
@@ -68,6 +73,8 @@ __all__ = [
     "Role",
     "Session",
     "Sessions",
+    "SeveralTenants",
+    "SignInRefused",
     "StillNeeded",
     "Tenant",
     "TenantExists",

@@ -4,6 +4,12 @@ TenantsError(code, field, message)
 ├── InvalidKey           the secret or the token is not valid, or not any more: 401
 ├── TooManyFailures      the address has sent too many invalid credentials: 429
 ├── TenantSuspended      the key is right, and its tenant may not go on: 403
+├── SignInRefused        a person cannot be signed in to the console: 403
+│   ├── SignInExpired    this browser has not begun the sign-in, or too long ago
+│   ├── SignInDenied     the identity provider says no
+│   ├── IssuerDown       the identity provider does not answer: 503
+│   ├── NotAMember       no tenant has the person as a member
+│   └── SeveralTenants   the person has to choose
 ├── NotPermitted         the caller may not give away what it does not have itself: 403
 ├── InvalidTenant        a name, scope, role or number that cannot be: 400
 ├── AlreadyExists        the name is taken: 409
@@ -51,6 +57,49 @@ class TenantSuspended(TenantsError):
 
     code = "tenant_suspended"
     status = HTTPStatus.FORBIDDEN
+
+
+class SignInRefused(TenantsError):
+    """The identity provider's answer does not identify a person."""
+
+    code = "sign_in_refused"
+    status = HTTPStatus.FORBIDDEN
+
+
+class SignInExpired(SignInRefused):
+    """This browser has not begun the sign-in, or too long ago."""
+
+    code = "sign_in_expired"
+
+
+class SignInDenied(SignInRefused):
+    """The identity provider, or the person there, has refused."""
+
+    code = "sign_in_denied"
+
+
+class IssuerDown(SignInRefused):
+    """The identity provider does not answer."""
+
+    code = "issuer_unreachable"
+    status = HTTPStatus.SERVICE_UNAVAILABLE
+
+
+class NotAMember(SignInRefused):
+    """No tenant has the person as a member."""
+
+    code = "not_a_member"
+
+
+class SeveralTenants(SignInRefused):
+    """The person is a member of several tenants and has to choose one."""
+
+    code = "several_tenants"
+
+    def __init__(self, issuer: str, tenants: list[str]) -> None:
+        super().__init__(f"you are a member of {', '.join(tenants)[:200]}: choose one", "tenant")
+        self.issuer = issuer
+        self.tenants = tenants
 
 
 class NotPermitted(TenantsError):

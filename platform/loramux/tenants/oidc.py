@@ -1,4 +1,4 @@
-"""Members' bearer tokens: JWTs of the OIDC issuers that the settings name."""
+"""Tokens of the OIDC issuers that the settings name: members' bearer tokens, and ID tokens of sign-ins."""
 
 from __future__ import annotations
 
@@ -57,14 +57,15 @@ class TokenVerifier:
         known = self._issuers.get(_claimed_issuer(token))
         if known is None:
             raise InvalidKey("the token is of no issuer that this server trusts", FIELD)
-        issuer, keys = known
-        try:
-            claims = await _verified_claims(token, issuer, keys)
-        except (JoseError, ValueError, RecursionError) as error:  # any sender can write a deeply nested header
-            raise InvalidKey(f"the token is not valid: {str(error)[:200]}", FIELD) from None
-        except IssuerUnreachable as error:
-            raise InvalidKey(f"the token cannot be checked now: {error}; try again", FIELD) from None
-        return Person(issuer.issuer, _identity(claims, issuer.identity_claim), _is_operator(claims, issuer))
+        return await _person(token, *known, known[0].audience)
+
+    async def verify_id_token(self, issuer: str, token: str, client: str, nonce: str) -> Person:
+        """Return the person that signed in at the issuer for `client`, with `nonce`. Raises InvalidKey."""
+        return await _person(token, *self._issuers[issuer], client, nonce)
+
+    async def endpoints(self, issuer: str) -> dict[str, str]:
+        """Return the issuer's addresses by their names in its discovery document. Raises IssuerUnreachable."""
+        return await self._issuers[issuer][1].endpoints()
 
 
 def looks_like_token(secret: str) -> bool:
@@ -72,7 +73,21 @@ def looks_like_token(secret: str) -> bool:
     return secret.count(".") == 2 and len(secret) <= MAX_TOKEN_LENGTH and secret.isascii()
 
 
-async def _verified_claims(token: str, issuer: IssuerSettings, keys: IssuerKeys) -> dict[str, object]:
+async def _person(
+    token: str, issuer: IssuerSettings, keys: IssuerKeys, audience: str, nonce: str | None = None
+) -> Person:
+    try:
+        claims = await _verified_claims(token, issuer, keys, audience, nonce)
+    except (JoseError, ValueError, RecursionError) as error:  # any sender can write a deeply nested header
+        raise InvalidKey(f"the token is not valid: {str(error)[:200]}", FIELD) from None
+    except IssuerUnreachable as error:
+        raise InvalidKey(f"the token cannot be checked now: {error}; try again", FIELD) from None
+    return Person(issuer.issuer, _identity(claims, issuer.identity_claim), _is_operator(claims, issuer))
+
+
+async def _verified_claims(
+    token: str, issuer: IssuerSettings, keys: IssuerKeys, audience: str, nonce: str | None
+) -> dict[str, object]:
     """Return the claims behind a valid signature; an unknown key is fetched once."""
     try:
         decoded = jwt.decode(token, await keys.current(), algorithms=issuer.algorithms)
@@ -81,9 +96,13 @@ async def _verified_claims(token: str, issuer: IssuerSettings, keys: IssuerKeys)
     jwt.JWTClaimsRegistry(
         leeway=LEEWAY_SECONDS,
         iss={"essential": True, "value": issuer.issuer},
-        aud={"essential": True, "value": issuer.audience},
+        aud={"essential": True, "value": audience},
         exp={"essential": True},
     ).validate(decoded.claims)
+    if nonce is not None and decoded.claims.get("nonce") != nonce:
+        raise ValueError("the token answers another sign-in (nonce)")
+    if nonce is not None and decoded.claims.get("azp", audience) != audience:
+        raise ValueError("the token was given to another client (azp)")
     return decoded.claims
 
 
@@ -124,6 +143,7 @@ class IssuerKeys:
         self._issuer = issuer
         self._http = http
         self._keys: KeySet | None = None
+        self._endpoints: dict[str, str] = {}
         self._fetched_at = 0.0
         self._asked_at = float("-inf")
         self._lock = asyncio.Lock()
@@ -148,6 +168,11 @@ class IssuerKeys:
                 raise IssuerUnreachable(f"{self._issuer} did not answer a moment ago")
             return self._keys
 
+    async def endpoints(self) -> dict[str, str]:
+        """Return the addresses of the discovery document, as old as the keys. Raises IssuerUnreachable."""
+        await self.current()
+        return self._endpoints
+
     def _demand_usable(self, error: Exception) -> None:
         if self._keys is None or time.monotonic() - self._fetched_at > STALE_SECONDS:
             self._keys = None
@@ -157,25 +182,32 @@ class IssuerKeys:
         described = await self._document(self._issuer.rstrip("/") + DISCOVERY)
         if described["issuer"] != self._issuer:
             raise ValueError("the discovery document is another issuer's")
-        url = str(described["jwks_uri"])
-        if not url.startswith("https://") and self._issuer.startswith("https://"):
-            raise ValueError("jwks_uri is not https")
-        found = await self._document(url)
+        addresses = {name: str(url) for name, url in described.items() if name.endswith(("_endpoint", "_uri"))}
+        if self._issuer.startswith("https://"):
+            addresses = {name: url for name, url in addresses.items() if url.startswith("https://")}
+        found = await self._document(addresses["jwks_uri"])
         keys = found["keys"]
         if not isinstance(keys, list) or len(keys) > MAX_KEYS or not all(isinstance(key, dict) for key in keys):
             raise ValueError(f"no list of at most {MAX_KEYS} keys")
         public = [key for key in keys if key.get("kty") != "oct" and key.get("use", "sig") == "sig"]
-        return KeySet.import_key_set({"keys": public})
+        imported = KeySet.import_key_set({"keys": public})
+        self._endpoints = addresses
+        return imported
 
     async def _document(self, url: str) -> dict[str, Any]:
         async with self._http.stream("GET", url) as response:
             response.raise_for_status()
-            body = bytearray()
-            async for chunk in response.aiter_bytes():
-                body += chunk
-                if len(body) > MAX_DOCUMENT_BYTES:
-                    raise ValueError(f"{url} is longer than {MAX_DOCUMENT_BYTES} bytes")
-        document = httpx.Response(200, content=bytes(body)).json()
-        if not isinstance(document, dict):
-            raise TypeError(f"{url} is no JSON object")
-        return document
+            return await json_object(response)
+
+
+async def json_object(response: httpx.Response) -> dict[str, Any]:
+    """Read an issuer's answer, of limited length. Raises ValueError, TypeError."""
+    body = bytearray()
+    async for chunk in response.aiter_bytes():
+        body += chunk
+        if len(body) > MAX_DOCUMENT_BYTES:
+            raise ValueError(f"{response.url} is longer than {MAX_DOCUMENT_BYTES} bytes")
+    document = json.loads(bytes(body))
+    if not isinstance(document, dict):
+        raise TypeError(f"{response.url} is no JSON object")
+    return document

@@ -23,6 +23,7 @@ from loramux.tenants.errors import InvalidTenant, KeyNotFound, StillNeeded, Tena
 from loramux.tenants.keys import DEFAULT_PROJECT, KeyRequest, Keys
 from loramux.tenants.oidc import TokenVerifier
 from loramux.tenants.sessions import Sessions
+from loramux.tenants.sign_in import SignIns
 
 SYSTEM_ACTOR = "system"
 SERVICE_CLASSES = ("interactive", "standard", "batch")
@@ -107,12 +108,15 @@ class Tenants:
         self._verifier = TokenVerifier(issuers)
         self._authenticator = Authenticator(database, pepper, self._verifier, self.last_use)
         self._changes = Changes.local(database)
-        self.sessions = Sessions(database, pepper, console or ConsoleSettings())
+        console = console or ConsoleSettings()
+        self.sessions = Sessions(database, pepper, console)
+        self.sign_ins = SignIns(database, pepper, self._verifier, issuers, console.url or "")
 
     async def aclose(self) -> None:
         """Write when keys were last used, and close the connections to issuers."""
         await self.last_use.stop()
         await self._verifier.aclose()
+        await self.sign_ins.aclose()
 
     async def authenticate(self, secret: str | Credential) -> Principal:
         """Return the caller behind a secret or a token. Raises InvalidKey or TenantSuspended."""
