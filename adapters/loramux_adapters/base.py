@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from loramux_adapters.errors import BaseUnusable
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
     from transformers import PreTrainedModel
 
@@ -94,7 +95,11 @@ SAME_INPUT = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
 
 
 EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
-"""`[experts, out_features, in_features]` each, in the order in which transformers registers them."""
+"""`[experts, out_features, in_features]` each, in the order in which transformers registers them; where the module says
+`is_transposed`, `[experts, in_features, out_features]` (gpt-oss)."""
+
+ROUTERS = ("gate", "router")
+"""Names of the module that chooses a mixture's experts. Where it has no weight of its own, a linear in it is a site."""
 
 
 def input_of(module: str) -> tuple[str, str]:
@@ -159,7 +164,7 @@ def _linear_shape(name: str, module: nn.Module) -> LinearShape | None:
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
-    if isinstance(module, nn.Linear):
+    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         return LinearShape(module.in_features, module.out_features, _layer(name))
     if isinstance(module, Conv1D):
         return LinearShape(module.nx, module.nf, _layer(name), transposed=True)
@@ -186,16 +191,33 @@ def _vocabulary(model: PreTrainedModel) -> VocabularyShape | None:
     return VocabularyShape(names[embedding], names[head], *embedding.weight.shape, tied)
 
 
-def mixtures(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the name and module of every mixture whose experts' weights are stacked in common parameters.
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """A mixture of experts whose weights are stacked in common parameters."""
 
-    It has a `gate`, the router, and `experts`.
-    """
+    name: str
+    module: Any
+    """It has `experts`, and a router under one of ROUTERS."""
+    router: str | None
+    """The router's attribute; None where its weight is a linear's, which is served as every other linear."""
+
+    @property
+    def router_parameter(self) -> str:
+        """Name of the router's weight."""
+        return f"{self.name}.{self.router}.weight"
+
+
+def mixtures(model: nn.Module) -> Iterator[Mixture]:
+    """Yield every mixture of `model`."""
     for name, module in model.named_modules():
-        experts, router = getattr(module, "experts", None), getattr(module, "gate", None)
+        experts = getattr(module, "experts", None)
         weights = [getattr(experts, parameter, None) for parameter in EXPERT_PARAMETERS]
-        if router is not None and all(getattr(weight, "ndim", 0) == 3 for weight in weights):
-            yield name, module
+        if not all(getattr(weight, "ndim", 0) == 3 for weight in weights):
+            continue
+        routers = [attribute for attribute in ROUTERS if getattr(module, attribute, None) is not None]
+        own = (a for a in routers if getattr(getattr(module, a), "weight", None) is not None)
+        if routers:
+            yield Mixture(name, module, next(own, None))
 
 
 def expert_name(parameter: str, expert: int) -> str:
@@ -214,13 +236,20 @@ def is_expert(name: str) -> bool:
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[str, ParameterShape]]:
-    for name, mixture in mixtures(model):
-        router = f"{name}.gate.weight"
-        num_experts, hidden_size = mixture.gate.weight.shape
-        yield router, ParameterShape(1, hidden_size, num_experts, _layer(router))
+    for mixture in mixtures(model):
+        name, layer = mixture.name, _layer(f"{mixture.name}.")
+        if mixture.router is not None:
+            rows, columns = getattr(mixture.module, mixture.router).weight.shape
+            yield mixture.router_parameter, ParameterShape(1, columns, rows, layer)
         for parameter in EXPERT_PARAMETERS:
-            num_experts, rows, columns = getattr(mixture.experts, parameter).shape
-            yield f"{name}.experts.{parameter}", ParameterShape(num_experts, columns, rows, _layer(router))
+            num_experts, rows, columns = expert_weights(mixture.module.experts, parameter).shape
+            yield f"{name}.experts.{parameter}", ParameterShape(num_experts, columns, rows, layer)
+
+
+def expert_weights(experts: Any, parameter: str) -> torch.Tensor:
+    """Return a view `[experts, out_features, in_features]` of one of EXPERT_PARAMETERS."""
+    weight: torch.Tensor = getattr(experts, parameter).data
+    return weight.transpose(1, 2) if getattr(experts, "is_transposed", False) else weight
 
 
 def _layer(name: str) -> int | None:

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from loramux_adapters.bank import AdapterBank, Site
-from loramux_adapters.base import EXPERT_PARAMETERS, ParameterShape, expert_name, mixtures
-from loramux_adapters.modules import GroupedLinear, LoraLinear
+from loramux_adapters.base import EXPERT_PARAMETERS, ParameterShape, expert_name, expert_weights, mixtures
 from loramux_kernels import LoraGroup, LoraTable, PackedLinear, Quantization, Segments, lora_expand, lora_shrink
 
 
@@ -80,9 +79,15 @@ class ExpertLinear:
     """
 
     def __init__(
-        self, weight: torch.Tensor, sites: Sequence[Site], bank: AdapterBank, quantization: Quantization = "none"
+        self,
+        weight: torch.Tensor,
+        biases: torch.Tensor | None,
+        sites: Sequence[Site],
+        bank: AdapterBank,
+        quantization: Quantization = "none",
     ) -> None:
-        self.linears = [PackedLinear([one], [None], quantization) for one in weight]
+        own = [None] * len(weight) if biases is None else list(biases)
+        self.linears = [PackedLinear([one], [bias], quantization) for one, bias in zip(weight, own, strict=True)]
         self._first_site = sites[0].index
         self._num_sites = len(bank.sites)
         self._bank = bank
@@ -114,11 +119,12 @@ class Experts(nn.Module):
     """Replaces a mixture's experts: a gated feed-forward network for each."""
 
     def __init__(
-        self, gate_up: ExpertLinear, down: ExpertLinear, activation: Callable[..., torch.Tensor], bank: AdapterBank
+        self, gate_up: ExpertLinear, down: ExpertLinear, gate: Callable[[torch.Tensor], torch.Tensor], bank: AdapterBank
     ) -> None:
+        """`gate`: the family's own, from the rows of `gate_up` to those that `down` takes."""
         super().__init__()
         self._gate_up, self._down = gate_up, down
-        self._activation = activation
+        self._gate = gate
         self._bank = bank
 
     @property
@@ -133,8 +139,7 @@ class Experts(nn.Module):
         routing = Routing.of(top_k_index, len(self._gate_up.linears))
         segments = self._bank.segments
         runs = ExpertRuns.of(routing, segments) if segments is not None else None
-        gate, up = self._gate_up(hidden_states[routing.tokens], routing, runs).chunk(2, dim=-1)
-        rows = self._down(self._activation(gate) * up, routing, runs)
+        rows = self._down(self._gate(self._gate_up(hidden_states[routing.tokens], routing, runs)), routing, runs)
         answers = torch.empty_like(rows)
         answers[routing.order] = rows
         weighted = answers.view(*top_k_index.shape, -1) * top_k_weights[..., None]
@@ -145,16 +150,19 @@ class Router(nn.Module):
     """Replaces a mixture's router: its linear with the adapters added, and then the family's own choice of experts.
 
     Each family scores and normalises in its own way, in a module that owns the linear's weight. That module is called
-    with the logits as tokens and the identity as weight, so that it multiplies to the unchanged logits.
+    with the logits as tokens and the identity as weight, so that it multiplies to the unchanged logits. Where the
+    family computes logits in float32 from half-precision tokens, so does this: a rounded logit chooses other experts.
     """
 
     def __init__(self, router: Any, site: Site, bank: AdapterBank) -> None:
         """`router`: transformers' module of any family."""
         super().__init__()
         weight: torch.Tensor = router.weight.data
-        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-        linear.weight = nn.Parameter(weight, requires_grad=False)
-        self._linear = LoraLinear(GroupedLinear([linear], [site], bank), 0, linear)
+        with torch.inference_mode():
+            self._dtype = router(weight.new_zeros(1, weight.shape[1]))[0].dtype
+        self.packed_linear = PackedLinear([weight.to(self._dtype)], [None])
+        self._group = LoraGroup((site.index,), (weight.shape[0],))
+        self._bank = bank
         eye = torch.eye(len(weight), dtype=weight.dtype, device=weight.device)
         router.weight = nn.Parameter(eye, requires_grad=False)
         router.hidden_dim = len(weight)
@@ -162,7 +170,15 @@ class Router(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the router's own result: logits, weights and experts of each token."""
-        chosen: tuple[torch.Tensor, ...] = self._choice(self._linear(hidden_states))
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        logits = self.packed_linear(x.to(self._dtype))
+        bank = self._bank
+        if (segments := bank.segments) is not None:
+            added = logits if self._dtype == x.dtype else x.new_zeros(logits.shape)
+            v = lora_shrink(x, bank.pool, bank.table, self._group, segments)
+            lora_expand(v, bank.pool, bank.table, self._group, segments, added)
+            logits = logits if added is logits else logits + added
+        chosen: tuple[torch.Tensor, ...] = self._choice(logits.view(*hidden_states.shape[:-1], -1))
         return chosen
 
 
@@ -177,19 +193,23 @@ def expert_sites(parameters: Mapping[str, ParameterShape], first: int) -> dict[s
 
 def install_mixtures(model: nn.Module, bank: AdapterBank, quantization: Quantization = "none") -> None:
     """Replace every mixture's experts and router, whose sites `bank` has, and free the weights that they held."""
-    for name, mixture in list(mixtures(model)):
+    for mixture in list(mixtures(model)):
+        module, experts = mixture.module, mixture.module.experts
         gate_up, down = (
-            _take(mixture.experts, f"{name}.experts", parameter, bank, quantization) for parameter in EXPERT_PARAMETERS
+            _take(experts, f"{mixture.name}.experts", parameter, bank, quantization) for parameter in EXPERT_PARAMETERS
         )
-        mixture.gate = Router(mixture.gate, bank.sites[expert_name(f"{name}.gate.weight", 0)], bank)
-        mixture.experts = Experts(gate_up, down, mixture.experts.act_fn, bank)
+        if mixture.router is not None:
+            site = bank.sites[expert_name(mixture.router_parameter, 0)]
+            setattr(module, mixture.router, Router(getattr(module, mixture.router), site, bank))
+        module.experts = Experts(gate_up, down, experts._apply_gate, bank)
 
 
 def _take(experts: Any, name: str, parameter: str, bank: AdapterBank, quantization: Quantization) -> ExpertLinear:
-    weight: torch.Tensor = getattr(experts, parameter).data
+    weight = expert_weights(experts, parameter)
+    bias = getattr(experts, f"{parameter}_bias", None)
     delattr(experts, parameter)
     sites = [bank.sites[expert_name(f"{name}.{parameter}", expert)] for expert in range(len(weight))]
-    return ExpertLinear(weight, sites, bank, quantization)
+    return ExpertLinear(weight, None if bias is None else bias.data, sites, bank, quantization)
 
 
 def _by_slot_and_site(table: LoraTable) -> LoraTable:

@@ -10,7 +10,7 @@ from torch import nn
 from loramux_adapters.bank import AdapterBank, Site
 from loramux_adapters.base import BaseDescription, input_of, is_expert
 from loramux_adapters.base_weights import BaseLinear, BaseWeights, base_linear
-from loramux_adapters.experts import Experts, install_mixtures
+from loramux_adapters.experts import Experts, Router, install_mixtures
 from loramux_adapters.modules import AdaptedEmbedding, AdaptedHead, AdaptedNorm, GroupedLinear, LoraLinear
 from loramux_kernels import PackedLinear, Quantization
 
@@ -42,6 +42,7 @@ def install(
 def _packed_linears(model: nn.Module) -> set[PackedLinear]:
     """Return the linears that were packed, each once: members of a group share one."""
     groups = {module.group.linear for module in model.modules() if isinstance(module, LoraLinear)}
+    groups |= {module.packed_linear for module in model.modules() if isinstance(module, Router)}
     experts = (module for module in model.modules() if isinstance(module, Experts))
     return groups.union(*(module.packed_linears for module in experts))
 

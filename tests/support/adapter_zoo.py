@@ -30,8 +30,27 @@ SMALL = {
 }
 WIDE_HEADS = {"head_dim": 24}
 WINDOW = {"sliding_window": 7}
+SIX_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+SIX_LOCAL = {"num_local_experts": 6, "num_experts_per_tok": 3}
+ROUTED = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+}
 
-FAMILIES = {
+FIRST_FAMILIES = {
     "llama": (transformers.LlamaConfig, {}),
     "qwen2": (transformers.Qwen2Config, {}),
     "qwen3": (transformers.Qwen3Config, WIDE_HEADS),
@@ -52,12 +71,70 @@ FAMILIES = {
         transformers.Qwen3MoeConfig,
         WIDE_HEADS | {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "mlp_only_layers": [1]},
     ),
+}
+"""Families that every test goes through at length."""
+
+NEWER_FAMILIES = {
+    "gemma": (transformers.GemmaConfig, WIDE_HEADS),
+    "olmo3": (transformers.Olmo3Config, WINDOW | {"num_hidden_layers": 4}),
+    "ministral": (transformers.MinistralConfig, WINDOW | {"head_dim": 16}),
+    "ministral3": (
+        transformers.Ministral3Config,
+        WIDE_HEADS
+        | {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16,
+                "max_position_embeddings": 16,
+                "llama_4_scaling_beta": 0.5,
+            }
+        },
+    ),
+    "granite_swa": (transformers.GraniteSWAConfig, WINDOW),
+    "glm": (transformers.GlmConfig, WIDE_HEADS),
+    "glm4": (transformers.Glm4Config, WIDE_HEADS),
+    "cohere": (transformers.CohereConfig, {"use_qk_norm": True}),
+    "cohere2": (transformers.Cohere2Config, WINDOW | {"num_hidden_layers": 4}),
+    "exaone4": (transformers.Exaone4Config, WINDOW | {"sliding_window_pattern": 2}),
+    "seed_oss": (transformers.SeedOssConfig, WIDE_HEADS),
+    "ernie4_5": (transformers.Ernie4_5Config, {}),
+    "hunyuan_v1_dense": (transformers.HunYuanDenseV1Config, WIDE_HEADS),
+    "starcoder2": (transformers.Starcoder2Config, WINDOW),
+    "arcee": (transformers.ArceeConfig, {}),
+    "apertus": (transformers.ApertusConfig, {}),
+    "cwm": (transformers.CwmConfig, WIDE_HEADS | WINDOW | {"num_hidden_layers": 4}),
+}
+
+NEWER_MIXTURES = {
+    "gpt_oss": (transformers.GptOssConfig, WIDE_HEADS | WINDOW | SIX_LOCAL | {"swiglu_limit": 0.5}),
+    "qwen2_moe": (transformers.Qwen2MoeConfig, SIX_EXPERTS | {"shared_expert_intermediate_size": 48}),
+    "glm4_moe": (transformers.Glm4MoeConfig, WIDE_HEADS | ROUTED | {"use_qk_norm": True}),
+    "glm4_moe_lite": (transformers.Glm4MoeLiteConfig, ROUTED | LATENT),
+    "deepseek_v2": (transformers.DeepseekV2Config, ROUTED | LATENT),
+    "deepseek_v3": (transformers.DeepseekV3Config, ROUTED | LATENT | {"n_group": 2}),
+    "granitemoe": (transformers.GraniteMoeConfig, SIX_LOCAL | {"residual_multiplier": 0.5}),
+    "granitemoeshared": (transformers.GraniteMoeSharedConfig, SIX_LOCAL | {"shared_intermediate_size": 40}),
+    "olmoe": (transformers.OlmoeConfig, {"num_experts": 6, "num_experts_per_tok": 3, "clip_qkv": 0.5}),
+    "phimoe": (transformers.PhimoeConfig, SIX_LOCAL | {"num_experts_per_tok": 2}),
+    "ernie4_5_moe": (
+        transformers.Ernie4_5_MoeConfig,
+        {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 40, "moe_layer_start_index": 1},
+    ),
+    "dots1": (transformers.Dots1Config, WIDE_HEADS | ROUTED),
+}
+
+REFUSED_FAMILIES = {
     "falcon": (transformers.FalconConfig, {"new_decoder_architecture": True}),
     "llama4": (
         transformers.Llama4TextConfig,
         WIDE_HEADS | {"num_local_experts": 2, "intermediate_size_mlp": 64, "attention_chunk_size": 16},
     ),
 }
+
+FAMILIES = FIRST_FAMILIES | NEWER_FAMILIES | NEWER_MIXTURES | REFUSED_FAMILIES
+SERVED = [family for family in FAMILIES if family not in REFUSED_FAMILIES]
 
 ATTENTION = ["qkv_proj", "q_proj", "k_proj", "v_proj", "o_proj"]
 
@@ -163,7 +240,9 @@ def make_engine(base: Path, **engine_settings: object) -> Engine:
     return build_engine(loaded, settings, wake=lambda: None)
 
 
-def load(base: Path, quantization: str = "none", **engine_settings: object) -> tuple[LoadedModel, Settings]:
+def load(
+    base: Path, quantization: str = "none", dtype: str = "float32", **engine_settings: object
+) -> tuple[LoadedModel, Settings]:
     defaults = {
         "num_threads": 1,
         "block_size": 16,
@@ -172,7 +251,7 @@ def load(base: Path, quantization: str = "none", **engine_settings: object) -> t
         "max_num_batched_tokens": 16,
     }
     settings = Settings(
-        model=ModelSettings(path=str(base), served_model_name="base", dtype="float32", quantization=quantization),
+        model=ModelSettings(path=str(base), served_model_name="base", dtype=dtype, quantization=quantization),
         engine=EngineSettings(**defaults | engine_settings),
     )
     return load_model(settings), settings

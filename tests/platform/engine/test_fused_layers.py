@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from adapter_zoo import FAMILIES, Zoo, load
+from adapter_zoo import SERVED, Zoo, load
 from transformers import AutoModelForCausalLM
 
 from loramux.engine.execution.attention import KvLayout, probe_layers
@@ -13,7 +13,12 @@ from loramux.engine.execution.fused_layers import FusedFeedForward, FusedLayer, 
 from loramux.engine.execution.runner import Forward, StepInputs
 from loramux_kernels import AttentionBatch
 
-SERVED = [family for family in FAMILIES if family not in ("falcon", "llama4")]
+KEPT = (
+    *("ministral", "ministral3", "glm", "glm4", "cohere", "cohere2", "exaone4", "ernie4_5", "hunyuan_v1_dense"),
+    *("starcoder2", "apertus", "gpt_oss", "glm4_moe_lite", "deepseek_v2", "deepseek_v3"),
+    *("granitemoe", "granitemoeshared", "olmoe", "phimoe", "ernie4_5_moe"),
+)
+"""Families whose layers stay transformers' own."""
 LENGTHS = (11, 1, 20)
 BLOCK = 16
 
@@ -43,7 +48,15 @@ def logits(model, layout: KvLayout, inputs: StepInputs) -> torch.Tensor:
     return Forward(model, layout.views(pool), NoAdapters())(inputs, None).float()
 
 
-@pytest.mark.parametrize("family", SERVED)
+@pytest.mark.parametrize("family", KEPT)
+def test_layers_of_another_make_stay_as_they_are(tmp_path, family: str) -> None:
+    model = load_checkpoint(Zoo(family, tmp_path).base, "float32", torch.device("cpu"))
+    norm = getattr(model.get_decoder(), "norm", None)
+    assert fuse_layers(model, probe_layers(model)) == 0
+    assert getattr(model.get_decoder(), "norm", None) is norm
+
+
+@pytest.mark.parametrize("family", [family for family in SERVED if family not in KEPT])
 def test_fused_layers_compute_the_logits_of_transformers(tmp_path, family: str) -> None:
     zoo = Zoo(family, tmp_path)
     inputs = packed_inputs()

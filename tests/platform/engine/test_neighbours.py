@@ -6,14 +6,13 @@ a router's load) would let one tenant's request change another's answer.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
-from adapter_zoo import FAMILIES, Asked, Zoo, make_engine, serve, to_request
+from adapter_zoo import FAMILIES, FIRST_FAMILIES, SERVED, Asked, Zoo, make_engine, serve, to_request
 
 from loramux.engine.execution.checkpoint import SUPPORTED
-
-SERVED = [family for family in FAMILIES if family not in ("falcon", "llama4")]
 
 TALK = tuple(range(5, 17))
 
@@ -57,10 +56,11 @@ def answer(zoo: Zoo, beside: Neighbours | None, adapter: str | None, **settings:
     return told
 
 
-def check(zoo: Zoo, adapter: str | None, **settings: object) -> None:
+def check(zoo: Zoo, adapter: str | None, names: Sequence[str] = tuple(NEIGHBOURS), **settings: object) -> None:
     alone = answer(zoo, None, adapter, **settings)
     assert len(alone) == 12
-    for name, neighbours in NEIGHBOURS.items():
+    for name in names:
+        neighbours = NEIGHBOURS[name]
         beside = answer(zoo, neighbours, adapter, **settings)
         assert [token for token, _ in beside] == [token for token, _ in alone], name
         assert [logprob for _, logprob in beside] == pytest.approx([logprob for _, logprob in alone], abs=2e-5), name
@@ -70,12 +70,20 @@ def test_every_supported_family_is_tried() -> None:
     assert {FAMILIES[family][0]().model_type for family in SERVED} == SUPPORTED
 
 
-@pytest.mark.parametrize("family", SERVED)
+@pytest.mark.parametrize("family", FIRST_FAMILIES)
 def test_neighbours_change_nothing(tmp_path, family: str) -> None:
     zoo = Zoo(family, tmp_path)
     zoo.make_adapter("plain", PLAIN, 1)
     check(zoo, None)
     check(zoo, "plain")
+
+
+@pytest.mark.parametrize("family", [family for family in SERVED if family not in FIRST_FAMILIES])
+def test_neighbours_of_a_newer_family_change_nothing(tmp_path, family: str) -> None:
+    zoo = Zoo(family, tmp_path)
+    # PhiMoE's router is a subclass of nn.Linear with another result: PEFT itself fails where it is adapted.
+    zoo.make_adapter("plain", PLAIN | ({"target_modules": ["q_proj", "o_proj"]} if family == "phimoe" else {}), 1)
+    check(zoo, "plain", ["many"])
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "qwen3_moe"])

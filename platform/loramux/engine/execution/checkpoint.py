@@ -28,18 +28,11 @@ logger = logging.getLogger(__name__)
 
 SUPPORTED = frozenset(
     (
-        "llama",
-        "qwen2",
-        "qwen3",
-        "mistral",
-        "gemma2",
-        "gemma3_text",
-        "phi3",
-        "olmo2",
-        "granite",
-        "smollm3",
-        "mixtral",
-        "qwen3_moe",
+        *("llama", "qwen2", "qwen3", "mistral", "ministral", "ministral3", "gemma", "gemma2", "gemma3_text", "phi3"),
+        *("olmo2", "olmo3", "granite", "granite_swa", "smollm3", "glm", "glm4", "cohere", "cohere2", "exaone4"),
+        *("seed_oss", "ernie4_5", "hunyuan_v1_dense", "starcoder2", "arcee", "apertus", "cwm"),
+        *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v3"),
+        *("granitemoe", "granitemoeshared", "olmoe", "phimoe", "ernie4_5_moe", "dots1"),
     )
 )
 """`model_type`s whose tokens a test holds against PEFT's; others may call the attention function and still go wrong."""

@@ -25,6 +25,19 @@ from loramux_adapters.install import replace_module
 from loramux_adapters.modules import AdaptedNorm
 from loramux_kernels import Activation, Norm, Rotation, gated, paged_attention, rms_norm, rope_write_kv
 
+FUSED = frozenset(
+    f"{family}DecoderLayer"
+    for family in (
+        *("Llama", "Qwen2", "Qwen3", "Mistral", "Gemma", "Gemma2", "Gemma3", "Phi3", "Olmo2", "Olmo3", "Granite"),
+        *("GraniteSWA", "SmolLM3", "SeedOss", "Cwm", "Arcee", "Mixtral", "Qwen2Moe", "Qwen3Moe", "Glm4Moe", "Dots1"),
+    )
+)
+"""transformers' layers that are two sublayers as above, with queries and keys turned by halves. Others may have the
+same parts and yet join them differently: GLM-4 turns neighbouring elements, Ministral 3 scales queries by position."""
+
+ROUNDS_LAST = ("Gemma", "Olmo2", "Olmo3")
+"""Families whose norms multiply in float32 before they round."""
+
 ACTIVATIONS: dict[type[nn.Module], Activation] = {
     type(ACT2FN["silu"]): "silu",
     type(ACT2FN["gelu_pytorch_tanh"]): "gelu_tanh",
@@ -36,10 +49,10 @@ def fuse_layers(model: PreTrainedModel, layers: Sequence[LayerShape]) -> int:
     decoder: Any = model.get_decoder()
     fused = 0
     for index, (layer, shape) in enumerate(zip(decoder.layers, layers, strict=True)):
-        if _is_known(layer):
+        if type(layer).__name__ in FUSED and _is_known(layer):
             decoder.layers[index] = FusedLayer(layer, shape)
             fused += 1
-    if _is_norm(decoder.norm):
+    if fused and _is_norm(decoder.norm):
         replace_module(decoder, "norm", FusedNorm(decoder.norm))
     return fused
 
@@ -70,7 +83,7 @@ class FusedNorm(nn.Module):
         self._own_weights = norm.own_weights if isinstance(norm, AdaptedNorm) else list
         self._stores_distance_from_one = name.startswith("Gemma")
         eps = base.eps if self._stores_distance_from_one else base.variance_epsilon
-        rounds_first = not name.startswith(("Gemma", "Olmo2"))
+        rounds_first = not name.startswith(ROUNDS_LAST)
         self.norm = Norm(self._factors(base.weight.detach()), eps, rounds_first)
 
     def _factors(self, weight: torch.Tensor) -> torch.Tensor:

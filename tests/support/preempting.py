@@ -1,0 +1,19 @@
+"""An engine whose sequences are preempted again and again."""
+
+from __future__ import annotations
+
+from loramux.engine.engine import Engine
+
+
+def preempting(engine: Engine, every: int = 3) -> Engine:
+    """Preempt the last running sequence before every `every`-th step."""
+    scheduler = engine.scheduler
+    plan = scheduler.plan
+
+    def preempting_plan():
+        if scheduler.running and engine.stats().steps % every == every - 1:
+            scheduler.state.preempt(scheduler.running[-1])
+        return plan()
+
+    scheduler.plan = preempting_plan
+    return engine
