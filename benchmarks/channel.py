@@ -35,7 +35,13 @@ from loramux.fleet.remote import EnginePlace, RemoteChannel
 from loramux.fleet.sessions import FrontSessions
 
 FACTS = ModelFacts(
-    max_model_len=256, vocab_size=260, eos_token_ids=(256,), dtype="float32", pages_total=64, block_size=16
+    max_model_len=256,
+    vocab_size=260,
+    eos_token_ids=(256,),
+    dtype="float32",
+    pages_total=64,
+    block_size=16,
+    weights="none",
 )
 
 

@@ -27,7 +27,13 @@ from loramux.units import TokenCounts
 
 EOS = 256
 FACTS = ModelFacts(
-    max_model_len=256, vocab_size=260, eos_token_ids=(EOS,), dtype="float32", pages_total=64, block_size=16
+    max_model_len=256,
+    vocab_size=260,
+    eos_token_ids=(EOS,),
+    dtype="float32",
+    pages_total=64,
+    block_size=16,
+    weights="tiny",
 )
 Script = Callable[[Request], list[int | EngineFault]]
 

@@ -290,8 +290,15 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     pages_total: int
     block_size: int
+    weights: str
+    """A digest of samples of every weight: equal engines of a base have loaded the same checkpoint in the same way."""
     sampling_defaults: SamplingDefaults = SamplingDefaults()
     """Recommendations of the checkpoint's `generation_config.json`."""
+
+    @property
+    def context(self) -> int:
+        """The most tokens, prompt and answer, that the model takes and the pool could hold."""
+        return min(self.max_model_len, self.pages_total * self.block_size)
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):

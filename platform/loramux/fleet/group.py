@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -37,7 +37,7 @@ from loramux.engine.messages import EngineCount, EngineFault, EngineStats, Model
 from loramux.engine.request import AdapterRef, Request
 from loramux.fleet.autoscaling import Autoscaler, ScalingPolicy
 from loramux.fleet.errors import EngineBusy, UnknownEngine
-from loramux.fleet.member import EngineStatus, Launch, Member
+from loramux.fleet.member import EngineStatus, Launch, Member, conflict_of
 from loramux.fleet.router import Router, RoutingRequest, place_pins, prefix_hashes
 from loramux.fleet.shares import ShareExchange
 from loramux.fleet.view import EngineState
@@ -220,8 +220,13 @@ class EngineGroup:
             if isinstance(outcome, BaseException) and (not facts or not isinstance(outcome, EngineDied)):
                 self._ended.set()
                 raise outcome
+        common = common_facts(facts)
+        for member, outcome in zip(wanted, outcomes, strict=True):
+            if isinstance(outcome, ModelFacts) and (conflict := conflict_of(outcome, common)) is not None:
+                logger.error("the engine %s is not used: %s", member.name, conflict)
+                await member.refuse(conflict)
         for member in self._members.values():
-            supervised = member.supervise(self._serve_with, self._note_failing)
+            supervised = member.supervise(common, self._serve_with, self._note_failing)
             self._tasks.append(asyncio.create_task(supervised, name=f"engine {member.name}"))
         policy = ScalingPolicy(
             min_engines=self._range.min, max_engines=self._range.most, target_wait_s=self._range.target_wait_s
@@ -229,7 +234,7 @@ class EngineGroup:
         self._scaler = Autoscaler(policy, self._now())
         if self._range.most > self._range.min:
             self._tasks.append(asyncio.create_task(self._scale_periodically(), name="scaling"))
-        return facts[0]
+        return common
 
     async def stop(self) -> None:
         """Let running requests end, then stop every engine."""
@@ -624,6 +629,14 @@ async def _until_idle(member: Member) -> None:
     while member.requests:
         member.idle.clear()
         await member.idle.wait()
+
+
+def common_facts(facts: Sequence[ModelFacts]) -> ModelFacts:
+    """Return the facts that requests are checked against: the first engine's, with the shortest context of those."""
+    first = facts[0]
+    alike = [one for one in facts if conflict_of(one, msgspec.structs.replace(first, max_model_len=0)) is None]
+    shortest = min(alike, key=lambda one: one.context)
+    return msgspec.structs.replace(first, max_model_len=shortest.max_model_len, pages_total=shortest.pages_total)
 
 
 def settings_of_engines(base: BaseSettings, settings: Settings) -> dict[str, Settings]:

@@ -129,24 +129,37 @@ class Member:
             problem=self._problem,
         )
 
-    async def start(self) -> ModelFacts:
-        """Start its present life, and wait until it serves. Raises EngineDied."""
+    async def start(self, others: ModelFacts | None = None) -> ModelFacts:
+        """Start its present life, and wait until it serves.
+
+        Raises EngineDied, also where its facts are in conflict with those of the `others` of its base.
+        """
         loop = asyncio.get_running_loop()
         self.state, self._num_starts, began = EngineState.STARTING, self._num_starts + 1, loop.time()
         try:
             facts = await self.client.start()
         except EngineDied as died:
-            self._note_failure(str(died))
-            self._num_failed_starts += 1
+            self._note_failed_start(str(died))
             raise
+        if others is not None and (conflict := conflict_of(facts, others)) is not None:
+            await self.refuse(conflict)
+            raise EngineDied(conflict)
         self._num_failed_starts = 0
         self.state, self.start_seconds = EngineState.READY, loop.time() - began
         return facts
 
-    async def supervise(self, on_ready: Callable[[Member], Awaitable[None]], on_failing: Callable[[], None]) -> None:
+    async def refuse(self, conflict: str) -> None:
+        """Leave an engine that cannot serve beside the others; it is tried again as one that does not start."""
+        await self.client.stop()
+        self._note_failed_start(conflict)
+
+    async def supervise(
+        self, others: ModelFacts, on_ready: Callable[[Member], Awaitable[None]], on_failing: Callable[[], None]
+    ) -> None:
         """Watch the life that `start` began, and begin another one whenever it ends; runs until it is cancelled.
 
-        `on_failing` is called before each start that follows on too many failed ones.
+        `others`: the facts that each life must agree with. `on_failing` is called before each start that follows on
+        too many failed ones.
         """
         while True:
             if self.state not in (EngineState.LOST, EngineState.RESTING):
@@ -162,7 +175,7 @@ class Member:
             self._unclaimed += self.client.unclaimed_tokens
             self.client = self._launch(self.name, self._settings)
             with suppress(EngineDied):
-                await self.start()
+                await self.start(others)
                 await on_ready(self)
             self._started.set()
 
@@ -209,9 +222,33 @@ class Member:
         logger.error("the engine %s has ended: %s", self.name, reason)
         self._note_failure(reason)
 
+    def _note_failed_start(self, reason: str) -> None:
+        self._note_failure(reason)
+        self._num_failed_starts += 1
+
     def _note_failure(self, reason: str) -> None:
         self.state, self._problem = EngineState.LOST, reason
         self._num_failures += 1
+
+
+def conflict_of(facts: ModelFacts, others: ModelFacts) -> str | None:
+    """Return why an engine cannot go on with answers that the others of its base began, as a sentence for an operator.
+
+    It has to compute the same tokens, and to hold every request that the gateway lets in.
+    """
+    for name in ("dtype", "weights", "vocab_size", "eos_token_ids", "sampling_defaults", "block_size"):
+        mine, theirs = getattr(facts, name), getattr(others, name)
+        if mine != theirs:
+            return (
+                f"it differs from the base's other engines in {name}: {mine} against {theirs}; give all of them the "
+                "same checkpoint, dtype and quantization"
+            )
+    if facts.context < others.context:
+        return (
+            f"it takes {facts.context} tokens a request, and the base's other engines {others.context}; give it a "
+            "larger engine.pool_bytes, or all of them the same engine.max_model_len"
+        )
+    return None
 
 
 def _pause(num_failures: int) -> float:

@@ -6,7 +6,6 @@ from collections.abc import Collection, Mapping
 
 import msgspec
 
-from loramux.engine.messages import ModelFacts
 from loramux.gateway.errors import InvalidRequest, NotAllowed
 from loramux.gateway.messages import GenerationRequest, Prompt
 from loramux.records import Principal
@@ -28,11 +27,6 @@ MAX_DEPTH = 100
 TOO_LONG = "context_length_exceeded"
 
 _encode = msgspec.json.Encoder(order="sorted").encode
-
-
-def context_length(facts: ModelFacts) -> int:
-    """Return the most tokens, prompt and answer, that the model takes and the pool could hold."""
-    return min(facts.max_model_len, facts.pages_total * facts.block_size)
 
 
 def check_depth(asked: GenerationRequest) -> None:

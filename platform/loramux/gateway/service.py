@@ -29,7 +29,6 @@ from loramux.gateway.checks import (
     check_prompt_logprobs,
     check_text_length,
     check_token_ids,
-    context_length,
     ensure_storage_allowed,
     recorded_user,
     resolve_max_tokens,
@@ -114,7 +113,7 @@ class ServedBase:
     @cached_property
     def context(self) -> int:
         """The most tokens, prompt and answer, of a request."""
-        return context_length(self.facts)
+        return self.facts.context
 
     @cached_property
     def fingerprint(self) -> str:

@@ -54,6 +54,16 @@ def refusal_of(base: Path, **engine: object) -> str:
     return message
 
 
+def test_weights_of_a_fine_tune_are_not_those_of_its_base(base: Path) -> None:
+    """Engines of one base compare them: equal shapes do not make equal answers."""
+    mine, again = (load_model(settings_of(base)).facts for _ in range(2))
+    rewrite_weights(
+        base, lambda tensors: {name: tensor + 0.01 * ("q_proj" in name) for name, tensor in tensors.items()}
+    )
+    tuned = load_model(settings_of(base)).facts
+    assert mine.weights == again.weights != tuned.weights
+
+
 def without(part: str) -> Callable[[Tensors], Tensors]:
     return lambda tensors: {name: tensor for name, tensor in tensors.items() if part not in name}
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 from scripted_engine import FACTS, ScriptedEngine
 
@@ -94,11 +95,28 @@ class BrokenEngine(ScriptedEngine):
         raise EngineDied("there is no memory")
 
 
+class OtherCheckpoint(ScriptedEngine):
+    """Has a fine-tune of the base in its folder."""
+
+    async def start(self) -> ModelFacts:
+        await super().start()
+        return msgspec.structs.replace(FACTS, weights="fine-tuned")
+
+
+class SmallerPool(ScriptedEngine):
+    """Holds a shorter request than the others."""
+
+    async def start(self) -> ModelFacts:
+        await super().start()
+        return msgspec.structs.replace(FACTS, pages_total=FACTS.pages_total // 8)
+
+
 def in_fleet(
     test: Callable[[Fleet], Awaitable[None]],
     *kinds: type[ScriptedEngine],
     in_process: bool = False,
     engines: EngineRange | None = None,
+    facts: ModelFacts = FACTS,
 ) -> None:
     """Run `test` over one engine of each kind; those that are started again are ScriptedEngines."""
     lives: list[ScriptedEngine] = []
@@ -116,7 +134,7 @@ def in_fleet(
             engine=EngineSettings(in_process=in_process),
         )
         group = EngineGroup(base, Settings(model=base.model, engine=base.engine), launch)
-        assert await group.start() == FACTS
+        assert await group.start() == facts
         try:
             await test(Fleet(group, lives))
         finally:
@@ -310,6 +328,48 @@ def test_engine_that_does_not_load_leaves_the_others_serving(caplog: pytest.LogC
         await fleet.until(lambda: len(fleet.lives) == 3)  # and it is tried again
 
     in_fleet(test, ScriptedEngine, BrokenEngine)
+
+
+def test_engine_with_another_checkpoint_is_not_used_and_says_what_differs(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(fleet: Fleet) -> None:
+        (_, refused) = fleet.group.statuses()
+        assert refused.state is EngineState.LOST
+        for number in range(6):
+            fleet.submit(f"r{number}")
+        for number in range(6):
+            assert (await fleet.end_of(f"r{number}")).finish_reason == "length"
+        assert fleet.lives[1].requests == []
+        assert "weights: fine-tuned against tiny" in refused.problem
+        await fleet.until(lambda: fleet.group.statuses()[1].state is EngineState.READY)  # with the right one
+
+    in_fleet(test, ScriptedEngine, OtherCheckpoint)
+    assert "tiny-1 is not used" in caplog.text
+
+
+def test_engine_that_comes_back_with_another_checkpoint_is_not_used() -> None:
+    async def test(fleet: Fleet) -> None:
+        fleet.lives[0].died.set()
+        await fleet.until(lambda: "weights" in (fleet.group.statuses()[0].problem or ""))
+        fleet.submit("r")
+        assert (await fleet.end_of("r")).finish_reason == "length"
+        assert fleet.lives[2].requests == []
+
+    in_fleet(test, ScriptedEngine, ScriptedEngine, OtherCheckpoint, engines=EngineRange(min=2))
+
+
+def test_context_of_a_base_is_that_of_its_smallest_engine_at_the_start() -> None:
+    async def test(fleet: Fleet) -> None:
+        assert [status.state for status in fleet.group.statuses()] == [EngineState.READY] * 2
+
+    in_fleet(test, ScriptedEngine, SmallerPool, facts=msgspec.structs.replace(FACTS, pages_total=8))
+
+
+def test_engine_that_comes_back_smaller_than_requests_may_be_is_not_used() -> None:
+    async def test(fleet: Fleet) -> None:
+        fleet.lives[1].died.set()
+        await fleet.until(lambda: "takes 128 tokens a request" in (fleet.group.statuses()[1].problem or ""))
+
+    in_fleet(test, ScriptedEngine, ScriptedEngine, SmallerPool, engines=EngineRange(min=2))
 
 
 def test_group_of_engines_at_addresses_waits_for_one_however_often_it_fails() -> None:

@@ -230,4 +230,5 @@ def facts(plan: Plan) -> ModelFacts:
         dtype="float32",
         pages_total=plan.pages,
         block_size=plan.block_size,
+        weights="simulated",
     )

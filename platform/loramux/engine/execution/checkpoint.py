@@ -13,6 +13,7 @@ import json
 import logging
 import re
 from collections.abc import Iterable
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,9 @@ short to its long factors beyond `original_max_position_embeddings`; dynamic NTK
 
 LEFTOVERS = re.compile(r"\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 """Tensors that older versions of transformers saved and that follow from the config: the only ones without a place."""
+
+SAMPLES = 256
+"""Values of a weight that are compared between engines."""
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -92,6 +96,20 @@ def load_checkpoint(directory: Path, dtype: str, device: torch.device) -> PreTra
     model.config.return_dict = True
     model.config.output_hidden_states = model.config.output_attentions = False
     return model.to(device)
+
+
+def weights_digest(model: PreTrainedModel, quantization: str) -> str:
+    """Return a digest of SAMPLES values of every weight, and of how they are quantized afterwards.
+
+    Two checkpoints of one shape, such as a model and a fine-tune of it, have different ones.
+    """
+    digest = blake2b(quantization.encode(), digest_size=8)
+    for name, weight in model.named_parameters():
+        digest.update(f"{name} {tuple(weight.shape)}".encode())
+        values = weight.detach().flatten()
+        samples = values[:: max(1, values.numel() // SAMPLES)][:SAMPLES].contiguous().cpu()
+        digest.update(samples.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def read_config(directory: Path) -> PretrainedConfig:

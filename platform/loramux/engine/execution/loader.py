@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from loramux.bundle import SamplingDefaults
 from loramux.engine.execution.attention import KvLayout, UnsupportedModel, probe_layers
-from loramux.engine.execution.checkpoint import load_checkpoint, max_positions, sampling_defaults
+from loramux.engine.execution.checkpoint import load_checkpoint, max_positions, sampling_defaults, weights_digest
 from loramux.engine.execution.constraints import Constraints
 from loramux.engine.execution.device_sampler import DeviceSampler
 from loramux.engine.execution.fused_layers import fuse_layers
@@ -94,6 +94,7 @@ def assemble(
     bank = AdapterBank(
         pool, layout.page_elements, sites, settings.adapters.max_rank, max_slots=num_pages, vocabulary=base.vocabulary
     )
+    digest = weights_digest(model, settings.model.quantization)
     weights = install(model, base, bank, settings.model.quantization)
     weight_bytes = _bytes_read(model) + weights.packed_bytes
     fuse_layers(model, layout.layers)
@@ -109,6 +110,7 @@ def assemble(
         dtype=str(model.dtype).removeprefix("torch."),
         pages_total=num_pages,
         block_size=settings.engine.block_size,
+        weights=digest,
         sampling_defaults=defaults or SamplingDefaults(),
     )
     logger.info(
