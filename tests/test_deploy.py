@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
 BASE = DEPLOY / "kubernetes/base"
 KUBERNETES = "1.30"
-SETTINGS = (DEPLOY / "loramux.toml", BASE / "loramux.toml")
+SETTINGS = (DEPLOY / "loramux.toml", BASE / "loramux.toml", DEPLOY / "kubernetes/overlays/kuberay/loramux.toml")
 
 
 def documents(folder: Path) -> list[dict]:
@@ -79,6 +79,52 @@ def test_overlay_for_one_gpu_builds() -> None:
     for document in by_kind.values():
         if document["kind"] != "ServiceMonitor":
             kubernetes_validate.validate(document, KUBERNETES, strict=True)
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl (Debian: kubernetes-client)")
+def test_overlay_for_kuberay_builds_and_its_parts_agree() -> None:
+    """The operator's own schema is not in kubernetes-validate: its pod templates are, and the fields beside them."""
+    folder = DEPLOY / "kubernetes/overlays/kuberay"
+    built = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True, check=True)
+    made = list(yaml.safe_load_all(built.stdout))
+    for document in made:
+        if document["kind"] != "RayCluster":
+            kubernetes_validate.validate(document, KUBERNETES, strict=True)
+    (cluster,) = [one for one in made if one["kind"] == "RayCluster"]
+    (server,) = [one for one in made if one["kind"] == "Deployment"]
+    assert not [one for one in made if one["kind"] == "HorizontalPodAutoscaler"]
+    spec, name = cluster["spec"], cluster["metadata"]["name"]
+    assert spec.keys() == {
+        "rayVersion",
+        "enableInTreeAutoscaling",
+        "autoscalerOptions",
+        "headGroupSpec",
+        "workerGroupSpecs",
+    }
+    assert spec["headGroupSpec"].keys() == {"rayStartParams", "template"}
+    (workers,) = spec["workerGroupSpecs"]
+    assert workers.keys() == {"groupName", "replicas", "minReplicas", "maxReplicas", "rayStartParams", "template"}
+    for group in (spec["headGroupSpec"], workers):
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": group["template"]["spec"]}
+        kubernetes_validate.validate(pod, KUBERNETES, strict=True)
+        assert all(isinstance(value, str) for value in group["rayStartParams"].values()), "KubeRay wants strings"
+    settings = load_settings(folder / "loramux.toml")
+    (base,), ray = settings.bases, settings.fleet.ray
+    (node,) = server["spec"]["template"]["spec"]["initContainers"]
+    address = f"{name}-head-svc:6379"
+    assert (settings.fleet.launcher, ray.address) == ("ray", address)
+    assert f"--address={address}" in node["command"]
+    assert {node["image"]} == {
+        container["image"]
+        for group in (server["spec"], spec["headGroupSpec"], workers)
+        for container in group["template"]["spec"]["containers"]
+    }
+    (worker,) = workers["template"]["spec"]["containers"]
+    resources = worker["resources"]
+    assert float(resources["limits"]["nvidia.com/gpu"]) == ray.num_gpus
+    assert float(resources["requests"]["cpu"]) >= ray.num_cpus
+    assert (workers["minReplicas"], workers["maxReplicas"]) == (base.engines.min, base.engines.most)
+    assert {"mountPath": str(Path(base.path).parent), "name": "models", "readOnly": True} in worker["volumeMounts"]
 
 
 def test_compose_mounts_files_that_exist_and_publishes_to_this_machine_only() -> None:
