@@ -90,6 +90,12 @@ def test_model_is_one_base_with_one_engine(tmp_path: Path) -> None:
         (TWO + 'former_names = ["a"]\n', "former name"),
         (TWO + "engines = { min = 3, max = 2 }\n", "less than engines.min"),
         ("bases = []\n", "model"),
+        (TWO.replace('"b"', '"a"'), "is the name, or a former name, of 2 bases; rename one"),
+        (TWO + "engines = { max = 0 }\n", ">= 1 - at `.*engines.max"),
+        (TWO + 'engines = { adresses = ["tcp://h:1"] }\n', "unknown field `adresses`"),
+        (TWO + 'engines = { addresses = ["tcp://h:1", "tcp://h:1"] }\n', "has an address twice"),
+        (TWO + '[fleet]\nlauncher = "kubernetes"\n', "fleet.launcher"),
+        (TWO + "[fleet]\nlease_s = 0.5\n", ">= 1.0 - at `.*fleet.lease_s"),
     ],
 )
 def test_bases_mistake_names_the_file_and_the_field(tmp_path: Path, text: str, named: str) -> None:

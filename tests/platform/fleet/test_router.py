@@ -80,6 +80,19 @@ def test_hot_adapter_gets_engines_at_once_and_loses_them_by_half_lives() -> None
     assert router.copies("a", views, 60.0) == 1
 
 
+def test_requests_of_a_hot_adapter_are_shared_by_its_homes_and_go_nowhere_else() -> None:
+    """Ten at a time have three homes of eight engines; each request goes to the better of two of them."""
+    router, views, chosen = Router(), engines(8), Counter()
+    for number in range(400):
+        if number >= 10:
+            router.ended(f"r{number - 10}", number / 100)
+        chosen[route(router, ask(number), views, number / 100)] += 1
+        router.started(f"r{number}", number / 100)
+    homes = engine_order("a", tuple(view.engine for view in views))[:3]
+    assert set(chosen) == set(homes)
+    assert max(chosen.values()) <= 1.3 * min(chosen.values())
+
+
 def test_copies_do_not_flap_while_load_swings_around_a_threshold() -> None:
     router, views = Router(), engines(8)
     seen = []
