@@ -28,9 +28,11 @@ from loramux.releases import (
     Evaluations,
     ReleasePolicies,
     RevisionMetrics,
+    Shadows,
     open_canary_guards,
     open_evaluations,
     open_revision_metrics,
+    open_shadows,
 )
 from loramux.settings import Settings, SettingsError, load_settings
 from loramux.tenants import Account, Principal, Tenants
@@ -76,6 +78,7 @@ from loramux_api.controllers.releases import (
 )
 from loramux_api.controllers.responses import ResponseController
 from loramux_api.controllers.revisions import PinController, RevisionController
+from loramux_api.controllers.shadows import ShadowController
 from loramux_api.controllers.tokens import TokenController
 from loramux_api.controllers.uploads import UploadController
 from loramux_api.controllers.usage import InvoiceController, RequestController, ServiceLevelController, UsageController
@@ -175,6 +178,7 @@ def create_app(settings: Settings, engine: EngineClient | None = None) -> Applic
             FeedbackController,
             GuardController,
             PolicyController,
+            ShadowController,
             *(CONSOLE if settings.console.enabled else ()),
             uploads,
             files,
@@ -203,8 +207,9 @@ async def attached(app: Application, platform: Platform) -> AsyncIterator[None]:
         open_batches(platform, batch_endpoints(platform)) as services,
         open_evaluations(platform, services) as evaluations,
         open_canary_guards(platform) as guards,
+        open_shadows(platform, services.files) as shadows,
     ):
-        app.state.guards = guards
+        app.state.guards, app.state.shadows = guards, shadows
         app.state.policies = ReleasePolicies(platform)
         app.state.evaluations = evaluations
         app.state.platform, app.state.batches, app.state.revision_metrics = platform, services, revision_metrics
@@ -336,6 +341,10 @@ def _dependencies() -> dict[str, Provide]:
         found: CanaryGuards = request.app.state.guards
         return found
 
+    def shadows(request: AnyRequest) -> Shadows:
+        found: Shadows = request.app.state.shadows
+        return found
+
     def policies(request: AnyRequest) -> ReleasePolicies:
         found: ReleasePolicies = request.app.state.policies
         return found
@@ -360,6 +369,7 @@ def _dependencies() -> dict[str, Provide]:
             files,
             evaluations,
             guards,
+            shadows,
             policies,
             revision_metrics,
         )

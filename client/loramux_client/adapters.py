@@ -21,6 +21,7 @@ from loramux_client.objects import (
     Policy,
     Revision,
     RevisionReport,
+    Shadow,
 )
 
 T = TypeVar("T")
@@ -180,6 +181,40 @@ def remove_policy(name: str, alias: str = DEFAULT, *, if_match: str | None = Non
     return _change("DELETE", name, _policy_path(alias), Policy, None, if_match)
 
 
+def shadow(name: str) -> Call[Shadow]:
+    """Return the adapter's newest shadow and what it has shown."""
+    return _read(name, "/shadow", Shadow)
+
+
+def shadows(name: str) -> Flow[list[Shadow]]:
+    """Return the adapter's shadows, newest first."""
+    return (yield from _read(name, "/shadow/history", Listing[Shadow])).data
+
+
+def start_shadow(
+    name: str,
+    revision: int,
+    share: float,
+    *,
+    max_tokens_per_day: int = 1_000_000,
+    keep_outputs: bool = False,
+    if_match: str | None = None,
+) -> Call[Shadow]:
+    """Repeat a share of the adapter's requests on a revision, unseen by their callers, and compare the answers."""
+    body = {
+        "revision": revision,
+        "share": share,
+        "max_tokens_per_day": max_tokens_per_day,
+        "keep_outputs": keep_outputs,
+    }
+    return _change("POST", name, "/shadow", Shadow, body, if_match)
+
+
+def stop_shadow(name: str, *, if_match: str | None = None) -> Call[Shadow]:
+    """End the adapter's shadow; return what it has shown."""
+    return _change("DELETE", name, "/shadow", Shadow, None, if_match)
+
+
 class Adapters(Resource[R]):
     """`client.adapters`."""
 
@@ -209,6 +244,10 @@ class Adapters(Resource[R]):
     policy = method(policy)
     set_policy = method(set_policy)
     remove_policy = method(remove_policy)
+    shadow = method(shadow)
+    shadows = method(shadows)
+    start_shadow = method(start_shadow)
+    stop_shadow = method(stop_shadow)
 
 
 def _read(name: str, rest: str, answer: type[T]) -> Call[T]:

@@ -187,6 +187,44 @@ class Policy(ApiObject, frozen=True, kw_only=True):
     checks: list[PolicyCheck] = []
 
 
+class ShadowMeasure(ApiObject, frozen=True, kw_only=True):
+    """A mean over requests, with its 95% confidence interval."""
+
+    requests: int
+    mean: float
+    low: float
+    high: float
+
+
+class ShadowRequests(ApiObject, frozen=True, kw_only=True):
+    """What became of the requests that a shadow chose."""
+
+    compared: int
+    failed: int
+    dropped: dict[str, int]
+    """Not run, by reason: queue_full, too_old, day_limit or stopped."""
+    outputs_dropped: int = 0
+
+
+class Shadow(ApiObject, frozen=True, kw_only=True):
+    """A candidate revision beside which a share of an adapter's requests run again."""
+
+    id: str
+    revision: int
+    share: float
+    max_tokens_per_day: int
+    keep_outputs: bool
+    created_at: int
+    ended_at: int | None = None
+    ended_because: str | None = None
+    tokens_today: int
+    requests: ShadowRequests
+    current_tokens: int
+    candidate_tokens: int
+    measures: dict[str, ShadowMeasure]
+    """By name: exact, prefix, similarity, length_ratio, same_finish_reason, valid_current and so on."""
+
+
 class Target(ApiObject, frozen=True, kw_only=True):
     """A revision and its share of an alias's traffic: `weight` divided by the sum over the alias's targets."""
 
@@ -378,6 +416,9 @@ class UsageResult(ApiObject, frozen=True, kw_only=True):
     output_tokens: int
     input_cached_tokens: int = 0
     num_model_requests: int
+    waived_input_tokens: int = 0
+    """Computed and not charged."""
+    waived_output_tokens: int = 0
     model: str | None = None
     api_key_id: str | None = None
     project_id: str | None = None

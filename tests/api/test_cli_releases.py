@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -154,3 +155,22 @@ def test_async_client_sends_reads_and_deletes_files(site: Site, tmp_path: Path) 
         await client.close()
 
     asyncio.run(run())
+
+
+def test_shadow_command_starts_shows_and_ends_a_shadow(site: Site, name: str) -> None:
+    assert "has had no shadow" in loramux(site, "adapter", "shadow", name, code=1)
+    assert "name the candidate" in loramux(site, "adapter", "shadow", name, "--share", "0.5", code=2)
+    assert f"{name}@2 runs: 100% of the requests" in loramux(site, "adapter", "shadow", f"{name}@2", "--share", "1")
+    client = Client(site.url, api_key=site.keys["all-scopes"])
+    site.openai("all-scopes").completions.create(model=f"acme/{name}", prompt="hello", max_tokens=5)
+    deadline = time.monotonic() + 60
+    while not (found := client.adapters.shadow(name)).requests.compared:
+        assert time.monotonic() < deadline, found
+        time.sleep(0.05)
+    shown = loramux(site, "adapter", "shadow", name, "--stop")
+    assert "has ended (stopped)" in shown
+    assert "exact\t" in shown
+    (ended,) = client.adapters.shadows(name)
+    assert (ended.ended_because, ended.measures["exact"].requests) == ("stopped", 1)
+    again = client.adapters.start_shadow(name, 2, 0.25, max_tokens_per_day=99)
+    assert (again.share, again.max_tokens_per_day, client.adapters.stop_shadow(name).id) == (0.25, 99, again.id)

@@ -10,7 +10,7 @@ from typing import Any
 import click
 import msgspec
 
-from loramux_api.cli.releases import evaluate, metrics, policy
+from loramux_api.cli.releases import evaluate, metrics, policy, shadow
 from loramux_api.cli.remote import AdapterType, Remote, Revision, RevisionType, on_server
 from loramux_api.cli.upload_display import show_upload, upload_summary
 from loramux_client.objects import Adapter, Alias, AliasVersion, Bundle, Event, LoggedRequest, Target
@@ -40,7 +40,7 @@ def adapter() -> None:
     """
 
 
-for command in (evaluate, policy, metrics):
+for command in (evaluate, policy, shadow, metrics):
     adapter.add_command(command)
 
 

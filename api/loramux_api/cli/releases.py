@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from loramux_api.cli.remote import Remote, Revision, RevisionType, on_server
-from loramux_client.objects import EvaluatedRevision, Evaluation, Interval, Policy, RevisionReport
+from loramux_api.cli.remote import AdapterType, Remote, Revision, RevisionType, on_server
+from loramux_client.objects import EvaluatedRevision, Evaluation, Interval, Policy, RevisionReport, Shadow
 
 GRADERS = ("exact", "contains", "regex", "number", "label")
 policy_alias = click.option("--alias", default="default", show_default=True, help="Alias of the adapter.")
@@ -110,6 +110,63 @@ def metrics(remote: Remote, name: str, window: str) -> None:
     """
     found = remote.client.adapters.metrics(name, window)
     remote.put(found, "\n".join(map(_report_line, found)) or f"{name} got no requests of yours in {window}")
+
+
+@click.command("shadow")
+@click.argument("revision", type=AdapterType())
+@click.option("--share", type=click.FloatRange(0, 1, min_open=True), help="Share of the requests; starts a shadow.")
+@click.option("--max-tokens-per-day", type=click.IntRange(1), default=1_000_000, show_default=True)
+@click.option("--keep-outputs", is_flag=True, help="Keep both answers of each request in files of the callers'.")
+@click.option("--stop", is_flag=True, help="End the shadow.")
+@on_server
+def shadow(
+    remote: Remote,
+    revision: Revision,
+    *,
+    share: float | None,
+    max_tokens_per_day: int,
+    keep_outputs: bool,
+    stop: bool,
+) -> None:
+    """Show an adapter's shadow, or start one on NAME@REVISION with --share, or end it with --stop.
+
+    \b
+    Example:
+      loramux adapter shadow support@4 --share 0.1
+      loramux adapter shadow support
+      loramux adapter shadow support --stop
+    """
+    adapters = remote.client.adapters
+    if stop and share is not None:
+        raise click.UsageError("--share starts a shadow, --stop ends it: one of them")
+    if share is not None:
+        if revision.number is None:
+            raise click.UsageError("name the candidate, such as support@4")
+        found = adapters.start_shadow(
+            revision.name,
+            revision.number,
+            share,
+            max_tokens_per_day=max_tokens_per_day,
+            keep_outputs=keep_outputs,
+        )
+    else:
+        found = adapters.stop_shadow(revision.name) if stop else adapters.shadow(revision.name)
+    remote.put(found, shadow_text(revision.name, found))
+
+
+def shadow_text(name: str, found: Shadow) -> str:
+    """Return a shadow and what it has shown as lines."""
+    state = "runs" if found.ended_at is None else f"has ended ({found.ended_because})"
+    dropped = ", ".join(f"{number} {reason}" for reason, number in found.requests.dropped.items() if number)
+    lines = [
+        f"{name}@{found.revision} {state}: {100 * found.share:g}% of the requests, {found.requests.compared} compared, "
+        f"{found.requests.failed} failed" + (f", dropped: {dropped}" if dropped else "")
+    ]
+    lines += [
+        f"  {measure}\t{one.mean:.3f} ({one.low:.3f} to {one.high:.3f})\t{one.requests} requests"
+        for measure, one in found.measures.items()
+    ]
+    return "\n".join(lines)
 
 
 def evaluation_text(found: Evaluation) -> str:

@@ -14,12 +14,14 @@ from pathlib import Path
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from loramux.batches.errors import FileInUse, FileNotFound, FileTooLarge, InvalidFile, StorageQuotaReached
-from loramux.gateway import ensure_storage_allowed
+from loramux.errors import LoramuxError
+from loramux.gateway import ensure_storage_allowed, storage_refused
 from loramux.limits import tenant_limits
 from loramux.records import Database, Principal
 from loramux.records.batches import BatchJobs, BatchRepository
 from loramux.records.files import FileRepository, StoredFile, Viewpoint, expired_files, known_files
 from loramux.records.identity import new_id
+from loramux.records.tenants import TenantRepository
 from loramux.settings import BatchSettings
 from loramux.storage import BlobStore
 from loramux.threads import TenantSlots, ThreadPool
@@ -28,7 +30,7 @@ from loramux.units import SECOND
 FOLDER = "files"
 PURPOSES = ("batch", "evals")
 """What a client may send a file for."""
-OUTPUT = "batch_output"
+OUTPUT, SHADOW_OUTPUT = "batch_output", "shadow_output"
 TRANSFERS, TRANSFERS_PER_TENANT = 64, 8
 THREADS = 8
 SWEEP = 1000
@@ -76,13 +78,26 @@ class Files:
         purpose: str,
         expires_after: int | None = None,
     ) -> StoredFile:
-        """Store a received file. Raises InvalidFile, FileTooLarge, StorageQuotaReached.
+        """Store a received file. Raises InvalidFile, FileTooLarge, StorageQuotaReached, NotAllowed.
 
         `size` in bytes. `expires_after`: seconds, at most the server's retention.
         """
-        retention = self.retention_seconds
         if purpose not in PURPOSES:
             raise InvalidFile(f"'purpose' is one of {', '.join(PURPOSES)}; got '{purpose[:40]}'.", "purpose")
+        return await self.store(principal, path, size, filename=filename, purpose=purpose, expires_after=expires_after)
+
+    async def store(
+        self,
+        principal: Principal,
+        path: Path,
+        size: int,
+        *,
+        filename: str,
+        purpose: str,
+        expires_after: int | None = None,
+    ) -> StoredFile:
+        """Store a file for any purpose. Raises the same."""
+        retention = self.retention_seconds
         if expires_after is not None and not MIN_RETENTION <= expires_after <= retention:
             raise InvalidFile(
                 f"'expires_after[seconds]' is {MIN_RETENTION} to {retention}, for which this server keeps files.",
@@ -107,8 +122,10 @@ class Files:
         try:
             async with self._database.begin() as session:
                 await self._check_room(session, principal, size)
+                if await TenantRepository(session).has_zero_retention(principal.tenant):
+                    raise storage_refused("file")
                 await FileRepository(session, principal.tenant).add(file)
-        except StorageQuotaReached:
+        except LoramuxError:
             await self.threads.run(self._blobs.objects.delete, [object_name(file.id)])
             raise
         return file

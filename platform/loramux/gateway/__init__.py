@@ -4,7 +4,7 @@ from loramux.engine import EngineClient, EngineDied
 from loramux.fleet.member import EngineStatus
 from loramux.gateway.adapters import AdapterService
 from loramux.gateway.calls import CallDelta
-from loramux.gateway.checks import canonical_tags, ensure_storage_allowed
+from loramux.gateway.checks import canonical_tags, ensure_storage_allowed, storage_refused
 from loramux.gateway.errors import (
     Draining,
     EngineDown,
@@ -47,7 +47,7 @@ from loramux.gateway.platform import (
     renew_pepper,
     run_periodically,
 )
-from loramux.gateway.service import CompletionService, ServedBase, service_class_of
+from loramux.gateway.service import CompletionService, Recorder, ServedBase, service_class_of
 from loramux.records import RecordsError
 from loramux.records.service_tiers import ServiceTier
 
@@ -81,6 +81,7 @@ __all__ = [
     "Prompt",
     "PromptText",
     "PromptTokenLogprob",
+    "Recorder",
     "RecordsError",
     "ServedBase",
     "ServiceTier",
@@ -100,4 +101,5 @@ __all__ = [
     "renew_pepper",
     "run_periodically",
     "service_class_of",
+    "storage_refused",
 ]

@@ -143,12 +143,17 @@ def check_prompt_logprobs(asked: GenerationRequest, num_tokens: int) -> None:
 def ensure_storage_allowed(principal: Principal, field: str) -> None:
     """Raise NotAllowed where nothing that the caller sends or gets may be stored."""
     if principal.zero_retention:
-        raise NotAllowed(
-            "Your organization has zero retention: nothing that its requests say or get is stored, so it has no "
-            "Idempotency-Key, no files and no batches. Leave it out, or ask your operator.",
-            field,
-            code="zero_retention",
-        )
+        raise storage_refused(field)
+
+
+def storage_refused(field: str) -> NotAllowed:
+    """Return the refusal of a tenant with zero retention to have anything stored."""
+    return NotAllowed(
+        "Your organization has zero retention: nothing that its requests say or get is stored, so it has no "
+        "Idempotency-Key, no files, no batches and no outputs of shadows. Leave it out, or ask your operator.",
+        field,
+        code="zero_retention",
+    )
 
 
 def recorded_user(principal: Principal, user: str | None) -> str | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from http import HTTPStatus
 
@@ -28,7 +28,7 @@ from loramux.gateway.messages import Delta, FinishReason, PromptText, Timing, en
 from loramux.gateway.output import Choice, delivered_tokens, settlement_of
 from loramux.limits import RateLimitStatus
 from loramux.records import RecordsUnavailable
-from loramux.records.service_tiers import service_tier
+from loramux.records.service_tiers import BACKGROUND, service_tier
 from loramux.units import TokenCounts
 from loramux.usage import OpenedRequest, Settlement, UsageService
 
@@ -104,8 +104,9 @@ class Generation:
         self._clock = clock
         self.began = clock()
         """The moment after its admission, by a clock that never goes back."""
+        self._keeps_answer = opened.claim is not None
         self._kept: list[Delta] = []
-        """All deltas, for an idempotency key."""
+        """All deltas, for an idempotency key or an observer that wants the answer."""
         self._deltas: asyncio.Queue[Delta | LoramuxError | None] = asyncio.Queue()
         self._started = asyncio.Event()
         self._num_running = len(choices)
@@ -125,6 +126,16 @@ class Generation:
     def tenant(self) -> str:
         """The owner's id."""
         return self.opened.tenant_id
+
+    @property
+    def is_background(self) -> bool:
+        """Is it a line of a batch or a shadow?"""
+        return self.service_tier in BACKGROUND
+
+    @property
+    def answer(self) -> Sequence[Delta]:
+        """The deltas of an answer that was kept; those with the finish reasons come last, once it is settled."""
+        return self._kept
 
     @property
     def is_waiting(self) -> bool:
@@ -179,6 +190,10 @@ class Generation:
             if isinstance(item, LoramuxError):
                 raise item
             yield item
+
+    def keep_answer(self) -> None:
+        """Keep all deltas for `answer`; called before the first of them."""
+        self._keeps_answer = True
 
     def abandon(self) -> None:
         """Free the engine's pages and settle with the tokens so far: the reader has left. Does nothing at the end."""
@@ -324,7 +339,7 @@ class Generation:
         return "completed" if self._finished and not self._is_lost else "cancelled"
 
     def _put(self, item: Delta | LoramuxError | None) -> None:
-        if self.opened.claim is not None and isinstance(item, Delta):
+        if self._keeps_answer and isinstance(item, Delta):
             self._kept.append(item)
         if not self._left or not isinstance(item, Delta):
             self._deltas.put_nowait(item)

@@ -43,7 +43,7 @@ from loramux.gateway.output import Choice, OutputProcessor
 from loramux.gateway.tokenizer import Tokenizer
 from loramux.limits import RateLimitStatus
 from loramux.records import RecordsUnavailable
-from loramux.records.service_tiers import ServiceTier, charged_tier, service_tier
+from loramux.records.service_tiers import BACKGROUND, SHADOW, ServiceTier, charged_tier, service_tier
 from loramux.registry import ModelResolver, ResolvedModel
 from loramux.tenants import Principal
 from loramux.units import TokenCounts
@@ -123,6 +123,11 @@ class ServedBase:
         return "fp_" + hashlib.sha256(backend.encode()).hexdigest()[:12]
 
 
+Recorder = Callable[[Generation], None]
+ChooseRecorder = Callable[[Principal, GenerationRequest, OpenedRequest], Recorder | None]
+"""Called with a request as it came and as it was admitted; the recorder gets the generation with its kept answer."""
+
+
 class CompletionService:
     """Answers GenerationRequests from the engines of their bases, for every tenant."""
 
@@ -145,16 +150,17 @@ class CompletionService:
         self._formats = Formats(renderer or TemplateRenderer())
         self._running: set[Generation] = set()
         self._opening: Counter[str] = Counter()
-        """Requests whose admission is awaited, by tenant; lines of batches under no tenant."""
+        """Requests whose admission is awaited, by tenant; lines of batches and shadows under no tenant."""
         self._idle = asyncio.Event()
         """Set whenever a request ends and no other is under way."""
         self._unsettled: deque[Settlement] = deque()
         self._begun_observers: list[Callable[[Generation], None]] = []
         self._ended_observers: list[Callable[[Generation], None]] = []
         self._refused_observers: list[Callable[[OpenedRequest], None]] = []
+        self._choose_recorder: ChooseRecorder = lambda *_: None
         self._cut_off = False
         self._last_other_at = -math.inf
-        """The end of the last request that was no line of a batch."""
+        """The end of the last request that was no line of a batch and no shadow."""
 
     @property
     def running(self) -> int:
@@ -167,13 +173,13 @@ class CompletionService:
         return len(self._unsettled)
 
     def others_waiting(self) -> bool:
-        """Does any request wait for its first token that is no line of a batch?"""
+        """Does any request wait for its first token that is no line of a batch and no shadow?"""
         opening = any(tenant for tenant in self._opening)
-        return opening or any(one.is_waiting and one.service_tier != "batch" for one in self._running)
+        return opening or any(one.is_waiting and not one.is_background for one in self._running)
 
     def quiet_seconds(self) -> float:
-        """Return the seconds since the last request ended that was no line of a batch; 0 while some run."""
-        if any(one.service_tier != "batch" for one in self._running):
+        """Return the seconds since the last such request ended; 0 while some run."""
+        if any(not one.is_background for one in self._running):
             return 0.0
         return time.monotonic() - self._last_other_at
 
@@ -187,6 +193,7 @@ class CompletionService:
         self.ensure_accepting()
         service_class = service_class_of(principal, asked.service_tier)
         check_depth(asked)
+        received = asked
         if asked.claim is not None:
             ensure_storage_allowed(principal, "Idempotency-Key")
         id = f"{asked.kind}{uuid.uuid4().hex}"
@@ -219,7 +226,7 @@ class CompletionService:
             user_id=recorded_user(principal, asked.user),
             prompt_tokens=sum(len(prompt.token_ids) for prompt in prompts),
             max_tokens=sum(prompt.max_tokens for prompt in prompts) * asked.n,
-            waiting=0 if asked.service_tier == "batch" else self._num_waiting(principal.tenant),
+            waiting=0 if asked.service_tier in BACKGROUND else self._num_waiting(principal.tenant),
             claim=asked.claim,
         )
         outcome = await self._open(opened)
@@ -242,6 +249,9 @@ class CompletionService:
             prompt_texts=texts,
         )
         self._watch(generation)
+        if (recorder := self._choose_recorder(principal, received, opened)) is not None:
+            generation.keep_answer()
+            generation.task.add_done_callback(lambda _: recorder(generation))
         return generation
 
     def on_begun(self, observer: Callable[[Generation], None]) -> None:
@@ -259,6 +269,10 @@ class CompletionService:
     def on_ended(self, observer: Callable[[Generation], None]) -> None:
         """Call `observer` with every generation that has ended, in the context of its request."""
         self._ended_observers.append(observer)
+
+    def record_with(self, choose: ChooseRecorder) -> None:
+        """Ask `choose` of every admitted request whether its answer is wanted, and by which function at its end."""
+        self._choose_recorder = choose
 
     def on_refused(self, observer: Callable[[OpenedRequest], None]) -> None:
         """Call `observer` with every request that its limits have refused."""
@@ -282,6 +296,9 @@ class CompletionService:
     async def drain(self, seconds: float) -> None:
         """Refuse new requests; let the running ones end, and abort those that still run after `seconds`."""
         self.stop_accepting()
+        for generation in tuple(self._running):
+            if generation.service_tier == SHADOW:
+                generation.abort(Draining())
         with suppress(TimeoutError):
             await asyncio.wait_for(self._until_idle(), seconds)
         self._cut_off = True
@@ -296,7 +313,7 @@ class CompletionService:
 
     async def _open(self, opened: OpenedRequest) -> RateLimitStatus | StoredAnswer:
         """Await the admission. Usage settles a request whose caller is cancelled meanwhile."""
-        tenant = "" if service_tier(opened.tier) == "batch" else opened.tenant_id
+        tenant = "" if service_tier(opened.tier) in BACKGROUND else opened.tenant_id
         self._opening[tenant] += 1
         try:
             outcome = await self._usage.open(opened)
@@ -364,8 +381,8 @@ class CompletionService:
         return base, await self._formats.of(base.name, base.format, resolved.revision)
 
     def _num_waiting(self, tenant: str) -> int:
-        """Count the tenant's requests that have no token yet; lines of batches have no place in this queue."""
-        waiting = (one for one in self._running if one.tenant == tenant and one.service_tier != "batch")
+        """Count the tenant's requests that wait for their first token; lines of batches and shadows do not count."""
+        waiting = (one for one in self._running if one.tenant == tenant and not one.is_background)
         return self._opening[tenant] + sum(one.is_waiting for one in waiting)
 
     def _watch(self, generation: Generation) -> None:
@@ -373,12 +390,12 @@ class CompletionService:
         for observer in self._begun_observers:
             observer(generation)
         generation.task.add_done_callback(lambda _: self._count(generation))
-        if self._cut_off:
+        if self._cut_off or (self.draining and generation.service_tier == SHADOW):
             generation.abort(Draining())
 
     def _count(self, generation: Generation) -> None:
         self._running.discard(generation)
-        if generation.service_tier != "batch":
+        if not generation.is_background:
             self._last_other_at = time.monotonic()
         self.counters.requests[generation.status] += 1
         self.counters.tokens += generation.usage
@@ -411,6 +428,8 @@ def service_class_of(principal: Principal, service_tier: ServiceTier) -> Service
     """Return the scheduler's class of a request. Raises NotAllowed where the tenant's tier lacks the service tier."""
     if service_tier == "default":
         return ServiceClass(principal.service_class)
+    if service_tier == SHADOW:
+        return ServiceClass.BATCH
     if service_tier not in principal.service_tiers:
         allowed = ", ".join(["auto", "default", *sorted(principal.service_tiers - {"batch"})])
         raise NotAllowed(

@@ -11,7 +11,7 @@ from loramux.limits.token_bucket import PART
 from loramux.records import Principal
 from loramux.records.limits import LimitRepository
 from loramux.records.requests import OpenedRequest
-from loramux.records.service_tiers import service_tier
+from loramux.records.service_tiers import is_shadow, service_tier
 from loramux.settings import AdapterLimits
 
 MAX_INTEGER = 2**63 - 1
@@ -53,8 +53,10 @@ def subjects_of(request: OpenedRequest) -> dict[str, str]:
     """Return the subjects whose limits the request meets, each with its word in messages.
 
     The key's subject is the head of its lineage, which a rotation keeps. The keys and members that made the key follow:
-    a key cannot escape its own limits by making others.
+    a key cannot escape its own limits by making others. A shadow meets no limit: its caller did not ask for it.
     """
+    if is_shadow(request.tier):
+        return {}
     return subjects_of_caller(request.tenant_id, request.project_id, request.lineage or (request.key_id,))
 
 

@@ -3,17 +3,22 @@
 A request is charged at its tenant's tier, and behind a slash at its service tier where it has another than `default`:
 `standard`, `standard/flex`, `gold/priority`, `standard/batch`. The ledger, holds, prices and invoices carry this one
 text, so a price for `standard` covers all of that tier's requests unless one for `standard/batch` or `*/batch` exists.
+
+`shadow` is the server's own: a request that it repeats on another revision. It meets no limit, and all of it is waived.
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
-ServiceTier = Literal["default", "flex", "priority", "batch"]
+ServiceTier = Literal["default", "flex", "priority", "batch", "shadow"]
 CHOSEN: tuple[ServiceTier, ...] = ("flex", "priority", "batch")
 """Service tiers that a tenant's tier may allow; `default` needs no permission."""
 ALLOWED_AT_FIRST = ("batch", "flex")
 """Those that a new tier allows: they are never before anything else."""
+SHADOW: ServiceTier = "shadow"
+BACKGROUND: tuple[ServiceTier, ...] = ("batch", SHADOW)
+"""Service tiers that nobody waits for: they begin when there is room, and say nothing of latency."""
 ANY = "*"
 """Any base model, or any tier."""
 
@@ -31,6 +36,11 @@ def tenant_tier(charged: str) -> str:
 def service_tier(charged: str) -> str:
     """Return the request's part of a charged tier."""
     return charged.partition("/")[2] or "default"
+
+
+def is_shadow(charged: str) -> bool:
+    """Return whether a request of this charged tier is a shadow."""
+    return service_tier(charged) == SHADOW
 
 
 def tier_match(priced: str, charged: str) -> int | None:

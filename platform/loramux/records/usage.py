@@ -12,6 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from loramux.records.base import BigInt
 from loramux.records.identity import TenantId
 from loramux.records.ledger import LedgerRow
+from loramux.records.service_tiers import SHADOW
 from loramux.records.statements import among, exact_sum, exact_value, model_name
 from loramux.units import DAY, TokenCounts
 
@@ -27,10 +28,17 @@ class UsageTotals(msgspec.Struct, frozen=True, kw_only=True):
     tier: str | None = None
     tokens: TokenCounts
     requests: int
+    waived: TokenCounts = TokenCounts()
+    """Computed and not charged."""
 
     def __add__(self, other: UsageTotals) -> UsageTotals:
         """Add the sums of another group to this one's."""
-        return msgspec.structs.replace(self, tokens=self.tokens + other.tokens, requests=self.requests + other.requests)
+        return msgspec.structs.replace(
+            self,
+            tokens=self.tokens + other.tokens,
+            requests=self.requests + other.requests,
+            waived=self.waived + other.waived,
+        )
 
 
 class UsageWindow(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +53,8 @@ class UsageWindow(msgspec.Struct, frozen=True, kw_only=True):
     project_ids: tuple[str, ...] = ()
     batch: bool | None = None
     """True: lines of batches only; False: everything else."""
+    shadows: bool = False
+    """Shadows count too; they are no requests of the caller's."""
     allowed: frozenset[str] | None = None
     """The only models that count, without revisions (`Principal.models`); None: all."""
     project_id: str | None = None
@@ -89,6 +99,8 @@ class UsageRepository:
         if window.batch is not None:
             in_batch = LedgerRow.tier.endswith("/batch", autoescape=True)
             conditions.append(in_batch if window.batch else ~in_batch)
+        if not window.shadows:
+            conditions.append(~LedgerRow.tier.endswith(f"/{SHADOW}", autoescape=True))
         if window.project_id is not None:
             conditions.append(LedgerRow.project_id == window.project_id)
         if window.allowed is not None:
@@ -114,8 +126,11 @@ class UsageRepository:
 
 
 def _totals(row: dict[str, Any]) -> UsageTotals:
-    tokens = TokenCounts(prompt=row.pop("prompt"), cached=row.pop("cached"), output=row.pop("output"))
-    return UsageTotals(tokens=tokens, **row)
+    tokens, waived = (
+        TokenCounts(**{name: row.pop(f"{prefix}{name}") for name in ("prompt", "cached", "output")})
+        for prefix in ("", "waived_")
+    )
+    return UsageTotals(tokens=tokens, waived=waived, **row)
 
 
 def _sums() -> tuple[ColumnElement[int], ...]:
@@ -123,6 +138,9 @@ def _sums() -> tuple[ColumnElement[int], ...]:
         "prompt": LedgerRow.input_tokens,
         "cached": LedgerRow.cached_tokens,
         "output": LedgerRow.output_tokens,
+        "waived_prompt": LedgerRow.waived_input_tokens,
+        "waived_cached": LedgerRow.waived_cached_tokens,
+        "waived_output": LedgerRow.waived_output_tokens,
         "requests": case((LedgerRow.kind == "usage", 1), else_=0),
     }
     # PostgreSQL's sum over bigint is numeric: cast it back, so that whole tokens stay integers

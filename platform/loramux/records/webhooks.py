@@ -35,8 +35,9 @@ READY = "adapter.revision.ready"
 REJECTED = "adapter.revision.rejected"
 RETIRED = "adapter.revision.retired"
 CANARY_ROLLED_BACK = "adapter.canary.rolled_back"
+SHADOW_STARTED, SHADOW_ENDED = "adapter.shadow.started", "adapter.shadow.ended"
 BATCH_KINDS = tuple(f"batch.{end}" for end in ("completed", "failed", "expired", "cancelled"))
-KINDS = (READY, REJECTED, RETIRED, CANARY_ROLLED_BACK, *BATCH_KINDS)
+KINDS = (READY, REJECTED, RETIRED, CANARY_ROLLED_BACK, SHADOW_STARTED, SHADOW_ENDED, *BATCH_KINDS)
 
 PENDING = text("state = 'pending'")
 
@@ -145,6 +146,18 @@ class CanaryNumbers(msgspec.Struct, frozen=True, kw_only=True):
     before: tuple[float, int]
 
 
+class ShadowNumbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a shadow has shown when it ended."""
+
+    id: str
+    ended_because: str | None = None
+    """`stopped` by a caller, or `promoted`, `revision_deleted` or `adapter_deleted`; None: it has begun."""
+    compared: int = 0
+    """Requests whose two answers were compared."""
+    exact: tuple[float, float, float] | None = None
+    """The share of equal answers, with its 95% confidence interval."""
+
+
 class EventDetail(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The details of an event beside its kind, adapter and time."""
 
@@ -155,6 +168,7 @@ class EventDetail(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     batch: str | None = None
     """The batch's id."""
     canary: CanaryNumbers | None = None
+    shadow: ShadowNumbers | None = None
     error: Refusal | None = None
 
 

@@ -6,6 +6,7 @@ from loramux.releases.comparison import EvaluationResult
 from loramux.releases.evaluations import EvaluationNotFound, Evaluations, open_evaluations
 from loramux.releases.graders import Grader, InvalidGrader
 from loramux.releases.guards import CanaryGuards, Guard, open_canary_guards
+from loramux.releases.likeness import Measure
 from loramux.releases.metrics import (
     WINDOWS,
     FeedbackSummary,
@@ -24,6 +25,7 @@ from loramux.releases.policies import (
     ReleasePolicy,
     ReleaseRefused,
 )
+from loramux.releases.shadows import ShadowReport, ShadowRequests, Shadows, open_shadows
 
 __all__ = [
     "FIRST_TOKEN_BOUNDS",
@@ -38,6 +40,7 @@ __all__ = [
     "Guard",
     "InvalidFeedback",
     "InvalidGrader",
+    "Measure",
     "PolicyCheck",
     "PolicyReport",
     "ReleasePolicies",
@@ -47,8 +50,12 @@ __all__ = [
     "RevisionMetrics",
     "RevisionReport",
     "ServiceLevel",
+    "ShadowReport",
+    "ShadowRequests",
+    "Shadows",
     "VersionReport",
     "open_canary_guards",
     "open_evaluations",
     "open_revision_metrics",
+    "open_shadows",
 ]

@@ -31,7 +31,7 @@ from loramux.records.revision_metrics import (
     RevisionHour,
     RevisionMetricsRepository,
 )
-from loramux.records.service_tiers import service_tier
+from loramux.records.service_tiers import is_shadow, service_tier
 from loramux.registry import AliasVersion
 from loramux.units import DAY, SECOND
 
@@ -134,8 +134,10 @@ class RevisionMetrics:
         self._counts: defaultdict[RevisionHour, Counter[str]] = defaultdict(Counter)
 
     def note_ended(self, generation: Generation) -> None:
-        """Count a request that has ended."""
+        """Count a request that has ended; shadows were nobody's requests."""
         opened = generation.opened
+        if is_shadow(opened.tier):
+            return
         usage, first, seconds = generation.usage, generation.seconds_to_first_token, generation.seconds
         counts = self._counts_of(opened)
         counts[generation.status] += 1

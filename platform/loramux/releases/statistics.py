@@ -15,10 +15,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 
 import msgspec
 
 CONFIDENCE = 0.95
+MAX_FREEDOM = 1000
+"""Degrees of freedom beyond which Student's t changes by less than a thousandth."""
 MIXTURE = 0.1
 """tau: the differences that the sequential test is quickest to find; a tenth, as in "ten points worse"."""
 MIN_LOOK = 20
@@ -43,7 +46,20 @@ def mean_interval(values: Sequence[float], lowest: float = 0.0, highest: float =
     if n == 1:
         return Interval(mean, lowest, highest)
     deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1))
-    half = student_t(CONFIDENCE, n - 1) * deviation / math.sqrt(n)
+    return _interval(mean, deviation, n, lowest, highest)
+
+
+def interval_of_sums(n: int, total: float, squares: float, lowest: float = 0.0, highest: float = 1.0) -> Interval:
+    """Return the same from the number of values, at least one, their sum, and the sum of their squares."""
+    mean = total / n
+    if n == 1:
+        return Interval(mean, lowest, highest)
+    deviation = math.sqrt(max(0.0, squares - n * mean**2) / (n - 1))
+    return _interval(mean, deviation, n, lowest, highest)
+
+
+def _interval(mean: float, deviation: float, n: int, lowest: float, highest: float) -> Interval:
+    half = student_t(CONFIDENCE, min(n - 1, MAX_FREEDOM)) * deviation / math.sqrt(n)
     if not deviation:  # equal values: the rule of three bounds what was not seen
         half = (highest - lowest) * min(1.0, 3.0 / n)
     return Interval(mean, max(lowest, mean - half), min(highest, mean + half))
@@ -68,6 +84,7 @@ def drop_found(good: float, total: int, good_before: float, total_before: int, a
     return log_ratio > math.log(1 / alpha)
 
 
+@cache
 def student_t(confidence: float, freedom: int) -> float:
     """Return the quantile of Student's t for a two-sided interval, by bisection of its distribution function."""
     target, low, high = (1 + confidence) / 2, 0.0, 1000.0

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from loramux.records import ProjectId
 from loramux.records.service_tiers import service_tier
@@ -59,6 +60,7 @@ class UsageQuery(BucketQuery, frozen=True, kw_only=True):
             user_ids=self.user_ids,
             project_ids=self.project_ids,
             batch=self.batch,
+            shadows="service_tier" in self.group_by,
             allowed=allowed,
             project_id=project_id,
         )
@@ -84,17 +86,20 @@ class UsageQuery(BucketQuery, frozen=True, kw_only=True):
         return merged
 
     def _result(self, total: UsageTotals) -> UsageResult:
+        by_tier = "service_tier" in self.group_by
         return UsageResult(
             input_tokens=total.tokens.prompt,
             output_tokens=total.tokens.output,
             input_cached_tokens=total.tokens.cached,
             num_model_requests=total.requests,
+            waived_input_tokens=total.waived.prompt if by_tier else UNSET,
+            waived_output_tokens=total.waived.output if by_tier else UNSET,
             project_id=total.project_id,
             user_id=total.user_id,
             api_key_id=total.api_key_id,
             model=total.model,
             batch=total.tier == "batch" if "batch" in self.group_by else None,
-            service_tier=total.tier if "service_tier" in self.group_by else None,
+            service_tier=total.tier if by_tier else None,
         )
 
 
@@ -108,6 +113,9 @@ class UsageResult(msgspec.Struct, frozen=True, kw_only=True):
     input_audio_tokens: int = 0
     output_audio_tokens: int = 0
     num_model_requests: int
+    waived_input_tokens: int | UnsetType = UNSET
+    """Computed and not charged: of shadows, and of answers that nobody could read. Only by service tier."""
+    waived_output_tokens: int | UnsetType = UNSET
     project_id: str | None = None
     user_id: str | None = None
     api_key_id: str | None = None

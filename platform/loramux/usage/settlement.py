@@ -18,6 +18,7 @@ from loramux.records.engine_counts import EngineCountRepository, Weights
 from loramux.records.ledger import EntryContent, LedgerEntry, LedgerHeadRow, LedgerRepository
 from loramux.records.locks import dead_servers
 from loramux.records.requests import INTERRUPTED, SETTLED, BilledRequest, OpenedRequest, RequestRepository
+from loramux.records.service_tiers import is_shadow
 from loramux.units import TokenCounts
 from loramux.usage.errors import RequestRefused, UnknownRequest
 from loramux.usage.idempotency import AnswerStorage, StoredAnswer, claim_keys, conclude_claims
@@ -56,6 +57,8 @@ class Settlement(msgspec.Struct, frozen=True, kw_only=True):
     """The answer for a repetition under the same idempotency key; None frees the key."""
     engine_count: TokenCounts | None = None
     """The engine's own count of delivered and undelivered tokens; None where the engine died, and then both are 0."""
+    is_shadow: bool = False
+    """No caller asked for it: nothing is billed."""
 
     @property
     def status(self) -> str:
@@ -64,13 +67,13 @@ class Settlement(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def billed(self) -> TokenCounts:
-        """All delivered tokens, however the request ended, unless the platform failed."""
-        return NOTHING if self.ended_by == "platform" else self.delivered
+        """All delivered tokens, however the request ended, unless the platform failed or nobody asked for it."""
+        return NOTHING if self.ended_by == "platform" or self.is_shadow else self.delivered
 
     @property
     def waived(self) -> TokenCounts:
         """Everything else that the engine computed."""
-        return self.undelivered if self.ended_by != "platform" else self.delivered + self.undelivered
+        return self.delivered + self.undelivered - self.billed
 
     @property
     def limited_tokens(self) -> int:
@@ -142,7 +145,7 @@ class SettlementWriter:
             if opened:
                 outcomes = await self._open(session, opened, books)
             if head is not None:
-                ends = [(closed[id], settlement) for id, settlement in settled.items() if id in closed]
+                ends = [(closed[id], _end_of(closed[id], one)) for id, one in settled.items() if id in closed]
                 entries = await self._settle(session, head, ends, books)
                 entries |= await self._find_settled(session, settled.keys() - closed.keys())
             await books.write()
@@ -238,6 +241,11 @@ def _admit(books: AdmissionBatch, request: OpenedRequest) -> RateLimitStatus | L
         return books.admit(request)
     except LimitsError as error:
         return error
+
+
+def _end_of(row: BilledRequest, settlement: Settlement) -> Settlement:
+    """Return the settlement as the request's row has it: its tier says whether it is a shadow."""
+    return msgspec.structs.replace(settlement, is_shadow=is_shadow(row.tier))
 
 
 def _content(row: BilledRequest, settlement: Settlement, now: int) -> EntryContent:

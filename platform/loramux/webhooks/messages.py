@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from loramux.records.webhooks import CanaryNumbers, Event, Refusal
+from loramux.records.webhooks import CanaryNumbers, Event, Refusal, ShadowNumbers
 from loramux.units import SECOND
 
 PREFIX = "whsec_"
@@ -31,6 +31,7 @@ class EventData(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     id: str | None = None
     """The batch's, as OpenAI's events have it."""
     canary: CanaryNumbers | None = None
+    shadow: ShadowNumbers | None = None
     error: Refusal | None = None
 
 
@@ -62,6 +63,7 @@ def event_data(event: Event, tenant_name: str) -> EventData:
         upload=detail.upload,
         id=detail.batch,
         canary=detail.canary,
+        shadow=detail.shadow,
         error=detail.error,
     )
 

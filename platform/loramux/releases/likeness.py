@@ -1,0 +1,205 @@
+"""How alike two answers to one request are: the one that its caller got, and the one of another revision.
+
+One observation of each measure for a request, the mean over its choices: choices of one request are not independent.
+Sums of observations and of their squares are all that is kept of the answers, and intervals are made of them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from loramux.constraints import AnswerFormat, JsonObject, JsonSchema
+from loramux.constraints.formats import read_schema
+from loramux.gateway import Delta, FinishReason, join_calls
+from loramux.releases.graders import InvalidGrader, Schema, grade_with
+from loramux.releases.statistics import Interval, interval_of_sums
+
+MILLION = 1_000_000
+LARGEST_RATIO = 100.0
+"""Ratios of lengths beyond it, or below its reciprocal, count as it."""
+MAX_CHECKED = 10_000_000
+"""Bytes of a schema times bytes of an answer: beyond it an answer is only read as JSON."""
+LOG_RATIO = "length_ratio"
+
+_BOUNDS: Mapping[str, tuple[float, float]] = {
+    "exact": (0.0, 1.0),
+    "prefix": (0.0, 1.0),
+    "similarity": (0.0, 1.0),
+    LOG_RATIO: (-math.log(LARGEST_RATIO), math.log(LARGEST_RATIO)),
+    "same_finish_reason": (0.0, 1.0),
+    "valid_current": (0.0, 1.0),
+    "valid_candidate": (0.0, 1.0),
+    "valid_difference": (-1.0, 1.0),
+}
+MEASURES = tuple(_BOUNDS)
+"""Equal answers; the common beginning of both over the longer; shared tokens over all, as F1; the candidate's tokens
+over the current one's; equal finish reasons; answers that the request's format allows, and the difference."""
+
+
+class ChoiceAnswer(msgspec.Struct, frozen=True):
+    """One choice's answer."""
+
+    text: str
+    thought: str
+    calls: tuple[tuple[str, str], ...]
+    """Names and arguments."""
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+
+
+class Measure(msgspec.Struct, frozen=True, kw_only=True):
+    """A mean over requests, with its 95% confidence interval."""
+
+    requests: int
+    mean: float
+    low: float
+    high: float
+
+
+class _Sums(NamedTuple):
+    number: int
+    total: float
+    squares: float
+
+
+def join_answer(deltas: Iterable[Delta]) -> list[ChoiceAnswer]:
+    """Return the choices of an answer, in order."""
+    by_choice: dict[int, list[Delta]] = {}
+    for delta in deltas:
+        by_choice.setdefault(delta.index, []).append(delta)
+    return [_joined(by_choice[index]) for index in sorted(by_choice)]
+
+
+def _joined(deltas: Sequence[Delta]) -> ChoiceAnswer:
+    calls = join_calls(call for delta in deltas for call in delta.calls)
+    return ChoiceAnswer(
+        text="".join(delta.text for delta in deltas),
+        thought="".join(delta.thought for delta in deltas),
+        calls=tuple((call.name or "", call.arguments) for call in calls),
+        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
+        finish_reason=next((one.finish_reason for one in deltas if one.finish_reason is not None), None),
+    )
+
+
+def compare_answers(
+    current: Sequence[ChoiceAnswer],
+    candidate: Sequence[ChoiceAnswer],
+    format: AnswerFormat | None,
+    *,
+    same_tokens: bool,
+) -> dict[str, float]:
+    """Return one observation of each measure. `same_tokens`: token ids of both mean the same; else words are compared.
+
+    Reads untrusted text: call it on a thread.
+    """
+    check = None if format is None else FormatCheck.of(format)
+    of_choices = [
+        _compare(one, other, check, same_tokens=same_tokens) for one, other in zip(current, candidate, strict=True)
+    ]
+    return {name: math.fsum(one[name] for one in of_choices) / len(of_choices) for name in of_choices[0]}
+
+
+def _compare(
+    current: ChoiceAnswer, candidate: ChoiceAnswer, check: FormatCheck | None, *, same_tokens: bool
+) -> dict[str, float]:
+    mine, other = ((one.token_ids if same_tokens else one.text.split()) for one in (current, candidate))
+    longer = max(len(mine), len(other))
+    common = next(
+        (at for at, (a, b) in enumerate(zip(mine, other, strict=False)) if a != b), min(len(mine), len(other))
+    )
+    shared = (Counter(mine) & Counter(other)).total()
+    ratio = max(1, len(candidate.token_ids)) / max(1, len(current.token_ids))
+    found = {
+        "exact": float(_said(current) == _said(candidate)),
+        "prefix": common / longer if longer else 1.0,
+        "similarity": 2 * shared / (len(mine) + len(other)) if longer else 1.0,
+        LOG_RATIO: math.log(min(max(ratio, 1 / LARGEST_RATIO), LARGEST_RATIO)),
+        "same_finish_reason": float(current.finish_reason == candidate.finish_reason),
+    }
+    if check is not None:
+        valid, candidate_valid = float(check.allows(current)), float(check.allows(candidate))
+        found |= {
+            "valid_current": valid,
+            "valid_candidate": candidate_valid,
+            "valid_difference": candidate_valid - valid,
+        }
+    return found
+
+
+def _said(answer: ChoiceAnswer) -> tuple[str, str, tuple[tuple[str, str], ...]]:
+    return answer.text, answer.thought, answer.calls
+
+
+class FormatCheck:
+    """Says whether an answer is JSON that the request's schema allows, and has come to its end.
+
+    A schema whose validation may take long (patterns, references) is not validated again: the grammar has enforced it,
+    so an answer that is complete is valid.
+    """
+
+    def __init__(self, schema: dict[str, object] | None, size: int) -> None:
+        self._grade = None
+        self._size = size
+        if schema is not None and "$ref" not in json.dumps(schema):
+            try:
+                self._grade = grade_with(Schema(schema))
+            except InvalidGrader:
+                self._grade = None
+
+    @classmethod
+    def of(cls, format: AnswerFormat) -> FormatCheck | None:
+        """Return the check of a format; None where it is not JSON."""
+        if isinstance(format, JsonObject):
+            return cls({"type": "object"}, 0)
+        if not isinstance(format, JsonSchema):
+            return None
+        schema = read_schema(format.schema)
+        return cls(schema if isinstance(schema, dict) else None, len(json.dumps(schema)))
+
+    def allows(self, answer: ChoiceAnswer) -> bool:
+        """Return whether the answer is what the format says."""
+        if answer.finish_reason != "stop":
+            return False
+        if self._grade is not None and self._size * len(answer.text) <= MAX_CHECKED:
+            return bool(self._grade(answer.text, None))
+        try:
+            msgspec.json.decode(answer.text)
+        except (msgspec.DecodeError, RecursionError):
+            return False
+        return True
+
+
+def sums_of(observations: Mapping[str, float]) -> dict[str, int]:
+    """Return what an observation adds to the sums, in millionths; each measure has a number, a total and squares."""
+    added: dict[str, int] = {}
+    for name, value in observations.items():
+        added[f"{name}.number"] = 1
+        added[f"{name}.total"] = round(value * MILLION)
+        added[f"{name}.squares"] = round(value**2 * MILLION)
+    return added
+
+
+def measures_of(sums: Mapping[str, int]) -> dict[str, Measure]:
+    """Return the measures that were observed. Ratios of lengths are a geometric mean."""
+    found = {}
+    for name, bounds in _BOUNDS.items():
+        of = _Sums(
+            sums.get(f"{name}.number", 0),
+            sums.get(f"{name}.total", 0) / MILLION,
+            sums.get(f"{name}.squares", 0) / MILLION,
+        )
+        if of.number:
+            interval = interval_of_sums(*of, *bounds)
+            found[name] = _measure(of.number, interval, is_log=name == LOG_RATIO)
+    return found
+
+
+def _measure(requests: int, interval: Interval, *, is_log: bool) -> Measure:
+    mean, low, high = (math.exp(one) if is_log else one for one in (interval.mean, interval.low, interval.high))
+    return Measure(requests=requests, mean=round(mean, 6), low=round(low, 6), high=round(high, 6))
