@@ -15,6 +15,7 @@ from sqlalchemy import (
     bindparam,
     func,
     select,
+    text,
     update,
 )
 from sqlalchemy.engine import Row
@@ -52,7 +53,7 @@ class KeyRow(Base):
     replaced_by: Mapped[str | None]
     """The key that a rotation made of this one."""
     revoked_at: Mapped[int | None]
-    lineage: Mapped[str]
+    lineage: Mapped[str] = mapped_column(server_default=text("''"))  # a trigger gives the key's own id
     """Ids separated by spaces: the first key of this chain of rotations, then the lineage of its maker, if any."""
 
 

@@ -16,7 +16,7 @@ from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from alembic.util import CommandError
-from sqlalchemy import URL, Connection, create_engine, text
+from sqlalchemy import URL, Column, Connection, Table, Text, create_engine, inspect, select, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
 
@@ -80,6 +80,8 @@ TABLE_MODULES = (
 )
 """The modules that declare tables: a module that is not imported here is missing from METADATA."""
 METADATA = Base.metadata
+FLOOR = Table("schema_floor", METADATA, Column("revision", Text, primary_key=True, nullable=False))
+"""One row: the oldest revision whose release may use this database. A migration that breaks older releases moves it."""
 
 
 def migrations_folder() -> Path:
@@ -107,7 +109,7 @@ def current_revision(url: str) -> str | None:
 
 
 def check(url: str) -> None:
-    """Raise unless the database is at this release's revision.
+    """Raise unless this release can use the database: at its own revision, or at a newer one with a floor that it knows.
 
     Raises SchemaOutOfDate (with the command to run) or SchemaTooNew.
     """
@@ -115,7 +117,9 @@ def check(url: str) -> None:
     if current == head:
         return
     if current is not None and not _known(current):
-        raise _too_new(url, current)
+        with _connect(parse_url(url)) as connection:
+            _demand_floor(connection, current)
+        return
     has = "has no tables yet" if current is None else f"is at schema {current}"
     raise SchemaOutOfDate(
         f"the database {parse_url(url)!r} {has} and this release needs {head}; run: loramux migrate --config FILE"
@@ -123,9 +127,10 @@ def check(url: str) -> None:
 
 
 def migrate(url: str) -> str:
-    """Bring the database to this release's revision and return it; does nothing where it is there already.
+    """Bring the database to this release's revision and return the one it has then.
 
-    Makes a SQLite file and its folder where they are absent. All steps run in one transaction. Raises SchemaTooNew.
+    Does nothing where it is there already, or at a newer one that this release may use. Makes a SQLite file and its
+    folder where they are absent. All steps run in one transaction. Raises SchemaTooNew.
     """
     parsed = parse_url(url)
     file = sqlite_file(parsed)
@@ -142,11 +147,12 @@ def migrate(url: str) -> str:
         config.attributes["connection"] = connection
         try:
             command.upgrade(config, "head")
-        except CommandError as error:
+        except CommandError:
             current = MigrationContext.configure(connection).get_current_revision()
             if current is None or _known(current):
                 raise
-            raise _too_new(url, current) from error
+            _demand_floor(connection, current)
+            return current
         if file is not None:
             broken = connection.execute(text("PRAGMA foreign_key_check")).all()
             assert not broken, f"the migration broke foreign keys: {broken}"
@@ -177,11 +183,14 @@ def _known(revision: str) -> bool:
     return any(script.revision == revision for script in ScriptDirectory.from_config(_config()).walk_revisions())
 
 
-def _too_new(url: str, revision: str) -> SchemaTooNew:
-    return SchemaTooNew(
-        f"the database {parse_url(url)!r} is at schema {revision}, which this release does not know; "
-        "run a loramux at least as new as the one that migrated it"
-    )
+def _demand_floor(connection: Connection, revision: str) -> None:
+    """Raise SchemaTooNew where the newer `revision` may not be used by a release as old as this one."""
+    floor = connection.scalar(select(FLOOR.c.revision)) if inspect(connection).has_table(FLOOR.name) else None
+    if floor is None or not _known(floor):
+        raise SchemaTooNew(
+            f"the database {connection.engine.url!r} is at schema {revision}, which this release does not know; "
+            "run a loramux at least as new as the one that migrated it"
+        )
 
 
 @contextmanager

@@ -169,3 +169,44 @@ async def test_ledger_of_a_release_without_users_stays_verifiable(empty_url: str
     await database.close()
     with pytest.raises(RuntimeError, match="entries have users"):
         move(empty_url, "0028", down=True)
+
+
+RELEASED = "0011"
+"""The last revision of release 0.1.0."""
+
+
+def test_servers_of_the_release_before_can_write_into_the_migrated_tables(empty_url: str) -> None:
+    """Their columns are all there, as they were, and what was added is filled in for them."""
+    move(empty_url, RELEASED)
+    before = columns(empty_url)
+    move(empty_url, "head")
+    after = columns(empty_url)
+    assert [column for column in before if column not in after] == []
+    for column in before:
+        assert (after[column]["nullable"], str(after[column]["type"])) == (
+            before[column]["nullable"], str(before[column]["type"]),
+        ), column  # fmt: skip
+    tables = {table for table, _ in before}
+    added = {column: about for column, about in after.items() if column[0] in tables and column not in before}
+    assert added
+    assert [name for name, about in added.items() if not about["nullable"] and about["default"] is None] == []
+
+
+def test_key_that_the_release_before_makes_begins_its_own_lineage(empty_url: str) -> None:
+    fill_release_0011(empty_url)
+    move(empty_url, "head")
+    insert(
+        empty_url, "keys", id="key_3", tenant_id="tenant_1", name="k", scopes="inference", mac=b"3", hint="abcd",
+        project_id="project_1", created_by="local:me", created_at=1,
+    )  # fmt: skip
+    assert rows(empty_url, "SELECT id, lineage FROM keys WHERE id = 'key_3'") == [("key_3", "key_3")]
+
+
+def columns(url: str) -> dict[tuple[str, str], dict[str, Any]]:
+    with connected(url) as connection:
+        inspector = sa.inspect(connection)
+        return {
+            (table, column["name"]): dict(column)
+            for table in inspector.get_table_names()
+            for column in inspector.get_columns(table)
+        }

@@ -88,12 +88,28 @@ async def test_sqlite_files_are_for_their_owner_alone(tmp_path: Path) -> None:
     assert modes == {0o600}, "the database, its write-ahead log and the log's index"
 
 
-def test_newer_database_is_refused(url: str) -> None:
-    with connected(url) as connection:
-        connection.execute(sa.text("UPDATE alembic_version SET version_num = '9999'"))
+@pytest.mark.parametrize("floor", ["UPDATE schema_floor SET revision = '9998'", "DROP TABLE schema_floor"])
+def test_newer_database_is_refused_where_its_floor_is_newer_or_unknown(empty_url: str, floor: str) -> None:
+    migrate(empty_url)
+    newer(empty_url, floor)
     for ask in (check, migrate):
         with pytest.raises(SchemaTooNew, match="9999"):
-            ask(url)
+            ask(empty_url)
+
+
+def test_newer_database_whose_floor_this_release_knows_is_used_and_left_as_it_is(empty_url: str) -> None:
+    migrate(empty_url)
+    newer(empty_url, "CREATE TABLE of_the_next_release (id INTEGER)")
+    check(empty_url)
+    assert migrate(empty_url) == "9999"
+    assert current_revision(empty_url) == "9999"
+
+
+def newer(url: str, statement: str) -> None:
+    """What a migration of a later release does."""
+    with connected(url) as connection:
+        connection.execute(sa.text(statement))
+        connection.execute(sa.text("UPDATE alembic_version SET version_num = '9999'"))
 
 
 def test_refused_url_hides_its_password() -> None:
