@@ -29,10 +29,19 @@ class Place:
     lame_duck_seconds: float = 0
     url: str | None = None
     """Of the records; None: SQLite, in the folder."""
+    tree: Path | None = None
+    """The source of another release; None: this one's."""
 
     @property
     def config(self) -> Path:
         return self.folder / "loramux.toml"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        if self.tree is None:
+            return dict(os.environ)
+        parts = ("kernels", "adapters", "platform", "api", "demo")
+        return os.environ | {"PYTHONPATH": ":".join(str(self.tree / part) for part in parts)}
 
     def prepare(self) -> Place:
         self.config.write_text(
@@ -47,7 +56,8 @@ class Place:
 
     def loramux(self, *arguments: str) -> dict:
         command = [*LORAMUX, *arguments, "--config", str(self.config), "--json"]
-        return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        said = subprocess.run(command, check=True, capture_output=True, text=True, env=self.environment).stdout
+        return json.loads(said)
 
     def key_of(self, tenant: str) -> str:
         self.loramux("tenant", "create", tenant)
@@ -82,7 +92,9 @@ def served(place: Place) -> Iterator[Child]:
     port = free_port()
     command = [*LORAMUX, "serve", "--config", str(place.config), "--port", str(port), "--json"]
     with (place.folder / "server.log").open("a") as log:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True, env=place.environment
+        )
     assert process.stdout is not None
     try:
         said = process.stdout.readline()

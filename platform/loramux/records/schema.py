@@ -109,7 +109,7 @@ def current_revision(url: str) -> str | None:
 
 
 def check(url: str) -> None:
-    """Raise unless this release can use the database: at its own revision, or at a newer one with a floor that it knows.
+    """Raise unless the database is at this release's revision, or at a newer one with a floor that it knows.
 
     Raises SchemaOutOfDate (with the command to run) or SchemaTooNew.
     """

@@ -3,17 +3,15 @@
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0029"
-down_revision = "0028"
+revision = "0030"
+down_revision = "0029"
 branch_labels = None
 depends_on = None
 
-# A server of 0.1.0 goes on while the database is migrated, and knows no lineage: see docs/operations/deploy.md. Version 0.3
-# may take the trigger and the default away.
+# A server of 0.1.0 goes on while the database is migrated, and knows no lineage: see docs/operations/deploy.md.
+# Version 0.3 may take the trigger and the default away.
 OWN_LINEAGE = "UPDATE keys SET lineage = NEW.id WHERE id = NEW.id"
-SQLITE = (
-    f"CREATE TRIGGER keys_own_lineage AFTER INSERT ON keys WHEN NEW.lineage = '' BEGIN {OWN_LINEAGE}; END",
-)
+SQLITE = (f"CREATE TRIGGER keys_own_lineage AFTER INSERT ON keys WHEN NEW.lineage = '' BEGIN {OWN_LINEAGE}; END",)
 POSTGRESQL = (
     "CREATE FUNCTION loramux_own_lineage() RETURNS trigger LANGUAGE plpgsql AS"
     " $$ BEGIN NEW.lineage := NEW.id; RETURN NEW; END $$",
@@ -25,7 +23,7 @@ POSTGRESQL = (
 def upgrade() -> None:
     """The floor is this revision: releases before it do not look at a floor."""
     op.create_table("schema_floor", sa.Column("revision", sa.Text(), nullable=False, primary_key=True))
-    op.execute("INSERT INTO schema_floor (revision) VALUES ('0029')")
+    op.execute("INSERT INTO schema_floor (revision) VALUES ('0030')")
     with op.batch_alter_table("keys") as keys:
         keys.alter_column("lineage", existing_type=sa.Text(), existing_nullable=False, server_default=sa.text("''"))
     for statement in POSTGRESQL if op.get_bind().dialect.name == "postgresql" else SQLITE:
