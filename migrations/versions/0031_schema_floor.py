@@ -3,8 +3,8 @@
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0030"
-down_revision = "0029"
+revision = "0031"
+down_revision = "0030"
 branch_labels = None
 depends_on = None
 
@@ -23,7 +23,7 @@ POSTGRESQL = (
 def upgrade() -> None:
     """The floor is this revision: releases before it do not look at a floor."""
     op.create_table("schema_floor", sa.Column("revision", sa.Text(), nullable=False, primary_key=True))
-    op.execute("INSERT INTO schema_floor (revision) VALUES ('0030')")
+    op.execute("INSERT INTO schema_floor (revision) VALUES ('0031')")
     with op.batch_alter_table("keys") as keys:
         keys.alter_column("lineage", existing_type=sa.Text(), existing_nullable=False, server_default=sa.text("''"))
     for statement in POSTGRESQL if op.get_bind().dialect.name == "postgresql" else SQLITE:
