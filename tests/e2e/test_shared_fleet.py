@@ -23,6 +23,7 @@ from server_process import LORAMUX, Child, Place, served
 from tiny_base import make_base
 
 LENGTH = 150
+OF_GAMMA = "(SELECT id FROM tenants WHERE name = 'gamma')"
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class SharedFleet:
     fronts: tuple[Child, Child]
     key: str
     operator: str
+    records: Any
     stack: ExitStack
 
     def answer(self, front: Child, number: int) -> list[int]:
@@ -96,6 +98,17 @@ class SharedFleet:
     def answers(self, front: Child, numbers: range) -> list[list[int]]:
         with ThreadPoolExecutor(len(numbers)) as threads:
             return list(threads.map(lambda number: self.answer(front, number), numbers))
+
+    def rows(self, query: str) -> list[list[str]]:
+        lines = self.records.psql(f"COPY ({query}) TO STDOUT").splitlines()
+        return [line.split("\t") for line in lines if not line.startswith("COPY")]
+
+    def entries(self) -> dict[str, int]:
+        """Ledger entries of usage by their status."""
+        counted = self.rows(
+            "SELECT status, count(*) FROM ledger_entries WHERE kind IN ('usage', 'interrupted') GROUP BY status"
+        )
+        return {status: int(count) for status, count in counted}
 
     def statuses(self, front: Child) -> list[dict[str, Any]]:
         answer = httpx.get(
@@ -134,23 +147,51 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedFleet]:
             adapter = make_adapter(base, folder / "adapter", rank=4)
             answer = client.post("/v1/adapters", **form(adapter, "a"))
             assert answer.status_code == 201, answer.text
-        yield SharedFleet(place, engines, fronts, key, operator, stack)
+        yield SharedFleet(place, engines, fronts, key, operator, server, stack)
 
 
-def test_two_fronts_share_engines_limits_and_answers(fleet: SharedFleet) -> None:
-    first, second = fleet.fronts
-    assert fleet.answers(first, range(6)) == fleet.answers(second, range(6))
-    fleet.place.loramux("tenant", "create", "beta")
-    key = fleet.place.loramux("key", "create", "--tenant", "beta")["key"]
-    fleet.place.loramux("limit", "set", "requests_per_minute", "1", "--tenant", "beta")
+def statuses_of(fleet: SharedFleet, tenant: str, requests: int) -> list[int]:
+    """Ask both fronts at once, for five tokens in all each time."""
+    key = fleet.place.loramux("key", "create", "--tenant", tenant)["key"]
+    body = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 2, "ignore_eos": True}
 
     def ask(front: Child) -> int:
         with front.http(key) as client:
-            return client.post("/v1/completions", json={"model": "tiny", "prompt": "x", "max_tokens": 2}).status_code
+            return client.post("/v1/completions", json=body).status_code
 
-    with ThreadPoolExecutor(10) as threads:
-        statuses = list(threads.map(ask, [first, second] * 10))
+    with ThreadPoolExecutor(20) as threads:
+        return list(threads.map(ask, fleet.fronts * (requests // 2)))
+
+
+def test_two_fronts_share_engines_and_answers(fleet: SharedFleet) -> None:
+    first, second = fleet.fronts
+    assert fleet.answers(first, range(6)) == fleet.answers(second, range(6))
+
+
+def test_rate_limit_of_one_request_lets_one_in_over_two_fronts(fleet: SharedFleet) -> None:
+    fleet.place.loramux("tenant", "create", "beta")
+    fleet.place.loramux("limit", "set", "requests_per_minute", "1", "--tenant", "beta")
+    statuses = statuses_of(fleet, "beta", 20)
     assert (statuses.count(200), statuses.count(429)) == (1, 19), statuses
+
+
+def test_budget_for_seven_requests_lets_seven_in_over_two_fronts(fleet: SharedFleet) -> None:
+    prices = fleet.place.folder / "prices.toml"
+    of = "".join(
+        f'[[plans.prices]]\nmeter = "{meter}"\nprice = "0.01"\nvalid_from = 2023-01-01\n'
+        for meter in ("input_uncached", "output")
+    )
+    prices.write_text(f'[[plans]]\nname = "flat"\ncurrency = "USD"\n{of}')
+    fleet.place.loramux("tenant", "create", "gamma")
+    fleet.place.loramux("price", "apply", str(prices))
+    fleet.place.loramux("price", "assign", "flat", "--tenant", "gamma", "--from", "2023-01")
+    # 7 requests of 5 tokens; a hold is rounded up by 0.000000001.
+    fleet.place.loramux("budget", "set", "total", "0.350000007", "--tenant", "gamma")
+    statuses = statuses_of(fleet, "gamma", 40)
+    assert statuses.count(200) == 7, statuses
+    assert fleet.rows(f"SELECT status, count(*) FROM ledger_entries WHERE tenant_id = {OF_GAMMA} GROUP BY status") == [
+        ["completed", "7"]
+    ]
 
 
 @pytest.mark.slow
@@ -177,13 +218,21 @@ def test_front_that_is_killed_takes_its_own_requests_only(fleet: SharedFleet) ->
     first, second = fleet.fronts
     undisturbed = fleet.answers(first, range(6))
     with served(fleet.place) as doomed, ThreadPoolExecutor(8) as threads:
+        before = fleet.entries()
         lost = [threads.submit(fleet.answer, doomed, number) for number in range(6)]
         kept = threads.submit(fleet.answers, second, range(6))
         until(lambda: any(engine["requests"] for engine in fleet.statuses(doomed)) or lost[0].done())
         os.killpg(doomed.process.pid, signal.SIGKILL)
         assert kept.result() == undisturbed
+        told = 0
         for stream in lost:
             with suppress(httpx.HTTPError, AssertionError):
-                stream.result()
+                told += len(stream.result()) == LENGTH
     until(lambda: second.metric("loramux_engine_running") == 0)
+    until(lambda: fleet.rows("SELECT 1 FROM requests WHERE status = 'open'") == [])
+    entries = {status: count - before.get(status, 0) for status, count in fleet.entries().items()}
+    interrupted = entries.pop("interrupted", 0)
+    assert 6 + told <= entries["completed"] <= 12 - interrupted, "each of the dead front's is closed once at most"
+    assert fleet.rows("SELECT DISTINCT output_tokens FROM ledger_entries WHERE status = 'interrupted'") in ([], [["0"]])
+    assert fleet.place.loramux("usage", "reconcile")["drift_tokens"] == 0
     assert fleet.answers(first, range(6)) == undisturbed

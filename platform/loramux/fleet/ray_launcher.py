@@ -1,160 +1,161 @@
-"""Engines as actors of a Ray cluster (extra `ray`): Ray places them, gives them GPUs and restarts them.
+"""Engines on a Ray cluster (extra `ray`), as a server sees them: Ray places them, gives them GPUs and restarts them.
 
-An actor is one engine that listens (`fleet.serving`). Ray says where it is, and nothing else: commands and tokens go
-over the channel. Actors are named and detached, so that all servers of a namespace share them and a server's end costs
-no reload; one that no server has used for `unused_s` ends. The name holds a digest of the messages and of the engine's
-settings: a server of another release, or with other settings, has engines of its own. Keys are made for each process,
-and only public ones go through Ray.
+    RemoteChannel ──> RayDriver.place_of ──pipe──> fleet.ray_driver ──> Ray: where is the engine?
+          └───────── commands and tokens, over the channel ─────────> the engine (an actor)
+
+Ray says where an engine is, and nothing else. It ends the process of a driver that has lost the cluster's head for a
+minute, so the driver is a process of its own: a server keeps the engines that it is connected to, and starts another
+driver for the next one that it has to find. Keys are made for each server, and only public ones go through Ray.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import itertools
 import logging
-import os
-import signal
+import multiprocessing
+import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from hashlib import blake2b
-from typing import Any
+import time
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
 
-import msgspec
-
-from loramux import logs
 from loramux.engine import EngineClient, EngineDied
 from loramux.engine.client import ChannelClient
 from loramux.fleet.keys import new_pair
 from loramux.fleet.member import Launch
 from loramux.fleet.remote import EnginePlace, Locate, RemoteChannel
-from loramux.fleet.wire import message_version
 from loramux.settings import RaySettings, RecordsSettings, Settings, SettingsError
-
-try:
-    import ray
-    from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
-except ImportError:
-    raise SettingsError(
-        "fleet.launcher: Ray is not installed; run `pip install 'loramux[ray]'`, or set launcher = \"local\""
-    ) from None
 
 logger = logging.getLogger(__name__)
 
-WAIT_S = 1.0
-"""The longest wait for one answer of Ray, so that a server that stops need not wait for a place."""
+WAIT_S = 0.2
+"""The longest wait for the driver's answer, so that a server that stops need not wait for a place."""
+JOIN_S = 60.0
+"""Time for the driver to join the cluster."""
+PROBE_S = 5.0
+"""Time for the cluster's head to accept a connection; Ray itself tries for many minutes."""
+WARN_S = 60.0
+"""Time between two warnings that Ray has no room for an engine."""
 
-MAX_DEATHS = 3
-"""Actors that end before they say where they are, until the engine counts as one that cannot be started."""
+
+class Placement(NamedTuple):
+    """The driver's answer; neither: the engine has no place yet."""
+
+    place: EnginePlace | None = None
+    failure: str | None = None
 
 
-class EngineActor:
-    """One engine in a process of Ray."""
+class RayDriver:
+    """The process that speaks to Ray for this server."""
 
-    def __init__(self, settings: Settings) -> None:
-        from loramux.fleet.serving import ListeningEngine
+    def __init__(self, cluster: RaySettings) -> None:
+        self._cluster = cluster
+        self._lock = threading.Lock()
+        self._process: multiprocessing.process.BaseProcess | None = None
+        self._connection: Connection | None = None
+        self._asked: set[tuple[str, int]] = set()
+        """Engines, each with its life, for which an answer is due."""
+        self._placements: dict[tuple[str, int], Placement] = {}
 
-        logs.configure(settings.logging.format, settings.logging.level)
-        self._me = ray.get_runtime_context().current_actor
-        self._unused_s = settings.fleet.ray.unused_s
-        self._authorized: set[bytes] = set()
-        pair = new_pair()
-        self._engine = ListeningEngine(settings, pair, self._authorized.__contains__)
-        address = self._engine.listen(f"tcp://{ray.util.get_node_ip_address()}:0")
-        self._place = EnginePlace(address, pair.public)
-        threading.Thread(target=self._run, name="engine").start()
-
-    def join(self, front_key: bytes) -> EnginePlace:
-        """Authorize a server, and return where the engine listens."""
-        self._authorized.add(front_key)
-        return self._place
-
-    def pid(self) -> int:
-        """Return the process's id."""
-        return os.getpid()
-
-    def _run(self) -> None:
+    def start(self) -> None:
+        """Start the process, and wait until it has joined the cluster. Raises SettingsError."""
+        _ensure_reachable(self._cluster.address)
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        process = context.Process(target=_drive, args=(theirs, self._cluster), daemon=True, name="loramux-ray")
+        process.start()
+        theirs.close()
+        self._asked.clear()
         try:
-            self._engine.run(self._end_if_unused)
-        finally:  # its servers start it again, after a pause
-            ray.kill(self._me, no_restart=True)
+            refusal = self._connection.recv() if self._connection.poll(JOIN_S) else f"no answer within {JOIN_S:g} s"
+        except EOFError:
+            refusal = "the driver ended"
+        if refusal is not None:
+            process.kill()
+            process.join()
+            raise _no_cluster(self._cluster.address, refusal)
+        self._process = process
 
-    def _end_if_unused(self, seconds: float) -> None:
-        if seconds > self._unused_s:
-            logger.info("no server has used the engine for %.0f s: it ends", seconds)
-            ray.kill(self._me, no_restart=True)
+    def place_of(self, engine: str, life: int, settings: Settings, front_key: bytes) -> EnginePlace | None:
+        """Return where an engine listens, None while it is not known; Ray starts it where it does not run.
+
+        `life` tells a new search from one that goes on. Raises EngineDied.
+        """
+        key = engine, life
+        with self._lock:
+            connection = self._connected()
+            try:
+                if key not in self._asked:
+                    connection.send((*key, settings, front_key))
+                    self._asked.add(key)
+                if connection.poll(WAIT_S):
+                    *of, placement = connection.recv()
+                    self._asked.discard(tuple(of))
+                    self._placements[tuple(of)] = placement
+            except (EOFError, OSError):
+                raise EngineDied("the connection to Ray is lost") from None
+            found = self._placements.pop(key, Placement())
+        if found.failure is not None:
+            raise EngineDied(f"Ray cannot start the engine {engine}: {found.failure}")
+        return found.place
+
+    def _connected(self) -> Connection:
+        """Return the connection to a driver, another one where the last has ended. Raises EngineDied."""
+        if self._process is None or not self._process.is_alive():
+            try:
+                self.start()
+            except SettingsError as refusal:
+                raise EngineDied(str(refusal)) from None
+        assert self._connection is not None
+        return self._connection
 
 
 def launching_on_ray(settings: Settings) -> Launch:
-    """Connect to the cluster, and return what attaches this server to its engines. Raises SettingsError."""
+    """Join the cluster, and return what attaches this server to its engines. Raises SettingsError."""
+    if importlib.util.find_spec("ray") is None:
+        raise SettingsError(
+            "fleet.launcher: Ray is not installed; run `pip install 'loramux[ray]'`, or set launcher = \"local\""
+        )
     for base in settings.served_bases:
         if base.engines.devices:
             raise SettingsError(f"bases.engines.devices of {base.name}: Ray chooses the GPUs; leave it out")
-    _connect(settings.fleet.ray)
-    pair = new_pair()
+    driver, pair, lives = RayDriver(settings.fleet.ray), new_pair(), itertools.count()
+    driver.start()
 
     def launch(name: str, own: Settings) -> EngineClient:
-        locate = _locating(name, _settings_of_actor(own), pair.public)
+        locate = _locating(driver, name, next(lives), _settings_of_actor(own), pair.public)
         channel = RemoteChannel(locate, own.model.served_model_name, pair, own.fleet.lease_s)
         return ChannelClient(channel, own.engine.step_timeout_s)
 
     return launch
 
 
-def actor_name(engine: str, settings: Settings) -> str:
-    """Return the name under which servers with these settings share the engine."""
-    settings = msgspec.structs.replace(settings, fleet=msgspec.structs.replace(settings.fleet, keys=""))
-    text = message_version().encode() + msgspec.json.encode(settings)
-    return f"{engine}-{blake2b(text, digest_size=6).hexdigest()}"
+def needs_of(cluster: RaySettings) -> dict[str, Any]:
+    """Return what Ray reserves for an engine."""
+    return {"num_cpus": cluster.num_cpus, "num_gpus": cluster.num_gpus, "resources": cluster.resources}
 
 
-def _locating(engine: str, settings: Settings, front_key: bytes) -> Locate:
-    """Return a function that has Ray start the engine, if need be, and asks it where it listens."""
-    answers: list[Any] = []
-    waits = deaths = 0
+def _drive(connection: Connection, cluster: RaySettings) -> None:
+    from loramux.fleet.ray_driver import drive  # imports ray, in the driver only
+
+    drive(connection, cluster)
+
+
+def _locating(driver: RayDriver, engine: str, life: int, settings: Settings, front_key: bytes) -> Locate:
+    warn_at: float | None = None
 
     def locate() -> EnginePlace | None:
-        nonlocal waits, deaths
-        try:
-            if not answers:
-                answers.append(_actor(engine, settings).join.remote(front_key))
-            place = EnginePlace(*ray.get(answers[0], timeout=WAIT_S))
-        except GetTimeoutError:
-            waits += 1
-            if waits % 60 == 30:
-                logger.warning(
-                    "Ray has no place for the engine %s yet: it needs %s", engine, _needs(settings.fleet.ray)
-                )
-            return None
-        except (RayError, ValueError) as error:
-            deaths += 1
-            if isinstance(error, ActorDiedError) and deaths < MAX_DEATHS:  # unused, it ended at this moment
-                answers.clear()
-                return None
-            raise EngineDied(f"Ray cannot start the engine {engine}: {str(error).splitlines()[0]}") from None
+        nonlocal warn_at
+        place = driver.place_of(engine, life, settings, front_key)
+        now = time.monotonic()
+        warn_at = now + WARN_S / 2 if warn_at is None else warn_at
+        if place is None and now > warn_at:
+            warn_at = now + WARN_S
+            logger.warning("Ray has no place for the engine %s yet: it needs %s", engine, needs_of(settings.fleet.ray))
         return place
 
     return locate
-
-
-def _actor(engine: str, settings: Settings) -> Any:
-    cluster = settings.fleet.ray
-    return (
-        ray.remote(EngineActor)
-        .options(
-            name=actor_name(engine, settings),
-            namespace=cluster.namespace,
-            get_if_exists=True,
-            lifetime="detached",
-            max_restarts=-1,
-            max_task_retries=-1,
-            scheduling_strategy="SPREAD",
-            **_needs(cluster),
-        )
-        .remote(settings)
-    )
-
-
-def _needs(cluster: RaySettings) -> dict[str, Any]:
-    return {"num_cpus": cluster.num_cpus, "num_gpus": cluster.num_gpus, "resources": cluster.resources}
 
 
 def _settings_of_actor(own: Settings) -> Settings:
@@ -173,28 +174,19 @@ def _settings_of_actor(own: Settings) -> Settings:
     )
 
 
-def _connect(cluster: RaySettings) -> None:
-    if ray.is_initialized():
+def _ensure_reachable(address: str) -> None:
+    if address == "auto":
         return
+    host, _, port = address.rpartition(":")
+    if not (host and port.isdigit()):
+        raise SettingsError(f'fleet.ray.address: {address!r} is neither "auto" nor HOST:PORT of the cluster\'s head')
     try:
-        with _own_signals():
-            ray.init(address=cluster.address, namespace=cluster.namespace, log_to_driver=False, configure_logging=False)
-    except (ConnectionError, RayError, ValueError, RuntimeError) as error:
-        raise SettingsError(
-            f"fleet.ray.address: there is no Ray cluster at {cluster.address!r} ({str(error).splitlines()[0]}); "
-            "`ray start --head` starts one"
-        ) from None
+        socket.create_connection((host.strip("[]"), int(port)), PROBE_S).close()
+    except (OSError, OverflowError) as error:
+        raise _no_cluster(address, str(error)) from None
 
 
-@contextmanager
-def _own_signals() -> Iterator[None]:
-    """Keep this process's handlers: Ray's would end a server without its drain."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+def _no_cluster(address: str, reason: str) -> SettingsError:
+    return SettingsError(
+        f"fleet.ray.address: there is no Ray cluster at {address!r} ({reason}); `ray start --head` starts one"
+    )

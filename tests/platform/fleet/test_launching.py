@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import stat
 import sys
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from loramux.engine import EngineDied
 from loramux.engine.client import ChannelClient
+from loramux.fleet import ray_launcher
 from loramux.fleet.keys import (
     ENGINE_PUBLIC,
     ENGINE_SECRET,
@@ -21,8 +25,17 @@ from loramux.fleet.keys import (
     write_keys,
 )
 from loramux.fleet.launching import launcher_of
-from loramux.fleet.remote import RemoteChannel
-from loramux.settings import BaseSettings, EngineRange, FleetSettings, Settings, SettingsError, load_settings
+from loramux.fleet.ray_launcher import Placement, RayDriver
+from loramux.fleet.remote import EnginePlace, RemoteChannel
+from loramux.settings import (
+    BaseSettings,
+    EngineRange,
+    FleetSettings,
+    RaySettings,
+    Settings,
+    SettingsError,
+    load_settings,
+)
 
 ADDRESSES = ("tcp://10.0.0.1:7101", "tcp://[::1]:7101")
 
@@ -81,7 +94,6 @@ def test_addresses_are_as_many_engines_and_exclude_a_range(tmp_path: Path) -> No
 
 def test_ray_that_is_not_installed_is_refused_with_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.delitem(sys.modules, "loramux.fleet.ray_launcher", raising=False)
     with pytest.raises(SettingsError, match=r"pip install 'loramux\[ray\]'"):
         launcher_of(settings_of(tmp_path, EngineRange(), launcher="ray"))
 
@@ -90,3 +102,35 @@ def test_ray_with_devices_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("ray")
     with pytest.raises(SettingsError, match="Ray chooses the GPUs"):
         launcher_of(settings_of(tmp_path, EngineRange(devices=("cuda:0",)), launcher="ray"))
+
+
+@pytest.mark.parametrize(
+    ("address", "says"), [("head", "HOST:PORT"), ("head:gcs", "HOST:PORT"), ("127.0.0.1:1", "ray start --head")]
+)
+def test_ray_cluster_that_is_not_there_is_refused_at_once_with_the_way_out(
+    tmp_path: Path, address: str, says: str
+) -> None:
+    pytest.importorskip("ray")
+    with pytest.raises(SettingsError, match=says):
+        launcher_of(settings_of(tmp_path, EngineRange(), launcher="ray", ray=RaySettings(address=address)))
+
+
+def answer_once(connection: Connection, _: RaySettings) -> None:
+    """A driver that is ended by Ray after its first answer."""
+    connection.send(None)
+    engine, life, *_rest = connection.recv()
+    connection.send((engine, life, Placement(EnginePlace(f"tcp://{engine}:{life}", b"key"))))
+
+
+def test_server_outlives_its_ray_driver_and_starts_another_for_the_next_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_launcher, "_drive", answer_once)
+    driver, settings = RayDriver(RaySettings()), settings_of(tmp_path, EngineRange())
+    driver.start()
+    for life in range(3):
+        place = None
+        while place is None:
+            with suppress(EngineDied):  # at the moment of the driver's end; an engine's next start asks again
+                place = driver.place_of("tiny-0", life, settings, b"front")
+        assert place == EnginePlace(f"tcp://tiny-0:{life}", b"key")

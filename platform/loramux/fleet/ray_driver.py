@@ -1,0 +1,156 @@
+"""The process beside a server that speaks to Ray, and the engines as Ray's actors (extra `ray`).
+
+An actor is one engine that listens (`fleet.serving`). Actors are named and detached, so that all servers of a namespace
+share them and a server's end costs no reload; one that no server has used for `unused_s` ends. The name holds a digest
+of the messages and of the engine's settings: a server of another release, or with other settings, has engines of its
+own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from contextlib import suppress
+from hashlib import blake2b
+from multiprocessing.connection import Connection
+from typing import Any
+
+import msgspec
+import ray
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
+
+from loramux import logs
+from loramux.fleet.keys import new_pair
+from loramux.fleet.ray_launcher import Placement, needs_of
+from loramux.fleet.remote import EnginePlace
+from loramux.fleet.wire import message_version
+from loramux.settings import RaySettings, Settings
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.1
+"""The longest wait for one answer of Ray, so that every engine gets its turn."""
+MAX_DEATHS = 3
+"""Actors that end before they say where they are, until the engine counts as one that cannot be started."""
+
+
+class EngineActor:
+    """One engine in a process of Ray."""
+
+    def __init__(self, settings: Settings) -> None:
+        from loramux.fleet.serving import ListeningEngine
+
+        logs.configure(settings.logging.format, settings.logging.level)
+        self._me = ray.get_runtime_context().current_actor
+        self._unused_s = settings.fleet.ray.unused_s
+        self._authorized: set[bytes] = set()
+        pair = new_pair()
+        self._engine = ListeningEngine(settings, pair, self._authorized.__contains__)
+        address = self._engine.listen(f"tcp://{ray.util.get_node_ip_address()}:0")
+        self._place = EnginePlace(address, pair.public)
+        threading.Thread(target=self._run, name="engine").start()
+
+    def join(self, front_key: bytes) -> EnginePlace:
+        """Authorize a server, and return where the engine listens."""
+        self._authorized.add(front_key)
+        return self._place
+
+    def pid(self) -> int:
+        """Return the process's id."""
+        return os.getpid()
+
+    def _run(self) -> None:
+        try:
+            self._engine.run(self._end_if_unused)
+        finally:  # its servers start it again, after a pause
+            ray.kill(self._me, no_restart=True)
+
+    def _end_if_unused(self, seconds: float) -> None:
+        if seconds > self._unused_s:
+            logger.info("no server has used the engine for %.0f s: it ends", seconds)
+            ray.kill(self._me, no_restart=True)
+
+
+class _Search:
+    """One life of an engine: has Ray start it, if need be, and asks it where it listens."""
+
+    def __init__(self, engine: str, settings: Settings, front_key: bytes) -> None:
+        self._engine = engine
+        self._settings = settings
+        self._front_key = front_key
+        self._answer: Any = None
+        self._deaths = 0
+
+    def look(self) -> Placement:
+        try:
+            if self._answer is None:
+                self._answer = _actor(self._engine, self._settings).join.remote(self._front_key)
+            return Placement(EnginePlace(*ray.get(self._answer, timeout=LOOK_S)))
+        except GetTimeoutError:
+            return Placement()
+        except (RayError, ValueError) as error:
+            self._deaths += 1
+            if isinstance(error, ActorDiedError) and self._deaths < MAX_DEATHS:  # unused, it ended at this moment
+                self._answer = None
+                return Placement()
+            return Placement(failure=_first_line(error))
+
+
+def drive(connection: Connection, cluster: RaySettings) -> None:
+    """Join the cluster, then say where engines are until the server's end of `connection` is closed.
+
+    The first message is None, or why there is no cluster.
+    """
+    _ignore_signals()
+    try:
+        ray.init(address=cluster.address, namespace=cluster.namespace, log_to_driver=False, configure_logging=False)
+    except (ConnectionError, RayError, ValueError, RuntimeError) as error:
+        connection.send(_first_line(error))
+        return
+    _ignore_signals()  # Ray has set its own
+    connection.send(None)
+    searches: dict[str, tuple[int, _Search]] = {}
+    with suppress(EOFError, OSError):
+        while True:
+            engine, life, settings, front_key = connection.recv()
+            if engine not in searches or searches[engine][0] != life:
+                searches[engine] = life, _Search(engine, settings, front_key)
+            connection.send((engine, life, searches[engine][1].look()))
+    os._exit(0)  # Ray's own exit prints to an output that may have ended with the server
+
+
+def actor_name(engine: str, settings: Settings) -> str:
+    """Return the name under which servers with these settings share the engine."""
+    settings = msgspec.structs.replace(settings, fleet=msgspec.structs.replace(settings.fleet, keys=""))
+    text = message_version().encode() + msgspec.json.encode(settings)
+    return f"{engine}-{blake2b(text, digest_size=6).hexdigest()}"
+
+
+def _actor(engine: str, settings: Settings) -> Any:
+    cluster = settings.fleet.ray
+    return (
+        ray.remote(EngineActor)
+        .options(
+            name=actor_name(engine, settings),
+            namespace=cluster.namespace,
+            get_if_exists=True,
+            lifetime="detached",
+            max_restarts=-1,
+            max_task_retries=-1,
+            scheduling_strategy="SPREAD",
+            **needs_of(cluster),
+        )
+        .remote(settings)
+    )
+
+
+def _ignore_signals() -> None:
+    """Leave them to the server: it drains, and its end closes the connection."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
