@@ -164,6 +164,21 @@ def test_upload_under_a_policy_waits_for_its_promotion(gated: Gated, base_dir: P
     assert [one["revision"] for one in gated.http.get(f"{gated.path}/revisions").json()["data"]] == [3, 2, 1]
 
 
+def test_main_revision_that_expires_stays_until_its_canary_passes(gated: Gated) -> None:
+    put(gated, min_requests=1)
+    shares = [{"revision": 1, "weight": 95}, {"revision": 2, "weight": 5}]
+    gated.http.put(f"{gated.path}/aliases/default", json={"targets": shares}).raise_for_status()
+    path = f"{gated.path}/revisions/1"
+    first = gated.http.patch(path, json={"ttl_s": 1}).json()["expires_at"]
+    deadline = time.monotonic() + 60
+    while (found := gated.http.get(path).json())["expires_at"] == first and time.monotonic() < deadline:
+        expiring = gated.site.server.app.state.platform.adapters.deletion.expire()
+        asyncio.run_coroutine_threadsafe(expiring, gated.site.server.loop).result(20)
+        time.sleep(0.1)
+    assert found["expires_at"] >= first + 3600, found
+    assert gated.http.get(gated.path).json()["revision"] == 1
+
+
 def test_policy_removal_opens_the_alias_and_is_audited(gated: Gated) -> None:
     put(gated, min_requests=5)
     assert promoted(gated).status_code == 409

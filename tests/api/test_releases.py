@@ -24,7 +24,7 @@ from loramux.engine.messages import EngineFault
 from loramux.engine.request import Request, ServiceClass
 from loramux.pricing import Currency, Price, Step
 from loramux.records import TenantId
-from loramux.records.revision_metrics import FIRST_TOKEN_BOUNDS, FIRST_TOKENS, RevisionMetricsRepository
+from loramux.records.revision_metrics import FIRST_TOKEN_BOUNDS, FIRST_TOKENS, RevisionHour, RevisionMetricsRepository
 from loramux.releases import judges
 from loramux.releases.metrics import HOUR
 
@@ -72,6 +72,32 @@ def test_revision_metrics_count_requests_tokens_and_opinions(site: Site, client:
     assert first["tokens_per_second"] > 0
     assert first["feedback"] == {"count": 3, "mean_score": pytest.approx(0.8), "labels": {"tone": 2}}
     assert second["feedback"] == {"count": 0, "mean_score": None, "labels": {}}
+
+
+def test_key_of_a_project_sees_and_rates_the_answers_of_its_project_alone(site: Site, client: httpx.Client) -> None:
+    project = f"team-{time.time_ns()}"
+    with site.http("all-scopes") as owner:
+        owner.post("/v1/projects", json={"name": project}).raise_for_status()
+        body = {"scopes": ["inference", "usage", "read"], "project": project}
+        secret = owner.post("/v1/keys", json=body).json()["key"]
+    text = {"model": "acme/rated@1", "prompt": "hello", "max_tokens": 2}
+    with httpx.Client(base_url=site.url, headers={"Authorization": f"Bearer {secret}"}, timeout=60) as bound:
+        other, own = (one.post("/v1/completions", json=text).json()["id"] for one in (client, bound))
+        client.post(f"/v1/requests/{other}/feedback", json={"score": 0, "label": "others"}).raise_for_status()
+        refused = bound.post(f"/v1/requests/{other}/feedback", json={"score": 1})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "request_not_found")
+        bound.post(f"/v1/requests/{own}/feedback", json={"score": 1, "label": "own"}).raise_for_status()
+        [seen] = reports(site, bound).values()
+        assert (seen["requests"], seen["feedback"]["labels"]) == (1, {"own": 1})
+        [levels] = bound.get("/v1/organization/service_levels").json()["data"]
+        assert (levels["model"], levels["requests"]) == ("acme/rated@1", 1)
+        path = f"{RATED}/aliases/default/history/metrics"
+        of_versions = [one for version in bound.get(path).json()["data"] for one in version["revisions"]]
+        assert all(one["requests"] == 1 for one in of_versions)
+    with site.http("all-scopes") as owner:
+        everything = reports(site, owner)["acme/rated@1"]
+    assert everything["requests"] >= 2
+    assert everything["feedback"]["labels"].keys() >= {"own", "others"}
 
 
 def test_revision_metrics_count_refused_and_failed_requests(site: Site, client: httpx.Client) -> None:
@@ -349,7 +375,9 @@ def test_canary_with_late_first_tokens_is_taken_back_by_its_guard(site: Site, cl
     async def serve(revision: int, counts: dict[str, int]) -> None:
         tenant = await platform.tenants.named("acme")
         async with platform.database.begin() as session:
-            await RevisionMetricsRepository(session).add({(tenant.id, f"acme/rated@{revision}", hour): counts})
+            await RevisionMetricsRepository(session).add(
+                {RevisionHour(tenant.id, "", f"acme/rated@{revision}", hour): counts}
+            )
 
     for revision, counts in ((1, {in_time: 5000, late: 100}), (2, {in_time: 400, late: 600})):
         asyncio.run_coroutine_threadsafe(serve(revision, counts), site.server.loop).result(20)

@@ -7,7 +7,14 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from loramux.records import Database, Principal
-from loramux.records.revision_metrics import COUNTED, FIRST_TOKEN_BOUNDS, RevisionMetricsRepository
+from loramux.records.identity import ProjectId
+from loramux.records.revision_metrics import (
+    COUNTED,
+    FIRST_TOKEN_BOUNDS,
+    Caller,
+    RevisionHour,
+    RevisionMetricsRepository,
+)
 from loramux.releases.metrics import HOUR, quantile
 
 
@@ -16,25 +23,32 @@ async def test_revision_hours_add_up_over_servers_and_windows(
     database: Database, enrol: Callable[[str], Awaitable[Principal]]
 ) -> None:
     acme, globex = await enrol("acme"), await enrol("globex")
-    for tenant, hour, count in (
-        (acme.tenant, 5, 1),
-        (acme.tenant, 5, 2),
-        (acme.tenant, 9, 4),
-        (globex.tenant, 9, 100),
+    all_of_acme = Caller(acme.tenant, None)
+    for tenant, project, hour, count in (
+        (acme.tenant, "", 5, 1),
+        (acme.tenant, "project_1", 5, 2),
+        (acme.tenant, "project_1", 9, 4),
+        (globex.tenant, "project_1", 9, 100),
     ):
         async with database.begin() as session:
-            counts = {(tenant, "acme/bot@1", hour * HOUR): {"completed": count, "first_token_3": count}}
+            counts = {
+                RevisionHour(tenant, project, "acme/bot@1", hour * HOUR): {"completed": count, "first_token_3": count}
+            }
             await RevisionMetricsRepository(session).add(counts)
     async with database.read() as session:
         metrics = RevisionMetricsRepository(session)
-        all_hours = await metrics.sums(acme.tenant, "acme/bot", 0)
-        last = await metrics.sums(acme.tenant, "acme/bot", 6 * HOUR)
-        assert await metrics.sums(acme.tenant, "acme/bo", 0) == {}
+        all_hours = await metrics.sums(all_of_acme, "acme/bot", 0)
+        last = await metrics.sums(all_of_acme, "acme/bot", 6 * HOUR)
+        assert await metrics.sums(all_of_acme, "acme/bo", 0) == {}
+        of_project = await metrics.sums(Caller(acme.tenant, ProjectId("project_1")), "acme/bot", 0)
+        by_model = await metrics.sums_by_model(Caller(acme.tenant, ProjectId("project_1")), 0, 10)
     assert all_hours["acme/bot@1"] == dict.fromkeys(COUNTED, 0) | {"completed": 7, "first_token_3": 7}
     assert last["acme/bot@1"]["completed"] == 4
+    assert of_project == by_model
+    assert of_project["acme/bot@1"]["completed"] == 6
     async with database.begin() as session:
         await RevisionMetricsRepository(session).forget(9 * HOUR)
-        left = await RevisionMetricsRepository(session).sums(acme.tenant, "acme/bot", 0)
+        left = await RevisionMetricsRepository(session).sums(all_of_acme, "acme/bot", 0)
     assert left["acme/bot@1"]["completed"] == 4
 
 

@@ -12,7 +12,7 @@ from litestar.params import FromPath, FromQuery
 
 from loramux.billing import CostPage, CostsQuery
 from loramux.exports import InvoiceFormat, write_invoice
-from loramux.gateway import InvalidRequest, NotAllowed, Platform
+from loramux.gateway import InvalidRequest, Platform
 from loramux.pricing import encode_money
 from loramux.releases import FIRST_TOKEN_BOUNDS, RevisionMetrics, ServiceLevel
 from loramux.tenants import Principal
@@ -147,15 +147,8 @@ class ServiceLevelController(Controller):
         """Return for each model that your tenant has asked in the window how often it answered, and how often in time.
 
         `first_token_s` is the time that the first token may take: 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75,
-        1, 1.5, 2.5, 5, 10 or 30 seconds. They are counted for the whole tenant: a key of one project needs the scope
-        `projects`.
+        1, 1.5, 2.5, 5, 10 or 30 seconds. A key of one project without the scope `projects` sees its project's requests.
         """
-        if principal.bound_project is not None:
-            raise NotAllowed(
-                "Service levels are counted for your whole organization, and your key belongs to one project. Use a "
-                "key with the scope 'projects', or a member's token.",
-                code="insufficient_permissions",
-            )
         if first_token_s not in FIRST_TOKEN_BOUNDS:
             bounds = ", ".join(f"{bound:g}" for bound in FIRST_TOKEN_BOUNDS)
             raise InvalidRequest(f"'first_token_s' is one of {bounds}.", field="first_token_s")

@@ -1,6 +1,6 @@
 """How each revision and base model serves, by the hour, and what callers think of its answers.
 
-One row an hour for each model that a tenant's requests reached; sums only, so that servers add to the same row.
+One row an hour for each model that a project's requests reached; sums only, so that servers add to the same row.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
-from sqlalchemy import Column, ForeignKey, Index, Table, Text, delete, func, select
+from sqlalchemy import Column, ColumnElement, ForeignKey, Index, Table, Text, delete, func, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
 from loramux.records.base import Base, BigInt
 from loramux.records.database import is_postgresql
-from loramux.records.identity import TenantId
+from loramux.records.identity import ProjectId, TenantId
 from loramux.records.requests import RequestRow
 
 FIRST_TOKEN_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0)
@@ -42,16 +42,26 @@ REVISION_HOURS = Table(
     "revision_hours",
     Base.metadata,
     Column("tenant_id", Text, ForeignKey("tenants.id"), primary_key=True),
+    Column("project_id", Text, primary_key=True),
     Column("model", Text, primary_key=True),
     Column("hour", BigInt, primary_key=True, autoincrement=False),
     *(Column(name, BigInt, nullable=False) for name in COUNTED),
     Index("ix_revision_hours_hour", "hour"),
 )
-"""`tenant_id` is the caller's; `hour` is its beginning in microseconds."""
+"""`tenant_id` and `project_id` are the caller's, the latter empty where it has none; `hour` is its beginning in
+microseconds."""
 
 Counts = dict[str, int]
 """Some of COUNTED."""
-RevisionHour = tuple[TenantId, str, int]
+
+
+class RevisionHour(NamedTuple):
+    """The key of a row."""
+
+    tenant: TenantId
+    project: str
+    model: str
+    hour: int
 
 
 class FeedbackRow(Base):
@@ -79,6 +89,13 @@ class Feedback(msgspec.Struct, frozen=True, kw_only=True):
     """Sum of the scores, in thousandths."""
 
 
+class Caller(NamedTuple):
+    """The caller of requests: a tenant, or one project of it (`Principal.bound_project`)."""
+
+    tenant: TenantId
+    project: ProjectId | None
+
+
 class RevisionMetricsRepository:
     """Every tenant's rows, for the servers that add to them."""
 
@@ -91,17 +108,18 @@ class RevisionMetricsRepository:
         insert = dialect.insert(REVISION_HOURS)
         added = {name: REVISION_HOURS.c[name] + insert.excluded[name] for name in COUNTED}
         rows = [
-            {"tenant_id": tenant, "model": model, "hour": hour} | {name: one.get(name, 0) for name in COUNTED}
-            for (tenant, model, hour), one in sorted(counts.items())
+            {"tenant_id": key.tenant, "project_id": key.project, "model": key.model, "hour": key.hour}
+            | {name: one.get(name, 0) for name in COUNTED}
+            for key, one in sorted(counts.items())
         ]
-        statement = insert.on_conflict_do_update(index_elements=["tenant_id", "model", "hour"], set_=added)
+        statement = insert.on_conflict_do_update(index_elements=list(REVISION_HOURS.primary_key.columns), set_=added)
         await self._session.execute(statement, rows)
 
-    async def sums(self, tenant: TenantId, adapter: str, since: int, until: int | None = None) -> dict[str, Counts]:
-        """Sum the tenant's requests to revisions of `owner/adapter` in the hours from `since` to `until`, by model."""
+    async def sums(self, caller: Caller, adapter: str, since: int, until: int | None = None) -> dict[str, Counts]:
+        """Sum the caller's requests to revisions of `owner/adapter` in the hours from `since` to `until`, by model."""
         columns = [func.sum(REVISION_HOURS.c[name]).label(name) for name in COUNTED]
         statement = select(REVISION_HOURS.c.model, *columns).where(
-            REVISION_HOURS.c.tenant_id == tenant,
+            *_made_by(caller),
             REVISION_HOURS.c.model.startswith(f"{adapter}@", autoescape=True),
             REVISION_HOURS.c.hour >= since,
         )
@@ -110,12 +128,12 @@ class RevisionMetricsRepository:
         rows = await self._session.execute(statement.group_by(REVISION_HOURS.c.model))
         return {row.model: {name: int(getattr(row, name)) for name in COUNTED} for row in rows}
 
-    async def tenant_sums(self, tenant: TenantId, since: int, limit: int) -> dict[str, Counts]:
-        """Sum all of the tenant's requests since then, by model, of the `limit` models with most completed ones."""
+    async def sums_by_model(self, caller: Caller, since: int, limit: int) -> dict[str, Counts]:
+        """Sum all of the caller's requests since then, by model, of the `limit` models with most completed ones."""
         columns = [func.sum(REVISION_HOURS.c[name]).label(name) for name in COUNTED]
         statement = (
             select(REVISION_HOURS.c.model, *columns)
-            .where(REVISION_HOURS.c.tenant_id == tenant, REVISION_HOURS.c.hour >= since)
+            .where(*_made_by(caller), REVISION_HOURS.c.hour >= since)
             .group_by(REVISION_HOURS.c.model)
             .order_by(func.sum(REVISION_HOURS.c.completed).desc(), REVISION_HOURS.c.model)
             .limit(limit)
@@ -126,6 +144,13 @@ class RevisionMetricsRepository:
     async def forget(self, before: int) -> None:
         """Delete the hours before that time."""
         await self._session.execute(delete(REVISION_HOURS).where(REVISION_HOURS.c.hour < before))
+
+
+def _made_by(caller: Caller) -> list[ColumnElement[bool]]:
+    conditions = [REVISION_HOURS.c.tenant_id == caller.tenant]
+    if caller.project is not None:
+        conditions.append(REVISION_HOURS.c.project_id == caller.project)
+    return conditions
 
 
 class FeedbackSums(NamedTuple):
@@ -155,15 +180,17 @@ async def sums_of_models(
 
 
 class FeedbackRepository:
-    """One tenant's feedback."""
+    """Feedback on the requests of one caller."""
 
-    def __init__(self, session: AsyncSession, tenant: TenantId) -> None:
+    def __init__(self, session: AsyncSession, caller: Caller) -> None:
         self._session = session
-        self._tenant = tenant
+        self._own = [RequestRow.tenant_id == caller.tenant]
+        if caller.project is not None:
+            self._own.append(RequestRow.project_id == caller.project)
 
     async def model_of(self, request_id: str) -> str | None:
-        """Return the model that answered one of the tenant's requests."""
-        statement = select(RequestRow.model).where(RequestRow.tenant_id == self._tenant, RequestRow.id == request_id)
+        """Return the model that answered one of the caller's requests."""
+        statement = select(RequestRow.model).where(*self._own, RequestRow.id == request_id)
         return await self._session.scalar(statement)
 
     async def put(self, row: FeedbackRow) -> None:
@@ -176,8 +203,10 @@ class FeedbackRepository:
         count: Any = func.count()
         statement = (
             select(FeedbackRow.model, FeedbackRow.label, count, func.sum(FeedbackRow.score))
+            .join(RequestRow, RequestRow.id == FeedbackRow.request_id)
             .where(
-                FeedbackRow.tenant_id == self._tenant,
+                *self._own,
+                FeedbackRow.tenant_id == RequestRow.tenant_id,
                 FeedbackRow.model.startswith(f"{adapter}@", autoescape=True),
                 FeedbackRow.created_at >= since,
                 FeedbackRow.created_at <= until,

@@ -6,13 +6,18 @@ that had resolved the name before the deletion can still be queued.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
+
+from loramux.errors import LoramuxError
 from loramux.limits import adapter_quota
 from loramux.records import Database, Principal
 from loramux.records.adapters import ExpiryRepository, Overdue, RevisionRow
 from loramux.records.aliases import DEFAULT_ALIAS, WHOLE, Target
 from loramux.records.pins import BY_DELETION
+from loramux.registry.aliases import AliasCondition, existing_alias
 from loramux.registry.changes import UNCONDITIONAL, AdapterChange, ChangeService, Preconditions
-from loramux.registry.entities import AdapterInfo, RevisionInfo
+from loramux.registry.entities import AdapterInfo, RevisionInfo, WeightedRevision
 from loramux.registry.errors import AdapterNotFound, ChangeConflict, InvalidChange, PartNotFound, TooManyAdapters
 from loramux.settings import AdapterLimits
 from loramux.tenants import system_principal
@@ -22,6 +27,10 @@ ADMISSION_SECONDS = 60
 """The least time for which deleted files stay, for requests that had resolved the name and were not queued yet."""
 MAX_TTL_SECONDS = 10 * 365 * 86_400
 AT_A_TIME = 100
+POSTPONED_SECONDS = 3600
+"""Until the next attempt to expire a revision whose aliases must not move to their other targets."""
+
+logger = logging.getLogger(__name__)
 
 
 class DeletionService:
@@ -31,6 +40,11 @@ class DeletionService:
         self._database = database
         self._changes = changes
         self._limits = limits
+        self._conditions: list[AliasCondition] = []
+
+    def require(self, condition: AliasCondition) -> None:
+        """Have `condition` raise, in the change's transaction, where an alias must not lose an expired revision."""
+        self._conditions.append(condition)
 
     async def delete(
         self,
@@ -132,7 +146,10 @@ class DeletionService:
         ttl: int | None,
         preconditions: Preconditions = UNCONDITIONAL,
     ) -> RevisionInfo:
-        """Let one revision expire; its aliases then keep their other targets. Raises InvalidChange, PartNotFound."""
+        """Let one revision expire; its aliases then keep their other targets. Raises InvalidChange, PartNotFound.
+
+        Where a condition of an alias refuses those, the revision stays, and is tried again every hour.
+        """
         check_ttl(ttl)
 
         async def act(change: AdapterChange) -> RevisionInfo:
@@ -165,15 +182,43 @@ class DeletionService:
             revision = await change.adapters.revision(change.adapter.id, one.number)
             if revision is None or revision.deleted_at is not None or not _is_over(revision.expires_at, change.now):
                 return  # the owner has changed it meanwhile
-            if await _leave_aliases(change, revision):
-                await self._delete_revision(change, revision, "revision.expire", None)
-            else:
+            others = [
+                row
+                for row in await change.adapters.revisions(change.adapter.id)
+                if row.deleted_at is None and row.id != revision.id
+            ]
+            if not others:
                 await self._delete(change, "adapter.expire", purge_at)
+                return
+            remaining = await _remaining_targets(change, revision, others[0])
+            try:
+                for alias, targets in remaining.items():
+                    await self._ensure_allowed(system, change, alias, targets)
+            except LoramuxError as error:
+                await self._postpone(change, revision, error)
+                return
+            await _leave_aliases(change, remaining)
+            await self._delete_revision(change, revision, "revision.expire", None)
 
         try:
             await self._changes.change(system, one.adapter, UNCONDITIONAL, act, type(None))
         except AdapterNotFound:
             return  # the owner has changed it meanwhile
+
+    async def _ensure_allowed(
+        self, principal: Principal, change: AdapterChange, alias: str, targets: Sequence[Target]
+    ) -> None:
+        before = await existing_alias(change, alias)
+        weighted = [WeightedRevision(target.revision.number, target.weight) for target in targets]
+        for condition in self._conditions:
+            await condition(principal, change, before, weighted)
+
+    async def _postpone(self, change: AdapterChange, revision: RevisionRow, error: LoramuxError) -> None:
+        before = await change.revision_info(revision)
+        revision.expires_at = change.now + POSTPONED_SECONDS * SECOND
+        after = await change.revision_info(revision)
+        await change.record("revision.update", f"@{revision.number}", before=before, after=after)
+        logger.warning("%s@%d does not expire for another hour: %s", change.name, revision.number, error)
 
     async def _delete(self, change: AdapterChange, action: str, purge_at: int) -> tuple[AdapterInfo, frozenset[str]]:
         before = await change.info()
@@ -210,25 +255,26 @@ def _is_over(expires_at: int | None, now: int) -> bool:
     return expires_at is not None and expires_at <= now
 
 
-async def _leave_aliases(change: AdapterChange, revision: RevisionRow) -> bool:
-    """Take the revision out of every alias; return False where the default alias would have no target left.
+async def _remaining_targets(
+    change: AdapterChange, revision: RevisionRow, newest: RevisionRow
+) -> dict[str, list[Target]]:
+    """Return the targets that every alias of the revision has without it; none: the alias ends.
 
-    An alias that loses its only target is removed; the default alias falls to the newest remaining revision.
+    The default alias falls to `newest`, the newest remaining revision, where it loses its only target.
     """
     pointed = {one.alias.name: one.targets for one in (await change.aliases.all(change.adapter.id))[change.adapter.id]}
-    others = [
-        row
-        for row in await change.adapters.revisions(change.adapter.id)
-        if row.deleted_at is None and row.id != revision.id
-    ]
-    if not others:
-        return False
+    remaining = {}
     for name in await change.aliases.naming(revision.id):
         rest = [target for target in pointed[name] if target.revision.id != revision.id]
         if not rest and name == DEFAULT_ALIAS:
-            rest = [Target(others[0], WHOLE)]
-        if rest:
-            await change.aliases.point(change.adapter.id, name, rest, change.stamp)
+            rest = [Target(newest, WHOLE)]
+        remaining[name] = rest
+    return remaining
+
+
+async def _leave_aliases(change: AdapterChange, remaining: dict[str, list[Target]]) -> None:
+    for name, targets in remaining.items():
+        if targets:
+            await change.aliases.point(change.adapter.id, name, targets, change.stamp)
         else:
             await change.aliases.remove(change.adapter.id, name, change.stamp)
-    return True

@@ -1,6 +1,7 @@
 """Metrics of revisions: counted in memory, added to rows by the hour every few seconds, summed over windows.
 
-A tenant sees its own requests, to its own adapters and to those that are granted to it. Rows are bounded: one for each
+A tenant sees its own requests, to its own adapters and to those that are granted to it; a key of a project those of
+its project. Rows are bounded: one for each
 revision that was really asked for, an hour. A server that dies loses what it counted since the last writing.
 """
 
@@ -19,11 +20,12 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from loramux.errors import LoramuxError
 from loramux.gateway import Generation, Platform, run_periodically
-from loramux.records import Database, Principal, RecordsUnavailable, TenantId
+from loramux.records import Database, Principal, RecordsUnavailable
 from loramux.records.requests import OpenedRequest
 from loramux.records.revision_metrics import (
     FIRST_TOKEN_BOUNDS,
     FIRST_TOKENS,
+    Caller,
     Counts,
     Feedback,
     FeedbackRepository,
@@ -57,7 +59,7 @@ class InvalidFeedback(LoramuxError):
 
 
 class RequestNotFound(LoramuxError):
-    """No such request, or one that no adapter answered, or another tenant's."""
+    """No such request, or one that no adapter answered, or another tenant's or project's."""
 
     code = "request_not_found"
     status = HTTPStatus.NOT_FOUND
@@ -174,10 +176,10 @@ class RevisionMetrics:
             await RevisionMetricsRepository(session).forget(self._database.now() - KEPT)
 
     async def of(self, principal: Principal, adapter: str, window: str) -> list[RevisionReport]:
-        """Report on the revisions of `owner/adapter` that the caller's tenant has asked in a window, newest first."""
+        """Report on the revisions of `owner/adapter` that the caller has asked in a window, newest first."""
         now = self._database.now()
         async with self._database.read() as session:
-            return await _reports(session, principal.tenant, adapter, now - WINDOWS[window], now)
+            return await _reports(session, _caller(principal), adapter, now - WINDOWS[window], now)
 
     async def of_versions(
         self, principal: Principal, adapter: str, versions: Sequence[AliasVersion]
@@ -187,7 +189,7 @@ class RevisionMetrics:
         async with self._database.read() as session:
             for version in versions[:MAX_VERSIONS]:
                 names = {f"{adapter}@{target.revision}" for target in version.targets}
-                found = await _reports(session, principal.tenant, adapter, version.changed_at, until)
+                found = await _reports(session, _caller(principal), adapter, version.changed_at, until)
                 reports.append(
                     VersionReport(
                         version=version.version,
@@ -200,7 +202,7 @@ class RevisionMetrics:
         return reports
 
     async def service_levels(self, principal: Principal, window: str, first_token_s: float) -> list[ServiceLevel]:
-        """Report how well each model has served the caller's tenant in a window, of those that the caller may use.
+        """Report how well each model has served the caller in a window, of those that the caller may use.
 
         `first_token_s` is one of FIRST_TOKEN_BOUNDS: between two of them nothing is counted.
         """
@@ -208,7 +210,7 @@ class RevisionMetrics:
         since = self._database.now() - WINDOWS[window]
         async with self._database.read() as session:
             metrics = RevisionMetricsRepository(session)
-            sums = await metrics.tenant_sums(principal.tenant, since - since % HOUR, MAX_MODELS)
+            sums = await metrics.sums_by_model(_caller(principal), since - since % HOUR, MAX_MODELS)
         return [
             _service_level(model, counts, within)
             for model, counts in sums.items()
@@ -225,7 +227,7 @@ class RevisionMetrics:
         if label is not None and not _label.fullmatch(label):
             raise InvalidFeedback("'label' is 1 to 64 of a-z, 0-9, '.', '_' and '-'.", "label")
         async with self._database.begin() as session:
-            feedback = FeedbackRepository(session, principal.tenant)
+            feedback = FeedbackRepository(session, _caller(principal))
             model = await feedback.model_of(request_id)
             if model is None or "@" not in model or not principal.may_use(model.partition("@")[0]):
                 raise RequestNotFound(request_id)
@@ -242,14 +244,16 @@ class RevisionMetrics:
 
     def _counts_of(self, opened: OpenedRequest) -> Counter[str]:
         now = self._database.now()
-        return self._counts[opened.tenant_id, opened.model, now - now % HOUR]
+        return self._counts[RevisionHour(opened.tenant_id, opened.project_id or "", opened.model, now - now % HOUR)]
 
 
-async def _reports(
-    session: AsyncSession, tenant: TenantId, adapter: str, since: int, until: int
-) -> list[RevisionReport]:
-    sums = await RevisionMetricsRepository(session).sums(tenant, adapter, since - since % HOUR, until)
-    opinions = list(await FeedbackRepository(session, tenant).sums(adapter, since, until, MAX_LABELS))
+def _caller(principal: Principal) -> Caller:
+    return Caller(principal.tenant, principal.bound_project)
+
+
+async def _reports(session: AsyncSession, caller: Caller, adapter: str, since: int, until: int) -> list[RevisionReport]:
+    sums = await RevisionMetricsRepository(session).sums(caller, adapter, since - since % HOUR, until)
+    opinions = list(await FeedbackRepository(session, caller).sums(adapter, since, until, MAX_LABELS))
     reports = [_report(model, counts, opinions) for model, counts in sums.items()]
     return sorted(reports, key=lambda report: int(report.model.rpartition("@")[2]), reverse=True)
 

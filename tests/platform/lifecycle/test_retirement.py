@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from fake_registry import Shelf, digest_of, weights
 
 from loramux.records import Database, Principal
 from loramux.registry import (
+    AdapterChange,
     AdapterNotFound,
+    AliasInfo,
     ChangeConflict,
     InvalidChange,
     ModelNotFound,
     PartNotFound,
     TooManyAdapters,
+    WeightedRevision,
     engine_key,
 )
 
@@ -136,6 +141,35 @@ async def test_aliases_go_on_without_a_revision_that_deletes_itself(shelf: Shelf
     assert await shelf.registry.deletion.expire() == 2
     with pytest.raises(AdapterNotFound):
         await shelf.registry.queries.get(acme, "bot")
+
+
+async def test_revision_stays_while_its_aliases_must_not_move_to_their_other_targets(
+    shelf: Shelf, acme: Principal
+) -> None:
+    allowed: list[int] = []
+
+    async def condition(
+        principal: Principal, change: AdapterChange, before: AliasInfo, targets: Sequence[WeightedRevision]
+    ) -> None:
+        if not {target.revision for target in targets} <= {before.main, *allowed}:
+            raise InvalidChange("not this one", "revision")
+
+    await shelf.push(acme, "bot", 1, 2)
+    await shelf.registry.aliases.point(acme, "bot", "default", weights(r1=95, r2=5))
+    await shelf.registry.deletion.set_revision_ttl(acme, "bot", 1, 60)
+    shelf.registry.deletion.require(condition)
+    for _ in range(2):
+        shelf.pass_time(3600)
+        assert await shelf.registry.deletion.expire() == 1
+        assert await shelf.registry.deletion.expire() == 0, "no attempt before an hour has passed"
+        assert (await shelf.registry.queries.get(acme, "bot")).aliases[0].targets == tuple(weights(r1=95, r2=5))
+        assert await shelf.means(acme, "acme/bot@1") == "acme/bot@1"
+    allowed.append(2)
+    shelf.pass_time(3600)
+    await shelf.registry.deletion.expire()
+    assert (await shelf.registry.queries.get(acme, "bot")).aliases[0].targets == tuple(weights(r2=5))
+    with pytest.raises(ModelNotFound):
+        await shelf.means(acme, "acme/bot@1")
 
 
 async def test_an_adapter_has_so_many_revisions_and_deleting_makes_room(database: Database, acme: Principal) -> None:
