@@ -54,6 +54,14 @@ def test_a_command_that_does_not_exist_is_found() -> None:
             [_check(line, words) for line, words in _commands(f"    {wrong}\n")]
 
 
+def test_tests_that_a_page_names_exist() -> None:
+    text = "".join(file.read_text() for file in (ROOT / "tests").rglob("*.py"))
+    tests = set(re.findall(r"def (test_\w+)", text))
+    for page in PAGES:
+        named = set(re.findall(r"`(test_\w+)`", page.read_text()))
+        assert named <= tests, f"{page.name} names {sorted(named - tests)}"
+
+
 def _commands(text: str) -> Iterator[tuple[str, list[str]]]:
     """Yield the command lines of code blocks and of code in sentences."""
     blocks = [line for line in text.splitlines() if line.startswith("    ") or line.startswith("$ ")]

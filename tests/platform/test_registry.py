@@ -450,6 +450,19 @@ async def test_content_that_somebody_still_has_stays(
     assert (await registry.resolver.resolve(globex, "globex/copy")).revision.digest == shared.digest
 
 
+async def test_equal_weights_of_two_tenants_are_loaded_apart(
+    registry: Registry, push: Push, acme: Principal, globex: Principal
+) -> None:
+    """A load that is missing from a tenant's usage would tell that another tenant has the same weights."""
+    for tenant in (acme, globex):
+        await push(tenant, "upper", seed=1)
+    found = [(await registry.resolver.resolve(*asked)).revision for asked in ((acme, "upper"), (globex, "upper"))]
+    [mine, theirs] = [revision for revision in found if revision is not None]
+    assert mine.digest == theirs.digest
+    assert mine.directory == theirs.directory, "the files are stored once"
+    assert mine.engine_key != theirs.engine_key
+
+
 async def test_a_number_names_one_content_for_ever(registry: Registry, push: Push, acme: Principal) -> None:
     first = await push(acme, "upper", seed=1)
     await registry.deletion.delete(acme, "upper")

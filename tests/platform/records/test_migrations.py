@@ -215,14 +215,14 @@ def columns(url: str) -> dict[tuple[str, str], dict[str, Any]]:
 
 def test_metrics_of_before_belong_to_the_only_project(empty_url: str) -> None:
     fill_release_0011(empty_url)
-    move(empty_url, "0030")
+    move(empty_url, "0031")
     insert(empty_url, "tenants", id="tenant_2", name="globex", tier="standard", created_at=1)
     for name in ("one", "two"):
         insert(empty_url, "projects", id=f"project_{name}", tenant_id="tenant_2", name=name, created_at=1)
     for tenant in ("tenant_1", "tenant_2"):
         counts = dict.fromkeys(COUNTED, 3)
         insert(empty_url, "revision_hours", tenant_id=tenant, model="acme/upper@1", hour=0, **counts)
-    move(empty_url, "0031")
+    move(empty_url, "0032")
     assert rows(empty_url, "SELECT tenant_id, project_id, completed FROM revision_hours ORDER BY 1") == [
         ("tenant_1", "project_1", 3),
         ("tenant_2", "", 3),
@@ -231,6 +231,6 @@ def test_metrics_of_before_belong_to_the_only_project(empty_url: str) -> None:
         empty_url, "revision_hours", tenant_id="tenant_2", project_id="project_one", model="acme/upper@1", hour=0,
         **dict.fromkeys(COUNTED, 4),
     )  # fmt: skip
-    move(empty_url, "0030", down=True)
+    move(empty_url, "0031", down=True)
     sums = rows(empty_url, "SELECT tenant_id, completed, first_token_15 FROM revision_hours ORDER BY 1")
     assert sums == [("tenant_1", 3, 3), ("tenant_2", 7, 7)]

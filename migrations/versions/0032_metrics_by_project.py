@@ -3,8 +3,8 @@
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0031"
-down_revision = "0030"
+revision = "0032"
+down_revision = "0031"
 branch_labels = None
 depends_on = None
 
@@ -23,9 +23,11 @@ def upgrade() -> None:
         " HAVING count(*) = 1), '')"
     )
     _rebuild(("tenant_id", "project_id", "model", "hour"), f"tenant_id, {only}, model, hour, {', '.join(COUNTED)}")
+    op.execute("UPDATE schema_floor SET revision = '0032'")  # servers of before would add to rows by the old key
 
 
 def downgrade() -> None:
+    op.execute("UPDATE schema_floor SET revision = '0031'")
     sums = ", ".join(f"sum({name})" for name in COUNTED)
     _rebuild(("tenant_id", "model", "hour"), f"tenant_id, model, hour, {sums}", "GROUP BY tenant_id, model, hour")
 
