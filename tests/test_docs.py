@@ -94,3 +94,15 @@ def _check(line: str, words: list[str]) -> None:
     for word in words:
         if re.fullmatch(r"--?[a-z][\w-]*(=.*)?", word):
             assert word.split("=")[0] in options, f"{line.strip()!r}: `{context.command_path}` has no option {word!r}"
+
+
+def test_failures_of_a_fleet_name_tests_that_exist() -> None:
+    """Each row of the table says where it was seen, or that it was not."""
+    page = (ROOT / "docs/fleet.md").read_text()
+    rows = page.split("| seen in |\n|---|---|---|---|\n")[1].split("\n\n")[0].splitlines()
+    seen = [row.split("|")[-2].strip() for row in rows]
+    assert len(seen) > 15
+    for where in seen:
+        path = where.strip("`")
+        places = (ROOT / "tests" / f"{path}.py", ROOT / "tests/platform" / f"{path}.py")
+        assert where == "not tested" or any(place.is_file() for place in places), where

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from scripted_engine import FACTS, ScriptedEngine
 
-from loramux.engine import EngineDied
+from loramux.engine import ENGINE_DIED, EngineDied
 from loramux.engine.messages import EngineFault, ModelFacts, TenantService, TokenEvent
 from loramux.engine.request import AdapterRef, Request, SamplingParams
 from loramux.fleet import group as group_module
@@ -267,6 +267,20 @@ def test_group_does_not_end_while_a_request_may_still_wait_for_an_engine() -> No
         assert not fleet.group.has_ended
 
     in_fleet(test, ScriptedEngine, *[BrokenEngine] * 4, engines=EngineRange(min=1))
+
+
+def test_request_that_no_engine_goes_on_with_in_time_ends_with_an_error_and_its_count() -> None:
+    async def test(fleet: Fleet) -> None:
+        fleet.submit("a")
+        await fleet.until(lambda: fleet.tokens("a"))
+        fleet.lives[0].died.set()
+        fleet.submit("b")
+        for name in ("a", "b"):
+            end = await fleet.end_of(name)
+            assert end.fault.code == ENGINE_DIED
+            assert end.count.tokens.output == len(fleet.tokens(name)) < LENGTH
+
+    in_fleet(test, ScriptedEngine, *[BrokenEngine] * 50, engines=EngineRange(min=1, max_wait_s=0.05))
 
 
 def test_group_whose_engines_cannot_be_started_any_more_ends() -> None:
