@@ -123,6 +123,8 @@ def test_overlay_for_kuberay_builds_and_its_parts_agree() -> None:
     resources = worker["resources"]
     assert float(resources["limits"]["nvidia.com/gpu"]) == ray.num_gpus
     assert float(resources["requests"]["cpu"]) >= ray.num_cpus
+    assert workers["rayStartParams"]["num-cpus"] == resources["requests"]["cpu"]
+    assert workers["rayStartParams"]["num-gpus"] == resources["limits"]["nvidia.com/gpu"]
     assert (workers["minReplicas"], workers["maxReplicas"]) == (base.engines.min, base.engines.most)
     assert {"mountPath": str(Path(base.path).parent), "name": "models", "readOnly": True} in worker["volumeMounts"]
 
