@@ -83,6 +83,7 @@ from loramux_api.controllers.tokens import TokenController
 from loramux_api.controllers.uploads import UploadController
 from loramux_api.controllers.usage import InvoiceController, RequestController, ServiceLevelController, UsageController
 from loramux_api.controllers.vllm import VllmController
+from loramux_api.controllers.vllm_information import VllmInformationController
 from loramux_api.controllers.webhooks import EventController, WebhookController
 from loramux_api.headers import send_console_policy, send_request_id
 from loramux_api.metrics import Metrics
@@ -171,6 +172,7 @@ def create_app(settings: Settings, engine: EngineClient | None = None) -> Applic
             RequestController,
             WebhookController,
             VllmController,
+            VllmInformationController,
             HealthController,
             BatchController,
             EvaluationController,

@@ -74,6 +74,8 @@ class Address:
     certificate: Certificate | None = None
     internal: bool | None = None
     """True: INTERNAL_PATHS only; False: all others; None: every path."""
+    root_path: str = ""
+    """Every path is also found below this one."""
 
 
 @contextmanager
@@ -86,13 +88,16 @@ def reserved_addresses(settings: ServerSettings) -> Iterator[list[Address]]:
     with ExitStack() as reserved:
         public = reserved.enter_context(reserved_socket(settings.host, settings.port, "server.host, server.port"))
         if settings.internal_port is None:
-            yield [Address(public, certificate)]
+            yield [Address(public, certificate, root_path=settings.root_path)]
             return
         host = settings.internal_host or settings.host
         internal = reserved.enter_context(
             reserved_socket(host, settings.internal_port, "server.internal_host, server.internal_port")
         )
-        yield [Address(public, certificate, internal=False), Address(internal, internal=True)]
+        yield [
+            Address(public, certificate, internal=False, root_path=settings.root_path),
+            Address(internal, internal=True),
+        ]
 
 
 @contextmanager
@@ -169,7 +174,8 @@ class Listener:
     """
 
     def __init__(self, app: ASGIApp, address: Address, max_connections: int) -> None:
-        self._app = app if address.internal is None else _paths_of(app, internal=address.internal)
+        app = app if address.internal is None else paths_of(app, internal=address.internal)
+        self._app = below(app, address.root_path) if address.root_path else app
         self._address, self._max_connections = address, max_connections
         self._servers: dict[asyncio.Task[None], BoundServer] = {}
         self._closed = False
@@ -259,7 +265,20 @@ def _unavailable(setting: str, host: str, port: int, error: OSError | UnicodeErr
     return SettingsError(f"{setting}: cannot listen on {host}:{port} ({why}); {way_out}")
 
 
-def _paths_of(app: ASGIApp, *, internal: bool) -> ASGIApp:
+def below(app: ASGIApp, root_path: str) -> ASGIApp:
+    """Return the application that answers every path below `root_path` too."""
+
+    async def shortened(scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"]
+        if path.startswith(f"{root_path}/"):
+            scope["path"] = path.removeprefix(root_path)
+            scope["raw_path"] = scope["raw_path"].removeprefix(root_path.encode())
+        await app(scope, receive, send)
+
+    return shortened
+
+
+def paths_of(app: ASGIApp, *, internal: bool) -> ASGIApp:
     """Return the application for INTERNAL_PATHS only, or for all others; what is not for this address is not found."""
 
     async def filtered(scope: Scope, receive: Receive, send: Send) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import version
 from typing import Any
 
 import httpx
@@ -244,6 +245,8 @@ def test_text_is_tokenized_with_special_tokens_and_without(site: Site) -> None:
         "token_strs": ["<|bos|>", "h", "Ã", "©"],
     }
     without = post(site, "/tokenize", model="tiny", prompt="hé", add_special_tokens=False)
+    assert post(site, "/tokenize", prompt="hé", add_special_tokens=False) == without, "without a model: the first base"
+    assert post(site, "/detokenize", tokens=without["tokens"]) == {"prompt": "hé"}
     assert (without["tokens"], without["token_strs"]) == (list("hé".encode()), None)
     assert post(site, "/detokenize", model="tiny", tokens=with_special["tokens"]) == {"prompt": "<|bos|>hé"}
 
@@ -286,3 +289,26 @@ def test_another_tenants_model_is_not_tokenized_for(site: Site) -> None:
     with site.http() as client:
         assert client.post("/tokenize", json={"model": "globex/upper", "prompt": "x"}).status_code == 404
     assert httpx.post(f"{site.url}/tokenize", json={"model": "tiny", "prompt": "x"}).status_code == 401
+
+
+def test_version_load_and_tokenizer_are_described_as_in_vllm(site: Site) -> None:
+    with site.http("all-scopes") as http:
+        assert http.get("/version").json() == {"version": version("loramux")}
+        assert http.get("/load").json().keys() == {"server_load"}
+    with site.http() as http:
+        assert http.get("/load").status_code == 403
+        info = http.get("/tokenizer_info").json()
+        assert info["tokenizer_class"]
+        assert info["bos_token"] == "<|bos|>"
+        assert info["model_max_length"] == http.get("/v1/models/tiny").json()["max_model_len"]
+        assert http.get("/tokenizer_info", params={"model": "absent"}).status_code == 404
+    assert httpx.get(f"{site.url}/tokenizer_info").status_code == 401
+
+
+@pytest.mark.parametrize("keys", [["not_a_token_id"], ["bad1", "bad2"], ["1.5"], ["0x10"], ["", " 1"]])
+def test_logit_bias_with_a_key_that_is_no_token_id_names_it(site: Site, keys: list[str]) -> None:
+    with site.http() as http:
+        answer = http.post("/v1/chat/completions", json=CHAT | {"logit_bias": {"5": 1, **dict.fromkeys(keys, 1)}})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "logit_bias"
+    assert all(repr(key) in answer.json()["error"]["message"] for key in keys)

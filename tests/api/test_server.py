@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import resource
 import socket
 import subprocess
 import sys
+from typing import Any
 
 import httpx
 import pytest
@@ -15,7 +17,14 @@ from running_server import free_port
 from site_fixture import Site
 
 from loramux.settings import ServerSettings, SettingsError
-from loramux_api.listening import MAX_CONNECTIONS, MIN_CONNECTIONS, RESERVED_FILES, reserved_addresses
+from loramux_api.listening import (
+    MAX_CONNECTIONS,
+    MIN_CONNECTIONS,
+    RESERVED_FILES,
+    below,
+    paths_of,
+    reserved_addresses,
+)
 
 CODE = """
 import json, resource, sys
@@ -101,3 +110,26 @@ def test_readiness_fails_from_the_signal_on_while_requests_are_served(
     assert (ready.status_code, ready.json()) == (503, {"status": "draining"})
     with site.http() as client:
         assert client.post("/v1/completions", json={"model": "tiny", "prompt": "hi"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "reached"),
+    [
+        ("/llm/v1/models", "/v1/models"),
+        ("/v1/models", "/v1/models"),
+        ("/llm", "/llm"),
+        ("/llmx/v1/models", "/llmx/v1/models"),
+        ("/llm/metrics", "/not-on-this-port/metrics"),
+        ("/llm//metrics", "/not-on-this-port/metrics"),
+        ("/llm/llm/metrics", "/llm/metrics"),
+    ],
+)
+def test_root_path_leads_to_every_path_that_the_port_has(path: str, reached: str) -> None:
+    found: list[str] = []
+
+    async def app(scope: Any, *_: Any) -> None:
+        found.append(scope["path"])
+
+    served = below(paths_of(app, internal=False), "/llm")
+    asyncio.run(served({"type": "http", "path": path, "raw_path": path.encode()}, None, None))
+    assert found == [reached]

@@ -12,6 +12,9 @@ import pytest
 from constrained_site import END_OF_THOUGHT, THINK, TOOLS_TEMPLATE, constrained_site
 from site_fixture import Site
 
+from loramux_api.schemas.chat import ChatBody, to_request
+from loramux_api.schemas.strict import decode_body
+
 WEATHER = {
     "type": "object",
     "properties": {"city": {"type": "string", "maxLength": 9}, "unit": {"enum": ["C", "F"]}},
@@ -158,12 +161,14 @@ def test_constrained_answer_may_think_first_and_then_follows_the_format(tools_si
     spelled = {THINK: b"<think>", END_OF_THOUGHT: b""}
     thought = b"".join(spelled.get(t) or bytes([t]) for t in ids[1 : num_thought - 1]).decode(errors="replace")
     assert getattr(choice.message, "reasoning_content", "").strip() == thought.strip()
+    assert choice.message.model_extra["reasoning"] == choice.message.model_extra["reasoning_content"]
     jsonschema.validate(json.loads(choice.message.content), WEATHER)
     with think(tools_site, **fields, stream=True) as stream:
         deltas = [chunk.choices[0].delta for chunk in stream]
     assert "".join(delta.content or "" for delta in deltas) == choice.message.content
-    thoughts = (getattr(delta, "reasoning_content", None) or "" for delta in deltas)
-    assert "".join(thoughts).strip() == thought.strip()
+    for name in ("reasoning_content", "reasoning"):
+        thoughts = (getattr(delta, name, None) or "" for delta in deltas)
+        assert "".join(thoughts).strip() == thought.strip()
 
 
 def test_prompt_that_has_closed_the_thought_leaves_none(tools_site: Site) -> None:
@@ -171,3 +176,8 @@ def test_prompt_that_has_closed_the_thought_leaves_none(tools_site: Site) -> Non
     answer = think(tools_site, logit_bias={str(THINK): 100}, response_format=format)
     assert answer.usage.completion_tokens_details.reasoning_tokens == 0
     jsonschema.validate(json.loads(answer.choices[0].message.content), WEATHER)
+
+
+def test_template_gets_tools_as_they_were_sent() -> None:
+    body = decode_body(json.dumps({"model": "tiny", "messages": HELLO, "tools": TOOLS}).encode(), ChatBody)
+    assert to_request(body).chat.template["tools"] == TOOLS

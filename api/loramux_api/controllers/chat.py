@@ -223,7 +223,7 @@ def _chat_delta(delta: Delta) -> ChatDelta:
     if delta.text or not (delta.thought or delta.calls):
         made.content = delta.text
     if delta.thought:
-        made.reasoning_content = delta.thought
+        made.reasoning_content = made.reasoning = delta.thought
     if delta.calls:
         made.tool_calls = [_call_delta(call) for call in delta.calls]
     return made
@@ -245,5 +245,6 @@ def _message(choice: CollectedChoice, echo: str) -> AssistantMessage:
     return AssistantMessage(
         content=(text.rstrip() or None) if calls else text,
         reasoning_content=thought or UNSET,
+        reasoning=thought or UNSET,
         tool_calls=calls or UNSET,
     )

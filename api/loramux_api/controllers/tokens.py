@@ -60,4 +60,4 @@ class TokenController(Controller):
         completions: NamedDependency[CompletionService],
     ) -> Detokenized:
         """Return the text of a model's tokens, special ones too."""
-        return Detokenized(await completions.detokenize(principal, data.model, data.tokens))
+        return Detokenized(await completions.detokenize(principal, data.model or "", data.tokens))

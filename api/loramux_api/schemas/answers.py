@@ -83,6 +83,8 @@ class AssistantMessage(msgspec.Struct, kw_only=True):
     refusal: None = None
     reasoning_content: str | UnsetType = UNSET
     """The thought before the text, where the model thinks."""
+    reasoning: str | UnsetType = UNSET
+    """The same, under vLLM's name."""
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
@@ -119,6 +121,8 @@ class ChatDelta(msgspec.Struct, kw_only=True):
     content: str | UnsetType = UNSET
     refusal: UnsetType | None = UNSET
     reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    """The same, under vLLM's name."""
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -16,6 +17,9 @@ from loramux_api.schemas.strict import Body, Unsupported
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
 MAX_USER_LENGTH = 512
+_SHOWN, _SHOWN_KEYS = 40, 3
+"""Characters of a wrong key of logit_bias that its refusal repeats, and how many of the keys."""
+_token_id = re.compile(r"-?[0-9]{1,18}")
 _NO_SEARCH = "answers are sampled, not searched for."
 
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -50,7 +54,8 @@ class SamplingBody(Body, kw_only=True):
     repetition_penalty: RepetitionPenalty | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: Annotated[dict[int, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] | None = None
+    """By token id, written as a text."""
     stop: StopString | Annotated[list[StopString], Meta(max_length=16)] | None = None
     stop_token_ids: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=128)] | None = None
     min_tokens: Annotated[int, Meta(ge=0)] | None = None
@@ -174,13 +179,27 @@ def sampling_params(body: SamplingBody, logprobs: int | None, of_echo: int | Non
         repetition_penalty=body.repetition_penalty or 1.0,
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
-        logit_bias=body.logit_bias or {},
+        logit_bias=_biases(body.logit_bias or {}),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         min_tokens=body.min_tokens or 0,
         ignore_eos=bool(body.ignore_eos),
         logprobs=logprobs,
         prompt_logprobs=max((n for n in (body.prompt_logprobs, of_echo) if n is not None), default=None),
     )
+
+
+def _biases(given: Mapping[str, float]) -> dict[int, float]:
+    """Return biases by token id. Raises InvalidRequest with the keys that are none."""
+    wrong = [key for key in given if not _token_id.fullmatch(key)]
+    if wrong:
+        named = ", ".join(repr(key[:_SHOWN]) for key in wrong[:_SHOWN_KEYS])
+        more = f" and {len(wrong) - _SHOWN_KEYS} more" if len(wrong) > _SHOWN_KEYS else ""
+        raise InvalidRequest(
+            f"Invalid value for 'logit_bias': its keys are token ids, whole numbers; got {named}{more}.",
+            field="logit_bias",
+            code="invalid_value",
+        )
+    return {int(key): bias for key, bias in given.items()}
 
 
 def left_out(body: SamplingBody) -> frozenset[str]:

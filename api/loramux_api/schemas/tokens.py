@@ -20,7 +20,8 @@ from loramux_api.schemas.tools import MAX_TOOLS, ToolDefinition
 class TokenizeBody(Body, kw_only=True):
     """A text, or a conversation for the model's chat template."""
 
-    model: str
+    model: str | None = None
+    """The first base where it is left out, as in vLLM."""
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
     tools: Annotated[list[ToolDefinition], Meta(max_length=MAX_TOOLS)] | None = None
@@ -40,7 +41,8 @@ class TokenizeBody(Body, kw_only=True):
 class DetokenizeBody(Body, kw_only=True):
     """Tokens of a model."""
 
-    model: str
+    model: str | None = None
+    """The first base where it is left out, as in vLLM."""
     tokens: list[int]
 
 
@@ -66,14 +68,14 @@ def to_tokenize(body: TokenizeBody) -> GenerationRequest:
     if body.messages is None:
         return GenerationRequest(
             kind="tokens-",
-            model=body.model,
+            model=body.model or "",
             is_streamed=False,
             prompts=(body.prompt or "",),
             sampling=SamplingParams(max_tokens=1),
             add_special_tokens=body.add_special_tokens is not False,
         )
     chat = ChatBody(
-        model=body.model,
+        model=body.model or "",
         messages=body.messages,
         tools=body.tools,
         add_special_tokens=body.add_special_tokens,

@@ -14,8 +14,11 @@ MAX_TOOLS = 128
 FunctionName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
 
 
-class FunctionDefinition(msgspec.Struct):
-    """A function that an answer may call."""
+class FunctionDefinition(msgspec.Struct, omit_defaults=True):
+    """A function that an answer may call.
+
+    Chat templates get what was sent: a null more would be a prompt that no trainer has written.
+    """
 
     name: FunctionName
     description: str | None = None

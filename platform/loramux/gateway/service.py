@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from http import HTTPStatus
 from importlib.metadata import version
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -373,10 +373,17 @@ class CompletionService:
         check_token_ids("tokens", token_ids, max(base.facts.vocab_size, format.num_tokens))
         return await format.tokenizer.decode_all(token_ids, principal.tenant)
 
+    async def describe_tokenizer(self, principal: Principal, model: str | None) -> dict[str, Any]:
+        """Return what a client may know of a tokenizer; None: that of the first base. Raises as `tokenize` does."""
+        base, format = await self._format_of(principal, model or "")
+        template = format.bundle.chat_template or format.tokenizer.chat_template
+        return format.tokenizer.describe() | {"chat_template": template or None, "model_max_length": base.context}
+
     async def _format_of(self, principal: Principal, model: str) -> tuple[ServedBase, Format]:
+        """Return the base and the format of a model; empty: of the first base."""
         self.ensure_accepting()
         await self._usage.ensure_rate(principal)
-        resolved = await self._resolver.resolve(principal, model)
+        resolved = await self._resolver.resolve(principal, model or next(iter(self.bases)))
         base = self.bases[resolved.base_model]
         return base, await self._formats.of(base.name, base.format, resolved.revision)
 

@@ -80,6 +80,13 @@ class Tokenizer:
         tokenizer.longest_token = max(self.longest_token, *(len(token.content) for token in added))
         return tokenizer
 
+    def describe(self) -> dict[str, Any]:
+        """Return the class and the special tokens, under the names of a tokenizer_config.json."""
+        special = {
+            name: str(text) for name, text in self._tokenizer.special_tokens_map.items() if isinstance(text, str)
+        }
+        return {"tokenizer_class": type(self._tokenizer).__name__} | special
+
     async def encode(self, text: str, limit: int, tenant: str = "", *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text to continue, with the special tokens that the model expects around it.
 

@@ -40,6 +40,8 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """A second port, without TLS, for /metrics, /health and /schema: then the first port answers 404 for them."""
     internal_host: str | None = None
     """The listen address of internal_port. Unset: `host`."""
+    root_path: str = ""
+    """A path below which the API is answered too, such as /llm, for a proxy that sends it along. The console is not."""
     max_upload_bytes: Positive = 2 << 30
     """The largest upload."""
     lame_duck_seconds: Seconds = 1.0
@@ -49,6 +51,8 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Seconds that running requests have to finish after SIGTERM."""
 
     def __post_init__(self) -> None:
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            raise ValueError("server.root_path begins with a slash and does not end with one, such as /llm")
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError("server.tls_certificate and server.tls_key are set together, or neither")
         if self.internal_port == self.port and (self.internal_host or self.host) == self.host:
