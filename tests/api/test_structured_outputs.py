@@ -8,12 +8,13 @@ import math
 import random
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import jsonschema
 import openai
 import pytest
-from constrained_site import ADAPTERS, constrained_site
+from constrained_site import ADAPTERS, TOOLS_TEMPLATE, constrained_site
 from site_fixture import Site
 
 MODELS = ["tiny", *(f"acme/a{number}" for number in range(ADAPTERS))]
@@ -57,9 +58,15 @@ SCHEMAS: list[dict[str, Any]] = [
 ]
 
 
+CALLS_TEMPLATE = TOOLS_TEMPLATE.partition("{% if enable_thinking")[0]
+"""Tools without thoughts."""
+OBJECTS = [SCHEMAS[0], SCHEMAS[4]]
+"""Arguments of tools."""
+
+
 @pytest.fixture(scope="module")
 def constrained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    with constrained_site(tmp_path_factory.mktemp("constrained")) as made:
+    with constrained_site(tmp_path_factory.mktemp("constrained"), CALLS_TEMPLATE) as made:
         yield made
 
 
@@ -176,12 +183,53 @@ def test_unenforceable_keyword_is_left_out_where_strict_is_not_asked_for(constra
     assert 1 <= json.loads(ask(constrained, response_format=format).choices[0].message.content) <= 9
 
 
-def mixed(site: Site, count: int, *, only_free: bool = False) -> list[tuple[dict[str, Any] | None, Any]]:
-    """Send `count` seeded requests over all models at once, every second one constrained, some streamed."""
+@dataclass(frozen=True)
+class Plan:
+    """One of many requests; with a schema its answer, or its call of a tool, has that form."""
+
+    schema: dict[str, Any] | None
+    fields: dict[str, Any]
+    is_streamed: bool
+    calls: bool = False
+
+    async def send(self, client: openai.AsyncOpenAI) -> str:
+        """Return the answer: of a call its arguments, of a free one its token ids."""
+        fields = self.fields | {"stream": self.is_streamed, "extra_body": {"return_token_ids": True}}
+        if self.schema is not None and self.calls:
+            function = {"name": "report", "parameters": self.schema, "strict": True}
+            fields |= {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+            fields["parallel_tool_calls"] = False
+        elif self.schema is not None:
+            fields["response_format"] = strict(self.schema)
+        answer = await client.chat.completions.create(**fields)
+        if not self.is_streamed:
+            message = answer.choices[0].message
+            text = message.tool_calls[0].function.arguments if self.calls else message.content
+            return text if self.schema else str(answer.choices[0].token_ids)
+        chunks = [chunk.choices[0] async for chunk in answer]
+        if self.calls:
+            return join_call([piece for chunk in chunks for piece in chunk.delta.tool_calls or []])
+        if self.schema:
+            return "".join(chunk.delta.content or "" for chunk in chunks)
+        return str([token for chunk in chunks for token in getattr(chunk, "token_ids", None) or []])
+
+
+def join_call(pieces: list[Any]) -> str:
+    """Return the arguments of the one call that was streamed in pieces: the first has its id and name."""
+    assert pieces[0].id
+    assert pieces[0].function.name == "report"
+    assert {piece.index for piece in pieces} == {0}
+    assert not any(piece.id for piece in pieces[1:])
+    return "".join(piece.function.arguments or "" for piece in pieces)
+
+
+def plans(count: int) -> list[Plan]:
+    """`count` seeded requests over all models: half free, a quarter in a schema, a quarter calls; some streamed."""
     rng = random.Random(3)
-    plans = []
+    made = []
     for number in range(count):
-        schema = rng.choice(SCHEMAS) if number % 2 else None
+        is_bound, calls = number % 2 == 1, number % 4 == 3
+        schema = rng.choice(OBJECTS if calls else SCHEMAS) if is_bound else None
         fields: dict[str, Any] = {
             "model": MODELS[number % len(MODELS)] if number % 4 < 2 else rng.choice(MODELS),
             "messages": [{"role": "user", "content": rng.choice(["hi", "what is it?", "hello " * 9])}],
@@ -189,40 +237,33 @@ def mixed(site: Site, count: int, *, only_free: bool = False) -> list[tuple[dict
             "seed": number,
             "max_tokens": 1500 if schema else rng.randrange(4, 40),
         }
-        stream = rng.random() < 0.5
-        if schema is None or not only_free:
-            plans.append((schema, fields, stream))
+        made.append(Plan(schema, fields, rng.random() < 0.5, calls))
+    return made
 
-    async def send(client: openai.AsyncOpenAI, schema: Any, fields: dict[str, Any], stream: bool) -> str:
-        if schema is not None:
-            fields = fields | {"response_format": strict(schema)}
-        answer = await client.chat.completions.create(**fields, stream=stream, extra_body={"return_token_ids": True})
-        if not stream:
-            return answer.choices[0].message.content if schema else str(answer.choices[0].token_ids)
-        chunks = [chunk.choices[0] async for chunk in answer]
-        if schema:
-            return "".join(chunk.delta.content or "" for chunk in chunks)
-        return str([token for chunk in chunks for token in getattr(chunk, "token_ids", None) or []])
+
+def mixed(site: Site, asked: list[Plan]) -> list[str]:
+    """Send the requests at once."""
 
     async def send_all() -> list[str]:
         url, key = f"{site.url}/v1", site.keys["acme"]
-        async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0, timeout=300) as client:
-            return await asyncio.gather(*(send(client, *plan) for plan in plans))
+        async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0, timeout=900) as client:
+            return await asyncio.gather(*(plan.send(client) for plan in asked))
 
-    return [(plan[0], answer) for plan, answer in zip(plans, asyncio.run(send_all()), strict=True)]
+    return asyncio.run(send_all())
 
 
 def check_mixed(site: Site, count: int) -> None:
-    answers = mixed(site, count)
-    alone = mixed(site, count, only_free=True)
-    assert [answer for schema, answer in answers if schema is None] == [answer for _, answer in alone]
-    for schema, answer in answers:
-        if schema is not None:
-            jsonschema.validate(json.loads(answer), schema)
+    asked = plans(count)
+    free = [plan for plan in asked if plan.schema is None]
+    answers = dict(zip(map(id, asked), mixed(site, asked), strict=True))
+    assert [answers[id(plan)] for plan in free] == mixed(site, free), "constrained neighbours change nothing"
+    for plan in asked:
+        if plan.schema is not None:
+            jsonschema.validate(json.loads(answers[id(plan)]), plan.schema)
 
 
 def test_mixed_batch_validates_and_leaves_unconstrained_rows_alone(constrained: Site) -> None:
-    check_mixed(constrained, 48)
+    check_mixed(constrained, 60)
 
 
 @pytest.mark.slow
