@@ -7,7 +7,8 @@
 forget are replaced in that process alone. `fleet` is the product: router, runs that can go on elsewhere, service that
 is heard. `channel` is the product with its engine behind the encrypted channel, on this machine over TCP. One is asked
 at a time, in an order that turns, so that a slow minute of the machine hurts all. The result is JSON on stdout: for
-`fleet` and `channel` the ratio of tokens per second to `direct` in each round, the median and the quartiles.
+`fleet` and `channel` the ratio of tokens per second to `direct` in each round, the median and the quartiles; for each
+server the CPU time of its own process for a token, without its engine's, which a busy machine hardly changes.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +59,33 @@ def serve_direct(arguments: list[str]) -> None:
     command_line()
 
 
-def start(stack: ExitStack, folder: Path, name: str) -> Site:
+@dataclass(frozen=True)
+class Server:
+    """A server of one kind."""
+
+    site: Site
+    pid: int
+    cpu_us: list[float] = field(default_factory=list)
+    """CPU time of a token, of each round."""
+
+    @property
+    def name(self) -> str:
+        """Its kind."""
+        return self.site.name
+
+    async def tokens_per_s(self, requests: int, max_tokens: int) -> float:
+        """Return the rate, and note the CPU time."""
+        before = self._cpu_ns()
+        rate = await self.site.tokens_per_s(requests, max_tokens)
+        self.cpu_us.append((self._cpu_ns() - before) / 1000 / (requests * max_tokens))
+        return rate
+
+    def _cpu_ns(self) -> int:
+        threads = Path(f"/proc/{self.pid}/task").glob("*/schedstat")
+        return sum(int(thread.read_text().split()[0]) for thread in threads)
+
+
+def start(stack: ExitStack, folder: Path, name: str) -> Server:
     """Start the server of one kind, with its engine."""
     folder.mkdir()
     config, port, engine_port = folder / "settings.toml", free_port(), free_port()
@@ -80,8 +108,8 @@ def start(stack: ExitStack, folder: Path, name: str) -> Site:
     url = f"http://127.0.0.1:{port}"
     how = [sys.executable, str(Path(__file__).resolve()), "--direct"] if name == "direct" else [*LORAMUX]
     serve = Command([*how, "serve", "--config", str(config)], f"{url}/health/ready", folder / "server.log", {})
-    stack.enter_context(running(serve))
-    return Site(name, url, key)
+    pid, _ = stack.enter_context(running(serve))
+    return Server(Site(name, url, key), pid)
 
 
 def cli(config: Path, *arguments: str) -> dict[str, Any]:
@@ -91,10 +119,10 @@ def cli(config: Path, *arguments: str) -> dict[str, Any]:
     return answer
 
 
-async def measure(sites: list[Site], rounds: int, requests: int, max_tokens: int) -> dict[str, Any]:
+async def measure(sites: list[Server], rounds: int, requests: int, max_tokens: int) -> dict[str, Any]:
     """Return the ratios of all rounds, for each kind."""
     for site in sites:
-        await site.tokens_per_s(requests, max_tokens)  # warm
+        await site.site.tokens_per_s(requests, max_tokens)  # warm
     ratios: dict[str, list[float]] = {name: [] for name in NAMES[1:]}
     for turn in range(rounds):
         shift = turn % len(sites)
@@ -102,13 +130,15 @@ async def measure(sites: list[Site], rounds: int, requests: int, max_tokens: int
         for name, found in ratios.items():
             found.append(rates[name] / rates["direct"])
         say(f"round {turn + 1}: " + ", ".join(f"{rates[name]:.0f} tokens/s {name}" for name in NAMES))
-    return {name: summary(found) for name, found in ratios.items()} | {"load": os.getloadavg()[0]}
+    result: dict[str, Any] = {name: summary(found) for name, found in ratios.items()}
+    result["cpu_us_per_token"] = {site.name: summary(site.cpu_us) for site in sites}
+    return result | {"load": os.getloadavg()[0]}
 
 
-def summary(ratios: list[float]) -> dict[str, Any]:
-    """Return the median and the quartiles of some ratios, with all of them."""
-    quartiles = statistics.quantiles(ratios, n=4)
-    return {"median": statistics.median(ratios), "quartiles": [quartiles[0], quartiles[2]], "ratios": ratios}
+def summary(values: list[float]) -> dict[str, Any]:
+    """Return the median and the quartiles of some values, with all of them."""
+    quartiles = statistics.quantiles(values, n=4)
+    return {"median": statistics.median(values), "quartiles": [quartiles[0], quartiles[2]], "values": values}
 
 
 def main() -> None:
