@@ -24,11 +24,13 @@ from loramux.errors import LoramuxError
 from loramux.gateway import AdapterService, CompletionService, EngineClient, EngineDied, Platform, open_platform
 from loramux.limits import Limits
 from loramux.releases import (
+    BaseMigrations,
     CanaryGuards,
     Evaluations,
     ReleasePolicies,
     RevisionMetrics,
     Shadows,
+    open_base_migrations,
     open_canary_guards,
     open_evaluations,
     open_revision_metrics,
@@ -53,6 +55,7 @@ from loramux_api.controllers.admin import (
     AdminTierLimitController,
 )
 from loramux_api.controllers.aliases import AliasController
+from loramux_api.controllers.bases import AdminBaseController
 from loramux_api.controllers.batches import BatchController
 from loramux_api.controllers.chat import ChatController
 from loramux_api.controllers.completions import CompletionController
@@ -69,6 +72,7 @@ from loramux_api.controllers.health import HealthController
 from loramux_api.controllers.limits import BudgetController, LimitController
 from loramux_api.controllers.lorax import LoraxController
 from loramux_api.controllers.messages import MessageController
+from loramux_api.controllers.migrations import AdminMigrationController, MigrationController
 from loramux_api.controllers.models import ModelController
 from loramux_api.controllers.releases import (
     FeedbackController,
@@ -165,6 +169,9 @@ def create_app(settings: Settings, engine: EngineClient | None = None) -> Applic
             AdminTenantController,
             AdminTierController,
             AdminEngineController,
+            AdminBaseController,
+            AdminMigrationController,
+            MigrationController,
             AdminController,
             AdminTierLimitController,
             AdminTenantLimitController,
@@ -210,8 +217,9 @@ async def attached(app: Application, platform: Platform) -> AsyncIterator[None]:
         open_evaluations(platform, services) as evaluations,
         open_canary_guards(platform) as guards,
         open_shadows(platform, services.files) as shadows,
+        open_base_migrations(platform, evaluations) as migrations,
     ):
-        app.state.guards, app.state.shadows = guards, shadows
+        app.state.guards, app.state.shadows, app.state.migrations = guards, shadows, migrations
         app.state.policies = ReleasePolicies(platform)
         app.state.evaluations = evaluations
         app.state.platform, app.state.batches, app.state.revision_metrics = platform, services, revision_metrics
@@ -339,6 +347,10 @@ def _dependencies() -> dict[str, Provide]:
         found: Evaluations = request.app.state.evaluations
         return found
 
+    def migrations(request: AnyRequest) -> BaseMigrations:
+        found: BaseMigrations = request.app.state.migrations
+        return found
+
     def guards(request: AnyRequest) -> CanaryGuards:
         found: CanaryGuards = request.app.state.guards
         return found
@@ -370,6 +382,7 @@ def _dependencies() -> dict[str, Provide]:
             batches,
             files,
             evaluations,
+            migrations,
             guards,
             shadows,
             policies,

@@ -29,6 +29,7 @@ REFUSALS = {
     403: ResponseSpec(ErrorAnswer, description="The key or the member lacks the scope, or the tenant is suspended."),
     404: ResponseSpec(ErrorAnswer, description="It does not exist, or it is another tenant's."),
     409: ResponseSpec(ErrorAnswer, description="It exists already, is still needed, or still runs."),
+    410: ResponseSpec(ErrorAnswer, description="Its base model is retired; the message names what to use instead."),
     412: ResponseSpec(ErrorAnswer, description="It was changed since you read it."),
     413: ResponseSpec(ErrorAnswer, description="The body is too large."),
     429: ResponseSpec(ErrorAnswer, description="Over capacity, or over one of your limits: see Retry-After."),

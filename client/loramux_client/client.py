@@ -7,11 +7,13 @@ from types import TracebackType
 import httpx
 
 from loramux_client.adapters import Adapters
+from loramux_client.bases import Bases
 from loramux_client.batches import Batches
 from loramux_client.engines import Engines
 from loramux_client.evaluations import Evaluations
 from loramux_client.files import Files
 from loramux_client.flow import AsyncRunner, RetryPolicy, SyncRunner, connection_options
+from loramux_client.migrations import Migrations
 from loramux_client.uploads import Uploads
 from loramux_client.usage import Usage
 from loramux_client.webhooks import Webhooks
@@ -43,6 +45,8 @@ class Client(SyncRunner):
         self.webhooks: Webhooks[SyncRunner] = Webhooks(self)
         self.usage: Usage[SyncRunner] = Usage(self)
         self.engines: Engines[SyncRunner] = Engines(self)
+        self.bases: Bases[SyncRunner] = Bases(self)
+        self.migrations: Migrations[SyncRunner] = Migrations(self)
 
     def __enter__(self) -> Client:
         return self
@@ -78,6 +82,8 @@ class AsyncClient(AsyncRunner):
         self.webhooks: Webhooks[AsyncRunner] = Webhooks(self)
         self.usage: Usage[AsyncRunner] = Usage(self)
         self.engines: Engines[AsyncRunner] = Engines(self)
+        self.bases: Bases[AsyncRunner] = Bases(self)
+        self.migrations: Migrations[AsyncRunner] = Migrations(self)
 
     async def __aenter__(self) -> AsyncClient:
         return self

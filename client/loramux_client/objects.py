@@ -438,6 +438,88 @@ class Engine(ApiObject, frozen=True, kw_only=True):
     """The reason of its last end."""
 
 
+class Base(ApiObject, frozen=True, kw_only=True):
+    """One base model, as the server that answered has it."""
+
+    name: str
+    path: str
+    state: str
+    """loading, serving, failed, draining or retired."""
+    source: str
+    """settings or added."""
+    engines_ready: int
+    engines_min: int
+    engines_max: int
+    seconds_in_state: float = 0.0
+    problem: str | None = None
+    """The reason why it did not load."""
+    retired_at: int | None = None
+    successor: str | None = None
+    """The base model to use instead of a retired one."""
+
+
+class BaseMigration(ApiObject, frozen=True, kw_only=True):
+    """A check of the adapters of one base model on another one."""
+
+    id: str
+    source: str
+    target: str
+    status: str
+    """running, completed, cancelled or failed."""
+    outcomes: dict[str, int]
+    """Revisions by outcome: pending, evaluating, fits, needs_retraining, refused."""
+    created_at: int
+    tenant: str | None = None
+    adapter: str | None = None
+    evaluate: bool = True
+    error: str | None = None
+    finished_at: int | None = None
+
+
+class BaseMigrationItem(ApiObject, frozen=True, kw_only=True):
+    """One revision of a migration."""
+
+    position: int
+    adapter: str
+    revision: int
+    outcome: str
+    code: str | None = None
+    reason: str | None = None
+    new_revision: int | None = None
+    """The same files as a revision for the target."""
+    evaluation_id: str | None = None
+    weight: int = 0
+    """Percent of its share of aliases that was moved to the new revision last."""
+
+
+class MigrationReport(BaseMigrationItem, frozen=True, kw_only=True):
+    """What a migration found about one of your adapters."""
+
+    migration_id: str
+    source: str
+    target: str
+    created_at: int
+
+
+class Moved(ApiObject, frozen=True, kw_only=True):
+    """An adapter whose aliases were moved, or the reason why not."""
+
+    position: int
+    adapter: str
+    revision: int
+    aliases: list[str]
+    new_revision: int | None = None
+    code: str | None = None
+    error: str | None = None
+
+
+class MovedPage(ApiObject, frozen=True, kw_only=True):
+    """The adapters that one call moved."""
+
+    data: list[Moved]
+    next: int | None = None
+
+
 class UsageBucket(ApiObject, frozen=True, kw_only=True):
     """Usage in a span of time."""
 

@@ -65,7 +65,7 @@ async def harness(folder: Path, *, share_base_cache: bool = False, **engine: obj
     tokenizer, facts = Tokenizer(byte_tokenizer()), await scripted.start()
     trials = GrammarTrials(tokenizer, facts)
     service = CompletionService(
-        bases=[ServedBase("tiny", scripted, facts, tokenizer, trials, share_cache=share_base_cache)],
+        bases={"tiny": ServedBase("tiny", scripted, facts, tokenizer, trials, share_cache=share_base_cache)},
         resolver=AnyName(),
         usage=usage,
     )

@@ -29,12 +29,18 @@ def byte_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> transformers.Pr
     )
 
 
-def make_base(folder: Path, chat_template: str | None = CHAT_TEMPLATE, context: int = 256, seed: int = 0) -> Path:
+def make_base(
+    folder: Path,
+    chat_template: str | None = CHAT_TEMPLATE,
+    context: int = 256,
+    seed: int = 0,
+    intermediate: int = 64,
+) -> Path:
     """config.json and tokenizer of a two-layer Llama; its weights too, random, and the same for a seed."""
     config = transformers.LlamaConfig(
         vocab_size=260,
         hidden_size=32,
-        intermediate_size=64,
+        intermediate_size=intermediate,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,

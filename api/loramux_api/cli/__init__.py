@@ -27,6 +27,7 @@ COMMANDS = {
     "usage": ("loramux_api.cli.usage:usage", "Close months, write invoices and exports, and verify the ledger."),
     "adapter": ("loramux_api.cli.adapters:adapter", "Upload, release and delete adapters on a running server."),
     "batch": ("loramux_api.cli.batches:batch", "Run files of requests on a running server when there is room."),
+    "base": ("loramux_api.cli.bases:base", "Add, list, retire and migrate base models."),
     "fleet": ("loramux_api.cli.fleet:fleet", "Show, drain and restart a running server's engines."),
     "engine": ("loramux_api.cli.engines:engine", "Serve one engine for servers on other machines."),
     "simulate": ("loramux_api.cli.simulating:simulate", "Simulate the scheduler on a model of a device."),

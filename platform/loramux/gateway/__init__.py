@@ -6,17 +6,21 @@ from loramux.gateway.adapters import AdapterService
 from loramux.gateway.calls import CallDelta
 from loramux.gateway.checks import canonical_tags, ensure_storage_allowed, storage_refused
 from loramux.gateway.errors import (
+    BaseConflict,
     Draining,
     EngineDown,
     FolderNotFound,
     GatewayError,
     GenerationFailed,
+    InvalidBase,
     InvalidRequest,
     NotAllowed,
     OverCapacity,
     Unavailable,
+    UnknownBase,
 )
 from loramux.gateway.generation import Generation
+from loramux.gateway.lifecycle import BaseLifecycle, BaseStatus
 from loramux.gateway.messages import (
     Answer,
     AskedFormat,
@@ -55,6 +59,9 @@ __all__ = [
     "AdapterService",
     "Answer",
     "AskedFormat",
+    "BaseConflict",
+    "BaseLifecycle",
+    "BaseStatus",
     "BillingServices",
     "CallDelta",
     "ChatEnding",
@@ -73,6 +80,7 @@ __all__ = [
     "Generation",
     "GenerationFailed",
     "GenerationRequest",
+    "InvalidBase",
     "InvalidRequest",
     "Message",
     "NotAllowed",
@@ -90,6 +98,7 @@ __all__ = [
     "TokenLogprob",
     "Truncation",
     "Unavailable",
+    "UnknownBase",
     "canonical_tags",
     "ensure_storage_allowed",
     "join_calls",

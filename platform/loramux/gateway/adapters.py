@@ -14,6 +14,7 @@ from loramux.registry import (
     UNCONDITIONAL,
     ActivePin,
     AdapterInfo,
+    BaseRetired,
     ChangeConflict,
     Preconditions,
     Registry,
@@ -24,8 +25,8 @@ from loramux.registry import (
 from loramux.tenants import Principal, system_principal
 
 logger = logging.getLogger(__name__)
-LIMIT = "pin_limit"
-"""The engine's code where there is no room for a pin."""
+ENDING = ("pin_limit", BaseRetired.code)
+"""Codes of faults that end a pin: the engine has no room for it, or its base is retired."""
 
 
 class PinKey(NamedTuple):
@@ -149,6 +150,9 @@ class PinnedRevisions:
 
     async def reconcile(self) -> None:
         """Release pins that have ended and apply those that have not: at boot, and periodically."""
+        unloaded = [key for key, engine in self._applied.items() if engine not in self._engines.values()]
+        for key in unloaded:
+            del self._applied[key]
         pins = await self._registry.pins.active(self._registry.resolver.take_used())
         active = {PinKey(engine_key(pin.tenant, pin.digest), pin.tenant, pin.base_model): pin for pin in pins}
         for key in self._applied.keys() - active.keys() - self._starting:
@@ -166,8 +170,8 @@ class PinnedRevisions:
         if fault is None:
             return
         logger.warning("a pin cannot be kept: %s: %s", name, fault.message)
-        if fault.code == LIMIT:
-            await self._registry.pins.end(pin, LIMIT)
+        if fault.code in ENDING:
+            await self._registry.pins.end(pin, fault.code)
 
     async def _apply(self, principal: Principal, model: str, key: PinKey) -> EngineFault | None:
         resolved = await self._registry.resolver.resolve(principal, model)

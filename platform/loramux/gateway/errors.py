@@ -8,6 +8,9 @@ GatewayError(message, field, code)
 │   ├── Draining         this server is being stopped
 │   ├── EngineDown       the engine has died
 │   └── OverCapacity     it would miss its deadline, or has missed it: 429
+├── InvalidBase          a base model that cannot be added as it is described: 400
+├── UnknownBase          no base model has this name: 404
+├── BaseConflict         the set of base models, or what is on one, stands against a change: 409
 └── GenerationFailed     the server failed after it had accepted the request; nothing is charged: 500
     └── AdapterNotLoaded     the adapter cannot be loaded; once a choice has begun, it ends only the others
 """
@@ -30,6 +33,28 @@ class GatewayError(LoramuxError):
 
 class InvalidRequest(GatewayError):
     """The request can never be served as it stands."""
+
+
+class InvalidBase(GatewayError):
+    """The message says what is wrong with it, and what to change."""
+
+    code = "invalid_base_model"
+
+
+class UnknownBase(GatewayError):
+    """The message lists the base models."""
+
+    code = "base_model_not_found"
+    status = HTTPStatus.NOT_FOUND
+
+
+class BaseConflict(GatewayError):
+    """`code` names the conflict."""
+
+    status = HTTPStatus.CONFLICT
+
+    def __init__(self, code: str, message: str, field: str | None = None) -> None:
+        super().__init__(message, field, code=code)
 
 
 class FolderNotFound(GatewayError):

@@ -144,6 +144,11 @@ class Formats:
         self._kept.move_to_end(key)
         return found
 
+    def forget_base(self, base: str) -> None:
+        """Keep no format of a base that is unloaded: another one may come under its name."""
+        for key in [key for key in self._kept if key[0] == base]:
+            del self._kept[key]
+
     async def encode_chat(
         self, format: Format, conversation: Conversation, options: ChatOptions, limit: int, tenant: str
     ) -> RenderedChat:

@@ -5,45 +5,35 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import httpx
-import msgspec
 
 from loramux import records
 from loramux.billing import BillingService, Catalog, Checkpoints, PlanPrices
-from loramux.bundle import SamplingDefaults
 from loramux.exports import AlertDelivery, Sink, SinkDelivery, WebhookSink, make_sink
 from loramux.fleet.errors import UnknownEngine
-from loramux.fleet.group import EngineGroup
-from loramux.fleet.launching import launcher_of
 from loramux.fleet.member import EngineStatus, Launch
 from loramux.gateway.adapters import AdapterService
-from loramux.gateway.constraints import GrammarTrials
 from loramux.gateway.engine_questions import EngineQuestions
+from loramux.gateway.lifecycle import RECONCILE_SECONDS, BaseLifecycle
 from loramux.gateway.local_folders import LocalFolders
 from loramux.gateway.service import CompletionService, ServedBase
-from loramux.gateway.tokenizer import Tokenizer
 from loramux.public_http import Resolver
 from loramux.records import RecordsUnavailable
-from loramux.registry import BaseModel, BaseModels, Registry, RegistryError, open_registry
-from loramux.settings import BaseSettings, RecordsSettings, Settings, SettingsError, ensure_files
+from loramux.registry import BaseModels, Registry, RegistryError, open_registry
+from loramux.settings import RecordsSettings, Settings, SettingsError, ensure_files
 from loramux.storage import BlobStore, Objects, StorageUnavailable, open_blobs, open_objects
 from loramux.tenants import Changes, Tenants, TenantsError, open_pepper, replace_pepper
 from loramux.units import SECOND
 from loramux.uploads import Importer, Ingest, UploadSessions, UploadWorker, max_bytes
 from loramux.usage import AnswerStorage, UsageService
-from loramux.validation import BaseValidators, Validator
 from loramux.validation.rendering import TemplateRenderer
 from loramux.webhooks import WebhookService, webhook_client
-
-if TYPE_CHECKING:
-    from loramux_adapters import BaseDescription
 
 MAINTENANCE_SECONDS = 10.0
 SETTLE_SECONDS = 5.0
@@ -69,6 +59,8 @@ class Platform:
     """Unix seconds."""
     tenants: Tenants
     adapters: AdapterService
+    lifecycle: BaseLifecycle
+    ingest: Ingest
     uploads: UploadSessions
     usage: UsageService
     billing: BillingService
@@ -107,8 +99,9 @@ class Platform:
 
     @property
     def has_lost_engines(self) -> bool:
-        """Has a base no engine, and will get none by itself?"""
-        return any(base.engines.has_ended for base in self.bases.values())
+        """Has a base of the settings no engine, and will get none by itself? Added ones are loaded again."""
+        own = {base.name for base in self.settings.served_bases}
+        return any(base.engines.has_ended for name, base in self.bases.items() if name in own)
 
     async def is_database_reachable(self) -> bool:
         """Return whether the database answers."""
@@ -186,22 +179,26 @@ async def open_platform(settings: Settings, launch: Launch | None = None) -> Asy
         usage = UsageService(database, PlanPrices(database), answers)
         await usage.start()
         stack.push_async_callback(usage.stop)
-        served, models = await _open_bases(settings, stack, launch or launcher_of(settings))
         questions = EngineQuestions(settings.validation.parity_engine_seconds)
-        validators = _open_validators(settings, served, models, questions)
-        stack.callback(validators.close)
-        registry = open_registry(database, blobs, models, settings.adapters)
-        await _sweep(registry, usage, models)
-        ingest = Ingest(database, blobs, registry.blob_gc, models, settings.adapters, validators)
+        lifecycle = BaseLifecycle(settings, database, questions, launch)
+        stack.push_async_callback(lifecycle.close)
+        await lifecycle.start()
+        registry = open_registry(database, blobs, lifecycle.models, settings.adapters)
+        await _sweep(registry, usage, lifecycle.models)
+        ingest = Ingest(database, blobs, registry.blob_gc, lifecycle.models, settings.adapters, lifecycle.validators)
         uploads = _open_uploads(settings, database, blobs, ingest, tenants, usage.server_id)
         stack.push_async_callback(uploads.worker.stop)
         stack.callback(questions.stop)
-        adapters = AdapterService(registry, {base.name: base.engines for base in served})
+        adapters = AdapterService(registry, lifecycle.engines)
         await _preload(settings, tenants, adapters)
         renderer = TemplateRenderer()
         stack.callback(renderer.close)
-        completions = CompletionService(bases=served, resolver=registry.resolver, usage=usage, renderer=renderer)
+        completions = CompletionService(
+            bases=lifecycle.serving, resolver=registry.resolver, usage=usage, renderer=renderer
+        )
+        lifecycle.drain_with(completions.drain_base)
         stack.push_async_callback(completions.drain, settings.server.drain_seconds)
+        await stack.enter_async_context(run_periodically(RECONCILE_SECONDS, lifecycle.reconcile))
         await stack.enter_async_context(run_periodically(SETTLE_SECONDS, completions.settle_late))
         await stack.enter_async_context(run_periodically(STORAGE_SECONDS, usage.accrue))
         await stack.enter_async_context(run_periodically(FORGET_SECONDS, usage.forget_answers))
@@ -216,6 +213,8 @@ async def open_platform(settings: Settings, launch: Launch | None = None) -> Asy
             started_at=int(time.time()),
             tenants=tenants,
             adapters=adapters,
+            lifecycle=lifecycle,
+            ingest=ingest,
             uploads=uploads,
             usage=usage,
             billing=BillingService(database, settings.billing),
@@ -306,58 +305,6 @@ async def _open_database(settings: Settings) -> AsyncIterator[records.Database]:
         yield database
     finally:
         await database.close()
-
-
-async def _open_bases(settings: Settings, stack: AsyncExitStack, launch: Launch) -> tuple[list[ServedBase], BaseModels]:
-    """Start the engines of every base together, and describe the bases meanwhile."""
-    bases = settings.served_bases
-    engines = [EngineGroup(base, settings.of_base(base), launch) for base in bases]
-    for one in engines:
-        stack.push_async_callback(one.stop)
-    starting = asyncio.gather(*(one.start() for one in engines))
-    described, facts = await asyncio.gather(_describe_all(bases), starting)
-    served, models = [], []
-    for base, one, (description, tokenizer), found in zip(bases, engines, described, facts, strict=True):
-        trials = GrammarTrials(tokenizer, found)
-        stack.callback(tokenizer.close)
-        stack.callback(trials.close)
-        if base.generation_config == "none":
-            found = msgspec.structs.replace(found, sampling_defaults=SamplingDefaults())  # noqa: PLW2901
-        share = base.engine.share_base_cache_between_projects
-        names = (base.former_names, share, base.tool_parser)
-        served.append(ServedBase(base.name, one, found, tokenizer, trials, *names))
-        models.append(BaseModel(base.name, description, base.former_names))
-    return served, BaseModels(models)
-
-
-async def _describe_all(bases: Iterable[BaseSettings]) -> list[tuple[BaseDescription, Tokenizer]]:
-    return [await _describe(Path(base.path)) for base in bases]
-
-
-def _open_validators(
-    settings: Settings, served: Iterable[ServedBase], models: BaseModels, questions: EngineQuestions
-) -> BaseValidators:
-    by_name = {base.name: base for base in served}
-    own = {base.name: settings.of_base(base) for base in settings.served_bases}
-    validators = {}
-    for model in models:
-        base = by_name[model.name]
-        ask_engine = partial(questions.ask, base.engines)
-        validators[model.name] = Validator(own[model.name], model.description, base.facts.dtype, ask_engine)
-    return BaseValidators(settings, validators)
-
-
-async def _describe(model_dir: Path) -> tuple[BaseDescription, Tokenizer]:
-    return await asyncio.to_thread(_describe_base, model_dir), await asyncio.to_thread(Tokenizer.load, model_dir)
-
-
-def _describe_base(model_dir: Path) -> BaseDescription:
-    from loramux_adapters import BaseUnusable, describe_base  # imports torch: only where a model is served
-
-    try:
-        return describe_base(model_dir)
-    except BaseUnusable as error:
-        raise SettingsError(f"model.path: {error}") from None
 
 
 async def _preload(settings: Settings, tenants: Tenants, adapters: AdapterService) -> None:

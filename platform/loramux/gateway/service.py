@@ -8,7 +8,7 @@ import math
 import time
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -134,14 +134,13 @@ class CompletionService:
     def __init__(
         self,
         *,
-        bases: Iterable[ServedBase],
+        bases: Mapping[str, ServedBase],
         resolver: ModelResolver,
         usage: UsageService,
         renderer: TemplateRenderer | None = None,
     ) -> None:
-        self.bases = {base.name: base for base in bases}
-        self.context = max(base.context for base in self.bases.values())
-        """The most tokens that a request to any base may have."""
+        """`bases` by name; they may change while the service runs."""
+        self.bases = bases
         self.counters = CompletionCounters()
         self.draining = False
         """New requests are refused because the server is being stopped."""
@@ -161,6 +160,11 @@ class CompletionService:
         self._cut_off = False
         self._last_other_at = -math.inf
         """The end of the last request that was no line of a batch and no shadow."""
+
+    @property
+    def context(self) -> int:
+        """The most tokens that a request to any base may have."""
+        return max((base.context for base in self.bases.values()), default=0)
 
     @property
     def running(self) -> int:
@@ -198,7 +202,7 @@ class CompletionService:
             ensure_storage_allowed(principal, "Idempotency-Key")
         id = f"{asked.kind}{uuid.uuid4().hex}"
         model = await self._resolver.resolve(principal, asked.model, asked.user or id)
-        base = self.bases[model.base_model]
+        base = self._base_of(model)
         self._ensure_serving(base)
         format = await self._formats.of(base.name, base.format, model.revision)
         asked = format.apply_defaults(asked, base.facts.sampling_defaults)
@@ -283,6 +287,13 @@ class CompletionService:
         if self.draining:
             raise Draining
 
+    def _base_of(self, model: ResolvedModel) -> ServedBase:
+        """Return the base that serves a model. Raises EngineDown where it was unloaded while the model was resolved."""
+        base = self.bases.get(model.base_model)
+        if base is None:
+            raise EngineDown
+        return base
+
     def _ensure_serving(self, base: ServedBase) -> None:
         """Raise Draining or EngineDown unless a request to `base` would be taken now."""
         self.ensure_accepting()
@@ -305,6 +316,17 @@ class CompletionService:
         for generation in tuple(self._running):
             generation.abort(Draining())
         await self._until_idle()
+
+    async def drain_base(self, base: ServedBase, seconds: float) -> None:
+        """Let the running requests of a base end that takes no new ones; abort those that still run after `seconds`."""
+        running = [one.task for one in self._running if one.base_model == base.name]
+        if running:
+            await asyncio.wait(running, timeout=seconds)
+        late = [one for one in self._running if one.base_model == base.name]
+        for generation in late:
+            generation.abort(EngineDown())
+        await asyncio.gather(*(one.task for one in late), return_exceptions=True)
+        self._formats.forget_base(base.name)
 
     async def _until_idle(self) -> None:
         while self.running:
@@ -384,7 +406,7 @@ class CompletionService:
         self.ensure_accepting()
         await self._usage.ensure_rate(principal)
         resolved = await self._resolver.resolve(principal, model or next(iter(self.bases)))
-        base = self.bases[resolved.base_model]
+        base = self._base_of(resolved)
         return base, await self._formats.of(base.name, base.format, resolved.revision)
 
     def _num_waiting(self, tenant: str) -> int:

@@ -106,6 +106,23 @@ class AccessRepository:
         return AdapterRow.id.in_(granted)
 
 
+async def same_content(
+    session: AsyncSession, adapter_id: str, digest: str, base_models: Sequence[str]
+) -> list[tuple[int, str]]:
+    """List an adapter's callable revisions with this content for these bases by number, each with its base."""
+    statement = (
+        select(RevisionRow.number, RevisionRow.base_model)
+        .where(
+            RevisionRow.adapter_id == adapter_id,
+            RevisionRow.digest == digest,
+            RevisionRow.base_model.in_(base_models),
+            RevisionRow.state == READY,
+        )
+        .order_by(RevisionRow.number)
+    )
+    return [(number, base_model) for number, base_model in await session.execute(statement)]
+
+
 def _default_base() -> ColumnElement[str]:
     """The base of the revision that an adapter's default alias mostly means."""
     return (

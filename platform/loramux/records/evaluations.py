@@ -103,6 +103,28 @@ class EvaluationRepository:
             statement = statement.where(EvaluationRow.file_id == file_id)
         return await self._session.scalar(statement.order_by(EvaluationRow.created_at.desc()).limit(1))
 
+    async def newest_of(self, adapter: str, file_id: str | None) -> Evaluation | None:
+        """Return the tenant's newest completed evaluation of an adapter (`tenant/adapter`), on that set or any."""
+        statement = select(EvaluationRow).where(
+            EvaluationRow.tenant_id == self._tenant,
+            EvaluationRow.adapter == adapter,
+            EvaluationRow.state == COMPLETED,
+        )
+        if file_id is not None:
+            statement = statement.where(EvaluationRow.file_id == file_id)
+        row = await self._session.scalar(statement.order_by(EvaluationRow.created_at.desc()).limit(1))
+        return None if row is None else _evaluation(row)
+
+    async def newest_between(self, models: str) -> Evaluation | None:
+        """Return the tenant's newest evaluation of these two revisions, in any state."""
+        statement = select(EvaluationRow).where(
+            EvaluationRow.tenant_id == self._tenant,
+            EvaluationRow.adapter == models.partition("@")[0],
+            EvaluationRow.models == models,
+        )
+        row = await self._session.scalar(statement.order_by(EvaluationRow.created_at.desc()).limit(1))
+        return None if row is None else _evaluation(row)
+
     async def before(
         self, project: ProjectId, adapter: str | None, id: str | None, limit: int, candidate: str | None = None
     ) -> list[Evaluation]:

@@ -21,6 +21,9 @@ PRICES = 7_401_004
 PEPPER = 7_401_005
 """Held while a server compares or replaces the pepper, so that servers that start together agree on one."""
 
+BASES = 7_401_006
+"""Held while the set of bases is compared and changed."""
+
 SERVERS = 7_401_003
 """The class of PostgreSQL's two-part locks that living servers hold, each under the hash of its id."""
 

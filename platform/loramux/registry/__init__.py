@@ -2,7 +2,7 @@
 
 from loramux.records.pins import ActivePin
 from loramux.registry.aliases import AliasService, check_alias
-from loramux.registry.bases import BaseModel, BaseModels
+from loramux.registry.bases import AbsentBase, BaseModel, BaseModels
 from loramux.registry.blob_gc import BlobCollector
 from loramux.registry.changes import UNCONDITIONAL, AdapterChange, AnswerStore, ChangeService, Preconditions
 from loramux.registry.entities import (
@@ -22,6 +22,7 @@ from loramux.registry.entities import (
 )
 from loramux.registry.errors import (
     AdapterNotFound,
+    BaseRetired,
     ChangeConflict,
     InvalidChange,
     InvalidName,
@@ -39,6 +40,7 @@ from loramux.registry.resolver import ModelName, ModelResolver, parse_model
 __all__ = [
     "MAX_REVISION",
     "UNCONDITIONAL",
+    "AbsentBase",
     "ActivePin",
     "AdapterChange",
     "AdapterInfo",
@@ -49,6 +51,7 @@ __all__ = [
     "AnswerStore",
     "BaseModel",
     "BaseModels",
+    "BaseRetired",
     "BlobCollector",
     "ChangeConflict",
     "ChangeService",

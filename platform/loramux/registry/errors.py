@@ -10,7 +10,8 @@ RegistryError(message, field)
 ├── ChangeConflict         409  impossible in the present state; the message says what to change first
 ├── PreconditionFailed     412  the adapter was changed after its ETag was read
 ├── ValidationUnavailable  503  uploads cannot be checked at present
-└── RevisionUnavailable    503  the files are damaged, or were made for another base model
+├── RevisionUnavailable    503  the files are damaged, or were made for another base model
+└── BaseRetired            410  the base model is not served any more
 """
 
 from __future__ import annotations
@@ -102,6 +103,13 @@ class RevisionUnavailable(RegistryError):
     code = "adapter_unavailable"
     status = HTTPStatus.SERVICE_UNAVAILABLE
     retry_after = RETRY_SECONDS
+
+
+class BaseRetired(RegistryError):
+    """The message names what to use instead."""
+
+    code = "base_model_retired"
+    status = HTTPStatus.GONE
 
 
 class ValidationUnavailable(RegistryError):

@@ -16,12 +16,20 @@ from collections.abc import Collection, Sequence
 import msgspec
 
 from loramux.records import Database, Principal, TenantId
-from loramux.records.access import AccessibleRevision, AccessRepository
+from loramux.records.access import AccessibleRevision, AccessRepository, same_content
 from loramux.records.aliases import DEFAULT_ALIAS
 from loramux.records.identity import GRAMMAR, GRAMMAR_IN_WORDS, is_name
-from loramux.registry.bases import BaseModels
+from loramux.registry.bases import AbsentBase, BaseModels
 from loramux.registry.entities import ResolvedModel, Revision
-from loramux.registry.errors import SHOWN, AdapterNotFound, InvalidName, ModelNotFound, RevisionUnavailable
+from loramux.registry.errors import (
+    SHOWN,
+    AdapterNotFound,
+    BaseRetired,
+    InvalidName,
+    ModelNotFound,
+    RegistryError,
+    RevisionUnavailable,
+)
 from loramux.storage import BlobStore, StorageError
 from loramux.threads import TenantSlots, ThreadPool
 
@@ -57,10 +65,13 @@ class ModelResolver:
     async def resolve(self, principal: Principal, model: str, caller: str = "") -> ResolvedModel:
         """Return the present meaning of `model` for this tenant; `caller` decides between an alias's targets.
 
-        Raises ModelNotFound, RevisionUnavailable.
+        Raises ModelNotFound, RevisionUnavailable, BaseRetired.
         """
-        if self._bases.named(model) and principal.may_use(model):
-            return ResolvedModel(name=model, base_model=model, revision=None)
+        if principal.may_use(model):
+            if self._bases.named(model):
+                return ResolvedModel(name=model, base_model=model, revision=None)
+            if (absent := self._bases.absent(model)) is not None and absent.name == model:
+                raise self._absence(f"the base model `{model}`", absent, f"use {self._bases.way_out(absent)}")
         name = parse_model(model if "/" in model else f"{principal.tenant_name}/{model}")
         if name is None or not principal.may_use(f"{name.tenant}/{name.adapter}"):
             raise ModelNotFound(model)
@@ -89,11 +100,7 @@ class ModelResolver:
         name = f"{asked.tenant}/{asked.adapter}@{found.number}"
         base = self._bases.of_revision(found.base_model, found.base)
         if base is None:
-            raise RevisionUnavailable(
-                f"`{name}` was made for another base model than {' and '.join(self._bases.names)}; upload one made for "
-                f"{'one of these' if len(self._bases.names) > 1 else 'this'}",
-                "model",
-            )
+            raise await self._unserved(name, f"{asked.tenant}/{asked.adapter}", found)
         try:
             directory = self._blobs.known_directory(found.digest)
             if directory is None:
@@ -110,6 +117,32 @@ class ModelResolver:
             directory=directory,
         )
         return ResolvedModel(name=name, base_model=base.name, revision=revision)
+
+    async def _unserved(self, name: str, adapter: str, found: AccessibleRevision) -> RegistryError:
+        """Say why no base serves a revision, and what to use instead of one for a retired base."""
+        absent = self._bases.absent(found.base_model)
+        if absent is None:
+            return RevisionUnavailable(
+                f"`{name}` was made for another base model than {' and '.join(self._bases.names)}; upload one made for "
+                f"{'one of these' if len(self._bases.names) > 1 else 'this'}",
+                "model",
+            )
+        way_out = f"train and upload one for {self._bases.way_out(absent)}"
+        if absent.is_retired:
+            async with self._database.read() as session:
+                copies = await same_content(session, found.adapter_id, found.digest, self._bases.names)
+            if copies:
+                number, base_model = copies[-1]
+                way_out = (
+                    f"`{adapter}@{number}` is the same adapter for `{base_model}`: ask for it, or point the alias at it"
+                )
+        return self._absence(f"`{name}` is for the base model `{absent.name}`, which", absent, way_out)
+
+    @staticmethod
+    def _absence(subject: str, absent: AbsentBase, way_out: str) -> RegistryError:
+        if absent.is_retired:
+            return BaseRetired(f"{subject} is retired; {way_out}", "model")
+        return RevisionUnavailable(f"{subject} is being loaded, or cannot be at present; try again later", "model")
 
 
 def parse_model(text: str) -> ModelName | None:

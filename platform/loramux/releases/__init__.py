@@ -1,5 +1,6 @@
 """Releases that are measured: how each revision of an adapter serves, and which of two is better on a set."""
 
+from loramux.records.base_migrations import BaseMigration, MigrationItem
 from loramux.records.evaluations import Evaluation
 from loramux.records.revision_metrics import FIRST_TOKEN_BOUNDS
 from loramux.releases.comparison import EvaluationResult
@@ -18,6 +19,13 @@ from loramux.releases.metrics import (
     VersionReport,
     open_revision_metrics,
 )
+from loramux.releases.migrations import (
+    BaseMigrations,
+    Migration,
+    MigrationNotFound,
+    open_base_migrations,
+)
+from loramux.releases.moved_aliases import Shifted
 from loramux.releases.policies import (
     PolicyCheck,
     PolicyReport,
@@ -30,6 +38,8 @@ from loramux.releases.shadows import ShadowReport, ShadowRequests, Shadows, open
 __all__ = [
     "FIRST_TOKEN_BOUNDS",
     "WINDOWS",
+    "BaseMigration",
+    "BaseMigrations",
     "CanaryGuards",
     "Evaluation",
     "EvaluationNotFound",
@@ -41,6 +51,9 @@ __all__ = [
     "InvalidFeedback",
     "InvalidGrader",
     "Measure",
+    "Migration",
+    "MigrationItem",
+    "MigrationNotFound",
     "PolicyCheck",
     "PolicyReport",
     "ReleasePolicies",
@@ -53,7 +66,9 @@ __all__ = [
     "ShadowReport",
     "ShadowRequests",
     "Shadows",
+    "Shifted",
     "VersionReport",
+    "open_base_migrations",
     "open_canary_guards",
     "open_evaluations",
     "open_revision_metrics",

@@ -22,7 +22,7 @@ from loramux.records.registration import register_revision
 from loramux.registry import AdapterInfo, AdapterNotFound, BlobCollector, TooManyAdapters, ValidationUnavailable
 from loramux.registry.bases import BaseModels
 from loramux.registry.entities import adapter_info, revision_info
-from loramux.registry.errors import SHOWN, RegistryError
+from loramux.registry.errors import SHOWN, BaseRetired, RegistryError, RevisionUnavailable
 from loramux.registry.resolver import check_adapter_name
 from loramux.settings import AdapterLimits
 from loramux.storage import BlobStore, files_of
@@ -85,23 +85,36 @@ class Ingest:
         return adapter
 
     def check_base(self, name: str | None) -> None:
-        """Raise InvalidUpload where a base is named that this server does not serve."""
-        if name is not None and self._bases.named(name) is None:
-            raise InvalidUpload(
-                f"'{name[:SHOWN]}' is no base model of this server: it serves {', '.join(self._bases.names)}",
+        """Raise InvalidUpload where a base is named that this server does not serve, BaseRetired for a retired one."""
+        if name is None or self._bases.named(name) is not None:
+            return
+        absent = self._bases.absent(name)
+        if absent is not None and absent.is_retired:
+            raise BaseRetired(
+                f"the base model `{name}` is retired and takes no more adapters; train and upload one for "
+                f"{self._bases.way_out(absent)}",
                 "base_model",
             )
+        if absent is not None:
+            raise RevisionUnavailable(
+                f"the base model `{name}` is being loaded, or cannot be at present; try again later", "base_model"
+            )
+        raise InvalidUpload(
+            f"'{name[:SHOWN]}' is no base model of this server: it serves {', '.join(self._bases.names)}", "base_model"
+        )
 
     async def check_files(
         self, principal: Principal, folder: Path, base_model: str | None, ignored: Sequence[str] = ()
     ) -> tuple[ValidationReport, AdapterQuota]:
-        """Check the folder's files against a base and the tenant's limits. Raises ValidationUnavailable.
+        """Check the folder's files against a base and the tenant's limits. Raises as `check_base` does, and
+        ValidationUnavailable.
 
         `base_model`: the base that the caller has named; None: the files decide. The report names the `ignored` files,
         which were announced and not taken.
         """
         from loramux_adapters import Limits  # torch: commands that only list or resolve do not load it
 
+        self.check_base(base_model)
         async with self._database.read() as session:
             quota = await adapter_quota(session, principal, self._limits)
         limits = Limits(quota.rank, quota.file_bytes, self._limits.max_vocabulary_bytes)
@@ -138,7 +151,8 @@ class Ingest:
     def _seal(self, staged: StagedUpload) -> RevisionContent:
         assert staged.report.found is not None, "only sound files are registered"
         base = self._bases.named(staged.report.base_model or "")
-        assert base is not None, "sound files have a base"
+        if base is None:
+            raise ValidationUnavailable("the base model was unloaded while the upload was checked; try again later")
         return RevisionContent(
             digest=self._blobs.seal(staged.folder),
             rank=staged.report.found.rank,

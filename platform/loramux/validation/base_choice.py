@@ -9,28 +9,30 @@ import msgspec
 
 from loramux.errors import Rejection
 from loramux.validation.files import claimed_base, examine, is_name_of
-from loramux.validation.jobs import ChoiceSetup, FilesJob, FilesSetup
+from loramux.validation.jobs import ChoiceJob
 from loramux.validation.report import Check, ValidationReport
 
 CHECK = "base_model"
 
 
-def prepare(setup: bytes) -> Callable[[bytes], bytes]:
+def prepare(_: bytes) -> Callable[[bytes], bytes]:
     """Return the function that does one job; the fork server calls this once."""
-    served = msgspec.json.decode(setup, type=ChoiceSetup).bases
-    return lambda job: msgspec.json.encode(choose(msgspec.json.decode(job, type=FilesJob), served))
+    return lambda job: msgspec.json.encode(choose(msgspec.json.decode(job, type=ChoiceJob)))
 
 
-def choose(job: FilesJob, served: dict[str, FilesSetup]) -> ValidationReport:
+def choose(job: ChoiceJob) -> ValidationReport:
     """Report the one base that the files fit and, where they fit several, that they name; or refuse them.
 
     An adapter that is converted before it is checked can only be matched by the name that it states.
     """
-    claimed = claimed_base(Path(job.folder))
-    named = [name for name, setup in served.items() if is_name_of(setup, claimed)]
+    claimed, served = claimed_base(Path(job.files.folder)), job.bases
+    named = [name for name, setup in served.items() if is_name_of(setup.base_names, claimed)]
     if len(named) == 1:
         return ValidationReport(checks=(), base_model=named[0])
-    reports = {name: examine(job, served[name]) for name in named or served}
+    retired = None if named else next((base for base in job.retired if is_name_of(base.names, claimed)), None)
+    if retired is not None:
+        return _refused("base_model_retired", retired.message)
+    reports = {name: examine(job.files, served[name]) for name in named or served}
     fitting = [name for name, report in reports.items() if report.refusal is None]
     if len(fitting) == 1:
         return ValidationReport(checks=(), base_model=fitting[0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,7 @@ def _found(examined: ExaminedAdapter, document: Mapping[str, Any], base: BaseDes
 
 def _warnings(examined: ExaminedAdapter, served: FilesSetup) -> Iterator[ReportWarning]:
     claimed = examined.config.base_model_name_or_path
-    if claimed and not is_name_of(served, claimed):
+    if claimed and not is_name_of(served.base_names, claimed):
         yield ReportWarning(
             code="base_name_differs",
             field="base_model_name_or_path",
@@ -129,9 +129,9 @@ def claimed_base(folder: Path) -> str | None:
     return claimed if isinstance(claimed, str) else None
 
 
-def is_name_of(served: FilesSetup, claimed: str | None) -> bool:
-    """Is `claimed` a name of this base, whatever folder or organisation is before it?"""
-    return claimed is not None and _last(claimed) in map(_last, served.base_names)
+def is_name_of(names: Iterable[str], claimed: str | None) -> bool:
+    """Is `claimed` one of these names of a base, whatever folder or organisation is before it?"""
+    return claimed is not None and _last(claimed) in map(_last, names)
 
 
 def _last(name: str) -> str:

@@ -27,11 +27,25 @@ class FilesJob(msgspec.Struct, frozen=True, kw_only=True):
     limits: Limits
 
 
-class ChoiceSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """The bases among which one is chosen for an adapter whose owner has named none."""
+class NoSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """The setup of a stage whose jobs say everything."""
 
+
+class RetiredBase(msgspec.Struct, frozen=True, kw_only=True):
+    """A base that adapters may name and that takes no more of them."""
+
+    names: tuple[str, ...]
+    message: str
+    """Says what to upload instead."""
+
+
+class ChoiceJob(msgspec.Struct, frozen=True, kw_only=True):
+    """One folder, and the bases among which one is chosen for it, because its owner has named none."""
+
+    files: FilesJob
     bases: dict[str, FilesSetup]
     """By the name in requests."""
+    retired: tuple[RetiredBase, ...] = ()
 
 
 class ConversionSetup(msgspec.Struct, frozen=True, kw_only=True):

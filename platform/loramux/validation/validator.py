@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -17,18 +17,20 @@ from loramux.validation.jail import landlock_abi
 from loramux.validation.jobs import (
     BundleJob,
     BundleSetup,
-    ChoiceSetup,
+    ChoiceJob,
     ConversionJob,
     ConversionSetup,
     EngineAnswer,
     FilesJob,
     FilesSetup,
+    NoSetup,
     ParityJob,
     ParitySetup,
+    RetiredBase,
 )
 from loramux.validation.rendering import TemplateRenderer, try_template
 from loramux.validation.report import NAMES_CHECK, TOKENS_CHECK, Check, Outcome, ValidationReport
-from loramux.validation.sandbox import JobCrashed, JobEnded, JobLimits, JobOutOfMemory, Sandbox
+from loramux.validation.sandbox import JobCrashed, JobEnded, JobLimits, JobOutOfMemory, Sandbox, SandboxDied
 from loramux_adapters import BaseDescription, Limits
 
 HEADER_ALLOWANCE = 8 << 20
@@ -146,25 +148,48 @@ class Validator:
 
 
 class BaseValidators:
-    """The validators of a server's bases, and the choice among them for an upload that names no base."""
+    """The validators of a server's bases, and the choice among them for an upload that names no base.
+
+    Uploads are examined on threads while bases come and go: both mappings are replaced, and never changed.
+    """
 
     def __init__(self, settings: Settings, validators: Mapping[str, Validator]) -> None:
         """`validators` by the base's name in requests."""
         _warn_without_landlock()
         self._validators = validators
-        self._choice = _choice_stage(settings, {name: one.files_setup for name, one in validators.items()})
+        self._retired: tuple[RetiredBase, ...] = ()
+        self._choice = _Stage("base_model", "loramux.validation.base_choice", NoSetup(), _file_limits(settings))
+
+    def put(self, name: str, validator: Validator) -> None:
+        """Take uploads for one more base."""
+        self._validators = {**self._validators, name: validator}
+
+    def remove(self, name: str) -> None:
+        """Take uploads for a base no longer, and end its processes: jobs under way raise SandboxDied."""
+        validator = self._validators[name]
+        self._validators = {other: one for other, one in self._validators.items() if other != name}
+        validator.close()
+
+    def set_retired(self, bases: Iterable[RetiredBase]) -> None:
+        """Refuse uploads whose files name one of these bases."""
+        self._retired = tuple(bases)
 
     def examine(self, folder: Path, limits: Limits, base_model: str | None) -> ValidationReport:
         """Report on the adapter in `folder` and on the base that it was checked against. Raises SandboxDied."""
-        if base_model is None and len(self._validators) == 1:
-            base_model = next(iter(self._validators))
+        validators, retired = self._validators, self._retired
+        if base_model is None and len(validators) == 1 and not retired:
+            base_model = next(iter(validators))
         if base_model is None:
             folder = folder.resolve()
-            choice = self._choice.report(FilesJob(folder=str(folder), limits=limits), readable=(folder,))
+            bases = {name: one.files_setup for name, one in validators.items()}
+            job = ChoiceJob(files=FilesJob(folder=str(folder), limits=limits), bases=bases, retired=retired)
+            choice = self._choice.report(job, readable=(folder,))
             if choice.base_model is None:
                 return choice
             base_model = choice.base_model
-        report = self._validators[base_model].examine(folder, limits)
+        if base_model not in validators:
+            raise SandboxDied(f"the base model {base_model} has been unloaded")
+        report = validators[base_model].examine(folder, limits)
         return msgspec.structs.replace(report, base_model=base_model)
 
     def close(self) -> None:
@@ -244,10 +269,6 @@ def _files_setup(settings: Settings, base: BaseDescription, dtype: str) -> Files
 
 def _files_stage(settings: Settings, setup: FilesSetup) -> _Stage:
     return _Stage("files", "loramux.validation.files", setup, _file_limits(settings))
-
-
-def _choice_stage(settings: Settings, bases: dict[str, FilesSetup]) -> _Stage:
-    return _Stage("base_model", "loramux.validation.base_choice", ChoiceSetup(bases=bases), _file_limits(settings))
 
 
 def _file_limits(settings: Settings) -> JobLimits:

@@ -21,6 +21,7 @@ import msgspec
 from sqlalchemy import text
 
 from loramux.errors import LoramuxError
+from loramux.gateway import lifecycle as lifecycle_module
 from loramux.gateway import platform as platform_module
 from loramux.records import Database, Principal
 from loramux.registry import engine_key
@@ -63,14 +64,19 @@ class PlatformWorld(World):
         base = {"name": "tiny", "path": "/model", "engines": {"min": self.plan.num_engines}}
         model = {"path": "/model", "served_model_name": "tiny"}
         settings = msgspec.convert({"model": model, "bases": [base]}, Settings)
-        with mock.patch.multiple(
-            platform_module,
-            _open_database=open_database,
-            _open_tenants=open_tenants,
-            _describe=describe,
-            _open_blobs=lambda _: blobs,
-            BaseValidators=lambda *_: SimulatedValidator(self.plan, self.rng),
-            Validator=lambda *_: None,
+        with (
+            mock.patch.multiple(
+                platform_module,
+                _open_database=open_database,
+                _open_tenants=open_tenants,
+                _open_blobs=lambda _: blobs,
+            ),
+            mock.patch.multiple(
+                lifecycle_module,
+                describe=describe,
+                BaseValidators=lambda *_: SimulatedValidator(self.plan, self.rng),
+                Validator=lambda *_: None,
+            ),
         ):
             async with platform_module.open_platform(settings, self._launch) as platform:
                 self.platform, self.usage, self.service = platform, platform.usage, platform.completions

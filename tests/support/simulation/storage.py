@@ -82,5 +82,11 @@ class SimulatedValidator:
             return ValidationReport(checks=(), refusal=refusal)
         return ValidationReport(checks=(), found=FOUND, base_model=base_model or "tiny")
 
+    def put(self, name: str, validator: object) -> None:
+        pass
+
+    def set_retired(self, bases: object) -> None:
+        pass
+
     def close(self) -> None:
         pass

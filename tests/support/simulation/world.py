@@ -283,7 +283,9 @@ class World:
         facts = await self.engines.start()
         trials = GrammarTrials(TOKENIZER, facts)
         self.service = CompletionService(
-            bases=[ServedBase("tiny", self.engines, facts, TOKENIZER, trials)], resolver=AnyModel(), usage=self.usage
+            bases={"tiny": ServedBase("tiny", self.engines, facts, TOKENIZER, trials)},
+            resolver=AnyModel(),
+            usage=self.usage,
         )
         yield
         await self.service.drain(1)

@@ -1,0 +1,76 @@
+"""JSON objects of base models, for operators. Times are Unix seconds."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from loramux.gateway import BaseStatus
+from loramux.settings import Dtype, EngineRange, GenerationConfig, Quantization, ToolParser
+from loramux_api.schemas.strict import Body
+from loramux_api.schemas.tenancy import seconds
+
+
+class BaseBody(Body, forbid_unknown_fields=True):
+    """A base model to add: one table of `[[bases]]`."""
+
+    name: str
+    """The base model's name in requests."""
+    path: str
+    """The absolute folder of a transformers checkpoint, on every server."""
+    dtype: Dtype = "auto"
+    quantization: Quantization = "none"
+    generation_config: GenerationConfig = "auto"
+    tool_parser: ToolParser | None = None
+    former_names: tuple[str, ...] = ()
+    engines: EngineRange = EngineRange()
+    engine: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Settings of its engines; what is left out is as in `[engine]`."""
+
+
+class RetireBody(Body, forbid_unknown_fields=True):
+    """A base model to retire."""
+
+    name: str
+    successor: str | None = None
+    """The base model that refusals name instead."""
+    force: bool = False
+    """Retire it although aliases point at adapters for it."""
+
+
+class BaseObject(msgspec.Struct, kw_only=True):
+    """A base model, as this server has it."""
+
+    name: str
+    object: Literal["base_model"] = "base_model"
+    path: str
+    state: Literal["loading", "serving", "failed", "draining", "retired"]
+    problem: str | None
+    """The reason why it did not load."""
+    source: Literal["settings", "added"]
+    engines_ready: int
+    engines_min: int
+    engines_max: int
+    seconds_in_state: float
+    """0 where it is not known."""
+    retired_at: int | None
+    successor: str | None
+    """The base model to use instead of a retired one."""
+
+
+def base_object(status: BaseStatus) -> BaseObject:
+    """Return the base as a JSON object."""
+    return BaseObject(
+        name=status.base_model,
+        path=status.path,
+        state=status.state,
+        problem=status.problem,
+        source="added" if status.is_added else "settings",
+        engines_ready=status.engines_ready,
+        engines_min=status.engines_min,
+        engines_max=status.engines_max,
+        seconds_in_state=round(status.seconds, 1),
+        retired_at=seconds(status.retired_at),
+        successor=status.successor,
+    )

@@ -1,0 +1,173 @@
+"""JSON objects of migrations of adapters between base models. Times are Unix seconds."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from loramux.releases import BaseMigration, Migration, MigrationItem, Shifted
+from loramux.units import SECOND
+from loramux_api.schemas.strict import Body
+from loramux_api.schemas.tenancy import seconds
+
+Outcome = Literal["pending", "evaluating", "fits", "needs_retraining", "refused"]
+
+
+class MigrationBody(Body, forbid_unknown_fields=True):
+    """A migration to begin."""
+
+    source: str
+    """The base model that the adapters are for."""
+    target: str
+    """The base model that they are checked on; it serves already."""
+    tenant: str | None = None
+    """The name of one tenant; null: all."""
+    adapter: str | None = None
+    """One `tenant/adapter`; null: all."""
+    evaluate: bool = True
+    """Repeat the owners' evaluations, as batches that are theirs and on their bill."""
+
+
+class MigrationRollbackBody(Body, forbid_unknown_fields=True):
+    """Adapters of a migration to move."""
+
+    tenant: str | None = None
+    adapter: str | None = None
+    """One `tenant/adapter`; null: all."""
+    after: Annotated[int, Meta(ge=-1, le=2**53)] = -1
+    """The position behind which the call begins: `next` of the call before."""
+
+
+class MigrationPromoteBody(MigrationRollbackBody):
+    """Adapters of a migration to move to the target."""
+
+    weight: Annotated[int, Meta(ge=1, le=100)] = 100
+    """Percent of the present share of the old revision; less than 100 is a canary."""
+
+
+class MigrationObject(msgspec.Struct, kw_only=True):
+    """A migration."""
+
+    id: str
+    object: Literal["base_migration"] = "base_migration"
+    source: str
+    target: str
+    tenant: str | None
+    adapter: str | None
+    """The adapter's own name."""
+    evaluate: bool
+    status: Literal["running", "completed", "cancelled", "failed"]
+    error: str | None
+    outcomes: dict[Outcome, int]
+    """Revisions by outcome."""
+    created_at: int
+    finished_at: int | None
+
+
+class MigrationItemObject(msgspec.Struct, kw_only=True):
+    """One revision of a migration."""
+
+    position: int
+    object: Literal["base_migration_item"] = "base_migration_item"
+    adapter: str
+    """`tenant/adapter`."""
+    revision: int
+    outcome: Outcome
+    code: str | None
+    """Stable; why it does not fit, or `not_evaluated`."""
+    reason: str | None
+    new_revision: int | None
+    """The same files as a revision for the target."""
+    evaluation_id: str | None
+    weight: int
+    """Percent of its share of aliases that was moved to the new revision last."""
+
+
+class ReportObject(MigrationItemObject, kw_only=True):
+    """What a migration found about one of your adapters."""
+
+    migration_id: str
+    source: str
+    target: str
+    created_at: int
+
+
+class ShiftedObject(msgspec.Struct, kw_only=True):
+    """One adapter after it was moved, or the reason why not."""
+
+    position: int
+    adapter: str
+    revision: int
+    new_revision: int | None
+    aliases: list[str]
+    """Those that were moved."""
+    code: str | None
+    error: str | None
+
+
+class ShiftedList(msgspec.Struct, kw_only=True):
+    """The adapters that one call moved."""
+
+    data: list[ShiftedObject]
+    object: Literal["list"] = "list"
+    next: int | None
+    """`after` of the call that goes on; null: these were all."""
+
+
+def migration_object(found: Migration) -> MigrationObject:
+    """Return the migration as a JSON object."""
+    one = found.migration
+    return MigrationObject(
+        id=one.id,
+        source=one.source,
+        target=one.target,
+        tenant=one.tenant,
+        adapter=one.adapter,
+        evaluate=bool(one.evaluates),
+        status=one.state,  # type: ignore[arg-type]  # the row's check has the four
+        error=one.error,
+        outcomes=found.counts,  # type: ignore[arg-type]  # the row's check has the five
+        created_at=one.created_at // SECOND,
+        finished_at=seconds(one.finished_at),
+    )
+
+
+def item_object(item: MigrationItem) -> MigrationItemObject:
+    """Return one revision's part as a JSON object."""
+    return MigrationItemObject(
+        position=item.position,
+        adapter=item.name,
+        revision=item.number,
+        outcome=item.outcome,  # type: ignore[arg-type]  # the row's check has the five
+        code=item.code,
+        reason=item.reason,
+        new_revision=item.new_number,
+        evaluation_id=item.evaluation_id,
+        weight=item.weight,
+    )
+
+
+def report_object(migration: BaseMigration, item: MigrationItem) -> ReportObject:
+    """Return what a migration found about one revision of a tenant."""
+    return ReportObject(
+        **msgspec.structs.asdict(item_object(item)),
+        migration_id=migration.id,
+        source=migration.source,
+        target=migration.target,
+        created_at=migration.created_at // SECOND,
+    )
+
+
+def shifted_object(shifted: Shifted) -> ShiftedObject:
+    """Return a moved adapter as a JSON object."""
+    return ShiftedObject(
+        position=shifted.item.position,
+        adapter=shifted.item.name,
+        revision=shifted.item.number,
+        new_revision=shifted.item.new_number,
+        aliases=list(shifted.aliases),
+        code=None if shifted.error is None else shifted.error.code,
+        error=None if shifted.error is None else shifted.error.message,
+    )

@@ -1,0 +1,475 @@
+"""Migrations of adapters from base to base: every revision that an alias points at is checked on the other base.
+
+    begin     row in `base_migrations`, one item a revision; held by this server (a lease)
+    check     the stored files against the target: shapes, limits, parity ──> a further revision of the same files,
+              registered without moving any alias, in the transaction that writes the item
+    evaluate  where its owner has evaluated the adapter before: the same questions to both revisions, as a batch
+    decide    fits, needs retraining, or refused, each with the reason
+    shift     an operator moves aliases of what fits, by weight, adapter by adapter, and back
+
+A server that dies leaves its migration to another one, which goes on behind the last decided item. Nothing that is
+served changes before `shift`, which moves aliases as their owners do: release policies and canary guards hold.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from http import HTTPStatus
+from pathlib import Path
+
+import msgspec
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from loramux.errors import LoramuxError
+from loramux.gateway import BaseConflict, InvalidBase, Platform, UnknownBase, run_periodically
+from loramux.jobs import JobRunner
+from loramux.records import Principal, RecordsError
+from loramux.records.adapters import AdapterRepository, RevisionRow
+from loramux.records.aliases import DEFAULT_ALIAS
+from loramux.records.base_migrations import (
+    CANCELLED,
+    COMPLETED,
+    EVALUATING,
+    FAILED,
+    FITS,
+    NEEDS_RETRAINING,
+    OUTCOMES,
+    PENDING,
+    REFUSED,
+    RUNNING,
+    BaseMigration,
+    BaseMigrationRepository,
+    MigrationItem,
+    MigrationReports,
+)
+from loramux.records.evaluations import RUNNING as EVALUATION_RUNNING
+from loramux.records.evaluations import Evaluation, EvaluationRepository
+from loramux.records.identity import new_id
+from loramux.records.locks import BASES, advisory_lock
+from loramux.records.release_policies import ReleasePolicyRepository
+from loramux.registry import (
+    InvalidChange,
+    ValidationUnavailable,
+)
+from loramux.releases.comparison import EvaluationResult
+from loramux.releases.evaluations import Evaluations
+from loramux.releases.graders import Grader, Judge
+from loramux.releases.moved_aliases import Shifted, move_aliases
+from loramux.releases.policies import EvaluationRule, ReleasePolicy, evaluated
+from loramux.storage import BlobCorrupt, BlobMissing, BlobStore, StorageError, files_of
+from loramux.tenants import Changes
+from loramux.threads import ThreadPool
+from loramux.uploads.errors import UploadSuperseded
+from loramux.uploads.ingest import StagedUpload
+
+TEND_SECONDS = 5.0
+MAX_ATTEMPTS = 5
+"""Servers that may die under a migration."""
+PAGE = 500
+"""Adapters that one call shifts at most."""
+MAY_BE_RETRAINED = frozenset(
+    {
+        *("shape_mismatch", "tensors_missing", "tensors_unexpected", "target_unsupported", "no_module_matched"),
+        *("base_differs", "outputs_not_finite"),
+    }
+)
+"""Codes of refusals that the other base is the reason of: training for it is the way out."""
+
+logger = logging.getLogger(__name__)
+
+
+class MigrationNotFound(LoramuxError):
+    """No such migration."""
+
+    code = "base_migration_not_found"
+    status = HTTPStatus.NOT_FOUND
+
+    def __init__(self, id: str) -> None:
+        super().__init__(f"there is no migration {id[:80]!r}; `loramux base migrations` lists them", "migration_id")
+
+
+class Migration(msgspec.Struct, frozen=True, kw_only=True):
+    """A migration and how far it is."""
+
+    migration: BaseMigration
+    counts: dict[str, int]
+    """Revisions by outcome."""
+
+
+class BaseMigrations:
+    """Migrations of every tenant's adapters. A tenant reads what they found about its own."""
+
+    def __init__(self, platform: Platform, evaluations: Evaluations) -> None:
+        self._platform = platform
+        self._database = platform.database
+        self._evaluations = evaluations
+        self._server_id = platform.usage.server_id
+        self._threads = ThreadPool("migrations", 1)
+        self._jobs: JobRunner[BaseMigration] = JobRunner("base migration", self._held, self._run)
+
+    # operators
+
+    async def begin(
+        self,
+        changes: Changes,
+        *,
+        source: str,
+        target: str,
+        tenant: str | None = None,
+        adapter: str | None = None,
+        evaluates: bool = True,
+    ) -> Migration:
+        """Check the revisions for `source` on `target` in the background: of a tenant, of a `tenant/adapter`, or all.
+
+        A repeated call while such a migration runs returns that one. Raises UnknownBase, InvalidBase, BaseConflict,
+        TenantNotFound.
+        """
+        names = self._names(source, target)
+        tenant, own = await self._scope(tenant, adapter)
+        async with changes.begin() as change:
+            await advisory_lock(change.session, BASES)
+            repository = BaseMigrationRepository(change.session)
+            migration = BaseMigration(
+                id=new_id("migration"),
+                source=source,
+                target=target,
+                tenant=tenant,
+                adapter=own,
+                evaluates=int(evaluates),
+                created_by=changes.actor.name,
+                state=RUNNING,
+                server_id=self._server_id,
+                attempts=1,
+                created_at=change.now,
+            )
+            found = await repository.running(migration)
+            if found is None:
+                if not await repository.begin(migration, names) and not self._platform.lifecycle.knows(source):
+                    raise UnknownBase(f"there is no base model {source[:80]!r}, and no adapter for one", "from")
+                await change.note("base.migrate", migration.id, tenant=None, after=migration)
+        self._jobs.look()
+        return await self.get((found or migration).id)
+
+    async def get(self, id: str) -> Migration:
+        """Return a migration. Raises MigrationNotFound."""
+        async with self._database.read() as session:
+            repository = BaseMigrationRepository(session)
+            found = await repository.get(id)
+            if found is None:
+                raise MigrationNotFound(id)
+            return Migration(migration=found, counts=(await repository.counts([id]))[id])
+
+    async def newest(self, limit: int) -> list[Migration]:
+        """List at most `limit` migrations, newest first."""
+        async with self._database.read() as session:
+            repository = BaseMigrationRepository(session)
+            found = await repository.newest(limit)
+            counts = await repository.counts([one.id for one in found])
+        return [Migration(migration=one, counts=counts[one.id]) for one in found]
+
+    async def items(
+        self, id: str, outcomes: Sequence[str] = OUTCOMES, after: int = -1, limit: int = 100
+    ) -> list[MigrationItem]:
+        """List at most `limit` revisions of a migration by position, from behind `after`. Raises MigrationNotFound."""
+        await self.get(id)
+        async with self._database.read() as session:
+            return await BaseMigrationRepository(session).items(id, outcomes=outcomes, after=after, limit=limit)
+
+    async def cancel(self, changes: Changes, id: str) -> Migration:
+        """End a migration under way; what was registered stays. Raises MigrationNotFound."""
+        await self.get(id)
+        async with changes.begin() as change:
+            if await BaseMigrationRepository(change.session).end(id, CANCELLED, change.now):
+                await change.note("base.migrate.cancel", id, tenant=None)
+        self._jobs.cancel(id)
+        return await self.get(id)
+
+    async def shift(
+        self,
+        operator: Principal,
+        id: str,
+        weight: int,
+        *,
+        tenant: str | None = None,
+        adapter: str | None = None,
+        after: int = -1,
+    ) -> list[Shifted]:
+        """Give new revisions that fit `weight` percent of their old ones' share of every alias; 0 rolls back.
+
+        At most PAGE revisions, those behind `after`. One that cannot be moved does not hold up the others. Raises
+        MigrationNotFound, InvalidChange, TenantNotFound.
+        """
+        await self.get(id)
+        if not 0 <= weight <= 100:
+            raise InvalidChange(f"weight is a percentage, 1 to 100; got {weight}", "weight")
+        tenant, own = await self._scope(tenant, adapter)
+        async with self._database.read() as session:
+            items = await BaseMigrationRepository(session).items(
+                id, outcomes=(FITS,), tenant=tenant, adapter=own, after=after, limit=PAGE
+            )
+        return [await move_aliases(self._platform, operator, item, weight) for item in items]
+
+    # tenants
+
+    async def reports(self, principal: Principal, limit: int) -> list[tuple[BaseMigration, MigrationItem]]:
+        """List what migrations found about the caller's adapters, at most `limit` revisions, newest migration first."""
+        async with self._database.read() as session:
+            found = await MigrationReports(session, principal.tenant).newest(limit)
+        return [(migration, item) for migration, item in found if principal.may_use(item.name)]
+
+    # the job
+
+    async def tend(self) -> None:
+        """Adopt migrations of dead servers, and go on with this server's own."""
+        async with self._database.begin() as session:
+            await BaseMigrationRepository(session).adopt_abandoned(self._server_id)
+        self._jobs.look()
+
+    async def stop(self) -> None:
+        """Stop; this server's next life, or another server, goes on."""
+        await self._jobs.stop()
+
+    async def _held(self) -> Sequence[BaseMigration]:
+        try:
+            async with self._database.read() as session:
+                return await BaseMigrationRepository(session).held(self._server_id)
+        except RecordsError as error:
+            logger.warning("base migrations wait: %s", error)
+            return ()
+
+    async def _run(self, migration: BaseMigration) -> None:
+        """Decide what is not decided. What may pass leaves the rest as it is: it is found again."""
+        try:
+            problem = self._problem(migration)
+            if problem is None and self._platform.lifecycle.models.named(migration.target) is None:
+                return  # it is being loaded
+            if problem is None:
+                while items := await self._open_items(migration, PENDING):
+                    await self._check(migration, items[0])
+                if not await self._judge_all(migration):
+                    return
+            async with self._database.begin() as session:
+                await BaseMigrationRepository(session).end(
+                    migration.id,
+                    COMPLETED if problem is None else FAILED,
+                    self._database.now(),
+                    server_id=self._server_id,
+                    error=problem,
+                )
+        except (RecordsError, StorageError, ValidationUnavailable) as failure:
+            logger.warning("the migration %s waits: %s", migration.id, failure)
+        except UploadSuperseded as ended:
+            logger.info("%s", ended)
+
+    def _problem(self, migration: BaseMigration) -> str | None:
+        """Return why a migration cannot go on, ever."""
+        if migration.attempts > MAX_ATTEMPTS:
+            return f"{MAX_ATTEMPTS} servers have died under it"
+        known = {base.base_model: base for base in self._platform.lifecycle.statuses()}
+        target = known.get(migration.target)
+        if target is None or target.state in ("draining", "retired"):
+            return f"the base model {migration.target} was retired"
+        return None
+
+    async def _open_items(self, migration: BaseMigration, outcome: str, after: int = -1) -> list[MigrationItem]:
+        async with self._database.read() as session:
+            repository = BaseMigrationRepository(session)
+            return await repository.items(migration.id, outcomes=(outcome,), after=after)
+
+    async def _check(self, migration: BaseMigration, item: MigrationItem) -> None:
+        """Check one revision on the target and register it there, or write why not."""
+        try:
+            decided = await self._registered(migration, item)
+        except (BlobMissing, BlobCorrupt) as error:
+            decided = _refused(item, "files_damaged", f"its stored files are damaged: {error.message}")
+        except (RecordsError, StorageError, ValidationUnavailable, UploadSuperseded):
+            raise
+        except LoramuxError as refusal:
+            decided = _refused(item, refusal.code, refusal.message)
+        except Exception:
+            logger.exception("%s@%d could not be checked for %s", item.name, item.number, migration.target)
+            decided = _refused(item, "internal_error", "The server failed while it checked the files.")
+        if decided is not None:
+            await self._decide(decided)
+
+    async def _registered(self, migration: BaseMigration, item: MigrationItem) -> MigrationItem | None:
+        """Register the revision for the target; return the refusal where it does not fit, else the item is written."""
+        platform = self._platform
+        async with self._database.read() as session:
+            is_callable = await BaseMigrationRepository(session).is_callable(item.revision_id)
+        if not is_callable:
+            return _refused(item, "revision_deleted", "It was deleted meanwhile.")
+        principal = await platform.tenants.system_principal(item.tenant_name)
+        is_evaluated = bool(migration.evaluates) and await self._template(item) is not None
+        with platform.blobs.staging() as folder:
+            await self._threads.run(_copy, platform.blobs, item.digest, folder)
+            report, quota = await platform.ingest.check_files(principal, folder, migration.target)
+            if (refusal := report.refusal) is not None:
+                outcome = NEEDS_RETRAINING if refusal.code in MAY_BE_RETRAINED else REFUSED
+                return msgspec.structs.replace(item, outcome=outcome, code=refusal.code, reason=refusal.message)
+            staged = StagedUpload(item.adapter, False, folder, report, quota)
+            passed = msgspec.structs.replace(item, outcome=EVALUATING if is_evaluated else FITS)
+            await platform.ingest.register(principal, staged, partial(self._accept, passed))
+        return None
+
+    async def _accept(self, item: MigrationItem, session: AsyncSession, revision: RevisionRow) -> None:
+        """Write the item in the transaction that registers its revision; roll both back where they come too late."""
+        repository = BaseMigrationRepository(session)
+        if not await repository.is_callable(item.revision_id):
+            raise UploadSuperseded(f"{item.name}@{item.number} was deleted while it was migrated")
+        done = msgspec.structs.replace(item, new_number=revision.number)
+        if not await repository.decide(done, self._server_id):
+            raise UploadSuperseded(f"the migration {item.migration_id} was cancelled, or is another server's")
+
+    async def _decide(self, item: MigrationItem) -> None:
+        async with self._database.begin() as session:
+            if not await BaseMigrationRepository(session).decide(item, self._server_id):
+                raise UploadSuperseded(f"the migration {item.migration_id} was cancelled, or is another server's")
+
+    # evaluations
+
+    async def _template(self, item: MigrationItem) -> Evaluation | None:
+        """Return the tenant's evaluation whose questions are asked: those of the release policy, or the newest."""
+        policy = await self._policy(item)
+        rule = None if policy is None else policy.evaluation
+        async with self._database.read() as session:
+            repository = EvaluationRepository(session, item.tenant_id)
+            return await repository.newest_of(item.name, None if rule is None else rule.file_id)
+
+    async def _policy(self, item: MigrationItem) -> ReleasePolicy | None:
+        async with self._database.read() as session:
+            adapter = await AdapterRepository(session, item.tenant_id).get(item.adapter)
+            row = None if adapter is None else await ReleasePolicyRepository(session).get(adapter.id, DEFAULT_ALIAS)
+        return None if row is None else msgspec.json.decode(row.policy, type=ReleasePolicy)
+
+    async def _judge_all(self, migration: BaseMigration) -> bool:
+        """Begin the evaluations that are missing, and judge those that have ended; return whether all are judged."""
+        is_done, after = True, -1
+        while items := await self._open_items(migration, EVALUATING, after):
+            after = items[0].position
+            is_done &= await self._judge(items[0])
+        return is_done
+
+    async def _judge(self, item: MigrationItem) -> bool:
+        assert item.new_number is not None, "it is registered"
+        models = f"{item.name}@{item.new_number} {item.name}@{item.number}"
+        async with self._database.read() as session:
+            evaluation = await EvaluationRepository(session, item.tenant_id).newest_between(models)
+        if evaluation is None:
+            try:
+                evaluation = await self._evaluate(item, item.new_number)
+            except (RecordsError, StorageError):
+                raise
+            except LoramuxError as refusal:
+                await self._decide(_unevaluated(item, refusal.message))
+                return True
+        if evaluation.state == EVALUATION_RUNNING:
+            return False
+        item = msgspec.structs.replace(item, evaluation_id=evaluation.id)
+        if evaluation.result is None:
+            await self._decide(_unevaluated(item, evaluation.error or "it failed"))
+        else:
+            result = msgspec.json.decode(evaluation.result, type=EvaluationResult)
+            policy = await self._policy(item)
+            await self._decide(_judged(item, result, None if policy is None else policy.evaluation))
+        return True
+
+    async def _evaluate(self, item: MigrationItem, number: int) -> Evaluation:
+        """Ask the owner's questions of both revisions, in the owner's name. Raises LoramuxError."""
+        template = await self._template(item)
+        if template is None:
+            raise InvalidChange("the evaluation that was to be repeated is gone")
+        grader = msgspec.json.decode(template.grader, type=Grader)
+        if isinstance(grader, Judge):
+            raise InvalidChange("its grader is a judge, whose key is not kept; evaluate it yourself")
+        principal = await self._platform.tenants.principal_behind(item.tenant_id, template.owner, template.project_id)
+        return await self._evaluations.create(
+            principal,
+            adapter=item.name,
+            revision=number,
+            against=item.number,
+            file_id=template.file_id,
+            grader=grader,
+        )
+
+    # scopes
+
+    def _names(self, source: str, target: str) -> tuple[str, ...]:
+        """Return the names that the source has and had. Raises UnknownBase, InvalidBase, BaseConflict."""
+        lifecycle = self._platform.lifecycle
+        status = lifecycle.status(target)
+        known = lifecycle.models.named(target)
+        if source == target:
+            raise InvalidBase("from and to are two base models", "to")
+        if known is None:
+            raise BaseConflict("base_not_serving", f"the base model {target!r} is {status.state} here", "to")
+        old = lifecycle.models.named(source)
+        if old is not None and old.description.architecture != known.description.architecture:
+            raise InvalidBase(
+                f"{source!r} is a {old.description.architecture} and {target!r} a {known.description.architecture}: "
+                "adapters cannot move between architectures and must be trained again",
+                "to",
+            )
+        return lifecycle.names_of(source)
+
+    async def _scope(self, tenant: str | None, adapter: str | None) -> tuple[str | None, str | None]:
+        """Return the tenant's and the adapter's own name. Raises InvalidChange, TenantNotFound."""
+        own = None
+        if adapter is not None:
+            owner, slash, own = adapter.partition("/")
+            if not slash or tenant not in (None, owner):
+                raise InvalidChange("adapter is `tenant/adapter`, of the tenant if one is named", "adapter")
+            tenant = owner
+        if tenant is not None:
+            await self._platform.tenants.named(tenant)
+        return tenant, own
+
+
+@asynccontextmanager
+async def open_base_migrations(platform: Platform, evaluations: Evaluations) -> AsyncIterator[BaseMigrations]:
+    """Run migrations while the block runs."""
+    migrations = BaseMigrations(platform, evaluations)
+    try:
+        async with run_periodically(TEND_SECONDS, migrations.tend):
+            yield migrations
+    finally:
+        await migrations.stop()
+
+
+def _copy(blobs: BlobStore, digest: str, folder: Path) -> None:
+    """Copy a stored content into a staging folder: a check may replace its files."""
+    source = blobs.directory(digest)
+    for name in files_of(source):
+        shutil.copyfile(source / name, folder / name)
+
+
+def _refused(item: MigrationItem, code: str, reason: str) -> MigrationItem:
+    return msgspec.structs.replace(item, outcome=REFUSED, code=code, reason=reason)
+
+
+def _unevaluated(item: MigrationItem, reason: str) -> MigrationItem:
+    text = f"It fits by its shapes; its evaluation was not possible: {reason}"
+    return msgspec.structs.replace(item, outcome=FITS, code="not_evaluated", reason=text)
+
+
+def _judged(item: MigrationItem, result: EvaluationResult, rule: EvaluationRule | None) -> MigrationItem:
+    """Decide by the owner's rule; without one a revision needs retraining where it is certainly worse."""
+    assert item.new_number is not None, "it was evaluated"
+    if rule is not None:
+        check = evaluated(rule, result, item.new_number, item.number)
+        passed, reason = check.passed, check.message
+    else:
+        difference = result.difference
+        passed = difference.high >= 0
+        reason = (
+            f"evaluation: @{item.new_number} scores {result.candidate.score.mean:.3f}, @{item.number} "
+            f"{result.against.score.mean:.3f} on {result.questions} questions; the difference is "
+            f"{difference.mean:+.3f}, its interval {difference.low:+.3f} to {difference.high:+.3f}"
+        )
+    if passed:
+        return msgspec.structs.replace(item, outcome=FITS, reason=reason)
+    return msgspec.structs.replace(item, outcome=NEEDS_RETRAINING, code="evaluated_worse", reason=reason)
