@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import re
 import threading
@@ -90,7 +91,12 @@ class BaseDescription:
         return (*self.modules, *self.others)
 
 
-SAME_INPUT = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
+SAME_INPUT = (
+    {"q_proj", "k_proj", "v_proj"},
+    {"gate_proj", "up_proj"},
+    {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"},
+    {"in_proj_qkvz", "in_proj_ba"},
+)
 """Names of sibling linears to which transformers feeds the same tensor."""
 
 
@@ -174,6 +180,8 @@ def _linear_shape(name: str, module: nn.Module) -> LinearShape | None:
 def _norm_width(module: nn.Module) -> int | None:
     parameters = dict(module.named_parameters())
     if "norm" not in type(module).__name__.lower() or list(parameters) != ["weight"]:
+        return None
+    if len(inspect.signature(module.forward).parameters) != 1:  # a gated norm reads another tensor
         return None
     return len(parameters["weight"]) if parameters["weight"].ndim == 1 else None
 

@@ -125,6 +125,29 @@ NEWER_MIXTURES = {
     "dots1": (transformers.Dots1Config, WIDE_HEADS | ROUTED),
 }
 
+HYBRID = {
+    "head_dim": 24,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 12,
+}
+
+HYBRIDS = {
+    "qwen3_5": (transformers.Qwen3_5TextConfig, HYBRID),
+    "qwen3_next": (
+        transformers.Qwen3NextConfig,
+        HYBRID | SIX_EXPERTS | {"shared_expert_intermediate_size": 48, "mlp_only_layers": [1]},
+    ),
+    "qwen3_5_moe": (
+        transformers.Qwen3_5MoeTextConfig,
+        HYBRID | SIX_EXPERTS | {"shared_expert_intermediate_size": 48},
+    ),
+}
+"""Some of the layers have linear attention."""
+
 REFUSED_FAMILIES = {
     "falcon": (transformers.FalconConfig, {"new_decoder_architecture": True}),
     "llama4": (
@@ -133,7 +156,7 @@ REFUSED_FAMILIES = {
     ),
 }
 
-FAMILIES = FIRST_FAMILIES | NEWER_FAMILIES | NEWER_MIXTURES | REFUSED_FAMILIES
+FAMILIES = FIRST_FAMILIES | NEWER_FAMILIES | NEWER_MIXTURES | HYBRIDS | REFUSED_FAMILIES
 SERVED = [family for family in FAMILIES if family not in REFUSED_FAMILIES]
 
 ATTENTION = ["qkv_proj", "q_proj", "k_proj", "v_proj", "o_proj"]

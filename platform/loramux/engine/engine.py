@@ -83,7 +83,9 @@ def build_engine(loaded: LoadedModel, settings: Settings, wake: Callable[[], Non
         facts=loaded.facts,
         runner=loaded.runner,
         store=DiskStore(bank, source, HostCache(adapters.host_bytes, time.monotonic), adapters.max_loading),
-        host_kv=HostPages(bank.pool, bank.page_elements, settings.engine.swap_bytes),
+        host_kv=None
+        if loaded.facts.state_pages
+        else HostPages(bank.pool, bank.page_elements, settings.engine.swap_bytes),
         weight_bytes=loaded.weight_bytes,
         constraints=loaded.constraints,
     )
@@ -114,10 +116,13 @@ class Engine:
         pool, adapters = PagePool(parts.facts.pages_total), settings.adapters
         residency_policy = ResidencyPolicy(max_loading=adapters.max_loading, load_timeout=adapters.load_timeout_s)
         residency = Residency(pool, parts.store, parts.clock, residency_policy, self._counters, wake)
-        budget = PageBudget(parts.facts.pages_total, settings.engine.block_size)
+        state_pages = parts.facts.state_pages
+        budget = PageBudget(parts.facts.pages_total, settings.engine.block_size, state_pages)
         policy = Policy.from_settings(settings, parts.weight_bytes / parts.runner.bank.page_bytes)
         if self._runner.runs_ahead:  # drafts follow tokens that the host does not know yet
             policy = replace(policy, max_draft_tokens=0)
+        if state_pages:  # a state is that of all tokens so far: it can neither go back nor be shared
+            policy = replace(policy, max_draft_tokens=0, prefix_cache=False)
         self.scheduler = Scheduler(
             SchedulerLimits(
                 max_num_seqs=settings.engine.max_num_seqs,

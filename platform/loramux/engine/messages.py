@@ -292,13 +292,15 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     weights: str
     """A digest of samples of every weight: equal engines of a base have loaded the same checkpoint in the same way."""
+    state_pages: int = 0
+    """Pages that each running sequence holds for its recurrent states; 0 without linear attention."""
     sampling_defaults: SamplingDefaults = SamplingDefaults()
     """Recommendations of the checkpoint's `generation_config.json`."""
 
     @property
     def context(self) -> int:
         """The most tokens, prompt and answer, that the model takes and the pool could hold."""
-        return min(self.max_model_len, self.pages_total * self.block_size)
+        return min(self.max_model_len, (self.pages_total - self.state_pages) * self.block_size)
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):

@@ -10,13 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from loramux_kernels import AttentionBatch, KvLayer, paged_attention, write_kv
+
+if TYPE_CHECKING:
+    from loramux.engine.execution.linear_attention import StateStep
 
 IMPLEMENTATION = "loramux"
 PROBE = "loramux_probe"
@@ -57,6 +60,10 @@ class LayerShape:
         return self.num_kv_heads * (self.key_dim + self.value_dim)
 
 
+NO_KV = LayerShape(0, 0, 0)
+"""Of a layer with linear attention."""
+
+
 @dataclass(frozen=True, slots=True)
 class KvLayout:
     """Layout of a page of `block_size` tokens: layer after layer, keys `[heads, tokens, dim]`, then values likewise."""
@@ -92,6 +99,8 @@ class AttentionStep:
 
     layers: list[KvLayer]
     batch: AttentionBatch
+    states: StateStep | None = None
+    """None where the model has no linear attention."""
 
 
 def attend(  # noqa: PLR0913 - the signature is transformers'
@@ -176,13 +185,16 @@ def probe_layers(model: PreTrainedModel, num_tokens: int = 2) -> tuple[LayerShap
             f"{_kind(model)} asks attention for {', '.join(sorted(probe.ignored))}, which would be ignored; "
             f"correct its config.json or give another checkpoint."
         )
-    num_layers = model.config.get_text_config().num_hidden_layers
-    if probe.calls != num_layers or sorted(probe.seen) != list(range(num_layers)):
+    config = model.config.get_text_config()
+    num_layers = config.num_hidden_layers
+    kinds = getattr(config, "layer_types", None) or [""] * num_layers
+    attending = [index for index, kind in enumerate(kinds) if kind != "linear_attention"]
+    if probe.calls != len(attending) or sorted(probe.seen) != attending:
         raise UnsupportedModel(
-            f"{_kind(model)} called the attention function {probe.calls} times for {num_layers} layers; "
+            f"{_kind(model)} called the attention function {probe.calls} times for {len(attending)} layers; "
             f"it does its own attention, which a shared page pool cannot serve."
         )
-    return tuple(probe.seen[index] for index in range(num_layers))
+    return tuple(probe.seen.get(index, NO_KV) for index in range(num_layers))
 
 
 @contextmanager

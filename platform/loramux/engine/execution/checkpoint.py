@@ -33,6 +33,7 @@ SUPPORTED = frozenset(
         *("olmo2", "olmo3", "granite", "granite_swa", "smollm3", "glm", "glm4", "cohere", "cohere2", "exaone4"),
         *("seed_oss", "ernie4_5", "hunyuan_v1_dense", "starcoder2", "arcee", "apertus", "cwm"),
         *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v3"),
+        *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
         *("granitemoe", "granitemoeshared", "olmoe", "phimoe", "ernie4_5_moe", "dots1"),
     )
 )

@@ -20,6 +20,7 @@ from loramux.engine.execution.checkpoint import load_checkpoint, max_positions, 
 from loramux.engine.execution.constraints import Constraints
 from loramux.engine.execution.device_sampler import DeviceSampler
 from loramux.engine.execution.fused_layers import fuse_layers
+from loramux.engine.execution.linear_attention import StateLayout, install_linear_attention
 from loramux.engine.execution.runner import CpuRunner, Forward, Runner
 from loramux.engine.execution.sampler import Sampler
 from loramux.engine.grammars import load_tokenizer
@@ -78,6 +79,12 @@ def assemble(
             'model.quantization = "int8" is served on CPUs only; remove it or set engine.device = "cpu".'
         )
     layout, activation_bytes = _probe(model, settings)
+    states = StateLayout.of(model, layout.page_elements * model.dtype.itemsize)
+    if states.layers and model.device.type != "cpu":
+        raise UnsupportedModel(
+            f"model_type {model.config.model_type!r} has layers with linear attention, which are served on CPUs only; "
+            f'set engine.device = "cpu" or give another base.'
+        )
     max_model_len = _max_model_len(settings, model)
     sites = {
         name: Site(i, shape.in_features, shape.out_features) for i, (name, shape) in enumerate(base.modules.items())
@@ -98,11 +105,13 @@ def assemble(
     weights = install(model, base, bank, settings.model.quantization)
     weight_bytes = _bytes_read(model) + weights.packed_bytes
     fuse_layers(model, layout.layers)
+    install_linear_attention(model, states, pool)
     eos = _eos_token_ids(model)
     vocab_size = model.config.get_text_config().vocab_size
     vocabulary = load_tokenizer(Path(settings.model.path), vocab_size, eos)
     constraints = None if vocabulary is None else Constraints(vocabulary, eos)
-    runner = _runner(Forward(model, layout.views(pool), bank), settings, eos, max_model_len, constraints)
+    forward = Forward(model, layout.views(pool), bank)
+    runner = _runner(forward, settings, eos, max_model_len, constraints, states.num_pages)
     facts = ModelFacts(
         max_model_len=max_model_len,
         vocab_size=vocab_size,
@@ -111,6 +120,7 @@ def assemble(
         pages_total=num_pages,
         block_size=settings.engine.block_size,
         weights=digest,
+        state_pages=states.num_pages,
         sampling_defaults=defaults or SamplingDefaults(),
     )
     logger.info(
@@ -123,6 +133,13 @@ def assemble(
         num_pages,
         facts.block_size,
     )
+    if states.layers:
+        logger.info(
+            "%d layers have linear attention: each running sequence holds %d pages for their states; prompts are not "
+            "reused (engine.prefix_cache), KV is not swapped (engine.swap_bytes) and nothing is drafted",
+            len(states.layers),
+            states.num_pages,
+        )
     return LoadedModel(runner, constraints, base, weights, facts, weight_bytes)
 
 
@@ -169,12 +186,17 @@ def _probe(model: PreTrainedModel, settings: Settings) -> tuple[KvLayout, int]:
 
 
 def _runner(
-    forward: Forward, settings: Settings, eos: tuple[int, ...], max_model_len: int, constraints: Constraints | None
+    forward: Forward,
+    settings: Settings,
+    eos: tuple[int, ...],
+    max_model_len: int,
+    constraints: Constraints | None,
+    state_pages: int,
 ) -> Runner:
     """Return the runner for the pool's device."""
     engine, pool = settings.engine, forward.bank.pool
     if not runs_triton(pool):
-        return CpuRunner(forward, Sampler(eos), constraints, engine.block_size)
+        return CpuRunner(forward, Sampler(eos), constraints, engine.block_size, state_pages)
     # Only where it runs: it needs triton.
     from loramux.engine.execution.gpu_runner import GpuRunner
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from loramux.engine.execution.attention import AttentionStep
 from loramux.engine.execution.constraints import Constraints, TokenMasks
+from loramux.engine.execution.linear_attention import StateStep
 from loramux.engine.execution.prompt_logprobs import PromptScores, ScoredRows, split_scored
 from loramux.engine.execution.sampler import Sampler
 from loramux.engine.messages import TokenEvent
@@ -76,6 +77,8 @@ class PackedStep:
     """int32[S]; tokens of context after the step."""
     block_table: Ints
     """int32[S, most pages of a sequence]; 0 past a sequence's last page, where nothing reads."""
+    state_tables: Ints
+    """int64[S, pages of a sequence's recurrent states]; no columns where the model has none."""
     sampled_rows: Ints
     """int64: the rows whose logits are wanted, in row order: the last own row of each chunk that samples, its drafts'
     rows, and the rows of prompts that `scored` lists."""
@@ -90,15 +93,16 @@ class PackedStep:
         return len(self.input_ids) == len(self.sampled_rows) == len(self.context_lens)
 
 
-def pack(step: Step, block_size: int) -> PackedStep:
-    """Place the chunks one after the other."""
+def pack(step: Step, block_size: int, state_pages: int = 0) -> PackedStep:
+    """Place the chunks one after the other. The first `state_pages` pages of each sequence hold its states."""
     chunks = step.chunks
     lengths = np.array([c.length for c in chunks], dtype=np.int32)
     cu_seqlens = np.concatenate(([0], np.cumsum(lengths, dtype=np.int32))).astype(np.int32)
     positions = np.concatenate([np.arange(c.start, c.end) for c in chunks])
-    block_table = np.zeros((len(chunks), max(len(c.sequence.pages) for c in chunks)), dtype=np.int32)
+    held = np.zeros((len(chunks), max(len(c.sequence.pages) for c in chunks)), dtype=np.int32)
     for row, chunk in enumerate(chunks):
-        block_table[row, : len(chunk.sequence.pages)] = chunk.sequence.pages
+        held[row, : len(chunk.sequence.pages)] = chunk.sequence.pages
+    block_table = np.ascontiguousarray(held[:, state_pages:]) if state_pages else held
     pages = block_table[np.repeat(np.arange(len(chunks)), lengths), positions // block_size].astype(np.int64)
     sampled: list[int] = []
     scored = ScoredRows()
@@ -115,6 +119,7 @@ def pack(step: Step, block_size: int) -> PackedStep:
         cu_seqlens=cu_seqlens,
         context_lens=np.array([c.end for c in chunks], dtype=np.int32),
         block_table=block_table,
+        state_tables=held[:, :state_pages].astype(np.int64),
         sampled_rows=np.array(sampled, dtype=np.int64),
         segments=_segments(step),
         scored=scored if scored.rows else None,
@@ -140,6 +145,8 @@ class StepInputs:
     batch: AttentionBatch
     sampled_rows: torch.Tensor
     """int64: the rows whose logits are wanted."""
+    state_tables: torch.Tensor | None = None
+    """int64[S, state pages]; None where the model has no recurrent states."""
 
 
 class Forward:
@@ -155,13 +162,15 @@ class Forward:
 
         `extras` holds what the step's adapters have besides LoRA pairs on linears: vectors, biases, vocabulary rows.
         """
+        tables, batch = inputs.state_tables, inputs.batch
+        states = None if tables is None else StateStep(tables, batch.spans)
         with self.bank.serving(segments, extras):
             logits: torch.Tensor = self._model(
                 input_ids=inputs.input_ids[None],
                 position_ids=inputs.position_ids[None],
                 use_cache=False,
                 logits_to_keep=inputs.sampled_rows,
-                attention_step=AttentionStep(self._layers, inputs.batch),
+                attention_step=AttentionStep(self._layers, batch, states),
             ).logits[0]
         if extras is not None:
             extras.forbid_unknown(logits, self.bank.num_tokens)
@@ -192,12 +201,20 @@ class CpuRunner:
 
     runs_ahead = False
 
-    def __init__(self, forward: Forward, sampler: Sampler, constraints: Constraints | None, block_size: int) -> None:
+    def __init__(
+        self,
+        forward: Forward,
+        sampler: Sampler,
+        constraints: Constraints | None,
+        block_size: int,
+        state_pages: int = 0,
+    ) -> None:
         self._sampler = sampler
         self._constraints = constraints
         self._masking = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self._forward = forward
         self._block_size = block_size
+        self._state_pages = state_pages
 
     @property
     def bank(self) -> AdapterBank:
@@ -207,7 +224,7 @@ class CpuRunner:
     @torch.inference_mode()
     def launch(self, step: Step) -> CompletedStep:
         """Run one forward and choose the tokens of `step.sampling`."""
-        packed = pack(step, self._block_size)
+        packed = pack(step, self._block_size, self._state_pages)
         extras = self.bank.extras_of(packed.segments, packed.sampled_rows)
         tables = (packed.cu_seqlens, packed.context_lens, packed.block_table, packed.slot_mapping)
         inputs = StepInputs(
@@ -215,6 +232,7 @@ class CpuRunner:
             position_ids=torch.from_numpy(packed.position_ids),
             batch=AttentionBatch(*map(torch.from_numpy, tables)),
             sampled_rows=torch.from_numpy(packed.sampled_rows),
+            state_tables=torch.from_numpy(packed.state_tables) if self._state_pages else None,
         )
         masks = self._start_masks(step.sampling)
         logits, scores = split_scored(self._forward(inputs, packed.segments, extras), packed.scored)

@@ -23,6 +23,8 @@ class PageBudget:
 
     num_pages: int
     block_size: int
+    state_pages: int = 0
+    """Pages in front of a sequence's KV, which hold its recurrent states (`execution.linear_attention`)."""
     watermark_share: float = 0.01
     """Share of the pool kept free at admission, so that rounding and outlived estimates rarely cost a preemption."""
     reserve_share: float = 0.05
@@ -40,8 +42,12 @@ class PageBudget:
         return int(self.num_pages * self.reserve_share)
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that hold `num_tokens` tokens of one sequence."""
-        return -(-num_tokens // self.block_size)
+        """Pages that hold `num_tokens` tokens of one sequence, and its states."""
+        return self.state_pages - (-num_tokens // self.block_size)
+
+    def tokens_in(self, num_pages: int) -> int:
+        """Tokens of one sequence that `num_pages` pages hold."""
+        return max(0, num_pages - self.state_pages) * self.block_size
 
     def kv_peak(self, sequences: Iterable[Sequence], reused: Items[CachedPage] = ()) -> int:
         """The most pages the sequences hold at once if each generates what is expected of it, one token a step.
@@ -70,7 +76,7 @@ class PageBudget:
             if outruns:
                 full_pages += self.pages_for(held + left)
             else:
-                full_pages += held // size
+                full_pages += self.state_pages + held // size
                 remainders[held % size] += 1
                 count += 1
             if prefix and (prefix[0].users > 1 or prefix[0] in about_to):

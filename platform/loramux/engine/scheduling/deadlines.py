@@ -130,7 +130,8 @@ class Deadlines:
         if candidate:
             requests, kv_tokens = requests + 1.0, kv_tokens + candidate.likely_len
         rows = len(running) + requests - state.limits.max_num_seqs
-        pages = budget.kv_peak(running) + kv_tokens / budget.block_size - (budget.num_pages - budget.watermark - pinned)
+        wanted = kv_tokens / budget.block_size + requests * budget.state_pages
+        pages = budget.kv_peak(running) + wanted - (budget.num_pages - budget.watermark - pinned)
         left = [left_of[sequence] for sequence in running]
         freed = [budget.pages_for(len(sequence.token_ids) + sequence.likely_left) for sequence in running]
         generation = before.output / max(before.requests, 1.0)

@@ -249,7 +249,7 @@ class Scheduler:
 
         Attributes are read in place of properties: this is the part of a plan that grows with the rows.
         """
-        size = self.state.budget.block_size
+        size, state_pages = self.state.budget.block_size, self.state.budget.state_pages
         prefilling = []
         for sequence in self._rows():
             computed = sequence.num_computed
@@ -257,7 +257,7 @@ class Scheduler:
                 prefilling.append(sequence)
             elif not (builder.tokens_left and (pages := len(sequence.pages))):
                 continue  # no token is left, or it was preempted for one before it
-            elif computed < pages * size or self._extend(sequence, computed + 1, builder):
+            elif computed < (pages - state_pages) * size or self._extend(sequence, computed + 1, builder):
                 builder.add(sequence, 1)
         for sequence in prefilling:
             length = builder.room_for(sequence)

@@ -111,7 +111,7 @@ class SchedulerState:
 
     def extend(self, sequence: Sequence, num_tokens: int) -> bool:
         """Take pages for the first `num_tokens` tokens, evicting what is idle; False where that is not enough."""
-        missing = -(-num_tokens // self.budget.block_size) - len(sequence.pages)
+        missing = self.budget.pages_for(num_tokens) - len(sequence.pages)
         if missing > 0:
             if (pages := self.memory.take_kv(missing)) is None:
                 return False

@@ -1,0 +1,165 @@
+"""Hybrid models: states of linear attention in pages of the pool, token for token with PEFT."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import msgspec
+import peft
+import pytest
+import torch
+from adapter_zoo import HYBRIDS, Asked, Zoo, load, make_engine, serve, to_request
+from formats import FormatZoo
+from preempting import preempting
+
+from loramux.engine.execution.attention import KvLayout, UnsupportedModel, probe_layers
+from loramux.engine.execution.linear_attention import LayerState, StateLayout, StateShape
+from loramux.engine.request import Request, SamplingParams
+from loramux.engine.scheduling.budget import PageBudget
+from loramux.engine.scheduling.sequence import Sequence
+
+LORA = {"lora_alpha": 10, "task_type": "CAUSAL_LM"}
+IN_PROJECTIONS = r".*\.(in_proj_qkv|in_proj_qkvz|in_proj_z|in_proj_b|in_proj_a|in_proj_ba)"
+RECIPES: dict[str, peft.LoraConfig] = {
+    "all": peft.LoraConfig(r=5, target_modules="all-linear", **LORA),
+    "linear attention": peft.LoraConfig(r=19, use_rslora=True, target_modules=IN_PROJECTIONS, **LORA),
+    "outputs": peft.LoraConfig(r=4, target_modules=["out_proj", "o_proj"], rank_pattern={"o_proj": 17}, **LORA),
+    "norm": peft.LoraConfig(r=3, target_modules=["out_proj"], modules_to_save=["input_layernorm"], **LORA),
+}
+
+
+@pytest.fixture(scope="module", params=HYBRIDS)
+def zoo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> FormatZoo:
+    made = FormatZoo(request.param, tmp_path_factory.mktemp(request.param), [])
+    for seed, (name, config) in enumerate(RECIPES.items()):
+        made.make_format(name, copy.deepcopy(config), seed)  # PEFT writes what it found into it
+    return made
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
+    made = Zoo("qwen3_5", tmp_path_factory.mktemp("dense"))
+    made.make_adapter("plain", {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}, 1)
+    return made
+
+
+def some_requests(count: int = 10) -> list[Asked]:
+    rng = random.Random(4)
+    names = [None, *RECIPES]
+    lengths = (1, 5, 17, 70, 33, 2, 16)
+    return [
+        Asked(f"r{i}", names[i % len(names)], tuple(rng.randrange(3, 97) for _ in range(lengths[i % 7])), 7)
+        for i in range(count)
+    ]
+
+
+def test_hybrid_mixed_batches_in_chunks_preempted_answer_as_peft_does(zoo: FormatZoo) -> None:
+    asked = some_requests()
+    assert len({tuple(zoo.answer(Asked("x", name, (5, 6, 7, 8), 8))) for name in [None, *RECIPES]}) == 1 + len(RECIPES)
+    engine = preempting(zoo.engine(max_num_batched_tokens=29))
+    for _ in range(2):
+        got = serve(zoo, engine, asked, arrivals=[i // 4 for i in range(len(asked))])
+        for request in asked:
+            assert got[request.name] == zoo.answer(request), request
+    stats = engine.stats()
+    assert stats.max_distinct_adapters_beside_base >= 2
+    assert stats.preemptions > 0
+    assert stats.pages_kv == stats.pages_kv_cached == stats.cached_tokens == 0, "states go with their sequence"
+
+
+def test_hybrid_in_a_pool_that_runs_out_answers_as_peft_does(dense: Zoo) -> None:
+    engine = dense.engine()
+    state_pages, page = engine.facts.state_pages, engine._runner.bank.page_bytes
+    assert state_pages > 1
+    asked = [Asked(f"r{i}", [None, "plain"][i % 2], (7 + i, 11, 13), 40) for i in range(6)]
+    # room for three states, some KV and the adapter: by far not for six requests
+    small = dense.engine(pool_bytes=(3 * (state_pages + 2) + 14) * page)
+    got = serve(dense, small, asked)
+    assert got == {request.name: dense.answer(request) for request in asked}
+    assert small.stats().pages_kv == 0
+    assert small.facts.context == min(256, (small.facts.pages_total - state_pages) * 16)
+
+
+def test_hybrid_earlier_contents_of_pages_change_nothing(dense: Zoo) -> None:
+    engine = dense.engine()
+    engine._runner.bank.pool.fill_(float("nan"))
+    asked = [Asked(f"r{i}", [None, "plain"][i % 2], tuple(range(5, 6 + i * 9)), 9) for i in range(4)]
+    assert serve(dense, engine, asked) == {request.name: dense.answer(request) for request in asked}
+
+
+def test_hybrid_answer_that_another_engine_began_goes_on_with_the_same_tokens(dense: Zoo) -> None:
+    asked = Asked("a", "plain", (5, 6, 7, 8), 10)
+    whole = dense.answer(asked)
+    request = msgspec.structs.replace(to_request(dense, asked), output_token_ids=whole[:4], group_started=True)
+    engine, told = make_engine(dense.base), whole[:4]
+    engine.submit(request)
+    while not engine.is_idle:
+        report = engine.step()
+        told += [event.token_id for event in report.events if event.token_id is not None] if report else []
+    assert told == whole
+
+
+def test_hybrid_with_drafts_and_swap_set_uses_neither(dense: Zoo) -> None:
+    engine = preempting(dense.engine(speculation="ngram", swap_bytes=1 << 20))
+    asked = [Asked(f"r{i}", None, (5, 6, 5, 6, 5, 6), 20) for i in range(3)]
+    assert serve(dense, engine, asked) == {request.name: dense.answer(request) for request in asked}
+    stats = engine.stats()
+    assert stats.preemptions > 0
+    assert stats.drafted_tokens == 0
+
+
+def test_hybrid_on_a_gpu_is_refused_with_the_way_out(dense: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loramux.engine.execution.loader._probe", on_meta)
+    with pytest.raises(UnsupportedModel, match=r'linear attention.*engine\.device = "cpu"'):
+        load(dense.base)
+
+
+def on_meta(model, settings):
+    """Find the layout, and move the model to a device that is no CPU."""
+    layout = KvLayout(probe_layers(model), settings.engine.block_size)
+    model.to("meta")
+    return layout, 0
+
+
+def test_pages_that_cannot_hold_a_heads_state_are_refused(dense: Zoo) -> None:
+    model = load(dense.base)[0].runner._forward._model
+    nets = [layer.linear_attn.net for layer in model.get_decoder().layers if hasattr(layer, "linear_attn")]
+    for layer, net in zip((0, 2), nets, strict=True):
+        model.get_decoder().layers[layer].linear_attn = net
+    assert StateLayout.of(model, 16 * 12 * 4).num_pages == 2 * StateShape.of(nets[0]).units
+    with pytest.raises(UnsupportedModel, match=r"raise engine\.block_size"):
+        StateLayout.of(model, 16 * 12 * 4 - 4)
+
+
+def test_states_of_two_layers_and_sequences_do_not_overlap() -> None:
+    shape = StateShape(heads=3, key_dim=4, value_dim=5, channels=7, taps=3)
+    layout = StateLayout({1: shape, 2: shape}, page_bytes=3 * 80 + 4)
+    assert (shape.units, layout.units_per_page, layout.num_pages) == (5, 3, 4)
+    views = layout.views(torch.full((8 * 61,), float("nan")))
+    tables = torch.tensor([[5, 0, 7, 2], [1, 6, 3, 4]])
+    kept: list[tuple[LayerState, torch.Tensor, torch.Tensor]] = []
+    for view in views.values():
+        kept.append((view, torch.randn(2, 3, 4, 5), torch.randn(2, 7, 3)))
+        view.write(tables, *kept[-1][1:])
+    for view, matrices, inputs in kept:
+        found = view.read(tables)
+        assert torch.equal(found[0], matrices)
+        assert torch.equal(found[1], inputs)
+
+
+def test_budget_counts_the_pages_of_every_sequences_states() -> None:
+    budget = PageBudget(num_pages=20, block_size=4, state_pages=3)
+    assert [budget.pages_for(n) for n in (1, 4, 5)] == [4, 4, 5]
+    assert budget.tokens_in(5) == 8
+    assert budget.tokens_in(2) == 0
+    sequences = [Sequence(to_request_of(8), 0.0) for _ in range(3)]
+    assert budget.kv_peak(sequences) == 3 * (3 + 2)
+    assert not budget.fits_alone(4 * 18, 0)
+    assert budget.fits_alone(4 * 17, 0)
+
+
+def to_request_of(tokens: int) -> Request:
+    return Request(
+        id="r", tenant="t", prompt_token_ids=list(range(3, 3 + tokens - 1)), sampling=SamplingParams(max_tokens=1)
+    )
