@@ -127,12 +127,12 @@ NEWER_MIXTURES = {
 
 HYBRID = {
     "head_dim": 24,
-    "num_hidden_layers": 4,
-    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "num_hidden_layers": 5,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention", "linear_attention"],
     "linear_num_key_heads": 2,
-    "linear_num_value_heads": 8,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 12,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 20,
 }
 
 HYBRIDS = {

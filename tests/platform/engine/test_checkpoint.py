@@ -12,6 +12,7 @@ import pytest
 import torch
 from adapter_zoo import SMALL, Asked, Zoo, make_engine, serve
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from loramux.engine.execution import checkpoint, loader
 from loramux.engine.execution.attention import UnsupportedModel
@@ -132,6 +133,42 @@ def test_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
 def test_config_that_the_engine_would_not_follow_is_refused(base: Path, fields: dict, words: str) -> None:
     rewrite_config(base, **fields)
     assert words in refusal_of(base)
+
+
+def to_mxfp4(base: Path) -> None:
+    """Save the experts as gpt-oss is published: blocks of 32 four-bit floats, and an exponent for each."""
+
+    def packed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        torch.manual_seed(1)
+        for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+            experts, columns, rows = tensors.pop(name).shape
+            shape = (experts, rows, columns // 32)
+            tensors[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
+            tensors[f"{name}_scales"] = torch.randint(121, 127, shape, dtype=torch.uint8)
+        return tensors
+
+    rewrite_weights(base, packed)
+    rewrite_config(base, quantization_config={"quant_method": "mxfp4"})
+
+
+def test_gpt_oss_in_mxfp4_answers_as_transformers_does_with_its_weights_unpacked(tmp_path: Path, caplog) -> None:
+    zoo = Zoo("gpt_oss", tmp_path)
+    to_mxfp4(zoo.base)
+    unpacked = AutoModelForCausalLM.from_pretrained(
+        zoo.base, dtype=torch.float32, quantization_config=Mxfp4Config(dequantize=True)
+    ).eval()
+    prompt = tuple(range(5, 30))
+    wanted = unpacked.generate(
+        input_ids=torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    got = serve(zoo, make_engine(zoo.base), [Asked("a", None, prompt, 8)])["a"]
+    assert got == wanted[0, len(prompt) :].tolist()
+    assert "MXFP4" in caplog.text
+
+
+def test_mxfp4_of_another_family_is_refused(base: Path) -> None:
+    rewrite_config(base, quantization_config={"quant_method": "mxfp4"})
+    assert "quantized" in refusal_of(base)
 
 
 def test_bidirectional_attention_is_refused(tmp_path: Path) -> None:

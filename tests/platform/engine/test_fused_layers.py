@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from adapter_zoo import SERVED, Zoo, load
+from adapter_zoo import HYBRIDS, SERVED, Zoo, load
 from transformers import AutoModelForCausalLM
 
 from loramux.engine.execution.attention import KvLayout, probe_layers
@@ -17,6 +17,7 @@ KEPT = (
     *("ministral", "ministral3", "glm", "glm4", "cohere", "cohere2", "exaone4", "ernie4_5", "hunyuan_v1_dense"),
     *("starcoder2", "apertus", "gpt_oss", "glm4_moe_lite", "deepseek_v2", "deepseek_v3"),
     *("granitemoe", "granitemoeshared", "olmoe", "phimoe", "ernie4_5_moe"),
+    *HYBRIDS,
 )
 """Families whose layers stay transformers' own."""
 LENGTHS = (11, 1, 20)

@@ -125,11 +125,11 @@ def on_meta(model, settings):
 def test_pages_that_cannot_hold_a_heads_state_are_refused(dense: Zoo) -> None:
     model = load(dense.base)[0].runner._forward._model
     nets = [layer.linear_attn.net for layer in model.get_decoder().layers if hasattr(layer, "linear_attn")]
-    for layer, net in zip((0, 2), nets, strict=True):
+    for layer, net in zip((0, 2, 4), nets, strict=True):
         model.get_decoder().layers[layer].linear_attn = net
-    assert StateLayout.of(model, 16 * 12 * 4).num_pages == 2 * StateShape.of(nets[0]).units
+    assert StateLayout.of(model, 8 * 20 * 4).num_pages == 3 * StateShape.of(nets[0]).units
     with pytest.raises(UnsupportedModel, match=r"raise engine\.block_size"):
-        StateLayout.of(model, 16 * 12 * 4 - 4)
+        StateLayout.of(model, 8 * 20 * 4 - 4)
 
 
 def test_states_of_two_layers_and_sequences_do_not_overlap() -> None:

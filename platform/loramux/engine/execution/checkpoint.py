@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config, PretrainedConfig, PreTrainedModel
 
 from loramux.bundle import SamplingDefaults
 from loramux.engine.execution.attention import UnsupportedModel
@@ -68,6 +68,10 @@ def load_checkpoint(directory: Path, dtype: str, device: torch.device) -> PreTra
     config = read_config(directory)
     chosen = torch.float32 if dtype == "auto" and _is_emulated(getattr(config, "dtype", None), device) else None
     wanted = chosen or ("auto" if dtype == "auto" else getattr(torch, dtype))
+    form: dict[str, Any] = {}
+    if getattr(config, "quantization_config", None) is not None:
+        form = {"quantization_config": Mxfp4Config(dequantize=True)}
+        logger.warning("the checkpoint's experts are MXFP4 and are held in %s: about four times their bytes", wanted)
     try:
         with MODEL_LOCK:
             model, report = AutoModelForCausalLM.from_pretrained(
@@ -77,6 +81,7 @@ def load_checkpoint(directory: Path, dtype: str, device: torch.device) -> PreTra
                 ignore_mismatched_sizes=True,  # they are in the report, which is checked
                 local_files_only=True,
                 trust_remote_code=False,
+                **form,
             )
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise UnsupportedModel(f"{directory}: the weights cannot be loaded: {_first_sentence(error)}") from error
@@ -128,7 +133,7 @@ def read_config(directory: Path) -> PretrainedConfig:
             f"model_type {config.model_type!r} has not been shown to give the same tokens here as in transformers; "
             f"supported are {', '.join(sorted(SUPPORTED))}."
         )
-    if getattr(config, "quantization_config", None) is not None:
+    if getattr(config, "quantization_config", None) is not None and not _is_mxfp4(config):
         raise UnsupportedModel(
             "the checkpoint is quantized (quantization_config in config.json), which is not served; "
             "give the checkpoint that it was made from."
@@ -145,6 +150,11 @@ def read_config(directory: Path) -> PretrainedConfig:
                 f"supported are {', '.join(sorted(FIXED_ROPE | SWITCHING_ROPE))}."
             )
     return config
+
+
+def _is_mxfp4(config: PretrainedConfig) -> bool:
+    """Is it gpt-oss as it is published, with experts of four-bit floats? transformers turns them into exact halves."""
+    return config.model_type == "gpt_oss" and (config.quantization_config or {}).get("quant_method") == "mxfp4"
 
 
 def rope_parameters_of(config: PretrainedConfig) -> list[dict[str, Any]]:
