@@ -17,7 +17,7 @@ from loramux_adapters.errors import BaseUnusable
 if TYPE_CHECKING:
     import torch
     from torch import nn
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 MODEL_LOCK = threading.Lock()
 """Held while transformers makes a model: it does so under a default dtype of torch, which is the whole process's. A
@@ -119,18 +119,27 @@ def siblings(module: str, modules: Iterable[str]) -> list[str]:
     return [other for other in modules if other != module and input_of(other) == input_of(module)]
 
 
+def auto_class(config: PretrainedConfig) -> Any:
+    """Return transformers' class that makes the model of `config`: the text model where there is one by itself, else
+    that of text and images, whose text is served."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
+
+
 def describe_base(model_dir: Path) -> BaseDescription:
     """Describe the checkpoint in `model_dir` from its config.json, on the meta device. Raises BaseUnusable."""
     # Imported here: checking files against a description needs neither library.
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     if not (model_dir / "config.json").is_file():
         raise BaseUnusable(f"{model_dir} holds no config.json; give the folder of a local transformers checkpoint.")
     try:
         config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
         with MODEL_LOCK, torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            model = auto_class(config).from_config(config, trust_remote_code=False)
     except (ValueError, OSError, KeyError, TypeError) as error:
         raise BaseUnusable(f"{model_dir} is not a causal language model that transformers knows: {error}") from error
     return describe_model(model)
@@ -195,7 +204,8 @@ def _vocabulary(model: PreTrainedModel) -> VocabularyShape | None:
     if head.weight.shape != embedding.weight.shape:
         return None
     names = {module: name for name, module in model.named_modules()}
-    tied = head.weight is embedding.weight or bool(model.config.get_text_config().tie_word_embeddings)
+    # transformers ties by the whole model's config; that of the text inside may say otherwise, or nothing.
+    tied = head.weight is embedding.weight or bool(getattr(model.config, "tie_word_embeddings", False))
     return VocabularyShape(names[embedding], names[head], *embedding.weight.shape, tied)
 
 

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import peft
 import torch
 import transformers
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTextConfig
+from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLTextConfig
 
 from loramux.engine.engine import Engine, build_engine
 from loramux.engine.execution.loader import LoadedModel, load_model
 from loramux.engine.request import AdapterRef, Request, SamplingParams
 from loramux.settings import EngineSettings, ModelSettings, Settings
+from loramux_adapters import Limits, describe_base
+from loramux_adapters.convert import rename_adapter
 
 transformers.logging.set_verbosity_error()
 
@@ -148,6 +155,61 @@ HYBRIDS = {
 }
 """Some of the layers have linear attention."""
 
+
+def with_images(config_class: type, text_class: type, vision: dict[str, object]) -> Callable[..., object]:
+    """Make configs of a model of text and images from the fields of its text."""
+    tokens = {f"{name}_token_id": 90 + i for i, name in enumerate(("image", "video", "vision_start", "vision_end"))}
+
+    def make(**fields: object) -> object:
+        return config_class(text_config=text_class(**fields).to_dict(), vision_config=vision, **tokens)
+
+    return make
+
+
+VISION = {"hidden_size": 16, "intermediate_size": 16}
+PATCHES = VISION | {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+BLOCKS = VISION | {"depth": 1, "num_heads": 2, "out_hidden_size": 64}
+SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}
+
+WITH_IMAGES = {
+    "gemma3_images": (
+        with_images(transformers.Gemma3Config, transformers.Gemma3TextConfig, PATCHES),
+        WIDE_HEADS | WINDOW | {"query_pre_attn_scalar": 24},
+    ),
+    "mistral3_images": (
+        with_images(
+            transformers.Mistral3Config, transformers.MistralConfig, PATCHES | {"model_type": "pixtral", "head_dim": 8}
+        ),
+        WIDE_HEADS,
+    ),
+    "qwen2_vl": (
+        with_images(transformers.Qwen2VLConfig, Qwen2VLTextConfig, {"depth": 1, "embed_dim": 16, "hidden_size": 64}),
+        SECTIONS,
+    ),
+    "qwen2_5_vl": (with_images(transformers.Qwen2_5_VLConfig, Qwen2_5_VLTextConfig, BLOCKS), SECTIONS),
+    "qwen3_vl": (
+        with_images(
+            transformers.Qwen3VLConfig,
+            transformers.Qwen3VLTextConfig,
+            BLOCKS | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+        ),
+        SECTIONS | {"head_dim": 16},
+    ),
+    "qwen3_5_images": (
+        with_images(
+            transformers.Qwen3_5Config, transformers.Qwen3_5TextConfig, BLOCKS | {"num_position_embeddings": 16}
+        ),
+        HYBRID,
+    ),
+    "qwen3_5_moe_images": (
+        with_images(
+            transformers.Qwen3_5MoeConfig, transformers.Qwen3_5MoeTextConfig, BLOCKS | {"num_position_embeddings": 16}
+        ),
+        HYBRID | SIX_EXPERTS | {"shared_expert_intermediate_size": 48},
+    ),
+}
+"""Models of text and images, whose text is served."""
+
 REFUSED_FAMILIES = {
     "falcon": (transformers.FalconConfig, {"new_decoder_architecture": True}),
     "llama4": (
@@ -156,7 +218,7 @@ REFUSED_FAMILIES = {
     ),
 }
 
-FAMILIES = FIRST_FAMILIES | NEWER_FAMILIES | NEWER_MIXTURES | HYBRIDS | REFUSED_FAMILIES
+FAMILIES = FIRST_FAMILIES | NEWER_FAMILIES | NEWER_MIXTURES | HYBRIDS | WITH_IMAGES | REFUSED_FAMILIES
 SERVED = [family for family in FAMILIES if family not in REFUSED_FAMILIES]
 
 ATTENTION = ["qkv_proj", "q_proj", "k_proj", "v_proj", "o_proj"]
@@ -194,9 +256,11 @@ class Zoo:
         self.adapters = root / "adapters"
         config_class, extra = FAMILIES[family]
         torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(
-            config_class(**SMALL | extra | fields), dtype=torch.float32
-        ).eval()
+        config = config_class(**SMALL | extra | fields)
+        # The whole model, also where its text could be loaded by itself: that is what is published and trained.
+        whole = family in WITH_IMAGES
+        self.auto = transformers.AutoModelForImageTextToText if whole else transformers.AutoModelForCausalLM
+        model = self.auto.from_config(config, dtype=torch.float32).eval()
         with torch.no_grad():
             for parameter in model.parameters():
                 # Norms that start at one and biases at zero would hide a missing multiplication.
@@ -217,7 +281,7 @@ class Zoo:
         """Save an adapter whose B is not zero."""
         config = peft.LoraConfig(task_type="CAUSAL_LM", **recipe)
         if self._reference is None:
-            model = transformers.AutoModelForCausalLM.from_pretrained(self.base, dtype=torch.float32).eval()
+            model = self.auto.from_pretrained(self.base, dtype=torch.float32).eval()
             self._reference = peft.get_peft_model(model, config, adapter_name=name)
         else:
             self._reference.add_adapter(name, config)
@@ -228,6 +292,13 @@ class Zoo:
                     parameter.copy_(torch.randn(parameter.shape) * 0.15)
         self._reference.save_pretrained(self.adapters, selected_adapters=[name])
         self._reference.eval()
+
+    def rename_adapter(self, name: str) -> None:
+        """Do what an upload does where the served text model has other names than the trained one."""
+        with tempfile.TemporaryDirectory() as into:
+            if rename_adapter(self.adapters / name, Path(into), describe_base(self.base), Limits(max_rank=64)) is None:
+                return
+            shutil.copytree(into, self.adapters / name, dirs_exist_ok=True)
 
     def forget_adapter(self, name: str) -> None:
         """Drop an adapter from PEFT's model; its files stay."""

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import peft
 import torch
-import transformers
 from adapter_zoo import Asked, Zoo
 
 LORA = {"r": 5, "lora_alpha": 10, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
@@ -86,7 +85,7 @@ class FormatZoo(Zoo):
         return self._answers[asked]
 
     def _base(self) -> torch.nn.Module:
-        return transformers.AutoModelForCausalLM.from_pretrained(self.base, dtype=torch.float32).eval()
+        return self.auto.from_pretrained(self.base, dtype=torch.float32).eval()
 
     def _model(self, name: str | None) -> torch.nn.Module:
         if name not in self._models:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from adapter_zoo import HYBRIDS, SERVED, Zoo, load
-from transformers import AutoModelForCausalLM
 
 from loramux.engine.execution.attention import KvLayout, probe_layers
 from loramux.engine.execution.checkpoint import load_checkpoint
@@ -18,6 +17,7 @@ KEPT = (
     *("starcoder2", "apertus", "gpt_oss", "glm4_moe_lite", "deepseek_v2", "deepseek_v3"),
     *("granitemoe", "granitemoeshared", "olmoe", "phimoe", "ernie4_5_moe"),
     *HYBRIDS,
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5_images", "qwen3_5_moe_images"),
 )
 """Families whose layers stay transformers' own."""
 LENGTHS = (11, 1, 20)
@@ -61,7 +61,7 @@ def test_layers_of_another_make_stay_as_they_are(tmp_path, family: str) -> None:
 def test_fused_layers_compute_the_logits_of_transformers(tmp_path, family: str) -> None:
     zoo = Zoo(family, tmp_path)
     inputs = packed_inputs()
-    exact = AutoModelForCausalLM.from_pretrained(zoo.base, dtype=torch.float32).eval()
+    exact = zoo.auto.from_pretrained(zoo.base, dtype=torch.float32).eval()
     with torch.inference_mode():
         alone = (exact(input_ids=tokens[None]).logits[0] for tokens in inputs.input_ids.split(LENGTHS))
         wanted = torch.cat(list(alone))

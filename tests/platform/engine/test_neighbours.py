@@ -83,6 +83,7 @@ def test_neighbours_of_a_newer_family_change_nothing(tmp_path, family: str) -> N
     zoo = Zoo(family, tmp_path)
     # PhiMoE's router is a subclass of nn.Linear with another result: PEFT itself fails where it is adapted.
     zoo.make_adapter("plain", PLAIN | ({"target_modules": ["q_proj", "o_proj"]} if family == "phimoe" else {}), 1)
+    zoo.rename_adapter("plain")
     check(zoo, "plain", ["many"])
 
 

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, Mxfp4Config, PretrainedConfig, PreTrainedModel
 
 from loramux.bundle import SamplingDefaults
 from loramux.engine.execution.attention import UnsupportedModel
-from loramux_adapters.base import MODEL_LOCK
+from loramux_adapters.base import MODEL_LOCK, auto_class
 from loramux_kernels.processor import multiplies_in_hardware
 
 logger = logging.getLogger(__name__)
@@ -34,6 +34,7 @@ SUPPORTED = frozenset(
         *("seed_oss", "ernie4_5", "hunyuan_v1_dense", "starcoder2", "arcee", "apertus", "cwm"),
         *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v3"),
         *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
+        *("gemma3", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe"),
         *("granitemoe", "granitemoeshared", "olmoe", "phimoe", "ernie4_5_moe", "dots1"),
     )
 )
@@ -74,7 +75,7 @@ def load_checkpoint(directory: Path, dtype: str, device: torch.device) -> PreTra
         logger.warning("the checkpoint's experts are MXFP4 and are held in %s: about four times their bytes", wanted)
     try:
         with MODEL_LOCK:
-            model, report = AutoModelForCausalLM.from_pretrained(
+            model, report = auto_class(config).from_pretrained(
                 directory,
                 dtype=wanted,
                 output_loading_info=True,
@@ -138,7 +139,8 @@ def read_config(directory: Path) -> PretrainedConfig:
             "the checkpoint is quantized (quantization_config in config.json), which is not served; "
             "give the checkpoint that it was made from."
         )
-    if getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True):
+    parts = (config, config.get_text_config())
+    if any(getattr(p, "use_bidirectional_attention", False) or not getattr(p, "is_causal", True) for p in parts):
         raise UnsupportedModel(
             "config.json asks for attention that sees later tokens (use_bidirectional_attention or is_causal = false); "
             "generation needs causal attention, so give a checkpoint of a causal language model."

@@ -13,7 +13,7 @@ import msgspec
 import peft
 import torch
 from peft.tuners.lora.variants import calculate_alora_offsets
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from loramux.engine.engine import build_engine
 from loramux.engine.execution.loader import LoadedModel, load_model
@@ -39,6 +39,7 @@ from loramux_adapters import (
     inspect_adapter,
     read_header,
 )
+from loramux_adapters.base import auto_class
 from loramux_adapters.validate import read_config
 
 PROMPT_LENGTHS = (3, 21)
@@ -75,7 +76,8 @@ class WholeModel:
     @classmethod
     def load(cls, setup: ParitySetup) -> WholeModel:
         """Load both copies from the checkpoint."""
-        reference = AutoModelForCausalLM.from_pretrained(setup.model_dir, dtype=torch.float32).eval()
+        config = AutoConfig.from_pretrained(setup.model_dir)
+        reference = auto_class(config).from_pretrained(setup.model_dir, dtype=torch.float32).eval()
         weight_bytes = sum(parameter.numel() * 4 for parameter in reference.parameters())
         settings = Settings(
             model=ModelSettings(path=setup.model_dir, served_model_name="base", dtype="float32"),
