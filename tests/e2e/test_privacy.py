@@ -8,7 +8,8 @@ from pathlib import Path
 
 import openai
 import pytest
-from server_process import Place, served
+from peft_uploads import form, make_adapter
+from server_process import Child, Place, served
 
 PROMPT = "canary-prompt-7f3a"
 CONTENT = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 8}
@@ -50,6 +51,44 @@ def ask_in_every_way(client: openai.OpenAI, *, is_kept: bool) -> None:
         client.files.create(file=("in.jsonl", PROMPT.encode()), purpose="batch")
     with pytest.raises(openai.PermissionDeniedError):
         client.batches.create(input_file_id="file-1", endpoint="/v1/completions", completion_window="24h")
+
+
+def shadow(server: Child, key: str, base_dir: Path, folder: Path, *, keep_outputs: bool) -> None:
+    """Ask an adapter of the key's tenant whose requests are repeated on another revision, and wait for that."""
+    with server.http(key) as session:
+        for seed in (51, 52):
+            made = session.post("/v1/adapters", **form(make_adapter(base_dir, folder / f"{seed}", seed=seed), "voice"))
+            assert made.status_code == 201, made.text
+        asked = {"revision": 1, "share": 1, "keep_outputs": keep_outputs}
+        assert session.post("/v1/adapters/voice/shadow", json=asked).status_code == 201
+        server.openai(key).chat.completions.create(model="voice", **CONTENT)
+        deadline = time.monotonic() + 60
+        while not (found := session.get("/v1/adapters/voice/shadow").json())["requests"]["compared"]:
+            assert time.monotonic() < deadline, found
+            time.sleep(0.05)
+
+
+def stored_files(folder: Path) -> list[Path]:
+    return list((folder / "var/blobs/files").glob("*"))
+
+
+def test_shadows_of_a_tenant_with_zero_retention_leave_no_text(base_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "place").mkdir()
+    place = Place(tmp_path / "place", base_dir, in_process=True).prepare()
+    place.loramux("migrate")
+    keys = {name: place.key_of(name) for name in ("acme", "secret")}
+    assert place.loramux("tenant", "zero-retention", "secret")["zero_retention"] is True
+    with served(place) as server:
+        shadow(server, keys["secret"], base_dir, tmp_path / "secret", keep_outputs=False)
+        assert (places_of(place.folder, PROMPT), stored_files(place.folder)) == ([], [])
+        shadow(server, keys["acme"], base_dir, tmp_path / "acme", keep_outputs=True)
+        deadline = time.monotonic() + 60
+        while not stored_files(place.folder):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        (kept,) = stored_files(place.folder)
+        assert b"candidate_choices" in kept.read_bytes()
+    assert not places_of(place.folder, PROMPT)
 
 
 def test_prompts_and_answers_are_nowhere_on_the_disk(base_dir: Path, tmp_path: Path) -> None:
