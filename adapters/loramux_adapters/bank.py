@@ -117,6 +117,11 @@ class AdapterBank:
         """Return the bytes of weights that a step with rows of this slot reads."""
         return self._held[slot].num_bytes
 
+    def classifier_of(self, slot: int) -> PagedRows | None:
+        """Return the classification head `[labels, hidden_size]` of this slot's adapter, if it has one."""
+        held = self._held.get(slot)
+        return None if held is None else held.classifier
+
     def rank_of(self, slot: int) -> int:
         """Return the largest rank of this slot on any site."""
         return self._held[slot].max_rank
@@ -193,7 +198,14 @@ class AdapterBank:
             },
             embedding=self._part(embedding, weights, layout, pages),
             head=self._part(head, weights, layout, pages),
+            classifier=self._classifier(layout, pages),
         )
+
+    def _classifier(self, layout: AdapterLayout, pages: list[int]) -> PagedRows | None:
+        blocks = [block for block in layout.blocks if block.matrix.kind is MatrixKind.CLASSIFIER]
+        if not blocks:
+            return None
+        return PagedRows(self.pool, self.page_elements, [pages[block.page] for block in blocks], blocks[0].matrix)
 
     def _part(
         self, module: str | None, weights: AdapterWeights, layout: AdapterLayout, pages: list[int]

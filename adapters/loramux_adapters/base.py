@@ -8,7 +8,7 @@ import json
 import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,6 +84,11 @@ class BaseDescription:
     fingerprint: str
     """sha256 over the names and shapes of everything adapters touch: equal if and only if the same adapters fit.
     Norms follow from the rest."""
+
+    def without_head(self) -> BaseDescription:
+        """Return the base as adapters see it that are trained without the output head, for vectors or classes."""
+        head = None if self.vocabulary is None else self.vocabulary.head
+        return replace(self, others={name: kind for name, kind in self.others.items() if name != head})
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -201,6 +201,26 @@ class BaseCopy:
 
 
 @dataclass(frozen=True, slots=True)
+class ClassifierHead:
+    """The trained head of a sequence classifier (task type SEQ_CLS): `logits = hidden @ W.T`, W `[labels, width]`."""
+
+    num_labels: int
+    width: int
+    module: str = "score"
+    """transformers' name of it in every decoder family."""
+
+    @property
+    def key(self) -> str:
+        """Its name in the file."""
+        return f"{PREFIX}{self.module}.weight"
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The tensor as PEFT saves it."""
+        return {self.key: (self.num_labels, self.width)}
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterPlan:
     """A validated adapter: the exact components of its file, in the order of the base's modules."""
 
@@ -216,6 +236,7 @@ class AdapterPlan:
     """Names of tensors that the file may hold once more, and the names of the tensors that they must equal."""
     num_tokens: int | None = None
     """Rows of the embedding and the head, where the adapter was trained with another number than the base's."""
+    classifier: ClassifierHead | None = None
     absent: tuple[str, ...] = ()
     """Targeted modules of which the file has no tensor. They keep the base's result, as in PEFT (B starts at 0)."""
 
@@ -225,9 +246,10 @@ class AdapterPlan:
         return max((pair.rank for pair in self.pairs), default=0)
 
     @property
-    def components(self) -> tuple[LoraPair | LinearVector | TokenRows, ...]:
+    def components(self) -> tuple[LoraPair | LinearVector | TokenRows | ClassifierHead, ...]:
         """Everything that is served."""
-        return (*self.pairs, *self.vectors, *self.rows)
+        heads = () if self.classifier is None else (self.classifier,)
+        return (*self.pairs, *self.vectors, *self.rows, *heads)
 
     def on(self, modules: Collection[str]) -> AdapterPlan:
         """Return the part of the plan that concerns `modules`."""
@@ -236,6 +258,7 @@ class AdapterPlan:
             pairs=tuple(part for part in self.pairs if part.module in modules),
             vectors=tuple(part for part in self.vectors if part.module in modules),
             rows=tuple(part for part in self.rows if part.module in modules),
+            classifier=self.classifier if self.classifier and self.classifier.module in modules else None,
             copies=tuple(part for part in self.copies if part.module in modules),
         )
 

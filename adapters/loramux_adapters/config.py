@@ -27,6 +27,9 @@ Invocation = Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 32)], ...], Meta(
 
 TokenIds = Annotated[tuple[Annotated[int, Meta(ge=0, le=1 << 30)], ...], Meta(max_length=65_536)]
 
+Task = Literal["CAUSAL_LM", "SEQ_CLS", "FEATURE_EXTRACTION"]
+"""PEFT's task types that are served: generating text, classifying it, and turning it into vectors."""
+
 ALL_LINEAR = "all-linear"
 
 HARMLESS: Mapping[str, str] = {
@@ -62,6 +65,7 @@ class Targets(msgspec.Struct, frozen=True, kw_only=True):
     layers_to_transform: Annotated[tuple[Layer, ...], Meta(max_length=MAX_TARGETS)] | None = None
     layers_pattern: Annotated[tuple[Name, ...], Meta(max_length=64)] | None = None
     base_model_name_or_path: str | None = None
+    task_type: Task | None = None
 
     @property
     def all_linear(self) -> bool:
@@ -117,7 +121,7 @@ class Ia3Config(Targets, frozen=True, kw_only=True):
 AdapterConfig = LoraConfig | Ia3Config
 
 _READ = frozenset(LoraConfig.__struct_fields__)
-_CHECKED = frozenset(("peft_type", "task_type", "init_lora_weights"))
+_CHECKED = frozenset(("peft_type", "init_lora_weights"))
 """Fields that check_kind reads."""
 _IA3 = frozenset(
     (

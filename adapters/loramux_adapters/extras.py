@@ -120,6 +120,8 @@ class ResidentAdapter:
     """Weights `[width]` that replace those of norms, by the norm's name."""
     embedding: VocabularyExtras | None = None
     head: VocabularyExtras | None = None
+    classifier: PagedRows | None = None
+    """`[labels, hidden_size]`: maps the last hidden state of a prompt to its labels. Steps that generate ignore it."""
 
     @property
     def is_more_than_pairs(self) -> bool:

@@ -24,6 +24,7 @@ class MatrixKind(enum.Enum):
     INPUTS = "a factor and a shift for each input"
     NORM = "the weight of a norm"
     ROWS = "rows of the embedding or the head that take the place of the base's"
+    CLASSIFIER = "a row for each label of a sequence classifier"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +136,10 @@ def matrices_of(plan: AdapterPlan, vocabulary: VocabularyShape | None) -> Iterat
     yield from dict.fromkeys(_vector(vector, of_head=vector.module == head) for vector in plan.vectors)
     for part in plan.rows:
         yield Matrix(part.module, MatrixKind.ROWS, part.served_rows, part.width, fills_pages=True)
+    if (classifier := plan.classifier) is not None:
+        yield Matrix(
+            classifier.module, MatrixKind.CLASSIFIER, classifier.num_labels, classifier.width, fills_pages=True
+        )
 
 
 def _embedding_pair(pair: LoraPair) -> Iterator[Matrix]:

@@ -3,6 +3,7 @@
 - `lora_A.default.weight`: the adapter's name in the tensor's, as state dicts of a wrapped model have it.
 - `model.language_model.layers...` or `language_model.model.layers...`: trained on a multimodal checkpoint whose text
   model is served here, or the other way round. Parts for other inputs than text (`vision_tower`, ...) never run here.
+- `layers...` without `model.`: trained on the model without its head, as adapters of task type FEATURE_EXTRACTION are.
 - `mlp.experts.3.gate_proj`, `block_sparse_moe.experts.3.w1`: experts as linears of their own, as transformers 4 had
   them; transformers 5 stacks them in parameters.
 """
@@ -34,6 +35,8 @@ _PREFIXES = (
     ("model.", "model.language_model."),
     ("model.", "language_model.model."),
     ("", "language_model."),
+    ("", "model."),
+    ("", "transformer."),
 )
 _OTHER_INPUTS = re.compile(r"(?:model\.)?(?:vision_tower|vision_model|visual|multi_modal_projector|audio_tower)\..+")
 

@@ -12,6 +12,7 @@ from loramux_adapters.components import (
     EMBEDDING_PAIR,
     PREFIX,
     AdapterPlan,
+    ClassifierHead,
     ExpertPair,
     LinearVector,
     LoraPair,
@@ -19,7 +20,7 @@ from loramux_adapters.components import (
     VectorKind,
 )
 from loramux_adapters.config import AdapterConfig, Ia3Config, LoraConfig
-from loramux_adapters.errors import ConfigRejected, WeightsFileRejected, shown
+from loramux_adapters.errors import BaseMismatch, ConfigRejected, WeightsFileRejected, shown
 from loramux_adapters.matching import Match, TargetRules
 from loramux_adapters.regex_guard import match_guarded
 from loramux_adapters.targets import check_tensors, describe_context, match_targets, unsupported_target
@@ -34,6 +35,9 @@ from loramux_adapters.vocabulary import (
     with_added_rows,
 )
 from loramux_adapters.weights_file import SafetensorsHeader
+
+MAX_LABELS = 4096
+"""Of a classifier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +64,14 @@ def plan_adapter(
     `shape_mismatch`).
     """
     check_size(header.file_bytes, limits)
+    if config.task_type in ("SEQ_CLS", "FEATURE_EXTRACTION"):
+        base = base.without_head()
     if isinstance(config, Ia3Config):
         plan = _plan_ia3(config, header, base)
     else:
         plan = _plan_lora(config, header, base, limits)
+    if config.task_type == "SEQ_CLS":
+        plan = replace(plan, classifier=_classifier(header, base))
     plan = _without_absent(plan, header)
     trained_on = describe_context(base, config.base_model_name_or_path)
     check_tensors(plan.shapes, header, trained_on, plan.optional_shapes)
@@ -92,6 +100,25 @@ def _plan_lora(config: LoraConfig, header: SafetensorsHeader, base: BaseDescript
     rows = with_added_rows(rows, base, wide, copies)
     plan = AdapterPlan(pairs, header.file_bytes, config.alora_invocation_tokens, vectors, rows, copies, repeats)
     return plan if wide == base else replace(plan, num_tokens=_num_tokens(wide))
+
+
+def _classifier(header: SafetensorsHeader, base: BaseDescription) -> ClassifierHead:
+    """Return the head in the file. Raises BaseMismatch (`tensors_missing`) or ConfigRejected (`too_many_labels`)."""
+    head = ClassifierHead(1, base.hidden_size)
+    tensor = header.tensors.get(head.key)
+    if tensor is None:
+        raise BaseMismatch(
+            "tensors_missing",
+            head.key,
+            f"task_type is SEQ_CLS, and the file has no {head.key}, the trained head. Save the adapter with PEFT's "
+            "save_pretrained, which stores it.",
+        )
+    num_labels = tensor.shape[0] if len(tensor.shape) == 2 else 1
+    if num_labels > MAX_LABELS:
+        raise ConfigRejected(
+            "too_many_labels", head.key, f"The classifier has {num_labels} labels; the maximum is {MAX_LABELS}."
+        )
+    return replace(head, num_labels=max(num_labels, 1))
 
 
 def _trained(config: LoraConfig) -> Iterable[int]:

@@ -112,6 +112,7 @@ CONVERTED = frozenset(
 _WITHOUT_ALORA = ("use_dora", "bias", "modules_to_save", "trainable_token_indices", "target_parameters")
 """Fields that PEFT, beside alora_invocation_tokens, applies to the tokens before the invocation too, or ignores."""
 
+_OTHER_TASKS = ("SEQ_CLS", "FEATURE_EXTRACTION")
 _CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _LEAVES_THE_BASE = ("gaussian", "eva", "orthogonal", "mica")
 
@@ -159,7 +160,7 @@ def check_known(document: Mapping[str, Any], known: frozenset[str]) -> None:
 def check_kind(document: Mapping[str, Any]) -> None:
     """Raise ConfigRejected unless the file is a LoRA or an IA3 for text generation that left the base unchanged."""
     _check_peft_type(document.get("peft_type"))
-    check_task_type(document.get("task_type"))
+    check_task_type(document.get("task_type"), is_lora=document["peft_type"] == "LORA")
     _check_initialisation(document.get("init_lora_weights", True))
 
 
@@ -200,14 +201,17 @@ def _check_peft_type(value: Any) -> None:
     raise ConfigRejected("peft_type_unsupported", "peft_type", f"peft_type is {str(value)[:40]!r}. {reason} {way_out}")
 
 
-def check_task_type(value: Any) -> None:
-    """Raise ConfigRejected (`field_unsupported`) for a task other than text generation."""
-    if value not in (None, "CAUSAL_LM"):
-        raise ConfigRejected(
-            "field_unsupported",
-            "task_type",
-            f"task_type is {str(value)[:40]!r}; this server generates text, which is CAUSAL_LM.",
-        )
+def check_task_type(value: Any, *, is_lora: bool) -> None:
+    """Raise ConfigRejected (`field_unsupported`) for a task that is not served, or not for adapters of this kind."""
+    if value in (None, "CAUSAL_LM"):
+        return
+    if value not in _OTHER_TASKS:
+        way_out = "This server serves CAUSAL_LM (text), SEQ_CLS (classes, scores) and FEATURE_EXTRACTION (vectors)."
+    elif not is_lora:
+        way_out = "Adapters of that task are served where they are LoRA (peft_type LORA). Train it as one."
+    else:
+        return
+    raise ConfigRejected("field_unsupported", "task_type", f"task_type is {str(value)[:40]!r}. {way_out}")
 
 
 def check_bias(value: Any) -> None:

@@ -55,6 +55,8 @@ def with_added_rows(
     keys = {copy.module: copy.key for copy in copies}
     found = {part.module: part for part in rows}
     for module in (wide.vocabulary.embedding, wide.vocabulary.head):
+        if module not in wide.others:
+            continue  # trained without the head
         part = found.get(module)
         if part is not None and part.token_ids is None:
             continue  # saved whole
@@ -108,12 +110,16 @@ def token_rows(
                 f"{' or '.join(served)}" + (", whose rows are the head's too." if vocabulary.tied else "."),
             )
         _check_ids(ids, vocabulary)
-        yield from _rows_of(modules[0], ids, vocabulary)
+        yield from _rows_of(modules[0], ids, vocabulary, base)
 
 
-def _rows_of(module: str, ids: Sequence[int], vocabulary: VocabularyShape) -> Iterator[TokenRows]:
+def _rows_of(
+    module: str, ids: Sequence[int], vocabulary: VocabularyShape, base: BaseDescription
+) -> Iterator[TokenRows]:
     key = f"{PREFIX}{module}.token_adapter.trainable_tokens_delta"
     for place in (vocabulary.embedding, vocabulary.head) if vocabulary.tied else (module,):
+        if place not in base.others:
+            continue  # trained without the head
         yield TokenRows(place, key, len(ids), vocabulary.hidden_size, tuple(ids))
 
 

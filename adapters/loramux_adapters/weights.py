@@ -47,6 +47,8 @@ class AdapterWeights:
     """`[out_features]`: biases that replace the base's; fit_to_base turns them into shifts of columns."""
     norms: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """`[1, width]`: weights that replace those of norms."""
+    classifier: torch.Tensor | None = None
+    """`[labels, hidden_size]`: the head of a sequence classifier."""
     copies: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """`[tokens, hidden_size]`: PEFT's copies of the base's matrices; fit_to_base compares them."""
 
@@ -55,6 +57,7 @@ class AdapterWeights:
         """Bytes of all tensors."""
         others = (self.columns, self.inputs, self.rows, self.magnitudes, self.biases, self.norms, self.copies)
         tensors = [tensor for mapping in others for tensor in mapping.values()]
+        tensors += [] if self.classifier is None else [self.classifier]
         tensors += [tensor for pair in self.modules.values() for tensor in (pair.a, pair.b)]
         return sum(tensor.nbytes for tensor in tensors)
 
@@ -73,6 +76,9 @@ class AdapterWeights:
                 found = self.rows[matrix.module]
             case MatrixKind.NORM:
                 found = self.norms[matrix.module]
+            case MatrixKind.CLASSIFIER:
+                assert self.classifier is not None, "the plan has it"
+                found = self.classifier
         return found.T if matrix.transposed else found
 
 
@@ -107,6 +113,7 @@ def read_weights(path: Path, header: SafetensorsHeader, plan: AdapterPlan, dtype
         magnitudes=_vectors(plan, tensors, VectorKind.MAGNITUDE),
         biases=_vectors(plan, tensors, VectorKind.BIAS),
         norms={module: vector[None] for module, vector in _vectors(plan, tensors, VectorKind.NORM).items()},
+        classifier=None if plan.classifier is None else tensors[plan.classifier.key],
         copies={copy.module: tensors[copy.key] for copy in plan.copies if copy.key in tensors},
     )
 

@@ -203,6 +203,8 @@ def named_frame(event: NamedEvent) -> bytes:
 async def _collect(answer: Answer, writer: Writer) -> None:
     async for delta in answer:
         writer.collect(delta)
+        if delta.pooled:
+            await asyncio.sleep(0)  # a vector takes up to a millisecond to encode, and many may be there at once
 
 
 async def _until_disconnected(request: Request[Any, Any, Any]) -> None:

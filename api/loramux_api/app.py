@@ -74,6 +74,7 @@ from loramux_api.controllers.lorax import LoraxController
 from loramux_api.controllers.messages import MessageController
 from loramux_api.controllers.migrations import AdminMigrationController, MigrationController
 from loramux_api.controllers.models import ModelController
+from loramux_api.controllers.pooling import PoolingController
 from loramux_api.controllers.releases import (
     FeedbackController,
     GuardController,
@@ -149,6 +150,7 @@ def create_app(settings: Settings, engine: EngineClient | None = None) -> Applic
             ChatController,
             CompletionController,
             ResponseController,
+            PoolingController,
             MessageController,
             TokenController,
             LoraxController,

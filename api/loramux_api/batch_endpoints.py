@@ -10,12 +10,13 @@ from loramux.gateway import Answer, GenerationRequest, InvalidRequest, Platform
 from loramux_api.bodies import body_limit, look_through
 from loramux_api.controllers.chat import ChatWriter
 from loramux_api.controllers.completions import CompletionWriter
+from loramux_api.controllers.pooling import EmbeddingWriter
 from loramux_api.controllers.responses import ResponseWriter
 from loramux_api.problems import error_answer
-from loramux_api.schemas import chat, completions, responses
+from loramux_api.schemas import chat, completions, pooling, responses
 from loramux_api.schemas.strict import decode_body
 
-B = TypeVar("B", chat.ChatBody, completions.CompletionBody, responses.ResponseBody)
+B = TypeVar("B", chat.ChatBody, completions.CompletionBody, responses.ResponseBody, pooling.EmbeddingBody)
 LINE_BYTES = 1 << 10
 """Bytes of a line beside its body."""
 
@@ -33,7 +34,7 @@ def batch_endpoints(platform: Platform) -> Endpoints:
             for _ in look_through(data):
                 pass
             asked = decode_body(data, body)
-            if asked.stream:
+            if not isinstance(asked, pooling.EmbeddingBody) and asked.stream:
                 raise InvalidRequest("The answers of a batch are not streamed; leave 'stream' out.", field="stream")
             return ParsedBody(to_request(asked), lambda answer: writer(asked, answer, fingerprint_of(answer)))
 
@@ -43,6 +44,9 @@ def batch_endpoints(platform: Platform) -> Endpoints:
         parsers={
             "/v1/chat/completions": parser(chat.ChatBody, chat.to_request, ChatWriter),
             "/v1/completions": parser(completions.CompletionBody, completions.to_request, CompletionWriter),
+            "/v1/embeddings": parser(
+                pooling.EmbeddingBody, pooling.embedding_request, lambda body, answer, _: EmbeddingWriter(body, answer)
+            ),
             "/v1/responses": parser(
                 responses.ResponseBody, responses.to_request, lambda body, answer, _: ResponseWriter(body, answer)
             ),

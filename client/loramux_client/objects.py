@@ -290,6 +290,15 @@ class AddedToken(ApiObject, frozen=True, kw_only=True):
 class Bundle(ApiObject, frozen=True, kw_only=True):
     """What a revision brings beside its weights."""
 
+    task: str | None = None
+    """What it was trained for: SEQ_CLS or FEATURE_EXTRACTION; None: generating text."""
+    num_labels: int = 0
+    labels: list[str] = []
+    """A classifier's classes."""
+    problem_type: str | None = None
+    pooling: str | None = None
+    """How a text's hidden states become its vector."""
+    matryoshka_dimensions: list[int] = []
     chat_template: str | None = None
     special_tokens: dict[str, str] = msgspec.field(default_factory=dict)
     added_tokens: list[AddedToken] = []
@@ -586,6 +595,10 @@ class AdapterSummary(ApiObject, frozen=True, kw_only=True):
     """A summary of the uploaded adapter."""
 
     peft_type: str | None = None
+    task: str | None = None
+    """PEFT's task type: CAUSAL_LM, SEQ_CLS or FEATURE_EXTRACTION."""
+    labels: int | None = None
+    """The labels of a classifier."""
     base_model_name_or_path: str | None = None
     """The base model that the adapter's config names."""
     rank: int | None = None

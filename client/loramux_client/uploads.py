@@ -24,6 +24,7 @@ BUNDLE_FILES = (
     "tokenizer_config.json",
     "added_tokens.json",
     "generation_config.json",
+    "config.json",
     "loramux.toml",
 )
 """Files that are sent too where a folder has them. Others of a trainer's folder mean nothing for serving."""

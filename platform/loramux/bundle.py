@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -20,6 +20,7 @@ BUNDLE_FILE = "bundle.json"
 MAX_BUNDLE_BYTES = 4 << 20
 MAX_ADDED_TOKENS = 4096
 MAX_STOPS = 16
+MAX_LABELS = 4096
 MAX_TEMPLATE_CHARACTERS = 128 << 10
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -28,6 +29,7 @@ TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 OLD_TOKENS_FILE = "added_tokens.json"
 GENERATION_FILE = "generation_config.json"
 SETTINGS_FILE = "loramux.toml"
+MODEL_FILE = "config.json"
 
 SOURCES: Mapping[str, int] = {
     TEMPLATE_FILE: 1 << 20,
@@ -36,6 +38,7 @@ SOURCES: Mapping[str, int] = {
     OLD_TOKENS_FILE: 1 << 20,
     GENERATION_FILE: 256 << 10,
     SETTINGS_FILE: 256 << 10,
+    MODEL_FILE: 1 << 20,
 }
 """Files of which the bundle is made, and the most bytes of each."""
 
@@ -46,12 +49,15 @@ _IGNORED = re.compile(
     | training_args\.(bin|json) | trainer_state\.json | (all|train|eval)_results\.json
     | (optimizer|scheduler|scaler)\.(pt|bin) | rng_state(_\d+)?\.pth | latest | events\.out\.tfevents\..*
     | (global_step\d+|checkpoint-\d+|runs|logs|wandb)(/.*)?
-    | config\.json                                         # the base's own
     | special_tokens_map\.json | vocab\.json | merges\.txt | tokenizer\.model
     """,
     re.VERBOSE,
 )
 _PICKLED = re.compile(r".*\.(bin|pt|pth|pkl|ckpt)")
+
+
+ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
+"""transformers' names: probabilities by softmax, by sigmoid each, or none."""
 
 
 class AddedToken(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,6 +101,18 @@ class Bundle(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The first message of conversations that begin without a system message."""
     tool_parser: Annotated[str, Meta(pattern="^[a-z0-9_.-]{1,64}$")] | None = None
     """The name of the parser of its tool calls; None: the base's."""
+    task: Literal["SEQ_CLS", "FEATURE_EXTRACTION"] | None = None
+    """PEFT's name of what it was trained for; None: generating text."""
+    num_labels: Annotated[int, Meta(ge=0, le=MAX_LABELS)] = 0
+    """Rows of a classifier's head."""
+    labels: Annotated[tuple[Annotated[str, Meta(max_length=512)], ...], Meta(max_length=MAX_LABELS)] = ()
+    """A classifier's classes, in the order of its head's rows."""
+    problem_type: ProblemType | None = None
+    """How a classifier's numbers are read; None: each input has one class."""
+    pooling: Literal["last", "mean"] | None = None
+    """How a text's hidden states become its vector; None: the last one is it."""
+    matryoshka_dimensions: Annotated[tuple[Annotated[int, Meta(ge=1)], ...], Meta(max_length=64)] = ()
+    """Lengths at which its vectors may be cut."""
     description: Annotated[str, Meta(max_length=4096)] | None = None
     license: Annotated[str, Meta(max_length=256)] | None = None
 

@@ -16,7 +16,7 @@ from loramux_adapters.config import HARMLESS, MAX_CONFIG_BYTES, MAX_PATTERNS
 from loramux_adapters.unsupported import UNSUPPORTED_FIELDS, check_activation
 
 PEFT_FIELDS = {field.name: field for field in dataclasses.fields(peft.LoraConfig)}
-READ_BY_NAME = {"peft_type", "task_type", "init_lora_weights"}
+READ_BY_NAME = {"peft_type", "init_lora_weights"}
 MINIMAL = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
 
 
@@ -131,7 +131,7 @@ def test_config_converted_pissa_is_plain_lora() -> None:
     assert parse({"r": 16, "lora_alpha": 22.6, "lora_ga_config": {"direction": "ArB2r"}, "corda_config": {"x": 1}})
 
 
-@pytest.mark.parametrize(("field", "value"), [("task_type", "SEQ_CLS"), ("task_type", ["CAUSAL_LM"])])
+@pytest.mark.parametrize(("field", "value"), [("task_type", "TOKEN_CLS"), ("task_type", ["CAUSAL_LM"])])
 def test_config_other_task_is_refused(field: str, value: Any) -> None:
     refusal = refuse({field: value})
     assert (refusal.code, refusal.field) == ("field_unsupported", field)

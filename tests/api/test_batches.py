@@ -282,7 +282,7 @@ def test_file_that_a_batch_reads_stays(site: Site, client: openai.OpenAI) -> Non
 
 @pytest.mark.parametrize(
     ("changes", "field"),
-    [({"endpoint": "/v1/embeddings"}, "endpoint"), ({"completion_window": "99d"}, "completion_window")],
+    [({"endpoint": "/v1/moderations"}, "endpoint"), ({"completion_window": "99d"}, "completion_window")],
 )
 def test_batch_with_wrong_parameters_is_refused(client: openai.OpenAI, changes: dict[str, Any], field: str) -> None:
     with pytest.raises(openai.BadRequestError) as refused:

@@ -19,7 +19,7 @@ METHODS = {"get", "put", "post", "delete", "patch"}
 
 @pytest.fixture(scope="module")
 def document(site: Site) -> dict[str, Any]:
-    return httpx.get(f"{site.url}/schema/openapi.json").json()
+    return httpx.get(f"{site.url}/schema/openapi.json", timeout=120).json()
 
 
 def operations(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

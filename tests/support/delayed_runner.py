@@ -47,6 +47,9 @@ class LateRunner:
             def prompt_events(self) -> list[TokenEvent]:
                 return launched.prompt_events()
 
+            def pooled_events(self) -> list[TokenEvent]:
+                return launched.pooled_events()
+
         return Late(events)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -34,6 +35,7 @@ FACTS = ModelFacts(
     pages_total=64,
     block_size=16,
     weights="tiny",
+    hidden_size=8,
 )
 Script = Callable[[Request], list[int | EngineFault]]
 
@@ -49,6 +51,8 @@ class ScriptedEngine:
 
     script: Script = echo
     pause: float = 0.0
+    labels: int = 8
+    """Of every classifier."""
     facts: ModelFacts = FACTS
     requests: list[Request] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
@@ -177,9 +181,21 @@ class ScriptedEngine:
             one.cancel()
 
     def _events(self, request: Request) -> list[TokenEvent]:
+        if request.pooling is not None:
+            return [self._vector(request)]
         said = self.script(request)[: request.sampling.max_tokens - len(request.output_token_ids)]
         events = [self._event(request, one, last=number == len(said)) for number, one in enumerate(said, start=1)]
         return [*self._prompt_events(request), *events]
+
+    def _vector(self, request: Request) -> TokenEvent:
+        """What the script says of a prompt: the mean of the ids, and what numbers the width asks for beyond."""
+        said = self.script(request)
+        if said and isinstance(said[0], EngineFault):
+            return TokenEvent(request_id=request.id, finish_reason="error", fault=said[0])
+        ids = request.prompt_token_ids
+        width = self.labels if request.pooling == "classify" else self.facts.hidden_size
+        vector = array("f", [sum(ids) / len(ids), *range(1, width)])
+        return TokenEvent(request_id=request.id, finish_reason="stop", pooled=vector.tobytes())
 
     def _prompt_events(self, request: Request) -> list[TokenEvent]:
         """Two events with the prompt's log probabilities, -0.25 for each token, where they are wanted."""
@@ -199,7 +215,8 @@ class ScriptedEngine:
         if event.finish_reason is None:
             return event
         prompt = 0 if request.output_token_ids else len(request.prompt_token_ids)
-        tokens = TokenCounts(prompt=prompt, output=told) if told else TokenCounts()
+        answered = told or event.pooled is not None
+        tokens = TokenCounts(prompt=prompt, output=told) if answered else TokenCounts()
         return msgspec.structs.replace(event, count=EngineCount(tokens=tokens))
 
     def _ensure_alive(self) -> None:

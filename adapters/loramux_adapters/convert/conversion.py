@@ -140,7 +140,7 @@ def convert_adapter(
 
 def _read(document: Mapping[str, Any], peft_type: str) -> ConvertibleKind:
     form = (CONVERTERS | INITIALISED)[peft_type]
-    check_task_type(document.get("task_type"))
+    check_task_type(document.get("task_type"), is_lora=False)
     check_bias(document.get("bias"))
     known = known_fields(form)
     for field, value in document.items():

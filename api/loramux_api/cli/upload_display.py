@@ -83,7 +83,10 @@ def _report_lines(report: ValidationReport | None, verbose: bool) -> list[str]:
 
 def _adapter_lines(found: AdapterSummary, verbose: bool) -> list[str]:
     modules = ", ".join(f"{name} x{count}" for name, count in sorted(found.targets.items()))
-    lines = [f"  {found.peft_type}, rank {found.rank}, {found.parameters or 0:,} parameters in {found.tensors} tensors"]
+    task = f" ({found.task})" if found.task not in (None, "CAUSAL_LM") else ""
+    lines = [
+        f"  {found.peft_type}{task}, rank {found.rank}, {found.parameters or 0:,} parameters in {found.tensors} tensors"
+    ]
     if modules:
         lines.append(f"  on {modules}")
     if verbose:

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from loramux.bundle import AddedToken, Bundle, SamplingDefaults
+from loramux.bundle import AddedToken, Bundle, ProblemType, SamplingDefaults
 from loramux.registry import (
     AdapterInfo,
     AliasInfo,
@@ -90,6 +90,18 @@ class PinObject(msgspec.Struct, kw_only=True):
 class BundleObject(msgspec.Struct, kw_only=True):
     """What a revision brings beside its weights; null, or empty, where it leaves that to the base."""
 
+    task: Literal["SEQ_CLS", "FEATURE_EXTRACTION"] | None
+    """PEFT's name of what it was trained for; null: generating text."""
+    num_labels: int
+    """Rows of a classifier's head."""
+    labels: list[str]
+    """A classifier's classes, in the order of its head's rows."""
+    problem_type: ProblemType | None
+    """How a classifier's numbers are read; null: each input has one class."""
+    pooling: Literal["last", "mean"] | None
+    """How a text's hidden states become its vector; null: the last one is it."""
+    matryoshka_dimensions: list[int]
+    """Lengths at which its vectors may be cut."""
     chat_template: str | None
     special_tokens: dict[str, str]
     """The template's variables."""

@@ -33,7 +33,7 @@ class CompletionBody(SamplingBody, kw_only=True):
 
 def to_request(body: CompletionBody) -> GenerationRequest:
     """Return the request as the gateway takes it. Raises InvalidRequest."""
-    prompts, n = _prompts(body.prompt), body.n or 1
+    prompts, n = read_prompts(body.prompt), body.n or 1
     if len(prompts) * n > MAX_CHOICES:
         raise InvalidRequest(
             f"{len(prompts)} prompts with n={n} make {len(prompts) * n} choices, and a request has at most "
@@ -60,7 +60,8 @@ def to_request(body: CompletionBody) -> GenerationRequest:
     )
 
 
-def _prompts(prompt: Promptlike) -> tuple[Prompt, ...]:
+def read_prompts(prompt: Promptlike) -> tuple[Prompt, ...]:
+    """Return the prompts one by one. Raises InvalidRequest."""
     if isinstance(prompt, str):
         return (prompt,)
     kinds = set(map(type, prompt))

@@ -254,7 +254,8 @@ class Engine:
 
     def _survivors(self, worked_on: list[str], events: list[TokenEvent]) -> list[TokenEvent]:
         """Report those that are worked on no more and got no token: whatever the engine dies of now, it is not that."""
-        self._reported.difference_update(event.request_id for event in events if event.token_id is not None)
+        answered = (event for event in events if event.token_id is not None or event.pooled is not None)
+        self._reported.difference_update(event.request_id for event in answered)
         ended, self._unknown = (self._unknown, worked_on) if self._runner.runs_ahead else (worked_on, [])
         return [
             TokenEvent(request_id=id, is_worked_on=False)

@@ -99,7 +99,7 @@ class EngineFault(msgspec.Struct, frozen=True):
     """`context_length_exceeded`, `adapter_failed`, `engine_overloaded` (refused when it came: it would miss its
     deadline), `deadline_exceeded` (its deadline passed while it waited), `adapter_not_finite` (its adapter's logits are
     not finite), `invalid_constraint` (its grammar cannot be compiled), `constraint_too_complex` (its grammar exceeds a
-    limit while it is followed) or `internal_error`."""
+    limit while it is followed), `not_a_classifier` (its adapter has no head for `classify`) or `internal_error`."""
     message: str
     retry_after: int | None = None
     """Seconds after which the same request may succeed."""
@@ -144,6 +144,8 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
     fault: EngineFault | None = None
     count: EngineCount | None = None
     """The engine's own count, sent with the last event."""
+    pooled: bytes | None = None
+    """The result of a request with `pooling`, as float32s; it is its only event."""
 
 
 class Pinned(msgspec.Struct, frozen=True):
@@ -292,6 +294,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     weights: str
     """A digest of samples of every weight: equal engines of a base have loaded the same checkpoint in the same way."""
+    hidden_size: int
+    """Numbers of a prompt's vector."""
     state_pages: int = 0
     """Pages that each running sequence holds for its recurrent states; 0 without linear attention."""
     sampling_defaults: SamplingDefaults = SamplingDefaults()

@@ -51,7 +51,7 @@ class SyncPipeline:
         if step.empty:
             return []
         launched = self._runner.launch(step)
-        events = launched.events()
+        events = launched.events() + launched.pooled_events()
         return launched.prompt_events() + self._scheduler.commit(step, events)
 
 
@@ -99,7 +99,7 @@ class AsyncPipeline:
     def _complete(self, step: InFlightStep) -> list[TokenEvent]:
         """Wait for the step's tokens and put them where PENDING stands."""
         sampled = step.launched.events()
-        events = step.launched.prompt_events()
+        events = step.launched.prompt_events() + self._scheduler.end_pooled(step.launched.pooled_events())
         for chunk, event in zip(step.sampling, sampled, strict=True):
             committed = step.committed.get(event.request_id)
             if committed is None or not (committed.finish_reason or self._scheduler.is_open(chunk.sequence)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -66,6 +66,11 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True):
     """The token that begins that part, where the answer may begin with it or with the grammar; None: it is open."""
 
 
+Pooling = Literal["last", "mean", "classify"]
+"""How a prompt's hidden states become one vector: the last one, the mean of all, or the last one put through the
+classification head of the request's adapter."""
+
+
 class AdapterRef(msgspec.Struct, frozen=True):
     """One immutable revision: its content digest, and the local folder that holds its verified PEFT files."""
 
@@ -103,6 +108,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     the request is a group of its own."""
     constraint: Constraint | None = None
     """None: any text."""
+    pooling: Pooling | None = None
+    """The prompt's hidden states are the result, pooled, and nothing is generated. None: an answer is generated."""
     group_started: bool = False
     """A choice of its group has begun, on another engine: its deadline is decided."""
     report_start: bool = False
@@ -114,6 +121,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     cache_scope: str = ""
     """Requests of one tenant share the base's KV within a scope (a project's id, or nothing). KV of an adapter is
     shared by all of its tenant. The server sets it."""
+
+    @property
+    def max_output(self) -> int:
+        """The most tokens that it generates."""
+        return self.sampling.max_tokens if self.pooling is None else 0
 
     @property
     def kv_identity(self) -> KvIdentity:

@@ -54,12 +54,14 @@ class _OpenRequest:
     num_computed: int = 0
     """Prompt tokens that went through the model."""
     num_output_tokens: int = 0
+    is_pooled: bool = False
+    """Its prompt has become a vector."""
     num_loads: int = 0
 
     @property
     def total(self) -> EngineCount:
         """A prompt counts once its first token is out; what never went through the model came from the KV cache."""
-        if not self.num_output_tokens:
+        if not (self.num_output_tokens or self.is_pooled):
             return EngineCount()
         tokens = TokenCounts(
             prompt=self.num_prompt_tokens,
@@ -101,6 +103,8 @@ class RequestAccounting:
         request = self._open.get(event.request_id)
         if request is not None and event.token_id is not None:
             request.num_output_tokens += 1
+        elif request is not None and event.pooled is not None:
+            request.is_pooled = True
         if event.finish_reason is None:
             return event
         self._open.pop(event.request_id, None)

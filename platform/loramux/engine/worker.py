@@ -146,10 +146,8 @@ def request_fault(request: Request, facts: ModelFacts) -> EngineFault | None:
     ):
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < size):
             return EngineFault("internal_error", f"{name} has a token outside the model's 0 to {size - 1}.")
-    if not request.prompt_token_ids or sampling.max_tokens < 1:
-        return EngineFault("internal_error", "A request needs at least one prompt token and max_tokens of at least 1.")
-    if len(request.output_token_ids) >= sampling.max_tokens:
-        return EngineFault("internal_error", "A request needs fewer tokens of output already than max_tokens.")
+    if message := _length_fault(request):
+        return EngineFault("internal_error", message)
     if sampling.logprobs is not None and not 0 <= sampling.logprobs <= size:
         return EngineFault("internal_error", f"logprobs must be 0 to {size}.")
     numbers = {
@@ -167,6 +165,17 @@ def request_fault(request: Request, facts: ModelFacts) -> EngineFault | None:
     for name, (is_valid, limit) in numbers.items():
         if not is_valid:
             return EngineFault("internal_error", f"{name} must be a finite number {limit}.")
+    return None
+
+
+def _length_fault(request: Request) -> str | None:
+    """Return what is wrong with the numbers of tokens that it has and wants."""
+    if not request.prompt_token_ids or request.sampling.max_tokens < 1:
+        return "A request needs at least one prompt token and max_tokens of at least 1."
+    if request.pooling is not None and (request.output_token_ids or request.sampling.prompt_logprobs is not None):
+        return "A request with pooling generates nothing and scores nothing."
+    if len(request.output_token_ids) >= request.sampling.max_tokens:
+        return "A request needs fewer tokens of output already than max_tokens."
     return None
 
 

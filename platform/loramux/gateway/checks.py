@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 import msgspec
 
 from loramux.gateway.errors import InvalidRequest, NotAllowed
-from loramux.gateway.messages import GenerationRequest, Prompt
+from loramux.gateway.messages import GenerationRequest, Prompt, TextPair
 from loramux.records import Principal
 
 MAX_TAGS = 16
@@ -24,6 +24,10 @@ MAX_KEPT_LOGPROBS = 400_000
 """The most log probabilities in an answer that is kept for an idempotency key."""
 MAX_DEPTH = 100
 """Lists and objects inside each other in the values that a template gets: what reads them calls itself for each."""
+MAX_NUMBERS = 2_000_000
+"""The most numbers in the vectors of an answer; each takes up to 22 bytes."""
+MAX_KEPT_NUMBERS = 1_000_000
+"""The most in those of an answer that is kept for an idempotency key, four bytes each."""
 TOO_LONG = "context_length_exceeded"
 
 _encode = msgspec.json.Encoder(order="sorted").encode
@@ -54,7 +58,7 @@ def check_text_length(prompt: Prompt, longest_token: int, context: int) -> None:
     """
     if isinstance(prompt, list):
         return
-    length = len(prompt) if isinstance(prompt, str) else sum(len(m.content) + m.size for m in prompt)
+    length = len(prompt) if isinstance(prompt, str | TextPair) else sum(len(m.content) + m.size for m in prompt)
     if length > longest_token * context:
         why = f"your prompt has {length} characters and no token has more than {longest_token}. Please shorten it."
         raise _too_long(prompt, context, why)
@@ -70,6 +74,8 @@ def resolve_max_tokens(
     if num_prompt_tokens == 0:
         raise InvalidRequest(f"'{_field(prompt)}' holds no token; send at least one.", field=_field(prompt))
     left = context - num_prompt_tokens
+    if asked.pooling is not None and left >= 0:
+        return 1  # the engine asks for a number, and generates nothing
     if left < 1:
         raise _too_long(prompt, context, f"your prompt has {num_prompt_tokens} tokens. Please shorten it.")
     if asked.max_tokens is not None and asked.max_tokens > left and not asked.lowers_max_tokens:
@@ -108,6 +114,20 @@ def _too_long(prompt: Prompt, context: int, why: str) -> InvalidRequest:
 
 def _field(prompt: Prompt) -> str:
     return "messages" if isinstance(prompt, tuple) else "prompt"
+
+
+def check_vectors(asked: GenerationRequest, size: int) -> None:
+    """Raise InvalidRequest where vectors of `size` numbers are more than a server can hold for an answer."""
+    if asked.pooling is None:
+        return
+    limit = MAX_NUMBERS if asked.claim is None else MAX_KEPT_NUMBERS
+    if len(asked.prompts) * size > limit:
+        kept = "" if asked.claim is None else " with an Idempotency-Key"
+        raise InvalidRequest(
+            f"This request has {len(asked.prompts)} inputs, each with a vector of {size} numbers, and the most{kept} "
+            f"is {limit} numbers, {limit // size} inputs. Send several requests.",
+            field="prompt",
+        )
 
 
 def check_logprobs(asked: GenerationRequest, max_tokens: int) -> None:

@@ -126,7 +126,13 @@ def from_fault(fault: EngineFault | None) -> GatewayError:
     if fault is None:
         return GenerationFailed("The engine gave the request up without a reason.")
     match fault.code:
-        case "context_length_exceeded" | "adapter_not_finite" | "invalid_constraint" | "constraint_too_complex":
+        case (
+            "context_length_exceeded"
+            | "adapter_not_finite"
+            | "invalid_constraint"
+            | "constraint_too_complex"
+            | "not_a_classifier"
+        ):
             return InvalidRequest(fault.message, fault.field, code=fault.code)
         case "adapter_failed":
             return AdapterNotLoaded(fault.message)

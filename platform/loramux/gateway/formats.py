@@ -18,7 +18,7 @@ from loramux.constraints import ToolGrammar, ToolUse
 from loramux.engine.request import Constraint
 from loramux.gateway.dialect import TAIL_CHARACTERS, AnswerReader, Dialect, dialect_of
 from loramux.gateway.errors import InvalidRequest, Unavailable
-from loramux.gateway.messages import ChatOptions, Conversation, GenerationRequest, Message
+from loramux.gateway.messages import ChatOptions, Classes, Conversation, GenerationRequest, Message
 from loramux.gateway.tokenizer import RenderedChat, Tokenizer, open_last_message, template_messages
 from loramux.registry import Revision
 from loramux.threads import TenantSlots, ThreadPool
@@ -95,6 +95,11 @@ class Format:
             use=asked.chat.tools,
             special={token: text for text, token in self.tokenizer.special_tokens(dialect.markers).items()},
         )
+
+    @property
+    def classes(self) -> Classes:
+        """The classes of a classifier."""
+        return Classes(self.bundle.labels, self.bundle.problem_type)
 
     @property
     def num_tokens(self) -> int:

@@ -24,8 +24,8 @@ from loramux.engine.metrics import SECONDS, Histogram
 from loramux.errors import LoramuxError
 from loramux.fleet.group import EngineGroup
 from loramux.gateway.errors import AdapterNotLoaded, EngineDown, GatewayError, GenerationFailed, InvalidRequest
-from loramux.gateway.messages import Delta, FinishReason, PromptText, Timing, encode_answer
-from loramux.gateway.output import Choice, delivered_tokens, settlement_of
+from loramux.gateway.messages import Classes, Delta, FinishReason, PromptText, Timing, encode_answer
+from loramux.gateway.output import Choice, OutputProcessor, delivered_tokens, settlement_of
 from loramux.limits import RateLimitStatus
 from loramux.records import RecordsUnavailable
 from loramux.records.service_tiers import BACKGROUND, service_tier
@@ -39,6 +39,8 @@ CANCEL_TIMEOUT_S = 30.0
 
 TOKENS_A_TURN = 20_000
 """Prompt tokens that are encoded for the engine before other requests get their turn."""
+TOKENS_A_CHOICE = 200
+"""Prompt tokens whose encoding takes as long as the rest of a submission."""
 MAX_UNREAD = 65_536
 """Deltas that may wait for their reader; one that falls further behind is treated as one that has left."""
 
@@ -88,6 +90,7 @@ class Generation:
         self.prompt_token_ids = list({c.prompt: c.request.prompt_token_ids for c in choices}.values())
         """Every prompt's tokens, in order."""
         self.prompt_texts = prompt_texts or []
+        self.classes = next((choice.output.classes for choice in choices), Classes())
         self.seconds_to_first_token: float | None = None
         self.token_gaps = Histogram(SECONDS)
         """Seconds between one token of a choice and its next."""
@@ -150,7 +153,7 @@ class Generation:
     @property
     def seconds_waited(self) -> float:
         """Seconds in the engine's queue, until the first step of the first choice that ran."""
-        return min((choice.waited_s for choice in self._choices if choice.num_generated), default=0.0)
+        return min((choice.waited_s for choice in self._choices if choice.is_computed), default=0.0)
 
     @property
     def load(self) -> tuple[float, float] | None:
@@ -224,7 +227,7 @@ class Generation:
         """Submit every choice; long prompts give way to other requests in between, for each is encoded anew."""
         num_tokens = 0
         for number, choice in enumerate(self._choices):
-            num_tokens += len(choice.request.prompt_token_ids)
+            num_tokens += TOKENS_A_CHOICE + len(choice.request.prompt_token_ids)
             if num_tokens > TOKENS_A_TURN:
                 num_tokens = 0
                 await asyncio.sleep(0)
@@ -259,20 +262,21 @@ class Generation:
         if event.fault is not None and event.fault.code == ENGINE_DIED:
             raise EngineDown
         if event.prompt_logprobs is not None:
+            assert isinstance(choice.output, OutputProcessor), "only answers have them"
             choice.output.add_prompt_logprobs(event.prompt_logprobs)
             return
         try:
             delta = choice.output.push(event)
         except GatewayError as error:
             ours = error.status >= HTTPStatus.INTERNAL_SERVER_ERROR and not isinstance(error, AdapterNotLoaded)
-            if ours or self.seconds_to_first_token is None:
+            if ours or self.seconds_to_first_token is None or not choice.output.fails_alone:
                 raise
             choice.output.abort()
             return
         self._note_token(choice)
         if self._finished:
             choice.last = delta  # it goes out with the finish reason
-        elif delta.token_ids or delta.text:
+        elif delta.token_ids or delta.text or delta.pooled:
             self._put(delta)
         if choice.output.finish_reason is not None and event.finish_reason is None:
             self._engines.cancel(choice.request.id)

@@ -13,8 +13,9 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
+from loramux.bundle import ProblemType
 from loramux.constraints import AnswerFormat, ToolUse
-from loramux.engine.request import SamplingParams
+from loramux.engine.request import Pooling, SamplingParams
 from loramux.gateway.calls import CallDelta
 from loramux.limits import RateLimitStatus
 from loramux.records.service_tiers import ServiceTier
@@ -37,8 +38,21 @@ class Message:
 FinishReason = Literal["stop", "length", "abort"]
 """`abort`: a fault of its length or its adapter ended the choice after the request's first token."""
 Conversation = tuple[Message, ...]
-Prompt = Conversation | str | list[int]
-"""A conversation for the chat template, a text to continue, or token ids as they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextPair:
+    """Two texts that a classifier reads as one, with what its tokenizer puts around and between them."""
+
+    first: str
+    second: str
+
+    def __len__(self) -> int:
+        return len(self.first) + len(self.second)
+
+
+Prompt = Conversation | str | list[int] | TextPair
+"""A conversation for the chat template, a text to continue, token ids as they are, or two texts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +102,10 @@ class ChatOptions:
     """Put the tokenizer's special tokens around what the template gives."""
 
 
+AskedPooling = Pooling | Literal["own"]
+"""`own`: as the model was trained."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """One API request: every prompt is answered `n` times."""
@@ -106,6 +124,12 @@ class GenerationRequest:
     """None: all that the context still holds after a conversation, DEFAULT_MAX_TOKENS after a text."""
     lowers_max_tokens: bool = False
     """More `max_tokens` than the context holds are lowered to what it holds; else such a request is refused."""
+    pooling: AskedPooling | None = None
+    """The result is a vector for each prompt, pooled from its hidden states; None: answers are generated."""
+    dimensions: int | None = None
+    """Leading numbers of each vector that are wanted; None: all."""
+    pairs: tuple[TextPair, ...] = ()
+    """The prompts for a model that scores two texts together, in place of `prompts`."""
     n: int = 1
     stop: tuple[str, ...] = ()
     claim: IdempotencyClaim | None = None
@@ -177,6 +201,17 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """Of the prompt's tokens behind its first, where they are wanted; on the first delta of a prompt's first choice."""
     stop_string: str | None = None
     """The stop string that ends the choice, on the delta with its last token."""
+    pooled: bytes = b""
+    """A prompt's vector, or a classifier's numbers for it, as float32s, in place of an answer."""
+
+
+class Classes(msgspec.Struct, frozen=True):
+    """The classes of a classifier, and how its numbers become their probabilities."""
+
+    labels: tuple[str, ...] = ()
+    """Empty: they have no names."""
+    problem: ProblemType | None = None
+    """None: each input has one class; of a single label the number is a probability by itself."""
 
 
 class PromptText(msgspec.Struct, frozen=True):
@@ -210,6 +245,8 @@ class Answer(Protocol):
     prompt_token_ids: list[list[int]]
     prompt_texts: list[PromptText]
     """The prompts as texts, where the request asks for an echo; else empty."""
+    classes: Classes
+    """Of a classifier; else empty."""
     rate_limits: RateLimitStatus
     """The caller's limits by the minute and what is left of them."""
     service_tier: str
@@ -250,6 +287,7 @@ class KeptAnswer(msgspec.Struct, frozen=True):
     """The deltas as they came, so that a stream is repeated to the byte."""
     prompt_texts: list[PromptText] = []
     timing: Timing | None = None
+    classes: Classes = Classes()
 
 
 class Replay:
@@ -265,6 +303,7 @@ class Replay:
         self.created = kept.created
         self.prompt_token_ids = kept.prompt_token_ids
         self.prompt_texts = kept.prompt_texts
+        self.classes = kept.classes
         self.usage = TokenCounts(
             prompt=kept.usage["prompt_tokens"],
             cached=kept.usage["cached_tokens"],
@@ -308,6 +347,7 @@ def encode_answer(answer: Answer, deltas: Iterable[Delta]) -> bytes:
         stream=[KeptDelta(**msgspec.structs.asdict(delta)) for delta in deltas],
         prompt_texts=answer.prompt_texts,
         timing=answer.timing,
+        classes=answer.classes,
     )
     return msgspec.msgpack.encode(kept)
 

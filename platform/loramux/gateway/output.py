@@ -12,7 +12,7 @@ from loramux.engine.request import Request
 from loramux.gateway.detokenize import Detokenizer, StopAutomaton, StopMatcher
 from loramux.gateway.dialect import AnswerReader
 from loramux.gateway.errors import from_fault
-from loramux.gateway.messages import Delta, FinishReason, PromptTokenLogprob, TokenLogprob
+from loramux.gateway.messages import Classes, Delta, FinishReason, PromptTokenLogprob, TokenLogprob
 from loramux.gateway.tokenizer import Tokenizer
 from loramux.units import TokenCounts
 from loramux.usage import EndedBy, Settlement
@@ -24,6 +24,10 @@ class OutputProcessor:
     A token's logprob is given out with the last of its text, so that joined tokens and joined text are the same;
     those of tokens that reach into a stop string are never given out.
     """
+
+    classes = Classes()
+    fails_alone = True
+    """A fault of one choice ends only that one, once the request has its first token."""
 
     def __init__(
         self,
@@ -89,6 +93,11 @@ class OutputProcessor:
                 )
             )
 
+    @property
+    def is_answered(self) -> bool:
+        """Is the prompt billed?"""
+        return self.num_tokens > 0
+
     def abort(self) -> None:
         """End the choice where it is."""
         self.finish_reason = "abort"
@@ -151,16 +160,48 @@ class OutputProcessor:
         return released
 
 
+class PooledOutput:
+    """Reads the one event of a prompt that becomes a vector."""
+
+    num_tokens = 0
+    fails_alone = False
+    """A fault of one prompt is the request's: an answer has all vectors."""
+
+    def __init__(self, index: int, classes: Classes) -> None:
+        self.index = index
+        self.classes = classes
+        """Of a classifier."""
+        self.finish_reason: FinishReason | None = None
+
+    @property
+    def is_answered(self) -> bool:
+        """Is the prompt billed?"""
+        return self.finish_reason == "stop"
+
+    def push(self, event: TokenEvent) -> Delta:
+        """Return the vector; sets finish_reason. Raises the engine's fault as a GatewayError."""
+        if event.pooled is None:
+            raise from_fault(event.fault)
+        self.finish_reason = "stop"
+        return Delta(index=self.index, pooled=event.pooled)
+
+    def abort(self) -> None:
+        """End the choice where it is."""
+        self.finish_reason = "abort"
+
+
 class Choice:
     """One answer to one prompt: a request to the engine, its output, and the engine's own count at the end."""
 
-    def __init__(self, prompt: int, request: Request, output: OutputProcessor) -> None:
+    def __init__(self, prompt: int, request: Request, output: OutputProcessor | PooledOutput) -> None:
         self.prompt = prompt
         """The number of its prompt within the API request."""
         self.request = request
         self.output = output
         self.num_generated = 0
         """Tokens that the engine has sent, in the output or not."""
+        self.is_computed = False
+        """The engine has sent a token, or the prompt's vector."""
         self.cached_tokens = 0
         self.waited_s = 0.0
         self.load: tuple[float, float] | None = None
@@ -173,6 +214,7 @@ class Choice:
     def count_event(self, event: TokenEvent) -> None:
         """Count an event, whether it is read or not."""
         self.num_generated += event.token_id is not None
+        self.is_computed |= event.token_id is not None or event.pooled is not None
         self.cached_tokens = max(self.cached_tokens, event.cached_tokens)
         self.waited_s = max(self.waited_s, event.waited_s)
         self.load = self.load or event.load
@@ -181,7 +223,7 @@ class Choice:
 
 def delivered_tokens(choices: Sequence[Choice]) -> TokenCounts:
     """Count the prompts that have been answered at all, each once, and the tokens of the outputs."""
-    answered = [choice for choice in choices if choice.output.num_tokens]
+    answered = [choice for choice in choices if choice.output.is_answered]
     firsts = {choice.prompt: choice for choice in reversed(answered)}.values()
     return TokenCounts(
         prompt=sum(len(choice.request.prompt_token_ids) for choice in firsts),
@@ -205,7 +247,7 @@ def settlement_of(request_id: str, choices: Sequence[Choice], status: str, deliv
     end = Settlement(request_id=request_id, ended_by=ENDED_BY[status], finish_reason=reason)
     if len(counts) < len(choices):
         return end
-    answered = [choice for choice in choices if choice.num_generated]
+    answered = [choice for choice in choices if choice.is_computed]
     count = sum(counts, EngineCount())
     computed = TokenCounts(
         prompt=sum(len(choice.request.prompt_token_ids) for choice in answered),

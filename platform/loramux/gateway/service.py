@@ -29,6 +29,7 @@ from loramux.gateway.checks import (
     check_prompt_logprobs,
     check_text_length,
     check_token_ids,
+    check_vectors,
     ensure_storage_allowed,
     recorded_user,
     resolve_max_tokens,
@@ -38,8 +39,9 @@ from loramux.gateway.detokenize import StopAutomaton
 from loramux.gateway.errors import Draining, EngineDown, NotAllowed
 from loramux.gateway.formats import Format, Formats
 from loramux.gateway.generation import Generation
-from loramux.gateway.messages import Answer, GenerationRequest, Prompt, Replay
-from loramux.gateway.output import Choice, OutputProcessor
+from loramux.gateway.messages import Answer, GenerationRequest, Prompt, Replay, TextPair
+from loramux.gateway.output import Choice, OutputProcessor, PooledOutput
+from loramux.gateway.tasks import as_answered_by
 from loramux.gateway.tokenizer import Tokenizer
 from loramux.limits import RateLimitStatus
 from loramux.records import RecordsUnavailable
@@ -50,6 +52,8 @@ from loramux.units import TokenCounts
 from loramux.usage import OpenedRequest, Settlement, StoredAnswer, UnknownRequest, UsageService
 from loramux.validation.rendering import TemplateRenderer
 
+TOKENS_A_TURN = 512
+"""Tokens of short prompts that are made on the event loop before other requests get their turn."""
 ENDS = ("completed", "cancelled", "failed", "refused", "replayed")
 _SEEDS = 2**63
 """Seeds wrap round at this."""
@@ -206,12 +210,14 @@ class CompletionService:
         self._ensure_serving(base)
         format = await self._formats.of(base.name, base.format, model.revision)
         asked = format.apply_defaults(asked, base.facts.sampling_defaults)
+        asked = as_answered_by(asked, format.bundle, base.facts.hidden_size)
         num_tokens = max(base.facts.vocab_size, format.num_tokens)
         check_token_ids("stop_token_ids", asked.sampling.stop_token_ids, num_tokens)
         check_token_ids("logit_bias", asked.sampling.logit_bias, num_tokens)
-        prompts = [await self._tokenize(base, format, asked, prompt, principal.tenant) for prompt in asked.prompts]
+        prompts = await self._tokenize_all(base, format, asked, principal.tenant)
         stop = await base.tokenizer.run(partial(StopAutomaton, asked.stop), sum(map(len, asked.stop)), principal.tenant)
         constraint = await base.trials.constraint_of(principal.tenant, format, asked, prompts[0].tail)
+        check_vectors(asked, format.bundle.num_labels if asked.pooling == "classify" else base.facts.hidden_size)
         check_logprobs(asked, sum(prompt.max_tokens for prompt in prompts) * asked.n)
         check_prompt_logprobs(asked, sum(len(prompt.token_ids) for prompt in prompts))
         texts = [await format.tokenizer.spell(p.token_ids, principal.tenant) for p in prompts] if asked.echo else []
@@ -229,7 +235,7 @@ class CompletionService:
             tags=asked.tags,
             user_id=recorded_user(principal, asked.user),
             prompt_tokens=sum(len(prompt.token_ids) for prompt in prompts),
-            max_tokens=sum(prompt.max_tokens for prompt in prompts) * asked.n,
+            max_tokens=0 if asked.pooling else sum(prompt.max_tokens for prompt in prompts) * asked.n,
             waiting=0 if asked.service_tier in BACKGROUND else self._num_waiting(principal.tenant),
             claim=asked.claim,
         )
@@ -253,7 +259,8 @@ class CompletionService:
             prompt_texts=texts,
         )
         self._watch(generation)
-        if (recorder := self._choose_recorder(principal, received, opened)) is not None:
+        recorder = None if received.pooling else self._choose_recorder(principal, received, opened)
+        if recorder is not None:
             generation.keep_answer()
             generation.task.add_done_callback(lambda _: recorder(generation))
         return generation
@@ -356,13 +363,27 @@ class CompletionService:
             self.counters.requests["replayed"] += 1
         return outcome
 
+    async def _tokenize_all(
+        self, base: ServedBase, format: Format, asked: GenerationRequest, tenant: str
+    ) -> list[TokenizedPrompt]:
+        """Tokenize every prompt; many short ones give way to other requests in between."""
+        found, size = [], 0
+        for prompt in asked.prompts:
+            found.append(await self._tokenize(base, format, asked, prompt, tenant))
+            size += 1 + len(found[-1].token_ids)
+            if size > TOKENS_A_TURN:
+                size = 0
+                await asyncio.sleep(0)
+        return found
+
     async def _tokenize(
         self, base: ServedBase, format: Format, asked: GenerationRequest, prompt: Prompt, tenant: str
     ) -> TokenizedPrompt:
         longest = base.context if asked.truncation is None else format.tokenizer.longest_token * base.context
         token_ids, tail = await self._encode(base, format, asked, prompt, tenant, longest)
         if asked.truncation is not None:
-            token_ids = asked.truncation.shorten(token_ids, base.context - (asked.max_tokens or 1))
+            room = base.context - (0 if asked.pooling else asked.max_tokens or 1)
+            token_ids = asked.truncation.shorten(token_ids, room)
         max_tokens = resolve_max_tokens(asked, prompt, len(token_ids), base.context, format.bundle.max_tokens)
         if isinstance(prompt, list):
             check_token_ids("prompt", token_ids, max(base.facts.vocab_size, format.num_tokens))
@@ -373,7 +394,7 @@ class CompletionService:
     ) -> tuple[list[int], str | None]:
         """Return a prompt's tokens and the end of a conversation's text; of more than `longest` maybe a beginning."""
         check_text_length(prompt, format.tokenizer.longest_token, base.context)
-        if isinstance(prompt, str):
+        if isinstance(prompt, str | TextPair):
             special = asked.add_special_tokens
             return await format.tokenizer.encode(prompt, longest, tenant, add_special_tokens=special), None
         if isinstance(prompt, tuple):
@@ -485,6 +506,7 @@ def _template(
         tenant=principal.tenant,
         prompt_token_ids=[],
         sampling=asked.sampling,
+        pooling=None if asked.pooling == "own" else asked.pooling,
         adapter=AdapterRef(revision.engine_key, str(revision.directory)) if revision else None,
         deadline_ms=asked.deadline_ms,
         group_id=id,
@@ -513,7 +535,10 @@ def _choices(
         request = msgspec.structs.replace(
             template, id=f"{template.group_id}-{index}", prompt_token_ids=token_ids, sampling=sampling
         )
-        output = OutputProcessor(index, format.tokenizer, token_ids, stop, min_tokens, format.reader(asked, tail))
+        output: OutputProcessor | PooledOutput = PooledOutput(index, format.classes)
+        if asked.pooling is None:
+            reader = format.reader(asked, tail)
+            output = OutputProcessor(index, format.tokenizer, token_ids, stop, min_tokens, reader)
         choices.append(Choice(number, request, output))
     return choices
 

@@ -16,7 +16,7 @@ from loramux.bundle import AddedToken, extend_tokenizer
 from loramux.gateway.detokenize import Detokenizer
 from loramux.gateway.dialect import TAIL_CHARACTERS
 from loramux.gateway.errors import InvalidRequest
-from loramux.gateway.messages import ChatOptions, Conversation, PromptText, Token
+from loramux.gateway.messages import ChatOptions, Conversation, PromptText, TextPair, Token
 from loramux.settings import SettingsError
 
 T = TypeVar("T")
@@ -87,7 +87,9 @@ class Tokenizer:
         }
         return {"tokenizer_class": type(self._tokenizer).__name__} | special
 
-    async def encode(self, text: str, limit: int, tenant: str = "", *, add_special_tokens: bool = True) -> list[int]:
+    async def encode(
+        self, text: str | TextPair, limit: int, tenant: str = "", *, add_special_tokens: bool = True
+    ) -> list[int]:
         """Return the token ids of a text to continue, with the special tokens that the model expects around it.
 
         Of a text of more than `limit` tokens it may be those of a beginning with more than `limit`. One text of
@@ -181,8 +183,11 @@ class Tokenizer:
         token_ids = self._encode(text, limit, add_special_tokens=options.add_special_tokens)
         return RenderedChat(token_ids, text[-TAIL_CHARACTERS:])
 
-    def _encode(self, text: str, limit: int, *, add_special_tokens: bool) -> list[int]:
+    def _encode(self, text: str | TextPair, limit: int, *, add_special_tokens: bool) -> list[int]:
         """Tokenize ever longer beginnings, so that a text that cannot fit costs what the longest that fits does."""
+        if isinstance(text, TextPair):
+            pair: list[int] = self._tokenizer.encode(text.first, text.second, add_special_tokens=add_special_tokens)
+            return pair
         length = _CHARACTERS_PER_TOKEN * (limit + _CUT_TOKENS)
         while length < len(text):
             beginning: list[int] = self._tokenizer.encode(text[:length], add_special_tokens=add_special_tokens)

@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Callable, Mapping, Set
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import msgspec
 
@@ -21,6 +21,7 @@ from loramux.bundle import (
     MAX_ADDED_TOKENS,
     MAX_BUNDLE_BYTES,
     MAX_TEMPLATE_CHARACTERS,
+    MODEL_FILE,
     NO_BUNDLE,
     OLD_TOKENS_FILE,
     SETTINGS_FILE,
@@ -30,6 +31,7 @@ from loramux.bundle import (
     TOKENIZER_FILE,
     AddedToken,
     Bundle,
+    ProblemType,
     SamplingDefaults,
     encode_bundle,
     extend_tokenizer,
@@ -76,6 +78,10 @@ class _Settings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     system_prompt: str | None = None
     description: str | None = None
     license: str | None = None
+    labels: tuple[str, ...] = ()
+    problem_type: ProblemType | None = None
+    pooling: Literal["last", "mean"] | None = None
+    matryoshka_dimensions: tuple[int, ...] = ()
 
 
 class _Generation(msgspec.Struct, kw_only=True):
@@ -90,6 +96,13 @@ class _Generation(msgspec.Struct, kw_only=True):
     eos_token_id: int | tuple[int, ...] | None = None
     stop_strings: str | tuple[str, ...] | None = None
     do_sample: bool | None = None
+
+
+class _Model(msgspec.Struct, kw_only=True):
+    """The fields of a classifier's config.json that are served."""
+
+    id2label: dict[str, str] | None = None
+    problem_type: ProblemType | None = None
 
 
 class BundleRejected(Exception):
@@ -153,7 +166,7 @@ def examine(job: BundleJob, base: BaseText) -> ValidationReport:
     """Write the folder's bundle and report; a refusal is part of the report."""
     folder = Path(job.folder)
     try:
-        bundle = make_bundle(folder, base, job.num_tokens)
+        bundle = _with_task(make_bundle(folder, base, job.num_tokens), folder, job)
     except BundleRejected as rejected:
         failed = Check(name=BUNDLE_CHECK, outcome="failed", detail=rejected.rejection.message)
         return ValidationReport(checks=(failed,), refusal=rejected.rejection)
@@ -196,6 +209,53 @@ def make_bundle(folder: Path, base: BaseText, num_tokens: int) -> Bundle:
         license=settings.license,
     )
     return _checked(bundle)
+
+
+def _with_task(bundle: Bundle, folder: Path, job: BundleJob) -> Bundle:
+    """Return the bundle with what concerns the task that the adapter was trained for. Raises BundleRejected."""
+    settings = _of_settings(folder)
+    fields = {
+        "SEQ_CLS": ("labels", "problem_type"),
+        "FEATURE_EXTRACTION": ("pooling", "matryoshka_dimensions"),
+        "CAUSAL_LM": ("pooling", "matryoshka_dimensions"),
+    }[job.task]
+    for field in ("labels", "problem_type", "pooling", "matryoshka_dimensions"):
+        if getattr(settings, field) and field not in fields:
+            raise BundleRejected(SETTINGS_FILE, f"{field} means nothing for an adapter of task type {job.task}.")
+    if job.task != "SEQ_CLS":
+        task = "FEATURE_EXTRACTION" if job.task == "FEATURE_EXTRACTION" else None
+        dimensions = tuple(sorted(set(settings.matryoshka_dimensions)))
+        return _checked(
+            msgspec.structs.replace(bundle, task=task, pooling=settings.pooling, matryoshka_dimensions=dimensions)
+        )
+    config = _of_model(folder)
+    labels, problem = settings.labels or _labels(config), settings.problem_type or config.problem_type
+    if labels and len(labels) != job.num_labels:
+        file = SETTINGS_FILE if settings.labels else MODEL_FILE
+        raise BundleRejected(file, f"It names {len(labels)} labels, and the adapter's head has {job.num_labels}.")
+    return _checked(
+        msgspec.structs.replace(bundle, task="SEQ_CLS", num_labels=job.num_labels, labels=labels, problem_type=problem)
+    )
+
+
+def _of_model(folder: Path) -> _Model:
+    document = _object(folder, MODEL_FILE)
+    try:
+        return msgspec.convert({name: document.get(name) for name in _Model.__struct_fields__}, _Model)
+    except msgspec.ValidationError as error:
+        raise BundleRejected(MODEL_FILE, f"{error}.") from None
+
+
+def _labels(config: _Model) -> tuple[str, ...]:
+    """Return the names of `id2label`, in order. Raises BundleRejected."""
+    names = config.id2label or {}
+    try:
+        named = {int(number): name for number, name in names.items()}
+    except ValueError:
+        raise BundleRejected(MODEL_FILE, "id2label has a key that is no number.") from None
+    if sorted(named) != list(range(len(named))):
+        raise BundleRejected(MODEL_FILE, "id2label does not number its labels from 0 on.")
+    return tuple(named[number] for number in range(len(named)))
 
 
 def _checked(bundle: Bundle) -> Bundle:

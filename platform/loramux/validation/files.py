@@ -75,6 +75,8 @@ def _found(examined: ExaminedAdapter, document: Mapping[str, Any], base: BaseDes
         peft_type=document["peft_type"],
         peft_version=version if isinstance(version, str) else None,
         base_model_name_or_path=examined.config.base_model_name_or_path,
+        task=examined.config.task_type or "CAUSAL_LM",
+        labels=0 if plan.classifier is None else plan.classifier.num_labels,
         architecture=base.architecture,
         rank=plan.max_rank,
         ranks=dict(sorted(Counter(pair.rank for pair in plan.pairs).items())),

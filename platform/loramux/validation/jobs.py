@@ -75,6 +75,8 @@ class BundleJob(msgspec.Struct, frozen=True, kw_only=True):
     folder: str
     num_tokens: int
     """Rows of the embedding that the revision is served with."""
+    task: str = "CAUSAL_LM"
+    num_labels: int = 0
 
 
 class RenderJob(msgspec.Struct, frozen=True, kw_only=True):

@@ -41,6 +41,10 @@ class AdapterSummary(msgspec.Struct, frozen=True, kw_only=True):
     peft_version: str | None
     base_model_name_or_path: str | None
     """The base that the adapter claims to be trained on. Nothing in the files can prove it."""
+    task: str = "CAUSAL_LM"
+    """PEFT's task type; an adapter that names none generates text."""
+    labels: int = 0
+    """Rows of a classifier's head."""
     architecture: str
     """Architecture of the served base, which the files were checked against."""
     rank: int

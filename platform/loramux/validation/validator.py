@@ -123,10 +123,11 @@ class Validator:
 
     def _make_bundle(self, folder: Path, report: ValidationReport) -> ValidationReport:
         sources = [folder / name for name in SOURCES if (folder / name).exists()]
-        if not sources:
+        found = report.found
+        assert found is not None, "the files have passed"
+        if not sources and found.task == "CAUSAL_LM":
             return ValidationReport(checks=())
-        assert report.found is not None, "the files have passed"
-        job = BundleJob(folder=str(folder), num_tokens=report.found.tokens)
+        job = BundleJob(folder=str(folder), num_tokens=found.tokens, task=found.task, num_labels=found.labels)
         made = self._bundle.report(job, writable=(folder,), file_bytes=MAX_BUNDLE_BYTES)
         for source in sources:
             source.unlink()

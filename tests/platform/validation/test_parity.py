@@ -13,6 +13,7 @@ import pytest
 import torch
 from adapter_zoo import RECIPES, Zoo
 from safetensors.torch import load_file, save_file
+from task_adapters import TaskAdapter
 
 from loramux.engine.memory import adapter_store
 from loramux.settings import AdapterLimits, ModelSettings, Settings, ValidationSettings
@@ -22,6 +23,8 @@ from loramux.validation.parity import layers
 from loramux.validation.parity.comparison import Comparison
 from loramux.validation.parity.verdict import compare_tokens
 from loramux_adapters import WEIGHTS_NAME, Limits, describe_base
+from loramux_adapters.convert.renaming import rename_adapter
+from loramux_adapters.extras import PagedRows
 from loramux_adapters.weights import AdapterWeights
 
 LIMITS = Limits(max_rank=64)
@@ -183,3 +186,36 @@ def test_parity_is_part_of_an_uploads_validation(zoo: Zoo, tmp_path: Path) -> No
     assert bad.refusal is not None
     assert bad.refusal.code == "outputs_not_finite"
     assert [check.name for check in without.checks] == files
+
+
+@pytest.mark.parametrize("num_labels", [1, 3])
+def test_parity_of_a_classifier_compares_its_numbers(
+    comparison: Comparison, zoo: Zoo, tmp_path: Path, num_labels: int
+) -> None:
+    report = report_on(comparison, TaskAdapter(zoo.base, tmp_path / "c", 1, num_labels).folder)
+    assert report.refusal is None, report.refusal
+    assert outcomes(report) == {"parity_of_layers": "passed", "parity_of_tokens": "passed"}
+    assert report.checks[1].figures["vectors"] == 2
+    assert report.checks[1].figures["largest_error"] < 0.1
+
+
+def test_parity_of_a_classifier_served_wrong_fails(
+    comparison: Comparison, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = TaskAdapter(zoo.base, tmp_path / "c", 1, 3).folder
+    right = PagedRows.times_rows
+    monkeypatch.setattr(PagedRows, "times_rows", lambda rows, x: right(rows, x).flip(-1))
+    report = report_on(comparison, folder)
+    assert outcomes(report) == {"parity_of_layers": "passed", "parity_of_tokens": "failed"}
+    assert report.refusal.code == "parity_failed"
+
+
+def test_parity_of_an_adapter_for_vectors_compares_them(comparison: Comparison, zoo: Zoo, tmp_path: Path) -> None:
+    uploaded, served = TaskAdapter(zoo.base, tmp_path / "up", 1).folder, tmp_path / "served"
+    served.mkdir()
+    rename_adapter(uploaded, served, comparison.setup.base, LIMITS)
+    report = report_on(comparison, served)
+    assert report.refusal is None, report.refusal
+    assert report.checks[1].figures["largest_error"] < 0.1
+    large = report_on(Comparison.over(setup_of(zoo, 0)), served)
+    assert "FEATURE_EXTRACTION" in large.checks[1].detail

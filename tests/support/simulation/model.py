@@ -57,14 +57,19 @@ class SimulatedRunner:
         sampling = list(step.sampling)
         if not self.runs_ahead:
             sleep(seconds)
-            return SimpleNamespace(sample=lambda: None, prompt_events=lambda: [], events=lambda: self._events(sampling))
+            return SimpleNamespace(
+                sample=lambda: None,
+                prompt_events=lambda: [],
+                pooled_events=lambda: [],
+                events=lambda: self._events(sampling),
+            )
         ready_at = current_loop().time() + seconds
 
         def wait() -> list[TokenEvent]:
             sleep(max(0.0, ready_at - current_loop().time()))
             return self._events(sampling)
 
-        return SimpleNamespace(sample=lambda: None, prompt_events=lambda: [], events=wait)
+        return SimpleNamespace(sample=lambda: None, prompt_events=lambda: [], pooled_events=lambda: [], events=wait)
 
     def forget(self, request_id: str) -> None:
         pass
@@ -231,4 +236,5 @@ def facts(plan: Plan) -> ModelFacts:
         pages_total=plan.pages,
         block_size=plan.block_size,
         weights="simulated",
+        hidden_size=8,
     )

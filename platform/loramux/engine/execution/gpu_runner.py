@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from loramux.engine.execution.constraints import Constraints
 from loramux.engine.execution.cuda_graphs import DecodeGraphs, StepBuffers, choose_recorder
 from loramux.engine.execution.device_sampler import DeviceSampler, SampledTokens, TokensInFlight
+from loramux.engine.execution.pooling import NONE_POOLED, PooledVectors, Pooler
 from loramux.engine.execution.prompt_logprobs import PromptScores, split_scored
 from loramux.engine.execution.runner import Forward, PackedStep, pack
 from loramux.engine.messages import TokenEvent
@@ -38,6 +39,7 @@ class LaunchedForward:
     """`[len(sequences), vocab]`, valid until the next forward."""
     sequences: list[Sequence]
     scores: PromptScores | None = None
+    pooled: PooledVectors = NONE_POOLED
     tokens: TokensInFlight | None = None
 
     def sample(self) -> None:
@@ -48,6 +50,10 @@ class LaunchedForward:
     def prompt_events(self) -> list[TokenEvent]:
         """Return the log probabilities of prompts, which arrive with the tokens."""
         return [] if self.scores is None else self.scores.events()
+
+    def pooled_events(self) -> list[TokenEvent]:
+        """Return the vectors of prompts, which arrive with the tokens."""
+        return self.pooled.events()
 
     def events(self) -> list[TokenEvent]:
         """Wait for the tokens."""
@@ -70,6 +76,7 @@ class GpuRunner:
         block_size: int,
     ) -> None:
         self._forward = forward
+        self._pooler = Pooler(forward.bank.classifier_of)
         self._sampler = sampler
         self._constraints = constraints
         self._buffers = buffers
@@ -109,6 +116,7 @@ class GpuRunner:
         inputs = self._buffers.fill(packed, self._sources(step, packed), tokens)
         ranks = [] if packed.segments is None else [self.bank.rank_of(slot) for slot in packed.segments.slots]
         extras = self.bank.extras_of(packed.segments, packed.sampled_rows)
+        self._forward.keep_hidden(bool(step.pooled))
         if packed.decodes and extras is None:
             logits = self._graphs.run(packed, ranks)
         else:
@@ -117,7 +125,8 @@ class GpuRunner:
                 attach_tile_map(packed.segments, tile_map)
             logits = self._forward(inputs, packed.segments, extras)
         logits, scores = split_scored(logits, packed.scored)
-        launched = LaunchedForward(self, logits, [chunk.sequence for chunk in step.sampling], scores)
+        pooled = self._pooler.pool(self._forward.take_hidden(), step.pooled) if step.pooled else NONE_POOLED
+        launched = LaunchedForward(self, logits, [chunk.sequence for chunk in step.sampling], scores, pooled)
         if not any(sequence.request.constraint for sequence in launched.sequences):
             launched.sample()
         return launched
@@ -131,8 +140,9 @@ class GpuRunner:
         return in_flight
 
     def forget(self, request_id: str) -> None:
-        """Drop the request's seed and the state of its constraint."""
+        """Drop the request's seed, its sum of hidden states and the state of its constraint."""
         self._sampler.forget(request_id)
+        self._pooler.forget(request_id)
         if self._constraints is not None:
             self._constraints.forget(request_id)
 

@@ -121,6 +121,7 @@ def assemble(
         block_size=settings.engine.block_size,
         weights=digest,
         state_pages=states.num_pages,
+        hidden_size=base.hidden_size,
         sampling_defaults=defaults or SamplingDefaults(),
     )
     logger.info(

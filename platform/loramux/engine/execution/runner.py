@@ -15,10 +15,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
+from transformers import PreTrainedModel
 
 from loramux.engine.execution.attention import AttentionStep
 from loramux.engine.execution.constraints import Constraints, TokenMasks
 from loramux.engine.execution.linear_attention import StateStep
+from loramux.engine.execution.pooling import NONE_POOLED, PooledVectors, Pooler, decoder_of
 from loramux.engine.execution.prompt_logprobs import PromptScores, ScoredRows, split_scored
 from loramux.engine.execution.sampler import Sampler
 from loramux.engine.messages import TokenEvent
@@ -35,6 +37,9 @@ class LaunchedStep(Protocol):
 
     def prompt_events(self) -> list[TokenEvent]:
         """Return the log probabilities of prompts that the step has computed; after `events`."""
+
+    def pooled_events(self) -> list[TokenEvent]:
+        """Return the vectors of the prompts of `step.pooled` that are whole now; after `events`."""
 
     def sample(self) -> None:
         """Start the choice of its tokens, where the launch left it until the tokens of the step before are known."""
@@ -152,10 +157,13 @@ class StepInputs:
 class Forward:
     """A model whose linears serve `bank` and whose attention reads and writes `layers`."""
 
-    def __init__(self, model: nn.Module, layers: list[KvLayer], bank: AdapterBank) -> None:
+    def __init__(self, model: PreTrainedModel, layers: list[KvLayer], bank: AdapterBank) -> None:
         self.bank = bank
+        self._keeps_hidden = False
+        self._hidden: torch.Tensor | None = None
         self._model = model
         self._layers = layers
+        decoder_of(model).register_forward_hook(self._keep)
 
     def __call__(self, inputs: StepInputs, segments: Segments | None, extras: StepExtras | None = None) -> torch.Tensor:
         """Return the logits `[len(sampled_rows), vocab]`; wider where an adapter of the step has more tokens.
@@ -176,17 +184,38 @@ class Forward:
             extras.forbid_unknown(logits, self.bank.num_tokens)
         return logits
 
+    def keep_hidden(self, keeps: bool) -> None:
+        """Say whether forwards keep their hidden states from now on."""
+        self._keeps_hidden = keeps
+
+    def take_hidden(self) -> torch.Tensor:
+        """Return `[T, hidden]` of the latest forward, which kept them: the head's inputs, behind the last norm."""
+        hidden, self._hidden = self._hidden, None
+        assert hidden is not None, "it was told to keep them"
+        return hidden
+
+    def _keep(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        if self._keeps_hidden:
+            self._hidden = output.last_hidden_state[0]
+
 
 class CompletedStep:
     """A step whose tokens are known."""
 
-    def __init__(self, events: list[TokenEvent], scores: PromptScores | None = None) -> None:
+    def __init__(
+        self, events: list[TokenEvent], scores: PromptScores | None = None, pooled: PooledVectors = NONE_POOLED
+    ) -> None:
         self._events = events
         self._scores = scores
+        self._pooled = pooled
 
     def prompt_events(self) -> list[TokenEvent]:
         """Return the log probabilities of prompts."""
         return [] if self._scores is None else self._scores.events()
+
+    def pooled_events(self) -> list[TokenEvent]:
+        """Return the vectors of prompts."""
+        return self._pooled.events()
 
     def sample(self) -> None:
         """Do nothing: they are chosen."""
@@ -210,6 +239,7 @@ class CpuRunner:
         state_pages: int = 0,
     ) -> None:
         self._sampler = sampler
+        self._pooler = Pooler(forward.bank.classifier_of)
         self._constraints = constraints
         self._masking = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self._forward = forward
@@ -235,13 +265,16 @@ class CpuRunner:
             state_tables=torch.from_numpy(packed.state_tables) if self._state_pages else None,
         )
         masks = self._start_masks(step.sampling)
+        self._forward.keep_hidden(bool(step.pooled))
         logits, scores = split_scored(self._forward(inputs, packed.segments, extras), packed.scored)
+        pooled = self._pooler.pool(self._forward.take_hidden(), step.pooled) if step.pooled else NONE_POOLED
         events = self._sampler.sample(logits, step.sampling, masks.result() if masks is not None else None)
-        return CompletedStep(events, scores)
+        return CompletedStep(events, scores, pooled)
 
     def forget(self, request_id: str) -> None:
-        """Drop what sampling keeps of the request, and the state of its constraint."""
+        """Drop what sampling and pooling keep of the request, and the state of its constraint."""
         self._sampler.forget(request_id)
+        self._pooler.forget(request_id)
         if self._constraints is not None:
             self._constraints.forget(request_id)
 

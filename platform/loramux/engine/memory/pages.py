@@ -197,7 +197,9 @@ class SequenceKv:
 
     @property
     def needs_whole_prompt(self) -> bool:
-        """Must every token of its prompt go through the model, for their log probabilities?"""
+        """Must every token of its prompt go through the model, for its log probability or the mean of their states?"""
+        if self.request.pooling == "mean":
+            return True
         return self.request.sampling.prompt_logprobs is not None and not self.request.output_token_ids
 
     @property

@@ -37,7 +37,7 @@ class CapacityPolicy:
 
     def too_long(self, request: Request) -> str | None:
         """Return why no pool of this size, model or quota could hold `request`, with the numbers."""
-        prompt, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
+        prompt, max_tokens = len(request.prompt_token_ids), request.max_output
         by_quota = self._budget.tokens_in(self._policy.max_pages(self._budget.num_pages))
         limit = min(self._state.limits.max_model_len, by_quota)
         if prompt + max_tokens <= limit:

@@ -188,7 +188,7 @@ class Scheduler:
         """Write a step's result into its sequences; return the events for their clients.
 
         `sampled` holds one event for each of `step.sampling`, with the token and, where it ends the answer, `stop`; and
-        further ones behind it where drafts were accepted.
+        further ones behind it where drafts were accepted. One for each request whose prompt is pooled now, too.
         """
         size, cache = self.state.budget.block_size, self.memory.cache
         caches = cache.is_enabled
@@ -225,6 +225,14 @@ class Scheduler:
         if event.finish_reason is not None and self.is_open(sequence):
             self.state.record_length(sequence)
             self.state.finish(sequence)
+
+    def end_pooled(self, events: list[TokenEvent]) -> list[TokenEvent]:
+        """End requests whose prompts were pooled in a step that was committed before; return the events for their
+        clients, without those of requests that have ended meanwhile."""
+        alive = [self._append(event) for event in events if event.request_id in self.state.sequences]
+        for event in alive:
+            self._end(event)
+        return alive
 
     # the parts of a plan
 
@@ -301,19 +309,23 @@ class Scheduler:
 
     def _append(self, event: TokenEvent) -> TokenEvent:
         sequence, token_id = self.state.sequences[event.request_id], event.token_id
+        if event.pooled is not None:
+            return self._with_start(event, sequence)
         if token_id is None:  # a fault: the model's logits had no token to choose
             assert event.finish_reason is not None, "a sampled event carries its token or ends the answer"
             return event
         sequence.token_ids.append(token_id)
         held = len(sequence.token_ids)
         if held == sequence.num_prompt_tokens + 1:
-            waited = (sequence.began_at or sequence.arrival) - sequence.arrival
-            event = msgspec.structs.replace(
-                event, cached_tokens=sequence.num_cached, waited_s=waited, load=sequence.load
-            )
+            event = self._with_start(event, sequence)
         if held == sequence.max_len and event.finish_reason is None:
             event = msgspec.structs.replace(event, finish_reason="length")
         return event
+
+    def _with_start(self, event: TokenEvent, sequence: Sequence) -> TokenEvent:
+        """Return a first event with what went before it."""
+        waited = (sequence.began_at or sequence.arrival) - sequence.arrival
+        return msgspec.structs.replace(event, cached_tokens=sequence.num_cached, waited_s=waited, load=sequence.load)
 
     def _end(self, event: TokenEvent) -> None:
         sequence = self.state.sequences[event.request_id]

@@ -69,7 +69,7 @@ class Sequence(SequenceKv):
         self.group: RequestGroup | None = None
         self.digest = request.adapter.digest if request.adapter else None
         """The revision it runs under; None for the base model."""
-        self.max_len = self.likely_len = self.num_prompt_tokens + request.sampling.max_tokens
+        self.max_len = self.likely_len = self.num_prompt_tokens + request.max_output
         """Tokens it may grow to, and tokens it is expected to grow to; memory is planned by the latter."""
         self.slot = BASE_SLOT
         """The bank slot of its adapter while it runs."""
@@ -81,7 +81,7 @@ class Sequence(SequenceKv):
         """The work that it was counted for when it was queued last."""
         self.num_preemptions = 0
         last = self.num_prompt_tokens - 1
-        self.num_scored = 0 if self.needs_whole_prompt else last
+        self.num_scored = 0 if self.needs_whole_prompt and request.pooling is None else last
         """Leading tokens from which the next one's log probability was computed, or is not wanted; the prompt's last
         leads to the answer."""
         self.num_loads = 0

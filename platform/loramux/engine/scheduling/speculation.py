@@ -56,7 +56,7 @@ class Speculation:
         """Add the drafts that pay to the decoding sequences of a step, as far as tokens and pages are left."""
         if not (self._most and builder.tokens_left and self.times.is_known):
             return
-        decoding = [chunk.sequence for chunk in builder.chunks.values() if chunk.length == 1 and chunk.samples]
+        decoding = [chunk.sequence for chunk in builder.chunks.values() if chunk.length == 1 and chunk.num_sampled]
         rows, expected = len(decoding), float(len(decoding))
         for sequence in decoding:
             most = min(self._most, builder.tokens_left, sequence.max_len - len(sequence.token_ids) - 1)

@@ -217,7 +217,9 @@ class SchedulerState:
 
     def estimate(self, sequence: Sequence) -> None:
         """Set the length it should reach (for memory) and the service it should take (for shares), by its history."""
-        expected = self.output_lengths.expect(history_key(sequence), sequence.request.sampling.max_tokens)
+        expected = 0.0
+        if sequence.request.pooling is None:
+            expected = self.output_lengths.expect(history_key(sequence), sequence.request.sampling.max_tokens)
         sequence.likely_len = sequence.num_prompt_tokens + math.ceil(expected)
         outputs = max(expected, sequence.num_output_tokens + 1)
         sequence.expected_service = sequence.num_prompt_tokens + 2 * outputs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby
+from itertools import accumulate, groupby
 
 import msgspec
 
@@ -49,7 +49,7 @@ class Chunk(msgspec.Struct, frozen=True, gc=False, eq=False):
     @property
     def num_sampled(self) -> int:
         """Rows that tokens are sampled from, the last ones."""
-        return 1 + len(self.drafts) if self.samples else 0
+        return 1 + len(self.drafts) if self.samples and self.sequence.request.pooling is None else 0
 
     @property
     def token_ids(self) -> list[int]:
@@ -76,7 +76,16 @@ class Step:
     @cached_property
     def sampling(self) -> list[Chunk]:
         """The chunks that yield tokens, in row order, as they were when first asked for: before the commit."""
-        return [c for c in self.chunks if c.start + c.length - len(c.drafts) == len(c.sequence.token_ids)]
+        ends = [c for c in self.chunks if c.start + c.length - len(c.drafts) == len(c.sequence.token_ids)]
+        return [c for c in ends if c.sequence.request.pooling is None]
+
+    @cached_property
+    def pooled(self) -> list[tuple[int, Chunk]]:
+        """The chunks of requests with `pooling`, each with its first row."""
+        if all(c.sequence.request.pooling is None for c in self.chunks):
+            return []
+        firsts = accumulate((c.length for c in self.chunks), initial=0)
+        return [(row, c) for row, c in zip(firsts, self.chunks, strict=False) if c.sequence.request.pooling]
 
     @cached_property
     def runs(self) -> list[tuple[int, int]]:

@@ -16,7 +16,7 @@ from loramux.validation.jobs import ParityJob, ParitySetup
 from loramux.validation.parity.layer_by_layer import StreamedModel, compare_answers
 from loramux.validation.parity.layers import compare_layers
 from loramux.validation.parity.verdict import OUTPUTS_NOT_FINITE, PARITY_FAILED, NotRun, ParityFault, Verdict
-from loramux.validation.parity.whole_model import WholeModel, prompts_of
+from loramux.validation.parity.whole_model import WholeModel, prompts_of, task_of
 from loramux.validation.report import TOKENS_CHECK, Check, ReportWarning, ValidationReport
 from loramux_adapters import (
     WEIGHTS_NAME,
@@ -79,6 +79,9 @@ class Comparison:
             return report
         if self.whole is not None:
             return report.followed_by(_report({TOKENS_CHECK: self.whole.compare(job)}))
+        if (task := task_of(job)) != "CAUSAL_LM":
+            reason = f"the base is too large to be run whole, and an adapter of task type {task} gives no tokens"
+            return report.followed_by(_report({TOKENS_CHECK: NotRun(reason)}))
         plan = inspect_adapter(Path(job.served), self.setup.base, job.limits)
         if self.streamed is not None and plan.num_tokens is None and self.setup.base.vocabulary is not None:
             return replace(report, to_answer=tuple(prompts_of(job, plan, self.setup.base.vocabulary.num_tokens)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -17,8 +17,9 @@ from transformers import AutoConfig, PreTrainedModel
 
 from loramux.engine.engine import build_engine
 from loramux.engine.execution.loader import LoadedModel, load_model
+from loramux.engine.execution.pooling import decoder_of
 from loramux.engine.messages import TokenEvent
-from loramux.engine.request import AdapterRef, Request, SamplingParams
+from loramux.engine.request import AdapterRef, Pooling, Request, SamplingParams
 from loramux.settings import EngineSettings, ModelSettings, SchedulerSettings, Settings
 from loramux.validation.jobs import ParityJob, ParitySetup
 from loramux.validation.parity.verdict import (
@@ -28,6 +29,7 @@ from loramux.validation.parity.verdict import (
     NotRun,
     ParityFault,
     Verdict,
+    compare_outputs,
     compare_tokens,
 )
 from loramux_adapters import (
@@ -40,7 +42,9 @@ from loramux_adapters import (
     read_header,
 )
 from loramux_adapters.base import auto_class
+from loramux_adapters.config import Task
 from loramux_adapters.validate import read_config
+from loramux_adapters.weights import read_tensor
 
 PROMPT_LENGTHS = (3, 21)
 OUTPUT_TOKENS = 12
@@ -51,17 +55,23 @@ SPARE_BYTES = 64 << 20
 METHOD = f"{len(PROMPT_LENGTHS)} x {OUTPUT_TOKENS} greedy tokens of the engine against PEFT's forward, in float32"
 
 
+_HEADS = ("classifier", "score")
+"""PEFT's names in modules_to_save for the head of a classifier."""
+
+
 class GreedyOutput(NamedTuple):
     """The engine's answer to one prompt."""
 
     tokens: list[int]
     logprobs: list[float]
 
-    def add(self, event: TokenEvent) -> None:
-        """Append the token of `event`, if it has one."""
-        if event.token_id is not None and event.logprob is not None:
-            self.tokens.append(event.token_id)
-            self.logprobs.append(event.logprob)
+    @classmethod
+    def of(cls, events: Iterable[TokenEvent]) -> GreedyOutput:
+        """Return the tokens of an answer's events."""
+        return cls(
+            [event.token_id for event in events if event.token_id is not None],
+            [event.logprob for event in events if event.token_id is not None and event.logprob is not None],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +110,12 @@ class WholeModel:
             return NotRun("the adapter is too large beside its base to be run whole in a check")
         plan = inspect_adapter(Path(job.served), self.base, job.limits)
         prompts = prompts_of(job, plan, self.served.facts.vocab_size)
-        ours = _Greedy(self.served, self.settings).answers(job.served, prompts)
-        if isinstance(ours, ParityFault):
-            return Verdict(METHOD, {}, ours)
+        if task_of(job) != "CAUSAL_LM":
+            return self._compare_vectors(job, plan, prompts)
+        events = self._answers(job.served, prompts)
+        if isinstance(events, ParityFault):
+            return Verdict(METHOD, {}, events)
+        ours = [GreedyOutput.of(one) for one in events]
         asked = list(zip(prompts, ours, strict=True))
         if plan.num_tokens is not None:
             self.reference.resize_token_embeddings(plan.num_tokens, mean_resizing=False)  # the file has every row
@@ -118,10 +131,51 @@ class WholeModel:
         figures = compare_tokens(tokens, [logprob for answer in ours for logprob in answer.logprobs], logits)
         return Verdict(METHOD, figures | {"mean_divergence_from_base": divergence(logits, base)}, token_fault(figures))
 
+    def _compare_vectors(self, job: ParityJob, plan: AdapterPlan, prompts: list[list[int]]) -> Verdict:
+        """Compare vectors of the last tokens, or a classifier's numbers for them."""
+        method = f"{len(prompts)} vectors of the engine against PEFT's forward, in float32"
+        events = self._answers(job.served, prompts, "last" if plan.classifier is None else "classify")
+        if isinstance(events, ParityFault):
+            return Verdict(method, {}, events)
+        ours = torch.stack([torch.frombuffer(bytearray(one.pooled or b""), dtype=torch.float32) for [one] in events])
+        if plan.num_tokens is not None:
+            self.reference.resize_token_embeddings(plan.num_tokens, mean_resizing=False)  # the file has every row
+        head = _head_of(plan, Path(job.served))
+        base = _through(head, [last_state(self.reference, prompt) for prompt in prompts])
+        config = peft.PeftConfig.from_pretrained(job.uploaded)
+        config.task_type = "CAUSAL_LM"  # the same layers; the head is multiplied by here
+        trained = [name for name in getattr(config, "modules_to_save", None) or () if name not in _HEADS]
+        config.modules_to_save = trained or None
+        model = peft.PeftModel.from_pretrained(self.reference, job.uploaded, config=config).eval()
+        theirs = _through(head, [last_state(model.get_base_model(), prompt) for prompt in prompts])
+        if not torch.isfinite(theirs).all():
+            return Verdict(method, {}, ParityFault(OUTPUTS_NOT_FINITE, "PEFT's own forward gives NaN or infinity"))
+        apart = compare_outputs(ours, theirs, base)
+        figures = {"vectors": float(len(prompts)), "largest_error": apart}
+        if apart <= 1:
+            return Verdict(method, figures)
+        sentence = f"the vectors are {apart:.3g} times as far from PEFT's as rounding explains"
+        return Verdict(method, figures, ParityFault(PARITY_FAILED, sentence))
+
+    def _answers(
+        self, folder: str, prompts: Sequence[list[int]], pooling: Pooling | None = None
+    ) -> list[list[TokenEvent]] | ParityFault:
+        """Have the engine answer every prompt, in one batch beside a row of the base; return the events of each."""
+        ref = AdapterRef(digest="candidate", path=folder)
+        asked = [_request(str(index), prompt, ref, pooling) for index, prompt in enumerate(prompts)]
+        known = [token for token in prompts[0] if token < self.served.facts.vocab_size]
+        events = _run(self.served, self.settings, [*asked, _request("base", known, None)])
+        return events if isinstance(events, ParityFault) else [events[one.id] for one in asked]
+
     def _fills_the_pool(self, job: ParityJob) -> bool:
         tensors = read_header(Path(job.served) / WEIGHTS_NAME).tensors.values()
         needed = sum(4 * math.prod(tensor.shape) for tensor in tensors)
         return 2 * needed > (self.settings.engine.pool_bytes or 0)
+
+
+def task_of(job: ParityJob) -> Task:
+    """Return the task that the adapter was trained for."""
+    return read_config(Path(job.served)).task_type or "CAUSAL_LM"
 
 
 def prompts_of(job: ParityJob, plan: AdapterPlan, vocab_size: int) -> list[list[int]]:
@@ -149,35 +203,51 @@ def _special_tokens(config: AdapterConfig, plan: AdapterPlan) -> Sequence[int]:
     return config.alora_invocation_tokens or ids[:SPECIAL_TOKENS]
 
 
-class _Greedy:
-    """The engine, for the length of one comparison."""
+def _request(name: str, prompt: list[int], adapter: AdapterRef | None, pooling: Pooling | None = None) -> Request:
+    sampling = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True, logprobs=0)
+    return Request(id=name, tenant="t", prompt_token_ids=prompt, sampling=sampling, adapter=adapter, pooling=pooling)
 
-    def __init__(self, served: LoadedModel, settings: Settings) -> None:
-        self._num_tokens = served.facts.vocab_size
-        self._woken = threading.Event()
-        self._engine = build_engine(served, settings, wake=self._woken.set)
 
-    def answers(self, folder: str, prompts: Sequence[list[int]]) -> list[GreedyOutput] | ParityFault:
-        """Answer every prompt, in one batch beside a row of the base."""
-        for index, prompt in enumerate(prompts):
-            self._submit(str(index), prompt, AdapterRef(digest="candidate", path=folder))
-        self._submit("base", [token for token in prompts[0] if token < self._num_tokens], None)
-        answers: dict[str, GreedyOutput] = {}
-        while not self._engine.is_idle:
-            self._woken.clear()
-            report = self._engine.step()
-            if report is None:
-                self._woken.wait(0.1)
-                continue
-            for event in report.events:
-                if event.fault is not None:
-                    return ParityFault(PARITY_FAILED, f"the engine did not take it: {event.fault.message}")
-                answers.setdefault(event.request_id, GreedyOutput([], [])).add(event)
-        return [answers[str(index)] for index in range(len(prompts))]
+def _run(
+    served: LoadedModel, settings: Settings, requests: Iterable[Request]
+) -> dict[str, list[TokenEvent]] | ParityFault:
+    """Answer the requests by an engine of their own, in one batch."""
+    woken = threading.Event()
+    engine = build_engine(served, settings, wake=woken.set)
+    for request in requests:
+        engine.submit(request)
+    answers: dict[str, list[TokenEvent]] = {}
+    while not engine.is_idle:
+        woken.clear()
+        report = engine.step()
+        if report is None:
+            woken.wait(0.1)
+            continue
+        for event in report.events:
+            if event.fault is not None:
+                return ParityFault(PARITY_FAILED, f"the engine did not take it: {event.fault.message}")
+            answers.setdefault(event.request_id, []).append(event)
+    return answers
 
-    def _submit(self, name: str, prompt: list[int], adapter: AdapterRef | None) -> None:
-        sampling = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True, logprobs=0)
-        self._engine.submit(Request(id=name, tenant="t", prompt_token_ids=prompt, sampling=sampling, adapter=adapter))
+
+def _head_of(plan: AdapterPlan, folder: Path) -> torch.Tensor | None:
+    """Return a classifier's head `[labels, hidden]`."""
+    if plan.classifier is None:
+        return None
+    path = folder / WEIGHTS_NAME
+    with path.open("rb") as file:
+        return read_tensor(file, read_header(path).tensors[plan.classifier.key]).float()
+
+
+def _through(head: torch.Tensor | None, states: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(states) if head is None else torch.cat(states) @ head.T
+
+
+@torch.inference_mode()
+def last_state(model: PreTrainedModel, prompt: list[int]) -> torch.Tensor:
+    """Return float32`[1, hidden]`: the hidden state of the last token, behind the last norm."""
+    states: torch.Tensor = decoder_of(model)(input_ids=torch.tensor([prompt]), use_cache=False).last_hidden_state
+    return states[0, -1:].float()
 
 
 @torch.inference_mode()

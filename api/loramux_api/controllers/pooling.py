@@ -1,0 +1,316 @@
+"""POST /v1/embeddings, /v1/classify, /v1/score and /v1/rerank."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+from litestar import Controller, Request, Response, post
+from litestar.di import NamedDependency
+from litestar.openapi import ResponseSpec
+from litestar.params import JSONBody
+from numpy.typing import NDArray
+
+from loramux.gateway import Answer, Classes, CompletionService, Delta, GenerationRequest, TextPair
+from loramux.tenants import Principal
+from loramux.units import TokenCounts
+from loramux_api.answering import Writer, respond
+from loramux_api.auth import requires
+from loramux_api.bodies import InferenceRequest
+from loramux_api.headers import Deadline, IdempotencyKey, claim_of
+from loramux_api.openapi import REFUSALS
+from loramux_api.schemas.conversation import renamed_fields
+from loramux_api.schemas.pooling import (
+    INPUT,
+    RERANKED,
+    SCORED,
+    Classification,
+    ClassificationList,
+    ClassifyBody,
+    Document,
+    Embedding,
+    EmbeddingBody,
+    EmbeddingList,
+    PooledList,
+    Ranked,
+    Ranking,
+    RerankBody,
+    Score,
+    ScoreBody,
+    ScoreList,
+    classify_request,
+    embedding_request,
+    input_usage,
+    rerank_pairs,
+    rerank_request,
+    score_pairs,
+    score_request,
+    text_of,
+    texts_of,
+)
+from loramux_api.schemas.strict import StrictJSON
+
+Numbers = NDArray[np.float32]
+
+
+class PoolingController(Controller):
+    """Vectors, classes and scores of texts."""
+
+    tags = ("Inference",)
+    guards = (requires("inference"),)
+    request_class = InferenceRequest
+
+    @post(
+        "/v1/embeddings",
+        dto=StrictJSON[EmbeddingBody],
+        return_dto=None,
+        status_code=200,
+        summary="Turn texts into vectors",
+        responses={200: ResponseSpec(EmbeddingList, description="The vectors."), **REFUSALS},
+    )
+    async def embed(
+        self,
+        data: JSONBody[EmbeddingBody],
+        request: Request[Any, Any, Any],
+        principal: NamedDependency[Principal],
+        completions: NamedDependency[CompletionService],
+        x_loramux_deadline_ms: Deadline = None,
+        idempotency_key: IdempotencyKey = None,
+    ) -> Response[Any]:
+        """Turn texts into vectors with an adapter of yours, or with the base model."""
+        asked = await _asked(embedding_request(data), request, x_loramux_deadline_ms, idempotency_key)
+        with renamed_fields(INPUT):
+            answer = await completions.begin(principal, asked)
+            return await respond(request, answer, EmbeddingWriter(data, answer), stream=False)
+
+    @post(
+        ["/v1/classify", "/classify"],
+        dto=StrictJSON[ClassifyBody],
+        return_dto=None,
+        status_code=200,
+        summary="Classify texts",
+        responses={200: ResponseSpec(ClassificationList, description="The classes of each text."), **REFUSALS},
+    )
+    async def classify(
+        self,
+        data: JSONBody[ClassifyBody],
+        request: Request[Any, Any, Any],
+        principal: NamedDependency[Principal],
+        completions: NamedDependency[CompletionService],
+        x_loramux_deadline_ms: Deadline = None,
+        idempotency_key: IdempotencyKey = None,
+    ) -> Response[Any]:
+        """Classify texts with an adapter of task type SEQ_CLS."""
+        asked = await _asked(classify_request(data), request, x_loramux_deadline_ms, idempotency_key)
+        with renamed_fields(INPUT):
+            answer = await completions.begin(principal, asked)
+            return await respond(request, answer, ClassifyWriter(data, answer), stream=False)
+
+    @post(
+        ["/v1/score", "/score"],
+        dto=StrictJSON[ScoreBody],
+        return_dto=None,
+        status_code=200,
+        summary="Score pairs of texts",
+        responses={200: ResponseSpec(ScoreList, description="A score for each pair."), **REFUSALS},
+    )
+    async def score(
+        self,
+        data: JSONBody[ScoreBody],
+        request: Request[Any, Any, Any],
+        principal: NamedDependency[Principal],
+        completions: NamedDependency[CompletionService],
+        x_loramux_deadline_ms: Deadline = None,
+        idempotency_key: IdempotencyKey = None,
+    ) -> Response[Any]:
+        """Score pairs of texts: by a classifier with one label, or else by the cosine of two vectors."""
+        asked = await _asked(score_request(data), request, x_loramux_deadline_ms, idempotency_key)
+        with renamed_fields(SCORED):
+            answer = await completions.begin(principal, asked)
+            return await respond(request, answer, ScoreWriter(data, answer), stream=False)
+
+    @post(
+        ["/v1/rerank", "/rerank", "/v2/rerank"],
+        dto=StrictJSON[RerankBody],
+        return_dto=None,
+        status_code=200,
+        summary="Order documents by their relevance",
+        responses={200: ResponseSpec(Ranking, description="The documents, the most relevant first."), **REFUSALS},
+    )
+    async def rerank(
+        self,
+        data: JSONBody[RerankBody],
+        request: Request[Any, Any, Any],
+        principal: NamedDependency[Principal],
+        completions: NamedDependency[CompletionService],
+        x_loramux_deadline_ms: Deadline = None,
+        idempotency_key: IdempotencyKey = None,
+    ) -> Response[Any]:
+        """Order documents by their relevance to a query, scored as POST /v1/score does."""
+        asked = await _asked(rerank_request(data), request, x_loramux_deadline_ms, idempotency_key)
+        with renamed_fields(RERANKED):
+            answer = await completions.begin(principal, asked)
+            return await respond(request, answer, RerankWriter(data, answer), stream=False)
+
+
+async def _asked(
+    asked: GenerationRequest, request: Request[Any, Any, Any], deadline_ms: int | None, key: str | None
+) -> GenerationRequest:
+    return replace(asked, deadline_ms=deadline_ms, claim=await claim_of(request, key))
+
+
+class PooledWriter(Writer):
+    """Collects the numbers of each prompt; they are never streamed."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+        self._found: dict[int, Numbers] = {}
+
+    def opening(self) -> Iterable[msgspec.Struct]:
+        """Return nothing."""
+        return ()
+
+    def chunk(self, delta: Delta) -> Iterable[msgspec.Struct]:
+        """Return nothing."""
+        self.collect(delta)
+        return ()
+
+    def closing(self, usage: TokenCounts) -> Iterable[msgspec.Struct]:
+        """Return the answer."""
+        yield self.whole(usage)
+
+    def collect(self, delta: Delta) -> None:
+        """Take a prompt's numbers."""
+        if delta.pooled:
+            self._found[delta.index] = np.frombuffer(delta.pooled, dtype="<f4")
+
+    @property
+    def numbers(self) -> list[Numbers]:
+        """The numbers of all prompts, in order."""
+        return [self._found[index] for index in sorted(self._found)]
+
+    def head(self, usage: TokenCounts) -> dict[str, Any]:
+        """Return the fields that every answer begins with."""
+        answer = self._answer
+        return {"id": answer.id, "created": answer.created, "model": answer.model, "usage": input_usage(usage)}
+
+
+class EmbeddingWriter(PooledWriter):
+    """Writes vectors in OpenAI's shape."""
+
+    def __init__(self, body: EmbeddingBody, answer: Answer) -> None:
+        super().__init__(answer)
+        self._body = body
+        self._encoded: dict[int, msgspec.Raw] = {}
+        """Encoded one at a time, as they come: a request has many numbers."""
+
+    def collect(self, delta: Delta) -> None:
+        """Take and encode a vector."""
+        if delta.pooled:
+            self._encoded[delta.index] = self._encode(np.frombuffer(delta.pooled, dtype="<f4"))
+
+    def whole(self, usage: TokenCounts) -> PooledList:
+        """Return all vectors."""
+        vectors = [self._encoded[index] for index in sorted(self._encoded)]
+        data = [Embedding(index=i, embedding=cast(list[float], one)) for i, one in enumerate(vectors)]
+        return EmbeddingList(**self.head(usage), data=data)
+
+    def _encode(self, vector: Numbers) -> msgspec.Raw:
+        vector = vector[: self._body.dimensions]
+        if self._body.normalize is not False:
+            vector = _normalized(vector).astype("<f4")
+        if self._body.encoding_format == "base64":
+            return msgspec.Raw(b'"' + base64.b64encode(vector.tobytes()) + b'"')
+        return msgspec.Raw(msgspec.json.encode(vector.tolist()))
+
+
+class ClassifyWriter(PooledWriter):
+    """Writes classes in vLLM's shape."""
+
+    def __init__(self, body: ClassifyBody, answer: Answer) -> None:
+        super().__init__(answer)
+        self._activates = False not in (body.use_activation, body.activation, body.softmax)
+
+    def whole(self, usage: TokenCounts) -> PooledList:
+        """Return the classes of all inputs."""
+        classes = self._answer.classes
+        data = []
+        for index, logits in enumerate(self.numbers):
+            best = int(logits.argmax())
+            probs = (_activated(logits, classes) if self._activates else logits).tolist()
+            label = classes.labels[best] if classes.labels else f"LABEL_{best}"
+            data.append(Classification(index=index, label=label, probs=probs, num_classes=len(probs)))
+        return ClassificationList(**self.head(usage), data=data)
+
+
+class ScoreWriter(PooledWriter):
+    """Writes scores in vLLM's shape."""
+
+    def __init__(self, body: ScoreBody, answer: Answer) -> None:
+        super().__init__(answer)
+        self._pairs = score_pairs(body)
+        self._activates = False not in (body.use_activation, body.activation)
+
+    def whole(self, usage: TokenCounts) -> PooledList:
+        """Return the scores of all pairs."""
+        scores = _scores(self._pairs, self.numbers, self._answer.classes, activates=self._activates)
+        data = [Score(index=index, score=score) for index, score in enumerate(scores)]
+        return ScoreList(**self.head(usage), data=data)
+
+
+class RerankWriter(PooledWriter):
+    """Writes an order of documents in vLLM's and Jina's shape."""
+
+    def __init__(self, body: RerankBody, answer: Answer) -> None:
+        super().__init__(answer)
+        self._body = body
+        self._activates = False not in (body.use_activation, body.activation)
+
+    def whole(self, usage: TokenCounts) -> Ranking:
+        """Return the best documents in order."""
+        body, answer = self._body, self._answer
+        scores = _scores(rerank_pairs(body), self.numbers, answer.classes, activates=self._activates)
+        best = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or None]
+        results = [Ranked(index=index, relevance_score=scores[index]) for index in best]
+        if body.return_documents is not False:
+            for one in results:
+                one.document = Document(text=text_of(body.documents[one.index]))
+        return Ranking(id=answer.id, model=answer.model, usage=input_usage(usage), results=results)
+
+
+def _scores(pairs: Sequence[TextPair], numbers: list[Numbers], classes: Classes, *, activates: bool) -> list[float]:
+    """Return a score for each pair: of a classifier its one number, else the cosine of the two texts' vectors.
+
+    A classifier reads pairs, and has as many results; any other model reads each text once, and one pair has two or,
+    where they are equal, one, whose cosine is 1.
+    """
+    if _reads_pairs(numbers):
+        return [float((_activated(one, classes) if activates else one)[0]) for one in numbers]
+    vectors = {text: _normalized(one) for text, one in zip(texts_of(pairs), numbers, strict=True)}
+    return [float(vectors[pair.first] @ vectors[pair.second]) for pair in pairs]
+
+
+def _reads_pairs(numbers: Sequence[Numbers]) -> bool:
+    """Return whether the numbers are a classifier's with one label; no model has vectors of one number."""
+    return len(numbers[0]) == 1
+
+
+def _activated(logits: Numbers, classes: Classes) -> NDArray[np.float64]:
+    """Return probabilities: of one class among several by softmax, of classes by themselves by sigmoid."""
+    wide = logits.astype(np.float64)
+    if classes.problem == "regression":
+        return wide
+    if classes.problem == "multi_label_classification" or len(wide) == 1:
+        return np.asarray(1.0 / (1.0 + np.exp(-wide)))
+    powers = np.exp(wide - wide.max())
+    return np.asarray(powers / powers.sum())
+
+
+def _normalized(vector: Numbers) -> NDArray[np.float64]:
+    """Return the vector with the length 1."""
+    wide = vector.astype(np.float64)
+    return np.asarray(wide / (np.linalg.norm(wide) or 1.0))

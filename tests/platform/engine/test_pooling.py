@@ -1,0 +1,232 @@
+"""Prompts that become vectors, in steps with sequences that generate: equal to transformers and PEFT in float32."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import safetensors
+import torch
+import transformers
+from adapter_zoo import FAMILIES, SMALL, Asked, Zoo, load, to_request
+from delayed_runner import late_engine
+from task_adapters import TaskAdapter
+
+from loramux.engine.engine import Engine, build_engine
+from loramux.engine.execution.cuda_graphs import host_syncs_of
+from loramux.engine.execution.pooling import Pooler, decoder_of
+from loramux.engine.messages import TokenEvent
+from loramux.engine.request import Request, SamplingParams
+from loramux.engine.scheduling.sequence import Sequence
+from loramux.engine.scheduling.step import Chunk
+from loramux.units import TokenCounts
+from loramux_adapters.convert.renaming import rename_adapter
+from loramux_adapters.extras import PagedRows
+from loramux_adapters.layout import Matrix, MatrixKind
+from loramux_adapters.plan import Limits
+
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma2"])
+def zoo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Zoo:
+    made = Zoo(request.param, tmp_path_factory.mktemp(request.param))
+    made.make_adapters()
+    return made
+
+
+def pooled(zoo: Zoo, name: str, adapter: str | None, prompt: tuple[int, ...], pooling: str) -> Request:
+    request = to_request(zoo, Asked(name, adapter, prompt, 1))
+    return msgspec.structs.replace(request, pooling=pooling)
+
+
+def run(engine: Engine, requests: list[Request]) -> dict[str, list[TokenEvent]]:
+    """Run the requests to their ends; two arrive before each step."""
+    waiting, events = list(requests), {request.id: [] for request in requests}
+    while waiting or not engine.is_idle:
+        for request in waiting[:2]:
+            engine.submit(request)
+        del waiting[:2]
+        report = engine.step()
+        for event in report.events if report else []:
+            assert event.finish_reason != "error", event.fault
+            events[event.request_id].append(event)
+    return events
+
+
+@torch.no_grad()
+def expected(zoo: Zoo, adapter: str | None, prompt: tuple[int, ...], pooling: str) -> np.ndarray:
+    """PEFT's hidden states behind the last norm, pooled."""
+    model = zoo._reference
+    decoder = model.get_base_model().get_decoder()
+    ids = torch.tensor([prompt])
+    if adapter is None:
+        with model.disable_adapter():
+            hidden = decoder(input_ids=ids).last_hidden_state[0]
+    else:
+        model.set_adapter(adapter)
+        hidden = decoder(input_ids=ids).last_hidden_state[0]
+    return (hidden[-1] if pooling == "last" else hidden.mean(dim=0)).numpy()
+
+
+def vector(event: TokenEvent) -> np.ndarray:
+    return np.frombuffer(event.pooled, dtype=np.float32)
+
+
+def prompts(count: int, lengths: tuple[int, ...]) -> list[tuple[int, ...]]:
+    rng = random.Random(7)
+    return [tuple(rng.randrange(3, 97) for _ in range(lengths[i % len(lengths)])) for i in range(count)]
+
+
+def test_vectors_beside_generating_sequences_are_pefts(zoo: Zoo) -> None:
+    """Chunks of 16 tokens cut the long prompts; the same prompts again are partly found in the prefix cache."""
+    adapters = [None, "plain", "rslora", "attention"]
+    texts = prompts(8, (1, 5, 40, 17)) * 2
+    asked = [pooled(zoo, f"p{i}", adapters[i % 4], text, ("last", "mean")[i // 4 % 2]) for i, text in enumerate(texts)]
+    generating = [Asked(f"g{i}", adapters[i % 4], text, 6) for i, text in enumerate(prompts(6, (9, 30)))]
+    requests = asked + [to_request(zoo, one) for one in generating]
+    random.Random(1).shuffle(requests)
+    events = run(zoo.engine(max_num_batched_tokens=16), requests)
+    for i, request in enumerate(asked):
+        (event,) = events[request.id]
+        assert (event.token_id, event.finish_reason) == (None, "stop")
+        wanted = expected(zoo, adapters[i % 4], texts[i], request.pooling)
+        np.testing.assert_allclose(vector(event), wanted, atol=TOLERANCE * max(1.0, np.abs(wanted).max()))
+    for one in generating:
+        assert [event.token_id for event in events[one.name]] == zoo.answer(one)
+
+
+def test_prompt_is_counted_and_nothing_generated(zoo: Zoo) -> None:
+    (text,) = prompts(1, (40,))
+    engine = zoo.engine(max_num_batched_tokens=16)
+    first, again, mean = (
+        pooled(zoo, name, "plain", text, how) for name, how in (("a", "last"), ("b", "last"), ("c", "mean"))
+    )
+    counts = [run(engine, [request])[request.id][0].count.tokens for request in (first, again, mean)]
+    assert counts == [
+        TokenCounts(prompt=40, output=0),
+        TokenCounts(prompt=40, cached=32, output=0),
+        TokenCounts(prompt=40, output=0),
+    ]
+    assert engine.stats().running == 0
+
+
+def test_mean_of_preempted_prompts_is_of_every_token_once(zoo: Zoo) -> None:
+    """A pool too small for all at once: sequences are preempted in the middle of their prompts."""
+    texts = prompts(6, (90, 70))
+    asked = [pooled(zoo, f"p{i}", None, text, "mean") for i, text in enumerate(texts)]
+    generating = [to_request(zoo, Asked(f"g{i}", None, text, 60)) for i, text in enumerate(prompts(6, (20,)))]
+    events = run(zoo.engine(max_num_batched_tokens=16, pool_bytes=200_000), [*generating, *asked])
+    for request, text in zip(asked, texts, strict=True):
+        wanted = expected(zoo, None, text, "mean")
+        np.testing.assert_allclose(
+            vector(events[request.id][0]), wanted, atol=TOLERANCE * max(1.0, np.abs(wanted).max())
+        )
+
+
+@pytest.fixture(scope="module")
+def classifiers(zoo: Zoo) -> dict[str, TaskAdapter]:
+    """Heads of three sizes; one adapter has trained embedding rows too."""
+    made = {"three": (3, {}), "one": (1, {"target_modules": ["q_proj", "v_proj"]}), "many": (70, {"r": 4})}
+    return {
+        name: TaskAdapter(zoo.base, zoo.adapters / name, seed, num_labels, **lora)
+        for seed, (name, (num_labels, lora)) in enumerate(made.items())
+    }
+
+
+def close(found: np.ndarray, wanted: np.ndarray) -> bool:
+    return found.shape == wanted.shape and np.abs(found - wanted).max() <= TOLERANCE * max(1.0, np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_classifiers_with_different_heads_in_one_batch_are_pefts(
+    zoo: Zoo, classifiers: dict[str, TaskAdapter], runs_ahead: bool
+) -> None:
+    texts, names = prompts(9, (1, 40, 17)), list(classifiers)
+    asked = [pooled(zoo, f"c{i}", names[i % 3], text, "classify") for i, text in enumerate(texts)]
+    asked += [
+        pooled(zoo, f"v{i}", (None, "plain")[i % 2], text, ("last", "mean")[i % 2]) for i, text in enumerate(texts)
+    ]
+    generating = [Asked(f"g{i}", (None, "plain")[i % 2], text, 6) for i, text in enumerate(prompts(4, (9, 30)))]
+    requests = asked + [to_request(zoo, one) for one in generating]
+    random.Random(2).shuffle(requests)
+    settings = {"max_num_batched_tokens": 16}
+    events = run(late_engine(zoo, **settings)[0] if runs_ahead else zoo.engine(**settings), requests)
+    for i, text in enumerate(texts):
+        assert close(vector(events[f"c{i}"][0]), classifiers[names[i % 3]].logits(text)), names[i % 3]
+        assert close(vector(events[f"v{i}"][0]), expected(zoo, (None, "plain")[i % 2], text, ("last", "mean")[i % 2]))
+    for one in generating:
+        assert [event.token_id for event in events[one.name]] == zoo.answer(one)
+
+
+def test_adapter_for_vectors_is_renamed_and_pefts(zoo: Zoo) -> None:
+    """PEFT trained it on the model without its head, whose modules have shorter names."""
+    uploaded, served = zoo.adapters / "uploaded", zoo.adapters / "vectors"
+    adapter = TaskAdapter(zoo.base, uploaded, 5)
+    served.mkdir()
+    loaded, settings = load(zoo.base, max_num_batched_tokens=16)
+    assert rename_adapter(uploaded, served, loaded.base, Limits()).renamed == len(list(adapter_tensors(uploaded)))
+    (text,) = prompts(1, (40,))
+    asked = [pooled(zoo, how, "vectors", text, how) for how in ("last", "mean")]
+    events = run(build_engine(loaded, settings, wake=lambda: None), asked)
+    for how in ("last", "mean"):
+        assert close(vector(events[how][0]), adapter.vector(text, how))
+
+
+def adapter_tensors(folder: Path) -> list[str]:
+    with safetensors.safe_open(folder / "adapter_model.safetensors", "pt") as file:
+        return list(file.keys())
+
+
+def test_classify_without_a_head_is_refused_by_the_engine(zoo: Zoo) -> None:
+    engine = zoo.engine()
+    engine.submit(pooled(zoo, "x", "plain", (5, 6), "classify"))
+    events = []
+    while not engine.is_idle:
+        report = engine.step()
+        events += report.events if report else []
+    assert [event.fault.code for event in events] == ["not_a_classifier"]
+
+
+def test_prompt_as_long_as_the_context_is_pooled(zoo: Zoo) -> None:
+    """Nothing is generated, so that no room is needed for it."""
+    (text,) = prompts(1, (256,))
+    request = pooled(zoo, "x", None, text, "last")
+    assert close(vector(run(zoo.engine(), [request])["x"][0]), expected(zoo, None, text, "last"))
+
+
+def test_cancelled_request_leaves_no_sum_behind(zoo: Zoo) -> None:
+    engine = zoo.engine(max_num_batched_tokens=16)
+    (text,) = prompts(1, (90,))
+    engine.submit(pooled(zoo, "x", None, text, "mean"))
+    engine.step()
+    assert engine._runner._pooler._sums
+    engine.cancel("x")
+    while not engine.is_idle:
+        engine.step()
+    assert not engine._runner._pooler._sums
+    assert engine.stats().pages_kv == 0
+
+
+def test_pooling_never_waits_for_the_device() -> None:
+    """A GPU works on while the host plans: the vectors are read with the step's tokens."""
+    head = PagedRows(torch.randn(128), 32, [2, 0], Matrix("score", MatrixKind.CLASSIFIER, 5, 8, fills_pages=True))
+    chunks = []
+    for number, how in enumerate(("last", "mean", "classify")):
+        sampling = SamplingParams(max_tokens=1)
+        request = Request(id=how, tenant="t", prompt_token_ids=[1, 2, 3], sampling=sampling, pooling=how)
+        chunks.append((3 * number, Chunk(Sequence(request, 0.0), 0, 3)))
+    pooler, hidden = Pooler(lambda _: head), torch.randn(9, 8)
+    assert host_syncs_of(lambda: pooler.pool(hidden, chunks)) == set()
+    assert [len(event.pooled) for event in pooler.pool(hidden, chunks).events()] == [32, 32, 20]
+
+
+def test_decoder_of_llama4_is_the_model_without_its_head() -> None:
+    """transformers calls the whole model its decoder."""
+    config, extra = FAMILIES["llama4"]
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config(**SMALL | extra))
+    assert decoder_of(model) is model.model
