@@ -16,17 +16,20 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
 import httpx
 import openai
 import pytest
 import requests
-from model import make_adapter, make_base, with_context
+from lessons import lessons
+from model import make_adapter, make_base, make_taught, with_context
 from transformers import AutoTokenizer
 
 FOLDER = Path(os.environ["VLLM_TESTS_FOLDER"])
 BASE = FOLDER / "base"
+TAUGHT = FOLDER / "taught"
 ADAPTERS = FOLDER / "adapters"
 TENANT = "vllm"
 START_SECONDS = 300
@@ -34,27 +37,37 @@ HTTP_FIXTURES = {"client", "server", "server_fixture", "server_with_lora_modules
 HTTP_TESTS = {"test_empty_prompt", "test_out_of_vocab_token_ids"}
 """Tests that start a server themselves."""
 
+TALKERS = {"HuggingFaceH4/zephyr-7b-beta"}
+"""Models of which tests expect certain answers; so do those of servers with tools."""
+
 outcomes: dict[str, str] = {}
 
 
 class RemoteOpenAIServer:
     """This server in a process of its own, with vLLM's arguments as far as they mean something to it."""
 
-    key = ""
+    keys: ClassVar[dict[int, str]] = {}
+    """By port."""
 
-    def __init__(self, model: str, vllm_serve_args: list[str], **_: Any) -> None:
+    def __init__(
+        self, model: str, vllm_serve_args: list[str], *, env_dict: dict[str, str] | None = None, **_: Any
+    ) -> None:
         self.model = model
         arguments = [str(argument) for argument in vllm_serve_args]
         self.host, self.port = "127.0.0.1", free_port()
-        length = int(arguments[arguments.index("--max-model-len") + 1]) if "--max-model-len" in arguments else 2048
+        length = int(value_of(arguments, "--max-model-len", "2048"))
+        self.root_path = value_of(arguments, "--root-path", "")
+        self.given_key = (env_dict or {}).get("VLLM_API_KEY")
+        """The key that the test chose: this server makes its own."""
+        is_taught = "--enable-auto-tool-choice" in arguments or model in TALKERS
         self._folder = Path(os.path.realpath(FOLDER)) / f"server-{self.port}"
         self._folder.mkdir()
-        self._write_settings(with_context(base(), length))
+        self._write_settings(with_context(taught() if is_taught else base(), length))
         self._process = self._start()
         for name, path in lora_modules(arguments):
-            answer = requests.post(
-                self.url_for("v1/load_lora_adapter"), json={"lora_name": name, "lora_path": path}, timeout=60
-            )
+            folder = make_adapter(Path(f"{path}-taught"), taught()) if is_taught else path
+            named = {"lora_name": name, "lora_path": str(folder)}
+            answer = requests.post(self.url_for("v1/load_lora_adapter"), json=named, timeout=60)
             answer.raise_for_status()
 
     def __enter__(self) -> RemoteOpenAIServer:
@@ -78,14 +91,19 @@ class RemoteOpenAIServer:
         return openai.AsyncOpenAI(**self._options(options))
 
     def _options(self, options: dict[str, Any]) -> dict[str, Any]:
-        return {"base_url": self.url_for("v1"), "api_key": self.key, "max_retries": 0, "timeout": 600} | options
+        return {
+            "base_url": self.url_for("v1"),
+            "api_key": self.keys[self.port],
+            "max_retries": 0,
+            "timeout": 600,
+        } | options
 
     def _write_settings(self, model: Path) -> None:
         self.config = self._folder / "loramux.toml"
         self.config.write_text(
             f'[model]\npath = "{model}"\nserved_model_name = "{self.model}"\ntool_parser = "hermes"\n'
             "[engine]\npool_bytes = 134_217_728\nmax_num_batched_tokens = 256\nnum_threads = 1\nin_process = true\n"
-            f'[validation]\nparity = false\n[adapters]\nlocal_root = "/"\n'
+            f'[server]\nroot_path = "{self.root_path}"\n[validation]\nparity = false\n[adapters]\nlocal_root = "/"\n'
         )
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -99,7 +117,9 @@ class RemoteOpenAIServer:
                 return (await tenants.create_key(TENANT, scopes=[*TENANT_SCOPES, "operator"]))[1]
 
         with ThreadPoolExecutor(1) as thread:  # some tests start a server within an event loop
-            type(self).key = thread.submit(asyncio.run, make_key()).result()
+            self.keys[self.port] = thread.submit(asyncio.run, make_key()).result()
+        if self.given_key:
+            GIVEN_KEYS[self.port] = self.given_key
         command = [sys.executable, "-m", "loramux_api", "serve", "--config", str(self.config), "--port", str(self.port)]
         log = (self._folder / "server.log").open("wb")
         process = subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, stderr=log)
@@ -112,6 +132,17 @@ def base() -> Path:
     tests = next(FOLDER.glob("vllm-*/tests"))
     texts = [path.read_text() for path in sorted(tests.rglob("test_*.py"))[:400]]
     return make_base(BASE, texts)
+
+
+def taught() -> Path:
+    tests = next(FOLDER.glob("vllm-*/tests"))
+    return TAUGHT if (TAUGHT / "config.json").exists() else make_taught(TAUGHT, base(), list(lessons(tests)))
+
+
+def value_of(arguments: list[str], option: str, default: str) -> str:
+    """Return the value of an option; where it is given twice, the last one."""
+    places = [place for place, argument in enumerate(arguments) if argument == option]
+    return arguments[places[-1] + 1] if places else default
 
 
 def lora_modules(arguments: list[str]) -> list[tuple[str, str]]:
@@ -153,6 +184,7 @@ KNOWN = {
     "vllm.tokenizers": {"get_tokenizer": _get_tokenizer},
     "vllm.config": {"ModelConfig": _model_config},
     "vllm.version": {"__version__": version("loramux")},
+    "vllm": {"envs": SimpleNamespace(VLLM_USE_RUST_FRONTEND=False)},
     "vllm.transformers_utils.repo_utils": {"hf_api": lambda: SimpleNamespace(snapshot_download=_snapshot)},
     "vllm.model_executor.model_loader.weight_utils": {"download_weights_from_hf": lambda *_, **__: str(base())},
     "tests.utils": {"RemoteOpenAIServer": RemoteOpenAIServer, "ROCM_EXTRA_ARGS": []},
@@ -167,10 +199,12 @@ class StandIn(types.ModuleType):
     """A module in which every name is found: as KNOWN says, or an empty class."""
 
     def __getattr__(self, name: str) -> Any:
+        known = KNOWN.get(self.__name__, {})
+        if name in known:
+            return known[name]
         if name.startswith("__"):
             raise AttributeError(name)
-        known = KNOWN.get(self.__name__, {})
-        return known[name] if name in known else type(name, (), {})
+        return type(name, (), {})
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -191,23 +225,41 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 sys.meta_path.insert(0, Finder())
 
 
+GIVEN_KEYS: dict[int, str] = {}
+"""By port: the key that a test told its server to have."""
+
+
+def authorization(url: str, given: str | None) -> str:
+    """Return the header with this server's key: for a request that has none, or the one that the test chose."""
+    port = urlsplit(url).port or 0
+    key = RemoteOpenAIServer.keys.get(port, "")
+    is_chosen = given is not None and port in GIVEN_KEYS and given == f"Bearer {GIVEN_KEYS[port]}"
+    return f"Bearer {key}" if given is None or is_chosen else given
+
+
 def _send_key() -> None:
-    """Have `requests` send the key: vLLM's tests use it without one."""
+    """Have `requests` and the openai client send the right key: vLLM's tests use it without one, or with their own."""
     plain = requests.Session.request
 
     def request(self: requests.Session, method: str, url: str, **options: Any) -> requests.Response:
-        options["headers"] = {"Authorization": f"Bearer {RemoteOpenAIServer.key}"} | dict(options.get("headers") or {})
-        return plain(self, method, url, **options)
+        headers = dict(options.get("headers") or {})
+        headers["Authorization"] = authorization(url, headers.get("Authorization"))
+        return plain(self, method, url, **options | {"headers": headers})
 
     requests.Session.request = request  # type: ignore[method-assign]
-    send = httpx.AsyncClient.build_request
+    for client in (httpx.AsyncClient, openai.DefaultAsyncHttpxClient):
+        _send_key_of(client)
 
-    def build(self: httpx.AsyncClient, *given: Any, **options: Any) -> httpx.Request:
-        built = send(self, *given, **options)
-        built.headers.setdefault("Authorization", f"Bearer {RemoteOpenAIServer.key}")
+
+def _send_key_of(client: Any) -> None:
+    plain = client.build_request
+
+    def build(self: Any, method: str, url: Any, **options: Any) -> Any:
+        built = plain(self, method, url, **options)
+        built.headers["Authorization"] = authorization(str(built.url), built.headers.get("Authorization"))
         return built
 
-    httpx.AsyncClient.build_request = build  # type: ignore[method-assign]
+    client.build_request = build
 
 
 _send_key()
