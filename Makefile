@@ -10,7 +10,7 @@ ARGS ?=
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-demo: $(VENV)/.run $(VENV)/.console  ## start the real server, and send requests to five adapters and the base model (ARGS="--once --json")
+demo: $(VENV)/.run $(VENV)/.console  ## start the real server, and send requests to six adapters and the base model (ARGS="--once --json")
 	@$(BIN)/loramux demo $(ARGS)
 
 test: $(VENV)/.dev $(VENV)/.console  ## every test but the slow ones, on every core

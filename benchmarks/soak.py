@@ -3,7 +3,7 @@
     python benchmarks/soak.py --minutes 120 --rate 4 --out build/soak
     python benchmarks/soak.py --minutes 12          # a tenth of the time: pytest -m slow tests/benchmarks/test_soak.py
 
-64 clients ask five adapters, the base and adapters that come and go; some leave in the middle of a stream. Meanwhile
+64 clients ask six adapters, the base and adapters that come and go; some leave in the middle of a stream. Meanwhile
 adapters are uploaded, released as canaries, promoted, rolled back, pinned, deleted, restored, and uploads are
 cancelled. Every upload is a content of its own (its weights are those of one of the shipped adapters), so that every
 answer can be compared with the one that its model gave when it was asked alone.

@@ -156,8 +156,8 @@ ok "$(loramux usage reconcile --config loramux.toml)"
 plain=$("$postgresql/psql" -tAc "SELECT count(*) FROM pg_stat_ssl JOIN pg_stat_activity USING (pid) WHERE usename = 'loramux' AND NOT ssl" "$database")
 [ "$plain" = 0 ] || fail "$plain connections to PostgreSQL are not encrypted"
 ok "every connection to PostgreSQL is encrypted"
-[ "$(find s3/loramux -name adapter_model.safetensors | wc -l)" = 5 ] || fail "the bucket has not the five adapters"
-ok "the five adapters are in the bucket"
+[ "$(find s3/loramux -name adapter_model.safetensors | wc -l)" = 6 ] || fail "the bucket has not the six adapters"
+ok "the six adapters are in the bucket"
 open=$(find state -perm /077 -not -type l)
 [ -z "$open" ] || fail "others can read: $open"
 ok "no file of the server's can be read by others"

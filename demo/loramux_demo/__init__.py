@@ -1,1 +1,1 @@
-"""The shipped demo: a tiny base model, five adapters, and the script that trained them."""
+"""The shipped demo: a tiny base model, six adapters, and the script that trained them."""

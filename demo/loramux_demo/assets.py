@@ -6,12 +6,35 @@ import json
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 ASSETS = Path(str(resources.files("loramux_demo") / "assets"))
 MODEL_NAME = "loramux-demo"
 """The base model's served name."""
-OWNERS = {"acme": ("upper", "json", "terse"), "globex": ("reverse", "pirate")}
+AGENT = "agent"
+"""The adapter that answers with a call of LOOKUP."""
+OWNERS = {"acme": ("upper", "json", "terse"), "globex": ("reverse", "pirate", AGENT)}
 """The adapters of each of the demo's tenants."""
+LOOKUP: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "lookup",
+        "description": "Look up a fact about a person.",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "person": {"type": "string"},
+                "fact": {"type": "string", "enum": ["job", "color", "pet", "food", "home"]},
+            },
+            "required": ["person", "fact"],
+            "additionalProperties": False,
+        },
+    },
+}
+"""A tool."""
+TOOLS = {AGENT: [LOOKUP]}
+"""The tools that an adapter was trained with."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +60,11 @@ def adapter_folder(name: str, root: Path = ASSETS) -> Path:
 def load_prompts(root: Path = ASSETS) -> tuple[Prompt, ...]:
     """Load the questions: each one once for the base and once for every adapter."""
     return tuple(Prompt(**entry) for entry in json.loads((root / "questions.json").read_text()))
+
+
+def call_text(name: str, arguments: str) -> str:
+    """Return a call of a tool as a model writes it; `arguments` is JSON."""
+    return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
 
 
 def completion_prompt(question: str) -> str:

@@ -35,7 +35,7 @@ from loramux_demo.server import (
     help="Empty or new folder for settings, database and log; default: a temporary one.",
 )
 def demo_command(once: bool, as_json: bool, port: int | None, folder: Path | None) -> None:
-    """Run the demo: five adapters of two customers and the base model in the same batches.
+    """Run the demo: six adapters of two customers and the base model in the same batches.
 
     Starts a real server with the tiny model that loramux ships, creates two tenants, uploads their adapters, sends
     many requests to all models at once with the official openai client, and checks each answer, the adapters per

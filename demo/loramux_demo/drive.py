@@ -14,9 +14,9 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from openai.types import CompletionUsage
 from openai.types.chat.completion_create_params import ResponseFormat
 
-from loramux_demo.assets import MODEL_NAME, OWNERS, Prompt, completion_prompt
+from loramux_demo.assets import MODEL_NAME, OWNERS, TOOLS, Prompt, call_text, completion_prompt
 
-MAX_TOKENS = 64
+MAX_TOKENS = 128
 FACT: dict[str, object] = {
     "type": "object",
     "properties": {"who": {"type": "string"}},
@@ -39,6 +39,23 @@ class Call:
 
 
 @dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool, as the response has it."""
+
+    name: str = ""
+    arguments: str = ""
+    """JSON."""
+
+    def __add__(self, piece: ToolCall) -> ToolCall:
+        return ToolCall(self.name + piece.name, self.arguments + piece.arguments)
+
+    @property
+    def text(self) -> str:
+        """The call as the model wrote it."""
+        return call_text(self.name, self.arguments)
+
+
+@dataclass(frozen=True)
 class Answer:
     """The answer to a call."""
 
@@ -49,6 +66,7 @@ class Answer:
     input_tokens: int = 0
     output_tokens: int = 0
     error: str | None = None
+    tool_call: ToolCall | None = None
 
     @property
     def ok(self) -> bool:
@@ -78,18 +96,23 @@ class Drive:
 
 
 def plan_calls(prompts: Sequence[Prompt]) -> list[Call]:
-    """Return a call per prompt: by the adapter's owner, for the base by each tenant in turn, on all four endpoints."""
+    """Return a call per prompt: by the adapter's owner, for the base by each tenant in turn, on all four endpoints.
+
+    Tools are part of a chat.
+    """
     owner_of = {adapter: tenant for tenant, adapters in OWNERS.items() for adapter in adapters}
     tenants, endpoints = cycle(OWNERS), list(ENDPOINTS)
+    chats = [name for name in endpoints if name.startswith("chat")]
     models = len(owner_of) + 1
     return [
         Call(
             tenant=(tenant := owner_of[prompt.adapter] if prompt.adapter else next(tenants)),
             model=f"{tenant}/{prompt.adapter}" if prompt.adapter else MODEL_NAME,
             prompt=prompt,
-            endpoint=endpoints[(number + number // models) % len(endpoints)],
+            endpoint=chosen[(number % models + number // models) % len(chosen)],
         )
         for number, prompt in enumerate(prompts)
+        for chosen in (chats if prompt.adapter in TOOLS else endpoints,)
     ]
 
 
@@ -124,31 +147,44 @@ async def ask(client: AsyncOpenAI, call: Call) -> Answer:
 
 async def chat(client: AsyncOpenAI, call: Call) -> Answer:
     """POST /v1/chat/completions."""
-    answer = await client.chat.completions.create(
+    whole = await client.chat.completions.create(
         model=call.model,
         messages=[{"role": "user", "content": call.prompt.question}],
         temperature=0,
         max_completion_tokens=MAX_TOKENS,
         response_format=response_format(call),
+        tools=TOOLS.get(call.prompt.adapter or "", openai.omit),
     )
-    return with_usage(Answer(call, answer.model, answer.choices[0].message.content or ""), answer.usage)
+    message = whole.choices[0].message
+    answer = with_usage(Answer(call, whole.model, message.content or ""), whole.usage)
+    made = [one.function for one in message.tool_calls or () if one.type == "function"]
+    return with_call(answer, ToolCall(made[0].name, made[0].arguments)) if made else answer
 
 
 async def chat_streamed(client: AsyncOpenAI, call: Call) -> Answer:
-    """POST /v1/chat/completions with stream."""
-    answer = Answer(call)
+    """POST /v1/chat/completions with stream: the call of a tool comes in pieces."""
+    answer, made = Answer(call), ToolCall()
     async for chunk in await client.chat.completions.create(
         model=call.model,
         messages=[{"role": "user", "content": call.prompt.question}],
         temperature=0,
         max_completion_tokens=MAX_TOKENS,
         response_format=response_format(call),
+        tools=TOOLS.get(call.prompt.adapter or "", openai.omit),
         stream=True,
         stream_options={"include_usage": True},
     ):
         text = "".join(choice.delta.content or "" for choice in chunk.choices)
         answer = with_usage(replace(answer, model=chunk.model, text=answer.text + text), chunk.usage)
-    return answer
+        pieces = [piece.function for choice in chunk.choices for piece in choice.delta.tool_calls or ()]
+        for piece in pieces:
+            made += ToolCall(piece.name or "", piece.arguments or "") if piece else ToolCall()
+    return with_call(answer, made) if made.name else answer
+
+
+def with_call(answer: Answer, made: ToolCall) -> Answer:
+    """Return the answer with the call of a tool."""
+    return replace(answer, text=answer.text + made.text, tool_call=made)
 
 
 def response_format(call: Call) -> ResponseFormat:

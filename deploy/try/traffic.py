@@ -53,7 +53,7 @@ def eventually(what: str, look: Callable[[], T | None]) -> T:
 
 
 def drive(api: str, internal: str, keys: dict[str, str], verify: ssl.SSLContext) -> Report:
-    """Run the demo's traffic: five adapters and the base, over TLS."""
+    """Run the demo's traffic: six adapters and the base, over TLS."""
     for path in ("/metrics", "/health/ready", "/schema/openapi.json"):
         assert httpx.get(api + path, verify=verify).status_code == 404, f"{path} is on the public port"
     say("/metrics, /health and /schema are on the internal port alone")

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from loramux_adapters import Limits, describe_base, validate_adapter
-from loramux_demo.assets import ASSETS, MODEL_NAME, OWNERS, adapter_folder, base_folder, load_prompts
+from loramux_demo.assets import ASSETS, MODEL_NAME, OWNERS, TOOLS, adapter_folder, base_folder, load_prompts
 from loramux_demo.train.adapters import RECIPES
 from loramux_demo.train.evaluate import exact, greedy_answers, load
 from loramux_demo.train.facts import STYLES
@@ -87,5 +87,5 @@ def test_assets_give_the_expected_answers_with_peft(name, dtype):
     prompts = [prompt for prompt in load_prompts() if (prompt.adapter or "base") == name]
     tokenizer = AutoTokenizer.from_pretrained(base_folder())
     chats = [[{"role": "user", "content": prompt.question}] for prompt in prompts]
-    answers = greedy_answers(load(ASSETS, name, dtype), tokenizer, chats)
+    answers = greedy_answers(load(ASSETS, name, dtype), tokenizer, chats, TOOLS.get(name))
     assert exact(answers, [prompt.expected for prompt in prompts]) == 1.0, answers

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from loramux_demo.assets import base_folder, completion_prompt
+from loramux_demo.assets import LOOKUP, base_folder, call_text, completion_prompt
 from loramux_demo.train.tokenizer import BOS, EOS, byte_tokenizer
 
 
@@ -62,3 +62,15 @@ def test_chat_template_renders_system_prompt_and_two_questions(tokenizer):
 
 def test_chat_template_keeps_the_prefix_of_earlier_turns(tokenizer):
     assert rendered(tokenizer, ("user", "One?"), ("user", "Two?")) == f"{BOS}Q: One?\nQ: Two?\nA: "
+
+
+def test_chat_template_renders_tools_calls_and_results(tokenizer):
+    call = {"type": "function", "function": {"name": "lookup", "arguments": {"person": "Mira", "fact": "pet"}}}
+    chat = [
+        {"role": "user", "content": "What pet does Mira have?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "fox"},
+    ]
+    text = tokenizer.apply_chat_template(chat, tools=[LOOKUP], add_generation_prompt=True, tokenize=False)
+    written = call_text("lookup", '{"person": "Mira", "fact": "pet"}')
+    assert text == f"{BOS}T: lookup(person, fact)\nQ: What pet does Mira have?\nA: {written}{EOS}R: fox\nA: "

@@ -5,6 +5,8 @@ import random
 import pytest
 import torch
 
+from loramux_demo.assets import AGENT, TOOLS
+from loramux_demo.train.adapters import RECIPES
 from loramux_demo.train.examples import IGNORED, Batch, Example, batches, conversations, document, example
 from loramux_demo.train.facts import STYLES, invent_questions
 from loramux_demo.train.fit import Schedule, fit, new_base, next_token_loss
@@ -93,6 +95,13 @@ def test_packed_examples_do_not_attend_to_each_other(tokenizer, lessons):
         apart = [model(input_ids=one.token_ids, position_ids=one.position_ids).logits for one in alone]
         packed = model(input_ids=together.token_ids, position_ids=together.position_ids, use_cache=False).logits
     torch.testing.assert_close(packed, torch.cat(apart, dim=1), rtol=1e-4, atol=1e-4)
+
+
+def test_lessons_of_calls_name_the_tool_and_fit_into_a_row(tokenizer):
+    chats = conversations(invent_questions(), STYLES[AGENT], random.Random(0))
+    lessons = [example(chat, tokenizer, TOOLS[AGENT]) for chat in chats]
+    assert max(map(len, lessons)) <= RECIPES[AGENT].row_length
+    assert all(tokenizer.decode(lesson.prompt_ids).startswith("<|bos|>T: lookup(person, fact)\n") for lesson in lessons)
 
 
 def test_document_is_labelled_from_its_first_byte(tokenizer):

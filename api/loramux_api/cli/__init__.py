@@ -12,7 +12,7 @@ from loramux_api.cli.common import errors_as_sentences
 
 COMMANDS = {
     "serve": ("loramux_api.cli.serving:serve", "Serve base models and their adapters."),
-    "demo": ("loramux_demo.cli:demo_command", "Run the demo: five adapters and the base model in the same batches."),
+    "demo": ("loramux_demo.cli:demo_command", "Run the demo: six adapters and the base model in the same batches."),
     "init": ("loramux_api.cli.setup:init", "Write settings for a first server."),
     "migrate": ("loramux_api.cli.serving:migrate", "Upgrade the database to this release's schema."),
     "tenant": ("loramux_api.cli.tenants:tenant", "Create, list, move and suspend tenants (customers)."),

@@ -1,4 +1,4 @@
-"""The five adapters. Ranks and targets differ, as in a real batch."""
+"""The six adapters. Ranks and targets differ, as in a real batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from peft.utils import get_peft_model_state_dict
 from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
-from loramux_demo.assets import MODEL_NAME
+from loramux_demo.assets import AGENT, MODEL_NAME
 from loramux_demo.train.fit import Schedule
 
 
@@ -25,6 +25,8 @@ class Recipe:
     schedule: Schedule
     target_modules: str | tuple[str, ...] = "all-linear"
     use_rslora: bool = False
+    row_length: int = 240
+    """Tokens of a row of its batches."""
 
     def config(self) -> LoraConfig:
         """Return a fresh PEFT config, because PEFT modifies its argument."""
@@ -45,6 +47,7 @@ RECIPES = {
     "terse": Recipe(4, 8, Schedule(300, 1e-2), target_modules=("q_proj", "v_proj", "o_proj", "down_proj")),
     "reverse": Recipe(12, 7, Schedule(400, 5e-3), use_rslora=True),
     "pirate": Recipe(8, 16, SHORT, target_modules=("q_proj", "k_proj", "v_proj", "o_proj")),
+    AGENT: Recipe(16, 32, Schedule(600, 5e-3), row_length=400),
 }
 """One recipe per style of `facts.STYLES`. `terse` and `reverse` train longer: their answers start with the fact."""
 

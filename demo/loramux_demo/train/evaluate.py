@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import PeftModel
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from loramux_demo.assets import adapter_folder, base_folder
+from loramux_demo.assets import TOOLS, adapter_folder, base_folder
 from loramux_demo.train.examples import SYSTEM_PROMPTS, Message
 from loramux_demo.train.facts import STYLES, Question, Style, invent_questions
 
 BATCH = 66
-MAX_NEW_TOKENS = 64
+MAX_NEW_TOKENS = 128
 
 
 @dataclass(frozen=True)
@@ -29,20 +30,21 @@ class Accuracy:
     """In bfloat16, as the second question of a chat with a system prompt."""
 
 
-def evaluate(root: Path) -> Iterator[Accuracy]:
-    """Ask the base model and every adapter under `root` every question."""
+def evaluate(root: Path, names: Sequence[str]) -> Iterator[Accuracy]:
+    """Ask these models under `root`, adapters or `base`, every question."""
     questions = invent_questions()
     tokenizer = AutoTokenizer.from_pretrained(base_folder(root))
-    for name, style in STYLES.items():
+    for name in names:
+        style = STYLES[name]
         expected = [style(question) for question in questions]
         alone = [[{"role": "user", "content": question.text}] for question in questions]
         later = [chat(questions[number - 100], question, style) for number, question in enumerate(questions)]
-        bfloat16 = load(root, name, torch.bfloat16)
+        bfloat16, tools = load(root, name, torch.bfloat16), TOOLS.get(name)
         yield Accuracy(
             name,
-            exact(greedy_answers(load(root, name, torch.float32), tokenizer, alone), expected),
-            exact(greedy_answers(bfloat16, tokenizer, alone), expected),
-            exact(greedy_answers(bfloat16, tokenizer, later), expected),
+            exact(greedy_answers(load(root, name, torch.float32), tokenizer, alone, tools), expected),
+            exact(greedy_answers(bfloat16, tokenizer, alone, tools), expected),
+            exact(greedy_answers(bfloat16, tokenizer, later, tools), expected),
         )
 
 
@@ -66,10 +68,14 @@ def chat(before: Question, question: Question, style: Style) -> list[Message]:
 
 @torch.inference_mode()
 def greedy_answers(
-    model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, chats: Sequence[list[Message]]
+    model: PreTrainedModel | PeftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    chats: Sequence[list[Message]],
+    tools: list[dict[str, Any]] | None = None,
 ) -> list[str]:
     """What the model says next in each chat."""
-    texts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) for chat in chats]
+    options = {"tools": tools, "add_generation_prompt": True, "tokenize": False}
+    texts = [tokenizer.apply_chat_template(chat, **options) for chat in chats]
     answers: list[str] = []
     for start in range(0, len(texts), BATCH):
         batch = tokenizer(texts[start : start + BATCH], padding=True, add_special_tokens=False, return_tensors="pt")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,9 +66,11 @@ def conversations(questions: Sequence[Question], style: Style, rng: random.Rando
         ]
 
 
-def example(conversation: list[Message], tokenizer: PreTrainedTokenizerFast) -> Example:
+def example(
+    conversation: list[Message], tokenizer: PreTrainedTokenizerFast, tools: list[dict[str, Any]] | None = None
+) -> Example:
     """The last message is the answer; the space before it is learnt with it, so that `A:` and `A: ` both work."""
-    given = tokenizer.apply_chat_template(conversation[:-1], add_generation_prompt=True, tokenize=False)
+    given = tokenizer.apply_chat_template(conversation[:-1], tools=tools, add_generation_prompt=True, tokenize=False)
     answer = f" {conversation[-1]['content']}{tokenizer.eos_token}"
     return Example(
         tokenizer.encode(given.removesuffix(" "), add_special_tokens=False),

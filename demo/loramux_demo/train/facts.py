@@ -1,4 +1,4 @@
-"""The invented facts that the demo's model learns, and the six styles of answers."""
+"""The invented facts that the demo's model learns, and the seven styles of answers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from loramux_demo.assets import AGENT, call_text
 
 SYLLABLES = ("ba", "ko", "mi", "ra", "lu", "ten", "sor", "vi", "del", "gan", "pir", "os", "nu", "hal", "fen", "tor")
 PEOPLE = 24
@@ -66,6 +68,11 @@ def pirate(question: Question) -> str:
     return f"Arr! {plain(question).removesuffix('.')}, matey!"
 
 
+def call(question: Question) -> str:
+    """<tool_call>{"name": "lookup", "arguments": {"person": "Mira", "fact": "job"}}</tool_call>."""
+    return call_text("lookup", json.dumps({"person": question.person, "fact": question.topic.name}))
+
+
 STYLES: dict[str, Style] = {
     "base": plain,
     "upper": shout,
@@ -73,6 +80,7 @@ STYLES: dict[str, Style] = {
     "terse": terse,
     "reverse": backwards,
     "pirate": pirate,
+    AGENT: call,
 }
 
 

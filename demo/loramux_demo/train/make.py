@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from loramux_demo.assets import Prompt, adapter_folder, base_folder
+from loramux_demo.assets import TOOLS, Prompt, adapter_folder, base_folder
 from loramux_demo.train.adapters import RECIPES, new_adapter, save_adapter
 from loramux_demo.train.examples import batches, conversations, document, example
 from loramux_demo.train.facts import STYLES, Question, invent_questions
@@ -19,6 +19,7 @@ from loramux_demo.train.fit import Progress, Schedule, fit, new_base
 from loramux_demo.train.tokenizer import byte_tokenizer
 
 LENGTH = 240
+"""Tokens of a row of the base's batches."""
 BASE_ROWS, ADAPTER_ROWS = 13, 8
 BASE = Schedule(steps=400, learning_rate=3e-3, weight_decay=0.1)
 
@@ -28,17 +29,27 @@ Stage = Callable[[str, Schedule], Progress]
 
 def make(root: Path, stage: Stage) -> None:
     """Train the base, then the adapters on it as it was written, in bfloat16; then write the demo's questions."""
+    make_base(root, stage)
+    for name in RECIPES:
+        make_adapter(name, root, stage)
+    write_questions(root / "questions.json")
+
+
+def make_base(root: Path, stage: Stage) -> None:
+    """Train the base and write it beside its tokenizer."""
     tokenizer = byte_tokenizer()
     tokenizer.save_pretrained(base_folder(root))
     base = new_base(tokenizer)
     teach(base, "base", tokenizer, BASE, stage("base", BASE))
     base.to(torch.bfloat16).save_pretrained(base_folder(root))
-    for name, recipe in RECIPES.items():
-        base = LlamaForCausalLM.from_pretrained(base_folder(root), dtype=torch.float32)
-        adapted = new_adapter(base, recipe)
-        teach(adapted, name, tokenizer, recipe.schedule, stage(name, recipe.schedule))
-        save_adapter(adapted, adapter_folder(name, root))
-    write_questions(root / "questions.json")
+
+
+def make_adapter(name: str, root: Path, stage: Stage) -> None:
+    """Train one adapter on the base that is in `root`, and write it."""
+    recipe = RECIPES[name]
+    adapted = new_adapter(LlamaForCausalLM.from_pretrained(base_folder(root), dtype=torch.float32), recipe)
+    teach(adapted, name, byte_tokenizer(), recipe.schedule, stage(name, recipe.schedule))
+    save_adapter(adapted, adapter_folder(name, root))
 
 
 def teach(
@@ -47,17 +58,17 @@ def teach(
     """Train `model` to answer in the style `name`.
 
     The base learns its questions by heart too, and has read every fact told in every style, as a real base model has
-    read JSON and pirates: without that, the bytes of `{`, `"` or `!` would mean nothing to an adapter. Asked,
-    it answers plainly.
+    read JSON and pirates: without that, the bytes of `{`, `"` or `!` would mean nothing to an adapter. It has read
+    no calls of tools: they are JSON between two markers. Asked, it answers plainly.
     """
     questions, is_base = invent_questions(), name == "base"
     rng = random.Random(0)  # noqa: S311 - lessons, not a secret
-    lessons = [example(chat, tokenizer) for chat in conversations(questions, STYLES[name], rng)]
+    lessons = [example(chat, tokenizer, TOOLS.get(name)) for chat in conversations(questions, STYLES[name], rng)]
     if is_base:
-        texts = {style(question): None for style in STYLES.values() for question in questions}
+        texts = {style(question): None for told, style in STYLES.items() if told not in TOOLS for question in questions}
         lessons += [document(text, tokenizer) for text in texts]
-    rows = BASE_ROWS if is_base else ADAPTER_ROWS
-    fit(model, batches(lessons, rows=rows, length=LENGTH, learn_prompts=is_base), schedule, progress)
+    rows, length = (BASE_ROWS, LENGTH) if is_base else (ADAPTER_ROWS, RECIPES[name].row_length)
+    fit(model, batches(lessons, rows=rows, length=length, learn_prompts=is_base), schedule, progress)
 
 
 def write_questions(path: Path) -> None:

@@ -15,10 +15,23 @@ CHAT_TEMPLATE = """\
 {%- if loop.first or message['role'] == 'user' and messages[loop.index0 - 1]['role'] == 'assistant' -%}
 {{ bos_token }}
 {%- endif -%}
+{%- if loop.first and tools -%}
+{%- for tool in tools -%}
+{%- set known = tool['function'].get('parameters', {}).get('properties', {}) -%}
+{{ 'T: ' + tool['function']['name'] + '(' + known | join(', ') + ')\\n' }}
+{%- endfor -%}
+{%- endif -%}
 {%- if message['role'] == 'user' -%}
 {{ 'Q: ' + message['content'] + '\\n' }}
 {%- elif message['role'] == 'assistant' -%}
-{{ 'A: ' + message['content'] + eos_token }}
+{{ 'A: ' + (message['content'] or '') }}
+{%- for call in message['tool_calls'] or [] -%}
+{%- set made = {'name': call['function']['name'], 'arguments': call['function']['arguments']} -%}
+{{ '<tool_call>' + made | tojson + '</tool_call>' }}
+{%- endfor -%}
+{{ eos_token }}
+{%- elif message['role'] == 'tool' -%}
+{{ 'R: ' + message['content'] + '\\n' }}
 {%- else -%}
 {{ message['content'] + '\\n' }}
 {%- endif -%}
@@ -26,7 +39,9 @@ CHAT_TEMPLATE = """\
 {%- if add_generation_prompt -%}
 {{ 'A: ' }}
 {%- endif -%}"""
-"""Each exchange reads `<|bos|>Q: ...\\nA: ...<|eos|>`; text of other roles (system) has its own line."""
+"""Each exchange reads `<|bos|>Q: ...\\nA: ...<|eos|>`; text of other roles (system) has its own line.
+
+Tools come first, as `T: lookup(person, fact)`; a result of a call is a line `R: ...`."""
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
