@@ -20,7 +20,7 @@ MAX_USER_LENGTH = 512
 _SHOWN, _SHOWN_KEYS = 40, 3
 """Characters of a wrong key of logit_bias that its refusal repeats, and how many of the keys."""
 _token_id = re.compile(r"-?[0-9]{1,18}")
-_NO_SEARCH = "answers are sampled, not searched for."
+_NO_SEARCH = "answers are sampled, not searched for; ask for 'n' choices with 'logprobs', and take the likeliest."
 
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 RepetitionPenalty = Annotated[float, Meta(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)]
