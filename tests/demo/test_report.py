@@ -70,7 +70,7 @@ def spoiled(count):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"drive": spoiled(8)}, "only 89% of the answers"),
+        ({"drive": spoiled(9)}, "only 88% of the answers"),
         ({"sharing": StepSharing(in_a_step=6, beside_base=4)}, "at most 4 adapters shared a step with the base"),
         ({"usage": ()}, "usage rows differ"),
         ({"isolated": False}, "can distinguish"),
@@ -82,11 +82,11 @@ def test_report_failure_is_one_sentence_per_check(changes, sentence):
 
 
 def test_report_accepts_ninety_percent_exact():
-    assert a_report(drive=spoiled(6)).failures == []
+    assert a_report(drive=spoiled(7)).failures == []
 
 
 def test_usage_of_responses_is_summed_by_tenant_and_model():
-    acme, globex = CALLS[0], CALLS[6]
+    acme, globex = CALLS[0], CALLS[7]
     assert (acme.tenant, globex.tenant, acme.model) == ("acme", "globex", globex.model)
     answers = [
         Answer(acme, "m@1", input_tokens=1, output_tokens=2),
