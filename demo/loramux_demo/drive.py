@@ -8,10 +8,12 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
+from typing import cast
 
 import openai
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from openai.types import CompletionUsage
+from openai.types.chat import ChatCompletionFunctionToolParam
 from openai.types.chat.completion_create_params import ResponseFormat
 
 from loramux_demo.assets import MODEL_NAME, OWNERS, TOOLS, Prompt, call_text, completion_prompt
@@ -153,7 +155,7 @@ async def chat(client: AsyncOpenAI, call: Call) -> Answer:
         temperature=0,
         max_completion_tokens=MAX_TOKENS,
         response_format=response_format(call),
-        tools=TOOLS.get(call.prompt.adapter or "", openai.omit),
+        tools=tools_of(call),
     )
     message = whole.choices[0].message
     answer = with_usage(Answer(call, whole.model, message.content or ""), whole.usage)
@@ -170,7 +172,7 @@ async def chat_streamed(client: AsyncOpenAI, call: Call) -> Answer:
         temperature=0,
         max_completion_tokens=MAX_TOKENS,
         response_format=response_format(call),
-        tools=TOOLS.get(call.prompt.adapter or "", openai.omit),
+        tools=tools_of(call),
         stream=True,
         stream_options={"include_usage": True},
     ):
@@ -185,6 +187,12 @@ async def chat_streamed(client: AsyncOpenAI, call: Call) -> Answer:
 def with_call(answer: Answer, made: ToolCall) -> Answer:
     """Return the answer with the call of a tool."""
     return replace(answer, text=answer.text + made.text, tool_call=made)
+
+
+def tools_of(call: Call) -> list[ChatCompletionFunctionToolParam] | openai.Omit:
+    """Return the tools that the adapter was trained with."""
+    known = TOOLS.get(call.prompt.adapter or "")
+    return cast(list[ChatCompletionFunctionToolParam], known) if known else openai.omit
 
 
 def response_format(call: Call) -> ResponseFormat:

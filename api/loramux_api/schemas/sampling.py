@@ -195,7 +195,7 @@ def _biases(given: Mapping[str, float]) -> dict[int, float]:
         named = ", ".join(repr(key[:_SHOWN]) for key in wrong[:_SHOWN_KEYS])
         more = f" and {len(wrong) - _SHOWN_KEYS} more" if len(wrong) > _SHOWN_KEYS else ""
         raise InvalidRequest(
-            f"Invalid value for 'logit_bias': its keys are token ids, whole numbers; got {named}{more}.",
+            f"Invalid value for 'logit_bias': its keys are token ids. Expected `int`, got {named}{more}.",
             field="logit_bias",
             code="invalid_value",
         )
