@@ -18,6 +18,8 @@ ClientError
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import httpx
 import msgspec
 
@@ -120,13 +122,17 @@ class _ErrorBody(msgspec.Struct):
     error: _ErrorObject
 
 
+class _ProblemDetails(msgspec.Struct):
+    """An error of a route under /admin (RFC 9457)."""
+
+    detail: str
+    code: str | None = None
+    param: str | None = None
+
+
 def error_of(response: httpx.Response) -> ApiError:
     """Return the error of a response that is not a success."""
-    status = response.status_code
-    try:
-        found = msgspec.json.decode(response.content, type=_ErrorBody).error
-    except msgspec.DecodeError:
-        found = _ErrorObject(f"{status} {response.reason_phrase}".strip())
+    status, found = response.status_code, _found(response)
     kind = _BY_STATUS.get(status, ServerFailed if status >= 500 else InvalidRequest)
     return kind(
         found.message,
@@ -135,3 +141,13 @@ def error_of(response: httpx.Response) -> ApiError:
         param=found.param,
         request_id=response.headers.get("x-request-id", ""),
     )
+
+
+def _found(response: httpx.Response) -> _ErrorObject:
+    """Return what the body says; without either shape, the status alone."""
+    with suppress(msgspec.DecodeError):
+        return msgspec.json.decode(response.content, type=_ErrorBody).error
+    with suppress(msgspec.DecodeError):
+        problem = msgspec.json.decode(response.content, type=_ProblemDetails)
+        return _ErrorObject(problem.detail, problem.code, problem.param)
+    return _ErrorObject(f"{response.status_code} {response.reason_phrase}".strip())

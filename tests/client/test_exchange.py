@@ -155,6 +155,14 @@ def test_api_error_carries_status_code_param_and_request_id(run: Run, status: in
 
 
 @both
+def test_api_error_of_an_operators_route_carries_its_detail(run: Run) -> None:
+    problem = {"type": "about:blank", "title": "Conflict", "status": 409, "detail": "`a` is in use", "param": "name"}
+    with pytest.raises(Conflict, match="`a` is in use") as told:
+        run(Script((409, problem | {"code": "base_in_use"})), lambda: get("a"))
+    assert (told.value.code, told.value.param) == ("base_in_use", "name")
+
+
+@both
 def test_retry_ends_when_it_cannot_help(run: Run) -> None:
     for headers in ({"x-should-retry": "false", "Retry-After": "1"}, {"Retry-After": "3600"}, {}):
         script = Script((429, {}, headers))
