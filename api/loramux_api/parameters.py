@@ -22,6 +22,11 @@ BeforeSequence = Annotated[
 ]
 """The entry of the audit log at which the previous page ended."""
 
+AfterPosition = Annotated[
+    int | None, QueryParameter(ge=0, le=MAX_OFFSET, description="The position of the previous page's last item.")
+]
+"""The item of a list at which the previous page ended."""
+
 Offset = Annotated[int, QueryParameter(ge=0, le=MAX_OFFSET, description="The place of the first byte in the file.")]
 """A place in a file."""
 

@@ -36,7 +36,7 @@ def items(id: str, outcome: str | None = None) -> Flow[list[BaseMigrationItem]]:
     """Return every adapter of a migration with what was found, or those of one outcome."""
     found: list[BaseMigrationItem] = []
     while True:
-        after = found[-1].position if found else -1
+        after = found[-1].position if found else None
         params = {"outcome": outcome, "after": after, "limit": PAGE}
         path = f"{_path(id)}/items"
         call = Call(method="GET", path=path, answer=Listing[BaseMigrationItem], params=params, repeatable=True)

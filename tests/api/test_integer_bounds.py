@@ -33,12 +33,15 @@ BODIES = [
 ]
 PAGES = {
     "/admin/audit",
+    "/admin/migrations",
+    "/admin/migrations/{migration_id}/items",
     "/v1/adapters",
     "/v1/audit",
     "/v1/batches",
     "/v1/evaluations",
     "/v1/events",
     "/v1/files",
+    "/v1/migrations",
     "/v1/organization/costs",
     "/v1/organization/usage/completions",
     "/v1/requests",

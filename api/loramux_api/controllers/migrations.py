@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 from litestar import Controller, get, post
 from litestar.di import NamedDependency
-from litestar.params import FromPath, FromQuery, JSONBody, QueryParameter
+from litestar.params import FromPath, FromQuery, JSONBody
 
 from loramux.releases import BaseMigrations, Shifted
 from loramux.tenants import Principal, Tenants
 from loramux_api.auth import requires
 from loramux_api.openapi import PROBLEMS, REFUSALS
-from loramux_api.parameters import PageLimit
+from loramux_api.parameters import AfterPosition, PageLimit
 from loramux_api.schemas.migrations import (
     MigrationBody,
     MigrationItemObject,
@@ -32,7 +30,6 @@ from loramux_api.schemas.tenancy import Listing
 
 PAGE = 500
 """Adapters that one call moves at most: as in `releases.migrations`."""
-Position = Annotated[int, QueryParameter(ge=-1, le=2**53)]
 
 
 class AdminMigrationController(Controller):
@@ -86,12 +83,12 @@ class AdminMigrationController(Controller):
         migration_id: FromPath[str],
         migrations: NamedDependency[BaseMigrations],
         outcome: FromQuery[Outcome | None] = None,
-        after: Position = -1,
+        after: AfterPosition = None,
         limit: PageLimit = 100,
     ) -> Listing[MigrationItemObject]:
         """List the adapters with what was found; `after` is the last position of the page before."""
         wanted = {} if outcome is None else {"outcomes": (outcome,)}
-        found = await migrations.items(migration_id, after=after, limit=limit, **wanted)
+        found = await migrations.items(migration_id, after=-1 if after is None else after, limit=limit, **wanted)
         return Listing(data=[item_object(item) for item in found])
 
     @post("/{migration_id:str}/cancel", status_code=200, summary="Cancel a migration", responses=PROBLEMS)
