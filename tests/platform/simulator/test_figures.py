@@ -152,3 +152,19 @@ def test_batch_beside_chat_raises_the_interactive_first_token_by_at_most_a_tenth
     assert alone.ttft_ms.p99 is not None
     assert beside.ttft_ms.p99 is not None
     assert beside.ttft_ms.p99 <= 1.1 * alone.ttft_ms.p99
+
+
+@sizes
+def test_shadows_beside_chat_move_the_first_token_of_the_shadowed_requests_by_little(size: str) -> None:
+    """The rise is prefill of a shadow in the step of a first token; between tokens there is none."""
+    alone = simulate("shadow-beside-chat", *shorter(size, 120), "clients.1.rate=0.001").per_tenant["chat"]
+    both = simulate("shadow-beside-chat", *shorter(size, 120)).per_tenant
+    assert both["shadow"].accepted > 100
+    for before, after, most in (
+        (alone.ttft_ms.p50, both["chat"].ttft_ms.p50, 1.03),
+        (alone.ttft_ms.p99, both["chat"].ttft_ms.p99, 1.06),
+        (alone.itl_ms.p99, both["chat"].itl_ms.p99, 1.001),
+    ):
+        assert before is not None
+        assert after is not None
+        assert after <= most * before
