@@ -74,6 +74,7 @@ from loramux_api.controllers.lorax import LoraxController
 from loramux_api.controllers.messages import MessageController
 from loramux_api.controllers.migrations import AdminMigrationController, MigrationController
 from loramux_api.controllers.models import ModelController
+from loramux_api.controllers.operations import AdminActivityController, AdminPlanController
 from loramux_api.controllers.pooling import PoolingController
 from loramux_api.controllers.releases import (
     FeedbackController,
@@ -96,6 +97,7 @@ from loramux_api.openapi import openapi_config
 from loramux_api.problems import EXCEPTION_HANDLERS
 from loramux_api.request_log import logged, note_begun, note_ended, note_response
 from loramux_api.tracing import Tracer
+from loramux_api.what_if import WhatIf
 
 logger = logging.getLogger(__name__)
 
@@ -175,6 +177,8 @@ def create_app(settings: Settings, engine: EngineClient | None = None) -> Applic
             AdminMigrationController,
             MigrationController,
             AdminController,
+            AdminActivityController,
+            AdminPlanController,
             AdminTierLimitController,
             AdminTenantLimitController,
             EventController,
@@ -203,7 +207,7 @@ def create_app(settings: Settings, engine: EngineClient | None = None) -> Applic
         openapi_config=openapi_config(),
         logging_config=None,
         debug=False,
-        state=State({"metrics": metrics, "stopping": False, "console_files": ConsoleFiles()}),
+        state=State({"metrics": metrics, "stopping": False, "what_if": WhatIf(), "console_files": ConsoleFiles()}),
     )
     if settings.tracing.endpoint is not None:
         app.tracer = Tracer(settings.tracing)

@@ -23,11 +23,14 @@ import { useDisclosure } from "@mantine/hooks";
 import {
   IconActivity,
   IconBolt,
+  IconBook2,
   IconBuilding,
+  IconCalculator,
   IconChartBar,
   IconChevronDown,
   IconEye,
   IconFileInvoice,
+  IconFiles,
   IconGauge,
   IconKey,
   IconLayoutDashboard,
@@ -46,16 +49,19 @@ import { Link, Route, Router, Switch, useLocation } from "wouter";
 import { complain, Failure } from "./components/ui";
 import { SessionProvider, useSession, useSessionQuery } from "./session";
 
-import { Adapter } from "./pages/adapter";
 import { Adapters } from "./pages/adapters";
 import { Overview } from "./pages/overview";
 import { SignIn } from "./pages/sign-in";
 
 const Activity = lazy(() => import("./pages/activity"));
+const Adapter = lazy(() => import("./pages/adapter").then(({ Adapter }) => ({ default: Adapter })));
+const Batches = lazy(() => import("./pages/batches"));
 const Invoices = lazy(() => import("./pages/invoices"));
 const Keys = lazy(() => import("./pages/keys"));
+const Ledger = lazy(() => import("./pages/ledger"));
 const Limits = lazy(() => import("./pages/limits"));
 const People = lazy(() => import("./pages/people"));
+const Plan = lazy(() => import("./pages/plan"));
 const Playground = lazy(() => import("./pages/playground"));
 const System = lazy(() => import("./pages/system"));
 const Tenants = lazy(() => import("./pages/tenants"));
@@ -73,6 +79,7 @@ const CUSTOMER: Place[] = [
   { path: "/", label: "Overview", icon: IconLayoutDashboard, scope: "read" },
   { path: "/adapters", label: "Adapters", icon: IconStack2, scope: "read" },
   { path: "/playground", label: "Playground", icon: IconMessages, scope: "inference" },
+  { path: "/batches", label: "Batches and files", icon: IconFiles, scope: "inference" },
   { path: "/usage", label: "Usage and cost", icon: IconChartBar, scope: "usage" },
   { path: "/limits", label: "Limits", icon: IconGauge, scope: "read" },
   { path: "/invoices", label: "Invoices", icon: IconFileInvoice, scope: "billing" },
@@ -84,6 +91,8 @@ const CUSTOMER: Place[] = [
 const OPERATOR: Place[] = [
   { path: "/operator", label: "System", icon: IconServer2, scope: "operator" },
   { path: "/operator/tenants", label: "Tenants", icon: IconBuilding, scope: "operator" },
+  { path: "/operator/ledger", label: "Ledger and sinks", icon: IconBook2, scope: "operator" },
+  { path: "/operator/plan", label: "Planner", icon: IconCalculator, scope: "operator" },
 ];
 
 export function App() {
@@ -170,6 +179,7 @@ function Pages() {
       <Route path="/adapters" component={Adapters} />
       <Route path="/adapters/:name">{({ name }) => <Adapter key={name} name={name} />}</Route>
       <Route path="/playground" component={Playground} />
+      <Route path="/batches" component={Batches} />
       <Route path="/usage" component={Usage} />
       <Route path="/limits" component={Limits} />
       <Route path="/invoices" component={Invoices} />
@@ -179,6 +189,8 @@ function Pages() {
       <Route path="/activity" component={Activity} />
       <Route path="/operator" component={System} />
       <Route path="/operator/tenants" component={Tenants} />
+      <Route path="/operator/ledger" component={Ledger} />
+      <Route path="/operator/plan" component={Plan} />
       <Route>
         <Text>
           There is no such page. <Link href="/">Go to the overview</Link>

@@ -1,5 +1,6 @@
 // Who is signed in, and which tenant an operator looks at.
-import { useQuery, useQueryClient, type QueryClient } from "@tanstack/react-query";
+import { useDebouncedValue } from "@mantine/hooks";
+import { keepPreviousData, useQuery, useQueryClient, type QueryClient } from "@tanstack/react-query";
 import { createContext, useContext, useEffect, useState, type ReactNode } from "react";
 import { api, ApiError, caller, unwrap, type SessionObject } from "./api/client";
 
@@ -86,4 +87,18 @@ export function SessionProvider(properties: { session: SessionObject; children: 
     },
   };
   return <Context value={state}>{children}</Context>;
+}
+
+const MOST_NAMES = 100;
+
+/** Names of models with this text in them: there may be ten thousand. */
+export function useModelNames(search: string): string[] {
+  const { tenant } = useSession();
+  const [typed] = useDebouncedValue(search.trim().slice(0, 64), 200);
+  const models = useQuery({
+    queryKey: ["models", tenant, typed],
+    queryFn: () => unwrap(api.GET("/v1/models", { params: { query: { search: typed || undefined, limit: MOST_NAMES } } })),
+    placeholderData: keepPreviousData,
+  });
+  return (models.data?.data ?? []).map((model) => model.id);
 }

@@ -42,6 +42,7 @@ PAGES = {
     "/v1/events",
     "/v1/files",
     "/v1/migrations",
+    "/v1/models",
     "/v1/organization/costs",
     "/v1/organization/usage/completions",
     "/v1/requests",

@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from console_site import Visit, visiting
+from console_site import CUSTOMER, OPERATOR, Visit, visiting
 from playwright.sync_api import Browser, expect
 from site_fixture import Site
 
 from loramux_api.console_files import ConsoleFiles
 
-CUSTOMER = {
-    "/adapters": "Adapters",
-    "/playground": "Playground",
-    "/usage": "Usage and cost",
-    "/limits": "Limits",
-    "/invoices": "Invoices",
-    "/keys": "Keys",
-    "/people": "Projects and members",
-    "/webhooks": "Webhooks",
-    "/activity": "Activity",
-}
-OPERATOR = {"/operator": "System", "/operator/tenants": "Tenants"}
 MAX_FIRST_LOAD = 300_000
 
 

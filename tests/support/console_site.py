@@ -34,6 +34,27 @@ def launch(playwright: Playwright) -> Browser:
     return playwright.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-gpu"])
 
 
+CUSTOMER = {
+    "/adapters": "Adapters",
+    "/playground": "Playground",
+    "/batches": "Batches and files",
+    "/usage": "Usage and cost",
+    "/limits": "Limits",
+    "/invoices": "Invoices",
+    "/keys": "Keys",
+    "/people": "Projects and members",
+    "/webhooks": "Webhooks",
+    "/activity": "Activity",
+}
+"""Pages of customers, with their headings."""
+OPERATOR = {
+    "/operator": "System",
+    "/operator/tenants": "Tenants",
+    "/operator/ledger": "Ledger and sinks",
+    "/operator/plan": "Planner",
+}
+
+
 class Visit:
     """A page of one browser context, and what went wrong in it."""
 

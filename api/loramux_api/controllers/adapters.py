@@ -56,9 +56,13 @@ class AdapterController(Controller):
         adapters: NamedDependency[AdapterService],
         after: FromQuery[str | None] = None,
         limit: Annotated[int | None, QueryParameter(ge=1, le=MAX_PAGE)] = None,
+        search: Annotated[str | None, QueryParameter(min_length=1, max_length=64)] = None,
     ) -> AdapterPage:
-        """Your adapters at their current revisions, by name: all of them, or at most `limit` after the id `after`."""
-        infos, has_more = await adapters.queries.page(principal, after, limit)
+        """Your adapters at their current revisions, by name: all of them, or at most `limit` after the id `after`.
+
+        `search`: only those with this text in their name.
+        """
+        infos, has_more = await adapters.queries.page(principal, after, limit, search and search.lower())
         data = [adapter_object(info) for info in infos]
         return AdapterPage(
             data=data,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from litestar import Controller, get
 from litestar.di import NamedDependency
-from litestar.params import FromPath
+from litestar.params import FromPath, QueryParameter
 
 from loramux.gateway import Platform, ServedBase
 from loramux.registry import AdapterNotFound, ModelNotFound
@@ -13,6 +15,8 @@ from loramux.units import SECOND
 from loramux_api.auth import requires
 from loramux_api.openapi import REFUSALS
 from loramux_api.schemas.models import Model, ModelList
+
+MAX_PAGE = 1000
 
 
 class ModelController(Controller):
@@ -24,16 +28,25 @@ class ModelController(Controller):
 
     @get(summary="List models", responses=REFUSALS)
     async def list_models(
-        self, principal: NamedDependency[Principal], platform: NamedDependency[Platform]
+        self,
+        principal: NamedDependency[Principal],
+        platform: NamedDependency[Platform],
+        search: Annotated[str | None, QueryParameter(min_length=1, max_length=64)] = None,
+        limit: Annotated[int | None, QueryParameter(ge=1, le=MAX_PAGE)] = None,
     ) -> ModelList:
-        """The base models, your own adapters and those shared with you, as far as your key may name them."""
-        reading = platform.adapters.queries
+        """The base models, your own adapters and those shared with you, as far as your key may name them.
+
+        `search`: only those with this text in their name. `limit`: at most so many of them; without one, all.
+        """
+        reading, wanted = platform.adapters.queries, (search or "").lower()
         models = [_base(platform, base) for name, base in platform.bases.items() if principal.may_use(name)]
-        models += [_adapter(platform, one.name, one.created_at, one.base_model) for one in await reading.all(principal)]
+        own, _ = await reading.page(principal, limit=limit, search=wanted.rpartition("/")[2] or None)
         granted = await reading.granted(principal)
-        return ModelList(
-            data=models + [_adapter(platform, one.name, one.granted_at, one.base_model) for one in granted]
-        )
+        shared = [_adapter(platform, one.name, one.granted_at, one.base_model) for one in granted]
+        models = [one for one in models if wanted in one.id.lower()]
+        models += [_adapter(platform, one.name, one.created_at, one.base_model) for one in own]
+        models += [one for one in shared if wanted in one.id.lower()]
+        return ModelList(data=models[:limit])
 
     @get("/{name:path}", summary="Describe a model", responses=REFUSALS)
     async def get_model(

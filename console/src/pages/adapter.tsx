@@ -6,6 +6,7 @@ import { lazy, Suspense, useState } from "react";
 import { Link, useLocation } from "wouter";
 import { api, unwrap, type Adapter as AdapterObject, type AliasObject, type RevisionObject } from "../api/client";
 import { complain, Confirm, Copy, DataTable, Figure, Loaded, Page, report, Section, State, When } from "../components/ui";
+import { Evaluations, Protection } from "../components/quality";
 import * as format from "../format";
 import { useSession } from "../session";
 
@@ -85,6 +86,7 @@ export function Adapter({ name }: { name: string }) {
         <Tabs.List mb="lg">
           <Tabs.Tab value="release">Release</Tabs.Tab>
           <Tabs.Tab value="revisions">Revisions</Tabs.Tab>
+          <Tabs.Tab value="evaluations">Evaluations</Tabs.Tab>
           <Tabs.Tab value="metrics">Metrics</Tabs.Tab>
           <Tabs.Tab value="requests">Requests</Tabs.Tab>
         </Tabs.List>
@@ -107,6 +109,13 @@ export function Adapter({ name }: { name: string }) {
           <Section title="Revisions" about="Immutable, newest first.">
             <Loaded query={revisions}>{(listed) => <Revisions name={name} rows={listed.data} />}</Loaded>
           </Section>
+        </Tabs.Panel>
+        <Tabs.Panel value="evaluations">
+          {can("inference") ? (
+            <Loaded query={revisions}>{(listed) => <Evaluations name={name} revisions={listed.data} mayStart={can("inference")} />}</Loaded>
+          ) : (
+            <Text>Evaluations need the scope "inference".</Text>
+          )}
         </Tabs.Panel>
         <Tabs.Panel value="metrics">
           <Metrics name={name} />
@@ -200,6 +209,7 @@ function Release({ name, alias, revisions, mayChange }: ReleaseProperties) {
             }
           />
         )}
+        <Protection name={name} alias={alias.name} candidate={newest} mayChange={mayChange} />
         <Loaded query={history} height={120}>
           {(versions) => (
             <DataTable

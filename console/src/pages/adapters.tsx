@@ -1,6 +1,6 @@
-import { Button, Group, Text } from "@mantine/core";
-import { useDisclosure } from "@mantine/hooks";
-import { IconStack2, IconUpload } from "@tabler/icons-react";
+import { Button, Group, Text, TextInput } from "@mantine/core";
+import { useDebouncedValue, useDisclosure } from "@mantine/hooks";
+import { IconSearch, IconStack2, IconUpload } from "@tabler/icons-react";
 import { keepPreviousData, useQuery } from "@tanstack/react-query";
 import { lazy, Suspense, useState } from "react";
 import { Link } from "wouter";
@@ -17,10 +17,12 @@ export function Adapters() {
   const { can, tenant } = useSession();
   const [path, setPath] = useState<string[]>([]);
   const after = path.at(-1);
+  const [typed, setTyped] = useState("");
+  const [search] = useDebouncedValue(typed.trim(), 250);
   const [isUploading, upload] = useDisclosure(location.search === "?upload");
   const adapters = useQuery({
-    queryKey: ["adapters", "page", tenant, after],
-    queryFn: () => unwrap(api.GET("/v1/adapters", { params: { query: { limit: PAGE, after } } })),
+    queryKey: ["adapters", "page", tenant, after, search],
+    queryFn: () => unwrap(api.GET("/v1/adapters", { params: { query: { limit: PAGE, after, search: search || undefined } } })),
     refetchInterval: 10_000,
     placeholderData: keepPreviousData,
   });
@@ -36,10 +38,29 @@ export function Adapters() {
           <Upload onClose={upload.close} />
         </Suspense>
       )}
-      <Section title={path.length === 0 ? "By name" : `By name, page ${path.length + 1}`}>
+      <Section
+        title={path.length === 0 ? "By name" : `By name, page ${path.length + 1}`}
+        actions={
+          <TextInput
+            placeholder="Search"
+            aria-label="Search adapters"
+            leftSection={<IconSearch size={16} />}
+            maxLength={64}
+            value={typed}
+            onChange={(event) => {
+              setTyped(event.currentTarget.value);
+              setPath([]);
+            }}
+          />
+        }
+      >
         <Loaded query={adapters} height={400}>
           {(page) =>
-            page.data.length === 0 && path.length === 0 ? (
+            page.data.length === 0 && search ? (
+              <Text c="dimmed" size="sm">
+                No adapter has “{search}” in its name.
+              </Text>
+            ) : page.data.length === 0 && path.length === 0 ? (
               <Empty icon={IconStack2} title="No adapter yet" action={can("adapters") && open}>
                 An adapter is a fine-tune that PEFT has saved: adapter_config.json and adapter_model.safetensors. Upload
                 both files, and call it as {tenant}/name a moment later.

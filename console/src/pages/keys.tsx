@@ -5,7 +5,7 @@ import { useQuery, useQueryClient } from "@tanstack/react-query";
 import { useState } from "react";
 import { api, unwrap, type KeyObject } from "../api/client";
 import { Confirm, Copy, DataTable, Empty, Loaded, Page, report, Section, State, When } from "../components/ui";
-import { useSession } from "../session";
+import { useModelNames, useSession } from "../session";
 
 const EXPIRIES = [
   { value: "", label: "Never" },
@@ -121,7 +121,8 @@ function Make({ onClose }: { onClose: () => void }) {
   const [expiry, setExpiry] = useState("7776000");
   const [made, setMade] = useState<KeyObject | null>(null);
   const [refused, setRefused] = useState<string | null>(null);
-  const names = useQuery({ queryKey: ["models"], queryFn: () => unwrap(api.GET("/v1/models")) });
+  const [search, setSearch] = useState("");
+  const names = useModelNames(search);
 
   async function create() {
     try {
@@ -189,9 +190,11 @@ function Make({ onClose }: { onClose: () => void }) {
         <MultiSelect
           label="Models"
           description="Leave it empty for all models of the tenant"
-          data={(names.data?.data ?? []).map((model) => model.id)}
+          data={[...new Set([...models, ...names])]}
           value={models}
           onChange={setModels}
+          searchValue={search}
+          onSearchChange={setSearch}
           limit={50}
           searchable
         />

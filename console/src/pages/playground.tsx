@@ -1,12 +1,11 @@
 // Two models side by side: one prompt, two streams, tokens per second and the time to the first token of each.
 import { Alert, Badge, Button, Card, Group, NumberInput, Select, SimpleGrid, Stack, Text, Textarea } from "@mantine/core";
 import { IconPlayerPlay, IconPlayerStop } from "@tabler/icons-react";
-import { useQuery } from "@tanstack/react-query";
 import { useEffect, useRef, useState } from "react";
-import { api, headersFor, refusal, unwrap } from "../api/client";
+import { headersFor, refusal } from "../api/client";
 import { Page } from "../components/ui";
 import * as format from "../format";
-import { useSession } from "../session";
+import { useModelNames, useSession } from "../session";
 
 interface Answer {
   text: string;
@@ -44,8 +43,7 @@ interface Parameters {
 
 export default function Playground() {
   const { can } = useSession();
-  const models = useQuery({ queryKey: ["models"], queryFn: () => unwrap(api.GET("/v1/models")) });
-  const names = (models.data?.data ?? []).map((model) => model.id);
+  const names = useModelNames("");
   const asked = new URLSearchParams(location.search).get("model");
   const [left, setLeft] = useState<string | null>(asked);
   const [right, setRight] = useState<string | null>(null);
@@ -142,7 +140,8 @@ function Side({ side, names, model, setModel, parameters, run, stop, noteRunning
   const [answer, setAnswer] = useState(NOTHING);
   const [search, setSearch] = useState("");
   const abort = useRef<AbortController | null>(null);
-  const options = [...new Set([model, search, ...names].filter(Boolean))].slice(0, MOST_MODELS);
+  const found = useModelNames(search === model ? "" : search);
+  const options = [...new Set([model, search, ...found, ...names].filter(Boolean))].slice(0, MOST_MODELS);
 
   useEffect(() => {
     if (run === 0) return;

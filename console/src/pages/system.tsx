@@ -2,7 +2,8 @@ import { Alert, Badge, Group, Progress, SimpleGrid, Skeleton, Stack, Text } from
 import { IconAlertTriangle, IconCircleCheck } from "@tabler/icons-react";
 import { useQuery, useQueryClient } from "@tanstack/react-query";
 import { lazy, Suspense, useEffect, useState } from "react";
-import { api, unwrap, type EngineLoadObject, type OverviewObject } from "../api/client";
+import { api, unwrap, type ActivityObject, type EngineLoadObject, type OverviewObject } from "../api/client";
+import { Next, Timeline } from "../components/activity";
 import { Confirm, DataTable, Figure, Loaded, Page, report, Section, State } from "../components/ui";
 import * as format from "../format";
 
@@ -26,6 +27,12 @@ export default function System() {
     refetchInterval: POLL_MS,
     staleTime: 0,
   });
+  const activity = useQuery({
+    queryKey: ["operator", "activity"],
+    queryFn: () => unwrap(api.GET("/admin/activity")),
+    refetchInterval: POLL_MS,
+    staleTime: 0,
+  });
   const rates = useRates(overview.data);
   return (
     <Page title="System" about="This server, now. Figures are read every two seconds while the page is visible.">
@@ -45,7 +52,11 @@ export default function System() {
               </Suspense>
             </Section>
             {found.engines.map((engine) => (
-              <Engine key={`${engine.engine.base_model} ${engine.engine.engine}`} load={engine} />
+              <Engine
+                key={`${engine.engine.base_model} ${engine.engine.engine}`}
+                load={engine}
+                activity={activity.data?.data.find((one) => one.engine === engine.engine.engine && one.base_model === engine.engine.base_model)}
+              />
             ))}
           </>
         )}
@@ -129,7 +140,7 @@ function Now({ overview, rates }: { overview: OverviewObject; rates: Rates[] }) 
   );
 }
 
-function Engine({ load }: { load: EngineLoadObject }) {
+function Engine({ load, activity }: { load: EngineLoadObject; activity: ActivityObject | undefined }) {
   const queries = useQueryClient();
   const { engine } = load;
   async function order(what: "drain" | "restart") {
@@ -161,7 +172,9 @@ function Engine({ load }: { load: EngineLoadObject }) {
       }
     >
       <Stack gap="lg">
+        {activity && <Timeline steps={activity.timeline} />}
         <Pool load={load} />
+        {activity && <Next evictable={activity.evictable} />}
         <SimpleGrid cols={{ base: 2, sm: 3, lg: 6 }} spacing="xs">
           <Small name="Adapters in a step" value={`${load.distinct_adapters} (most ${load.max_distinct_adapters})`} />
           <Small name="Loads" value={format.count(load.adapter_loads)} />

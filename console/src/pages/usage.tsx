@@ -2,7 +2,7 @@ import { Group, SegmentedControl, SimpleGrid, Skeleton, Text } from "@mantine/co
 import { IconChartBar } from "@tabler/icons-react";
 import { keepPreviousData, useQuery } from "@tanstack/react-query";
 import { lazy, Suspense, useState } from "react";
-import { api, unwrap, type UsageResult } from "../api/client";
+import { api, ApiError, unwrap, type UsageResult } from "../api/client";
 import { DataTable, Empty, Figure, Loaded, Page, Section } from "../components/ui";
 import * as format from "../format";
 import { useSession } from "../session";
@@ -36,7 +36,10 @@ export default function Usage() {
   });
   const costs = useQuery({
     queryKey: ["costs", days, [group]],
-    queryFn: () => costsOf(Number(days), [group]),
+    queryFn: () => costsOf(Number(days), [group]).catch((error: unknown) => {
+      if (error instanceof ApiError && error.param === "group_by") return costsOf(Number(days), []);
+      throw error;
+    }),
     refetchInterval: 60_000,
     placeholderData: keepPreviousData,
   });
@@ -143,22 +146,26 @@ function Costs({ costs, group, nameOf }: ByGroupProperties) {
 
 function ByGroup({ buckets, costs, group, nameOf }: ByGroupProperties & { buckets: Bucket<UsageResult>[] }) {
   const rows = buckets.flatMap((bucket) => bucket.results);
-  const ids = [...new Set(rows.map((row) => row[group] ?? ""))];
   const money = (costs ?? []).flatMap((bucket) => bucket.results);
   const { currency } = spent(costs);
-  const table = ids
-    .map((id) => {
-      const own = rows.filter((row) => (row[group] ?? "") === id);
-      const total = (pick: (row: UsageResult) => number) => own.reduce((sum, row) => sum + pick(row), 0);
-      return {
-        id,
-        requests: total((row) => row.num_model_requests),
-        input: total((row) => row.input_tokens),
-        cached: total((row) => row.input_cached_tokens),
-        output: total((row) => row.output_tokens),
-        cost: money.filter((row) => (row[group] ?? "") === id).reduce((sum, row) => sum + row.amount.value, 0),
-      };
-    })
+  const byId = new Map<string, { id: string; requests: number; input: number; cached: number; output: number; cost: number }>();
+  const of = (id: string) => {
+    const known = byId.get(id) ?? { id, requests: 0, input: 0, cached: 0, output: 0, cost: 0 };
+    byId.set(id, known);
+    return known;
+  };
+  for (const row of rows) {
+    const sum = of(row[group] ?? "");
+    sum.requests += row.num_model_requests;
+    sum.input += row.input_tokens;
+    sum.cached += row.input_cached_tokens;
+    sum.output += row.output_tokens;
+  }
+  for (const row of money) {
+    const sum = byId.get(row[group] ?? "");
+    if (sum) sum.cost += row.amount.value;
+  }
+  const table = [...byId.values()]
     .sort((a, b) => b.input + b.output - a.input - a.output);
   if (table.length === 0) return null;
   return (

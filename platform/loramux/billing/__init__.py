@@ -12,11 +12,13 @@ from loramux.billing.errors import (
     LedgerAltered,
     LedgerDrift,
     PeriodNotOpen,
+    ReconciliationRuns,
     UnknownEntry,
 )
 from loramux.billing.invoices import Bill, Invoice, InvoiceLine, InvoiceParty, Tax, Terms, document
 from loramux.billing.periods import Month, Period
 from loramux.billing.plans import PlanSpec, PriceSpec, read_plans
+from loramux.billing.proof import LedgerProof, LedgerState, ReconciliationOutcome
 from loramux.billing.reconcile import Reconciliation, reconcile
 from loramux.billing.service import BillingService, Correction
 
@@ -39,6 +41,8 @@ __all__ = [
     "InvoiceParty",
     "LedgerAltered",
     "LedgerDrift",
+    "LedgerProof",
+    "LedgerState",
     "Margin",
     "Month",
     "Period",
@@ -49,6 +53,8 @@ __all__ = [
     "PlanTariff",
     "PriceSpec",
     "Reconciliation",
+    "ReconciliationOutcome",
+    "ReconciliationRuns",
     "Revenue",
     "Subscriptions",
     "Tax",

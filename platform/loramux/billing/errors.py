@@ -8,6 +8,7 @@ BillingError
 ├── UnknownEntry           400  a correction of an entry that is not in the ledger
 ├── InvalidCorrection      400  a correction of another correction, or one that makes a quantity negative
 ├── LedgerAltered          500  a closed month, a frozen invoice or a checkpoint does not agree with the ledger
+├── ReconciliationRuns     409  another reconciliation is under way
 └── LedgerDrift            500  the engines' counts and the ledger do not agree
 """
 
@@ -64,6 +65,13 @@ class LedgerAltered(BillingError):
         more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         super().__init__(f"the ledger was altered: {shown}{more}")
         self.problems = tuple(problems)
+
+
+class ReconciliationRuns(BillingError):
+    """This server verifies the ledger already."""
+
+    code = "reconciliation_under_way"
+    status = HTTPStatus.CONFLICT
 
 
 class LedgerDrift(BillingError):

@@ -32,7 +32,7 @@ from loramux.engine.scheduling.budget import PageBudget
 from loramux.engine.scheduling.policy import Policy
 from loramux.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from loramux.engine.scheduling.step import Step
-from loramux.engine.statistics import RequestAccounting, ServiceMeter, count_step, snapshot
+from loramux.engine.statistics import RequestAccounting, ServiceMeter, Timeline, count_step, snapshot
 from loramux.settings import Settings
 from loramux_adapters import Limits
 
@@ -142,6 +142,7 @@ class Engine:
         self._pipeline: StepPipeline = pipeline(self.scheduler, self._runner)
         self._accounting = RequestAccounting()
         self._meter = ServiceMeter(self.scheduler.queue)
+        self._timeline = Timeline(self._counters, time.time() - parts.clock())
         self._was_commanded = False
         """A command that may change the next step has come since the last one."""
         self._stats_sent_at = float("-inf")
@@ -161,6 +162,7 @@ class Engine:
         if not step.empty:
             count_step(self._counters, step, self._runner.bank.bytes_of)
             self._accounting.count_step(step)
+            self._timeline.sample(step, self._clock())
         events += self._pipeline.advance(step)
         if worked_on or self._unknown:
             events += self._survivors(worked_on, events)
@@ -271,6 +273,7 @@ class Engine:
             self.scheduler,
             self._meter,
             self._accounting.ended,
+            timeline=self._timeline.samples,
             weight_bytes=self._weight_bytes,
             adapters_pinned=len(self._pins),
             adapters_host=self._store.num_cached,

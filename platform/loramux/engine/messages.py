@@ -6,7 +6,7 @@ import msgspec
 
 from loramux.bundle import SamplingDefaults
 from loramux.engine.metrics import Distribution
-from loramux.engine.request import AdapterRef, KvIdentity, Request
+from loramux.engine.request import AdapterRef, KvIdentity, Request, ServiceClass
 from loramux.units import TokenCounts
 
 # ---- towards the engine
@@ -165,6 +165,46 @@ class RevisionDrafts(msgspec.Struct, frozen=True, array_like=True):
     accepted: int
 
 
+class BatchRows(msgspec.Struct, frozen=True, array_like=True):
+    """The rows of one step that share a revision and a class."""
+
+    digest: str | None
+    """None: the base model; OTHERS of `statistics`: all revisions that are not listed."""
+    service_class: ServiceClass
+    prefill: int
+    """Rows of prompts."""
+    decode: int
+    """Rows of answers, drafts among them."""
+
+
+class StepSample(msgspec.Struct, frozen=True, array_like=True):
+    """One step of about a second, and the totals at its begin: differences between samples are rates."""
+
+    at: float
+    """Unix seconds."""
+    steps: int
+    prompt_tokens: int
+    output_tokens: int
+    rows: list[BatchRows]
+
+
+class Evictable(msgspec.Struct, frozen=True, array_like=True):
+    """What leaves the pool when pages are needed: cached KV of one identity, or an idle adapter."""
+
+    tenant: str | None
+    """Whose KV; None for adapters."""
+    digest: str | None
+    """The revision; None: the base model."""
+    is_adapter: bool
+    pages: int
+    uses: float
+    """Recent uses; one counts half after five minutes."""
+    score: float
+    """log2 of uses x cost of a miss / pages: the lowest goes first."""
+    is_wanted: bool
+    """A request waits for it."""
+
+
 class EngineMeters(msgspec.Struct, frozen=True, kw_only=True):
     """Distributions, and service by tenant."""
 
@@ -181,6 +221,10 @@ class EngineMeters(msgspec.Struct, frozen=True, kw_only=True):
     """Revisions of the running batch."""
     waiting_adapters: list[str] = []
     """Revisions of sequences that wait, a bounded number of them."""
+    timeline: list[StepSample] = []
+    """Steps of the last minute in which any ran, the oldest first."""
+    evictable: list[Evictable] = []
+    """What leaves the pool next, in this order."""
 
 
 class CachedPrefix(msgspec.Struct, frozen=True, array_like=True):

@@ -8,6 +8,7 @@ builds the `EngineStats` message; the engine sends it at most once a second, and
 from __future__ import annotations
 
 import heapq
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -17,12 +18,14 @@ import msgspec
 
 from loramux.engine.memory.memory import PageCounts
 from loramux.engine.messages import (
+    BatchRows,
     CachedPrefix,
     EngineCount,
     EngineMeters,
     EngineStats,
     RevisionDrafts,
     RoutingFacts,
+    StepSample,
     TenantService,
     TokenEvent,
 )
@@ -32,13 +35,18 @@ from loramux.engine.scheduling.drafts import Acceptance
 from loramux.engine.scheduling.fairness import Flow
 from loramux.engine.scheduling.queue import RequestQueue
 from loramux.engine.scheduling.scheduler import Scheduler
-from loramux.engine.scheduling.step import Step
+from loramux.engine.scheduling.step import BASE_SLOT, Step
 from loramux.units import TokenCounts
 
 LABELLED_TENANTS = 20
 REPORTED_PREFIXES = 256
 """Prefix trees that a router hears of."""
 LABELLED_REVISIONS = 20
+TIMELINE_SECONDS = 1.0
+TIMELINE_SAMPLES = 60
+LABELLED_ROWS = 6
+"""Pairs of a revision and a class that a sample of the timeline lists."""
+LISTED_EVICTIONS = 8
 LISTED_ADAPTERS = 64
 """Waiting revisions that are listed."""
 OTHERS = "other"
@@ -111,6 +119,44 @@ class RequestAccounting:
         count = request.total if request is not None else EngineCount()
         self.ended = self.ended + count
         return msgspec.structs.replace(event, count=count)
+
+
+class Timeline:
+    """Steps for people to watch: one a second, with its rows by revision and class."""
+
+    def __init__(self, counters: Counters, unix_offset: float) -> None:
+        """`unix_offset`: Unix time less the engine's clock."""
+        self._counters = counters
+        self._unix_offset = unix_offset
+        self._next_at = float("-inf")
+        self.samples: deque[StepSample] = deque(maxlen=TIMELINE_SAMPLES)
+
+    def sample(self, step: Step, now: float) -> None:
+        """Keep a step that is about to run, unless one was kept less than a second ago."""
+        if now < self._next_at:
+            return
+        self._next_at = now + TIMELINE_SECONDS
+        counters = self._counters
+        totals = counters.steps, counters.prompt_tokens + counters.recomputed_tokens, counters.output_tokens
+        self.samples.append(StepSample(now + self._unix_offset, *totals, _rows_of(step)))
+
+
+def _rows_of(step: Step) -> list[BatchRows]:
+    """The rows by revision and class: those with most, and all others together by class."""
+    prefill: Counter[tuple[str | None, ServiceClass]] = Counter()
+    decode: Counter[tuple[str | None, ServiceClass]] = Counter()
+    for chunk in step.chunks:
+        request = chunk.sequence.request
+        digest = None if chunk.slot == BASE_SLOT or request.adapter is None else request.adapter.digest
+        kind = prefill if chunk.start < chunk.sequence.num_prompt_tokens else decode
+        kind[digest, request.service_class] += chunk.length
+    keys = sorted(prefill.keys() | decode.keys(), key=lambda key: -(prefill[key] + decode[key]))
+    for key in keys[LABELLED_ROWS:]:
+        rest = OTHERS, key[1]
+        prefill[rest] += prefill.pop(key, 0)
+        decode[rest] += decode.pop(key, 0)
+    shown = keys[:LABELLED_ROWS] + sorted({(OTHERS, service_class) for _, service_class in keys[LABELLED_ROWS:]})
+    return [BatchRows(*key, prefill[key], decode[key]) for key in shown]
 
 
 class ServiceMeter:
@@ -193,6 +239,7 @@ def snapshot(
     meter: ServiceMeter,
     ended: EngineCount,
     *,
+    timeline: Iterable[StepSample] = (),
     weight_bytes: int,
     adapters_pinned: int,
     adapters_host: int,
@@ -249,6 +296,8 @@ def snapshot(
             drafts=labelled_drafts(scheduler.speculation.revisions, counters),
             running_adapters=sorted({one.digest for one in scheduler.running if one.digest is not None}),
             waiting_adapters=sorted(islice(scheduler.queue.digests, LISTED_ADAPTERS)),
+            timeline=list(timeline),
+            evictable=memory.next_evictions(LISTED_EVICTIONS),
         ),
         routing=routing_facts(scheduler),
     )

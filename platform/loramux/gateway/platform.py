@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 
 from loramux import records
-from loramux.billing import BillingService, Catalog, Checkpoints, PlanPrices
+from loramux.billing import BillingService, Catalog, Checkpoints, LedgerProof, PlanPrices
 from loramux.exports import AlertDelivery, Sink, SinkDelivery, WebhookSink, make_sink
 from loramux.fleet.errors import UnknownEngine
 from loramux.fleet.member import EngineStatus, Launch
@@ -25,6 +25,7 @@ from loramux.gateway.local_folders import LocalFolders
 from loramux.gateway.service import CompletionService, ServedBase
 from loramux.public_http import Resolver
 from loramux.records import RecordsUnavailable
+from loramux.records.adapters import names_of_digests
 from loramux.registry import BaseModels, Registry, RegistryError, open_registry
 from loramux.settings import RecordsSettings, Settings, SettingsError, ensure_files
 from loramux.storage import BlobStore, Objects, StorageUnavailable, open_blobs, open_objects
@@ -70,6 +71,7 @@ class Platform:
     database: records.Database
     blobs: BlobStore
     sinks: SinkDelivery
+    ledger_proof: LedgerProof
 
     @property
     def bases(self) -> Mapping[str, ServedBase]:
@@ -102,6 +104,11 @@ class Platform:
         """Has a base of the settings no engine, and will get none by itself? Added ones are loaded again."""
         own = {base.name for base in self.settings.served_bases}
         return any(base.engines.has_ended for name, base in self.bases.items() if name in own)
+
+    async def model_names(self, digests: Collection[str]) -> dict[str, str]:
+        """Return the names of revisions by their digests, for operators: `tenant/adapter@3`."""
+        async with self.database.read() as session:
+            return await names_of_digests(session, digests)
 
     async def is_database_reachable(self) -> bool:
         """Return whether the database answers."""
@@ -207,7 +214,7 @@ async def open_platform(settings: Settings, launch: Launch | None = None) -> Asy
         trim_cache = partial(registry.blob_gc.trim_cache, settings.records.cache_bytes)
         await stack.enter_async_context(run_periodically(CACHE_SECONDS, trim_cache))
         await stack.enter_async_context(run_periodically(MAINTENANCE_SECONDS, adapters.run_maintenance))
-        webhooks, delivery = await _open_deliveries(settings, sinks, database, blobs, tenants.pepper, stack)
+        webhooks, delivery, proof = await _open_deliveries(settings, sinks, database, blobs, tenants.pepper, stack)
         yield Platform(
             settings=settings,
             started_at=int(time.time()),
@@ -224,6 +231,7 @@ async def open_platform(settings: Settings, launch: Launch | None = None) -> Asy
             database=database,
             blobs=blobs,
             sinks=delivery,
+            ledger_proof=proof,
         )
 
 
@@ -234,7 +242,7 @@ async def _open_deliveries(
     blobs: BlobStore,
     pepper: bytes,
     stack: AsyncExitStack,
-) -> tuple[WebhookService, SinkDelivery]:
+) -> tuple[WebhookService, SinkDelivery, LedgerProof]:
     """Deliver usage and alerts to the operator's sinks, and events to the tenants' own webhooks, until `stack` ends."""
     listening = [sink for sink in sinks if isinstance(sink, WebhookSink)]
     checkpoints = Checkpoints(database, blobs.objects, pepper, listening)
@@ -249,7 +257,7 @@ async def _open_deliveries(
     webhooks = WebhookService(database, client, pepper, settings.webhooks, resolver)
     await stack.enter_async_context(run_periodically(FORGET_SECONDS, webhooks.dispatcher.forget))
     await stack.enter_async_context(run_periodically(WEBHOOK_SECONDS, webhooks.dispatcher.run))
-    return webhooks, delivery
+    return webhooks, delivery, LedgerProof(database, checkpoints)
 
 
 def _open_uploads(

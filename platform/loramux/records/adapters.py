@@ -165,9 +165,15 @@ class AdapterRepository:
         return await self._session.scalar(statement.with_for_update())
 
     async def page(
-        self, after: str | None = None, limit: int | None = None, names: Collection[str] | None = None
+        self,
+        after: str | None = None,
+        limit: int | None = None,
+        names: Collection[str] | None = None,
+        search: str | None = None,
     ) -> Sequence[AdapterRow]:
         """List at most `limit` adapters by name: those after the adapter with that id, of these names or of all.
+
+        `search`: only those with it in their name.
 
         The id may be that of an adapter deleted meanwhile, so that a deletion does not break a listing in progress.
         """
@@ -177,6 +183,8 @@ class AdapterRepository:
             statement = statement.where(AdapterRow.name > last.scalar_subquery())
         if names is not None:
             statement = statement.where(among(self._session, AdapterRow.name, names))
+        if search is not None:
+            statement = statement.where(AdapterRow.name.contains(search, autoescape=True))
         return (await self._session.scalars(statement)).all()
 
     async def revisions(self, adapter_id: str) -> Sequence[RevisionRow]:
@@ -325,3 +333,16 @@ class ExpiryRepository:
         )
         found = [Overdue(**row._mapping) for row in await self._session.execute(adapters)]
         return found + [Overdue(**row._mapping) for row in await self._session.execute(revisions)]
+
+
+async def names_of_digests(session: AsyncSession, digests: Collection[str]) -> dict[str, str]:
+    """Return `tenant/adapter@3` for each digest, the first name of several, of every tenant: for operators only."""
+    statement = (
+        select(RevisionRow.digest, TenantRow.name, AdapterRow.name, RevisionRow.number)
+        .join(AdapterRow, AdapterRow.id == RevisionRow.adapter_id)
+        .join(TenantRow, TenantRow.id == RevisionRow.tenant_id)
+        .where(among(session, RevisionRow.digest, digests))
+        .order_by(TenantRow.name.desc(), AdapterRow.name.desc(), RevisionRow.number)
+    )
+    rows = (await session.execute(statement)).all() if digests else []
+    return {digest: f"{tenant}/{adapter}@{number}" for digest, tenant, adapter, number in rows}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import msgspec
-from sqlalchemy import ColumnElement, or_, select, update
+from sqlalchemy import ColumnElement, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
@@ -120,3 +120,29 @@ class SinkRepository:
         mine: tuple[ColumnElement[bool], ...] = (SinkRow.name == self._name, SinkRow.lease_holder == self._holder)
         updated = await self._session.scalars(update(SinkRow).where(*mine).values(**values).returning(SinkRow.name))
         return bool(updated.all())
+
+
+class SinkProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a sink is, for operators."""
+
+    name: str
+    cursor: int
+    trying_since: int | None
+    parked: int
+    """Events that an operator must decide about."""
+
+
+async def sink_progress(session: AsyncSession) -> list[SinkProgress]:
+    """Return how far every sink is, by name."""
+    parked = select(func.count()).where(ParkedRow.sink == SinkRow.name).scalar_subquery()
+    columns = (SinkRow.name, SinkRow.cursor, SinkRow.trying_since, parked)
+    rows = await session.execute(select(*columns).order_by(SinkRow.name))
+    return [SinkProgress(name=row[0], cursor=row[1], trying_since=row[2], parked=row[3]) for row in rows]
+
+
+async def newest_parked(session: AsyncSession, limit: int) -> list[ParkedEvent]:
+    """Return the latest parked events of all sinks, the newest first."""
+    rows = await session.scalars(
+        select(ParkedRow).order_by(ParkedRow.parked_at.desc(), ParkedRow.event_id).limit(limit)
+    )
+    return [ParkedEvent(**{name: getattr(row, name) for name in ParkedEvent.__struct_fields__}) for row in rows]

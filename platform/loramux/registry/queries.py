@@ -37,16 +37,19 @@ class AdapterQueries:
         return (await self.page(principal))[0]
 
     async def page(
-        self, principal: Principal, after: str | None = None, limit: int | None = None
+        self, principal: Principal, after: str | None = None, limit: int | None = None, search: str | None = None
     ) -> tuple[list[AdapterInfo], bool]:
-        """List at most `limit` of them, beginning after the adapter with that id; return whether more follow."""
+        """List at most `limit` of them, beginning after the adapter with that id; return whether more follow.
+
+        `search`: only those with it in their name.
+        """
         names = None
         if principal.models is not None:
             owned = f"{principal.tenant_name}/"
             names = [model.removeprefix(owned) for model in principal.models if model.startswith(owned)]
         async with self._database.read() as session:
             adapters = AdapterRepository(session, principal.tenant)
-            found = await adapters.page(after, None if limit is None else limit + 1, names)
+            found = await adapters.page(after, None if limit is None else limit + 1, names, search)
             shown = found[:limit]
             aliases = await AliasRepository(session, principal.tenant).all(*(adapter.id for adapter in shown))
         infos = [adapter_info(principal.tenant_name, adapter, aliases[adapter.id]) for adapter in shown]

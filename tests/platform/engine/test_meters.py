@@ -8,7 +8,7 @@ from scheduler_harness import Harness
 from loramux.engine.metrics import Histogram
 from loramux.engine.request import ServiceClass
 from loramux.engine.scheduling.policy import Policy
-from loramux.engine.statistics import LABELLED_TENANTS, OTHERS, ServiceMeter
+from loramux.engine.statistics import LABELLED_TENANTS, OTHERS, ServiceMeter, Timeline
 
 PACE = (1.0, 0.0)
 
@@ -103,3 +103,24 @@ def test_service_gap_is_between_tenants_that_wait() -> None:
     for _ in range(4):
         harness.step()
     assert meter.gap > first
+
+
+def test_timeline_has_a_step_a_second_by_revision_and_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loramux.engine.statistics.LABELLED_ROWS", 2)
+    harness = Harness(num_pages=40, max_num_seqs=8, max_tokens=64, pace=PACE)
+    timeline = Timeline(harness.scheduler.state.counters, 1_000.0)
+    for adapter in ("a", "b", "c"):
+        harness.submit(f"of {adapter}", 4, 8, adapter=adapter)
+    harness.submit("base", 5, 8, service_class=ServiceClass.BATCH)
+    plan, steps = harness.scheduler.plan, []
+    monkeypatch.setattr(harness.scheduler, "plan", lambda: steps.append(plan()) or steps[-1])
+    harness.run()
+    step = max(steps, key=lambda one: len(one.chunks))
+    assert len(step.chunks) == 4
+    for now in (7.0, 7.5, 8.0):
+        timeline.sample(step, now)
+    assert [sample.at for sample in timeline.samples] == [1_007.0, 1_008.0]
+    rows = timeline.samples[0].rows
+    assert sum(row.prefill + row.decode for row in rows) == sum(chunk.length for chunk in step.chunks)
+    assert len([row for row in rows if row.digest != OTHERS]) == 2
+    assert any(row.digest == OTHERS for row in rows)

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from scheduler_harness import INVOCATION, Harness, ManualHost
 
 from loramux.engine.memory.pages import PageUse
+from loramux.engine.memory.ranking import Ranking
 from loramux.engine.request import ServiceClass
 from loramux.engine.scheduling.policy import Policy
 
@@ -377,3 +378,48 @@ TestSwapMachine.settings = settings(max_examples=40, stateful_step_count=40, dea
 
 TestCacheMachine = CacheMachine.TestCase
 TestCacheMachine.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+
+
+def test_eviction_preview_names_what_goes_next_and_changes_nothing() -> None:
+    harness = a_harness(num_pages=40)
+    for number in range(4):
+        ask(harness, f"r{number}", [number] * 9, tenant=f"t{number}")
+    harness.submit("cold", 1, 1, adapter="a")  # too short to leave a page of KV, under which it would stay
+    harness.run()
+    memory = harness.scheduler.memory
+    before = memory.counts
+    preview = memory.next_evictions(100)
+    assert [(one.digest, one.tenant, one.pages) for one in memory.next_evictions(100)] == [
+        (one.digest, one.tenant, one.pages) for one in preview
+    ]
+    assert memory.counts == before
+    assert sum(one.pages for one in preview if one.is_adapter) == before.adapters_idle
+    gone = []
+    while (page := memory.cache.eviction_candidate) is not None or memory.residency.eviction_candidate is not None:
+        resident = memory.residency.eviction_candidate
+        counts = memory.counts
+        memory._evict_one()
+        is_adapter = memory.counts.adapters_idle < counts.adapters_idle
+        gone.append((is_adapter, resident.ref.digest if is_adapter else page.tree.identity.tenant))
+    first_of_each = list(dict.fromkeys(gone))
+    assert [(one.is_adapter, one.digest if one.is_adapter else one.tenant) for one in preview] == first_of_each
+    assert [one.score for one in preview] == sorted(one.score for one in preview)
+
+
+def test_ranking_peek_is_what_first_would_give_in_turn() -> None:
+    ranks = {item: (item * 37) % 101 for item in range(101)}
+    ranking: Ranking[int, int] = Ranking(ranks.__getitem__)
+    for item in ranks:
+        ranking.put(item)
+    for item in range(0, 100, 3):
+        ranks[item] += 50
+    for item in range(0, 100, 7):
+        ranking.drop(item)
+    peeked = ranking.peek(20)
+    taken = []
+    for _ in range(20):
+        item = ranking.first()
+        assert item is not None
+        taken.append(item)
+        ranking.drop(item)
+    assert [ranks[item] for item in peeked] == [ranks[item] for item in taken]

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import msgspec
+
 from loramux.engine.memory.kv_swap import KvSwap
 from loramux.engine.memory.pages import CachedPage, PagePool, PageUse
 from loramux.engine.memory.prefix_cache import PrefixCache
 from loramux.engine.memory.residency import Residency, Resident
+from loramux.engine.messages import Evictable
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,34 @@ class Memory:
         pool, cached, idle = self._pool, self.cache.num_idle, self.residency.idle_pages
         kv, adapters = pool.num_taken(PageUse.KV), pool.num_taken(PageUse.ADAPTER)
         return PageCounts(pool.num_pages, kv - cached, cached, adapters - idle, idle, pool.num_free)
+
+    def next_evictions(self, limit: int) -> list[Evictable]:
+        """Return what would be evicted next, in order, of what can be evicted now. Changes nothing."""
+        pages, residents = self.cache.eviction_order(4 * limit), self.residency.eviction_order(limit)
+        residents = [one for one in residents if not one.num_trees]
+        order: list[Evictable] = []
+        while len(order) < limit and (pages or residents):
+            if residents and (not pages or self._goes_before(residents[0], pages[0])):
+                order.append(self._eviction_of_adapter(residents.pop(0)))
+                continue
+            following = self._eviction_of_page(pages.pop(0))
+            last = order[-1] if order else None
+            if last and (last.tenant, last.digest, last.is_adapter) == (following.tenant, following.digest, False):
+                order[-1] = msgspec.structs.replace(last, pages=last.pages + 1)
+            else:
+                order.append(following)
+        return order
+
+    def _eviction_of_adapter(self, one: Resident) -> Evictable:
+        uses = 2.0 ** min(one.recency - self.residency.now, 64.0)
+        score = self.residency.retention_score(one) - self.residency.now
+        return Evictable(None, one.ref.digest, True, one.num_pages, uses, score, one.wanted_by > 0)
+
+    def _eviction_of_page(self, page: CachedPage) -> Evictable:
+        uses = 2.0 ** min(page.recency - self.residency.now, 64.0)
+        score = self.cache.retention_score(page) - self.residency.now
+        identity = page.tree.identity
+        return Evictable(identity.tenant, identity.digest, False, 1, uses, score, False)
 
     @property
     def num_kv(self) -> int:

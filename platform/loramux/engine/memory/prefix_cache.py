@@ -42,6 +42,10 @@ class PrefixCache:
         """The unused leaf to evict first."""
         return self._leaves.first()
 
+    def eviction_order(self, limit: int) -> list[CachedPage]:
+        """Return the `limit` unused leaves to evict first."""
+        return self._leaves.peek(limit)
+
     def retention_score(self, page: CachedPage) -> float:
         """log2 of expected uses x cost of computing the page again, in the time that it takes over the host link."""
         return page.recency + math.log2(self._costs.recompute)

@@ -84,6 +84,32 @@ class Ranking(Generic[ItemT, RankT]):
             heapq.heappush(self._heap, entry)
         return found
 
+    def peek(self, limit: int) -> list[ItemT]:
+        """Return the `limit` lowest items, the lowest first, and change nothing: a walk down the heap, best first.
+
+        A stored rank is a lower bound of the present one, and no entry lies below its parent, so an item whose present
+        rank has come to the front is the next. The walk is bounded,
+        however stale the heap is: then fewer items come back.
+        """
+        front: list[tuple[RankT, int, int, bool]] = []  # rank, ticket, place in the heap, is it the present rank?
+        if self._heap:
+            front.append((self._heap[0][0], self._heap[0][1], 0, False))
+        found: list[ItemT] = []
+        for _ in range(16 * limit + 64):
+            if not front or len(found) == limit:
+                break
+            _, ticket, place, is_present = heapq.heappop(front)
+            item = self._heap[place][2]
+            if is_present:
+                found.append(item)
+                continue
+            for child in (2 * place + 1, 2 * place + 2):
+                if child < len(self._heap):
+                    heapq.heappush(front, (self._heap[child][0], self._heap[child][1], child, False))
+            if self._tickets.get(item) == ticket:
+                heapq.heappush(front, (self._rank(item), ticket, place, True))
+        return found
+
     def _discard_stale_entries(self) -> None:
         self._heap = [entry for entry in self._heap if self._tickets.get(entry[2]) == entry[1]]
         heapq.heapify(self._heap)

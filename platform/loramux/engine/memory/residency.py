@@ -273,6 +273,10 @@ class Residency:
         """The unpinned revision to evict first: one without KV under it, then one that no request waits for."""
         return self._by_score.first()
 
+    def eviction_order(self, limit: int) -> list[Resident]:
+        """Return the `limit` unpinned revisions to evict first."""
+        return self._by_score.peek(limit)
+
     def retention_score(self, resident: Resident) -> float:
         """Expected saving of a page of it."""
         return resident.retention_score(self._policy.overhead_pages)

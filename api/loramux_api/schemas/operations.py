@@ -1,0 +1,253 @@
+"""JSON objects of what operators watch: the batch as it runs, what leaves the pool next, the ledger's proof, plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from loramux.billing import LedgerState, ReconciliationOutcome
+from loramux.engine.messages import EngineMeters, Evictable, StepSample
+from loramux.engine.statistics import OTHERS
+from loramux.simulator import DEVICES, MODELS
+from loramux.units import SECOND
+from loramux_api.schemas.strict import Body
+from loramux_api.schemas.tenancy import seconds
+from loramux_api.what_if import Workload
+
+NameOfModel = Callable[[str | None], str]
+
+
+class RowsObject(msgspec.Struct, kw_only=True):
+    """Rows of a step that share a model and a class."""
+
+    model: str
+    """`tenant/adapter@3`, the base's name, or `others`."""
+    service_class: str
+    prefill: int
+    decode: int
+
+
+class StepObject(msgspec.Struct, kw_only=True):
+    """One step of about a second, and the engine's totals at its begin."""
+
+    at: float
+    steps: int
+    prompt_tokens: int
+    output_tokens: int
+    rows: list[RowsObject]
+
+
+class EvictableObject(msgspec.Struct, kw_only=True):
+    """What leaves the pool when pages are needed."""
+
+    kind: Literal["adapter", "cached_prefix"]
+    model: str
+    tenant: str | None
+    """Whose cached prefixes; null for adapters."""
+    pages: int
+    recent_uses: float
+    """Each counts half after five minutes."""
+    value: float
+    """Recent uses x cost of a miss, for a page: the lowest goes first."""
+    is_wanted: bool
+    """A request waits for it: it goes last."""
+
+
+class ActivityObject(msgspec.Struct, kw_only=True):
+    """One engine's steps of the last minute in which any ran, and what leaves its pool next."""
+
+    object: Literal["engine.activity"] = "engine.activity"
+    engine: str
+    base_model: str
+    timeline: list[StepObject]
+    evictable: list[EvictableObject]
+
+
+class SinkProgressObject(msgspec.Struct, kw_only=True):
+    """How far a sink is in the ledger."""
+
+    name: str
+    delivered_to: int
+    """The sequence up to which every entry was delivered or parked."""
+    behind: int
+    trying_since: int | None
+    parked: int
+
+
+class ParkedObject(msgspec.Struct, kw_only=True):
+    """An event that a sink refused."""
+
+    sink: str
+    event_id: str
+    sequence: int
+    reason: str
+    parked_at: int
+
+
+class AnchorObject(msgspec.Struct, kw_only=True):
+    """The newest checkpoint of the ledger outside the database."""
+
+    sequence: int
+    hash: str
+    created_at: int
+
+
+class ReconciliationObject(msgspec.Struct, kw_only=True):
+    """The outcome of a verification of the whole ledger."""
+
+    at: int
+    entries: int
+    drift_tokens: int
+    problems: list[str]
+
+
+class LedgerObject(msgspec.Struct, kw_only=True):
+    """The ledger's proof."""
+
+    object: Literal["ledger"] = "ledger"
+    sequence: int
+    hash: str
+    checkpoint: AnchorObject | None
+    reconciliation: ReconciliationObject | None
+    """The last one that this server made."""
+    sinks: list[SinkProgressObject]
+    parked: list[ParkedObject]
+
+
+class PlanBody(Body, forbid_unknown_fields=True):
+    """A what-if question."""
+
+    gpu: str
+    model: str
+    rate: Annotated[float, Meta(ge=0.1, le=1000)]
+    """Requests a second."""
+    prompt_tokens: Annotated[int, Meta(ge=1, le=8192)] = 500
+    output_tokens: Annotated[int, Meta(ge=1, le=1024)] = 100
+    adapters: Annotated[int, Meta(ge=0, le=2000)] = 20
+    rank: Annotated[int, Meta(ge=1, le=256)] = 16
+    tenants: Annotated[int, Meta(ge=1, le=1000)] = 5
+    ttft_ms: Annotated[float, Meta(ge=1, le=600_000)] = 2000
+    itl_ms: Annotated[float, Meta(ge=1, le=600_000)] = 100
+
+    def workload(self) -> Workload:
+        """Return the question for the planner."""
+        return Workload(**msgspec.structs.asdict(self))
+
+
+class TrialObject(msgspec.Struct, kw_only=True):
+    """Settings, and what the simulator says of them."""
+
+    gpus: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    block_size: int
+    ttft_ms_p99: float
+    itl_ms_p99: float
+    pool_use: float
+    tokens_per_s: float
+    dollars_per_million_tokens: float
+
+
+class PlanObject(msgspec.Struct, kw_only=True):
+    """The recommendation, and all that was tried for it."""
+
+    object: Literal["plan"] = "plan"
+    goals_met: bool
+    recommended: TrialObject
+    tried: list[TrialObject]
+
+
+class PlanChoices(msgspec.Struct, kw_only=True):
+    """The devices and models that a plan can be made for."""
+
+    object: Literal["plan.choices"] = "plan.choices"
+    gpus: list[str]
+    models: list[str]
+
+
+def plan_choices() -> PlanChoices:
+    """Return what a plan can be made for."""
+    return PlanChoices(gpus=list(DEVICES), models=list(MODELS))
+
+
+def activity_object(
+    engine: str, base: str, meters: EngineMeters, models: Mapping[str, str], tenants: Mapping[str, str]
+) -> ActivityObject:
+    """Return an engine's activity; `models` has names by digest, `tenants` by id."""
+
+    def model_of(digest: str | None) -> str:
+        if digest is None:
+            return base
+        return "others" if digest == OTHERS else models.get(digest, digest[:19])
+
+    return ActivityObject(
+        engine=engine,
+        base_model=base,
+        timeline=[_step_object(one, model_of) for one in meters.timeline],
+        evictable=[_evictable_object(one, model_of(one.digest), tenants) for one in meters.evictable],
+    )
+
+
+def _step_object(one: StepSample, model_of: NameOfModel) -> StepObject:
+    rows = [
+        RowsObject(model=model_of(row.digest), service_class=row.service_class, prefill=row.prefill, decode=row.decode)
+        for row in one.rows
+    ]
+    return StepObject(
+        at=one.at, steps=one.steps, prompt_tokens=one.prompt_tokens, output_tokens=one.output_tokens, rows=rows
+    )
+
+
+def _evictable_object(one: Evictable, model: str, tenants: Mapping[str, str]) -> EvictableObject:
+    return EvictableObject(
+        kind="adapter" if one.is_adapter else "cached_prefix",
+        model=model,
+        tenant=None if one.tenant is None else tenants.get(one.tenant),
+        pages=one.pages,
+        recent_uses=one.uses,
+        value=2.0 ** max(-60.0, min(one.score, 60.0)),
+        is_wanted=one.is_wanted,
+    )
+
+
+def reconciliation_object(one: ReconciliationOutcome) -> ReconciliationObject:
+    """Return a reconciliation's outcome as a JSON object."""
+    return ReconciliationObject(
+        at=one.at // SECOND, entries=one.entries, drift_tokens=one.drift_tokens, problems=one.problems
+    )
+
+
+def ledger_object(state: LedgerState) -> LedgerObject:
+    """Return the ledger's proof as a JSON object."""
+    anchor, last = state.checkpoint, state.reconciliation
+    return LedgerObject(
+        sequence=state.sequence,
+        hash=state.hash,
+        checkpoint=None
+        if anchor is None
+        else AnchorObject(sequence=anchor.sequence, hash=anchor.hash, created_at=anchor.created_at // SECOND),
+        reconciliation=None if last is None else reconciliation_object(last),
+        sinks=[
+            SinkProgressObject(
+                name=one.name,
+                delivered_to=one.cursor,
+                behind=max(0, state.sequence - one.cursor),
+                trying_since=seconds(one.trying_since),
+                parked=one.parked,
+            )
+            for one in state.sinks
+        ],
+        parked=[
+            ParkedObject(
+                sink=one.sink,
+                event_id=one.event_id,
+                sequence=one.sequence,
+                reason=one.reason,
+                parked_at=one.parked_at // SECOND,
+            )
+            for one in state.parked
+        ],
+    )

@@ -1,0 +1,191 @@
+// What keeps a release honest: its policy, its guard, and the evaluations of its revisions.
+import { Anchor, Badge, Button, Group, Modal, Select, Stack, Switch, Text } from "@mantine/core";
+import { useDisclosure } from "@mantine/hooks";
+import { useQuery, useQueryClient } from "@tanstack/react-query";
+import { useState } from "react";
+import { Link } from "wouter";
+import { api, unwrap, type EvaluationObject, type GuardObject, type PolicyObject, type RevisionObject } from "../api/client";
+import * as format from "../format";
+import { complain, DataTable, Loaded, report, Section, State, When } from "./ui";
+
+/** The guard of an alias, and the policy that promotions must pass. */
+export function Protection({ name, alias, candidate, mayChange }: { name: string; alias: string; candidate: number; mayChange: boolean }) {
+  const queries = useQueryClient();
+  const path = { name, alias };
+  const guard = useQuery({
+    queryKey: ["adapter", name, "guard", alias],
+    queryFn: () => unwrap(api.GET("/v1/adapters/{name}/aliases/{alias}/guard", { params: { path } })) as Promise<GuardObject>,
+  });
+  const policy = useQuery({
+    queryKey: ["adapter", name, "policy", alias, candidate],
+    queryFn: () =>
+      unwrap(api.GET("/v1/adapters/{name}/aliases/{alias}/policy", { params: { path, query: { revision: candidate || undefined } } })) as Promise<PolicyObject>,
+  });
+  async function setGuard(on: boolean) {
+    if (on) await unwrap(api.PUT("/v1/adapters/{name}/aliases/{alias}/guard", { params: { path }, body: { measures: ["errors"] } }));
+    else await unwrap(api.DELETE("/v1/adapters/{name}/aliases/{alias}/guard", { params: { path } }));
+    await queries.invalidateQueries({ queryKey: ["adapter", name, "guard"] });
+    report(on ? "A canary that fails more often is taken back by itself" : "The canary stays where it is");
+  }
+  return (
+    <Stack gap="xs">
+      <Loaded query={guard} height={36}>
+        {(found) => (
+          <Group gap="xs">
+            <Switch
+              label="Take a canary back that is found worse"
+              checked={found.measures.length > 0}
+              disabled={!mayChange}
+              onChange={(event) => void setGuard(event.currentTarget.checked).catch(complain)}
+            />
+            {found.measures.map((measure) => (
+              <Badge key={measure} color="gray">
+                {measure}
+              </Badge>
+            ))}
+          </Group>
+        )}
+      </Loaded>
+      <Loaded query={policy} height={36}>
+        {(found) =>
+          found.policy === null ? (
+            <Text size="sm" c="dimmed">
+              No release policy: the alias moves as it is told. Set one with "loramux adapter policy", or PUT …/policy.
+            </Text>
+          ) : (
+            <Checks found={found} />
+          )
+        }
+      </Loaded>
+    </Stack>
+  );
+}
+
+function Checks({ found }: { found: PolicyObject }) {
+  return (
+    <>
+      <Group gap="xs">
+        <Text size="sm" fw={600}>
+          Release policy
+        </Text>
+        {found.revision !== null && <Badge color={found.passed ? "teal" : "red"}>{found.passed ? `@${found.revision} passes` : `@${found.revision} may not take most requests`}</Badge>}
+      </Group>
+      {found.checks.map((check, place) => (
+        <Text key={place} size="sm" fw={check.passed ? undefined : 600} className="long">
+          {check.passed ? "✓" : "✗"} {check.message}
+        </Text>
+      ))}
+    </>
+  );
+}
+
+/** Evaluations: two revisions answer the same questions, and a grader compares them. */
+export function Evaluations({ name, revisions, mayStart }: { name: string; revisions: RevisionObject[]; mayStart: boolean }) {
+  const [isMaking, make] = useDisclosure();
+  const evaluations = useQuery({
+    queryKey: ["adapter", name, "evaluations"],
+    queryFn: () => unwrap(api.GET("/v1/evaluations", { params: { query: { adapter: name, limit: 50 } } })),
+    refetchInterval: 5_000,
+  });
+  return (
+    <Section
+      title="Evaluations"
+      about="Two revisions answer the questions of a file, as a batch; the answers are graded in pairs."
+      actions={
+        mayStart && (
+          <Button size="xs" onClick={make.open} disabled={revisions.filter((one) => one.state === "ready").length < 2}>
+            Evaluate
+          </Button>
+        )
+      }
+    >
+      {isMaking && <Start name={name} revisions={revisions} onClose={make.close} />}
+      <Loaded query={evaluations}>
+        {(found) =>
+          found.data.length === 0 ? (
+            <Text size="sm" c="dimmed">
+              No evaluation yet. It needs two revisions, and a file of purpose "evals" with lines of prompt and expected.
+            </Text>
+          ) : (
+            <Listing rows={found.data as EvaluationObject[]} />
+          )
+        }
+      </Loaded>
+    </Section>
+  );
+}
+
+function Listing({ rows }: { rows: EvaluationObject[] }) {
+  return (
+    <DataTable
+      label="Evaluations"
+      rows={rows}
+      keyOf={(one) => one.id}
+      minWidth={720}
+      columns={[
+        { title: "Candidate", width: 100, cell: (one) => <b>@{one.models[0]?.split("@")[1]}</b> },
+        { title: "Against", width: 90, cell: (one) => `@${one.models[1]?.split("@")[1]}` },
+        { title: "Grader", width: 110, cell: (one) => one.grader.type },
+        { title: "State", width: 110, cell: (one) => <State value={one.status} /> },
+        { title: "Result", cell: (one) => <Result one={one} /> },
+        { title: "Since", width: 120, number: true, cell: (one) => <When at={one.created_at} /> },
+      ]}
+    />
+  );
+}
+
+function Result({ one }: { one: EvaluationObject }) {
+  if (one.error) return <Text size="sm">{one.error}</Text>;
+  if (!one.result) return <>–</>;
+  const { candidate, against, difference, questions } = one.result;
+  return (
+    <Text size="sm" className="figure">
+      {format.share(candidate.score.mean)} against {format.share(against.score.mean)} on {format.count(questions)} questions, difference{" "}
+      {format.share(difference.low)} to {format.share(difference.high)}
+    </Text>
+  );
+}
+
+function Start({ name, revisions, onClose }: { name: string; revisions: RevisionObject[]; onClose: () => void }) {
+  const queries = useQueryClient();
+  const ready = revisions.filter((one) => one.state === "ready").map((one) => `${one.revision}`);
+  const files = useQuery({ queryKey: ["files", "evals"], queryFn: () => unwrap(api.GET("/v1/files", { params: { query: { purpose: "evals", limit: 100 } } })) });
+  const [candidate, setCandidate] = useState<string | null>(ready[0] ?? null);
+  const [against, setAgainst] = useState<string | null>(ready[1] ?? null);
+  const [file, setFile] = useState<string | null>(null);
+  const [grader, setGrader] = useState<string | null>("exact");
+  async function start() {
+    const type = grader as "exact" | "contains" | "label";
+    await unwrap(
+      api.POST("/v1/evaluations", {
+        body: { adapter: name, revision: Number(candidate), against: Number(against), file_id: file!, grader: { type } },
+      }),
+    );
+    await queries.invalidateQueries({ queryKey: ["adapter", name, "evaluations"] });
+    report("The evaluation runs");
+    onClose();
+  }
+  return (
+    <Modal opened onClose={onClose} title={<Text fw={600}>Evaluate a revision</Text>} closeButtonProps={{ "aria-label": "Close" }}>
+      <Stack>
+        <Group grow>
+          <Select label="Candidate" data={ready} value={candidate} onChange={setCandidate} allowDeselect={false} />
+          <Select label="Against" data={ready} value={against} onChange={setAgainst} allowDeselect={false} />
+        </Group>
+        <Select
+          label="Questions"
+          description={<>A file of purpose evals. <Anchor component={Link} href="/batches" size="xs">Files</Anchor></>}
+          data={(files.data?.data ?? []).map((one) => ({ value: one.id, label: one.filename }))}
+          value={file}
+          onChange={setFile}
+        />
+        <Select label="Grader" data={["exact", "contains", "label"]} value={grader} onChange={setGrader} allowDeselect={false} />
+        <Group justify="flex-end">
+          <Button disabled={!file || !candidate || candidate === against} onClick={() => void start().catch(complain)}>
+            Evaluate
+          </Button>
+        </Group>
+      </Stack>
+    </Modal>
+  );
+}

@@ -1,0 +1,94 @@
+"""/admin/activity, /admin/ledger and /admin/plan, and the searches that the console's pages use."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from site_fixture import Site
+
+from loramux.engine.messages import BatchRows, EngineMeters, EngineStats, Evictable, StepSample
+from loramux.engine.request import ServiceClass
+from loramux_api import what_if
+from loramux_api.what_if import PlanFailed, WhatIf, Workload
+
+QUESTION = {"gpu": "h100", "model": "qwen2.5-0.5b", "rate": 2, "adapters": 2, "output_tokens": 5, "prompt_tokens": 20}
+
+
+def test_activity_has_steps_and_what_leaves_the_pool_next(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [BatchRows(None, ServiceClass.STANDARD, 7, 2), BatchRows("sha256:unknown", ServiceClass.BATCH, 0, 3)]
+    meters = EngineMeters(
+        timeline=[StepSample(1000.5, 12, 300, 40, rows)],
+        evictable=[Evictable(None, "sha256:unknown", True, 5, 0.5, -1.0, False)],
+    )
+    monkeypatch.setattr(site.engine, "stats", lambda: EngineStats(steps=13, meters=meters))
+    with site.http("all-scopes") as http:
+        (one,) = http.get("/admin/activity").json()["data"]
+    (step,) = one["timeline"]
+    assert (step["steps"], step["prompt_tokens"], step["output_tokens"]) == (12, 300, 40)
+    assert [(row["model"], row["prefill"], row["decode"]) for row in step["rows"]] == [
+        ("tiny", 7, 2),
+        ("sha256:unknown", 0, 3),
+    ]
+    (next_,) = one["evictable"]
+    assert (next_["kind"], next_["pages"], next_["value"]) == ("adapter", 5, 0.5)
+
+
+def test_operators_pages_are_for_operators(site: Site) -> None:
+    with site.http("acme") as http:
+        for path in ("/admin/activity", "/admin/ledger", "/admin/plan"):
+            assert http.get(path).status_code == 403
+        assert http.post("/admin/plan", json=QUESTION).status_code == 403
+        assert http.post("/admin/ledger/reconcile").status_code == 403
+
+
+def test_ledger_shows_its_head_and_the_last_reconciliation(site: Site) -> None:
+    with site.http("all-scopes") as http:
+        asked = http.post("/v1/completions", json={"model": "tiny", "prompt": "hello", "max_tokens": 2})
+        assert asked.is_success
+        outcome = http.post("/admin/ledger/reconcile").json()
+        assert outcome["problems"] == []
+        found = http.get("/admin/ledger").json()
+    assert found["sequence"] >= outcome["entries"] > 0
+    assert len(found["hash"]) == 64
+    assert found["reconciliation"]["entries"] == outcome["entries"]
+
+
+@pytest.mark.parametrize(
+    ("change", "field"), [({"gpu": "abacus"}, "gpu"), ({"model": "../etc"}, "model"), ({"rate": 10**6}, "rate")]
+)
+def test_plan_refuses_what_it_cannot_simulate(site: Site, change: dict[str, object], field: str) -> None:
+    with site.http("all-scopes") as http:
+        answer = http.post("/admin/plan", json=QUESTION | change)
+    assert answer.status_code == 400
+    assert field in answer.text
+
+
+def test_plan_is_searched_one_at_a_time_in_a_process_of_its_own(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(what_if, "MAX_REQUESTS", 20)
+    with site.http("all-scopes") as http:
+        choices = http.get("/admin/plan").json()
+        assert "h100" in choices["gpus"]
+        with ThreadPoolExecutor() as pool:
+            answers = list(pool.map(lambda _: http.post("/admin/plan", json=QUESTION), range(2)))
+    assert sorted(answer.status_code for answer in answers) == [200, 429]
+    plan = next(answer.json() for answer in answers if answer.status_code == 200)
+    assert plan["goals_met"]
+    assert plan["recommended"]["gpus"] == 1
+    assert len(plan["tried"]) > 1
+
+
+@pytest.mark.anyio
+async def test_plan_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(what_if, "MAX_SECONDS", 0.01)
+    body = {"rank": 16, "tenants": 1, "ttft_ms": 1000, "itl_ms": 100} | QUESTION
+    with pytest.raises(PlanFailed, match="no plan was found"):
+        await WhatIf().plan(Workload(**body))  # type: ignore[arg-type]
+
+
+def test_adapters_and_models_are_searched_by_name(site: Site) -> None:
+    with site.http("all-scopes") as http:
+        assert http.get("/v1/adapters", params={"search": "no-such"}).json()["data"] == []
+        assert [one["id"] for one in http.get("/v1/models", params={"search": "TIN"}).json()["data"]] == ["tiny"]
+        assert http.get("/v1/models", params={"search": "%", "limit": 5}).json()["data"] == []
+        assert http.get("/v1/adapters", params={"search": "x" * 65}).status_code == 400
