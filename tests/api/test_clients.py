@@ -217,12 +217,13 @@ def test_vllm_benchmark_client_counts_tokens(
     environment: Callable[..., Path], ask: Run, tmp_path: Path, served: dict[str, str]
 ) -> None:
     programs = environment("aiohttp", "regex", "tqdm")
-    shell(str(programs / "pip"), "install", "--quiet", "setuptools", "setuptools_scm", "setuptools_rust", "packaging")
+    pip = (sys.executable, "-m", "pip")  # vLLM's metadata is made by its setup.py, which imports torch
+    needed = ("setuptools", "setuptools_scm", "setuptools_rust", "packaging", "semantic_version", "vcs_versioning")
     where = ("--no-deps", "--no-binary", "vllm", "--no-build-isolation", "--dest", str(tmp_path))
-    # pip looks at the metadata, which vLLM's setup.py makes; these have it build nothing.
-    flags = {"VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": VLLM}
+    flags = {"VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": VLLM, "PYTHONPATH": str(tmp_path / "packages")}
     try:
-        shell(str(programs / "pip"), "download", "--quiet", *where, f"vllm=={VLLM}", **flags)
+        shell(*pip, "install", "--quiet", "--no-deps", "--target", str(tmp_path / "packages"), *needed)
+        shell(*pip, "download", "--quiet", *where, f"vllm=={VLLM}", **flags)
     except RegistryError as error:
         pytest.skip(f"vLLM's source distribution cannot be fetched here: {error}")
     with tarfile.open(next(tmp_path.glob("vllm-*.tar.gz"))) as archive:
