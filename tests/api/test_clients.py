@@ -104,7 +104,7 @@ def ask(served: dict[str, str]) -> Run:
     [
         ("use_openai.py", ("openai",)),
         ("use_langchain.py", ("langchain-openai",)),
-        ("use_litellm.py", ("litellm",)),
+        ("use_litellm.py", ("litellm[proxy]",)),  # without it litellm imports what it has not
         ("use_anthropic.py", ("anthropic",)),
     ],
 )
