@@ -9,7 +9,7 @@ import { complain, Confirm, DataTable, Empty, Loaded, Page, report, Section, Sta
 import * as format from "../format";
 import { useSession } from "../session";
 
-const SHOWN = 100;
+const SHOWN = 50;
 
 /** Every tenant with its tier; an operator may look at each one's pages, read-only. */
 export default function Tenants() {
