@@ -31,6 +31,7 @@ ADAPTER = ("/{name:str}", "/{owner:str}/{name:str}")
 ABOUT_AN_ADAPTER = {
     "": {"ttl_s": 1},
     "/promote": {"revision": 1},
+    "/shadow": {"revision": 1, "share": 0.5},
     "/revisions/{revision:str}": {"ttl_s": 1},
     "/aliases/{alias:str}": {"targets": [{"revision": 1, "weight": 1}]},
     "/aliases/{alias:str}/guard": {"measures": ["errors"]},

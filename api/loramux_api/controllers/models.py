@@ -40,12 +40,10 @@ class ModelController(Controller):
         """
         reading, wanted = platform.adapters.queries, (search or "").lower()
         models = [_base(platform, base) for name, base in platform.bases.items() if principal.may_use(name)]
-        own, _ = await reading.page(principal, limit=limit, search=wanted.rpartition("/")[2] or None)
-        granted = await reading.granted(principal)
-        shared = [_adapter(platform, one.name, one.granted_at, one.base_model) for one in granted]
+        own = await reading.own(principal, wanted.rpartition("/")[2] or None, limit)
+        adapters = [*own, *await reading.granted(principal)]
+        models += [_adapter(platform, one.name, one.created_at, one.base_model) for one in adapters]
         models = [one for one in models if wanted in one.id.lower()]
-        models += [_adapter(platform, one.name, one.created_at, one.base_model) for one in own]
-        models += [one for one in shared if wanted in one.id.lower()]
         return ModelList(data=models[:limit])
 
     @get("/{name:path}", summary="Describe a model", responses=REFUSALS)
@@ -58,7 +56,7 @@ class ModelController(Controller):
             return _base(platform, base)
         for granted in await platform.adapters.queries.granted(principal):
             if granted.name == name:
-                return _adapter(platform, name, granted.granted_at, granted.base_model)
+                return _adapter(platform, name, granted.created_at, granted.base_model)
         try:
             info = await platform.adapters.queries.get(principal, name)
         except AdapterNotFound:

@@ -27,7 +27,7 @@ from loramux_demo.train.facts import STYLES
 )
 @click.option("--only", type=click.Choice(sorted(RECIPES)), help="Train one adapter, on the base that is in --out.")
 def main(out: Path | None, evaluate_only: bool, only: str | None) -> None:
-    """Train the demo's base model and its six adapters (under six minutes on two cores), and measure them."""
+    """Train the demo's base model and its six adapters (minutes on two cores), and measure them."""
     if out is None and not evaluate_only:
         raise click.UsageError("say where to write the models (--out DIR), or measure the shipped ones (--evaluate)")
     quieten()

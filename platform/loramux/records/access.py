@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
-from sqlalchemy import ColumnElement, Row, Select, select
+from sqlalchemy import ColumnElement, Row, Select, literal, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from loramux.records.adapters import READY, AdapterRow, RevisionRow
 from loramux.records.aliases import DEFAULT_ALIAS, AliasRow, AliasTargetRow
 from loramux.records.grants import GrantRow
 from loramux.records.identity import TenantId
+from loramux.records.statements import among
 from loramux.records.tenants import TenantRow
 
 
@@ -71,11 +72,36 @@ class AccessRepository:
         )
         return [AccessibleRevision(**row._mapping) for row in await self._session.execute(statement)]
 
+    async def own(
+        self, names: Collection[str] | None = None, search: str | None = None, limit: int | None = None
+    ) -> Sequence[Row[str, int, str]]:
+        """Return the tenant's own adapters by name, as `granted` has others': there may be ten thousand.
+
+        `names`: among these. `search`: only those with it in their name. The time is the main revision's.
+        """
+        adapters = select(AdapterRow.id, AdapterRow.name).where(
+            AdapterRow.tenant_id == self._tenant, AdapterRow.deleted_at.is_(None)
+        )
+        if names is not None:
+            adapters = adapters.where(among(self._session, AdapterRow.name, names))
+        if search is not None:
+            adapters = adapters.where(AdapterRow.name.contains(search, autoescape=True))
+        found = adapters.order_by(AdapterRow.name).limit(limit).subquery()
+        name = literal(f"{self._name}/").concat(found.c.name).label("name")
+        statement = (
+            select(name, RevisionRow.created_at, RevisionRow.base_model)
+            .join(AliasTargetRow, (AliasTargetRow.adapter_id == found.c.id) & (AliasTargetRow.alias == DEFAULT_ALIAS))
+            .join(RevisionRow, RevisionRow.id == AliasTargetRow.revision_id)
+            .order_by(found.c.name, AliasTargetRow.weight, RevisionRow.number)
+        )
+        mains = {row.name: row for row in await self._session.execute(statement)}  # of an adapter's targets the last
+        return list(mains.values())
+
     async def granted(self) -> Sequence[Row[str, int, str]]:
         """Return other tenants' adapters that the tenant may call, by name: also when granted, and for which base."""
         name = (TenantRow.name + "/" + AdapterRow.name).label("name")
         statement = (
-            select(name, GrantRow.granted_at, _default_base().label("base_model"))
+            select(name, GrantRow.granted_at.label("created_at"), _default_base().label("base_model"))
             .join(AdapterRow, AdapterRow.id == GrantRow.adapter_id)
             .join(TenantRow, TenantRow.id == AdapterRow.tenant_id)
             .where(GrantRow.grantee == self._name, AdapterRow.deleted_at.is_(None))

@@ -106,12 +106,13 @@ class RevisionInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What it is served with beside its weights; unset in lists."""
 
 
-class GrantedAdapter(msgspec.Struct, frozen=True, kw_only=True):
-    """Another tenant's adapter that the caller may call."""
+class CallableAdapter(msgspec.Struct, frozen=True, kw_only=True):
+    """An adapter that the caller may call, as a list of models shows it."""
 
     name: str
     """`tenant/adapter`."""
-    granted_at: int
+    created_at: int
+    """Of its main revision; of another tenant's adapter, of the grant."""
     base_model: str
     """Of the revision that its default alias mostly means."""
 

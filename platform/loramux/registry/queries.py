@@ -14,7 +14,7 @@ from loramux.records.pins import PinRepository
 from loramux.registry.entities import (
     AdapterInfo,
     AliasVersion,
-    GrantedAdapter,
+    CallableAdapter,
     GrantInfo,
     RevisionInfo,
     adapter_info,
@@ -43,13 +43,9 @@ class AdapterQueries:
 
         `search`: only those with it in their name.
         """
-        names = None
-        if principal.models is not None:
-            owned = f"{principal.tenant_name}/"
-            names = [model.removeprefix(owned) for model in principal.models if model.startswith(owned)]
         async with self._database.read() as session:
             adapters = AdapterRepository(session, principal.tenant)
-            found = await adapters.page(after, None if limit is None else limit + 1, names, search)
+            found = await adapters.page(after, None if limit is None else limit + 1, _own_names(principal), search)
             shown = found[:limit]
             aliases = await AliasRepository(session, principal.tenant).all(*(adapter.id for adapter in shown))
         infos = [adapter_info(principal.tenant_name, adapter, aliases[adapter.id]) for adapter in shown]
@@ -98,11 +94,31 @@ class AdapterQueries:
             rows = await GrantRepository(session, principal.tenant).all(adapter.id)
         return [grant_info(row) for row in rows]
 
-    async def granted(self, principal: Principal) -> list[GrantedAdapter]:
+    async def own(
+        self, principal: Principal, search: str | None = None, limit: int | None = None
+    ) -> list[CallableAdapter]:
+        """List at most `limit` of the caller's own adapters that it may call, by name; there may be ten thousand.
+
+        `search`: only those with it in their name.
+        """
+        async with self._database.read() as session:
+            access = AccessRepository(session, principal.tenant, principal.tenant_name)
+            found = await access.own(_own_names(principal), search, limit)
+        return [CallableAdapter(**row._mapping) for row in found]
+
+    async def granted(self, principal: Principal) -> list[CallableAdapter]:
         """List other tenants' adapters that the caller may call, by name."""
         async with self._database.read() as session:
             found = await AccessRepository(session, principal.tenant, principal.tenant_name).granted()
-        return [GrantedAdapter(**row._mapping) for row in found if principal.may_use(row.name)]
+        return [CallableAdapter(**row._mapping) for row in found if principal.may_use(row.name)]
+
+
+def _own_names(principal: Principal) -> list[str] | None:
+    """Return the caller's own adapters that its allow-list permits; None: all."""
+    if principal.models is None:
+        return None
+    owned = f"{principal.tenant_name}/"
+    return [model.removeprefix(owned) for model in principal.models if model.startswith(owned)]
 
 
 async def _adapter(adapters: AdapterRepository, principal: Principal, name: str) -> AdapterRow:

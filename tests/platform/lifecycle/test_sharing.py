@@ -16,6 +16,7 @@ from loramux.registry import (
     ModelNotFound,
     PartNotFound,
     TooManyAdapters,
+    WeightedRevision,
 )
 from loramux.tenants import Tenants
 
@@ -141,3 +142,17 @@ async def test_another_tenants_requests_do_not_show_in_a_pin(shelf: Shelf, acme:
     await shelf.means(globex, "globex/bot")
     await shelf.registry.pins.active(shelf.registry.resolver.take_used())
     assert (await shelf.registry.queries.revision(acme, "bot", 1)).pin == before
+
+
+async def test_list_of_callable_adapters_has_the_main_revision_of_each(shelf: Shelf, acme: Principal) -> None:
+    for name, numbers in (("bot", (1, 2)), ("ant", (3,)), ("cat", (4, 5))):
+        await shelf.push(acme, name, *numbers)
+    await shelf.registry.aliases.point(acme, "bot", "default", [WeightedRevision(1, 90), WeightedRevision(2, 10)])
+    await shelf.registry.aliases.point(acme, "cat", "default", [WeightedRevision(1, 50), WeightedRevision(2, 50)])
+    queries = shelf.registry.queries
+    assert [(one.name, one.created_at, one.base_model) for one in await queries.own(acme)] == [
+        (one.name, one.created_at, one.base_model) for one in await queries.all(acme)
+    ]
+    assert [one.name for one in await queries.own(acme, search="t", limit=2)] == ["acme/ant", "acme/bot"]
+    narrow = msgspec.structs.replace(acme, models=frozenset({"acme/cat", "tiny"}))
+    assert [one.name for one in await queries.own(narrow)] == ["acme/cat"]
