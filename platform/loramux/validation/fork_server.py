@@ -25,13 +25,12 @@ from typing import NoReturn
 
 import msgspec
 
-from loramux.validation.jail import code_paths, enter_jail
+from loramux.validation.jail import code_paths, enter_jail, leave_network
 from loramux.validation.report import ResourceUsage
 from loramux.validation.sandbox import Job, JobLimits, JobResult
 
 PR_SET_CHILD_SUBREAPER = 36
 """A constant of linux/prctl.h."""
-CLONE_NEWUSER, CLONE_NEWNET = 0x1000_0000, 0x4000_0000
 """Constants of linux/sched.h."""
 OPEN_FILES = 256
 IDLE_SECONDS = 900.0
@@ -51,7 +50,7 @@ def serve(module: str, descriptor: int, niceness: int) -> None:
     """Fork a child for each job until the socket closes or no job has come for IDLE_SECONDS."""
     os.nice(niceness)
     _adopt_orphans()
-    has_network = not _leave_network()
+    leave_network()
     work: Work = importlib.import_module(module).prepare(sys.stdin.buffer.read())
     code_paths()  # collected once, with the modules that every job has
     gc.collect()
@@ -65,7 +64,7 @@ def serve(module: str, descriptor: int, niceness: int) -> None:
                 return
             if os.fork() == 0:
                 control.close()
-                _serve(descriptors[0], work, has_network)
+                _serve(descriptors[0], work)
             os.close(descriptors[0])
 
 
@@ -74,25 +73,14 @@ def _adopt_orphans() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def _leave_network() -> bool:
-    """Move to a network namespace of our own, which has no interface; False where the kernel allows none.
-
-    An unprivileged process needs a user namespace around it, which many containers forbid. Root takes none: it would
-    lose the right to read files of other users there, such as the model's.
-    """
-    unshare = ctypes.CDLL(None, use_errno=True).unshare
-    return bool(unshare(CLONE_NEWNET if os.geteuid() == 0 else CLONE_NEWUSER | CLONE_NEWNET) == 0)
-
-
-def _serve(descriptor: int, work: Work, has_network: bool) -> NoReturn:
+def _serve(descriptor: int, work: Work) -> NoReturn:
     """Run one job, in the child."""
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a job may wait for children of its own
         with socket.socket(fileno=descriptor) as connection, connection.makefile("rb") as incoming:
             job = msgspec.json.decode(incoming.read(), type=Job)
             _limit(job.limits)
-            result = msgspec.structs.replace(_answer(work, bytes(job.payload)), has_network=has_network)
-            connection.sendall(msgspec.json.encode(result))
+            connection.sendall(msgspec.json.encode(_answer(work, bytes(job.payload))))
     finally:
         os._exit(0)
 

@@ -1,4 +1,6 @@
-"""A filesystem jail for a process on itself: Landlock, which needs neither root nor a container.
+"""A jail that a process enters by itself: no network, and of the filesystem only what it is given.
+
+The filesystem is closed by Landlock, which needs neither root nor a container.
 
 A process lists the folders that it may still open and restricts itself for good; its children inherit that. All else
 is refused with EACCES, `/proc` of other processes included. Later kernels also take away TCP (ABI 4), signals to
@@ -13,6 +15,7 @@ import ctypes
 import os
 import site
 import stat
+import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterable
@@ -50,6 +53,25 @@ _FACTS = (
     "/usr/share/zoneinfo",
 )
 """What libraries read about the machine. None of it is a secret of the server."""
+
+
+CLONE_NEWUSER, CLONE_NEWNET = 0x1000_0000, 0x4000_0000
+
+
+def leave_network() -> bool:
+    """Move to a network namespace of our own, which has no interface; False where the kernel allows none.
+
+    An unprivileged process needs a user namespace around it, which many containers forbid. Root takes none: it would
+    lose the right to read files of other users there, such as the model's.
+    """
+    unshare = ctypes.CDLL(None, use_errno=True).unshare
+    return bool(unshare(CLONE_NEWNET if os.geteuid() == 0 else CLONE_NEWUSER | CLONE_NEWNET) == 0)
+
+
+@cache
+def may_leave_network() -> bool:
+    """Ask the kernel in a process of its own whether `leave_network` would succeed."""
+    return subprocess.run([sys.executable, "-I", __file__], check=False, capture_output=True).returncode == 0  # noqa: S603 - our own file
 
 
 class _RulesetAttributes(ctypes.Structure):
@@ -148,3 +170,7 @@ def _loaded_packages() -> set[str]:
         if "." not in name and name != "__main__":
             found.update(map(str, getattr(module, "__path__", ())) or {getattr(module, "__file__", None) or ""})
     return found - {""}
+
+
+if __name__ == "__main__":
+    sys.exit(not leave_network())

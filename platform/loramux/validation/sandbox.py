@@ -78,8 +78,6 @@ class JobResult(msgspec.Struct, frozen=True):
     fault: str | None = None
     trace: str = ""
     """The place at which a crash was raised."""
-    has_network: bool = False
-    """The process can reach the server's network: the kernel allowed it no namespace of its own."""
 
 
 class SandboxError(Exception):
@@ -116,7 +114,6 @@ class Sandbox:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
-        self._has_warned = False
 
     def run(self, payload: bytes, limits: JobLimits) -> JobResult:
         """Run one job; `payload` and the result's value are JSON. Raises SandboxError."""
@@ -138,22 +135,11 @@ class Sandbox:
             except (OSError, ValueError) as error:
                 reason, data = str(error), b""
         if data:
-            result = _decoded(data)
-            self._warn_once_of_network(result)
-            return _checked(result)
+            return _checked(_decoded(data))
         with self._lock:
             if self._died:
                 raise SandboxDied(f"the process for {self._module} ended")
         raise JobEnded(reason)
-
-    def _warn_once_of_network(self, result: JobResult) -> None:
-        if result.has_network and not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "%s runs with the server's network: the kernel allows it no namespace of its own. For more isolation "
-                "run the server where it does (CAP_SYS_ADMIN or user namespaces), or without a route out.",
-                self._module,
-            )
 
     def close(self) -> None:
         """Stop the warm process. Running jobs continue to their end."""

@@ -13,7 +13,7 @@ import msgspec
 from loramux.bundle import MAX_BUNDLE_BYTES, NO_BUNDLE, SOURCES, read_bundle
 from loramux.errors import Rejection
 from loramux.settings import Settings
-from loramux.validation.jail import landlock_abi
+from loramux.validation.jail import landlock_abi, may_leave_network
 from loramux.validation.jobs import (
     BundleJob,
     BundleSetup,
@@ -156,7 +156,7 @@ class BaseValidators:
 
     def __init__(self, settings: Settings, validators: Mapping[str, Validator]) -> None:
         """`validators` by the base's name in requests."""
-        _warn_without_landlock()
+        _warn_of_what_the_kernel_lacks()
         self._validators = validators
         self._retired: tuple[RetiredBase, ...] = ()
         self._choice = _Stage("base_model", "loramux.validation.base_choice", NoSetup(), _file_limits(settings))
@@ -200,11 +200,16 @@ class BaseValidators:
             validator.close()
 
 
-def _warn_without_landlock() -> None:
+def _warn_of_what_the_kernel_lacks() -> None:
     if landlock_abi() == 0:
         logger.warning(
             "the kernel has no Landlock (Linux 5.13, and `landlock` among its security modules): processes that check "
             "uploads and render templates can open every file that the server can. Run the server in a container."
+        )
+    if not may_leave_network():
+        logger.warning(
+            "the kernel allows no network namespace: processes that check uploads and render templates run with the "
+            "server's network. Run the server where it does (CAP_SYS_ADMIN or user namespaces), or without a route out."
         )
 
 

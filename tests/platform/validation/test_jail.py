@@ -133,6 +133,7 @@ def test_jail_holds_for_children_and_leaves_python_whole(tmp_path: Path) -> None
 def test_kernel_without_landlock_is_said_at_start(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr("loramux.validation.validator.may_leave_network", lambda: True)
     settings = Settings(model={"path": "/none", "served_model_name": "tiny"})  # type: ignore[arg-type]
     BaseValidators(settings, {}).close()
     assert caplog.records == []
@@ -143,3 +144,12 @@ def test_kernel_without_landlock_is_said_at_start(
     assert "the kernel has no Landlock" in record.message
     assert jail.enter_jail([], []) is False
     assert Path("/etc/passwd").read_text()
+
+
+def test_kernel_without_network_namespaces_is_said_at_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("loramux.validation.validator.may_leave_network", lambda: False)
+    BaseValidators(Settings(model={"path": "/none", "served_model_name": "tiny"}), {}).close()  # type: ignore[arg-type]
+    (record,) = caplog.records
+    assert "the kernel allows no network namespace" in record.message

@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from loramux.validation.report import ResourceUsage
-from loramux.validation.sandbox import JobCrashed, JobEnded, JobLimits, JobOutOfMemory, JobResult, Sandbox, SandboxDied
+from loramux.validation.jail import may_leave_network
+from loramux.validation.sandbox import JobCrashed, JobEnded, JobLimits, JobOutOfMemory, Sandbox, SandboxDied
 
 LIMITS = JobLimits(memory_bytes=32 << 20, cpu_seconds=20, wall_seconds=60)
 
@@ -135,26 +135,20 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def test_sandbox_job_reaches_no_network_unless_it_says_so(sandbox: Sandbox, caplog: pytest.LogCaptureFixture) -> None:
+def test_sandbox_job_reaches_no_network_unless_it_says_so(sandbox: Sandbox) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         job = json.dumps(["connects", listener.getsockname()[1]]).encode()
         result = sandbox.run(job, LIMITS)
-    assert json.loads(bytes(result.value))["told"] is result.has_network
-    assert result.has_network is not may_unshare_network(), "where the kernel allows it, it is done"
+    assert json.loads(bytes(result.value))["told"] is not may_unshare_network(), (
+        "where the kernel allows it, it is done"
+    )
+    assert may_leave_network() is may_unshare_network()
 
 
 def may_unshare_network() -> bool:
     """Ask the kernel in a process of its own, by another tool."""
     flags = ["--net"] if os.geteuid() == 0 else ["--user", "--net"]
     return subprocess.run(["unshare", *flags, "true"], check=False, capture_output=True).returncode == 0
-
-
-def test_sandbox_without_a_namespace_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    sandbox = Sandbox("some.module", b"1")
-    for has_network in (False, True, True):
-        sandbox._warn_once_of_network(JobResult(ResourceUsage(cpu_seconds=0, peak_bytes=0), has_network=has_network))
-    (record,) = caplog.records
-    assert "some.module runs with the server's network" in record.message
 
 
 def test_sandbox_interrupt_from_the_terminal_is_left_to_the_server(capfd: pytest.CaptureFixture[str]) -> None:
