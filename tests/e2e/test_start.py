@@ -110,6 +110,7 @@ def test_start_without_its_database_is_refused(base_dir: Path, tmp_path: Path) -
 def break_schema(records: Path) -> None:
     with closing(sqlite3.connect(records)) as connection, connection:
         connection.execute("UPDATE alembic_version SET version_num = '9999'")
+        connection.execute("UPDATE schema_floor SET revision = '9999'")
 
 
 def remove_pepper(records: Path) -> None:
