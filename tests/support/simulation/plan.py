@@ -101,6 +101,7 @@ class Plan:
     cancels_unread: bool
     max_draft_tokens: int
     """0: no speculative decoding."""
+    max_service_lead: float
     calls: tuple[Call, ...] = ()
     uploads: tuple[UploadCall, ...] = ()
     """Only in a simulation of the whole platform, and so the next two."""
@@ -126,7 +127,7 @@ def make_plan(seed: int) -> Plan:
         replace(call, service_tier=tiers.choice(["default", "default", "flex", "batch"]))
         for call in _calls(rng, shape, burst)
     )
-    return Plan(
+    plan = Plan(
         seed=seed,
         max_num_seqs=rng.choice([1, 1, 2, 3, 4, 8]),
         max_num_batched_tokens=rng.choice([8, 16, 32, 64]),
@@ -150,10 +151,39 @@ def make_plan(seed: int) -> Plan:
         drains_at=rng.uniform(0, 5) if rng.random() < 0.1 else None,
         cancels_unread=rng.random() < 0.5,
         max_draft_tokens=random.Random(~seed).choice([0, 1, 3, 8]),
+        max_service_lead=8192.0,
         calls=calls,
         uploads=tuple(_uploads(rng)),
         storage_outages=_spans(rng, 0.3, 8.0, earliest=1.0) if rough else (),
         validator_dies=0.3 if rough and rng.random() < 0.2 else 0.0,
+    )
+    own = random.Random(f"storage {seed}")
+    return _crowd_storage(plan, own) if own.random() < 0.3 else plan
+
+
+def _crowd_storage(plan: Plan, rng: random.Random) -> Plan:
+    """Adapters that do not fit side by side, slow loads, and service leads that are reached; one engine that lives."""
+    pages = rng.choice([8, 16, 48])
+    sizes = rng.choice([(1, 1), (pages // 3, pages * 5 // 8)])
+    calls = [Call(0.0, tenant=0, adapter=None, prompt=[97, 98], max_tokens=30, n=rng.choice([1, 2])) for _ in range(2)]
+    for number in range(rng.randint(3, 8)):
+        at = rng.choice([0.0, rng.uniform(0.0, 3.0)])
+        adapter = rng.randrange(ADAPTERS)
+        calls.append(Call(at, number % TENANTS, adapter, [rng.randint(97, 110)] * 3, rng.choice([1, 5, 12])))
+    return replace(
+        plan,
+        pages=pages,
+        block_size=8,
+        max_num_seqs=8,
+        num_engines=1,
+        engine_deaths=(),
+        engine_restarts=(),
+        drains_at=None,
+        max_loading=rng.choice([1, 2]),
+        load_seconds=rng.choice([(0.5, 5.0), (0.02, 2.0)]),
+        adapter_pages=tuple(rng.randint(*sizes) for _ in range(ADAPTERS)),
+        max_service_lead=rng.choice([4.0, 16.0, 8192.0]),
+        calls=tuple(calls),
     )
 
 

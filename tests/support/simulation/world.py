@@ -207,6 +207,7 @@ class Life:
                     "speculation": "ngram" if plan.max_draft_tokens else "off",
                     "max_draft_tokens": plan.max_draft_tokens or 1,
                 },
+                "scheduler": {"max_service_lead": plan.max_service_lead},
                 "adapters": {"max_loading": plan.max_loading, "load_timeout_s": LOAD_TIMEOUT},
             },
             Settings,
