@@ -42,6 +42,7 @@ FACTS = ModelFacts(
     pages_total=64,
     block_size=16,
     weights="none",
+    hidden_size=64,
 )
 
 
