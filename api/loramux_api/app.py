@@ -13,99 +13,32 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from litestar import Litestar, Request, Router
+from litestar import Litestar
 from litestar.datastructures import State
 from litestar.di import Provide
 from litestar.types import ASGIApp, LifeSpanReceive, LifeSpanScope, LifeSpanSend, Receive, Scope, Send
 from typing_extensions import override
 
-from loramux.batches import Batches, Files, open_batches
 from loramux.errors import LoramuxError
-from loramux.gateway import AdapterService, CompletionService, EngineClient, EngineDied, Platform, open_platform
-from loramux.limits import Limits
-from loramux.releases import (
-    BaseMigrations,
-    CanaryGuards,
-    Evaluations,
-    ReleasePolicies,
-    RevisionMetrics,
-    Shadows,
-    open_base_migrations,
-    open_canary_guards,
-    open_evaluations,
-    open_revision_metrics,
-    open_shadows,
-)
+from loramux.gateway import EngineClient, EngineDied, Platform, open_platform
 from loramux.settings import Settings, SettingsError, load_settings
-from loramux.tenants import Account, Principal, Tenants
-from loramux.uploads import UploadSessions
-from loramux.webhooks import Endpoints
-from loramux_api.auth import platform_of, principal_of
-from loramux_api.batch_endpoints import batch_endpoints
 from loramux_api.bodies import ApiRequest
 from loramux_api.console_files import ConsoleFiles
-from loramux_api.controllers.account import AuditController, KeyController, MemberController, ProjectController
-from loramux_api.controllers.adapters import AdapterController
-from loramux_api.controllers.admin import (
-    AdminController,
-    AdminEngineController,
-    AdminTenantController,
-    AdminTenantLimitController,
-    AdminTierController,
-    AdminTierLimitController,
-)
-from loramux_api.controllers.aliases import AliasController
-from loramux_api.controllers.bases import AdminBaseController
-from loramux_api.controllers.batches import BatchController
-from loramux_api.controllers.chat import ChatController
-from loramux_api.controllers.completions import CompletionController
-from loramux_api.controllers.console import (
-    ConsoleController,
-    ConsoleLinkController,
-    ConsoleSessionController,
-    ConsoleSignInController,
-)
-from loramux_api.controllers.evaluations import EvaluationController
-from loramux_api.controllers.files import FileController
-from loramux_api.controllers.grants import GrantController
-from loramux_api.controllers.health import HealthController
-from loramux_api.controllers.limits import BudgetController, LimitController
-from loramux_api.controllers.lorax import LoraxController
-from loramux_api.controllers.messages import MessageController
-from loramux_api.controllers.migrations import AdminMigrationController, MigrationController
-from loramux_api.controllers.models import ModelController
-from loramux_api.controllers.operations import AdminActivityController, AdminPlanController
-from loramux_api.controllers.pooling import PoolingController
-from loramux_api.controllers.releases import (
-    FeedbackController,
-    GuardController,
-    PolicyController,
-    RevisionMetricsController,
-)
-from loramux_api.controllers.responses import ResponseController
-from loramux_api.controllers.revisions import PinController, RevisionController
-from loramux_api.controllers.shadows import ShadowController
-from loramux_api.controllers.tokens import TokenController
-from loramux_api.controllers.uploads import UploadController
-from loramux_api.controllers.usage import InvoiceController, RequestController, ServiceLevelController, UsageController
-from loramux_api.controllers.vllm import VllmController
-from loramux_api.controllers.vllm_information import VllmInformationController
-from loramux_api.controllers.webhooks import EventController, WebhookController
+from loramux_api.dependencies import DEPENDENCIES
 from loramux_api.headers import send_console_policy, send_request_id
 from loramux_api.metrics import Metrics
 from loramux_api.openapi import openapi_config
 from loramux_api.problems import EXCEPTION_HANDLERS
 from loramux_api.request_log import logged, note_begun, note_ended, note_response
+from loramux_api.routes import routes_of
+from loramux_api.services import open_services
 from loramux_api.tracing import Tracer
 from loramux_api.what_if import WhatIf
 
 logger = logging.getLogger(__name__)
 
 MAX_JSON_BYTES = 16 << 20
-CONSOLE = (ConsoleController, ConsoleSessionController, ConsoleSignInController, ConsoleLinkController)
 CONFIG_VARIABLE = "LORAMUX_CONFIG"
-
-AnyRequest = Request[Any, Any, Any]
 
 
 class Application(Litestar):
@@ -141,64 +74,9 @@ def create_app(settings: Settings, engine: EngineClient | None = None) -> Applic
             with _lame_duck_on_sigterm(app, settings.server.lame_duck_seconds):
                 yield
 
-    uploads = Router(
-        "/",
-        route_handlers=[AdapterController, UploadController],
-        request_max_body_size=settings.server.max_upload_bytes,
-    )
-    files = Router("/", route_handlers=[FileController], request_max_body_size=settings.batches.max_body_bytes)
     app = Application(
-        route_handlers=[
-            ChatController,
-            CompletionController,
-            ResponseController,
-            PoolingController,
-            MessageController,
-            TokenController,
-            LoraxController,
-            ModelController,
-            RevisionController,
-            AliasController,
-            PinController,
-            GrantController,
-            UsageController,
-            ServiceLevelController,
-            InvoiceController,
-            KeyController,
-            ProjectController,
-            MemberController,
-            AuditController,
-            LimitController,
-            BudgetController,
-            AdminTenantController,
-            AdminTierController,
-            AdminEngineController,
-            AdminBaseController,
-            AdminMigrationController,
-            MigrationController,
-            AdminController,
-            AdminActivityController,
-            AdminPlanController,
-            AdminTierLimitController,
-            AdminTenantLimitController,
-            EventController,
-            RequestController,
-            WebhookController,
-            VllmController,
-            VllmInformationController,
-            HealthController,
-            BatchController,
-            EvaluationController,
-            RevisionMetricsController,
-            FeedbackController,
-            GuardController,
-            PolicyController,
-            ShadowController,
-            *(CONSOLE if settings.console.enabled else ()),
-            uploads,
-            files,
-        ],
-        dependencies={**_dependencies(), "metrics": Provide(lambda: metrics, sync_to_thread=False)},
+        route_handlers=routes_of(settings),
+        dependencies={**DEPENDENCIES, "metrics": Provide(lambda: metrics, sync_to_thread=False)},
         lifespan=[lifespan],
         before_send=[send_request_id, send_console_policy, metrics.count, note_response],
         exception_handlers=EXCEPTION_HANDLERS,
@@ -217,18 +95,8 @@ def create_app(settings: Settings, engine: EngineClient | None = None) -> Applic
 @asynccontextmanager
 async def attached(app: Application, platform: Platform) -> AsyncIterator[None]:
     """Serve from an open platform, and run its batches, while the block runs; then send the last traces."""
-    async with (
-        open_revision_metrics(platform) as revision_metrics,
-        open_batches(platform, batch_endpoints(platform)) as services,
-        open_evaluations(platform, services) as evaluations,
-        open_canary_guards(platform) as guards,
-        open_shadows(platform, services.files) as shadows,
-        open_base_migrations(platform, evaluations) as migrations,
-    ):
-        app.state.guards, app.state.shadows, app.state.migrations = guards, shadows, migrations
-        app.state.policies = ReleasePolicies(platform)
-        app.state.evaluations = evaluations
-        app.state.platform, app.state.batches, app.state.revision_metrics = platform, services, revision_metrics
+    async with open_services(platform) as services:
+        app.state.platform, app.state.services = platform, services
         app.state.metrics.watch(platform)
         platform.completions.on_begun(note_begun)
         platform.completions.on_ended(note_ended)
@@ -310,88 +178,3 @@ def _lame_duck_on_sigterm(app: Litestar, seconds: float) -> Iterator[None]:
     finally:
         loop.remove_signal_handler(signal.SIGTERM)
         signal.signal(signal.SIGTERM, stop)
-
-
-def _dependencies() -> dict[str, Provide]:
-    def platform(request: AnyRequest) -> Platform:
-        return platform_of(request)
-
-    def principal(request: AnyRequest) -> Principal:
-        return principal_of(request)
-
-    def account(request: AnyRequest) -> Account:
-        return platform_of(request).tenants.account_of(principal_of(request))
-
-    def limits(request: AnyRequest) -> Limits:
-        return Limits(platform_of(request).tenants.changes_by(principal_of(request)))
-
-    def endpoints(request: AnyRequest) -> Endpoints:
-        platform, caller = platform_of(request), principal_of(request)
-        return platform.webhooks.endpoints(platform.tenants.changes_by(caller), caller)
-
-    def operators(request: AnyRequest) -> Tenants:
-        return platform_of(request).tenants.as_operator(principal_of(request))
-
-    def completions(request: AnyRequest) -> CompletionService:
-        return platform_of(request).completions
-
-    def uploads(request: AnyRequest) -> UploadSessions:
-        return platform_of(request).uploads
-
-    def adapters(request: AnyRequest) -> AdapterService:
-        return platform_of(request).adapters
-
-    def batches(request: AnyRequest) -> Batches:
-        found: Batches = request.app.state.batches.batches
-        return found
-
-    def files(request: AnyRequest) -> Files:
-        found: Files = request.app.state.batches.files
-        return found
-
-    def evaluations(request: AnyRequest) -> Evaluations:
-        found: Evaluations = request.app.state.evaluations
-        return found
-
-    def migrations(request: AnyRequest) -> BaseMigrations:
-        found: BaseMigrations = request.app.state.migrations
-        return found
-
-    def guards(request: AnyRequest) -> CanaryGuards:
-        found: CanaryGuards = request.app.state.guards
-        return found
-
-    def shadows(request: AnyRequest) -> Shadows:
-        found: Shadows = request.app.state.shadows
-        return found
-
-    def policies(request: AnyRequest) -> ReleasePolicies:
-        found: ReleasePolicies = request.app.state.policies
-        return found
-
-    def revision_metrics(request: AnyRequest) -> RevisionMetrics:
-        found: RevisionMetrics = request.app.state.revision_metrics
-        return found
-
-    return {
-        provider.__name__: Provide(provider, sync_to_thread=False)
-        for provider in (
-            platform,
-            principal,
-            account,
-            limits,
-            endpoints,
-            operators,
-            completions,
-            uploads,
-            adapters,
-            batches,
-            files,
-            evaluations,
-            migrations,
-            guards,
-            shadows,
-            policies,
-            revision_metrics,
-        )
-    }

@@ -56,7 +56,7 @@ class Shadowed:
             time.sleep(0.05)
 
     def tend(self) -> None:
-        tending = self.site.server.app.state.shadows.tend()
+        tending = self.site.server.app.state.services.shadows.tend()
         asyncio.run_coroutine_threadsafe(tending, self.site.server.loop).result(PATIENCE)
 
     def requests_of(self, revision: int) -> list[Request]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any, cast
 
-from litestar import Controller, Request, Response, post
+from litestar import Controller, Response, post
 from litestar.di import NamedDependency
 from litestar.openapi import ResponseSpec
 from litestar.params import JSONBody
@@ -16,18 +15,16 @@ from msgspec import UNSET, UnsetType
 from loramux.gateway import (
     Answer,
     CallDelta,
-    CompletionService,
     Delta,
     FinishReason,
     TokenLogprob,
     join_calls,
 )
-from loramux.tenants import Principal
 from loramux.units import TokenCounts
-from loramux_api.answering import CollectedChoice, Writer, prompt_logprob_list, respond, spelled, usage_of_chunk
+from loramux_api.answering import CollectedChoice, Writer, prompt_logprob_list, spelled, usage_of_chunk
 from loramux_api.auth import requires
 from loramux_api.bodies import InferenceRequest
-from loramux_api.headers import Deadline, IdempotencyKey, claim_of
+from loramux_api.inference import Inference
 from loramux_api.openapi import REFUSALS, StreamingOperation
 from loramux_api.schemas.answers import (
     AssistantMessage,
@@ -72,18 +69,13 @@ class ChatController(Controller):
     async def create(
         self,
         data: JSONBody[ChatBody],
-        request: Request[Any, Any, Any],
-        principal: NamedDependency[Principal],
-        completions: NamedDependency[CompletionService],
-        x_loramux_deadline_ms: Deadline = None,
-        idempotency_key: IdempotencyKey = None,
+        inference: NamedDependency[Inference],
     ) -> Response[Any]:
         """Answer a conversation with an adapter of yours, or with the base model."""
-        claim = await claim_of(request, idempotency_key)
-        asked = replace(to_request(data), deadline_ms=x_loramux_deadline_ms, claim=claim)
-        answer = await completions.begin(principal, asked)
-        writer = ChatWriter(data, answer, completions.fingerprint_of(answer))
-        return await respond(request, answer, writer, stream=bool(data.stream))
+        fingerprint_of = inference.completions.fingerprint_of
+        return await inference.answer(
+            to_request(data), lambda answer: ChatWriter(data, answer, fingerprint_of(answer)), stream=bool(data.stream)
+        )
 
 
 class ChatWriter(Writer):

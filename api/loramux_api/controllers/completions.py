@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import msgspec
-from litestar import Controller, Request, Response, post
+from litestar import Controller, Response, post
 from litestar.di import NamedDependency
 from litestar.openapi import ResponseSpec
 from litestar.params import JSONBody
 from msgspec import UNSET, UnsetType
 
-from loramux.gateway import Answer, CompletionService, Delta, PromptTokenLogprob, Token, TokenLogprob
-from loramux.tenants import Principal
+from loramux.gateway import Answer, Delta, PromptTokenLogprob, Token, TokenLogprob
 from loramux.units import TokenCounts
-from loramux_api.answering import CollectedChoice, Writer, prompt_logprob_list, respond, spelled, usage_of_chunk
+from loramux_api.answering import CollectedChoice, Writer, prompt_logprob_list, spelled, usage_of_chunk
 from loramux_api.auth import requires
 from loramux_api.bodies import InferenceRequest
-from loramux_api.headers import Deadline, IdempotencyKey, claim_of
+from loramux_api.inference import Inference
 from loramux_api.openapi import REFUSALS, StreamingOperation
 from loramux_api.schemas.answers import TextChoice, TextCompletion, TextLogprobs, UsageObject, usage_object
 from loramux_api.schemas.completions import CompletionBody, to_request
@@ -49,18 +47,15 @@ class CompletionController(Controller):
     async def create(
         self,
         data: JSONBody[CompletionBody],
-        request: Request[Any, Any, Any],
-        principal: NamedDependency[Principal],
-        completions: NamedDependency[CompletionService],
-        x_loramux_deadline_ms: Deadline = None,
-        idempotency_key: IdempotencyKey = None,
+        inference: NamedDependency[Inference],
     ) -> Response[Any]:
         """Continue one or several prompts with an adapter of yours, or with the base model."""
-        claim = await claim_of(request, idempotency_key)
-        asked = replace(to_request(data), deadline_ms=x_loramux_deadline_ms, claim=claim)
-        answer = await completions.begin(principal, asked)
-        writer = CompletionWriter(data, answer, completions.fingerprint_of(answer))
-        return await respond(request, answer, writer, stream=bool(data.stream))
+        fingerprint_of = inference.completions.fingerprint_of
+        return await inference.answer(
+            to_request(data),
+            lambda answer: CompletionWriter(data, answer, fingerprint_of(answer)),
+            stream=bool(data.stream),
+        )
 
 
 class CompletionWriter(Writer):

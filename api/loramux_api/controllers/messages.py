@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import msgspec
@@ -18,10 +18,11 @@ from loramux.gateway import Answer, CompletionService, Delta, FinishReason
 from loramux.tenants import Principal
 from loramux.units import TokenCounts
 from loramux_api.answer_parts import AnswerPart, AnswerParts, PartChange
-from loramux_api.answering import NamedEvent, Writer, named_frame, respond
+from loramux_api.answering import NamedEvent, Writer, named_frame
 from loramux_api.auth import requires
 from loramux_api.bodies import InferenceRequest
-from loramux_api.headers import Deadline, IdempotencyKey, claim_of, request_id
+from loramux_api.headers import request_id
+from loramux_api.inference import Inference
 from loramux_api.openapi import REFUSALS
 from loramux_api.problems import Problem, error_answer, problem_of
 from loramux_api.schemas.conversation import renamed_fields
@@ -98,19 +99,13 @@ class MessageController(Controller):
     async def create(
         self,
         data: JSONBody[MessageBody],
-        request: Request[Any, Any, Any],
-        principal: NamedDependency[Principal],
-        completions: NamedDependency[CompletionService],
-        x_loramux_deadline_ms: Deadline = None,
-        idempotency_key: IdempotencyKey = None,
+        inference: NamedDependency[Inference],
     ) -> Response[Any]:
         """Answer a conversation with an adapter of yours, or with the base model."""
-        claim = await claim_of(request, idempotency_key)
-        asked = replace(to_request(data), deadline_ms=x_loramux_deadline_ms, claim=claim)
         with renamed_fields(renamed(data)):
-            answer = await completions.begin(principal, asked)
-            response = await respond(request, answer, MessageWriter(data, answer), stream=bool(data.stream))
-        response.headers["request-id"] = request_id(request.scope)
+            writer = partial(MessageWriter, data)
+            response = await inference.answer(to_request(data), writer, stream=bool(data.stream))
+        response.headers["request-id"] = request_id(inference.request.scope)
         return response
 
     @post(

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import msgspec
 import numpy as np
-from litestar import Controller, Request, Response, post
+from litestar import Controller, Response, post
 from litestar.di import NamedDependency
 from litestar.openapi import ResponseSpec
 from litestar.params import JSONBody
 from numpy.typing import NDArray
 
-from loramux.gateway import Answer, Classes, CompletionService, Delta, GenerationRequest, TextPair
-from loramux.tenants import Principal
+from loramux.gateway import Answer, Classes, Delta, TextPair
 from loramux.units import TokenCounts
-from loramux_api.answering import Writer, respond
+from loramux_api.answering import Writer
 from loramux_api.auth import requires
 from loramux_api.bodies import InferenceRequest
-from loramux_api.headers import Deadline, IdempotencyKey, claim_of
+from loramux_api.inference import Inference
 from loramux_api.openapi import REFUSALS
 from loramux_api.schemas.conversation import renamed_fields
 from loramux_api.schemas.pooling import (
@@ -75,17 +74,11 @@ class PoolingController(Controller):
     async def embed(
         self,
         data: JSONBody[EmbeddingBody],
-        request: Request[Any, Any, Any],
-        principal: NamedDependency[Principal],
-        completions: NamedDependency[CompletionService],
-        x_loramux_deadline_ms: Deadline = None,
-        idempotency_key: IdempotencyKey = None,
+        inference: NamedDependency[Inference],
     ) -> Response[Any]:
         """Turn texts into vectors with an adapter of yours, or with the base model."""
-        asked = await _asked(embedding_request(data), request, x_loramux_deadline_ms, idempotency_key)
         with renamed_fields(INPUT):
-            answer = await completions.begin(principal, asked)
-            return await respond(request, answer, EmbeddingWriter(data, answer), stream=False)
+            return await inference.answer(embedding_request(data), partial(EmbeddingWriter, data), stream=False)
 
     @post(
         ["/v1/classify", "/classify"],
@@ -98,17 +91,11 @@ class PoolingController(Controller):
     async def classify(
         self,
         data: JSONBody[ClassifyBody],
-        request: Request[Any, Any, Any],
-        principal: NamedDependency[Principal],
-        completions: NamedDependency[CompletionService],
-        x_loramux_deadline_ms: Deadline = None,
-        idempotency_key: IdempotencyKey = None,
+        inference: NamedDependency[Inference],
     ) -> Response[Any]:
         """Classify texts with an adapter of task type SEQ_CLS."""
-        asked = await _asked(classify_request(data), request, x_loramux_deadline_ms, idempotency_key)
         with renamed_fields(INPUT):
-            answer = await completions.begin(principal, asked)
-            return await respond(request, answer, ClassifyWriter(data, answer), stream=False)
+            return await inference.answer(classify_request(data), partial(ClassifyWriter, data), stream=False)
 
     @post(
         ["/v1/score", "/score"],
@@ -121,17 +108,11 @@ class PoolingController(Controller):
     async def score(
         self,
         data: JSONBody[ScoreBody],
-        request: Request[Any, Any, Any],
-        principal: NamedDependency[Principal],
-        completions: NamedDependency[CompletionService],
-        x_loramux_deadline_ms: Deadline = None,
-        idempotency_key: IdempotencyKey = None,
+        inference: NamedDependency[Inference],
     ) -> Response[Any]:
         """Score pairs of texts: by a classifier with one label, or else by the cosine of two vectors."""
-        asked = await _asked(score_request(data), request, x_loramux_deadline_ms, idempotency_key)
         with renamed_fields(SCORED):
-            answer = await completions.begin(principal, asked)
-            return await respond(request, answer, ScoreWriter(data, answer), stream=False)
+            return await inference.answer(score_request(data), partial(ScoreWriter, data), stream=False)
 
     @post(
         ["/v1/rerank", "/rerank", "/v2/rerank"],
@@ -144,23 +125,11 @@ class PoolingController(Controller):
     async def rerank(
         self,
         data: JSONBody[RerankBody],
-        request: Request[Any, Any, Any],
-        principal: NamedDependency[Principal],
-        completions: NamedDependency[CompletionService],
-        x_loramux_deadline_ms: Deadline = None,
-        idempotency_key: IdempotencyKey = None,
+        inference: NamedDependency[Inference],
     ) -> Response[Any]:
         """Order documents by their relevance to a query, scored as POST /v1/score does."""
-        asked = await _asked(rerank_request(data), request, x_loramux_deadline_ms, idempotency_key)
         with renamed_fields(RERANKED):
-            answer = await completions.begin(principal, asked)
-            return await respond(request, answer, RerankWriter(data, answer), stream=False)
-
-
-async def _asked(
-    asked: GenerationRequest, request: Request[Any, Any, Any], deadline_ms: int | None, key: str | None
-) -> GenerationRequest:
-    return replace(asked, deadline_ms=deadline_ms, claim=await claim_of(request, key))
+            return await inference.answer(rerank_request(data), partial(RerankWriter, data), stream=False)
 
 
 class PooledWriter(Writer):

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import msgspec
-from litestar import Controller, Request, Response, post
+from litestar import Controller, Response, post
 from litestar.di import NamedDependency
 from litestar.openapi import ResponseSpec
 from litestar.params import JSONBody
 
 from loramux.errors import LoramuxError
-from loramux.gateway import Answer, CompletionService, Delta, FinishReason, TokenLogprob
-from loramux.tenants import Principal
+from loramux.gateway import Answer, Delta, FinishReason, TokenLogprob
 from loramux.units import TokenCounts
 from loramux_api.answer_parts import AnswerPart, AnswerParts, PartChange
-from loramux_api.answering import Writer, named_frame, respond
+from loramux_api.answering import Writer, named_frame
 from loramux_api.auth import requires
 from loramux_api.bodies import InferenceRequest
-from loramux_api.headers import Deadline, IdempotencyKey, claim_of
+from loramux_api.inference import Inference
 from loramux_api.openapi import REFUSALS
 from loramux_api.schemas.answers import ChatLogprob
 from loramux_api.schemas.conversation import renamed_fields
@@ -69,18 +68,11 @@ class ResponseController(Controller):
     async def create(
         self,
         data: JSONBody[ResponseBody],
-        request: Request[Any, Any, Any],
-        principal: NamedDependency[Principal],
-        completions: NamedDependency[CompletionService],
-        x_loramux_deadline_ms: Deadline = None,
-        idempotency_key: IdempotencyKey = None,
+        inference: NamedDependency[Inference],
     ) -> Response[Any]:
         """Answer a conversation with an adapter of yours, or with the base model. Answers are not stored."""
-        claim = await claim_of(request, idempotency_key)
-        asked = replace(to_request(data), deadline_ms=x_loramux_deadline_ms, claim=claim)
         with renamed_fields(FIELDS):
-            answer = await completions.begin(principal, asked)
-            return await respond(request, answer, ResponseWriter(data, answer), stream=bool(data.stream))
+            return await inference.answer(to_request(data), partial(ResponseWriter, data), stream=bool(data.stream))
 
 
 class ResponseWriter(Writer):

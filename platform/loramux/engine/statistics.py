@@ -179,9 +179,8 @@ class ServiceMeter:
         waiting = [[flow.served for flow in group.tenants] for group in self._queue.groups]
         return max((max(served) - min(served) for served in waiting if served), default=0.0)
 
-    @property
-    def tenants(self) -> list[TenantService]:
-        """The tenants that received most, and the sum of the others, by class."""
+    def label_tenants(self) -> list[TenantService]:
+        """Return the tenants that received most, and the sum of the others, by class; keep the labels' past."""
         most = heapq.nlargest(LABELLED_TENANTS, self._totals(), key=lambda item: item[1])
         self._labelled = {key for key, _ in most}
         self._past = {key: units for key, units in self._past.items() if key in self._labelled}
@@ -292,7 +291,7 @@ def snapshot(
             queue_seconds=counters.queue_seconds.distribution,
             adapter_load_seconds=counters.adapter_load_seconds.distribution,
             step_adapters=counters.step_adapters.distribution,
-            tenants=meter.tenants,
+            tenants=meter.label_tenants(),
             drafts=labelled_drafts(scheduler.speculation.revisions, counters),
             running_adapters=sorted({one.digest for one in scheduler.running if one.digest is not None}),
             waiting_adapters=sorted(islice(scheduler.queue.digests, LISTED_ADAPTERS)),

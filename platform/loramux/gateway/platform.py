@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -205,15 +205,18 @@ async def open_platform(settings: Settings, launch: Launch | None = None) -> Asy
         )
         lifecycle.drain_with(completions.drain_base)
         stack.push_async_callback(completions.drain, settings.server.drain_seconds)
-        await stack.enter_async_context(run_periodically(RECONCILE_SECONDS, lifecycle.reconcile))
-        await stack.enter_async_context(run_periodically(SETTLE_SECONDS, completions.settle_late))
-        await stack.enter_async_context(run_periodically(STORAGE_SECONDS, usage.accrue))
-        await stack.enter_async_context(run_periodically(FORGET_SECONDS, usage.forget_answers))
-        await stack.enter_async_context(run_periodically(UPLOAD_SECONDS, uploads.worker.tend))
-        await stack.enter_async_context(run_periodically(UPLOAD_SWEEP_SECONDS, uploads.worker.sweep))
-        trim_cache = partial(registry.blob_gc.trim_cache, settings.records.cache_bytes)
-        await stack.enter_async_context(run_periodically(CACHE_SECONDS, trim_cache))
-        await stack.enter_async_context(run_periodically(MAINTENANCE_SECONDS, adapters.run_maintenance))
+        chores = (
+            (RECONCILE_SECONDS, lifecycle.reconcile),
+            (SETTLE_SECONDS, completions.settle_late),
+            (STORAGE_SECONDS, usage.accrue),
+            (FORGET_SECONDS, usage.forget_answers),
+            (UPLOAD_SECONDS, uploads.worker.tend),
+            (UPLOAD_SWEEP_SECONDS, uploads.worker.sweep),
+            (CACHE_SECONDS, partial(registry.blob_gc.trim_cache, settings.records.cache_bytes)),
+            (MAINTENANCE_SECONDS, adapters.run_maintenance),
+        )
+        for seconds, chore in chores:
+            await stack.enter_async_context(run_periodically(seconds, chore))
         webhooks, delivery, proof = await _open_deliveries(settings, sinks, database, blobs, tenants.pepper, stack)
         yield Platform(
             settings=settings,
@@ -269,20 +272,20 @@ def _open_uploads(
 
 
 def _open_objects(settings: RecordsSettings) -> Objects:
-    try:
+    with _storage_refusals(settings):
         return open_objects(settings.blobs, settings.blob_options)
-    except StorageUnavailable as error:
-        raise SettingsError(f"records.blobs: {error}") from None
-    except OSError as error:
-        raise SettingsError(
-            f"records.blobs ({settings.blobs}) and records.cache ({settings.cache}) must be folders that this server "
-            f"may write to: {error}"
-        ) from None
 
 
 def _open_blobs(settings: RecordsSettings) -> BlobStore:
-    try:
+    with _storage_refusals(settings):
         return open_blobs(settings.blobs, settings.cache, settings.blob_options)
+
+
+@contextmanager
+def _storage_refusals(settings: RecordsSettings) -> Iterator[None]:
+    """Name the settings in what the storage refuses. Raises SettingsError."""
+    try:
+        yield
     except StorageUnavailable as error:
         raise SettingsError(f"records.blobs: {error}") from None
     except OSError as error:

@@ -20,7 +20,7 @@ import msgspec
 
 from loramux.engine.messages import ModelFacts
 from loramux.engine.metrics import SECONDS, Histogram
-from loramux.engine.request import AdapterRef, Request, SamplingParams, ServiceClass
+from loramux.engine.request import AdapterRef, Constraint, Request, SamplingParams, ServiceClass
 from loramux.errors import LoramuxError
 from loramux.fleet.group import EngineGroup
 from loramux.gateway.checks import (
@@ -39,7 +39,7 @@ from loramux.gateway.detokenize import StopAutomaton
 from loramux.gateway.errors import Draining, EngineDown, NotAllowed
 from loramux.gateway.formats import Format, Formats
 from loramux.gateway.generation import Generation
-from loramux.gateway.messages import Answer, GenerationRequest, Prompt, Replay, TextPair
+from loramux.gateway.messages import Answer, GenerationRequest, Prompt, PromptText, Replay, TextPair
 from loramux.gateway.output import Choice, OutputProcessor, PooledOutput
 from loramux.gateway.tasks import as_answered_by
 from loramux.gateway.tokenizer import Tokenizer
@@ -127,6 +127,20 @@ class ServedBase:
         return "fp_" + hashlib.sha256(backend.encode()).hexdigest()[:12]
 
 
+class ReadRequest(NamedTuple):
+    """A request that may be admitted: its model found, its defaults applied, its prompts tokenized and checked."""
+
+    asked: GenerationRequest
+    model: ResolvedModel
+    base: ServedBase
+    format: Format
+    prompts: list[TokenizedPrompt]
+    stop: StopAutomaton
+    constraint: Constraint | None
+    echoed: list[PromptText]
+    """The prompts' texts where the request asks for them; else none."""
+
+
 Recorder = Callable[[Generation], None]
 ChooseRecorder = Callable[[Principal, GenerationRequest, OpenedRequest], Recorder | None]
 """Called with a request as it came and as it was admitted; the recorder gets the generation with its kept answer."""
@@ -201,10 +215,32 @@ class CompletionService:
         self.ensure_accepting()
         service_class = service_class_of(principal, asked.service_tier)
         check_depth(asked)
-        received = asked
         if asked.claim is not None:
             ensure_storage_allowed(principal, "Idempotency-Key")
         id = f"{asked.kind}{uuid.uuid4().hex}"
+        read = await self._read(principal, asked, id)
+        opened = self._opened(principal, read, id)
+        outcome = await self._open(opened)
+        if isinstance(outcome, StoredAnswer):
+            return Replay(outcome, read.base.name)
+        generation = Generation(
+            opened,
+            outcome,
+            _choices(read, _template(principal, read, id, service_class)),
+            read.base.engines,
+            self._usage,
+            is_streamed=asked.is_streamed,
+            prompt_texts=read.echoed,
+        )
+        self._watch(generation)
+        recorder = None if asked.pooling else self._choose_recorder(principal, asked, opened)
+        if recorder is not None:
+            generation.keep_answer()
+            generation.task.add_done_callback(lambda _: recorder(generation))
+        return generation
+
+    async def _read(self, principal: Principal, asked: GenerationRequest, id: str) -> ReadRequest:
+        """Find the model, apply its defaults, and tokenize and check everything. Raises what `begin` does."""
         model = await self._resolver.resolve(principal, asked.model, asked.user or id)
         base = self._base_of(model)
         self._ensure_serving(base)
@@ -222,7 +258,12 @@ class CompletionService:
         check_prompt_logprobs(asked, sum(len(prompt.token_ids) for prompt in prompts))
         texts = [await format.tokenizer.spell(p.token_ids, principal.tenant) for p in prompts] if asked.echo else []
         self._ensure_serving(base)
-        opened = OpenedRequest(
+        return ReadRequest(asked, model, base, format, prompts, stop, constraint, texts)
+
+    def _opened(self, principal: Principal, read: ReadRequest, id: str) -> OpenedRequest:
+        """Return what the request's row in the database says of it."""
+        asked, model, prompts = read.asked, read.model, read.prompts
+        return OpenedRequest(
             id=id,
             tenant_id=principal.tenant,
             lineage=principal.lineage,
@@ -239,31 +280,6 @@ class CompletionService:
             waiting=0 if asked.service_tier in BACKGROUND else self._num_waiting(principal.tenant),
             claim=asked.claim,
         )
-        outcome = await self._open(opened)
-        if isinstance(outcome, StoredAnswer):
-            return Replay(outcome, base.name)
-        template = msgspec.structs.replace(
-            _template(id, principal, asked, model, base, service_class),
-            constraint=constraint,
-            num_tokens=format.num_tokens,
-            eos_token_ids=format.bundle.eos_token_ids,
-        )
-        choices = _choices(format, asked, stop, template, prompts)
-        generation = Generation(
-            opened,
-            outcome,
-            choices,
-            base.engines,
-            self._usage,
-            is_streamed=asked.is_streamed,
-            prompt_texts=texts,
-        )
-        self._watch(generation)
-        recorder = None if received.pooling else self._choose_recorder(principal, received, opened)
-        if recorder is not None:
-            generation.keep_answer()
-            generation.task.add_done_callback(lambda _: recorder(generation))
-        return generation
 
     def on_begun(self, observer: Callable[[Generation], None]) -> None:
         """Call `observer` with every generation that has begun, in the context of its request."""
@@ -491,16 +507,9 @@ def service_class_of(principal: Principal, service_tier: ServiceTier) -> Service
     return ServiceClass.INTERACTIVE if service_tier == "priority" else ServiceClass.BATCH
 
 
-def _template(
-    id: str,
-    principal: Principal,
-    asked: GenerationRequest,
-    model: ResolvedModel,
-    base: ServedBase,
-    service_class: ServiceClass,
-) -> Request:
+def _template(principal: Principal, read: ReadRequest, id: str, service_class: ServiceClass) -> Request:
     """Return the engine's request as all choices have it."""
-    revision = model.revision
+    asked, revision, format = read.asked, read.model.revision, read.format
     return Request(
         id="",
         tenant=principal.tenant,
@@ -512,23 +521,21 @@ def _template(
         group_id=id,
         service_class=service_class,
         weight=float(principal.weight),
-        cache_scope="" if base.share_cache else principal.project,
+        cache_scope="" if read.base.share_cache else principal.project,
+        constraint=read.constraint,
+        num_tokens=format.num_tokens,
+        eos_token_ids=format.bundle.eos_token_ids,
     )
 
 
-def _choices(
-    format: Format,
-    asked: GenerationRequest,
-    stop: StopAutomaton,
-    template: Request,
-    prompts: list[TokenizedPrompt],
-) -> list[Choice]:
+def _choices(read: ReadRequest, template: Request) -> list[Choice]:
     """Build `n` choices a prompt, numbered through."""
+    asked, format = read.asked, read.format
     min_tokens = asked.sampling.min_tokens
     choices = []
-    for index in range(len(prompts) * asked.n):
+    for index in range(len(read.prompts) * asked.n):
         number, i = divmod(index, asked.n)
-        token_ids, max_tokens, tail = prompts[number]
+        token_ids, max_tokens, tail = read.prompts[number]
         sampling = _seeded(msgspec.structs.replace(asked.sampling, max_tokens=max_tokens), i)
         if i and not asked.is_streamed:  # an answer in one piece needs a prompt's scores once
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
@@ -538,7 +545,7 @@ def _choices(
         output: OutputProcessor | PooledOutput = PooledOutput(index, format.classes)
         if asked.pooling is None:
             reader = format.reader(asked, tail)
-            output = OutputProcessor(index, format.tokenizer, token_ids, stop, min_tokens, reader)
+            output = OutputProcessor(index, format.tokenizer, token_ids, read.stop, min_tokens, reader)
         choices.append(Choice(number, request, output))
     return choices
 

@@ -18,7 +18,7 @@ ALLOWED_AT_FIRST = ("batch", "flex")
 """Those that a new tier allows: they are never before anything else."""
 SHADOW: ServiceTier = "shadow"
 BACKGROUND: tuple[ServiceTier, ...] = ("batch", SHADOW)
-"""Service tiers that nobody waits for: they begin when there is room, and say nothing of latency."""
+"""Service tiers without a waiting caller: they begin when there is room, and say nothing of latency."""
 ANY = "*"
 """Any base model, or any tier."""
 

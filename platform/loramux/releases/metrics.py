@@ -136,7 +136,7 @@ class RevisionMetrics:
         self._counts: defaultdict[RevisionHour, Counter[str]] = defaultdict(Counter)
 
     def note_ended(self, generation: Generation) -> None:
-        """Count a request that has ended; shadows were nobody's requests."""
+        """Count a request that has ended; shadows had no caller."""
         opened = generation.opened
         if is_shadow(opened.tier):
             return

@@ -114,7 +114,7 @@ class UsageResult(msgspec.Struct, frozen=True, kw_only=True):
     output_audio_tokens: int = 0
     num_model_requests: int
     waived_input_tokens: int | UnsetType = UNSET
-    """Computed and not charged: of shadows, and of answers that nobody could read. Only by service tier."""
+    """Computed and not charged: of shadows, and of answers that no caller could read. Only by service tier."""
     waived_output_tokens: int | UnsetType = UNSET
     project_id: str | None = None
     user_id: str | None = None

@@ -67,7 +67,7 @@ class Settlement(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def billed(self) -> TokenCounts:
-        """All delivered tokens, however the request ended, unless the platform failed or nobody asked for it."""
+        """All delivered tokens, however the request ended, unless the platform failed or no caller asked for it."""
         return NOTHING if self.ended_by == "platform" or self.is_shadow else self.delivered
 
     @property

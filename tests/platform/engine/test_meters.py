@@ -84,7 +84,7 @@ def test_service_is_labelled_for_most_served_tenants_and_summed_for_others() -> 
         harness.submit(f"r{i}", prompt=2 + i, output=2, tenant=f"tenant-{i}")
     harness.run()
     meter = ServiceMeter(harness.scheduler.queue)
-    told = {service.tenant: service.units for service in meter.tenants}
+    told = {service.tenant: service.units for service in meter.label_tenants()}
     assert len(told) == LABELLED_TENANTS + 1
     assert told[f"tenant-{count - 1}"] == 2 + (count - 1) + 2 * 2
     assert told[OTHERS] == sum(2 + i + 2 * 2 for i in range(5))
