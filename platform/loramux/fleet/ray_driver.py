@@ -23,8 +23,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 
 from loramux import logs
 from loramux.fleet.keys import new_pair
-from loramux.fleet.ray_launcher import Placement, needs_of
-from loramux.fleet.remote import EnginePlace
+from loramux.fleet.remote import EnginePlace, Placement
 from loramux.fleet.wire import message_version
 from loramux.settings import RaySettings, Settings
 
@@ -140,7 +139,7 @@ def _actor(engine: str, settings: Settings) -> Any:
             max_restarts=-1,
             max_task_retries=-1,
             scheduling_strategy="SPREAD",
-            **needs_of(cluster),
+            **cluster.needs,
         )
         .remote(settings)
     )

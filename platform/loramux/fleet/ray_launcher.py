@@ -18,13 +18,12 @@ import socket
 import threading
 import time
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
 
 from loramux.engine import EngineClient, EngineDied
 from loramux.engine.client import ChannelClient
 from loramux.fleet.keys import new_pair
 from loramux.fleet.member import Launch
-from loramux.fleet.remote import EnginePlace, Locate, RemoteChannel
+from loramux.fleet.remote import EnginePlace, Locate, Placement, RemoteChannel
 from loramux.settings import RaySettings, RecordsSettings, Settings, SettingsError
 
 logger = logging.getLogger(__name__)
@@ -37,13 +36,6 @@ PROBE_S = 5.0
 """Time for the cluster's head to accept a connection; Ray itself tries for many minutes."""
 WARN_S = 60.0
 """Time between two warnings that Ray has no room for an engine."""
-
-
-class Placement(NamedTuple):
-    """The driver's answer; neither: the engine has no place yet."""
-
-    place: EnginePlace | None = None
-    failure: str | None = None
 
 
 class RayDriver:
@@ -131,11 +123,6 @@ def launching_on_ray(settings: Settings) -> Launch:
     return launch
 
 
-def needs_of(cluster: RaySettings) -> dict[str, Any]:
-    """Return what Ray reserves for an engine."""
-    return {"num_cpus": cluster.num_cpus, "num_gpus": cluster.num_gpus, "resources": cluster.resources}
-
-
 def _drive(connection: Connection, cluster: RaySettings) -> None:
     from loramux.fleet.ray_driver import drive  # imports ray, in the driver only
 
@@ -152,7 +139,7 @@ def _locating(driver: RayDriver, engine: str, life: int, settings: Settings, fro
         warn_at = now + WARN_S / 2 if warn_at is None else warn_at
         if place is None and now > warn_at:
             warn_at = now + WARN_S
-            logger.warning("Ray has no place for the engine %s yet: it needs %s", engine, needs_of(settings.fleet.ray))
+            logger.warning("Ray has no place for the engine %s yet: it needs %s", engine, settings.fleet.ray.needs)
         return place
 
     return locate

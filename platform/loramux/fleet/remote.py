@@ -65,6 +65,13 @@ class EnginePlace(NamedTuple):
     key: bytes
 
 
+class Placement(NamedTuple):
+    """The driver's answer; neither: the engine has no place yet."""
+
+    place: EnginePlace | None = None
+    failure: str | None = None
+
+
 Locate = Callable[[], EnginePlace | None]
 """Returns where the engine is, None while it is not known yet; called again then. May block for a second."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -166,6 +166,11 @@ class RaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Other resources of Ray that an engine needs, by name."""
     unused_s: Annotated[float, Meta(ge=1)] = 120.0
     """Seconds without any server after which an engine ends."""
+
+    @property
+    def needs(self) -> dict[str, Any]:
+        """What Ray reserves for an engine, in Ray's words."""
+        return {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus, "resources": self.resources}
 
 
 class FleetSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -25,8 +25,8 @@ from loramux.fleet.keys import (
     write_keys,
 )
 from loramux.fleet.launching import launcher_of
-from loramux.fleet.ray_launcher import Placement, RayDriver
-from loramux.fleet.remote import EnginePlace, RemoteChannel
+from loramux.fleet.ray_launcher import RayDriver
+from loramux.fleet.remote import EnginePlace, Placement, RemoteChannel
 from loramux.settings import (
     BaseSettings,
     EngineRange,

@@ -10,16 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from loramux_kernels import AttentionBatch, KvLayer, paged_attention, write_kv
-
-if TYPE_CHECKING:
-    from loramux.engine.execution.linear_attention import StateStep
 
 IMPLEMENTATION = "loramux"
 PROBE = "loramux_probe"
@@ -91,6 +89,34 @@ class KvLayout:
     def _view(self, pool: torch.Tensor, pages: int, heads: int, dim: int, start: int) -> torch.Tensor:
         stride = (self.page_elements, self.block_size * dim, dim, 1)
         return torch.as_strided(pool, (pages, heads, self.block_size, dim), stride, start)
+
+
+@dataclass(frozen=True, eq=False)
+class StateStep:
+    """The sequences of one step and the pages of their states."""
+
+    tables: torch.Tensor
+    """int64[S, state pages]"""
+    spans: tuple[tuple[int, int, int], ...]
+    """(first row, one past the last, context length after the step) of each sequence."""
+
+    @cached_property
+    def decoding(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Rows int64[n] that are one later token of a sequence each, and the tables of these; None without any."""
+        found = [(i, start) for i, (start, stop, context) in enumerate(self.spans) if stop - start == 1 < context]
+        if not found:
+            return None
+        sequences, rows = torch.tensor(found, device=self.tables.device).T
+        return rows, self.tables[sequences]
+
+    @cached_property
+    def prompts(self) -> list[tuple[slice, torch.Tensor, bool]]:
+        """Rows, table `[1, state pages]` and whether they begin the sequence, of each other sequence."""
+        return [
+            (slice(start, stop), self.tables[i : i + 1], stop - start == context)
+            for i, (start, stop, context) in enumerate(self.spans)
+            if not stop - start == 1 < context
+        ]
 
 
 @dataclass(frozen=True, slots=True)

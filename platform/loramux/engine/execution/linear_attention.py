@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -135,34 +134,6 @@ class LayerState:
         tail = functional.pad(inputs.flatten(1).to(STATE_DTYPE), (0, rest)).unflatten(1, (-1, unit))
         heads = functional.pad(matrices.flatten(2), (0, unit - shape.unit))
         self.units[tables[:, self.pages], self.places] = torch.cat((heads, tail), dim=1)
-
-
-@dataclass(frozen=True, eq=False)
-class StateStep:
-    """The sequences of one step and the pages of their states."""
-
-    tables: torch.Tensor
-    """int64[S, state pages]"""
-    spans: tuple[tuple[int, int, int], ...]
-    """(first row, one past the last, context length after the step) of each sequence."""
-
-    @cached_property
-    def decoding(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Rows int64[n] that are one later token of a sequence each, and the tables of these; None without any."""
-        found = [(i, start) for i, (start, stop, context) in enumerate(self.spans) if stop - start == 1 < context]
-        if not found:
-            return None
-        sequences, rows = torch.tensor(found, device=self.tables.device).T
-        return rows, self.tables[sequences]
-
-    @cached_property
-    def prompts(self) -> list[tuple[slice, torch.Tensor, bool]]:
-        """Rows, table `[1, state pages]` and whether they begin the sequence, of each other sequence."""
-        return [
-            (slice(start, stop), self.tables[i : i + 1], stop - start == context)
-            for i, (start, stop, context) in enumerate(self.spans)
-            if not stop - start == 1 < context
-        ]
 
 
 class GatedDeltaNet(nn.Module):

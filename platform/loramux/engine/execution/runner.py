@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 from torch import nn
 from transformers import PreTrainedModel
 
-from loramux.engine.execution.attention import AttentionStep
+from loramux.engine.execution.attention import AttentionStep, StateStep
 from loramux.engine.execution.constraints import Constraints, TokenMasks
-from loramux.engine.execution.linear_attention import StateStep
 from loramux.engine.execution.pooling import NONE_POOLED, PooledVectors, Pooler, decoder_of
 from loramux.engine.execution.prompt_logprobs import PromptScores, ScoredRows, split_scored
 from loramux.engine.execution.sampler import Sampler
