@@ -85,7 +85,7 @@ ENGINE_FAMILIES: dict[str, Family] = {
     "adapter_load_failures": _engine("adapter_load_failures", "counter", "Loads of adapters that failed."),
     "adapter_hits": _engine("adapter_hits", "counter", "Requests whose adapter was in the pool when they arrived."),
     "adapter_misses": _engine("adapter_misses", "counter", "Requests whose adapter had to be loaded."),
-    "preemptions": _engine("preemptions", "counter", "Sequences that were preempted for lack of pages."),
+    "preemptions": _engine("preemptions", "counter", "Sequences that were preempted for lack of pages or rows."),
     "refused_over_capacity": _engine(
         "refused_over_capacity", "counter", "Requests that were refused because they would have missed their deadline."
     ),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -80,6 +81,18 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     top_k: Annotated[int, Meta(ge=0, lt=1 << 31)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+
+    @classmethod
+    def valid(cls, saved: Mapping[str, object]) -> SamplingDefaults:
+        """Take the values that a request could have, and leave out the others."""
+        found = {}
+        for name in cls.__struct_fields__:
+            value = saved.get(name)
+            if isinstance(value, float) and value.is_integer():
+                value = int(value)  # "top_k": 20.0
+            with suppress(msgspec.ValidationError):
+                found[name] = getattr(msgspec.convert({name: value}, cls), name)
+        return cls(**found)
 
 
 class Bundle(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

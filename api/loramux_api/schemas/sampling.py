@@ -1,4 +1,4 @@
-"""The request fields that both endpoints share."""
+"""The request fields that all endpoints share."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
+from loramux.bundle import SamplingDefaults
 from loramux.engine.request import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY, SamplingParams
 from loramux.gateway import InvalidRequest, ServiceTier, Truncation
 from loramux_api.schemas.formats import Choices, ResponseFormat, StructuredOutputs
@@ -204,8 +205,7 @@ def _biases(given: Mapping[str, float]) -> dict[int, float]:
 
 def left_out(body: SamplingBody) -> frozenset[str]:
     """Return the parameters that the caller leaves to the model's recommendation."""
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    return frozenset(name for name in names if getattr(body, name) is None)
+    return frozenset(name for name in SamplingDefaults.__struct_fields__ if getattr(body, name) is None)
 
 
 def _given(value: float | None, default: float) -> float:

@@ -158,6 +158,7 @@ class Engine:
         self._add_compiled()
         step = self.scheduler.plan()
         events = self.scheduler.drain_events()
+        # Only for requests that an engine before this one may have died of: see fleet.group.
         worked_on = self._announce_work(step) if self._reported else []
         if not step.empty:
             count_step(self._counters, step, self._runner.bank.bytes_of)

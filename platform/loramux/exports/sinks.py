@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,10 +27,11 @@ SENT_AND_LOST = (httpx.ReadError, httpx.ReadTimeout, httpx.RemoteProtocolError, 
 """The request may have arrived."""
 
 
-class HttpSink:
+class HttpSink(ABC):
     """Posts to one address; maps tenants to the sink's own customers."""
 
-    window = FOREVER
+    window: int
+    """As Sink has it; each receiver says its own, for a longer one than it keeps would bill twice."""
     max_entries = 100
 
     def __init__(self, name: str, client: httpx.AsyncClient, url: str, customers: Mapping[str, str]) -> None:
@@ -37,6 +39,10 @@ class HttpSink:
         self._client = client
         self._url = url.rstrip("/")
         self._customers = customers
+
+    @abstractmethod
+    async def send(self, events: Sequence[MeterEvent], now: int) -> list[RejectedEvent]:
+        """Deliver as Sink does."""
 
     async def _post(self, path: str, **body: Any) -> httpx.Response:
         """Post and return a final answer; raises NotDelivered or DeliveryUnknown for any other."""
@@ -65,6 +71,8 @@ class WebhookSink(HttpSink):
     The receiver knows `webhook-id` again for as long as it likes, and every event by its own id.
     https://github.com/standard-webhooks/standard-webhooks/blob/main/spec/standard-webhooks.md
     """
+
+    window = FOREVER
 
     def __init__(self, name: str, client: httpx.AsyncClient, url: str, secret: str) -> None:
         super().__init__(name, client, url, {})
@@ -159,6 +167,7 @@ class LagoSink(HttpSink):
     (https://github.com/getlago/lago-api/issues/3049); it is sent again without those that Lago names.
     """
 
+    window = FOREVER
     max_batch = 100
 
     async def send(self, events: Sequence[MeterEvent], now: int) -> list[RejectedEvent]:  # noqa: ARG002  Sink's signature
@@ -192,7 +201,7 @@ class LagoSink(HttpSink):
         }
 
 
-KINDS: dict[str, type[OpenMeterSink | StripeSink | LagoSink]] = {
+KINDS: dict[str, type[HttpSink]] = {
     "openmeter": OpenMeterSink,
     "stripe": StripeSink,
     "lago": LagoSink,

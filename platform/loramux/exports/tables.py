@@ -6,7 +6,7 @@ import csv
 import hashlib
 import os
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import datetime
 from decimal import Decimal
 from pathlib import Path
@@ -34,6 +34,7 @@ class Column(msgspec.Struct, frozen=True):
 
 
 Write = Callable[[Sequence[Row]], None]
+OpenWriter = Callable[[Path, Sequence[Column]], AbstractContextManager[Write]]
 
 
 class ExportedFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,20 +96,24 @@ def parquet_writer(path: Path, columns: Sequence[Column]) -> Iterator[Write]:
         yield write
 
 
-FORMATS = {"csv": csv_writer, "jsonl": jsonl_writer, "parquet": parquet_writer}
+FORMATS: dict[str, OpenWriter] = {
+    "csv": csv_writer,
+    "jsonl": jsonl_writer,
+    "parquet": parquet_writer,
+}
 
 
 async def write_table(
-    folder: Path, stem: str, kind: str, columns: Sequence[Column], pages: AsyncIterator[Sequence[Row]]
+    folder: Path, stem: str, format: str, columns: Sequence[Column], pages: AsyncIterator[Sequence[Row]]
 ) -> ExportedFile:
-    """Write `stem`.`kind` and its manifest into `folder`; a file of that name appears complete or not at all.
+    """Write `stem`.`format` and its manifest into `folder`; a file of that name appears complete or not at all.
 
     The same rows give the same name and, from the same release of the libraries, the same bytes.
     """
-    target, draft = _places(folder, f"{stem}.{kind}")
+    target, draft = _places(folder, f"{stem}.{format}")
     rows = 0
     try:
-        with FORMATS[kind](draft, columns) as write:
+        with FORMATS[format](draft, columns) as write:
             async for page in pages:
                 write(page)
                 rows += len(page)

@@ -41,8 +41,8 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """int8: weights of linears as integers with one scale for each output, on CPUs only. Half of bfloat16's memory, and
     faster where memory or missing bfloat16 instructions are the limit; answers differ a little. none: as saved."""
     generation_config: GenerationConfig = "auto"
-    """auto: temperature, top_p and top_k of the checkpoint's generation_config.json apply to requests that leave them
-    out. none: the API's own defaults do (1, 1 and all tokens)."""
+    """auto: the sampling parameters of the checkpoint's generation_config.json apply to requests that leave them out.
+    none: the API's own defaults do (temperature 1, top_p 1, all tokens, no penalty)."""
     tool_parser: ToolParser | None = None
     """How the base writes calls of tools, where its chat template does not show it; none refuses `tools`."""
 

@@ -48,8 +48,9 @@ T = TypeVar("T")
 _SECTIONS = ("model", "normalizer", "pre_tokenizer", "post_processor", "decoder")
 """Parts of tokenizer.json that decide how text becomes tokens; truncation and padding are for training."""
 
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-_GENERATION_READ = frozenset((*_SAMPLING, "max_new_tokens", "eos_token_id", "stop_strings", "do_sample"))
+_GENERATION_READ = frozenset(
+    (*SamplingDefaults.__struct_fields__, "max_new_tokens", "eos_token_id", "stop_strings", "do_sample")
+)
 _GENERATION_HARMLESS = frozenset(
     (
         *("transformers_version", "_from_model_config", "use_cache", "pad_token_id", "bos_token_id", "max_length"),

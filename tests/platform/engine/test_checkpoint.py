@@ -287,20 +287,23 @@ def test_config_that_asks_for_more_outputs_answers_the_same(base: Path, zoo_of) 
 @pytest.mark.parametrize(
     ("saved", "expected"),
     [
-        ('{"temperature": 0.6, "top_p": 0.9, "top_k": 20, "do_sample": true}', (0.6, 0.9, 20)),
-        ('{"temperature": 1}', (1.0, None, None)),
-        ('{"temperature": -1, "top_p": 0, "top_k": -5}', (None, None, None)),
-        ('{"temperature": "hot", "top_p": true, "top_k": [1]}', (None, None, None)),
-        ("[]", (None, None, None)),
-        ("{", (None, None, None)),
-        (None, (None, None, None)),
+        (
+            '{"temperature": 0.6, "top_p": 0.9, "top_k": 20, "do_sample": true}',
+            SamplingDefaults(temperature=0.6, top_p=0.9, top_k=20),
+        ),
+        ('{"min_p": 0.05, "repetition_penalty": 1.1}', SamplingDefaults(min_p=0.05, repetition_penalty=1.1)),
+        ('{"temperature": 1, "top_k": 20.0}', SamplingDefaults(temperature=1.0, top_k=20)),
+        ('{"temperature": -1, "top_p": 0, "top_k": -5, "repetition_penalty": 0}', SamplingDefaults()),
+        ('{"temperature": "hot", "top_p": true, "top_k": [1], "min_p": 2}', SamplingDefaults()),
+        ("[]", SamplingDefaults()),
+        ("{", SamplingDefaults()),
+        (None, SamplingDefaults()),
     ],
 )
 def test_recommended_sampling_is_read_and_what_no_request_may_have_is_ignored(tmp_path: Path, saved, expected) -> None:
     if saved is not None:
         (tmp_path / "generation_config.json").write_text(saved)
-    temperature, top_p, top_k = expected
-    assert sampling_defaults(tmp_path) == SamplingDefaults(temperature=temperature, top_p=top_p, top_k=top_k)
+    assert sampling_defaults(tmp_path) == expected
 
 
 def test_facts_carry_the_recommended_sampling(base: Path) -> None:

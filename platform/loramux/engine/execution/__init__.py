@@ -6,17 +6,20 @@
     forward -> attention, bank's linears -> loramux_kernels
 
 **The model is transformers' own.** Its modules run on a packed batch `[1, total_tokens]`: the rows of all sequences one
-after the other, without padding. Three things are replaced. Attention is one registered function over pages of KV
-(`attention`). Linears are groups that add every row's own LoRA (`loramux_adapters.install`). Logits are computed for
-the rows that sample only (`logits_to_keep`). So a new architecture needs no model code, but a test that shows its
-tokens to be transformers' (`checkpoint.SUPPORTED`).
+after the other, without padding. What differs is replaced. Linears, the embedding and the head add every row's own
+LoRA (`loramux_adapters.install`). Decoder layers whose parts are all known become layers with fewer operators
+(`fused_layers`); in the others attention is one registered function over pages of KV (`attention`). Linear attention
+keeps its states in the same pages (`linear_attention`). Logits are computed only for rows that sample or are scored
+(`logits_to_keep`). So a new architecture needs no model code, but a test that shows its tokens to be transformers'
+(`checkpoint.SUPPORTED`).
 
 **A row's result depends on its own sequence only.** Rows of one adapter are contiguous and served by segments; every
 sequence reads its own pages; rotary factors do not depend on the longest sequence; a sampled token depends on its
 request's own seed. Sums run in one fixed order whatever stands beside a row, on a CPU.
 
 **A GPU never waits for the host.** A step is launched before the tokens of the one before it are known
-(`engine.pipeline`), and a decode step is one CUDA graph launch (`cuda_graphs`).
+(`engine.pipeline`), and the forward of a decode step is one CUDA graph launch where the model allows it
+(`cuda_graphs`).
 
 Sources: Orca (Yu et al., 2022) for batching by iteration, vLLM (Kwon et al., 2023) for paged KV, Sarathi-Serve (Agrawal
 et al., 2024) for prefill chunks beside decode, Punica and S-LoRA (2023) for many adapters in one batch.

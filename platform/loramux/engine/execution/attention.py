@@ -1,4 +1,4 @@
-"""KV in the page pool, and the one attention function that every transformers model calls in every layer.
+"""KV in the page pool, and the attention function of the layers that stay transformers' own (see fused_layers).
 
 transformers lets a model's attention be replaced by a registered function. With no mask function registered the mask
 arrives as None, queries and keys arrive rotated. The function writes the step's KV into its pages and reads each

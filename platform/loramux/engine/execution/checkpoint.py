@@ -190,23 +190,14 @@ def _freeze_rope(model: PreTrainedModel) -> None:
 
 
 def sampling_defaults(directory: Path) -> SamplingDefaults:
-    """Read temperature, top_p and top_k from generation_config.json; values that no request could have are ignored."""
+    """Read generation_config.json, as vLLM does; values that no request could have are ignored."""
     try:
         saved = json.loads((directory / "generation_config.json").read_bytes())
     except (OSError, ValueError):
         return SamplingDefaults()
     if not isinstance(saved, dict):
         return SamplingDefaults()
-    temperature, top_p, top_k = (_number(saved.get(name)) for name in ("temperature", "top_p", "top_k"))
-    return SamplingDefaults(
-        temperature=temperature if temperature is not None and 0 <= temperature <= 2 else None,
-        top_p=top_p if top_p is not None and 0 < top_p <= 1 else None,
-        top_k=int(top_k) if top_k is not None and 0 <= top_k < 2**31 else None,
-    )
-
-
-def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    return SamplingDefaults.valid(saved)
 
 
 def _ensure_complete(directory: Path, report: dict[str, Any]) -> None:

@@ -135,7 +135,7 @@ class CapacityPolicy:
     # preemption
 
     def preemption_candidates(self, sequence: Sequence) -> list[Sequence]:
-        """Running sequences that must yield to `sequence`, the first to go last."""
+        """Running sequences that must yield to `sequence`; the last of the list is preempted first."""
         if not (self._policy.tenant_guaranteed_pages or self._state.queue.can_interrupt_any(sequence.flow)):
             return []
         candidates = [running for running in self._state.running if self.must_yield(running, sequence)]
