@@ -95,9 +95,11 @@ class PrefixCache:
             tokens = tuple(sequence.token_ids[end - size : end])
             parent = prefix[-1] if prefix else None
             tree = parent.tree if parent else self._tree(sequence.kv_identity)
-            found = (parent or tree).children.get(tokens)
+            siblings = parent.children if parent else tree.children
+            found = siblings.get(tokens)
             if found is None:
-                found = self._add(CachedPage(tree, parent, tokens, sequence.pages[len(prefix)], users=1))
+                found = siblings[tokens] = CachedPage(tree, parent, tokens, sequence.pages[len(prefix)], users=1)
+                self._count(found)
             else:
                 self._pool.give_back([sequence.pages[len(prefix)]], PageUse.KV)
                 sequence.pages[len(prefix)] = found.page
@@ -142,15 +144,14 @@ class PrefixCache:
             tree = self._trees[identity] = PrefixTree(identity)
         return tree
 
-    def _add(self, page: CachedPage) -> CachedPage:
+    def _count(self, page: CachedPage) -> None:
+        """Note a new page of a tree."""
         tree = page.tree
         page.recency = self._residency.now + math.log2(tree.reuse_share)
-        page.siblings[page.tokens] = page
         tree.num_published += 1
         tree.num_pages += 1
         if tree.num_pages == 1 and tree.identity.digest is not None:
             self._residency.add_tree(tree.identity.digest)
-        return page
 
     def _use(self, page: CachedPage, now: float) -> None:
         page.recency = used_at(page.recency, now)

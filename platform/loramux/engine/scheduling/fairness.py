@@ -137,7 +137,8 @@ class FairQueue(Generic[CounterT]):
         self._by_served: Ranking[CounterT, float] = Ranking(attrgetter("served"))
         self._by_projected: Ranking[CounterT, float] = Ranking(attrgetter("projected_service"))
         self._skipped: list[CounterT] = []
-        self._peak = 0.0
+        self.peak = 0.0
+        """No counter of a party is, or ever was, higher."""
 
     def __contains__(self, party: CounterT) -> bool:
         return party in self._by_served
@@ -158,7 +159,7 @@ class FairQueue(Generic[CounterT]):
     def start(self) -> float:
         """The counter at which a party that comes back starts (rule 1)."""
         floor = self.floor
-        return self._peak if floor is None else floor
+        return self.peak if floor is None else floor
 
     @property
     def first(self) -> CounterT | None:
@@ -205,7 +206,7 @@ class FairQueue(Generic[CounterT]):
     def charge(self, party: CounterT, units: float) -> None:
         """Count executed service."""
         party.charge(units)
-        self._peak = max(self._peak, party.served)
+        self.peak = max(self.peak, party.served)
 
     def lift(self, party: CounterT, units: float, max_lift: float) -> None:
         """Count service of other engines. Where no other party waits, there is no order that it could change."""
@@ -213,7 +214,7 @@ class FairQueue(Generic[CounterT]):
         first = self._by_projected.first()
         if first is not None and (len(self._by_projected) > 1 or first is not party):
             party.lift(units, first, max_lift)
-            self._peak = max(self._peak, party.served)
+            self.peak = max(self.peak, party.served)
 
     def spend_lifts(self, lead: float) -> float:
         """Let lifted counters follow that of the first in order, where it would sit out for them by `lead` (rule 2).

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 import msgspec
@@ -258,7 +258,7 @@ class Scheduler:
         Attributes are read in place of properties: this is the part of a plan that grows with the rows.
         """
         size, state_pages = self.state.budget.block_size, self.state.budget.state_pages
-        prefilling = []
+        decoding, others, prefilling = [], [], []
         for sequence in self._rows():
             computed = sequence.num_computed
             if len(sequence.token_ids) - computed != 1:
@@ -266,21 +266,29 @@ class Scheduler:
             elif not (builder.tokens_left and (pages := len(sequence.pages))):
                 continue  # no token is left, or it was preempted for one before it
             elif computed < (pages - state_pages) * size or self._extend(sequence, computed + 1, builder):
-                builder.add(sequence, 1)
+                builder.add_row(sequence, computed)
+                is_plain = computed >= sequence.num_prompt_tokens and not sequence.load_units
+                (decoding if is_plain else others).append(sequence)
         for sequence in prefilling:
             length = builder.room_for(sequence)
             if length and sequence.pages and self._extend(sequence, sequence.num_computed + length, builder):
                 builder.add(sequence, length)
-        units: defaultdict[Flow, float] = defaultdict(float)
-        for sequence, chunk in builder.chunks.items():
-            start, end = chunk.start, chunk.start + chunk.length
-            decodes = start >= sequence.num_prompt_tokens and end == len(sequence.token_ids) == start + 1
-            units[sequence.flow] += 2.0 if decodes and not sequence.load_units else sequence.take_cost(start, end)
+                others.append(sequence)
+        chunks = builder.chunks  # without those that were preempted for others
+        units = defaultdict(float, Counter(sequence.flow for sequence in decoding if sequence in chunks))
+        for flow in units:
+            units[flow] *= 2.0
+        for sequence in others:
+            if chunk := chunks.get(sequence):
+                units[sequence.flow] += sequence.take_cost(chunk.start, chunk.end)
         self.queue.charge_all(units)
 
     def _rows(self) -> list[Sequence]:
         """Running sequences, without those that are suspended or over the number of rows."""
-        rows = [s for s in self.running if s.flow.served <= s.flow.group.ceiling]
+        if any(group.tenants.peak > group.ceiling for group in self.queue.groups):
+            rows = [s for s in self.running if s.flow.served <= s.flow.group.ceiling]
+        else:
+            rows = [*self.running]
         if len(rows) > self.state.limits.max_num_seqs:
             rows.sort(key=lambda s: (s.flow.group.served, s.flow.served))
             del rows[self.state.limits.max_num_seqs :]
@@ -309,13 +317,15 @@ class Scheduler:
 
     def _append(self, event: TokenEvent) -> TokenEvent:
         sequence, token_id = self.state.sequences[event.request_id], event.token_id
-        if event.pooled is not None:
-            return self._with_start(event, sequence)
-        if token_id is None:  # a fault: the model's logits had no token to choose
+        if token_id is None:
+            if event.pooled is not None:
+                return self._with_start(event, sequence)
+            # A fault: the model's logits had no token to choose.
             assert event.finish_reason is not None, "a sampled event carries its token or ends the answer"
             return event
-        sequence.token_ids.append(token_id)
-        held = len(sequence.token_ids)
+        token_ids = sequence.token_ids
+        token_ids.append(token_id)
+        held = len(token_ids)
         if held == sequence.num_prompt_tokens + 1:
             event = self._with_start(event, sequence)
         if held == sequence.max_len and event.finish_reason is None:

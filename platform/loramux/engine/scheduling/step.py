@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, groupby
+from operator import attrgetter
 
 import msgspec
 
@@ -16,6 +18,7 @@ __all__ = ["BASE_SLOT", "PENDING", "Chunk", "Step", "StepBuilder"]
 MAX_SCORED_ROWS = 128
 """Rows of a step from which a prompt's next token is scored: each takes a pass over the vocabulary, and the rows beside
 it wait for that."""
+_SLOT = attrgetter("slot")
 PENDING = -1
 """Stands among a sequence's tokens for one that the device has chosen and the host has not read yet."""
 
@@ -66,7 +69,9 @@ class Step:
     @classmethod
     def ordered(cls, chunks: Iterable[Chunk]) -> Step:
         """Order the chunks by slot; stable, so that equals keep the scheduler's order."""
-        return cls(tuple(sorted(chunks, key=_row_order)))
+        by_slot = sorted(chunks, key=_SLOT)
+        num_base = bisect_right(by_slot, BASE_SLOT, key=_SLOT)  # it is lower than any adapter's
+        return cls((*by_slot[num_base:], *by_slot[:num_base]))
 
     @property
     def empty(self) -> bool:
@@ -126,6 +131,13 @@ class StepBuilder:
             return min(room, self.scored_left)
         return room
 
+    def add_row(self, sequence: Sequence, position: int) -> None:
+        """Give a `sequence` whose last token alone is to be computed, at `position`, its row; it has the page."""
+        slot = sequence.slot if sequence.activation is None else sequence.slot_at(position)
+        self.chunks[sequence] = Chunk(sequence, position, 1, slot)
+        self.tokens_left -= 1
+        self.rows_left -= 1
+
     def add(self, sequence: Sequence, length: int) -> None:
         """Give `sequence` the next `length` of its tokens; it has the pages."""
         start = sequence.num_computed
@@ -148,6 +160,3 @@ class StepBuilder:
         """The step."""
         return Step.ordered(self.chunks.values())
 
-
-def _row_order(chunk: Chunk) -> int:
-    return chunk.slot & 0xFFFF_FFFF  # BASE_SLOT becomes the highest
