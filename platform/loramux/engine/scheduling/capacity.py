@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection
+from itertools import islice
 
 from loramux.engine.request import Request
 from loramux.engine.scheduling.fairness import Flow
@@ -30,8 +31,10 @@ class CapacityPolicy:
         self._budget = state.budget
         self._residency = state.residency
         self._rejected: dict[Sequence, tuple[int, int, int, bool, Sequence | None]] = {}
-        self._tenant_pages: dict[str, int] = {}
-        self._tenant_pages_of: tuple[int, int, int] | None = None
+        self._tenant_pages: defaultdict[str, int] = defaultdict(int)
+        self._num_counted = 0
+        """The leading running sequences that `_tenant_pages` is the sum of."""
+        self._counted_at: tuple[int, int] | None = None
 
     # one request
 
@@ -177,15 +180,18 @@ class CapacityPolicy:
         return self._budget.pages_for(sequence.likely_len)
 
     def _promised_to_tenant(self, sequence: Sequence) -> int:
-        """Pages that its tenant's running sequences hold or are expected to; summed once for a set of them and a
-        step."""
-        state = self._state
-        now = (state.num_departures, len(state.running), state.num_commits)
-        if self._tenant_pages_of != now:
-            pages: defaultdict[str, int] = defaultdict(int)
-            for running in state.running:
-                pages[running.flow.tenant] += self._budget.pages_for(len(running.token_ids) + running.likely_left)
-            self._tenant_pages, self._tenant_pages_of = dict(pages), now
+        """Pages that its tenant's running sequences hold or are expected to.
+
+        Summed once a step and after a departure; of sequences that join meanwhile each is added once.
+        """
+        state, now = self._state, (self._state.num_departures, self._state.num_commits)
+        if self._counted_at != now:
+            self._tenant_pages.clear()
+            self._num_counted, self._counted_at = 0, now
+        for running in islice(state.running, self._num_counted, None):
+            pages = self._budget.pages_for(len(running.token_ids) + running.likely_left)
+            self._tenant_pages[running.flow.tenant] += pages
+        self._num_counted = len(state.running)
         return self._tenant_pages.get(sequence.flow.tenant, 0)
 
     def _guaranteed(self, sequence: Sequence) -> int:
