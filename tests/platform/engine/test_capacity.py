@@ -10,6 +10,7 @@ from scheduler_harness import Harness
 from loramux.engine.request import ServiceClass
 from loramux.engine.scheduling.fairness import FairQueue, VirtualTokenCounter
 from loramux.engine.scheduling.policy import Policy
+from loramux.engine.scheduling.sequence import Sequence
 
 BATCH, INTERACTIVE = ServiceClass.BATCH, ServiceClass.INTERACTIVE
 
@@ -243,3 +244,16 @@ def test_sequences_that_outgrow_their_estimates_do_not_preempt_each_other_for_ev
     harness.run()
     assert harness.scheduler.state.counters.preemptions > 0
     assert (harness.generated["t"], harness.generated["u"]) == (40, 40)
+
+
+def test_quota_is_asked_for_every_newcomer_at_the_cost_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the tenants' running sequences are promised is summed as they join, not again for each that joins."""
+    looks, likely_left = [], Sequence.likely_left
+    harness = Harness(num_pages=1000, max_num_seqs=64, max_tokens=512, policy=Policy(tenant_max_pages=0.9))
+    for i in range(64):
+        harness.submit(f"r{i}", prompt=4, output=4, tenant=f"t{i % 4}")
+    counted = property(lambda sequence: looks.append(sequence) or likely_left.__get__(sequence))
+    monkeypatch.setattr(Sequence, "likely_left", counted)
+    harness.step()
+    assert len(harness.scheduler.running) > 32
+    assert len(looks) < 8 * 64, "of 64 * 64 / 2 sums"
