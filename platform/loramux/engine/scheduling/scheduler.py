@@ -20,7 +20,6 @@ from loramux.engine.scheduling.budget import PageBudget
 from loramux.engine.scheduling.capacity import CapacityPolicy
 from loramux.engine.scheduling.deadlines import Deadlines
 from loramux.engine.scheduling.estimates import StepTimeModel
-from loramux.engine.scheduling.fairness import Flow
 from loramux.engine.scheduling.policy import Policy, SchedulerLimits
 from loramux.engine.scheduling.queue import LOAD_SLOT, RequestQueue
 from loramux.engine.scheduling.sequence import Sequence

@@ -159,4 +159,3 @@ class StepBuilder:
     def build(self) -> Step:
         """The step."""
         return Step.ordered(self.chunks.values())
-
