@@ -22,7 +22,8 @@ at hand, or in the quantized one that was asked for (`linear_formats`).
 **Token masks** (`token_mask.forbid_tokens`) remove the tokens from a row's logits that its constraint does not allow.
 
 **Sampling** (`sampling.sample`) applies penalties, bias, temperature, top-k, top-p and min-p, and draws by an
-exponential race: the token with the greatest logit - log(Exp(1)) is distributed as the softmax.
+exponential race: the token with the greatest logit - log(Exp(1)) is distributed as the softmax. On a CPU
+`token_draws.draw_tokens` draws by one number a row.
 
 One operator, one module: a *Semantics* line, the public function that chooses the implementation by device (`cuda/`:
 Triton, `native/`: C++), and the torch reference that every fast path is tested against. What operators share is in

@@ -85,4 +85,10 @@ struct RopeAbi {
     NormAbi query_norm, key_norm;
 };
 
+// How the token of one row of logits is drawn.
+struct DrawAbi {
+    int64_t row, top_k;  // 0: all
+    double temperature, top_p, min_p, number;
+};
+
 }  // namespace loramux

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 
 import torch
 
@@ -85,6 +85,15 @@ class RopeAbi(ctypes.Structure):
     )
 
 
+class DrawAbi(ctypes.Structure):
+    """How the token of one row of logits is drawn."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("row", "top_k")),
+        *((name, c_double) for name in ("temperature", "top_p", "min_p", "number")),
+    )
+
+
 class RuntimeAbi(ctypes.Structure):
     """The functions of the OpenMP runtime that torch has loaded."""
 
@@ -108,6 +117,7 @@ SIGNATURES = {
     ),
     "loramux_rms_norm": (c_int, POINTER(RmsNormAbi), c_int),
     "loramux_rope": (c_int, POINTER(RopeAbi), POINTER(KvLayerAbi), c_int),
+    "loramux_draw_tokens": (c_int, c_void_p, c_int64, c_int64, POINTER(DrawAbi), c_int64, c_void_p, c_int),
     "loramux_gated": (c_int, c_int, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int),
 }  # fmt: skip
 """Argument types of the functions that return nothing."""

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_harness import decoding
 
-from loramux.engine.execution.sampler import LARGEST, SMALL, RequestState, Sampler, draw, keep, steer
+from loramux.engine.execution.sampler import LARGEST, RequestState, Sampler, draw_of, steer
 from loramux.engine.request import Request, SamplingParams
 from loramux.engine.scheduling.sequence import Sequence
+from loramux_kernels.token_draws import SMALL, choose, keep
 
 EOS = 9
 
@@ -39,7 +40,7 @@ def truncate(logits: torch.Tensor, params: SamplingParams) -> list[int]:
 
 
 def kept(logits: torch.Tensor, **params: object) -> list[int]:
-    values, ids = keep(logits, sequence(**params).request.sampling)
+    values, ids = keep(logits, draw_of(sequence(**params).request.sampling, 0, 0, 0))
     found = list(range(len(logits))) if ids is None else ids.tolist()
     assert torch.equal(values, logits[found])
     return found
@@ -265,7 +266,9 @@ def test_sampler_row_whose_every_token_is_forbidden_ends_alone(temperature: floa
 
 
 def test_sampler_token_outside_the_vocabulary_ends_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loramux.engine.execution.sampler.draw", lambda logits, number: len(logits))
+    monkeypatch.setattr(
+        "loramux.engine.execution.sampler.draw_tokens", lambda logits, draws: [len(logits[0])] * len(draws)
+    )
     told, beside = Sampler(()).sample(
         torch.eye(2, 4), decoding([sequence("drawn"), sequence("greedy", temperature=0.0)])
     )
@@ -275,7 +278,7 @@ def test_sampler_token_outside_the_vocabulary_ends_its_row(monkeypatch: pytest.M
 
 def test_sampler_draw_stays_within_its_weights() -> None:
     for logits in ([float("inf")] * 3, [float("nan")] * 3, [0.0, float("-inf"), float("-inf")]):
-        assert draw(torch.tensor(logits), 0.7) in range(3)
+        assert choose(torch.tensor(logits), 0.7) in range(3)
 
 
 _EXTREMES = st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-45, 1e30, -1e30, LARGEST, -LARGEST, float("-inf")])

@@ -14,13 +14,12 @@ without, seeded or not: nothing has to be corrected as in rejection sampling (Le
 
 A vocabulary has 150,000 tokens and every sampled row pays for its passes over them, so one request's parameters can
 delay every row of the step: nothing sorts the vocabulary, draws a number for each token, or counts a history from its
-beginning.
+beginning; and rows that no penalty or bias changes are drawn from together (`draw_tokens`).
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 import secrets
 import struct
 from collections.abc import Mapping
@@ -34,6 +33,7 @@ from loramux.engine.messages import EngineFault, TokenEvent, TopLogprob
 from loramux.engine.request import SamplingParams
 from loramux.engine.scheduling.sequence import Sequence
 from loramux.engine.scheduling.step import Chunk
+from loramux_kernels.token_draws import Draw, draw_tokens
 from loramux_kernels.token_mask import forbid_tokens
 
 _NEVER = float("-inf")
@@ -42,13 +42,6 @@ MIN_TEMPERATURE = 1e-4
 """Lower temperatures count as this one: the same tokens."""
 
 LARGEST = torch.finfo(torch.float32).max
-
-
-SMALL = 4096
-"""Tokens that are sorted as they are; more are cut down by a histogram first."""
-
-BINS, REACH = 4096, 40.0
-"""Bins of the nucleus' histogram, and how far below the best it reaches: exp(-40) is below float32's precision."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +110,7 @@ class Sampler:
             faults = masks.faults
         highest, most_likely = logits.max(dim=-1)  # NaN wins over every number, so one look at the maximum finds it
         is_finite, best = highest.isfinite().tolist(), most_likely.tolist()
+        drawn = self._draw_unsteered(logits, chunks, [row for row in range(len(best)) if is_finite[row]])
         events: list[TokenEvent] = []
         first = 0
         for chunk in chunks:
@@ -127,6 +121,8 @@ class Sampler:
                 has_token = is_finite[row] and row not in faults
                 if has_token and is_plain_greedy(sequence, num_output):
                     token = SampledToken(best[row])
+                elif has_token and row in drawn:
+                    token = SampledToken(drawn[row])
                 elif has_token:
                     token = self._choose(logits[row].float(), sequence, num_output)
                 # A token outside the vocabulary would raise in the next step, which other requests share.
@@ -145,25 +141,36 @@ class Sampler:
         """Drop the state of a request that has ended."""
         self._states.pop(request_id, None)
 
+    def _draw_unsteered(self, logits: torch.Tensor, chunks: Items[Chunk], finite: list[int]) -> dict[int, int]:
+        """Draw the tokens of all `finite` rows that nothing but their own logits and number decides, in one call."""
+        places = [(chunk.sequence, offset) for chunk in chunks for offset in range(1 + len(chunk.drafts))]
+        draws = []
+        for row in finite:
+            sequence, offset = places[row]
+            params, num_output = sequence.request.sampling, sequence.num_output_tokens + offset
+            if not (params.greedy or params.logprobs is not None or is_steered(sequence, num_output)):
+                seed = self._state_of(sequence, logits.shape[1]).seed
+                draws.append(draw_of(params, seed, num_output, row))
+        tokens = draw_tokens(logits, draws)
+        return {draw.row: token for draw, token in zip(draws, tokens, strict=True)}
+
+    def _state_of(self, sequence: Sequence, vocab: int) -> RequestState:
+        state = self._states.get(sequence.id)
+        if state is None:
+            state = self._states[sequence.id] = RequestState(sequence.request.sampling, vocab)
+        return state
+
     def _choose(self, logits: torch.Tensor, sequence: Sequence, num_output: int) -> SampledToken | None:
         """Return the token of one row, behind `num_output` generated ones; None where steering leaves none to
         choose."""
-        params = sequence.request.sampling
-        state = self._states.get(sequence.id)
-        if state is None:
-            state = self._states[sequence.id] = RequestState(params, len(logits))
+        params, state = sequence.request.sampling, self._state_of(sequence, len(logits))
         steered = self._forbid_early_end(steer(logits, sequence, state), sequence, num_output)
-        highest = steered.max()
+        highest, best = steered.max(dim=0)
         if not highest.isfinite():
             return None
-        if params.greedy:
-            token_id = int(steered.argmax())
-        else:
-            # Differences from the best are at most 0, so that the division can only overflow to -inf.
-            temperature = min(max(params.temperature, MIN_TEMPERATURE), LARGEST)
-            values, token_ids = keep((steered - highest) / temperature, params)
-            drawn = draw(values, uniform(state.seed, num_output))
-            token_id = drawn if token_ids is None else int(token_ids[drawn])
+        token_id = int(best)
+        if not params.greedy:
+            (token_id,) = draw_tokens(steered[None], [draw_of(params, state.seed, num_output, row=0)])
         if params.logprobs is None:
             return SampledToken(token_id)
         total = logits.logsumexp(dim=-1)
@@ -222,13 +229,21 @@ def forbidden_ends(sequence: Sequence, num_output: int, eos_token_ids: tuple[int
 def is_plain_greedy(sequence: Sequence, num_output: int) -> bool:
     """Is the token behind `num_output` generated ones the most likely one, with nothing to change or report?"""
     p = sequence.request.sampling
-    return (
-        p.greedy
-        and p.logprobs is None
-        and not p.logit_bias
-        and (p.repetition_penalty, p.presence_penalty, p.frequency_penalty) == (1.0, 0.0, 0.0)
-        and num_output >= p.min_tokens
-    )
+    return p.greedy and p.logprobs is None and not is_steered(sequence, num_output)
+
+
+def is_steered(sequence: Sequence, num_output: int) -> bool:
+    """May a penalty, a bias or `min_tokens` change the logits behind `num_output` generated tokens?"""
+    p = sequence.request.sampling
+    penalties = (p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
+    return bool(p.logit_bias) or penalties != (1.0, 0.0, 0.0) or num_output < p.min_tokens
+
+
+def draw_of(params: SamplingParams, seed: int, num_output: int, row: int) -> Draw:
+    """Return how the token behind `num_output` generated ones is drawn from a row of logits."""
+    temperature = min(max(params.temperature, MIN_TEMPERATURE), LARGEST)
+    number = uniform(seed, num_output)
+    return Draw(row, temperature, number, params.top_k, params.top_p, params.min_p)
 
 
 def steer(logits: torch.Tensor, sequence: Sequence, state: RequestState) -> torch.Tensor:
@@ -261,64 +276,7 @@ def _bounded(values: torch.Tensor) -> torch.Tensor:
     return torch.where(values == _NEVER, values, values.clamp(-LARGEST, LARGEST)).float()
 
 
-def keep(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the logits and ids of the tokens that top_k, top_p and min_p allow; ids None where all are.
-
-    Equals of the k-th stay with it. The most likely token always stays.
-    """
-    ids: torch.Tensor | None = None
-    if 0 < params.top_k < logits.numel():
-        lowest = logits.topk(params.top_k, sorted=False).values.min()
-        ids = (logits >= lowest).nonzero()[:, 0]
-        logits = logits[ids]
-    for share, chosen in ((1.0 - params.top_p, _nucleus), (params.min_p, _above_min_p)):
-        if share > 0.0:
-            kept = chosen(logits, params)
-            logits, ids = logits[kept], kept if ids is None else ids[kept]
-    return logits, ids
-
-
-def _nucleus(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Return the ascending indices of the most likely tokens that hold top_p together (Holtzman et al., 2020).
-
-    A token is excluded when those before it, by logit and then by index, already hold top_p. A histogram of the mass
-    over distances from the best finds the bin in which that happens; only this bin is sorted.
-    """
-    distance = logits.max() - logits
-    weight = torch.exp(-distance).double()
-    target = params.top_p * weight.sum()
-    if len(logits) <= SMALL:
-        sure, edge = distance.new_zeros(0, dtype=torch.long), torch.arange(len(logits))
-        before = target.new_zeros(())
-    else:
-        # The last bin takes all that is further away. `distance` is inf for forbidden tokens, and so is clamped first.
-        bins = (distance.clamp(max=REACH) * ((BINS - 1) / REACH)).long()
-        mass = torch.bincount(bins, weights=weight, minlength=BINS).cumsum(0)
-        found = int(torch.searchsorted(mass, target).clamp(max=BINS - 1))
-        sure, edge = (bins < found).nonzero()[:, 0], (bins == found).nonzero()[:, 0]
-        before = mass[found - 1] if found else mass.new_zeros(())
-    order = edge[torch.sort(distance[edge], stable=True).indices]
-    held = before + weight[order].cumsum(0) - weight[order]
-    inside = held < target
-    inside[0] |= len(sure) == 0
-    return torch.cat((sure, order[inside])).sort().values
-
-
-def _above_min_p(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Return the indices of the tokens whose probability is at least min_p of the best token's."""
-    return (logits >= logits.max() + math.log(min(params.min_p, 1.0))).nonzero()[:, 0]
-
-
 def uniform(seed: int, step: int) -> float:
     """Return the number in [0, 1) that a request with `seed` draws for its token number `step`: a hash of both."""
     digest = hashlib.blake2b(struct.pack("<QQ", seed, step), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
-
-
-def draw(logits: torch.Tensor, number: float) -> int:
-    """Draw an index from softmax(logits): the first at which the cumulated weight exceeds `number` of the sum."""
-    weights = torch.exp(logits - logits.max())
-    sums = weights.double().cumsum(0)
-    index = int(torch.searchsorted(sums, number * sums[-1], right=True))
-    # Rounding may carry the product to the sum itself; the last index with any weight is right then.
-    return index if index < len(weights) else int(weights.nonzero()[-1])

@@ -20,6 +20,7 @@ from loramux.engine.scheduling.budget import PageBudget
 from loramux.engine.scheduling.capacity import CapacityPolicy
 from loramux.engine.scheduling.deadlines import Deadlines
 from loramux.engine.scheduling.estimates import StepTimeModel
+from loramux.engine.scheduling.fairness import Flow
 from loramux.engine.scheduling.policy import Policy, SchedulerLimits
 from loramux.engine.scheduling.queue import LOAD_SLOT, RequestQueue
 from loramux.engine.scheduling.sequence import Sequence
@@ -257,7 +258,9 @@ class Scheduler:
         Attributes are read in place of properties: this is the part of a plan that grows with the rows.
         """
         size, state_pages = self.state.budget.block_size, self.state.budget.state_pages
-        decoding, others, prefilling = [], [], []
+        decoding: list[Sequence] = []
+        others: list[Sequence] = []
+        prefilling: list[Sequence] = []
         for sequence in self._rows():
             computed = sequence.num_computed
             if len(sequence.token_ids) - computed != 1:
@@ -274,9 +277,9 @@ class Scheduler:
                 builder.add(sequence, length)
                 others.append(sequence)
         chunks = builder.chunks  # without those that were preempted for others
-        units = defaultdict(float, Counter(sequence.flow for sequence in decoding if sequence in chunks))
-        for flow in units:
-            units[flow] *= 2.0
+        units: defaultdict[Flow, float] = defaultdict(float)
+        for flow, rows in Counter(sequence.flow for sequence in decoding if sequence in chunks).items():
+            units[flow] = 2.0 * rows
         for sequence in others:
             if chunk := chunks.get(sequence):
                 units[sequence.flow] += sequence.take_cost(chunk.start, chunk.end)
