@@ -11,6 +11,7 @@ from torch import nn
 
 from loramux_adapters.components import PREFIX, BaseCopy
 from loramux_adapters.errors import AdapterRejected
+from loramux_adapters.quantized_linear import QuantizedLinear
 from loramux_adapters.weights import AdapterWeights, LoraWeights, factor_only
 
 COMPARED_ROWS = 4096
@@ -40,7 +41,7 @@ class BaseWeights:
 
 
 def base_linear(
-    linear: nn.Linear,
+    linear: nn.Linear | QuantizedLinear,
     multiply: Callable[[torch.Tensor], torch.Tensor],
     columns: slice,
     weight: torch.Tensor | None = None,
@@ -49,8 +50,10 @@ def base_linear(
 
     `weight` is the matrix that is multiplied by, where a quantized format has changed it.
     """
-    own = linear.weight.data if weight is None else weight
-    lengths = torch.linalg.vector_norm(own, dim=1, dtype=torch.float32)
+    if weight is None:
+        assert isinstance(linear, nn.Linear), "a quantized weight is given"
+        weight = linear.weight.data
+    lengths = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32)
     bias = None if linear.bias is None else linear.bias.data
     return BaseLinear(lambda x: multiply(x)[:, columns], bias, lengths)
 

@@ -12,6 +12,7 @@ from loramux_adapters.base import BaseDescription, input_of, is_expert
 from loramux_adapters.base_weights import BaseLinear, BaseWeights, base_linear
 from loramux_adapters.experts import Experts, Router, install_mixtures
 from loramux_adapters.modules import AdaptedEmbedding, AdaptedHead, AdaptedNorm, GroupedLinear, LoraLinear
+from loramux_adapters.quantized_linear import QuantizedLinear, weight_of
 from loramux_kernels import PackedLinear, Quantization
 
 
@@ -61,10 +62,10 @@ def install_linears(model: nn.Module, bank: AdapterBank, quantization: Quantizat
         for name, linear in zip(names, linears, strict=True):
             stand_in = LoraLinear(group, start, linear)
             replace_module(model, name, stand_in)
-            multiplied = group.linear.as_multiplied(linear.weight.data)
+            multiplied = group.linear.as_multiplied(weight_of(linear))
             known[name] = base_linear(linear, group.linear, stand_in.columns, multiplied)
             start += linear.out_features
-            del linear.weight
+            release_weight(linear)
     return known
 
 
@@ -74,9 +75,17 @@ def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), attribute, module)
 
 
-def _linear(model: nn.Module, name: str) -> nn.Linear:
+def release_weight(linear: nn.Linear | QuantizedLinear) -> None:
+    """Free what `linear` holds beside its bias."""
+    if isinstance(linear, QuantizedLinear):
+        linear.release()
+    else:
+        del linear.weight
+
+
+def _linear(model: nn.Module, name: str) -> nn.Linear | QuantizedLinear:
     linear = model.get_submodule(name)
-    assert isinstance(linear, nn.Linear), f"{name} is a site but no linear"
+    assert isinstance(linear, nn.Linear | QuantizedLinear), f"{name} is a site but no linear"
     return linear
 
 

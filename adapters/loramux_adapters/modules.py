@@ -8,6 +8,7 @@ from torch.func import functional_call
 from torch.nn import functional
 
 from loramux_adapters.bank import AdapterBank, Site
+from loramux_adapters.quantized_linear import QuantizedLinear, weight_of
 from loramux_kernels import LoraGroup, PackedLinear, Quantization, lora_expand, lora_shrink, rescale
 
 
@@ -19,9 +20,13 @@ class GroupedLinear:
     """
 
     def __init__(
-        self, linears: list[nn.Linear], sites: list[Site], bank: AdapterBank, quantization: Quantization = "none"
+        self,
+        linears: list[nn.Linear | QuantizedLinear],
+        sites: list[Site],
+        bank: AdapterBank,
+        quantization: Quantization = "none",
     ) -> None:
-        self.linear = PackedLinear([m.weight.data for m in linears], [_bias(m) for m in linears], quantization)
+        self.linear = PackedLinear([weight_of(m) for m in linears], [_bias(m) for m in linears], quantization)
         self.group = LoraGroup(tuple(s.index for s in sites), tuple(s.out_features for s in sites))
         self._bank = bank
         self._input: torch.Tensor | None = None
@@ -64,7 +69,7 @@ class GroupedLinear:
 class LoraLinear(nn.Module):
     """Replaces an nn.Linear of the base; returns its slice of the group's output."""
 
-    def __init__(self, group: GroupedLinear, start: int, linear: nn.Linear) -> None:
+    def __init__(self, group: GroupedLinear, start: int, linear: nn.Linear | QuantizedLinear) -> None:
         super().__init__()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
@@ -165,5 +170,5 @@ class AdaptedHead(nn.Module):
         return y
 
 
-def _bias(linear: nn.Linear) -> torch.Tensor | None:
+def _bias(linear: nn.Linear | QuantizedLinear) -> torch.Tensor | None:
     return None if linear.bias is None else linear.bias.data

@@ -17,7 +17,7 @@ rows, a tile lies contiguously in one page, and `LoraTable` holds each tile's of
 operators are several, and an operator's own cost is most of the time.
 
 **Packed linears** (`PackedLinear`) hold several weights that read one input as one matrix, in the fastest format
-at hand, or in the quantized one that was asked for (`linear_formats`).
+at hand (`linear_formats`), or as the codes of a quantized checkpoint (`quantized_weight`).
 
 **Token masks** (`token_mask.forbid_tokens`) remove the tokens from a row's logits that its constraint does not allow.
 
@@ -32,11 +32,11 @@ Triton, `native/`: C++), and the torch reference that every fast path is tested 
 
 from loramux_kernels.gated import Activation, gated, gated_reference
 from loramux_kernels.kv_cache import write_kv, write_kv_reference
-from loramux_kernels.linear_formats import Quantization
 from loramux_kernels.lora_expand import lora_expand, lora_expand_reference
 from loramux_kernels.lora_shrink import lora_shrink, lora_shrink_reference
-from loramux_kernels.packed_linear import PackedLinear, packed_linear_reference
+from loramux_kernels.packed_linear import PackedLinear, Weight, packed_linear_reference
 from loramux_kernels.paged_attention import paged_attention, paged_attention_reference
+from loramux_kernels.quantized_weight import Quantization, QuantizedWeight
 from loramux_kernels.rescale import NO_VECTORS, rescale, rescale_reference
 from loramux_kernels.rms_norm import rms_norm, rms_norm_reference
 from loramux_kernels.rope import rope_write_kv, rope_write_kv_reference
@@ -62,8 +62,10 @@ __all__ = [
     "Norm",
     "PackedLinear",
     "Quantization",
+    "QuantizedWeight",
     "Rotation",
     "Segments",
+    "Weight",
     "gated",
     "gated_reference",
     "lora_expand",

@@ -1,24 +1,26 @@
-"""Formats in which a PackedLinear holds its weights: each a class that packs, multiplies, and says by what exactly.
+"""Formats in which a PackedLinear holds its weights: each a class that packs and multiplies.
 
-A format whose weights are not the checkpoint's (a quantized one) is served only where it was asked for. LoRA reads the
-unquantized activation and adds to the format's result, so that a format knows nothing of adapters.
+LoRA reads the unquantized activation and adds to the format's result, so that a format knows nothing of adapters.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch.nn import functional
 
 from loramux_kernels.device import zeros_in_large_pages
-from loramux_kernels.native import multiplies_bf16_pairs, native_for
-from loramux_kernels.native.abi import DTYPES
+from loramux_kernels.native import multiplies_bf16_pairs, native_for, native_library
+from loramux_kernels.native.abi import CODINGS, DTYPES, CodedWeightsAbi
 from loramux_kernels.processor import has_bf16_tiles
+from loramux_kernels.quantized_weight import TABLES, QuantizedWeight, is_nibbles
 
-Quantization = Literal["none", "int8"]
+MIN_NATIVE_GROUP = 8
+"""Codes with scales for shorter groups are multiplied dequantized."""
 
 
 class LinearFormat(Protocol):
@@ -27,21 +29,12 @@ class LinearFormat(Protocol):
     num_bytes: int
     """Bytes that a call reads."""
 
-    def __init__(self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None) -> None:
-        """Pack `weights`, `[out_features, in_features]` each; `bias` `[sum(out_features)]`."""
-
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """`x` `[T, in_features]` to `[T, sum(out_features)]`, of x's dtype."""
 
-    @staticmethod
-    def as_multiplied(weight: torch.Tensor) -> torch.Tensor:
-        """Return the matrix that is multiplied by in the place of `weight`: the reference of a quantized format."""
 
-
-def choose_format(weight: torch.Tensor, quantization: Quantization) -> type[LinearFormat]:
-    """Return the format for weights like `weight`: the fastest here of those that `quantization` allows."""
-    if quantization == "int8":
-        return Int8
+def choose_format(weight: torch.Tensor) -> type[Plain | Panels | OneDnn]:
+    """Return the fastest format here for unquantized weights like `weight`."""
     if weight.dtype == torch.bfloat16 and weight.device.type == "cpu":
         if has_bf16_tiles() or not multiplies_bf16_pairs() or weight.shape[1] % 2:
             return OneDnn if _one_dnn_packs(weight) else Plain
@@ -51,19 +44,11 @@ def choose_format(weight: torch.Tensor, quantization: Quantization) -> type[Line
     return Plain
 
 
-class Exact:
-    """A format that multiplies by the checkpoint's own weights."""
-
-    @staticmethod
-    def as_multiplied(weight: torch.Tensor) -> torch.Tensor:
-        """Return `weight`."""
-        return weight
-
-
-class Plain(Exact):
+class Plain:
     """`functional.linear`."""
 
     def __init__(self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None) -> None:
+        """Join `weights`, `[out_features, in_features]` each; `bias` `[sum(out_features)]`."""
         self._weight = weights[0] if len(weights) == 1 else torch.cat(list(weights))
         self._bias = bias
         self.num_bytes = self._weight.nbytes
@@ -73,7 +58,7 @@ class Plain(Exact):
         return functional.linear(x, self._weight, self._bias)
 
 
-class Panels(Exact):
+class Panels:
     """Our own packed panels: read at the memory's speed for few rows, at the processor's for many."""
 
     panel = 32
@@ -118,7 +103,7 @@ class Panels(Exact):
         return y
 
 
-class OneDnn(Exact):
+class OneDnn:
     """Weights in the layout that oneDNN chooses, through operators that torch's own compiler emits."""
 
     def __init__(self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None) -> None:
@@ -141,59 +126,85 @@ def _one_dnn_packs(weight: torch.Tensor) -> bool:
         return False
 
 
-class Int8:
-    """Eight-bit integers with one scale for each output: w = scale * q, scale = max |w| / 127, q rounded to nearest.
+class Coded:
+    """Codes and their scales, decoded while they are multiplied: memory and reads are those of the codes.
 
-    A quarter of float32's bytes and half of bfloat16's. An element of w is off by at most half its row's scale. The
-    C++ operator takes x with 16 bits of the largest of 256 neighbouring elements where the processor has VNNI, else as
-    it is, and sums exactly or in float32.
+    The C++ operator takes x with 16 bits of the largest of 256 neighbouring elements where the processor has VNNI and
+    the codes are integers, else as it is, and sums exactly or in float32.
     """
 
     panel = 32
+    stretch = 256
 
-    def __init__(self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None) -> None:
-        quantized = [_quantize(weight) for weight in weights]
-        integers, self._scales = (torch.cat(parts) for parts in zip(*quantized, strict=True))
-        self._columns, self._bias = len(integers), bias
-        self._native = native_for(weights[0])
-        self._integers = integers if self._native is None else self._packed(integers, self._native.loramux_int8_unit())
-        self.num_bytes = self._integers.nbytes + self._scales.nbytes
+    def __init__(self, weights: Sequence[QuantizedWeight], bias: torch.Tensor | None) -> None:
+        self._weights: list[QuantizedWeight] | None = list(weights)
+        self._bias = None if bias is None else bias.float()
+        self._order = weights[0].order
+        self._columns = sum(weight.shape[0] for weight in weights)
+        self.num_bytes = sum(weight.nbytes for weight in weights)
+        self._native = native_library() if weights[0].codes.device.type == "cpu" else None
+        if self._native is not None and (group := self._native_group(weights[0])) is not None:
+            unit = self._native.loramux_coded_unit(CODINGS[weights[0].coding])
+            self._pack([weight.regrouped(group) if group != weight.group else weight for weight in weights], unit)
+            self._weights = None  # held as panels
 
-    @staticmethod
-    def as_multiplied(weight: torch.Tensor) -> torch.Tensor:
-        """Return scale * q in float32."""
-        integers, scales = _quantize(weight)
-        return integers * scales[:, None]
+    def _native_group(self, weight: QuantizedWeight) -> int | None:
+        """Return the group in which the C++ operator reads `weight`; None where it cannot."""
+        if weight.group >= weight.in_features or weight.group % self.stretch == 0:
+            return weight.group
+        group = math.gcd(weight.group, self.stretch)
+        return group if group >= MIN_NATIVE_GROUP else None
 
-    def _packed(self, integers: torch.Tensor, unit: int) -> torch.Tensor:
-        """Return panels `[panels, in_features / unit, panel, unit]`, in large pages."""
-        columns, width = integers.shape
-        padded = functional.pad(integers, (0, -width % unit, 0, -columns % self.panel))
+    def _pack(self, weights: Sequence[QuantizedWeight], unit: int) -> None:
+        """Make panels `[panels, in_features / unit, panel, unit]` of codes, and scales `[groups, columns]`."""
+        first, columns = weights[0], -(-self._columns // self.panel) * self.panel
+        codes = torch.cat([weight.codes for weight in weights])
+        unit = 1 if is_nibbles(first.coding) else unit  # two codes in a byte are a unit
+        padded = functional.pad(codes, (0, -codes.shape[1] % unit, 0, columns - len(codes)))
         panels = padded.view(-1, self.panel, padded.shape[1] // unit, unit).transpose(1, 2)
-        packed = zeros_in_large_pages(padded.numel(), torch.int8).view(panels.shape)
-        return packed.copy_(panels)
+        self._packed = zeros_in_large_pages(padded.numel(), torch.uint8).view(panels.shape).copy_(panels)
+        scales = torch.cat([weight.scales for weight in weights])
+        self._scales = _by_groups(scales, columns)
+        offsets = [weight.offsets for weight in weights if weight.offsets is not None]
+        self._offsets = _by_groups(torch.cat(offsets) * scales, columns) if offsets else None
+        self._values = torch.tensor(TABLES[first.coding]) if first.coding in TABLES else None
+        group = first.group if first.group < first.in_features else -(-first.in_features // self.stretch) * self.stretch
+        self._coding = CODINGS[first.coding]
+        self._abi = CodedWeightsAbi(
+            *(None if t is None else t.data_ptr() for t in (self._packed, self._scales, self._offsets, self._values)),
+            *(first.in_features, group, columns),
+        )
+        held = (self._packed, self._scales, self._offsets, self._order)
+        self.num_bytes = sum(tensor.nbytes for tensor in held if tensor is not None)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply; see LinearFormat."""
-        if self._native is None:
-            y = (x.float() @ self._integers.float().T) * self._scales
-            return (y if self._bias is None else y + self._bias).to(x.dtype)
+        if self._weights is not None:
+            return self._multiply_dequantized(x)
+        assert self._native is not None, "packed for it"
+        if native_for(x) is None:
+            return self(x.float()).to(x.dtype)
+        if self._order is not None:
+            x = x[:, self._order]
         x = x if x.stride(1) == 1 else x.contiguous()
         y = x.new_empty(x.shape[0], self._columns)
-        self._native.loramux_int8_linear(
-            DTYPES[x.dtype],
-            *(x.data_ptr(), x.stride(0), x.shape[0], x.shape[1]),
-            *(self._integers.data_ptr(), self._scales.data_ptr()),
+        self._native.loramux_coded_linear(
+            *(DTYPES[x.dtype], self._coding),
+            *(x.data_ptr(), x.stride(0), x.shape[0]),
+            self._abi,
             None if self._bias is None else self._bias.data_ptr(),
             *(y.data_ptr(), self._columns, self._columns),
             torch.get_num_threads(),
         )
         return y
 
+    def _multiply_dequantized(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply by each weight in turn, dequantized for this call, in float32."""
+        assert self._weights is not None, "not packed"
+        y = torch.cat([functional.linear(x.float(), weight.dequantize()) for weight in self._weights], dim=-1)
+        return (y if self._bias is None else y + self._bias).to(x.dtype)
 
-def _quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return int8`[out_features, in_features]` and float32`[out_features]` scales."""
-    values = weight.float()
-    scales = values.abs().amax(dim=1) / 127
-    steps = values / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
-    return steps.round().clamp(-127, 127).to(torch.int8), scales
+
+def _by_groups(values: torch.Tensor, columns: int) -> torch.Tensor:
+    """Return float32`[columns, groups]` values as `[groups, columns]`, with zeros behind."""
+    return functional.pad(values.float().T, (0, columns - len(values))).contiguous()

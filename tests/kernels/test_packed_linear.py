@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loramux_kernels import PackedLinear, linear_formats, packed_linear, packed_linear_reference
-from loramux_kernels.linear_formats import Int8, choose_format
+from loramux_kernels.linear_formats import Coded, choose_format
 from loramux_kernels.native import multiplies_bf16_pairs
+from loramux_kernels.quantized_weight import QuantizedWeight, pack_nibbles, quantize, unpack_nibbles
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 FORMS = ("Panels", "OneDnn", "Plain")
@@ -56,7 +57,7 @@ def test_packed_linear_every_form_equals_the_reference(dtype, form, monkeypatch)
         pytest.skip("packed by oneDNN only in bfloat16")
     if form == "Panels" and dtype == torch.bfloat16 and not multiplies_bf16_pairs():
         pytest.skip("panels of bf16 need a processor that multiplies pairs")
-    monkeypatch.setattr(packed_linear, "choose_format", lambda *_: getattr(linear_formats, form))
+    monkeypatch.setattr(packed_linear, "choose_format", lambda _: getattr(linear_formats, form))
     weights, biases = weights_of(dtype, 64, (96, 32), with_bias=True)
     check(PackedLinear(weights, biases), torch.randn(17, 64).to(dtype), weights, biases)
 
@@ -75,7 +76,7 @@ def test_packed_linear_takes_rows_with_a_stride():
 @pytest.mark.parametrize("threads", [1, 3])
 def test_packed_linear_row_is_independent_of_its_neighbours(dtype, threads):
     """Bit for bit: decoding alone, decoding in company, and prefill."""
-    if choose_format(torch.zeros(2, 2, dtype=dtype), "none") is not linear_formats.Panels:
+    if choose_format(torch.zeros(2, 2, dtype=dtype)) is not linear_formats.Panels:
         pytest.skip("this processor's bf16 linears are oneDNN's")
     torch.set_num_threads(threads)
     weights, biases = weights_of(dtype, 300, (200, 72), with_bias=True)
@@ -89,46 +90,99 @@ def test_packed_linear_row_is_independent_of_its_neighbours(dtype, threads):
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-10}
 
 
+def coded(
+    coding: str, out_features: int, in_features: int, group: int, has_offsets: bool, order=None
+) -> QuantizedWeight:
+    """A weight of random codes."""
+    codes = torch.randint(0, 16 if coding in ("int4", "nf4", "fp4") else 256, (out_features, in_features))
+    if coding == "fp8":
+        codes[codes & 127 == 127] = 3  # not finite
+    codes = codes.to(torch.uint8)
+    groups = -(-in_features // group)
+    scales = torch.rand(out_features, groups) * 0.05
+    offsets = torch.randint(-5, 5, scales.shape).float() if has_offsets else None
+    held = pack_nibbles(codes) if coding in ("int4", "nf4", "fp4") else codes
+    return QuantizedWeight(coding, held, scales, group, in_features, offsets, order)
+
+
 @pytest.mark.usefixtures("native")
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
+    coding=st.sampled_from(["int8", "int4", "nf4", "fp4", "fp8"]),
     dtype=st.sampled_from(list(ROUNDING)),
     rows=st.integers(0, 40),
     in_features=st.integers(1, 700),
     out_features=st.lists(st.integers(1, 130), min_size=1, max_size=3).map(tuple),
+    group=st.sampled_from([1, 8, 32, 48, 128, 256, 512, 700]),
+    has_offsets=st.booleans(),
     with_bias=st.booleans(),
+    is_ordered=st.booleans(),
     is_native=st.booleans(),
 )
-def test_int8_linear_equals_its_reference(dtype, rows, in_features, out_features, with_bias, is_native):
-    weights, biases = weights_of(dtype, in_features, out_features, with_bias)
+def test_coded_linear_equals_its_dequantized_weight(
+    coding, dtype, rows, in_features, out_features, group, has_offsets, with_bias, is_ordered, is_native
+):
+    order = torch.randperm(in_features) if is_ordered else None
+    weights = [coded(coding, out, in_features, group, has_offsets, order) for out in out_features]
+    biases = [torch.randn(out).to(dtype) if with_bias and i != 1 else None for i, out in enumerate(out_features)]
     with pytest.MonkeyPatch.context() as patch:
         if not is_native:
-            patch.setattr(linear_formats, "native_for", lambda _: None)
-        linear = PackedLinear(weights, biases, "int8")
+            patch.setattr(linear_formats, "native_library", lambda: None)
+        linear = PackedLinear(weights, biases)
     x = (torch.randn(rows, in_features) * torch.logspace(-2, 2, in_features)).to(dtype)
     multiplied = [linear.as_multiplied(weight).double() for weight in weights]
     wanted = packed_linear_reference(x.double(), multiplied, [None if b is None else b.double() for b in biases])
     y = linear(x)
     assert y.dtype == dtype
-    # The activation has 16 bits of its largest element, and the result is rounded to its dtype.
+    # The activation has 16 bits of its largest element where codes are integers; offsets cancel in float32.
     step = x.double().abs().amax(-1, keepdim=True) / 32767 if rows else 0.0
-    of_activation = step / 2 * torch.cat(multiplied).abs().sum(-1)
-    assert ((y.double() - wanted).abs() <= 1.01 * of_activation + ROUNDING[dtype] * wanted.abs() + 1e-5).all()
+    sizes = torch.cat([multiplied_by_parts(weight) for weight in weights])
+    off = 1.01 * step / 2 * sizes.sum(-1) + 1e-5 * (x.double().abs() @ sizes.T)
+    assert ((y.double() - wanted).abs() <= off + ROUNDING[dtype] * wanted.abs() + 1e-5).all()
+
+
+def multiplied_by_parts(weight: QuantizedWeight) -> torch.Tensor:
+    """The sizes of what is added up: values and offsets, times scales."""
+    group = torch.arange(weight.in_features) // weight.group
+    offsets = 0 if weight.offsets is None else weight.offsets[:, group].abs()
+    sizes = ((weight.values().abs() + offsets) * weight.scales[:, group]).double()
+    return sizes if weight.order is None else torch.empty_like(sizes).index_copy_(1, weight.order, sizes)
+
+
+def test_coded_linear_holds_no_more_than_codes_and_scales():
+    weight = torch.randn(256, 1024)
+    assert PackedLinear([weight], [None], "int8").num_bytes <= 0.26 * weight.nbytes
+    assert PackedLinear([weight], [None], "nf4").num_bytes <= 0.141 * weight.nbytes  # 4 bits, and 32 for 64 weights
+
+
+def test_members_of_different_forms_are_multiplied_side_by_side():
+    plain, codes = torch.randn(40, 64), quantize(torch.randn(24, 64), "int8")
+    biases = [None, torch.randn(24), None]
+    linear = PackedLinear([plain, codes, plain], biases)
+    x = torch.randn(5, 64)
+    wanted = packed_linear_reference(x, [plain, codes.dequantize(), plain], biases)
+    torch.testing.assert_close(linear(x), wanted, rtol=1e-3, atol=1e-3)
+    assert linear.out_features == (40, 24, 40)
+
+
+def test_nibbles_come_back():
+    codes = torch.randint(0, 16, (7, 33)).to(torch.uint8)
+    assert torch.equal(unpack_nibbles(pack_nibbles(codes), 33), codes)
 
 
 def test_int8_weights_are_off_by_half_a_step_of_their_row_at_most():
     weight = torch.randn(64, 300) * torch.logspace(-4, 4, 64)[:, None]
     weight[3] = 0
     steps = weight.abs().amax(1, keepdim=True) / 127
-    assert ((Int8.as_multiplied(weight) - weight).abs() <= 0.501 * steps).all()
-    assert PackedLinear([weight], [None], "int8").num_bytes <= 0.3 * weight.nbytes
+    assert ((quantize(weight, "int8").dequantize() - weight).abs() <= 0.501 * steps).all()
 
 
 @pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("coding", ["int8", "int4", "nf4", "fp8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_int8_row_is_independent_of_its_neighbours_and_keeps_what_is_not_finite(dtype):
-    weights, biases = weights_of(dtype, 300, (200, 72), with_bias=True)
-    linear = PackedLinear(weights, biases, "int8")
+def test_coded_row_is_independent_of_its_neighbours_and_keeps_what_is_not_finite(dtype, coding):
+    linear = PackedLinear([coded(coding, out, 300, 32, True) for out in (200, 72)], [None, None])
+    assert isinstance(linear._formats[0], Coded)
     x = torch.randn(100, 300).to(dtype)
     x[50, 7], x[51, 299] = float("nan"), float("inf")
     whole = linear(x)

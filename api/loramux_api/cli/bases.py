@@ -49,7 +49,11 @@ def base() -> None:
 @click.option("--device", "devices", multiple=True, help="A device of its engines, such as cuda:1; repeat for several.")
 @click.option("--dtype", type=click.Choice(get_args(Dtype)), default="auto", show_default=True, help="Weights' type.")
 @click.option(
-    "--quantization", type=click.Choice(get_args(Quantization)), default="none", show_default=True, help="int8 on CPUs."
+    "--quantization",
+    type=click.Choice(get_args(Quantization)),
+    default="none",
+    show_default=True,
+    help="Of weights.",
 )
 @click.option("--wait/--no-wait", default=True, show_default=True, help="Wait until it serves, or has failed to load.")
 @on_server

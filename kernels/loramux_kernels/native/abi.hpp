@@ -29,9 +29,18 @@ void on_packed_dtype(int dtype, const Body& body) {
     if (dtype == BFLOAT16 && LORAMUX_BF16_PAIRS) return body(bf16{});
 }
 
+enum Coding { INT8 = 0, INT4 = 1, TABLE4 = 2, E4M3 = 3 };
+
 enum Activation { SILU = 0, GELU_TANH = 1 };
 
 constexpr int MAX_HEAD_DIM = 512;
+
+// Packed codes; layouts in coded_linear.cpp.
+struct CodedWeightsAbi {
+    const void* packed;
+    const float *scales, *offsets, *values;  // null: none
+    int64_t width, group, columns;           // columns: of whole panels
+};
 
 struct LoraTableAbi {
     const int64_t *a_offsets, *b_offsets;

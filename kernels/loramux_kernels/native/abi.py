@@ -10,12 +10,23 @@ import torch
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The codes by which dtypes cross."""
 
+CODINGS = {"int8": 0, "int4": 1, "nf4": 2, "fp4": 2, "fp8": 3}
+"""The codes by which codings of weights cross; the second two read a table of values."""
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 """The codes by which activations cross."""
 
 MAX_HEAD_DIM = 512
 """The longest head that `loramux_rope` takes."""
+
+
+class CodedWeightsAbi(ctypes.Structure):
+    """Addresses of coded weights and of their scales."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("packed", "scales", "offsets", "values")),
+        *((name, c_int64) for name in ("width", "group", "columns")),
+    )
 
 
 class LoraTableAbi(ctypes.Structure):
@@ -108,8 +119,8 @@ SIGNATURES = {
     "loramux_lora_expand": (c_int, c_void_p, c_int64, c_void_p, *_LORA, c_void_p, c_int64, c_int),
     "loramux_linear_pack": (c_int, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_int),
     "loramux_linear": (c_int, c_void_p, *(c_int64,) * 3, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int),
-    "loramux_int8_linear": (
-        c_int, c_void_p, *(c_int64,) * 3, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int,
+    "loramux_coded_linear": (
+        c_int, c_int, c_void_p, c_int64, c_int64, POINTER(CodedWeightsAbi), c_void_p, c_void_p, c_int64, c_int64, c_int,
     ),
     "loramux_attention": (c_int, POINTER(AttentionAbi), POINTER(KvLayerAbi), POINTER(AttentionBatchAbi), c_int),
     "loramux_write_kv": (

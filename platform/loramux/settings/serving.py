@@ -24,7 +24,7 @@ ToolParser = Literal[
     "gemma4",
     "none",
 ]
-Quantization = Literal["none", "int8"]
+Quantization = Literal["none", "int8", "nf4", "nf4-double"]
 Address = Annotated[str, Meta(pattern=r"^tcp://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}$")]
 
 
@@ -38,8 +38,8 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     dtype: Dtype = "auto"
     """auto (as saved, or float32 on a CPU that would emulate half precision), bfloat16, float16 or float32."""
     quantization: Quantization = "none"
-    """int8: weights of linears as integers with one scale for each output, on CPUs only. Half of bfloat16's memory, and
-    faster where memory or missing bfloat16 instructions are the limit; answers differ a little. none: as saved."""
+    """How weights of linears are held: none (as saved; a quantized checkpoint as its codes), int8 (integers with one
+    scale for each output), nf4 or nf4-double (as bitsandbytes quantizes for QLoRA; double: the scales too)."""
     generation_config: GenerationConfig = "auto"
     """auto: the sampling parameters of the checkpoint's generation_config.json apply to requests that leave them out.
     none: the API's own defaults do (temperature 1, top_p 1, all tokens, no penalty)."""

@@ -22,7 +22,9 @@ from transformers import AutoConfig, Mxfp4Config, PretrainedConfig, PreTrainedMo
 
 from loramux.bundle import SamplingDefaults
 from loramux.engine.execution.attention import UnsupportedModel
+from loramux.engine.execution.quantized_checkpoint import format_of, loading_config, read_quantized
 from loramux_adapters.base import MODEL_LOCK, auto_class
+from loramux_adapters.quantized_linear import QuantizedLinear
 from loramux_kernels.processor import multiplies_in_hardware
 
 logger = logging.getLogger(__name__)
@@ -70,7 +72,9 @@ def load_checkpoint(directory: Path, dtype: str, device: torch.device) -> PreTra
     chosen = torch.float32 if dtype == "auto" and _is_emulated(getattr(config, "dtype", None), device) else None
     wanted = chosen or ("auto" if dtype == "auto" else getattr(torch, dtype))
     form: dict[str, Any] = {}
-    if getattr(config, "quantization_config", None) is not None:
+    if (stored := None if _is_mxfp4(config) else format_of(config)) is not None:
+        form = {"config": loading_config(config, stored)}
+    elif _is_mxfp4(config):
         form = {"quantization_config": Mxfp4Config(dequantize=True)}
         logger.warning("the checkpoint's experts are MXFP4 and are held in %s: about four times their bytes", wanted)
     try:
@@ -86,6 +90,8 @@ def load_checkpoint(directory: Path, dtype: str, device: torch.device) -> PreTra
             )
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise UnsupportedModel(f"{directory}: the weights cannot be loaded: {_first_sentence(error)}") from error
+    if stored is not None:
+        report["unexpected_keys"] = set(report["unexpected_keys"]) - read_quantized(model, directory, stored)
     _ensure_complete(directory, report)
     if dtype == "auto" and _is_emulated(model.dtype, device):  # the config did not name the dtype
         model, chosen = model.float(), torch.float32
@@ -111,12 +117,20 @@ def weights_digest(model: PreTrainedModel, quantization: str) -> str:
     Two checkpoints of one shape, such as a model and a fine-tune of it, have different ones.
     """
     digest = blake2b(quantization.encode(), digest_size=8)
-    for name, weight in model.named_parameters():
-        digest.update(f"{name} {tuple(weight.shape)}".encode())
-        values = weight.detach().flatten()
-        samples = values[:: max(1, values.numel() // SAMPLES)][:SAMPLES].contiguous().cpu()
-        digest.update(samples.view(torch.uint8).numpy().tobytes())
+    for name, parameter in model.named_parameters():
+        digest.update(f"{name} {tuple(parameter.shape)}".encode() + _samples(parameter))
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedLinear):
+            weight = module.quantized
+            digest.update(f"{name} {weight.coding} {weight.shape}".encode() + _samples(weight.codes))
+            digest.update(_samples(weight.scales))
     return digest.hexdigest()
+
+
+def _samples(tensor: torch.Tensor) -> bytes:
+    values = tensor.detach().flatten()
+    samples = values[:: max(1, values.numel() // SAMPLES)][:SAMPLES].contiguous().cpu()
+    return samples.view(torch.uint8).numpy().tobytes()
 
 
 def read_config(directory: Path) -> PretrainedConfig:
@@ -134,11 +148,8 @@ def read_config(directory: Path) -> PretrainedConfig:
             f"model_type {config.model_type!r} has not been shown to give the same tokens here as in transformers; "
             f"supported are {', '.join(sorted(SUPPORTED))}."
         )
-    if getattr(config, "quantization_config", None) is not None and not _is_mxfp4(config):
-        raise UnsupportedModel(
-            "the checkpoint is quantized (quantization_config in config.json), which is not served; "
-            "give the checkpoint that it was made from."
-        )
+    if not _is_mxfp4(config):
+        format_of(config)
     parts = (config, config.get_text_config())
     if any(getattr(p, "use_bidirectional_attention", False) or not getattr(p, "is_causal", True) for p in parts):
         raise UnsupportedModel(
@@ -156,7 +167,10 @@ def read_config(directory: Path) -> PretrainedConfig:
 
 def _is_mxfp4(config: PretrainedConfig) -> bool:
     """Is it gpt-oss as it is published, with experts of four-bit floats? transformers turns them into exact halves."""
-    return config.model_type == "gpt_oss" and (config.quantization_config or {}).get("quant_method") == "mxfp4"
+    return (
+        config.model_type == "gpt_oss"
+        and (getattr(config, "quantization_config", None) or {}).get("quant_method") == "mxfp4"
+    )
 
 
 def rope_parameters_of(config: PretrainedConfig) -> list[dict[str, Any]]:

@@ -32,6 +32,7 @@ from loramux_adapters.base import LinearShape, ParameterShape
 from loramux_adapters.base_weights import BaseWeights
 from loramux_adapters.experts import expert_sites
 from loramux_adapters.install import install
+from loramux_adapters.quantized_linear import QuantizedLinear
 from loramux_kernels import RANK_TILE
 from loramux_kernels.device import runs_triton, zeros_in_large_pages
 
@@ -74,9 +75,10 @@ def assemble(
     Raises UnsupportedModel where `settings` do not fit it.
     """
     model.eval().requires_grad_(False)
-    if settings.model.quantization == "int8" and model.device.type != "cpu":
+    is_quantized = any(isinstance(module, QuantizedLinear) for module in model.modules())
+    if is_quantized and settings.model.quantization != "none":
         raise UnsupportedModel(
-            'model.quantization = "int8" is served on CPUs only; remove it or set engine.device = "cpu".'
+            f"model.quantization = {settings.model.quantization!r}, and the checkpoint is quantized already; remove it."
         )
     layout, activation_bytes = _probe(model, settings)
     states = StateLayout.of(model, layout.page_elements * model.dtype.itemsize)

@@ -1,0 +1,205 @@
+"""Quantized weights: codes of a few bits, and scales for groups of them. One form for every format of checkpoints.
+
+    w[o, order[k]] = scales[o, g] * (value(codes[o, k]) - offsets[o, g])        g = k // group
+
+`value` is the coding's: the integer itself, a table of sixteen numbers (bitsandbytes' NF4 and FP4), or a float of eight
+bits. GPTQ, AWQ, compressed-tensors and bitsandbytes differ in how they store this, and in nothing else; what reads them
+is `loramux.engine.execution.quantized_checkpoint`. Sources: Dettmers et al., QLoRA (2023), for NF4 and the double
+quantization of its scales; Micikevicius et al., FP8 formats for deep learning (2022), for E4M3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch.nn import functional
+
+Coding = Literal["int8", "int4", "nf4", "fp4", "fp8"]
+"""int8: signed bytes. int4: code - 8. nf4, fp4: TABLES. fp8: E4M3 without infinities."""
+
+Quantization = Literal["none", "int8", "nf4", "nf4-double"]
+"""How weights that a checkpoint has as they are get quantized when they are loaded."""
+
+TABLES: dict[str, tuple[float, ...]] = {
+    # Quantiles of the normal distribution, scaled to [-1, 1], with an exact zero (QLoRA, appendix E).
+    "nf4": (
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+        *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+        *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    ),
+    # bitsandbytes' float of four bits: sign, two bits of exponent, one of mantissa; over its largest, 12.
+    "fp4": tuple(sign * value / 12 for sign in (1, -1) for value in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)),
+}
+"""Values of the sixteen codes."""
+
+BLOCK = 64
+"""Neighbours, over the end of a row too, that share a scale in nf4."""
+
+NESTED_BLOCK = 256
+"""Scales that share a scale in double quantization."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """A weight `[out_features, in_features]` as codes; see the module. Moves between devices with its tensors."""
+
+    coding: Coding
+    codes: torch.Tensor
+    """uint8`[out_features, in_features]`; of four bits half as many bytes, rounded up, the lower bits first."""
+    scales: torch.Tensor
+    """float32`[out_features, groups]`"""
+    group: int
+    """Elements that share a scale; the last group of a row may be shorter."""
+    in_features: int
+    offsets: torch.Tensor | None = None
+    """float32`[out_features, groups]`; None: zeros."""
+    order: torch.Tensor | None = None
+    """int64`[in_features]`: the input that each column of the codes multiplies; None: as they come."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """`(out_features, in_features)`"""
+        return len(self.codes), self.in_features
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        held = (self.codes, self.scales, self.offsets, self.order)
+        return sum(tensor.nbytes for tensor in held if tensor is not None)
+
+    def with_tensors(self, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
+        """Return the same weight in other `tensors`, by name, such as copies on another device."""
+        return replace(
+            self,
+            codes=tensors["codes"],
+            scales=tensors["scales"],
+            offsets=tensors.get("offsets"),
+            order=tensors.get("order"),
+        )
+
+    def dequantize(self) -> torch.Tensor:
+        """Return the weight in float32, by its definition: the reference of every kernel."""
+        values = self.values()
+        group = torch.arange(self.in_features, device=values.device) // self.group
+        if self.offsets is not None:
+            values = values - self.offsets[:, group]
+        values = values * self.scales[:, group]
+        if self.order is None:
+            return values
+        return torch.empty_like(values).index_copy_(1, self.order, values)
+
+    def values(self) -> torch.Tensor:
+        """Return float32`[out_features, in_features]`: the values of the codes."""
+        if self.coding == "int8":
+            return self.codes.view(torch.int8).float()
+        if self.coding == "fp8":
+            return self.codes.view(torch.float8_e4m3fn).float()
+        codes = unpack_nibbles(self.codes, self.in_features)
+        if self.coding == "int4":
+            return codes.float() - 8
+        return torch.tensor(TABLES[self.coding], device=codes.device)[codes.long()]
+
+    def regrouped(self, group: int) -> QuantizedWeight:
+        """Return the same weight with groups of `group`, a divisor of its own."""
+        times = self.group // group
+        assert self.group == times * group, f"{group} does not divide {self.group}"
+        groups = -(-self.in_features // group)
+        offsets = None if self.offsets is None else self.offsets.repeat_interleave(times, 1)[:, :groups]
+        return replace(self, scales=self.scales.repeat_interleave(times, 1)[:, :groups], offsets=offsets, group=group)
+
+
+def is_nibbles(coding: Coding) -> bool:
+    """Return whether two codes of `coding` lie in a byte."""
+    return coding in ("int4", *TABLES)
+
+
+def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
+    """Put uint8`[n, m]` codes of four bits two into a byte, the first into the lower bits; an odd one beside an 8."""
+    pairs = functional.pad(codes, (0, codes.shape[1] % 2), value=8).view(len(codes), -1, 2)
+    return pairs[..., 0] | pairs[..., 1] << 4
+
+
+def unpack_nibbles(packed: torch.Tensor, width: int) -> torch.Tensor:
+    """Return uint8`[n, width]`: what `pack_nibbles` packed."""
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)[:, :width]
+
+
+def quantize(weight: torch.Tensor, quantization: Quantization) -> QuantizedWeight:
+    """Quantize `weight` `[out_features, in_features]` as `quantization`, which is not none, says."""
+    if quantization == "int8":
+        return _to_int8(weight)
+    return to_nf4(weight, is_double=quantization == "nf4-double")
+
+
+def _to_int8(weight: torch.Tensor) -> QuantizedWeight:
+    """Integers with one scale for each output: scale = max |w| / 127, rounded to nearest.
+
+    An element is off by at most half its row's scale.
+    """
+    values = weight.float()
+    scales = values.abs().amax(dim=1, keepdim=True) / 127
+    steps = values / scales.clamp(min=torch.finfo(torch.float32).tiny)
+    codes = steps.round().clamp(-127, 127).to(torch.int8).view(torch.uint8)
+    return QuantizedWeight("int8", codes, scales, weight.shape[1], weight.shape[1])
+
+
+def to_nf4(weight: torch.Tensor, is_double: bool) -> QuantizedWeight:
+    """Quantize as bitsandbytes does for QLoRA: the nearest of TABLES, times the largest of 64 neighbours.
+
+    `is_double`: the scales are quantized too (`bnb_4bit_use_double_quant`).
+    """
+    values = functional.pad(weight.float().flatten(), (0, -weight.numel() % BLOCK)).view(-1, BLOCK)
+    largest = values.abs().amax(1)
+    steps = values / largest.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
+    codes = _nearest(steps, torch.tensor(TABLES["nf4"], device=weight.device))
+    if is_double:
+        largest = _quantized_twice(largest)
+    rows = codes.flatten()[: weight.numel()].view(weight.shape).to(torch.uint8)
+    return blocks_of_rows("nf4", pack_nibbles(rows), largest, BLOCK, weight.shape[1])
+
+
+def blocks_of_rows(
+    coding: Coding, codes: torch.Tensor, scales: torch.Tensor, block: int, in_features: int
+) -> QuantizedWeight:
+    """Return the weight whose `scales` `[blocks]` are for `block` neighbours each, counted over the ends of rows.
+
+    `codes` are in rows already.
+    """
+    group = block if in_features % block == 0 else _largest_divisor(in_features, block)
+    starts = torch.arange(0, len(codes) * in_features, group, device=codes.device)
+    return QuantizedWeight(coding, codes, scales[starts // block].view(len(codes), -1), group, in_features)
+
+
+def _largest_divisor(width: int, block: int) -> int:
+    """Return the longest run that never crosses the end of a row of `width` or of a block."""
+    while width % block:
+        width, block = block, width % block
+    return block
+
+
+def _nearest(values: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Return the indices of the entries of `table`, in rising order, that are nearest to `values`."""
+    return torch.bucketize(values, (table[1:] + table[:-1]) / 2)
+
+
+def _quantized_twice(scales: torch.Tensor) -> torch.Tensor:
+    """Return `scales` `[n]` as they come back from eight bits: their mean, and what 256 neighbours differ from it."""
+    mean = scales.mean()
+    padded = functional.pad(scales - mean, (0, -len(scales) % NESTED_BLOCK)).view(-1, NESTED_BLOCK)
+    largest = padded.abs().amax(1, keepdim=True)
+    table = dynamic_map().to(scales.device)
+    steps = padded / largest.clamp(min=torch.finfo(torch.float32).tiny)
+    return (table[_nearest(steps, table)] * largest).flatten()[: len(scales)] + mean
+
+
+def dynamic_map() -> torch.Tensor:
+    """Return float32`[256]`: bitsandbytes' numbers of eight bits, with more of them near zero (Dettmers, 2015)."""
+    values = [0.0, 1.0]
+    for exponent in range(7):
+        edges = torch.linspace(0.1, 1, 2**exponent + 1)
+        middles = ((edges[:-1] + edges[1:]) / 2 * 10.0 ** (exponent - 6)).tolist()
+        values += [*middles, *(-value for value in middles)]
+    return torch.tensor(sorted(values))

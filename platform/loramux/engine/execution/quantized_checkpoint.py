@@ -1,0 +1,394 @@
+"""Checkpoints whose linears are saved as codes: the formats, and how each stores a weight.
+
+A format says by which tensor a linear is known to be quantized (`marker`) and turns what is stored beside it into a
+`QuantizedWeight`. Linears that the checkpoint has as they are stay so. transformers makes the model and loads the rest:
+its quantizer, an extension point, puts a `QuantizedLinear` where codes are, so that no memory ever holds the weight
+itself. Activations are never rounded: of formats that would (W8A8), the weights are served, which is more exact.
+
+Sources: the saved layouts of AutoGPTQ and GPTQModel, AutoAWQ's "gemm" version, bitsandbytes' quant_state,
+compressed-tensors' pack-, int- and float-quantized compressors, and DeepSeek-V3's block-wise FP8.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from loramux.engine.execution.attention import UnsupportedModel
+from loramux_adapters.quantized_linear import QuantizedLinear
+from loramux_kernels import QuantizedWeight
+from loramux_kernels.quantized_weight import Coding, blocks_of_rows, pack_nibbles
+
+Stored = Mapping[str, torch.Tensor]
+"""What is stored of one linear, by the last part of its name."""
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""The column of eight that each four bits of AWQ's integers are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A format of quantized checkpoints."""
+
+    name: str
+    """As facts, logs and reports have it."""
+    markers: tuple[str, ...]
+    """Last parts of names, of which a quantized linear has one."""
+    read: Callable[[Stored, int, int], QuantizedWeight]
+    """From what is stored, in_features and out_features. Raises ValueError with a reason."""
+
+
+def format_of(config: PretrainedConfig) -> Format | None:
+    """Return the format that `quantization_config` of config.json names; None where there is none.
+
+    Raises UnsupportedModel for one that no test has held to PEFT's answers.
+    """
+    fields: dict[str, Any] | None = getattr(config, "quantization_config", None)
+    if not fields:
+        return None
+    method = fields.get("quant_method") or ("bitsandbytes" if "load_in_4bit" in fields else "")
+    try:
+        return METHODS[method](fields)
+    except (KeyError, ValueError) as error:
+        reason = f"quant_method {method!r}" if isinstance(error, KeyError) else f"{method}: {error}"
+        raise UnsupportedModel(
+            f"the checkpoint is quantized in a form that is not served ({reason}); served are {SERVED}. Give the "
+            f"checkpoint that it was made from, with model.quantization if its weights take too much memory."
+        ) from error
+
+
+SERVED = (
+    "gptq of 4 or 8 bits, awq (gemm), bitsandbytes (nf4, fp4, int8), compressed-tensors (fp8, int8, pack-quantized "
+    "int4 and int8), fp8 in blocks, and gpt-oss in mxfp4"
+)
+
+
+def _require(is_so: bool, otherwise: str) -> None:
+    if not is_so:
+        raise ValueError(otherwise)
+
+
+def _gptq(fields: dict[str, Any]) -> Format:
+    bits: int = fields.get("bits", 0)
+    _require(bits in (4, 8), f"bits = {bits}")
+    form = fields.get("checkpoint_format") or "gptq"
+    _require(form in ("gptq", "gptq_v2"), f"checkpoint_format = {form!r}")
+    more = 1 if form == "gptq" else 0  # the first version saves zero points less one
+
+    def read(stored: Stored, in_features: int, out_features: int) -> QuantizedWeight:
+        codes = _unpack(stored["qweight"].T, bits)[:, :in_features]
+        zeros = _unpack(stored["qzeros"], bits)[:, :out_features].float() + more
+        scales = stored["scales"].float()
+        order, group = None, _group_of(in_features, len(scales), fields.get("group_size"))
+        if (index := stored.get("g_idx")) is not None and not _is_in_order(index, group):
+            order = torch.argsort(index, stable=True)
+            _require(_is_in_order(index[order], group), "groups of different sizes (g_idx)")
+            codes = codes[:, order]
+        return _integers(codes, bits, scales.T, zeros.T, group, order)
+
+    return Format(f"gptq-int{bits}", ("qweight",), read)
+
+
+def _awq(fields: dict[str, Any]) -> Format:
+    bits, version = fields.get("bits", fields.get("w_bit")), str(fields.get("version", "gemm")).lower()
+    _require(bits == 4, f"bits = {bits}")
+    _require(version == "gemm", f"version = {version!r}")
+
+    def read(stored: Stored, in_features: int, out_features: int) -> QuantizedWeight:
+        def columns(packed: torch.Tensor) -> torch.Tensor:
+            codes = _unpack(packed, 4).view(len(packed), -1, 8)
+            return codes[..., torch.tensor(AWQ_ORDER).argsort()].flatten(1)[:, :out_features]
+
+        codes, scales = columns(stored["qweight"]).T, stored["scales"].float()
+        zeros = columns(stored["qzeros"]).float()
+        group = _group_of(in_features, len(scales), fields.get("group_size", fields.get("q_group_size")))
+        return _integers(codes, 4, scales.T, zeros.T, group)
+
+    return Format("awq-int4", ("qweight",), read)
+
+
+def _bitsandbytes(fields: dict[str, Any]) -> Format:
+    if fields.get("load_in_8bit"):
+        return Format("bitsandbytes-int8", ("SCB",), _read_bitsandbytes_int8)
+    _require(bool(fields.get("load_in_4bit")), "neither load_in_4bit nor load_in_8bit")
+    kind = fields.get("bnb_4bit_quant_type", "fp4")
+    _require(kind in ("nf4", "fp4"), f"bnb_4bit_quant_type = {kind!r}")
+    return Format(f"bitsandbytes-{kind}", (f"weight.quant_state.bitsandbytes__{kind}",), _read_bitsandbytes_4bit)
+
+
+def _read_bitsandbytes_int8(stored: Stored, in_features: int, out_features: int) -> QuantizedWeight:
+    codes, layout = stored["weight"], stored.get("weight_format")
+    _require(codes.dtype == torch.int8 and codes.shape == (out_features, in_features), "weights of another form")
+    _require(layout is None or int(layout) == 0, "weights that are not in rows (weight_format)")
+    return _signed_bytes(codes, stored["SCB"].float()[:, None] / 127, in_features)
+
+
+def _read_bitsandbytes_4bit(stored: Stored, in_features: int, out_features: int) -> QuantizedWeight:
+    state_name = next(name for name in stored if "quant_state" in name)
+    state = json.loads(bytes(stored[state_name].tolist()))
+    _require(tuple(state["shape"]) == (out_features, in_features), f"a weight of shape {state['shape']}")
+    packed, scales = stored["weight"].flatten(), stored["weight.absmax"]
+    codes = torch.stack((packed >> 4, packed & 15), dim=-1).flatten()[: out_features * in_features]
+    if (table := stored.get("weight.nested_quant_map")) is not None:
+        per = torch.arange(len(scales)) // state["nested_blocksize"]
+        scales = table.float()[scales.long()] * stored["weight.nested_absmax"].float()[per] + state["nested_offset"]
+    coding: Coding = "nf4" if state["quant_type"] == "nf4" else "fp4"
+    rows = pack_nibbles(codes.view(out_features, in_features))
+    return blocks_of_rows(coding, rows, scales.float(), state["blocksize"], in_features)
+
+
+def _compressed_tensors(fields: dict[str, Any]) -> Format:
+    form = fields.get("format")
+    _require(form in ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"), f"format = {form!r}")
+    _require(not fields.get("kv_cache_scheme"), "a kv_cache_scheme; engine.kv_cache_dtype is served")
+    _require(not fields.get("transform_config"), "a transform_config")
+    sparsity = (fields.get("sparsity_config") or {}).get("format", "dense")
+    _require(sparsity == "dense", f"sparsity_config of format {sparsity!r}")
+    schemes = [group.get("weights") or {} for group in (fields.get("config_groups") or {}).values()]
+    kinds = {(scheme.get("type"), scheme.get("num_bits")) for scheme in schemes}
+    _require(kinds <= {("float", 8), ("int", 8), ("int", 4)}, f"weights of {sorted(map(str, kinds))}")
+    sizes = {scheme.get("group_size") for scheme in schemes}
+    blocks = {tuple(scheme["block_structure"]) for scheme in schemes if scheme.get("block_structure")}
+    _require(len(sizes) == 1 and len(blocks) <= 1, "config_groups of different group sizes")
+    size, block = sizes.pop(), blocks.pop() if blocks else None
+
+    def read(stored: Stored, in_features: int, out_features: int) -> QuantizedWeight:
+        if "weight_packed" in stored:
+            return _read_packed(stored, in_features, out_features, size)
+        weight, scales = stored["weight"], stored["weight_scale"].float()
+        scales, group = _expanded(scales, in_features, out_features, size, block)
+        if weight.dtype == torch.float8_e4m3fn:
+            return _floats(weight, scales, group)
+        _require(weight.dtype == torch.int8, f"weights of {weight.dtype}")
+        zeros = stored.get("weight_zero_point")
+        offsets = None if zeros is None else _expanded(zeros.float(), in_features, out_features, size, block)[0]
+        return _signed_bytes(weight, scales, group, offsets)
+
+    names = ", ".join(sorted(f"{kind}{bits}" for kind, bits in kinds))
+    return Format(f"compressed-tensors {names}", ("weight_packed", "weight_scale"), read)
+
+
+def _read_packed(stored: Stored, in_features: int, out_features: int, size: int | None) -> QuantizedWeight:
+    packed, scales = stored["weight_packed"], stored["weight_scale"].float()
+    bits = next((bits for bits in (4, 8) if packed.shape[1] == -(-in_features * bits // 32)), None)
+    if packed.dtype != torch.int32 or bits is None:
+        raise ValueError(f"weight_packed of {packed.dtype} and shape {tuple(packed.shape)}")
+    codes, zeros = _unpack(packed, bits)[:, :in_features], None
+    if (packed_zeros := stored.get("weight_zero_point")) is not None:
+        zeros = _unpack(packed_zeros.T, bits).T[:out_features].float()
+    scales = scales.view(-1, 1) if scales.ndim < 2 else scales
+    group = _group_of(in_features, scales.shape[1], size)
+    order, index = None, stored.get("weight_g_idx")
+    if index is not None and not _is_in_order(index, group):
+        order = torch.argsort(index, stable=True)
+        _require(_is_in_order(index[order], group), "groups of different sizes (weight_g_idx)")
+        codes = codes[:, order]
+    scales = scales.expand(out_features, -1)
+    zeros = torch.full_like(scales, 1 << bits - 1) if zeros is None else zeros.expand(out_features, -1)
+    return _integers(codes, bits, scales, zeros, group, order)
+
+
+def _fp8(fields: dict[str, Any]) -> Format:
+    block: list[int] = fields.get("weight_block_size") or []
+    _require(len(block) == 2, f"weight_block_size = {block}")
+    kind = fields.get("fmt", "e4m3")
+    _require(kind == "e4m3", f"fmt = {kind!r}")
+
+    def read(stored: Stored, in_features: int, out_features: int) -> QuantizedWeight:
+        scales, weight = stored["weight_scale_inv"].float(), stored["weight"]
+        _require(weight.dtype == torch.float8_e4m3fn, f"weights of {weight.dtype}")
+        return _floats(weight, *_expanded(scales, in_features, out_features, None, tuple(block)))
+
+    return Format("fp8", ("weight_scale_inv",), read)
+
+
+METHODS: dict[str, Callable[[dict[str, Any]], Format]] = {
+    "gptq": _gptq,
+    "awq": _awq,
+    "bitsandbytes": _bitsandbytes,
+    "compressed-tensors": _compressed_tensors,
+    "fp8": _fp8,
+}
+
+
+def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return uint8`[n, m * 32 / bits]`: the codes in int32`[n, m]`, lowest bits first."""
+    shifts = torch.arange(0, 32, bits)
+    return (packed.contiguous()[..., None] >> shifts & (1 << bits) - 1).to(torch.uint8).flatten(1)
+
+
+def _integers(
+    codes: torch.Tensor,
+    bits: int,
+    scales: torch.Tensor,
+    zeros: torch.Tensor,
+    group: int,
+    order: torch.Tensor | None = None,
+) -> QuantizedWeight:
+    """Return scales * (codes - zeros): unsigned `codes` `[out, in]`, the others `[out, groups]`."""
+    offsets = zeros - (1 << bits - 1)
+    rest = (scales.contiguous(), group, codes.shape[1], offsets.contiguous() if offsets.any() else None, order)
+    if bits == 4:
+        return QuantizedWeight("int4", pack_nibbles(codes), *rest)
+    return QuantizedWeight("int8", codes.contiguous() ^ 128, *rest)
+
+
+def _signed_bytes(
+    codes: torch.Tensor, scales: torch.Tensor, group: int, offsets: torch.Tensor | None = None
+) -> QuantizedWeight:
+    return QuantizedWeight(
+        "int8", codes.contiguous().view(torch.uint8), scales.contiguous(), group, codes.shape[1], offsets
+    )
+
+
+def _floats(codes: torch.Tensor, scales: torch.Tensor, group: int) -> QuantizedWeight:
+    held = codes.contiguous().view(torch.uint8)
+    _require(not bool(((held & 127) == 127).any()), "weights that are not finite")
+    return QuantizedWeight("fp8", held, scales.contiguous(), group, codes.shape[1])
+
+
+def _expanded(
+    scales: torch.Tensor, in_features: int, out_features: int, size: int | None, block: tuple[int, ...] | None
+) -> tuple[torch.Tensor, int]:
+    """Return scales of a tensor, of channels, of groups or of blocks as `[out_features, groups]`, and the group."""
+    if block is not None:
+        return scales.repeat_interleave(block[0], 0)[:out_features], block[1]
+    if scales.numel() == 1:
+        return scales.reshape(1, 1).expand(out_features, 1), in_features
+    scales = scales.view(out_features, -1)
+    return scales, _group_of(in_features, scales.shape[1], size)
+
+
+def _group_of(in_features: int, groups: int, size: int | None) -> int:
+    """Return the length of a group, of which there are `groups`; raises ValueError where config.json says otherwise."""
+    group = size if size is not None and size > 0 and groups > 1 else in_features
+    _require(-(-in_features // group) == groups, f"{groups} groups of {group} for {in_features} inputs")
+    return group
+
+
+def _is_in_order(index: torch.Tensor, group: int) -> bool:
+    return torch.equal(index.long(), torch.arange(len(index)) // group)
+
+
+@register_quantization_config("loramux")
+class _AsStored(QuantizationConfigMixin):
+    """Asks transformers for the model with its quantized linears left empty."""
+
+    def __init__(self, stored: dict[str, Any], quant_method: str = "loramux", **_: Any) -> None:
+        self.quant_method = quant_method
+        self.stored = stored
+
+
+@register_quantizer("loramux")
+class _Replacing(HfQuantizer):
+    """Puts a QuantizedLinear where the checkpoint has codes, before transformers loads the rest."""
+
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, checkpoint_files: Iterable[str], **_: Any
+    ) -> None:
+        assert isinstance(self.quantization_config, _AsStored), "registered for it"
+        markers = self.quantization_config.stored["markers"]
+        for name in _quantized_linears(_keys(checkpoint_files), markers):
+            try:
+                linear = model.get_submodule(name)
+            except AttributeError:
+                linear = None
+            if not isinstance(linear, nn.Linear) or linear is model.get_output_embeddings():
+                raise UnsupportedModel(
+                    f"{name} is quantized in the checkpoint and is no linear of the model's layers: quantized experts, "
+                    f"heads and models of images are not served. Give the checkpoint that it was made from, with "
+                    f"model.quantization if its weights take too much memory."
+                )
+            parent, attribute = name.rpartition(".")[::2]
+            empty = QuantizedLinear(
+                linear.in_features, linear.out_features, linear.bias is not None, linear.weight.dtype
+            )
+            setattr(model.get_submodule(parent), attribute, empty)
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
+        self.remove_quantization_config(model)
+
+    def is_serializable(self) -> bool:
+        """It is never saved."""
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        """It is never trained."""
+        return False
+
+
+def loading_config(config: PretrainedConfig, form: Format) -> PretrainedConfig:
+    """Change `config` so that transformers leaves the linears empty that `form` reads."""
+    config.quantization_config = {"quant_method": "loramux", "stored": {"markers": list(form.markers)}}
+    return config
+
+
+def read_quantized(model: PreTrainedModel, directory: Path, form: Format) -> set[str]:
+    """Fill the empty linears of `model` from the files in `directory`; returns the names of the tensors that were read.
+
+    One linear's tensors are in memory at a time. Raises UnsupportedModel for what `form` cannot read.
+    """
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+    if not linears:
+        raise UnsupportedModel(f"{directory}: config.json says that it is quantized ({form.name}), and no linear is.")
+    files = {key: path for path in sorted(directory.glob("*.safetensors")) for key in _keys([str(path)])}
+    parts: dict[str, dict[str, str]] = defaultdict(dict)
+    for key in files:
+        if (owner := _linear_of(key, linears)) is not None:
+            parts[owner][key.removeprefix(f"{owner}.")] = key
+    for name, linear in linears.items():
+        if linear.bias is not None:
+            parts[name].pop("bias", None)
+        stored = {part: _tensor(files[key], key) for part, key in parts[name].items()}
+        try:
+            _require(not stored.pop("bias", torch.zeros(1)).any(), "a bias that config.json does not have")
+            weight = form.read(stored, linear.in_features, linear.out_features)
+            _require(weight.shape == (linear.out_features, linear.in_features), f"a weight of shape {weight.shape}")
+            _require(bool(torch.isfinite(weight.scales).all()), "scales that are not finite")
+        except (ValueError, KeyError, RuntimeError, IndexError) as error:
+            raise UnsupportedModel(f"{directory}: {name} cannot be read as {form.name}: {error}") from error
+        linear.hold(weight)
+    return {key for named in parts.values() for key in named.values()}
+
+
+def _tensor(path: Path, key: str) -> torch.Tensor:
+    with safe_open(path, framework="pt") as file:
+        tensor: torch.Tensor = file.get_tensor(key)
+        return tensor
+
+
+def _keys(files: Iterable[str]) -> list[str]:
+    found: list[str] = []
+    for path in files:
+        if not path.endswith(".safetensors"):
+            raise UnsupportedModel(f"{path} is not safetensors; quantized checkpoints are read from safetensors only.")
+        with safe_open(path, framework="pt") as file:
+            found += file.keys()
+    return found
+
+
+def _quantized_linears(keys: Iterable[str], markers: Iterable[str]) -> list[str]:
+    endings = tuple(f".{marker}" for marker in markers)
+    return sorted({key.removesuffix(ending) for key in keys for ending in endings if key.endswith(ending)})
+
+
+def _linear_of(key: str, linears: Mapping[str, QuantizedLinear]) -> str | None:
+    """Return the linear that a tensor belongs to; its own name may have a dot."""
+    name = key
+    while name:
+        name = name.rpartition(".")[0]
+        if name in linears:
+            return name
+    return None

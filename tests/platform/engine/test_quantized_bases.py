@@ -1,0 +1,163 @@
+"""Quantized bases: adapters on them answer as PEFT does on the dequantized base in float32."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from adapter_zoo import Asked, load, make_engine, serve
+from formats import FormatZoo
+from quantized import CHECKPOINTS, QuantizedZoo
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from loramux.engine.execution.attention import UnsupportedModel
+from loramux.engine.execution.checkpoint import load_checkpoint, weights_digest
+from loramux.engine.execution.quantized_checkpoint import format_of
+from loramux_adapters.quantized_linear import QuantizedLinear
+from loramux_kernels.quantized_weight import quantize, to_nf4
+
+FORMATS = ("plain", "dora")
+
+
+def questions(formats: tuple[str, ...]) -> list[Asked]:
+    return [Asked(f"{a} {i}", a, (5 + i, 40, *range(3, 3 + 5 * i)), 6) for i, a in enumerate([*formats, None])]
+
+
+def check(zoo: FormatZoo, engine) -> None:
+    asked = questions(zoo.formats)
+    got = serve(zoo, engine, asked, arrivals=[i // 2 for i in range(len(asked))])
+    for request in asked:
+        assert got[request.name] == zoo.answer(request), request
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_adapters_on_a_quantized_checkpoint_answer_as_peft_on_the_dequantized_base(tmp_path, checkpoint: str) -> None:
+    family = "llama" if list(CHECKPOINTS).index(checkpoint) % 2 else "qwen2"
+    zoo = QuantizedZoo(family, tmp_path, FORMATS, checkpoint)
+    zoo.make_adapters()
+    check(zoo, make_engine(zoo.quantized, max_num_batched_tokens=13))
+
+
+class RoundedZoo(FormatZoo):
+    """A base whose linears are what `quantization` makes of them, for PEFT, beside the one that is served."""
+
+    def __init__(self, family: str, root, quantization: str) -> None:
+        super().__init__(family, root, (*FORMATS, "ia3"))
+        self.served = root / "served"
+        model = AutoModelForCausalLM.from_pretrained(self.base, dtype=torch.float32)
+        model.save_pretrained(self.served)
+        with torch.no_grad():
+            for name, module in model.named_modules():
+                if isinstance(module, torch.nn.Linear) and name != "lm_head":
+                    module.weight.copy_(quantize(module.weight, quantization).dequantize())
+        model.save_pretrained(self.base)
+
+
+@pytest.mark.parametrize(
+    ("family", "quantization"), [("llama", "int8"), ("gemma2", "int8"), ("qwen2", "nf4"), ("llama", "nf4-double")]
+)
+def test_adapters_on_weights_quantized_at_load_answer_as_peft_on_them(tmp_path, family, quantization) -> None:
+    zoo = RoundedZoo(family, tmp_path, quantization)
+    zoo.make_adapters()
+    check(zoo, make_engine(zoo.served, quantization=quantization, max_num_batched_tokens=13))
+
+
+def test_quantized_weights_say_how_many_bytes_a_step_reads(tmp_path) -> None:
+    zoo = FormatZoo("llama", tmp_path, ())
+    exact, _ = load(zoo.base)
+    rounded, _ = load(zoo.base, "int8")
+    assert rounded.weight_bytes < 0.6 * exact.weight_bytes
+    assert exact.weight_bytes == sum(
+        p.numel() * 4
+        for name, p in AutoModelForCausalLM.from_pretrained(zoo.base).named_parameters()
+        if "embed_tokens" not in name
+    )
+
+
+def test_quantized_checkpoint_is_never_held_as_floats(tmp_path) -> None:
+    zoo = QuantizedZoo("llama", tmp_path, (), "gptq int4")
+    model = load_checkpoint(zoo.quantized, "float32", torch.device("cpu"))
+    linears = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+    assert len(linears) == 21
+    for linear in linears:
+        assert linear.quantized.codes.nbytes == linear.in_features * linear.out_features // 2
+    digest = weights_digest(model, "none")
+    linears[3].codes[5, 0] ^= 1
+    assert weights_digest(model, "none") != digest
+
+
+VECTORS = json.loads((Path(__file__).parents[2] / "support/quantized_vectors.json").read_text())
+CONFIGS = {
+    "bitsandbytes nf4": CHECKPOINTS["nf4"][0],
+    "bitsandbytes nf4 double": CHECKPOINTS["nf4 double"][0],
+    "bitsandbytes fp4": CHECKPOINTS["nf4"][0] | {"bnb_4bit_quant_type": "fp4"},
+    "bitsandbytes fp4 double": CHECKPOINTS["nf4"][0] | {"bnb_4bit_quant_type": "fp4"},
+    "bitsandbytes int8": CHECKPOINTS["bitsandbytes int8"][0],
+}
+
+
+def decoded(vector: dict) -> torch.Tensor:
+    data = bytearray(base64.b64decode(vector["data"]))
+    return torch.frombuffer(data, dtype=torch.uint8).view(getattr(torch, vector["dtype"])).reshape(vector["shape"])
+
+
+@pytest.mark.parametrize("name", VECTORS)
+def test_what_a_formats_own_library_saved_is_read_as_it_reads_it(name: str) -> None:
+    config = CONFIGS[name] if name in CONFIGS else CHECKPOINTS[name][0]
+    form = format_of(PretrainedConfig(quantization_config=config))
+    assert form is not None
+    stored = {part: decoded(vector) for part, vector in VECTORS[name]["saved"].items()}
+    wanted = decoded(VECTORS[name]["value"])
+    weight = form.read(stored, wanted.shape[1], len(wanted))
+    torch.testing.assert_close(weight.dequantize(), wanted, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize(("name", "is_double"), [("bitsandbytes nf4", False), ("bitsandbytes nf4 double", True)])
+def test_nf4_made_at_load_is_what_bitsandbytes_makes(name: str, is_double: bool) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(16, 64) * torch.logspace(-2, 0, 16)[:, None]
+    theirs = decoded(VECTORS[name]["value"])
+    torch.testing.assert_close(to_nf4(weight, is_double).dequantize(), theirs, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"quant_method": "gptq", "bits": 3}, "bits = 3"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "marlin"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": False}, "neither"),
+        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "nvfp4"),
+        (CHECKPOINTS["int8"][0] | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+        ({"quant_method": "fp8"}, "weight_block_size"),
+        ({"quant_method": "hqq"}, "'hqq'"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_quantized_checkpoint_without_a_parity_test_is_refused_by_name(config: dict, words: str) -> None:
+    with pytest.raises(UnsupportedModel, match=words) as refused:
+        format_of(PretrainedConfig(quantization_config=config))
+    assert "model.quantization" in str(refused.value)
+
+
+def test_checkpoint_that_is_quantized_already_is_not_quantized_again(tmp_path) -> None:
+    zoo = QuantizedZoo("llama", tmp_path, (), "awq")
+    with pytest.raises(UnsupportedModel, match="already"):
+        load(zoo.quantized, "int8")
+
+
+def test_quantized_head_and_damaged_codes_are_refused(tmp_path) -> None:
+    zoo = QuantizedZoo("llama", tmp_path, (), "awq")
+    file = zoo.quantized / "model.safetensors"
+    whole = load_file(file)
+    codes = whole["model.layers.1.mlp.up_proj.qweight"]
+    save_file(whole | {"lm_head.qweight": codes.clone()}, file, {"format": "pt"})
+    with pytest.raises(UnsupportedModel, match="lm_head is quantized"):
+        load(zoo.quantized)
+    save_file(whole | {"model.layers.1.mlp.up_proj.qweight": codes[:-8].clone()}, file, {"format": "pt"})
+    with pytest.raises(UnsupportedModel, match="up_proj cannot be read as awq"):
+        load(zoo.quantized)
