@@ -9,6 +9,7 @@ from litestar.params import QueryParameter
 from loramux.billing import CostsQuery
 from loramux.registry import MAX_REVISION
 from loramux.usage import LATEST, UsageQuery
+from loramux.usage.buckets import MAX_FILTER
 
 MAX_INT64 = 2**63 - 1
 MAX_OFFSET = 2**53 - 1
@@ -51,6 +52,12 @@ UsageLimit = Annotated[
     QueryParameter(ge=1, le=UsageQuery.most_buckets(), description="The most buckets; fewer for wider ones."),
 ]
 """The length of a page of usage."""
+
+TopModels = Annotated[
+    int | None,
+    QueryParameter(ge=1, le=MAX_FILTER, description="With group_by=model: name only so many models, the largest."),
+]
+"""The number of models that are named."""
 
 CostsLimit = Annotated[int | None, QueryParameter(ge=1, le=CostsQuery.most_buckets(), description="The most days.")]
 """The length of a page of costs."""

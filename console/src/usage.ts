@@ -35,6 +35,12 @@ async function all<T>(path: string, query: Record<string, string | number | stri
   return found;
 }
 
+/** The groups of a query: of thousands of models, those with the most tokens by name, fewer where there are more days. */
+function grouping(days: number, groupBy: string[]) {
+  if (groupBy.length === 0) return {};
+  return { group_by: groupBy, ...(groupBy.includes("model") && { top_models: days > 31 ? 20 : 100 }) };
+}
+
 /** Usage of so many days up to now, by hour up to three days, else by day. */
 export function usageOf(days: number, groupBy: string[]) {
   const width = days <= 3 ? HOUR : DAY;
@@ -43,7 +49,8 @@ export function usageOf(days: number, groupBy: string[]) {
     start_time: end - days * DAY,
     end_time: end,
     bucket_width: width === HOUR ? "1h" : "1d",
-    ...(groupBy.length > 0 && { group_by: groupBy }),
+    limit: width === HOUR ? 72 : 31,
+    ...grouping(days, groupBy),
   });
 }
 
@@ -53,6 +60,7 @@ export function costsOf(days: number, groupBy: string[]) {
   return all<CostResult>("/v1/organization/costs", {
     start_time: end - Math.max(1, days) * DAY,
     end_time: end,
-    ...(groupBy.length > 0 && { group_by: groupBy }),
+    limit: 92,
+    ...grouping(days, groupBy),
   });
 }

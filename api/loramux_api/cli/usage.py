@@ -101,6 +101,20 @@ def reconcile_command(config: Path, as_json: bool) -> None:
     )
 
 
+@usage.command("rebuild-sums")
+@config_option()
+@json_option
+def rebuild_sums(config: Path, as_json: bool) -> None:
+    """Make the daily sums, which usage and cost queries read, again from the ledger. Servers may run meanwhile.
+
+    \b
+    Example:
+      loramux usage rebuild-sums --config configs/single-node.toml
+    """
+    number = with_billing(config, lambda desk: desk.usage.rebuild_days())
+    put(as_json, {"entries": number}, f"{number} entries added up by day.")
+
+
 @usage.command("close")
 @period_option
 @dry_run_option

@@ -19,13 +19,13 @@ from loramux.tenants import Principal
 from loramux.usage import UsagePage, UsageQuery
 from loramux_api.auth import requires
 from loramux_api.openapi import REFUSALS
-from loramux_api.parameters import CostsLimit, EndTime, PageLimit, StartTime, UsageLimit
+from loramux_api.parameters import CostsLimit, EndTime, PageLimit, StartTime, TopModels, UsageLimit
 from loramux_api.schemas.requests import RequestObject, request_object
 from loramux_api.schemas.tenancy import Listing
 
 LISTS = ("group_by", "models", "api_key_ids", "user_ids", "project_ids")
 COST_LISTS = ("group_by", "project_ids")
-SINGLES = ("start_time", "end_time", "bucket_width", "limit", "page")
+SINGLES = ("start_time", "end_time", "bucket_width", "limit", "page", "top_models")
 MEDIA_TYPES: dict[InvoiceFormat, str] = {
     "json": "application/json",
     "html": "text/html; charset=utf-8",
@@ -40,6 +40,7 @@ def usage_query(
     bucket_width: FromQuery[str] = "1d",
     limit: UsageLimit = None,
     page: FromQuery[str | None] = None,
+    top_models: TopModels = None,
     batch: FromQuery[bool | None] = None,
 ) -> UsageQuery:
     """Parse the query parameters. Raises InvalidQuery, InvalidRequest."""
@@ -56,6 +57,7 @@ def usage_query(
         batch=batch,
         limit=limit,
         page=page,
+        top_models=top_models,
     )
 
 
@@ -66,6 +68,7 @@ def costs_query(
     bucket_width: FromQuery[str] = "1d",
     limit: CostsLimit = None,
     page: FromQuery[str | None] = None,
+    top_models: TopModels = None,
 ) -> CostsQuery:
     """Parse the query parameters. Raises InvalidQuery, InvalidRequest."""
     lists = _lists(request, COST_LISTS)
@@ -77,6 +80,7 @@ def costs_query(
         project_ids=lists["project_ids"],
         limit=limit,
         page=page,
+        top_models=top_models,
     )
 
 
@@ -103,7 +107,8 @@ class UsageController(Controller):
 
         `group_by` (model, api_key_id, project_id, user_id, batch, service_tier), `models`, `api_key_ids`, `project_ids`
         and `user_ids` may be repeated, with or without `[]`. A user is what requests call one (`user`). `batch` keeps
-        only lines of batches, or everything else. Times are Unix seconds.
+        only lines of batches, or everything else. Times are Unix seconds. With `top_models` only so many models are
+        named, those with the most tokens in the whole time; the others are added up under null.
         """
         return await platform.usage.completions(principal, query_of_usage)
 
@@ -122,7 +127,8 @@ class UsageController(Controller):
         """Return the costs by day (UTC), in the format of OpenAI's costs API.
 
         `group_by` (line_item, project_id, api_key_id, model, tags) and `project_ids` may be repeated, with or without
-        `[]`. Days of an open period can still change. Fields that are not grouped by are null.
+        `[]`. Days of an open period can still change. Fields that are not grouped by are null. With `top_models` only
+        so many models are named, those with the most tokens in the whole time; the others are added up under null.
         """
         page = await platform.billing.costs(principal, query_of_costs)
         content = await asyncio.to_thread(encode_money, page, as_numbers=True)

@@ -9,6 +9,7 @@ Chart.register(BarController, BarElement, CategoryScale, Legend, LinearScale, To
 
 const COLORS = ["teal.6", "indigo.5", "orange.5", "grape.5", "cyan.6", "pink.5"];
 const MOST_SERIES = COLORS.length;
+/** What is too small to be named, here or by the server. */
 const OTHERS = "others";
 
 export interface Point {
@@ -111,11 +112,13 @@ function seriesOf(points: Point[]): string[] {
   for (const point of points) {
     for (const [name, value] of Object.entries(point.values)) totals.set(name, (totals.get(name) ?? 0) + value);
   }
-  const sorted = [...totals.keys()].sort((a, b) => totals.get(b)! - totals.get(a)!);
-  return sorted.length <= MOST_SERIES ? sorted : [...sorted.slice(0, MOST_SERIES - 1), OTHERS];
+  const named = [...totals.keys()].filter((name) => name !== OTHERS);
+  const sorted = named.sort((a, b) => totals.get(b)! - totals.get(a)!);
+  if (sorted.length <= MOST_SERIES && !totals.has(OTHERS)) return sorted;
+  return [...sorted.slice(0, MOST_SERIES - 1), OTHERS];
 }
 
 function valueOf(point: Point, name: string, names: string[]): number {
   if (name !== OTHERS) return point.values[name] ?? 0;
-  return Object.entries(point.values).reduce((sum, [one, value]) => (names.includes(one) ? sum : sum + value), 0);
+  return Object.entries(point.values).reduce((sum, [one, value]) => (one !== OTHERS && names.includes(one) ? sum : sum + value), 0);
 }

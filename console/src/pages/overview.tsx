@@ -3,7 +3,7 @@ import { IconChartBar, IconStack2 } from "@tabler/icons-react";
 import { useQuery } from "@tanstack/react-query";
 import { lazy, Suspense } from "react";
 import { Link } from "wouter";
-import { adaptersOf, api, unwrap } from "../api/client";
+import { adaptersOf, api, unwrap, type UsageResult } from "../api/client";
 import { Empty, Figure, Loaded, Page, Section, State, When } from "../components/ui";
 import * as format from "../format";
 import { useSession } from "../session";
@@ -49,7 +49,7 @@ function Served() {
               <Figure label="Requests" value={format.count(total((row) => row.num_model_requests))} note="in 24 hours" />
               <Figure label="Input" value={format.short(input)} unit="tokens" note={input > 0 && `${format.share(cached / input)} from the cache`} />
               <Figure label="Output" value={format.short(total((row) => row.output_tokens))} unit="tokens" />
-              <Figure label="Models used" value={format.count(new Set(rows.map((row) => row.model)).size)} />
+              <Figure label="Models used" value={modelsOf(rows)} />
             </SimpleGrid>
           );
         }}
@@ -59,7 +59,7 @@ function Served() {
           {(buckets) => {
             const points = buckets.map((bucket) => ({
               at: bucket.start_time,
-              values: Object.fromEntries(bucket.results.map((row) => [row.model ?? "?", row.input_tokens + row.output_tokens])),
+              values: Object.fromEntries(bucket.results.map((row) => [row.model ?? "others", row.input_tokens + row.output_tokens])),
             }));
             if (!buckets.some((bucket) => bucket.results.length > 0)) {
               return (
@@ -78,6 +78,13 @@ function Served() {
       </Section>
     </>
   );
+}
+
+/** How many models answered; with more than the server names, at least so many. */
+function modelsOf(rows: UsageResult[]): string {
+  const models = new Set(rows.map((row) => row.model));
+  const named = format.count([...models].filter((model) => model !== null).length);
+  return models.has(null) ? `more than ${named}` : named;
 }
 
 function Latest() {

@@ -2,7 +2,7 @@ import { Group, SegmentedControl, SimpleGrid, Skeleton, Text } from "@mantine/co
 import { IconChartBar } from "@tabler/icons-react";
 import { keepPreviousData, useQuery } from "@tanstack/react-query";
 import { lazy, Suspense, useState } from "react";
-import { api, ApiError, unwrap, type UsageResult } from "../api/client";
+import { api, unwrap, type UsageResult } from "../api/client";
 import { DataTable, Empty, Figure, Loaded, Page, Section } from "../components/ui";
 import * as format from "../format";
 import { useSession } from "../session";
@@ -36,10 +36,7 @@ export default function Usage() {
   });
   const costs = useQuery({
     queryKey: ["costs", days, [group]],
-    queryFn: () => costsOf(Number(days), [group]).catch((error: unknown) => {
-      if (error instanceof ApiError && error.param === "group_by") return costsOf(Number(days), []);
-      throw error;
-    }),
+    queryFn: () => costsOf(Number(days), [group]),
     refetchInterval: 60_000,
     placeholderData: keepPreviousData,
   });
@@ -90,7 +87,8 @@ function useNames(group: Group_) {
   const projects = useQuery({ queryKey: ["projects"], queryFn: () => unwrap(api.GET("/v1/projects")), enabled: group === "project_id" });
   const listed = group === "api_key_id" ? keys.data?.data : group === "project_id" ? projects.data?.data : undefined;
   const byId = new Map((listed ?? []).map((one) => [one.id, one.name]));
-  return (id: string | null | undefined) => (id ? (byId.get(id) ?? id) : "–");
+  const none = group === "model" ? "others" : "–";
+  return (id: string | null | undefined) => (id ? (byId.get(id) ?? id) : none);
 }
 
 function sums<T>(rows: T[], nameOf: (row: T) => string, valueOf: (row: T) => number): Record<string, number> {

@@ -1,4 +1,4 @@
-"""Reconciliation: the ledger against the engines' own counts, its closed periods, its invoices and its checkpoints.
+"""Reconciliation: the ledger against the engines' own counts, its daily sums, closed periods, invoices and checkpoints.
 
 The engines' counts are compared weights by weights, over settled requests: prompt tokens, those of them found in a
 cache, and output tokens, billed and waived together. What an engine counted is written in the transaction that settles,
@@ -13,6 +13,7 @@ digest and follow from the ledger and the prices, and every checkpoint outside t
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 import msgspec
@@ -25,6 +26,7 @@ from loramux.billing.invoices import Bill, Invoice, Tax, bill, digest, invoice_l
 from loramux.billing.periods import Period, closed_period
 from loramux.records import Database
 from loramux.records.billing import InvoiceRow, PeriodRepository, PeriodRow
+from loramux.records.daily_usage import DailyUsageRepository
 from loramux.records.engine_counts import EngineCountRepository
 from loramux.records.ledger import LedgerRepository
 from loramux.records.usage import QuantityRepository
@@ -57,7 +59,7 @@ class Reconciliation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def reconcile(database: Database, checkpoints: Checkpoints | None = None) -> Reconciliation:
-    """Verify the chain, closed periods, frozen invoices and checkpoints, and compare both counts in one snapshot.
+    """Verify the chain, daily sums, closed periods, invoices and checkpoints, and compare both counts in one snapshot.
 
     Raises ChainBroken, or LedgerAltered with everything that does not agree.
     """
@@ -66,6 +68,7 @@ async def reconcile(database: Database, checkpoints: Checkpoints | None = None) 
         periods = await PeriodRepository(session).all()
         invoices = await PeriodRepository(session).invoices()
         problems = [*await _period_problems(session, periods), *await _invoice_problems(session, periods, invoices)]
+        problems += await DailyUsageRepository(session).problems()
         counts = EngineCountRepository(session)
         engines, ledger = await counts.engines(), await counts.ledger()
     num_checkpoints = 0
@@ -127,7 +130,8 @@ async def _invoice_problems(
 
 async def _bill_again(session: AsyncSession, row: InvoiceRow, period: Period, tax: Tax | None) -> Bill:
     quantities = await QuantityRepository(session, row.tenant_id).daily(period.span)
-    return bill(period, await subscriptions_of(session, row.tenant_id), quantities, tax)
+    subscriptions = await subscriptions_of(session, row.tenant_id)
+    return await asyncio.to_thread(bill, period, subscriptions, quantities, tax)
 
 
 def _agree(kept: Invoice, again: Bill, row: InvoiceRow) -> bool:

@@ -31,10 +31,17 @@ from loramux.records.billing import BillingProfileRow, InvoiceRow, PeriodReposit
 from loramux.records.ledger import EntryContent, LedgerEntry, LedgerRepository
 from loramux.records.locks import PRICES, advisory_lock
 from loramux.records.tenants import TenantRepository, TenantRow
-from loramux.records.usage import DailyQuantities, QuantityRepository, Span
+from loramux.records.usage import (
+    DailyQuantities,
+    Division,
+    QuantityRepository,
+    Span,
+    UsageRepository,
+    UsageWindow,
+)
 from loramux.settings import BillingSettings
 from loramux.tenants import Changes
-from loramux.units import SECOND, SECONDS_PER_DAY
+from loramux.units import DAY, SECOND, SECONDS_PER_DAY
 from loramux.usage import InvalidQuery
 
 FOREVER = 2**62
@@ -174,15 +181,19 @@ class BillingService:
         now, allowed, project = self._database.now() // SECOND, principal.models, principal.bound_project
         own = [*(["model"] if allowed is not None else []), *(["project_id"] if project is not None else [])]
         divided_by = tuple(dict.fromkeys([*query.divided_by, *own]))
-        since, left = query.plan(now).start * SECOND, MAX_ROWS
+        plan, left = query.plan(now), MAX_ROWS
+        since = plan.start * SECOND
         found: list[tuple[Period, list[DailyQuantities]]] = []
         async with self._database.read() as session:
             subscriptions = await subscriptions_of(session, principal.tenant)
             repository = QuantityRepository(session, principal.tenant)
+            named = await _top_models(session, principal, query, now)
+            # steps of a price count the whole month; only the days that are asked for are divided
+            division = Division(divided_by, plan.indices, named)
             for period in await _periods(session, self._database.now()):
                 # late entries are in later periods, so that every later one may have costs of the first day
                 if not period.is_closed or period.month.next.ends_at > since:
-                    quantities = await repository.daily(period.span, divided_by, left + 1)
+                    quantities = await repository.daily_of(period.span, division, left + 1)
                     found.append((period, quantities))
                     left -= len(quantities)
                     if left < 0:
@@ -335,6 +346,17 @@ class BillingService:
             tax=Tax(name=settings.tax_name, percent=percent, is_exempt=is_exempt) if percent else None,
             note=settings.payment_note,
         )
+
+
+async def _top_models(
+    session: AsyncSession, principal: Principal, query: CostsQuery, now: int
+) -> tuple[str, ...] | None:
+    """Return the models that keep their names: all for a key that may use some only, which sees those alone."""
+    if query.top_models is None or principal.models is not None:
+        return None
+    start, end = query.whole(now)
+    window = UsageWindow(start=start * SECOND, end=end * SECOND, width=DAY, project_id=principal.bound_project)
+    return tuple(await UsageRepository(session, principal.tenant).top_models(window, query.top_models))
 
 
 def _party(profile: BillingProfileRow | None, tenant_name: str) -> InvoiceParty:

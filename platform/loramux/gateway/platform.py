@@ -39,6 +39,7 @@ from loramux.webhooks import WebhookService, webhook_client
 MAINTENANCE_SECONDS = 10.0
 SETTLE_SECONDS = 5.0
 STORAGE_SECONDS = 3600.0
+SUM_SECONDS = 15.0
 FORGET_SECONDS = 3600.0
 CACHE_SECONDS = 60.0
 UPLOAD_SECONDS = 15.0
@@ -209,6 +210,7 @@ async def open_platform(settings: Settings, launch: Launch | None = None) -> Asy
             (RECONCILE_SECONDS, lifecycle.reconcile),
             (SETTLE_SECONDS, completions.settle_late),
             (STORAGE_SECONDS, usage.accrue),
+            (SUM_SECONDS, usage.sum_days),
             (FORGET_SECONDS, usage.forget_answers),
             (UPLOAD_SECONDS, uploads.worker.tend),
             (UPLOAD_SWEEP_SECONDS, uploads.worker.sweep),

@@ -2,7 +2,7 @@
 
 A line is one price's usage in one period, rounded once. Its amount is then divided exactly: first over the days, each
 taking what it added to the running total (so that volume steps and free quotas fall on the days that reached them),
-then within a day in proportion to the quantity.
+then within a day in proportion to the quantity: dividing one day further changes no other day.
 """
 
 from __future__ import annotations
@@ -114,12 +114,15 @@ def charge(
     together.
     """
     pots: dict[tuple[str, str, str, str], tuple[Price | None, list[tuple[int, Group, int]]]] = {}
+    found: dict[tuple[str, str, str, int], Price | None] = {}
     for usage in usages:
-        prices = prices_at(usage.day * DAY)
         for meter in METERS:
             quantity = usage.quantities.get(meter, 0)
             if quantity:
-                price = price_for(prices, meter, usage.base_model, usage.tier, usage.day * DAY)
+                kind = meter, usage.base_model, usage.tier, usage.day
+                if kind not in found:
+                    found[kind] = price_for(prices_at(usage.day * DAY), *kind[:3], usage.day * DAY)
+                price = found[kind]
                 key = (meter, *_scope(price, usage))
                 pots.setdefault(key, (price, []))[1].append((usage.day, usage.group, quantity))
     order = {meter: number for number, meter in enumerate(METERS)}
@@ -134,10 +137,13 @@ def _line(
     scope: tuple[str, str, str], price: Price | None, parts: list[tuple[int, Group, int]], currency: Currency
 ) -> Line:
     meter, base_model, tier = scope
-    parts = sorted(parts, key=lambda part: (part[0], repr(part[1])))
-    quantity = sum(part[2] for part in parts)
+    by_day: dict[int, list[tuple[int, Group, int]]] = {}
+    for part in sorted(parts, key=lambda part: (part[0], repr(part[1]))):
+        by_day.setdefault(part[0], []).append(part)
+    quantities = {day: sum(part[2] for part in of_day) for day, of_day in by_day.items()}
+    quantity = sum(quantities.values())
     amount = minor_units(cost(price, quantity), price.per, currency) if price else 0
-    nanos = allocate(amount * currency.nanos, _weights(price, parts))
+    nanos = allocate(amount * currency.nanos, _weights(price, list(quantities.values())))
     return Line(
         meter=meter,
         base_model=base_model,
@@ -145,19 +151,24 @@ def _line(
         price=price,
         quantity=quantity,
         amount=amount,
-        charges=tuple(Charge(day, group, q, n) for (day, group, q), n in zip(parts, nanos, strict=True)),
+        charges=tuple(
+            charge for of_day, total in zip(by_day.values(), nanos, strict=True) for charge in _charges(of_day, total)
+        ),
     )
 
 
-def _weights(price: Price | None, parts: list[tuple[int, Group, int]]) -> list[int]:
-    """Return what each part adds to the exact cost of the line; parts of one day in proportion to their quantity."""
+def _charges(parts: list[tuple[int, Group, int]], nanos: int) -> list[Charge]:
+    """Divide one day's nano-units: a day has the same ones however it is divided, and whether other days are or not."""
+    divided = allocate(nanos, [quantity for _, _, quantity in parts])
+    return [Charge(day, group, quantity, n) for (day, group, quantity), n in zip(parts, divided, strict=True)]
+
+
+def _weights(price: Price | None, quantities: list[int]) -> list[int]:
+    """Return what each day's quantity adds to the exact cost of the line."""
     if price is None:
-        return [0] * len(parts)
-    weights: list[int] = []
-    before = 0
-    for day in dict.fromkeys(part[0] for part in parts):
-        quantities = [part[2] for part in parts if part[0] == day]
-        after = before + sum(quantities)
-        weights += allocate(cost(price, after) - cost(price, before), quantities)
-        before = after
+        return [0] * len(quantities)
+    weights, before = [], 0
+    for quantity in quantities:
+        weights.append(cost(price, before + quantity) - cost(price, before))
+        before += quantity
     return weights

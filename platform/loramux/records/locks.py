@@ -24,6 +24,9 @@ PEPPER = 7_401_005
 BASES = 7_401_006
 """Held while the set of bases is compared and changed."""
 
+DAILY_USAGE = 7_401_007
+"""Held while entries are added to the daily sums, so that servers add each once."""
+
 SERVERS = 7_401_003
 """The class of PostgreSQL's two-part locks that living servers hold, each under the hash of its id."""
 

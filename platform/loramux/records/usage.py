@@ -1,4 +1,8 @@
-"""Sums over the ledger: token counts in buckets of time for usage queries, and daily quantities by meter for bills."""
+"""Sums over the ledger: token counts in buckets of time for usage queries, and daily quantities by meter for bills.
+
+Where a query asks for whole days and for columns that `daily_usage` has, whole days come from there; the edges, and
+what has not been added up yet, from the ledger's entries.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from sqlalchemy import ColumnElement, Label, SQLColumnExpression, case, cast, func, select
+from sqlalchemy import ColumnElement, Select, SQLColumnExpression, Subquery, case, cast, func, select, union_all
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from loramux.records.base import BigInt
+from loramux.records.daily_usage import DailyUsageRepository, DailyUsageRow, requests_of_entry, subject_day
 from loramux.records.identity import TenantId
 from loramux.records.ledger import LedgerRow
 from loramux.records.service_tiers import SHADOW
 from loramux.records.statements import among, exact_sum, exact_value, model_name
 from loramux.units import DAY, TokenCounts
+
+FOREVER = (1 << 60) // DAY * DAY
+"""Microseconds, after every entry."""
 
 
 class UsageTotals(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,16 +67,28 @@ class UsageWindow(msgspec.Struct, frozen=True, kw_only=True):
     """The only models that count, without revisions (`Principal.models`); None: all."""
     project_id: str | None = None
     """The only project that counts (`Principal.bound_project`); None: all."""
+    named: tuple[str, ...] | None = None
+    """The models that keep their names when grouped; the others are None. None: all."""
 
 
-Group = SQLColumnExpression[Any]
+Row = type[LedgerRow] | type[DailyUsageRow]
+Column = SQLColumnExpression[Any]
 
-USAGE_GROUPS: dict[str, Group] = {
-    "model": LedgerRow.model,
-    "api_key_id": LedgerRow.key_id,
-    "project_id": LedgerRow.project_id,
-    "user_id": LedgerRow.user_id,
-    "tier": LedgerRow.tier,
+USAGE_GROUPS = {
+    "model": "model",
+    "api_key_id": "key_id",
+    "project_id": "project_id",
+    "user_id": "user_id",
+    "tier": "tier",
+}
+"""The columns that usage can be grouped by, and the ledger's names for them."""
+TOKENS = {
+    "prompt": "input_tokens",
+    "cached": "cached_tokens",
+    "output": "output_tokens",
+    "waived_prompt": "waived_input_tokens",
+    "waived_cached": "waived_cached_tokens",
+    "waived_output": "waived_output_tokens",
 }
 
 
@@ -81,48 +101,92 @@ class UsageRepository:
 
     async def by_model(self) -> list[UsageTotals]:
         """Sum everything that the tenant ever used, by model."""
-        return await self._totals({"model": LedgerRow.model}, [])
+        everything = UsageWindow(start=0, end=FOREVER, width=FOREVER, shadows=True)
+        return await self.by_bucket(everything, ("model",))
+
+    async def top_models(self, window: UsageWindow, number: int) -> list[str]:
+        """Return the models with the most tokens, the largest first."""
+        source = _union(await self._parts(window, ("model",)))
+        tokens = func.sum(source.c.prompt + source.c.output)
+        statement = select(source.c.model).group_by(source.c.model).order_by(tokens.desc(), source.c.model)
+        return list(await self._session.scalars(statement.limit(number)))
 
     async def by_bucket(
         self, window: UsageWindow, group_by: Sequence[str], limit: int | None = None
     ) -> list[UsageTotals]:
         """Sum by bucket (created_at // width) and the named USAGE_GROUPS; buckets without entries are absent."""
-        conditions = [LedgerRow.created_at >= window.start, LedgerRow.created_at < window.end]
-        for column, kept in (
-            (LedgerRow.model, window.models),
-            (LedgerRow.key_id, window.api_key_ids),
-            (LedgerRow.user_id, window.user_ids),
-            (LedgerRow.project_id, window.project_ids),
-        ):
-            if kept:
-                conditions.append(column.in_(kept))
+        source = _union(await self._parts(window, group_by))
+        keys = [source.c[name] for name in ("bucket", *group_by)]
+        # PostgreSQL's sum over bigint is numeric: cast it back, so that whole tokens stay integers
+        sums = [cast(func.sum(source.c[name]), BigInt).label(name) for name in (*TOKENS, "requests")]
+        statement = select(*keys, *sums).group_by(*keys).order_by(*keys).limit(limit)
+        return [_totals(dict(row)) for row in (await self._session.execute(statement)).mappings()]
+
+    async def _parts(self, window: UsageWindow, group_by: Sequence[str]) -> list[Select[Any]]:
+        """Return the rows to add up, of the ledger and of its daily sums, each entry in one of them."""
+        first_day, end_day = -(-window.start // DAY), window.end // DAY
+        by_user = "user_id" in group_by or window.user_ids
+        days = DailyUsageRepository(self._session)
+        summed = None
+        if window.width % DAY == 0 and first_day < end_day and not by_user:
+            summed = await days.of_days(first_day, end_day - 1)
+        if summed is None:
+            return [self._entries(window, group_by, window.start, window.end)]
+        in_days = DailyUsageRow.created_day.between(first_day, end_day - 1)
+        in_segments = DailyUsageRow.segment.between(summed.first, summed.last)
+        bucket = DailyUsageRow.created_day // (window.width // DAY)
+        sums = self._rows(DailyUsageRow, bucket, DailyUsageRow.requests, window, group_by).where(in_days, in_segments)
+        # the tail is short: found by its place, not by the tenant's index
+        tail = LedgerRow.sequence > await days.last_sequence(), _unindexed(LedgerRow.tenant_id) == self._tenant
+        parts = [sums, self._entries(window, group_by, first_day * DAY, end_day * DAY).where(*tail)]
+        edges = (window.start, first_day * DAY), (end_day * DAY, window.end)
+        return parts + [self._entries(window, group_by, start, end) for start, end in edges if start < end]
+
+    def _entries(self, window: UsageWindow, group_by: Sequence[str], start: int, end: int) -> Select[Any]:
+        bucket = LedgerRow.created_at // window.width
+        rows = self._rows(LedgerRow, bucket, requests_of_entry, window, group_by)
+        return rows.where(LedgerRow.created_at >= start, LedgerRow.created_at < end)
+
+    def _rows(
+        self, row: Row, bucket: Column, requests: Column, window: UsageWindow, group_by: Sequence[str]
+    ) -> Select[Any]:
+        groups: list[Column] = [_column(row, USAGE_GROUPS[name], window.named).label(name) for name in group_by]
+        tokens: list[Column] = [getattr(row, column).label(name) for name, column in TOKENS.items()]
+        columns = bucket.label("bucket"), *groups, *tokens, requests.label("requests")
+        return select(*columns).where(row.tenant_id == self._tenant, *self._filters(row, window))
+
+    def _filters(self, row: Row, window: UsageWindow) -> list[ColumnElement[bool]]:
+        filters = {"model": window.models, "key_id": window.api_key_ids, "project_id": window.project_ids}
+        conditions = [getattr(row, name).in_(kept) for name, kept in filters.items() if kept]
+        if window.user_ids:
+            conditions.append(LedgerRow.user_id.in_(window.user_ids))
         if window.batch is not None:
-            in_batch = LedgerRow.tier.endswith("/batch", autoescape=True)
+            in_batch = row.tier.endswith("/batch", autoescape=True)
             conditions.append(in_batch if window.batch else ~in_batch)
         if not window.shadows:
-            conditions.append(~LedgerRow.tier.endswith(f"/{SHADOW}", autoescape=True))
+            conditions.append(~row.tier.endswith(f"/{SHADOW}", autoescape=True))
         if window.project_id is not None:
-            conditions.append(LedgerRow.project_id == window.project_id)
+            conditions.append(row.project_id == window.project_id)
         if window.allowed is not None:
-            conditions.append(among(self._session, model_name(self._session, LedgerRow.model), window.allowed))
-        bucket: dict[str, Group] = {"bucket": LedgerRow.created_at // window.width}
-        return await self._totals(bucket | {name: USAGE_GROUPS[name] for name in group_by}, conditions, limit)
+            conditions.append(among(self._session, model_name(self._session, row.model), window.allowed))
+        return conditions
 
-    async def _totals(
-        self,
-        groups: dict[str, Group],
-        conditions: Sequence[ColumnElement[bool]],
-        limit: int | None = None,
-    ) -> list[UsageTotals]:
-        keys: list[Label[Any]] = [column.label(name) for name, column in groups.items()]
-        statement = (
-            select(*keys, *_sums())
-            .where(LedgerRow.tenant_id == self._tenant, *conditions)
-            .group_by(*keys)
-            .order_by(*keys)
-            .limit(limit)
-        )
-        return [_totals(dict(row)) for row in (await self._session.execute(statement)).mappings()]
+
+def _column(row: Row, name: str, named: Sequence[str] | None = None) -> Column:
+    """Return a column of either table; no project is NULL in both, and so is a model that is not in `named`."""
+    if row is DailyUsageRow and name == "project_id":
+        return func.nullif(DailyUsageRow.project_id, "")
+    column: Column = getattr(row, name)
+    return case((row.model.in_(named), column)) if name == "model" and named is not None else column
+
+
+def _union(parts: Sequence[Select[Any]]) -> Subquery:
+    return parts[0].subquery() if len(parts) == 1 else union_all(*parts).subquery()
+
+
+def _unindexed(column: SQLColumnExpression[str]) -> SQLColumnExpression[str]:
+    """Return the same value in a form that no index is for."""
+    return column.concat("")
 
 
 def _totals(row: dict[str, Any]) -> UsageTotals:
@@ -133,41 +197,33 @@ def _totals(row: dict[str, Any]) -> UsageTotals:
     return UsageTotals(tokens=tokens, waived=waived, **row)
 
 
-def _sums() -> tuple[ColumnElement[int], ...]:
-    quantities = {
-        "prompt": LedgerRow.input_tokens,
-        "cached": LedgerRow.cached_tokens,
-        "output": LedgerRow.output_tokens,
-        "waived_prompt": LedgerRow.waived_input_tokens,
-        "waived_cached": LedgerRow.waived_cached_tokens,
-        "waived_output": LedgerRow.waived_output_tokens,
-        "requests": case((LedgerRow.kind == "usage", 1), else_=0),
+def _meters(row: Row) -> dict[str, SQLColumnExpression[int]]:
+    """Return every meter as an expression over the columns of a table."""
+    return {
+        "input_uncached": row.input_tokens - row.cached_tokens,
+        "input_cached": row.cached_tokens,
+        "output": row.output_tokens,
+        "adapter_load": row.adapter_load,
+        "adapter_byte_seconds": row.adapter_byte_seconds,
+        "adapter_resident_byte_seconds": row.adapter_resident_byte_seconds,
+        "waived_input_uncached": row.waived_input_tokens - row.waived_cached_tokens,
+        "waived_input_cached": row.waived_cached_tokens,
+        "waived_output": row.waived_output_tokens,
     }
-    # PostgreSQL's sum over bigint is numeric: cast it back, so that whole tokens stay integers
-    return tuple(cast(func.sum(column), BigInt).label(name) for name, column in quantities.items())
 
 
-METER_COLUMNS: dict[str, SQLColumnExpression[int]] = {
-    "input_uncached": LedgerRow.input_tokens - LedgerRow.cached_tokens,
-    "input_cached": LedgerRow.cached_tokens,
-    "output": LedgerRow.output_tokens,
-    "adapter_load": LedgerRow.adapter_load,
-    "adapter_byte_seconds": LedgerRow.adapter_byte_seconds,
-    "adapter_resident_byte_seconds": LedgerRow.adapter_resident_byte_seconds,
-    "waived_input_uncached": LedgerRow.waived_input_tokens - LedgerRow.waived_cached_tokens,
-    "waived_input_cached": LedgerRow.waived_cached_tokens,
-    "waived_output": LedgerRow.waived_output_tokens,
+METERS = tuple(_meters(LedgerRow))
+
+QUANTITY_GROUPS = {
+    "project_id": "project_id",
+    "api_key_id": "key_id",
+    "model": "model",
+    "adapter_digest": "adapter_digest",
+    "tags": "tags",
 }
-"""Every meter as an expression over the ledger's columns."""
-
-QUANTITY_GROUPS: dict[str, SQLColumnExpression[Any]] = {
-    "project_id": LedgerRow.project_id,
-    "api_key_id": LedgerRow.key_id,
-    "model": LedgerRow.model,
-    "adapter_digest": LedgerRow.adapter_digest,
-    "tags": LedgerRow.tags,
-}
-"""The columns that bills can be divided by."""
+"""The columns that bills can be divided by, and the ledger's names for them."""
+NOT_SUMMED = frozenset({"adapter_digest", "tags"})
+"""Those that the daily sums do not have."""
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -175,6 +231,16 @@ class Span(msgspec.Struct, frozen=True):
 
     first: int
     last: int | None
+
+
+class Division(msgspec.Struct, frozen=True):
+    """How sums are divided: by the named QUANTITY_GROUPS."""
+
+    group_by: tuple[str, ...]
+    days: range | None = None
+    """The days that are divided: groups of others are None."""
+    named: tuple[str, ...] | None = None
+    """The models that keep their names; the others are None."""
 
 
 class DailyQuantities(msgspec.Struct, frozen=True):
@@ -188,26 +254,54 @@ class DailyQuantities(msgspec.Struct, frozen=True):
 
 
 class QuantityRepository:
-    """One tenant's quantities."""
+    """One tenant's quantities by the day that entries are about, base model, tier and groups."""
 
     def __init__(self, session: AsyncSession, tenant: TenantId) -> None:
         self._session = session
         self._tenant = tenant
 
-    async def daily(self, span: Span, group_by: Sequence[str] = (), limit: int | None = None) -> list[DailyQuantities]:
-        """Sum by the day that an entry is about, base model, tier and the named QUANTITY_GROUPS."""
-        day = func.coalesce(LedgerRow.occurred_at, LedgerRow.created_at) // DAY
-        keys = [day, LedgerRow.base_model, LedgerRow.tier, *(QUANTITY_GROUPS[name] for name in group_by)]
-        sums = [part for column in METER_COLUMNS.values() for part in exact_sum(column)]
-        statement = select(*keys, *sums).where(LedgerRow.tenant_id == self._tenant, LedgerRow.sequence >= span.first)
-        if span.last is not None:
-            statement = statement.where(LedgerRow.sequence <= span.last)
-        rows = await self._session.execute(statement.group_by(*keys).order_by(*keys).limit(limit))
+    async def daily(self, span: Span, group_by: Sequence[str] = ()) -> list[DailyQuantities]:
+        """Sum the ledger's own entries by the named QUANTITY_GROUPS: what bills are made of."""
+        return await self._sum([self._entries(span, Division(tuple(group_by)))], group_by)
+
+    async def daily_of(self, span: Span, division: Division, limit: int | None = None) -> list[DailyQuantities]:
+        """Return the same sums with the help of `daily_usage`."""
+        group_by, summed = division.group_by, None
+        if not NOT_SUMMED.intersection(group_by):
+            summed = await DailyUsageRepository(self._session).within(span.first, span.last)
+        if summed is None:
+            return await self._sum([self._entries(span, division)], group_by, limit)
+        sums = self._rows(DailyUsageRow, DailyUsageRow.day, division).where(
+            DailyUsageRow.tenant_id == self._tenant, DailyUsageRow.segment.between(summed.first, summed.last)
+        )
+        rest = Span(span.first, summed.first - 1), Span(summed.end + 1, span.last)
+        parts = [self._entries(one, division) for one in rest if one.last is None or one.first <= one.last]
+        return await self._sum([sums, *parts], group_by, limit)
+
+    def _entries(self, span: Span, division: Division) -> Select[Any]:
+        rows = self._rows(LedgerRow, subject_day, division)
+        mine = rows.where(_unindexed(LedgerRow.tenant_id) == self._tenant, LedgerRow.sequence >= span.first)
+        return mine if span.last is None else mine.where(LedgerRow.sequence <= span.last)
+
+    def _rows(self, row: Row, day: Column, division: Division) -> Select[Any]:
+        groups: list[Column] = [_column(row, QUANTITY_GROUPS[name], division.named) for name in division.group_by]
+        if (days := division.days) is not None:
+            groups = [case((day.between(days.start, days.stop - 1), column)) for column in groups]
+        named: list[Column] = [column.label(name) for name, column in zip(division.group_by, groups, strict=True)]
+        meters: list[Column] = [column.label(meter) for meter, column in _meters(row).items()]
+        return select(day.label("day"), row.base_model, row.tier, *named, *meters)
+
+    async def _sum(
+        self, parts: Sequence[Select[Any]], group_by: Sequence[str], limit: int | None = None
+    ) -> list[DailyQuantities]:
+        source = _union(parts)
+        keys = [source.c.day, source.c.base_model, source.c.tier, *(source.c[name] for name in group_by)]
+        sums = [part for meter in METERS for part in exact_sum(source.c[meter])]
+        rows = await self._session.execute(select(*keys, *sums).group_by(*keys).order_by(*keys).limit(limit))
         return [_daily_quantities(tuple(row), len(group_by)) for row in rows]
 
 
 def _daily_quantities(row: tuple[Any, ...], num_groups: int) -> DailyQuantities:
-    halves = row[3 + num_groups :]
-    values = (exact_value(*halves[2 * i : 2 * i + 2]) for i in range(len(METER_COLUMNS)))
-    quantities = {meter: value for meter, value in zip(METER_COLUMNS, values, strict=True) if value}
+    halves = iter(row[3 + num_groups :])
+    quantities = {meter: value for meter in METERS if (value := exact_value(next(halves), next(halves)))}
     return DailyQuantities(int(row[0]), row[1], row[2], row[3 : 3 + num_groups], quantities)

@@ -91,6 +91,8 @@ class BucketQuery(msgspec.Struct, frozen=True, kw_only=True):
     limit: int | None = None
     """Buckets a page."""
     page: str | None = None
+    top_models: int | None = None
+    """Grouped by model: the number of models that are named, those with the most tokens from start to end."""
 
     def __post_init__(self) -> None:
         if self.bucket_width not in self.widths:
@@ -106,6 +108,8 @@ class BucketQuery(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidQuery("group_by names a column once", "group_by")
         if self.limit is not None and not 1 <= self.limit <= self.width.max_limit:
             raise InvalidQuery(f"limit is 1 to {self.width.max_limit} for bucket_width={self.bucket_width}", "limit")
+        if self.top_models is not None and not (1 <= self.top_models <= MAX_FILTER and "model" in self.group_by):
+            raise InvalidQuery(f"top_models is 1 to {MAX_FILTER}, together with group_by=model", "top_models")
         if self.page is not None and not self._continues():
             raise InvalidQuery("page is the next_page of an earlier answer to this query, unchanged", "page")
 
@@ -128,6 +132,10 @@ class BucketQuery(msgspec.Struct, frozen=True, kw_only=True):
         start, final = self._page_span() if self.page is not None else self._span(now)
         width, limit = self.width.seconds, self.limit or self.width.default_limit
         return BucketPlan(width, start, min(final, (start // width + limit) * width), final)
+
+    def whole(self, now: int) -> tuple[int, int]:
+        """Return the start and the end of the whole answer, in seconds, however many pages it has."""
+        return self.cut(self.start_time, 0)[0], self.plan(now).final
 
     def _span(self, now: int) -> tuple[int, int]:
         end = self.end_time if self.end_time is not None else max(now, self.start_time) + 1

@@ -11,7 +11,7 @@ from msgspec import UNSET, UnsetType
 from loramux.records import ProjectId
 from loramux.records.service_tiers import service_tier
 from loramux.records.usage import UsageTotals, UsageWindow
-from loramux.units import SECOND
+from loramux.units import DAY, SECOND
 from loramux.usage.buckets import MAX_FILTER, Bucket, BucketQuery, BucketWidth, Page
 from loramux.usage.errors import InvalidQuery
 
@@ -64,6 +64,11 @@ class UsageQuery(BucketQuery, frozen=True, kw_only=True):
             allowed=allowed,
             project_id=project_id,
         )
+
+    def whole_window(self, window: UsageWindow, now: int) -> UsageWindow:
+        """Return the window over all pages, as one bucket of days where its ends are."""
+        start, end = self.whole(now)
+        return msgspec.structs.replace(window, start=start * SECOND, end=end * SECOND, width=DAY)
 
     def answer(self, totals: list[UsageTotals], now: int) -> UsagePage:
         """Return the page of these sums."""

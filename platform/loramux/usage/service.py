@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack, suppress
 
+import msgspec
+
 from loramux.limits import NoPrices, Prices, RateLimitStatus, check_request_rate
 from loramux.records import Database, Principal, TenantId
+from loramux.records.daily_usage import DailyUsageRepository
 from loramux.records.idempotency import ClaimRepository, IdempotencyClaim
 from loramux.records.identity import new_id
 from loramux.records.ledger import LedgerEntry, LedgerRepository
@@ -21,6 +24,8 @@ from loramux.usage.query import UsagePage, UsageQuery
 from loramux.usage.settlement import Operation, Outcome, Settlement, SettlementWriter, unused
 from loramux.usage.storage_meter import StorageMeter
 
+SUM_BATCH = 1_000
+"""Entries that one transaction adds to the daily sums: a settlement on SQLite waits for it, some 10 ms."""
 MAX_ROWS = 50_000
 """Sums in one answer: more would keep the server busy for other callers."""
 
@@ -105,6 +110,23 @@ class UsageService:
         stored = await StorageMeter(self._database, "storage").accrue()
         return stored + await StorageMeter(self._database, "residency").accrue()
 
+    async def sum_days(self) -> int:
+        """Add the entries that are new to the daily sums; return their number."""
+        summed = 0
+        while batch := await self._sum_batch():
+            summed += batch
+        return summed
+
+    async def rebuild_days(self) -> int:
+        """Make the daily sums again from the ledger; return the number of entries."""
+        async with self._database.begin() as session:
+            await DailyUsageRepository(session).clear()
+        return await self.sum_days()
+
+    async def _sum_batch(self) -> int:
+        async with self._database.begin() as session:
+            return await DailyUsageRepository(session).advance(SUM_BATCH)
+
     async def forget_answers(self) -> None:
         """Delete the stored answers whose idempotency keys have expired."""
         async with self._database.begin() as session:
@@ -116,6 +138,9 @@ class UsageService:
         async with self._database.read() as session:
             usage = UsageRepository(session, principal.tenant)
             window = query.window(now, principal.models, principal.bound_project)
+            if query.top_models is not None:
+                named = await usage.top_models(query.whole_window(window, now), query.top_models)
+                window = msgspec.structs.replace(window, named=tuple(named))
             totals = await usage.by_bucket(window, query.recorded_groups, MAX_ROWS + 1)
         if len(totals) > MAX_ROWS:
             raise InvalidQuery(f"the page has more than {MAX_ROWS} sums; ask for fewer buckets or groups", "limit")
