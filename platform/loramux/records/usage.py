@@ -6,6 +6,7 @@ what has not been added up yet, from the ledger's entries.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -297,8 +298,10 @@ class QuantityRepository:
         source = _union(parts)
         keys = [source.c.day, source.c.base_model, source.c.tier, *(source.c[name] for name in group_by)]
         sums = [part for meter in METERS for part in exact_sum(source.c[meter])]
-        rows = await self._session.execute(select(*keys, *sums).group_by(*keys).order_by(*keys).limit(limit))
-        return [_daily_quantities(tuple(row), len(group_by)) for row in rows]
+        statement = select(*keys, *sums).group_by(*keys).order_by(*keys).limit(limit)
+        rows = (await self._session.execute(statement)).all()
+        # in a thread: tens of thousands of groups take a while
+        return await asyncio.to_thread(lambda: [_daily_quantities(tuple(row), len(group_by)) for row in rows])
 
 
 def _daily_quantities(row: tuple[Any, ...], num_groups: int) -> DailyQuantities:
