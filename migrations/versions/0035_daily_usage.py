@@ -9,7 +9,7 @@ branch_labels = None
 depends_on = None
 
 BIG = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
-SEGMENT = ("first_sequence", "last_sequence", "first_day", "last_day")
+SEGMENT = ("first_sequence", "last_sequence", "first_day", "last_day", "earliest_subject")
 NUMBERS = ("segment", "day", "created_day")
 TEXTS = ("base_model", "tier", "project_id", "key_id", "model")
 QUANTITIES = (

@@ -38,7 +38,7 @@ from loramux_api.schemas.limits import (
     budget_state_object,
     limit_object,
 )
-from loramux_api.schemas.overview import OverviewObject, overview_object
+from loramux_api.schemas.overview import OverviewObject, ServedTenant, overview_object
 from loramux_api.schemas.strict import StrictJSON
 from loramux_api.schemas.tenancy import (
     AuditObject,
@@ -179,9 +179,13 @@ class AdminController(Controller):
         self, platform: NamedDependency[Platform], operators: NamedDependency[Tenants]
     ) -> OverviewObject:
         """Return health, queues, pools, and service by tenant, of all engines of this server at this moment."""
-        names = {str(tenant.id): tenant.name for tenant in await operators.list_tenants()}
+        weights = {tier.name: tier.weight for tier in await operators.tiers.all()}
+        tenants = {
+            str(tenant.id): ServedTenant(tenant.name, weights.get(tenant.tier, 1))
+            for tenant in await operators.list_tenants()
+        }
         reachable = await platform.is_database_reachable()
-        return overview_object(platform, names, at=time.time(), reachable=reachable)
+        return overview_object(platform, tenants, at=time.time(), reachable=reachable)
 
     @delete("/keys/{key_id:str}", status_code=200, summary="Revoke a key", responses=PROBLEMS)
     async def revoke_key(self, key_id: FromPath[str], operators: NamedDependency[Tenants]) -> KeyObject:

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from loramux.engine.messages import EngineStats
+from loramux.engine.messages import EngineStats, TenantService
 from loramux.gateway import EngineStatus, Platform
 from loramux_api.schemas.admin import EngineObject, engine_object
 
@@ -35,6 +35,8 @@ class TenantServiceObject(msgspec.Struct, kw_only=True):
     service_class: str
     units: float
     """A computed prompt token is one, a generated token two."""
+    weight: int | None = None
+    """By its tier: tenants of a class that wait together are served in proportion to it. null for all others."""
 
 
 class EngineLoadObject(msgspec.Struct, kw_only=True):
@@ -99,8 +101,17 @@ class OverviewObject(msgspec.Struct, kw_only=True):
     engines: list[EngineLoadObject]
 
 
-def overview_object(platform: Platform, names: Mapping[str, str], *, at: float, reachable: bool) -> OverviewObject:
-    """Return the server's state; `names` has tenants' names by id."""
+class ServedTenant(msgspec.Struct, frozen=True):
+    """What the figures of a tenant are shown with."""
+
+    name: str
+    weight: int
+
+
+def overview_object(
+    platform: Platform, tenants: Mapping[str, ServedTenant], *, at: float, reachable: bool
+) -> OverviewObject:
+    """Return the server's state; `tenants` by id."""
     stats = {(name, one): found for name, base in platform.bases.items() for one, found in base.engines.stats().items()}
     unclaimed = sum(base.engines.unclaimed_tokens for base in platform.bases.values())
     return OverviewObject(
@@ -117,13 +128,22 @@ def overview_object(platform: Platform, names: Mapping[str, str], *, at: float, 
             for (sink, outcome), count in sorted(platform.sinks.counters.items())
         ],
         engines=[
-            _engine_load(status, stats.get((status.base_model, status.engine), EngineStats()), names)
+            _engine_load(status, stats.get((status.base_model, status.engine), EngineStats()), tenants)
             for status in platform.engines()
         ],
     )
 
 
-def _engine_load(status: EngineStatus, stats: EngineStats, names: Mapping[str, str]) -> EngineLoadObject:
+def _service(one: TenantService, tenant: ServedTenant | None) -> TenantServiceObject:
+    return TenantServiceObject(
+        tenant=None if tenant is None else tenant.name,
+        service_class=one.service_class,
+        units=one.units,
+        weight=None if tenant is None else tenant.weight,
+    )
+
+
+def _engine_load(status: EngineStatus, stats: EngineStats, tenants: Mapping[str, ServedTenant]) -> EngineLoadObject:
     return EngineLoadObject(
         engine=engine_object(status),
         pool=PoolObject(
@@ -134,10 +154,7 @@ def _engine_load(status: EngineStatus, stats: EngineStats, names: Mapping[str, s
             adapters_idle=stats.pages_adapters_idle,
             free=stats.pages_free,
         ),
-        tenants=[
-            TenantServiceObject(tenant=names.get(one.tenant), service_class=one.service_class, units=one.units)
-            for one in stats.meters.tenants
-        ],
+        tenants=[_service(one, tenants.get(one.tenant)) for one in stats.meters.tenants],
         **{name: getattr(stats, name) for name in _COPIED},
     )
 

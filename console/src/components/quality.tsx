@@ -1,5 +1,5 @@
 // What keeps a release honest: its policy, its guard, and the evaluations of its revisions.
-import { Anchor, Badge, Button, Group, Modal, Select, Stack, Switch, Text } from "@mantine/core";
+import { Anchor, Badge, Button, Group, Modal, NumberInput, Select, Stack, Switch, Text } from "@mantine/core";
 import { useDisclosure } from "@mantine/hooks";
 import { useQuery, useQueryClient } from "@tanstack/react-query";
 import { useState } from "react";
@@ -11,6 +11,7 @@ import { complain, DataTable, Loaded, report, Section, State, When } from "./ui"
 /** The guard of an alias, and the policy that promotions must pass. */
 export function Protection({ name, alias, candidate, mayChange }: { name: string; alias: string; candidate: number; mayChange: boolean }) {
   const queries = useQueryClient();
+  const [isEditing, edit] = useDisclosure();
   const path = { name, alias };
   const guard = useQuery({
     queryKey: ["adapter", name, "guard", alias],
@@ -47,36 +48,131 @@ export function Protection({ name, alias, candidate, mayChange }: { name: string
         )}
       </Loaded>
       <Loaded query={policy} height={36}>
-        {(found) =>
-          found.policy === null ? (
-            <Text size="sm" c="dimmed">
-              No release policy: the alias moves as it is told. Set one with "loramux adapter policy", or PUT …/policy.
-            </Text>
-          ) : (
+        {(found) => (
+          <>
+            <Group justify="space-between" gap="xs">
+              {found.policy === null ? (
+                <Text size="sm" c="dimmed">
+                  No release policy: the alias moves as it is told.
+                </Text>
+              ) : (
+                <Group gap="xs">
+                  <Text size="sm" fw={600}>
+                    Release policy
+                  </Text>
+                  {found.revision !== null && found.checks.length > 0 && (
+                    <Badge color={found.passed ? "teal" : "red"}>
+                      {found.passed ? `@${found.revision} passes` : `@${found.revision} may not take most requests`}
+                    </Badge>
+                  )}
+                </Group>
+              )}
+              {mayChange && (
+                <Button size="xs" variant="default" onClick={edit.open}>
+                  {found.policy === null ? "Set a policy" : "Edit the policy"}
+                </Button>
+              )}
+            </Group>
             <Checks found={found} />
-          )
-        }
+            {isEditing && <PolicyEditor name={name} alias={alias} policy={found.policy} onClose={edit.close} />}
+          </>
+        )}
       </Loaded>
     </Stack>
   );
 }
 
-function Checks({ found }: { found: PolicyObject }) {
+type Demands = Record<keyof typeof DEMANDS, number | string>;
+
+/** The rules that are numbers, in the units of their fields: shares are percent here. */
+const DEMANDS = {
+  min_requests: { label: "Answered requests, at least", unit: "", percent: false },
+  max_error_rate: { label: "Failed requests, at most", unit: " %", percent: true },
+  max_first_token_p99_seconds: { label: "First token of 99 in 100 requests, within", unit: " s", percent: false },
+  min_tokens_per_second: { label: "Tokens per second, at least", unit: "", percent: false },
+} as const;
+
+function PolicyEditor({ name, alias, policy, onClose }: { name: string; alias: string; policy: PolicyObject["policy"]; onClose: () => void }) {
+  const queries = useQueryClient();
+  const path = { name, alias };
+  const names = Object.keys(DEMANDS) as (keyof typeof DEMANDS)[];
+  const [demands, setDemands] = useState<Demands>(() => {
+    const known = (one: keyof typeof DEMANDS) => policy?.[one] ?? "";
+    return Object.fromEntries(names.map((one) => [one, DEMANDS[one].percent && known(one) !== "" ? Number(known(one)) * 100 : known(one)])) as Demands;
+  });
+  const [evaluates, setEvaluates] = useState(policy?.evaluation != null);
+  const [margin, setMargin] = useState<number | string>(100 * (policy?.evaluation?.margin ?? 0));
+  const [questions, setQuestions] = useState<number | string>(policy?.evaluation?.min_questions ?? 30);
+  const isEmpty = !evaluates && names.every((one) => demands[one] === "");
+
+  async function done(acting: Promise<unknown>, message: string) {
+    await acting;
+    await queries.invalidateQueries({ queryKey: ["adapter", name, "policy"] });
+    report(message);
+    onClose();
+  }
+  const save = () => {
+    const numbers = names.filter((one) => demands[one] !== "").map((one) => [one, Number(demands[one]) / (DEMANDS[one].percent ? 100 : 1)]);
+    const evaluation = evaluates ? { ...policy?.evaluation, margin: Number(margin) / 100, min_questions: Number(questions) } : undefined;
+    const body = { policy: { ...Object.fromEntries(numbers), ...(evaluation && { evaluation }) } };
+    return done(unwrap(api.PUT("/v1/adapters/{name}/aliases/{alias}/policy", { params: { path }, body })), "The policy is asked before the alias moves");
+  };
+  const remove = () => done(unwrap(api.DELETE("/v1/adapters/{name}/aliases/{alias}/policy", { params: { path } })), "The alias moves as it is told");
   return (
-    <>
-      <Group gap="xs">
-        <Text size="sm" fw={600}>
-          Release policy
+    <Modal opened onClose={onClose} title={<Text fw={600}>Release policy of {alias}</Text>} closeButtonProps={{ "aria-label": "Close" }}>
+      <Stack>
+        <Text size="sm">
+          A revision takes most of the alias's requests only where it has shown this, in the last 30 days. A smaller share, a canary, is always allowed.
         </Text>
-        {found.revision !== null && <Badge color={found.passed ? "teal" : "red"}>{found.passed ? `@${found.revision} passes` : `@${found.revision} may not take most requests`}</Badge>}
-      </Group>
-      {found.checks.map((check, place) => (
-        <Text key={place} size="sm" fw={check.passed ? undefined : 600} className="long">
-          {check.passed ? "✓" : "✗"} {check.message}
-        </Text>
-      ))}
-    </>
+        {names.map((one) => (
+          <NumberInput
+            key={one}
+            label={DEMANDS[one].label}
+            placeholder="not demanded"
+            suffix={DEMANDS[one].unit}
+            min={0}
+            max={DEMANDS[one].percent ? 100 : undefined}
+            allowDecimal={one !== "min_requests"}
+            thousandSeparator=","
+            value={demands[one]}
+            onChange={(value) => setDemands((before) => ({ ...before, [one]: value }))}
+          />
+        ))}
+        <Switch label="Its newest evaluation must not find it worse" checked={evaluates} onChange={(event) => setEvaluates(event.currentTarget.checked)} />
+        {evaluates && (
+          <Group grow>
+            <NumberInput label="Questions, at least" min={1} allowDecimal={false} value={questions} onChange={setQuestions} />
+            <NumberInput label="May be worse by" suffix=" %" min={0} max={100} value={margin} onChange={setMargin} />
+          </Group>
+        )}
+        <Group justify="space-between">
+          {policy === null ? (
+            <span />
+          ) : (
+            <Button variant="default" c="red" onClick={() => void remove().catch(complain)}>
+              Remove the policy
+            </Button>
+          )}
+          <Button disabled={isEmpty} onClick={() => void save().catch(complain)}>
+            Save
+          </Button>
+        </Group>
+      </Stack>
+    </Modal>
   );
+}
+
+function Checks({ found }: { found: PolicyObject }) {
+  return found.checks.map((check, place) => (
+    <Group key={place} gap={8} wrap="nowrap" align="flex-start">
+      <Text size="sm" c={check.passed ? "teal" : "red"} fw={700} aria-label={check.passed ? "passed" : "not passed"}>
+        {check.passed ? "✓" : "✗"}
+      </Text>
+      <Text size="sm" className="long">
+        {check.message}
+      </Text>
+    </Group>
+  ));
 }
 
 /** Evaluations: two revisions answer the same questions, and a grader compares them. */

@@ -51,10 +51,10 @@ export function Page(properties: { title: string; about?: ReactNode; actions?: R
 }
 
 /** A card with a heading. */
-export function Section(properties: { title: string; about?: ReactNode; actions?: ReactNode; children: ReactNode }) {
-  const { title, about, actions, children } = properties;
+export function Section(properties: { id?: string; title: string; about?: ReactNode; actions?: ReactNode; children: ReactNode }) {
+  const { id, title, about, actions, children } = properties;
   return (
-    <Card>
+    <Card id={id}>
       <Group justify="space-between" mb="md" align="flex-start">
         <Box>
           <Title order={2} size="h4">
@@ -188,6 +188,7 @@ export function Figure(properties: { label: string; value: ReactNode; unit?: str
 
 const COLORS: Record<string, string> = {
   ready: "teal",
+  completed: "teal",
   active: "teal",
   delivered: "teal",
   live: "teal",

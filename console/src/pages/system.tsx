@@ -1,10 +1,10 @@
-import { Alert, Badge, Group, Progress, SimpleGrid, Skeleton, Stack, Text } from "@mantine/core";
-import { IconAlertTriangle, IconCircleCheck } from "@tabler/icons-react";
+import { Alert, Anchor, Badge, Group, SimpleGrid, Skeleton, Stack, Text, Tooltip } from "@mantine/core";
+import { IconAlertTriangle, IconCircleCheck, IconServer2 } from "@tabler/icons-react";
 import { useQuery, useQueryClient } from "@tanstack/react-query";
 import { lazy, Suspense, useEffect, useState } from "react";
 import { api, unwrap, type ActivityObject, type EngineLoadObject, type OverviewObject } from "../api/client";
 import { Next, Timeline } from "../components/activity";
-import { Confirm, DataTable, Figure, Loaded, Page, report, Section, State } from "../components/ui";
+import { Confirm, DataTable, Empty, Figure, Loaded, Page, report, Section, State } from "../components/ui";
 import * as format from "../format";
 
 const TimeBars = lazy(() => import("../components/chart"));
@@ -51,6 +51,12 @@ export default function System() {
                 />
               </Suspense>
             </Section>
+            {found.engines.length === 0 && (
+              <Empty icon={IconServer2} title="No base model is loaded">
+                Add one with "loramux base add", or in the settings file; its engines appear here.
+              </Empty>
+            )}
+            {found.engines.length > 1 && <Fleet engines={found.engines} />}
             {found.engines.map((engine) => (
               <Engine
                 key={`${engine.engine.base_model} ${engine.engine.engine}`}
@@ -151,6 +157,7 @@ function Engine({ load, activity }: { load: EngineLoadObject; activity: Activity
   }
   return (
     <Section
+      id={anchorOf(load)}
       title={`${engine.base_model}: ${engine.engine}`}
       about={
         <Group gap="xs" mt={4} component="span">
@@ -246,35 +253,91 @@ function Pool({ load }: { load: EngineLoadObject }) {
   );
 }
 
+type Service = EngineLoadObject["tenants"][number];
+
+/** What a tenant had of its class, beside what its weight gives it where all of them wait. */
 function Fairness({ load }: { load: EngineLoadObject }) {
-  const whole = load.tenants.reduce((sum, one) => sum + one.units, 0);
-  if (whole === 0) {
+  const sums = new Map<string, { units: number; weight: number }>();
+  for (const one of load.tenants) {
+    const sum = sums.get(one.service_class) ?? { units: 0, weight: 0 };
+    sums.set(one.service_class, { units: sum.units + one.units, weight: sum.weight + (one.weight ?? 0) });
+  }
+  const served = load.tenants.filter((one) => one.units > 0);
+  if (served.length === 0) {
     return (
       <Text size="sm" c="dimmed">
         No tenant was served since this engine's start.
       </Text>
     );
   }
+  const part = (one: Service) => one.units / sums.get(one.service_class)!.units;
+  const share = (one: Service) => (one.weight == null ? null : one.weight / sums.get(one.service_class)!.weight);
   return (
     <div>
       <Group justify="space-between" mb="xs">
         <Text fw={600} size="sm">
           Service by tenant since the start
         </Text>
-        <Badge color="gray">largest gap now: {format.count(Math.round(load.service_gap))} units</Badge>
+        <Tooltip label="Between two tenants of a class that wait now; the scheduler keeps it bounded" multiline w={240}>
+          <Badge color="gray">largest gap now: {format.count(Math.round(load.service_gap))} units</Badge>
+        </Tooltip>
       </Group>
+      <Text size="sm" c="dimmed" mb="xs">
+        The mark is a tenant's share by its weight, among those of its class that were served. It gets at least that while it waits; less than it means that it asked for less.
+      </Text>
       <DataTable
         label="Service by tenant"
-        rows={load.tenants}
+        rows={served}
         keyOf={(one) => `${one.tenant} ${one.service_class}`}
-        minWidth={420}
+        minWidth={560}
         columns={[
           { title: "Tenant", cell: (one) => one.tenant ?? "all others" },
-          { title: "Class", cell: (one) => one.service_class },
-          { title: "Share", width: "40%", cell: (one) => <Progress value={(100 * one.units) / whole} aria-label={`${one.tenant}: ${format.share(one.units / whole)}`} /> },
-          { title: "Units", number: true, cell: (one) => format.count(Math.round(one.units)) },
+          { title: "Class", width: 100, cell: (one) => one.service_class },
+          { title: "Weight", width: 70, number: true, cell: (one) => (one.weight == null ? "–" : format.count(one.weight)) },
+          { title: "Of its class", width: "34%", cell: (one) => <Part part={part(one)} share={share(one)} name={one.tenant ?? "all others"} /> },
+          { title: "Served", width: 80, number: true, cell: (one) => format.share(part(one)) },
+          { title: "Share", width: 80, number: true, cell: (one) => (share(one) === null ? "–" : format.share(share(one)!)) },
+          { title: "Units", width: 110, number: true, cell: (one) => format.count(Math.round(one.units)) },
         ]}
       />
     </div>
   );
 }
+
+function Part({ part, share, name }: { part: number; share: number | null; name: string }) {
+  const said = `${name}: served ${format.share(part)}${share === null ? "" : `, share ${format.share(share)}`}`;
+  return (
+    <div className="part" role="img" aria-label={said}>
+      <i style={{ width: `${100 * part}%` }} />
+      {share !== null && <b style={{ left: `${100 * share}%` }} />}
+    </div>
+  );
+}
+
+/** The engines beside each other, where there is more than one. */
+function Fleet({ engines }: { engines: EngineLoadObject[] }) {
+  const used = ({ pool }: EngineLoadObject) => (pool.total > 0 ? 1 - pool.free / pool.total : null);
+  return (
+    <Section title="Fleet" about={`${format.count(engines.length)} engines; requests go where their adapter and their prefix are, and where there is room.`}>
+      <DataTable
+        label="Engines"
+        rows={engines}
+        keyOf={(one) => `${one.engine.base_model} ${one.engine.engine}`}
+        minWidth={860}
+        columns={[
+          { title: "Engine", cell: (one) => <Anchor href={`#${anchorOf(one)}`} size="sm">{one.engine.engine}</Anchor> },
+          { title: "Base", cell: (one) => one.engine.base_model },
+          { title: "State", width: 110, cell: (one) => <State value={one.engine.state} /> },
+          { title: "Running", width: 90, number: true, cell: (one) => format.count(one.running) },
+          { title: "Waiting", width: 90, number: true, cell: (one) => format.count(one.waiting) },
+          { title: "Adapters", width: 90, number: true, cell: (one) => format.count(one.adapters_resident) },
+          { title: "Pool in use", width: 110, number: true, cell: (one) => (used(one) === null ? "–" : format.share(used(one)!)) },
+          { title: "Starts", width: 80, number: true, cell: (one) => format.count(one.engine.starts) },
+          { title: "Last end", cell: (one) => one.engine.problem ?? "–" },
+        ]}
+      />
+    </Section>
+  );
+}
+
+const anchorOf = (one: EngineLoadObject) => `engine-${one.engine.base_model}-${one.engine.engine}`;

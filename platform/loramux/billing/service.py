@@ -28,6 +28,7 @@ from loramux.billing.invoices import (
 from loramux.billing.periods import Month, Period, check_closable, closed_period
 from loramux.records import Database, Principal, TenantId
 from loramux.records.billing import BillingProfileRow, InvoiceRow, PeriodRepository, PeriodRow, ProfileRepository
+from loramux.records.daily_usage import DailyUsageRepository
 from loramux.records.ledger import EntryContent, LedgerEntry, LedgerRepository
 from loramux.records.locks import PRICES, advisory_lock
 from loramux.records.tenants import TenantRepository, TenantRow
@@ -182,7 +183,6 @@ class BillingService:
         own = [*(["model"] if allowed is not None else []), *(["project_id"] if project is not None else [])]
         divided_by = tuple(dict.fromkeys([*query.divided_by, *own]))
         plan, left = query.plan(now), MAX_ROWS
-        since = plan.start * SECOND
         found: list[tuple[Period, list[DailyQuantities]]] = []
         async with self._database.read() as session:
             subscriptions = await subscriptions_of(session, principal.tenant)
@@ -191,15 +191,15 @@ class BillingService:
             # steps of a price count the whole month; only the days that are asked for are divided
             division = Division(divided_by, plan.indices, named)
             for period in await _periods(session, self._database.now()):
-                # late entries are in later periods, so that every later one may have costs of the first day
-                if not period.is_closed or period.month.next.ends_at > since:
-                    quantities = await repository.daily_of(period.span, division, left + 1)
-                    found.append((period, quantities))
-                    left -= len(quantities)
-                    if left < 0:
-                        raise InvalidQuery(
-                            f"there are more than {MAX_ROWS} groups; leave some names out of group_by", "group_by"
-                        )
+                if not await _may_have_costs(session, period, plan.indices):
+                    continue
+                quantities = await repository.daily_of(period.span, division, left + 1)
+                found.append((period, quantities))
+                left -= len(quantities)
+                if left < 0:
+                    raise InvalidQuery(
+                        f"there are more than {MAX_ROWS} groups; leave some names out of group_by", "group_by"
+                    )
 
         def compute() -> CostPage:
             bills = [bill(period, subscriptions, quantities) for period, quantities in found]
@@ -346,6 +346,16 @@ class BillingService:
             tax=Tax(name=settings.tax_name, percent=percent, is_exempt=is_exempt) if percent else None,
             note=settings.payment_note,
         )
+
+
+async def _may_have_costs(session: AsyncSession, period: Period, days: range) -> bool:
+    """Return whether a period's entries may be about these days; late entries are about earlier months."""
+    if period.is_closed and period.month.next.ends_at <= days.start * DAY:
+        return False  # entries that were written in a month are about it, or about days before it
+    if period.month.starts_at < days.stop * DAY:
+        return True
+    earliest = await DailyUsageRepository(session).earliest_subject(period.span.first, period.span.last)
+    return earliest is not None and earliest < days.stop
 
 
 async def _top_models(

@@ -51,6 +51,8 @@ class UsageSegmentRow(Base):
     first_day: Mapped[int]
     """Of any of its entries: a server whose clock is behind may write entries of the day before."""
     last_day: Mapped[int]
+    earliest_subject: Mapped[int]
+    """The earliest day that one of its entries is about: corrections and storage are about days before theirs."""
 
 
 class DailyUsageRow(Base):
@@ -117,6 +119,23 @@ class DailyUsageRepository:
         days = UsageSegmentRow.last_day >= first_day, UsageSegmentRow.first_day <= last_day
         return await self._summed(days)
 
+    async def earliest_subject(self, start: int, end: int | None) -> int | None:
+        """Return the earliest day that entries of these sequences are about, of any tenant; None without entries."""
+        summed = await self.within(start, end)
+        if summed is None:
+            return await self._earliest_entry(start, end)
+        inside = UsageSegmentRow.first_sequence.between(summed.first, summed.last)
+        found = [await self._session.scalar(select(func.min(UsageSegmentRow.earliest_subject)).where(inside))]
+        found.append(await self._earliest_entry(start, summed.first - 1))
+        found.append(await self._earliest_entry(summed.end + 1, end))
+        return min(day for day in found if day is not None)
+
+    async def _earliest_entry(self, start: int, end: int | None) -> int | None:
+        if end is not None and end < start:
+            return None
+        entries = select(func.min(subject_day)).where(LedgerRow.sequence >= start)
+        return await self._session.scalar(entries if end is None else entries.where(LedgerRow.sequence <= end))
+
     async def last_sequence(self) -> int:
         """Return the last entry that has been added up; 0 where none has."""
         return await self._session.scalar(select(func.max(UsageSegmentRow.last_sequence))) or 0
@@ -141,7 +160,9 @@ class DailyUsageRepository:
         day = await self._session.scalar(select(created_day).where(LedgerRow.sequence == done + 1))
         assert day is not None, "the ledger has no gap"
         if newest is None or day > newest.last_day:
-            newest = UsageSegmentRow(first_sequence=done + 1, last_sequence=done + 1, first_day=day, last_day=day)
+            newest = UsageSegmentRow(
+                first_sequence=done + 1, last_sequence=done + 1, first_day=day, last_day=day, earliest_subject=day
+            )
             self._session.add(newest)
         span = LedgerRow.sequence > done, LedgerRow.sequence <= end
         later = select(func.min(LedgerRow.sequence)).where(*span, created_day > newest.last_day)
@@ -149,8 +170,11 @@ class DailyUsageRepository:
             end = next_segment - 1
         span = LedgerRow.sequence > done, LedgerRow.sequence <= end
         await self._add(_sums_of_ledger(newest.first_sequence).where(*span))
-        earliest = await self._session.scalar(select(func.min(created_day)).where(*span))
-        newest.last_sequence, newest.first_day = end, min(newest.first_day, earliest or day)
+        days = select(func.min(created_day), func.min(subject_day)).where(*span)
+        created, subject = (await self._session.execute(days)).one()
+        newest.last_sequence = end
+        newest.first_day = min(newest.first_day, created)
+        newest.earliest_subject = min(newest.earliest_subject, subject)
         await self._session.flush()
         return end - done
 

@@ -290,7 +290,8 @@ class QuantityRepository:
             groups = [case((day.between(days.start, days.stop - 1), column)) for column in groups]
         named: list[Column] = [column.label(name) for name, column in zip(division.group_by, groups, strict=True)]
         meters: list[Column] = [column.label(meter) for meter, column in _meters(row).items()]
-        return select(day.label("day"), row.base_model, row.tier, *named, *meters)
+        rows: Select[Any] = select(day.label("day"), row.base_model, row.tier, *named, *meters)
+        return rows
 
     async def _sum(
         self, parts: Sequence[Select[Any]], group_by: Sequence[str], limit: int | None = None
