@@ -3,6 +3,7 @@ import { IconActivity } from "@tabler/icons-react";
 import { useInfiniteQuery } from "@tanstack/react-query";
 import { api, unwrap } from "../api/client";
 import { DataTable, Empty, Failure, Page, Section, When } from "../components/ui";
+import * as format from "../format";
 import { useSession } from "../session";
 
 const PAGE = 50;
@@ -53,7 +54,7 @@ function Events() {
           columns={[
             { title: "Event", cell: (event) => <b>{event.type}</b> },
             { title: "About", cell: (event) => event.data.model ?? event.data.adapter ?? "" },
-            { title: "Why", cell: (event) => event.data.error?.message ?? "" },
+            { title: "Why", cell: (event) => event.data.error?.message ?? (event.data.canary ? numbersOf(event.data.canary) : "") },
             { title: "When", width: 150, number: true, cell: (event) => <When at={event.created_at} /> },
           ]}
         />
@@ -61,6 +62,18 @@ function Events() {
       <More has={events.hasNextPage} load={() => void events.fetchNextPage()} />
     </Section>
   );
+}
+
+interface CanaryNumbers {
+  measure: string;
+  candidate: number[];
+  before: number[];
+}
+
+/** The good outcomes of a canary that its guard has taken back, and of the revisions before it. */
+function numbersOf({ measure, candidate, before }: CanaryNumbers): string {
+  const rate = ([good, all]: number[]) => `${format.count(good ?? 0)} of ${format.count(all ?? 0)}`;
+  return `${measure}: ${rate(candidate)} were good, ${rate(before)} before`;
 }
 
 function Audit() {

@@ -290,8 +290,8 @@ class QuantityRepository:
             groups = [case((day.between(days.start, days.stop - 1), column)) for column in groups]
         named: list[Column] = [column.label(name) for name, column in zip(division.group_by, groups, strict=True)]
         meters: list[Column] = [column.label(meter) for meter, column in _meters(row).items()]
-        rows: Select[Any] = select(day.label("day"), row.base_model, row.tier, *named, *meters)
-        return rows
+        columns: list[Column] = [day.label("day"), row.base_model, row.tier, *named, *meters]
+        return select(*columns)
 
     async def _sum(
         self, parts: Sequence[Select[Any]], group_by: Sequence[str], limit: int | None = None
