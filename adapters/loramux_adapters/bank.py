@@ -138,18 +138,23 @@ class AdapterBank:
         matrices = tuple(matrices_of(plan, self._vocabulary))
         return lay_out(matrices, self.page_elements, self.pool.element_size())
 
-    def install(self, weights: AdapterWeights, layout: AdapterLayout, pages: list[int]) -> int:
-        """Copy an adapter, fitted to the base, into `pages` and return the slot that serves it."""
+    def install(self, weights: AdapterWeights, layout: AdapterLayout, pages: list[int], slot: int | None = None) -> int:
+        """Copy an adapter, fitted to the base, into `pages` and return the slot that serves it.
+
+        `slot` is that of rank 0, where this bank is another rank's: slots are then taken there alone.
+        """
         assert not weights.magnitudes, "fit_to_base turns them into columns"
         assert not weights.biases, "fit_to_base turns them into columns"
-        slot = self._take_slot()
+        is_own = slot is None
+        slot = self._take_slot() if slot is None else slot
         try:
             with self._beside_steps():
                 self._copy(weights, layout, pages)
                 self._write_rows(slot, weights, layout, pages)
                 self._held[slot] = self._describe(weights, layout, pages)
         except BaseException:
-            self._return_slot(slot)
+            if is_own:
+                self._return_slot(slot)
             raise
         return slot
 

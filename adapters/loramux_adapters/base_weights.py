@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -18,6 +19,27 @@ COMPARED_ROWS = 4096
 """Rows of a copy that are compared at a time, so that no memory holds a second whole matrix."""
 
 
+class FittedLinear(Protocol):
+    """A linear of the base as adapters are fitted to it; its weights may lie on several ranks."""
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """`[out_features]`"""
+
+    def merged_squares(self, pair: LoraWeights) -> torch.Tensor:
+        """Return float64`[out_features]` on the linear's device: the squared lengths of the rows of W + scale * B @ A,
+        by the weights W that are multiplied by."""
+
+
+class BaseMatrix(Protocol):
+    """A matrix of the base with a row for each token; its rows may lie on several ranks."""
+
+    def __len__(self) -> int: ...
+
+    def holds(self, start: int, rows: torch.Tensor) -> bool:
+        """Are these its rows from `start` on? They are on the CPU."""
+
+
 @dataclass(frozen=True, slots=True)
 class BaseLinear:
     """A linear of the base, whose weights W may be packed."""
@@ -29,13 +51,43 @@ class BaseLinear:
     lengths: torch.Tensor
     """float32`[out_features]`: lengths of the rows of W."""
 
+    def merged_squares(self, pair: LoraWeights) -> torch.Tensor:
+        """Compute them; see FittedLinear.
+
+        For each row w of W and b of B, `|w + s b A|^2 = |w|^2 + 2 s b (A w) + s^2 b (A A^T) b`: the base itself
+        multiplies W with A, so neither W nor a matrix of its size is needed. Every term is a sum over the inputs, so
+        that of ranks which have a share of the inputs each, the results add up to those of the whole.
+        """
+        device = self.lengths.device
+        with _aside(device):
+            bias = 0.0 if self.bias is None else self.bias.double()
+            a, b = pair.a.to(device), pair.b.to(device, torch.float64)
+            across = (b * (self.multiply(a).double() - bias).T).sum(1)
+            own = ((b @ (a.double() @ a.double().T)) * b).sum(1)
+            return self.lengths.double() ** 2 + 2 * pair.scale * across + pair.scale**2 * own
+
+
+@dataclass(frozen=True, slots=True)
+class LocalMatrix:
+    """A matrix that this process holds whole."""
+
+    rows: torch.Tensor
+    """`[tokens, hidden_size]`"""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def holds(self, start: int, rows: torch.Tensor) -> bool:
+        """Compare the values."""
+        return torch.equal(rows, self.rows[start : start + len(rows)].to("cpu"))
+
 
 @dataclass(frozen=True, slots=True)
 class BaseWeights:
     """The base's linears (with the head) and its matrices with a row for each token, by module name."""
 
-    linears: Mapping[str, BaseLinear]
-    matrices: Mapping[str, torch.Tensor]
+    linears: Mapping[str, FittedLinear]
+    matrices: Mapping[str, BaseMatrix]
     packed_bytes: int = 0
     """Bytes of the weights that were packed: linears and experts, without the head."""
 
@@ -76,17 +128,16 @@ def fit_to_base(weights: AdapterWeights, base: BaseWeights) -> AdapterWeights:
     return replace(weights, columns=columns, magnitudes={}, biases={}, copies={})
 
 
-def dora_columns(magnitude: torch.Tensor, pair: LoraWeights, linear: BaseLinear, module: str) -> torch.Tensor:
+def dora_columns(magnitude: torch.Tensor, pair: LoraWeights, linear: FittedLinear, module: str) -> torch.Tensor:
     """Return DoRA's columns `[2, out_features]`: factors, and shifts that leave the bias unscaled.
 
-    As in PEFT (peft/tuners/lora/dora.py) a factor is `magnitude / |row of W + scale * B @ A|`. For each row w of W and
-    b of B, `|w + s b A|^2 = |w|^2 + 2 s b (A w) + s^2 b (A A^T) b`: the base itself multiplies W with A, so neither W
-    nor a matrix of its size is needed.
+    As in PEFT (peft/tuners/lora/dora.py) a factor is `magnitude / |row of W + scale * B @ A|`.
     """
-    device = linear.lengths.device
-    with _aside(device):
+    squares = linear.merged_squares(pair)
+    with _aside(squares.device):
         bias = 0.0 if linear.bias is None else linear.bias.double()
-        factors = magnitude.to(device).double() / _merged_lengths(pair, linear, bias)
+        lengths = squares.clamp(min=torch.finfo(torch.float32).tiny).sqrt()
+        factors = magnitude.to(squares.device).double() / lengths
         columns = torch.stack((factors, bias * (1 - factors))).to("cpu", magnitude.dtype)
     if not torch.isfinite(columns).all():
         raise AdapterRejected(
@@ -95,16 +146,6 @@ def dora_columns(magnitude: torch.Tensor, pair: LoraWeights, linear: BaseLinear,
             f"DoRA's factors of {module} are beyond what {magnitude.dtype} can express, in which this server runs.",
         )
     return columns
-
-
-def _merged_lengths(pair: LoraWeights, linear: BaseLinear, bias: torch.Tensor | float) -> torch.Tensor:
-    """Return float64`[out_features]`: the lengths of the rows of W + scale * B @ A, never zero."""
-    device = linear.lengths.device
-    a, b = pair.a.to(device), pair.b.to(device, torch.float64)
-    across = (b * (linear.multiply(a).double() - bias).T).sum(1)
-    own = ((b @ (a.double() @ a.double().T)) * b).sum(1)
-    squared = linear.lengths.double() ** 2 + 2 * pair.scale * across + pair.scale**2 * own
-    return squared.clamp(min=torch.finfo(torch.float32).tiny).sqrt()
 
 
 @contextmanager
@@ -117,7 +158,7 @@ def _aside(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _with_bias(columns: torch.Tensor | None, bias: torch.Tensor, linear: BaseLinear, module: str) -> torch.Tensor:
+def _with_bias(columns: torch.Tensor | None, bias: torch.Tensor, linear: FittedLinear, module: str) -> torch.Tensor:
     """Return `columns` `[2, out_features]` (None: none yet) with shifts that replace the base's bias by `bias`."""
     if linear.bias is None:
         raise AdapterRejected(
@@ -131,10 +172,10 @@ def _with_bias(columns: torch.Tensor | None, bias: torch.Tensor, linear: BaseLin
     return torch.stack((columns[0], (columns[1].double() + change).to(bias.dtype)))
 
 
-def _check_copy(part: BaseCopy, copy: torch.Tensor, own: torch.Tensor) -> None:
+def _check_copy(part: BaseCopy, copy: torch.Tensor, own: BaseMatrix) -> None:
     rows = min(len(copy), len(own))  # a resized copy begins with the base's rows
-    pieces = zip(copy[:rows].split(COMPARED_ROWS), own[:rows].split(COMPARED_ROWS), strict=True)
-    if not all(torch.equal(theirs, ours.to("cpu")) for theirs, ours in pieces):
+    starts = range(0, rows, COMPARED_ROWS)
+    if not all(own.holds(start, copy[start : min(start + COMPARED_ROWS, rows)]) for start in starts):
         raise AdapterRejected(
             "base_differs",
             part.key.removeprefix(PREFIX),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 
 from loramux_adapters.bank import AdapterBank, Site
 from loramux_adapters.base import EXPERT_PARAMETERS, ParameterShape, expert_name, expert_weights, mixtures
+from loramux_adapters.ranks import Ranks
 from loramux_kernels import LoraGroup, LoraTable, PackedLinear, Quantization, Segments, lora_expand, lora_shrink
 
 
@@ -191,8 +192,15 @@ def expert_sites(parameters: Mapping[str, ParameterShape], first: int) -> dict[s
     return sites
 
 
-def install_mixtures(model: nn.Module, bank: AdapterBank, quantization: Quantization = "none") -> None:
-    """Replace every mixture's experts and router, whose sites `bank` has, and free the weights that they held."""
+def install_mixtures(
+    model: nn.Module, bank: AdapterBank, quantization: Quantization = "none", ranks: Ranks | None = None
+) -> tuple[str, ...]:
+    """Replace every mixture's experts and router, whose sites `bank` has, and free the weights that they held.
+
+    `ranks` hold a share of every expert each. What a mixture returns, shared experts included, is then one sum over
+    them. Returns the prefixes of the names of modules in mixtures.
+    """
+    found = []
     for mixture in list(mixtures(model)):
         module, experts = mixture.module, mixture.module.experts
         gate_up, down = (
@@ -202,6 +210,17 @@ def install_mixtures(model: nn.Module, bank: AdapterBank, quantization: Quantiza
             site = bank.sites[expert_name(mixture.router_parameter, 0)]
             setattr(module, mixture.router, Router(getattr(module, mixture.router), site, bank))
         module.experts = Experts(gate_up, down, experts._apply_gate, bank)
+        found.append(f"{mixture.name}.")
+        if ranks is not None:
+            module.register_forward_hook(partial(_sum_up, ranks))
+    return tuple(found)
+
+
+def _sum_up(ranks: Ranks, _module: nn.Module, _inputs: Any, output: Any) -> Any:
+    """Add up a mixture's result over the ranks; some families return a router's logits beside it."""
+    if isinstance(output, tuple):
+        return ranks.all_reduce(output[0].contiguous()), *output[1:]
+    return ranks.all_reduce(output.contiguous())
 
 
 def _take(experts: Any, name: str, parameter: str, bank: AdapterBank, quantization: Quantization) -> ExpertLinear:

@@ -9,34 +9,46 @@ from torch import nn
 
 from loramux_adapters.bank import AdapterBank, Site
 from loramux_adapters.base import BaseDescription, input_of, is_expert
-from loramux_adapters.base_weights import BaseLinear, BaseWeights, base_linear
+from loramux_adapters.base_weights import BaseLinear, BaseWeights, LocalMatrix, base_linear
 from loramux_adapters.experts import Experts, Router, install_mixtures
-from loramux_adapters.modules import AdaptedEmbedding, AdaptedHead, AdaptedNorm, GroupedLinear, LoraLinear
+from loramux_adapters.modules import AdaptedEmbedding, AdaptedHead, AdaptedNorm, GroupedLinear, LoraLinear, SummedNorm
 from loramux_adapters.quantized_linear import QuantizedLinear, weight_of
+from loramux_adapters.ranks import Ranks, Shard
 from loramux_kernels import PackedLinear, Quantization
 
 
 def install(
-    model: nn.Module, base: BaseDescription, bank: AdapterBank, quantization: Quantization = "none"
+    model: nn.Module,
+    base: BaseDescription,
+    bank: AdapterBank,
+    quantization: Quantization = "none",
+    shard: Shard | None = None,
 ) -> BaseWeights:
     """Replace every module of `model` that adapters may touch, and return what they need of the base's weights.
 
-    `quantization` is the format of linears and experts; embedding, head and routers stay as they are.
+    `quantization` is the format of linears and experts; embedding, head and routers stay as they are. `shard` is this
+    rank's place where `model` is its share of the base; the weights that are returned are then the rank's own.
     """
-    linears = install_linears(model, bank, quantization)
-    install_mixtures(model, bank, quantization)
+    ranks = None if shard is None else shard.ranks
+    summed = install_mixtures(model, bank, quantization, ranks)
+    linears = install_linears(model, bank, quantization, shard, summed)
     packed_bytes = sum(packed.num_bytes for packed in _packed_linears(model))
-    for name in base.norms:
+    for name, width in base.norms.items():
+        if shard is not None and shard.sharding.outputs(name, shard.ranks.rank, width) is not None:
+            replace_module(model, name, SummedNorm(model.get_submodule(name), shard.ranks))
         replace_module(model, name, AdaptedNorm(name, model.get_submodule(name), bank))
     if (vocabulary := base.vocabulary) is None:
         return BaseWeights(linears, {}, packed_bytes)
     embedding, head = model.get_submodule(vocabulary.embedding), model.get_submodule(vocabulary.head)
     assert isinstance(embedding, nn.Embedding), "described as one"
     assert isinstance(head, nn.Linear), "described as one"
-    replace_module(model, vocabulary.embedding, AdaptedEmbedding(embedding, bank))
-    replace_module(model, vocabulary.head, AdaptedHead(head, bank))
+    replace_module(model, vocabulary.embedding, AdaptedEmbedding(embedding, bank, ranks))
+    replace_module(model, vocabulary.head, AdaptedHead(head, bank, ranks))
     linears[vocabulary.head] = base_linear(head, head, slice(None))
-    matrices = {vocabulary.embedding: embedding.weight.data, vocabulary.head: head.weight.data}
+    matrices = {
+        vocabulary.embedding: LocalMatrix(embedding.weight.data),
+        vocabulary.head: LocalMatrix(head.weight.data),
+    }
     return BaseWeights(linears, matrices, packed_bytes)
 
 
@@ -48,8 +60,16 @@ def _packed_linears(model: nn.Module) -> set[PackedLinear]:
     return groups.union(*(module.packed_linears for module in experts))
 
 
-def install_linears(model: nn.Module, bank: AdapterBank, quantization: Quantization = "none") -> dict[str, BaseLinear]:
+def install_linears(
+    model: nn.Module,
+    bank: AdapterBank,
+    quantization: Quantization = "none",
+    shard: Shard | None = None,
+    summed: tuple[str, ...] = (),
+) -> dict[str, BaseLinear]:
     """Replace every linear that is a site of `bank`, free its weights, and return a description of each.
+
+    `summed`: names of modules whose whole result is added up over the ranks of `shard`, so that no linear in them is.
 
     The replaced modules' own parameters are released one group at a time, so that at no moment two copies of the
     whole model are in memory.
@@ -57,7 +77,8 @@ def install_linears(model: nn.Module, bank: AdapterBank, quantization: Quantizat
     known = {}
     for names in _groups({name: site for name, site in bank.sites.items() if not is_expert(name)}):
         linears = [_linear(model, name) for name in names]
-        group = GroupedLinear(linears, [bank.sites[name] for name in names], bank, quantization)
+        ranks = None if shard is None else _summing(names, shard, summed)
+        group = GroupedLinear(linears, [bank.sites[name] for name in names], bank, quantization, ranks)
         start = 0
         for name, linear in zip(names, linears, strict=True):
             stand_in = LoraLinear(group, start, linear)
@@ -67,6 +88,13 @@ def install_linears(model: nn.Module, bank: AdapterBank, quantization: Quantizat
             start += linear.out_features
             release_weight(linear)
     return known
+
+
+def _summing(names: list[str], shard: Shard, summed: tuple[str, ...]) -> Ranks | None:
+    """Return the ranks over which a group's results are added up; None where they are not."""
+    if not shard.sharding.is_row_parallel(names[0]) or names[0].startswith(summed):
+        return None
+    return shard.ranks
 
 
 def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:

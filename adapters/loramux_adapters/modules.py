@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.func import functional_call
@@ -9,6 +11,7 @@ from torch.nn import functional
 
 from loramux_adapters.bank import AdapterBank, Site
 from loramux_adapters.quantized_linear import QuantizedLinear, weight_of
+from loramux_adapters.ranks import Ranks
 from loramux_kernels import LoraGroup, PackedLinear, Quantization, lora_expand, lora_shrink, rescale
 
 
@@ -25,10 +28,14 @@ class GroupedLinear:
         sites: list[Site],
         bank: AdapterBank,
         quantization: Quantization = "none",
+        ranks: Ranks | None = None,
     ) -> None:
+        """`ranks`: those whose results are parts of a sum, which is the output. LoRA reads the rank's own inputs and
+        adds to its part, so that the pairs' results take part in the same sum and nothing more is sent."""
         self.linear = PackedLinear([weight_of(m) for m in linears], [_bias(m) for m in linears], quantization)
         self.group = LoraGroup(tuple(s.index for s in sites), tuple(s.out_features for s in sites))
         self._bank = bank
+        self._ranks = ranks
         self._input: torch.Tensor | None = None
         self._output: torch.Tensor | None = None
         self._members_left = 0
@@ -53,6 +60,8 @@ class GroupedLinear:
             lora_expand(v, bank.pool, bank.table, self.group, segments, y)
         if bank.extras is not None and bank.extras.columns is not None:
             rescale(y, bank.pool, bank.vectors.columns, self.group, bank.extras.columns)
+        if self._ranks is not None:
+            self._ranks.all_reduce(y)
         return y.view(*x.shape[:-1], y.shape[-1])
 
     def _scaled(self, rows: torch.Tensor) -> torch.Tensor:
@@ -80,6 +89,27 @@ class LoraLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map `[..., in_features]` to `[..., out_features]`, with the adapters of the bank's segments added."""
         return self.group.serve(x)[..., self.columns]
+
+
+class SummedNorm(nn.Module):
+    """Replaces a norm over all heads together (OLMo) where each rank has some of the heads: RMSNorm whose squares are
+    added up over the ranks."""
+
+    def __init__(self, base: Any, ranks: Ranks) -> None:
+        """`base`: the family's own norm."""
+        super().__init__()
+        self.weight: torch.Tensor = base.weight
+        self._eps = float(base.variance_epsilon)
+        self._rounds_last = type(base).__name__.startswith("Olmo2") or type(base).__name__.startswith("Olmo3")
+        self._ranks = ranks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise `[..., width]`, the rank's share of each row. A key head that several ranks repeat counts for each,
+        in the sum as in the width."""
+        values = x.float()
+        squares = self._ranks.all_reduce(values.square().sum(-1, keepdim=True).contiguous())
+        values = values * torch.rsqrt(squares / (x.shape[-1] * self._ranks.size) + self._eps)
+        return (self.weight * values).to(x.dtype) if self._rounds_last else self.weight * values.to(x.dtype)
 
 
 class AdaptedNorm(nn.Module):
@@ -115,10 +145,12 @@ class AdaptedNorm(nn.Module):
 class AdaptedEmbedding(nn.Module):
     """Replaces the base's embedding."""
 
-    def __init__(self, base: nn.Embedding, bank: AdapterBank) -> None:
+    def __init__(self, base: nn.Embedding, bank: AdapterBank, ranks: Ranks | None = None) -> None:
+        """`ranks`: those that share the vocabulary's rows, as many each."""
         super().__init__()
         self.base = base
         self._bank = bank
+        self._ranks = ranks
 
     @property
     def weight(self) -> torch.Tensor:
@@ -128,14 +160,24 @@ class AdaptedEmbedding(nn.Module):
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Map `[..., T]` to `[..., T, hidden_size]`; adapters change the rows of their segments."""
         extras = self._bank.extras
-        known = len(self.base.weight)
+        known = self._bank.num_tokens
         is_wide = extras is not None and extras.most_tokens > known
-        y: torch.Tensor = self.base(input_ids.clamp(max=known - 1) if is_wide else input_ids)
+        y = self._look_up(input_ids.clamp(max=known - 1) if is_wide else input_ids)
         if extras is not None and extras.embedding:
             rows, ids = y.view(-1, y.shape[-1]), input_ids.reshape(-1)
             for part, first, last in extras.embedding:
                 part.change_embeddings(rows[first:last], ids[first:last], self._factor)
         return y
+
+    def _look_up(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Return the base's embeddings: each rank brings those of its own tokens, and zeros for the others."""
+        if self._ranks is None:
+            found: torch.Tensor = self.base(input_ids)
+            return found
+        rows = len(self.base.weight)
+        own = input_ids - self._ranks.rank * rows
+        found = self.base(own.clamp(0, rows - 1))
+        return self._ranks.all_reduce(found.masked_fill_(((own < 0) | (own >= rows))[..., None], 0.0))
 
     @property
     def _factor(self) -> torch.Tensor | float:
@@ -145,12 +187,17 @@ class AdaptedEmbedding(nn.Module):
 
 
 class AdaptedHead(nn.Module):
-    """Replaces the base's output head."""
+    """Replaces the base's output head.
 
-    def __init__(self, base: nn.Linear, bank: AdapterBank) -> None:
+    Of ranks that share the vocabulary's rows, the first gets the logits of all and adds the adapters' changes to them;
+    the others return their own logits, which nothing reads.
+    """
+
+    def __init__(self, base: nn.Linear, bank: AdapterBank, ranks: Ranks | None = None) -> None:
         super().__init__()
         self.base = base
         self._bank = bank
+        self._ranks = ranks
 
     @property
     def weight(self) -> torch.Tensor:
@@ -160,6 +207,11 @@ class AdaptedHead(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map the sampled rows `[..., n, hidden_size]` to logits `[..., n, tokens]`, as wide as any row's tokens."""
         y: torch.Tensor = self.base(x)
+        if self._ranks is not None:
+            y = self._ranks.gather_columns(y)
+            if self._ranks.rank:
+                return y
+            y = y[..., : self._bank.num_tokens].contiguous()
         extras = self._bank.extras
         if extras is not None and extras.most_tokens > y.shape[-1]:
             y = functional.pad(y, (0, extras.most_tokens - y.shape[-1]))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from loramux_adapters import AdapterPlan, AdapterRejected
-from loramux_adapters.base_weights import BaseWeights, base_linear, dora_columns, fit_to_base
+from loramux_adapters.base_weights import BaseWeights, LocalMatrix, base_linear, dora_columns, fit_to_base
 from loramux_adapters.components import BaseCopy
 from loramux_adapters.weights import AdapterWeights, LoraWeights
 from loramux_kernels import PackedLinear
@@ -47,7 +47,7 @@ def test_dora_factors_beyond_the_dtype_are_refused() -> None:
 
 def test_base_copy_that_differs_is_refused() -> None:
     own = torch.randn(5, 4)
-    base = BaseWeights({}, {"embed": own})
+    base = BaseWeights({}, {"embed": LocalMatrix(own)})
     plan = AdapterPlan((), 0, copies=(BaseCopy("embed", 5, 4, "base_layer.weight"),))
     weights = AdapterWeights(plan, {}, copies={"embed": own.clone()})
     assert not fit_to_base(weights, base).copies

@@ -17,8 +17,10 @@ from llguidance import LLMatcher
 
 from loramux.engine.execution.constraints import INVALID, Constraints
 from loramux.engine.execution.loader import LoadedModel
+from loramux.engine.execution.rank_parts import RankedBank, RankedHostKv
+from loramux.engine.execution.rank_team import RankTeam
 from loramux.engine.execution.runner import Runner
-from loramux.engine.memory.adapter_store import AdapterSource, DiskStore, HostCache
+from loramux.engine.memory.adapter_store import AdapterSource, AdapterTarget, DiskStore, HostCache
 from loramux.engine.memory.host_kv import HostPages
 from loramux.engine.memory.kv_swap import HostKv
 from loramux.engine.memory.pages import PagePool
@@ -70,6 +72,8 @@ class EngineParts:
     """Bytes of the base model's weights."""
     constraints: Constraints | None = None
     """None: requests with a constraint are refused."""
+    team: RankTeam | None = None
+    """The other ranks of this engine."""
     clock: Callable[[], float] = time.monotonic
     """Seconds that never go back."""
 
@@ -79,15 +83,22 @@ def build_engine(loaded: LoadedModel, settings: Settings, wake: Callable[[], Non
     bank, adapters = loaded.runner.bank, settings.adapters
     limits = Limits(adapters.max_rank, adapters.max_bytes, adapters.max_vocabulary_bytes)
     source = AdapterSource(loaded.base, loaded.weights, limits, bank.pool.dtype)
+    host_kv: HostKv | None = None
+    if not loaded.facts.state_pages:
+        own = HostPages(bank.pool, bank.page_elements, settings.engine.swap_bytes)
+        host_kv = own if loaded.team is None else RankedHostKv(own, loaded.team)
+    target: AdapterTarget = bank
+    if loaded.team is not None and loaded.sharding is not None:
+        loaded.team.on_death = wake
+        target = RankedBank(bank, loaded.sharding, loaded.team)
     parts = EngineParts(
         facts=loaded.facts,
         runner=loaded.runner,
-        store=DiskStore(bank, source, HostCache(adapters.host_bytes, time.monotonic), adapters.max_loading),
-        host_kv=None
-        if loaded.facts.state_pages
-        else HostPages(bank.pool, bank.page_elements, settings.engine.swap_bytes),
+        store=DiskStore(target, source, HostCache(adapters.host_bytes, time.monotonic), adapters.max_loading),
+        host_kv=host_kv,
         weight_bytes=loaded.weight_bytes,
         constraints=loaded.constraints,
+        team=loaded.team,
     )
     return Engine(parts, settings, wake)
 
@@ -111,6 +122,7 @@ class Engine:
         self._unknown: list[str] = []
         """Those of them in a step that runs ahead, whose end is not known yet."""
         self._store = parts.store
+        self._team = parts.team
         self._weight_bytes = parts.weight_bytes
         self._counters = Counters()
         pool, adapters = PagePool(parts.facts.pages_total), settings.adapters
@@ -153,7 +165,12 @@ class Engine:
     # the loop
 
     def step(self) -> StepReport | None:
-        """Plan, run and commit one step; None when there was nothing to run and there is nothing to report."""
+        """Plan, run and commit one step; None when there was nothing to run and there is nothing to report.
+
+        Raises RankDied where another rank of this engine has ended.
+        """
+        if self._team is not None:
+            self._team.ensure_alive()
         self._was_commanded = False
         self._add_compiled()
         step = self.scheduler.plan()
@@ -232,8 +249,10 @@ class Engine:
         self.scheduler.queue.lift(services)
 
     def close(self) -> None:
-        """Stop the threads."""
+        """Stop the threads and the other ranks."""
         self._store.close()
+        if self._team is not None:
+            self._team.close()
         if self._constraints is not None:
             self._constraints.close()
 

@@ -52,6 +52,9 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
     device: str = "auto"
     """auto (a GPU if there is one), cuda, cuda:N or cpu."""
+    tensor_parallel_size: Annotated[int, Meta(ge=1, le=64)] = 1
+    """Ranks that each hold a share of every weight and compute a share of every step: processes of this machine. For a
+    base that one device cannot hold."""
     max_num_seqs: Positive = 64
     """The most sequences in one step."""
     max_num_batched_tokens: Positive = 1024
@@ -61,7 +64,8 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     block_size: Annotated[int, Meta(ge=1, le=256)] = 16
     """Tokens of a page."""
     pool_bytes: Annotated[int, Meta(ge=1)] | None = None
-    """Bytes of the pool, which KV and adapters share. Unset: as gpu_memory_utilization says, 2 GiB on a CPU."""
+    """Bytes of the pool, which KV and adapters share; each rank has one. Unset: as gpu_memory_utilization says, 2 GiB
+    on a CPU."""
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
     """Share of the GPU's memory for the weights and the pool."""
     prefix_cache: bool = True
@@ -74,9 +78,9 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     share_base_cache_between_projects: bool = False
     """Let a tenant's projects find each other's KV of the base model, as they do an adapter's. Tenants never do."""
     swap_bytes: Annotated[int, Meta(ge=0)] = 1 << 30
-    """Host memory for KV of preempted requests, used where a copy is faster than computing again. 0: none."""
+    """Host memory of each rank for KV of preempted requests, used where a copy is faster than computing. 0: none."""
     num_threads: Annotated[int, Meta(ge=1, le=1024)] | None = None
-    """CPU threads of the engine. Unset: torch's choice."""
+    """CPU threads of the engine, of each rank. Unset: all, shared among the ranks."""
     step_timeout_s: Annotated[float, Meta(gt=0)] = 600.0
     """Seconds that one step may take; an engine that has requests and is silent for longer is ended."""
     in_process: bool = False

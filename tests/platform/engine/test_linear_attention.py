@@ -123,7 +123,7 @@ def on_meta(model, settings):
 
 
 def test_pages_that_cannot_hold_a_heads_state_are_refused(dense: Zoo) -> None:
-    model = load(dense.base)[0].runner._forward._model
+    model = load(dense.base)[0].runner._forward.model
     nets = [layer.linear_attn.net for layer in model.get_decoder().layers if hasattr(layer, "linear_attn")]
     for layer, net in zip((0, 2, 4), nets, strict=True):
         model.get_decoder().layers[layer].linear_attn = net

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from loramux_adapters.base import MODEL_LOCK
 from loramux_kernels import AttentionBatch, KvLayer, paged_attention, write_kv
 
 IMPLEMENTATION = "loramux"
@@ -225,12 +226,13 @@ def probe_layers(model: PreTrainedModel, num_tokens: int = 2) -> tuple[LayerShap
 
 @contextmanager
 def _attention(model: PreTrainedModel, function: _Probe) -> Iterator[None]:
-    AttentionInterface.register(PROBE, function)
-    model.set_attn_implementation(PROBE)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(IMPLEMENTATION)
+    with MODEL_LOCK:  # one function has the name at a time, whatever engines load on other threads
+        AttentionInterface.register(PROBE, function)
+        model.set_attn_implementation(PROBE)
+        try:
+            yield
+        finally:
+            model.set_attn_implementation(IMPLEMENTATION)
 
 
 def _kind(model: PreTrainedModel) -> str:

@@ -23,8 +23,10 @@ from transformers import AutoConfig, Mxfp4Config, PretrainedConfig, PreTrainedMo
 from loramux.bundle import SamplingDefaults
 from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.execution.quantized_checkpoint import format_of, loading_config, read_quantized
+from loramux.engine.execution.sharded_checkpoint import load_share_of
 from loramux_adapters.base import MODEL_LOCK, auto_class
 from loramux_adapters.quantized_linear import QuantizedLinear
+from loramux_adapters.sharding import Sharding
 from loramux_kernels.processor import multiplies_in_hardware
 
 logger = logging.getLogger(__name__)
@@ -62,8 +64,10 @@ SAMPLES = 256
 HALF = (torch.bfloat16, torch.float16)
 
 
-def load_checkpoint(directory: Path, dtype: str, device: torch.device) -> PreTrainedModel:
-    """Load the model in `directory` onto `device`.
+def load_checkpoint(
+    directory: Path, dtype: str, device: torch.device, sharding: Sharding | None = None, rank: int = 0
+) -> PreTrainedModel:
+    """Load the model in `directory` onto `device`; with `sharding` the share of `rank` alone.
 
     `dtype` is a name, or auto: as saved, or float32 on a CPU that would emulate it. Raises UnsupportedModel where the
     model would be served wrong or its files do not fit its config.
@@ -79,15 +83,18 @@ def load_checkpoint(directory: Path, dtype: str, device: torch.device) -> PreTra
         logger.warning("the checkpoint's experts are MXFP4 and are held in %s: about four times their bytes", wanted)
     try:
         with MODEL_LOCK:
-            model, report = auto_class(config).from_pretrained(
-                directory,
-                dtype=wanted,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are in the report, which is checked
-                local_files_only=True,
-                trust_remote_code=False,
-                **form,
-            )
+            if sharding is not None:
+                model, report = load_share_of(directory, config, wanted, sharding, rank)
+            else:
+                model, report = auto_class(config).from_pretrained(
+                    directory,
+                    dtype=wanted,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,  # they are in the report, which is checked
+                    local_files_only=True,
+                    trust_remote_code=False,
+                    **form,
+                )
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise UnsupportedModel(f"{directory}: the weights cannot be loaded: {_first_sentence(error)}") from error
     if stored is not None:

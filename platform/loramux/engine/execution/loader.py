@@ -8,19 +8,29 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from transformers import PreTrainedModel
 
 from loramux.bundle import SamplingDefaults
 from loramux.engine.execution.attention import KvLayout, UnsupportedModel, probe_layers
-from loramux.engine.execution.checkpoint import load_checkpoint, max_positions, sampling_defaults, weights_digest
+from loramux.engine.execution.checkpoint import (
+    load_checkpoint,
+    max_positions,
+    read_config,
+    sampling_defaults,
+    weights_digest,
+)
 from loramux.engine.execution.constraints import Constraints
 from loramux.engine.execution.device_sampler import DeviceSampler
 from loramux.engine.execution.fused_layers import fuse_layers
 from loramux.engine.execution.linear_attention import StateLayout, install_linear_attention
+from loramux.engine.execution.rank_parts import ranked_weights
+from loramux.engine.execution.rank_team import RankTeam
 from loramux.engine.execution.runner import CpuRunner, Forward, Runner
 from loramux.engine.execution.sampler import Sampler
 from loramux.engine.grammars import load_tokenizer
@@ -33,6 +43,8 @@ from loramux_adapters.base_weights import BaseWeights
 from loramux_adapters.experts import expert_sites
 from loramux_adapters.install import install
 from loramux_adapters.quantized_linear import QuantizedLinear
+from loramux_adapters.ranks import Ranks, Shard
+from loramux_adapters.sharding import Sharding
 from loramux_kernels import RANK_TILE
 from loramux_kernels.device import runs_triton, zeros_in_large_pages
 
@@ -53,18 +65,86 @@ class LoadedModel:
     """The base's weights, which adapters are fitted to."""
     facts: ModelFacts
     weight_bytes: int
-    """Bytes of weights that a step reads at least once."""
+    """Bytes of weights that a step reads at least once, on each rank."""
+    sharding: Sharding | None = None
+    """How the base is divided among ranks; None: it is not."""
+    team: RankTeam | None = None
+    """The other ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class AssembledModel:
+    """One rank's model (the whole one where there is one rank) with its pool and its adapters."""
+
+    forward: Forward
+    local_weights: BaseWeights
+    """This rank's own."""
+    states: StateLayout
+    num_pages: int
+    weight_bytes: int
+    digest: str
 
 
 def load_model(settings: Settings) -> LoadedModel:
-    """Load `settings.model` and give the rest of the memory to one pool.
+    """Load `settings.model` and give the rest of the memory to one pool; start the other ranks where there are any.
 
     Raises UnsupportedModel for a checkpoint that would be served wrong, and for settings that do not fit the machine.
     """
     directory = Path(settings.model.path)
-    torch.set_num_threads(settings.engine.num_threads or len(os.sched_getaffinity(0)))
-    model = load_checkpoint(directory, settings.model.dtype, choose_device(settings.engine.device))
-    return assemble(model, describe_base(directory), settings, sampling_defaults(directory))
+    if settings.engine.tensor_parallel_size == 1:
+        torch.set_num_threads(settings.engine.num_threads or len(os.sched_getaffinity(0)))
+        model = load_checkpoint(directory, settings.model.dtype, choose_device(settings.engine.device))
+        return assemble(model, describe_base(directory), settings, sampling_defaults(directory))
+    base, sharding = _divided(settings)
+    team = RankTeam(settings)
+    try:
+        share = load_share(settings, 0, team.meeting)
+        ready = team.wait_ready()
+        pages = [(share.num_pages, share.forward.bank.page_elements), *((r.num_pages, r.page_elements) for r in ready)]
+        if len(set(pages)) > 1:
+            raise UnsupportedModel(f"the ranks' pools differ: (pages, elements of a page) are {pages}.")
+        weights = ranked_weights(base, share.local_weights, sharding, team, ready)
+        return _served(share, base, weights, settings, sampling_defaults(directory), sharding, team)
+    except BaseException as error:
+        team.close()
+        if isinstance(error, RuntimeError) and not isinstance(error, UnsupportedModel):
+            raise team.explained(error) from error
+        raise
+
+
+def load_share(settings: Settings, rank: int, meeting: Path) -> AssembledModel:
+    """Load the share of `rank`, whose ranks meet in the file `meeting`. Raises UnsupportedModel, CannotShard."""
+    directory, engine = Path(settings.model.path), settings.engine
+    size = engine.tensor_parallel_size
+    torch.set_num_threads(engine.num_threads or max(1, len(os.sched_getaffinity(0)) // size))
+    base, sharding = _divided(settings)
+    model = load_checkpoint(directory, settings.model.dtype, torch.device("cpu"), sharding, rank)
+    shard = Shard(sharding, Ranks.join(meeting, rank, size, engine.step_timeout_s))
+    return _assembled(model, base, settings, shard)
+
+
+def _divided(settings: Settings) -> tuple[BaseDescription, Sharding]:
+    """Return the whole base and how it is divided. Raises UnsupportedModel, CannotShard."""
+    if choose_device(settings.engine.device).type != "cpu":
+        raise UnsupportedModel(
+            'engine.tensor_parallel_size > 1 is served on CPUs; set engine.device = "cpu", or use one GPU.'
+        )
+    if settings.model.quantization != "none":
+        raise UnsupportedModel(
+            f"model.quantization = {settings.model.quantization!r} is served by one rank; set "
+            f"engine.tensor_parallel_size = 1, or leave the weights as they were saved."
+        )
+    directory = Path(settings.model.path)
+    config = read_config(directory)
+    if getattr(config, "quantization_config", None) is not None:
+        raise UnsupportedModel(
+            "the checkpoint is quantized, which is served by one rank; set engine.tensor_parallel_size = 1, or give "
+            "the checkpoint that it was made from."
+        )
+    sharding = Sharding(config, settings.engine.tensor_parallel_size)
+    base = describe_base(directory)
+    sharding.check(base)
+    return base, sharding
 
 
 def assemble(
@@ -74,6 +154,14 @@ def assemble(
 
     Raises UnsupportedModel where `settings` do not fit it.
     """
+    share = _assembled(model, base, settings)
+    return _served(share, base, share.local_weights, settings, defaults)
+
+
+def _assembled(
+    model: PreTrainedModel, base: BaseDescription, settings: Settings, shard: Shard | None = None
+) -> AssembledModel:
+    """Make `model` ready, which is the share of `shard` in the base."""
     model.eval().requires_grad_(False)
     is_quantized = any(isinstance(module, QuantizedLinear) for module in model.modules())
     if is_quantized and settings.model.quantization != "none":
@@ -87,53 +175,82 @@ def assemble(
             f"model_type {model.config.model_type!r} has layers with linear attention, which are served on CPUs only; "
             f'set engine.device = "cpu" or give another base.'
         )
-    max_model_len = _max_model_len(settings, model)
-    sites = {
-        name: Site(i, shape.in_features, shape.out_features) for i, (name, shape) in enumerate(base.modules.items())
-    }
-    sites |= expert_sites(base.parameters, len(sites))
+    sites = _sites(base, shard)
     # The pool is not touched before it is used, so memory that no page ever held is never really taken.
     num_bytes = settings.engine.pool_bytes or DEFAULT_CPU_POOL
     if settings.engine.pool_bytes is None and model.device.type == "cuda":
         num_bytes = _gpu_pool_bytes(settings, model, layout, activation_bytes, len(sites))
-    elements = _pool_elements(num_bytes, model, layout)
+    elements = _pool_elements(num_bytes, model, layout, settings.engine.tensor_parallel_size)
     pool = _new_pool(elements, model.dtype, model.device)
     num_pages = pool.numel() // layout.page_elements
-    _ensure_tiles_fit(base, layout)
+    _ensure_tiles_fit(sites, layout)
     bank = AdapterBank(
         pool, layout.page_elements, sites, settings.adapters.max_rank, max_slots=num_pages, vocabulary=base.vocabulary
     )
     digest = weights_digest(model, settings.model.quantization)
-    weights = install(model, base, bank, settings.model.quantization)
+    weights = install(model, base, bank, settings.model.quantization, shard)
     weight_bytes = _bytes_read(model) + weights.packed_bytes
     fuse_layers(model, layout.layers)
     install_linear_attention(model, states, pool)
+    return AssembledModel(Forward(model, layout.views(pool), bank), weights, states, num_pages, weight_bytes, digest)
+
+
+def _sites(base: BaseDescription, shard: Shard | None) -> dict[str, Site]:
+    """Return the linears that adapters may touch, each as large as this rank's share of it."""
+    linears: dict[str, LinearShape] = dict(base.modules)
+    parameters: dict[str, ParameterShape] = dict(base.parameters)
+    if shard is not None:
+        linears = {name: _narrowed(name, shape, shard) for name, shape in linears.items()}
+        parameters = {name: _narrowed(name, shape, shard) for name, shape in parameters.items()}
+    sites = {name: Site(i, shape.in_features, shape.out_features) for i, (name, shape) in enumerate(linears.items())}
+    return sites | expert_sites(parameters, len(sites))
+
+
+Shape = TypeVar("Shape", LinearShape, ParameterShape)
+
+
+def _narrowed(name: str, shape: Shape, shard: Shard) -> Shape:
+    outputs, inputs = shard.sharding.width(name, shape.out_features, shape.in_features)
+    return replace(shape, out_features=outputs, in_features=inputs)
+
+
+def _served(
+    share: AssembledModel,
+    base: BaseDescription,
+    weights: BaseWeights,
+    settings: Settings,
+    defaults: SamplingDefaults | None,
+    sharding: Sharding | None = None,
+    team: RankTeam | None = None,
+) -> LoadedModel:
+    """Put sampling around rank 0's model; `weights` are those of the whole base."""
+    model, states = share.forward.model, share.states
+    max_model_len = _max_model_len(settings, model)
     eos = _eos_token_ids(model)
-    vocab_size = model.config.get_text_config().vocab_size
-    vocabulary = load_tokenizer(Path(settings.model.path), vocab_size, eos)
+    vocabulary = load_tokenizer(Path(settings.model.path), base.vocab_size, eos)
     constraints = None if vocabulary is None else Constraints(vocabulary, eos)
-    forward = Forward(model, layout.views(pool), bank)
-    runner = _runner(forward, settings, eos, max_model_len, constraints, states.num_pages)
+    runner = _runner(share.forward, settings, eos, max_model_len, constraints, states.num_pages, team)
     facts = ModelFacts(
         max_model_len=max_model_len,
-        vocab_size=vocab_size,
+        vocab_size=base.vocab_size,
         eos_token_ids=eos,
         dtype=str(model.dtype).removeprefix("torch."),
-        pages_total=num_pages,
+        pages_total=share.num_pages,
         block_size=settings.engine.block_size,
-        weights=digest,
+        weights=share.digest,
         state_pages=states.num_pages,
         hidden_size=base.hidden_size,
         sampling_defaults=defaults or SamplingDefaults(),
     )
     logger.info(
-        "serving %s in %s on %s, linears in %s, %.2f GB of weights a step: %d pages of %d tokens",
+        "serving %s in %s on %s, linears in %s, %.2f GB of weights a step%s: %d pages of %d tokens",
         settings.model.served_model_name,
         facts.dtype,
         model.device,
         facts.dtype if settings.model.quantization == "none" else settings.model.quantization,
-        weight_bytes / 1e9,
-        num_pages,
+        share.weight_bytes / 1e9,
+        f" on each of {team.size} ranks" if team is not None else "",
+        share.num_pages,
         facts.block_size,
     )
     if states.layers:
@@ -143,7 +260,7 @@ def assemble(
             len(states.layers),
             states.num_pages,
         )
-    return LoadedModel(runner, constraints, base, weights, facts, weight_bytes)
+    return LoadedModel(runner, constraints, base, weights, facts, share.weight_bytes, sharding, team)
 
 
 def _new_pool(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -195,11 +312,12 @@ def _runner(
     max_model_len: int,
     constraints: Constraints | None,
     state_pages: int,
+    team: RankTeam | None,
 ) -> Runner:
     """Return the runner for the pool's device."""
     engine, pool = settings.engine, forward.bank.pool
     if not runs_triton(pool):
-        return CpuRunner(forward, Sampler(eos), constraints, engine.block_size, state_pages)
+        return CpuRunner(forward, Sampler(eos), constraints, engine.block_size, state_pages, team)
     # Only where it runs: it needs triton.
     from loramux.engine.execution.gpu_runner import GpuRunner
 
@@ -216,12 +334,15 @@ def _gpu_pool_bytes(
     return left * page_bytes // (page_bytes + slot_bytes(num_sites, settings.adapters.max_rank))
 
 
-def _pool_elements(num_bytes: int, model: PreTrainedModel, layout: KvLayout) -> int:
+def _pool_elements(num_bytes: int, model: PreTrainedModel, layout: KvLayout, num_ranks: int) -> int:
     page_bytes = layout.page_elements * model.dtype.itemsize
     num_pages = num_bytes // page_bytes
-    if model.device.type == "cpu" and num_bytes > (memory := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
+    if model.device.type == "cpu" and num_bytes * num_ranks > (
+        memory := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    ):
         raise UnsupportedModel(
-            f"engine.pool_bytes = {num_bytes} is more than this machine's {memory} bytes of memory: the engine would "
+            f"engine.pool_bytes = {num_bytes}{f' on each of {num_ranks} ranks' if num_ranks > 1 else ''} is more than "
+            f"this machine's {memory} bytes of memory: the engine would "
             f"be killed as the pool fills. Set what the weights and the rest of the server leave."
         )
     if num_pages < 1:
@@ -232,10 +353,9 @@ def _pool_elements(num_bytes: int, model: PreTrainedModel, layout: KvLayout) -> 
     return num_pages * layout.page_elements
 
 
-def _ensure_tiles_fit(base: BaseDescription, layout: KvLayout) -> None:
+def _ensure_tiles_fit(sites: Mapping[str, Site], layout: KvLayout) -> None:
     """Refuse pages that cannot hold the widest rank tile: valid adapters could not be loaded."""
-    shapes: list[LinearShape | ParameterShape] = [*base.modules.values(), *base.parameters.values()]
-    widest = RANK_TILE * max(max(shape.in_features, shape.out_features) for shape in shapes)
+    widest = RANK_TILE * max(max(site.in_features, site.out_features) for site in sites.values())
     if widest > layout.page_elements:
         needed = -(-widest * layout.block_size // layout.page_elements)
         raise UnsupportedModel(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -27,6 +27,9 @@ from loramux.engine.scheduling.step import BASE_SLOT, Chunk, Step
 from loramux_adapters.bank import AdapterBank
 from loramux_adapters.extras import StepExtras
 from loramux_kernels import AttentionBatch, KvLayer, Segments
+
+if TYPE_CHECKING:
+    from loramux.engine.execution.rank_team import RankTeam
 
 Ints = NDArray[np.signedinteger[Any]]
 
@@ -160,7 +163,7 @@ class Forward:
         self.bank = bank
         self._keeps_hidden = False
         self._hidden: torch.Tensor | None = None
-        self._model = model
+        self.model = model
         self._layers = layers
         decoder_of(model).register_forward_hook(self._keep)
 
@@ -172,7 +175,7 @@ class Forward:
         tables, batch = inputs.state_tables, inputs.batch
         states = None if tables is None else StateStep(tables, batch.spans)
         with self.bank.serving(segments, extras):
-            logits: torch.Tensor = self._model(
+            logits: torch.Tensor = self.model(
                 input_ids=inputs.input_ids[None],
                 position_ids=inputs.position_ids[None],
                 use_cache=False,
@@ -224,6 +227,20 @@ class CompletedStep:
         return self._events
 
 
+@torch.inference_mode()
+def run_forward(forward: Forward, packed: PackedStep) -> torch.Tensor:
+    """Run one forward of a step on a CPU; see Forward."""
+    tables = (packed.cu_seqlens, packed.context_lens, packed.block_table, packed.slot_mapping)
+    inputs = StepInputs(
+        input_ids=torch.from_numpy(packed.input_ids),
+        position_ids=torch.from_numpy(packed.position_ids),
+        batch=AttentionBatch(*map(torch.from_numpy, tables)),
+        sampled_rows=torch.from_numpy(packed.sampled_rows),
+        state_tables=torch.from_numpy(packed.state_tables) if packed.state_tables.shape[1] else None,
+    )
+    return forward(inputs, packed.segments, forward.bank.extras_of(packed.segments, packed.sampled_rows))
+
+
 class CpuRunner:
     """Runs each step to its end and samples on the host: on a CPU there is no device that could work meanwhile."""
 
@@ -236,7 +253,10 @@ class CpuRunner:
         constraints: Constraints | None,
         block_size: int,
         state_pages: int = 0,
+        team: RankTeam | None = None,
     ) -> None:
+        """`team`: the other ranks, which run each step's forward too."""
+        self._team = team
         self._sampler = sampler
         self._pooler = Pooler(forward.bank.classifier_of)
         self._constraints = constraints
@@ -254,18 +274,11 @@ class CpuRunner:
     def launch(self, step: Step) -> CompletedStep:
         """Run one forward and choose the tokens of `step.sampling`."""
         packed = pack(step, self._block_size, self._state_pages)
-        extras = self.bank.extras_of(packed.segments, packed.sampled_rows)
-        tables = (packed.cu_seqlens, packed.context_lens, packed.block_table, packed.slot_mapping)
-        inputs = StepInputs(
-            input_ids=torch.from_numpy(packed.input_ids),
-            position_ids=torch.from_numpy(packed.position_ids),
-            batch=AttentionBatch(*map(torch.from_numpy, tables)),
-            sampled_rows=torch.from_numpy(packed.sampled_rows),
-            state_tables=torch.from_numpy(packed.state_tables) if self._state_pages else None,
-        )
+        if self._team is not None:
+            self._team.run(packed)
         masks = self._start_masks(step.sampling)
         self._forward.keep_hidden(bool(step.pooled))
-        logits, scores = split_scored(self._forward(inputs, packed.segments, extras), packed.scored)
+        logits, scores = split_scored(self._run(packed), packed.scored)
         pooled = self._pooler.pool(self._forward.take_hidden(), step.pooled) if step.pooled else NONE_POOLED
         events = self._sampler.sample(logits, step.sampling, masks.result() if masks is not None else None)
         return CompletedStep(events, scores, pooled)
@@ -276,6 +289,14 @@ class CpuRunner:
         self._pooler.forget(request_id)
         if self._constraints is not None:
             self._constraints.forget(request_id)
+
+    def _run(self, packed: PackedStep) -> torch.Tensor:
+        try:
+            return run_forward(self._forward, packed)
+        except RuntimeError as error:
+            if self._team is None:
+                raise
+            raise self._team.explained(error) from error
 
     def _start_masks(self, chunks: list[Chunk]) -> Future[TokenMasks | None] | None:
         """Fill the masks on another thread while the model runs."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -24,8 +24,8 @@ from loramux.engine.memory.ranking import NEVER_USED, used_at
 from loramux.engine.memory.residency import Inspected, StoreJob
 from loramux.engine.request import AdapterRef
 from loramux_adapters import AdapterPlan, BaseDescription, Limits, inspect_adapter
-from loramux_adapters.bank import AdapterBank
 from loramux_adapters.base_weights import BaseWeights, fit_to_base
+from loramux_adapters.layout import AdapterLayout
 from loramux_adapters.weights import AdapterWeights, load_adapter
 
 R = TypeVar("R")
@@ -112,6 +112,19 @@ class HostCache:
     def _drop(self, digest: str) -> None:
         if kept := self._kept.pop(digest, None):
             self.num_bytes -= kept.num_bytes
+
+
+class AdapterTarget(Protocol):
+    """Where adapters are served from: an AdapterBank, or those of several ranks."""
+
+    def plan_layout(self, plan: AdapterPlan) -> AdapterLayout:
+        """Lay out the blocks of a validated adapter. Raises AdapterRejected if its rank is too large."""
+
+    def install(self, weights: AdapterWeights, layout: AdapterLayout, pages: list[int]) -> int:
+        """Copy an adapter, fitted to the base, into `pages` and return the slot that serves it."""
+
+    def drop(self, slot: int) -> None:
+        """Forget a slot; its pages may be overwritten as soon as this returns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +214,7 @@ class DiskStore:
 
     def __init__(
         self,
-        bank: AdapterBank,
+        bank: AdapterTarget,
         source: AdapterSource,
         host: HostCache,
         max_loading: int,

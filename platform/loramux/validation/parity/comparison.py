@@ -28,7 +28,7 @@ from loramux_adapters import (
     read_header,
 )
 from loramux_adapters.base import VocabularyShape
-from loramux_adapters.base_weights import BaseWeights, fit_to_base
+from loramux_adapters.base_weights import BaseWeights, LocalMatrix, fit_to_base
 from loramux_adapters.components import BaseCopy
 from loramux_adapters.validate import read_config
 from loramux_adapters.weights import read_weights
@@ -127,7 +127,7 @@ def check_base_copies(setup: ParitySetup, job: ParityJob) -> None:
             continue
         only = replaced(header, tensors={copy.key: header.tensors[copy.key]})
         weights = read_weights(path, only, _alone(plan, copy), own.dtype)
-        fit_to_base(weights, BaseWeights({}, {copy.module: own}))
+        fit_to_base(weights, BaseWeights({}, {copy.module: LocalMatrix(own)}))
 
 
 def _check_repeats(path: Path, plan: AdapterPlan, header: SafetensorsHeader) -> None:

@@ -1,0 +1,147 @@
+"""The ranks 1 to N-1 of a tensor-parallel engine: load a share of the base, then run what rank 0 sends."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+import os
+import signal
+import threading
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+from loramux import logs
+from loramux.engine.execution.attention import UnsupportedModel
+from loramux.engine.execution.loader import AssembledModel, load_share
+from loramux.engine.execution.rank_messages import (
+    DropAdapter,
+    HoldsRows,
+    InstallAdapter,
+    MergedSquares,
+    RankReady,
+    RankRefused,
+    RestoreKv,
+    RunStep,
+    SaveKv,
+    Stop,
+    receive,
+    send,
+)
+from loramux.engine.execution.runner import run_forward
+from loramux.engine.memory.host_kv import HostPages
+from loramux.settings import Settings
+from loramux_adapters import BaseUnusable
+
+logger = logging.getLogger(__name__)
+
+PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent(parent: int) -> None:
+    """Have the kernel kill this process with the thread that started it, even where this one is stopped or hangs."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the call
+        os._exit(1)
+
+
+def serve_rank(settings: Settings, rank: int, meeting: Path, steps: Connection, adapters: Connection) -> None:
+    """Serve in a process of its own until rank 0 says Stop or is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    logs.configure(settings.logging.format, settings.logging.level)
+    disable_progress_bar()
+    serve_rank_on_thread(settings, rank, meeting, steps, adapters, is_process=True)
+
+
+def serve_rank_on_thread(
+    settings: Settings,
+    rank: int,
+    meeting: Path,
+    steps: Connection,
+    adapters: Connection,
+    *,
+    is_process: bool = False,
+) -> None:
+    """Serve until rank 0 says Stop, is gone, or a step fails: rank 0's fails with it."""
+    try:
+        share = load_share(settings, rank, meeting)
+    except (UnsupportedModel, BaseUnusable) as refusal:
+        send(steps, RankRefused(str(refusal), is_refusal=True))
+        return
+    except Exception as error:
+        logger.exception("rank %d could not load", rank)
+        send(steps, RankRefused(f"rank {rank}: {type(error).__name__}: {error}", is_refusal=False))
+        return
+    if is_process:
+        gc.collect()
+        gc.freeze()
+    threading.Thread(target=_answer, args=(share, adapters), daemon=True, name=f"rank-{rank}-adapters").start()
+    bank = share.forward.bank
+    send(steps, RankReady(bank.pool.numel() // bank.page_elements, bank.page_elements, _biases(share)))
+    try:
+        _run(share, settings, steps)
+    except (EOFError, OSError):
+        pass  # rank 0 is gone: there is nothing left to serve
+    except RuntimeError as error:  # a collective whose other end has died or does not answer
+        logger.error("rank %d ends: %s", rank, str(error).partition("\n")[0])
+    finally:
+        steps.close()
+        adapters.close()
+
+
+def _biases(share: AssembledModel) -> dict[str, torch.Tensor]:
+    linears = share.local_weights.linears
+    return {name: linear.bias for name, linear in linears.items() if linear.bias is not None}
+
+
+def _run(share: AssembledModel, settings: Settings, steps: Connection) -> None:
+    """Run steps, and copies of KV, in the order in which rank 0 asks for them."""
+    bank = share.forward.bank
+    has_kv_swap = not share.states.num_pages
+    host_kv = HostPages(bank.pool, bank.page_elements, settings.engine.swap_bytes) if has_kv_swap else None
+    while True:
+        match receive(steps):
+            case RunStep(packed):
+                run_forward(share.forward, packed)
+            case SaveKv(pages, slots):
+                assert host_kv is not None, "rank 0 has one"
+                host_kv.save(pages, slots)
+            case RestoreKv(slots, pages):
+                assert host_kv is not None, "rank 0 has one"
+                host_kv.restore(slots, pages)
+            case Stop():
+                return
+
+
+def _answer(share: AssembledModel, adapters: Connection) -> None:
+    """Answer what rank 0 asks about adapters, on a thread beside the steps."""
+    while True:
+        try:
+            question = receive(adapters)
+            try:
+                answer = _answered(share, question)
+            except Exception as error:
+                answer = error
+            send(adapters, answer)
+        except (EOFError, OSError):
+            return
+
+
+@torch.inference_mode()
+def _answered(share: AssembledModel, question: Any) -> Any:
+    bank = share.forward.bank
+    match question:
+        case InstallAdapter(slot, weights, pages):
+            bank.install(weights, bank.plan_layout(weights.plan), pages, slot)
+        case DropAdapter(slot):
+            bank.drop(slot)
+        case MergedSquares(module, pair):
+            return share.local_weights.linears[module].merged_squares(pair).cpu()
+        case HoldsRows(module, start, rows):
+            return share.local_weights.matrices[module].holds(start, rows)
+    return None

@@ -1,0 +1,160 @@
+"""A checkpoint as one rank reads it: the tensors of a narrower model, of which only the rank's shares are read.
+
+transformers loads a model from lazily read slices of safetensors files. Here each slice is a rank's share instead, and
+the model is one of the narrowed config, so that renaming, stacking of experts and tying are transformers' own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+
+from loramux.engine.execution.attention import UnsupportedModel
+from loramux_adapters.base import auto_class
+from loramux_adapters.sharding import Sharding
+
+
+class ShardedTensor:
+    """A rank's share of one tensor of a file; read when it is indexed by `...`."""
+
+    def __init__(self, source: Any, key: str, sharding: Sharding, rank: int) -> None:
+        """`source`: what safetensors' `get_slice` returns."""
+        self._source = source
+        shape: list[int] = source.get_shape()
+        cuts = sharding.tensor_cuts(key, shape, rank)
+        self._is_zero = cuts is None
+        self._cuts = cuts or [None] * len(shape)
+        self._whole = shape
+        self._rows = sharding.length_of(key, shape[0]) if sharding.is_vocabulary(key) else None
+
+    def get_shape(self) -> list[int]:
+        """Return the share's shape."""
+        shape = [n if cut is None else sum(map(len, cut)) for n, cut in zip(self._whole, self._cuts, strict=True)]
+        return shape if self._rows is None else [self._rows, *shape[1:]]
+
+    @property
+    def shape(self) -> torch.Size:
+        """The share's shape."""
+        return torch.Size(self.get_shape())
+
+    def get_dtype(self) -> str:
+        """Return safetensors' name of the dtype."""
+        return str(self._source.get_dtype())
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """Read the share; `index` is `...`."""
+        assert index is Ellipsis, "transformers reads whole tensors"
+        if self._is_zero:
+            return torch.zeros_like(self._source[...])
+        found = self._read(0, ())
+        if self._rows is not None and len(found) < self._rows:
+            return torch.cat((found, found.new_zeros(self._rows - len(found), *found.shape[1:])))
+        return found
+
+    def _read(self, place: int, index: tuple[slice, ...]) -> torch.Tensor:
+        """Read the pieces along the dimensions from `place` on, and join them."""
+        if place == len(self._whole):
+            read: torch.Tensor = self._source[index] if index else self._source[...]
+            return read
+        cut = self._cuts[place]
+        if cut is None:
+            return self._read(place + 1, (*index, slice(None)))
+        pieces = [self._read(place + 1, (*index, slice(piece.start, piece.stop))) for piece in cut]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=place)
+
+
+@contextmanager
+def sharded_tensors(directory: Path, sharding: Sharding, rank: int) -> Iterator[dict[str, ShardedTensor]]:
+    """Open a checkpoint's files and yield the rank's share of every tensor. Raises UnsupportedModel."""
+    with ExitStack() as files:
+        found: dict[str, ShardedTensor] = {}
+        for path in _files(directory):
+            file = files.enter_context(safe_open(path, framework="pt"))
+            found |= {key: ShardedTensor(file.get_slice(key), key, sharding, rank) for key in file.keys()}  # noqa: SIM118
+        yield found
+
+
+def _files(directory: Path) -> list[Path]:
+    """Return the checkpoint's files."""
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        names = json.loads(index.read_bytes())["weight_map"].values()
+        return [directory / name for name in sorted(set(names))]
+    if not (directory / "model.safetensors").is_file():
+        raise UnsupportedModel(
+            f"{directory} holds no model.safetensors: with engine.tensor_parallel_size > 1 each rank reads its share "
+            f"alone, which needs that format. Save the model again with safe_serialization=True."
+        )
+    return [directory / "model.safetensors"]
+
+
+def load_share_of(
+    directory: Path, config: PretrainedConfig, dtype: str | torch.dtype, sharding: Sharding, rank: int
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Load the share of `rank`, and transformers' report. Raises UnsupportedModel, CannotShard."""
+    narrowed = sharding.narrowed_config()
+    model_class = auto_class(narrowed)._model_mapping[type(narrowed)]
+    if sharding.narrows_parameters:
+        narrowed, model_class = config, _with_narrow_parameters(model_class, sharding)
+    if model_class.config_class is narrowed.sub_configs.get("text_config"):  # the text by itself, as AutoModel does
+        narrowed = narrowed.get_text_config()
+    with sharded_tensors(directory, sharding, rank) as tensors:
+        model, report = model_class.from_pretrained(
+            None,
+            config=narrowed,
+            state_dict=tensors,
+            dtype=_dtype(config, tensors) if dtype == "auto" else dtype,
+            output_loading_info=True,
+            experts_implementation="eager",  # others want rows of whole cache lines; ours replace it after the probe
+            ignore_mismatched_sizes=True,  # they are in the report, which is checked
+        )
+    _restore_vocabulary(model, config)
+    if (directory / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
+    return model, report
+
+
+def _with_narrow_parameters(model_class: Any, sharding: Sharding) -> Any:
+    """Return a class that makes the whole model, on the meta device, and then cuts its parameters to a rank's share."""
+
+    def make(self: Any, config: PretrainedConfig) -> None:
+        model_class.__init__(self, config)
+        for name, parameter in list(self.named_parameters()):
+            module = self.get_submodule(name.rpartition(".")[0])
+            shape = list(parameter.shape)
+            cuts = sharding.tensor_cuts(name, shape, 0)
+            narrow = [n if cut is None else sum(map(len, cut)) for n, cut in zip(shape, cuts or shape, strict=True)]
+            if cuts is not None and narrow != shape:
+                setattr(module, name.rpartition(".")[2], nn.Parameter(parameter.new_empty(narrow)))
+            if isinstance(module, nn.Linear):
+                module.out_features, module.in_features = module.weight.shape
+
+    # Under the name and the module of the class: transformers looks up by both how checkpoints are renamed.
+    names = {"__init__": make, "__module__": model_class.__module__}
+    return type(model_class.__name__, (model_class,), names)
+
+
+def _restore_vocabulary(model: PreTrainedModel, config: PretrainedConfig) -> None:
+    """Say how large the whole vocabulary is: some models compare token ids with it."""
+    whole, text = config.get_text_config().vocab_size, model.config.get_text_config()
+    for module in model.modules():
+        if getattr(module, "vocab_size", None) == text.vocab_size:
+            module.vocab_size = whole
+    text.vocab_size = whole
+
+
+def _dtype(config: PretrainedConfig, tensors: dict[str, ShardedTensor]) -> torch.dtype:
+    """Return the dtype in which the checkpoint was saved: the config's, or that of its first matrix."""
+    named = getattr(config, "dtype", None)
+    if named is not None:
+        return named if isinstance(named, torch.dtype) else getattr(torch, named)
+    matrix = next(tensor for tensor in tensors.values() if len(tensor.get_shape()) > 1)
+    return {"BF16": torch.bfloat16, "F16": torch.float16}.get(matrix.get_dtype(), torch.float32)

@@ -1,0 +1,131 @@
+"""Tensor parallelism: an engine of several ranks gives the tokens of one rank and of PEFT, whatever runs beside."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from contextlib import closing
+
+import pytest
+from adapter_zoo import RECIPES, SERVED, Asked, Zoo, serve, to_request
+from preempting import preempting
+
+from loramux.engine.engine import Engine
+from loramux.engine.execution.attention import UnsupportedModel
+from loramux.engine.execution.rank_team import RankDied
+from loramux_adapters.sharding import CannotShard
+
+EVERY_MODEL = [None, *RECIPES]
+OFTEN = ("phi3", "olmo2", "cohere", "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next", "gemma3_images", "qwen2_vl")
+"""Families that differ in what is cut: joined projections, norms over all heads, experts, latents, states."""
+LINEARS = (
+    r".*\.(qkv_proj|q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|gate_up_proj|down_proj|q_b_proj|kv_b_proj|c_fc|c_proj"
+    r"|input_linear|output_linear|out_proj|in_proj_\w+)"
+)
+
+
+def ranked(zoo: Zoo, size: int = 2, **settings: object) -> Engine:
+    """An engine whose ranks are threads of this process."""
+    return zoo.engine(tensor_parallel_size=size, in_process=True, **settings)
+
+
+def some_requests(count: int, names: list[str | None] = EVERY_MODEL) -> list[Asked]:
+    rng = random.Random(1)
+    return [
+        Asked(
+            name=f"r{i}",
+            adapter=names[i % len(names)],
+            prompt=tuple(rng.randrange(3, 97) for _ in range(rng.choice([1, 2, 5, 16, 17, 33]))),
+            output=rng.randrange(3, 12),
+        )
+        for i in range(count)
+    ]
+
+
+def check(zoo: Zoo, asked: list[Asked], got: dict[str, list[int]]) -> None:
+    for request in asked:
+        assert got[request.name] == zoo.answer(request), request
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_mixed_batches_answer_as_peft_does(zoo_of, size: int) -> None:
+    """Four ranks share two key-value heads."""
+    zoo = zoo_of("llama")
+    asked = some_requests(18)
+    with closing(ranked(zoo, size, max_num_batched_tokens=13)) as engine:
+        check(zoo, asked, serve(zoo, engine, asked, arrivals=[i // 2 for i in range(len(asked))]))
+        assert engine.stats().max_distinct_adapters_beside_base >= 2
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=() if f in OFTEN else pytest.mark.slow) for f in SERVED if f != "llama"]
+)
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_ranks_of_every_family_answer_as_one_does(tmp_path, family: str, size: int) -> None:
+    """One rank's answers are PEFT's: test_parity.py, test_mixtures.py and others."""
+    is_hybrid = family.startswith(("qwen3_5", "qwen3_next"))
+    fields = {"linear_num_key_heads": 4, "linear_num_value_heads": 8} if is_hybrid else {}
+    zoo = Zoo(family, tmp_path, **fields)
+    zoo.make_adapter("linears", {"r": 8, "lora_alpha": 16, "target_modules": LINEARS}, 100)
+    zoo.rename_adapter("linears")
+    asked = some_requests(5, [None, "linears"])
+    arrivals = [i // 3 for i in range(len(asked))]
+    alone = serve(zoo, zoo.engine(max_num_batched_tokens=13, block_size=64), asked, arrivals)
+    with closing(ranked(zoo, size, max_num_batched_tokens=13, block_size=64)) as engine:
+        assert serve(zoo, engine, asked, arrivals) == alone
+    assert alone["r0"] != alone["r1"], "the adapter matters"
+
+
+def test_ranks_preempted_and_cached_answer_as_peft_does(zoo_of) -> None:
+    zoo = zoo_of("llama")
+    asked = [Asked(f"p{i}", adapter, (7 + i, 11, 13, *range(20, 40)), 20) for i, adapter in enumerate(EVERY_MODEL)]
+    with closing(preempting(ranked(zoo))) as engine:
+        check(zoo, asked, serve(zoo, engine, asked))
+        cached = engine.stats().cached_tokens
+        check(zoo, asked, serve(zoo, engine, asked))
+        assert engine.stats().cached_tokens > cached
+        assert engine.stats().preemptions >= 6
+
+
+def test_ranks_with_a_tiny_pool_evict_adapters_and_answer_as_peft_does(zoo_of) -> None:
+    zoo = zoo_of("llama")
+    asked = some_requests(12)
+    with closing(ranked(zoo, pool_bytes=60 * 16 * 3 * 2 * 1 * 16 * 4)) as engine:
+        check(zoo, asked, serve(zoo, engine, asked))
+        assert engine.stats().adapter_evictions > 0
+
+
+def test_ranks_that_cannot_divide_the_heads_are_refused_by_name(zoo_of) -> None:
+    with pytest.raises(CannotShard, match=r"q_proj has 4 parts, which 3 ranks cannot divide evenly"):
+        ranked(zoo_of("llama"), 3)
+
+
+def test_ranks_of_int8_weights_are_refused(zoo_of) -> None:
+    with pytest.raises(UnsupportedModel, match="quantization = 'int8' is served by one rank"):
+        ranked(zoo_of("llama"), quantization="int8")
+
+
+def step_for(engine: Engine, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        engine.step()
+
+
+def test_rank_that_is_killed_ends_the_engine(zoo_of) -> None:
+    zoo = zoo_of("llama")
+    engine = zoo.engine(tensor_parallel_size=2)
+    others = [other.process for other in engine._team.others]
+    with closing(engine):
+        asked = Asked("first", "plain", tuple(range(5, 30)), 6)
+        check(zoo, [asked], serve(zoo, engine, [asked]))
+        engine.submit(to_request(zoo, Asked("long", "plain", tuple(range(5, 30)), 200)))
+        for _ in range(5):
+            engine.step()
+        os.kill(others[0].pid, signal.SIGKILL)
+        began = time.monotonic()
+        with pytest.raises(RankDied, match="rank 1 of the engine was ended by signal 9"):
+            step_for(engine, 60)
+    assert time.monotonic() - began < 30
+    assert not any(process.is_alive() for process in others)
