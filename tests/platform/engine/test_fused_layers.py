@@ -83,7 +83,7 @@ def test_fused_layers_compute_the_logits_of_transformers(tmp_path, family: str) 
 def test_fused_layers_replace_every_gated_network(tmp_path, family: str) -> None:
     """A mixture keeps its own; the second layer of this one is none."""
     loaded, _ = load(Zoo(family, tmp_path).base)
-    layers = loaded.runner._forward._model.get_decoder().layers
+    layers = loaded.runner._forward.model.get_decoder().layers
     fused = [isinstance(layer.mlp, FusedFeedForward) for layer in layers]
     assert fused == ([False, True, False] if family == "qwen3_moe" else [True] * 3)
 
