@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import types
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
@@ -24,7 +23,7 @@ import openai
 import pytest
 import requests
 from lessons import lessons
-from model import make_adapter, make_base, make_taught, with_context
+from model import make_adapter, make_base, make_taught, with_context, with_template
 from transformers import AutoTokenizer
 
 FOLDER = Path(os.environ["VLLM_TESTS_FOLDER"])
@@ -39,8 +38,20 @@ HTTP_TESTS = {"test_empty_prompt", "test_out_of_vocab_token_ids"}
 
 TALKERS = {"HuggingFaceH4/zephyr-7b-beta"}
 """Models of which tests expect certain answers; so do those of servers with tools."""
+IS_TAUGHT = os.environ["VLLM_TESTS_MODELS"] == "taught"
+PARSERS = {
+    "hermes": "hermes",
+    "llama3_json": "llama3",
+    "mistral": "mistral",
+    "granite": "granite",
+    "granite4": "hermes",
+    "pythonic": "pythonic",
+}
+"""Our names of the notations in which vLLM's parsers read calls; it has more."""
 
 outcomes: dict[str, str] = {}
+files_with_lessons: set[str] = set()
+"""Files of tests that started a server of which they expect certain answers."""
 
 
 class RemoteOpenAIServer:
@@ -59,10 +70,17 @@ class RemoteOpenAIServer:
         self.root_path = value_of(arguments, "--root-path", "")
         self.given_key = (env_dict or {}).get("VLLM_API_KEY")
         """The key that the test chose: this server makes its own."""
-        is_taught = "--enable-auto-tool-choice" in arguments or model in TALKERS
+        expects_answers = "--enable-auto-tool-choice" in arguments or model in TALKERS
+        if expects_answers:
+            files_with_lessons.add(current_file())
+        is_taught = expects_answers and IS_TAUGHT
         self._folder = Path(os.path.realpath(FOLDER)) / f"server-{self.port}"
         self._folder.mkdir()
-        self._write_settings(with_context(taught() if is_taught else base(), length))
+        model_folder = with_context(taught() if is_taught else base(), length)
+        if template := value_of(arguments, "--chat-template", ""):
+            model_folder = with_template(model_folder, Path(template))
+        self._parser = PARSERS.get(value_of(arguments, "--tool-call-parser", "hermes"), "none")
+        self._write_settings(model_folder)
         self._process = self._start()
         for name, path in lora_modules(arguments):
             folder = make_adapter(Path(f"{path}-taught"), taught()) if is_taught else path
@@ -101,7 +119,7 @@ class RemoteOpenAIServer:
     def _write_settings(self, model: Path) -> None:
         self.config = self._folder / "loramux.toml"
         self.config.write_text(
-            f'[model]\npath = "{model}"\nserved_model_name = "{self.model}"\ntool_parser = "hermes"\n'
+            f'[model]\npath = "{model}"\nserved_model_name = "{self.model}"\ntool_parser = "{self._parser}"\n'
             "[engine]\npool_bytes = 134_217_728\nmax_num_batched_tokens = 256\nnum_threads = 1\nin_process = true\n"
             f'[server]\nroot_path = "{self.root_path}"\n[validation]\nparity = false\n[adapters]\nlocal_root = "/"\n'
         )
@@ -137,6 +155,11 @@ def base() -> Path:
 def taught() -> Path:
     tests = next(FOLDER.glob("vllm-*/tests"))
     return TAUGHT if (TAUGHT / "config.json").exists() else make_taught(TAUGHT, base(), list(lessons(tests)))
+
+
+def current_file() -> str:
+    """Return the file of the test that runs."""
+    return os.environ["PYTEST_CURRENT_TEST"].partition("::")[0]
 
 
 def value_of(arguments: list[str], option: str, default: str) -> str:
@@ -187,7 +210,12 @@ KNOWN = {
     "vllm": {"envs": SimpleNamespace(VLLM_USE_RUST_FRONTEND=False)},
     "vllm.transformers_utils.repo_utils": {"hf_api": lambda: SimpleNamespace(snapshot_download=_snapshot)},
     "vllm.model_executor.model_loader.weight_utils": {"download_weights_from_hf": lambda *_, **__: str(base())},
-    "tests.utils": {"RemoteOpenAIServer": RemoteOpenAIServer, "ROCM_EXTRA_ARGS": []},
+    "vllm.platforms": {"current_platform": SimpleNamespace(is_rocm=lambda: False)},
+    "tests.utils": {
+        "RemoteOpenAIServer": RemoteOpenAIServer,
+        "ROCM_EXTRA_ARGS": [],
+        "VLLM_PATH": next(FOLDER.glob("vllm-*/tests")).parent,
+    },
 }
 
 
@@ -280,6 +308,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish() -> None:
+    with_lessons = [case for case in outcomes if case.partition("::")[0] in files_with_lessons]
     Path(os.environ["VLLM_TESTS_REPORT"]).write_text(
-        json.dumps({"counts": Counter(outcomes.values()), "outcomes": outcomes}, indent=1)
+        json.dumps({"outcomes": outcomes, "with_lessons": with_lessons}, indent=1)
     )
