@@ -171,12 +171,14 @@ def test_every_sampling_parameter_reaches_the_engine(site: Site) -> None:
             "min_p": 0.125,
             "repetition_penalty": 1.25,
             "stop_token_ids": [10, 11],
+            "allowed_token_ids": [72, 73],
             "min_tokens": 2,
             "ignore_eos": True,
         },
     )
     sent = site.engine.requests[0].sampling
     assert (sent.temperature, sent.top_p, sent.top_k, sent.min_p) == (0.25, 0.5, 40, 0.125)
+    assert sent.allowed_token_ids == (72, 73)
     assert sent.seed == 2**63 - 7
     assert (sent.repetition_penalty, sent.presence_penalty, sent.frequency_penalty) == (1.25, 1.5, -1.5)
     assert sent.logit_bias == {65: -100.0, 66: 5.0}

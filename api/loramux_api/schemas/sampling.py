@@ -17,6 +17,7 @@ from loramux_api.schemas.strict import Body, Unsupported
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
+MAX_NAMED_LOGPROBS = 128
 MAX_USER_LENGTH = 512
 _SHOWN, _SHOWN_KEYS = 40, 3
 """Characters of a wrong key of logit_bias that its refusal repeats, and how many of the keys."""
@@ -59,6 +60,10 @@ class SamplingBody(Body, kw_only=True):
     """By token id, written as a text."""
     stop: StopString | Annotated[list[StopString], Meta(max_length=16)] | None = None
     stop_token_ids: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=128)] | None = None
+    allowed_token_ids: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(min_length=1, max_length=1024)] | None = None
+    """The only tokens that answers may have. Not together with a format or with tools that have one."""
+    logprob_token_ids: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=MAX_NAMED_LOGPROBS)] | None = None
+    """With `logprobs`: report these tokens' log probabilities, and the chosen one's, in place of the likeliest."""
     min_tokens: Annotated[int, Meta(ge=0)] | None = None
     ignore_eos: bool | None = None
     max_tokens: Positive | None = None
@@ -107,7 +112,6 @@ class SamplingBody(Body, kw_only=True):
         }
     )
     unsupported: ClassVar[Mapping[str, Unsupported]] = {
-        "allowed_token_ids": Unsupported("constrain the answer with 'structured_outputs'."),
         "bad_words": Unsupported("forbid tokens with 'logit_bias'.", (None, [])),
         "best_of": Unsupported("ask for n choices and pick one.", (None, 1)),
         "cache_salt": Unsupported("the prefix cache is never shared between tenants; use a project for each group."),
@@ -116,7 +120,6 @@ class SamplingBody(Body, kw_only=True):
         "include_stop_str_in_output": Unsupported("an answer ends before its stop string.", (None, False)),
         "kv_transfer_params": Unsupported("the fleet moves requests by itself."),
         "length_penalty": Unsupported(_NO_SEARCH, (None, 1)),
-        "logprob_token_ids": Unsupported("ask for 'top_logprobs'."),
         "mm_processor_kwargs": Unsupported("this server reads and writes text.", (None, {})),
         "priority": Unsupported("ask for a 'service_tier'.", (None, 0)),
         "repetition_detection": Unsupported("bound the answer with 'max_tokens'."),
@@ -170,6 +173,11 @@ def sampling_params(body: SamplingBody, logprobs: int | None, of_echo: int | Non
         )
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("'stream_options' is only allowed when 'stream' is true.", field="stream_options")
+    if body.logprob_token_ids and logprobs is None:
+        raise InvalidRequest(
+            "'logprob_token_ids' is only allowed together with 'logprobs'; ask for log probabilities too.",
+            field="logprob_token_ids",
+        )
     return SamplingParams(
         max_tokens=body.max_tokens or 0,
         temperature=_given(body.temperature, 1.0),
@@ -182,9 +190,11 @@ def sampling_params(body: SamplingBody, logprobs: int | None, of_echo: int | Non
         frequency_penalty=body.frequency_penalty or 0.0,
         logit_bias=_biases(body.logit_bias or {}),
         stop_token_ids=tuple(body.stop_token_ids or ()),
+        allowed_token_ids=tuple(body.allowed_token_ids or ()),
         min_tokens=body.min_tokens or 0,
         ignore_eos=bool(body.ignore_eos),
         logprobs=logprobs,
+        logprob_token_ids=tuple(dict.fromkeys(body.logprob_token_ids or ())),
         prompt_logprobs=max((n for n in (body.prompt_logprobs, of_echo) if n is not None), default=None),
     )
 

@@ -21,7 +21,8 @@ class ServiceClass(enum.StrEnum):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Parameters of choosing tokens and of ending. Token ids only: stop *strings* are the gateway's.
 
-    The order is the usual one: penalties and logit_bias on the logits, then temperature, top_k, top_p, min_p.
+    The order is the usual one: penalties, logit_bias and allowed_token_ids on the logits, then temperature, top_k,
+    top_p, min_p. Log probabilities are the model's, before all of them.
     """
 
     max_tokens: int
@@ -40,8 +41,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Ends generation; the stop token itself is counted and reported, and its text is never shown."""
     min_tokens: int = 0
     ignore_eos: bool = False
+    allowed_token_ids: tuple[int, ...] = ()
+    """The only tokens to choose from; empty: all. Not with a constraint."""
     logprobs: int | None = None
     """None: none. 0: the chosen token's. n > 0: also those of the n most likely tokens."""
+    logprob_token_ids: tuple[int, ...] = ()
+    """With `logprobs`: the tokens whose log probabilities are reported in place of the most likely ones'."""
     prompt_logprobs: int | None = None
     """The same for the prompt's tokens behind its first. The prompt is then computed whole, and nothing of it is taken
     from the prefix cache."""

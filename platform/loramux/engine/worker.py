@@ -143,6 +143,8 @@ def request_fault(request: Request, facts: ModelFacts) -> EngineFault | None:
         ("output", request.output_token_ids),
         ("logit_bias", sampling.logit_bias),
         ("stop_token_ids", sampling.stop_token_ids),
+        ("allowed_token_ids", sampling.allowed_token_ids),
+        ("logprob_token_ids", sampling.logprob_token_ids),
     ):
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < size):
             return EngineFault("internal_error", f"{name} has a token outside the model's 0 to {size - 1}.")

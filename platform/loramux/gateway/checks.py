@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 
 import msgspec
 
+from loramux.engine.request import Constraint
 from loramux.gateway.errors import InvalidRequest, NotAllowed
 from loramux.gateway.messages import GenerationRequest, Prompt, TextPair
 from loramux.records import Principal
@@ -107,6 +108,16 @@ def check_token_ids(field: str, token_ids: Collection[int], vocab_size: int) -> 
             )
 
 
+def check_allowed_tokens(asked: GenerationRequest, constraint: Constraint | None) -> None:
+    """Refuse `allowed_token_ids` beside a format: together they may leave no token. Raises InvalidRequest."""
+    if constraint is not None and asked.sampling.allowed_token_ids:
+        raise InvalidRequest(
+            f"'allowed_token_ids' is not available together with '{constraint.field}', whose format decides which "
+            "tokens are allowed; leave one of them out.",
+            field="allowed_token_ids",
+        )
+
+
 def _too_long(prompt: Prompt, context: int, why: str) -> InvalidRequest:
     message = f"This model's maximum context length is {context} tokens. However, {why}"
     return InvalidRequest(message, field=_field(prompt), code=TOO_LONG)
@@ -134,13 +145,14 @@ def check_logprobs(asked: GenerationRequest, max_tokens: int) -> None:
     """Raise InvalidRequest where an answer of `max_tokens` has more log probabilities than a server can hold for it."""
     if asked.sampling.logprobs is None:
         return
-    count = max_tokens * (1 + asked.sampling.logprobs)
+    alternatives = max(asked.sampling.logprobs, len(asked.sampling.logprob_token_ids))
+    count = max_tokens * (1 + alternatives)
     limit = MAX_LOGPROBS if asked.claim is None else MAX_KEPT_LOGPROBS
     if count > limit:
         kept = "" if asked.claim is None else " with an Idempotency-Key"
         raise InvalidRequest(
             f"This request may return {count} log probabilities ({max_tokens} tokens of all choices, "
-            f"{asked.sampling.logprobs} alternatives each), and the most{kept} is {limit}. Lower 'max_tokens', 'n' or "
+            f"{alternatives} alternatives each), and the most{kept} is {limit}. Lower 'max_tokens', 'n' or "
             "the number of log probabilities.",
             field="logprobs",
         )

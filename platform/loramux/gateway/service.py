@@ -24,6 +24,7 @@ from loramux.engine.request import AdapterRef, Constraint, Request, SamplingPara
 from loramux.errors import LoramuxError
 from loramux.fleet.group import EngineGroup
 from loramux.gateway.checks import (
+    check_allowed_tokens,
     check_depth,
     check_logprobs,
     check_prompt_logprobs,
@@ -248,11 +249,12 @@ class CompletionService:
         asked = format.apply_defaults(asked, base.facts.sampling_defaults)
         asked = as_answered_by(asked, format.bundle, base.facts.hidden_size)
         num_tokens = max(base.facts.vocab_size, format.num_tokens)
-        check_token_ids("stop_token_ids", asked.sampling.stop_token_ids, num_tokens)
-        check_token_ids("logit_bias", asked.sampling.logit_bias, num_tokens)
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids"):
+            check_token_ids(name, getattr(asked.sampling, name), num_tokens)
         prompts = await self._tokenize_all(base, format, asked, principal.tenant)
         stop = await base.tokenizer.run(partial(StopAutomaton, asked.stop), sum(map(len, asked.stop)), principal.tenant)
         constraint = await base.trials.constraint_of(principal.tenant, format, asked, prompts[0].tail)
+        check_allowed_tokens(asked, constraint)
         check_vectors(asked, format.bundle.num_labels if asked.pooling == "classify" else base.facts.hidden_size)
         check_logprobs(asked, sum(prompt.max_tokens for prompt in prompts) * asked.n)
         check_prompt_logprobs(asked, sum(len(prompt.token_ids) for prompt in prompts))

@@ -149,20 +149,25 @@ def events(logits: torch.Tensor, *sequences: Sequence, before=None):
 
 def test_device_sampler_greedy_rows_agree_with_the_hosts() -> None:
     torch.manual_seed(0)
-    logits = torch.randn(5, 30)
+    logits = torch.randn(7, 30)
     sequences = [
         sequence("a", (1, 2), (3, 3)),
         sequence("b", (1, 2), (3, 4), repetition_penalty=1.5, presence_penalty=0.3, frequency_penalty=0.2),
         sequence("c", logit_bias={7: 50.0}),
         sequence("d", min_tokens=2, stop_token_ids=(4,), logit_bias={EOS: 100.0, 4: 100.0, 6: 90.0}),
         sequence("e", logprobs=3),
+        sequence("f", allowed_token_ids=(2, 29), logprobs=1, logprob_token_ids=(5, 6)),
+        sequence("g", allowed_token_ids=(EOS,), min_tokens=2, logprobs=0, logprob_token_ids=(EOS,)),
     ]
     host = Sampler((EOS,)).sample(logits, decoding(sequences))
     device = events(logits, *sequences)
     assert [e.token_id for e in device] == [e.token_id for e in host]
     assert device[3].token_id == 6
-    assert device[4].logprob == pytest.approx(host[4].logprob)
-    assert [t.token_id for t in device[4].top_logprobs] == [t.token_id for t in host[4].top_logprobs]
+    for of_host, of_device in zip(host[4:], device[4:], strict=True):
+        assert of_device.logprob == pytest.approx(of_host.logprob)
+        assert [t.token_id for t in of_device.top_logprobs] == [t.token_id for t in of_host.top_logprobs]
+        alternatives = [t.logprob for t in of_host.top_logprobs]
+        assert [t.logprob for t in of_device.top_logprobs] == pytest.approx(alternatives)
 
 
 def test_device_sampler_ends_answers_as_the_host_does() -> None:

@@ -152,6 +152,25 @@ def test_sampler_logprobs_are_the_models_own() -> None:
     assert [t.token_id for t in event.top_logprobs] == [0, 1]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_sampler_allowed_tokens_are_the_only_ones_and_logprobs_stay_the_models(temperature: float) -> None:
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+    named = {"logprobs": 0, "logprob_token_ids": (1, 0)}
+    s = sequence(temperature=temperature, allowed_token_ids=(3,), **named)
+    (event,) = Sampler(()).sample(logits, decoding([s]))
+    assert event.token_id == 3
+    assert event.logprob == pytest.approx(-2.9957, abs=1e-3)
+    assert [t.token_id for t in event.top_logprobs] == [1, 0, 3]
+    assert event.top_logprobs[0].logprob == pytest.approx(-1.2040, abs=1e-3)
+
+
+def test_sampler_min_tokens_gives_way_where_only_ends_are_allowed() -> None:
+    logits = torch.zeros(1, 10)
+    both, ends = ((EOS, 4), (EOS,))
+    asked = [sequence(temperature=0.0, min_tokens=2, allowed_token_ids=allowed) for allowed in (both, ends)]
+    assert [Sampler((EOS,)).sample(logits, decoding([one]))[0].token_id for one in asked] == [4, EOS]
+
+
 def sample_next(sampler: Sampler, logits: torch.Tensor, sequences: list[Sequence]) -> int:
     """Sample a token for each sequence and append it; return the first one's."""
     for event, one in zip(events := sampler.sample(logits, decoding(sequences)), sequences, strict=True):

@@ -146,6 +146,7 @@ SAMPLING = st.fixed_dictionaries(
         "frequency_penalty": st.sampled_from([0.0, 0.8]),
         "logit_bias": st.sampled_from([{}, {3: 4.0, 5: -4.0}]),
         "min_tokens": st.sampled_from([0, 4]),
+        "allowed_token_ids": st.sampled_from([(), (2, 3, 5)]),
         "stop_token_ids": st.sampled_from([(), (2,)]),
         "logprobs": st.sampled_from([None, 0, 2]),
     }

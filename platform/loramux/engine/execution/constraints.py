@@ -10,7 +10,7 @@ on threads of its own and without the interpreter's lock.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -182,6 +182,14 @@ class Constraints:
                 others = row & (_all_but(own, self._num_words) if own else self._unended)
                 if others.any():
                     row[:] = others
+
+
+def token_words(token_ids: Iterable[int], vocab: int) -> NDArray[np.int32]:
+    """Return the words of a mask that allows `token_ids` alone."""
+    words = np.zeros(-(-vocab // _BITS), dtype=np.uint32)
+    for token_id in token_ids:
+        words[token_id // _BITS] |= 1 << token_id % _BITS
+    return words.view(np.int32)
 
 
 def _all_but(token_ids: tuple[int, ...], num_words: int) -> NDArray[np.int32]:

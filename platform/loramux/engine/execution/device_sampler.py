@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from loramux.engine.execution.constraints import TokenMasks
+from loramux.engine.execution.constraints import TokenMasks, token_words
 from loramux.engine.execution.prompt_logprobs import to_host
 from loramux.engine.execution.sampler import (
     LARGEST,
@@ -60,6 +60,8 @@ class _Logprobs:
     """float32[len(rows), most asked for]"""
     token_ids: torch.Tensor
     """int64[len(rows), most asked for]"""
+    named: torch.Tensor
+    """float32[len(rows), most `logprob_token_ids`]: those of a row's own, then anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +91,16 @@ class TokensInFlight:
         ]
 
     def _add_logprobs(self, tokens: list[SampledToken], logprobs: _Logprobs) -> None:
-        found = (logprobs.rows, logprobs.chosen.tolist(), logprobs.values.tolist(), logprobs.token_ids.tolist())
-        for row, chosen, values, token_ids in zip(*found, strict=True):
-            asked = self.sampled.sequences[row].request.sampling.logprobs
-            top = top_logprobs(token_ids[:asked], values[:asked])
-            tokens[row] = SampledToken(tokens[row].token_id, chosen, top)
+        numbers = (logprobs.chosen, logprobs.values, logprobs.token_ids, logprobs.named)
+        found = (logprobs.rows, *(number.tolist() for number in numbers))
+        for row, chosen, values, token_ids, named in zip(*found, strict=True):
+            params, token_id = self.sampled.sequences[row].request.sampling, tokens[row].token_id
+            if params.logprob_token_ids:
+                reported = dict(zip(params.logprob_token_ids, named, strict=False)) | {token_id: chosen}
+                top = top_logprobs(list(reported), list(reported.values()))
+            else:
+                top = top_logprobs(token_ids[: params.logprobs], values[: params.logprobs])
+            tokens[row] = SampledToken(token_id, chosen, top)
 
 
 class DeviceSampler:
@@ -121,9 +128,10 @@ class DeviceSampler:
         if not sequences:  # chunks of prompts only
             tokens = reported = torch.zeros(0, dtype=torch.int64, device=self._device)
         else:
-            tokens = sample(logits, self._batch(sequences, logits.shape[1], previous))
+            allowed = self._allowed_only(logits, sequences)
+            tokens = sample(allowed, self._batch(sequences, logits.shape[1], previous))
             # The next step reads `tokens` as input ids, so they stay valid ids where the host is sent a fault.
-            is_valid = logits.amax(dim=-1).isfinite() & (tokens >= 0) & (tokens < logits.shape[1])
+            is_valid = allowed.amax(dim=-1).isfinite() & (tokens >= 0) & (tokens < logits.shape[1])
             tokens, reported = torch.where(is_valid, tokens, 0), torch.where(is_valid, tokens, _NO_TOKEN)
         sampled = SampledTokens(sequences, tokens, {sequence: row for row, sequence in enumerate(sequences)})
         logprobs = self._logprobs(logits, sampled)
@@ -140,6 +148,18 @@ class DeviceSampler:
         """Drop the seed and the history of a request that has ended."""
         self._seeds.pop(request_id, None)
         self._histories.forget(request_id)
+
+    def _allowed_only(self, logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
+        """Return `logits`, or a copy where rows have `allowed_token_ids`: log probabilities are those of all tokens."""
+        own = {row: ids for row, r in enumerate(sequences) if (ids := r.request.sampling.allowed_token_ids)}
+        if not own:
+            return logits
+        words = np.stack([token_words(ids, logits.shape[1]) for ids in own.values()])
+        logits = logits.clone()
+        forbid_tokens(
+            logits, to_device(np.array(list(own), dtype=np.int64), self._device), to_device(words, self._device)
+        )
+        return logits
 
     def _batch(self, sequences: list[Sequence], vocab: int, previous: SampledTokens | None) -> SamplingBatch:
         params = [sequence.request.sampling for sequence in sequences]
@@ -197,14 +217,19 @@ class DeviceSampler:
         return LogitBias(places[0], places[1], to_device(np.array(values, dtype=np.float32), self._device))
 
     def _logprobs(self, logits: torch.Tensor, sampled: SampledTokens) -> _Logprobs | None:
-        asked = {row: n for row, r in enumerate(sampled.sequences) if (n := r.request.sampling.logprobs) is not None}
+        params = [sequence.request.sampling for sequence in sampled.sequences]
+        asked = {row: p for row, p in enumerate(params) if p.logprobs is not None}
         if not asked:
             return None
         rows = to_device(np.array(list(asked), dtype=np.int64), self._device)
         logprobs = logits[rows].float().log_softmax(dim=-1)
-        values, token_ids = logprobs.topk(max(asked.values()))
+        values, token_ids = logprobs.topk(max(p.logprobs or 0 for p in asked.values()))
         chosen = logprobs.gather(1, sampled.tokens[rows][:, None])[:, 0]
-        return _Logprobs(list(asked), *map(to_host, (chosen, values, token_ids)))
+        own = np.zeros((len(asked), max(len(p.logprob_token_ids) for p in asked.values())), dtype=np.int64)
+        for place, p in zip(own, asked.values(), strict=True):
+            place[: len(p.logprob_token_ids)] = p.logprob_token_ids
+        named = logprobs.gather(1, to_device(own, self._device))
+        return _Logprobs(list(asked), *map(to_host, (chosen, values, token_ids, named)))
 
 
 def _temperature(params: SamplingParams) -> float:

@@ -62,6 +62,8 @@ class RequestState:
             torch.tensor(list(params.logit_bias), dtype=torch.long),
             torch.tensor(list(params.logit_bias.values()), dtype=torch.float64),
         )
+        self.allowed = torch.tensor(params.allowed_token_ids, dtype=torch.long)
+        """The only tokens to choose from; empty: all."""
         self._counts_output = bool(params.presence_penalty or params.frequency_penalty)
         self.counts = torch.zeros(vocab if self._counts_output else 0)
         """Times that each token was generated."""
@@ -174,8 +176,13 @@ class Sampler:
         if params.logprobs is None:
             return SampledToken(token_id)
         total = logits.logsumexp(dim=-1)
-        values, ids = logits.topk(params.logprobs)
-        top = top_logprobs(ids.tolist(), (values - total).tolist())
+        if params.logprob_token_ids:
+            reported = list(dict.fromkeys((*params.logprob_token_ids, token_id)))
+            values = logits[reported]
+        else:
+            values, ids = logits.topk(params.logprobs)
+            reported = ids.tolist()
+        top = top_logprobs(reported, (values - total).tolist())
         return SampledToken(token_id, float(logits[token_id] - total), top)
 
     def _forbid_early_end(self, logits: torch.Tensor, sequence: Sequence, num_output: int) -> torch.Tensor:
@@ -219,11 +226,12 @@ def fault_event(sequence: Sequence, fault: EngineFault | None = None) -> TokenEv
 
 def forbidden_ends(sequence: Sequence, num_output: int, eos_token_ids: tuple[int, ...]) -> set[int]:
     """Return the tokens that would end the answer, of `num_output` tokens so far, before it has `min_tokens`; a
-    constraint's masks forbid them."""
+    constraint's masks forbid them. None where nothing else is allowed."""
     params = sequence.request.sampling
     if num_output >= params.min_tokens or sequence.request.constraint is not None:
         return set()
-    return {*(sequence.request.eos_token_ids or eos_token_ids), *params.stop_token_ids}
+    ends = {*(sequence.request.eos_token_ids or eos_token_ids), *params.stop_token_ids}
+    return set() if params.allowed_token_ids and ends.issuperset(params.allowed_token_ids) else ends
 
 
 def is_plain_greedy(sequence: Sequence, num_output: int) -> bool:
@@ -233,10 +241,10 @@ def is_plain_greedy(sequence: Sequence, num_output: int) -> bool:
 
 
 def is_steered(sequence: Sequence, num_output: int) -> bool:
-    """May a penalty, a bias or `min_tokens` change the logits behind `num_output` generated tokens?"""
+    """May a penalty, a bias, allowed tokens or `min_tokens` change the logits behind `num_output` generated tokens?"""
     p = sequence.request.sampling
     penalties = (p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
-    return bool(p.logit_bias) or penalties != (1.0, 0.0, 0.0) or num_output < p.min_tokens
+    return bool(p.logit_bias or p.allowed_token_ids) or penalties != (1.0, 0.0, 0.0) or num_output < p.min_tokens
 
 
 def draw_of(params: SamplingParams, seed: int, num_output: int, row: int) -> Draw:
@@ -247,7 +255,7 @@ def draw_of(params: SamplingParams, seed: int, num_output: int, row: int) -> Dra
 
 
 def steer(logits: torch.Tensor, sequence: Sequence, state: RequestState) -> torch.Tensor:
-    """Return one row of float32 logits `[vocab]` after penalties and bias, in a new tensor.
+    """Return one row of float32 logits `[vocab]` after penalties, bias and allowed tokens, in a new tensor.
 
     The repetition penalty (Keskar et al., 2019) counts tokens of the prompt and the output; presence and frequency
     penalties count tokens of the output only, as in the OpenAI API. What leaves float32's range is set to its limit;
@@ -268,6 +276,8 @@ def steer(logits: torch.Tensor, sequence: Sequence, state: RequestState) -> torc
     ids, terms = state.bias
     if len(ids):
         logits[ids] = _bounded(logits[ids].double() + terms)
+    if len(state.allowed):
+        logits = torch.full_like(logits, _NEVER).index_copy_(0, state.allowed, logits[state.allowed])
     return logits
 
 
