@@ -32,6 +32,7 @@ REFUSALS = {
     410: ResponseSpec(ErrorAnswer, description="Its base model is retired; the message names what to use instead."),
     412: ResponseSpec(ErrorAnswer, description="It was changed since you read it."),
     413: ResponseSpec(ErrorAnswer, description="The body is too large."),
+    422: ResponseSpec(ErrorAnswer, description="The Idempotency-Key came with another request before."),
     429: ResponseSpec(ErrorAnswer, description="Over capacity, or over one of your limits: see Retry-After."),
     500: ResponseSpec(ErrorAnswer, description="A fault of the server; the message has the id to report."),
     503: ResponseSpec(ErrorAnswer, description="Not now: see Retry-After."),

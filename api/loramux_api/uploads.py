@@ -143,7 +143,9 @@ class _Form:
             raise InvalidRequest(f"'{self._part}' is there twice: {_HOW}.", field=self._part, code="invalid_form")
         self._seen[self._part] = 0
         if self._part not in self._fields:
-            self._file = (self._folder / self._part).open("wb")
+            target = self._folder / self._part
+            target.parent.mkdir(exist_ok=True)
+            self._file = target.open("wb")
 
     def _write(self, data: bytes, start: int, end: int) -> None:
         if self._part in self.ignored:

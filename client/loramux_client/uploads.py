@@ -26,6 +26,10 @@ BUNDLE_FILES = (
     "generation_config.json",
     "config.json",
     "loramux.toml",
+    "1_Pooling/config.json",
+    "modules.json",
+    "config_sentence_transformers.json",
+    "sentence_bert_config.json",
 )
 """Files that are sent too where a folder has them. Others of a trainer's folder mean nothing for serving."""
 PART_BYTES = 8 << 20
@@ -124,7 +128,7 @@ def describe(folder: Path, on_progress: OnProgress = ignore_progress) -> Flow[di
         raise FilesMissing(f"{folder} has no {' and no '.join(missing)}; save it with model.save_pretrained()")
     files = {}
     for file in (*FILES, *(name for name in BUNDLE_FILES if (folder / name).is_file())):
-        files[file] = yield from _hashed(folder / file, on_progress)
+        files[file] = yield from _hashed(folder, file, on_progress)
     return files
 
 
@@ -270,14 +274,15 @@ def _unfinished(
     return None
 
 
-def _hashed(file: Path, on_progress: OnProgress) -> Flow[UploadFile]:
+def _hashed(folder: Path, name: str, on_progress: OnProgress) -> Flow[UploadFile]:
+    file = folder / name
     size, done, digest = file.stat().st_size, 0, hashlib.sha256()
-    on_progress(Progress("hashing", file.name, 0, size))
+    on_progress(Progress("hashing", name, 0, size))
     while part := (yield Block(partial(_read, file, done))):
         yield Block(partial(digest.update, part))
         done += len(part)
-        on_progress(Progress("hashing", file.name, done, size))
-    return UploadFile(name=file.name, size=done, sha256=digest.hexdigest(), received=0)
+        on_progress(Progress("hashing", name, done, size))
+    return UploadFile(name=name, size=done, sha256=digest.hexdigest(), received=0)
 
 
 def _read(file: Path, offset: int) -> bytes:

@@ -31,6 +31,11 @@ OLD_TOKENS_FILE = "added_tokens.json"
 GENERATION_FILE = "generation_config.json"
 SETTINGS_FILE = "loramux.toml"
 MODEL_FILE = "config.json"
+POOLING_FILE = "1_Pooling/config.json"
+MODULES_FILE = "modules.json"
+PROMPTS_FILE = "config_sentence_transformers.json"
+LENGTH_FILE = "sentence_bert_config.json"
+"""The last four are sentence-transformers'."""
 
 SOURCES: Mapping[str, int] = {
     TEMPLATE_FILE: 1 << 20,
@@ -39,7 +44,11 @@ SOURCES: Mapping[str, int] = {
     OLD_TOKENS_FILE: 1 << 20,
     GENERATION_FILE: 256 << 10,
     SETTINGS_FILE: 256 << 10,
+    POOLING_FILE: 64 << 10,  # before the other config.json: a form may name it by its field alone
     MODEL_FILE: 1 << 20,
+    MODULES_FILE: 64 << 10,
+    PROMPTS_FILE: 256 << 10,
+    LENGTH_FILE: 64 << 10,
 }
 """Files of which the bundle is made, and the most bytes of each."""
 

@@ -30,7 +30,9 @@ def adapters(base_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     made = {name: TaskAdapter(base_dir, root / name, 1, **fields).folder for name, fields in ADAPTERS.items()}
     labels = {"id2label": {str(i): f"class {i}" for i in range(8)}, "model_type": "llama"}
     (made["classes"] / "config.json").write_text(json.dumps(labels))
-    (made["vectors"] / "loramux.toml").write_text('pooling = "mean"\nmatryoshka_dimensions = [4]\n')
+    (made["vectors"] / "loramux.toml").write_text("matryoshka_dimensions = [4]\n")
+    (made["vectors"] / "1_Pooling").mkdir()
+    (made["vectors"] / "1_Pooling/config.json").write_text('{"pooling_mode_mean_tokens": true}')
     return made
 
 

@@ -90,7 +90,9 @@ class ConsoleSessionController(Controller):
     path = "/console"
     tags = ("Console",)
 
-    @post("/session", dto=StrictJSON[SignInBody], return_dto=None, status_code=201, summary="Sign in")
+    @post(
+        "/session", dto=StrictJSON[SignInBody], return_dto=None, status_code=201, summary="Sign in", responses=REFUSALS
+    )
     async def sign_in(
         self, request: AnyRequest, data: JSONBody[SignInBody], platform: NamedDependency[Platform]
     ) -> Response[SessionObject]:
@@ -132,7 +134,14 @@ class ConsoleSessionController(Controller):
         gone = session_cookie(request, "", max_age=0)
         return Response(None, status_code=HTTPStatus.OK, cookies=[gone], headers=NO_STORE)
 
-    @post("/views", dto=StrictJSON[ViewBody], return_dto=None, status_code=200, summary="Look at a tenant's pages")
+    @post(
+        "/views",
+        dto=StrictJSON[ViewBody],
+        return_dto=None,
+        status_code=200,
+        summary="Look at a tenant's pages",
+        responses=REFUSALS,
+    )
     async def view(
         self, request: AnyRequest, data: JSONBody[ViewBody], platform: NamedDependency[Platform]
     ) -> SessionObject:
@@ -156,7 +165,13 @@ class ConsoleSignInController(Controller):
         found = platform.tenants.sign_ins.providers
         return ProviderList(data=[ProviderObject(issuer=one.issuer, label=one.label) for one in found])
 
-    @post(dto=StrictJSON[BeginBody], return_dto=None, status_code=201, summary="Begin to sign in at a provider")
+    @post(
+        dto=StrictJSON[BeginBody],
+        return_dto=None,
+        status_code=201,
+        summary="Begin to sign in at a provider",
+        responses=REFUSALS,
+    )
     async def begin(
         self, request: AnyRequest, data: JSONBody[BeginBody], platform: NamedDependency[Platform]
     ) -> Response[BegunObject]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Annotated, Any
 
 from litestar import Controller, Request, delete, get, post, put
@@ -49,7 +50,7 @@ class UploadController(Controller):
         return upload_object(await uploads.open(principal, data.request()), principal.tenant_name)
 
     @put(
-        "/{upload_id:str}/files/{name:str}",
+        "/{upload_id:str}/files/{name:path}",
         guards=[requires("adapters")],
         summary="Send bytes of a file",
         responses=REFUSALS,
@@ -59,7 +60,7 @@ class UploadController(Controller):
         self,
         request: Request[Any, Any, Any],
         upload_id: FromPath[str],
-        name: FromPath[str],
+        name: FromPath[Path],
         principal: NamedDependency[Principal],
         uploads: NamedDependency[UploadSessions],
         offset: Offset = 0,
@@ -69,7 +70,7 @@ class UploadController(Controller):
         Another offset is answered 409 with the right one in the header `Upload-Offset`.
         """
         body = _until_cut(request)
-        file = await uploads.parts.receive(principal, upload_id, name, offset, body)
+        file = await uploads.parts.receive(principal, upload_id, str(name).removeprefix("/"), offset, body)
         return Received(name=file.name, size=file.size, received=file.received)
 
     @post(

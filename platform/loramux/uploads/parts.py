@@ -258,6 +258,7 @@ async def write_file(threads: ThreadPool, target: Path, chunks: AsyncIterator[by
         running.update(data)
         file.write(data)
 
+    target.parent.mkdir(exist_ok=True)
     with target.open("xb") as file:
         async for data in chunks:
             size += len(data)

@@ -18,12 +18,16 @@ import msgspec
 from loramux.bundle import (
     BUNDLE_FILE,
     GENERATION_FILE,
+    LENGTH_FILE,
     MAX_ADDED_TOKENS,
     MAX_BUNDLE_BYTES,
     MAX_TEMPLATE_CHARACTERS,
     MODEL_FILE,
+    MODULES_FILE,
     NO_BUNDLE,
     OLD_TOKENS_FILE,
+    POOLING_FILE,
+    PROMPTS_FILE,
     SETTINGS_FILE,
     SOURCES,
     TEMPLATE_FILE,
@@ -39,7 +43,7 @@ from loramux.bundle import (
 from loramux.errors import Rejection
 from loramux.settings import ToolParser
 from loramux.validation.jobs import BundleJob, BundleSetup
-from loramux.validation.report import Check, ValidationReport
+from loramux.validation.report import Check, ReportWarning, ValidationReport
 
 BUNDLE_CHECK = "bundle"
 
@@ -106,6 +110,19 @@ class _Model(msgspec.Struct, kw_only=True):
     problem_type: ProblemType | None = None
 
 
+class _Module(msgspec.Struct, kw_only=True):
+    """An entry of modules.json."""
+
+    path: str
+    type: str
+
+
+_POOLING: Mapping[str, Literal["last", "mean"]] = {"lasttoken": "last", "mean": "mean"}
+"""sentence-transformers' names of what is served."""
+_POOLING_FLAGS = {"pooling_mode_mean_tokens": "mean"}
+"""Older names of modes that are not the mode's own behind `pooling_mode_`."""
+
+
 class BundleRejected(Exception):
     """A file asks for something that cannot be served."""
 
@@ -168,12 +185,13 @@ def examine(job: BundleJob, base: BaseText) -> ValidationReport:
     folder = Path(job.folder)
     try:
         bundle = _with_task(make_bundle(folder, base, job.num_tokens), folder, job)
+        notes = _longest(folder)
     except BundleRejected as rejected:
         failed = Check(name=BUNDLE_CHECK, outcome="failed", detail=rejected.rejection.message)
         return ValidationReport(checks=(failed,), refusal=rejected.rejection)
     if bundle != NO_BUNDLE:
         (folder / BUNDLE_FILE).write_bytes(encode_bundle(bundle))
-    return ValidationReport(checks=(Check(name=BUNDLE_CHECK, outcome="passed"),))
+    return ValidationReport(checks=(Check(name=BUNDLE_CHECK, outcome="passed"),), warnings=notes)
 
 
 def make_bundle(folder: Path, base: BaseText, num_tokens: int) -> Bundle:
@@ -224,11 +242,10 @@ def _with_task(bundle: Bundle, folder: Path, job: BundleJob) -> Bundle:
         if getattr(settings, field) and field not in fields:
             raise BundleRejected(SETTINGS_FILE, f"{field} means nothing for an adapter of task type {job.task}.")
     if job.task != "SEQ_CLS":
+        pooling = settings.pooling or _sentence_pooling(folder)
         task = "FEATURE_EXTRACTION" if job.task == "FEATURE_EXTRACTION" else None
         dimensions = tuple(sorted(set(settings.matryoshka_dimensions)))
-        return _checked(
-            msgspec.structs.replace(bundle, task=task, pooling=settings.pooling, matryoshka_dimensions=dimensions)
-        )
+        return _checked(msgspec.structs.replace(bundle, task=task, pooling=pooling, matryoshka_dimensions=dimensions))
     config = _of_model(folder)
     labels, problem = settings.labels or _labels(config), settings.problem_type or config.problem_type
     if labels and len(labels) != job.num_labels:
@@ -237,6 +254,81 @@ def _with_task(bundle: Bundle, folder: Path, job: BundleJob) -> Bundle:
     return _checked(
         msgspec.structs.replace(bundle, task="SEQ_CLS", num_labels=job.num_labels, labels=labels, problem_type=problem)
     )
+
+
+def _sentence_pooling(folder: Path) -> Literal["last", "mean"] | None:
+    """Return the pooling that sentence-transformers' files ask for; None without them. Raises BundleRejected."""
+    modules = _modules(folder)
+    for module in modules:
+        kind = module.type.rpartition(".")[2]
+        if kind not in ("Transformer", "Pooling", "Normalize"):
+            raise BundleRejected(
+                MODULES_FILE,
+                f"It has a module {kind[:80]!r}, which this server cannot do. Served are Transformer, Pooling and "
+                "Normalize.",
+                "field_unsupported",
+            )
+        if kind == "Pooling" and (module.path != "1_Pooling" or not (folder / POOLING_FILE).exists()):
+            raise BundleRejected(
+                MODULES_FILE,
+                f"It has a Pooling module in {module.path[:80]!r}, and what is read is {POOLING_FILE}. Upload that "
+                "file under this name, with its folder.",
+            )
+    if default := _object(folder, PROMPTS_FILE).get("default_prompt_name"):
+        raise BundleRejected(
+            PROMPTS_FILE,
+            f"default_prompt_name is {str(default)[:80]!r}, and no prompt is put before texts here. Set it to null, "
+            "and send the prompt with each text.",
+            "field_unsupported",
+        )
+    if _object(folder, LENGTH_FILE).get("do_lower_case"):
+        raise BundleRejected(LENGTH_FILE, "do_lower_case is not served: texts are read as sent.", "field_unsupported")
+    return _pooling_mode(_object(folder, POOLING_FILE))
+
+
+def _modules(folder: Path) -> list[_Module]:
+    if (text := _text(folder, MODULES_FILE)) is None:
+        return []
+    try:
+        return msgspec.json.decode(text, type=list[_Module])
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise BundleRejected(MODULES_FILE, f"{error}.") from None
+
+
+def _pooling_mode(config: Mapping[str, Any]) -> Literal["last", "mean"] | None:
+    """Return the one mode of a pooling module, as older and newer versions write it. Raises BundleRejected."""
+    if not config:
+        return None
+    given = config.get("pooling_mode")
+    flags = [field for field, value in config.items() if field.startswith("pooling_mode_") and value]
+    old = [_POOLING_FLAGS.get(field, field.removeprefix("pooling_mode_")) for field in flags]
+    modes = old if given is None else given if isinstance(given, list) else [given]
+    if len(modes) != 1 or modes[0] not in _POOLING:
+        raise BundleRejected(
+            POOLING_FILE,
+            f"It pools by {', '.join(map(str, modes))[:200] or 'nothing'}. Served is one of {', '.join(_POOLING)}: the "
+            "first token of a causal model has not seen the text. Train with one of them.",
+            "field_unsupported",
+        )
+    if modes == ["mean"] and config.get("include_prompt") is False:
+        raise BundleRejected(
+            POOLING_FILE,
+            "include_prompt is false: the mean here is that of all tokens. Train with include_prompt=True.",
+            "field_unsupported",
+        )
+    return _POOLING[modes[0]]
+
+
+def _longest(folder: Path) -> tuple[ReportWarning, ...]:
+    """Return a note where texts were cut in training, which they are not here."""
+    length = _object(folder, LENGTH_FILE).get("max_seq_length")
+    if length is None:
+        return ()
+    message = (
+        f"max_seq_length is {str(length)[:20]}, and longer texts are not cut by themselves: send "
+        "'truncate_prompt_tokens' with them, and 'truncation_side': 'right'."
+    )
+    return (ReportWarning(code="texts_not_cut", field=LENGTH_FILE, message=message),)
 
 
 def _of_model(folder: Path) -> _Model:

@@ -131,6 +131,8 @@ class Validator:
         made = self._bundle.report(job, writable=(folder,), file_bytes=MAX_BUNDLE_BYTES)
         for source in sources:
             source.unlink()
+            if source.parent != folder:
+                source.parent.rmdir()
         bundle = read_bundle(folder) if made.refusal is None else NO_BUNDLE
         if bundle.chat_template is None:
             return made

@@ -11,7 +11,18 @@ import pytest
 from tiny_base import CHAT_TEMPLATE, byte_tokenizer, make_base
 from transformers import AutoTokenizer
 
-from loramux.bundle import BUNDLE_FILE, Bundle, SamplingDefaults, is_ignored, is_pickled, read_bundle
+from loramux.bundle import (
+    BUNDLE_FILE,
+    LENGTH_FILE,
+    MODULES_FILE,
+    POOLING_FILE,
+    PROMPTS_FILE,
+    Bundle,
+    SamplingDefaults,
+    is_ignored,
+    is_pickled,
+    read_bundle,
+)
 from loramux.gateway.tokenizer import Tokenizer
 from loramux.validation.bundle import BaseText, examine
 from loramux.validation.jobs import BundleJob
@@ -180,6 +191,44 @@ def test_bundle_that_cannot_be_served_is_refused_by_file_and_field(base: BaseTex
     assert refusal is not None
     assert refusal.field == file
     assert named in refusal.message
+
+
+SENTENCES: dict[str, tuple[dict[str, object], object]] = {
+    "older mean": ({POOLING_FILE: {"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}}, "mean"),
+    "older last token": ({POOLING_FILE: {"pooling_mode_lasttoken": True, "include_prompt": False}}, "last"),
+    "newer": ({POOLING_FILE: {"word_embedding_dimension": 8, "pooling_mode": "mean", "include_prompt": True}}, "mean"),
+    "no pooling": ({MODULES_FILE: [{"idx": 0, "name": "0", "path": "", "type": "a.models.Transformer"}]}, None),
+    "first token": ({POOLING_FILE: {"pooling_mode_cls_token": True}}, POOLING_FILE),
+    "two": ({POOLING_FILE: {"pooling_mode": ["mean", "max"]}}, POOLING_FILE),
+    "older two": ({POOLING_FILE: {"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}}, POOLING_FILE),
+    "none": ({POOLING_FILE: {"word_embedding_dimension": 8}}, POOLING_FILE),
+    "without the prompt": ({POOLING_FILE: {"pooling_mode": "mean", "include_prompt": False}}, POOLING_FILE),
+    "another module": ({MODULES_FILE: [{"path": "2_Dense", "type": "a.models.Dense"}]}, MODULES_FILE),
+    "pooling not sent": ({MODULES_FILE: [{"path": "1_Pooling", "type": "a.models.Pooling"}]}, MODULES_FILE),
+    "no list": ({MODULES_FILE: {"a": 1}}, MODULES_FILE),
+    "a prompt by itself": ({PROMPTS_FILE: {"prompts": {"q": "query: "}, "default_prompt_name": "q"}}, PROMPTS_FILE),
+    "lower case": ({LENGTH_FILE: {"do_lower_case": True}}, LENGTH_FILE),
+}
+
+
+@pytest.mark.parametrize("name", SENTENCES)
+def test_bundle_reads_pooling_of_sentence_transformers_or_refuses_it(base: BaseText, tmp_path: Path, name: str) -> None:
+    files, expected = SENTENCES[name]
+    (tmp_path / "1_Pooling").mkdir()
+    for file, document in files.items():
+        (tmp_path / file).write_text(json.dumps(document))
+    report = examine(BundleJob(folder=str(tmp_path), num_tokens=300, task="FEATURE_EXTRACTION"), base)
+    if report.refusal is None:
+        assert read_bundle(tmp_path).pooling == expected
+    else:
+        assert report.refusal.field == expected
+
+
+def test_bundle_notes_that_long_texts_are_not_cut(base: BaseText, tmp_path: Path) -> None:
+    (tmp_path / LENGTH_FILE).write_text(json.dumps({"max_seq_length": 512, "do_lower_case": False}))
+    report = examine(BundleJob(folder=str(tmp_path), num_tokens=300, task="FEATURE_EXTRACTION"), base)
+    assert report.refusal is None
+    assert "512" in report.warnings[0].message
 
 
 def test_bundle_added_tokens_without_rows_are_refused(base: BaseText, tmp_path: Path) -> None:
