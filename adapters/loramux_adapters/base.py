@@ -84,6 +84,9 @@ class BaseDescription:
     fingerprint: str
     """sha256 over the names and shapes of everything adapters touch: equal if and only if the same adapters fit.
     Norms follow from the rest."""
+    alternates_gate_and_up: bool = False
+    """The outputs of a mixture's `gate_up_proj` are the gate's and up's in turn (gpt-oss), and not one behind the
+    other."""
 
     def without_head(self) -> BaseDescription:
         """Return the base as adapters see it that are trained without the output head, for vectors or classes."""
@@ -177,6 +180,8 @@ def describe_model(model: PreTrainedModel) -> BaseDescription:
         norms=norms,
         parameters=parameters,
         fingerprint=_fingerprint(modules, vocabulary, parameters),
+        # transformers' own mark, False where the outputs take turns
+        alternates_gate_and_up=any(not getattr(m.module.experts, "is_concatenated", True) for m in mixtures(model)),
     )
 
 

@@ -27,7 +27,8 @@ _TAIL = re.compile(
 _WHOLE = re.compile(r"(?P<module>.+?)\.(?P<tail>(?:base_layer\.|original_module\.)?(?:weight|bias)|token_adapter\..+)")
 _EXPERT = re.compile(r"(?P<mixture>.+)\.experts\.(?P<expert>\d{1,5})\.(?P<linear>w[123]|(?:gate|up|down)_proj)")
 _HALVES = {"w1": (GATE_UP, 0), "gate_proj": (GATE_UP, 0), "w3": (GATE_UP, 1), "up_proj": (GATE_UP, 1)}
-"""Parameter of transformers 5 and the half of its outputs; the other two linears are the down projection."""
+"""Parameter of transformers 5 and the half of its outputs, or where gate and up take turns every second one; the other
+two linears are the down projection."""
 _PREFIXES = (
     ("model.language_model.", "model."),
     ("language_model.model.", "model."),
@@ -53,7 +54,7 @@ class TensorPlace:
     """PEFT's name of the tensor after the module's, such as `lora_A.weight`."""
     expert: int | None = None
     half: int = 0
-    """The half of the outputs of a `gate_up_proj`: 0 is the gate's, 1 is up's."""
+    """The half of the outputs of a `gate_up_proj`, or every second of them: 0 is the gate's, 1 is up's."""
 
     @property
     def stem(self) -> str:

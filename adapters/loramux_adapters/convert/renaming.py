@@ -264,6 +264,8 @@ def _stacked(
             start = 0
             for pair in pairs:
                 rows = slice(pair.half * half_rows, (pair.half + 1) * half_rows)
+                if base.alternates_gate_and_up and half_rows < shape.out_features:
+                    rows = slice(pair.half, None, 2)
                 factor = pair.scale / stack.scale if stack.scale else 1.0
                 tensor = read_tensor(source, header.tensors[pair.b])
                 b[rows, start : start + pair.rank, expert] = tensor if is_even else tensor.float() * factor

@@ -16,6 +16,7 @@ from formats import LORA, FormatZoo
 from safetensors.torch import load_file, save_file
 
 from loramux_adapters import CONFIG_NAME, WEIGHTS_NAME, AdapterRejected, Limits, describe_base
+from loramux_adapters.base import expert_weights
 from loramux_adapters.convert import Renaming, rename_adapter
 from loramux_adapters.names import TensorNames
 
@@ -24,6 +25,7 @@ PREFIX = "base_model.model."
 PROMPTS = (tuple(range(5, 22)), (40, 7, 7, 91, 3))
 LIMITS = Limits(max_rank=64)
 OLD = {
+    "gpt_oss": ("mlp", {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}),
     "mixtral": ("block_sparse_moe", {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}),
     "qwen3_moe": ("mlp", {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}),
 }
@@ -59,7 +61,7 @@ class OldMixtureAdapter:
     """A LoRA on the experts, the router and attention as transformers 4 and PEFT saved it, and the merged base."""
 
     def __init__(self, zoo: FormatZoo, name: str, fields: dict[str, Any], leave_out: str = "nothing") -> None:
-        self.folder = zoo.adapters / name
+        self.folder, self._family = zoo.adapters / name, zoo.family
         self.merged = copy.deepcopy(zoo._base())
         self._config = peft.LoraConfig(**LORA | {"r": 3, "lora_alpha": 7, "target_modules": []} | fields)
         self._leave_out, self._tensors = leave_out, {}
@@ -70,16 +72,23 @@ class OldMixtureAdapter:
             if not hasattr(layer.mlp, "experts"):
                 continue
             stem = f"model.layers.{index}.{mixture}"
-            self._add(f"{stem}.gate", layer.mlp.gate.weight.data)
+            router = "router" if zoo.family == "gpt_oss" else "gate"
+            self._add(f"{stem}.{router}", getattr(layer.mlp, router).weight.data)
             for parameter, linears in parameters.items():
-                for expert, weight in enumerate(getattr(layer.mlp.experts, parameter).data):
-                    for linear, rows in zip(linears, weight.chunk(len(linears)), strict=True):
+                for expert, weight in enumerate(expert_weights(layer.mlp.experts, parameter)):
+                    for linear, rows in zip(linears, self._divided(weight, len(linears)), strict=True):
                         self._add(f"{stem}.experts.{expert}.{linear}", rows)
         self.folder.mkdir(parents=True, exist_ok=True)
         document = self._config.to_dict() | {"target_modules": sorted({key.split(".")[-3] for key in self._tensors})}
         document |= {"target_modules": fields.get("target_modules", document["target_modules"])}
         (self.folder / CONFIG_NAME).write_text(json.dumps(document, default=list))
         save_file(self._tensors, self.folder / WEIGHTS_NAME, metadata={"format": "pt"})
+
+    def _divided(self, weight: torch.Tensor, parts: int) -> list[torch.Tensor]:
+        """Return views of the rows of each linear: gpt-oss takes those of gate and up in turn."""
+        if self._family == "gpt_oss":
+            return [weight[part::parts] for part in range(parts)]
+        return list(weight.chunk(parts))
 
     @torch.no_grad()
     def _add(self, name: str, weight: torch.Tensor) -> None:
@@ -95,7 +104,7 @@ class OldMixtureAdapter:
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "plain": ({}, "nothing"),
     "rslora": ({"use_rslora": True}, "nothing"),
-    "regex": ({"target_modules": r"model\.layers.*(q_proj|gate|w\d|gate_proj|up_proj|down_proj)"}, "nothing"),
+    "regex": ({"target_modules": r"model\.layers.*(q_proj|gate|router|w\d|gate_proj|up_proj|down_proj)"}, "nothing"),
     "all-linear": ({"target_modules": "all-linear"}, "nothing"),
     "patterns": (
         {"rank_pattern": {"q_proj": 5, "w3": 4, "up_proj": 4}, "alpha_pattern": {"w1": 9, "gate_proj": 9, "gate": 2}},
@@ -110,7 +119,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_experts_as_linears_of_transformers_4_answer_as_merged(zoo: FormatZoo, case: str) -> None:
     fields, leave_out = CASES[case]
-    leave_out = ".gate_proj" if leave_out == ".w1" and zoo.family == "qwen3_moe" else leave_out
+    leave_out = ".gate_proj" if leave_out == ".w1" and zoo.family != "mixtral" else leave_out
     old = OldMixtureAdapter(zoo, case, fields, leave_out)
     assert renamed(zoo, case) is not None
     wanted = [greedy(old.merged, prompt) for prompt in PROMPTS]
@@ -119,10 +128,10 @@ def test_experts_as_linears_of_transformers_4_answer_as_merged(zoo: FormatZoo, c
 
 
 def test_experts_as_linears_are_read_by_peft_alike(zoo: FormatZoo) -> None:
-    """PEFT converts the same files itself, and reads what the renaming wrote."""
+    """PEFT converts the same files itself, but for gpt-oss, and reads what the renaming wrote."""
     old = OldMixtureAdapter(zoo, "for peft", {})
     renamed(zoo, "for peft")
-    for name in ("for peft", "for peft renamed"):
+    for name in ("for peft", "for peft renamed")[zoo.family == "gpt_oss" :]:
         model = peft.PeftModel.from_pretrained(zoo._base(), zoo.adapters / name).eval()
         assert [greedy(model, prompt) for prompt in PROMPTS] == [greedy(old.merged, prompt) for prompt in PROMPTS]
 
