@@ -11,6 +11,9 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
+from loramux.engine.execution.pooling import PooledVectors, Pooler
 from loramux.engine.memory.residency import Inspected, StoreJob
 from loramux.engine.messages import ModelFacts, TokenEvent
 from simulation.loop import current_loop, sleep
@@ -35,6 +38,19 @@ def next_token(digest: str | None, token_ids: Sequence[int]) -> int:
     return EOS if state % 24 == 0 else 97 + state // 24 % 14
 
 
+def hidden_state(digest: str | None, token_ids: Sequence[int]) -> tuple[float, float]:
+    """The state behind `token_ids`, with the adapter: small integers, whose sums are exact."""
+    state = zlib.crc32(repr((digest, *token_ids)).encode())
+    return float(state % 1009), float(state // 1009 % 1009)
+
+
+def vector_of(pooling: str, digest: str | None, token_ids: Sequence[int]) -> bytes:
+    """The vector of a whole prompt, by the definition."""
+    states = [hidden_state(digest, token_ids[: end + 1]) for end in range(len(token_ids))]
+    rows = torch.tensor(states, dtype=torch.float64)
+    return bytes((rows.mean(dim=0) if pooling == "mean" else rows[-1]).float().numpy().tobytes())
+
+
 class SimulatedRunner:
     """Takes `step_seconds` and a little for every token; checks each page that it reads."""
 
@@ -45,6 +61,7 @@ class SimulatedRunner:
         )
         self.places: dict[tuple[int, int], object] = {}
         self.steps = 0
+        self._pooler = Pooler(lambda slot: None)
         self._plan = plan
         self._store = store
 
@@ -54,13 +71,13 @@ class SimulatedRunner:
         self._run(step)
         rows = sum(chunk.length for chunk in step.chunks)
         seconds = self._plan.step_seconds * (1.0 + rows / 64)
-        sampling = list(step.sampling)
+        sampling, pooled = list(step.sampling), self._pool(step)
         if not self.runs_ahead:
             sleep(seconds)
             return SimpleNamespace(
                 sample=lambda: None,
                 prompt_events=lambda: [],
-                pooled_events=lambda: [],
+                pooled_events=pooled.events,
                 events=lambda: self._events(sampling),
             )
         ready_at = current_loop().time() + seconds
@@ -69,10 +86,19 @@ class SimulatedRunner:
             sleep(max(0.0, ready_at - current_loop().time()))
             return self._events(sampling)
 
-        return SimpleNamespace(sample=lambda: None, prompt_events=lambda: [], pooled_events=lambda: [], events=wait)
+        return SimpleNamespace(sample=lambda: None, prompt_events=lambda: [], pooled_events=pooled.events, events=wait)
 
     def forget(self, request_id: str) -> None:
-        pass
+        self._pooler.forget(request_id)
+
+    def _pool(self, step: Any) -> PooledVectors:
+        """Pool as the product does, over states that follow from the tokens alone."""
+        hidden = torch.zeros(sum(chunk.length for chunk in step.chunks), 2)
+        for first, chunk in step.pooled:
+            for row in range(chunk.length):
+                told = chunk.sequence.token_ids[: chunk.start + row + 1]
+                hidden[first + row] = torch.tensor(hidden_state(chunk.sequence.digest, told))
+        return self._pooler.pool(hidden, step.pooled)
 
     def _events(self, sampling: list[Any]) -> list[TokenEvent]:
         """The tokens of chunks, drafts accepted as far as they are those."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from loramux.records.service_tiers import ServiceTier
 
@@ -35,6 +35,8 @@ class Call:
     """An idempotency key."""
     service_tier: ServiceTier = "default"
     is_streamed: bool = True
+    pooling: Literal["last", "mean"] | None = None
+    """The prompts become vectors, and no answer is generated."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,20 @@ def make_plan(seed: int) -> Plan:
         validator_dies=0.3 if rough and rng.random() < 0.2 else 0.0,
     )
     own = random.Random(f"storage {seed}")
-    return _crowd_storage(plan, own) if own.random() < 0.3 else plan
+    return _pool_some(_crowd_storage(plan, own) if own.random() < 0.3 else plan)
+
+
+def _pool_some(plan: Plan) -> Plan:
+    """Turn some calls of every third seed into ones for vectors, drawn by a generator of their own."""
+    rng = random.Random(f"pooling {plan.seed}")
+    if rng.random() > 0.35:
+        return plan
+    fields: dict[str, Any] = {"n": 1, "stop": (), "is_streamed": False}
+    calls = [
+        replace(call, pooling=rng.choice(["last", "mean"]), **fields) if rng.random() < 0.5 else call
+        for call in plan.calls
+    ]
+    return replace(plan, calls=tuple(calls))
 
 
 def _crowd_storage(plan: Plan, rng: random.Random) -> Plan:

@@ -44,7 +44,7 @@ from loramux.settings import BaseSettings, EngineRange, Settings
 from loramux.usage import AnswerStorage, IdempotencyClaim, IdempotencyMismatch, StillRunning, UsageService
 from simulation.database import PEPPER, Faults, Template, seeded_names, simulated_database
 from simulation.loop import Queue, SimulationLoop, Thread, current_loop, sleep
-from simulation.model import SimulatedHost, SimulatedRunner, SimulatedStore, facts, next_token
+from simulation.model import SimulatedHost, SimulatedRunner, SimulatedStore, facts, next_token, vector_of
 from simulation.plan import Call, Plan, make_plan
 
 END_SECONDS = 300.0
@@ -77,6 +77,8 @@ class Outcome:
     """The client left before the end of an answer that is sent whole was recorded."""
     replayed: bool = False
     token_ids: dict[int, list[int]] = field(default_factory=dict)
+    vectors: dict[int, bytes] = field(default_factory=dict)
+    """By the prompt's number."""
     finish: dict[int, str] = field(default_factory=dict)
     generation: Any = None
 
@@ -344,6 +346,8 @@ class World:
         outcome.accepted_at = current_loop().time()
         count = 0
         async for delta in generation:
+            if delta.pooled:
+                outcome.vectors[delta.index] = delta.pooled
             outcome.token_ids.setdefault(delta.index, []).extend(delta.token_ids)
             if delta.finish_reason is not None:
                 outcome.finish[delta.index] = delta.finish_reason
@@ -363,7 +367,8 @@ class World:
             is_streamed=call.is_streamed,
             prompts=(call.prompt,) * call.prompts,
             sampling=SamplingParams(max_tokens=0),
-            max_tokens=call.max_tokens,
+            max_tokens=None if call.pooling else call.max_tokens,
+            pooling=call.pooling,
             n=call.n,
             stop=call.stop,
             deadline_ms=call.deadline_ms,
@@ -465,14 +470,17 @@ class World:
                 raise Violation(f"{outcome.request_id} is not in the ledger")
             return
         platform_failed = outcome.error in PLATFORM_FAILED
-        if outcome.error is None and not outcome.left and entry.output_tokens != outcome.received:
+        is_whole = outcome.error is None and not outcome.left
+        if is_whole and entry.input_tokens != outcome.call.prompts * len(context_of(outcome.call)):
+            raise Violation(f"{outcome.request_id} is billed {entry.input_tokens} tokens of its prompts")
+        if is_whole and entry.output_tokens != outcome.received:
             raise Violation(f"{outcome.request_id} got {outcome.received} tokens and is billed {entry.output_tokens}")
         if platform_failed and entry.output_tokens and not self.plan.database_outages:
             raise Violation(f"{outcome.request_id} failed by our fault and is billed {entry.output_tokens}")
         if outcome.left_unanswered:
             if entry.input_tokens or entry.output_tokens:
                 raise Violation(f"{outcome.request_id} could read nothing and is billed {entry.output_tokens}")
-            if not entry.waived_output_tokens and not self.plan.faults:
+            if not entry.waived_output_tokens and not self.plan.faults and outcome.call.pooling is None:
                 raise Violation(f"{outcome.request_id} was computed for nothing, and the ledger does not show it")
             return
         if not platform_failed and entry.output_tokens < outcome.received and not self.plan.faults:
@@ -484,8 +492,20 @@ class World:
     def _check_answer(self, outcome: Outcome) -> None:
         call = outcome.call
         digest = None if call.adapter is None else f"a{call.adapter}"
-        context = [257, *call.prompt.encode()] if isinstance(call.prompt, str) else list(call.prompt)
-        self._check_tokens(outcome, digest, context)
+        context = context_of(call)
+        if call.pooling is None:
+            self._check_tokens(outcome, digest, context)
+        else:
+            self._check_vectors(outcome, vector_of(call.pooling, digest, context))
+
+    def _check_vectors(self, outcome: Outcome, expected: bytes) -> None:
+        """Every prompt has the vector of its adapter, and an answer has all of them and no token."""
+        if any(found != expected for found in outcome.vectors.values()):
+            raise Violation(f"{outcome.request_id} has another vector than its prompt: {outcome.vectors}")
+        if outcome.error is None and not outcome.left and len(outcome.vectors) != outcome.call.prompts:
+            raise Violation(f"{outcome.request_id} has {len(outcome.vectors)} of {outcome.call.prompts} vectors")
+        if outcome.received:
+            raise Violation(f"{outcome.request_id} asked for vectors and got {outcome.received} tokens")
 
     def _check_tokens(self, outcome: Outcome, digest: str | None, context: list[int]) -> None:
         """The tokens are those that the adapter gives to the prompt."""
@@ -496,6 +516,11 @@ class World:
                 expected.append(token)
             if told != token_ids:
                 raise Violation(f"{outcome.request_id} choice {index} of {digest}: {token_ids}, expected {told}")
+
+
+def context_of(call: Call) -> list[int]:
+    """The tokens of a call's prompt."""
+    return [257, *call.prompt.encode()] if isinstance(call.prompt, str) else list(call.prompt)
 
 
 PLATFORM_FAILED = ("internal_error", "engine_unavailable", "server_draining", "adapter_failed", "RecordsUnavailable")
