@@ -10,6 +10,7 @@ from scheduler_harness import Harness
 
 from loramux.engine.memory.pages import OutOfPages, PagePool, PageUse
 from loramux.engine.request import ServiceClass
+from loramux.engine.scheduling.policy import Policy
 
 
 def test_prefill_is_chunked_under_the_token_budget_and_decode_goes_first() -> None:
@@ -113,7 +114,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.harness = Harness(num_pages=14, block_size=4, max_num_seqs=5, max_tokens=12)
+        policy = Policy(background_prefill_tokens=3)
+        self.harness = Harness(num_pages=14, block_size=4, max_num_seqs=5, max_tokens=12, policy=policy)
         self.sent: dict[str, int] = {}
         self.serving: dict[str, tuple[int, list[int]]] = {}
 

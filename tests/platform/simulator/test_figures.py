@@ -144,11 +144,15 @@ def test_slow_storage_is_not_noticed_by_tenants_whose_adapters_are_resident(size
         assert with_slow <= 1.03 * with_fast
 
 
-@sizes
-def test_batch_beside_chat_raises_the_interactive_first_token_by_at_most_a_tenth(size: str) -> None:
-    """Twice the lines that the window of batches lets through; the whole rise is prefill that a step shares."""
-    alone = simulate("batch-beside-chat", *shorter(size, 120), "clients.1.rate=0.001").per_tenant["chat"]
-    beside = simulate("batch-beside-chat", *shorter(size, 120)).per_tenant["chat"]
+@pytest.mark.parametrize(
+    "seconds",
+    [60, pytest.param(120, marks=pytest.mark.slow), pytest.param(600, marks=pytest.mark.slow)],
+)
+def test_batch_beside_chat_raises_the_interactive_first_token_by_at_most_a_tenth(seconds: int) -> None:
+    """Twice the lines that the window of batches lets through; what is left is rows that a step shares."""
+    length = f"duration_s={seconds}"
+    alone = simulate("batch-beside-chat", length, "clients.1.rate=0.0000001").per_tenant["chat"]
+    beside = simulate("batch-beside-chat", length).per_tenant["chat"]
     assert alone.ttft_ms.p99 is not None
     assert beside.ttft_ms.p99 is not None
     assert beside.ttft_ms.p99 <= 1.1 * alone.ttft_ms.p99
@@ -156,13 +160,14 @@ def test_batch_beside_chat_raises_the_interactive_first_token_by_at_most_a_tenth
 
 @sizes
 def test_shadows_beside_chat_move_the_first_token_of_the_shadowed_requests_by_little(size: str) -> None:
-    """The rise is prefill of a shadow in the step of a first token; between tokens there is none."""
+    """The rise is a shadow's row in the step of a first token, for its prompt comes last; between tokens there is
+    none."""
     alone = simulate("shadow-beside-chat", *shorter(size, 120), "clients.1.rate=0.001").per_tenant["chat"]
     both = simulate("shadow-beside-chat", *shorter(size, 120)).per_tenant
     assert both["shadow"].accepted > 100
     for before, after, most in (
         (alone.ttft_ms.p50, both["chat"].ttft_ms.p50, 1.03),
-        (alone.ttft_ms.p99, both["chat"].ttft_ms.p99, 1.06),
+        (alone.ttft_ms.p99, both["chat"].ttft_ms.p99, 1.03),
         (alone.itl_ms.p99, both["chat"].itl_ms.p99, 1.001),
     ):
         assert before is not None

@@ -28,7 +28,7 @@ from loramux.engine.scheduling.step import StepBuilder
 
 
 class Admission:
-    """Moves sequences between the queue and the batch. It keeps no state but that of the plan under way."""
+    """Moves sequences between the queue and the batch. Beside the plan under way it keeps how the latest one ended."""
 
     def __init__(self, state: SchedulerState, capacity: CapacityPolicy) -> None:
         self._state = state
@@ -42,6 +42,8 @@ class Admission:
         """The affinity window may hold a flow that adds no adapter to the batch."""
         self._any_sits_out = False
         """A running sequence has no row in this step, so that it may be suspended."""
+        self.is_blocked = False
+        """The latest plan ended with a head that waits for pages or a row, and not for tokens of a step."""
 
     def preempt_for_next(self) -> Flow | None:
         """Preempt, between two steps, the running sequences that must yield to the next one; return its flow.
@@ -78,6 +80,7 @@ class Admission:
         self._join_claimants(builder)
         if not (builder.chunks or self._state.running or self._residency.num_loading):
             self._make_room_for_first(builder)
+        self.is_blocked = self._blocked is not None and builder.tokens_left > 0
         self._queue.reset_skips()
 
     def _admit_next(self, flow: Flow, builder: StepBuilder) -> bool:
@@ -88,7 +91,7 @@ class Admission:
         if sequence is None:
             return False
         is_cold = self._is_cold(sequence)
-        if not is_cold and not self._may_join(sequence):
+        if not is_cold and (not self._may_join(sequence) or builder.is_background_full(sequence)):
             self._queue.skip(flow)
             return False
         if reason := self._capacity.never_fits(sequence):

@@ -241,6 +241,8 @@ class ClassCounter(VirtualTokenCounter):
     """A service class, and its tenants that wait."""
 
     tenants: FairQueue[Flow] = field(default_factory=FairQueue)
+    num_running: int = 0
+    """Sequences that hold memory."""
     ceiling: float = math.inf
     """A flow above it sits out this step (rule 2)."""
 

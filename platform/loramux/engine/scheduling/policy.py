@@ -52,6 +52,9 @@ class Policy:
     """Share of the pool that a tenant may hold, the guaranteed pages and the borrowed ones."""
     deadlines_ms: Mapping[ServiceClass, int] = field(default_factory=dict)
     """Milliseconds to the first token, for requests of a class that do not bring a deadline of their own."""
+    background_prefill_tokens: int = 128
+    """Prompt tokens of class batch in a step beside a class above it (`RequestQueue.background`). A GPU computes about
+    as many while it reads the weights for the decoding rows."""
     load_units_per_page: float = 1.0
     """Units that loading an adapter is charged: a page crosses the host link in about the time of one token's prefill
     (2 MiB at 50 GB/s against 16 GFLOP at 400 TFLOP/s: 42 and 40 microseconds)."""

@@ -11,6 +11,7 @@ below the class's start would be at the start on its return anyway (rule 1 of `f
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from itertools import islice
@@ -129,6 +130,31 @@ class RequestQueue:
 
     def _is_ahead(self, lower: ClassCounter, group: ClassCounter) -> bool:
         return lower.weight < group.weight and lower.projected_service > self._groups.entry(group)
+
+    def background(self, *, is_blocked: bool) -> tuple[ClassCounter, float] | None:
+        """Return class batch and its share of the step's tokens, where its prompts give way in the next step, else
+        None.
+
+        The first token of a batch's line is not waited for; but the rows beside its prompt wait for the step, and so
+        do requests that come meanwhile. So it gives way to the classes of larger weight that run, or that wait and may
+        join (`is_blocked`: none can). The share is 0, so that its prompts come after all others, until it is half of
+        `max_service_lead` behind them; then it is what the weights give it, so that it falls no further behind.
+        """
+        batch = self.classes[ServiceClass.BATCH]
+        if not batch.num_running and batch not in self._groups:
+            return None
+        above = [
+            group
+            for group in self.classes.values()
+            if group.weight > batch.weight
+            and group.ceiling > -math.inf  # one that sits out has no rows in the step
+            and (group.num_running or (group in self._groups and not is_blocked))
+        ]
+        if not above:
+            return None
+        if max(group.served for group in above) - batch.served <= self._policy.max_service_lead / 2:
+            return batch, 0.0
+        return batch, max(batch.weight / group.weight for group in above)
 
     def is_backlogged(self, flow: Flow) -> bool:
         """Does something of `flow` wait that could run?"""

@@ -176,9 +176,10 @@ class Scheduler:
         self._process_deadlines(now)
         self.queue.update_ceilings()
         priority_flow = self._admission.preempt_for_next()
-        builder = StepBuilder(state.limits.max_num_batched_tokens, state.limits.max_num_seqs)
-        self._schedule_running(builder)
+        builder = self._new_builder()
+        deferred = self._schedule_running(builder)
         self._admission.admit(builder, priority_flow)
+        self._schedule_deferred(builder, deferred)
         self.speculation.add_drafts(builder)
         self._note_starts(builder, now)
         self._settled_at = changes if not builder.chunks and changes == self.queue.num_changes else None
@@ -252,9 +253,20 @@ class Scheduler:
             self.state.counters.missed_deadlines += 1
             self.state.reject(sequence, self._deadlines.fault(sequence))
 
-    def _schedule_running(self, builder: StepBuilder) -> None:
+    def _new_builder(self) -> StepBuilder:
+        limits = self.state.limits
+        builder = StepBuilder(limits.max_num_batched_tokens, limits.max_num_seqs)
+        if found := self.queue.background(is_blocked=self._admission.is_blocked):
+            builder.background, share = found
+            least = self.state.policy.background_prefill_tokens
+            builder.background_left = max(least, math.ceil(share * limits.max_num_batched_tokens))
+            builder.background_is_last = not share
+        return builder
+
+    def _schedule_running(self, builder: StepBuilder) -> list[Sequence]:
         """Give rows to the sequences that were admitted earlier, and charge their flows.
 
+        Return those whose prompts come after the admission. Their rows and tokens of the background are kept for them.
         Attributes are read in place of properties: this is the part of a plan that grows with the rows.
         """
         size, state_pages = self.state.budget.block_size, self.state.budget.state_pages
@@ -271,6 +283,10 @@ class Scheduler:
                 builder.add_row(sequence, computed)
                 is_plain = computed >= sequence.num_prompt_tokens and not sequence.load_units
                 (decoding if is_plain else others).append(sequence)
+        deferred = []
+        if builder.background_is_last:
+            deferred = [s for s in prefilling if s.flow.group is builder.background]
+            prefilling = [s for s in prefilling if s.flow.group is not builder.background]
         for sequence in prefilling:
             length = builder.room_for(sequence)
             if length and sequence.pages and self._extend(sequence, sequence.num_computed + length, builder):
@@ -284,6 +300,24 @@ class Scheduler:
             if chunk := chunks.get(sequence):
                 units[sequence.flow] += sequence.take_cost(chunk.start, chunk.end)
         self.queue.charge_all(units)
+        builder.keep_for(deferred)
+        return deferred
+
+    def _schedule_deferred(self, builder: StepBuilder, deferred: list[Sequence]) -> None:
+        """Give the tokens that are left to running prompts of the background.
+
+        None of the rows beside them is preempted for that, since those are charged already. Only a step that would
+        hold nothing else takes pages as any other does.
+        """
+        builder.release_kept()
+        for sequence in deferred:
+            length = builder.room_for(sequence)
+            if not (length and builder.rows_left and sequence.pages) or sequence in builder.chunks:
+                continue  # no token is left, or it was preempted for one before it, and may have joined again
+            end = sequence.num_computed + length
+            if self.state.extend(sequence, end) or (not builder.chunks and self._extend(sequence, end, builder)):
+                self.queue.charge(sequence.flow, sequence.take_cost(sequence.num_computed, end))
+                builder.add(sequence, length)
 
     def _rows(self) -> list[Sequence]:
         """Running sequences, without those that are suspended or over the number of rows."""

@@ -100,6 +100,7 @@ class SchedulerState:
         sequence.units_at_start = sequence.units
         flow = sequence.flow
         flow.num_running += 1
+        flow.group.num_running += 1
         flow.num_pages += len(sequence.pages)
         if sequence.swap_slots:
             extended = self.extend(sequence, sequence.num_saved)
@@ -169,6 +170,7 @@ class SchedulerState:
         self.most_pages -= self.budget.pages_for(sequence.max_len)
         flow = sequence.flow
         flow.num_running -= 1
+        flow.group.num_running -= 1
         flow.num_pages -= len(sequence.pages)
         self.memory.cache.release(sequence)
         if sequence.digest is not None:

@@ -11,6 +11,7 @@ from operator import attrgetter
 
 import msgspec
 
+from loramux.engine.scheduling.fairness import ClassCounter
 from loramux.engine.scheduling.sequence import BASE_SLOT, Sequence
 
 __all__ = ["BASE_SLOT", "PENDING", "Chunk", "Step", "StepBuilder"]
@@ -115,6 +116,13 @@ class StepBuilder:
     tokens_left: int
     rows_left: int
     chunks: dict[Sequence, Chunk] = field(default_factory=dict)
+    background: ClassCounter | None = None
+    """The class whose prompts give way in this step."""
+    background_left: int = 0
+    """Tokens that are left to its prompts."""
+    background_is_last: bool = False
+    """Its prompts come after those of all others, also of those that join in this step."""
+    _kept: tuple[int, int] = (0, 0)
     scored_left: int = MAX_SCORED_ROWS
     joined: list[Sequence] = field(default_factory=list)
     """Those of them that were admitted in this plan."""
@@ -127,6 +135,8 @@ class StepBuilder:
     def room_for(self, sequence: Sequence) -> int:
         """Return how many of its next tokens the step has room for."""
         room = min(sequence.num_next, self.tokens_left)
+        if sequence.flow.group is self.background:
+            room = min(room, self.background_left)
         if sequence.num_scored < sequence.num_prompt_tokens - 1:
             return min(room, self.scored_left)
         return room
@@ -138,13 +148,32 @@ class StepBuilder:
         self.tokens_left -= 1
         self.rows_left -= 1
 
+    def keep_for(self, deferred: list[Sequence]) -> None:
+        """Keep rows, and tokens of the background, from those that join before `deferred` have theirs."""
+        tokens = min(self.background_left, sum(sequence.num_next for sequence in deferred))
+        self._kept = len(deferred), tokens
+        self.rows_left -= len(deferred)
+        self.background_left -= tokens
+
+    def release_kept(self) -> None:
+        """Give back what was kept."""
+        rows, tokens = self._kept
+        self.rows_left += rows
+        self.background_left += tokens
+
+    def is_background_full(self, sequence: Sequence) -> bool:
+        """Must `sequence` wait for the next step, because its class gives way and has had its tokens of this one?"""
+        return sequence.flow.group is self.background and not self.background_left
+
     def add(self, sequence: Sequence, length: int) -> None:
-        """Give `sequence` the next `length` of its tokens; it has the pages."""
+        """Give `sequence` the next `length` of its tokens, within `room_for`; it has the pages."""
         start = sequence.num_computed
         slot = sequence.slot if sequence.activation is None else sequence.slot_at(start)
         self.chunks[sequence] = Chunk(sequence, start, length, slot)
         self.tokens_left -= length
         self.rows_left -= 1
+        if sequence.flow.group is self.background:
+            self.background_left -= length
         if sequence.num_scored < sequence.num_prompt_tokens - 1:
             first, last = sequence.to_score(start, start + length)
             self.scored_left -= last - first
