@@ -78,6 +78,7 @@ class RemoteOpenAIServer:
         self._folder.mkdir()
         model_folder = with_context(taught() if is_taught else base(), length)
         if template := value_of(arguments, "--chat-template", ""):
+            model_folder = with_context(taught() if is_taught else base(), 2 * length)  # it cuts texts into more tokens
             model_folder = with_template(model_folder, Path(template))
         self._parser = PARSERS.get(value_of(arguments, "--tool-call-parser", "hermes"), "none")
         self._write_settings(model_folder)

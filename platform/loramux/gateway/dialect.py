@@ -121,7 +121,11 @@ class AnswerReader:
         self._held = ""
         """Text that may be the beginning of a marker."""
         self._is_blank = True
-        """The part has had no character but blanks; those at its beginning are not given out."""
+        """The part has had no character but blanks."""
+        self._blanks = ""
+        """Blanks at the beginning of a text that may be calls alone: given out with the first other character."""
+        self._is_behind_thought = in_thought
+        """A thought came first: its own blanks, and those behind it, are not given out."""
 
     @property
     def is_thinking(self) -> bool:
@@ -185,6 +189,7 @@ class AnswerReader:
         end = self._held.find(marker)
         if end >= 0:
             given = self._give(self._held[:end])
+            self._is_behind_thought |= self.is_thinking
             self._thought = None
             self._enter(following, self._held[end + len(marker) :])
             return given
@@ -199,7 +204,13 @@ class AnswerReader:
 
     def _give(self, text: str) -> AnswerParts:
         if self._is_blank and (self._dialect.thought or self._calls):
-            text = text.lstrip()
+            begun = text.lstrip()
+            if self.is_thinking or self._is_behind_thought:
+                text = begun
+            elif begun:
+                text, self._blanks = self._blanks + text, ""
+            else:
+                text, self._blanks = "", self._blanks + text
         self._is_blank &= not text
         return AnswerParts(thought=text) if self.is_thinking else AnswerParts(text=text)
 

@@ -14,6 +14,7 @@ A base of the settings file that does not load ends the server's start, as ever.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -371,6 +372,9 @@ class BaseLifecycle:
             group = EngineGroup(base, settings.of_base(base), self._launch or launcher_of(alone))
             self._groups[base.name] = group
             stack.push_async_callback(self._stop, base.name, group)
+            # Its module replaces itself at its end: a thread that imports it for the first time beside another may
+            # get the one that is not ready.
+            await asyncio.to_thread(importlib.import_module, "transformers")
             (description, tokenizer), facts = await asyncio.gather(self._describe(base), group.start())
             trials = GrammarTrials(tokenizer, facts)
             stack.callback(tokenizer.close)

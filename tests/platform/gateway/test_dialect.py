@@ -44,7 +44,7 @@ def test_calls_are_read_as_they_were_written(style, calls, text, indent, seed) -
     bodies = [json.dumps({"name": name, chosen.arguments: value}, indent=indent) for name, value in calls]
     written = chosen.begin + chosen.opening + chosen.separator.join(bodies) + chosen.closing if calls else ""
     _, content, found = read(reader(style), cut(text + written, seed))
-    assert content == text.lstrip()
+    assert content == text
     assert [(name, json.loads(value)) for name, value in found.values()] == calls
 
 
@@ -76,6 +76,16 @@ def test_thought_that_the_prompt_has_opened_needs_no_beginning(seed: int) -> Non
 
 def test_answer_without_a_thought_is_all_text() -> None:
     assert read(reader(thinks=True), ["<", "thin", "g> is hard <think>"]) == ("", "<thing> is hard <think>", {})
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_blanks_at_the_beginning_belong_to_a_text_and_not_to_calls_or_behind_a_thought(seed: int) -> None:
+    """A text is what its tokens say, as a client counts that joins them."""
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    assert read(reader("hermes"), cut(" \n 4096", seed))[1] == " \n 4096"
+    assert read(reader("hermes", thinks=True), cut(" \n 4096", seed))[1] == " \n 4096"
+    assert read(reader("hermes"), cut(f"\n\n{call}", seed))[1] == ""
+    assert read(reader(thinks=True), cut("<think>\n so\n</think>\n\n 4096", seed))[1] == "4096"
 
 
 def test_unfinished_parts_are_given_out_at_the_end() -> None:
