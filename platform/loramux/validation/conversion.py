@@ -8,10 +8,10 @@ from pathlib import Path
 import msgspec
 
 from loramux.errors import Rejection
-from loramux.validation.checkpoint_files import read_parameter
+from loramux.validation.checkpoint_files import BaseFiles
 from loramux.validation.jobs import ConversionJob, ConversionSetup
 from loramux.validation.report import NAMES_CHECK, Check, ValidationReport
-from loramux_adapters import AdapterRejected
+from loramux_adapters import AdapterRejected, BaseDescription
 from loramux_adapters.convert import convert_adapter, rename_adapter
 
 CONVERSION_CHECK = "conversion"
@@ -20,12 +20,13 @@ CONVERSION_CHECK = "conversion"
 def prepare(setup: bytes) -> Callable[[bytes], bytes]:
     """Return the function that does one job; the fork server calls this once."""
     served = msgspec.json.decode(setup, type=ConversionSetup)
-    return lambda job: msgspec.json.encode(convert(msgspec.json.decode(job, type=ConversionJob), served))
+    files = BaseFiles.of(served.model_dir, served.base, served.quantization)
+    return lambda job: msgspec.json.encode(convert(msgspec.json.decode(job, type=ConversionJob), served.base, files))
 
 
-def convert(job: ConversionJob, served: ConversionSetup) -> ValidationReport:
+def convert(job: ConversionJob, base: BaseDescription, files: BaseFiles) -> ValidationReport:
     """Convert or rename one folder and report; a refusal is part of the report."""
-    folder, into, check, base = Path(job.folder), Path(job.into), NAMES_CHECK, served.base
+    folder, into, check = Path(job.folder), Path(job.into), NAMES_CHECK
     try:
         renaming = rename_adapter(folder, into, base, job.limits)
         if renaming is not None:
@@ -35,9 +36,7 @@ def convert(job: ConversionJob, served: ConversionSetup) -> ValidationReport:
             )
             return ValidationReport(checks=(Check(name=check, outcome="passed"),), converted=how)
         check = CONVERSION_CHECK
-        conversion = convert_adapter(
-            folder, into, base, job.limits, lambda module: read_parameter(served.model_dir, f"{module}.weight")
-        )
+        conversion = convert_adapter(folder, into, base, job.limits, lambda module: files.parameter(f"{module}.weight"))
     except AdapterRejected as rejected:
         failed = Check(name=check, outcome="failed", detail=rejected.message)
         refusal = Rejection(code=rejected.code, field=rejected.field, message=rejected.message)

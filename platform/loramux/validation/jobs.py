@@ -8,6 +8,7 @@ import msgspec
 
 from loramux.settings import AdapterLimits
 from loramux_adapters import BaseDescription, Limits
+from loramux_kernels.quantized_weight import Quantization
 
 
 class FilesSetup(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +54,8 @@ class ConversionSetup(msgspec.Struct, frozen=True, kw_only=True):
 
     model_dir: str
     base: BaseDescription
+    quantization: Quantization = "none"
+    """How the base's weights are quantized when it is loaded."""
 
 
 class ConversionJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,6 +116,8 @@ class ParitySetup(msgspec.Struct, frozen=True, kw_only=True):
     """The most bytes of float32 weights of a larger base whose serving engine answers the check's prompts."""
     serving: str = "float32"
     """The serving engine's dtype."""
+    quantization: Quantization = "none"
+    """How the base's weights are quantized when it is loaded."""
 
 
 class EngineAnswer(msgspec.Struct, frozen=True, kw_only=True):

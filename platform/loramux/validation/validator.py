@@ -286,7 +286,7 @@ def _file_limits(settings: Settings) -> JobLimits:
 
 def _conversion_stage(settings: Settings, base: BaseDescription) -> _Stage:
     allowed = settings.validation
-    setup = ConversionSetup(model_dir=settings.model.path, base=base)
+    setup = ConversionSetup(model_dir=settings.model.path, base=base, quantization=settings.model.quantization)
     limits = JobLimits(
         allowed.conversion_memory_bytes,
         allowed.conversion_cpu_seconds,
@@ -314,6 +314,7 @@ def _parity_stage(settings: Settings, base: BaseDescription, dtype: str, engine_
         whole_model_bytes=allowed.parity_model_bytes,
         engine_bytes=engine_bytes,
         serving=dtype,
+        quantization=settings.model.quantization,
     )
     limits = JobLimits(
         allowed.parity_memory_bytes,

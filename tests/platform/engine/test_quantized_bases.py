@@ -12,7 +12,7 @@ from adapter_zoo import Asked, load, make_engine, serve
 from formats import FormatZoo
 from quantized import CHECKPOINTS, QuantizedZoo
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM
 
 from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.execution.checkpoint import load_checkpoint, weights_digest
@@ -108,7 +108,7 @@ def decoded(vector: dict) -> torch.Tensor:
 @pytest.mark.parametrize("name", VECTORS)
 def test_what_a_formats_own_library_saved_is_read_as_it_reads_it(name: str) -> None:
     config = CONFIGS[name] if name in CONFIGS else CHECKPOINTS[name][0]
-    form = format_of(PretrainedConfig(quantization_config=config))
+    form = format_of({"quantization_config": config})
     assert form is not None
     stored = {part: decoded(vector) for part, vector in VECTORS[name]["saved"].items()}
     wanted = decoded(VECTORS[name]["value"])
@@ -140,7 +140,7 @@ def test_nf4_made_at_load_is_what_bitsandbytes_makes(name: str, is_double: bool)
 )
 def test_quantized_checkpoint_without_a_parity_test_is_refused_by_name(config: dict, words: str) -> None:
     with pytest.raises(UnsupportedModel, match=words) as refused:
-        format_of(PretrainedConfig(quantization_config=config))
+        format_of({"quantization_config": config})
     assert "model.quantization" in str(refused.value)
 
 

@@ -76,7 +76,7 @@ def load_checkpoint(
     chosen = torch.float32 if dtype == "auto" and _is_emulated(getattr(config, "dtype", None), device) else None
     wanted = chosen or ("auto" if dtype == "auto" else getattr(torch, dtype))
     form: dict[str, Any] = {}
-    if (stored := None if _is_mxfp4(config) else format_of(config)) is not None:
+    if (stored := None if _is_mxfp4(config) else format_of(vars(config))) is not None:
         form = {"config": loading_config(config, stored)}
     elif _is_mxfp4(config):
         form = {"quantization_config": Mxfp4Config(dequantize=True)}
@@ -156,7 +156,7 @@ def read_config(directory: Path) -> PretrainedConfig:
             f"supported are {', '.join(sorted(SUPPORTED))}."
         )
     if not _is_mxfp4(config):
-        format_of(config)
+        format_of(vars(config))
     parts = (config, config.get_text_config())
     if any(getattr(p, "use_bidirectional_attention", False) or not getattr(p, "is_causal", True) for p in parts):
         raise UnsupportedModel(

@@ -49,12 +49,12 @@ class Format:
     """From what is stored, in_features and out_features. Raises ValueError with a reason."""
 
 
-def format_of(config: PretrainedConfig) -> Format | None:
+def format_of(config: Mapping[str, Any]) -> Format | None:
     """Return the format that `quantization_config` of config.json names; None where there is none.
 
     Raises UnsupportedModel for one that no test has held to PEFT's answers.
     """
-    fields: dict[str, Any] | None = getattr(config, "quantization_config", None)
+    fields: dict[str, Any] | None = config.get("quantization_config")
     if not fields:
         return None
     method = fields.get("quant_method") or ("bitsandbytes" if "load_in_4bit" in fields else "")

@@ -11,7 +11,7 @@ import torch
 from msgspec.structs import replace
 
 from loramux.errors import Rejection
-from loramux.validation.checkpoint_files import float32_bytes, read_parameter
+from loramux.validation.checkpoint_files import BaseFiles
 from loramux.validation.jobs import ParityJob, ParitySetup
 from loramux.validation.parity.layer_by_layer import StreamedModel, compare_answers
 from loramux.validation.parity.layers import compare_layers
@@ -47,6 +47,7 @@ class Comparison:
     """A base, loaded and ready to compare adapters on."""
 
     setup: ParitySetup
+    files: BaseFiles
     whole: WholeModel | None
     streamed: StreamedModel | None = None
     """Where the serving engine's answers are compared. It has no weights, so that a job's copy costs nothing."""
@@ -54,17 +55,19 @@ class Comparison:
     @classmethod
     def over(cls, setup: ParitySetup) -> Comparison:
         """Load the base whole if it is small enough; layers are read from the checkpoint job by job."""
-        size = float32_bytes(setup.model_dir)
-        if size <= setup.whole_model_bytes:
-            return cls(setup, WholeModel.load(setup))
-        return cls(setup, None, StreamedModel(setup) if size <= setup.engine_bytes else None)
+        files = BaseFiles.of(setup.model_dir, setup.base, setup.quantization)
+        if (size := files.float32_bytes) <= setup.whole_model_bytes:
+            return cls(setup, files, WholeModel.load(setup, files))
+        is_read_whole = setup.quantization == "none" or not setup.base.parameters  # experts are read as they are
+        streams = size <= setup.engine_bytes and is_read_whole
+        return cls(setup, files, None, StreamedModel(setup, files) if streams else None)
 
     def report(self, job: ParityJob) -> ValidationReport:
         """Compare one adapter and report."""
         try:
             if job.answers and self.streamed is not None:
-                return _report({TOKENS_CHECK: compare_answers(self.streamed, self.setup, job)})
-            check_base_copies(self.setup, job)
+                return self._report({TOKENS_CHECK: compare_answers(self.streamed, self.setup, job)})
+            check_base_copies(self.setup, self.files, job)
             return self._compare(job)
         except AdapterRejected as rejected:
             failed = Check(name="fits_the_base", outcome="failed", detail=rejected.message)
@@ -73,35 +76,35 @@ class Comparison:
 
     def _compare(self, job: ParityJob) -> ValidationReport:
         """Compare layers first: they are cheaper and more sensitive."""
-        layers = compare_layers(self.setup, job)
-        report = replace(_report({"parity_of_layers": layers}), warnings=_warnings(layers))
+        layers = compare_layers(self.setup, self.files, job)
+        report = replace(self._report({"parity_of_layers": layers}), warnings=_warnings(layers))
         if report.refusal is not None:
             return report
         if self.whole is not None:
-            return report.followed_by(_report({TOKENS_CHECK: self.whole.compare(job)}))
+            return report.followed_by(self._report({TOKENS_CHECK: self.whole.compare(job)}))
         if (task := task_of(job)) != "CAUSAL_LM":
             reason = f"the base is too large to be run whole, and an adapter of task type {task} gives no tokens"
-            return report.followed_by(_report({TOKENS_CHECK: NotRun(reason)}))
+            return report.followed_by(self._report({TOKENS_CHECK: NotRun(reason)}))
         plan = inspect_adapter(Path(job.served), self.setup.base, job.limits)
         if self.streamed is not None and plan.num_tokens is None and self.setup.base.vocabulary is not None:
             return replace(report, to_answer=tuple(prompts_of(job, plan, self.setup.base.vocabulary.num_tokens)))
         reason = "the adapter adds tokens to" if self.streamed is not None else "no setting has tokens compared on"
-        return report.followed_by(_report({TOKENS_CHECK: NotRun(f"{reason} a base that is too large to be run whole")}))
+        not_run = NotRun(f"{reason} a base that is too large to be run whole")
+        return report.followed_by(self._report({TOKENS_CHECK: not_run}))
+
+    def _report(self, verdicts: Mapping[str, Verdict | NotRun]) -> ValidationReport:
+        return ValidationReport(
+            checks=tuple(_check(name, verdict, self.files.precision) for name, verdict in verdicts.items()),
+            refusal=next((_refusal(v.fault) for v in verdicts.values() if isinstance(v, Verdict) and v.fault), None),
+        )
 
 
-def _report(verdicts: Mapping[str, Verdict | NotRun]) -> ValidationReport:
-    return ValidationReport(
-        checks=tuple(_check(name, verdict) for name, verdict in verdicts.items()),
-        refusal=next((_refusal(v.fault) for v in verdicts.values() if isinstance(v, Verdict) and v.fault), None),
-    )
-
-
-def _check(name: str, verdict: Verdict | NotRun) -> Check:
+def _check(name: str, verdict: Verdict | NotRun, precision: str) -> Check:
     if isinstance(verdict, NotRun):
         return Check(name=name, outcome="not_run", detail=verdict.reason)
     if verdict.fault is not None:
         return Check(name=name, outcome="failed", detail=verdict.fault.sentence, figures=verdict.figures)
-    return Check(name=name, outcome="passed", detail=verdict.method, figures=verdict.figures)
+    return Check(name=name, outcome="passed", detail=f"{verdict.method}, {precision}", figures=verdict.figures)
 
 
 def _refusal(fault: ParityFault) -> Rejection:
@@ -115,14 +118,14 @@ def _warnings(layers: Verdict | NotRun) -> tuple[ReportWarning, ...]:
     return ()
 
 
-def check_base_copies(setup: ParitySetup, job: ParityJob) -> None:
+def check_base_copies(setup: ParitySetup, files: BaseFiles, job: ParityJob) -> None:
     """Raise AdapterRejected (`base_differs`, `copy_differs`) unless copies in the file equal their originals."""
     path = Path(job.served) / WEIGHTS_NAME
     header = read_header(path)
     plan = plan_adapter(read_config(Path(job.served)), header, setup.base, job.limits)
     _check_repeats(path, plan, header)
     for copy in plan.copies:
-        own = _own(setup, copy)
+        own = _own(setup, files, copy)
         if own is None or copy.key not in header.tensors:
             continue
         only = replaced(header, tensors={copy.key: header.tensors[copy.key]})
@@ -143,10 +146,10 @@ def _alone(plan: AdapterPlan, copy: BaseCopy) -> AdapterPlan:
     return replaced(plan.on(()), copies=(copy,), repeats=())
 
 
-def _own(setup: ParitySetup, copy: BaseCopy) -> torch.Tensor | None:
+def _own(setup: ParitySetup, files: BaseFiles, copy: BaseCopy) -> torch.Tensor | None:
     """Read the checkpoint's matrix. A tied base may have saved it under either name."""
     vocabulary = setup.base.vocabulary
     assert isinstance(vocabulary, VocabularyShape), "a base without a vocabulary has no copies of it"
     names = (copy.module, vocabulary.embedding, vocabulary.head) if vocabulary.tied else (copy.module,)
-    found = (read_parameter(setup.model_dir, f"{name}.weight") for name in names)
+    found = (files.parameter(f"{name}.weight") for name in names)
     return next((matrix for matrix in found if matrix is not None), None)

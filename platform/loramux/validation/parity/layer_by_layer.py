@@ -17,7 +17,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from loramux.validation.checkpoint_files import read_parameter
+from loramux.validation.checkpoint_files import BaseFiles
 from loramux.validation.jobs import EngineAnswer, ParityJob, ParitySetup
 from loramux.validation.parity.verdict import (
     LOGPROB_TOLERANCE,
@@ -82,8 +82,9 @@ def compare_answers(streamed: StreamedModel, setup: ParitySetup, job: ParityJob)
 class StreamedModel:
     """A model whose base weights are read when they are needed."""
 
-    def __init__(self, setup: ParitySetup) -> None:
+    def __init__(self, setup: ParitySetup, files: BaseFiles) -> None:
         self._setup = setup
+        self._files = files
         config = AutoConfig.from_pretrained(setup.model_dir)
         with init_empty_weights(include_buffers=False):
             self._model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -162,7 +163,7 @@ class StreamedModel:
             tied = [f"{vocabulary.embedding}.weight", f"{vocabulary.head}.weight"]
             candidates += tied if name in tied else []
         for candidate in candidates:
-            found = read_parameter(self._setup.model_dir, candidate)
+            found = self._files.parameter(candidate)
             if found is not None and found.shape == parameter.shape:
                 return found.float()
         raise _Missing(name)

@@ -12,7 +12,7 @@ import peft
 import torch
 from torch import nn
 
-from loramux.validation.checkpoint_files import read_linear
+from loramux.validation.checkpoint_files import BaseFiles
 from loramux.validation.jobs import ParityJob, ParitySetup
 from loramux.validation.parity.verdict import (
     OUTPUTS_NOT_FINITE,
@@ -60,7 +60,7 @@ class Measured(NamedTuple):
     finite: bool
 
 
-def compare_layers(setup: ParitySetup, job: ParityJob) -> Verdict | NotRun:
+def compare_layers(setup: ParitySetup, files: BaseFiles, job: ParityJob) -> Verdict | NotRun:
     """Compare every adapted linear of the first, the middle and the last layer that the adapter touches.
 
     Memory: only linears that read the same input are held together.
@@ -72,7 +72,7 @@ def compare_layers(setup: ParitySetup, job: ParityJob) -> Verdict | NotRun:
         return NotRun("the adapter changes no linear of a layer")
     measured: dict[str, Measured] = {}
     for names in _together(sampled):
-        linears = {} if _too_large(names, setup) else _read(setup.model_dir, names)
+        linears = {} if _too_large(names, setup) else _read(files, names)
         if not linears:
             continue
         theirs = _peft_outputs(job.uploaded, linears)
@@ -103,8 +103,8 @@ def _too_large(names: Iterable[str], setup: ParitySetup) -> bool:
     return COPIES * sum(4 * shape.in_features * shape.out_features for shape in shapes) > setup.memory_bytes
 
 
-def _read(model_dir: str, names: Iterable[str]) -> dict[str, nn.Linear]:
-    linears = {name: read_linear(model_dir, name) for name in names}
+def _read(files: BaseFiles, names: Iterable[str]) -> dict[str, nn.Linear]:
+    linears = {name: files.linear(name) for name in names}
     return {name: linear for name, linear in linears.items() if linear is not None}
 
 

@@ -16,11 +16,13 @@ from peft.tuners.lora.variants import calculate_alora_offsets
 from transformers import AutoConfig, PreTrainedModel
 
 from loramux.engine.engine import build_engine
+from loramux.engine.execution.checkpoint import load_checkpoint
 from loramux.engine.execution.loader import LoadedModel, load_model
 from loramux.engine.execution.pooling import decoder_of
 from loramux.engine.messages import TokenEvent
 from loramux.engine.request import AdapterRef, Pooling, Request, SamplingParams
 from loramux.settings import EngineSettings, ModelSettings, SchedulerSettings, Settings
+from loramux.validation.checkpoint_files import BaseFiles
 from loramux.validation.jobs import ParityJob, ParitySetup
 from loramux.validation.parity.verdict import (
     LOGPROB_TOLERANCE,
@@ -41,10 +43,11 @@ from loramux_adapters import (
     inspect_adapter,
     read_header,
 )
-from loramux_adapters.base import auto_class
+from loramux_adapters.base import EXPERT_PARAMETERS, auto_class, expert_weights, mixtures
 from loramux_adapters.config import Task
 from loramux_adapters.validate import read_config
 from loramux_adapters.weights import read_tensor
+from loramux_kernels.quantized_weight import quantize
 
 PROMPT_LENGTHS = (3, 21)
 OUTPUT_TOKENS = 12
@@ -84,13 +87,14 @@ class WholeModel:
     base: BaseDescription
 
     @classmethod
-    def load(cls, setup: ParitySetup) -> WholeModel:
+    def load(cls, setup: ParitySetup, files: BaseFiles) -> WholeModel:
         """Load both copies from the checkpoint."""
-        config = AutoConfig.from_pretrained(setup.model_dir)
-        reference = auto_class(config).from_pretrained(setup.model_dir, dtype=torch.float32).eval()
+        reference = _reference(setup, files)
         weight_bytes = sum(parameter.numel() * 4 for parameter in reference.parameters())
         settings = Settings(
-            model=ModelSettings(path=setup.model_dir, served_model_name="base", dtype="float32"),
+            model=ModelSettings(
+                path=setup.model_dir, served_model_name="base", dtype="float32", quantization=setup.quantization
+            ),
             engine=EngineSettings(
                 device="cpu",
                 num_threads=1,
@@ -171,6 +175,26 @@ class WholeModel:
         tensors = read_header(Path(job.served) / WEIGHTS_NAME).tensors.values()
         needed = sum(4 * math.prod(tensor.shape) for tensor in tensors)
         return 2 * needed > (self.settings.engine.pool_bytes or 0)
+
+
+def _reference(setup: ParitySetup, files: BaseFiles) -> PreTrainedModel:
+    """Load the base in float32 for PEFT, with the weights that quantized linears stand for."""
+    if files.form is None:
+        config = AutoConfig.from_pretrained(setup.model_dir)
+        model: PreTrainedModel = auto_class(config).from_pretrained(setup.model_dir, dtype=torch.float32).eval()
+    else:
+        model = load_checkpoint(Path(setup.model_dir), "float32", torch.device("cpu")).eval()
+    if files.form is None and files.quantization == "none":
+        return model
+    for name in setup.base.modules:
+        if (linear := files.linear(name)) is not None:
+            parent, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(parent), attribute, linear)
+    if files.quantization != "none":
+        for weights in (expert_weights(one.module.experts, p) for one in mixtures(model) for p in EXPERT_PARAMETERS):
+            for expert in weights:
+                expert.copy_(quantize(expert, files.quantization).dequantize())
+    return model
 
 
 def task_of(job: ParityJob) -> Task:
