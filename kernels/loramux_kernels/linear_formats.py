@@ -8,12 +8,13 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 from torch.nn import functional
 
-from loramux_kernels.device import zeros_in_large_pages
+from loramux_kernels.device import runs_triton, zeros_in_large_pages
 from loramux_kernels.native import multiplies_bf16_pairs, native_for, native_library
 from loramux_kernels.native.abi import CODINGS, DTYPES, CodedWeightsAbi
 from loramux_kernels.processor import has_bf16_tiles
@@ -137,16 +138,19 @@ class Coded:
     stretch = 256
 
     def __init__(self, weights: Sequence[QuantizedWeight], bias: torch.Tensor | None) -> None:
-        self._weights: list[QuantizedWeight] | None = list(weights)
+        whole = _joined(weights)
+        self._weight: QuantizedWeight | None = whole
         self._bias = None if bias is None else bias.float()
         self._order = weights[0].order
         self._columns = sum(weight.shape[0] for weight in weights)
         self.num_bytes = sum(weight.nbytes for weight in weights)
-        self._native = native_library() if weights[0].codes.device.type == "cpu" else None
-        if self._native is not None and (group := self._native_group(weights[0])) is not None:
-            unit = self._native.loramux_coded_unit(CODINGS[weights[0].coding])
-            self._pack([weight.regrouped(group) if group != weight.group else weight for weight in weights], unit)
-            self._weights = None  # held as panels
+        self._native = None if runs_triton(whole.codes) or whole.codes.is_cuda else native_library()
+        if self._native is not None and (group := self._native_group(whole)) is not None:
+            unit = self._native.loramux_coded_unit(CODINGS[whole.coding])
+            self._pack(whole.regrouped(group) if group != whole.group else whole, unit)
+            self._weight = None  # held as panels
+        if self._weight is not None:
+            self._values = torch.tensor(TABLES.get(weights[0].coding, (0.0,)), device=self._weight.codes.device)
 
     def _native_group(self, weight: QuantizedWeight) -> int | None:
         """Return the group in which the C++ operator reads `weight`; None where it cannot."""
@@ -155,32 +159,30 @@ class Coded:
         group = math.gcd(weight.group, self.stretch)
         return group if group >= MIN_NATIVE_GROUP else None
 
-    def _pack(self, weights: Sequence[QuantizedWeight], unit: int) -> None:
+    def _pack(self, weight: QuantizedWeight, unit: int) -> None:
         """Make panels `[panels, in_features / unit, panel, unit]` of codes, and scales `[groups, columns]`."""
-        first, columns = weights[0], -(-self._columns // self.panel) * self.panel
-        codes = torch.cat([weight.codes for weight in weights])
-        unit = 1 if is_nibbles(first.coding) else unit  # two codes in a byte are a unit
+        codes, columns = weight.codes, -(-self._columns // self.panel) * self.panel
+        unit = 1 if is_nibbles(weight.coding) else unit  # two codes in a byte are a unit
         padded = functional.pad(codes, (0, -codes.shape[1] % unit, 0, columns - len(codes)))
         panels = padded.view(-1, self.panel, padded.shape[1] // unit, unit).transpose(1, 2)
         self._packed = zeros_in_large_pages(padded.numel(), torch.uint8).view(panels.shape).copy_(panels)
-        scales = torch.cat([weight.scales for weight in weights])
-        self._scales = _by_groups(scales, columns)
-        offsets = [weight.offsets for weight in weights if weight.offsets is not None]
-        self._offsets = _by_groups(torch.cat(offsets) * scales, columns) if offsets else None
-        self._values = torch.tensor(TABLES[first.coding]) if first.coding in TABLES else None
-        group = first.group if first.group < first.in_features else -(-first.in_features // self.stretch) * self.stretch
-        self._coding = CODINGS[first.coding]
+        self._scales = _by_groups(weight.scales, columns)
+        self._offsets = None if weight.offsets is None else _by_groups(weight.offsets * weight.scales, columns)
+        self._values = torch.tensor(TABLES.get(weight.coding, (0.0,)))
+        width, group = weight.in_features, weight.group
+        group = group if group < width else -(-width // self.stretch) * self.stretch
+        self._coding = CODINGS[weight.coding]
         self._abi = CodedWeightsAbi(
             *(None if t is None else t.data_ptr() for t in (self._packed, self._scales, self._offsets, self._values)),
-            *(first.in_features, group, columns),
+            *(width, group, columns),
         )
         held = (self._packed, self._scales, self._offsets, self._order)
         self.num_bytes = sum(tensor.nbytes for tensor in held if tensor is not None)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply; see LinearFormat."""
-        if self._weights is not None:
-            return self._multiply_dequantized(x)
+        if self._weight is not None:
+            return self._multiply_dequantized(x) if not runs_triton(x) else self._multiply_on_gpu(x)
         assert self._native is not None, "packed for it"
         if native_for(x) is None:
             return self(x.float()).to(x.dtype)
@@ -198,11 +200,33 @@ class Coded:
         )
         return y
 
+    def _multiply_on_gpu(self, x: torch.Tensor) -> torch.Tensor:
+        # Only where it runs: it needs triton.
+        from loramux_kernels.cuda.coded_linear import coded_linear
+
+        assert self._weight is not None, "not packed"
+        if self._order is not None:
+            x = x[:, self._order]
+        return coded_linear(x if x.stride(1) == 1 else x.contiguous(), self._weight, self._values, self._bias)
+
     def _multiply_dequantized(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply by each weight in turn, dequantized for this call, in float32."""
-        assert self._weights is not None, "not packed"
-        y = torch.cat([functional.linear(x.float(), weight.dequantize()) for weight in self._weights], dim=-1)
-        return (y if self._bias is None else y + self._bias).to(x.dtype)
+        """Multiply by the weight, dequantized for this call, in float32."""
+        assert self._weight is not None, "not packed"
+        y = functional.linear(x.float(), self._weight.dequantize(), self._bias)
+        return y.to(x.dtype)
+
+
+def _joined(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """Return weights of one form as one, their outputs one after the other."""
+    if len(weights) == 1:
+        return weights[0]
+    offsets = [weight.offsets for weight in weights if weight.offsets is not None]
+    return replace(
+        weights[0],
+        codes=torch.cat([weight.codes for weight in weights]),
+        scales=torch.cat([weight.scales for weight in weights]),
+        offsets=torch.cat(offsets) if offsets else None,
+    )
 
 
 def _by_groups(values: torch.Tensor, columns: int) -> torch.Tensor:

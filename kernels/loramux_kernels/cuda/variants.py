@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from loramux_kernels.cuda.coded_linear import prepare_coded_linear
 from loramux_kernels.cuda.gated import prepare_gated
 from loramux_kernels.cuda.kv_cache import prepare_write_kv
 from loramux_kernels.cuda.launch import Launch
@@ -19,6 +20,7 @@ from loramux_kernels.cuda.rms_norm import prepare_rms_norm
 from loramux_kernels.cuda.rope import prepare_rope
 from loramux_kernels.cuda.sampling import prepare_sample
 from loramux_kernels.cuda.token_mask import prepare_forbid
+from loramux_kernels.quantized_weight import Coding, QuantizedWeight, is_nibbles
 from loramux_kernels.tables import (
     AttentionBatch,
     KvLayer,
@@ -44,7 +46,7 @@ class Variant:
 def all_variants() -> list[Variant]:
     """Return every variant that has to compile."""
     return [
-        *(*_lora(), *_rescale(), *_attention(), *_write_kv(), *_between_linears()),
+        *(*_lora(), *_rescale(), *_attention(), *_write_kv(), *_between_linears(), *_coded()),
         *(*_sampling(), *_token_mask()),
     ]
 
@@ -142,6 +144,22 @@ def _between_linears() -> Iterator[Variant]:
             query, key, value, rotation, layer, torch.zeros(4, dtype=torch.int64), head_norm, head_norm
         )
         yield Variant(f"rope-{rotary}-of-{dim}" + ("-normed" if normed else ""), launch)
+
+
+def _coded() -> Iterator[Variant]:
+    bias, values = torch.empty(4096), torch.empty(16)
+    forms: tuple[tuple[Coding, int, bool], ...] = (
+        *(("int8", 4096, False), ("int4", 128, True), ("nf4", 64, False), ("fp8", 4096, False)),
+    )
+    for coding, group, has_offsets in forms:
+        codes = torch.empty(4096, 2048 if is_nibbles(coding) else 4096, dtype=torch.uint8)
+        scales = torch.empty(4096, 4096 // group)
+        weight = QuantizedWeight(coding, codes, scales, group, 4096, scales if has_offsets else None)
+        for rows in (4, 256):
+            for dtype in (torch.bfloat16, torch.float32):
+                x = torch.empty(rows, 4096, dtype=dtype)
+                launch = prepare_coded_linear(x, weight, values, bias, torch.empty_like(x))
+                yield Variant(f"coded-{coding}-{rows}-{_short(dtype)}", launch)
 
 
 def _sampling() -> Iterator[Variant]:

@@ -24,8 +24,9 @@ from loramux.gateway import open_platform
 from loramux.gateway.engine_questions import EngineQuestions
 from loramux.settings import AdapterLimits, EngineSettings, ModelSettings, Settings, ValidationSettings
 from loramux.validation import EngineAnswer, Unanswered, ValidationReport
+from loramux.validation.checkpoint_files import BaseFiles
 from loramux.validation.conversion import convert
-from loramux.validation.jobs import ConversionJob, ConversionSetup, ParityJob, ParitySetup
+from loramux.validation.jobs import ConversionJob, ParityJob, ParitySetup
 from loramux.validation.parity import layer_by_layer
 from loramux.validation.parity.comparison import Comparison
 from loramux_adapters import WEIGHTS_NAME, Limits, describe_base
@@ -105,7 +106,8 @@ def test_layer_by_layer_a_converted_kind_is_compared_with_the_original(zoo: Form
     served.mkdir()
     make_kind(zoo.base, uploaded, SERVED["hra"])
     job = ConversionJob(folder=str(uploaded), into=str(served), limits=Limits())
-    assert convert(job, ConversionSetup(model_dir=str(zoo.base), base=describe_base(zoo.base))).refusal is None
+    base = describe_base(zoo.base)
+    assert convert(job, base, BaseFiles.of(str(zoo.base), base)).refusal is None
     [check] = report_on(zoo, uploaded, served).checks
     assert (check.outcome, check.figures["differing"]) == ("passed", 0)
 

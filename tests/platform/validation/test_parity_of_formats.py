@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from loramux.settings import AdapterLimits
 from loramux.validation import ValidationReport
+from loramux.validation.checkpoint_files import BaseFiles
 from loramux.validation.conversion import convert
-from loramux.validation.jobs import ConversionJob, ConversionSetup, ParityJob, ParitySetup
+from loramux.validation.jobs import ConversionJob, ParityJob, ParitySetup
 from loramux.validation.parity.comparison import Comparison
 from loramux_adapters import WEIGHTS_NAME, Limits, describe_base
 
@@ -83,7 +84,8 @@ def test_parity_of_a_converted_kind_passes_against_the_original(
     served.mkdir()
     make_kind(zoo.base, uploaded, SERVED[name])
     job = ConversionJob(folder=str(uploaded), into=str(served), limits=Limits())
-    convert(job, ConversionSetup(model_dir=str(zoo.base), base=describe_base(zoo.base)))
+    base = describe_base(zoo.base)
+    convert(job, base, BaseFiles.of(str(zoo.base), base))
     report = compared(comparison, uploaded, served)
     assert report.refusal is None
     assert report.checks[-1].outcome == "passed"

@@ -1,0 +1,113 @@
+"""Semantics: y = x @ W.T + bias with W = scale * (value(code) - offset), decoded tile by tile while it is multiplied.
+
+A program computes a tile of y and walks along the inputs. It reads a tile of codes with the scales of its groups, makes
+weights of x's dtype of them in registers, and multiplies; sums are float32. Memory holds and gives codes only.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from loramux_kernels.cuda.launch import Launch
+from loramux_kernels.quantized_weight import TABLES, QuantizedWeight, is_nibbles
+
+FEW_ROWS = 16
+BLOCK_INPUTS = 64
+
+
+def coded_linear(
+    x: torch.Tensor, weight: QuantizedWeight, values: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Multiply `x` `[T, in_features]`, its inputs in the order of the codes, with `weight`; see `Coded`.
+
+    `values` float32`[16]` are the coding's table, or anything where it has none; `bias` float32`[out_features]`.
+    """
+    y = x.new_empty(x.shape[0], weight.shape[0])
+    if len(x):
+        prepare_coded_linear(x, weight, values, bias, y).run()
+    return y
+
+
+def prepare_coded_linear(
+    x: torch.Tensor, weight: QuantizedWeight, values: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor
+) -> Launch:
+    """The launch that fills `y`: a program for each tile of rows and columns."""
+    assert x.stride(1) == y.stride(1) == weight.codes.stride(1) == 1, "rows are contiguous"
+    rows, columns = y.shape
+    is_small = rows <= FEW_ROWS or x.dtype == torch.float32  # products of float32 keep a larger tile's sums twice
+    block_rows, block_columns = (FEW_ROWS, 32) if is_small else (64, 64)
+    arguments = {
+        "x": x,
+        "codes": weight.codes,
+        "scales": weight.scales,
+        "offsets": weight.scales if weight.offsets is None else weight.offsets,
+        "values": values,
+        "bias": weight.scales if bias is None else bias,
+        "y": y,
+        "rows": rows,
+        "x_row": x.stride(0),
+        "width": weight.in_features,
+        "columns": columns,
+        "codes_row": weight.codes.stride(0),
+        "groups": weight.scales.shape[1],
+        "group": weight.group,
+        "CODING": weight.coding,
+        "IS_TABLE": weight.coding in TABLES,
+        "IS_NIBBLES": is_nibbles(weight.coding),
+        "HAS_OFFSETS": weight.offsets is not None,
+        "HAS_BIAS": bias is not None,
+        "BLOCK_ROWS": block_rows,
+        "BLOCK_COLUMNS": block_columns,
+        "BLOCK_INPUTS": BLOCK_INPUTS,
+    }
+    grid = (triton.cdiv(rows, block_rows), triton.cdiv(columns, block_columns))
+    return Launch(_coded_linear, grid, arguments, num_warps=4 if is_small else 8, num_stages=2)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _coded_linear(
+    x: tl.tensor, codes: tl.tensor, scales: tl.tensor, offsets: tl.tensor, values: tl.tensor, bias: tl.tensor,
+    y: tl.tensor, rows: tl.tensor, x_row: tl.tensor, width: tl.tensor, columns: tl.tensor, codes_row: tl.tensor,
+    groups: tl.tensor, group: tl.tensor,
+    CODING: tl.constexpr, IS_TABLE: tl.constexpr, IS_NIBBLES: tl.constexpr, HAS_OFFSETS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
+) -> None:  # fmt: skip
+    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    is_row, is_column = row < rows, column < columns
+    x_rows = x + row.to(tl.int64)[:, None] * x_row
+    code_rows = codes + column.to(tl.int64)[None, :] * codes_row
+    of_groups = column.to(tl.int64)[None, :] * groups
+    total = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
+    for start in range(0, width, BLOCK_INPUTS):
+        k = start + tl.arange(0, BLOCK_INPUTS)
+        is_input = k < width
+        inside = is_input[:, None] & is_column[None, :]
+        if IS_NIBBLES:
+            both = tl.load(code_rows + (k // 2)[:, None], mask=inside, other=0).to(tl.int32)
+            code = (both >> ((k % 2) * 4)[:, None]) & 15
+        else:
+            code = tl.load(code_rows + k[:, None], mask=inside, other=0).to(tl.int32)
+        if IS_TABLE:
+            value = tl.load(values + code)
+        elif CODING == "int4":
+            value = (code - 8).to(tl.float32)
+        elif CODING == "int8":
+            value = ((code ^ 128) - 128).to(tl.float32)
+        else:  # E4M3: moved bits are a normal float's, and subnormals are counted in units of 2^-9
+            rest = code & 127
+            normal = ((rest << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+            value = tl.where(rest < 8, rest.to(tl.float32) * 0.001953125, normal)
+            value = tl.where(code > 127, -value, value)
+        at = of_groups + (k // group)[:, None]
+        if HAS_OFFSETS:
+            value = value - tl.load(offsets + at, mask=inside, other=0.0)
+        weight = value * tl.load(scales + at, mask=inside, other=0.0)
+        tile = tl.load(x_rows + k[None, :], mask=is_row[:, None] & is_input[None, :], other=0.0)
+        total = tl.dot(tile, weight.to(tile.dtype), total, input_precision="ieee")
+    if HAS_BIAS:
+        total += tl.load(bias + column, mask=is_column, other=0.0)[None, :]
+    at = y + row.to(tl.int64)[:, None] * columns + column[None, :]
+    tl.store(at, total.to(y.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])

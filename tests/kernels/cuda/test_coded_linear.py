@@ -1,0 +1,46 @@
+"""coded_linear as a Triton kernel, against the dequantized weight in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from loramux_kernels import PackedLinear
+from loramux_kernels.quantized_weight import QuantizedWeight, pack_nibbles
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3}
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("coding", ["int8", "int4", "nf4", "fp4", "fp8"])
+def test_coded_linear_of_ragged_shapes_equals_the_dequantized_weight(device, coding: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    for rows, width, out_features, group, has_offsets, is_ordered in (
+        (1, 64, (40,), 32, True, False),
+        (17, 150, (24, 33), 150, False, True),
+        (40, 96, (70,), 16, True, True),
+    ):
+        order = torch.randperm(width, device=device) if is_ordered else None
+        weights = [
+            random_weight(coding, out, width, group, has_offsets, order, torch.device(device)) for out in out_features
+        ]
+        bias = torch.randn(out_features[0], device=device, dtype=dtype)
+        linear = PackedLinear(weights, [bias, *[None] * (len(weights) - 1)])
+        x = torch.randn(rows, width, device=device).to(dtype)
+        wanted = torch.cat([x.double() @ weight.dequantize().double().T for weight in weights], -1)
+        wanted[:, : len(bias)] += bias
+        y = linear(x)
+        assert y.dtype == dtype
+        torch.testing.assert_close(y.double(), wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+def random_weight(coding, out, width, group, has_offsets, order, device) -> QuantizedWeight:
+    is_four_bits = coding in ("int4", "nf4", "fp4")
+    codes = torch.randint(0, 16 if is_four_bits else 256, (out, width), device=device)
+    if coding == "fp8":
+        codes[codes & 127 == 127] = 3  # not finite
+    codes = codes.to(torch.uint8)
+    largest = {"int8": 128, "int4": 8, "fp8": 448}.get(coding, 1) * width**0.5
+    scales = (torch.rand(out, -(-width // group), device=device) + 0.5) / largest
+    offsets = torch.randint(-3, 3, scales.shape, device=device).float() if has_offsets else None
+    return QuantizedWeight(coding, pack_nibbles(codes) if is_four_bits else codes, scales, group, width, offsets, order)
