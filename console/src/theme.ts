@@ -37,7 +37,14 @@ export const resolver: CSSVariablesResolver = (theme) => ({
   light: { "--mantine-color-dimmed": theme.colors.gray[7], "--mantine-color-placeholder": theme.colors.gray[7],
     ...Object.fromEntries(Object.entries(INKS).map(([color, ink]) => [`--mantine-color-${color}-light-color`, ink])),
   },
-  dark: { "--mantine-color-dimmed": theme.colors.dark[1], "--mantine-color-placeholder": theme.colors.dark[2] },
+  // the pale accent of badges and of the page that one is on: its own would be darker than the ground
+  dark: {
+    "--mantine-color-dimmed": theme.colors.dark[1],
+    "--mantine-color-placeholder": theme.colors.dark[2],
+    "--mantine-color-teal-light": "#12423b",
+    "--mantine-color-teal-light-hover": "#164d45",
+    "--mantine-color-teal-light-color": "#c9efe8",
+  },
 });
 
 export const theme = createTheme({

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
+from peft_uploads import CONFIG, WEIGHTS, make_adapter
 from site_fixture import Site
 
 from loramux.engine.messages import BatchRows, EngineMeters, EngineStats, Evictable, StepSample
@@ -32,6 +34,24 @@ def test_activity_has_steps_and_what_leaves_the_pool_next(site: Site, monkeypatc
     ]
     (next_,) = one["evictable"]
     assert (next_["kind"], next_["pages"], next_["value"]) == ("adapter", 5, 0.5)
+
+
+def test_activity_names_an_adapter_as_its_tenant_does(
+    site: Site, base_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with site.http("all-scopes") as http:
+        folder = make_adapter(base_dir, tmp_path)
+        files = {name: (name, (folder / name).read_bytes()) for name in (CONFIG, WEIGHTS)}
+        http.post("/v1/adapters", data={"name": "named"}, files=files).raise_for_status()
+        asked = http.post("/v1/completions", json={"model": "acme/named", "prompt": "hello", "max_tokens": 2})
+        assert asked.is_success
+        adapter = site.engine.requests[-1].adapter
+        assert adapter is not None
+        rows = [BatchRows(adapter.digest, ServiceClass.STANDARD, 1, 0)]
+        meters = EngineMeters(timeline=[StepSample(1.0, 1, 1, 0, rows)])
+        monkeypatch.setattr(site.engine, "stats", lambda: EngineStats(steps=1, meters=meters))
+        (step,) = http.get("/admin/activity").json()["data"][0]["timeline"]
+    assert [row["model"] for row in step["rows"]] == ["acme/named@1"]
 
 
 def test_operators_pages_are_for_operators(site: Site) -> None:

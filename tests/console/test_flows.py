@@ -7,12 +7,32 @@ import re
 from pathlib import Path
 
 import httpx
-from console_site import upload, visiting
+import pytest
+import sqlalchemy as sa
+from console_site import completed, upload, visiting
 from peft_uploads import CONFIG, WEIGHTS
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import Browser, Page, expect
 from site_fixture import Site
 
+from loramux.records.sessions import SessionRow
+from loramux_api import what_if
+
 SCRIPT = "<img src=x onerror=alert(1)>"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def judged(site: Site, folders: list[Path]) -> None:
+    """A guarded canary whose answers are rated badly, and those of the revision before well."""
+    for folder in folders:
+        upload(site, "acme", "guarded", files_of(folder))
+    weights = [{"revision": 1, "weight": 90}, {"revision": 2, "weight": 10}]
+    path = "/v1/adapters/guarded/aliases/default"
+    with site.http("all-scopes") as http:
+        http.put(path, json={"targets": weights}).raise_for_status()
+        http.put(f"{path}/guard", json={"measures": ["feedback"]}).raise_for_status()
+        for revision, score in ((1, 1.0), (2, 0.0)) * 20:
+            answer = completed(site, "all-scopes", f"acme/guarded@{revision}").json()
+            http.post(f"/v1/requests/{answer['id']}/feedback", json={"score": score}).raise_for_status()
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -197,6 +217,18 @@ def test_session_that_has_ended_leads_to_the_sign_in_page(browser: Browser, site
         expect(visit.page.get_by_label("API key")).to_be_visible()
 
 
+def test_session_that_has_expired_leads_to_the_sign_in_page(browser: Browser, site: Site) -> None:
+    with visiting(browser, site.url) as visit:
+        visit.sign_in(site.keys["no-models"])
+        engine = sa.create_engine(site.settings.records.url)
+        with engine.begin() as connection:
+            newest = sa.select(sa.func.max(SessionRow.created_at)).scalar_subquery()
+            connection.execute(sa.update(SessionRow).where(SessionRow.created_at == newest).values(expires_at=1))
+        engine.dispose()
+        visit.page.get_by_role("link", name="Adapters", exact=True).click()
+        expect(visit.page.get_by_label("API key")).to_be_visible()
+
+
 def test_sign_out_ends_the_session(browser: Browser, site: Site) -> None:
     with visiting(browser, site.url) as visit:
         visit.sign_in(site.keys["globex"])
@@ -213,3 +245,163 @@ def test_wrong_key_is_refused_in_words(browser: Browser, site: Site) -> None:
         visit.page.get_by_label("API key").fill(site.keys["revoked"])
         visit.page.get_by_role("button", name="Sign in").click()
         expect(visit.page.get_by_role("alert")).to_contain_text("revoked")
+
+
+def question_files(site: Site, name: str) -> None:
+    """Upload the questions of an evaluation as a customer's script would."""
+    lines = [json.dumps({"prompt": f"question {number}", "expected": f"question {number}"}) for number in range(4)]
+    with site.http("all-scopes") as http:
+        form = {"purpose": "evals"}
+        http.post("/v1/files", data=form, files={"file": (name, "\n".join(lines))}).raise_for_status()
+
+
+def test_release_is_protected_by_a_policy_a_guard_and_an_evaluation(
+    browser: Browser, site: Site, folders: list[Path]
+) -> None:
+    for folder in folders:
+        upload(site, "acme", "protected", files_of(folder))
+    with site.http("all-scopes") as http:
+        http.post("/v1/adapters/protected/aliases/default/rollback").raise_for_status()
+    question_files(site, "questions.jsonl")
+    with visiting(browser, site.url) as visit:
+        visit.sign_in(site.keys["all-scopes"])
+        page = visit.go("/adapters/protected", "protected")
+        page.get_by_role("button", name="Set a policy").click()
+        policy = page.get_by_role("dialog")
+        expect(policy.get_by_role("button", name="Save")).to_be_disabled()
+        policy.get_by_label("Answered requests, at least").fill("1000")
+        policy.get_by_label("Failed requests, at most").fill("2.5")
+        policy.get_by_role("switch", name="Its newest evaluation must not find it worse").check(force=True)
+        assert visit.barriers() == []
+        policy.get_by_role("button", name="Save").click()
+        expect(page.get_by_text("@2 may not take most requests")).to_be_visible()
+        with site.http("all-scopes") as http:
+            kept = http.get("/v1/adapters/protected/aliases/default/policy").json()["policy"]
+        assert kept == {"evaluation": {"margin": 0}, "min_requests": 1000, "max_error_rate": 0.025}
+
+        slider = page.get_by_role("slider")
+        slider.focus()
+        slider.press("End")
+        page.get_by_role("button", name="Promote @2").click()
+        expect(page.get_by_text("does not pass the release policy")).to_be_visible()
+        assert list(targets(site, "protected")) == [1]
+
+        page.get_by_role("switch", name="Take a canary back that is found worse").click(force=True)
+        expect(page.get_by_text("is taken back by itself")).to_be_visible()
+
+        page.get_by_role("tab", name="Evaluations").click()
+        page.get_by_role("button", name="Evaluate").click()
+        page.get_by_role("dialog").get_by_role("combobox", name="Questions").click()
+        page.get_by_role("option", name="questions.jsonl").click()
+        page.get_by_role("dialog").get_by_role("button", name="Evaluate").click()
+        expect(page.get_by_text("on 4 questions")).to_be_visible()
+
+        page.get_by_role("tab", name="Release").click()
+        page.get_by_role("button", name="Edit the policy").click()
+        expect(policy.get_by_label("Failed requests, at most")).to_have_value("2.5 %")
+        policy.get_by_role("button", name="Remove the policy").click()
+        expect(page.get_by_text("No release policy")).to_be_visible()
+
+
+def test_batch_is_made_watched_downloaded_and_cancelled(browser: Browser, site: Site) -> None:
+    def body(number: int) -> dict[str, object]:
+        return {"model": "tiny", "messages": [{"role": "user", "content": f"line {number}"}], "max_tokens": 9}
+
+    def line(number: int) -> str:
+        request = {"custom_id": f"r{number}", "method": "POST", "url": "/v1/chat/completions", "body": body(number)}
+        return json.dumps(request)
+
+    def run(page: Page, name: str, text: str) -> None:
+        page.locator("input[type=file]").set_input_files({"name": name, "mimeType": "", "buffer": text.encode()})
+        page.get_by_role("row", name=re.compile(name)).get_by_role("button", name="Run").click()
+        page.get_by_role("dialog").get_by_role("button", name="Run").click()
+        expect(page.get_by_text("The batch is being checked").last).to_be_visible()
+
+    with visiting(browser, site.url) as visit:
+        visit.sign_in(site.keys["all-scopes"])
+        page = visit.go("/batches", "Batches and files")
+        run(page, "good.jsonl", "\n".join(map(line, range(6))))
+        expect(page.get_by_text("6 of 6")).to_be_visible()
+        with page.expect_download() as download:
+            page.get_by_role("button", name="Answers").click()
+        answers = [json.loads(text) for text in Path(download.value.path()).read_text().splitlines()]
+        assert {one["custom_id"] for one in answers} == {f"r{number}" for number in range(6)}
+        run(page, "wrong.jsonl", line(1) + "\nnot JSON")
+        expect(page.get_by_text(re.compile("line 2", re.IGNORECASE)).first).to_be_visible()
+        site.engine.pause = 0.5
+        try:
+            run(page, "slow.jsonl", "\n".join(map(line, range(200))))
+            page.get_by_role("button", name="Cancel it").click()
+            page.get_by_role("dialog").get_by_role("button", name="Cancel it").click()
+            expect(page.get_by_text(re.compile("cancell(ing|ed)")).first).to_be_visible()
+        finally:
+            site.engine.pause = 0.0
+
+
+def test_operator_reconciles_the_ledger(browser: Browser, site: Site) -> None:
+    with visiting(browser, site.url) as visit:
+        visit.sign_in(site.keys["all-scopes"])
+        page = visit.go("/operator/ledger", "Ledger and sinks")
+        page.get_by_role("button", name="Reconcile now").click()
+        expect(page.get_by_text("entries verified")).to_be_visible()
+        expect(page.get_by_text("agrees", exact=True)).to_be_visible()
+        with site.http("all-scopes") as http:
+            head = http.get("/admin/ledger").json()["hash"]
+        expect(page.get_by_text(head)).to_be_visible()
+
+
+def test_operator_asks_the_planner_by_sliders(browser: Browser, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(what_if, "MAX_REQUESTS", 20)
+    with visiting(browser, site.url) as visit:
+        visit.sign_in(site.keys["all-scopes"])
+        page = visit.go("/operator/plan", "Planner")
+        for knob in ("Requests per second", "Adapters"):
+            slider = page.get_by_role("slider", name=knob)
+            slider.focus()
+            slider.press("Home")
+            slider.press("ArrowRight")
+        expect(page.get_by_text("Requests per second: 1", exact=True)).to_be_visible()
+        page.get_by_role("button", name="Make a plan").click()
+        expect(page.get_by_text("per million tokens")).to_be_visible(timeout=90_000)
+        assert page.get_by_label("Simulations").get_by_role("row").count() > 1
+
+
+def test_session_of_a_revoked_key_ends(browser: Browser, site: Site) -> None:
+    with site.http("all-scopes") as http:
+        made = http.post("/v1/keys", json={"name": "short-lived", "scopes": ["read", "usage"]}).json()
+        with visiting(browser, site.url) as visit:
+            visit.sign_in(made["key"])
+            http.delete(f"/v1/keys/{made['id']}").raise_for_status()
+            visit.page.get_by_role("link", name="Adapters", exact=True).click()
+            expect(visit.page.get_by_label("API key")).to_be_visible()
+
+
+def test_request_of_another_site_with_the_sessions_cookie_changes_nothing(browser: Browser, site: Site) -> None:
+    """A page of another origin posts a form and fetches with the victim's cookies; the token is not among them."""
+    with visiting(browser, site.url) as visit:
+        visit.sign_in(site.keys["all-scopes"])
+        own = "/v1/keys', {method: 'POST', headers: {'Content-Type': 'application/json'}, body: '{\"name\": \"csrf\"}'}"
+        without_token = f"fetch('{own}).then(answer => answer.status)"
+        assert visit.page.evaluate(without_token) == 403
+        attacker = visit.page.context.new_page()
+        attacker.route(
+            "http://attacker.test/**", lambda route: route.fulfill(body="<p>hello</p>", content_type="text/html")
+        )
+        attacker.goto("http://attacker.test/")
+        attacker.evaluate(
+            f"fetch('{site.url}{own.replace('application/json', 'text/plain')[:-1]}, mode: 'no-cors', "
+            "credentials: 'include'}).catch(() => 0)"
+        )
+    with site.http("all-scopes") as http:
+        assert "csrf" not in [key["name"] for key in http.get("/v1/keys").json()["data"]]
+
+
+def test_canary_that_its_guard_has_taken_back_is_in_the_history(browser: Browser, site: Site, judged: None) -> None:
+    """The last test: the guard has had the time of the others to look."""
+    with visiting(browser, site.url) as visit:
+        visit.sign_in(site.keys["all-scopes"])
+        page = visit.go("/adapters/guarded", "guarded")
+        expect(page.get_by_text("#4")).to_be_visible(timeout=60_000)
+        expect(page.get_by_text("@1 × 90", exact=True)).to_be_visible()
+        expect(page.get_by_text("canary", exact=True)).to_have_count(0)
+        expect(visit.go("/activity", "Activity").get_by_text("canary.rolled_back").first).to_be_visible()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, ConsoleMessage, Page, Playwright
+from playwright.sync_api import Browser, ConsoleMessage, Page, Playwright, expect
 from site_fixture import Site
 
 from loramux_api.console_files import ConsoleFiles
@@ -18,6 +18,7 @@ AXE = Path(__file__).parents[2] / "console/node_modules/axe-core/axe.min.js"
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 WAIT_MS = 30_000
 """Generous: a machine that runs other tests is slow."""
+expect.set_options(timeout=WAIT_MS)
 
 
 def ensure_console() -> None:

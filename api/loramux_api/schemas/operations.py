@@ -176,7 +176,7 @@ def plan_choices() -> PlanChoices:
 def activity_object(
     engine: str, base: str, meters: EngineMeters, models: Mapping[str, str], tenants: Mapping[str, str]
 ) -> ActivityObject:
-    """Return an engine's activity; `models` has names by digest, `tenants` by id."""
+    """Return an engine's activity; `models` has names by engine key, `tenants` by id."""
 
     def model_of(digest: str | None) -> str:
         if digest is None:

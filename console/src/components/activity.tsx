@@ -32,7 +32,7 @@ export function Timeline({ steps }: { steps: StepObject[] }) {
         </Text>
         <SegmentedControl size="xs" data={KINDS} value={kind} onChange={setKind} aria-label="Divide the steps by" />
       </Group>
-      <Suspense fallback={<Skeleton height={180} />}>
+      <Suspense fallback={<Skeleton height={180} aria-label="Loading" />}>
         <TimeBars label="Timeline of steps" hourly height={180} points={points} />
       </Suspense>
     </div>
@@ -62,6 +62,17 @@ function rates(steps: StepObject[]) {
   });
 }
 
+function Held({ kind, model }: { kind: string; model: string }) {
+  return (
+    <Group gap="xs" wrap="nowrap">
+      <Badge color={kind === "adapter" ? "indigo" : "teal"} style={{ flexShrink: 0 }}>
+        {kind === "adapter" ? "adapter" : "cached prefix"}
+      </Badge>
+      <span className="long">{model}</span>
+    </Group>
+  );
+}
+
 /** What goes when pages are needed, in order, and why. */
 export function Next({ evictable }: { evictable: ActivityObject["evictable"] }) {
   return (
@@ -85,7 +96,7 @@ export function Next({ evictable }: { evictable: ActivityObject["evictable"] }) 
           minWidth={620}
           columns={[
             { title: "", width: 40, number: true, cell: (one) => one.place + 1 },
-            { title: "What", cell: (one) => <><Badge color={one.kind === "adapter" ? "indigo" : "teal"} mr="xs">{one.kind === "adapter" ? "adapter" : "cached prefix"}</Badge>{one.model}</> },
+            { title: "What", width: 260, cell: (one) => <Held kind={one.kind} model={one.model} /> },
             { title: "Tenant", cell: (one) => one.tenant ?? "–" },
             { title: "Pages", width: 80, number: true, cell: (one) => format.count(one.pages) },
             { title: "Recent uses", width: 110, number: true, cell: (one) => one.recent_uses.toFixed(2) },

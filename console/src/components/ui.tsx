@@ -38,7 +38,7 @@ export function Page(properties: { title: string; about?: ReactNode; actions?: R
             {title}
           </Title>
           {about && (
-            <Text c="dimmed" mt={4} maw={720}>
+            <Text c="dimmed" mt={4} maw={820}>
               {about}
             </Text>
           )}

@@ -68,7 +68,7 @@ export function Adapters() {
             ) : (
               <>
                 <Listing rows={adaptersOf(page)} />
-                <Group justify="space-between" mt="md">
+                <Group justify="space-between" mt="md" display={path.length === 0 && !page.has_more ? "none" : undefined}>
                   <Button variant="default" disabled={path.length === 0} onClick={() => setPath(path.slice(0, -1))}>
                     Previous
                   </Button>

@@ -77,7 +77,7 @@ function Listing({ rows }: { rows: BatchObject[] }) {
         { title: "Batch", cell: (batch) => <><Text size="xs" ff="monospace">{batch.id}</Text>{batch.metadata && <Text size="xs" c="dimmed">{Object.entries(batch.metadata).map(([name, value]) => `${name}: ${value}`).join(", ")}</Text>}</> },
         { title: "State", width: 120, cell: (batch) => <State value={batch.status} /> },
         { title: "Lines", width: 190, cell: (batch) => <Lines batch={batch} /> },
-        { title: "Problem", cell: (batch) => (batch.errors?.data[0] ? <Text size="sm">{batch.errors.data[0].message}</Text> : null) },
+        { title: "Problem", cell: (batch) => <Problem errors={batch.errors?.data ?? []} /> },
         { title: "Since", width: 120, number: true, cell: (batch) => <When at={batch.created_at} /> },
         {
           title: "Action",
@@ -104,6 +104,18 @@ function Listing({ rows }: { rows: BatchObject[] }) {
         },
       ]}
     />
+  );
+}
+
+function Problem({ errors }: { errors: { line?: number | null; message: string }[] }) {
+  const first = errors[0];
+  if (first === undefined) return null;
+  return (
+    <Text size="sm">
+      {first.line != null && `Line ${format.count(first.line)}: `}
+      {first.message}
+      {errors.length > 1 && ` And ${format.count(errors.length - 1)} more.`}
+    </Text>
   );
 }
 

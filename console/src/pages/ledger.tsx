@@ -1,4 +1,4 @@
-import { Alert, Button, Code, SimpleGrid, Stack, Text } from "@mantine/core";
+import { Alert, Button, Code, Group, SimpleGrid, Stack, Text } from "@mantine/core";
 import { IconPlugConnected } from "@tabler/icons-react";
 import { useQuery, useQueryClient } from "@tanstack/react-query";
 import { useState } from "react";
@@ -72,8 +72,10 @@ function Proof({ ledger }: { ledger: LedgerObject }) {
         </Alert>
       )}
       <Section title="Head of the chain" about="Keep it outside: a ledger that was rewritten has another one.">
-        <Code className="long">{ledger.hash}</Code>
-        <Copy value={ledger.hash} label="Copy the hash" />
+        <Group gap="xs" wrap="nowrap">
+          <Code className="long">{ledger.hash}</Code>
+          <Copy value={ledger.hash} label="Copy the hash" />
+        </Group>
       </Section>
     </>
   );

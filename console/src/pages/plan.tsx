@@ -1,4 +1,4 @@
-import { Alert, Button, Progress, Select, SimpleGrid, Slider, Stack, Text } from "@mantine/core";
+import { Alert, Button, Group, Progress, Select, SimpleGrid, Slider, Stack, Text } from "@mantine/core";
 import { useMutation, useQuery } from "@tanstack/react-query";
 import { useState } from "react";
 import { api, unwrap, type PlanObject } from "../api/client";
@@ -13,8 +13,8 @@ const KNOBS = [
   { key: "adapters", label: "Adapters", values: [0, 1, 10, 50, 100, 500, 1000, 2000], start: 3 },
   { key: "rank", label: "Rank", values: [8, 16, 32, 64, 128], start: 1 },
   { key: "tenants", label: "Tenants", values: [1, 5, 20, 100, 500], start: 1 },
-  { key: "ttft_ms", label: "Goal: first token, P99, ms", values: [100, 250, 500, 1000, 2000, 5000], start: 3 },
-  { key: "itl_ms", label: "Goal: between two tokens, P99, ms", values: [10, 20, 50, 100, 200], start: 3 },
+  { key: "ttft_ms", unit: "ms", label: "Goal: first token, P99", values: [100, 250, 500, 1000, 2000, 5000], start: 3 },
+  { key: "itl_ms", unit: "ms", label: "Goal: between two tokens, P99", values: [10, 20, 50, 100, 200], start: 3 },
 ] as const;
 type Knob = (typeof KNOBS)[number]["key"];
 
@@ -42,6 +42,7 @@ export default function Plan() {
                 <div key={knob.key}>
                   <Text size="sm" mb={4}>
                     {knob.label}: <b className="figure">{format.count(knob.values[places[knob.key]]!)}</b>
+                    {"unit" in knob && ` ${knob.unit}`}
                   </Text>
                   <Slider
                     min={0}
@@ -55,9 +56,11 @@ export default function Plan() {
                 </div>
               ))}
             </SimpleGrid>
-            <Button mt="xl" loading={plan.isPending} onClick={() => plan.mutate()}>
-              Make a plan
-            </Button>
+            <Group justify="flex-end" mt="xl">
+              <Button loading={plan.isPending} onClick={() => plan.mutate()}>
+                Make a plan
+              </Button>
+            </Group>
           </Section>
         )}
       </Loaded>

@@ -186,7 +186,7 @@ function Side({ side, names, model, setModel, parameters, run, stop, noteRunning
             )}
           </Text>
         )}
-        <Group gap="xs" mih={26}>
+        <Group gap={6} mih={52} align="flex-start">
           {answer.model && <Badge color="gray">{answer.model}</Badge>}
           {answer.firstToken !== null && <Badge>first token {format.duration(answer.firstToken)}</Badge>}
           {answer.seconds !== null && answer.outputTokens > 1 && (

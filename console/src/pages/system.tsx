@@ -1,4 +1,4 @@
-import { Alert, Anchor, Badge, Group, SimpleGrid, Skeleton, Stack, Text, Tooltip } from "@mantine/core";
+import { Alert, Anchor, Badge, Center, Group, SimpleGrid, Skeleton, Stack, Text, Tooltip } from "@mantine/core";
 import { IconAlertTriangle, IconCircleCheck, IconServer2 } from "@tabler/icons-react";
 import { useQuery, useQueryClient } from "@tanstack/react-query";
 import { lazy, Suspense, useEffect, useState } from "react";
@@ -42,14 +42,22 @@ export default function System() {
             <Health overview={found} />
             <Now overview={found} rates={rates} />
             <Section title="Tokens per second" about="over the last minutes, all engines together">
-              <Suspense fallback={<Skeleton height={200} />}>
-                <TimeBars
-                  label="Tokens per second"
-                  hourly
-                  height={200}
-                  points={rates.map((one) => ({ at: one.at, values: { prompt: one.prompt, output: one.output, cached: one.cached } }))}
-                />
-              </Suspense>
+              {rates.length === 0 ? (
+                <Center h={200}>
+                  <Text size="sm" c="dimmed">
+                    The first figures come with the second reading.
+                  </Text>
+                </Center>
+              ) : (
+                <Suspense fallback={<Skeleton height={200} aria-label="Loading" />}>
+                  <TimeBars
+                    label="Tokens per second"
+                    hourly
+                    height={200}
+                    points={rates.map((one) => ({ at: one.at, values: { prompt: one.prompt, output: one.output, cached: one.cached } }))}
+                  />
+                </Suspense>
+              )}
             </Section>
             {found.engines.length === 0 && (
               <Empty icon={IconServer2} title="No base model is loaded">

@@ -26,7 +26,7 @@ from loramux.gateway.service import CompletionService, ServedBase
 from loramux.public_http import Resolver
 from loramux.records import RecordsUnavailable
 from loramux.records.adapters import names_of_digests
-from loramux.registry import BaseModels, Registry, RegistryError, open_registry
+from loramux.registry import BaseModels, Registry, RegistryError, engine_key, open_registry
 from loramux.settings import RecordsSettings, Settings, SettingsError, ensure_files
 from loramux.storage import BlobStore, Objects, StorageUnavailable, open_blobs, open_objects
 from loramux.tenants import Changes, Tenants, TenantsError, open_pepper, replace_pepper
@@ -106,10 +106,12 @@ class Platform:
         own = {base.name for base in self.settings.served_bases}
         return any(base.engines.has_ended for name, base in self.bases.items() if name in own)
 
-    async def model_names(self, digests: Collection[str]) -> dict[str, str]:
-        """Return the names of revisions by their digests, for operators: `tenant/adapter@3`."""
+    async def model_names(self, engine_keys: Collection[str]) -> dict[str, str]:
+        """Return the names of revisions by their names in the engine, for operators: `tenant/adapter@3`."""
+        digests = {key.partition("/")[0] for key in engine_keys}
         async with self.database.read() as session:
-            return await names_of_digests(session, digests)
+            names = await names_of_digests(session, digests)
+        return {engine_key(owner, digest): name for (digest, owner), name in names.items()}
 
     async def is_database_reachable(self) -> bool:
         """Return whether the database answers."""

@@ -335,14 +335,14 @@ class ExpiryRepository:
         return found + [Overdue(**row._mapping) for row in await self._session.execute(revisions)]
 
 
-async def names_of_digests(session: AsyncSession, digests: Collection[str]) -> dict[str, str]:
-    """Return `tenant/adapter@3` for each digest, the first name of several, of every tenant: for operators only."""
+async def names_of_digests(session: AsyncSession, digests: Collection[str]) -> dict[tuple[str, TenantId], str]:
+    """Return `tenant/adapter@3` for each digest and owner, the first name of several: for operators only."""
     statement = (
-        select(RevisionRow.digest, TenantRow.name, AdapterRow.name, RevisionRow.number)
+        select(RevisionRow.digest, RevisionRow.tenant_id, TenantRow.name, AdapterRow.name, RevisionRow.number)
         .join(AdapterRow, AdapterRow.id == RevisionRow.adapter_id)
         .join(TenantRow, TenantRow.id == RevisionRow.tenant_id)
         .where(among(session, RevisionRow.digest, digests))
         .order_by(TenantRow.name.desc(), AdapterRow.name.desc(), RevisionRow.number)
     )
     rows = (await session.execute(statement)).all() if digests else []
-    return {digest: f"{tenant}/{adapter}@{number}" for digest, tenant, adapter, number in rows}
+    return {(digest, owner): f"{tenant}/{adapter}@{number}" for digest, owner, tenant, adapter, number in rows}
