@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 
@@ -17,6 +19,7 @@ from loramux_adapters.extras import Ints, PagedRows, ResidentAdapter, StepExtras
 from loramux_adapters.layout import AdapterLayout, Block, Matrix, MatrixKind, lay_out, matrices_of
 from loramux_adapters.weights import AdapterWeights
 from loramux_kernels import NO_VECTORS, RANK_TILE, LoraTable, Segments
+from loramux_kernels.device import host_memory, stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +39,16 @@ class VectorTable:
     inputs: torch.Tensor
 
 
-def slot_bytes(num_sites: int, max_rank: int) -> int:
-    """Return the bytes of one slot in the tables: per site two offsets per tile, a rank, a scale and two offsets."""
-    return num_sites * (-(-max_rank // RANK_TILE) * 16 + 24)
+TABLE_SHARE = 0.02
+"""Share of a GPU's pool that the tables may take beside it."""
+
+
+def pages_per_slot(page_bytes: int, slot_bytes: int) -> int:
+    """Return the pages for which one slot is made, so that the tables take `TABLE_SHARE` of the pool at most.
+
+    An adapter takes at least as many: so slots never run out before pages do, which are all that is budgeted.
+    """
+    return max(1, math.ceil(slot_bytes / (TABLE_SHARE * page_bytes)))
 
 
 class AdapterBank:
@@ -58,11 +68,25 @@ class AdapterBank:
         max_slots: int,
         vocabulary: VocabularyShape | None = None,
     ) -> None:
-        self.pool = pool
         self.page_elements = page_elements
         self.sites = dict(sites)
-        shape, device = (max_slots, len(sites)), pool.device
-        tiles = (*shape, -(-max_rank // RANK_TILE))
+        self.max_rank = max_rank
+        self.use_pool(pool, max_slots)
+        self._vocabulary = vocabulary
+        self._held: dict[int, ResidentAdapter] = {}
+        self._lock = threading.Lock()
+        self._segments: Segments | None = None
+        self._extras: StepExtras | None = None
+
+    def use_pool(self, pool: torch.Tensor, max_slots: int) -> None:
+        """Serve from `pool` with `max_slots` slots, before any adapter is installed.
+
+        A GPU's pool is made after the base's linears were replaced by modules that know this bank: what they leave free
+        is the pool's.
+        """
+        self.pool = pool
+        shape, device = (max_slots, len(self.sites)), pool.device
+        tiles = (*shape, -(-self.max_rank // RANK_TILE))
         # Uninitialised on purpose: a row is written whole when its slot is taken; untouched memory is never committed.
         self.table = LoraTable(
             a_offsets=torch.empty(tiles, dtype=torch.int64, device=device),
@@ -71,19 +95,20 @@ class AdapterBank:
             scales=torch.empty(shape, dtype=torch.float32, device=device),
         )
         self.vectors = VectorTable(*(torch.empty(shape, dtype=torch.int64, device=device) for _ in range(2)))
-        self.max_rank = max_rank
-        self._vocabulary = vocabulary
         self._free_slots = list(range(max_slots - 1, -1, -1))
-        self._held: dict[int, ResidentAdapter] = {}
-        self._lock = threading.Lock()
+        self.least_pages = max(1, -(-len(pool) // self.page_elements // max(max_slots, 1)))
+        """Pages that an adapter takes at least."""
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._segments: Segments | None = None
-        self._extras: StepExtras | None = None
 
     @property
     def page_bytes(self) -> int:
         """Size of a page."""
         return self.page_elements * self.pool.element_size()
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot in the tables: per site two offsets a tile, a rank, a scale and two offsets."""
+        return len(self.sites) * (-(-self.max_rank // RANK_TILE) * 16 + 24)
 
     @property
     def num_tokens(self) -> int:
@@ -136,11 +161,37 @@ class AdapterBank:
                     f"{pair.module} has rank {pair.rank}; this server holds up to {self.max_rank}.",
                 )
         matrices = tuple(matrices_of(plan, self._vocabulary))
-        return lay_out(matrices, self.page_elements, self.pool.element_size())
+        layout = _layout_of(matrices, self.page_elements, self.pool.element_size())
+        return replace(layout, num_pages=max(layout.num_pages, self.least_pages))
 
-    def install(self, weights: AdapterWeights, layout: AdapterLayout, pages: list[int], slot: int | None = None) -> int:
+    def fence(self) -> torch.cuda.Event | None:
+        """Return the end of all steps that were launched so far; None where a launched step has ended."""
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.default_stream(self.pool.device))
+        return event
+
+    def blank_slot(self) -> int:
+        """Return a slot that changes no row, until an adapter is installed."""
+        assert not self._held, "the slot may be an adapter's"
+        slot = self._free_slots[0]
+        self.table.ranks[slot] = 0
+        for offsets in (self.vectors.columns, self.vectors.inputs):
+            offsets[slot] = NO_VECTORS
+        return slot
+
+    def install(
+        self,
+        weights: AdapterWeights,
+        layout: AdapterLayout,
+        pages: list[int],
+        fence: torch.cuda.Event | None = None,
+        slot: int | None = None,
+    ) -> int:
         """Copy an adapter, fitted to the base, into `pages` and return the slot that serves it.
 
+        `fence`: taken after the steps that may still read what the pages held; None: the steps launched by now may.
         `slot` is that of rank 0, where this bank is another rank's: slots are then taken there alone.
         """
         assert not weights.magnitudes, "fit_to_base turns them into columns"
@@ -148,8 +199,12 @@ class AdapterBank:
         is_own = slot is None
         slot = self._take_slot() if slot is None else slot
         try:
-            with self._beside_steps():
-                self._copy(weights, layout, pages)
+            image = self._image(weights, layout) if self._stream is not None else None
+            with self._beside_steps(fence):
+                if image is None:
+                    self._copy_blocks(weights, layout, pages)
+                else:
+                    self._copy_pages(image, pages)
                 self._write_rows(slot, weights, layout, pages)
                 self._held[slot] = self._describe(weights, layout, pages)
         except BaseException:
@@ -158,11 +213,27 @@ class AdapterBank:
             raise
         return slot
 
-    def _copy(self, weights: AdapterWeights, layout: AdapterLayout, pages: list[int]) -> None:
+    def _copy_blocks(self, weights: AdapterWeights, layout: AdapterLayout, pages: list[int]) -> None:
         for block in layout.blocks:
             start = self._start(block, pages)
             target = self.pool[start : start + block.size].view(block.rows, block.matrix.width)
             target.copy_(weights.matrix(block.matrix)[block.start : block.start + block.rows])
+
+    def _image(self, weights: AdapterWeights, layout: AdapterLayout) -> list[torch.Tensor]:
+        """Return what each page will hold, as far as it is filled, in memory that a GPU copies from by itself."""
+        used = [0] * (1 + max(block.page for block in layout.blocks)) if layout.blocks else []
+        for block in layout.blocks:
+            used[block.page] = max(used[block.page], block.offset + block.size)
+        image = [host_memory((count,), self.pool.dtype, self.pool.device) for count in used]
+        for block in layout.blocks:
+            target = image[block.page][block.offset : block.offset + block.size].view(block.rows, block.matrix.width)
+            target.copy_(weights.matrix(block.matrix)[block.start : block.start + block.rows])
+        return image
+
+    def _copy_pages(self, image: list[torch.Tensor], pages: list[int]) -> None:
+        for page, held in zip(pages, image, strict=False):  # an adapter may have more pages than it fills
+            start = page * self.page_elements
+            self.pool[start : start + len(held)].copy_(held, non_blocking=True)
 
     def _write_rows(self, slot: int, weights: AdapterWeights, layout: AdapterLayout, pages: list[int]) -> None:
         table, vectors = self.table, self.vectors
@@ -183,7 +254,7 @@ class AdapterBank:
                 ranks[found.index], scales[found.index] = pair.a.shape[0], pair.scale
         rows = (table.a_offsets, table.b_offsets, table.ranks, table.scales, vectors.columns, vectors.inputs)
         for row, value in zip(rows, (*tiles.values(), ranks, scales, *offsets.values()), strict=True):
-            row[slot].copy_(value)
+            row[slot].copy_(stage(value.numpy(), self.pool.device), non_blocking=True)
 
     def _describe(self, weights: AdapterWeights, layout: AdapterLayout, pages: list[int]) -> ResidentAdapter:
         embedding, head = (self._vocabulary.embedding, self._vocabulary.head) if self._vocabulary else (None, None)
@@ -237,12 +308,15 @@ class AdapterBank:
         return pages[block.page] * self.page_elements + block.offset
 
     @contextmanager
-    def _beside_steps(self) -> Iterator[None]:
+    def _beside_steps(self, fence: torch.cuda.Event | None) -> Iterator[None]:
         """Copy on a stream of its own, after the steps that may still read the freed pages, and wait for the end."""
         if self._stream is None:
             yield
             return
-        self._stream.wait_stream(torch.cuda.default_stream(self.pool.device))
+        if fence is None:
+            self._stream.wait_stream(torch.cuda.default_stream(self.pool.device))
+        else:
+            self._stream.wait_event(fence)
         try:
             with torch.cuda.stream(self._stream):
                 yield
@@ -264,3 +338,7 @@ class AdapterBank:
             if not self._free_slots:
                 raise RuntimeError("every adapter slot is taken")
             return self._free_slots.pop()
+
+
+_layout_of = lru_cache(maxsize=128)(lay_out)
+"""Adapters of one tenant mostly have one shape, and laying out a large one takes a tenth of a second."""

@@ -92,8 +92,12 @@ class ExpertLinear:
         self._first_site = sites[0].index
         self._num_sites = len(bank.sites)
         self._bank = bank
-        self._table = _by_slot_and_site(bank.table)
         self._group = LoraGroup((0,), (weight.shape[1],))
+
+    @cached_property
+    def _table(self) -> LoraTable:
+        """The bank's table, once it has its pool."""
+        return _by_slot_and_site(self._bank.table)
 
     def __call__(self, x: torch.Tensor, routing: Routing, runs: ExpertRuns | None) -> torch.Tensor:
         """Map `x` `[rows, in_features]` to `[rows, out_features]`, both in the routing's order."""

@@ -33,6 +33,11 @@ def zeros_in_large_pages(elements: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=dtype)
 
 
+def host_memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return uninitialised memory on the host from which `device` can copy by itself."""
+    return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
+
+
 def stage(array: NDArray[Any], device: torch.device) -> torch.Tensor:
     """Return `array` where `device` can copy it from by itself; torch keeps the memory until that has happened."""
     tensor = torch.from_numpy(array)

@@ -129,6 +129,24 @@ def test_bank_failed_install_gives_its_slot_back(monkeypatch) -> None:
     assert len({install(bank, weights, list(range(NUM_PAGES))) for _ in range(8)}) == 8, "all slots are free"
 
 
+def test_bank_pages_composed_on_the_host_hold_what_blocks_do() -> None:
+    """One copy a page, for a GPU. A page more than it fills may be given to an adapter; it stays as it was."""
+    bank, other = bank_for(Attention()), bank_for(Attention())
+    weights = random_adapter(bank, {"q_proj": 20, "k_proj": 3, "o_proj": 17}, 1)
+    layout = bank.plan_layout(weights.plan)
+    pages = [30, 4, 22, 7, 11, 2, 9, 8][: layout.num_pages + 1]
+    bank.install(weights, layout, pages)
+    other._copy_pages(other._image(weights, layout), pages)
+    assert torch.equal(bank.pool.nan_to_num(7.0), other.pool.nan_to_num(7.0))
+    assert bank.pool.view(NUM_PAGES, PAGE)[pages[-1]].isnan().all()
+
+
+def test_bank_lays_out_adapters_of_one_shape_once() -> None:
+    bank = bank_for(Attention())
+    first, second = (bank.plan_layout(random_adapter(bank, {"q_proj": 11}, seed).plan) for seed in (1, 2))
+    assert first.blocks is second.blocks
+
+
 def test_bank_vectors_leave_with_their_slot() -> None:
     bank = bank_for(Attention())
     weights = random_adapter(bank, {"k_proj": 4}, 1)

@@ -50,6 +50,11 @@ class AttentionShape:
         """Rows of a decode tile."""
         return max(SHORT_ROWS, 1 << (self.groups - 1).bit_length())
 
+    @property
+    def heights(self) -> tuple[int, int]:
+        """Rows of a decode tile and of a prefill tile."""
+        return self.short_rows, max(self.long_rows, self.short_rows)
+
 
 @dataclass(frozen=True, eq=False)
 class AttentionTiles:
@@ -81,16 +86,17 @@ def attention_shapes(batch: AttentionBatch) -> tuple[AttentionShape, ...]:
 
 
 def reserve_attention(
-    shape: AttentionShape, max_sequences: int, max_partials: int, device: torch.device
+    shape: AttentionShape, max_sequences: int, max_partials: int, device: torch.device, rows: int | None = None
 ) -> AttentionTiles:
-    """Return empty decode tiles of fixed addresses for a CUDA graph; `attach_attention` puts them into its batch."""
+    """Return empty tiles of fixed addresses, of `rows` or for decoding; `attach_attention` puts them into a batch."""
     items = reserve(max_sequences + max_partials, ITEM_WIDTH, device)
-    return AttentionTiles(shape.short_rows, items, reserve(max_sequences, ITEM_WIDTH, device), max_partials)
+    rows = shape.short_rows if rows is None else rows
+    return AttentionTiles(rows, items, reserve(max_sequences, ITEM_WIDTH, device), max_partials)
 
 
-def attach_attention(batch: AttentionBatch, shape: AttentionShape, tiles: AttentionTiles) -> None:
+def attach_attention(batch: AttentionBatch, shape: AttentionShape, *tiles: AttentionTiles) -> None:
     """Have every launch for `batch` of this shape use `tiles`."""
-    vars(batch).setdefault("attention_plans", {})[shape] = (tiles,)
+    vars(batch).setdefault("attention_plans", {})[shape] = tiles
 
 
 def refill_attention(tiles: AttentionTiles, spans: Sequence[tuple[int, int, int]], shape: AttentionShape) -> None:
@@ -107,13 +113,8 @@ def _plan(
 ) -> tuple[AttentionTiles, ...]:
     short = shape.short_rows // shape.groups
     plans = []
-    for rows, some in (
-        (shape.short_rows, [(i, span) for i, span in enumerate(spans) if span[1] - span[0] <= short]),
-        (
-            max(shape.long_rows, shape.short_rows),
-            [(i, span) for i, span in enumerate(spans) if span[1] - span[0] > short],
-        ),
-    ):
+    for rows, is_short in zip(shape.heights, (True, False), strict=True):
+        some = [(i, span) for i, span in enumerate(spans) if (span[1] - span[0] <= short) is is_short]
         tiles = _tiles([span for _, span in some], rows, shape)
         tiles[:, 0] = np.array([i for i, _ in some], dtype=np.int64)[tiles[:, 0]]
         if len(tiles):

@@ -36,7 +36,9 @@ class TileShape:
 
 ROW = TileShape(1, RANK_TILE, 1)
 SHORT = TileShape(16, RANK_TILE, 16)
-LONG_ROWS = 64
+LONG_ROWS, LONG_EXPAND_ROWS = 64, 32
+LONG_RANKS = (16, 32, 64)
+"""Rank rows of a long segment's items: the least that hold the widest rank, or the most."""
 
 DECODE_SHAPES = (ROW, SHORT)
 """Shapes for steps of single rows; `decode_shape` chooses."""
@@ -89,6 +91,13 @@ class TileMap:
         tiles = RowTiles(shape, shrink, reserve(rows, ITEM_WIDTH, device))
         return cls(rows, -(-rank // RANK_TILE) * RANK_TILE, (tiles,))
 
+    @classmethod
+    def of_every_shape(cls, rows: int, rank: int, device: torch.device) -> TileMap:
+        """An empty map of all shapes that a step may need, at most two of them at a time: to compile their kernels."""
+        shapes = (*DECODE_SHAPES, *(TileShape(LONG_ROWS, long, LONG_EXPAND_ROWS) for long in LONG_RANKS))
+        maps = [cls.reserve(rows, rank, shape, device) for shape in shapes]
+        return cls(rows, maps[0].rank, tuple(tiles for one in maps for tiles in one.tiles))
+
     def refill(self, segments: Segments, ranks: Ints) -> None:
         """Put another step's segments into a reserved map; all of them go through its one tile shape."""
         (tiles,) = self.tiles
@@ -131,8 +140,8 @@ def _shapes(segments: Segments, ranks: Ints) -> tuple[TileShape, TileShape]:
     lengths = np.diff(segments.cu_seqlens)
     short = lengths <= SHORT_ROWS
     widest = int(ranks[~short].max(initial=0))
-    long_rank = next((rank for rank in (16, 32) if widest <= rank), 64)
-    return _short_shape(lengths[short & (ranks > 0)]), TileShape(LONG_ROWS, long_rank, 32)
+    long_rank = next((rank for rank in LONG_RANKS if widest <= rank), LONG_RANKS[-1])
+    return _short_shape(lengths[short & (ranks > 0)]), TileShape(LONG_ROWS, long_rank, LONG_EXPAND_ROWS)
 
 
 def _items(segments: Segments, ranks: Ints, shape: TileShape, *, every: bool = False) -> tuple[Ints, Ints]:

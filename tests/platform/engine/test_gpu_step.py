@@ -18,8 +18,8 @@ from loramux.engine.execution.sampler import Sampler
 from loramux.engine.request import Request, SamplingParams
 from loramux.engine.scheduling.sequence import Sequence
 from loramux.engine.scheduling.step import PENDING, Chunk, Step
-from loramux.settings import AdapterLimits, ModelSettings, Settings
-from loramux_adapters.bank import AdapterBank, Site, slot_bytes
+from loramux.settings import ModelSettings, Settings
+from loramux_adapters.bank import AdapterBank, Site, pages_per_slot
 
 CPU = torch.device("cpu")
 EOS = 9
@@ -127,20 +127,39 @@ def test_recording_that_fails_is_replaced_by_calls_with_one_warning(caplog) -> N
     assert caplog.text.count("recording failed: no memory for a third graph") == 1
 
 
+def bank_of(num_sites: int, max_rank: int, num_pages: int, max_slots: int) -> AdapterBank:
+    sites = {str(i): Site(i, 1, 1) for i in range(num_sites)}
+    return AdapterBank(torch.empty(64 * num_pages), 64, sites, max_rank, max_slots)
+
+
 def test_gpu_pool_leaves_room_for_everything_else(monkeypatch) -> None:
-    """Of 1000 MB with 700 free, at 0.9: 600 MB less activations, in pages that each bring a row of the table."""
+    """Of 1000 MB with 700 free, at 0.9: 600 MB less activations, in pages that each bring their share of the tables."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (700_000_000, 1_000_000_000))
-    settings = Settings(model=ModelSettings(path="", served_model_name="m"), adapters=AdapterLimits(max_rank=32))
+    settings = Settings(model=ModelSettings(path="", served_model_name="m"))
     layout = KvLayout((LayerShape(2, 16, 16),) * 3, block_size=16)
     model = SimpleNamespace(device=CPU, dtype=torch.float32)
-    num_bytes = _gpu_pool_bytes(settings, model, layout, 50_000_000, num_sites=7)
-    page_bytes, row_bytes = layout.page_elements * 4, slot_bytes(7, 32)
+    bank = bank_of(num_sites=7, max_rank=32, num_pages=1, max_slots=5)
+    row_bytes = bank.slot_bytes
+    num_bytes = _gpu_pool_bytes(settings, model, layout, 50_000_000, row_bytes)
+    page_bytes = layout.page_elements * 4
     pages = num_bytes // page_bytes
     assert pages * (page_bytes + row_bytes) <= 550_000_000 < (pages + 1) * (page_bytes + row_bytes)
-    bank = AdapterBank(torch.empty(64), 64, {str(i): Site(i, 1, 1) for i in range(7)}, max_rank=32, max_slots=5)
     table = bank.table
     tensors = (table.a_offsets, table.b_offsets, table.ranks, table.scales, bank.vectors.columns, bank.vectors.inputs)
     assert sum(tensor.numel() * tensor.element_size() for tensor in tensors) == 5 * row_bytes
+
+
+@pytest.mark.parametrize(("page_bytes", "slot_bytes", "pages"), [(2 << 20, 19_712, 1), (1_572_864, 1_084_512, 35)])
+def test_tables_of_slots_stay_small_beside_the_pool(page_bytes: int, slot_bytes: int, pages: int) -> None:
+    """A Llama of 8B with ranks up to 64, and a mixture of 128 experts in 48 layers, whose row is as large as a page."""
+    assert pages_per_slot(page_bytes, slot_bytes) == pages
+    assert slot_bytes / pages <= 0.02 * page_bytes
+
+
+@pytest.mark.parametrize(("num_pages", "max_slots"), [(100, 100), (100, 33), (100, 1), (3, 7)])
+def test_slots_never_run_out_before_pages_do(num_pages: int, max_slots: int) -> None:
+    bank = bank_of(1, 16, num_pages, max_slots)
+    assert num_pages // bank.least_pages <= max_slots
 
 
 def events(logits: torch.Tensor, *sequences: Sequence, before=None):

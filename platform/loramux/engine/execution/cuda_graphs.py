@@ -136,6 +136,8 @@ class CudaGraphs:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        # One stream for all: the allocator keeps what a stream has freed for that stream.
+        self._warm_up = torch.cuda.Stream(device)
         # Compares every input's storage at each replay, which costs host time: for tests and fault finding.
         wanted = os.environ.get("LORAMUX_CHECK_GRAPH_INPUTS") == "1"
         offered = "check_input_liveness" in inspect.signature(torch.cuda.graph).parameters
@@ -143,11 +145,10 @@ class CudaGraphs:
 
     def __call__(self, function: Callable[[], torch.Tensor], inputs: object) -> Recording:
         """Run `function` once outside the graph, for what is made on first use: kernels, tables, workspaces."""
-        warm_up = torch.cuda.Stream(self._device)
-        warm_up.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(warm_up):
+        self._warm_up.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._warm_up):
             function()
-        torch.cuda.current_stream(self._device).wait_stream(warm_up)
+        torch.cuda.current_stream(self._device).wait_stream(self._warm_up)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, **self._options):
             output = function()
@@ -200,12 +201,21 @@ class DecodeGraphs:
         self._device = forward.bank.pool.device
         self._max_rank = max_rank
         self._buckets = buckets(buffers.max_sequences)
-        self._attention = self._reserve_attention()
+        with_one_row = buffers.padded(1)
+        logits = forward(with_one_row, None)
+        # One for all graphs: a result of each one's own would keep rows x vocabulary of the card's memory for ever.
+        self._logits = logits.new_empty(buffers.max_sequences, logits.shape[1])
+        self._attention = self._reserve_attention(attention_shapes(with_one_row.batch))
         self._graphs = {
             (rows, kind): self._record(record, rows, kind)
             for rows in reversed(self._buckets)  # the largest first: the others fit into its memory
             for kind in (None, *DECODE_SHAPES)
         }
+
+    @property
+    def attention_shapes(self) -> Sequence[AttentionShape]:
+        """The kinds of attention that the model's layers ask for."""
+        return tuple(self._attention)
 
     def run(self, packed: PackedStep, ranks: Sequence[int]) -> torch.Tensor:
         """Return the logits `[S, vocab]` of a decode step that the buffers hold; valid until the next run.
@@ -224,28 +234,25 @@ class DecodeGraphs:
         graph.recording.replay()
         return graph.recording.output[:count]
 
-    def _reserve_attention(self) -> dict[AttentionShape, AttentionTiles]:
+    def _reserve_attention(self, shapes: Sequence[AttentionShape]) -> dict[AttentionShape, AttentionTiles]:
         """Reserve work lists for every kind of attention that the model's layers ask for in one forward."""
-        inputs = self._buffers.padded(1)
-        self._forward(inputs, None)
         sequences = self._buffers.max_sequences
         partials = max(MIN_PARTIALS, 2 * sequences)
-        return {
-            shape: reserve_attention(shape, sequences, partials, self._device)
-            for shape in attention_shapes(inputs.batch)
-        }
+        return {shape: reserve_attention(shape, sequences, partials, self._device) for shape in shapes}
 
     def _record(self, record: Recorder, rows: int, kind: Kind) -> _DecodeGraph:
         inputs = self._buffers.padded(rows)
         for shape, tiles in self._attention.items():
             attach_attention(inputs.batch, shape, tiles)
+        output = self._logits[:rows]
         if kind is None:
-            return _DecodeGraph(record(lambda: self._forward(inputs, None), inputs), None)
+            return _DecodeGraph(record(lambda: output.copy_(self._forward(inputs, None)), inputs), None)
         # One run of all rows stands for whatever the map will hold.
         segments = Segments((0, rows), (0,))
         tile_map = TileMap.reserve(rows, self._max_rank, kind, self._device)
         attach_tile_map(segments, tile_map)
-        return _DecodeGraph(record(lambda: self._forward(inputs, segments), (inputs, segments)), tile_map)
+        recording = record(lambda: output.copy_(self._forward(inputs, segments)), (inputs, segments))
+        return _DecodeGraph(recording, tile_map)
 
 
 def buckets(most: int) -> tuple[int, ...]:

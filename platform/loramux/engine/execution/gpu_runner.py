@@ -22,6 +22,7 @@ from loramux.engine.execution.device_sampler import DeviceSampler, SampledTokens
 from loramux.engine.execution.pooling import NONE_POOLED, PooledVectors, Pooler
 from loramux.engine.execution.prompt_logprobs import PromptScores, split_scored
 from loramux.engine.execution.runner import Forward, PackedStep, pack
+from loramux.engine.execution.warm_up import warm_up
 from loramux.engine.messages import TokenEvent
 from loramux.engine.scheduling.sequence import Sequence
 from loramux.engine.scheduling.step import PENDING, Step
@@ -94,13 +95,19 @@ class GpuRunner:
         settings: EngineSettings,
         max_model_len: int,
     ) -> GpuRunner:
-        """Make a runner for steps as large as `settings` allow; records its decode steps before it returns."""
+        """Make a runner for steps as large as `settings` allow.
+
+        Every kernel is compiled, and every decode step recorded, before it returns.
+        """
         device = forward.bank.pool.device
         max_blocks = -(-max_model_len // settings.block_size)
         rows = max(settings.max_num_batched_tokens, settings.max_num_seqs)
         buffers = StepBuffers(rows, settings.max_num_seqs, max_blocks, device)
-        recorder = choose_recorder(lambda: forward(buffers.padded(1), None), device)
+        inputs = buffers.padded(1)
+        forward(inputs, None)  # cuts the work lists, on the host, from lengths that are there
+        recorder = choose_recorder(lambda: forward(inputs, None), device)
         graphs = DecodeGraphs(forward, buffers, recorder, forward.bank.max_rank)
+        warm_up(forward, buffers, sampler, graphs.attention_shapes)
         return cls(forward, sampler, constraints, buffers, graphs, settings.block_size)
 
     @property

@@ -37,7 +37,7 @@ from loramux.engine.grammars import load_tokenizer
 from loramux.engine.messages import ModelFacts
 from loramux.settings import Settings
 from loramux_adapters import BaseDescription, describe_base
-from loramux_adapters.bank import AdapterBank, Site, slot_bytes
+from loramux_adapters.bank import AdapterBank, Site, pages_per_slot
 from loramux_adapters.base import LinearShape, ParameterShape
 from loramux_adapters.base_weights import BaseWeights
 from loramux_adapters.experts import expert_sites
@@ -175,22 +175,20 @@ def _assembled(
             f"model_type {model.config.model_type!r} has layers with linear attention, which are served on CPUs only; "
             f'set engine.device = "cpu" or give another base.'
         )
-    sites = _sites(base, shard)
-    # The pool is not touched before it is used, so memory that no page ever held is never really taken.
-    num_bytes = settings.engine.pool_bytes or DEFAULT_CPU_POOL
-    if settings.engine.pool_bytes is None and model.device.type == "cuda":
-        num_bytes = _gpu_pool_bytes(settings, model, layout, activation_bytes, len(sites))
-    elements = _pool_elements(num_bytes, model, layout, settings.engine.tensor_parallel_size)
-    pool = _new_pool(elements, model.dtype, model.device)
-    num_pages = pool.numel() // layout.page_elements
+    sites, page_elements = _sites(base, shard), layout.page_elements
+    # The linears are joined first: until then the memory of both forms, and what torch keeps of the old one, would be
+    # missing from the pool.
+    no_pool = torch.empty(0, dtype=model.dtype, device=model.device)
+    bank = AdapterBank(no_pool, page_elements, sites, settings.adapters.max_rank, 0, base.vocabulary)
     _ensure_tiles_fit(sites, layout)
-    bank = AdapterBank(
-        pool, layout.page_elements, sites, settings.adapters.max_rank, max_slots=num_pages, vocabulary=base.vocabulary
-    )
     digest = weights_digest(model, settings.model.quantization)
     weights = install(model, base, bank, settings.model.quantization, shard)
-    weight_bytes = _bytes_read(model) + weights.packed_bytes
     fuse_layers(model, layout.layers)
+    pages_of_slot = _pages_per_slot(bank, model)
+    pool = _allocate_pool(settings, model, layout, activation_bytes, bank.slot_bytes / pages_of_slot)
+    num_pages = len(pool) // page_elements
+    bank.use_pool(pool, max(1, num_pages // pages_of_slot))
+    weight_bytes = _bytes_read(model) + weights.packed_bytes
     install_linear_attention(model, states, pool)
     return AssembledModel(Forward(model, layout.views(pool), bank), weights, states, num_pages, weight_bytes, digest)
 
@@ -263,10 +261,29 @@ def _served(
     return LoadedModel(runner, constraints, base, weights, facts, share.weight_bytes, sharding, team)
 
 
-def _new_pool(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    if device.type == "cpu":
-        return zeros_in_large_pages(elements, dtype)
-    return torch.empty(elements, dtype=dtype, device=device)
+def _allocate_pool(
+    settings: Settings, model: PreTrainedModel, layout: KvLayout, activation_bytes: int, table_bytes: float
+) -> torch.Tensor:
+    """Return the pool, beside which each page brings `table_bytes` of adapter tables on a GPU.
+
+    On a CPU it is not touched before it is used, so memory that no page ever held is never really taken.
+    """
+    num_bytes = settings.engine.pool_bytes or DEFAULT_CPU_POOL
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()  # so that what is free is what the driver says is free
+        if settings.engine.pool_bytes is None:
+            num_bytes = _gpu_pool_bytes(settings, model, layout, activation_bytes, table_bytes)
+    elements = _pool_elements(num_bytes, model, layout, settings.engine.tensor_parallel_size)
+    if model.device.type == "cpu":
+        return zeros_in_large_pages(elements, model.dtype)
+    return torch.empty(elements, dtype=model.dtype, device=model.device)
+
+
+def _pages_per_slot(bank: AdapterBank, model: PreTrainedModel) -> int:
+    """Return the pages for which there is one slot; on a CPU tables that are not used take no memory."""
+    if model.device.type == "cpu":
+        return 1
+    return pages_per_slot(bank.page_elements * model.dtype.itemsize, bank.slot_bytes)
 
 
 def choose_device(name: str) -> torch.device:
@@ -300,8 +317,6 @@ def _probe(model: PreTrainedModel, settings: Settings) -> tuple[KvLayout, int]:
     with torch.inference_mode():
         shapes = probe_layers(model, settings.engine.max_num_batched_tokens if on_gpu else 2)
     peak = torch.cuda.max_memory_allocated(model.device) if on_gpu else 0
-    if on_gpu:
-        torch.cuda.empty_cache()  # so that what is free is what the driver says is free
     return KvLayout(shapes, settings.engine.block_size), peak - before
 
 
@@ -325,13 +340,13 @@ def _runner(
 
 
 def _gpu_pool_bytes(
-    settings: Settings, model: PreTrainedModel, layout: KvLayout, activation_bytes: int, num_sites: int
+    settings: Settings, model: PreTrainedModel, layout: KvLayout, activation_bytes: int, table_bytes: float
 ) -> int:
-    """Return what gpu_memory_utilization leaves beside weights, activations and an adapter table row for each page."""
+    """Return what gpu_memory_utilization leaves beside weights, activations and each page's share of the tables."""
     free, total = torch.cuda.mem_get_info(model.device)
     left = int(free - (1 - settings.engine.gpu_memory_utilization) * total) - activation_bytes
     page_bytes = layout.page_elements * model.dtype.itemsize
-    return left * page_bytes // (page_bytes + slot_bytes(num_sites, settings.adapters.max_rank))
+    return int(left * page_bytes / (page_bytes + table_bytes))
 
 
 def _pool_elements(num_bytes: int, model: PreTrainedModel, layout: KvLayout, num_ranks: int) -> int:

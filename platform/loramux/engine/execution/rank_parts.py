@@ -41,7 +41,10 @@ class RankedBank:
         """Lay out a rank's share of a validated adapter. Raises AdapterRejected if its rank is too large."""
         return self._bank.plan_layout(shard_plan(plan, self._sharding))
 
-    def install(self, weights: AdapterWeights, layout: AdapterLayout, pages: list[int]) -> int:
+    def fence(self) -> None:
+        """Return nothing: a launched step has ended on a CPU."""
+
+    def install(self, weights: AdapterWeights, layout: AdapterLayout, pages: list[int], fence: None = None) -> int:
         """Copy each rank's share into `pages` there, and return the slot that serves it."""
         slot = self._bank.install(shard_weights(weights, self._sharding, 0), layout, pages)
         installed: list[OtherRank] = []

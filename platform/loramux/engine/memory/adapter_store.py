@@ -120,8 +120,13 @@ class AdapterTarget(Protocol):
     def plan_layout(self, plan: AdapterPlan) -> AdapterLayout:
         """Lay out the blocks of a validated adapter. Raises AdapterRejected if its rank is too large."""
 
-    def install(self, weights: AdapterWeights, layout: AdapterLayout, pages: list[int]) -> int:
-        """Copy an adapter, fitted to the base, into `pages` and return the slot that serves it."""
+    def fence(self) -> torch.cuda.Event | None:
+        """Return the end of all steps that were launched so far; None where a launched step has ended."""
+
+    def install(
+        self, weights: AdapterWeights, layout: AdapterLayout, pages: list[int], fence: torch.cuda.Event | None
+    ) -> int:
+        """Copy an adapter, fitted to the base, into `pages` after `fence`, and return the slot that serves it."""
 
     def drop(self, slot: int) -> None:
         """Forget a slot; its pages may be overwritten as soon as this returns."""
@@ -242,7 +247,8 @@ class DiskStore:
 
     def fill(self, ref: AdapterRef, pages: list[int]) -> StoreJob[int]:
         """Copy the weights into `pages`; the result is their slot."""
-        return self._copiers.submit(ref.digest, partial(self._weights, ref), partial(self._install, pages))
+        fence = self._bank.fence()  # steps launched until now may read what the pages held; later ones do not
+        return self._copiers.submit(ref.digest, partial(self._weights, ref), partial(self._install, pages, fence))
 
     def drop(self, slot: int) -> None:
         """Forget a slot."""
@@ -264,8 +270,8 @@ class DiskStore:
         return Inspected(self._bank.plan_layout(plan).num_pages, plan.invocation)
 
     @torch.inference_mode()
-    def _install(self, pages: list[int], weights: AdapterWeights) -> int:
-        return self._bank.install(weights, self._bank.plan_layout(weights.plan), pages)
+    def _install(self, pages: list[int], fence: torch.cuda.Event | None, weights: AdapterWeights) -> int:
+        return self._bank.install(weights, self._bank.plan_layout(weights.plan), pages, fence)
 
     @torch.inference_mode()
     def _weights(self, ref: AdapterRef) -> AdapterWeights:

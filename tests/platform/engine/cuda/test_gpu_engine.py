@@ -149,6 +149,13 @@ def test_recorded_forward_never_waits_for_the_device(zoo_of) -> None:
     assert asked == [set()] * 3, "without adapters, row by row and in tiles"
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
+def test_decode_steps_of_a_dense_model_are_recorded(zoo_of, family: str, caplog) -> None:
+    """Lengths that stay on the host may be read there: that is no wait for the device."""
+    small_engine(zoo_of(family), max_num_seqs=1)
+    assert "without CUDA graphs" not in caplog.text
+
+
 class _InputWatch(TorchDispatchMode):
     """Storages that operators read and that none of them made."""
 
