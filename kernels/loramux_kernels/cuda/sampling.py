@@ -97,7 +97,7 @@ def prepare_steer(logits: torch.Tensor, batch: SamplingBatch) -> list[Launch]:
     return [launch for launch in launches if launch.grid[0]]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length"])
 def _count(
     rows: tl.tensor, token_ids: tl.tensor, generated: tl.tensor, counts: tl.tensor, length: tl.tensor,
     counts_stride: tl.tensor,
@@ -112,7 +112,7 @@ def _count(
     tl.atomic_or(counter, _PROMPT, mask=inside & ~written, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length"])
 def _penalise(
     logits: tl.tensor, rows: tl.tensor, token_ids: tl.tensor, counts: tl.tensor, repetition: tl.tensor,
     presence: tl.tensor, frequency: tl.tensor, length: tl.tensor, logits_stride: tl.tensor,
@@ -136,7 +136,7 @@ def _penalise(
     tl.store(place, tl.minimum(logit, _LARGEST), mask=first)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length"])
 def _bias(
     logits: tl.tensor, rows: tl.tensor, token_ids: tl.tensor, values: tl.tensor, length: tl.tensor,
     logits_stride: tl.tensor,

@@ -24,6 +24,7 @@ from loramux.engine.grammars import MAX_COMPILED_OF_TENANT, GrammarCompiler, loa
 from loramux.engine.messages import TokenEvent
 from loramux.engine.request import Constraint, Request, SamplingParams
 from loramux.engine.scheduling.sequence import Sequence
+from loramux.engine.scheduling.step import PENDING
 
 EOS, BOS, VOCAB = 256, 257, 260
 THOUGHT = BOS
@@ -93,6 +94,13 @@ def test_masks_name_the_rows_of_constrained_sequences_only(constraints: Constrai
 def test_masks_after_the_whole_grammar_allow_the_end_only(constraints: Constraints) -> None:
     assert allowed(constraints.masks([sequence(constraints, "ab?", "a")])) == [98, EOS]
     assert allowed(constraints.masks([sequence(constraints, "ab?", "ab")])) == [EOS]
+
+
+def test_masks_of_an_answer_that_ended_with_a_fault_read_no_token_that_never_came(constraints: Constraints) -> None:
+    """On a GPU one more row of it is under way; the row beside it is constrained as ever."""
+    ended, beside = sequence(constraints, "ab|cd"), sequence(constraints, "ab|cd", "c")
+    ended.token_ids.append(PENDING)
+    assert allowed(constraints.masks([ended, beside]), 1) == [100]
 
 
 def test_masks_allow_the_ends_of_a_revision_in_place_of_the_bases(constraints: Constraints) -> None:

@@ -22,6 +22,7 @@ from loramux.engine.grammars import GrammarCompiler
 from loramux.engine.messages import EngineFault
 from loramux.engine.request import Constraint, Request
 from loramux.engine.scheduling.sequence import Sequence
+from loramux.engine.scheduling.step import PENDING
 
 _BITS = 32
 
@@ -60,6 +61,8 @@ class _Progress:
     def read(self, token_ids: list[int]) -> None:
         """Advance by the answer's tokens since the last call."""
         fresh = token_ids[self.num_read :]
+        if PENDING in fresh:
+            return  # it has ended with a fault, and its token never came; one more row of it was under way
         self.is_free |= self.may_open and fresh[:1] == [self.constraint.opening]
         self.num_read += len(fresh)
         if self.is_free and self.constraint.after in fresh:

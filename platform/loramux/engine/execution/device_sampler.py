@@ -28,7 +28,7 @@ from loramux.engine.execution.token_histories import TokenHistories
 from loramux.engine.messages import EngineFault, TokenEvent
 from loramux.engine.request import SamplingParams
 from loramux.engine.scheduling.sequence import Sequence
-from loramux_kernels.device import to_device
+from loramux_kernels.device import aligned_rows, to_device
 from loramux_kernels.sampling import sample
 from loramux_kernels.tables import LogitBias, Penalties, SamplingBatch
 from loramux_kernels.token_mask import forbid_tokens
@@ -163,23 +163,18 @@ class DeviceSampler:
 
     def _batch(self, sequences: list[Sequence], vocab: int, previous: SampledTokens | None) -> SamplingBatch:
         params = [sequence.request.sampling for sequence in sequences]
-        floats = to_device(
-            np.array([[_temperature(p), p.top_p, p.min_p] for p in params], dtype=np.float32).T.copy(), self._device
-        )
+        floats = np.array([[_temperature(p), p.top_p, p.min_p] for p in params], dtype=np.float32).T
+        temperature, top_p, min_p = aligned_rows(floats, self._device)
         # A vocabulary has fewer than 2^31 tokens, so a larger top_k keeps all as well.
-        ints = to_device(
-            np.array(
-                [[min(p.top_k, 2**31 - 1) for p in params], [r.num_output_tokens for r in sequences]], dtype=np.int32
-            ),
-            self._device,
-        )
+        ints = [[min(p.top_k, 2**31 - 1) for p in params], [r.num_output_tokens for r in sequences]]
+        top_k, step = aligned_rows(np.array(ints, dtype=np.int32), self._device)
         return SamplingBatch(
-            temperature=floats[0],
-            top_k=ints[0],
-            top_p=floats[1],
-            min_p=floats[2],
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
             seed=to_device(np.array([self._seed(sequence) for sequence in sequences], dtype=np.int64), self._device),
-            step=ints[1],
+            step=step,
             penalties=self._penalties(sequences, previous),
             bias=self._bias(sequences, vocab),
         )
@@ -199,7 +194,7 @@ class DeviceSampler:
         own = [sequences[row] for row in penalised]
         drawn = None if previous is None else previous.tokens
         sources = [0 if previous is None else previous.row_of.get(sequence, 0) for sequence in own]
-        columns = to_device(np.clip(factors, -LARGEST, LARGEST).astype(np.float32).T.copy(), self._device)
+        columns = aligned_rows(np.clip(factors, -LARGEST, LARGEST).astype(np.float32).T, self._device)
         return Penalties(*self._histories.flat(own, penalised, drawn, sources), *columns)
 
     def _bias(self, sequences: list[Sequence], vocab: int) -> LogitBias | None:
@@ -213,7 +208,7 @@ class DeviceSampler:
         if not triples:
             return None
         rows, token_ids, values = zip(*triples, strict=True)
-        places = to_device(np.array((rows, token_ids), dtype=np.int32), self._device)
+        places = aligned_rows(np.array((rows, token_ids), dtype=np.int32), self._device)
         return LogitBias(places[0], places[1], to_device(np.array(values, dtype=np.float32), self._device))
 
     def _logprobs(self, logits: torch.Tensor, sampled: SampledTokens) -> _Logprobs | None:

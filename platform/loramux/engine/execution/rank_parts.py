@@ -41,12 +41,15 @@ class RankedBank:
         """Lay out a rank's share of a validated adapter. Raises AdapterRejected if its rank is too large."""
         return self._bank.plan_layout(shard_plan(plan, self._sharding))
 
-    def fence(self) -> None:
-        """Return nothing: a launched step has ended on a CPU."""
+    def fence(self) -> torch.cuda.Event | None:
+        """Return the end of all steps that rank 0 has launched so far."""
+        return self._bank.fence()
 
-    def install(self, weights: AdapterWeights, layout: AdapterLayout, pages: list[int], fence: None = None) -> int:
+    def install(
+        self, weights: AdapterWeights, layout: AdapterLayout, pages: list[int], fence: torch.cuda.Event | None
+    ) -> int:
         """Copy each rank's share into `pages` there, and return the slot that serves it."""
-        slot = self._bank.install(shard_weights(weights, self._sharding, 0), layout, pages)
+        slot = self._bank.install(shard_weights(weights, self._sharding, 0), layout, pages, fence)
         installed: list[OtherRank] = []
         try:
             for other in self._team.others:
