@@ -105,17 +105,17 @@ class Sharding:
     def __init__(self, config: PretrainedConfig, size: int) -> None:
         """`config` is the whole model's."""
         self.size = size
-        self._config = config
+        self.config = config
         self._rules = rules_of(config.get_text_config())
 
     @property
     def narrows_parameters(self) -> bool:
         """Is the model of a rank made from the whole config?"""
-        return self._config.get_text_config().model_type in DERIVED_WIDTH
+        return self.config.get_text_config().model_type in DERIVED_WIDTH
 
     def narrowed_config(self) -> PretrainedConfig:
         """Return the config of a rank's model."""
-        narrowed = copy.deepcopy(self._config)
+        narrowed = copy.deepcopy(self.config)
         text = narrowed.get_text_config()
         if getattr(text, "head_dim", None) is None:
             text.head_dim = text.hidden_size // text.num_attention_heads
@@ -173,7 +173,7 @@ class Sharding:
         is_expert = len(shape) == (2 if is_vector else 3) and not key.endswith("conv1d.weight")
         first = 1 if is_expert else 0
         places = [first, first + 1]
-        if is_expert and _is_transposed(self._config):
+        if is_expert and _is_transposed(self.config):
             places.reverse()
         for place, dimension in zip(places, (rule.outputs, rule.inputs), strict=True):
             if dimension is not None:

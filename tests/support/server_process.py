@@ -26,6 +26,7 @@ class Place:
     folder: Path
     base: Path
     in_process: bool = False
+    ranks: int = 1
     lame_duck_seconds: float = 0
     url: str | None = None
     """Of the records; None: SQLite, in the folder."""
@@ -47,7 +48,7 @@ class Place:
         self.config.write_text(
             f'[model]\npath = "{self.base}"\nserved_model_name = "tiny"\n'
             "[engine]\npool_bytes = 16_777_216\nmax_num_batched_tokens = 64\nnum_threads = 1\n"
-            f"in_process = {str(self.in_process).lower()}\n"
+            f"in_process = {str(self.in_process).lower()}\ntensor_parallel_size = {self.ranks}\n"
             "[validation]\nparity = false\n"
             f"[server]\ndrain_seconds = 60\nlame_duck_seconds = {self.lame_duck_seconds}\n"
             + (f'[records]\nurl = "{self.url}"\n' if self.url else "")
@@ -82,8 +83,14 @@ class Child:
 
     def engine_pid(self) -> int:
         """The engine's process: the server's one child that is loramux's own (another is multiprocessing's tracker)."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return next(int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        return spawned_by(self.process.pid)[0]
+
+
+def spawned_by(pid: int) -> list[int]:
+    """The processes that multiprocessing has started from `pid`, from any of its threads."""
+    files = Path(f"/proc/{pid}/task").glob("*/children")
+    children = [child for file in files for child in file.read_text().split()]
+    return sorted(int(child) for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes())
 
 
 @contextmanager

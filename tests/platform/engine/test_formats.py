@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from contextlib import closing
 
 import pytest
 from adapter_zoo import Asked, serve
 from eager_drafts import draft_always
 from formats import FORMATS, FormatZoo
+from preempting import preempting
 
 ON_LINEARS = ("lora_bias", "biases", "biases_dora", "dora", "ia3")
 ON_TIED = ("embedding", "both", "saved", "saved_head", "saved_embedding", "one_norm", "tokens")
@@ -69,6 +71,31 @@ def test_every_format_with_drafts_answers_as_peft_does(formats_of, base: str) ->
     for request in asked:
         assert got[request.name] == answers[request.name], request.adapter
     assert engine.stats().accepted_tokens > 20
+
+
+@pytest.mark.parametrize(
+    ("base", "size"),
+    [
+        ("llama", 2),
+        ("tied", 2),
+        pytest.param("llama", 4, marks=pytest.mark.slow),
+        pytest.param("head norms", 2, marks=pytest.mark.slow),
+        pytest.param("scaled", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_every_format_with_drafts_preempted_answers_as_peft_does(formats_of, base: str, size: int) -> None:
+    """The tied base has biases, which DoRA and trained biases meet; its head is divided with its embedding."""
+    zoo = formats_of(base)
+    asked = some_requests(zoo, seed=3)
+    answers = {request.name: zoo.answer(request) for request in asked}
+    with closing(zoo.engine(max_num_batched_tokens=41, tensor_parallel_size=size, in_process=True)) as engine:
+        preempting(engine)
+        draft_always(engine.scheduler, lambda own: answers[own.id])
+        got = serve(zoo, engine, asked, arrivals=[i // 3 for i in range(len(asked))])
+        for request in asked:
+            assert got[request.name] == answers[request.name], request.adapter
+        assert engine.stats().accepted_tokens > 20
+        assert engine.stats().preemptions > 0
 
 
 def test_every_format_alone_answers_as_peft_does(formats_of) -> None:

@@ -9,13 +9,13 @@ import time
 from contextlib import closing
 
 import pytest
-from adapter_zoo import RECIPES, SERVED, Asked, Zoo, serve, to_request
+from adapter_zoo import FAMILIES, RECIPES, SERVED, SMALL, Asked, Zoo, serve, to_request
 from preempting import preempting
 
 from loramux.engine.engine import Engine
 from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.execution.rank_team import RankDied
-from loramux_adapters.sharding import CannotShard
+from loramux_adapters.sharding import WHOLE, CannotShard, rules_of
 
 EVERY_MODEL = [None, *RECIPES]
 OFTEN = ("phi3", "olmo2", "cohere", "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next", "gemma3_images", "qwen2_vl")
@@ -129,3 +129,59 @@ def test_rank_that_is_killed_ends_the_engine(zoo_of) -> None:
             step_for(engine, 60)
     assert time.monotonic() - began < 30
     assert not any(process.is_alive() for process in others)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_send_the_bytes_of_the_formula_and_none_for_adapters(zoo_of, size: int) -> None:
+    """Docs: decision 32. Rank 0 sends no logits; a piece of four ranks is rounded up to a whole element."""
+    zoo = zoo_of("llama")
+    layers, hidden, itemsize, prompt = 3, 64, 4, 20
+    sent = {}
+    for adapter in (None, "plain"):
+        with closing(ranked(zoo, size, max_num_batched_tokens=64)) as engine:
+            linear = next(m for m in engine._runner._forward.model.modules() if getattr(m, "_ranks", None))
+            ranks = linear._ranks
+            asked = Asked("alone", adapter, tuple(range(5, 5 + prompt)), 5)
+            check(zoo, [asked], serve(zoo, engine, [asked]))
+            rows, steps = prompt + 4, 5  # the last token is not computed
+            assert ranks.num_reductions == steps * (1 + 2 * layers)
+            sent[adapter] = ranks.bytes_sent
+    each = 2 * (size - 1) * rows * hidden * itemsize // size
+    assert sent[None] == sent["plain"] == each * (1 + 2 * layers)
+
+
+def test_every_family_cuts_what_transformers_own_plan_cuts() -> None:
+    """The linears that `tp_plan` names, where it names any; OLMo's queries and keys are gathered there."""
+    compared = 0
+    for family, (make, fields) in FAMILIES.items():
+        if family not in SERVED:
+            continue
+        text = make(**SMALL | fields).get_text_config()
+        rules = rules_of(text)
+        for name, style in (getattr(text, "base_model_tp_plan", None) or {}).items():
+            parent, _, attribute = name.rpartition(".")
+            rule = rules.get(f"experts.{attribute}" if parent.endswith(".experts") else attribute, WHOLE)
+            if style in ("colwise", "packed_colwise"):
+                assert rule.outputs is not None, (family, name, style)
+            elif style == "rowwise":
+                assert rule.inputs is not None, (family, name, style)
+            else:
+                continue
+            compared += 1
+    assert compared > 200
+
+
+@pytest.mark.slow
+def test_rank_that_hangs_ends_the_engine_within_the_step_timeout_and_is_killed(zoo_of) -> None:
+    zoo = zoo_of("llama")
+    engine = zoo.engine(tensor_parallel_size=2, step_timeout_s=60)
+    process = engine._team.others[0].process
+    with closing(engine):
+        engine.submit(to_request(zoo, Asked("long", None, tuple(range(5, 30)), 200)))
+        engine.step()
+        os.kill(process.pid, signal.SIGSTOP)
+        began = time.monotonic()
+        with pytest.raises(RankDied, match=r"did not answer within engine\.step_timeout_s = 60 s"):
+            step_for(engine, 300)
+        assert 50 < time.monotonic() - began < 100
+    assert not process.is_alive()

@@ -73,7 +73,7 @@ def load_checkpoint(
     model would be served wrong or its files do not fit its config.
     """
     config = read_config(directory)
-    chosen = torch.float32 if dtype == "auto" and _is_emulated(getattr(config, "dtype", None), device) else None
+    chosen = _widened(config, dtype, device)
     wanted = chosen or ("auto" if dtype == "auto" else getattr(torch, dtype))
     form: dict[str, Any] = {}
     if (stored := None if _is_mxfp4(config) else format_of(vars(config))) is not None:
@@ -116,6 +116,19 @@ def load_checkpoint(
     model.config.return_dict = True
     model.config.output_hidden_states = model.config.output_attentions = False
     return model.to(device)
+
+
+def _widened(config: PretrainedConfig, dtype: str, device: torch.device) -> torch.dtype | None:
+    """Return float32 where auto means it, because `device` would emulate the checkpoint's dtype; else None."""
+    return torch.float32 if dtype == "auto" and _is_emulated(getattr(config, "dtype", None), device) else None
+
+
+def itemsize_of(config: PretrainedConfig, dtype: str, device: torch.device) -> int:
+    """Return the bytes of an element of the weights as they are served."""
+    saved = getattr(config, "dtype", None) or torch.float32
+    named = saved if dtype == "auto" else dtype
+    chosen = _widened(config, dtype, device) or (getattr(torch, named) if isinstance(named, str) else named)
+    return int(chosen.itemsize)
 
 
 def weights_digest(model: PreTrainedModel, quantization: str) -> str:

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from loramux.bundle import SamplingDefaults
 from loramux.engine.execution.attention import KvLayout, UnsupportedModel, probe_layers
 from loramux.engine.execution.checkpoint import (
+    itemsize_of,
     load_checkpoint,
     max_positions,
     read_config,
@@ -29,10 +30,12 @@ from loramux.engine.execution.constraints import Constraints
 from loramux.engine.execution.device_sampler import DeviceSampler
 from loramux.engine.execution.fused_layers import fuse_layers
 from loramux.engine.execution.linear_attention import StateLayout, install_linear_attention
+from loramux.engine.execution.memory_plan import machine_memory, plan_memory
 from loramux.engine.execution.rank_parts import ranked_weights
 from loramux.engine.execution.rank_team import RankTeam
 from loramux.engine.execution.runner import CpuRunner, Forward, Runner
 from loramux.engine.execution.sampler import Sampler
+from loramux.engine.execution.sharded_checkpoint import holds_plain_tensors
 from loramux.engine.grammars import load_tokenizer
 from loramux.engine.messages import ModelFacts
 from loramux.settings import Settings
@@ -93,9 +96,14 @@ def load_model(settings: Settings) -> LoadedModel:
     directory = Path(settings.model.path)
     if settings.engine.tensor_parallel_size == 1:
         torch.set_num_threads(settings.engine.num_threads or len(os.sched_getaffinity(0)))
-        model = load_checkpoint(directory, settings.model.dtype, choose_device(settings.engine.device))
-        return assemble(model, describe_base(directory), settings, sampling_defaults(directory))
+        config, device = read_config(directory), choose_device(settings.engine.device)
+        base = describe_base(directory)
+        if device.type == "cpu" and settings.model.quantization == "none" and holds_plain_tensors(directory):
+            _plan(settings, base, Sharding(config, 1))
+        model = load_checkpoint(directory, settings.model.dtype, device)
+        return assemble(model, base, settings, sampling_defaults(directory))
     base, sharding = _divided(settings)
+    _plan(settings, base, sharding)
     team = RankTeam(settings)
     try:
         share = load_share(settings, 0, team.meeting)
@@ -110,6 +118,16 @@ def load_model(settings: Settings) -> LoadedModel:
         if isinstance(error, RuntimeError) and not isinstance(error, UnsupportedModel):
             raise team.explained(error) from error
         raise
+
+
+def _plan(settings: Settings, base: BaseDescription, sharding: Sharding) -> None:
+    """Log what the base will take of this machine's memory. Raises UnsupportedModel where that is too much."""
+    directory, engine = Path(settings.model.path), settings.engine
+    itemsize = itemsize_of(sharding.config, settings.model.dtype, torch.device("cpu"))
+    pool_bytes = engine.pool_bytes or DEFAULT_CPU_POOL
+    plan = plan_memory(directory, base, sharding, itemsize, pool_bytes, engine.block_size)
+    plan.check(machine_memory())
+    logger.info("loading %s: %s", settings.model.served_model_name, plan)
 
 
 def load_share(settings: Settings, rank: int, meeting: Path) -> AssembledModel:
@@ -356,9 +374,9 @@ def _pool_elements(num_bytes: int, model: PreTrainedModel, layout: KvLayout, num
         memory := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     ):
         raise UnsupportedModel(
-            f"engine.pool_bytes = {num_bytes}{f' on each of {num_ranks} ranks' if num_ranks > 1 else ''} is more than "
-            f"this machine's {memory} bytes of memory: the engine would "
-            f"be killed as the pool fills. Set what the weights and the rest of the server leave."
+            f"engine.pool_bytes = {num_bytes}, for each of {num_ranks} ranks, is more than this machine's {memory} "
+            f"bytes of memory: the engine would be killed as the pool fills. Set what the weights and the rest of the "
+            f"server leave."
         )
     if num_pages < 1:
         raise UnsupportedModel(

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional
 
 from loramux.engine.execution.rank_messages import (
     DropAdapter,
@@ -23,7 +24,7 @@ from loramux_adapters.base import BaseDescription
 from loramux_adapters.base_weights import BaseMatrix, BaseWeights, FittedLinear
 from loramux_adapters.components import AdapterPlan
 from loramux_adapters.layout import AdapterLayout
-from loramux_adapters.sharded import shard_pair, shard_plan, shard_weights
+from loramux_adapters.sharded import shard_pair, shard_plan, shard_weights, take
 from loramux_adapters.sharding import Sharding
 from loramux_adapters.weights import AdapterWeights, LoraWeights
 
@@ -104,7 +105,7 @@ class RankedLinear:
 
     def merged_squares(self, pair: LoraWeights) -> torch.Tensor:
         """Add up the ranks' parts, or lay them side by side; see FittedLinear."""
-        own = self.own.merged_squares(shard_pair(self.name, pair, self.sharding, 0))
+        own = self.own.merged_squares(self._share(pair, 0))
         if not (self.sharding.is_row_parallel(self.name) or self.sharding.outputs(self.name, 0, self.out_features)):
             return own
         total = own.new_zeros(self.out_features)
@@ -119,8 +120,16 @@ class RankedLinear:
     def _parts(self, own: torch.Tensor, pair: LoraWeights) -> Iterator[tuple[int, torch.Tensor]]:
         yield 0, own
         for other in self.others:
-            share = shard_pair(self.name, pair, self.sharding, other.rank)
-            yield other.rank, other.ask(MergedSquares(self.name, share)).to(own.device)
+            answer = other.ask(MergedSquares(self.name, self._share(pair, other.rank)))
+            yield other.rank, answer.to(own.device)
+
+    def _share(self, pair: LoraWeights, rank: int) -> LoraWeights:
+        """Return the part of `pair` that fits the rank's own weights; those of the head may be filled up with zeros."""
+        if not self.sharding.is_vocabulary(self.name):
+            return shard_pair(self.name, pair, self.sharding, rank)
+        b = take(pair.b, self.sharding.outputs(self.name, rank, self.out_features), 0)
+        rows = self.sharding.length_of(self.name, self.out_features)
+        return LoraWeights(pair.a, functional.pad(b, (0, 0, 0, rows - len(b))), pair.scale)
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,6 +100,7 @@ class RankTeam:
         self._folder = Path(tempfile.mkdtemp(prefix="loramux-ranks-"))
         self.meeting = self._folder / "meeting"
         self.size = settings.engine.tensor_parallel_size
+        self._timeout_s = settings.engine.step_timeout_s
         self.others: list[OtherRank] = []
         self._dead: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._is_closed = False
@@ -151,7 +152,11 @@ class RankTeam:
         ended = time.monotonic() + 1.0  # a collective fails at once, and the process is reaped a moment later
         while time.monotonic() < ended and self._dead.empty() and any(o.process is not None for o in self.others):
             time.sleep(0.02)
-        return error if self._dead.empty() else RankDied(self._dead.get())
+        if not self._dead.empty():
+            return RankDied(self._dead.get())
+        if "timed out" in str(error).lower():
+            return RankDied(f"a rank of the engine did not answer within engine.step_timeout_s = {self._timeout_s:g} s")
+        return error
 
     def close(self) -> None:
         """End the ranks: they are asked to, and killed where they do not."""

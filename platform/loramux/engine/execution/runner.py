@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -27,9 +27,6 @@ from loramux.engine.scheduling.step import BASE_SLOT, Chunk, Step
 from loramux_adapters.bank import AdapterBank
 from loramux_adapters.extras import StepExtras
 from loramux_kernels import AttentionBatch, KvLayer, Segments
-
-if TYPE_CHECKING:
-    from loramux.engine.execution.rank_team import RankTeam
 
 Ints = NDArray[np.signedinteger[Any]]
 
@@ -227,6 +224,16 @@ class CompletedStep:
         return self._events
 
 
+class OtherRanks(Protocol):
+    """The other ranks of an engine, as a runner needs them."""
+
+    def run(self, packed: PackedStep) -> None:
+        """Have them run a step's forward."""
+
+    def explained(self, error: Exception) -> Exception:
+        """Return why a step failed: the end of a rank where that is the cause, else `error`."""
+
+
 @torch.inference_mode()
 def run_forward(forward: Forward, packed: PackedStep) -> torch.Tensor:
     """Run one forward of a step on a CPU; see Forward."""
@@ -253,7 +260,7 @@ class CpuRunner:
         constraints: Constraints | None,
         block_size: int,
         state_pages: int = 0,
-        team: RankTeam | None = None,
+        team: OtherRanks | None = None,
     ) -> None:
         """`team`: the other ranks, which run each step's forward too."""
         self._team = team

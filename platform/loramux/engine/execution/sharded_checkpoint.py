@@ -6,6 +6,7 @@ the model is one of the narrowed config, so that renaming, stacking of experts a
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,7 +19,7 @@ from torch import nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from loramux.engine.execution.attention import UnsupportedModel
-from loramux_adapters.base import auto_class
+from loramux_adapters.base import MODEL_LOCK, auto_class
 from loramux_adapters.sharding import Sharding
 
 
@@ -96,16 +97,18 @@ def _files(directory: Path) -> list[Path]:
     return [directory / "model.safetensors"]
 
 
+def holds_plain_tensors(directory: Path) -> bool:
+    """Are the checkpoint's weights in safetensors files, and as they are multiplied by, not as codes?"""
+    names = ("model.safetensors", "model.safetensors.index.json")
+    config = json.loads((directory / "config.json").read_bytes()) if (directory / "config.json").is_file() else {}
+    return any((directory / name).is_file() for name in names) and "quantization_config" not in config
+
+
 def load_share_of(
     directory: Path, config: PretrainedConfig, dtype: str | torch.dtype, sharding: Sharding, rank: int
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Load the share of `rank`, and transformers' report. Raises UnsupportedModel, CannotShard."""
-    narrowed = sharding.narrowed_config()
-    model_class = auto_class(narrowed)._model_mapping[type(narrowed)]
-    if sharding.narrows_parameters:
-        narrowed, model_class = config, _with_narrow_parameters(model_class, sharding)
-    if model_class.config_class is narrowed.sub_configs.get("text_config"):  # the text by itself, as AutoModel does
-        narrowed = narrowed.get_text_config()
+    model_class, narrowed = _narrowed_class(sharding)
     with sharded_tensors(directory, sharding, rank) as tensors:
         model, report = model_class.from_pretrained(
             None,
@@ -120,6 +123,27 @@ def load_share_of(
     if (directory / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
     return model, report
+
+
+def empty_model(sharding: Sharding) -> PreTrainedModel:
+    """Make a rank's model without memory, on the meta device."""
+    model_class, narrowed = _narrowed_class(sharding)
+    with MODEL_LOCK, torch.device("meta"):
+        model: PreTrainedModel = model_class(narrowed)
+    model.config.return_dict = True
+    model.config.output_hidden_states = model.config.output_attentions = False
+    return model.eval()
+
+
+def _narrowed_class(sharding: Sharding) -> tuple[Any, PretrainedConfig]:
+    """Return the class of a rank's model, and the config from which it is made."""
+    narrowed = sharding.narrowed_config()
+    model_class = auto_class(narrowed)._model_mapping[type(narrowed)]
+    if sharding.narrows_parameters:
+        narrowed, model_class = copy.deepcopy(sharding.config), _with_narrow_parameters(model_class, sharding)
+    if model_class.config_class is narrowed.sub_configs.get("text_config"):  # the text by itself, as AutoModel does
+        narrowed = narrowed.get_text_config()
+    return model_class, narrowed
 
 
 def _with_narrow_parameters(model_class: Any, sharding: Sharding) -> Any:
