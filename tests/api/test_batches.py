@@ -7,13 +7,16 @@ import http.client
 import json
 import time
 from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from select import select
 from typing import Any
 
 import httpx
 import openai
 import pytest
 from openai.types import Batch
+from peft_uploads import form, make_adapter
 from scripted_engine import EOS
 from site_fixture import Site
 
@@ -184,6 +187,67 @@ def test_file_announced_too_large_is_refused_before_it_is_sent(site: Site) -> No
     assert answer.status == 413
     assert json.loads(answer.read())["error"]["code"] == "file_too_large"
     connection.close()
+
+
+def test_file_sent_in_chunks_without_a_length_is_refused_once_it_is_too_large(site: Site) -> None:
+    """Ten gibibytes would follow: the answer comes when the file is over its limit, and nothing of it is kept."""
+    limit = site.settings.batches.max_file_bytes
+    connection = http.client.HTTPConnection(site.url.removeprefix("http://"), timeout=60)
+    connection.putrequest("POST", "/v1/files")
+    connection.putheader("Authorization", f"Bearer {site.keys['acme']}")
+    connection.putheader("Content-Type", "multipart/form-data; boundary=x")
+    connection.putheader("Transfer-Encoding", "chunked")
+    connection.endheaders()
+    head = b'--x\r\nContent-Disposition: form-data; name="file"; filename="huge.jsonl"\r\n\r\n'
+    connection.send(b"%x\r\n%s\r\n" % (len(head), head))
+    block = b"%x\r\n%s\r\n" % (1 << 20, b"\n" * (1 << 20))
+    sent = 0
+    with suppress(ConnectionError):  # the server hangs up on the rest
+        while sent < 10 << 30 and not select([connection.sock], [], [], 0)[0]:
+            connection.send(block)
+            sent += 1 << 20
+    answer = connection.getresponse()
+    assert answer.status == 413
+    error = json.loads(answer.read())["error"]
+    assert error["code"] == "file_too_large"
+    assert str(limit) in error["message"]
+    assert sent <= limit + (64 << 20), "beyond the limit lies only what was under way"
+    connection.close()
+    with site.http("acme") as session:
+        assert "huge.jsonl" not in session.get("/v1/files").text
+
+
+def test_batch_whose_adapter_is_deleted_in_its_midst_answers_every_line(
+    site: Site, client: openai.OpenAI, base_dir: Path, tmp_path: Path
+) -> None:
+    """Lines of the adapter end with a clear error each from then on; those of the base go on, and each is billed once."""
+    since = int(time.time())
+    with site.http("all-scopes") as operator:
+        made = operator.post(f"/admin/tenants/{client.tenant_name}/keys", json={"scopes": ["adapters", "inference"]})
+        site.keys["owner"] = made.json()["key"]
+    with site.http("owner") as http:
+        assert http.post("/v1/adapters", **form(make_adapter(base_dir, tmp_path), "gone")).status_code == 201
+        site.engine.pause, before = 0.02, len(site.engine.requests)
+        models = ["gone" if number % 2 else "tiny" for number in range(200)]
+        batch = submit(client, jsonl(*(line(number, model=model) for number, model in enumerate(models))))
+        until_begun(site, before)
+        assert http.delete("/v1/adapters/gone", params={"undo_s": 0}).status_code == 200
+        site.engine.pause = 0.0
+    ended = until(client, batch.id, *ENDS)
+    assert ended.status == "completed"
+    output, errors = lines_of(client, ended.output_file_id), lines_of(client, ended.error_file_id)
+    assert sorted([*output, *errors]) == sorted(f"id-{number}" for number in range(200)), "each once"
+    assert {id for id in errors if models[int(id[3:])] == "tiny"} == set(), "the others go on"
+    assert len(errors) > 50
+    assert {one["response"]["status_code"] for one in errors.values()} == {404}
+    assert {one["response"]["body"]["error"]["code"] for one in errors.values()} == {"model_not_found"}
+    assert (ended.request_counts.completed, ended.request_counts.failed) == (len(output), len(errors))
+    with site.http(client.tenant_name) as session:
+        page = session.get("/v1/organization/usage/completions", params={"start_time": since - 10}).json()
+    used = [one for bucket in page["data"] for one in bucket["results"]]
+    answered = [one["response"]["body"]["usage"] for one in output.values()]
+    assert sum(one["output_tokens"] for one in used) == sum(one["completion_tokens"] for one in answered)
+    assert sum(one["input_tokens"] for one in used) == sum(one["prompt_tokens"] for one in answered)
 
 
 def test_batch_cancelled_keeps_answers_and_names_the_lines_that_did_not_run(site: Site, client: openai.OpenAI) -> None:

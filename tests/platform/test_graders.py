@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import time
@@ -61,11 +62,73 @@ def test_grader_of_a_catastrophic_pattern_ends_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "schema", [{"pattern": "(a+)+"}, {"items": [{"patternProperties": {}}]}, {"$ref": "file:///etc"}, {"type": 7}]
+    "schema",
+    [
+        {"pattern": "(a+)+"},
+        {"items": [{"patternProperties": {}}]},
+        {"$ref": "file:///etc"},
+        {"$dynamicRef": "https://example.com"},
+        {"type": 7},
+        {"allOf": [{}] * 13_000},
+        {"const": "x" * 70_000},
+    ],
 )
 def test_grader_schema_that_fetches_or_matches_patterns_is_refused(schema: dict[str, Any]) -> None:
     with pytest.raises(InvalidGrader):
         grade_with(Schema(schema))
+
+
+def doubling(levels: int) -> dict[str, Any]:
+    """A schema in which every level asks the one below it twice."""
+    below = {f"l{n}": {"allOf": [{"$ref": f"#/$defs/l{n - 1}"}] * 2} for n in range(1, levels + 1)}
+    return {"$defs": {"l0": {"type": "integer"}} | below, "$ref": f"#/$defs/l{levels}"}
+
+
+BRANCHES = {"anyOf": [{"type": "string"}] * 1500}
+HIDDEN = {"$schema": "http://json-schema.org/draft-07/schema#", "$id": "https://example.com/x"} | doubling(40)
+
+
+@pytest.mark.parametrize(
+    ("schema", "answer"),
+    [
+        (doubling(40), "1"),
+        (HIDDEN, "1"),
+        ({"items": HIDDEN}, "[1]"),
+        ({"unevaluatedProperties": False} | doubling(40), "1"),
+        ({"items": {"enum": [*range(5000)]}}, str([4999] * 9000)),
+        ({"items": BRANCHES}, str([[0] * 1000] * 40)),
+        (BRANCHES, "[" + "0," * 400_000 + "0]"),
+    ],
+)
+def test_grader_schema_of_exponential_time_ends_soon_with_the_reason(schema: dict[str, Any], answer: str) -> None:
+    began = time.thread_time()
+    grade = grade_with(Schema(schema))
+    with pytest.raises(InvalidGrader, match="takes too long"):
+        grade(answer, None)
+    assert time.thread_time() - began < 10
+    assert grade_with(Schema(PERSON))('{"name": "Ada"}', None) == 1, "another schema is not affected"
+
+
+def test_grader_schema_has_a_share_of_work_for_all_answers_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loramux.releases.bounded_schema.MAX_WORK", 10_000)
+    grade = grade_with(Schema(doubling(5)))
+    assert [grade("1", None) for _ in range(10)] == [1] * 10
+    with pytest.raises(InvalidGrader, match="takes too long"):
+        for _ in range(1000):
+            grade("1", None)
+
+
+def test_grader_schema_finds_items_that_are_there_twice_in_linear_time() -> None:
+    grade, began = grade_with(Schema({"uniqueItems": True})), time.thread_time()
+    assert grade(json.dumps([{"a": number} for number in range(20_000)]), None) == 1
+    assert grade('[{"a": 1, "b": 2}, {"b": 2.0, "a": 1}]', None) == 0
+    assert grade('[1, true, "1", [1]]', None) == 1
+    assert time.thread_time() - began < 5
+
+
+def test_grader_schema_may_name_a_property_pattern() -> None:
+    grade = grade_with(Schema({"properties": {"pattern": {"type": "string"}}, "required": ["pattern"]}))
+    assert (grade('{"pattern": "x"}', None), grade('{"pattern": 1}', None)) == (1, 0)
 
 
 def test_f1_of_labels_by_hand() -> None:

@@ -66,7 +66,7 @@ def make_settings(base_dir: Path, folder: Path, issuers: Sequence[str] = ()) -> 
         server=ServerSettings(max_upload_bytes=2 << 20, drain_seconds=5),
         adapters=AdapterLimits(local_root=f"{folder}/local"),
         webhooks=WebhookSettings(allow_private_addresses=True),
-        batches=BatchSettings(allow_private_judges=True, judge_seconds=5),
+        batches=BatchSettings(max_file_bytes=16 << 20, allow_private_judges=True, judge_seconds=5),
         records=RecordsSettings(
             url=f"sqlite:///{folder}/records.sqlite3",
             blobs=f"{folder}/blobs",

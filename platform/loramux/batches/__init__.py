@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from loramux.batches.endpoints import AnswerWriter, Endpoints, ParsedBody
 from loramux.batches.errors import BatchesError, FileTooLarge, InvalidFile
 from loramux.batches.files import Files
+from loramux.batches.lines import Pauses
 from loramux.batches.run import BatchServer
 from loramux.batches.service import Batches
 from loramux.batches.window import Window
@@ -68,6 +69,7 @@ __all__ = [
     "InvalidFile",
     "LineError",
     "ParsedBody",
+    "Pauses",
     "StoredFile",
     "open_batches",
 ]

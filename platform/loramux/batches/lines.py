@@ -122,7 +122,7 @@ class Findings(msgspec.Struct, kw_only=True):
 
 def check_lines(source: Input, endpoint: str, endpoints: Endpoints, max_lines: int) -> Findings:
     """Check every line; stop at MAX_ERRORS. Runs on a thread."""
-    found, breath = Findings(), _Breath()
+    found, pauses = Findings(), Pauses()
     seen: dict[str, int] = {}
     if len(source) > max_lines:
         found.errors.append(_too_many(max_lines))
@@ -137,7 +137,7 @@ def check_lines(source: Input, endpoint: str, endpoints: Endpoints, max_lines: i
             found.errors.append(error)
             if len(found.errors) == MAX_ERRORS:
                 break
-        breath.take()
+        pauses.take()
     return found
 
 
@@ -163,7 +163,7 @@ def _too_many(max_lines: int) -> LineError:
     return LineError(code="too_many_lines", message=message, line=max_lines + 1)
 
 
-class _Breath:
+class Pauses:
     """Pauses of a thread between two spells of work."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

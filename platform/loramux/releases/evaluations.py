@@ -13,7 +13,7 @@ from http import HTTPStatus
 
 import msgspec
 
-from loramux.batches import Batches, BatchServices, Files
+from loramux.batches import Batches, BatchServices, Files, Pauses
 from loramux.billing import PlanPrices
 from loramux.errors import LoramuxError
 from loramux.gateway import NotAllowed, Platform, run_periodically
@@ -148,7 +148,7 @@ class Evaluations:
 
     async def _check_grader(self, principal: Principal, grader: Grader, key: str | None) -> None:
         if not isinstance(grader, Judge):
-            grade_with(grader)
+            await self._files.threads.run(grade_with, grader)
             if key is not None:
                 raise InvalidGrader("'judge_api_key' is for the grader 'judge'.", "judge_api_key")
             return
@@ -251,10 +251,16 @@ async def open_evaluations(platform: Platform, services: BatchServices) -> Async
 
 
 def _grade(grader: LocalGrader, questions: Sequence[Question], sides: Sequence[Answers]) -> list[list[float]]:
-    grade = grade_with(grader)
+    """Score each side's answers, on a thread that gives way to requests."""
+    grade, pauses = grade_with(grader), Pauses()
+
+    def score(question: Question, text: str) -> float:
+        pauses.take()
+        return grade(text, question.expected)
+
     return [
         [
-            0.0 if answer is None else grade(answer.text, question.expected)
+            0.0 if answer is None else score(question, answer.text)
             for answer, question in zip(side, questions, strict=True)
         ]
         for side in sides

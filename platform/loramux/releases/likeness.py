@@ -10,6 +10,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import msgspec
@@ -167,7 +168,8 @@ class FormatCheck:
         if answer.finish_reason != "stop":
             return False
         if self._grade is not None and self._size * len(answer.text) <= MAX_CHECKED:
-            return bool(self._grade(answer.text, None))
+            with suppress(InvalidGrader):  # it takes too long
+                return bool(self._grade(answer.text, None))
         try:
             msgspec.json.decode(answer.text)
         except (msgspec.DecodeError, RecursionError):
