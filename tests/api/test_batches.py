@@ -220,7 +220,7 @@ def test_file_sent_in_chunks_without_a_length_is_refused_once_it_is_too_large(si
 def test_batch_whose_adapter_is_deleted_in_its_midst_answers_every_line(
     site: Site, client: openai.OpenAI, base_dir: Path, tmp_path: Path
 ) -> None:
-    """Lines of the adapter end with a clear error each from then on; those of the base go on, and each is billed once."""
+    """Lines of the adapter end with a clear error each from then on; those of the base go on, each billed once."""
     since = int(time.time())
     with site.http("all-scopes") as operator:
         made = operator.post(f"/admin/tenants/{client.tenant_name}/keys", json={"scopes": ["adapters", "inference"]})

@@ -1,7 +1,7 @@
 """Graders: a score of 0 to 1 for an answer, from what was expected. Pure functions over untrusted text, on a thread.
 
-A pattern has a time limit for each answer, and a schema's work is bounded (`bounded_schema`), so that no grader runs for
-long.
+A pattern has a time limit for each answer, and a schema's work is bounded (`bounded_schema`), so that no grader
+runs for long.
 """
 
 from __future__ import annotations
