@@ -4,8 +4,10 @@ const integer = new Intl.NumberFormat();
 const compact = new Intl.NumberFormat(undefined, { notation: "compact", maximumFractionDigits: 1 });
 const percent = new Intl.NumberFormat(undefined, { style: "percent", maximumFractionDigits: 1 });
 const dateTime = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "short" });
-const day = new Intl.DateTimeFormat(undefined, { month: "short", day: "numeric" });
+/** The server adds up days of UTC: west of it their beginning is still the day before. */
+const day = new Intl.DateTimeFormat(undefined, { month: "short", day: "numeric", timeZone: "UTC" });
 const clock = new Intl.DateTimeFormat(undefined, { hour: "2-digit", minute: "2-digit" });
+const clockWithSeconds = new Intl.DateTimeFormat(undefined, { timeStyle: "medium" });
 const relative = new Intl.RelativeTimeFormat(undefined, { numeric: "auto" });
 
 export const count = (value: number) => integer.format(value);
@@ -32,6 +34,7 @@ export function duration(seconds: number | null | undefined): string {
 export const date = (seconds: number) => dateTime.format(seconds * 1000);
 export const dayOf = (seconds: number) => day.format(seconds * 1000);
 export const clockOf = (seconds: number) => clock.format(seconds * 1000);
+export const clockWithSecondsOf = (seconds: number) => clockWithSeconds.format(seconds * 1000);
 
 export function ago(seconds: number): string {
   const passed = seconds - Date.now() / 1000;

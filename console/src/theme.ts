@@ -44,6 +44,8 @@ export const resolver: CSSVariablesResolver = (theme) => ({
     "--mantine-color-teal-light": "#12423b",
     "--mantine-color-teal-light-hover": "#164d45",
     "--mantine-color-teal-light-color": "#c9efe8",
+    "--mantine-color-gray-light": theme.colors.dark[5],
+    "--mantine-color-gray-light-color": theme.colors.dark[0],
   },
 });
 

@@ -11,6 +11,8 @@ const COLORS = ["teal.6", "indigo.5", "orange.5", "grape.5", "cyan.6", "pink.5"]
 const MOST_SERIES = COLORS.length;
 /** What is too small to be named, here or by the server. */
 const OTHERS = "others";
+/** Below it, labels have seconds: minutes would repeat. */
+const SHORT_SECONDS = 600;
 
 export interface Point {
   at: number;
@@ -42,7 +44,9 @@ export default function TimeBars({ label, points, hourly, height = 260, show = f
     const lines = isDark ? theme.colors.dark[5] : theme.colors.gray[2];
     const names = seriesOf(points);
     const shown = chart.current!;
-    shown.data.labels = points.map((point) => (hourly ? format.clockOf(point.at) : format.dayOf(point.at)));
+    const lasts = points.length > 0 ? points.at(-1)!.at - points[0]!.at : 0;
+    const clock = lasts < SHORT_SECONDS ? format.clockWithSecondsOf : format.clockOf;
+    shown.data.labels = points.map((point) => (hourly ? clock(point.at) : format.dayOf(point.at)));
     shown.data.datasets = names.map((name, place) => {
       const [color, shade] = COLORS[place % COLORS.length]!.split(".") as [string, string];
       return {
