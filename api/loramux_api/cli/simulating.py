@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 from loramux.simulator import (
     DEVICES,
     MODELS,
+    WEIGHT_BITS,
     Goals,
     Plan,
     Planner,
@@ -108,6 +109,13 @@ def _ms(milliseconds: float | None) -> str:
 )
 @click.option("--itl-ms", type=_Milliseconds, default=100, show_default=True, help="Goal: P99 time between two tokens.")
 @click.option("--dollars-per-hour", type=click.FloatRange(min=0), help="Price of one GPU; default: a list price.")
+@click.option(
+    "--quantization",
+    type=click.Choice(["none", *WEIGHT_BITS]),
+    default="none",
+    show_default=True,
+    help="Form of the linears' weights.",
+)
 @json_option
 def plan(
     workload: Path,
@@ -116,6 +124,7 @@ def plan(
     ttft_ms: float,
     itl_ms: float,
     dollars_per_hour: float | None,
+    quantization: str,
     as_json: bool,
 ) -> None:
     """Recommend settings and a number of GPUs for a workload. Each candidate is simulated.
@@ -131,7 +140,8 @@ def plan(
     if dollars_per_hour is not None:
         device = msgspec.structs.replace(device, dollars_per_hour=dollars_per_hour)
     goals = Goals(ttft_ms=ttft_ms, itl_ms=itl_ms)
-    found = _search(Planner(device, model_of(model), read_workload(workload), goals))
+    shape = msgspec.structs.replace(model_of(model), bits_per_weight=WEIGHT_BITS.get(quantization))
+    found = _search(Planner(device, shape, read_workload(workload), goals))
     put(as_json, found, _toml(found, gpu))
 
 

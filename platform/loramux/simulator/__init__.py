@@ -1,6 +1,6 @@
 """The engine's own scheduler, run against a model of a device: policies, bounds and capacity without a GPU."""
 
-from loramux.simulator.hardware import DEVICES, MODELS
+from loramux.simulator.hardware import DEVICES, MODELS, WEIGHT_BITS
 from loramux.simulator.planner import Goals, Plan, Planner, Trial
 from loramux.simulator.report import Report
 from loramux.simulator.scenario import Scenario, ScenarioError, load_scenario, make_scenario, scenario_names
@@ -12,6 +12,7 @@ from loramux.simulator.workload import model_of, read_workload
 __all__ = [
     "DEVICES",
     "MODELS",
+    "WEIGHT_BITS",
     "Goals",
     "Plan",
     "Planner",

@@ -93,6 +93,8 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """None: hidden_size / num_attention_heads."""
     tie_word_embeddings: bool = False
     bytes_per_element: Count = 2
+    bits_per_weight: Annotated[float, Meta(gt=0)] | None = None
+    """Of a quantized layer's linears, with their scales; None: those of an element."""
     lora_targets: tuple[str, ...] = ("q", "k", "v", "o", "gate", "up", "down")
     """Linears that adapters change."""
     max_model_len: Count = 8192
@@ -116,14 +118,23 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     @property
     def num_active_weights(self) -> int:
         """Weights that every token goes through: the layers' and the output's."""
-        layer = sum(ins * outs for ins, outs in self.linears.values())
-        return self.num_hidden_layers * layer + self.vocab_size * self.hidden_size
+        return self._layers_weights + self.vocab_size * self.hidden_size
+
+    @property
+    def _layers_weights(self) -> int:
+        return self.num_hidden_layers * sum(ins * outs for ins, outs in self.linears.values())
+
+    @property
+    def active_bytes(self) -> int:
+        """Bytes of the weights that every token goes through; embedding and head are never quantized."""
+        bits = self.bits_per_weight or 8 * self.bytes_per_element
+        return round(self._layers_weights * bits / 8) + self.vocab_size * self.hidden_size * self.bytes_per_element
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of the whole model in memory."""
         untied = 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size
-        return (self.num_active_weights + untied) * self.bytes_per_element
+        return self.active_bytes + untied * self.bytes_per_element
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -158,6 +169,9 @@ def _llama(layers: int, hidden: int, wide: int, heads: int, kv_heads: int, vocab
     return msgspec.convert(shape | rest, Model)
 
 
+WEIGHT_BITS = {"int8": 8.0, "fp8": 8.0, "int4": 4.5, "nf4": 4.5}
+"""Bits of a weight with its share of the scales: int4 in groups of 128 with zero points, nf4 in blocks of 64."""
+
 MODELS = {
     "llama-3.1-8b": _llama(32, 4096, 14336, 32, 8, 128256),
     "llama-3.1-70b": _llama(80, 8192, 28672, 64, 8, 128256),
@@ -188,7 +202,7 @@ class StepTime:
         self._bytes_per_second = device.memory_bandwidth * device.memory_efficiency
         self._flops = device.flops * device.flops_efficiency
         self._overhead = device.step_overhead_s
-        self._active_bytes = model.num_active_weights * model.bytes_per_element
+        self._active_bytes = model.active_bytes
         self._kv_bytes = model.kv_bytes_per_token
         self._token_flops = 2 * model.num_active_weights
         self._rank_flops = 2 * model.weights_per_rank

@@ -153,6 +153,14 @@ def test_a_wrong_scenario_is_one_sentence_and_exit_code_1() -> None:
     assert "Traceback" not in error
 
 
+def test_plan_of_a_base_that_fits_only_quantized(traffic: Path) -> None:
+    command = ["plan", "--workload", str(traffic), "--gpu", "h100", "--model", "llama-3.1-70b"]
+    code, _, error = run(*command)
+    assert (code, "141 GB does not fit" in error) == (1, True)
+    code, out, _ = run(*command, "--quantization", "int4")
+    assert (code, "x h100" in out) == (0, True)
+
+
 def test_plan_prints_settings_that_can_be_pasted(traffic: Path) -> None:
     command = [
         "plan",

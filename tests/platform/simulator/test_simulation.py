@@ -13,7 +13,7 @@ from loramux.engine.memory.pages import PageUse
 from loramux.engine.request import AdapterRef
 from loramux.engine.scheduling.fairness import VirtualTokenCounter
 from loramux.simulator import DEVICES, MODELS, ServiceGap, Simulation, load_scenario, make_scenario, plot_report
-from loramux.simulator.hardware import StepTime, Work
+from loramux.simulator.hardware import WEIGHT_BITS, StepTime, Work
 from loramux.simulator.report import Times
 from loramux.simulator.store import SimulatedStore, VirtualClock
 
@@ -116,6 +116,10 @@ def test_model_sizes_are_those_of_the_literature() -> None:
     assert llama.adapter_bytes(16) // llama.kv_bytes_per_token == 640
     assert llama.weight_bytes == pytest.approx(16.06e9, rel=0.001)
     assert MODELS["qwen2.5-0.5b"].weight_bytes == pytest.approx(2 * 0.494e9, rel=0.005)
+    # Llama-3.1-8B-Instruct-AWQ-INT4 has 5.7 GB of files: codes, half-precision scales, embedding and head.
+    int4 = msgspec.structs.replace(llama, bits_per_weight=WEIGHT_BITS["int4"])
+    assert int4.weight_bytes == pytest.approx(5.9e9, rel=0.05)
+    assert (int4.kv_bytes_per_token, int4.adapter_bytes(16)) == (llama.kv_bytes_per_token, llama.adapter_bytes(16))
 
 
 def test_the_gap_is_the_range_of_the_difference_while_both_wait() -> None:
