@@ -161,19 +161,23 @@ struct Int4 : FloatPairs {
 struct Table4 : FloatPairs {
     f32x16 values;
     explicit Table4(const Weights& w) : values(load(w.values)) {}
-    f32x16 look_up(i32x16 codes) const {
 #if defined(__AVX512F__)
-        return (f32x16)_mm512_permutexvar_ps((__m512i)codes, (__m512)values);
+    Decoded decode(const uint8_t* w) const {  // the permutation reads the lowest four bits only
+        __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)w));
+        return {(f32x16)_mm512_permutexvar_ps(bytes, (__m512)values),
+                (f32x16)_mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), (__m512)values)};
+    }
 #else
+    f32x16 look_up(i32x16 codes) const {
         f32x16 found;
         for (int i = 0; i < 16; i++) found[i] = values[codes[i]];
         return found;
-#endif
     }
     Decoded decode(const uint8_t* w) const {
         i32x16 bytes = sixteen_bytes(w);
         return {look_up(bytes & 15), look_up(bytes >> 4)};
     }
+#endif
 };
 
 // Floats of 4 bits of exponent and 3 of mantissa. Their bits, moved, are a smaller number's of a wider format.
@@ -183,10 +187,8 @@ struct E4m3 : Floats {
     explicit E4m3(const Weights&) {}
     Decoded decode(const uint8_t* w) const {
 #if defined(__AVX512F__)  // by way of half precision, whose subnormals cost nothing
-        __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)w));
-        __m512i half = _mm512_or_si512(_mm512_slli_epi32(_mm512_and_si512(bytes, _mm512_set1_epi32(0x80)), 8),
-                                       _mm512_slli_epi32(_mm512_and_si512(bytes, _mm512_set1_epi32(0x7f)), 7));
-        return (f32x16)_mm512_cvtph_ps(_mm512_cvtepi32_epi16(half));
+        __m256i moved = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)w)), 7);
+        return (f32x16)_mm512_cvtph_ps(_mm256_and_si256(moved, _mm256_set1_epi16((short)0xbfff)));  // the sign came twice
 #else
         i32x16 bytes = sixteen_bytes(w), sign = (bytes & 0x80) << 24, rest = bytes & 0x7f;
         f32x16 normal = bits_of<f32x16>((rest << 20) + (120 << 23)), small = __builtin_convertvector(rest, f32x16) * 0x1p-9f;

@@ -10,7 +10,7 @@ import pytest
 import torch
 from adapter_zoo import Asked, load, make_engine, serve
 from formats import FormatZoo
-from quantized import CHECKPOINTS, QuantizedZoo
+from quantized_zoo import CHECKPOINTS, QuantizedZoo
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from formats import FormatZoo
-from quantized import QuantizedZoo
+from quantized_zoo import QuantizedZoo
 
 from loramux.settings import AdapterLimits
 from loramux.validation.jobs import ParityJob, ParitySetup
