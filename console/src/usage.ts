@@ -60,7 +60,7 @@ export function costsOf(days: number, groupBy: string[]) {
   return all<CostResult>("/v1/organization/costs", {
     start_time: end - Math.max(1, days) * DAY,
     end_time: end,
-    limit: 62,
+    limit: 31,
     ...grouping(days, groupBy),
   });
 }

@@ -107,8 +107,14 @@ class UsageRepository:
 
     async def top_models(self, window: UsageWindow, number: int) -> list[str]:
         """Return the models with the most tokens, the largest first."""
-        source = _union(await self._parts(window, ("model",)))
-        tokens = func.sum(source.c.prompt + source.c.output)
+        rows = [part.subquery() for part in await self._parts(window, ("model",))]
+        # each part by itself first: SQLite would write all rows of a union down
+        sums = [
+            select(one.c.model, func.sum(one.c.prompt + one.c.output).label("tokens")).group_by(one.c.model)
+            for one in rows
+        ]
+        source = _union(sums)
+        tokens = func.sum(source.c.tokens)
         statement = select(source.c.model).group_by(source.c.model).order_by(tokens.desc(), source.c.model)
         return list(await self._session.scalars(statement.limit(number)))
 
