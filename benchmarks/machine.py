@@ -15,7 +15,7 @@ from types import TracebackType
 import msgspec
 import psutil
 from measurements import Resources
-from specs import BENCHMARKS
+from specs import BENCHMARKS, ITEM_SIZES
 
 TELLING_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "bf16", "sve")
 PACKAGES = ("torch", "transformers", "peft")
@@ -37,6 +37,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, tag="machine"):
     packages: dict[str, str]
     environment: dict[str, str]
     bandwidth_bytes_per_s: float
+    operations_per_s: dict[str, float] = {}
+    """Of a product of matrices as large as a prompt's, by dtype."""
 
 
 def describe(threads: int) -> Machine:
@@ -55,6 +57,7 @@ def describe(threads: int) -> Machine:
         packages={name: _version(name) for name in PACKAGES},
         environment={k: v for k, v in sorted(os.environ.items()) if k.startswith(("OMP_", "KMP_", "MKL_"))},
         bandwidth_bytes_per_s=read_bandwidth(threads),
+        operations_per_s={dtype: multiplying_rate(threads, dtype) for dtype in ITEM_SIZES},
     )
 
 
@@ -71,6 +74,21 @@ def _seconds_to_sum(data: object) -> float:
     start = time.perf_counter()
     data.sum()  # type: ignore[attr-defined]  # a tensor; torch is imported late
     return time.perf_counter() - start
+
+
+def multiplying_rate(threads: int, dtype: str, tries: int = 5) -> float:
+    """Operations a second of torch's product of 512 rows with a layer's weights; the best of `tries`."""
+    import torch
+
+    torch.set_num_threads(threads)
+    rows, width, columns = 512, 1280, 3840
+    x, w = (torch.randn(count, width).to(getattr(torch, dtype)) for count in (rows, columns))
+    seconds = []
+    for _ in range(tries):
+        start = time.perf_counter()
+        torch.nn.functional.linear(x, w)
+        seconds.append(time.perf_counter() - start)
+    return 2 * rows * width * columns / min(seconds)
 
 
 def _cpuinfo() -> dict[str, str]:

@@ -50,6 +50,9 @@ class Floor(msgspec.Struct, frozen=True, kw_only=True):
     """The decode floor of LoRA's overhead: bytes of the steps' distinct adapters over all others that they read."""
     share: float
     """Time to read what the steps had to read, at the machine's bandwidth, over the time they took."""
+    arithmetic: float | None = None
+    """Time of the base's multiplications, at the machine's rate, over the same. No run can be shorter than the longer
+    of both; prompts make it this one. None: the machine's rate is not known."""
 
 
 class Drive(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,14 +100,20 @@ def context_tokens(items: Iterable[Item]) -> int:
     return sum(i.max_tokens * len(i.prompt_token_ids) + i.max_tokens * (i.max_tokens - 1) // 2 for i in items)
 
 
-def floor_of(counters: Counters, kv_bytes: int, wall_s: float, bandwidth_bytes_per_s: float) -> Floor:
-    """omega = adapter bytes / (steps x weight bytes + KV bytes), as in docs/benchmarks.md."""
+def floor_of(
+    counters: Counters, kv_bytes: int, wall_s: float, bandwidth_bytes_per_s: float, multiplying_s: float | None = None
+) -> Floor:
+    """omega = adapter bytes / (steps x weight bytes + KV bytes), as in docs/benchmarks.md.
+
+    `multiplying_s`: seconds that the base's multiplications take at the machine's rate.
+    """
     without_adapters = counters.steps * counters.weight_bytes + kv_bytes
     floor_s = (without_adapters + counters.adapter_bytes_read) / bandwidth_bytes_per_s
     return Floor(
         steps=counters.steps,
         omega=counters.adapter_bytes_read / without_adapters,
         share=floor_s / wall_s,
+        arithmetic=None if multiplying_s is None else multiplying_s / wall_s,
     )
 
 

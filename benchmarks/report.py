@@ -143,6 +143,7 @@ COLUMNS: tuple[tuple[str, Column], ...] = (
     ("peak memory", lambda g: f"{max(m.resources.peak_pss_bytes for m in g) / 2**30:.2f} GiB"),
     ("omega", lambda g: _median(spread(g, lambda m: m.floor.omega if m.floor else None), "{:.2f}")),
     ("of the memory floor", lambda g: _median(spread(g, lambda m: m.floor.share if m.floor else None), "{:.0%}")),
+    ("of the arithmetic", lambda g: _median(spread(g, lambda m: m.floor.arithmetic if m.floor else None), "{:.0%}")),
     ("faults", _faults),
 )
 

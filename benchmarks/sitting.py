@@ -80,13 +80,16 @@ class Sitting:
     def _figures(self, setup: Setup, case: Case, drive: Drive) -> Measurement:
         items = self.workloads[case.workload]
         kv_bytes = setup.spec.kv_bytes_per_token(setup.dtype) * context_tokens(items)
-        bandwidth = self.machine.bandwidth_bytes_per_s
+        bandwidth, rate = self.machine.bandwidth_bytes_per_s, self.machine.operations_per_s.get(setup.dtype)
+        prompts, outputs = sum(len(i.prompt_token_ids) for i in items), sum(i.max_tokens for i in items)
+        multiplying_s = setup.spec.operations(prompts, outputs) / rate if rate else None
+        counters, wall_s = drive.counters, drive.wall_s
         return Measurement(
             case=case,
             figures=summarise(items, drive.outcomes, drive.wall_s),
             resources=drive.resources,
             start_s=drive.start_s,
-            floor=floor_of(drive.counters, kv_bytes, drive.wall_s, bandwidth) if drive.counters else None,
+            floor=floor_of(counters, kv_bytes, wall_s, bandwidth, multiplying_s) if counters else None,
         )
 
     def record(self, line: report.Line) -> None:

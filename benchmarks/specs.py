@@ -40,6 +40,13 @@ class ModelSpec:
         """Keys and values of one token in all layers (kappa)."""
         return 2 * ITEM_SIZES[dtype] * self.num_hidden_layers * self.num_key_value_heads * self.head_dim
 
+    def operations(self, prompt_tokens: int, output_tokens: int) -> int:
+        """Multiplications and additions of the base's linears and head, each token once; attention is not in it."""
+        queries, kv = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        layer = self.hidden_size * (2 * queries + 2 * kv + 3 * self.intermediate_size)
+        tokens = prompt_tokens + output_tokens
+        return 2 * (self.num_hidden_layers * layer * tokens + self.hidden_size * VOCAB_SIZE * output_tokens)
+
     @property
     def model_path(self) -> Path:
         """The transformers checkpoint."""

@@ -89,6 +89,15 @@ def test_the_floor_is_bytes_over_bandwidth() -> None:
     assert floor.omega == pytest.approx(400 / (10 * 90 + 100))
     assert floor.share == pytest.approx((10 * 90 + 100 + 400) / 1000 / 7)
     assert floor.steps == 10
+    assert floor.arithmetic is None
+    assert floor_of(counters, 100, 7.0, 1000.0, multiplying_s=3.5).arithmetic == 0.5
+
+
+def test_operations_of_a_model_count_each_weight_once_a_token() -> None:
+    """The 0.5B model's linears hold 448 million weights, its head 21 million."""
+    spec = MODELS["0.5b"]
+    assert spec.operations(1, 0) == 2 * 448_266_240
+    assert spec.operations(0, 1) == 2 * (448_266_240 + 16_384 * 1280)
 
 
 # ---- ratios
