@@ -1,12 +1,15 @@
 """What does a batch cost the interactive first token? One run on the real server, over HTTP, with the shipped model.
 
     python benchmarks/batch_beside_chat.py
+    python benchmarks/batch_beside_chat.py --beside shadow
     python benchmarks/batch_beside_chat.py --questions 200 --rounds 3 --rate 2
 
 Tenant `chat` asks questions as they come (Poisson, `--rate` a second), streamed; tenant `bulk` has a batch. Both are
 measured in turn, alone and beside the batch, `--rounds` times, so that a machine that drifts drifts for both. The batch
 has more lines than a round takes; it is cancelled at the round's end. The goal: p99 beside the batch at most 1.1 times
 that alone. The result is JSON on stdout, with the lines that the batch got done meanwhile.
+
+With `--beside shadow` the questions go to an adapter, and a candidate revision of it repeats each of them unseen.
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ from peers.serving import Command, free_port, running
 from progress import say
 
 BULK = "bulk"
+WEIGHTS = "adapter_model.safetensors"
 LINES = 5000
+ADAPTER, CURRENT, CANDIDATE = "voice", "upper", "pirate"
 ENDED = ("completed", "failed", "expired", "cancelled")
 PAUSE = 0.2
 
@@ -43,7 +48,7 @@ def batch_input(site: Site, lines: int) -> bytes:
 
 @asynccontextmanager
 async def batch(site: Site) -> AsyncIterator[dict[str, Any]]:
-    """Run a batch while the block runs; the yielded object has `lines_done` behind it."""
+    """Run a batch while the block runs; the yielded object has its lines as `done` behind it."""
     found: dict[str, Any] = {}
     async with site.client(BULK) as client:
         file = {"file": ("lines.jsonl", batch_input(site, LINES)), "purpose": (None, "batch")}
@@ -56,7 +61,31 @@ async def batch(site: Site) -> AsyncIterator[dict[str, Any]]:
         finally:
             await client.post(f"/v1/batches/{id}/cancel")
             ended = await _until(client, id, lambda made: made["status"] in ENDED)
-            found["lines_done"] = ended["request_counts"]["completed"]
+            found["done"] = ended["request_counts"]["completed"]
+
+
+@asynccontextmanager
+async def shadow(site: Site) -> AsyncIterator[dict[str, Any]]:
+    """Repeat every question on the candidate while the block runs; `done` are those that were compared."""
+    found: dict[str, Any] = {}
+    path = f"/v1/adapters/{ADAPTER}/shadow"
+    async with site.client(CHAT) as client:
+        (await client.post(path, json={"revision": 2, "share": 1})).raise_for_status()
+        try:
+            yield found
+        finally:
+            found["done"] = (await client.get(path)).raise_for_status().json()["requests"]["compared"]
+            (await client.delete(path)).raise_for_status()
+
+
+async def upload_revisions(site: Site) -> None:
+    """Upload the adapter with its candidate; the first revision answers."""
+    async with site.client(CHAT) as client:
+        for name in (CURRENT, CANDIDATE):
+            folder = MODEL_PATH.parent / "adapters" / name
+            files = {one: (one, (folder / one).read_bytes()) for one in ("adapter_config.json", WEIGHTS)}
+            (await client.post("/v1/adapters", data={"name": ADAPTER}, files=files)).raise_for_status()
+        (await client.post(f"/v1/adapters/{ADAPTER}/promote", json={"revision": 1})).raise_for_status()
 
 
 async def _until(client: httpx.AsyncClient, id: str, is_so: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
@@ -91,25 +120,28 @@ async def first_tokens(site: Site, questions: int, rate: float, seed: int) -> li
         return await asyncio.gather(*asked)
 
 
-async def measure(site: Site, questions: int, rate: float, rounds: int) -> dict[str, Any]:
-    """The whole run: the same arrivals alone and beside the batch, in turn."""
+async def measure(site: Site, asked: argparse.Namespace) -> dict[str, Any]:
+    """The whole run: the same arrivals alone and beside the other work, in turn."""
+    questions, rate = asked.questions, asked.rate
     alone: list[float] = []
     beside: list[float] = []
     done = 0
+    if asked.beside == "shadow":
+        await upload_revisions(site)
     await first_tokens(site, 5, rate, seed=99)
-    for number in range(rounds):
+    for number in range(asked.rounds):
         say(f"round {number + 1}: alone")
         alone += await first_tokens(site, questions, rate, number)
-        say(f"round {number + 1}: beside the batch")
-        async with batch(site) as found:
+        say(f"round {number + 1}: beside")
+        async with (shadow if asked.beside == "shadow" else batch)(site) as found:
             beside += await first_tokens(site, questions, rate, number)
-        done += found["lines_done"]
+        done += found["done"]
     figures = {
         name: {f"p{q}": percentile(seconds, q / 100) for q in (50, 90, 99)}
         for name, seconds in (("alone", alone), ("beside", beside))
     }
     ratio = {q: (figures["beside"][q] or 0.0) / (figures["alone"][q] or 1.0) for q in ("p50", "p90", "p99")}
-    return {"first_token_s": figures, "ratio": ratio, "lines_done": done, "load": os.getloadavg()}
+    return {"first_token_s": figures, "ratio": ratio, "done_beside": done, "load": os.getloadavg()}
 
 
 def run(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -124,17 +156,19 @@ def run(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     keys = {}
     for tenant, tier in ((CHAT, "chatting"), (BULK, "standard")):
         cli(config, "tenant", "create", tenant, "--tier", tier)
-        keys[tenant] = cli(config, "key", "create", "--tenant", tenant)["key"]
+        scopes = [part for scope in ("inference", "adapters", "read") for part in ("--scope", scope)]
+        keys[tenant] = cli(config, "key", "create", "--tenant", tenant, *scopes)["key"]
     url = f"http://127.0.0.1:{port}"
     serve = Command([*LORAMUX, "serve", "--config", str(config)], f"{url}/health/ready", folder / "server.log", {})
-    site = Site(url, keys, {}, "base", prompt_tokens=128, max_tokens=64)
+    site = Site(url, keys, {}, ADAPTER if arguments.beside == "shadow" else "base", prompt_tokens=128, max_tokens=64)
     with running(serve):
-        return asyncio.run(measure(site, arguments.questions, arguments.rate, arguments.rounds))
+        return asyncio.run(measure(site, arguments))
 
 
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description="The interactive first token alone and beside a batch.")
+    parser.add_argument("--beside", choices=("batch", "shadow"), default="batch")
     parser.add_argument("--questions", type=int, default=100, help="a round and side (default 100)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rate", type=float, default=2.0, help="questions a second (default 2)")
