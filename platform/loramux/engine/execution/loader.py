@@ -201,12 +201,12 @@ def _assembled(
     _ensure_tiles_fit(sites, layout)
     digest = weights_digest(model, settings.model.quantization)
     weights = install(model, base, bank, settings.model.quantization, shard)
+    weight_bytes = _bytes_read(model) + weights.packed_bytes
     fuse_layers(model, layout.layers)
     pages_of_slot = _pages_per_slot(bank, model)
     pool = _allocate_pool(settings, model, layout, activation_bytes, bank.slot_bytes / pages_of_slot)
     num_pages = len(pool) // page_elements
     bank.use_pool(pool, max(1, num_pages // pages_of_slot))
-    weight_bytes = _bytes_read(model) + weights.packed_bytes
     install_linear_attention(model, states, pool)
     return AssembledModel(Forward(model, layout.views(pool), bank), weights, states, num_pages, weight_bytes, digest)
 
