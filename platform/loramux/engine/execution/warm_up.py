@@ -45,19 +45,20 @@ def warm_up(forward: Forward, buffers: StepBuffers, sampler: DeviceSampler, shap
     No adapter is installed yet and no page is read or written.
     """
     device = forward.bank.pool.device
-    inputs = buffers.padded(ROWS)
+    rows = min(ROWS, buffers.max_sequences)
+    inputs = buffers.padded(rows)
     for shape in shapes:
         every_height = (reserve_attention(shape, 1, 1, device, rows) for rows in shape.heights)
         attach_attention(inputs.batch, shape, *every_height)
-    segments = Segments((0, ROWS), (forward.bank.blank_slot(),))
-    attach_tile_map(segments, TileMap.of_every_shape(ROWS, forward.bank.max_rank, device))
+    segments = Segments((0, rows), (forward.bank.blank_slot(),))
+    attach_tile_map(segments, TileMap.of_every_shape(rows, forward.bank.max_rank, device))
     extras = StepExtras(columns=segments, inputs=segments, norms=(), embedding=(), head=())
     logits = forward(inputs, segments, extras)
     plain = SamplingParams(max_tokens=4, temperature=0.0)
-    sequences = [_sequence(f"warm-up {row}", params) for row, params in enumerate((plain, EVERYTHING))]
+    sequences = [_sequence(f"warm-up {row}", params) for row, params in enumerate((EVERYTHING, plain))][:rows]
     words = np.full((1, -(-logits.shape[1] // 32)), -1, dtype=np.int32)
     sampler.launch(logits, sequences, None, TokenMasks(np.zeros(1, dtype=np.int64), words, {})).events()
-    sampler.launch(logits[:1], sequences[:1], None).events()
+    sampler.launch(logits[-1:], sequences[-1:], None).events()
     for sequence in sequences:
         sampler.forget(sequence.id)
 
