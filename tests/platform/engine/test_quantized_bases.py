@@ -21,6 +21,8 @@ from loramux_adapters.quantized_linear import QuantizedLinear
 from loramux_kernels.quantized_weight import quantize, to_nf4
 
 FORMATS = ("plain", "dora")
+OFTEN = ("gptq int4 act order", "awq", "nf4 double", "packed int4 asymmetric", "fp8 blocks")
+"""One of each reader."""
 
 
 def questions(formats: tuple[str, ...]) -> list[Asked]:
@@ -34,7 +36,9 @@ def check(zoo: FormatZoo, engine) -> None:
         assert got[request.name] == zoo.answer(request), request
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pytest.mark.parametrize(
+    "checkpoint", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in CHECKPOINTS]
+)
 def test_adapters_on_a_quantized_checkpoint_answer_as_peft_on_the_dequantized_base(tmp_path, checkpoint: str) -> None:
     family = "llama" if list(CHECKPOINTS).index(checkpoint) % 2 else "qwen2"
     zoo = QuantizedZoo(family, tmp_path, FORMATS, checkpoint)

@@ -18,7 +18,7 @@ from loramux.engine.execution.rank_team import RankDied
 from loramux_adapters.sharding import WHOLE, CannotShard, rules_of
 
 EVERY_MODEL = [None, *RECIPES]
-OFTEN = ("phi3", "olmo2", "cohere", "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next", "gemma3_images", "qwen2_vl")
+OFTEN = ("phi3", "olmo2", "gpt_oss", "deepseek_v3", "qwen3_next")
 """Families that differ in what is cut: joined projections, norms over all heads, experts, latents, states."""
 LINEARS = (
     r".*\.(qkv_proj|q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|gate_up_proj|down_proj|q_b_proj|kv_b_proj|c_fc|c_proj"

@@ -6,6 +6,7 @@ import inspect
 import random
 from typing import Any
 
+import pytest
 import torch
 from adapter_zoo import Asked, to_request
 from formats import FormatZoo
@@ -39,6 +40,7 @@ def specialization(launch: Launch) -> tuple[object, ...]:
     return tuple(keys)
 
 
+@pytest.mark.slow
 def test_kernels_of_any_traffic_were_compiled_at_the_start(tmp_path, monkeypatch) -> None:
     seen: set[tuple[object, ...]] = set()
     run = Launch.run
