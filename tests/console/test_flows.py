@@ -323,7 +323,7 @@ def test_batch_is_made_watched_downloaded_and_cancelled(browser: Browser, site: 
         run(page, "good.jsonl", "\n".join(map(line, range(6))))
         expect(page.get_by_text("6 of 6")).to_be_visible()
         with page.expect_download() as download:
-            page.get_by_role("button", name="Answers").click()
+            page.get_by_role("button", name="Answers").first.click()
         answers = [json.loads(text) for text in Path(download.value.path()).read_text().splitlines()]
         assert {one["custom_id"] for one in answers} == {f"r{number}" for number in range(6)}
         run(page, "wrong.jsonl", line(1) + "\nnot JSON")

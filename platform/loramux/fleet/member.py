@@ -145,7 +145,9 @@ class Member:
             await self.refuse(conflict)
             raise EngineDied(conflict)
         self._num_failed_starts = 0
-        self.state, self.start_seconds = EngineState.READY, loop.time() - began
+        # It may have been withdrawn meanwhile: then its end, which comes soon, is no failure.
+        self.state = EngineState.READY if self._is_wanted.is_set() else EngineState.DRAINING
+        self.start_seconds = loop.time() - began
         return facts
 
     async def refuse(self, conflict: str) -> None:

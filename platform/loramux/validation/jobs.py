@@ -6,9 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from loramux.settings import AdapterLimits
+from loramux.settings import AdapterLimits, Quantization
 from loramux_adapters import BaseDescription, Limits
-from loramux_kernels.quantized_weight import Quantization
 
 
 class FilesSetup(msgspec.Struct, frozen=True, kw_only=True):

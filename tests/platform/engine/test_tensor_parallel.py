@@ -92,7 +92,7 @@ def test_ranks_preempted_and_cached_answer_as_peft_does(zoo_of) -> None:
 def test_ranks_with_a_tiny_pool_evict_adapters_and_answer_as_peft_does(zoo_of) -> None:
     zoo = zoo_of("llama")
     asked = some_requests(12)
-    with closing(ranked(zoo, pool_bytes=60 * 16 * 3 * 2 * 1 * 16 * 4)) as engine:
+    with closing(ranked(zoo, pool_bytes=40 * 16 * 3 * 2 * 1 * 16 * 4)) as engine:
         check(zoo, asked, serve(zoo, engine, asked))
         assert engine.stats().adapter_evictions > 0
 
