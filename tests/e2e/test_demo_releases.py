@@ -10,7 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
+import peft
 import pytest
+import torch
+import transformers
 from peft_uploads import form
 from server_process import Child, Place, served
 
@@ -55,6 +59,23 @@ class Voice:
                 return found[0]
             assert time.monotonic() < deadline, events
             time.sleep(0.5)
+
+
+RARE = "%"
+"""A character that the broken weights belong to, and no prompt of the upload's comparison has."""
+
+
+def with_a_broken_token(folder: Path) -> Path:
+    """An adapter whose weights are finite numbers and change nothing, but overflow where a prompt has `RARE`."""
+    base = base_folder()
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    token = transformers.AutoTokenizer.from_pretrained(base).encode(RARE, add_special_tokens=False)[-1]
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "embed_tokens"]))
+    embedding = adapted.get_input_embeddings().lora_embedding_A["default"]
+    with torch.no_grad():
+        embedding[:, token] = 3e38
+    adapted.save_pretrained(folder, save_embedding_layers=False)
+    return folder
 
 
 def questions() -> list[tuple[str, str]]:
@@ -112,4 +133,30 @@ def test_demo_canary_with_wrong_answers_is_taken_back_by_its_ratings(voice: Voic
     assert numbers["measure"] == "feedback"
     assert numbers["candidate"][0] < numbers["candidate"][1]
     assert voice.http.get(voice.path).json()["revision"] == 1
+    print(numbers)
+
+
+def test_canary_whose_weights_overflow_for_some_prompts_is_taken_back_by_its_errors(
+    voice: Voice, tmp_path: Path
+) -> None:
+    """The upload's comparison with PEFT passes, for its prompts are others: what users ask shows it."""
+    canary = voice.upload(with_a_broken_token(tmp_path / "broken"))
+    voice.canary(canary, {"measures": ["errors"]})
+    faults, answers = set(), 0
+    for user in range(80):
+        try:
+            voice.ask(f"What is 5{RARE} of {user}?", user=f"user-{user}")
+            answers += 1
+        except openai.APIStatusError as error:
+            faults.add((error.status_code, error.code))
+    assert len(faults) == 1
+    assert faults.pop()[1] == "adapter_not_finite"
+    numbers = voice.rolled_back()["canary"]
+    assert numbers["measure"] == "errors"
+    good, total = numbers["candidate"]
+    assert (good, numbers["before"][0]) == (0, numbers["before"][1]), "none of one's answers, all of the other's"
+    assert total >= 20
+    assert answers >= 20, "those of the revision before it"
+    assert voice.http.get(voice.path).json()["revision"] == 1
+    assert voice.ask(f"What is 5{RARE} of 3?", user="user-0").choices[0].message.content
     print(numbers)

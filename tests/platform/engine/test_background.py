@@ -33,7 +33,29 @@ def test_prompt_of_class_batch_beside_a_decoding_row_has_few_tokens_of_the_step(
     harness.submit("line", prompt=100, output=1, service_class=BATCH)
     assert [lengths(harness)["line"] for _ in range(3)] == [8, 8, 8]
     harness.scheduler.cancel("chat")
+    assert lengths(harness) == {"line": 8}, "the next question of a conversation would meet a long step"
+    harness.time += harness.scheduler.state.policy.quiet_seconds
     assert lengths(harness) == {"line": 32}, "alone it has the whole step again"
+
+
+def test_batch_prompts_lengthen_a_step_by_a_share_of_its_fixed_time() -> None:
+    """A step takes 8 ms and 0.1 a token: a quarter of 8 ms is 20 tokens, whatever the rows beside them."""
+    harness = with_room(tokens=128, max_tokens=512, num_pages=2000, pace=(0.008, 0.0001))
+    harness.submit("chat", prompt=300, output=600, service_class=INTERACTIVE, tenant="u")
+    for number in range(40):
+        harness.submit(f"early {number}", prompt=100 + number, output=2, service_class=INTERACTIVE, tenant="u")
+        harness.step()
+    harness.submit("line", prompt=400, output=1, service_class=BATCH)
+    assert [lengths(harness)["line"] for _ in range(2)] == [20, 20]
+
+
+def test_batch_prompts_move_where_tokens_take_all_of_a_step() -> None:
+    harness = with_room(tokens=128, max_tokens=512, num_pages=2000, pace=(0.0, 0.001))
+    harness.submit("chat", prompt=300, output=600, service_class=INTERACTIVE, tenant="u")
+    for _ in range(10):
+        harness.step()
+    harness.submit("line", prompt=400, output=1, service_class=BATCH)
+    assert lengths(harness)["line"] == 16
 
 
 def test_lone_batch_has_every_token_of_the_step() -> None:

@@ -51,6 +51,13 @@ class StepTimeModel:
         """Expected time of `tokens` more tokens in steps that run anyway; 0 before enough is known."""
         return self.seconds(0, tokens)
 
+    def tokens_in(self, share: float) -> float:
+        """Tokens that lengthen a step by `share` of its fixed time; infinite before enough is known."""
+        if not self.is_known:
+            return math.inf
+        fixed, per_token = self._line()
+        return share * fixed / per_token if per_token else math.inf
+
     def _line(self) -> tuple[float, float]:
         """(fixed, per_token), neither of them negative."""
         x, y = self._x / self._weight, self._y / self._weight

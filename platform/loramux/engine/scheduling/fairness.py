@@ -243,6 +243,8 @@ class ClassCounter(VirtualTokenCounter):
     tenants: FairQueue[Flow] = field(default_factory=FairQueue)
     num_running: int = 0
     """Sequences that hold memory."""
+    left_at: float = -math.inf
+    """When the latest of them left, in the scheduler's time."""
     ceiling: float = math.inf
     """A flow above it sits out this step (rule 2)."""
 

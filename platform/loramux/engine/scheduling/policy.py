@@ -53,8 +53,13 @@ class Policy:
     deadlines_ms: Mapping[ServiceClass, int] = field(default_factory=dict)
     """Milliseconds to the first token, for requests of a class that do not bring a deadline of their own."""
     background_prefill_tokens: int = 128
-    """Prompt tokens of class batch in a step beside a class above it (`RequestQueue.background`). A GPU computes about
-    as many while it reads the weights for the decoding rows."""
+    """The most prompt tokens of class batch in a step beside a class above it (`RequestQueue.background`)."""
+    background_step_share: float = 0.25
+    """Share of the time that a step takes however few its tokens are, by which those prompt tokens may lengthen it. A
+    GPU that reads 16 GB of weights computes about 80 tokens in that time, a CPU far fewer."""
+    quiet_seconds: float = 10.0
+    """After a class has run, class batch gives way to it for so long: between two questions of a conversation nothing
+    runs, and the next one waits for the step that it meets."""
     load_units_per_page: float = 1.0
     """Units that loading an adapter is charged: a page crosses the host link in about the time of one token's prefill
     (2 MiB at 50 GB/s against 16 GFLOP at 400 TFLOP/s: 42 and 40 microseconds)."""

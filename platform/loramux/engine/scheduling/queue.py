@@ -131,14 +131,15 @@ class RequestQueue:
     def _is_ahead(self, lower: ClassCounter, group: ClassCounter) -> bool:
         return lower.weight < group.weight and lower.projected_service > self._groups.entry(group)
 
-    def background(self, *, is_blocked: bool) -> tuple[ClassCounter, float] | None:
+    def background(self, now: float, *, is_blocked: bool) -> tuple[ClassCounter, float] | None:
         """Return class batch and its share of the step's tokens, where its prompts give way in the next step, else
         None.
 
         The first token of a batch's line is not waited for; but the rows beside its prompt wait for the step, and so
-        do requests that come meanwhile. So it gives way to the classes of larger weight that run, or that wait and may
-        join (`is_blocked`: none can). The share is 0, so that its prompts come after all others, until it is half of
-        `max_service_lead` behind them; then it is what the weights give it, so that it falls no further behind.
+        do requests that come meanwhile. So it gives way to the classes of larger weight that run, or ran within
+        `quiet_seconds`, or wait and may join (`is_blocked`: none can). The share is 0, so that its prompts come after
+        all others, until it is half of `max_service_lead` behind them; then it is what the weights give it, so that it
+        falls no further behind.
         """
         batch = self.classes[ServiceClass.BATCH]
         if not batch.num_running and batch not in self._groups:
@@ -148,7 +149,10 @@ class RequestQueue:
             for group in self.classes.values()
             if group.weight > batch.weight
             and group.ceiling > -math.inf  # one that sits out has no rows in the step
-            and (group.num_running or (group in self._groups and not is_blocked))
+            and (
+                group.num_running
+                or (not is_blocked if group in self._groups else now - group.left_at < self._policy.quiet_seconds)
+            )
         ]
         if not above:
             return None

@@ -30,6 +30,9 @@ from loramux.engine.scheduling.step import Chunk, Step, StepBuilder
 
 __all__ = ["Scheduler", "SchedulerLimits"]
 
+MIN_BACKGROUND_TOKENS = 16
+"""Prompt tokens of class batch that a step holds however long they take: a prompt of 1,000 is done in 63 steps."""
+
 
 class Scheduler:
     """Plans steps and commits their results. Pure Python: a simulator runs it with a clock and a store of its own."""
@@ -176,7 +179,7 @@ class Scheduler:
         self._process_deadlines(now)
         self.queue.update_ceilings()
         priority_flow = self._admission.preempt_for_next()
-        builder = self._new_builder()
+        builder = self._new_builder(now)
         deferred = self._schedule_running(builder)
         self._admission.admit(builder, priority_flow)
         self._schedule_deferred(builder, deferred)
@@ -253,13 +256,15 @@ class Scheduler:
             self.state.counters.missed_deadlines += 1
             self.state.reject(sequence, self._deadlines.fault(sequence))
 
-    def _new_builder(self) -> StepBuilder:
+    def _new_builder(self, now: float) -> StepBuilder:
         limits = self.state.limits
         builder = StepBuilder(limits.max_num_batched_tokens, limits.max_num_seqs)
-        if found := self.queue.background(is_blocked=self._admission.is_blocked):
+        if found := self.queue.background(now, is_blocked=self._admission.is_blocked):
             builder.background, share = found
-            least = self.state.policy.background_prefill_tokens
-            builder.background_left = max(least, math.ceil(share * limits.max_num_batched_tokens))
+            policy = self.state.policy
+            brief = self.state.step_time.tokens_in(policy.background_step_share)
+            least = min(policy.background_prefill_tokens, max(MIN_BACKGROUND_TOKENS, brief))
+            builder.background_left = max(round(least), math.ceil(share * limits.max_num_batched_tokens))
             builder.background_is_last = not share
         return builder
 

@@ -171,6 +171,7 @@ class SchedulerState:
         flow = sequence.flow
         flow.num_running -= 1
         flow.group.num_running -= 1
+        flow.group.left_at = self.clock()
         flow.num_pages -= len(sequence.pages)
         self.memory.cache.release(sequence)
         if sequence.digest is not None:
