@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import peft
+import pytest
 import torch
 import transformers
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTextConfig
@@ -221,6 +222,11 @@ REFUSED_FAMILIES = {
 FAMILIES = FIRST_FAMILIES | NEWER_FAMILIES | NEWER_MIXTURES | HYBRIDS | WITH_IMAGES | REFUSED_FAMILIES
 SERVED = [family for family in FAMILIES if family not in REFUSED_FAMILIES]
 
+ON_RANKS = pytest.mark.parametrize(
+    "ranks", [pytest.param(1, id="one rank"), pytest.param(2, id="two ranks", marks=pytest.mark.slow)]
+)
+"""For tests of what must be alike on `tensor_parallel_size=ranks`. The engine is closed by the test."""
+
 ATTENTION = ["qkv_proj", "q_proj", "k_proj", "v_proj", "o_proj"]
 
 RECIPES = {
@@ -343,6 +349,7 @@ def load(
         "pool_bytes": 4 << 20,
         "max_num_seqs": 8,
         "max_num_batched_tokens": 16,
+        "in_process": engine_settings.get("tensor_parallel_size", 1) > 1,  # ranks are threads: processes start slowly
     }
     settings = Settings(
         model=ModelSettings(path=str(base), served_model_name="base", dtype=dtype, quantization=quantization),

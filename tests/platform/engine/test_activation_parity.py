@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from adapter_zoo import Asked, Zoo, serve
+from adapter_zoo import ON_RANKS, Asked, Zoo, serve
 from eager_drafts import draft_always
 
 INVOKE = (90, 91)
@@ -36,15 +36,17 @@ def check(zoo: Zoo, asked: list[Asked], got: dict[str, list[int]]) -> None:
         assert got[request.name] == zoo.answer(request), request
 
 
+@ON_RANKS
 @pytest.mark.parametrize("budget", [11, 64])
-def test_activated_lora_in_mixed_batches_answers_as_peft_does(zoo: Zoo, budget: int) -> None:
-    engine = zoo.engine(max_num_batched_tokens=budget)
+def test_activated_lora_in_mixed_batches_answers_as_peft_does(zoo: Zoo, budget: int, ranks: int) -> None:
+    engine = zoo.engine(max_num_batched_tokens=budget, tensor_parallel_size=ranks)
     for turn in range(2):
         asked = asked_of(["activated", None, "plain"], turn)
         check(zoo, asked, serve(zoo, engine, asked, arrivals=[i // 2 for i in range(len(asked))]))
     stats = engine.stats()
     assert stats.max_distinct_adapters_beside_base == 2
     assert stats.prompt_tokens + stats.cached_tokens == 6 * sum(map(len, PROMPTS.values()))
+    engine.close()
 
 
 def test_activated_lora_with_drafts_answers_as_peft_does(zoo: Zoo) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from adapter_zoo import Asked, serve, to_request
+from adapter_zoo import ON_RANKS, Asked, serve, to_request
 from formats import LORA, FormatZoo
 from safetensors.torch import load_file, save_file
 
@@ -79,16 +79,18 @@ def prompt_for(zoo: ResizedZoo, name: str | None, seed: int) -> tuple[int, ...]:
     return (*drawn[:4], *range(BASE_TOKENS, size), *drawn[4:])
 
 
-def test_added_tokens_beside_other_adapters_answer_as_peft_does(zoo: ResizedZoo) -> None:
+@ON_RANKS
+def test_added_tokens_beside_other_adapters_answer_as_peft_does(zoo: ResizedZoo, ranks: int) -> None:
     names = [*ADAPTERS, *PLAIN, None]
     asked = [Asked(f"{name} {i}", name, prompt_for(zoo, name, i), 10) for i in range(3) for name in names]
-    engine = zoo.engine(max_num_batched_tokens=29, pool_bytes=8 << 20)
+    engine = zoo.engine(max_num_batched_tokens=29, pool_bytes=8 << 20, tensor_parallel_size=ranks)
     got = serve(zoo, engine, asked, arrivals=[i // 3 for i in range(len(asked))])
     for request in asked:
         assert got[request.name] == zoo.answer(request), request.adapter
     assert engine.stats().max_distinct_adapters_beside_base >= 4
     wide = [token for request in asked for token in got[request.name] if token >= BASE_TOKENS]
     assert wide, "some answers have added tokens"
+    engine.close()
 
 
 def test_added_tokens_never_come_out_of_another_s_rows(zoo: ResizedZoo) -> None:

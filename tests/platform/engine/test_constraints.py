@@ -14,6 +14,7 @@ import torch
 from adapter_zoo import load
 from delayed_runner import LateRunner
 from eager_drafts import draft_always
+from preempting import preempting
 from scheduler_harness import decoding
 from tiny_base import byte_tokenizer, make_base
 
@@ -291,17 +292,20 @@ def test_engine_that_speculates_gives_the_same_constrained_answers(base: Path) -
     }
 
 
-def test_engine_constrained_answers_with_drafts_are_the_same(base: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_engine_constrained_answers_with_drafts_are_the_same(base: Path, ranks: int) -> None:
     """Right and wrong drafts, allowed by the grammar and not, of constrained and other rows side by side."""
     asked = [request(f"r{i}", pattern, seed=i, temperature=1.0) for i, pattern in enumerate([*PATTERNS, None])]
     alone = run(engine_of(base, late=False), asked)
-    engine = engine_of(base, late=False)
+    engine = preempting(engine_of(base, late=False, tensor_parallel_size=ranks))
     draft_always(engine.scheduler, lambda own: [event.token_id for event in alone[own.id]])
     drafted = run(engine, asked)
     for one in asked:
         assert [event.token_id for event in drafted[one.id]] == [event.token_id for event in alone[one.id]]
         assert drafted[one.id][-1].finish_reason == alone[one.id][-1].finish_reason
     assert engine.stats().accepted_tokens > 5
+    assert engine.stats().preemptions > 0
+    engine.close()
 
 
 def test_engine_cut_by_max_tokens_reports_length(base: Path) -> None:

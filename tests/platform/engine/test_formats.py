@@ -74,27 +74,33 @@ def test_every_format_with_drafts_answers_as_peft_does(formats_of, base: str) ->
 
 
 @pytest.mark.parametrize(
-    ("base", "size"),
+    ("base", "size", "seed"),
     [
-        ("llama", 2),
-        ("tied", 2),
-        pytest.param("llama", 4, marks=pytest.mark.slow),
-        pytest.param("head norms", 2, marks=pytest.mark.slow),
-        pytest.param("scaled", 2, marks=pytest.mark.slow),
+        ("llama", 2, 3),
+        ("tied", 2, 3),
+        *(
+            pytest.param(base, size, seed, marks=pytest.mark.slow)
+            for base, size in (("llama", 2), ("llama", 4), ("tied", 2), ("head norms", 2), ("scaled", 2))
+            for seed in (7, 8, 9)
+        ),
     ],
 )
-def test_ranks_every_format_with_drafts_preempted_answers_as_peft_does(formats_of, base: str, size: int) -> None:
-    """The tied base has biases, which DoRA and trained biases meet; its head is divided with its embedding."""
+def test_ranks_every_format_with_drafts_preempted_answers_as_peft_does(
+    formats_of, base: str, size: int, seed: int
+) -> None:
+    """In random order. The tied base has biases, which DoRA and trained biases meet; its head is divided with its
+    embedding."""
     zoo = formats_of(base)
-    asked = some_requests(zoo, seed=3)
+    asked = some_requests(zoo, seed)
+    random.Random(seed).shuffle(asked)
     answers = {request.name: zoo.answer(request) for request in asked}
-    with closing(zoo.engine(max_num_batched_tokens=41, tensor_parallel_size=size, in_process=True)) as engine:
+    with closing(zoo.engine(max_num_batched_tokens=41, tensor_parallel_size=size)) as engine:
         preempting(engine)
         draft_always(engine.scheduler, lambda own: answers[own.id])
         got = serve(zoo, engine, asked, arrivals=[i // 3 for i in range(len(asked))])
         for request in asked:
             assert got[request.name] == answers[request.name], request.adapter
-        assert engine.stats().accepted_tokens > 20
+        assert engine.stats().accepted_tokens > 5
         assert engine.stats().preemptions > 0
 
 

@@ -9,7 +9,7 @@ import msgspec
 import peft
 import pytest
 import torch
-from adapter_zoo import HYBRIDS, Asked, Zoo, load, make_engine, serve, to_request
+from adapter_zoo import HYBRIDS, ON_RANKS, Asked, Zoo, load, make_engine, serve, to_request
 from formats import FormatZoo
 from preempting import preempting
 
@@ -54,10 +54,11 @@ def some_requests(count: int = 10) -> list[Asked]:
     ]
 
 
-def test_hybrid_mixed_batches_in_chunks_preempted_answer_as_peft_does(zoo: FormatZoo) -> None:
+@ON_RANKS
+def test_hybrid_mixed_batches_in_chunks_preempted_answer_as_peft_does(zoo: FormatZoo, ranks: int) -> None:
     asked = some_requests()
     assert len({tuple(zoo.answer(Asked("x", name, (5, 6, 7, 8), 8))) for name in [None, *RECIPES]}) == 1 + len(RECIPES)
-    engine = preempting(zoo.engine(max_num_batched_tokens=29))
+    engine = preempting(zoo.engine(max_num_batched_tokens=29, tensor_parallel_size=ranks))
     for _ in range(2):
         got = serve(zoo, engine, asked, arrivals=[i // 4 for i in range(len(asked))])
         for request in asked:
@@ -66,6 +67,7 @@ def test_hybrid_mixed_batches_in_chunks_preempted_answer_as_peft_does(zoo: Forma
     assert stats.max_distinct_adapters_beside_base >= 2
     assert stats.preemptions > 0
     assert stats.pages_kv == stats.pages_kv_cached == stats.cached_tokens == 0, "states go with their sequence"
+    engine.close()
 
 
 def test_hybrid_in_a_pool_that_runs_out_answers_as_peft_does(dense: Zoo) -> None:

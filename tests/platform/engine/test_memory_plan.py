@@ -25,7 +25,7 @@ def test_plan_before_loading_counts_the_pages_and_weights_that_loading_finds(zoo
 def test_plan_of_two_ranks_has_half_the_weights_of_the_linears(zoo_of, caplog) -> None:
     zoo = zoo_of("llama")
     with caplog.at_level(logging.INFO):
-        engine = make_engine(zoo.base, tensor_parallel_size=2, in_process=True)
+        engine = make_engine(zoo.base, tensor_parallel_size=2)
     engine.close()
     (line,) = (record.message for record in caplog.records if record.message.startswith("loading base: "))
     assert f"= {engine.facts.pages_total:,} pages" in line

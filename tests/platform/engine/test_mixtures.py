@@ -12,7 +12,7 @@ import peft
 import pytest
 import torch
 import transformers
-from adapter_zoo import NEWER_MIXTURES, Asked, Zoo, load, serve
+from adapter_zoo import NEWER_MIXTURES, ON_RANKS, Asked, Zoo, load, serve
 from formats import FormatZoo
 from preempting import preempting
 
@@ -67,13 +67,15 @@ def some_requests() -> list[Asked]:
     ]
 
 
-def test_mixture_every_adapter_beside_the_base_answers_as_peft_does(zoo: FormatZoo) -> None:
+@ON_RANKS
+def test_mixture_every_adapter_beside_the_base_answers_as_peft_does(zoo: FormatZoo, ranks: int) -> None:
     asked = some_requests()
-    engine = zoo.engine(max_num_batched_tokens=29)
+    engine = zoo.engine(max_num_batched_tokens=29, tensor_parallel_size=ranks)
     got = serve(zoo, engine, asked, arrivals=[i // 3 for i in range(len(asked))])
     for request in asked:
         assert got[request.name] == zoo.answer(request), request
     assert engine.stats().max_distinct_adapters_beside_base >= 2
+    engine.close()
 
 
 def test_mixture_every_adapter_alone_answers_as_peft_does_and_unlike_the_base(zoo: FormatZoo) -> None:
@@ -97,8 +99,11 @@ NEWER_RECIPES = {
 }
 
 
+@ON_RANKS
 @pytest.mark.parametrize("family", NEWER_MIXTURES)
-def test_newer_mixture_every_adapter_beside_the_base_answers_as_peft_does(tmp_path: Path, family: str) -> None:
+def test_newer_mixture_every_adapter_beside_the_base_answers_as_peft_does(
+    tmp_path: Path, family: str, ranks: int
+) -> None:
     made = FormatZoo(family, tmp_path, [])
     known = describe_base(made.base).parameters
     for seed, (name, recipe) in enumerate(NEWER_RECIPES.items()):
@@ -116,7 +121,7 @@ def test_newer_mixture_every_adapter_beside_the_base_answers_as_peft_does(tmp_pa
         for i, length in enumerate((1, 5, 17, 33, 20, 3))
     ]
     assert len({tuple(made.answer(Asked("x", name, (5, 6, 7, 8), 8))) for name in names}) == len(names)
-    engine = preempting(made.engine(max_num_batched_tokens=29))
+    engine = preempting(made.engine(max_num_batched_tokens=29, tensor_parallel_size=ranks))
     for _ in range(2):
         got = serve(made, engine, asked, arrivals=[i // 5 for i in range(len(asked))])
         for request in asked:
@@ -125,6 +130,7 @@ def test_newer_mixture_every_adapter_beside_the_base_answers_as_peft_does(tmp_pa
     assert stats.max_distinct_adapters_beside_base >= 2
     assert stats.preemptions > 0
     assert stats.cached_tokens > 0
+    engine.close()
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "mixtral", "phimoe"])

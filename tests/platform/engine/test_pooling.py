@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -11,7 +13,7 @@ import pytest
 import safetensors
 import torch
 import transformers
-from adapter_zoo import FAMILIES, SMALL, Asked, Zoo, load, to_request
+from adapter_zoo import FAMILIES, ON_RANKS, SMALL, Asked, Zoo, load, to_request
 from delayed_runner import late_engine
 from task_adapters import TaskAdapter
 
@@ -81,7 +83,8 @@ def prompts(count: int, lengths: tuple[int, ...]) -> list[tuple[int, ...]]:
     return [tuple(rng.randrange(3, 97) for _ in range(lengths[i % len(lengths)])) for i in range(count)]
 
 
-def test_vectors_beside_generating_sequences_are_pefts(zoo: Zoo) -> None:
+@ON_RANKS
+def test_vectors_beside_generating_sequences_are_pefts(zoo: Zoo, ranks: int) -> None:
     """Chunks of 16 tokens cut the long prompts; the same prompts again are partly found in the prefix cache."""
     adapters = [None, "plain", "rslora", "attention"]
     texts = prompts(8, (1, 5, 40, 17)) * 2
@@ -89,7 +92,9 @@ def test_vectors_beside_generating_sequences_are_pefts(zoo: Zoo) -> None:
     generating = [Asked(f"g{i}", adapters[i % 4], text, 6) for i, text in enumerate(prompts(6, (9, 30)))]
     requests = asked + [to_request(zoo, one) for one in generating]
     random.Random(1).shuffle(requests)
-    events = run(zoo.engine(max_num_batched_tokens=16), requests)
+    engine = zoo.engine(max_num_batched_tokens=16, tensor_parallel_size=ranks)
+    events = run(engine, requests)
+    engine.close()
     for i, request in enumerate(asked):
         (event,) = events[request.id]
         assert (event.token_id, event.finish_reason) == (None, "stop")
@@ -141,9 +146,16 @@ def close(found: np.ndarray, wanted: np.ndarray) -> bool:
     return found.shape == wanted.shape and np.abs(found - wanted).max() <= TOLERANCE * max(1.0, np.abs(wanted).max())
 
 
-@pytest.mark.parametrize("runs_ahead", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(Zoo.engine, id="in turn"),
+        pytest.param(lambda *a, **k: late_engine(*a, **k)[0], id="one ahead"),
+        pytest.param(partial(Zoo.engine, tensor_parallel_size=2), id="two ranks", marks=pytest.mark.slow),
+    ],
+)
 def test_classifiers_with_different_heads_in_one_batch_are_pefts(
-    zoo: Zoo, classifiers: dict[str, TaskAdapter], runs_ahead: bool
+    zoo: Zoo, classifiers: dict[str, TaskAdapter], make: Callable[..., Engine]
 ) -> None:
     texts, names = prompts(9, (1, 40, 17)), list(classifiers)
     asked = [pooled(zoo, f"c{i}", names[i % 3], text, "classify") for i, text in enumerate(texts)]
@@ -153,8 +165,9 @@ def test_classifiers_with_different_heads_in_one_batch_are_pefts(
     generating = [Asked(f"g{i}", (None, "plain")[i % 2], text, 6) for i, text in enumerate(prompts(4, (9, 30)))]
     requests = asked + [to_request(zoo, one) for one in generating]
     random.Random(2).shuffle(requests)
-    settings = {"max_num_batched_tokens": 16}
-    events = run(late_engine(zoo, **settings)[0] if runs_ahead else zoo.engine(**settings), requests)
+    engine = make(zoo, max_num_batched_tokens=16)
+    events = run(engine, requests)
+    engine.close()
     for i, text in enumerate(texts):
         assert close(vector(events[f"c{i}"][0]), classifiers[names[i % 3]].logits(text)), names[i % 3]
         assert close(vector(events[f"v{i}"][0]), expected(zoo, (None, "plain")[i % 2], text, ("last", "mean")[i % 2]))

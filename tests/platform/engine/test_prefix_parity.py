@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from adapter_zoo import Asked, Zoo, serve
+from adapter_zoo import ON_RANKS, Asked, Zoo, serve
 
 from loramux.engine.engine import Engine
 
@@ -26,10 +26,11 @@ def check(zoo: Zoo, engine: Engine, asked: list[Asked]) -> None:
         assert got[request.name] == zoo.answer(request), request
 
 
+@ON_RANKS
 @pytest.mark.parametrize(("family", "budget"), [("llama", 11), ("llama", 64), ("mistral", 11), ("gemma3", 64)])
-def test_prefix_cache_cached_and_computed_prompts_answer_the_same(zoo_of, family: str, budget: int) -> None:
+def test_prefix_cache_cached_and_computed_prompts_answer_the_same(zoo_of, family: str, budget: int, ranks: int) -> None:
     zoo = zoo_of(family)
-    engine = zoo.engine(max_num_batched_tokens=budget)
+    engine = zoo.engine(max_num_batched_tokens=budget, tensor_parallel_size=ranks)
     for turn in range(2):
         check(zoo, engine, conversations(turn))
     stats = engine.stats()
@@ -40,6 +41,7 @@ def test_prefix_cache_cached_and_computed_prompts_answer_the_same(zoo_of, family
     assert (stats.pages_kv, stats.pages_adapters) == (0, 0)
     assert stats.pages_kv_cached > 0
     assert stats.pages_adapters_idle > 0
+    engine.close()
 
 
 def test_prefix_cache_switched_off_reuses_nothing(zoo_of) -> None:
@@ -52,9 +54,10 @@ def test_prefix_cache_switched_off_reuses_nothing(zoo_of) -> None:
     assert stats.prompt_tokens == 2 * sum(len(asked.prompt) for asked in conversations(0))
 
 
-def test_prefix_cache_preempted_requests_reuse_their_own_kv_and_count_no_token_twice(zoo_of) -> None:
+@ON_RANKS
+def test_prefix_cache_preempted_requests_reuse_their_own_kv_and_count_no_token_twice(zoo_of, ranks: int) -> None:
     zoo = zoo_of("mistral")
-    engine = zoo.engine()
+    engine = zoo.engine(tensor_parallel_size=ranks)
     scheduler = engine.scheduler
     plan = scheduler.plan
 
@@ -71,11 +74,14 @@ def test_prefix_cache_preempted_requests_reuse_their_own_kv_and_count_no_token_t
     assert stats.prompt_tokens + stats.cached_tokens == sum(len(one.prompt) for one in asked)
     assert stats.output_tokens == 14 * len(asked)
     assert 0 < stats.recomputed_tokens < 16 * stats.preemptions, "all but the pages that were not full"
+    engine.close()
 
 
-def test_prefix_cache_and_adapters_that_evict_each_other_answer_as_peft_does(zoo_of) -> None:
+@ON_RANKS
+def test_prefix_cache_and_adapters_that_evict_each_other_answer_as_peft_does(zoo_of, ranks: int) -> None:
     zoo = zoo_of("llama")
-    engine = zoo.engine(pool_bytes=32 * 16 * 3 * 2 * 2 * 16 * 4)  # 32 pages
+    # 32 pages, of which a rank of two has half of each
+    engine = zoo.engine(pool_bytes=32 * 16 * 3 * 2 * 2 * 16 * 4 // ranks, tensor_parallel_size=ranks)
     for turn in range(2):
         check(zoo, engine, conversations(turn))
     stats = engine.stats()
@@ -84,3 +90,4 @@ def test_prefix_cache_and_adapters_that_evict_each_other_answer_as_peft_does(zoo
     for name in ("alone", "again"):
         check(zoo, engine, [Asked(name, None, (*TEXT, 9), 6)])
     assert engine.stats().cached_tokens >= stats.cached_tokens + 64
+    engine.close()

@@ -71,13 +71,22 @@ def serve(
     return scores, tokens
 
 
-@pytest.mark.parametrize("way", ["synchronous", "one step ahead", "three rows a step", "preempted"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        *("synchronous", "one step ahead", "three rows a step", "preempted"),
+        pytest.param("two ranks", marks=pytest.mark.slow),
+        pytest.param("two ranks preempted", marks=pytest.mark.slow),
+    ],
+)
 def test_prompt_logprobs_equal_pefts_beside_other_requests(zoo: Zoo, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     if way == "three rows a step":
         builder = steps.StepBuilder
         monkeypatch.setattr(scheduler, "StepBuilder", lambda tokens, rows: builder(tokens, rows, scored_left=3))
-    engine = late_engine(zoo)[0] if way == "one step ahead" else zoo.engine(max_num_batched_tokens=24)
-    scores, tokens = serve(zoo, engine, preempts=way == "preempted")
+    ranks = 2 if way.startswith("two ranks") else 1
+    ahead = way == "one step ahead"
+    engine = late_engine(zoo)[0] if ahead else zoo.engine(max_num_batched_tokens=24, tensor_parallel_size=ranks)
+    scores, tokens = serve(zoo, engine, preempts=way.endswith("preempted"))
     engine.close()
     assert set(scores) == {"base", "plain", "again", "short"}
     for asked in ASKED:

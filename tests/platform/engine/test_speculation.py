@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 import torch
-from adapter_zoo import RECIPES, Asked, Zoo, serve, to_request
+from adapter_zoo import ON_RANKS, RECIPES, Asked, Zoo, serve, to_request
 from eager_drafts import draft_always
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -348,17 +348,20 @@ def check(zoo: Zoo, asked: list[Asked], got: dict[str, list[int]]) -> None:
         assert got[request.name] == zoo.answer(request), request
 
 
+@ON_RANKS
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "qwen3"])
-def test_speculation_in_mixed_batches_answers_as_peft_does(zoo_of, family: str) -> None:
+def test_speculation_in_mixed_batches_answers_as_peft_does(zoo_of, family: str, ranks: int) -> None:
     zoo, asked = zoo_of(family), some_requests(seed=1, count=18)
-    engine = eager_engine(zoo, asked, max_num_batched_tokens=29)
+    engine = eager_engine(zoo, asked, max_num_batched_tokens=29, tensor_parallel_size=ranks)
     check(zoo, asked, serve(zoo, engine, asked, arrivals=[i // 2 for i in range(len(asked))]))
     stats = engine.stats()
     assert 0 < stats.accepted_tokens < stats.drafted_tokens
     assert stats.output_tokens == stats.ended.output == sum(one.output for one in asked)
     assert stats.pages_kv == stats.waiting == stats.running == 0
+    engine.close()
 
 
+@ON_RANKS
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     seed=st.integers(0, 10_000),
@@ -368,10 +371,11 @@ def test_speculation_in_mixed_batches_answers_as_peft_does(zoo_of, family: str) 
     preempt_every=st.sampled_from([3, 1000]),
 )
 def test_speculation_in_any_order_of_arrivals_answers_as_peft_does(
-    zoo_of, seed: int, arrivals: list[int], budget: int, block_size: int, preempt_every: int
+    zoo_of, seed: int, arrivals: list[int], budget: int, block_size: int, preempt_every: int, ranks: int
 ) -> None:
     zoo, asked = zoo_of("llama"), some_requests(seed, count=7)
-    engine = eager_engine(zoo, asked, seed, max_num_batched_tokens=budget, block_size=block_size)
+    sizes = {"max_num_batched_tokens": budget, "block_size": block_size * ranks}  # a rank's pages hold half of a token
+    engine = eager_engine(zoo, asked, seed, tensor_parallel_size=ranks, **sizes)
     scheduler, plan = engine.scheduler, engine.scheduler.plan
 
     def preempting_plan():
@@ -381,10 +385,12 @@ def test_speculation_in_any_order_of_arrivals_answers_as_peft_does(
 
     scheduler.plan = preempting_plan
     check(zoo, asked, serve(zoo, engine, asked, arrivals))
+    engine.close()
 
 
+@ON_RANKS
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.3, "seed": 3}, {"temperature": 1.0, "seed": 5, "top_p": 0.9}])
-def test_speculation_gives_the_same_seeded_answer_log_probabilities_and_end(zoo_of, params: dict) -> None:
+def test_speculation_gives_the_same_seeded_answer_log_probabilities_and_end(zoo_of, params: dict, ranks: int) -> None:
     zoo, asked = zoo_of("llama"), Asked("r", "plain", (5, 6, 7), 24)
     steer = {"repetition_penalty": 1.2, "presence_penalty": 0.3, "logit_bias": {9: 1.5}, "logprobs": 2} | params
 
@@ -397,7 +403,7 @@ def test_speculation_gives_the_same_seeded_answer_log_probabilities_and_end(zoo_
         return events
 
     alone = run(zoo.engine())
-    engine = zoo.engine()
+    engine = zoo.engine(tensor_parallel_size=ranks)
     draft_always(engine.scheduler, lambda own: [event.token_id for event in alone])
     drafted = run(engine)
     assert [event.token_id for event in drafted] == [event.token_id for event in alone]
@@ -405,6 +411,7 @@ def test_speculation_gives_the_same_seeded_answer_log_probabilities_and_end(zoo_
     assert drafted[-1].count == alone[-1].count
     assert engine.stats().accepted_tokens > 5
     assert engine.stats().steps < 24
+    engine.close()
 
 
 def test_speculation_stops_at_a_stop_token_inside_an_accepted_run(zoo_of) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -121,7 +122,14 @@ def preempting(engine: Engine) -> Engine:
     return engine
 
 
-@pytest.mark.parametrize("make", [Zoo.engine, lambda *a, **k: late_engine(*a, **k)[0]], ids=["in turn", "one ahead"])
+WAYS = [
+    pytest.param(Zoo.engine, id="in turn"),
+    pytest.param(lambda *a, **k: late_engine(*a, **k)[0], id="one ahead"),
+    pytest.param(partial(Zoo.engine, tensor_parallel_size=2), id="two ranks", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("make", WAYS)
 @pytest.mark.parametrize("prefix_cache", [False, True])
 def test_tokens_are_pefts_and_nothing_is_computed_twice(
     zoo_of, make: Callable[..., Engine], prefix_cache: bool
@@ -136,6 +144,7 @@ def test_tokens_are_pefts_and_nothing_is_computed_twice(
     assert stats.preemptions >= 6
     assert stats.kv_pages_swapped_out >= stats.kv_pages_swapped_in > 0
     assert stats.recomputed_tokens == stats.kv_pages_in_host == 0
+    engine.close()
 
 
 def test_pages_come_back_bit_for_bit_and_no_more_are_kept_than_may_be() -> None:

@@ -10,6 +10,7 @@ from contextlib import closing
 
 import pytest
 from adapter_zoo import FAMILIES, RECIPES, SERVED, SMALL, Asked, Zoo, serve, to_request
+from eager_drafts import draft_always
 from preempting import preempting
 
 from loramux.engine.engine import Engine
@@ -28,7 +29,7 @@ LINEARS = (
 
 def ranked(zoo: Zoo, size: int = 2, **settings: object) -> Engine:
     """An engine whose ranks are threads of this process."""
-    return zoo.engine(tensor_parallel_size=size, in_process=True, **settings)
+    return zoo.engine(tensor_parallel_size=size, **settings)
 
 
 def some_requests(count: int, names: list[str | None] = EVERY_MODEL) -> list[Asked]:
@@ -78,15 +79,22 @@ def test_ranks_of_every_family_answer_as_one_does(tmp_path, family: str, size: i
     assert alone["r0"] != alone["r1"], "the adapter matters"
 
 
-def test_ranks_preempted_and_cached_answer_as_peft_does(zoo_of) -> None:
+def test_ranks_preempted_swapped_cached_and_drafted_answer_as_peft_does(zoo_of) -> None:
+    """The tests of each of these, of log probabilities and of pooling run on two ranks too, among the slow ones."""
     zoo = zoo_of("llama")
     asked = [Asked(f"p{i}", adapter, (7 + i, 11, 13, *range(20, 40)), 20) for i, adapter in enumerate(EVERY_MODEL)]
+    answers = {request.name: zoo.answer(request) for request in asked}
     with closing(preempting(ranked(zoo))) as engine:
+        engine.scheduler.memory.swap.pays = lambda _: True
+        draft_always(engine.scheduler, lambda own: answers[own.id])
         check(zoo, asked, serve(zoo, engine, asked))
         cached = engine.stats().cached_tokens
         check(zoo, asked, serve(zoo, engine, asked))
-        assert engine.stats().cached_tokens > cached
-        assert engine.stats().preemptions >= 6
+        stats = engine.stats()
+    assert stats.cached_tokens > cached
+    assert stats.preemptions >= 6
+    assert stats.kv_pages_swapped_in > 0
+    assert 0 < stats.accepted_tokens < stats.drafted_tokens
 
 
 def test_ranks_with_a_tiny_pool_evict_adapters_and_answer_as_peft_does(zoo_of) -> None:
@@ -115,7 +123,7 @@ def step_for(engine: Engine, seconds: float) -> None:
 
 def test_rank_that_is_killed_ends_the_engine(zoo_of) -> None:
     zoo = zoo_of("llama")
-    engine = zoo.engine(tensor_parallel_size=2)
+    engine = zoo.engine(tensor_parallel_size=2, in_process=False)
     others = [other.process for other in engine._team.others]
     with closing(engine):
         asked = Asked("first", "plain", tuple(range(5, 30)), 6)
@@ -174,7 +182,7 @@ def test_every_family_cuts_what_transformers_own_plan_cuts() -> None:
 @pytest.mark.slow
 def test_rank_that_hangs_ends_the_engine_within_the_step_timeout_and_is_killed(zoo_of) -> None:
     zoo = zoo_of("llama")
-    engine = zoo.engine(tensor_parallel_size=2, step_timeout_s=60)
+    engine = zoo.engine(tensor_parallel_size=2, in_process=False, step_timeout_s=60)
     process = engine._team.others[0].process
     with closing(engine):
         engine.submit(to_request(zoo, Asked("long", None, tuple(range(5, 30)), 200)))
