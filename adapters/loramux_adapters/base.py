@@ -35,6 +35,11 @@ class LinearShape:
     transposed: bool = False
     """The weight is stored `[in, out]` (GPT-2's Conv1D). A and B of an adapter are as for any other linear."""
 
+    @property
+    def num_weights(self) -> int:
+        """Elements of the weight."""
+        return self.in_features * self.out_features
+
 
 @dataclass(frozen=True, slots=True)
 class VocabularyShape:

@@ -18,10 +18,7 @@ from loramux_kernels.device import runs_triton, zeros_in_large_pages
 from loramux_kernels.native import multiplies_bf16_pairs, native_for, native_library
 from loramux_kernels.native.abi import CODINGS, DTYPES, CodedWeightsAbi
 from loramux_kernels.processor import has_bf16_tiles
-from loramux_kernels.quantized_weight import TABLES, QuantizedWeight, is_nibbles
-
-MIN_NATIVE_GROUP = 8
-"""Codes with scales for shorter groups are multiplied dequantized."""
+from loramux_kernels.quantized_weight import MIN_GROUP, TABLES, QuantizedWeight, is_nibbles
 
 
 class LinearFormat(Protocol):
@@ -157,7 +154,7 @@ class Coded:
         if weight.group >= weight.in_features or weight.group % self.stretch == 0:
             return weight.group
         group = math.gcd(weight.group, self.stretch)
-        return group if group >= MIN_NATIVE_GROUP else None
+        return group if group >= MIN_GROUP else None
 
     def _pack(self, weight: QuantizedWeight, unit: int) -> None:
         """Make panels `[panels, in_features / unit, panel, unit]` of codes, and scales `[groups, columns]`."""

@@ -10,7 +10,8 @@ quantization of its scales; Micikevicius et al., FP8 formats for deep learning (
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -37,6 +38,10 @@ TABLES: dict[str, tuple[float, ...]] = {
 
 BLOCK = 64
 """Neighbours, over the end of a row too, that share a scale in nf4."""
+
+MIN_GROUP = 8
+"""The shortest group that is multiplied as codes; with scales for fewer neighbours they would be no smaller than
+numbers of half precision."""
 
 NESTED_BLOCK = 256
 """Scales that share a scale in double quantization."""
@@ -101,6 +106,46 @@ class QuantizedWeight:
         if self.coding == "int4":
             return codes.float() - 8
         return torch.tensor(TABLES[self.coding], device=codes.device)[codes.long()]
+
+    def taken(self, outputs: Sequence[range] | None, inputs: Sequence[range] | None) -> QuantizedWeight:
+        """Return the rows `outputs` and the columns `inputs` (None: all), with exactly the same values.
+
+        Raises ValueError where columns would leave fewer than MIN_GROUP neighbours to a scale.
+        """
+        weight = self if outputs is None else self._rows(outputs)
+        return weight if inputs is None else weight._columns(inputs)
+
+    def _rows(self, rows: Sequence[range]) -> QuantizedWeight:
+        def take(tensor: torch.Tensor) -> torch.Tensor:
+            return torch.cat([tensor[part.start : part.stop] for part in rows])
+
+        offsets = None if self.offsets is None else take(self.offsets)
+        return replace(self, codes=take(self.codes), scales=take(self.scales), offsets=offsets)
+
+    def _columns(self, columns: Sequence[range]) -> QuantizedWeight:
+        if self.order is not None:
+            raise ValueError(f"its groups of {self.group} inputs are not neighbours (desc_act)")
+        group, width = self.group, sum(map(len, columns))
+        edges = [edge for part in columns for edge in (part.start, part.stop) if edge < self.in_features]
+        if group < self.in_features:
+            group = math.gcd(group, *edges)
+        if group < min(self.group, MIN_GROUP):
+            raise ValueError(f"groups of {self.group} inputs would be cut to {group}, fewer than {MIN_GROUP}")
+        whole = self.regrouped(group) if group < self.group else self
+
+        def take(tensor: torch.Tensor, of: int) -> torch.Tensor:
+            return torch.cat([tensor[:, part.start // of : -(-part.stop // of)] for part in columns], dim=1)
+
+        if self.group >= self.in_features:  # one scale a row, of every part of it
+            scales, offsets, group = self.scales, self.offsets, width
+        else:
+            scales = take(whole.scales, group)
+            offsets = None if whole.offsets is None else take(whole.offsets, group)
+        if is_nibbles(self.coding):
+            codes = pack_nibbles(take(unpack_nibbles(self.codes, self.in_features), 1))
+        else:
+            codes = take(self.codes, 1)
+        return replace(self, codes=codes, scales=scales, offsets=offsets, group=group, in_features=width)
 
     def regrouped(self, group: int) -> QuantizedWeight:
         """Return the same weight with groups of `group`, a divisor of its own."""

@@ -149,6 +149,33 @@ def multiplied_by_parts(weight: QuantizedWeight) -> torch.Tensor:
     return sizes if weight.order is None else torch.empty_like(sizes).index_copy_(1, weight.order, sizes)
 
 
+@settings(max_examples=80, deadline=None)
+@given(
+    coding=st.sampled_from(["int8", "int4", "nf4", "fp4", "fp8"]),
+    in_features=st.sampled_from([64, 96, 104, 200]),
+    group=st.sampled_from([8, 16, 24, 32, 64, 500]),
+    unit=st.sampled_from([8, 16, 24, 32]),
+    has_offsets=st.booleans(),
+    data=st.data(),
+)
+def test_share_of_a_coded_weight_has_the_same_values(coding, in_features, group, unit, has_offsets, data):
+    """Of rows in any pieces; of columns in pieces of `unit`, by which groups are cut."""
+    weight = coded(coding, 21, in_features, group, has_offsets)
+    units = data.draw(st.sets(st.integers(0, -(-in_features // unit) - 1), min_size=1))
+    columns = [range(unit * u, min(unit * u + unit, in_features)) for u in sorted(units)]
+    rows = [range(0, 3), range(7, 8), range(15, 21)]
+    share = weight.taken(rows, columns)
+    wanted = weight.dequantize()[[i for part in rows for i in part]][:, [i for part in columns for i in part]]
+    assert torch.equal(share.dequantize(), wanted)
+    check(PackedLinear([share], [None]), torch.randn(3, share.in_features), [wanted], [None])
+
+
+def test_share_that_would_cut_groups_into_crumbs_is_refused():
+    weight = coded("int4", 8, 64, 32, True)
+    with pytest.raises(ValueError, match="groups of 32 inputs would be cut to 4, fewer than 8"):
+        weight.taken(None, [range(0, 20)])
+
+
 def test_coded_linear_holds_no_more_than_codes_and_scales():
     weight = torch.randn(256, 1024)
     assert PackedLinear([weight], [None], "int8").num_bytes <= 0.26 * weight.nbytes

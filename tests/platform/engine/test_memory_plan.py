@@ -5,10 +5,16 @@ from __future__ import annotations
 import logging
 
 import pytest
+import torch
 from adapter_zoo import load, make_engine
+from quantized_zoo import CHECKPOINTS, QuantizedZoo
 
 from loramux.engine.execution.attention import UnsupportedModel
-from loramux.engine.execution.memory_plan import MemoryPlan
+from loramux.engine.execution.checkpoint import load_checkpoint, read_config
+from loramux.engine.execution.memory_plan import MemoryPlan, plan_memory
+from loramux_adapters import describe_base
+from loramux_adapters.quantized_linear import QuantizedLinear
+from loramux_adapters.sharding import Sharding
 
 GB = 10**9
 
@@ -30,6 +36,22 @@ def test_plan_of_two_ranks_has_half_the_weights_of_the_linears(zoo_of, caplog) -
     (line,) = (record.message for record in caplog.records if record.message.startswith("loading base: "))
     assert f"= {engine.facts.pages_total:,} pages" in line
     assert line.endswith("on each of 2 ranks")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    "checkpoint", ["awq", *(pytest.param(name, marks=pytest.mark.slow) for name in CHECKPOINTS if name != "awq")]
+)
+def test_plan_of_a_quantized_checkpoint_counts_the_bytes_that_are_held(tmp_path, checkpoint: str, size: int) -> None:
+    """Up to zero points that are all the same, which are not held, and groups that ranks cut."""
+    directory = QuantizedZoo("llama", tmp_path, (), checkpoint).quantized
+    config = read_config(directory)
+    base, sharding = describe_base(directory), Sharding(config, size)
+    plan = plan_memory(directory, base, sharding, 4, 1 << 20, 16)
+    model = load_checkpoint(directory, "float32", torch.device("cpu"))
+    plain = 4 * sum(parameter.numel() for parameter in model.parameters())
+    held = sum(module.quantized.nbytes for module in model.modules() if isinstance(module, QuantizedLinear))
+    assert plan.weight_bytes == pytest.approx((plain + held) / size, rel=0.08)
 
 
 @pytest.mark.parametrize(

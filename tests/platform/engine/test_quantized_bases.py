@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import base64
 import json
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 from adapter_zoo import Asked, load, make_engine, serve
 from formats import FormatZoo
-from quantized_zoo import CHECKPOINTS, QuantizedZoo
+from preempting import preempting
+from quantized_zoo import CHECKPOINTS, QuantizedZoo, fp8_blocks
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -36,14 +38,55 @@ def check(zoo: FormatZoo, engine) -> None:
         assert got[request.name] == zoo.answer(request), request
 
 
+def family_of(checkpoint: str) -> str:
+    return "llama" if list(CHECKPOINTS).index(checkpoint) % 2 else "qwen2"
+
+
 @pytest.mark.parametrize(
     "checkpoint", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in CHECKPOINTS]
 )
 def test_adapters_on_a_quantized_checkpoint_answer_as_peft_on_the_dequantized_base(tmp_path, checkpoint: str) -> None:
-    family = "llama" if list(CHECKPOINTS).index(checkpoint) % 2 else "qwen2"
-    zoo = QuantizedZoo(family, tmp_path, FORMATS, checkpoint)
+    zoo = QuantizedZoo(family_of(checkpoint), tmp_path, FORMATS, checkpoint)
     zoo.make_adapters()
     check(zoo, make_engine(zoo.quantized, max_num_batched_tokens=13))
+
+
+@pytest.mark.parametrize(
+    ("family", "checkpoint"),
+    [
+        ("llama", "packed int4 asymmetric"),
+        *(
+            pytest.param(family_of(name), name, marks=pytest.mark.slow)
+            for name in CHECKPOINTS
+            if name != "gptq int4 act order"
+        ),
+        pytest.param("phi3", "awq", marks=pytest.mark.slow),  # its joined linears are cut in three places
+    ],
+)
+def test_ranks_of_a_quantized_checkpoint_answer_as_peft_on_the_dequantized_base(
+    tmp_path, family: str, checkpoint: str
+) -> None:
+    """Four ranks cut groups of 32 inputs to 8, and repeat key-value heads."""
+    formats = ("plain", "dora", "ia3", "lora_bias")
+    zoo = QuantizedZoo(family, tmp_path, formats, checkpoint)
+    zoo.make_adapters()
+    for size in (2, 4):
+        with closing(make_engine(zoo.quantized, max_num_batched_tokens=13, tensor_parallel_size=size)) as engine:
+            check(zoo, preempting(engine))
+
+
+def test_ranks_cannot_divide_groups_that_are_no_neighbours(tmp_path) -> None:
+    zoo = QuantizedZoo("llama", tmp_path, (), "gptq int4 act order")
+    with pytest.raises(UnsupportedModel, match=r"o_proj cannot be divided: each of 2 ranks .* 32 of its 64.*desc_act"):
+        load(zoo.quantized, tensor_parallel_size=2)
+
+
+def test_ranks_cannot_divide_groups_into_crumbs(tmp_path) -> None:
+    """Four ranks of 24 inputs each would cut blocks of 12."""
+    CHECKPOINTS["fp8 blocks of 12"] = fp8_blocks(12)
+    zoo = QuantizedZoo("llama", tmp_path, (), "fp8 blocks of 12")
+    with pytest.raises(UnsupportedModel, match=r"32 of its 64 inputs, and groups of 12 inputs would be cut to 4"):
+        load(zoo.quantized, tensor_parallel_size=2)
 
 
 class RoundedZoo(FormatZoo):

@@ -22,11 +22,15 @@ from transformers import AutoConfig, Mxfp4Config, PretrainedConfig, PreTrainedMo
 
 from loramux.bundle import SamplingDefaults
 from loramux.engine.execution.attention import UnsupportedModel
-from loramux.engine.execution.quantized_checkpoint import format_of, loading_config, read_quantized
-from loramux.engine.execution.sharded_checkpoint import load_share_of
+from loramux.engine.execution.quantized_checkpoint import (
+    format_of,
+    loading_config,
+    quantized_linears,
+    read_quantized,
+)
+from loramux.engine.execution.sharded_checkpoint import Share, load_share_of
 from loramux_adapters.base import MODEL_LOCK, auto_class
 from loramux_adapters.quantized_linear import QuantizedLinear
-from loramux_adapters.sharding import Sharding
 from loramux_kernels.processor import multiplies_in_hardware
 
 logger = logging.getLogger(__name__)
@@ -64,10 +68,8 @@ SAMPLES = 256
 HALF = (torch.bfloat16, torch.float16)
 
 
-def load_checkpoint(
-    directory: Path, dtype: str, device: torch.device, sharding: Sharding | None = None, rank: int = 0
-) -> PreTrainedModel:
-    """Load the model in `directory` onto `device`; with `sharding` the share of `rank` alone.
+def load_checkpoint(directory: Path, dtype: str, device: torch.device, share: Share | None = None) -> PreTrainedModel:
+    """Load the model in `directory` onto `device`, or a `share` of it.
 
     `dtype` is a name, or auto: as saved, or float32 on a CPU that would emulate it. Raises UnsupportedModel where the
     model would be served wrong or its files do not fit its config.
@@ -76,15 +78,17 @@ def load_checkpoint(
     chosen = _widened(config, dtype, device)
     wanted = chosen or ("auto" if dtype == "auto" else getattr(torch, dtype))
     form: dict[str, Any] = {}
-    if (stored := None if _is_mxfp4(config) else format_of(vars(config))) is not None:
-        form = {"config": loading_config(config, stored)}
-    elif _is_mxfp4(config):
+    quantized: list[str] = []
+    if (stored := None if is_mxfp4(config) else format_of(vars(config))) is not None:
+        quantized = quantized_linears(directory, stored)
+        form = {"config": loading_config(config, quantized)}
+    elif is_mxfp4(config):
         form = {"quantization_config": Mxfp4Config(dequantize=True)}
         logger.warning("the checkpoint's experts are MXFP4 and are held in %s: about four times their bytes", wanted)
     try:
         with MODEL_LOCK:
-            if sharding is not None:
-                model, report = load_share_of(directory, config, wanted, sharding, rank)
+            if share is not None:
+                model, report = load_share_of(directory, config, wanted, share, quantized)
             else:
                 model, report = auto_class(config).from_pretrained(
                     directory,
@@ -98,7 +102,7 @@ def load_checkpoint(
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise UnsupportedModel(f"{directory}: the weights cannot be loaded: {_first_sentence(error)}") from error
     if stored is not None:
-        report["unexpected_keys"] = set(report["unexpected_keys"]) - read_quantized(model, directory, stored)
+        report["unexpected_keys"] = set(report["unexpected_keys"]) - read_quantized(model, directory, stored, share)
     _ensure_complete(directory, report)
     if dtype == "auto" and _is_emulated(model.dtype, device):  # the config did not name the dtype
         model, chosen = model.float(), torch.float32
@@ -168,7 +172,7 @@ def read_config(directory: Path) -> PretrainedConfig:
             f"model_type {config.model_type!r} has not been shown to give the same tokens here as in transformers; "
             f"supported are {', '.join(sorted(SUPPORTED))}."
         )
-    if not _is_mxfp4(config):
+    if not is_mxfp4(config):
         format_of(vars(config))
     parts = (config, config.get_text_config())
     if any(getattr(p, "use_bidirectional_attention", False) or not getattr(p, "is_causal", True) for p in parts):
@@ -185,7 +189,7 @@ def read_config(directory: Path) -> PretrainedConfig:
     return config
 
 
-def _is_mxfp4(config: PretrainedConfig) -> bool:
+def is_mxfp4(config: PretrainedConfig) -> bool:
     """Is it gpt-oss as it is published, with experts of four-bit floats? transformers turns them into exact halves."""
     return (
         config.model_type == "gpt_oss"

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from loramux.bundle import SamplingDefaults
 from loramux.engine.execution.attention import KvLayout, UnsupportedModel, probe_layers
 from loramux.engine.execution.checkpoint import (
+    is_mxfp4,
     itemsize_of,
     load_checkpoint,
     max_positions,
@@ -35,7 +36,7 @@ from loramux.engine.execution.rank_parts import ranked_weights
 from loramux.engine.execution.rank_team import RankTeam
 from loramux.engine.execution.runner import CpuRunner, Forward, Runner
 from loramux.engine.execution.sampler import Sampler
-from loramux.engine.execution.sharded_checkpoint import holds_plain_tensors
+from loramux.engine.execution.sharded_checkpoint import Share, holds_safetensors
 from loramux.engine.grammars import load_tokenizer
 from loramux.engine.messages import ModelFacts
 from loramux.settings import Settings
@@ -98,7 +99,8 @@ def load_model(settings: Settings) -> LoadedModel:
         torch.set_num_threads(settings.engine.num_threads or len(os.sched_getaffinity(0)))
         config, device = read_config(directory), choose_device(settings.engine.device)
         base = describe_base(directory)
-        if device.type == "cpu" and settings.model.quantization == "none" and holds_plain_tensors(directory):
+        is_planned = settings.model.quantization == "none" and not is_mxfp4(config) and holds_safetensors(directory)
+        if device.type == "cpu" and is_planned:
             _plan(settings, base, Sharding(config, 1))
         model = load_checkpoint(directory, settings.model.dtype, device)
         return assemble(model, base, settings, sampling_defaults(directory))
@@ -136,7 +138,7 @@ def load_share(settings: Settings, rank: int, meeting: Path) -> AssembledModel:
     size = engine.tensor_parallel_size
     torch.set_num_threads(engine.num_threads or max(1, len(os.sched_getaffinity(0)) // size))
     base, sharding = _divided(settings)
-    model = load_checkpoint(directory, settings.model.dtype, torch.device("cpu"), sharding, rank)
+    model = load_checkpoint(directory, settings.model.dtype, torch.device("cpu"), Share(base, sharding, rank))
     shard = Shard(sharding, Ranks.join(meeting, rank, size, engine.step_timeout_s))
     return _assembled(model, base, settings, shard)
 
@@ -154,10 +156,10 @@ def _divided(settings: Settings) -> tuple[BaseDescription, Sharding]:
         )
     directory = Path(settings.model.path)
     config = read_config(directory)
-    if getattr(config, "quantization_config", None) is not None:
+    if is_mxfp4(config):
         raise UnsupportedModel(
-            "the checkpoint is quantized, which is served by one rank; set engine.tensor_parallel_size = 1, or give "
-            "the checkpoint that it was made from."
+            "the checkpoint's experts are MXFP4, which is served by one rank; set engine.tensor_parallel_size = 1, or "
+            "give the checkpoint in bfloat16."
         )
     sharding = Sharding(config, settings.engine.tensor_parallel_size)
     base = describe_base(directory)

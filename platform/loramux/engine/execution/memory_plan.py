@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loramux.engine.execution.attention import KvLayout, UnsupportedModel, probe_layers
+from loramux.engine.execution.quantized_checkpoint import format_of, held_bytes, quantized_linears
 from loramux.engine.execution.sharded_checkpoint import empty_model, sharded_tensors
 from loramux_adapters import BaseDescription
 from loramux_adapters.sharding import Sharding
@@ -63,18 +64,24 @@ class MemoryPlan:
 def plan_memory(
     directory: Path, base: BaseDescription, sharding: Sharding, itemsize: int, pool_bytes: int, block_size: int
 ) -> MemoryPlan:
-    """Plan for weights of `itemsize` bytes an element. Raises UnsupportedModel where the files are not safetensors."""
-    with sharded_tensors(directory, sharding, 0) as tensors:
-        elements = sum(math.prod(tensor.get_shape()) for tensor in tensors.values())
-    page_elements = _page_elements(sharding, block_size)
-    widths = (sharding.width(name, s.out_features, s.in_features) for name, s in base.modules.items())
-    per_rank = sum(outputs + inputs for outputs, inputs in widths)
+    """Plan for weights of `itemsize` bytes an element, and for codes as they are held.
+
+    Raises UnsupportedModel where the files are not safetensors.
+    """
+    widths = {name: sharding.width(name, s.out_features, s.in_features) for name, s in base.modules.items()}
+    form = format_of(vars(sharding.config))
+    quantized = () if form is None else quantized_linears(directory, form)
+    with sharded_tensors(directory, sharding, 0, without=quantized) as tensors:
+        weight_bytes = itemsize * sum(math.prod(tensor.get_shape()) for tensor in tensors.values())
+    known = {name: base.modules[name] for name in quantized if name in base.modules}  # loading refuses the others
+    for name, num_bytes in held_bytes(directory, known).items():
+        weight_bytes += num_bytes * math.prod(widths[name]) // base.modules[name].num_weights
     return MemoryPlan(
         sharding.size,
-        elements * itemsize,
+        weight_bytes,
         pool_bytes,
-        page_elements * itemsize,
-        TYPICAL_RANK * per_rank * itemsize,
+        _page_elements(sharding, block_size) * itemsize,
+        TYPICAL_RANK * itemsize * sum(map(sum, widths.values())),
     )
 
 

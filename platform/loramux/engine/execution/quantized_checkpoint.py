@@ -12,8 +12,9 @@ compressed-tensors' pack-, int- and float-quantized compressors, and DeepSeek-V3
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from loramux.engine.execution.attention import UnsupportedModel
+from loramux.engine.execution.sharded_checkpoint import Share, module_of, safetensors_of
+from loramux_adapters.base import LinearShape
 from loramux_adapters.quantized_linear import QuantizedLinear
 from loramux_kernels import QuantizedWeight
 from loramux_kernels.quantized_weight import Coding, blocks_of_rows, pack_nibbles
@@ -35,6 +38,15 @@ Stored = Mapping[str, torch.Tensor]
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The column of eight that each four bits of AWQ's integers are."""
+
+
+CODES = frozenset(("qweight", "weight_packed", "weight"))
+SCALES = frozenset(("scales", "weight_scale", "weight_scale_inv", "SCB", "weight.absmax"))
+ZEROS = frozenset(("qzeros", "weight_zero_point"))
+"""Parts of a stored linear, for all formats."""
+
+DTYPE_BYTES = {"I32": 4, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "U8": 1, "I8": 1, "F8_E4M3": 1}
+"""Bytes of an element, by safetensors' names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,21 +297,18 @@ def _is_in_order(index: torch.Tensor, group: int) -> bool:
 class _AsStored(QuantizationConfigMixin):
     """Asks transformers for the model with its quantized linears left empty."""
 
-    def __init__(self, stored: dict[str, Any], quant_method: str = "loramux", **_: Any) -> None:
+    def __init__(self, linears: list[str], quant_method: str = "loramux", **_: Any) -> None:
         self.quant_method = quant_method
-        self.stored = stored
+        self.linears = linears
 
 
 @register_quantizer("loramux")
 class _Replacing(HfQuantizer):
     """Puts a QuantizedLinear where the checkpoint has codes, before transformers loads the rest."""
 
-    def _process_model_before_weight_loading(
-        self, model: PreTrainedModel, checkpoint_files: Iterable[str], **_: Any
-    ) -> None:
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
         assert isinstance(self.quantization_config, _AsStored), "registered for it"
-        markers = self.quantization_config.stored["markers"]
-        for name in _quantized_linears(_keys(checkpoint_files), markers):
+        for name in self.quantization_config.linears:
             try:
                 linear = model.get_submodule(name)
             except AttributeError:
@@ -329,38 +338,78 @@ class _Replacing(HfQuantizer):
         return False
 
 
-def loading_config(config: PretrainedConfig, form: Format) -> PretrainedConfig:
-    """Change `config` so that transformers leaves the linears empty that `form` reads."""
-    config.quantization_config = {"quant_method": "loramux", "stored": {"markers": list(form.markers)}}
+def quantized_linears(directory: Path, form: Format) -> list[str]:
+    """Return the names of the linears that the checkpoint in `directory` has as codes. Raises UnsupportedModel."""
+    endings = tuple(f".{marker}" for marker in form.markers)
+    keys = _files_by_key(directory)
+    found = sorted({key.removesuffix(ending) for key in keys for ending in endings if key.endswith(ending)})
+    if not found:
+        raise UnsupportedModel(f"{directory}: config.json says that it is quantized ({form.name}), and no linear is.")
+    return found
+
+
+def loading_config(config: PretrainedConfig, linears: list[str]) -> PretrainedConfig:
+    """Change `config` so that transformers leaves `linears` empty."""
+    config.quantization_config = {"quant_method": "loramux", "linears": linears}
     return config
 
 
-def read_quantized(model: PreTrainedModel, directory: Path, form: Format) -> set[str]:
+def read_quantized(model: PreTrainedModel, directory: Path, form: Format, share: Share | None = None) -> set[str]:
     """Fill the empty linears of `model` from the files in `directory`; returns the names of the tensors that were read.
 
-    One linear's tensors are in memory at a time. Raises UnsupportedModel for what `form` cannot read.
+    One linear's tensors are in memory at a time; of each, `share` is kept (None: all). Raises UnsupportedModel for what
+    `form` cannot read, and for a linear whose groups the ranks cannot divide.
     """
     linears = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
-    if not linears:
-        raise UnsupportedModel(f"{directory}: config.json says that it is quantized ({form.name}), and no linear is.")
-    files = {key: path for path in sorted(directory.glob("*.safetensors")) for key in _keys([str(path)])}
-    parts: dict[str, dict[str, str]] = defaultdict(dict)
-    for key in files:
-        if (owner := _linear_of(key, linears)) is not None:
-            parts[owner][key.removeprefix(f"{owner}.")] = key
+    parts = _stored_parts(directory, linears)
     for name, linear in linears.items():
         if linear.bias is not None:
             parts[name].pop("bias", None)
-        stored = {part: _tensor(files[key], key) for part, key in parts[name].items()}
+        stored = {part: _tensor(path, key) for part, (path, key) in parts[name].items()}
         try:
             _require(not stored.pop("bias", torch.zeros(1)).any(), "a bias that config.json does not have")
-            weight = form.read(stored, linear.in_features, linear.out_features)
-            _require(weight.shape == (linear.out_features, linear.in_features), f"a weight of shape {weight.shape}")
+            whole = linear if share is None else share.base.modules[name]
+            weight = form.read(stored, whole.in_features, whole.out_features)
+            _require(weight.shape == (whole.out_features, whole.in_features), f"a weight of shape {weight.shape}")
             _require(bool(torch.isfinite(weight.scales).all()), "scales that are not finite")
         except (ValueError, KeyError, RuntimeError, IndexError) as error:
             raise UnsupportedModel(f"{directory}: {name} cannot be read as {form.name}: {error}") from error
-        linear.hold(weight)
-    return {key for named in parts.values() for key in named.values()}
+        linear.hold(weight if share is None else _share_of(weight, name, share))
+    return {key for named in parts.values() for _, key in named.values()}
+
+
+def held_bytes(directory: Path, linears: Mapping[str, LinearShape]) -> dict[str, int]:
+    """Return the bytes that each of the quantized `linears` takes in memory, about: codes as stored, scales and zero
+    points in float32."""
+    found: dict[str, int] = {}
+    for name, stored in _stored_parts(directory, linears).items():
+        rows, codes, scales = linears[name].out_features, 0, linears[name].out_features
+        for part, (path, key) in stored.items():
+            with safe_open(path, framework="pt") as file:
+                held = file.get_slice(key)
+                shape, itemsize = held.get_shape(), DTYPE_BYTES[held.get_dtype()]
+            if part in CODES:
+                codes = math.prod(shape) * itemsize
+            elif part in SCALES:  # of several rows, where they are of blocks
+                of_blocks = part.startswith("weight_scale") and len(shape) == 2
+                scales = max(rows * shape[1] if of_blocks else math.prod(shape), rows)
+        found[name] = codes + 4 * scales * (2 if any(part in ZEROS for part in stored) else 1)
+    return found
+
+
+def _share_of(weight: QuantizedWeight, name: str, share: Share) -> QuantizedWeight:
+    """Return the rank's part of a whole linear's weight: rows, or columns with the scales of their groups."""
+    sharding, (rows, columns) = share.sharding, weight.shape
+    inputs = sharding.inputs(name, share.rank, columns)
+    try:
+        return weight.taken(sharding.outputs(name, share.rank, rows), inputs)
+    except ValueError as error:
+        each = sum(map(len, inputs or ()))
+        raise UnsupportedModel(
+            f"{name} cannot be divided: each of {sharding.size} ranks would hold {each} of its {columns} inputs, and "
+            f"{error}. Set engine.tensor_parallel_size so that a rank's inputs are whole groups, or to 1"
+            f"{', or give a checkpoint that was quantized without desc_act' if weight.order is not None else ''}."
+        ) from error
 
 
 def _tensor(path: Path, key: str) -> torch.Tensor:
@@ -369,26 +418,19 @@ def _tensor(path: Path, key: str) -> torch.Tensor:
         return tensor
 
 
-def _keys(files: Iterable[str]) -> list[str]:
-    found: list[str] = []
-    for path in files:
-        if not path.endswith(".safetensors"):
-            raise UnsupportedModel(f"{path} is not safetensors; quantized checkpoints are read from safetensors only.")
-        with safe_open(path, framework="pt") as file:
-            found += file.keys()
+def _stored_parts(directory: Path, linears: Collection[str]) -> dict[str, dict[str, tuple[Path, str]]]:
+    """Return the file and the name of each tensor of `linears`, by linear and by the last part of its name."""
+    found: dict[str, dict[str, tuple[Path, str]]] = defaultdict(dict)
+    for key, path in _files_by_key(directory).items():
+        if (name := module_of(key, linears)) is not None:
+            found[name][key.removeprefix(f"{name}.")] = path, key
     return found
 
 
-def _quantized_linears(keys: Iterable[str], markers: Iterable[str]) -> list[str]:
-    endings = tuple(f".{marker}" for marker in markers)
-    return sorted({key.removesuffix(ending) for key in keys for ending in endings if key.endswith(ending)})
-
-
-def _linear_of(key: str, linears: Mapping[str, QuantizedLinear]) -> str | None:
-    """Return the linear that a tensor belongs to; its own name may have a dot."""
-    name = key
-    while name:
-        name = name.rpartition(".")[0]
-        if name in linears:
-            return name
-    return None
+def _files_by_key(directory: Path) -> dict[str, Path]:
+    """Return the file of each tensor. Raises UnsupportedModel."""
+    found: dict[str, Path] = {}
+    for path in safetensors_of(directory):
+        with safe_open(path, framework="pt") as file:
+            found |= dict.fromkeys(file.keys(), path)
+    return found

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,18 @@ from torch import nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from loramux.engine.execution.attention import UnsupportedModel
-from loramux_adapters.base import MODEL_LOCK, auto_class
+from loramux_adapters.base import MODEL_LOCK, BaseDescription, auto_class
 from loramux_adapters.sharding import Sharding
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The share of `rank` in a divided base."""
+
+    base: BaseDescription
+    """The whole base."""
+    sharding: Sharding
+    rank: int
 
 
 class ShardedTensor:
@@ -73,43 +84,66 @@ class ShardedTensor:
 
 
 @contextmanager
-def sharded_tensors(directory: Path, sharding: Sharding, rank: int) -> Iterator[dict[str, ShardedTensor]]:
-    """Open a checkpoint's files and yield the rank's share of every tensor. Raises UnsupportedModel."""
+def sharded_tensors(
+    directory: Path, sharding: Sharding, rank: int, without: Collection[str] = ()
+) -> Iterator[dict[str, ShardedTensor]]:
+    """Open a checkpoint's files and yield the rank's share of every tensor but those of the modules `without`, whose
+    biases are yielded. Raises UnsupportedModel."""
     with ExitStack() as files:
         found: dict[str, ShardedTensor] = {}
-        for path in _files(directory):
+        for path in safetensors_of(directory):
             file = files.enter_context(safe_open(path, framework="pt"))
-            found |= {key: ShardedTensor(file.get_slice(key), key, sharding, rank) for key in file.keys()}  # noqa: SIM118
+            for key in file.keys():  # noqa: SIM118
+                if key.endswith(".bias") or module_of(key, without) is None:
+                    found[key] = ShardedTensor(file.get_slice(key), key, sharding, rank)
         yield found
 
 
-def _files(directory: Path) -> list[Path]:
-    """Return the checkpoint's files."""
+def module_of(key: str, modules: Collection[str]) -> str | None:
+    """Return the one of `modules` that the tensor `key` belongs to, whose own name may have dots; None: none."""
+    name = key
+    while name:
+        name = name.rpartition(".")[0]
+        if name in modules:
+            return name
+    return None
+
+
+def safetensors_of(directory: Path) -> list[Path]:
+    """Return the files of a checkpoint. Raises UnsupportedModel where they are of another format."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
         names = json.loads(index.read_bytes())["weight_map"].values()
         return [directory / name for name in sorted(set(names))]
     if not (directory / "model.safetensors").is_file():
         raise UnsupportedModel(
-            f"{directory} holds no model.safetensors: with engine.tensor_parallel_size > 1 each rank reads its share "
-            f"alone, which needs that format. Save the model again with safe_serialization=True."
+            f"{directory} holds no model.safetensors: quantized weights, and the shares of ranks "
+            f"(engine.tensor_parallel_size > 1), are read from that format. Save the model again with "
+            f"safe_serialization=True."
         )
     return [directory / "model.safetensors"]
 
 
-def holds_plain_tensors(directory: Path) -> bool:
-    """Are the checkpoint's weights in safetensors files, and as they are multiplied by, not as codes?"""
-    names = ("model.safetensors", "model.safetensors.index.json")
-    config = json.loads((directory / "config.json").read_bytes()) if (directory / "config.json").is_file() else {}
-    return any((directory / name).is_file() for name in names) and "quantization_config" not in config
+def holds_safetensors(directory: Path) -> bool:
+    """Are the checkpoint's weights in safetensors files?"""
+    return any((directory / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))
 
 
 def load_share_of(
-    directory: Path, config: PretrainedConfig, dtype: str | torch.dtype, sharding: Sharding, rank: int
+    directory: Path,
+    config: PretrainedConfig,
+    dtype: str | torch.dtype,
+    share: Share,
+    quantized: Collection[str] = (),
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Load the share of `rank`, and transformers' report. Raises UnsupportedModel, CannotShard."""
-    model_class, narrowed = _narrowed_class(sharding)
-    with sharded_tensors(directory, sharding, rank) as tensors:
+    """Load a share, and transformers' report; the linears `quantized` are left empty.
+
+    Raises UnsupportedModel, CannotShard.
+    """
+    model_class, narrowed = _narrowed_class(share.sharding)
+    if quantized:
+        narrowed.quantization_config = config.quantization_config
+    with sharded_tensors(directory, share.sharding, share.rank, without=quantized) as tensors:
         model, report = model_class.from_pretrained(
             None,
             config=narrowed,
