@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -197,7 +197,11 @@ def expert_sites(parameters: Mapping[str, ParameterShape], first: int) -> dict[s
 
 
 def install_mixtures(
-    model: nn.Module, bank: AdapterBank, quantization: Quantization = "none", ranks: Ranks | None = None
+    model: nn.Module,
+    bank: AdapterBank,
+    quantization: Quantization = "none",
+    ranks: Ranks | None = None,
+    track: Callable[[list[Any]], Iterable[Any]] = iter,
 ) -> tuple[str, ...]:
     """Replace every mixture's experts and router, whose sites `bank` has, and free the weights that they held.
 
@@ -205,7 +209,7 @@ def install_mixtures(
     them. Returns the prefixes of the names of modules in mixtures.
     """
     found = []
-    for mixture in list(mixtures(model)):
+    for mixture in track(list(mixtures(model))):
         module, experts = mixture.module, mixture.module.experts
         gate_up, down = (
             _take(experts, f"{mixture.name}.experts", parameter, bank, quantization) for parameter in EXPERT_PARAMETERS

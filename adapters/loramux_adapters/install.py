@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from torch import nn
 
@@ -23,15 +24,17 @@ def install(
     bank: AdapterBank,
     quantization: Quantization = "none",
     shard: Shard | None = None,
+    track: Callable[[list[Any]], Iterable[Any]] = iter,
 ) -> BaseWeights:
     """Replace every module of `model` that adapters may touch, and return what they need of the base's weights.
 
     `quantization` is the format of linears and experts; embedding, head and routers stay as they are. `shard` is this
     rank's place where `model` is its share of the base; the weights that are returned are then the rank's own.
+    `track` goes through what there is to pack, and may report how far it is.
     """
     ranks = None if shard is None else shard.ranks
-    summed = install_mixtures(model, bank, quantization, ranks)
-    linears = install_linears(model, bank, quantization, shard, summed)
+    summed = install_mixtures(model, bank, quantization, ranks, track)
+    linears = install_linears(model, bank, quantization, shard, summed, track)
     packed_bytes = sum(packed.num_bytes for packed in _packed_linears(model))
     for name, width in base.norms.items():
         if shard is not None and shard.sharding.outputs(name, shard.ranks.rank, width) is not None:
@@ -66,6 +69,7 @@ def install_linears(
     quantization: Quantization = "none",
     shard: Shard | None = None,
     summed: tuple[str, ...] = (),
+    track: Callable[[list[Any]], Iterable[Any]] = iter,
 ) -> dict[str, BaseLinear]:
     """Replace every linear that is a site of `bank`, free its weights, and return a description of each.
 
@@ -75,7 +79,8 @@ def install_linears(
     whole model are in memory.
     """
     known = {}
-    for names in _groups({name: site for name, site in bank.sites.items() if not is_expert(name)}):
+    sites = {name: site for name, site in bank.sites.items() if not is_expert(name)}
+    for names in track(list(_groups(sites))):
         linears = [_linear(model, name) for name in names]
         ranks = None if shard is None else _summing(names, shard, summed)
         group = GroupedLinear(linears, [bank.sites[name] for name in names], bank, quantization, ranks)

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
 from loramux.simulator import (
+    ADAPTER_RANK,
     DEVICES,
     MODELS,
     WEIGHT_BITS,
@@ -18,6 +19,7 @@ from loramux.simulator import (
     Planner,
     Report,
     Scenario,
+    ScenarioError,
     Simulation,
     Trial,
     load_scenario,
@@ -116,8 +118,15 @@ def _ms(milliseconds: float | None) -> str:
     show_default=True,
     help="Form of the linears' weights.",
 )
+@click.option(
+    "--tensor-parallel-size",
+    type=click.IntRange(1, 64),
+    default=1,
+    show_default=True,
+    help="Ranks of an engine, each on a GPU of its own.",
+)
 @json_option
-def plan(
+def plan(  # noqa: PLR0913, PLR0917 - one for each option
     workload: Path,
     gpu: str,
     model: str,
@@ -125,6 +134,7 @@ def plan(
     itl_ms: float,
     dollars_per_hour: float | None,
     quantization: str,
+    tensor_parallel_size: int,
     as_json: bool,
 ) -> None:
     """Recommend settings and a number of GPUs for a workload. Each candidate is simulated.
@@ -141,6 +151,12 @@ def plan(
         device = msgspec.structs.replace(device, dollars_per_hour=dollars_per_hour)
     goals = Goals(ttft_ms=ttft_ms, itl_ms=itl_ms)
     shape = msgspec.structs.replace(model_of(model), bits_per_weight=WEIGHT_BITS.get(quantization))
+    if tensor_parallel_size > 1:
+        try:
+            shape = shape.share_of(tensor_parallel_size)
+        except ValueError as error:
+            raise ScenarioError(f"--tensor-parallel-size: {error}") from error
+        device = device.of_rank(tensor_parallel_size)
     found = _search(Planner(device, shape, read_workload(workload), goals))
     put(as_json, found, _toml(found, gpu))
 
@@ -161,12 +177,14 @@ def _search(planner: Planner) -> Plan:
 
 
 def _toml(found: Plan, gpu: str) -> str:
-    best, goals = found.recommended, found.goals
+    best, goals, ranks = found.recommended, found.goals, found.memory.num_ranks
     shares = "interactive {:g}, standard {:g}, batch {:g}".format(*best.settings.class_shares)
+    gpus = best.settings.gpus if DEVICES[gpu].is_shared_by_ranks else best.settings.gpus * ranks
     verdict = "met" if found.goals_met else "NOT met by any candidate; this one is closest"
     return "\n".join(
         [
-            f"# GPUs: {best.settings.gpus} x {gpu}. {len(found.tried)} simulations.",
+            f"# GPUs: {gpus} x {gpu}. {len(found.tried)} simulations.",
+            *_rank_lines(found, gpu),
             f"# Goals (P99: first token {goals.ttft_ms:g} ms, inter-token {goals.itl_ms:g} ms): {verdict}.",
             f"# First token   p50 {best.ttft_ms_p50:,.1f} ms, p99 {best.ttft_ms_p99:,.1f} ms",
             f"# Inter-token   p50 {best.itl_ms_p50:,.1f} ms, p99 {best.itl_ms_p99:,.1f} ms",
@@ -179,5 +197,18 @@ def _toml(found: Plan, gpu: str) -> str:
             f"max_num_batched_tokens = {best.settings.max_num_batched_tokens}",
             f"max_num_seqs = {best.settings.max_num_seqs}",
             f"block_size = {best.settings.block_size}",
+            *([f"tensor_parallel_size = {ranks}"] if ranks > 1 else []),
         ]
     )
+
+
+def _rank_lines(found: Plan, gpu: str) -> list[str]:
+    memory = found.memory
+    where = f"on each of an engine's {memory.num_ranks} ranks" if memory.num_ranks > 1 else "on each"
+    lines = [
+        f"# Memory        weights {memory.weight_bytes / 1e9:.1f} GB, pool {memory.pool_bytes / 1e9:.1f} GB = "
+        f"{memory.pages:,} pages, or {memory.adapters:,} adapters of rank {ADAPTER_RANK}, {where}",
+    ]
+    if memory.num_ranks > 1 and not DEVICES[gpu].is_shared_by_ranks:
+        lines.append("# Ranks are served on CPUs only so far: on GPUs this plan cannot be run yet.")
+    return lines

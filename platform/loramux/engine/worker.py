@@ -7,7 +7,6 @@ take is refused alone; an exception in a step ends the engine, since pages and c
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import math
 import os
@@ -23,6 +22,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from loramux import logs
 from loramux.engine.engine import Engine, build_engine
+from loramux.engine.execution.assembly import freeze_garbage
 from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.execution.loader import load_model
 from loramux.engine.messages import (
@@ -196,12 +196,6 @@ def serve_process(settings: Settings, connection: Connection) -> None:
     threading.Thread(target=_receive, args=(connection, inbox), daemon=True, name="commands").start()
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True, name="parent").start()
     serve(settings, inbox, lambda report: connection.send_bytes(encoder.encode(report)), freeze_garbage)
-
-
-def freeze_garbage() -> None:
-    """Take what loading made out of garbage collection: walking a model's objects would stop steps for milliseconds."""
-    gc.collect()
-    gc.freeze()
 
 
 def _receive(connection: Connection, inbox: Inbox) -> None:

@@ -67,7 +67,8 @@ class ListeningEngine:
             on_unused(now - self._used_at)
 
         self._listener.start(self._sessions, tend)  # connections are answered while torch is imported
-        from loramux.engine.worker import freeze_garbage, serve
+        from loramux.engine.execution.assembly import freeze_garbage
+        from loramux.engine.worker import serve
 
         serve(self._settings, self._inbox, self._report, freeze_garbage)
         self._listener.close(FLUSH_SECONDS)

@@ -1,7 +1,7 @@
 """The engine's own scheduler, run against a model of a device: policies, bounds and capacity without a GPU."""
 
 from loramux.simulator.hardware import DEVICES, MODELS, WEIGHT_BITS
-from loramux.simulator.planner import Goals, Plan, Planner, Trial
+from loramux.simulator.planner import ADAPTER_RANK, Goals, Plan, Planner, Trial
 from loramux.simulator.report import Report
 from loramux.simulator.scenario import Scenario, ScenarioError, load_scenario, make_scenario, scenario_names
 from loramux.simulator.service_gap import ServiceGap
@@ -10,6 +10,7 @@ from loramux.simulator.timeline import plot_report
 from loramux.simulator.workload import model_of, read_workload
 
 __all__ = [
+    "ADAPTER_RANK",
     "DEVICES",
     "MODELS",
     "WEIGHT_BITS",

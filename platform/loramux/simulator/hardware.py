@@ -41,6 +41,24 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Share of the loads that fail."""
     dollars_per_hour: Annotated[float, Meta(ge=0)] = 0.0
     """A round on-demand price; give your own."""
+    peer_bandwidth: Positive = 25e9
+    """Bytes a second that one rank sends to the others."""
+    reduction_latency_s: Seconds = 0.00002
+    """Fixed seconds of one sum over ranks, beside the time for its bytes."""
+    is_shared_by_ranks: bool = False
+    """Ranks are processes on it and share what it has; else each has a device of its own."""
+
+    def of_rank(self, size: int) -> Device:
+        """Return what one of `size` ranks has, at the price of all."""
+        if not self.is_shared_by_ranks:
+            return msgspec.structs.replace(self, dollars_per_hour=self.dollars_per_hour * size)
+        return msgspec.structs.replace(
+            self,
+            memory_bytes=self.memory_bytes / size,
+            memory_bandwidth=self.memory_bandwidth / size,
+            flops=self.flops / size,
+            link_bandwidth=self.link_bandwidth / size,
+        )
 
     def slowed(self, factor: float) -> Device:
         """Return a device that takes `factor` times as long for a step."""
@@ -54,13 +72,28 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 DEVICES = {
     "h200": Device(
-        memory_bytes=141e9, memory_bandwidth=4.8e12, flops=989e12, link_bandwidth=50e9, dollars_per_hour=4.0
+        memory_bytes=141e9,
+        memory_bandwidth=4.8e12,
+        flops=989e12,
+        link_bandwidth=50e9,
+        dollars_per_hour=4.0,
+        peer_bandwidth=450e9,
     ),
     "h100": Device(
-        memory_bytes=80e9, memory_bandwidth=3.35e12, flops=989e12, link_bandwidth=50e9, dollars_per_hour=3.0
+        memory_bytes=80e9,
+        memory_bandwidth=3.35e12,
+        flops=989e12,
+        link_bandwidth=50e9,
+        dollars_per_hour=3.0,
+        peer_bandwidth=450e9,
     ),
     "a100-80": Device(
-        memory_bytes=80e9, memory_bandwidth=2.0e12, flops=312e12, link_bandwidth=25e9, dollars_per_hour=1.8
+        memory_bytes=80e9,
+        memory_bandwidth=2.0e12,
+        flops=312e12,
+        link_bandwidth=25e9,
+        dollars_per_hour=1.8,
+        peer_bandwidth=300e9,
     ),
     "a10g": Device(memory_bytes=24e9, memory_bandwidth=600e9, flops=70e12, link_bandwidth=12e9, dollars_per_hour=1.0),
     # Two cores of an AMD EPYC, from measured steps of the 0.5b model in bf16 (decision 0002): 41 ms for 16 decoding
@@ -75,6 +108,7 @@ DEVICES = {
         step_overhead_s=0.003,
         load_overhead_s=0.02,
         dollars_per_hour=0.08,
+        is_shared_by_ranks=True,
     ),
 }
 """Devices by name."""
@@ -98,6 +132,40 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     lora_targets: tuple[str, ...] = ("q", "k", "v", "o", "gate", "up", "down")
     """Linears that adapters change."""
     max_model_len: Count = 8192
+    num_ranks: Count = 1
+    """Ranks of which this is one's share."""
+
+    def share_of(self, size: int) -> Model:
+        """Return the share of one of `size` ranks: a narrower model, as the engine makes it. Raises ValueError."""
+        for field in ("num_attention_heads", "intermediate_size"):
+            if (whole := getattr(self, field)) % size:
+                raise ValueError(
+                    f"the model's {field} of {whole} cannot be divided among {size} ranks; give a divisor of it"
+                )
+        if max(self.num_key_value_heads, size) % min(self.num_key_value_heads, size):
+            raise ValueError(
+                f"the model's {self.num_key_value_heads} key-value heads cannot be divided by {size} ranks"
+            )
+        return msgspec.structs.replace(
+            self,
+            num_attention_heads=self.num_attention_heads // size,
+            num_key_value_heads=max(1, self.num_key_value_heads // size),
+            head_dim=self.head_dim or self.hidden_size // self.num_attention_heads,
+            intermediate_size=self.intermediate_size // size,
+            vocab_size=-(-self.vocab_size // size),
+            num_ranks=size,
+        )
+
+    @property
+    def num_reductions(self) -> int:
+        """Sums over ranks in a step: of the embedding, and two of a layer."""
+        return 1 + 2 * self.num_hidden_layers if self.num_ranks > 1 else 0
+
+    @property
+    def sent_bytes_per_token(self) -> float:
+        """Bytes that a rank sends in a step for each of its tokens."""
+        pieces = 2 * (self.num_ranks - 1) / self.num_ranks
+        return pieces * self.num_reductions * self.hidden_size * self.bytes_per_element
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
@@ -207,6 +275,9 @@ class StepTime:
         self._token_flops = 2 * model.num_active_weights
         self._rank_flops = 2 * model.weights_per_rank
         self._pair_flops = model.attention_flops
+        self._sent_bytes = model.sent_bytes_per_token
+        self._peer_bandwidth = device.peer_bandwidth
+        self._reductions_s = model.num_reductions * device.reduction_latency_s
 
     def seconds(self, work: Work, link_bandwidth: float = 0.0) -> float:
         """Seconds that `work` takes while adapters arrive at `link_bandwidth`, which the memory must write as well."""
@@ -216,4 +287,7 @@ class StepTime:
             + self._pair_flops * work.attention_pairs
             + self._rank_flops * work.adapter_ranks
         )
-        return self._overhead + max(read / (self._bytes_per_second - link_bandwidth), flops / self._flops)
+        computing = max(read / (self._bytes_per_second - link_bandwidth), flops / self._flops)
+        return (
+            self._overhead + computing + self._reductions_s + self._sent_bytes * work.num_tokens / self._peer_bandwidth
+        )

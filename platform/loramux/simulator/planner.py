@@ -16,6 +16,8 @@ from loramux.simulator.simulation import Simulation
 from loramux.simulator.traffic import Arrivals
 
 MOST_GPUS = 256
+ADAPTER_RANK = 16
+"""Of the adapters that a plan's memory counts."""
 
 
 class Goals(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,8 +62,21 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
         return max(self.ttft_ms_p99 / goals.ttft_ms, self.itl_ms_p99 / goals.itl_ms)
 
 
+class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory of one rank of an engine; of the whole engine where it has one."""
+
+    num_ranks: int
+    weight_bytes: int
+    pool_bytes: int
+    pages: int
+    adapters: int
+    """Adapters of ADAPTER_RANK on all targets that the pool alone would hold."""
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """The recommendation, and all that was tried for it."""
+
+    memory: RankMemory
 
     recommended: Trial
     goals: Goals
@@ -110,7 +125,8 @@ class Planner:
         best = self._routed(best, on_trial)
         met = best.excess(self._goals) <= 1
         tried = [*self._tried.values(), *self._fleets]
-        return Plan(recommended=best, goals=self._goals, goals_met=met, tried=tried)
+        memory = _memory_of(self._scenario(best.settings, 1))
+        return Plan(memory=memory, recommended=best, goals=self._goals, goals_met=met, tried=tried)
 
     def _routed(self, best: Trial, on_trial: Callable[[Trial], None]) -> Trial:
         """Return the plan for whole engines behind the router, which divides the traffic less evenly than the search
@@ -181,7 +197,7 @@ class Planner:
             clients=(),
         )
         if scenario.num_pages < 1:
-            raise ScenarioError(f"a model of {self._model.weight_bytes / 1e9:.0f} GB does not fit into this GPU")
+            raise ScenarioError(_refusal(scenario))
         return scenario
 
     def _trial(self, settings: Settings, simulation: Simulation, simulated: int) -> Trial:
@@ -201,3 +217,30 @@ class Planner:
             simulated=simulated,
             dollars_per_million_tokens=dollars / (tokens_per_s * 3600 / 1e6) if tokens_per_s else 0.0,
         )
+
+
+def _memory_of(scenario: Scenario) -> RankMemory:
+    pool = scenario.num_pages * scenario.page_bytes
+    return RankMemory(
+        num_ranks=scenario.model.num_ranks,
+        weight_bytes=scenario.model.weight_bytes,
+        pool_bytes=pool,
+        pages=scenario.num_pages,
+        adapters=pool // scenario.model.adapter_bytes(ADAPTER_RANK),
+    )
+
+
+def _refusal(scenario: Scenario) -> str:
+    """Say what does not fit a device's memory, and how many ranks would."""
+    model, device = scenario.model, scenario.device
+    usable = scenario.memory_utilization * device.memory_bytes
+    context = model.kv_bytes_per_token * model.max_model_len
+    needed = model.num_ranks * math.ceil((model.weight_bytes + context) / usable)
+    found = (
+        f"weights of {model.weight_bytes / 1e9:.1f} GB on each of {model.num_ranks} ranks leave no page of KV in the "
+        f"{usable / 1e9:.1f} GB of a device that are used"
+    )
+    if device.is_shared_by_ranks:
+        return f"{found}; ranks share it, so that only fewer bits a weight help (--quantization), or a larger one"
+    size = 1 << (needed - 1).bit_length()
+    return f"{found}; --tensor-parallel-size {size} would fit, or fewer bits a weight (--quantization)"

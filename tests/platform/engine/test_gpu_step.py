@@ -9,10 +9,10 @@ import pytest
 import torch
 from scheduler_harness import decoding
 
+from loramux.engine.execution.assembly import _gpu_pool_bytes
 from loramux.engine.execution.attention import KvLayout, LayerShape
 from loramux.engine.execution.cuda_graphs import StepBuffers, choose_recorder, host_syncs_of, or_calls, record_calls
 from loramux.engine.execution.device_sampler import DeviceSampler
-from loramux.engine.execution.loader import _gpu_pool_bytes
 from loramux.engine.execution.runner import pack
 from loramux.engine.execution.sampler import Sampler
 from loramux.engine.request import Request, SamplingParams

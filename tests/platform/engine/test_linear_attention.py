@@ -112,7 +112,7 @@ def test_hybrid_with_drafts_and_swap_set_uses_neither(dense: Zoo) -> None:
 
 
 def test_hybrid_on_a_gpu_is_refused_with_the_way_out(dense: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loramux.engine.execution.loader._probe", on_meta)
+    monkeypatch.setattr("loramux.engine.execution.assembly._probe", on_meta)
     with pytest.raises(UnsupportedModel, match=r'linear attention.*engine\.device = "cpu"'):
         load(dense.base)
 

@@ -51,7 +51,7 @@ def test_plan_of_a_quantized_checkpoint_counts_the_bytes_that_are_held(tmp_path,
     model = load_checkpoint(directory, "float32", torch.device("cpu"))
     plain = 4 * sum(parameter.numel() for parameter in model.parameters())
     held = sum(module.quantized.nbytes for module in model.modules() if isinstance(module, QuantizedLinear))
-    assert plan.weight_bytes == pytest.approx((plain + held) / size, rel=0.08)
+    assert plan.weight_bytes == pytest.approx((plain + held) / size, rel=0.12)
 
 
 @pytest.mark.parametrize(
@@ -60,6 +60,7 @@ def test_plan_of_a_quantized_checkpoint_counts_the_bytes_that_are_held(tmp_path,
         (MemoryPlan(1, 15 * GB, 20 * GB, 10**6, 10**8), r"set engine.pool_bytes to 9000000000 or less"),
         (MemoryPlan(2, 8 * GB, 9 * GB, 10**6, 10**8), r"set engine.pool_bytes to 4000000000 or less"),
         (MemoryPlan(1, 40 * GB, GB, 10**6, 10**8), r'quantization = "int8" or "nf4"'),
+        (MemoryPlan(2, 20 * GB, GB, 10**6, 10**8, is_quantized=True), r"a checkpoint of fewer bits"),
         (MemoryPlan(2, 20 * GB, GB, 10**6, 10**8), r"all ranks share this machine"),
     ],
 )

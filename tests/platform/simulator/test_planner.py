@@ -153,12 +153,21 @@ def test_a_wrong_scenario_is_one_sentence_and_exit_code_1() -> None:
     assert "Traceback" not in error
 
 
-def test_plan_of_a_base_that_fits_only_quantized(traffic: Path) -> None:
+def test_plan_of_a_base_that_fits_only_quantized_or_on_ranks(traffic: Path) -> None:
     command = ["plan", "--workload", str(traffic), "--gpu", "h100", "--model", "llama-3.1-70b"]
     code, _, error = run(*command)
-    assert (code, "141 GB does not fit" in error) == (1, True)
-    code, out, _ = run(*command, "--quantization", "int4")
-    assert (code, "x h100" in out) == (0, True)
+    assert code == 1
+    assert "weights of 141.1 GB on each of 1 ranks" in error
+    assert "--tensor-parallel-size 2 would fit" in error
+    command += ["--quantization", "int8", "--tensor-parallel-size"]
+    code, out, _ = run(*command, "4")
+    assert code == 0
+    assert "4 x h100" in out
+    assert "weights 18.2 GB, pool 53.8 GB" in out
+    assert "on each of an engine's 4 ranks" in out
+    assert "Ranks are served on CPUs only so far" in out
+    assert "tensor_parallel_size = 4" in out
+    assert "num_attention_heads of 64 cannot be divided among 3 ranks" in run(*command, "3")[2]
 
 
 def test_plan_prints_settings_that_can_be_pasted(traffic: Path) -> None:
@@ -181,3 +190,23 @@ def test_plan_prints_settings_that_can_be_pasted(traffic: Path) -> None:
     best = plan["recommended"]
     assert best["dollars_per_million_tokens"] == pytest.approx(0.01e6 / best["tokens_per_s"])
     assert plan["goals_met"]
+
+
+def test_rank_of_a_plan_has_its_share_of_weights_pool_and_adapters() -> None:
+    """As the engine divides: linears by ranks, of an adapter's column-parallel linears all of A."""
+    whole = MODELS["llama-3.1-8b"]
+    half = whole.share_of(2)
+    assert half.weight_bytes == whole.weight_bytes / 2
+    assert half.kv_bytes_per_token == whole.kv_bytes_per_token / 2
+    assert 0.6 < half.adapter_bytes(16) / whole.adapter_bytes(16) < 0.8
+    assert whole.share_of(16).kv_bytes_per_token * 8 == whole.kv_bytes_per_token, "a head is on two ranks"
+    sent = 2 * 1 / 2 * 4096 * 2 * (1 + 2 * 32)
+    assert half.sent_bytes_per_token == sent
+    with pytest.raises(ValueError, match="num_attention_heads of 32 cannot be divided among 3 ranks"):
+        whole.share_of(3)
+
+
+def test_ranks_of_one_machine_share_what_it_has() -> None:
+    cpu, gpu = DEVICES["cpu"].of_rank(2), DEVICES["h100"].of_rank(2)
+    assert (cpu.memory_bytes, cpu.dollars_per_hour) == (DEVICES["cpu"].memory_bytes / 2, 0.08)
+    assert (gpu.memory_bytes, gpu.dollars_per_hour) == (80e9, 6.0)

@@ -22,13 +22,14 @@ from transformers import AutoConfig, Mxfp4Config, PretrainedConfig, PreTrainedMo
 
 from loramux.bundle import SamplingDefaults
 from loramux.engine.execution.attention import UnsupportedModel
+from loramux.engine.execution.loading_progress import LoadingProgress
 from loramux.engine.execution.quantized_checkpoint import (
     format_of,
     loading_config,
     quantized_linears,
     read_quantized,
 )
-from loramux.engine.execution.sharded_checkpoint import Share, load_share_of
+from loramux.engine.execution.sharded_checkpoint import CheckpointShare, load_share_of
 from loramux_adapters.base import MODEL_LOCK, auto_class
 from loramux_adapters.quantized_linear import QuantizedLinear
 from loramux_kernels.processor import multiplies_in_hardware
@@ -68,7 +69,13 @@ SAMPLES = 256
 HALF = (torch.bfloat16, torch.float16)
 
 
-def load_checkpoint(directory: Path, dtype: str, device: torch.device, share: Share | None = None) -> PreTrainedModel:
+def load_checkpoint(
+    directory: Path,
+    dtype: str,
+    device: torch.device,
+    share: CheckpointShare | None = None,
+    progress: LoadingProgress | None = None,
+) -> PreTrainedModel:
     """Load the model in `directory` onto `device`, or a `share` of it.
 
     `dtype` is a name, or auto: as saved, or float32 on a CPU that would emulate it. Raises UnsupportedModel where the
@@ -85,8 +92,9 @@ def load_checkpoint(directory: Path, dtype: str, device: torch.device, share: Sh
     elif is_mxfp4(config):
         form = {"quantization_config": Mxfp4Config(dequantize=True)}
         logger.warning("the checkpoint's experts are MXFP4 and are held in %s: about four times their bytes", wanted)
+    progress = progress or LoadingProgress.silent()
     try:
-        with MODEL_LOCK:
+        with MODEL_LOCK, progress.of_transformers(f"weights of {_size_of(directory)}"):
             if share is not None:
                 model, report = load_share_of(directory, config, wanted, share, quantized)
             else:
@@ -102,7 +110,8 @@ def load_checkpoint(directory: Path, dtype: str, device: torch.device, share: Sh
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise UnsupportedModel(f"{directory}: the weights cannot be loaded: {_first_sentence(error)}") from error
     if stored is not None:
-        report["unexpected_keys"] = set(report["unexpected_keys"]) - read_quantized(model, directory, stored, share)
+        read = read_quantized(model, directory, stored, share, progress)
+        report["unexpected_keys"] = set(report["unexpected_keys"]) - read
     _ensure_complete(directory, report)
     if dtype == "auto" and _is_emulated(model.dtype, device):  # the config did not name the dtype
         model, chosen = model.float(), torch.float32
@@ -120,6 +129,12 @@ def load_checkpoint(directory: Path, dtype: str, device: torch.device, share: Sh
     model.config.return_dict = True
     model.config.output_hidden_states = model.config.output_attentions = False
     return model.to(device)
+
+
+def _size_of(directory: Path) -> str:
+    """Return the size of the checkpoint's files, in words."""
+    files = (path for pattern in ("*.safetensors", "*.bin") for path in directory.glob(pattern))
+    return f"{sum(path.stat().st_size for path in files) / 1e9:.1f} GB"
 
 
 def _widened(config: PretrainedConfig, dtype: str, device: torch.device) -> torch.dtype | None:

@@ -1,23 +1,25 @@
-"""Loading: a transformers model becomes a runner, with one pool of memory for its KV and its adapters.
-
-The pool takes what the weights and the largest step leave: on a GPU the share `gpu_memory_utilization` of the card, on
-a CPU `pool_bytes`. Its pages are as large as `block_size` tokens' KV of all layers, and adapters lie in the same pages.
-"""
+"""Loading: a checkpoint becomes a model with a runner and, of several ranks, the team of the others."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from transformers import PreTrainedModel
 
 from loramux.bundle import SamplingDefaults
-from loramux.engine.execution.attention import KvLayout, UnsupportedModel, probe_layers
+from loramux.engine.execution.assembly import (
+    AssembledModel,
+    assemble_share,
+    choose_device,
+    divide,
+    load_share,
+    pool_bytes_of,
+)
+from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.execution.checkpoint import (
     is_mxfp4,
     itemsize_of,
@@ -25,36 +27,25 @@ from loramux.engine.execution.checkpoint import (
     max_positions,
     read_config,
     sampling_defaults,
-    weights_digest,
 )
 from loramux.engine.execution.constraints import Constraints
 from loramux.engine.execution.device_sampler import DeviceSampler
-from loramux.engine.execution.fused_layers import fuse_layers
-from loramux.engine.execution.linear_attention import StateLayout, install_linear_attention
+from loramux.engine.execution.loading_progress import LoadingProgress
 from loramux.engine.execution.memory_plan import machine_memory, plan_memory
 from loramux.engine.execution.rank_parts import ranked_weights
 from loramux.engine.execution.rank_team import RankTeam
 from loramux.engine.execution.runner import CpuRunner, Forward, Runner
 from loramux.engine.execution.sampler import Sampler
-from loramux.engine.execution.sharded_checkpoint import Share, holds_safetensors
+from loramux.engine.execution.sharded_checkpoint import holds_safetensors
 from loramux.engine.grammars import load_tokenizer
 from loramux.engine.messages import ModelFacts
 from loramux.settings import Settings
 from loramux_adapters import BaseDescription, describe_base
-from loramux_adapters.bank import AdapterBank, Site, pages_per_slot
-from loramux_adapters.base import LinearShape, ParameterShape
 from loramux_adapters.base_weights import BaseWeights
-from loramux_adapters.experts import expert_sites
-from loramux_adapters.install import install
-from loramux_adapters.quantized_linear import QuantizedLinear
-from loramux_adapters.ranks import Ranks, Shard
 from loramux_adapters.sharding import Sharding
-from loramux_kernels import RANK_TILE
-from loramux_kernels.device import runs_triton, zeros_in_large_pages
+from loramux_kernels.device import runs_triton
 
 logger = logging.getLogger(__name__)
-
-DEFAULT_CPU_POOL = 2 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,19 +67,6 @@ class LoadedModel:
     """The other ranks."""
 
 
-@dataclass(frozen=True, slots=True)
-class AssembledModel:
-    """One rank's model (the whole one where there is one rank) with its pool and its adapters."""
-
-    forward: Forward
-    local_weights: BaseWeights
-    """This rank's own."""
-    states: StateLayout
-    num_pages: int
-    weight_bytes: int
-    digest: str
-
-
 def load_model(settings: Settings) -> LoadedModel:
     """Load `settings.model` and give the rest of the memory to one pool; start the other ranks where there are any.
 
@@ -102,13 +80,15 @@ def load_model(settings: Settings) -> LoadedModel:
         is_planned = settings.model.quantization == "none" and not is_mxfp4(config) and holds_safetensors(directory)
         if device.type == "cpu" and is_planned:
             _plan(settings, base, Sharding(config, 1))
-        model = load_checkpoint(directory, settings.model.dtype, device)
-        return assemble(model, base, settings, sampling_defaults(directory))
-    base, sharding = _divided(settings)
+        with LoadingProgress(settings.model.served_model_name) as progress:
+            model = load_checkpoint(directory, settings.model.dtype, device, progress=progress)
+            return assemble(model, base, settings, sampling_defaults(directory), progress)
+    base, sharding = divide(settings)
     _plan(settings, base, sharding)
     team = RankTeam(settings)
     try:
-        share = load_share(settings, 0, team.meeting)
+        with LoadingProgress(settings.model.served_model_name) as progress:  # of all ranks this one reports
+            share = load_share(settings, 0, team.meeting, progress)
         ready = team.wait_ready()
         pages = [(share.num_pages, share.forward.bank.page_elements), *((r.num_pages, r.page_elements) for r in ready)]
         if len(set(pages)) > 1:
@@ -126,110 +106,24 @@ def _plan(settings: Settings, base: BaseDescription, sharding: Sharding) -> None
     """Log what the base will take of this machine's memory. Raises UnsupportedModel where that is too much."""
     directory, engine = Path(settings.model.path), settings.engine
     itemsize = itemsize_of(sharding.config, settings.model.dtype, torch.device("cpu"))
-    pool_bytes = engine.pool_bytes or DEFAULT_CPU_POOL
-    plan = plan_memory(directory, base, sharding, itemsize, pool_bytes, engine.block_size)
+    plan = plan_memory(directory, base, sharding, itemsize, pool_bytes_of(settings), engine.block_size)
     plan.check(machine_memory())
     logger.info("loading %s: %s", settings.model.served_model_name, plan)
 
 
-def load_share(settings: Settings, rank: int, meeting: Path) -> AssembledModel:
-    """Load the share of `rank`, whose ranks meet in the file `meeting`. Raises UnsupportedModel, CannotShard."""
-    directory, engine = Path(settings.model.path), settings.engine
-    size = engine.tensor_parallel_size
-    torch.set_num_threads(engine.num_threads or max(1, len(os.sched_getaffinity(0)) // size))
-    base, sharding = _divided(settings)
-    model = load_checkpoint(directory, settings.model.dtype, torch.device("cpu"), Share(base, sharding, rank))
-    shard = Shard(sharding, Ranks.join(meeting, rank, size, engine.step_timeout_s))
-    return _assembled(model, base, settings, shard)
-
-
-def _divided(settings: Settings) -> tuple[BaseDescription, Sharding]:
-    """Return the whole base and how it is divided. Raises UnsupportedModel, CannotShard."""
-    if choose_device(settings.engine.device).type != "cpu":
-        raise UnsupportedModel(
-            'engine.tensor_parallel_size > 1 is served on CPUs; set engine.device = "cpu", or use one GPU.'
-        )
-    if settings.model.quantization != "none":
-        raise UnsupportedModel(
-            f"model.quantization = {settings.model.quantization!r} is served by one rank; set "
-            f"engine.tensor_parallel_size = 1, or leave the weights as they were saved."
-        )
-    directory = Path(settings.model.path)
-    config = read_config(directory)
-    if is_mxfp4(config):
-        raise UnsupportedModel(
-            "the checkpoint's experts are MXFP4, which is served by one rank; set engine.tensor_parallel_size = 1, or "
-            "give the checkpoint in bfloat16."
-        )
-    sharding = Sharding(config, settings.engine.tensor_parallel_size)
-    base = describe_base(directory)
-    sharding.check(base)
-    return base, sharding
-
-
 def assemble(
-    model: PreTrainedModel, base: BaseDescription, settings: Settings, defaults: SamplingDefaults | None = None
+    model: PreTrainedModel,
+    base: BaseDescription,
+    settings: Settings,
+    defaults: SamplingDefaults | None = None,
+    progress: LoadingProgress | None = None,
 ) -> LoadedModel:
     """Make `model`, which `base` describes, ready to serve where it is; its linears are replaced.
 
     Raises UnsupportedModel where `settings` do not fit it.
     """
-    share = _assembled(model, base, settings)
+    share = assemble_share(model, base, settings, progress=progress)
     return _served(share, base, share.local_weights, settings, defaults)
-
-
-def _assembled(
-    model: PreTrainedModel, base: BaseDescription, settings: Settings, shard: Shard | None = None
-) -> AssembledModel:
-    """Make `model` ready, which is the share of `shard` in the base."""
-    model.eval().requires_grad_(False)
-    is_quantized = any(isinstance(module, QuantizedLinear) for module in model.modules())
-    if is_quantized and settings.model.quantization != "none":
-        raise UnsupportedModel(
-            f"model.quantization = {settings.model.quantization!r}, and the checkpoint is quantized already; remove it."
-        )
-    layout, activation_bytes = _probe(model, settings)
-    states = StateLayout.of(model, layout.page_elements * model.dtype.itemsize)
-    if states.layers and model.device.type != "cpu":
-        raise UnsupportedModel(
-            f"model_type {model.config.model_type!r} has layers with linear attention, which are served on CPUs only; "
-            f'set engine.device = "cpu" or give another base.'
-        )
-    sites, page_elements = _sites(base, shard), layout.page_elements
-    # The linears are joined first: until then the memory of both forms, and what torch keeps of the old one, would be
-    # missing from the pool.
-    no_pool = torch.empty(0, dtype=model.dtype, device=model.device)
-    bank = AdapterBank(no_pool, page_elements, sites, settings.adapters.max_rank, 0, base.vocabulary)
-    _ensure_tiles_fit(sites, layout)
-    digest = weights_digest(model, settings.model.quantization)
-    weights = install(model, base, bank, settings.model.quantization, shard)
-    weight_bytes = _bytes_read(model) + weights.packed_bytes
-    fuse_layers(model, layout.layers)
-    pages_of_slot = _pages_per_slot(bank, model)
-    pool = _allocate_pool(settings, model, layout, activation_bytes, bank.slot_bytes / pages_of_slot)
-    num_pages = len(pool) // page_elements
-    bank.use_pool(pool, max(1, num_pages // pages_of_slot))
-    install_linear_attention(model, states, pool)
-    return AssembledModel(Forward(model, layout.views(pool), bank), weights, states, num_pages, weight_bytes, digest)
-
-
-def _sites(base: BaseDescription, shard: Shard | None) -> dict[str, Site]:
-    """Return the linears that adapters may touch, each as large as this rank's share of it."""
-    linears: dict[str, LinearShape] = dict(base.modules)
-    parameters: dict[str, ParameterShape] = dict(base.parameters)
-    if shard is not None:
-        linears = {name: _narrowed(name, shape, shard) for name, shape in linears.items()}
-        parameters = {name: _narrowed(name, shape, shard) for name, shape in parameters.items()}
-    sites = {name: Site(i, shape.in_features, shape.out_features) for i, (name, shape) in enumerate(linears.items())}
-    return sites | expert_sites(parameters, len(sites))
-
-
-Shape = TypeVar("Shape", LinearShape, ParameterShape)
-
-
-def _narrowed(name: str, shape: Shape, shard: Shard) -> Shape:
-    outputs, inputs = shard.sharding.width(name, shape.out_features, shape.in_features)
-    return replace(shape, out_features=outputs, in_features=inputs)
 
 
 def _served(
@@ -281,65 +175,6 @@ def _served(
     return LoadedModel(runner, constraints, base, weights, facts, share.weight_bytes, sharding, team)
 
 
-def _allocate_pool(
-    settings: Settings, model: PreTrainedModel, layout: KvLayout, activation_bytes: int, table_bytes: float
-) -> torch.Tensor:
-    """Return the pool, beside which each page brings `table_bytes` of adapter tables on a GPU.
-
-    On a CPU it is not touched before it is used, so memory that no page ever held is never really taken.
-    """
-    num_bytes = settings.engine.pool_bytes or DEFAULT_CPU_POOL
-    if model.device.type == "cuda":
-        torch.cuda.empty_cache()  # so that what is free is what the driver says is free
-        if settings.engine.pool_bytes is None:
-            num_bytes = _gpu_pool_bytes(settings, model, layout, activation_bytes, table_bytes)
-    elements = _pool_elements(num_bytes, model, layout, settings.engine.tensor_parallel_size)
-    if model.device.type == "cpu":
-        return zeros_in_large_pages(elements, model.dtype)
-    return torch.empty(elements, dtype=model.dtype, device=model.device)
-
-
-def _pages_per_slot(bank: AdapterBank, model: PreTrainedModel) -> int:
-    """Return the pages for which there is one slot; on a CPU tables that are not used take no memory."""
-    if model.device.type == "cpu":
-        return 1
-    return pages_per_slot(bank.page_elements * model.dtype.itemsize, bank.slot_bytes)
-
-
-def choose_device(name: str) -> torch.device:
-    """Return the device that `engine.device` names, and make it the current one of this thread.
-
-    Streams, events and Triton launches go to the current device: a model on cuda:1 under device 0 would mix both.
-    """
-    has_gpu = torch.cuda.is_available()
-    kind, _, index = ("cuda" if has_gpu else "cpu", "", "") if name == "auto" else name.partition(":")
-    if kind == "cpu" and not index:
-        return torch.device("cpu")
-    if kind != "cuda" or not (index.isdecimal() or name in ("auto", "cuda")):
-        raise UnsupportedModel(f"engine.device = {name!r} is not one of auto, cpu, cuda and cuda:0, cuda:1, ...")
-    if not has_gpu:
-        raise UnsupportedModel(
-            f"engine.device = {name!r}, and torch sees no GPU: check the driver and the build of torch, or set cpu."
-        )
-    if int(index or 0) >= torch.cuda.device_count():
-        raise UnsupportedModel(f"engine.device = {name!r}, and this machine has {torch.cuda.device_count()} GPUs.")
-    device = torch.device("cuda", int(index or 0))
-    torch.cuda.set_device(device)
-    return device
-
-
-def _probe(model: PreTrainedModel, settings: Settings) -> tuple[KvLayout, int]:
-    """Return the KV's layout in a page and, on a GPU, the memory that the largest step takes beside the pool."""
-    on_gpu = model.device.type == "cuda"
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats(model.device)
-    before = torch.cuda.memory_allocated(model.device) if on_gpu else 0
-    with torch.inference_mode():
-        shapes = probe_layers(model, settings.engine.max_num_batched_tokens if on_gpu else 2)
-    peak = torch.cuda.max_memory_allocated(model.device) if on_gpu else 0
-    return KvLayout(shapes, settings.engine.block_size), peak - before
-
-
 def _runner(
     forward: Forward,
     settings: Settings,
@@ -357,52 +192,6 @@ def _runner(
     from loramux.engine.execution.gpu_runner import GpuRunner
 
     return GpuRunner.build(forward, DeviceSampler(eos, pool.device), constraints, engine, max_model_len)
-
-
-def _gpu_pool_bytes(
-    settings: Settings, model: PreTrainedModel, layout: KvLayout, activation_bytes: int, table_bytes: float
-) -> int:
-    """Return what gpu_memory_utilization leaves beside weights, activations and each page's share of the tables."""
-    free, total = torch.cuda.mem_get_info(model.device)
-    left = int(free - (1 - settings.engine.gpu_memory_utilization) * total) - activation_bytes
-    page_bytes = layout.page_elements * model.dtype.itemsize
-    return int(left * page_bytes / (page_bytes + table_bytes))
-
-
-def _pool_elements(num_bytes: int, model: PreTrainedModel, layout: KvLayout, num_ranks: int) -> int:
-    page_bytes = layout.page_elements * model.dtype.itemsize
-    num_pages = num_bytes // page_bytes
-    if model.device.type == "cpu" and num_bytes * num_ranks > (
-        memory := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    ):
-        raise UnsupportedModel(
-            f"engine.pool_bytes = {num_bytes}, for each of {num_ranks} ranks, is more than this machine's {memory} "
-            f"bytes of memory: the engine would be killed as the pool fills. Set what the weights and the rest of the "
-            f"server leave."
-        )
-    if num_pages < 1:
-        raise UnsupportedModel(
-            f"A pool of {num_bytes} bytes is less than one page of {page_bytes}; raise engine.pool_bytes"
-            f" or, on a GPU, engine.gpu_memory_utilization."
-        )
-    return num_pages * layout.page_elements
-
-
-def _ensure_tiles_fit(sites: Mapping[str, Site], layout: KvLayout) -> None:
-    """Refuse pages that cannot hold the widest rank tile: valid adapters could not be loaded."""
-    widest = RANK_TILE * max(max(site.in_features, site.out_features) for site in sites.values())
-    if widest > layout.page_elements:
-        needed = -(-widest * layout.block_size // layout.page_elements)
-        raise UnsupportedModel(
-            f"engine.block_size = {layout.block_size} makes pages too small for this base's adapters; use {needed}+."
-        )
-
-
-def _bytes_read(model: PreTrainedModel) -> int:
-    """Return the bytes of weights that a step reads: without an embedding that is not the head too."""
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings().weight
-    tied = head is not None and head.weight is embedding
-    return sum(p.numel() * p.element_size() for p in model.parameters() if tied or p is not embedding)
 
 
 def _max_model_len(settings: Settings, model: PreTrainedModel) -> int:

@@ -29,6 +29,7 @@ class MemoryPlan:
     """0 where it cannot be known without the weights."""
     adapter_bytes: int
     """An adapter of TYPICAL_RANK on all linears."""
+    is_quantized: bool = False
 
     @property
     def total_bytes(self) -> int:
@@ -51,6 +52,8 @@ class MemoryPlan:
         left = (memory - self.num_ranks * self.weight_bytes) // self.num_ranks
         if left >= max(self.page_bytes, 1):
             way_out = f"set engine.pool_bytes to {left} or less"
+        elif self.is_quantized:
+            way_out = "the weights alone are too large: give a checkpoint of fewer bits, or a larger machine"
         elif self.num_ranks > 1:
             way_out = "the weights alone are too large, and all ranks share this machine: give a larger one"
         else:
@@ -82,6 +85,7 @@ def plan_memory(
         pool_bytes,
         _page_elements(sharding, block_size) * itemsize,
         TYPICAL_RANK * itemsize * sum(map(sum, widths.values())),
+        is_quantized=form is not None,
     )
 
 

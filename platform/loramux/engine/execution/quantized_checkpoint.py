@@ -27,7 +27,8 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from loramux.engine.execution.attention import UnsupportedModel
-from loramux.engine.execution.sharded_checkpoint import Share, module_of, safetensors_of
+from loramux.engine.execution.loading_progress import LoadingProgress
+from loramux.engine.execution.sharded_checkpoint import CheckpointShare, module_of, safetensors_of
 from loramux_adapters.base import LinearShape
 from loramux_adapters.quantized_linear import QuantizedLinear
 from loramux_kernels import QuantizedWeight
@@ -44,9 +45,6 @@ CODES = frozenset(("qweight", "weight_packed", "weight"))
 SCALES = frozenset(("scales", "weight_scale", "weight_scale_inv", "SCB", "weight.absmax"))
 ZEROS = frozenset(("qzeros", "weight_zero_point"))
 """Parts of a stored linear, for all formats."""
-
-DTYPE_BYTES = {"I32": 4, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "U8": 1, "I8": 1, "F8_E4M3": 1}
-"""Bytes of an element, by safetensors' names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,7 +352,9 @@ def loading_config(config: PretrainedConfig, linears: list[str]) -> PretrainedCo
     return config
 
 
-def read_quantized(model: PreTrainedModel, directory: Path, form: Format, share: Share | None = None) -> set[str]:
+def read_quantized(
+    model: PreTrainedModel, directory: Path, form: Format, share: CheckpointShare | None, progress: LoadingProgress
+) -> set[str]:
     """Fill the empty linears of `model` from the files in `directory`; returns the names of the tensors that were read.
 
     One linear's tensors are in memory at a time; of each, `share` is kept (None: all). Raises UnsupportedModel for what
@@ -362,7 +362,7 @@ def read_quantized(model: PreTrainedModel, directory: Path, form: Format, share:
     """
     linears = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
     parts = _stored_parts(directory, linears)
-    for name, linear in linears.items():
+    for name, linear in progress.track("quantized weights", linears.items()):
         if linear.bias is not None:
             parts[name].pop("bias", None)
         stored = {part: _tensor(path, key) for part, (path, key) in parts[name].items()}
@@ -387,9 +387,9 @@ def held_bytes(directory: Path, linears: Mapping[str, LinearShape]) -> dict[str,
         for part, (path, key) in stored.items():
             with safe_open(path, framework="pt") as file:
                 held = file.get_slice(key)
-                shape, itemsize = held.get_shape(), DTYPE_BYTES[held.get_dtype()]
+                shape, dtype = held.get_shape(), held.get_dtype()
             if part in CODES:
-                codes = math.prod(shape) * itemsize
+                codes = math.prod(shape) * (4 if dtype == "I32" else 1)
             elif part in SCALES:  # of several rows, where they are of blocks
                 of_blocks = part.startswith("weight_scale") and len(shape) == 2
                 scales = max(rows * shape[1] if of_blocks else math.prod(shape), rows)
@@ -397,7 +397,7 @@ def held_bytes(directory: Path, linears: Mapping[str, LinearShape]) -> dict[str,
     return found
 
 
-def _share_of(weight: QuantizedWeight, name: str, share: Share) -> QuantizedWeight:
+def _share_of(weight: QuantizedWeight, name: str, share: CheckpointShare) -> QuantizedWeight:
     """Return the rank's part of a whole linear's weight: rows, or columns with the scales of their groups."""
     sharding, (rows, columns) = share.sharding, weight.shape
     inputs = sharding.inputs(name, share.rank, columns)

@@ -28,6 +28,7 @@ from typing import Any
 
 from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.execution.rank_messages import RankReady, RankRefused, RunStep, Stop, receive, send
+from loramux.engine.execution.rank_worker import serve_in_process, serve_rank
 from loramux.engine.execution.runner import PackedStep
 from loramux.settings import Settings
 
@@ -53,9 +54,11 @@ class OtherRank:
         self._adapters, their_adapters = context.Pipe()
         arguments = (settings, rank, meeting, their_steps, their_adapters)
         if settings.engine.in_process:
-            threading.Thread(target=_run_on_thread, args=arguments, daemon=True, name=f"rank-{rank}").start()
+            threading.Thread(target=serve_rank, args=arguments, daemon=True, name=f"rank-{rank}").start()
             return
-        self.process = context.Process(target=_run_child, args=(os.getpid(), *arguments), name=f"loramux-rank-{rank}")
+        self.process = context.Process(
+            target=serve_in_process, args=(os.getpid(), *arguments), name=f"loramux-rank-{rank}"
+        )
         # It inherits the mask: a Ctrl-C must not end it while it imports torch.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
@@ -191,17 +194,3 @@ class RankTeam:
             if one is not other and one.process is not None:
                 one.process.kill()
         self.on_death()
-
-
-def _run_child(parent: int, *arguments: Any) -> None:
-    """Serve as a child process; ends with its parent, in the middle of a step or while it is stopped."""
-    from loramux.engine.execution.rank_worker import end_with_parent, serve_rank
-
-    end_with_parent(parent)
-    serve_rank(*arguments)
-
-
-def _run_on_thread(*arguments: Any) -> None:
-    from loramux.engine.execution.rank_worker import serve_rank_on_thread
-
-    serve_rank_on_thread(*arguments)

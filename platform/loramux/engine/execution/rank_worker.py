@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import gc
 import logging
 import os
 import signal
 import threading
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from loramux import logs
+from loramux.engine.execution.assembly import AssembledModel, freeze_garbage, load_share
 from loramux.engine.execution.attention import UnsupportedModel
-from loramux.engine.execution.loader import AssembledModel, load_share
 from loramux.engine.execution.rank_messages import (
     DropAdapter,
     HoldsRows,
@@ -42,44 +43,44 @@ logger = logging.getLogger(__name__)
 PR_SET_PDEATHSIG = 1
 
 
-def end_with_parent(parent: int) -> None:
+def serve_in_process(
+    parent: int, settings: Settings, rank: int, meeting: Path, steps: Connection, adapters: Connection
+) -> None:
+    """Serve in a process that `parent` has started, until rank 0 says Stop or is gone."""
+    _end_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    logs.configure(settings.logging.format, settings.logging.level)
+    disable_progress_bar()
+    serve_rank(settings, rank, meeting, steps, adapters, freeze_garbage)
+
+
+def _end_with_parent(parent: int) -> None:
     """Have the kernel kill this process with the thread that started it, even where this one is stopped or hangs."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the call
         os._exit(1)
 
 
-def serve_rank(settings: Settings, rank: int, meeting: Path, steps: Connection, adapters: Connection) -> None:
-    """Serve in a process of its own until rank 0 says Stop or is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    logs.configure(settings.logging.format, settings.logging.level)
-    disable_progress_bar()
-    serve_rank_on_thread(settings, rank, meeting, steps, adapters, is_process=True)
-
-
-def serve_rank_on_thread(
+def serve_rank(
     settings: Settings,
     rank: int,
     meeting: Path,
     steps: Connection,
     adapters: Connection,
-    *,
-    is_process: bool = False,
+    loaded: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serve until rank 0 says Stop, is gone, or a step fails: rank 0's fails with it."""
+    """Load, call `loaded`, and serve until rank 0 says Stop, is gone, or a step fails: rank 0's fails with it."""
     try:
         share = load_share(settings, rank, meeting)
     except (UnsupportedModel, BaseUnusable) as refusal:
-        send(steps, RankRefused(str(refusal), is_refusal=True))
+        _refuse(steps, RankRefused(str(refusal), is_refusal=True))
         return
     except Exception as error:
         logger.exception("rank %d could not load", rank)
-        send(steps, RankRefused(f"rank {rank}: {type(error).__name__}: {error}", is_refusal=False))
+        _refuse(steps, RankRefused(f"rank {rank}: {type(error).__name__}: {error}", is_refusal=False))
         return
-    if is_process:
-        gc.collect()
-        gc.freeze()
+    loaded()
     threading.Thread(target=_answer, args=(share, adapters), daemon=True, name=f"rank-{rank}-adapters").start()
     bank = share.forward.bank
     send(steps, RankReady(bank.pool.numel() // bank.page_elements, bank.page_elements, _biases(share)))
@@ -92,6 +93,11 @@ def serve_rank_on_thread(
     finally:
         steps.close()
         adapters.close()
+
+
+def _refuse(steps: Connection, refusal: RankRefused) -> None:
+    with contextlib.suppress(OSError):  # rank 0 may have refused the same, and be gone
+        send(steps, refusal)
 
 
 def _biases(share: AssembledModel) -> dict[str, torch.Tensor]:

@@ -25,7 +25,7 @@ from loramux_adapters.sharding import Sharding
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class CheckpointShare:
     """The share of `rank` in a divided base."""
 
     base: BaseDescription
@@ -133,7 +133,7 @@ def load_share_of(
     directory: Path,
     config: PretrainedConfig,
     dtype: str | torch.dtype,
-    share: Share,
+    share: CheckpointShare,
     quantized: Collection[str] = (),
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Load a share, and transformers' report; the linears `quantized` are left empty.
