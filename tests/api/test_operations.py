@@ -87,7 +87,7 @@ def test_internal_error_shows_only_its_request_id(site: Site, monkeypatch: pytes
 
 
 def test_openapi_describes_every_route(site: Site) -> None:
-    document = httpx.get(f"{site.url}/schema/openapi.json").json()
+    document = httpx.get(f"{site.url}/schema/openapi.json", timeout=60).json()
     for path in ("/v1/chat/completions", "/v1/completions", "/v1/adapters", "/v1/models", "/health/ready", "/metrics"):
         assert path in document["paths"]
     schemas = document["components"]["schemas"]

@@ -186,10 +186,11 @@ def test_shadow_request_repeats_what_decides_the_answer_and_nothing_else() -> No
 
 def test_drain_ends_shadows_at_once_and_lets_requests_end(tmp_path: Path) -> None:
     async def drains(made: Harness) -> None:
-        made.engine.pause = 0.02
+        made.engine.pause = 0.1
         request = await made.begin(prompts=("abcdefghij",), max_tokens=20)
         shadow = await made.begin(prompts=("abcdefghij",), max_tokens=20, service_tier="shadow", is_streamed=False)
         await request.started()
+        await shadow.started()
         assert {one.service_class for one in made.engine.requests} == {ServiceClass.STANDARD, ServiceClass.BATCH}
         assert not made.service.others_waiting(), "a shadow is nobody's wait"
         draining = asyncio.create_task(made.service.drain(60))

@@ -136,3 +136,72 @@ async def test_group_commit_refuses_before_start_and_after_stop(disk: Disk) -> N
     writer.start()
     assert await writer.submit(2) == "2"
     await writer.stop()
+
+
+async def test_patient_operations_beside_others_are_committed_together(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_commit, "PATIENCE", 0.05)
+    writer = await started(disk)
+    await writer.submit(1)
+    patient = [asyncio.create_task(writer.submit(number, patient=True)) for number in (2, 3)]
+    await asyncio.sleep(0.01)
+    assert disk.commits == [[1]], "the next caller would wait for theirs"
+    assert await asyncio.gather(*patient) == ["2", "3"]
+    assert disk.commits == [[1], [2, 3]], "they wait for others, and not for ever"
+    await writer.stop()
+
+
+async def test_patient_operations_that_keep_coming_are_committed_a_few_times(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_commit, "PATIENCE", 0.1)
+    writer = await started(disk)
+    await writer.submit(99)
+    patient = []
+    for number in range(1, 31):
+        patient.append(asyncio.create_task(writer.submit(number, patient=True)))
+        await asyncio.sleep(0.01)
+    await asyncio.gather(*patient)
+    assert len(disk.commits) <= 5, "each of them waits for the first of its commit alone"
+    assert sorted(number for commit in disk.commits for number in commit) == [*range(1, 31), 99]
+    await writer.stop()
+
+
+async def test_patient_operations_come_after_those_that_wait_by_then(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_commit, "PATIENCE", 0.01)
+    writer = await started(disk)
+    await writer.submit(1)
+    disk.gate.clear()
+    running = asyncio.create_task(writer.submit(2))
+    await asyncio.sleep(0)
+    patient = asyncio.create_task(writer.submit(3, patient=True))
+    await asyncio.sleep(0.05)
+    waiting = asyncio.create_task(writer.submit(4))
+    await asyncio.sleep(0)
+    disk.gate.set()
+    assert await asyncio.gather(running, patient, waiting) == ["2", "3", "4"]
+    assert disk.commits in ([[1], [2], [4], [3]], [[1], [2], [3], [4]]), "never in one commit"
+    await writer.stop()
+
+
+async def test_patient_operations_alone_are_committed_at_once(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_commit, "PATIENCE", 60.0)
+    writer = await started(disk)
+    assert await asyncio.wait_for(writer.submit(1, patient=True), 10) == "1"
+    await writer.submit(2)
+    writer._last_at -= group_commit.QUIET_SECONDS
+    assert await asyncio.wait_for(writer.submit(3, patient=True), 10) == "3"
+    await writer.stop()
+
+
+async def test_stop_commits_patient_operations(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_commit, "PATIENCE", 60.0)
+    writer = await started(disk)
+    await writer.submit(1)
+    patient = asyncio.create_task(writer.submit(2, patient=True))
+    await asyncio.sleep(0)
+    await asyncio.wait_for(writer.stop(), 10)
+    assert await patient == "2"

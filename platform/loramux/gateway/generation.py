@@ -326,7 +326,8 @@ class Generation:
         self.status = self._outcome()
         end = settlement_of(self.id, self._choices, self.status, self.usage)
         try:
-            await self._usage.settle(msgspec.structs.replace(end, answer=self._encoded_answer()))
+            end = msgspec.structs.replace(end, answer=self._encoded_answer())
+            await self._usage.settle(end, patient=self.is_background)
         except Exception as error:
             self.status = "failed"
             if isinstance(error, RecordsUnavailable):

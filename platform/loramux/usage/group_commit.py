@@ -1,14 +1,18 @@
 """One writer, many waiters: operations that arrive during a commit are committed together by the next.
 
-A durable commit costs a sync of the disk however little it holds. No timer is involved: an idle writer commits a
-lone operation at once, a busy one takes everything that was queued meanwhile.
+A durable commit costs a sync of the disk however little it holds. An idle writer commits a lone operation at once, a
+busy one takes everything that was queued meanwhile: so an operation waits for one commit before its own.
+
+Lines of a batch, for which nobody waits, would make that the rule with theirs. They are *patient*: just after others
+they wait PATIENCE to be committed together, apart from the others, and after those that wait by then.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from typing import Generic, TypeVar
 
 from loramux.records import RecordsUnavailable
@@ -18,6 +22,11 @@ Operation = TypeVar("Operation")
 Outcome = TypeVar("Outcome")
 
 MAX_BATCH = 1024
+
+PATIENCE = 0.25
+"""Seconds that patient operations wait for more of them."""
+QUIET_SECONDS = 10.0
+"""They do not wait once no other operation has come for so long."""
 
 PAUSES = (0.05, 0.25, 1.0, 3.0)
 """Seconds between attempts while the database does not answer."""
@@ -32,7 +41,13 @@ class GroupCommit(Generic[Operation, Outcome]):
     def __init__(self, commit: Commit[Operation, Outcome], max_batch: int = MAX_BATCH) -> None:
         self._commit = commit
         self._max_batch = max_batch
-        self._queue: asyncio.Queue[tuple[Operation, asyncio.Future[Outcome]] | None] = asyncio.Queue()
+        self._waiting: deque[tuple[Operation, asyncio.Future[Outcome]]] = deque()
+        self._patient: deque[tuple[Operation, asyncio.Future[Outcome]]] = deque()
+        self._patience: asyncio.TimerHandle | None = None
+        """Runs while the patient ones wait for more."""
+        self._last_at = -math.inf
+        """When the latest operation came that is not patient, in the loop's time."""
+        self._wake = asyncio.Event()
         self._writer: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -44,37 +59,57 @@ class GroupCommit(Generic[Operation, Outcome]):
         """Commit everything that was submitted, then end."""
         writer, self._writer = self._writer, None
         if writer is not None:
-            self._queue.put_nowait(None)
+            self._end_patience()
             await writer
 
-    async def submit(self, operation: Operation) -> Outcome:
+    async def submit(self, operation: Operation, *, patient: bool = False) -> Outcome:
         """Commit the operation and return its outcome; raises what it failed with, or UsageClosed.
 
         A caller that is cancelled stops waiting; the operation is committed all the same.
         """
-        return await self.post(operation)
+        return await self.post(operation, patient=patient)
 
-    def post(self, operation: Operation) -> asyncio.Future[Outcome]:
-        """Queue the operation for the next commit; the future has its outcome. Raises UsageClosed."""
+    def post(self, operation: Operation, *, patient: bool = False) -> asyncio.Future[Outcome]:
+        """Queue the operation for the next commit, or `patient` for one soon; the future has its outcome. Raises
+        UsageClosed."""
         if self._writer is None:
             raise UsageClosed("usage is not being written: start() has not run, or stop() has")
-        outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        self._queue.put_nowait((operation, outcome))
+        loop = asyncio.get_running_loop()
+        outcome: asyncio.Future[Outcome] = loop.create_future()
+        if patient and (self._patient or loop.time() - self._last_at < QUIET_SECONDS):  # in order among themselves
+            if not self._patient:
+                self._patience = loop.call_later(PATIENCE, self._end_patience)
+            self._patient.append((operation, outcome))
+        else:
+            self._waiting.append((operation, outcome))
+            self._wake.set()
+        if not patient:
+            self._last_at = loop.time()
         return outcome
 
+    def _end_patience(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+        self._wake.set()
+
     async def _write(self) -> None:
-        running = True
-        while running:
-            taken = [await self._queue.get()]
-            with suppress(asyncio.QueueEmpty):
-                while len(taken) < self._max_batch:
-                    taken.append(self._queue.get_nowait())
-            waiting = [item for item in taken if item is not None]
-            running = len(waiting) == len(taken)
-            if waiting:
-                outcomes = await self._commit_or_split([operation for operation, _ in waiting])
-                for (_, future), outcome in zip(waiting, outcomes, strict=True):
-                    _answer(future, outcome)
+        """Commit what waits until the end, which is when `stop` has forgotten the writer and nothing waits."""
+        while self._writer is not None or self._waiting or self._patient:
+            await self._wake.wait()
+            self._wake.clear()
+            await self._commit_some(self._waiting)
+            if self._patience is None:
+                await self._commit_some(self._patient)
+            if self._waiting or (self._patient and self._patience is None):
+                self._wake.set()
+
+    async def _commit_some(self, queue: deque[tuple[Operation, asyncio.Future[Outcome]]]) -> None:
+        taken = [queue.popleft() for _ in range(min(len(queue), self._max_batch))]
+        if taken:
+            outcomes = await self._commit_or_split([operation for operation, _ in taken])
+            for (_, future), outcome in zip(taken, outcomes, strict=True):
+                _answer(future, outcome)
 
     async def _commit_or_split(self, batch: Sequence[Operation]) -> Sequence[Outcome | Exception]:
         try:

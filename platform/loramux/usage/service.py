@@ -15,6 +15,7 @@ from loramux.records.identity import new_id
 from loramux.records.ledger import LedgerEntry, LedgerRepository
 from loramux.records.locks import server_liveness
 from loramux.records.requests import AnsweredRequest, OpenedRequest, RequestRepository
+from loramux.records.service_tiers import BACKGROUND, service_tier
 from loramux.records.usage import UsageRepository, UsageTotals
 from loramux.units import SECOND
 from loramux.usage.errors import InvalidQuery, UsageClosed
@@ -75,20 +76,21 @@ class UsageService:
         raises, IdempotencyMismatch, StillRunning, RequestRefused, UsageClosed.
         """
         try:
-            outcome = await self._writer.submit(request)
+            outcome = await self._writer.submit(request, patient=_is_patient(request))
         except asyncio.CancelledError:
             self._abandon(request)
             raise
         assert isinstance(outcome, RateLimitStatus | StoredAnswer)
         return outcome
 
-    async def settle(self, settlement: Settlement) -> LedgerEntry:
+    async def settle(self, settlement: Settlement, *, patient: bool = False) -> LedgerEntry:
         """Append the request's entry to the ledger, durably, before its client sees the usage.
 
         Once per request: settling again returns the existing entry. A caller that is cancelled while it waits has
-        settled all the same. Raises UnknownRequest, RequestRefused, UsageClosed.
+        settled all the same; one that is `patient` lets others go first. Raises UnknownRequest, RequestRefused,
+        UsageClosed.
         """
-        entry = await self._writer.submit(settlement)
+        entry = await self._writer.submit(settlement, patient=patient)
         assert isinstance(entry, LedgerEntry)
         if settlement.engine_count is not None:
             self.drift_tokens += settlement.engine_count.drift(entry.billed + entry.waived)
@@ -96,7 +98,8 @@ class UsageService:
 
     def _abandon(self, request: OpenedRequest) -> None:
         with suppress(UsageClosed):  # then the next boot's sweep closes it
-            self._writer.post(unused(request.id, "caller")).add_done_callback(_retrieve_exception)
+            end = self._writer.post(unused(request.id, "caller"), patient=_is_patient(request))
+            end.add_done_callback(_retrieve_exception)
 
     async def sweep(self) -> int:
         """Close the requests that dead servers left open, as interrupted and free of charge; return their number.
@@ -171,6 +174,10 @@ class UsageService:
         """Recompute the ledger's hash chain and return the number of entries. Raises ChainBroken."""
         async with self._database.read() as session:
             return (await LedgerRepository(session).verify()).sequence
+
+
+def _is_patient(request: OpenedRequest) -> bool:
+    return service_tier(request.tier) in BACKGROUND
 
 
 def _retrieve_exception(outcome: asyncio.Future[Outcome]) -> None:

@@ -288,7 +288,7 @@ def test_request_that_the_database_does_not_settle_is_settled_later_unbilled(tmp
     async def test(made: Harness) -> None:
         engine, settle = ManualEngine(), made.usage.settle
 
-        async def unavailable(_: object) -> None:
+        async def unavailable(_: object, **_options: object) -> None:
             raise RecordsUnavailable("the database does not answer")
 
         generation = await begin(made, engine)
