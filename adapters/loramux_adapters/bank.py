@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -18,7 +18,7 @@ from loramux_adapters.errors import AdapterRejected
 from loramux_adapters.extras import Ints, PagedRows, ResidentAdapter, StepExtras, VocabularyExtras
 from loramux_adapters.layout import AdapterLayout, Block, Matrix, MatrixKind, lay_out, matrices_of
 from loramux_adapters.weights import AdapterWeights
-from loramux_kernels import NO_VECTORS, RANK_TILE, LoraTable, Segments
+from loramux_kernels import NO_VECTORS, RANK_TILE, LoraTable, OwnWeights, Segments
 from loramux_kernels.device import host_memory, stage
 
 
@@ -33,10 +33,14 @@ class Site:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class VectorTable:
-    """Offsets in the pool of the resident adapters' factors and shifts: `rescale`'s int64[num_slots, num_sites]."""
+    """Offsets in the pool of the resident adapters' vectors, or NO_VECTORS."""
 
     columns: torch.Tensor
+    """Of factors and shifts of outputs: `rescale`'s int64[num_slots, num_sites]."""
     inputs: torch.Tensor
+    """Likewise, of inputs."""
+    norms: torch.Tensor
+    """Of the weights that replace norms': `OwnWeights`' int64[num_slots, norms]."""
 
 
 TABLE_SHARE = 0.02
@@ -67,9 +71,12 @@ class AdapterBank:
         max_rank: int,
         max_slots: int,
         vocabulary: VocabularyShape | None = None,
+        norms: Iterable[str] = (),
     ) -> None:
         self.page_elements = page_elements
         self.sites = dict(sites)
+        self.norms = {name: index for index, name in enumerate(norms)}
+        """Columns of the norms that adapters may replace."""
         self.max_rank = max_rank
         self.use_pool(pool, max_slots)
         self._vocabulary = vocabulary
@@ -77,6 +84,7 @@ class AdapterBank:
         self._lock = threading.Lock()
         self._segments: Segments | None = None
         self._extras: StepExtras | None = None
+        self._kv_slots: torch.Tensor | None = None
 
     def use_pool(self, pool: torch.Tensor, max_slots: int) -> None:
         """Serve from `pool` with `max_slots` slots, before any adapter is installed.
@@ -94,7 +102,10 @@ class AdapterBank:
             ranks=torch.empty(shape, dtype=torch.int32, device=device),
             scales=torch.empty(shape, dtype=torch.float32, device=device),
         )
-        self.vectors = VectorTable(*(torch.empty(shape, dtype=torch.int64, device=device) for _ in range(2)))
+        norms = (max_slots, len(self.norms))
+        self.vectors = VectorTable(
+            *(torch.empty(one, dtype=torch.int64, device=device) for one in (shape, shape, norms))
+        )
         self._free_slots = list(range(max_slots - 1, -1, -1))
         self.least_pages = max(1, -(-len(pool) // self.page_elements // max(max_slots, 1)))
         """Pages that an adapter takes at least."""
@@ -107,8 +118,8 @@ class AdapterBank:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one slot in the tables: per site two offsets a tile, a rank, a scale and two offsets."""
-        return len(self.sites) * (-(-self.max_rank // RANK_TILE) * 16 + 24)
+        """Bytes of one slot in the tables: per site two offsets a tile, a rank, a scale and two offsets; one a norm."""
+        return len(self.sites) * (-(-self.max_rank // RANK_TILE) * 16 + 24) + len(self.norms) * 8
 
     @property
     def num_tokens(self) -> int:
@@ -125,14 +136,28 @@ class AdapterBank:
         """Extras of the running forward: everything that its adapters bring beside pairs on linears."""
         return self._extras
 
+    def own_weights(self, norm: str, vectors: int = 1, added: float = 0.0) -> OwnWeights | None:
+        """Return what the running forward's adapters bring in the place of a norm's weight; see OwnWeights."""
+        if self._extras is None or self._extras.norms is None or norm not in self.norms:
+            return None
+        return OwnWeights(self.pool, self.vectors.norms, self.norms[norm], self._extras.norms, added, vectors)
+
+    @property
+    def kv_slots(self) -> torch.Tensor | None:
+        """int64[T]: where the KV of the running forward's rows goes; negative for rows that only pad it."""
+        return self._kv_slots
+
     @contextmanager
-    def serving(self, segments: Segments | None, extras: StepExtras | None = None) -> Iterator[None]:
-        """Make a step's adapters visible to every module of the model for one forward."""
-        self._segments, self._extras = segments, extras
+    def serving(
+        self, segments: Segments | None, extras: StepExtras | None = None, kv_slots: torch.Tensor | None = None
+    ) -> Iterator[None]:
+        """Make a step's adapters, and which of its rows only pad it, visible to every module for one forward."""
+        outer = self._segments, self._extras, self._kv_slots
+        self._segments, self._extras, self._kv_slots = segments, extras, kv_slots
         try:
             yield
         finally:
-            self._segments = self._extras = None
+            self._segments, self._extras, self._kv_slots = outer
 
     def extras_of(self, segments: Segments | None, sampled_rows: Ints) -> StepExtras | None:
         """Return the extras of a step's adapters; `sampled_rows` are the rows that reach the head."""
@@ -177,7 +202,7 @@ class AdapterBank:
         assert not self._held, "the slot may be an adapter's"
         slot = self._free_slots[0]
         self.table.ranks[slot] = 0
-        for offsets in (self.vectors.columns, self.vectors.inputs):
+        for offsets in (self.vectors.columns, self.vectors.inputs, self.vectors.norms):
             offsets[slot] = NO_VECTORS
         return slot
 
@@ -241,8 +266,14 @@ class AdapterBank:
             kind: torch.zeros(table.a_offsets.shape[1:], dtype=torch.int64) for kind in (MatrixKind.A, MatrixKind.B)
         }
         offsets = {kind: torch.full((len(self.sites),), NO_VECTORS) for kind in (MatrixKind.COLUMNS, MatrixKind.INPUTS)}
-        for block in (block for block in layout.blocks if block.matrix.module in self.sites):
-            site, kind, start = self.sites[block.matrix.module].index, block.matrix.kind, self._start(block, pages)
+        norms = torch.full((len(self.norms),), NO_VECTORS)
+        for block in layout.blocks:
+            module, kind, start = block.matrix.module, block.matrix.kind, self._start(block, pages)
+            if kind is MatrixKind.NORM and module in self.norms:
+                norms[self.norms[module]] = start
+            if module not in self.sites:
+                continue
+            site = self.sites[module].index
             if kind in tiles:
                 tiles[kind][site, block.tile] = start
             else:
@@ -252,8 +283,9 @@ class AdapterBank:
         for name, pair in weights.modules.items():
             if (found := self.sites.get(name)) is not None:
                 ranks[found.index], scales[found.index] = pair.a.shape[0], pair.scale
-        rows = (table.a_offsets, table.b_offsets, table.ranks, table.scales, vectors.columns, vectors.inputs)
-        for row, value in zip(rows, (*tiles.values(), ranks, scales, *offsets.values()), strict=True):
+        rows = (table.a_offsets, table.b_offsets, table.ranks, table.scales)
+        values = (*tiles.values(), ranks, scales, *offsets.values(), norms)
+        for row, value in zip((*rows, vectors.columns, vectors.inputs, vectors.norms), values, strict=True):
             row[slot].copy_(stage(value.numpy(), self.pool.device), non_blocking=True)
 
     def _describe(self, weights: AdapterWeights, layout: AdapterLayout, pages: list[int]) -> ResidentAdapter:
@@ -266,12 +298,7 @@ class AdapterBank:
             columns=any(module in self.sites for module in weights.columns),
             inputs=bool(weights.inputs),
             num_tokens=weights.plan.num_tokens,
-            norms={
-                block.matrix.module: self.pool[start : start + block.size]
-                for block in layout.blocks
-                if block.matrix.kind is MatrixKind.NORM
-                for start in (self._start(block, pages),)
-            },
+            norms=any(block.matrix.kind is MatrixKind.NORM for block in layout.blocks),
             embedding=self._part(embedding, weights, layout, pages),
             head=self._part(head, weights, layout, pages),
             classifier=self._classifier(layout, pages),

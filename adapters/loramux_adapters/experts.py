@@ -1,4 +1,8 @@
-"""A mixture's experts, computed expert by expert, with the step's adapters added to each expert's rows."""
+"""A mixture's experts, with the step's adapters added to each expert's rows.
+
+On a CPU, and where their weights are quantized, experts are computed one after the other (`Experts`): the host knows
+which have rows. On a GPU, where it should not ask, all are computed by one launch (`GroupedExperts`).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,20 @@ from torch import nn
 from loramux_adapters.bank import AdapterBank, Site
 from loramux_adapters.base import EXPERT_PARAMETERS, ParameterShape, expert_name, expert_weights, mixtures
 from loramux_adapters.ranks import Ranks
-from loramux_kernels import LoraGroup, LoraTable, PackedLinear, Quantization, Segments, lora_expand, lora_shrink
+from loramux_kernels import (
+    LoraGroup,
+    LoraTable,
+    PackedLinear,
+    Quantization,
+    Routes,
+    Segments,
+    combine,
+    grouped_linear,
+    lora_expand,
+    lora_shrink,
+    route,
+)
+from loramux_kernels.device import runs_triton
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,10 +111,10 @@ class ExpertLinear:
         self._bank = bank
         self._group = LoraGroup((0,), (weight.shape[1],))
 
-    @cached_property
-    def _table(self) -> LoraTable:
-        """The bank's table, once it has its pool."""
-        return _by_slot_and_site(self._bank.table)
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the experts' weights."""
+        return sum(linear.num_bytes for linear in self.linears)
 
     def __call__(self, x: torch.Tensor, routing: Routing, runs: ExpertRuns | None) -> torch.Tensor:
         """Map `x` `[rows, in_features]` to `[rows, out_features]`, both in the routing's order."""
@@ -110,13 +127,14 @@ class ExpertLinear:
 
     def _add_adapters(self, x: torch.Tensor, y: torch.Tensor, runs: ExpertRuns) -> None:
         pairs = zip(runs.slots, runs.experts, strict=True)
-        slots = tuple(slot * self._num_sites + self._first_site + expert for slot, expert in pairs)
+        slots = tuple(slot * self._num_sites + expert for slot, expert in pairs)
         segments = Segments(runs.cu_seqlens, slots)
-        if segments.max_rank(self._table) == 0:
+        table = _by_slot_and_site(self._bank.table, self._first_site)
+        if segments.max_rank(table) == 0:
             return
         found, changed = x[runs.rows], y[runs.rows]
-        v = lora_shrink(found, self._bank.pool, self._table, self._group, segments)
-        lora_expand(v, self._bank.pool, self._table, self._group, segments, changed)
+        v = lora_shrink(found, self._bank.pool, table, self._group, segments)
+        lora_expand(v, self._bank.pool, table, self._group, segments, changed)
         y[runs.rows] = changed
 
 
@@ -133,9 +151,9 @@ class Experts(nn.Module):
         self._bank = bank
 
     @property
-    def packed_linears(self) -> list[PackedLinear]:
-        """The experts' linears."""
-        return [*self._gate_up.linears, *self._down.linears]
+    def num_bytes(self) -> int:
+        """Bytes of the experts' weights."""
+        return self._gate_up.num_bytes + self._down.num_bytes
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -149,6 +167,72 @@ class Experts(nn.Module):
         answers[routing.order] = rows
         weighted = answers.view(*top_k_index.shape, -1) * top_k_weights[..., None]
         return weighted.sum(dim=1).to(hidden_states.dtype)
+
+
+class GroupedExpertLinear:
+    """One linear of every expert, as one tensor: its base in one launch, and the sites of its adapters."""
+
+    def __init__(
+        self, weight: torch.Tensor, biases: torch.Tensor | None, sites: Sequence[Site], bank: AdapterBank
+    ) -> None:
+        """`weight` `[experts, out_features, in_features]` and `biases` `[experts, out_features]` are kept."""
+        self._weight, self._biases = weight, biases
+        self.num_experts = len(weight)
+        self._first_site = sites[0].index
+        self._bank = bank
+        self._group = LoraGroup((0,), (weight.shape[1],))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the experts' weights."""
+        return self._weight.nbytes
+
+    def __call__(self, x: torch.Tensor, routes: Routes, segments: Segments | None) -> torch.Tensor:
+        """Map `x` `[rows, in_features]` to `[rows, out_features]`, both in the order of `routes`."""
+        y = grouped_linear(x, self._weight, self._biases, routes.starts)
+        if segments is not None:
+            table = _by_slot_and_site(self._bank.table, self._first_site)
+            v = lora_shrink(x, self._bank.pool, table, self._group, segments)
+            lora_expand(v, self._bank.pool, table, self._group, segments, y)
+        return y
+
+
+class GroupedExperts(nn.Module):
+    """Replaces a mixture's experts on a GPU: routed, multiplied and added up there, without a word from the host."""
+
+    def __init__(
+        self,
+        gate_up: GroupedExpertLinear,
+        down: GroupedExpertLinear,
+        gate: Callable[[torch.Tensor], torch.Tensor],
+        bank: AdapterBank,
+    ) -> None:
+        """`gate`: the family's own, from the rows of `gate_up` to those that `down` takes."""
+        super().__init__()
+        self._gate_up, self._down = gate_up, down
+        self._gate = gate
+        self._bank = bank
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the experts' weights."""
+        return self._gate_up.num_bytes + self._down.num_bytes
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Map `[T, hidden_size]` to the same shape with the chosen experts `[T, k]` and their weights."""
+        # Only where it runs: it needs triton.
+        from loramux_kernels.cuda.routing import expert_segments
+
+        bank = self._bank
+        routes = route(top_k_index, self._gate_up.num_experts, bank.kv_slots)
+        segments = None
+        if bank.segments is not None:
+            segments = expert_segments(routes, bank.segments, len(bank.sites), bank.max_rank)
+        rows = self._gate_up(hidden_states[routes.tokens], routes, segments)
+        rows = self._down(self._gate(rows), routes, segments)
+        return combine(rows, routes, top_k_weights)
 
 
 class Router(nn.Module):
@@ -211,13 +295,19 @@ def install_mixtures(
     found = []
     for mixture in track(list(mixtures(model))):
         module, experts = mixture.module, mixture.module.experts
-        gate_up, down = (
-            _take(experts, f"{mixture.name}.experts", parameter, bank, quantization) for parameter in EXPERT_PARAMETERS
-        )
         if mixture.router is not None:
             site = bank.sites[expert_name(mixture.router_parameter, 0)]
             setattr(module, mixture.router, Router(getattr(module, mixture.router), site, bank))
-        module.experts = Experts(gate_up, down, experts._apply_gate, bank)
+        gate: Callable[[torch.Tensor], torch.Tensor] = experts._apply_gate
+        is_grouped = quantization == "none" and runs_triton(expert_weights(experts, EXPERT_PARAMETERS[0]))
+        # One after the other: the weights of the first are freed before the second's are packed.
+        parts = (_take(experts, f"{mixture.name}.experts", parameter, bank) for parameter in EXPERT_PARAMETERS)
+        if is_grouped:
+            first, second = (GroupedExpertLinear(*part, bank) for part in parts)
+            module.experts = GroupedExperts(first, second, gate, bank)
+        else:
+            gate_up, down = (ExpertLinear(*part, bank, quantization) for part in parts)
+            module.experts = Experts(gate_up, down, gate, bank)
         found.append(f"{mixture.name}.")
         if ranks is not None:
             module.register_forward_hook(partial(_sum_up, ranks))
@@ -231,20 +321,24 @@ def _sum_up(ranks: Ranks, _module: nn.Module, _inputs: Any, output: Any) -> Any:
     return ranks.all_reduce(output.contiguous())
 
 
-def _take(experts: Any, name: str, parameter: str, bank: AdapterBank, quantization: Quantization) -> ExpertLinear:
+def _take(
+    experts: Any, name: str, parameter: str, bank: AdapterBank
+) -> tuple[torch.Tensor, torch.Tensor | None, list[Site]]:
+    """Take weights, biases and sites of one linear of every expert out of transformers' module."""
     weight = expert_weights(experts, parameter)
     bias = getattr(experts, f"{parameter}_bias", None)
     delattr(experts, parameter)
     sites = [bank.sites[expert_name(f"{name}.{parameter}", expert)] for expert in range(len(weight))]
-    return ExpertLinear(weight, None if bias is None else bias.data, sites, bank, quantization)
+    return weight, None if bias is None else bias.data, sites
 
 
-def _by_slot_and_site(table: LoraTable) -> LoraTable:
-    """View the table with a row for each (slot, site) and one column."""
+def _by_slot_and_site(table: LoraTable, first_site: int) -> LoraTable:
+    """View the table with a row for each (slot, site) and one column, from a site of slot 0 on: row
+    `slot * num_sites + n` is the slot's for the n-th site behind that."""
     tiles = table.a_offsets.shape[2]
     return LoraTable(
-        a_offsets=table.a_offsets.view(-1, 1, tiles),
-        b_offsets=table.b_offsets.view(-1, 1, tiles),
-        ranks=table.ranks.view(-1, 1),
-        scales=table.scales.view(-1, 1),
+        a_offsets=table.a_offsets.view(-1, 1, tiles)[first_site:],
+        b_offsets=table.b_offsets.view(-1, 1, tiles)[first_site:],
+        ranks=table.ranks.view(-1, 1)[first_site:],
+        scales=table.scales.view(-1, 1)[first_site:],
     )

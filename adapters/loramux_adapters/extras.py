@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -116,8 +116,8 @@ class ResidentAdapter:
     """It scales a linear's inputs."""
     num_tokens: int | None = None
     """Tokens that it knows, where that is another number than the base's."""
-    norms: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Weights `[width]` that replace those of norms, by the norm's name."""
+    norms: bool = False
+    """It replaces weights of norms."""
     embedding: VocabularyExtras | None = None
     head: VocabularyExtras | None = None
     classifier: PagedRows | None = None
@@ -127,7 +127,7 @@ class ResidentAdapter:
     def is_more_than_pairs(self) -> bool:
         """True if the adapter brings anything beside pairs on linears."""
         parts = (self.num_tokens, self.embedding, self.head)
-        return self.columns or self.inputs or bool(self.norms) or any(part is not None for part in parts)
+        return self.columns or self.inputs or self.norms or any(part is not None for part in parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +137,9 @@ class StepExtras:
     columns: Segments | None
     """The step's segments, if any of them scales or shifts outputs."""
     inputs: Segments | None
-    norms: tuple[tuple[Mapping[str, torch.Tensor], int, int], ...]
-    """Weights of norms, and the rows `[first, last)` that they apply to."""
+    """Likewise, inputs."""
+    norms: Segments | None
+    """Likewise, replaces weights of norms."""
     embedding: tuple[ExtrasSpan, ...]
     """Spans of the step's rows."""
     head: tuple[ExtrasSpan, ...]
@@ -174,7 +175,7 @@ class StepExtras:
             tokens=tuple((number, first, last) for number, first, last in numbers if number is not None),
             columns=segments if any(one.columns for one in found) else None,
             inputs=segments if any(one.inputs for one in found) else None,
-            norms=tuple((held[slot].norms, first, last) for slot, first, last in segments.spans if held[slot].norms),
+            norms=segments if any(one.norms for one in found) else None,
             embedding=tuple(_present(embedding)),
             head=tuple(_present(head)),
         )

@@ -11,11 +11,11 @@ from torch import nn
 from loramux_adapters.bank import AdapterBank, Site
 from loramux_adapters.base import BaseDescription, input_of, is_expert
 from loramux_adapters.base_weights import BaseLinear, BaseWeights, LocalMatrix, base_linear
-from loramux_adapters.experts import Experts, Router, install_mixtures
+from loramux_adapters.experts import Experts, GroupedExperts, Router, install_mixtures
 from loramux_adapters.modules import AdaptedEmbedding, AdaptedHead, AdaptedNorm, GroupedLinear, LoraLinear, SummedNorm
 from loramux_adapters.quantized_linear import QuantizedLinear, weight_of
 from loramux_adapters.ranks import Ranks, Shard
-from loramux_kernels import PackedLinear, Quantization
+from loramux_kernels import Quantization
 
 
 def install(
@@ -35,7 +35,7 @@ def install(
     ranks = None if shard is None else shard.ranks
     summed = install_mixtures(model, bank, quantization, ranks, track)
     linears = install_linears(model, bank, quantization, shard, summed, track)
-    packed_bytes = sum(packed.num_bytes for packed in _packed_linears(model))
+    packed_bytes = _packed_bytes(model)
     for name, width in base.norms.items():
         if shard is not None and shard.sharding.outputs(name, shard.ranks.rank, width) is not None:
             replace_module(model, name, SummedNorm(model.get_submodule(name), shard.ranks))
@@ -55,12 +55,13 @@ def install(
     return BaseWeights(linears, matrices, packed_bytes)
 
 
-def _packed_linears(model: nn.Module) -> set[PackedLinear]:
-    """Return the linears that were packed, each once: members of a group share one."""
-    groups = {module.group.linear for module in model.modules() if isinstance(module, LoraLinear)}
-    groups |= {module.packed_linear for module in model.modules() if isinstance(module, Router)}
-    experts = (module for module in model.modules() if isinstance(module, Experts))
-    return groups.union(*(module.packed_linears for module in experts))
+def _packed_bytes(model: nn.Module) -> int:
+    """Return the bytes of the weights that were packed; members of a group share one."""
+    modules = list(model.modules())
+    linears = {module.group.linear for module in modules if isinstance(module, LoraLinear)}
+    linears |= {module.packed_linear for module in modules if isinstance(module, Router)}
+    experts = (module for module in modules if isinstance(module, Experts | GroupedExperts))
+    return sum(linear.num_bytes for linear in linears) + sum(module.num_bytes for module in experts)
 
 
 def install_linears(

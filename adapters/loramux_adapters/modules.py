@@ -12,7 +12,7 @@ from torch.nn import functional
 from loramux_adapters.bank import AdapterBank, Site
 from loramux_adapters.quantized_linear import QuantizedLinear, weight_of
 from loramux_adapters.ranks import Ranks
-from loramux_kernels import LoraGroup, PackedLinear, Quantization, lora_expand, lora_shrink, rescale
+from loramux_kernels import LoraGroup, OwnWeights, PackedLinear, Quantization, lora_expand, lora_shrink, rescale
 
 
 class GroupedLinear:
@@ -121,25 +121,26 @@ class AdaptedNorm(nn.Module):
         self._name = name
         self._bank = bank
 
-    def own_weights(self) -> list[tuple[torch.Tensor, int, int]]:
-        """Return the weights that the step's adapters bring for this norm, and the rows `[first, last)` of each."""
-        if (extras := self._bank.extras) is None or not extras.norms:
-            return []
-        found = ((norms.get(self._name), first, last) for norms, first, last in extras.norms)
-        return [(weight, first, last) for weight, first, last in found if weight is not None]
+    def own_weights(self, vectors: int = 1, added: float = 0.0) -> OwnWeights | None:
+        """Return what the step's adapters bring in the place of this norm's weight; see OwnWeights."""
+        return self._bank.own_weights(self._name, vectors, added)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise `[1, T, width]`, or heads as `[1, T, heads, width]` or `[1, heads, T, width]`.
 
         Rows of an adapter that has a weight of its own get that one.
         """
-        y: torch.Tensor = self.base(x)
+        own = self.own_weights()
+        if own is None:
+            y: torch.Tensor = self.base(x)
+            return y
         # A linear wrote the heads of a row one after the other, so the rows lie furthest apart.
         rows = 1 if x.ndim == 3 or x.stride(1) >= x.stride(2) else 2
-        for weight, first, last in self.own_weights():
-            own = functional_call(self.base, {"weight": weight}, (x.narrow(rows, first, last - first),))
-            y.narrow(rows, first, last - first).copy_(own)
-        return y
+        weights = own.of_rows(self.base.get_parameter("weight"), x.shape[rows])
+        if x.ndim == 4 and rows == 1:
+            weights = weights[:, None]
+        replaced: torch.Tensor = functional_call(self.base, {"weight": weights}, (x,))
+        return replaced
 
 
 class AdaptedEmbedding(nn.Module):

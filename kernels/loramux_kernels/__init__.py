@@ -19,6 +19,9 @@ operators are several, and an operator's own cost is most of the time.
 **Packed linears** (`PackedLinear`) hold several weights that read one input as one matrix, in the fastest format
 at hand (`linear_formats`), or as the codes of a quantized checkpoint (`quantized_weight`).
 
+**Mixtures** (`route`, `grouped_linear`, `combine`). Rows are ordered by expert, each expert's multiplied with its
+weight, and the results added up by token; on a GPU in one launch each, for which the host knows no choice.
+
 **Token masks** (`token_mask.forbid_tokens`) remove the tokens from a row's logits that its constraint does not allow.
 
 **Sampling** (`sampling.sample`) applies penalties, bias, temperature, top-k, top-p and min-p, and draws by an
@@ -31,23 +34,28 @@ Triton, `native/`: C++), and the torch reference that every fast path is tested 
 """
 
 from loramux_kernels.gated import Activation, gated, gated_reference
+from loramux_kernels.grouped_linear import grouped_linear, grouped_linear_reference
 from loramux_kernels.kv_cache import write_kv, write_kv_reference
 from loramux_kernels.lora_expand import lora_expand, lora_expand_reference
 from loramux_kernels.lora_shrink import lora_shrink, lora_shrink_reference
 from loramux_kernels.packed_linear import PackedLinear, Weight, packed_linear_reference
 from loramux_kernels.paged_attention import paged_attention, paged_attention_reference
 from loramux_kernels.quantized_weight import Quantization, QuantizedWeight
-from loramux_kernels.rescale import NO_VECTORS, rescale, rescale_reference
+from loramux_kernels.rescale import rescale, rescale_reference
 from loramux_kernels.rms_norm import rms_norm, rms_norm_reference
 from loramux_kernels.rope import rope_write_kv, rope_write_kv_reference
+from loramux_kernels.routing import combine, combine_reference, route, route_reference
 from loramux_kernels.tables import (
+    NO_VECTORS,
     RANK_TILE,
     AttentionBatch,
     KvLayer,
     LoraGroup,
     LoraTable,
     Norm,
+    OwnWeights,
     Rotation,
+    Routes,
     Segments,
 )
 
@@ -60,14 +68,20 @@ __all__ = [
     "LoraGroup",
     "LoraTable",
     "Norm",
+    "OwnWeights",
     "PackedLinear",
     "Quantization",
     "QuantizedWeight",
     "Rotation",
+    "Routes",
     "Segments",
     "Weight",
+    "combine",
+    "combine_reference",
     "gated",
     "gated_reference",
+    "grouped_linear",
+    "grouped_linear_reference",
     "lora_expand",
     "lora_expand_reference",
     "lora_shrink",
@@ -81,6 +95,8 @@ __all__ = [
     "rms_norm_reference",
     "rope_write_kv",
     "rope_write_kv_reference",
+    "route",
+    "route_reference",
     "write_kv",
     "write_kv_reference",
 ]

@@ -5,10 +5,7 @@ from __future__ import annotations
 import torch
 
 from loramux_kernels.device import runs_triton
-from loramux_kernels.tables import LoraGroup, Segments
-
-NO_VECTORS = -1
-"""An offset that stands for leaving the slice as it is."""
+from loramux_kernels.tables import NO_VECTORS, LoraGroup, Segments
 
 
 def rescale(y: torch.Tensor, pool: torch.Tensor, offsets: torch.Tensor, group: LoraGroup, segments: Segments) -> None:

@@ -3,28 +3,44 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 
 import torch
 
 from loramux_kernels.device import runs_triton
 from loramux_kernels.native import native_for
 from loramux_kernels.native.abi import DTYPES, RmsNormAbi
-from loramux_kernels.tables import Norm
+from loramux_kernels.tables import Norm, OwnWeights
 
 
-def rms_norm(x: torch.Tensor, norm: Norm, delta: torch.Tensor | None = None, factor: float = 1.0) -> torch.Tensor:
+def rms_norm(
+    x: torch.Tensor,
+    norm: Norm,
+    delta: torch.Tensor | None = None,
+    factor: float = 1.0,
+    own: OwnWeights | None = None,
+) -> torch.Tensor:
     """Normalise the rows of `x` `[T, width]` into a new tensor (Zhang and Sennrich, 2019).
 
     With `delta`, of x's shape, the residual stream `x` is changed in place before. Last dimensions are contiguous. Sums
-    are float32; `factor * delta` and the new x are rounded to x's dtype, as by operators of their own.
+    are float32; `factor * delta` and the new x are rounded to x's dtype, as by operators of their own. `own` are the
+    weights of rows whose adapters bring one.
     """
     if runs_triton(x):
         from loramux_kernels.cuda import rms_norm as triton_rms_norm
 
-        return triton_rms_norm.rms_norm(x, norm, delta, factor)
+        return triton_rms_norm.rms_norm(x, norm, delta, factor, own)
+    y = _normalise(x, norm, delta, factor)
+    if own is not None:
+        for weight, rows in own.spans(x.shape[1]):
+            y[rows] = _normalise(x[rows], replace(norm, weight=weight), None, 1.0)
+    return y
+
+
+def _normalise(x: torch.Tensor, norm: Norm, delta: torch.Tensor | None, factor: float) -> torch.Tensor:
     if (native := native_for(x)) is not None:
         return _normalise_natively(native, x, norm, delta, factor)
-    return rms_norm_reference(x, norm, delta, factor)
+    return _normalise_in_torch(x, norm, delta, factor)
 
 
 def _normalise_natively(
@@ -41,9 +57,21 @@ def _normalise_natively(
 
 
 def rms_norm_reference(
-    x: torch.Tensor, norm: Norm, delta: torch.Tensor | None = None, factor: float = 1.0
+    x: torch.Tensor,
+    norm: Norm,
+    delta: torch.Tensor | None = None,
+    factor: float = 1.0,
+    own: OwnWeights | None = None,
 ) -> torch.Tensor:
     """`rms_norm` in torch, on any device and in any floating dtype."""
+    y = _normalise_in_torch(x, norm, delta, factor)
+    if own is not None:
+        for weight, rows in own.spans(x.shape[1]):
+            y[rows] = _normalise_in_torch(x[rows], replace(norm, weight=weight), None, 1.0)
+    return y
+
+
+def _normalise_in_torch(x: torch.Tensor, norm: Norm, delta: torch.Tensor | None, factor: float) -> torch.Tensor:
     if delta is not None:
         x += delta * factor
     values = x.float()

@@ -2,8 +2,9 @@
 
 - `LoraTable`: where the resident adapters lie in the pool. `Segments`: which rows of a step belong to which adapter.
   `LoraGroup`: linears that read the same input, served by one launch.
+- `Routes`: which rows of a step a mixture's experts compute.
 - `KvLayer`: one layer's keys and values as views of the pool. `AttentionBatch`: which pages hold whose context.
-- `Norm`, `Rotation`: how rows are normalised, and heads turn by position.
+- `Norm`, `OwnWeights`, `Rotation`: how rows are normalised, by whose weights, and how heads turn by position.
 - `Penalties`, `LogitBias`, `SamplingBatch`: how each row of logits becomes a token.
 
 They are plain data. A device's derived tables (work lists, addresses for C++) are made on first use and kept with them.
@@ -12,12 +13,14 @@ They are plain data. A device's derived tables (work lists, addresses for C++) a
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
 import torch
 
+from loramux_kernels.device import to_device
 from loramux_kernels.native.abi import AttentionBatchAbi, KvLayerAbi, LoraTableAbi, NormAbi
 
 RANK_TILE = 16
@@ -78,6 +81,19 @@ class Segments:
         """S, cu_seqlens and slots as the C++ operators read them."""
         return array("q", (len(self.slots), *self.cu_seqlens, *self.slots))
 
+    def row_slots(self, device: torch.device) -> torch.Tensor:
+        """int64[rows]: each row's slot, negative for none; made on first use."""
+        if "_row_slots" not in vars(self):
+            lengths = torch.tensor([last - first for _, first, last in self.spans])
+            slots = torch.repeat_interleave(torch.tensor(self.slots, dtype=torch.int64), lengths)
+            self.use_row_slots(to_device(slots.numpy(), device))
+        found: torch.Tensor = vars(self)["_row_slots"]
+        return found
+
+    def use_row_slots(self, slots: torch.Tensor) -> None:
+        """Have every launch read the rows' slots from `slots`, whose contents may change between steps."""
+        vars(self)["_row_slots"] = slots
+
     def max_rank(self, table: LoraTable) -> int:
         """The largest rank that these slots hold on any site; looked up once, for a step serves one table."""
         if "max_rank" not in self._found:
@@ -109,6 +125,20 @@ class LoraGroup:
 
 
 @dataclass(frozen=True, eq=False)
+class Routes:
+    """The rows that a mixture's experts compute: (token, choice) pairs, by expert and within one by token."""
+
+    tokens: torch.Tensor
+    """int64[T * k]: each row's token."""
+    experts: torch.Tensor
+    """int64[T * k]: each row's expert."""
+    places: torch.Tensor
+    """int64[T, k]: the row of each choice."""
+    starts: torch.Tensor
+    """int64[experts + 1]: each expert's first row. Rows from the last on belong to tokens that pad the step."""
+
+
+@dataclass(frozen=True, eq=False)
 class Norm:
     """A root-mean-square normalisation's parameters."""
 
@@ -123,6 +153,43 @@ class Norm:
         """The weight's address and the numbers, for the C++ operators."""
         assert self.weight.dtype == torch.float32, "multiplied in float32"
         return NormAbi(self.weight.data_ptr(), self.eps, self.rounds_first)
+
+
+NO_VECTORS = -1
+"""An offset that stands for having no vector in the pool."""
+
+
+@dataclass(frozen=True, eq=False)
+class OwnWeights:
+    """Weights that adapters bring in the place of a norm's, for the rows of their segments."""
+
+    pool: torch.Tensor
+    offsets: torch.Tensor
+    """int64[num_slots, norms]: where in the pool a slot's weight `[width]` of a norm stands, or NO_VECTORS."""
+    norm: int
+    """Column of the norm."""
+    segments: Segments
+    """Of the step's rows."""
+    added: float = 0.0
+    """Added to what is in the pool: 1 where a model stores its weight's distance from one."""
+    vectors: int = 1
+    """Rows of the norm's input for each row of the step: its heads, one after the other."""
+
+    def spans(self, width: int) -> Iterator[tuple[torch.Tensor, slice]]:
+        """Yield each weight, float32`[width]`, and the rows of the norm's input that it is for. Reads the offsets."""
+        starts = self.offsets[list(self.segments.slots), self.norm].tolist()
+        for start, (_, first, last) in zip(starts, self.segments.spans, strict=True):
+            if start != NO_VECTORS:
+                weight = self.pool[start : start + width].float() + self.added
+                yield weight, slice(first * self.vectors, last * self.vectors)
+
+    def of_rows(self, weight: torch.Tensor, rows: int) -> torch.Tensor:
+        """Return `[rows, width]`: each of the step's rows' weight, the norm's `weight` where it has none of its own."""
+        slots = self.segments.row_slots(weight.device)
+        starts = torch.where(slots < 0, NO_VECTORS, self.offsets[slots.clamp(min=0), self.norm])[:, None]
+        columns = torch.arange(len(weight), device=weight.device)
+        own = torch.where(starts < 0, weight, self.pool[starts.clamp(min=0) + columns])
+        return torch.cat((own, weight.expand(rows - len(own), -1)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -158,7 +158,7 @@ def test_bank_vectors_leave_with_their_slot() -> None:
     held = dataclasses.replace(weights, plan=plan, columns={"k_proj": columns}, inputs={"o_proj": inputs})
     slot = install(bank, held, list(range(NUM_PAGES)))
     segments = Segments((0, 2), (slot,))
-    assert bank.extras_of(segments, np.arange(2)) == StepExtras(segments, segments, (), (), ())
+    assert bank.extras_of(segments, np.arange(2)) == StepExtras(segments, segments, None, (), ())
     for offsets, site, vectors in ((bank.vectors.columns, 1, columns), (bank.vectors.inputs, 3, inputs)):
         start = int(offsets[slot, site])
         assert torch.equal(bank.pool[start : start + vectors.numel()], vectors.flatten())

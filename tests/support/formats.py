@@ -53,8 +53,8 @@ FORMATS: dict[str, peft.PeftConfig] = {
 class FormatZoo(Zoo):
     """One family's base, an adapter in each format, and PEFT's answers from what it reads back from disk."""
 
-    def __init__(self, family: str, root: Path, formats: Sequence[str], tied: bool = False) -> None:
-        super().__init__(family, root, tie_word_embeddings=tied)
+    def __init__(self, family: str, root: Path, formats: Sequence[str], tied: bool = False, **fields: object) -> None:
+        super().__init__(family, root, tie_word_embeddings=tied, **fields)
         self.formats = formats
         self._models: dict[str | None, torch.nn.Module] = {}
 

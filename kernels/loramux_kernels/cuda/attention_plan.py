@@ -6,7 +6,7 @@ multiprocessors idle; the balance is that of FlashInfer's plan (Ye et al., 2025)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -86,39 +86,38 @@ def attention_shapes(batch: AttentionBatch) -> tuple[AttentionShape, ...]:
 
 
 def reserve_attention(
-    shape: AttentionShape, max_sequences: int, max_partials: int, device: torch.device, rows: int | None = None
-) -> AttentionTiles:
-    """Return empty tiles of fixed addresses, of `rows` or for decoding; `attach_attention` puts them into a batch."""
-    items = reserve(max_sequences + max_partials, ITEM_WIDTH, device)
-    rows = shape.short_rows if rows is None else rows
-    return AttentionTiles(rows, items, reserve(max_sequences, ITEM_WIDTH, device), max_partials)
+    shape: AttentionShape, max_sequences: int, max_rows: int, max_partials: int, device: torch.device
+) -> tuple[AttentionTiles, ...]:
+    """Return empty tiles of fixed addresses of each height, for steps of up to `max_rows` query rows."""
+    found = []
+    for rows, most in zip(shape.heights, (0, max_rows), strict=True):
+        tiles = max_sequences + most // (rows // shape.groups)
+        items = reserve(tiles + max_partials, ITEM_WIDTH, device)
+        found.append(AttentionTiles(rows, items, reserve(tiles, ITEM_WIDTH, device), max_partials))
+    return tuple(found)
 
 
-def attach_attention(batch: AttentionBatch, shape: AttentionShape, *tiles: AttentionTiles) -> None:
+def attach_attention(batch: AttentionBatch, shape: AttentionShape, tiles: tuple[AttentionTiles, ...]) -> None:
     """Have every launch for `batch` of this shape use `tiles`."""
     vars(batch).setdefault("attention_plans", {})[shape] = tiles
 
 
-def refill_attention(tiles: AttentionTiles, spans: Sequence[tuple[int, int, int]], shape: AttentionShape) -> None:
-    """Put another step's decoding sequences into reserved tiles."""
-    assert tiles.merges is not None, "reserved tiles may be merged"
-    whole = _tiles(spans, tiles.rows, shape)
-    pieces, merges = _cut_contexts(whole, shape.kv_heads, tiles.items.work.device, tiles.partials)
-    tiles.items.refill(pieces)
-    tiles.merges.refill(merges)
+def refill_attention(
+    tiles: Sequence[AttentionTiles], spans: Sequence[tuple[int, int, int]], shape: AttentionShape
+) -> None:
+    """Put another step's sequences into reserved tiles; the first height alone holds every step that decodes."""
+    for reserved, (_, whole) in zip(tiles, _by_height(spans, shape), strict=False):
+        assert reserved.merges is not None, "reserved tiles may be merged"
+        pieces, merges = _cut_contexts(whole, shape.kv_heads, reserved.items.work.device, reserved.partials)
+        reserved.items.refill(pieces)
+        reserved.merges.refill(merges)
 
 
 def _plan(
     spans: Sequence[tuple[int, int, int]], shape: AttentionShape, device: torch.device
 ) -> tuple[AttentionTiles, ...]:
-    short = shape.short_rows // shape.groups
-    plans = []
-    for rows, is_short in zip(shape.heights, (True, False), strict=True):
-        some = [(i, span) for i, span in enumerate(spans) if (span[1] - span[0] <= short) is is_short]
-        tiles = _tiles([span for _, span in some], rows, shape)
-        tiles[:, 0] = np.array([i for i, _ in some], dtype=np.int64)[tiles[:, 0]]
-        if len(tiles):
-            plans.append((rows, *_cut_contexts(tiles, shape.kv_heads, device)))
+    whole = [(rows, tiles) for rows, tiles in _by_height(spans, shape) if len(tiles)]
+    plans = [(rows, *_cut_contexts(tiles, shape.kv_heads, device)) for rows, tiles in whole]
     if not plans:
         return ()
     uploaded = iter(upload([items for _, *lists in plans for items in lists], device))
@@ -128,6 +127,16 @@ def _plan(
         partials = int(merges[:, 3].sum())
         tiles_of.append(AttentionTiles(rows, items, merge_list if partials else None, partials))
     return tuple(tiles_of)
+
+
+def _by_height(spans: Sequence[tuple[int, int, int]], shape: AttentionShape) -> Iterator[tuple[int, Ints]]:
+    """Yield each tile height and the whole-context items of the sequences that take it."""
+    short = shape.short_rows // shape.groups
+    for rows, is_short in zip(shape.heights, (True, False), strict=True):
+        some = [(i, span) for i, span in enumerate(spans) if (span[1] - span[0] <= short) is is_short]
+        tiles = _tiles([span for _, span in some], rows, shape)
+        tiles[:, 0] = np.array([i for i, _ in some], dtype=np.int64)[tiles[:, 0]]
+        yield rows, tiles
 
 
 def _tiles(spans: Sequence[tuple[int, int, int]], rows: int, shape: AttentionShape) -> Ints:

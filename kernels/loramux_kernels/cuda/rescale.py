@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from loramux_kernels.cuda.group_table import BLOCK_WIDTH, group_table
 from loramux_kernels.cuda.launch import Launch
-from loramux_kernels.device import to_device
 from loramux_kernels.tables import LoraGroup, Segments
 
 BLOCK_COLUMNS = 1024
@@ -33,21 +31,13 @@ def prepare_rescale(
         "y": y,
         "pool": pool,
         "offsets": offsets,
-        "row_slots": row_slots_of(segments, y.device),
+        "row_slots": segments.row_slots(y.device),
         "blocks": blocks,
         "y_stride": y.stride(0),
         "table_sites": offsets.shape[1],
         "BLOCK_COLUMNS": BLOCK_COLUMNS,
     }
     return Launch(_rescale, (segments.rows, len(blocks)), arguments, num_warps=4, num_stages=1)
-
-
-def row_slots_of(segments: Segments, device: torch.device) -> torch.Tensor:
-    """int32[segments.rows]: each row's slot; made on first use and kept with them, for every layer reads it."""
-    if "row_slots" not in vars(segments):
-        slots = np.repeat(np.asarray(segments.slots, dtype=np.int32), np.diff(segments.cu_seqlens))
-        vars(segments)["row_slots"] = to_device(slots, device)
-    return vars(segments)["row_slots"]
 
 
 @triton.jit
@@ -58,8 +48,8 @@ def _rescale(
     """One row by one block of columns a program."""
     row = tl.program_id(0).to(tl.int64)
     block = blocks + tl.program_id(1) * _BLOCK
-    slot = tl.load(row_slots + row).to(tl.int64)
-    start = tl.load(offsets + slot * table_sites + tl.load(block + 1))
+    slot = tl.load(row_slots + row)
+    start = tl.load(offsets + slot * table_sites + tl.load(block + 1), mask=slot >= 0, other=-1)
     if start >= 0:
         width = tl.load(block + 3)
         column = tl.load(block + 2) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)

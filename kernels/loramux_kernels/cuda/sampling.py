@@ -343,7 +343,8 @@ def race(
         lane = token % 4
         word = tl.where(lane == 0, a, tl.where(lane == 1, b, tl.where(lane == 2, c, d)))
         stays = inside & (_key(logit) >= lowest) & ((logit - best) / heat >= floor)
-        score = tl.where(stays, logit / heat - tl.log(arrival_time(word)), _NEVER)
+        # Differences from the best are at most 0, so that the division can only overflow to -inf.
+        score = tl.where(stays, (logit - best) / heat - tl.log(arrival_time(word)), _NEVER)
         best_here, at = tl.max(score, axis=0, return_indices=True)
         here = tl.min(tl.where(tl.arange(0, BLOCK) == at, token, _NO_TOKEN))
         winner = tl.where(best_here > top, here, winner)

@@ -40,6 +40,8 @@ LONG_ROWS, LONG_EXPAND_ROWS = 64, 32
 LONG_RANKS = (16, 32, 64)
 """Rank rows of a long segment's items: the least that hold the widest rank, or the most."""
 
+LONG = TileShape(LONG_ROWS, LONG_RANKS[-1], LONG_EXPAND_ROWS)
+
 DECODE_SHAPES = (ROW, SHORT)
 """Shapes for steps of single rows; `decode_shape` chooses."""
 
@@ -92,6 +94,12 @@ class TileMap:
         return cls(rows, -(-rank // RANK_TILE) * RANK_TILE, (tiles,))
 
     @classmethod
+    def reserve_any(cls, rows: int, rank: int, device: torch.device) -> TileMap:
+        """An empty map of fixed addresses for any step of up to `rows` rows: for short and for long segments."""
+        short, long = (cls.reserve(rows, rank, shape, device) for shape in (SHORT, LONG))
+        return cls(rows, short.rank, (*short.tiles, *long.tiles))
+
+    @classmethod
     def of_every_shape(cls, rows: int, rank: int, device: torch.device) -> TileMap:
         """An empty map of all shapes that a step may need, at most two of them at a time: to compile their kernels."""
         shapes = (*DECODE_SHAPES, *(TileShape(LONG_ROWS, long, LONG_EXPAND_ROWS) for long in LONG_RANKS))
@@ -99,12 +107,11 @@ class TileMap:
         return cls(rows, maps[0].rank, tuple(tiles for one in maps for tiles in one.tiles))
 
     def refill(self, segments: Segments, ranks: Ints) -> None:
-        """Put another step's segments into a reserved map; all of them go through its one tile shape."""
-        (tiles,) = self.tiles
-        for work, items in zip(
-            (tiles.shrink, tiles.expand), _items(segments, ranks, tiles.shape, every=True), strict=True
-        ):
-            work.refill(items)
+        """Put another step's segments into a reserved map; where it has one tile shape, all of them go through that."""
+        for tiles in self.tiles:
+            shrink, expand = _items(segments, ranks, tiles.shape, every=len(self.tiles) == 1)
+            tiles.shrink.refill(shrink)
+            tiles.expand.refill(expand)
 
 
 def tile_map_of(segments: Segments, table: LoraTable) -> TileMap:

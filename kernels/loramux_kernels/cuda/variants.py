@@ -10,6 +10,7 @@ import torch
 
 from loramux_kernels.cuda.coded_linear import prepare_coded_linear
 from loramux_kernels.cuda.gated import prepare_gated
+from loramux_kernels.cuda.grouped_linear import prepare_grouped_linear
 from loramux_kernels.cuda.kv_cache import prepare_write_kv
 from loramux_kernels.cuda.launch import Launch
 from loramux_kernels.cuda.lora_expand import prepare_expand
@@ -18,7 +19,9 @@ from loramux_kernels.cuda.paged_attention import prepare_attention
 from loramux_kernels.cuda.rescale import prepare_rescale
 from loramux_kernels.cuda.rms_norm import prepare_rms_norm
 from loramux_kernels.cuda.rope import prepare_rope
+from loramux_kernels.cuda.routing import prepare_combine, prepare_expert_items, prepare_route
 from loramux_kernels.cuda.sampling import prepare_sample
+from loramux_kernels.cuda.tile_map import ITEM_WIDTH, LONG_RANKS, SHORT, TileMap, TileShape, attach_tile_map
 from loramux_kernels.cuda.token_mask import prepare_forbid
 from loramux_kernels.quantized_weight import Coding, QuantizedWeight, is_nibbles
 from loramux_kernels.tables import (
@@ -28,8 +31,10 @@ from loramux_kernels.tables import (
     LoraGroup,
     LoraTable,
     Norm,
+    OwnWeights,
     Penalties,
     Rotation,
+    Routes,
     SamplingBatch,
     Segments,
 )
@@ -47,7 +52,7 @@ def all_variants() -> list[Variant]:
     """Return every variant that has to compile."""
     return [
         *(*_lora(), *_rescale(), *_attention(), *_write_kv(), *_between_linears(), *_coded()),
-        *(*_sampling(), *_token_mask()),
+        *(*_mixture(), *_sampling(), *_token_mask()),
     ]
 
 
@@ -130,6 +135,8 @@ def _between_linears() -> Iterator[Variant]:
         norm = Norm(torch.empty(4096), 1e-5, rounds_first=True)
         yield Variant(f"rms-norm-{_short(dtype)}", prepare_rms_norm(x, norm, None, 1.0, x))
         yield Variant(f"rms-norm-added-{_short(dtype)}", prepare_rms_norm(x, norm, x, 0.22, x))
+        own = OwnWeights(x.view(-1), torch.zeros(2, 65, dtype=torch.int64), 3, Segments((0, 2), (1,)))
+        yield Variant(f"rms-norm-own-{_short(dtype)}", prepare_rms_norm(x, norm, x, 1.0, x, own))
         gate, up = torch.empty(4, 28_672, dtype=dtype).chunk(2, dim=1)
         for activation in ("silu", "gelu_tanh"):
             launch = prepare_gated(gate, up, activation, torch.empty(4, 14_336, dtype=dtype))
@@ -160,6 +167,29 @@ def _coded() -> Iterator[Variant]:
                 x = torch.empty(rows, 4096, dtype=dtype)
                 launch = prepare_coded_linear(x, weight, values, bias, torch.empty_like(x))
                 yield Variant(f"coded-{coding}-{rows}-{_short(dtype)}", launch)
+
+
+def _mixture() -> Iterator[Variant]:
+    experts, choices = 128, 8
+    starts = torch.zeros(experts + 1, dtype=torch.int64)
+    for dtype in (torch.bfloat16, torch.float32):
+        for rows in (512, 32_768):
+            x, bias = torch.empty(rows, 64, dtype=dtype), torch.empty(experts, 96, dtype=dtype)
+            y, name = torch.empty(rows, 96, dtype=dtype), f"grouped-linear-{rows}-{_short(dtype)}"
+            weight = torch.empty(experts, 96, 64, dtype=dtype)
+            yield Variant(name, prepare_grouped_linear(x, weight, None, starts, y))
+            weight = torch.empty(experts, 64, 96, dtype=dtype).transpose(1, 2)
+            yield Variant(f"{name}-transposed-bias", prepare_grouped_linear(x, weight, bias, starts, y))
+        chosen = torch.zeros(64, choices, dtype=torch.int64)
+        routes = Routes(chosen.view(-1), chosen.view(-1), chosen, starts)
+        rows_of, weights = torch.empty(512, 2048, dtype=dtype), torch.empty(64, choices, dtype=dtype)
+        yield Variant(f"combine-{_short(dtype)}", prepare_combine(rows_of, routes, weights, rows_of[:64]))
+        whole, shape = Segments((0, 512), (0,)), TileShape(SHORT.rows, LONG_RANKS[-1], SHORT.rows)
+        attach_tile_map(whole, TileMap.reserve(512, 64, shape, chosen.device))
+        yield from _lora_pair(f"experts-{_short(dtype)}", whole, 64, dtype, LoraGroup((0,), (1536,)))
+    yield Variant("route", prepare_route(chosen, chosen[:, 0], routes))
+    items = torch.zeros(1 + 512, ITEM_WIDTH, dtype=torch.int32)
+    yield Variant("expert-items", prepare_expert_items(routes, Segments((0, 64), (0,)), 256, shape, items, items))
 
 
 def _sampling() -> Iterator[Variant]:

@@ -8,13 +8,13 @@ Without either nothing here is collected.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 import torch
+from interpreted import INTERPRETED, exact_bfloat16, keep_arguments_in_place
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+keep_arguments_in_place()
 
 collect_ignore_glob = [] if INTERPRETED or torch.cuda.is_available() else ["test_*.py"]
 
@@ -44,3 +44,8 @@ def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
     monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
+
+
+@pytest.fixture(name="exact_bfloat16")
+def _exact_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact_bfloat16(monkeypatch)

@@ -7,9 +7,18 @@ from dataclasses import replace
 import pytest
 import torch
 from hypothesis import given, settings
-from layer_cases import GateCase, NormCase, RopeCase, gate_cases, norm_cases, rope_cases
+from layer_cases import GateCase, NormCase, RopeCase, gate_cases, norm_cases, random_norm, rope_cases
 
-from loramux_kernels import KvLayer, Norm, Rotation, gated_reference, rms_norm_reference, rope_write_kv_reference
+from loramux_kernels import (
+    KvLayer,
+    Norm,
+    OwnWeights,
+    Rotation,
+    Segments,
+    gated_reference,
+    rms_norm_reference,
+    rope_write_kv_reference,
+)
 from loramux_kernels.cuda.gated import gated
 from loramux_kernels.cuda.rms_norm import rms_norm
 from loramux_kernels.cuda.rope import rope_write_kv
@@ -27,7 +36,7 @@ def moved(norm: Norm | None, device: torch.device) -> Norm | None:
     return None if norm is None else replace(norm, weight=norm.weight.to(device))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(case=norm_cases(DTYPES))
 def test_rms_norm_equals_the_reference(device, case: NormCase) -> None:
     norm = moved(case.norm, device)
@@ -35,6 +44,29 @@ def test_rms_norm_equals_the_reference(device, case: NormCase) -> None:
     delta = None if case.delta is None else case.delta.to(device)
     assert_close(rms_norm(x, norm, delta, case.factor), rms_norm_reference(wanted_x, norm, delta, case.factor))
     assert_close(x, wanted_x)
+
+
+@pytest.mark.parametrize("vectors", [1, 3], ids=["rows", "heads"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm_takes_the_weights_of_the_rows_adapters(device, dtype: torch.dtype, vectors: int) -> None:
+    """Slot 2 has a weight and slot 0 has none; rows of no segment keep the norm's."""
+    torch.manual_seed(0)
+    width, rows = 50, 7
+    pool = torch.randn(300, device=device).to(dtype)
+    offsets = torch.full((3, 4), -1, device=device)
+    offsets[2, 1] = 200
+    x = torch.randn(rows * vectors, width, device=device).to(dtype)
+    norm = moved(random_norm(width, True), device)
+    own = OwnWeights(pool, offsets, 1, Segments((0, 2, 5), (0, 2)), added=1.0, vectors=vectors)
+    got = rms_norm(x, norm, None, 1.0, own)
+    wanted = rms_norm_reference(x, norm, own=own)
+    assert_close(got, wanted)
+    others = rms_norm_reference(x, norm)
+    changed = (wanted != others).any(dim=1).view(rows, vectors).all(dim=1)
+    assert changed.tolist() == [False, False, True, True, True, False, False]
+    weights = own.of_rows(norm.weight.to(dtype), rows)
+    assert_close(weights[2:5], pool[200:250].expand(3, -1))
+    assert_close(weights[[0, 1, 5, 6]], norm.weight.to(dtype).expand(4, -1))
 
 
 def on(case: RopeCase, device: torch.device) -> RopeCase:
@@ -49,7 +81,7 @@ def on(case: RopeCase, device: torch.device) -> RopeCase:
     )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(case=rope_cases(DTYPES))
 def test_rope_write_kv_equals_the_reference(device, case: RopeCase) -> None:
     got, wanted = on(case, device), on(case, device)

@@ -133,7 +133,7 @@ def test_sampling_seed_and_step_draw_the_same_beside_any_rows(device):
 
 def test_sampling_draws_follow_the_distribution(device):
     """Each with a step of its own under one seed."""
-    draws = 600
+    draws = 200
     probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05])
     logits = probabilities.log().expand(draws, -1).contiguous().to(device)
     tokens = sample(logits, batch_of(draws, device, seed=[11] * draws, step=range(draws)))
@@ -155,6 +155,6 @@ def test_sampling_draws_follow_the_distribution(device):
     ],
 )
 def test_sampling_excluded_tokens_are_never_drawn(device, params, kept):
-    draws = 8
+    draws = 4
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().expand(draws, -1).contiguous().to(device)
     assert set(check(logits, batch_of(draws, device, **params)).tolist()) <= kept

@@ -40,7 +40,7 @@ def packed_inputs() -> StepInputs:
 class NoAdapters:
     """Stands in for a bank: nothing is resident."""
 
-    def serving(self, segments, extras):
+    def serving(self, segments, extras, kv_slots):
         return torch.inference_mode()
 
 

@@ -9,9 +9,18 @@ import pytest
 import torch
 from scheduler_harness import decoding
 
+from loramux.engine.execution import token_biases
 from loramux.engine.execution.assembly import _gpu_pool_bytes
 from loramux.engine.execution.attention import KvLayout, LayerShape
-from loramux.engine.execution.cuda_graphs import StepBuffers, choose_recorder, host_syncs_of, or_calls, record_calls
+from loramux.engine.execution.cuda_graphs import (
+    StepBuffers,
+    choose_recorder,
+    decode_buckets,
+    host_syncs_of,
+    or_calls,
+    record_calls,
+    step_buckets,
+)
 from loramux.engine.execution.device_sampler import DeviceSampler
 from loramux.engine.execution.runner import pack
 from loramux.engine.execution.sampler import Sampler
@@ -39,17 +48,20 @@ def decode(*sequences: Sequence, slots: tuple[int, ...] = ()) -> Step:
 
 
 def test_graph_buckets_hold_every_count_and_waste_little() -> None:
-    pytest.importorskip("triton")
-    from loramux.engine.execution.cuda_graphs import buckets
-
     for most in (1, 3, 8, 63, 64, 200, 256):
-        chosen = buckets(most)
+        chosen = decode_buckets(most)
         assert chosen[-1] == most
         assert list(chosen) == sorted(set(chosen))
         for count in range(1, most + 1):
             bucket = next(bucket for bucket in chosen if bucket >= count)
             assert bucket - count <= max(1, bucket // 2 if bucket < 16 else 15)
-    assert buckets(64) == (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)
+    assert decode_buckets(64) == (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)
+    for most in (1, 3, 100, 1000, 2048):
+        chosen = step_buckets(most)
+        assert chosen[-1] == most
+        assert list(chosen) == sorted(set(chosen))
+        for count in range(257, most + 1):
+            assert next(bucket for bucket in chosen if bucket >= count) - count <= count / 4
 
 
 def test_step_buffers_keep_their_addresses_and_padding_rows_store_nothing() -> None:
@@ -84,11 +96,12 @@ def test_step_buffers_take_a_pending_token_from_the_step_before() -> None:
 
 def test_recording_follows_its_buffers() -> None:
     buffer = torch.zeros(3)
-    recording = record_calls(lambda: buffer * 2, buffer)
+    output = torch.zeros(3)
+    recording = record_calls(lambda: output.copy_(buffer * 2), buffer)
     buffer.fill_(4)
-    assert recording.output.tolist() == [0, 0, 0]
+    assert output.tolist() == [0, 0, 0]
     recording.replay()
-    assert recording.output.tolist() == [8, 8, 8]
+    assert output.tolist() == [8, 8, 8]
 
 
 def test_function_that_waits_for_the_device_is_not_put_into_a_graph(caplog) -> None:
@@ -118,11 +131,12 @@ def test_recording_that_fails_is_replaced_by_calls_with_one_warning(caplog) -> N
         return record_calls(function, inputs)
 
     record_either = or_calls(record)
-    recordings = [record_either(lambda n=n: buffer + n, buffer) for n in range(5)]
+    outputs = torch.zeros(5, 3)
+    recordings = [record_either(lambda n=n: outputs[n].copy_(buffer + n), buffer) for n in range(5)]
     buffer.fill_(4)
     for recording in recordings:
         recording.replay()
-    assert [int(recording.output[0]) for recording in recordings] == [4, 5, 6, 7, 8]
+    assert outputs[:, 0].tolist() == [4, 5, 6, 7, 8]
     assert len(recorded) == 2
     assert caplog.text.count("recording failed: no memory for a third graph") == 1
 
@@ -208,6 +222,33 @@ def test_device_sampler_penalty_counts_a_pending_token() -> None:
     second = torch.zeros(1, 12)
     second[0, [5, 6]] = torch.tensor([3.0, 1.5])
     assert sampler.launch(second, [penalised], before).events()[0].token_id == 6
+
+
+def test_device_sampler_sends_a_bias_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of the rows of the step before sends nothing; the end of `min_tokens` and other rows are noticed."""
+    sent = []
+    send = token_biases.to_device
+    monkeypatch.setattr(token_biases, "to_device", lambda array, device: sent.append(array) or send(array, device))
+    sampler, logits = DeviceSampler((EOS,), CPU), torch.zeros(2, 12)
+    biased = sequence("b", logit_bias={7: 5.0, 3: 4.0, 99: 9.0}, min_tokens=2)
+    plain = sequence("p")
+
+    def tokens(*rows: Sequence) -> list[int]:
+        sent.clear()
+        return [event.token_id for event in sampler.launch(logits[: len(rows)], list(rows), None).events()]
+
+    logits[:, EOS] = 6.0
+    assert tokens(biased, plain) == [7, EOS]
+    assert len(sent) == 3
+    biased.token_ids.append(7)
+    assert tokens(biased, plain) == [7, EOS]
+    assert not sent
+    biased.token_ids.append(7)
+    assert tokens(biased, plain) == [EOS, EOS], "the answer may end now"
+    assert tokens(plain, biased) == [EOS, EOS]
+    assert len(sent) == 1, "where its row is"
+    sampler.forget("b")
+    assert not sampler._biases._terms
 
 
 def test_device_sampler_repeats_with_a_seed_and_not_without() -> None:

@@ -2,7 +2,7 @@
 
     checkpoint -> loader                      a transformers model, refused where it would be served wrong, and its pool
     pipeline -> runner.CpuRunner              pack the step, one forward, sample on the host
-             -> gpu_runner.GpuRunner          the same on a device: cuda_graphs for decode steps, device_sampler
+             -> gpu_runner.GpuRunner          the same on a device: cuda_graphs, device_sampler
     forward -> attention, bank's linears -> loramux_kernels
 
 **The model is transformers' own.** Its modules run on a packed batch `[1, total_tokens]`: the rows of all sequences one
@@ -18,7 +18,7 @@ sequence reads its own pages; rotary factors do not depend on the longest sequen
 request's own seed. Sums run in one fixed order whatever stands beside a row, on a CPU.
 
 **A GPU never waits for the host.** A step is launched before the tokens of the one before it are known
-(`engine.pipeline`), and the forward of a decode step is one CUDA graph launch where the model allows it
+(`engine.pipeline`), and a step is one CUDA graph launch, with its two ends beside it where it is no plain decode step
 (`cuda_graphs`).
 
 Sources: Orca (Yu et al., 2022) for batching by iteration, vLLM (Kwon et al., 2023) for paged KV, Sarathi-Serve (Agrawal

@@ -8,6 +8,7 @@ With one rank the share is the whole model.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from loramux.engine.execution.attention import KvLayout, UnsupportedModel, probe
 from loramux.engine.execution.checkpoint import (
     is_mxfp4,
     load_checkpoint,
+    max_positions,
     read_config,
     weights_digest,
 )
@@ -42,6 +44,8 @@ from loramux_adapters.ranks import Ranks, Shard
 from loramux_adapters.sharding import Sharding
 from loramux_kernels import RANK_TILE
 from loramux_kernels.device import zeros_in_large_pages
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_CPU_POOL = 2 << 30
 
@@ -125,7 +129,7 @@ def assemble_share(
     # The linears are joined first: until then the memory of both forms, and what torch keeps of the old one, would be
     # missing from the pool.
     no_pool = torch.empty(0, dtype=model.dtype, device=model.device)
-    bank = AdapterBank(no_pool, page_elements, sites, settings.adapters.max_rank, 0, base.vocabulary)
+    bank = AdapterBank(no_pool, page_elements, sites, settings.adapters.max_rank, 0, base.vocabulary, base.norms)
     _ensure_tiles_fit(sites, layout)
     digest = weights_digest(model, settings.model.quantization)
     pack = partial((progress or LoadingProgress.silent()).track, "packing weights")
@@ -133,11 +137,15 @@ def assemble_share(
     weight_bytes = _bytes_read(model) + weights.packed_bytes
     fuse_layers(model, layout.layers)
     pages_of_slot = _pages_per_slot(bank, model)
-    pool = _allocate_pool(settings, model, layout, activation_bytes, bank.slot_bytes / pages_of_slot)
+    forward = Forward(model, [], bank)
+    measures = model.device.type == "cuda" and settings.engine.pool_bytes is None
+    beside = activation_bytes + (_graph_bytes(forward, layout, settings) if measures else 0)
+    pool = _allocate_pool(settings, model, layout, beside, bank.slot_bytes / pages_of_slot)
     num_pages = len(pool) // page_elements
     bank.use_pool(pool, max(1, num_pages // pages_of_slot))
+    forward.layers = layout.views(pool)
     install_linear_attention(model, states, pool)
-    return AssembledModel(Forward(model, layout.views(pool), bank), weights, states, num_pages, weight_bytes, digest)
+    return AssembledModel(forward, weights, states, num_pages, weight_bytes, digest)
 
 
 def _sites(base: BaseDescription, shard: Shard | None) -> dict[str, Site]:
@@ -159,10 +167,35 @@ def _narrowed(name: str, shape: Shape, shard: Shard) -> Shape:
     return replace(shape, out_features=outputs, in_features=inputs)
 
 
+def _graph_bytes(forward: Forward, layout: KvLayout, settings: Settings) -> int:
+    """Return what recorded steps keep of a GPU's memory: all are recorded once, over a pool of one page.
+
+    Graphs hold the pool's address, so those that will serve are recorded when it is there, and in the same memory.
+    """
+    # Only where it runs: it needs triton.
+    from loramux.engine.execution.device_sampler import DeviceSampler
+    from loramux.engine.execution.gpu_runner import GpuRunner
+
+    device, bank, engine = forward.model.device, forward.bank, settings.engine
+    torch.cuda.empty_cache()
+    before = torch.cuda.mem_get_info(device)[0]
+    page = torch.zeros(layout.page_elements, dtype=forward.model.dtype, device=device)
+    bank.use_pool(page, 1)
+    forward.layers = layout.views(page)
+    longest = engine.max_model_len or max_positions(forward.model.config)
+    runner = GpuRunner.build(forward, DeviceSampler((), device), None, engine, longest)
+    torch.cuda.empty_cache()
+    taken = before - torch.cuda.mem_get_info(device)[0]
+    del runner
+    gc.collect()
+    logger.info("recorded steps take %.2f GB", taken / 1e9)
+    return taken
+
+
 def _allocate_pool(
-    settings: Settings, model: PreTrainedModel, layout: KvLayout, activation_bytes: int, table_bytes: float
+    settings: Settings, model: PreTrainedModel, layout: KvLayout, beside: int, table_bytes: float
 ) -> torch.Tensor:
-    """Return the pool, beside which each page brings `table_bytes` of adapter tables on a GPU.
+    """Return the pool. On a GPU it leaves `beside` bytes, and each page brings `table_bytes` of adapter tables.
 
     On a CPU it is not touched before it is used, so memory that no page ever held is never really taken.
     """
@@ -170,7 +203,7 @@ def _allocate_pool(
     if model.device.type == "cuda":
         torch.cuda.empty_cache()  # so that what is free is what the driver says is free
         if settings.engine.pool_bytes is None:
-            num_bytes = _gpu_pool_bytes(settings, model, layout, activation_bytes, table_bytes)
+            num_bytes = _gpu_pool_bytes(settings, model, layout, beside, table_bytes)
     elements = _pool_elements(num_bytes, model, layout, settings.engine.tensor_parallel_size)
     if model.device.type == "cpu":
         return zeros_in_large_pages(elements, model.dtype)
@@ -219,11 +252,12 @@ def _probe(model: PreTrainedModel, settings: Settings) -> tuple[KvLayout, int]:
 
 
 def _gpu_pool_bytes(
-    settings: Settings, model: PreTrainedModel, layout: KvLayout, activation_bytes: int, table_bytes: float
+    settings: Settings, model: PreTrainedModel, layout: KvLayout, beside: int, table_bytes: float
 ) -> int:
-    """Return what gpu_memory_utilization leaves beside weights, activations and each page's share of the tables."""
+    """Return what gpu_memory_utilization leaves beside weights, activations and graphs (`beside`), and each page's
+    share of the tables."""
     free, total = torch.cuda.mem_get_info(model.device)
-    left = int(free - (1 - settings.engine.gpu_memory_utilization) * total) - activation_bytes
+    left = int(free - (1 - settings.engine.gpu_memory_utilization) * total) - beside
     page_bytes = layout.page_elements * model.dtype.itemsize
     return int(left * page_bytes / (page_bytes + table_bytes))
 

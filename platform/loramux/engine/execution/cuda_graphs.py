@@ -1,10 +1,16 @@
-"""Decode steps as CUDA graphs: one for each bucket of rows serves every mix of adapters, contexts and pages.
+"""Steps as CUDA graphs: one for each bucket of rows serves every mix of adapters, contexts and pages.
 
-A graph replays launches with the addresses that they were captured with. So everything that differs between decode
-steps is data at fixed addresses: token ids, positions, slots and block tables in `StepBuffers`; the work lists that
-the persistent attention and LoRA launches walk through, whose length they read from the device. A bucket needs three
-graphs (no adapter; adapters row by row; adapters in tensor-core tiles), not one for each mix. Rows that only pad a
-bucket have no slot and no work item: they store nothing.
+A graph replays launches with the addresses that they were captured with. So everything that differs between steps is
+data at fixed addresses: token ids, positions, slots and block tables in `StepBuffers`; the work lists that the
+persistent attention and LoRA launches walk through, whose length they read from the device. Two kinds of recordings:
+
+- `DecodeGraphs`: whole decode steps, from the token ids to the logits. A bucket needs three (no adapter; adapters row
+  by row; adapters in tensor-core tiles), not one for each mix.
+- `DecoderGraphs`: what lies between the embedding and the head, for any step: those that hold a prompt, and those with
+  adapters of other formats than pairs on linears. The two ends are launched one operator at a time: a dozen launches,
+  which depend on the rows that are sampled and on the adapters' own tokens.
+
+Rows that only pad a bucket have no slot and no work item: they store nothing.
 
 **Invariant: every tensor that a graph reads lives as long as the graph.** torch does not keep a graph's inputs alive,
 and its allocator gives freed memory to other tensors. A `Recording` therefore holds its inputs, and `StepBuffers` owns
@@ -17,9 +23,9 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -27,14 +33,13 @@ from numpy.typing import NDArray
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from loramux.engine.execution.runner import Forward, PackedStep, StepInputs
+from loramux.engine.execution.runner import Decode, Forward, PackedStep, StepInputs
 from loramux.engine.scheduling.step import PENDING
+from loramux_adapters.extras import StepExtras
 from loramux_kernels import AttentionBatch, Segments
 from loramux_kernels.cuda.attention_plan import (
     AttentionShape,
-    AttentionTiles,
     attach_attention,
-    attention_shapes,
     refill_attention,
     reserve_attention,
 )
@@ -49,8 +54,8 @@ NO_SLOT = -1
 MIN_PARTIALS = 128
 """Pieces that contexts may be cut into: enough to give every multiprocessor something to read."""
 
-Kind = TileShape | None
-"""The way in which a graph multiplies by adapters; None where it launches nothing for them."""
+MOST_RECORDED_ROWS = 2048
+"""Rows of the largest step that is recorded: the arithmetic of a larger one hides its launches."""
 
 
 class StepBuffers:
@@ -60,11 +65,12 @@ class StepBuffers:
     """
 
     def __init__(self, max_rows: int, max_sequences: int, max_blocks: int, device: torch.device) -> None:
-        self.max_sequences = max_sequences
+        self.max_rows, self.max_sequences = max_rows, max_sequences
         self._device = device
-        # Rows: input ids, positions, slots, and for PENDING tokens the row that sampled them in the step before.
-        self._rows = torch.zeros(4, max_rows, dtype=torch.int64, device=device)
-        self._rows[2] = NO_SLOT
+        # Rows: input ids, positions, KV slots, for PENDING tokens the row that sampled them in the step before, and
+        # adapters' slots.
+        self._rows = torch.zeros(5, max_rows, dtype=torch.int64, device=device)
+        self._rows[[2, 4]] = NO_SLOT
         self._block_table = torch.zeros(max_sequences, max_blocks, dtype=torch.int32, device=device)
         # A decode step samples every row. Graphs read this tensor, so it must not be made for each of them.
         self._every_row = torch.arange(max_sequences, device=device)
@@ -77,8 +83,10 @@ class StepBuffers:
         """
         length, (sequences, blocks) = len(packed.input_ids), packed.block_table.shape
         rows = np.zeros(self._rows.shape, dtype=np.int64)
-        rows[2] = NO_SLOT
-        rows[:, :length] = packed.input_ids, packed.position_ids, packed.slot_mapping, sources
+        rows[[2, 4]] = NO_SLOT
+        rows[:4, :length] = packed.input_ids, packed.position_ids, packed.slot_mapping, sources
+        if (segments := packed.segments) is not None:
+            rows[4, : segments.rows] = np.repeat(segments.slots, np.diff(segments.cu_seqlens))
         self._rows.copy_(stage(rows, self._device), non_blocking=True)
         if PENDING in packed.input_ids:
             assert sampled is not None, "a pending token was sampled by the step before"
@@ -99,26 +107,63 @@ class StepBuffers:
         )
 
     def padded(self, rows: int) -> StepInputs:
-        """Return the first `rows` rows as a decode step's inputs, which follow whatever is filled in later."""
+        """Return the first `rows` rows as a step's inputs, which follow whatever is filled in later.
+
+        As they are, the rows are sequences of one token each that are sampled.
+        """
         return StepInputs(
             input_ids=self._rows[0, :rows],
             position_ids=self._rows[1, :rows],
             batch=AttentionBatch(
                 cu_seqlens=torch.arange(rows + 1, dtype=torch.int32),
                 context_lens=torch.ones(rows, dtype=torch.int32),
-                block_table=self._block_table[:rows],
+                block_table=self._block_table,
                 slot_mapping=self._rows[2, :rows],
             ),
             sampled_rows=self._every_row[:rows],
         )
 
+    def padded_segments(self, rows: int, tile_map: TileMap) -> Segments:
+        """Return the first `rows` rows as a step's segments, which follow the buffers' and the map's contents."""
+        # One run of all rows stands for whatever they will hold.
+        segments = Segments((0, rows), (0,))
+        attach_tile_map(segments, tile_map)
+        segments.use_row_slots(self._rows[4, :rows])
+        return segments
+
+
+class ReservedAttention:
+    """Work lists of fixed addresses, for each kind of attention that a model's layers ask for in one forward."""
+
+    def __init__(self, shapes: Iterable[AttentionShape], buffers: StepBuffers, device: torch.device) -> None:
+        sequences, rows = buffers.max_sequences, min(buffers.max_rows, MOST_RECORDED_ROWS)
+        partials = max(MIN_PARTIALS, 2 * sequences)
+        self._tiles = {shape: reserve_attention(shape, sequences, rows, partials, device) for shape in shapes}
+
+    @property
+    def shapes(self) -> tuple[AttentionShape, ...]:
+        """The kinds of attention."""
+        return tuple(self._tiles)
+
+    def attach(self, batch: AttentionBatch, heights: int) -> None:
+        """Have launches for `batch` read the lists of the first `heights` of the tile heights; one is enough to
+        decode."""
+        for shape, tiles in self._tiles.items():
+            attach_attention(batch, shape, tiles[:heights])
+
+    def refill(self, packed: PackedStep, heights: int) -> None:
+        """Put a step's sequences into the lists."""
+        ends = packed.cu_seqlens.tolist()
+        spans = list(zip(ends, ends[1:], packed.context_lens.tolist(), strict=False))
+        for shape, tiles in self._tiles.items():
+            refill_attention(tiles[:heights], spans, shape)
+
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """`replay` brings `output` up to date with `inputs`."""
+    """`replay` does with `inputs` what was recorded."""
 
     replay: Callable[[], object]
-    output: torch.Tensor
     inputs: object
     """The owners of everything that the recorded launches read, the model's own weights aside; held, never read."""
 
@@ -126,12 +171,12 @@ class Recording:
 class Recorder(Protocol):
     """Records functions that read and write the same addresses at every call."""
 
-    def __call__(self, function: Callable[[], torch.Tensor], inputs: object) -> Recording:
-        """Call `function`, which reads `inputs`, at least once."""
+    def __call__(self, function: Callable[[], object], inputs: object) -> Recording:
+        """Record `function`, which reads `inputs`, and writes its result to memory that outlives it."""
 
 
 class CudaGraphs:
-    """Records CUDA graphs that share one memory pool: a graph's output lasts until the next one is replayed."""
+    """Records CUDA graphs that share one memory pool."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -143,7 +188,7 @@ class CudaGraphs:
         offered = "check_input_liveness" in inspect.signature(torch.cuda.graph).parameters
         self._options: dict[str, Any] = {"check_input_liveness": True} if wanted and offered else {}
 
-    def __call__(self, function: Callable[[], torch.Tensor], inputs: object) -> Recording:
+    def __call__(self, function: Callable[[], object], inputs: object) -> Recording:
         """Run `function` once outside the graph, for what is made on first use: kernels, tables, workspaces."""
         self._warm_up.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._warm_up):
@@ -151,21 +196,20 @@ class CudaGraphs:
         torch.cuda.current_stream(self._device).wait_stream(self._warm_up)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, **self._options):
-            output = function()
-        return Recording(graph.replay, output, inputs)
+            function()
+        return Recording(graph.replay, inputs)
 
 
-def record_calls(function: Callable[[], torch.Tensor], inputs: object) -> Recording:
-    """Record without graphs: a replay calls `function` again, with the same buffers and the same result."""
-    output = function()
-    return Recording(lambda: output.copy_(function()), output, inputs)
+def record_calls(function: Callable[[], object], inputs: object) -> Recording:
+    """Record without graphs: a replay calls `function` on the same buffers, with the same result."""
+    return Recording(function, inputs)
 
 
-def choose_recorder(function: Callable[[], torch.Tensor], device: torch.device) -> Recorder:
+def choose_recorder(function: Callable[[], object], device: torch.device) -> Recorder:
     """Return what records functions like `function` on `device`: calls where it syncs, which no graph can hold."""
     syncs = host_syncs_of(function)
     if syncs:
-        logger.warning("decode steps run without CUDA graphs: the model waits for the device in %s", sorted(syncs))
+        logger.warning("steps run without CUDA graphs: the model waits for the device in %s", sorted(syncs))
     return or_calls(CudaGraphs(device)) if device.type == "cuda" and not syncs else record_calls
 
 
@@ -173,49 +217,54 @@ def or_calls(record: Recorder) -> Recorder:
     """Record by `record`, and by calls from the first function on that it fails for (memory, a new driver)."""
     failed = False
 
-    def record_either(function: Callable[[], torch.Tensor], inputs: object) -> Recording:
+    def record_either(function: Callable[[], object], inputs: object) -> Recording:
         nonlocal failed
         if not failed:
             try:
                 return record(function, inputs)
             except RuntimeError as error:  # torch's out-of-memory error is one
                 failed = True
-                logger.warning("some decode steps run without CUDA graphs, slower: recording failed: %s", error)
+                logger.warning("some steps run without CUDA graphs, slower: recording failed: %s", error)
         return record_calls(function, inputs)
 
     return record_either
 
 
 @dataclass(frozen=True, slots=True)
-class _DecodeGraph:
+class _Graph:
     recording: Recording
     tile_map: TileMap | None
+    """None where no launch multiplies by adapters."""
+
+    def replay(self, packed: PackedStep, ranks: Sequence[int]) -> None:
+        """Run it on the step that the buffers and the attention's lists hold; `ranks` are the segments' largest."""
+        if self.tile_map is not None:
+            assert packed.segments is not None
+            self.tile_map.refill(packed.segments, np.asarray(ranks, dtype=np.int64))
+        self.recording.replay()
 
 
 class DecodeGraphs:
-    """Recordings of the forward over `buffers`, all made at construction: no request waits for one."""
+    """Recordings of whole decode steps over `buffers`, all made at construction: no request waits for one."""
 
-    def __init__(self, forward: Forward, buffers: StepBuffers, record: Recorder, max_rank: int) -> None:
-        self._forward = forward
-        self._buffers = buffers
-        self._device = forward.bank.pool.device
-        self._max_rank = max_rank
-        self._buckets = buckets(buffers.max_sequences)
-        with_one_row = buffers.padded(1)
-        logits = forward(with_one_row, None)
+    def __init__(
+        self,
+        forward: Forward,
+        buffers: StepBuffers,
+        attention: ReservedAttention,
+        record: Recorder,
+        logits: torch.Tensor,
+    ) -> None:
+        """`logits`: any row's, `[1, vocab]`."""
+        self._forward, self._buffers, self._attention = forward, buffers, attention
+        self._buckets = decode_buckets(buffers.max_sequences)
         # One for all graphs: a result of each one's own would keep rows x vocabulary of the card's memory for ever.
         self._logits = logits.new_empty(buffers.max_sequences, logits.shape[1])
-        self._attention = self._reserve_attention(attention_shapes(with_one_row.batch))
         self._graphs = {
             (rows, kind): self._record(record, rows, kind)
             for rows in reversed(self._buckets)  # the largest first: the others fit into its memory
             for kind in (None, *DECODE_SHAPES)
         }
-
-    @property
-    def attention_shapes(self) -> Sequence[AttentionShape]:
-        """The kinds of attention that the model's layers ask for."""
-        return tuple(self._attention)
 
     def run(self, packed: PackedStep, ranks: Sequence[int]) -> torch.Tensor:
         """Return the logits `[S, vocab]` of a decode step that the buffers hold; valid until the next run.
@@ -225,42 +274,101 @@ class DecodeGraphs:
         count = len(packed.input_ids)
         rows = next(bucket for bucket in self._buckets if bucket >= count)
         graph = self._graphs[rows, decode_shape(packed.segments, ranks) if packed.segments else None]
-        if graph.tile_map is not None:
-            assert packed.segments is not None
-            graph.tile_map.refill(packed.segments, np.asarray(ranks, dtype=np.int64))
-        spans = [(row, row + 1, context) for row, context in enumerate(packed.context_lens.tolist())]
-        for shape, tiles in self._attention.items():
-            refill_attention(tiles, spans, shape)
-        graph.recording.replay()
-        return graph.recording.output[:count]
+        self._attention.refill(packed, heights=1)
+        graph.replay(packed, ranks)
+        return self._logits[:count]
 
-    def _reserve_attention(self, shapes: Sequence[AttentionShape]) -> dict[AttentionShape, AttentionTiles]:
-        """Reserve work lists for every kind of attention that the model's layers ask for in one forward."""
-        sequences = self._buffers.max_sequences
-        partials = max(MIN_PARTIALS, 2 * sequences)
-        return {shape: reserve_attention(shape, sequences, partials, self._device) for shape in shapes}
-
-    def _record(self, record: Recorder, rows: int, kind: Kind) -> _DecodeGraph:
-        inputs = self._buffers.padded(rows)
-        for shape, tiles in self._attention.items():
-            attach_attention(inputs.batch, shape, tiles)
-        output = self._logits[:rows]
-        if kind is None:
-            return _DecodeGraph(record(lambda: output.copy_(self._forward(inputs, None)), inputs), None)
-        # One run of all rows stands for whatever the map will hold.
-        segments = Segments((0, rows), (0,))
-        tile_map = TileMap.reserve(rows, self._max_rank, kind, self._device)
-        attach_tile_map(segments, tile_map)
-        recording = record(lambda: output.copy_(self._forward(inputs, segments)), (inputs, segments))
-        return _DecodeGraph(recording, tile_map)
+    def _record(self, record: Recorder, rows: int, kind: TileShape | None) -> _Graph:
+        inputs, output, bank = self._buffers.padded(rows), self._logits[:rows], self._forward.bank
+        self._attention.attach(inputs.batch, heights=1)
+        tile_map = None if kind is None else TileMap.reserve(rows, bank.max_rank, kind, bank.pool.device)
+        segments = None if tile_map is None else self._buffers.padded_segments(rows, tile_map)
+        return _Graph(record(lambda: output.copy_(self._forward(inputs, segments)), (inputs, segments)), tile_map)
 
 
-def buckets(most: int) -> tuple[int, ...]:
-    """Return the row counts that are recorded, `most` the last: a step runs in the smallest that holds it.
+DecoderKind = Literal["base", "pairs", "extras"]
+"""What a recording's launches add to the base: nothing, pairs on linears, or all that adapters may bring."""
+
+KINDS: tuple[DecoderKind, ...] = ("extras", "pairs", "base")
+
+
+class DecoderGraphs:
+    """Recordings of the decoder over `buffers` for steps of any chunks, all made at construction."""
+
+    def __init__(
+        self, forward: Forward, buffers: StepBuffers, attention: ReservedAttention, record: Recorder, hidden_size: int
+    ) -> None:
+        self._forward, self._buffers, self._attention = forward, buffers, attention
+        self._buckets = step_buckets(min(buffers.max_rows, MOST_RECORDED_ROWS))
+        self._embeddings, self._hidden = forward.bank.pool.new_zeros(2, self._buckets[-1], hidden_size)
+        self._graphs = {
+            (rows, kind): self._record(record, rows, kind) for rows in reversed(self._buckets) for kind in KINDS
+        }
+
+    def decoder_of(self, packed: PackedStep, ranks: Sequence[int], extras: StepExtras | None) -> Decode | None:
+        """Return the decoder of a step that the buffers hold; None where it is larger than what was recorded.
+
+        Its result is valid until the next step.
+        """
+        count = len(packed.input_ids)
+        rows = next((bucket for bucket in self._buckets if bucket >= count), None)
+        if rows is None:
+            return None
+        graph = self._graphs[rows, kind_of(packed.segments, extras)]
+
+        def decode(embeddings: torch.Tensor) -> torch.Tensor:
+            self._embeddings[:count].copy_(embeddings)
+            self._attention.refill(packed, heights=2)
+            graph.replay(packed, ranks)
+            return self._hidden[:count]
+
+        return decode
+
+    def _record(self, record: Recorder, rows: int, kind: DecoderKind) -> _Graph:
+        inputs, bank = self._buffers.padded(rows), self._forward.bank
+        embeddings, hidden = self._embeddings[:rows], self._hidden[:rows]
+        self._attention.attach(inputs.batch, heights=2)
+        tile_map = None if kind == "base" else TileMap.reserve_any(rows, bank.max_rank, bank.pool.device)
+        segments = None if tile_map is None else self._buffers.padded_segments(rows, tile_map)
+        extras = None
+        if kind == "extras":
+            extras = StepExtras(segments, segments, segments if bank.norms else None, embedding=(), head=())
+
+        def run() -> None:
+            hidden.copy_(self._forward.hidden_states(embeddings, inputs, segments, extras))
+
+        return _Graph(record(run, (embeddings, inputs, segments)), tile_map)
+
+
+def kind_of(segments: Segments | None, extras: StepExtras | None) -> DecoderKind:
+    """Return the kind of recording that a step needs: what changes embeddings or logits alone is outside of it."""
+    if segments is None:
+        return "base"
+    if extras is None or not (extras.columns or extras.inputs or extras.norms):
+        return "pairs"
+    return "extras"
+
+
+def decode_buckets(most: int) -> tuple[int, ...]:
+    """Return the row counts for which decode steps are recorded, `most` the last: a step runs in the smallest that
+    holds it.
 
     Powers of two up to 8, then steps of 8, from 128 on of 16: padding costs at most an eighth.
     """
-    counts = [1, 2, 4, *range(8, min(most, 128), 8), *range(128, most, 16)]
+    return _up_to(most, (1, 2, 4, *range(8, min(most, 128), 8), *range(128, most, 16)))
+
+
+def step_buckets(most: int) -> tuple[int, ...]:
+    """Return the row counts for which any step is recorded, `most` the last.
+
+    Powers of two up to 16, then two to an octave, from 256 rows on four, where what pads is arithmetic: a fifth at
+    most.
+    """
+    few = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192)
+    return _up_to(most, (*few, *(step << n for n in range(6, most.bit_length()) for step in (4, 5, 6, 7))))
+
+
+def _up_to(most: int, counts: Iterable[int]) -> tuple[int, ...]:
     return (*(count for count in counts if count < most), most)
 
 
@@ -273,7 +381,7 @@ HOST_SYNC_METHODS = frozenset(("tolist", "cpu", "numpy", "item"))
 """Methods of a tensor that do the same; on a CPU tensor some of them run no operator at all."""
 
 
-def host_syncs_of(function: Callable[[], torch.Tensor]) -> set[str]:
+def host_syncs_of(function: Callable[[], object]) -> set[str]:
     """Return the operators with which `function` makes the host wait for its device."""
     found: set[str] = set()
     with _MethodWatch(found), _OperatorWatch(found):

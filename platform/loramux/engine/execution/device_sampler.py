@@ -20,17 +20,17 @@ from loramux.engine.execution.sampler import (
     MIN_TEMPERATURE,
     SampledToken,
     fault_event,
-    forbidden_ends,
     token_event,
     top_logprobs,
 )
+from loramux.engine.execution.token_biases import TokenBiases
 from loramux.engine.execution.token_histories import TokenHistories
 from loramux.engine.messages import EngineFault, TokenEvent
 from loramux.engine.request import SamplingParams
 from loramux.engine.scheduling.sequence import Sequence
 from loramux_kernels.device import aligned_rows, to_device
 from loramux_kernels.sampling import sample
-from loramux_kernels.tables import LogitBias, Penalties, SamplingBatch
+from loramux_kernels.tables import Penalties, SamplingBatch
 from loramux_kernels.token_mask import forbid_tokens
 
 _SEED_BITS = 63
@@ -111,6 +111,7 @@ class DeviceSampler:
         self._device = device
         self._seeds: dict[str, int] = {}
         self._histories = TokenHistories(device)
+        self._biases = TokenBiases(eos_token_ids, device)
 
     def launch(
         self,
@@ -145,9 +146,10 @@ class DeviceSampler:
         )
 
     def forget(self, request_id: str) -> None:
-        """Drop the seed and the history of a request that has ended."""
+        """Drop the seed, the history and the bias of a request that has ended."""
         self._seeds.pop(request_id, None)
         self._histories.forget(request_id)
+        self._biases.forget(request_id)
 
     def _allowed_only(self, logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
         """Return `logits`, or a copy where rows have `allowed_token_ids`: log probabilities are those of all tokens."""
@@ -176,7 +178,7 @@ class DeviceSampler:
             seed=to_device(np.array([self._seed(sequence) for sequence in sequences], dtype=np.int64), self._device),
             step=step,
             penalties=self._penalties(sequences, previous),
-            bias=self._bias(sequences, vocab),
+            bias=self._biases.of_step(sequences, vocab),
         )
 
     def _seed(self, sequence: Sequence) -> int:
@@ -196,20 +198,6 @@ class DeviceSampler:
         sources = [0 if previous is None else previous.row_of.get(sequence, 0) for sequence in own]
         columns = aligned_rows(np.clip(factors, -LARGEST, LARGEST).astype(np.float32).T, self._device)
         return Penalties(*self._histories.flat(own, penalised, drawn, sources), *columns)
-
-    def _bias(self, sequences: list[Sequence], vocab: int) -> LogitBias | None:
-        triples = []
-        for row, sequence in enumerate(sequences):
-            bias = dict(sequence.request.sampling.logit_bias)
-            bias |= dict.fromkeys(
-                forbidden_ends(sequence, sequence.num_output_tokens, self._eos_token_ids), float("-inf")
-            )
-            triples += [(row, token_id, value) for token_id, value in bias.items() if token_id < vocab]
-        if not triples:
-            return None
-        rows, token_ids, values = zip(*triples, strict=True)
-        places = aligned_rows(np.array((rows, token_ids), dtype=np.int32), self._device)
-        return LogitBias(places[0], places[1], to_device(np.array(values, dtype=np.float32), self._device))
 
     def _logprobs(self, logits: torch.Tensor, sampled: SampledTokens) -> _Logprobs | None:
         params = [sequence.request.sampling for sequence in sampled.sequences]

@@ -12,7 +12,7 @@ A layer whose parts are not all known stays as it is, and `attend` serves it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from transformers.activations import ACT2FN
 from loramux.engine.execution.attention import AttentionStep, LayerShape
 from loramux_adapters.install import replace_module
 from loramux_adapters.modules import AdaptedNorm
-from loramux_kernels import Activation, Norm, Rotation, gated, paged_attention, rms_norm, rope_write_kv
+from loramux_kernels import Activation, Norm, OwnWeights, Rotation, gated, paged_attention, rms_norm, rope_write_kv
 
 FUSED = frozenset(
     f"{family}DecoderLayer"
@@ -80,36 +80,32 @@ class FusedNorm(nn.Module):
         super().__init__()
         base = _base_of(norm)
         name = type(base).__name__
-        self._own_weights = norm.own_weights if isinstance(norm, AdaptedNorm) else list
+        self._of_adapters = norm.own_weights if isinstance(norm, AdaptedNorm) else None
         self._stores_distance_from_one = name.startswith("Gemma")
         eps = base.eps if self._stores_distance_from_one else base.variance_epsilon
-        rounds_first = not name.startswith(ROUNDS_LAST)
-        self.norm = Norm(self._factors(base.weight.detach()), eps, rounds_first)
+        weight = base.weight.detach()
+        factors = 1.0 + weight.float() if self._stores_distance_from_one else weight.to(torch.float32, copy=True)
+        self.norm = Norm(factors, eps, rounds_first=not name.startswith(ROUNDS_LAST))
 
-    def _factors(self, weight: torch.Tensor) -> torch.Tensor:
-        return 1.0 + weight.float() if self._stores_distance_from_one else weight.to(torch.float32, copy=True)
+    def _own_weights(self, vectors: int = 1) -> OwnWeights | None:
+        if self._of_adapters is None:
+            return None
+        return self._of_adapters(vectors, added=1.0 if self._stores_distance_from_one else 0.0)
 
     @property
     def is_shared(self) -> bool:
-        """True where no adapter of the step has a weight of its own for this norm."""
-        return not self._own_weights()
+        """True where no adapter of the step may have a weight of its own for this norm."""
+        return self._own_weights() is None
 
     def normalise(self, x: torch.Tensor, delta: torch.Tensor | None = None, factor: float = 1.0) -> torch.Tensor:
         """Return the rows of `x`, `[T, width]` or heads `[T, heads, width]`, by the weights of each row's adapter.
 
         With `delta`, `x` `[T, width]` is changed in place before: `x += factor * delta`.
         """
-        y = self._normalise_by(x, self.norm, delta, factor)
-        for weight, first, last in self._own_weights():
-            y[first:last] = self._normalise_by(x[first:last], replace(self.norm, weight=self._factors(weight)))
-        return y
-
-    def _normalise_by(
-        self, x: torch.Tensor, norm: Norm, delta: torch.Tensor | None = None, factor: float = 1.0
-    ) -> torch.Tensor:
         # Heads of a joined projection lie apart: a copy is normalised. A stream that is changed in place is whole.
         rows = x if delta is not None or x.is_contiguous() else x.contiguous()
-        return rms_norm(rows.view(-1, x.shape[-1]), norm, delta, factor).view(x.shape)
+        own = self._own_weights(x.shape[1] if x.ndim == 3 else 1)
+        return rms_norm(rows.view(-1, x.shape[-1]), self.norm, delta, factor, own).view(x.shape)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Normalise `[1, T, width]`."""

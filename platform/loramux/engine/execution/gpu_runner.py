@@ -1,7 +1,7 @@
 """Runs steps on a GPU; the host waits for it only when a step's tokens are read.
 
-Decode steps are replayed from CUDA graphs. Mixed steps, which hold a prompt, are launched operator by operator, and so
-are steps whose adapters have more than LoRA pairs on linears: the graphs have no launches for those.
+Steps are replayed from CUDA graphs (see cuda_graphs): decode steps whole, others between the embedding and the head.
+Only steps of more rows than were recorded are launched operator by operator.
 
 A constraint allows tokens by the one before, which the host does not know when it launches a step. So the tokens of a
 step with a constrained row are chosen in a launch of their own, after those of the step before were read and while the
@@ -17,7 +17,13 @@ import torch
 from numpy.typing import NDArray
 
 from loramux.engine.execution.constraints import Constraints
-from loramux.engine.execution.cuda_graphs import DecodeGraphs, StepBuffers, choose_recorder
+from loramux.engine.execution.cuda_graphs import (
+    DecodeGraphs,
+    DecoderGraphs,
+    ReservedAttention,
+    StepBuffers,
+    choose_recorder,
+)
 from loramux.engine.execution.device_sampler import DeviceSampler, SampledTokens, TokensInFlight
 from loramux.engine.execution.pooling import NONE_POOLED, PooledVectors, Pooler
 from loramux.engine.execution.prompt_logprobs import PromptScores, split_scored
@@ -28,6 +34,7 @@ from loramux.engine.scheduling.sequence import Sequence
 from loramux.engine.scheduling.step import PENDING, Step
 from loramux.settings import EngineSettings
 from loramux_adapters.bank import AdapterBank
+from loramux_kernels.cuda.attention_plan import attention_shapes
 from loramux_kernels.cuda.tile_map import TileMap, attach_tile_map
 
 
@@ -73,7 +80,8 @@ class GpuRunner:
         sampler: DeviceSampler,
         constraints: Constraints | None,
         buffers: StepBuffers,
-        graphs: DecodeGraphs,
+        decode_graphs: DecodeGraphs,
+        decoder_graphs: DecoderGraphs,
         block_size: int,
     ) -> None:
         self._forward = forward
@@ -81,7 +89,8 @@ class GpuRunner:
         self._sampler = sampler
         self._constraints = constraints
         self._buffers = buffers
-        self._graphs = graphs
+        self._decode_graphs = decode_graphs
+        self._decoder_graphs = decoder_graphs
         self._block_size = block_size
         self._previous: SampledTokens | None = None
 
@@ -97,18 +106,22 @@ class GpuRunner:
     ) -> GpuRunner:
         """Make a runner for steps as large as `settings` allow.
 
-        Every kernel is compiled, and every decode step recorded, before it returns.
+        Every kernel is compiled, and every step recorded, before it returns.
         """
         device = forward.bank.pool.device
         max_blocks = -(-max_model_len // settings.block_size)
         rows = max(settings.max_num_batched_tokens, settings.max_num_seqs)
         buffers = StepBuffers(rows, settings.max_num_seqs, max_blocks, device)
         inputs = buffers.padded(1)
-        forward(inputs, None)  # cuts the work lists, on the host, from lengths that are there
-        recorder = choose_recorder(lambda: forward(inputs, None), device)
-        graphs = DecodeGraphs(forward, buffers, recorder, forward.bank.max_rank)
-        warm_up(forward, buffers, sampler, graphs.attention_shapes)
-        return cls(forward, sampler, constraints, buffers, graphs, settings.block_size)
+        logits = forward(inputs, None)  # cuts the work lists, on the host, from lengths that are there
+        record = choose_recorder(lambda: forward(inputs, None), device)
+        attention = ReservedAttention(attention_shapes(inputs.batch), buffers, device)
+        hidden_size = forward.model.config.get_text_config().hidden_size
+        decode_graphs = DecodeGraphs(forward, buffers, attention, record, logits)
+        decoder_graphs = DecoderGraphs(forward, buffers, attention, record, hidden_size)
+        if device.type == "cuda":  # nothing else compiles kernels
+            warm_up(forward, buffers, sampler, attention.shapes)
+        return cls(forward, sampler, constraints, buffers, decode_graphs, decoder_graphs, settings.block_size)
 
     @property
     def bank(self) -> AdapterBank:
@@ -125,12 +138,13 @@ class GpuRunner:
         extras = self.bank.extras_of(packed.segments, packed.sampled_rows)
         self._forward.keep_hidden(bool(step.pooled))
         if packed.decodes and extras is None:
-            logits = self._graphs.run(packed, ranks)
+            logits = self._decode_graphs.run(packed, ranks)
         else:
-            if packed.segments is not None:
+            decode = self._decoder_graphs.decoder_of(packed, ranks, extras)
+            if decode is None and packed.segments is not None:
                 tile_map = TileMap.for_step(packed.segments, np.array(ranks, dtype=np.int64), self.bank.pool.device)
                 attach_tile_map(packed.segments, tile_map)
-            logits = self._forward(inputs, packed.segments, extras)
+            logits = self._forward(inputs, packed.segments, extras, decode)
         logits, scores = split_scored(logits, packed.scored)
         pooled = self._pooler.pool(self._forward.take_hidden(), step.pooled) if step.pooled else NONE_POOLED
         launched = LaunchedForward(self, logits, [chunk.sequence for chunk in step.sampling], scores, pooled)

@@ -7,8 +7,11 @@ FlashAttention's variable-length kernels and of Punica's segmented LoRA. transfo
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from loramux.engine.execution.attention import AttentionStep, StateStep
 from loramux.engine.execution.constraints import Constraints, TokenMasks
@@ -153,6 +157,10 @@ class StepInputs:
     """int64[S, state pages]; None where the model has no recurrent states."""
 
 
+Decode = Callable[[torch.Tensor], torch.Tensor]
+"""Maps a step's embeddings `[T, hidden]` to its hidden states behind the last norm, `[T, hidden]`."""
+
+
 class Forward:
     """A model whose linears serve `bank` and whose attention reads and writes `layers`."""
 
@@ -161,27 +169,78 @@ class Forward:
         self._keeps_hidden = False
         self._hidden: torch.Tensor | None = None
         self.model = model
-        self._layers = layers
-        decoder_of(model).register_forward_hook(self._keep)
+        self._decoder: Any = decoder_of(model)
+        self._run_decoder: Callable[..., Any] = self._decoder.forward
+        self.layers = layers
+        """Each layer's part of the pool."""
+        self._decoder.register_forward_hook(self._keep)
 
-    def __call__(self, inputs: StepInputs, segments: Segments | None, extras: StepExtras | None = None) -> torch.Tensor:
+    def __call__(
+        self,
+        inputs: StepInputs,
+        segments: Segments | None,
+        extras: StepExtras | None = None,
+        decode: Decode | None = None,
+    ) -> torch.Tensor:
         """Return the logits `[len(sampled_rows), vocab]`; wider where an adapter of the step has more tokens.
 
         `extras` holds what the step's adapters have besides LoRA pairs on linears: vectors, biases, vocabulary rows.
+        `decode` stands for `hidden_states`; the embedding before it and the head behind it are the model's own.
         """
-        tables, batch = inputs.state_tables, inputs.batch
-        states = None if tables is None else StateStep(tables, batch.spans)
-        with self.bank.serving(segments, extras):
+        with self.bank.serving(segments, extras, inputs.batch.slot_mapping), self._decoding_by(decode):
             logits: torch.Tensor = self.model(
                 input_ids=inputs.input_ids[None],
                 position_ids=inputs.position_ids[None],
                 use_cache=False,
                 logits_to_keep=inputs.sampled_rows,
-                attention_step=AttentionStep(self._layers, batch, states),
+                attention_step=self._attention_step(inputs),
             ).logits[0]
         if extras is not None:
             extras.forbid_unknown(logits, self.bank.num_tokens)
         return logits
+
+    def hidden_states(
+        self, embeddings: torch.Tensor, inputs: StepInputs, segments: Segments | None, extras: StepExtras | None
+    ) -> torch.Tensor:
+        """Return the hidden states `[T, hidden]` behind the last norm, of `embeddings` `[T, hidden]`."""
+        with self.bank.serving(segments, extras, inputs.batch.slot_mapping):
+            hidden: torch.Tensor = self._run_decoder(
+                inputs_embeds=embeddings[None],
+                position_ids=inputs.position_ids[None],
+                use_cache=False,
+                attention_step=self._attention_step(inputs),
+            ).last_hidden_state[0]
+        return hidden
+
+    def _attention_step(self, inputs: StepInputs) -> AttentionStep:
+        tables, batch = inputs.state_tables, inputs.batch
+        return AttentionStep(self.layers, batch, None if tables is None else StateStep(tables, batch.spans))
+
+    @contextmanager
+    def _decoding_by(self, decode: Decode | None) -> Iterator[None]:
+        """Put `decode` in the place of the decoder's own forward."""
+        if decode is None:
+            yield
+            return
+        # What is around the decoder differs from family to family: factors and caps of logits, text among images.
+        self._decoder.forward = partial(self._call, decode)
+        try:
+            yield
+        finally:
+            del self._decoder.forward  # the class's again
+
+    def _call(
+        self,
+        decode: Decode,
+        input_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        **_: Any,
+    ) -> MoeModelOutputWithPast:
+        """Answer a call of the decoder: with the fields of every family's output."""
+        if inputs_embeds is None:
+            inputs_embeds = self._decoder.get_input_embeddings()(input_ids)
+        assert inputs_embeds is not None, "a decoder gets token ids or embeddings"
+        return MoeModelOutputWithPast(last_hidden_state=decode(inputs_embeds[0])[None])
 
     def keep_hidden(self, keeps: bool) -> None:
         """Say whether forwards keep their hidden states from now on."""

@@ -1,9 +1,9 @@
 """Runs every kernel once before the first request.
 
 Triton compiles a kernel anew for each combination of its arguments' types, of constants, and of numbers that are 1 or
-divisible by 16; each takes seconds, in which no request is served. Decode steps are compiled when they are recorded.
-Here are the others: one forward whose work lists are empty, of every height of tile that a mixed step may need, and the
-choice of tokens with everything that a request may ask for.
+divisible by 16; each takes seconds, in which no request is served. Recorded steps are compiled when they are recorded.
+Here are the others: one forward whose work lists are empty, of every height of tile that a step of many rows may need,
+and the choice of tokens with everything that a request may ask for.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ EVERYTHING = SamplingParams(
 
 
 def warm_up(forward: Forward, buffers: StepBuffers, sampler: DeviceSampler, shapes: Items[AttentionShape]) -> None:
-    """Compile what mixed steps launch; `shapes` are the kinds of attention of the model's layers.
+    """Compile what steps launch that are not recorded; `shapes` are the kinds of attention of the model's layers.
 
     No adapter is installed yet and no page is read or written.
     """
@@ -48,11 +48,10 @@ def warm_up(forward: Forward, buffers: StepBuffers, sampler: DeviceSampler, shap
     rows = min(ROWS, buffers.max_sequences)
     inputs = buffers.padded(rows)
     for shape in shapes:
-        every_height = (reserve_attention(shape, 1, 1, device, rows) for rows in shape.heights)
-        attach_attention(inputs.batch, shape, *every_height)
+        attach_attention(inputs.batch, shape, reserve_attention(shape, 1, 1, 1, device))
     segments = Segments((0, rows), (forward.bank.blank_slot(),))
     attach_tile_map(segments, TileMap.of_every_shape(rows, forward.bank.max_rank, device))
-    extras = StepExtras(columns=segments, inputs=segments, norms=(), embedding=(), head=())
+    extras = StepExtras(columns=segments, inputs=segments, norms=segments, embedding=(), head=())
     logits = forward(inputs, segments, extras)
     plain = SamplingParams(max_tokens=4, temperature=0.0)
     sequences = [_sequence(f"warm-up {row}", params) for row, params in enumerate((EVERYTHING, plain))][:rows]

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 import torch
+from adapter_zoo import Zoo
+from interpreted import INTERPRETED, keep_arguments_in_place
 
-collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available() else ["test_*.py"]
+keep_arguments_in_place()
+
+collect_ignore_glob = [] if INTERPRETED or torch.cuda.is_available() else ["test_*.py"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(Path(__file__).parent):
             item.add_marker("gpu")
+
+
+@pytest.fixture(scope="session")
+def zoo_of(tmp_path_factory: pytest.TempPathFactory):
+    """zoo_of("llama"): made once a session, of as few layers as show everything; the interpreter is slow."""
+    made: dict[str, Zoo] = {}
+
+    def get(family: str) -> Zoo:
+        if family not in made:
+            made[family] = Zoo(family, tmp_path_factory.mktemp(family), num_hidden_layers=2)
+            made[family].make_adapters()
+        return made[family]
+
+    return get

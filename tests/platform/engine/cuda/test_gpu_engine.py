@@ -12,13 +12,20 @@ import torch
 from adapter_zoo import RECIPES, Asked, Zoo, load, serve, to_request
 from formats import FormatZoo
 from llguidance import LLMatcher
+from recorded_steps import recorded
 from tiny_base import make_base
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from loramux.engine.engine import build_engine
-from loramux.engine.execution.cuda_graphs import DecodeGraphs, Recording, host_syncs_of, record_calls
+from loramux.engine.execution.cuda_graphs import (
+    DecodeGraphs,
+    DecoderGraphs,
+    Recording,
+    host_syncs_of,
+    record_calls,
+)
 from loramux.engine.execution.gpu_runner import GpuRunner
 from loramux.engine.pipeline import AsyncPipeline
 from loramux.engine.request import Constraint, Request, SamplingParams
@@ -42,7 +49,7 @@ def test_gpu_engine_mixed_batches_answer_as_peft_does(zoo_of, family: str) -> No
     zoo = zoo_of(family)
     prompts = [(5, 6, 7), (11,), tuple(range(3, 25)), (9, 8)]
     adapters = ["plain", None, "rslora", "patterns"]
-    asked = [Asked(f"r{i}", a, p, 3 + i) for i, (a, p) in enumerate(zip(adapters, prompts, strict=True))]
+    asked = [Asked(f"r{i}", a, p, 3) for i, (a, p) in enumerate(zip(adapters, prompts, strict=True))]
     engine = small_engine(zoo)
     assert isinstance(engine._runner, GpuRunner)
     assert isinstance(engine._pipeline, AsyncPipeline)
@@ -53,20 +60,40 @@ def test_gpu_engine_mixed_batches_answer_as_peft_does(zoo_of, family: str) -> No
     assert engine.stats().pages_kv == 0
 
 
-def test_gpu_engine_adapters_with_extras_leave_the_graphs(tmp_path) -> None:
-    """Steps with it, mixed with plain rows and the base's, and the steps after they have ended."""
-    zoo = FormatZoo("llama", tmp_path, ("plain", "dora", "ia3", "both", "tokens"))
+class Watched(dict):
+    """Recordings, and the keys of those that were replayed."""
+
+    def __init__(self, recorded: dict) -> None:
+        super().__init__(recorded)
+        self.replayed: list[tuple[int, object]] = []
+
+    def __getitem__(self, key):
+        self.replayed.append(key)
+        return super().__getitem__(key)
+
+
+def watch(graphs: DecodeGraphs | DecoderGraphs) -> list[tuple[int, object]]:
+    """Return the (rows, kind) of the recordings that are replayed from now on."""
+    graphs._graphs = Watched(graphs._graphs)
+    return graphs._graphs.replayed
+
+
+def test_gpu_engine_adapters_of_every_format_are_replayed(tmp_path) -> None:
+    """Steps with them, mixed with plain rows and the base's, and the steps after they have ended."""
+    formats = ("plain", "dora", "ia3", "both", "tokens", "saved_norms")
+    zoo = FormatZoo("llama", tmp_path, formats, num_hidden_layers=2)
     zoo.make_adapters()
     asked = [Asked(f"{a} {i}", a, (5 + i, 40, 7), 3) for i, a in enumerate([*zoo.formats, None])]
     asked.append(Asked("last", "plain", (9, 8), 9))
     engine = small_engine(zoo, max_num_seqs=4)
-    graphs = engine._runner._graphs
-    replayed = []
-    run = graphs.run
-    graphs.run = lambda packed, ranks: replayed.append(packed.segments) or run(packed, ranks)
+    runner = engine._runner
+    of_decoder, whole, steps = watch(runner._decoder_graphs), watch(runner._decode_graphs), []
+    launch = runner.launch
+    runner.launch = lambda step: steps.append(step) or launch(step)
     check(zoo, engine, asked)
-    assert replayed
-    assert engine._runner.bank.extras_of(replayed[-1], np.arange(1)) is None
+    assert len(of_decoder) + len(whole) == len(steps), "none was launched operator by operator"
+    assert "extras" in {kind for _, kind in of_decoder}
+    assert len(whole) > 1, "those after the others have ended"
 
 
 def test_gpu_engine_constrains_its_rows_and_leaves_their_neighbours_alone(tmp_path) -> None:
@@ -99,15 +126,7 @@ def test_gpu_engine_many_rows_of_one_adapter_take_the_tensor_core_graph(zoo_of) 
     zoo = zoo_of("llama")
     asked = [Asked(f"r{i}", "plain", (5 + i, 6), 3) for i in range(3)]
     engine = small_engine(zoo)
-    graphs, kinds = engine._runner._graphs, []
-    recorded = graphs._graphs
-
-    class Watched(dict):
-        def __getitem__(self, key):
-            kinds.append(key)
-            return recorded[key]
-
-    graphs._graphs = Watched()
+    kinds = watch(engine._runner._decode_graphs)
     check(zoo, engine, asked)
     assert {rows for rows, _ in kinds} <= {1, 2, 3}
     assert any(kind is not None and kind.rows == 16 for _, kind in kinds)
@@ -134,19 +153,17 @@ def test_gpu_engine_seeded_requests_repeat_beside_any_rows(zoo_of) -> None:
     assert tokens(Asked("o", None, (9, 8), 6)) == alone
 
 
-def test_recorded_forward_never_waits_for_the_device(zoo_of) -> None:
-    zoo = zoo_of("gemma2")
-    runner = small_engine(zoo, max_num_seqs=1)._runner
+def test_recorded_steps_never_wait_for_the_device(zoo_of) -> None:
+    runner = small_engine(zoo_of("gemma2"), max_num_seqs=1, max_num_batched_tokens=1)._runner
     asked = []
 
     def record(function, inputs):
-        recording = record_calls(function, inputs)  # the first call makes what is made on first use
-        asked.append(host_syncs_of(recording.replay))
-        return recording
+        function()  # makes what is made on first use
+        asked.append(host_syncs_of(function))
+        return record_calls(function, inputs)
 
-    with torch.inference_mode():
-        DecodeGraphs(runner._forward, runner._buffers, record, max_rank=33)
-    assert asked == [set()] * 3, "without adapters, row by row and in tiles"
+    recorded(runner, record)
+    assert asked == [set()] * 6, "whole: without adapters, row by row and in tiles; the decoder: base, pairs, extras"
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
@@ -177,20 +194,21 @@ class _InputWatch(TorchDispatchMode):
 
 def test_recorded_graph_keeps_every_tensor_that_it_reads(zoo_of) -> None:
     """As a CUDA graph does, the recorder keeps addresses only: the recorded function and its closure are dropped."""
-    runner = small_engine(zoo_of("llama"), max_num_seqs=3)._runner
-    watches = []
+    runner = small_engine(zoo_of("llama"), max_num_seqs=1, max_num_batched_tokens=2)._runner
+    watches, kept = [], []
 
     def record(function, inputs):
         function()  # makes what is made on first use
         watches.append(_InputWatch())
         with watches[-1]:
-            output = function()
-        return Recording(lambda: None, output, inputs)
+            function()
+        kept.append(Recording(lambda: None, inputs))
+        return kept[-1]
 
-    with torch.inference_mode():
-        graphs = DecodeGraphs(runner._forward, runner._buffers, record, max_rank=33)
+    graphs = recorded(runner, record)
     gc.collect()
-    assert len(watches) == len(graphs._graphs) == 9
+    assert len(graphs) == 2, "the owners of results and embeddings"
+    assert len(watches) == 3 + 6, "whole of one row; the decoder of one and two"
     for watch in watches:
         assert watch.read
         assert [name for name, storage in watch.read.values() if storage.expired()] == []

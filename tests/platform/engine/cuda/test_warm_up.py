@@ -12,7 +12,10 @@ from adapter_zoo import Asked, to_request
 from formats import FormatZoo
 from llguidance import LLMatcher
 from msgspec.structs import replace
+from recorded_steps import recorded
 
+from loramux.engine.execution.cuda_graphs import Recording
+from loramux.engine.execution.warm_up import warm_up
 from loramux.engine.request import Constraint
 from loramux_kernels.cuda.launch import Launch
 
@@ -40,6 +43,12 @@ def specialization(launch: Launch) -> tuple[object, ...]:
     return tuple(keys)
 
 
+def record_and_run(function, inputs) -> Recording:
+    """Record as a card does: what is recorded is compiled."""
+    function()
+    return Recording(function, inputs)
+
+
 @pytest.mark.slow
 def test_kernels_of_any_traffic_were_compiled_at_the_start(tmp_path, monkeypatch) -> None:
     seen: set[tuple[object, ...]] = set()
@@ -48,6 +57,10 @@ def test_kernels_of_any_traffic_were_compiled_at_the_start(tmp_path, monkeypatch
     zoo = FormatZoo("llama", tmp_path, ("plain", "dora", "ia3", "both"))
     zoo.make_adapters()
     engine = zoo.engine(device=DEVICE, max_num_seqs=5, max_model_len=96, max_num_batched_tokens=64, block_size=16)
+    runner = engine._runner
+    recorded(runner, record_and_run)
+    with torch.inference_mode():  # as on a card, where kernels are compiled
+        warm_up(runner._forward, runner._buffers, runner._sampler, runner._decoder_graphs._attention.shapes)
     at_start = set(seen)
     rng = random.Random(4)
     for number in range(12):

@@ -1,0 +1,50 @@
+"""Mixtures of experts as a GPU serves them: routed on the device, recorded, token for token with PEFT."""
+
+from __future__ import annotations
+
+import peft
+import pytest
+import torch
+from adapter_zoo import NEWER_MIXTURES, Asked, Zoo, serve
+from formats import FormatZoo
+
+from loramux_adapters.experts import GroupedExperts
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+LORA = {"lora_alpha": 10, "task_type": "CAUSAL_LM"}
+RECIPES = {
+    "linears": peft.LoraConfig(r=4, target_modules="all-linear", **LORA),
+    "experts": peft.LoraConfig(r=18, target_modules=[], target_parameters=EXPERTS, **LORA),
+    "down": peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=EXPERTS[1:], **LORA),
+}
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "family", ["mixtral", pytest.param("qwen3_moe", marks=SLOW), pytest.param("gpt_oss", marks=SLOW)]
+)
+def test_gpu_mixture_adapters_on_experts_answer_as_peft_does(tmp_path, family: str, caplog) -> None:
+    """Prompts beside decode, and the base; gpt_oss has transposed weights, biases and a gate of its own."""
+    zoo = FormatZoo(family, tmp_path, [], num_hidden_layers=2, vocab_size=97)
+    for seed, (name, config) in enumerate(RECIPES.items()):
+        zoo.make_format(name, config, seed)
+    prompts = [(5, 6, 7), (11,), tuple(range(3, 25)), (9, 8)]
+    adapters = ["experts", None, "linears", "down"]
+    asked = [Asked(f"r{i}", a, p, 4 if a else 9) for i, (a, p) in enumerate(zip(adapters, prompts, strict=True))]
+    engine = zoo.engine(device=DEVICE, max_num_seqs=3, block_size=32, max_model_len=64, max_num_batched_tokens=16)
+    experts = [m for m in engine._runner._forward.model.modules() if isinstance(m, GroupedExperts)]
+    assert experts
+    got = serve(zoo, engine, asked)
+    for request in asked:
+        assert got[request.name] == zoo.answer(request), request
+    assert engine.stats().max_distinct_adapters_beside_base >= 2
+    assert "without CUDA graphs" not in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", NEWER_MIXTURES)
+def test_steps_of_every_mixture_are_recorded(tmp_path, family: str, caplog) -> None:
+    zoo = Zoo(family, tmp_path, num_hidden_layers=2)
+    zoo.engine(device=DEVICE, max_num_seqs=1, block_size=32, max_model_len=64, max_num_batched_tokens=1)
+    assert "without CUDA graphs" not in caplog.text

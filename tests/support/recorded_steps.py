@@ -1,0 +1,21 @@
+"""Records a GPU runner's steps by a test's own recorder."""
+
+from __future__ import annotations
+
+import torch
+
+from loramux.engine.execution.cuda_graphs import DecodeGraphs, DecoderGraphs, Recorder, ReservedAttention
+from loramux.engine.execution.gpu_runner import GpuRunner
+from loramux_kernels.cuda.attention_plan import attention_shapes
+
+
+def recorded(runner: GpuRunner, record: Recorder) -> tuple[DecodeGraphs, DecoderGraphs]:
+    """Record all steps of `runner` once more."""
+    forward, buffers = runner._forward, runner._buffers
+    hidden_size = forward.model.config.get_text_config().hidden_size
+    with torch.inference_mode():
+        inputs = buffers.padded(1)
+        logits = forward(inputs, None)
+        attention = ReservedAttention(attention_shapes(inputs.batch), buffers, logits.device)
+        whole = DecodeGraphs(forward, buffers, attention, record, logits)
+        return whole, DecoderGraphs(forward, buffers, attention, record, hidden_size)
