@@ -21,6 +21,8 @@ ON_THE_WIRE = {
     "test_streams",
     "test_uploads",
 }
+WHAT_DIFFERS = {"test_openai_client", "test_streams"}
+"""Those of them that run on the other server in every run: how bodies and streams begin and end."""
 
 
 @pytest.fixture(scope="session")
@@ -38,7 +40,9 @@ def issuer() -> Iterator[Issuer]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """On the server that is shipped; what lies between HTTP and the application, on another one too."""
     if "site" in metafunc.fixturenames:
-        servers = ["granian", "uvicorn"] if metafunc.module.__name__.rpartition(".")[2] in ON_THE_WIRE else ["granian"]
+        module = metafunc.module.__name__.rpartition(".")[2]
+        other = pytest.param("uvicorn", marks=[] if module in WHAT_DIFFERS else [pytest.mark.slow])
+        servers = ["granian", other] if module in ON_THE_WIRE else ["granian"]
         metafunc.parametrize("site", servers, indirect=True, scope="session")
 
 

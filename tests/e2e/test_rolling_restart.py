@@ -92,6 +92,7 @@ def test_restart_under_load_refuses_nothing_within_the_lame_duck_time(base_dir: 
     assert sorted(phases, key=log.index) == list(phases)
 
 
+@pytest.mark.slow
 def test_restart_of_uvicorn_under_load_refuses_nothing_within_the_lame_duck_time(
     base_dir: Path, tmp_path: Path
 ) -> None:

@@ -10,7 +10,7 @@ from simulation.run import failing_seeds
 SEEDS_PER_TEST = 20
 
 
-@pytest.mark.parametrize("chunk", range(3))
+@pytest.mark.parametrize("chunk", [0, *(pytest.param(chunk, marks=pytest.mark.slow) for chunk in (1, 2))])
 def test_uploads_end_and_serve_the_bytes_that_were_sent(chunk: int, template: Template) -> None:
     seeds = range(chunk * SEEDS_PER_TEST, (chunk + 1) * SEEDS_PER_TEST)
     failed = failing_seeds(seeds, template, PlatformWorld)

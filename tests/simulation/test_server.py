@@ -15,7 +15,7 @@ from simulation.world import run_seed
 SEEDS_PER_TEST = 250
 
 
-@pytest.mark.parametrize("chunk", range(4))
+@pytest.mark.parametrize("chunk", [0, 1, *(pytest.param(chunk, marks=pytest.mark.slow) for chunk in range(2, 4))])
 def test_every_request_ends_and_nothing_is_left_for_calm_and_rough_seeds(chunk: int, template: Template) -> None:
     seeds = range(chunk * SEEDS_PER_TEST, (chunk + 1) * SEEDS_PER_TEST)
     failed = failing_seeds(seeds, template)
