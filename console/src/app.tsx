@@ -238,9 +238,9 @@ function Viewing({ tenant }: { tenant: string }) {
   const { view } = useSession();
   return (
     <Group bg="var(--mantine-color-yellow-light)" px="md" py="xs" mb="lg" justify="space-between" bdrs="md" role="status">
-      <Group gap="xs">
-        <IconEye size={18} aria-hidden />
-        <Text size="sm">
+      <Group gap="xs" wrap="nowrap" miw={0} flex="1 1 220px">
+        <IconEye size={18} style={{ flexShrink: 0 }} aria-hidden />
+        <Text size="sm" className="long">
           You look at <b>{tenant}</b>, read-only. Its audit log says so.
         </Text>
       </Group>
@@ -270,12 +270,12 @@ function Account() {
         <UnstyledButton px="xs" py={6}>
           <Group gap={8} wrap="nowrap">
             <VisuallyHidden>Account of </VisuallyHidden>
-            <Box maw={160}>
+            <Box maw={{ base: 120, sm: 160 }}>
               <Text fw={600} size="sm" truncate>
                 {tenant}
               </Text>
             </Box>
-            {isOperator && <Badge size="sm">operator</Badge>}
+            {isOperator && <Badge size="sm" visibleFrom="sm">operator</Badge>}
             <IconChevronDown size={14} aria-hidden />
           </Group>
         </UnstyledButton>

@@ -2,6 +2,7 @@
 
 const integer = new Intl.NumberFormat();
 const compact = new Intl.NumberFormat(undefined, { notation: "compact", maximumFractionDigits: 1 });
+const threeDigits = new Intl.NumberFormat(undefined, { maximumSignificantDigits: 3 });
 const percent = new Intl.NumberFormat(undefined, { style: "percent", maximumFractionDigits: 1 });
 const dateTime = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "short" });
 /** The server adds up days of UTC: west of it their beginning is still the day before. */
@@ -12,6 +13,8 @@ const relative = new Intl.RelativeTimeFormat(undefined, { numeric: "auto" });
 
 export const count = (value: number) => integer.format(value);
 export const short = (value: number) => compact.format(value);
+/** Three digits that matter: 0.0132, 1,320. */
+export const significant = (value: number) => threeDigits.format(value);
 export const share = (value: number) => percent.format(value);
 
 /** 1.2 MB: decimal units, as disks and networks are sold. */

@@ -63,7 +63,10 @@ export const theme = createTheme({
     Card: Card.extend({ defaultProps: { withBorder: true, padding: "lg", radius: "md" } }),
     Badge: Badge.extend({ defaultProps: { variant: "light", radius: "sm", tt: "none", fw: 550 } }),
     Button: Button.extend({ defaultProps: { fw: 550 } }),
-    Modal: Modal.extend({ defaultProps: { centered: true, radius: "lg", overlayProps: { backgroundOpacity: 0.45 } } }),
+    Modal: Modal.extend({
+      defaultProps: { centered: true, radius: "lg", overlayProps: { backgroundOpacity: 0.45 }, closeButtonProps: { "aria-label": "Close" } },
+      styles: { title: { minWidth: 0, overflowWrap: "anywhere" } },
+    }),
     Table: Table.extend({ defaultProps: { verticalSpacing: "sm", horizontalSpacing: "md" } }),
   },
 });

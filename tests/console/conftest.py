@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from console_fleet import ConsoleFleet, console_fleet
 from console_site import completed, ensure_console, launch, upload
 from local_issuer import Issuer
 from peft_uploads import CONFIG, WEIGHTS, make_adapter
@@ -44,6 +45,13 @@ def site(base_dir: Path, folders: list[Path], tmp_path_factory: pytest.TempPathF
         completed(site, "acme", "tiny")
         yield site
     issuer.close()
+
+
+@pytest.fixture(scope="session")
+def long_fleet(base_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleFleet]:
+    ensure_console()
+    with console_fleet(base_dir, tmp_path_factory.mktemp("fleet")) as fleet:
+        yield fleet
 
 
 @pytest.fixture(scope="module")

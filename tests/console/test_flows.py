@@ -4,23 +4,39 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 import sqlalchemy as sa
-from console_site import completed, upload, visiting
+from console_site import Visit, completed, page_of, upload, visiting
 from peft_uploads import CONFIG, WEIGHTS
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, BrowserContext, Page, expect
 from site_fixture import Site
 
 from loramux.records.sessions import SessionRow
 from loramux_api import what_if
 
-SCRIPT = "<img src=x onerror=alert(1)>"
+
+@pytest.fixture(scope="module")
+def session(browser: Browser, site: Site) -> Iterator[BrowserContext]:
+    """Cookies of a session with every right."""
+    context = browser.new_context()
+    with page_of(context, site.url) as visit:
+        visit.sign_in(site.keys["all-scopes"])
+    yield context
+    context.close()
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture
+def visit(session: BrowserContext, site: Site) -> Iterator[Visit]:
+    """A page of that session."""
+    with page_of(session, site.url) as visit:
+        yield visit
+
+
+@pytest.fixture(scope="module")
 def judged(site: Site, folders: list[Path]) -> None:
     """A guarded canary whose answers are rated badly, and those of the revision before well."""
     for folder in folders:
@@ -49,123 +65,87 @@ def targets(site: Site, name: str) -> dict[int, int]:
     return {target["revision"]: target["weight"] for target in alias["targets"]}
 
 
-def test_upload_of_a_good_adapter_shows_its_checks_and_it_answers(
-    browser: Browser, site: Site, folders: list[Path]
-) -> None:
-    with visiting(browser, site.url) as visit:
-        visit.sign_in(site.keys["all-scopes"])
-        page = visit.go("/adapters", "Adapters")
-        page.get_by_role("button", name="Upload an adapter").first.click()
-        page.get_by_label("Name", exact=False).first.fill("by-hand")
-        page.locator("input[type=file]").set_input_files(dropped(files_of(folders[0])))
-        page.get_by_role("button", name="Upload", exact=True).click()
-        expect(page.get_by_text("acme/by-hand@1 is ready")).to_be_visible()
-        expect(page.get_by_label("Checks").get_by_text("passed").first).to_be_visible()
+def test_upload_by_keyboard_shows_the_checks_of_a_good_adapter(visit: Visit, site: Site, folders: list[Path]) -> None:
+    page = visit.load("/adapters", "Adapters")
+    visit.press(page.get_by_role("button", name="Upload an adapter").first)
+    visit.tab_to(page.get_by_label("Name", exact=False).first)
+    page.keyboard.type("by-hand")
+    with page.expect_file_chooser() as chooser:
+        visit.press(page.get_by_role("dialog").locator(".drop"))
+    chooser.value.set_files(dropped(files_of(folders[0])))
+    visit.press(page.get_by_role("button", name="Upload", exact=True))
+    expect(page.get_by_text("acme/by-hand@1 is ready")).to_be_visible()
+    expect(page.get_by_label("Checks").get_by_text("passed").first).to_be_visible()
     assert targets(site, "by-hand") == {1: 100} or targets(site, "by-hand") == {1: 1}
 
 
-def test_upload_of_a_bad_adapter_says_why_it_was_rejected(browser: Browser, site: Site, folders: list[Path]) -> None:
+def test_upload_of_a_bad_adapter_says_why_it_was_rejected(visit: Visit, site: Site, folders: list[Path]) -> None:
     config = json.loads((folders[0] / CONFIG).read_text()) | {"r": 5}
     bad = files_of(folders[0]) | {CONFIG: json.dumps(config).encode()}
-    with visiting(browser, site.url) as visit:
-        visit.sign_in(site.keys["all-scopes"])
-        page = visit.go("/adapters", "Adapters")
-        page.get_by_role("button", name="Upload an adapter").first.click()
-        page.get_by_label("Name", exact=False).first.fill("broken")
-        page.locator("input[type=file]").set_input_files(dropped(bad))
-        page.get_by_role("button", name="Upload", exact=True).click()
-        expect(page.get_by_text("The adapter was rejected")).to_be_visible()
-        expect(page.get_by_role("button", name="Try other files")).to_be_visible()
+    page = visit.load("/adapters", "Adapters")
+    page.get_by_role("button", name="Upload an adapter").first.click()
+    page.get_by_label("Name", exact=False).first.fill("broken")
+    page.locator("input[type=file]").set_input_files(dropped(bad))
+    page.get_by_role("button", name="Upload", exact=True).click()
+    expect(page.get_by_text("The adapter was rejected")).to_be_visible()
+    expect(page.get_by_role("button", name="Try other files")).to_be_visible()
     with site.http("all-scopes") as http:
         assert http.get("/v1/adapters/broken").status_code == 404
 
 
-def test_canary_is_released_promoted_and_rolled_back(browser: Browser, site: Site, folders: list[Path]) -> None:
+def test_canary_is_released_promoted_and_rolled_back_by_keyboard(visit: Visit, site: Site, folders: list[Path]) -> None:
     for folder in folders:
         upload(site, "acme", "released", files_of(folder))
-    with visiting(browser, site.url) as visit:
-        visit.sign_in(site.keys["all-scopes"])
-        page = visit.go("/adapters/released", "released")
-        page.get_by_role("button", name="Roll back").click()
-        page.get_by_role("dialog").get_by_role("button", name="Roll back").click()
-        expect(page.get_by_text("Rolled back")).to_be_visible()
-        assert list(targets(site, "released")) == [1]
-        slider = page.get_by_role("slider")
-        slider.focus()
-        for _ in range(5):
-            slider.press("ArrowRight")
-        page.get_by_role("button", name="Give it 5%").click()
-        expect(page.get_by_text("canary", exact=True)).to_be_visible()
-        assert targets(site, "released") == {1: 95, 2: 5}
-        page.get_by_role("button", name="Promote @2").click()
-        expect(page.get_by_text("@2 answers alone now")).to_be_visible()
-        assert list(targets(site, "released")) == [2]
+    page = visit.load("/adapters/released", "released")
+    visit.press(page.get_by_role("button", name="Roll back"))
+    visit.press(page.get_by_role("dialog").get_by_role("button", name="Roll back"))
+    expect(page.get_by_text("Rolled back")).to_be_visible()
+    assert list(targets(site, "released")) == [1]
+    visit.tab_to(page.get_by_role("slider"))
+    for _ in range(5):
+        page.keyboard.press("ArrowRight")
+    visit.press(page.get_by_role("button", name="Give it 5%"))
+    expect(page.get_by_text("canary", exact=True)).to_be_visible()
+    assert targets(site, "released") == {1: 95, 2: 5}
+    visit.press(page.get_by_role("button", name="Promote @2"))
+    expect(page.get_by_text("@2 answers alone now")).to_be_visible()
+    assert list(targets(site, "released")) == [2]
 
 
-def test_key_is_shown_once_works_and_is_revoked(browser: Browser, site: Site) -> None:
-    with visiting(browser, site.url) as visit:
-        visit.sign_in(site.keys["all-scopes"])
-        page = visit.go("/keys", "Keys")
-        page.get_by_role("button", name="Make a key").first.click()
-        page.get_by_role("dialog").get_by_label("Name").fill("checkout")
-        page.get_by_role("button", name="Make the key").click()
-        secret = page.get_by_test_id("secret").inner_text()
-        bearer = {"Authorization": f"Bearer {secret}"}
-        assert httpx.get(f"{site.url}/v1/models", headers=bearer).status_code == 200
-        page.get_by_role("button", name="I have copied it").click()
-        expect(page.get_by_text(secret)).to_have_count(0)
-        page.get_by_role("row", name=re.compile("checkout")).get_by_role("button", name="Revoke").click()
-        page.get_by_role("dialog").get_by_role("button", name="Revoke").click()
-        expect(page.get_by_text("The key is revoked")).to_be_visible()
-        assert httpx.get(f"{site.url}/v1/models", headers=bearer).status_code == 401
+def test_key_is_made_by_keyboard_shown_once_and_revoked(visit: Visit, site: Site) -> None:
+    page = visit.load("/keys", "Keys")
+    visit.press(page.get_by_role("button", name="Make a key").first)
+    visit.tab_to(page.get_by_role("dialog").get_by_label("Name"))
+    page.keyboard.type("checkout")
+    visit.press(page.get_by_role("button", name="Make the key"))
+    secret = page.get_by_test_id("secret").inner_text()
+    bearer = {"Authorization": f"Bearer {secret}"}
+    assert httpx.get(f"{site.url}/v1/models", headers=bearer).status_code == 200
+    visit.press(page.get_by_role("button", name="I have copied it"))
+    expect(page.get_by_text(secret)).to_have_count(0)
+    visit.press(page.get_by_role("row", name=re.compile("checkout")).get_by_role("button", name="Revoke"))
+    visit.press(page.get_by_role("dialog").get_by_role("button", name="Revoke"))
+    expect(page.get_by_text("The key is revoked")).to_be_visible()
+    assert httpx.get(f"{site.url}/v1/models", headers=bearer).status_code == 401
 
 
-def test_playground_streams_two_models_at_once(browser: Browser, site: Site) -> None:
-    with visiting(browser, site.url) as visit:
-        visit.sign_in(site.keys["all-scopes"])
-        page = visit.go("/playground", "Playground")
-        page.get_by_label("Prompt").fill("good morning")
-        before = len(site.engine.requests)
-        page.get_by_role("button", name="Run both").click()
-        for side in ("first", "second"):
-            expect(page.get_by_label(f"Answer of the {side} model")).to_contain_text("good morning")
-        expect(page.get_by_text("first token")).to_have_count(2)
-        assert len(site.engine.requests) - before == 2
+def test_playground_streams_two_models_at_once(visit: Visit, site: Site) -> None:
+    page = visit.load("/playground", "Playground")
+    page.get_by_label("Prompt").fill("good morning")
+    before = len(site.engine.requests)
+    page.get_by_role("button", name="Run both").click()
+    for side in ("first", "second"):
+        expect(page.get_by_label(f"Answer of the {side} model")).to_contain_text("good morning")
+    expect(page.get_by_text("first token")).to_have_count(2)
+    assert len(site.engine.requests) - before == 2
 
 
-def test_invoice_of_the_open_month_is_shown(browser: Browser, site: Site) -> None:
-    with visiting(browser, site.url) as visit:
-        visit.sign_in(site.keys["all-scopes"])
-        page = visit.go("/invoices", "Invoices")
-        expect(page.get_by_role("heading", name=re.compile("INV-.*acme"))).to_be_visible()
-        with page.expect_download() as download:
-            page.get_by_role("button", name="JSON").click()
-        assert download.value.suggested_filename.endswith("acme.json")
-
-
-def test_names_that_are_html_are_shown_as_text_on_every_page(browser: Browser, site: Site) -> None:
-    with site.http("all-scopes") as http:
-        http.post("/v1/keys", json={"name": SCRIPT, "scopes": ["read"]}).raise_for_status()
-        http.post("/v1/members", json={"issuer": "https://id.example", "subject": SCRIPT, "role": "viewer"})
-        http.post("/v1/webhooks", json={"url": f"https://example.com/{SCRIPT.replace(' ', '')}"})
-    with visiting(browser, site.url) as visit:
-        visit.sign_in(site.keys["all-scopes"])
-        expect(visit.go("/keys", "Keys").get_by_text(SCRIPT)).to_be_visible()
-        for path, heading in (
-            ("/people", "Projects and members"),
-            ("/webhooks", "Webhooks"),
-            ("/activity", "Activity"),
-            ("/limits", "Limits"),
-            ("/usage", "Usage and cost"),
-        ):
-            page = visit.go(path, heading)
-            expect(page.get_by_label("Loading")).to_have_count(0)
-            assert page.locator("img[src=x]").count() == 0
-        page = visit.go("/playground", "Playground")
-        page.get_by_label("Prompt").fill(SCRIPT)
-        page.get_by_role("button", name="Run both").click()
-        expect(page.get_by_label("Answer of the first model")).to_contain_text("onerror")
-        assert page.locator("img[src=x]").count() == 0
+def test_invoice_of_the_open_month_is_shown(visit: Visit, site: Site) -> None:
+    page = visit.load("/invoices", "Invoices")
+    expect(page.get_by_role("heading", name=re.compile("INV-.*acme"))).to_be_visible()
+    with page.expect_download() as download:
+        page.get_by_role("button", name="JSON").click()
+    assert download.value.suggested_filename.endswith("acme.json")
 
 
 def test_two_tenants_side_by_side_see_their_own(browser: Browser, site: Site) -> None:
@@ -179,20 +159,18 @@ def test_two_tenants_side_by_side_see_their_own(browser: Browser, site: Site) ->
         expect(page.get_by_text("This could not be read").first).to_be_visible()
 
 
-def test_operator_looks_at_a_tenant_and_can_change_nothing(browser: Browser, site: Site) -> None:
-    with visiting(browser, site.url) as visit:
-        visit.sign_in(site.keys["all-scopes"])
-        page = visit.go("/operator/tenants", "Tenants")
-        page.get_by_role("row", name=re.compile("globex")).get_by_role("button", name="Look").click()
-        expect(page.get_by_role("status").get_by_text("read-only")).to_be_visible()
-        expect(page.get_by_role("heading", name="globex", level=1)).to_be_visible()
-        page.get_by_role("link", name="Keys").click()
-        expect(page.get_by_role("heading", name="Keys", level=1)).to_be_visible()
-        expect(page.get_by_role("row")).not_to_have_count(0)
-        expect(page.get_by_role("button", name="Make a key")).to_have_count(0)
-        expect(page.get_by_role("button", name="Revoke")).to_have_count(0)
-        page.get_by_role("button", name="Back to my own tenant").click()
-        expect(page.get_by_role("button", name="Make a key").first).to_be_visible()
+def test_operator_looks_at_a_tenant_and_can_change_nothing(visit: Visit, site: Site) -> None:
+    page = visit.load("/operator/tenants", "Tenants")
+    page.get_by_role("row", name=re.compile("globex")).get_by_role("button", name="Look").click()
+    expect(page.get_by_role("status").get_by_text("read-only")).to_be_visible()
+    expect(page.get_by_role("heading", name="globex", level=1)).to_be_visible()
+    page.get_by_role("link", name="Keys").click()
+    expect(page.get_by_role("heading", name="Keys", level=1)).to_be_visible()
+    expect(page.get_by_role("row")).not_to_have_count(0)
+    expect(page.get_by_role("button", name="Make a key")).to_have_count(0)
+    expect(page.get_by_role("button", name="Revoke")).to_have_count(0)
+    page.get_by_role("button", name="Back to my own tenant").click()
+    expect(page.get_by_role("button", name="Make a key").first).to_be_visible()
 
 
 def test_sign_in_link_signs_in_after_a_click_and_leaves_the_address(browser: Browser, site: Site) -> None:
@@ -205,46 +183,62 @@ def test_sign_in_link_signs_in_after_a_click_and_leaves_the_address(browser: Bro
         assert "sign-in" not in visit.page.url
 
 
-def test_session_that_has_ended_leads_to_the_sign_in_page(browser: Browser, site: Site) -> None:
+def sign_in_by_hand(visit: Visit, key: str) -> None:
+    visit.tab_to(visit.page.get_by_label("API key"))
+    visit.page.keyboard.type(key)
+    visit.press(visit.page.get_by_role("button", name="Sign in"))
+
+
+def test_wrong_key_is_refused_and_the_right_one_signs_in_and_out_by_keyboard(browser: Browser, site: Site) -> None:
     with visiting(browser, site.url) as visit:
-        visit.sign_in(site.keys["globex"])
-        cookie = next(one for one in visit.page.context.cookies() if one["name"] == "loramux_session")
+        page = visit.page
+        page.goto(f"{site.url}/console/")
+        sign_in_by_hand(visit, site.keys["revoked"])
+        expect(page.get_by_role("alert")).to_contain_text("revoked")
+        page.reload()
+        sign_in_by_hand(visit, site.keys["globex"])
+        page.get_by_role("heading", name="globex", level=1).wait_for()
+        cookie = next(one for one in page.context.cookies() if one["name"] == "loramux_session")
         assert cookie["httpOnly"]
         assert cookie["sameSite"] == "Strict"
-        assert visit.page.evaluate("document.cookie") == ""
-        visit.page.context.clear_cookies()
+        assert page.evaluate("document.cookie") == ""
+        visit.press(page.get_by_role("button", name="Account of globex"))
+        page.keyboard.press("ArrowDown")
+        visit.press(page.get_by_role("menuitem", name="Sign out", exact=True))
+        expect(page.get_by_label("API key")).to_be_visible()
+        page.reload()
+        expect(page.get_by_label("API key")).to_be_visible()
+
+
+def lose_cookie(visit: Visit, site: Site) -> None:
+    visit.page.context.clear_cookies()
+
+
+def expire(visit: Visit, site: Site) -> None:
+    engine = sa.create_engine(site.settings.records.url)
+    with engine.begin() as connection:
+        newest = sa.select(sa.func.max(SessionRow.created_at)).scalar_subquery()
+        connection.execute(sa.update(SessionRow).where(SessionRow.created_at == newest).values(expires_at=1))
+    engine.dispose()
+
+
+def revoke_key(visit: Visit, site: Site) -> None:
+    with site.http("all-scopes") as http:
+        made = next(key for key in http.get("/v1/keys").json()["data"] if key["name"] == "short-lived")
+        http.delete(f"/v1/keys/{made['id']}").raise_for_status()
+
+
+@pytest.mark.parametrize("end", [lose_cookie, expire, revoke_key])
+def test_session_that_has_ended_leads_to_the_sign_in_page(
+    browser: Browser, site: Site, end: Callable[[Visit, Site], None]
+) -> None:
+    with site.http("all-scopes") as http:
+        made = http.post("/v1/keys", json={"name": "short-lived", "scopes": ["read", "usage"]}).json()
+    with visiting(browser, site.url) as visit:
+        visit.sign_in(made["key"])
+        end(visit, site)
         visit.page.get_by_role("link", name="Adapters", exact=True).click()
         expect(visit.page.get_by_label("API key")).to_be_visible()
-
-
-def test_session_that_has_expired_leads_to_the_sign_in_page(browser: Browser, site: Site) -> None:
-    with visiting(browser, site.url) as visit:
-        visit.sign_in(site.keys["no-models"])
-        engine = sa.create_engine(site.settings.records.url)
-        with engine.begin() as connection:
-            newest = sa.select(sa.func.max(SessionRow.created_at)).scalar_subquery()
-            connection.execute(sa.update(SessionRow).where(SessionRow.created_at == newest).values(expires_at=1))
-        engine.dispose()
-        visit.page.get_by_role("link", name="Adapters", exact=True).click()
-        expect(visit.page.get_by_label("API key")).to_be_visible()
-
-
-def test_sign_out_ends_the_session(browser: Browser, site: Site) -> None:
-    with visiting(browser, site.url) as visit:
-        visit.sign_in(site.keys["globex"])
-        visit.page.get_by_role("button", name="Account of globex").click()
-        visit.page.get_by_role("menuitem", name="Sign out", exact=True).click()
-        expect(visit.page.get_by_label("API key")).to_be_visible()
-        visit.page.reload()
-        expect(visit.page.get_by_label("API key")).to_be_visible()
-
-
-def test_wrong_key_is_refused_in_words(browser: Browser, site: Site) -> None:
-    with visiting(browser, site.url) as visit:
-        visit.page.goto(f"{site.url}/console/")
-        visit.page.get_by_label("API key").fill(site.keys["revoked"])
-        visit.page.get_by_role("button", name="Sign in").click()
-        expect(visit.page.get_by_role("alert")).to_contain_text("revoked")
 
 
 def question_files(site: Site, name: str) -> None:
@@ -255,55 +249,55 @@ def question_files(site: Site, name: str) -> None:
         http.post("/v1/files", data=form, files={"file": (name, "\n".join(lines))}).raise_for_status()
 
 
+@pytest.mark.slow
 def test_release_is_protected_by_a_policy_a_guard_and_an_evaluation(
-    browser: Browser, site: Site, folders: list[Path]
+    visit: Visit, site: Site, folders: list[Path]
 ) -> None:
     for folder in folders:
         upload(site, "acme", "protected", files_of(folder))
     with site.http("all-scopes") as http:
         http.post("/v1/adapters/protected/aliases/default/rollback").raise_for_status()
     question_files(site, "questions.jsonl")
-    with visiting(browser, site.url) as visit:
-        visit.sign_in(site.keys["all-scopes"])
-        page = visit.go("/adapters/protected", "protected")
-        page.get_by_role("button", name="Set a policy").click()
-        policy = page.get_by_role("dialog")
-        expect(policy.get_by_role("button", name="Save")).to_be_disabled()
-        policy.get_by_label("Answered requests, at least").fill("1000")
-        policy.get_by_label("Failed requests, at most").fill("2.5")
-        policy.get_by_role("switch", name="Its newest evaluation must not find it worse").check(force=True)
-        assert visit.barriers() == []
-        policy.get_by_role("button", name="Save").click()
-        expect(page.get_by_text("@2 may not take most requests")).to_be_visible()
-        with site.http("all-scopes") as http:
-            kept = http.get("/v1/adapters/protected/aliases/default/policy").json()["policy"]
-        assert kept == {"evaluation": {"margin": 0}, "min_requests": 1000, "max_error_rate": 0.025}
+    page = visit.load("/adapters/protected", "protected")
+    page.get_by_role("button", name="Set a policy").click()
+    policy = page.get_by_role("dialog")
+    expect(policy.get_by_role("button", name="Save")).to_be_disabled()
+    policy.get_by_label("Answered requests, at least").fill("1000")
+    policy.get_by_label("Failed requests, at most").fill("2.5")
+    policy.get_by_role("switch", name="Its newest evaluation must not find it worse").check(force=True)
+    assert visit.barriers() == []
+    policy.get_by_role("button", name="Save").click()
+    expect(page.get_by_text("@2 may not take most requests")).to_be_visible()
+    with site.http("all-scopes") as http:
+        kept = http.get("/v1/adapters/protected/aliases/default/policy").json()["policy"]
+    assert kept == {"evaluation": {"margin": 0}, "min_requests": 1000, "max_error_rate": 0.025}
 
-        slider = page.get_by_role("slider")
-        slider.focus()
-        slider.press("End")
-        page.get_by_role("button", name="Promote @2").click()
-        expect(page.get_by_text("does not pass the release policy")).to_be_visible()
-        assert list(targets(site, "protected")) == [1]
+    slider = page.get_by_role("slider")
+    slider.focus()
+    slider.press("End")
+    page.get_by_role("button", name="Promote @2").click()
+    expect(page.get_by_text("does not pass the release policy")).to_be_visible()
+    assert list(targets(site, "protected")) == [1]
 
-        page.get_by_role("switch", name="Take a canary back that is found worse").click(force=True)
-        expect(page.get_by_text("is taken back by itself")).to_be_visible()
+    page.get_by_role("switch", name="Take a canary back that is found worse").click(force=True)
+    expect(page.get_by_text("is taken back by itself")).to_be_visible()
 
-        page.get_by_role("tab", name="Evaluations").click()
-        page.get_by_role("button", name="Evaluate").click()
-        page.get_by_role("dialog").get_by_role("combobox", name="Questions").click()
-        page.get_by_role("option", name="questions.jsonl").click()
-        page.get_by_role("dialog").get_by_role("button", name="Evaluate").click()
-        expect(page.get_by_text("on 4 questions")).to_be_visible()
+    page.get_by_role("tab", name="Evaluations").click()
+    page.get_by_role("button", name="Evaluate").click()
+    page.get_by_role("dialog").get_by_role("combobox", name="Questions").click()
+    page.get_by_role("option", name="questions.jsonl").click()
+    page.get_by_role("dialog").get_by_role("button", name="Evaluate").click()
+    expect(page.get_by_text("on 4 questions")).to_be_visible()
 
-        page.get_by_role("tab", name="Release").click()
-        page.get_by_role("button", name="Edit the policy").click()
-        expect(policy.get_by_label("Failed requests, at most")).to_have_value("2.5 %")
-        policy.get_by_role("button", name="Remove the policy").click()
-        expect(page.get_by_text("No release policy")).to_be_visible()
+    page.get_by_role("tab", name="Release").click()
+    page.get_by_role("button", name="Edit the policy").click()
+    expect(policy.get_by_label("Failed requests, at most")).to_have_value("2.5 %")
+    policy.get_by_role("button", name="Remove the policy").click()
+    expect(page.get_by_text("No release policy")).to_be_visible()
 
 
-def test_batch_is_made_watched_downloaded_and_cancelled(browser: Browser, site: Site) -> None:
+@pytest.mark.slow
+def test_batch_is_made_watched_downloaded_and_cancelled(visit: Visit, site: Site) -> None:
     def body(number: int) -> dict[str, object]:
         return {"model": "tiny", "messages": [{"role": "user", "content": f"line {number}"}], "max_tokens": 9}
 
@@ -317,63 +311,48 @@ def test_batch_is_made_watched_downloaded_and_cancelled(browser: Browser, site: 
         page.get_by_role("dialog").get_by_role("button", name="Run").click()
         expect(page.get_by_text("The batch is being checked").last).to_be_visible()
 
-    with visiting(browser, site.url) as visit:
-        visit.sign_in(site.keys["all-scopes"])
-        page = visit.go("/batches", "Batches and files")
-        run(page, "good.jsonl", "\n".join(map(line, range(6))))
-        expect(page.get_by_text("6 of 6")).to_be_visible()
-        with page.expect_download() as download:
-            page.get_by_role("button", name="Answers").first.click()
-        answers = [json.loads(text) for text in Path(download.value.path()).read_text().splitlines()]
-        assert {one["custom_id"] for one in answers} == {f"r{number}" for number in range(6)}
-        run(page, "wrong.jsonl", line(1) + "\nnot JSON")
-        expect(page.get_by_text(re.compile("line 2", re.IGNORECASE)).first).to_be_visible()
-        site.engine.pause = 0.5
-        try:
-            run(page, "slow.jsonl", "\n".join(map(line, range(200))))
-            page.get_by_role("button", name="Cancel it").click()
-            page.get_by_role("dialog").get_by_role("button", name="Cancel it").click()
-            expect(page.get_by_text(re.compile("cancell(ing|ed)")).first).to_be_visible()
-        finally:
-            site.engine.pause = 0.0
+    page = visit.load("/batches", "Batches and files")
+    run(page, "good.jsonl", "\n".join(map(line, range(6))))
+    expect(page.get_by_text("6 of 6")).to_be_visible()
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Answers").first.click()
+    answers = [json.loads(text) for text in Path(download.value.path()).read_text().splitlines()]
+    assert {one["custom_id"] for one in answers} == {f"r{number}" for number in range(6)}
+    run(page, "wrong.jsonl", line(1) + "\nnot JSON")
+    expect(page.get_by_text(re.compile("line 2", re.IGNORECASE)).first).to_be_visible()
+    site.engine.pause = 0.5
+    try:
+        run(page, "slow.jsonl", "\n".join(map(line, range(200))))
+        page.get_by_role("button", name="Cancel it").click()
+        page.get_by_role("dialog").get_by_role("button", name="Cancel it").click()
+        expect(page.get_by_text(re.compile("cancell(ing|ed)")).first).to_be_visible()
+    finally:
+        site.engine.pause = 0.0
 
 
-def test_operator_reconciles_the_ledger(browser: Browser, site: Site) -> None:
-    with visiting(browser, site.url) as visit:
-        visit.sign_in(site.keys["all-scopes"])
-        page = visit.go("/operator/ledger", "Ledger and sinks")
-        page.get_by_role("button", name="Reconcile now").click()
-        expect(page.get_by_text("entries verified")).to_be_visible()
-        expect(page.get_by_text("agrees", exact=True)).to_be_visible()
-        with site.http("all-scopes") as http:
-            head = http.get("/admin/ledger").json()["hash"]
-        expect(page.get_by_text(head)).to_be_visible()
-
-
-def test_operator_asks_the_planner_by_sliders(browser: Browser, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(what_if, "MAX_REQUESTS", 20)
-    with visiting(browser, site.url) as visit:
-        visit.sign_in(site.keys["all-scopes"])
-        page = visit.go("/operator/plan", "Planner")
-        for knob in ("Requests per second", "Adapters"):
-            slider = page.get_by_role("slider", name=knob)
-            slider.focus()
-            slider.press("Home")
-            slider.press("ArrowRight")
-        expect(page.get_by_text("Requests per second: 1", exact=True)).to_be_visible()
-        page.get_by_role("button", name="Make a plan").click()
-        expect(page.get_by_text("per million tokens")).to_be_visible(timeout=90_000)
-        assert page.get_by_label("Simulations").get_by_role("row").count() > 1
-
-
-def test_session_of_a_revoked_key_ends(browser: Browser, site: Site) -> None:
+def test_operator_reconciles_the_ledger(visit: Visit, site: Site) -> None:
+    page = visit.load("/operator/ledger", "Ledger and sinks")
+    page.get_by_role("button", name="Reconcile now").click()
+    expect(page.get_by_text("entries verified")).to_be_visible()
+    expect(page.get_by_text("agrees", exact=True)).to_be_visible()
     with site.http("all-scopes") as http:
-        made = http.post("/v1/keys", json={"name": "short-lived", "scopes": ["read", "usage"]}).json()
-        with visiting(browser, site.url) as visit:
-            visit.sign_in(made["key"])
-            http.delete(f"/v1/keys/{made['id']}").raise_for_status()
-            visit.page.get_by_role("link", name="Adapters", exact=True).click()
-            expect(visit.page.get_by_label("API key")).to_be_visible()
+        head = http.get("/admin/ledger").json()["hash"]
+    expect(page.get_by_text(head)).to_be_visible()
+
+
+@pytest.mark.slow
+def test_operator_asks_the_planner_by_sliders(visit: Visit, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(what_if, "MAX_REQUESTS", 20)
+    page = visit.load("/operator/plan", "Planner")
+    for knob in ("Requests per second", "Adapters"):
+        slider = page.get_by_role("slider", name=knob)
+        slider.focus()
+        slider.press("Home")
+        slider.press("ArrowRight")
+    expect(page.get_by_text("Requests per second: 1", exact=True)).to_be_visible()
+    page.get_by_role("button", name="Make a plan").click()
+    expect(page.get_by_text("per million tokens")).to_be_visible(timeout=90_000)
+    assert page.get_by_label("Simulations").get_by_role("row").count() > 1
 
 
 def test_request_of_another_site_with_the_sessions_cookie_changes_nothing(browser: Browser, site: Site) -> None:
@@ -396,12 +375,11 @@ def test_request_of_another_site_with_the_sessions_cookie_changes_nothing(browse
         assert "csrf" not in [key["name"] for key in http.get("/v1/keys").json()["data"]]
 
 
-def test_canary_that_its_guard_has_taken_back_is_in_the_history(browser: Browser, site: Site, judged: None) -> None:
+@pytest.mark.slow
+def test_canary_that_its_guard_has_taken_back_is_in_the_history(visit: Visit, site: Site, judged: None) -> None:
     """The last test: the guard has had the time of the others to look."""
-    with visiting(browser, site.url) as visit:
-        visit.sign_in(site.keys["all-scopes"])
-        page = visit.go("/adapters/guarded", "guarded")
-        expect(page.get_by_text("#4")).to_be_visible(timeout=60_000)
-        expect(page.get_by_text("@1 × 90", exact=True)).to_be_visible()
-        expect(page.get_by_text("canary", exact=True)).to_have_count(0)
-        expect(visit.go("/activity", "Activity").get_by_text("canary.rolled_back").first).to_be_visible()
+    page = visit.load("/adapters/guarded", "guarded")
+    expect(page.get_by_text("#4")).to_be_visible(timeout=60_000)
+    expect(page.get_by_text("@1 × 90", exact=True)).to_be_visible()
+    expect(page.get_by_text("canary", exact=True)).to_have_count(0)
+    expect(visit.go("/activity", "Activity").get_by_text("canary.rolled_back").first).to_be_visible()

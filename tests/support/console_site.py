@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, ConsoleMessage, Page, Playwright, expect
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Locator, Page, Playwright, expect
 from site_fixture import Site
 
 from loramux_api.console_files import ConsoleFiles
@@ -18,6 +18,8 @@ AXE = Path(__file__).parents[2] / "console/node_modules/axe-core/axe.min.js"
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 WAIT_MS = 30_000
 """Generous: a machine that runs other tests is slow."""
+MOST_TABS = 80
+"""More than any page has places to stop at before its first dialog."""
 expect.set_options(timeout=WAIT_MS)
 
 
@@ -56,6 +58,53 @@ OPERATOR = {
 }
 
 
+MISPLACED = """() => {
+  // Returns what a reader would call broken: a page that scrolls sideways, text that is cut, texts on each other.
+  const UNSEEN = '[aria-hidden=true], .mantine-VisuallyHidden-root, .skip, script, noscript'
+  const SCROLLED = '[role=region], [role=tablist], pre, .mantine-ScrollArea-viewport'
+  const found = [], root = document.documentElement
+  if (root.scrollWidth > root.clientWidth) found.push(`sideways: ${root.scrollWidth} > ${root.clientWidth}`)
+  const dialog = document.querySelector('[role=dialog]')
+  const walker = document.createTreeWalker(dialog ?? document.body, NodeFilter.SHOW_TEXT)
+  const texts = []
+  for (let node = walker.nextNode(); node; node = walker.nextNode()) {
+    const owner = node.parentElement
+    if (!node.data.trim() || owner.closest(UNSEEN)) continue
+    if (!owner.checkVisibility({opacityProperty: true, visibilityProperty: true})) continue
+    const range = document.createRange()
+    range.selectNodeContents(node)
+    for (const whole of range.getClientRects()) {
+      let seen = {left: whole.left, right: whole.right, top: whole.top, bottom: whole.bottom}
+      let scrolls = false, fixed = false
+      for (let one = owner; one && one !== document.body; one = one.parentElement) {
+        const style = getComputedStyle(one)
+        fixed ||= style.position === 'fixed'
+        if (style.overflowX === 'visible') continue
+        const box = one.getBoundingClientRect()
+        const shortened = style.textOverflow === 'ellipsis'
+        if (one.matches(SCROLLED)) scrolls = true
+        if (!scrolls && !shortened && (seen.right > box.right + 1 || seen.left < box.left - 1))
+          found.push(`cut: ${node.data.trim().slice(0, 60)}`)
+        seen = {left: Math.max(seen.left, box.left), right: Math.min(seen.right, box.right),
+                top: Math.max(seen.top, box.top), bottom: Math.min(seen.bottom, box.bottom)}
+      }
+      if (!scrolls && seen.left < root.clientWidth && seen.right > root.clientWidth + 1)
+        found.push(`beyond the screen: ${node.data.trim().slice(0, 60)}`)
+      if (seen.right - seen.left > 2 && seen.bottom - seen.top > 2)
+        texts.push({...seen, owner, fixed, data: node.data.trim().slice(0, 60)})
+    }
+  }
+  for (const [place, a] of texts.entries())
+    for (const b of texts.slice(place + 1)) {
+      if (a.owner === b.owner || a.fixed !== b.fixed) continue
+      const width = Math.min(a.right, b.right) - Math.max(a.left, b.left)
+      const height = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top)
+      if (width > 2 && height > 4) found.push(`on each other: ${a.data} | ${b.data}`)
+    }
+  return found
+}"""
+
+
 class Visit:
     """A page of one browser context, and what went wrong in it."""
 
@@ -74,22 +123,49 @@ class Visit:
             self.faults.append(f"{message.type}: {message.text}")
 
     def sign_in(self, key: str) -> None:
-        """Sign in with a key, by the form."""
+        """Open a session with a key, without the form, and the overview with it."""
+        answer = self.page.request.post(f"{self.url}/console/session", data={"key": key})
+        assert answer.ok, answer.text()
         self.page.goto(f"{self.url}/console/")
-        self.page.get_by_label("API key").fill(key)
-        self.page.get_by_role("button", name="Sign in").click()
         self.page.get_by_role("button", name="Account of").wait_for()
 
     def go(self, path: str, heading: str) -> Page:
-        """Open a page of the console and wait for its heading."""
+        """Go to a page as a link of the console would, and wait for its heading."""
+        self.page.evaluate("path => history.pushState(null, '', path)", f"/console{path}")
+        return self._await(heading)
+
+    def load(self, path: str, heading: str) -> Page:
+        """Load a page by its address, as after a reload."""
         self.page.goto(f"{self.url}/console{path}")
+        return self._await(heading)
+
+    def _await(self, heading: str) -> Page:
         self.page.get_by_role("heading", name=heading, exact=True, level=1).wait_for()
         return self.page
 
-    def barriers(self) -> list[str]:
-        """Return the findings of axe on the page that are serious or critical."""
-        self.page.evaluate(AXE.read_text())  # through the debugger, which the page's policy does not bind
-        found = self.page.evaluate("axe.run(document, {resultTypes: ['violations']})")
+    def press(self, target: Locator) -> None:
+        """Reach a button or link with the tab key alone, and press it with enter. Fails if it cannot be reached."""
+        self.tab_to(target)
+        self.page.keyboard.press("Enter")
+
+    def tab_to(self, target: Locator) -> None:
+        expect(target).to_be_enabled()
+        for _ in range(MOST_TABS):
+            if target.evaluate("element => element === document.activeElement"):
+                return
+            self.page.keyboard.press("Tab")
+        raise AssertionError(f"the tab key does not reach {target}")
+
+    def misplaced(self) -> list[str]:
+        """Return what is cut, lies on something else, or makes the page scroll sideways."""
+        return self.page.evaluate(MISPLACED)
+
+    def barriers(self, *rules: str) -> list[str]:
+        """Return the findings of axe on the page that are serious or critical, of all rules or of `rules`."""
+        only = {"runOnly": rules} if rules else {}
+        if not self.page.evaluate("'axe' in window"):
+            self.page.evaluate(AXE.read_text())  # through the debugger, which the page's policy does not bind
+        found = self.page.evaluate("only => axe.run(document, {resultTypes: ['violations'], ...only})", only)
         return [
             f"{one['id']}: {one['help']}: {[node['html'][:200] for node in one['nodes'][:3]]}"
             for one in found["violations"]
@@ -98,15 +174,26 @@ class Visit:
 
 
 @contextmanager
-def visiting(browser: Browser, url: str, **context: object) -> Iterator[Visit]:
+def visiting(browser: Browser, url: str, **options: object) -> Iterator[Visit]:
     """Yield a page of a new context, with cookies of its own; fail if anything went wrong in it."""
-    opened = browser.new_context(**context)  # type: ignore[arg-type]
+    context = browser.new_context(**options)  # type: ignore[arg-type]
     try:
-        visit = Visit(opened.new_page(), url)
-        yield visit
-        assert visit.faults == []
+        with page_of(context, url) as visit:
+            yield visit
     finally:
-        opened.close()
+        context.close()
+
+
+@contextmanager
+def page_of(context: BrowserContext, url: str) -> Iterator[Visit]:
+    """Yield a new page of a context, with its cookies; fail if anything went wrong in it."""
+    visit = Visit(context.new_page(), url)
+    try:
+        yield visit
+        if visit.faults:
+            raise AssertionError("\n".join(visit.faults))
+    finally:
+        visit.page.close()
 
 
 def upload(site: Site, key: str, name: str, files: dict[str, bytes]) -> None:

@@ -64,8 +64,8 @@ function rates(steps: StepObject[]) {
 
 function Held({ kind, model }: { kind: string; model: string }) {
   return (
-    <Group gap="xs" wrap="nowrap">
-      <Badge color={kind === "adapter" ? "indigo" : "teal"} style={{ flexShrink: 0 }}>
+    <Group gap="xs">
+      <Badge color={kind === "adapter" ? "indigo" : "teal"} miw="max-content">
         {kind === "adapter" ? "adapter" : "cached prefix"}
       </Badge>
       <span className="long">{model}</span>
@@ -100,7 +100,7 @@ export function Next({ evictable }: { evictable: ActivityObject["evictable"] }) 
             { title: "Tenant", cell: (one) => one.tenant ?? "–" },
             { title: "Pages", width: 80, number: true, cell: (one) => format.count(one.pages) },
             { title: "Recent uses", width: 110, number: true, cell: (one) => one.recent_uses.toFixed(2) },
-            { title: "Value of a page", width: 130, number: true, cell: (one) => one.value.toPrecision(3) },
+            { title: "Value of a page", width: 130, number: true, cell: (one) => format.significant(one.value) },
             { title: "Why not yet", width: 130, cell: (one) => (one.is_wanted ? "a request waits for it" : "room is left") },
           ]}
         />

@@ -11,6 +11,8 @@ const COLORS = ["teal.6", "indigo.5", "orange.5", "grape.5", "cyan.6", "pink.5"]
 const MOST_SERIES = COLORS.length;
 /** What is too small to be named, here or by the server. */
 const OTHERS = "others";
+/** Longer names lose their middle in the legend: revisions of one adapter differ at the end. */
+const LEGEND_CHARACTERS = 40;
 /** Below it, labels have seconds: minutes would repeat. */
 const SHORT_SECONDS = 600;
 
@@ -50,7 +52,7 @@ export default function TimeBars({ label, points, hourly, height = 260, show = f
     shown.data.datasets = names.map((name, place) => {
       const [color, shade] = COLORS[place % COLORS.length]!.split(".") as [string, string];
       return {
-        label: name,
+        label: shortened(name),
         data: points.map((point) => valueOf(point, name, names)),
         backgroundColor: name === OTHERS ? ink : theme.colors[color]![Number(shade)],
         maxBarThickness: 32,
@@ -62,7 +64,7 @@ export default function TimeBars({ label, points, hourly, height = 260, show = f
       maintainAspectRatio: false,
       interaction: { mode: "index", intersect: false },
       plugins: {
-        legend: { display: names.length > 1, align: "start", labels: { color: ink, boxWidth: 10, boxHeight: 10 } },
+        legend: { display: names.length > 1, align: "start", labels: { color: ink, boxWidth: 10, boxHeight: 10, padding: 14 } },
         tooltip: {
           filter: (item) => Number(item.raw) > 0,
           callbacks: { label: (item) => `${item.dataset.label}: ${show(Number(item.raw))}` },
@@ -108,6 +110,11 @@ export default function TimeBars({ label, points, hourly, height = 260, show = f
       </VisuallyHidden>
     </Box>
   );
+}
+
+function shortened(name: string): string {
+  const half = (LEGEND_CHARACTERS - 1) / 2;
+  return name.length <= LEGEND_CHARACTERS ? name : `${name.slice(0, Math.ceil(half))}…${name.slice(-Math.floor(half))}`;
 }
 
 /** The names with the largest sums; the rest are `others` together. */

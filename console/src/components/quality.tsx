@@ -119,7 +119,7 @@ function PolicyEditor({ name, alias, policy, onClose }: { name: string; alias: s
   };
   const remove = () => done(unwrap(api.DELETE("/v1/adapters/{name}/aliases/{alias}/policy", { params: { path } })), "The alias moves as it is told");
   return (
-    <Modal opened onClose={onClose} title={<Text fw={600}>Release policy of {alias}</Text>} closeButtonProps={{ "aria-label": "Close" }}>
+    <Modal opened onClose={onClose} title={<Text fw={600}>Release policy of {alias}</Text>}>
       <Stack>
         <Text size="sm">
           A revision takes most of the alias's requests only where it has shown this, in the last 30 days. A smaller share, a canary, is always allowed.
@@ -262,7 +262,7 @@ function Start({ name, revisions, onClose }: { name: string; revisions: Revision
     onClose();
   }
   return (
-    <Modal opened onClose={onClose} title={<Text fw={600}>Evaluate a revision</Text>} closeButtonProps={{ "aria-label": "Close" }}>
+    <Modal opened onClose={onClose} title={<Text fw={600}>Evaluate a revision</Text>}>
       <Stack>
         <Group grow>
           <Select label="Candidate" data={ready} value={candidate} onChange={setCandidate} allowDeselect={false} />

@@ -56,12 +56,12 @@ export function Section(properties: { id?: string; title: string; about?: ReactN
   return (
     <Card id={id}>
       <Group justify="space-between" mb="md" align="flex-start">
-        <Box>
-          <Title order={2} size="h4">
+        <Box miw={0} flex="1 1 180px">
+          <Title order={2} size="h4" className="long">
             {title}
           </Title>
           {about && (
-            <Text size="sm" c="dimmed">
+            <Text size="sm" c="dimmed" className="long">
               {about}
             </Text>
           )}
@@ -149,7 +149,7 @@ export function DataTable<T>(properties: {
           {rows.map((row) => (
             <Table.Tr key={keyOf(row)}>
               {columns.map((column) => (
-                <Table.Td key={column.title} ta={column.number ? "right" : "left"} className={column.number ? "figure" : "long"} miw={column.width ?? 150}>
+                <Table.Td key={column.title} ta={column.number ? "right" : "left"} className={column.number ? "figure" : "long"} miw={column.width ?? (column.number ? 90 : 150)}>
                   {column.cell(row)}
                 </Table.Td>
               ))}
@@ -208,7 +208,11 @@ const COLORS: Record<string, string> = {
 };
 
 export function State({ value }: { value: string }) {
-  return <Badge color={COLORS[value] ?? "gray"}>{value}</Badge>;
+  return (
+    <Badge color={COLORS[value] ?? "gray"} miw="max-content">
+      {value}
+    </Badge>
+  );
 }
 
 export function When({ at }: { at: number | null | undefined }) {

@@ -54,7 +54,7 @@ export default function Upload({ adapter, onClose }: { adapter?: string; onClose
 
   const title = adapter ? `New revision of ${adapter}` : "Upload an adapter";
   return (
-    <Modal opened onClose={onClose} title={<Text fw={600}>{title}</Text>} size="lg" closeButtonProps={{ "aria-label": "Close" }}>
+    <Modal opened onClose={onClose} title={<Text fw={600}>{title}</Text>} size="lg">
       {phase.kind === "choose" && (
         <Stack>
           {problem && (

@@ -52,7 +52,7 @@ function Events() {
           rows={rows}
           keyOf={(event) => event.id}
           columns={[
-            { title: "Event", cell: (event) => <b>{event.type}</b> },
+            { title: "Event", width: 200, cell: (event) => <b>{event.type}</b> },
             { title: "About", cell: (event) => event.data.model ?? event.data.adapter ?? "" },
             { title: "Why", cell: (event) => event.data.error?.message ?? (event.data.canary ? numbersOf(event.data.canary) : "") },
             { title: "When", width: 150, number: true, cell: (event) => <When at={event.created_at} /> },

@@ -83,7 +83,7 @@ export function Adapter({ name }: { name: string }) {
         )}
       </Loaded>
       <Tabs defaultValue="release" keepMounted={false}>
-        <Tabs.List mb="lg">
+        <Tabs.List mb="lg" className="tabs">
           <Tabs.Tab value="release">Release</Tabs.Tab>
           <Tabs.Tab value="revisions">Revisions</Tabs.Tab>
           <Tabs.Tab value="evaluations">Evaluations</Tabs.Tab>
@@ -277,7 +277,7 @@ function Canary(properties: { newest: number; stable: number; now: number; apply
           onChange={setWeight}
           step={1}
           label={(value) => `${value}%`}
-          marks={[0, 5, 25, 50, 100].map((value) => ({ value, label: `${value}%` }))}
+          marks={[0, 25, 50, 75, 100].map((value) => ({ value, label: `${value}%` }))}
           thumbLabel={`Percent of requests for revision ${newest}`}
         />
       </div>

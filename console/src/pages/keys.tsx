@@ -142,7 +142,7 @@ function Make({ onClose }: { onClose: () => void }) {
 
   if (made) {
     return (
-      <Modal opened onClose={onClose} title={<Text fw={600}>{made.name}</Text>} closeOnClickOutside={false} closeButtonProps={{ "aria-label": "Close" }}>
+      <Modal opened onClose={onClose} title={<Text fw={600}>{made.name}</Text>} closeOnClickOutside={false}>
         <Stack>
           <Alert color="yellow" title="Copy the secret now">
             It is not stored and cannot be shown again.
@@ -161,7 +161,7 @@ function Make({ onClose }: { onClose: () => void }) {
     );
   }
   return (
-    <Modal opened onClose={onClose} title={<Text fw={600}>Make a key</Text>} size="lg" closeButtonProps={{ "aria-label": "Close" }}>
+    <Modal opened onClose={onClose} title={<Text fw={600}>Make a key</Text>} size="lg">
       <Stack>
         {refused && (
           <Alert color="red" role="alert">

@@ -154,7 +154,7 @@ function SetLimit({ onClose }: { onClose: () => void }) {
     onClose();
   }
   return (
-    <Modal opened onClose={onClose} title={<Text fw={600}>Limit a key or project</Text>} closeButtonProps={{ "aria-label": "Close" }}>
+    <Modal opened onClose={onClose} title={<Text fw={600}>Limit a key or project</Text>}>
       <Stack>
         <Select label="Of" data={data} value={subject} onChange={setSubject} searchable />
         <Select label="Limit" data={NAMES.map((one) => ({ value: one, label: one.replaceAll("_", " ") }))} value={name} onChange={(chosen) => setName(chosen ?? name)} allowDeselect={false} />

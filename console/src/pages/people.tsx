@@ -41,7 +41,7 @@ function Projects({ mayChange }: { mayChange: boolean }) {
         )
       }
     >
-      <Modal opened={isMaking} onClose={make.close} title={<Text fw={600}>New project</Text>} closeButtonProps={{ "aria-label": "Close" }}>
+      <Modal opened={isMaking} onClose={make.close} title={<Text fw={600}>New project</Text>}>
         <Stack>
           <TextInput label="Name" value={name} onChange={(event) => setName(event.currentTarget.value)} data-autofocus />
           <Group justify="flex-end">

@@ -138,7 +138,7 @@ function Make({ onClose }: { onClose: () => void }) {
     onClose();
   }
   return (
-    <Modal opened onClose={onClose} title={<Text fw={600}>New tenant</Text>} closeButtonProps={{ "aria-label": "Close" }}>
+    <Modal opened onClose={onClose} title={<Text fw={600}>New tenant</Text>}>
       <Stack>
         <TextInput label="Name" value={name} onChange={(event) => setName(event.currentTarget.value)} data-autofocus />
         <Group justify="flex-end">

@@ -94,7 +94,7 @@ function Webhook({ webhook, mayChange }: { webhook: WebhookObject; mayChange: bo
               rows={found.data}
               keyOf={(one) => one.event.id}
               columns={[
-                { title: "Event", cell: (one) => one.event.type },
+                { title: "Event", width: 180, cell: (one) => one.event.type },
                 { title: "About", cell: (one) => one.event.data.model ?? one.event.data.adapter ?? "" },
                 { title: "State", cell: (one) => <State value={one.state} /> },
                 { title: "Failed attempts", number: true, cell: (one) => one.attempts },
@@ -123,7 +123,7 @@ function Make({ onClose }: { onClose: () => void }) {
     }
   }
   return (
-    <Modal opened onClose={onClose} title={<Text fw={600}>{made ? "The webhook's secret" : "Add a webhook"}</Text>} closeButtonProps={{ "aria-label": "Close" }}>
+    <Modal opened onClose={onClose} title={<Text fw={600}>{made ? "The webhook's secret" : "Add a webhook"}</Text>}>
       {made ? (
         <Stack>
           <Text size="sm">Your service checks the signatures with it. It is shown this once.</Text>
