@@ -1,7 +1,7 @@
 """Ten thousand adapters with names of 60 characters, a thousand tenants, a year of usage.
 
-`pytest -m slow -s tests/console/test_scale.py` prints what each page asks of the server, how long that takes, how much of
-it the process of server and test computes, and what the browser measures of each page.
+`pytest -m slow -s tests/console/test_scale.py` prints what each page asks of the server, how long that takes, how
+much of it the process of server and test computes, and what the browser measures of each page.
 """
 
 from __future__ import annotations
