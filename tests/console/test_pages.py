@@ -46,7 +46,7 @@ def test_pages_with_data_in_light_and_dark_and_on_a_phone(browser: Browser, site
             visit.faults += [f"{path}, phone: {one}" for one in visit.misplaced()]
             visit.page.set_viewport_size(DESK)
             visit.page.emulate_media(color_scheme="light")
-        expect(visit.go("/adapters", "Adapters").get_by_role("link", name="support")).to_be_visible()
+        expect(visit.go("/adapters", "Adapters").get_by_role("link", name="support", exact=True)).to_be_visible()
 
 
 def test_pages_without_data_say_what_to_do_next(browser: Browser, site: Site) -> None:
