@@ -17,7 +17,7 @@ import httpx
 import pytest
 from console_site import Visit, ensure_console, visiting
 from PIL import Image
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import Browser, Locator, expect
 
 from loramux_demo.assets import adapter_folder, load_prompts
 from loramux_demo.drive import drive, plan_calls
@@ -29,7 +29,6 @@ ROOT = Path(__file__).parents[2]
 MAX_BYTES = 300_000
 PHONE = {"width": 390, "height": 844}
 DESK = {"width": 1280, "height": 860}
-TALLEST = 1_500
 READINGS = 20
 """Of the operator's page, before its picture."""
 
@@ -66,10 +65,11 @@ class Demo:
         with httpx.Client(
             base_url=self.url, headers={"Authorization": f"Bearer {self.keys['acme']}"}, timeout=60
         ) as http:
-            alias, folder = "/v1/adapters/upper/aliases/default", adapter_folder("upper")
+            alias, folder = "/v1/adapters/upper/aliases/default", adapter_folder("terse")
             files = {file.name: (file.name, file.read_bytes()) for file in folder.iterdir()}
             http.post("/v1/adapters", data={"name": "upper"}, files=files).raise_for_status()
-            http.put(alias, json={"targets": [{"revision": 1, "weight": 90}, {"revision": 2, "weight": 10}]})
+            weights = [{"revision": 1, "weight": 90}, {"revision": 2, "weight": 10}]
+            http.put(alias, json={"targets": weights}).raise_for_status()
             http.put(f"{alias}/guard", json={"measures": ["errors", "feedback"]}).raise_for_status()
             policy = {"min_requests": 5, "max_error_rate": 0.01}
             http.put(f"{alias}/policy", json={"policy": policy}).raise_for_status()
@@ -98,17 +98,19 @@ def enter(visit: Visit, link: str) -> None:
     visit.page.get_by_role("button", name=re.compile("Account of")).wait_for()
 
 
-def shoot(visit: Visit, name: str, folder: Path) -> None:
+def shoot(visit: Visit, name: str, folder: Path, above: Locator | None = None) -> None:
     """Write a screenshot of what stands still, in 256 colours: a page has no more, and the file is a third.
 
-    The window becomes as high as the page, so that nothing is cut, but no higher than TALLEST.
+    The window becomes as high as the page, or as the part of it `above`, so that nothing is cut.
     """
     page, before = visit.page, visit.page.viewport_size
     assert before is not None
     expect(page.get_by_label("Loading")).to_have_count(0)
     if page.evaluate("scrollY") == 0 and before != PHONE:
         height = page.evaluate("document.documentElement.scrollHeight")
-        page.set_viewport_size({"width": before["width"], "height": min(TALLEST, max(before["height"], height))})
+        if above is not None:
+            height = above.evaluate("element => Math.floor(element.getBoundingClientRect().top) - 12")
+        page.set_viewport_size({"width": before["width"], "height": max(before["height"], height)})
     page.mouse.move(0, 0)
     page.evaluate("document.activeElement?.blur()")
     page.evaluate("document.fonts.ready")
@@ -158,8 +160,9 @@ def test_demo_links_lead_to_its_traffic(demo: Demo, browser: Browser, tmp_path: 
             rates = page.get_by_role("figure", name="Tokens per second").locator("tr")
             expect(rates.nth(READINGS)).to_be_attached(timeout=300_000)
             expect(page.get_by_text("All is well")).to_be_visible()
-            shoot(visit, f"system-{scheme}", folder)
-            page.get_by_text("Service by tenant since the start").scroll_into_view_if_needed()
+            next_out = page.get_by_text("What leaves the pool next")
+            shoot(visit, f"system-{scheme}", folder, above=next_out)
+            next_out.evaluate("element => scrollTo(0, element.getBoundingClientRect().top + scrollY - 80)")
             shoot(visit, f"fairness-{scheme}", folder)
         visit.go("/operator/ledger", "Ledger and sinks")
         page.get_by_role("button", name="Reconcile now").click()
