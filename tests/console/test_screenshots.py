@@ -101,13 +101,13 @@ def enter(visit: Visit, link: str) -> None:
 def shoot(visit: Visit, name: str, folder: Path, above: Locator | None = None) -> None:
     """Write a screenshot of what stands still, in 256 colours: a page has no more, and the file is a third.
 
-    The window becomes as high as the page, or as the part of it `above`, so that nothing is cut.
+    The window becomes as high as the rest of the page, or as the part of it `above`, so that nothing is cut.
     """
     page, before = visit.page, visit.page.viewport_size
     assert before is not None
     expect(page.get_by_label("Loading")).to_have_count(0)
-    if page.evaluate("scrollY") == 0 and before != PHONE:
-        height = page.evaluate("document.documentElement.scrollHeight")
+    if before != PHONE:
+        height = page.evaluate("Math.floor(document.documentElement.scrollHeight - scrollY)")
         if above is not None:
             height = above.evaluate("element => Math.floor(element.getBoundingClientRect().top) - 12")
         page.set_viewport_size({"width": before["width"], "height": max(before["height"], height)})
