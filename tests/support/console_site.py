@@ -58,7 +58,8 @@ OPERATOR = {
 }
 
 
-MISPLACED = """() => {
+MISPLACED = """async () => {
+  await new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))
   // Returns what a reader would call broken: a page that scrolls sideways, text that is cut, texts on each other.
   const UNSEEN = '[aria-hidden=true], .mantine-VisuallyHidden-root, .skip, script, noscript'
   const SCROLLED = '[role=region], [role=tablist], pre, .mantine-ScrollArea-viewport'
@@ -175,8 +176,11 @@ class Visit:
 
 @contextmanager
 def visiting(browser: Browser, url: str, **options: object) -> Iterator[Visit]:
-    """Yield a page of a new context, with cookies of its own; fail if anything went wrong in it."""
-    context = browser.new_context(**options)  # type: ignore[arg-type]
+    """Yield a page of a new context, with cookies of its own; fail if anything went wrong in it.
+
+    Nothing moves in it: what is measured stands where it stays.
+    """
+    context = browser.new_context(reduced_motion="reduce", **options)  # type: ignore[arg-type]
     try:
         with page_of(context, url) as visit:
             yield visit
