@@ -84,5 +84,6 @@ def test_first_load_is_small(browser: Browser, site: Site) -> None:
     files = ConsoleFiles()
     loaded = [files.file(url.partition("/console/")[2]) for url in bodies if "/console/assets/" in url]
     sizes = [min([len(one.content), *map(len, one.encoded.values())]) for one in loaded if one is not None]
+    print(f"{sum(sizes):,} bytes in {len(sizes)} files")
     assert len(sizes) > 3
     assert sum(sizes) <= MAX_FIRST_LOAD
