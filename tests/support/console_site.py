@@ -58,8 +58,9 @@ OPERATOR = {
 }
 
 
-MISPLACED = """async () => {
-  await new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))
+DRAWN = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
+"""Settles when a change of size or colours is drawn."""
+MISPLACED = """() => {
   // Returns what a reader would call broken: a page that scrolls sideways, text that is cut, texts on each other.
   const UNSEEN = '[aria-hidden=true], .mantine-VisuallyHidden-root, .skip, script, noscript'
   const SCROLLED = '[role=region], [role=tablist], pre, .mantine-ScrollArea-viewport'
@@ -159,6 +160,7 @@ class Visit:
 
     def misplaced(self) -> list[str]:
         """Return what is cut, lies on something else, or makes the page scroll sideways."""
+        self.page.evaluate(DRAWN)
         return self.page.evaluate(MISPLACED)
 
     def barriers(self, *rules: str) -> list[str]:
@@ -166,6 +168,7 @@ class Visit:
         only = {"runOnly": rules} if rules else {}
         if not self.page.evaluate("'axe' in window"):
             self.page.evaluate(AXE.read_text())  # through the debugger, which the page's policy does not bind
+        self.page.evaluate(DRAWN)
         found = self.page.evaluate("only => axe.run(document, {resultTypes: ['violations'], ...only})", only)
         return [
             f"{one['id']}: {one['help']}: {[node['html'][:200] for node in one['nodes'][:3]]}"
