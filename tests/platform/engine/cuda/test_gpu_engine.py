@@ -49,7 +49,7 @@ def test_gpu_engine_mixed_batches_answer_as_peft_does(zoo_of, family: str) -> No
     zoo = zoo_of(family)
     prompts = [(5, 6, 7), (11,), tuple(range(3, 25)), (9, 8)]
     adapters = ["plain", None, "rslora", "patterns"]
-    asked = [Asked(f"r{i}", a, p, 3) for i, (a, p) in enumerate(zip(adapters, prompts, strict=True))]
+    asked = [Asked(f"r{i}", a, p, 3 + i) for i, (a, p) in enumerate(zip(adapters, prompts, strict=True))]
     engine = small_engine(zoo)
     assert isinstance(engine._runner, GpuRunner)
     assert isinstance(engine._pipeline, AsyncPipeline)
