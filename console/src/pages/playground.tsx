@@ -76,7 +76,7 @@ export default function Playground() {
             onChange={(event) => change({ prompt: event.currentTarget.value })}
             placeholder="Who wrote the first program?"
             onKeyDown={(event) => {
-              if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && parameters.prompt) setRun((before) => before + 1);
+              if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && parameters.prompt.trim() && !chosen.includes("")) setRun((before) => before + 1);
             }}
           />
           <Group align="flex-end" gap="md">
@@ -97,7 +97,7 @@ export default function Playground() {
             ) : (
               <Button
                 leftSection={<IconPlayerPlay size={16} />}
-                disabled={!parameters.prompt.trim() || !can("inference")}
+                disabled={!parameters.prompt.trim() || chosen.includes("") || !can("inference")}
                 onClick={() => setRun((before) => before + 1)}
               >
                 Run both
