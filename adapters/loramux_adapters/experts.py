@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -138,37 +138,6 @@ class ExpertLinear:
         y[runs.rows] = changed
 
 
-class Experts(nn.Module):
-    """Replaces a mixture's experts: a gated feed-forward network for each."""
-
-    def __init__(
-        self, gate_up: ExpertLinear, down: ExpertLinear, gate: Callable[[torch.Tensor], torch.Tensor], bank: AdapterBank
-    ) -> None:
-        """`gate`: the family's own, from the rows of `gate_up` to those that `down` takes."""
-        super().__init__()
-        self._gate_up, self._down = gate_up, down
-        self._gate = gate
-        self._bank = bank
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the experts' weights."""
-        return self._gate_up.num_bytes + self._down.num_bytes
-
-    def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
-        """Map `[T, hidden_size]` to the same shape with the chosen experts `[T, k]` and their weights."""
-        routing = Routing.of(top_k_index, len(self._gate_up.linears))
-        segments = self._bank.segments
-        runs = ExpertRuns.of(routing, segments) if segments is not None else None
-        rows = self._down(self._gate(self._gate_up(hidden_states[routing.tokens], routing, runs)), routing, runs)
-        answers = torch.empty_like(rows)
-        answers[routing.order] = rows
-        weighted = answers.view(*top_k_index.shape, -1) * top_k_weights[..., None]
-        return weighted.sum(dim=1).to(hidden_states.dtype)
-
-
 class GroupedExpertLinear:
     """One linear of every expert, as one tensor: its base in one launch, and the sites of its adapters."""
 
@@ -197,19 +166,19 @@ class GroupedExpertLinear:
         return y
 
 
-class GroupedExperts(nn.Module):
-    """Replaces a mixture's experts on a GPU: routed, multiplied and added up there, without a word from the host."""
+LinearT = TypeVar("LinearT", ExpertLinear, GroupedExpertLinear)
+
+
+class _GatedExperts(nn.Module, Generic[LinearT]):
+    """A gated feed-forward network for each expert, and the adapters of their linears."""
 
     def __init__(
-        self,
-        gate_up: GroupedExpertLinear,
-        down: GroupedExpertLinear,
-        gate: Callable[[torch.Tensor], torch.Tensor],
-        bank: AdapterBank,
+        self, gate_up: LinearT, down: LinearT, gate: Callable[[torch.Tensor], torch.Tensor], bank: AdapterBank
     ) -> None:
         """`gate`: the family's own, from the rows of `gate_up` to those that `down` takes."""
         super().__init__()
-        self._gate_up, self._down = gate_up, down
+        self._gate_up: LinearT = gate_up
+        self._down: LinearT = down
         self._gate = gate
         self._bank = bank
 
@@ -217,6 +186,27 @@ class GroupedExperts(nn.Module):
     def num_bytes(self) -> int:
         """Bytes of the experts' weights."""
         return self._gate_up.num_bytes + self._down.num_bytes
+
+
+class Experts(_GatedExperts[ExpertLinear]):
+    """Replaces a mixture's experts: a gated feed-forward network for each."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Map `[T, hidden_size]` to the same shape with the chosen experts `[T, k]` and their weights."""
+        routing = Routing.of(top_k_index, len(self._gate_up.linears))
+        segments = self._bank.segments
+        runs = ExpertRuns.of(routing, segments) if segments is not None else None
+        rows = self._down(self._gate(self._gate_up(hidden_states[routing.tokens], routing, runs)), routing, runs)
+        answers = torch.empty_like(rows)
+        answers[routing.order] = rows
+        weighted = answers.view(*top_k_index.shape, -1) * top_k_weights[..., None]
+        return weighted.sum(dim=1).to(hidden_states.dtype)
+
+
+class GroupedExperts(_GatedExperts[GroupedExpertLinear]):
+    """Replaces a mixture's experts on a GPU: routed, multiplied and added up there, without a word from the host."""
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

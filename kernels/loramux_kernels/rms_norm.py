@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -30,10 +31,20 @@ def rms_norm(
         from loramux_kernels.cuda import rms_norm as triton_rms_norm
 
         return triton_rms_norm.rms_norm(x, norm, delta, factor, own)
-    y = _normalise(x, norm, delta, factor)
-    if own is not None:
-        for weight, rows in own.spans(x.shape[1]):
-            y[rows] = _normalise(x[rows], replace(norm, weight=weight), None, 1.0)
+    return _with_own(_normalise, x, norm, delta, factor, own)
+
+
+def _with_own(
+    normalise: Callable[[torch.Tensor, Norm, torch.Tensor | None, float], torch.Tensor],
+    x: torch.Tensor,
+    norm: Norm,
+    delta: torch.Tensor | None,
+    factor: float,
+    own: OwnWeights | None,
+) -> torch.Tensor:
+    y = normalise(x, norm, delta, factor)
+    for weight, rows in own.spans(x.shape[1]) if own is not None else ():
+        y[rows] = normalise(x[rows], replace(norm, weight=weight), None, 1.0)
     return y
 
 
@@ -64,11 +75,7 @@ def rms_norm_reference(
     own: OwnWeights | None = None,
 ) -> torch.Tensor:
     """`rms_norm` in torch, on any device and in any floating dtype."""
-    y = _normalise_in_torch(x, norm, delta, factor)
-    if own is not None:
-        for weight, rows in own.spans(x.shape[1]):
-            y[rows] = _normalise_in_torch(x[rows], replace(norm, weight=weight), None, 1.0)
-    return y
+    return _with_own(_normalise_in_torch, x, norm, delta, factor, own)
 
 
 def _normalise_in_torch(x: torch.Tensor, norm: Norm, delta: torch.Tensor | None, factor: float) -> torch.Tensor:

@@ -16,6 +16,9 @@ DAY = 24 * HOUR
 
 SECONDS_PER_DAY = 86_400
 
+QUIET_SECONDS = 10.0
+"""Without a request whose caller waits for so long, a server has no others: background work need not give way."""
+
 
 class TokenCounts(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of one request, one bucket or one total: read, of those found in the KV cache, and generated."""

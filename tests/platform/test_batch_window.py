@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import pytest
 
 from loramux.batches import window as window_module
-from loramux.batches.window import QUIET_SECONDS, Place, Window
+from loramux.batches.window import Place, Window
 from loramux.settings import BatchSettings
+from loramux.units import QUIET_SECONDS
 
 SETTINGS = BatchSettings(max_in_flight=6, max_in_flight_per_tenant=4, max_in_flight_beside_others=2)
 TURNS = 50

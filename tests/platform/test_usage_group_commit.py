@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from loramux.records import RecordsUnavailable
+from loramux.units import QUIET_SECONDS
 from loramux.usage import UsageClosed, group_commit
 from loramux.usage.group_commit import GroupCommit
 
@@ -192,7 +193,7 @@ async def test_patient_operations_alone_are_committed_at_once(disk: Disk, monkey
     writer = await started(disk)
     assert await asyncio.wait_for(writer.submit(1, patient=True), 10) == "1"
     await writer.submit(2)
-    writer._last_at -= group_commit.QUIET_SECONDS
+    writer._last_at -= QUIET_SECONDS
     assert await asyncio.wait_for(writer.submit(3, patient=True), 10) == "3"
     await writer.stop()
 

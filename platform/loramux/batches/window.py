@@ -20,11 +20,10 @@ from contextlib import asynccontextmanager
 
 from loramux.settings import BatchSettings
 from loramux.threads import TenantSlots
+from loramux.units import QUIET_SECONDS
 
 LOOK_SECONDS = 0.2
 """How soon lines that wait notice that the other requests have ended."""
-QUIET_SECONDS = 10.0
-"""Without another request for so long, the engine counts as idle."""
 
 
 class Place:

@@ -22,7 +22,7 @@ import msgspec
 
 from loramux.batches import Files
 from loramux.batches.files import SHADOW_OUTPUT
-from loramux.batches.window import LOOK_SECONDS, QUIET_SECONDS
+from loramux.batches.window import LOOK_SECONDS
 from loramux.constraints import AnswerFormat
 from loramux.errors import LoramuxError
 from loramux.gateway import Delta, Draining, Generation, GenerationRequest, Platform
@@ -32,7 +32,7 @@ from loramux.records.shadows import RunningShadow, ShadowRepository
 from loramux.registry import ModelNotFound
 from loramux.releases.likeness import ChoiceAnswer, compare_answers, join_answer, sums_of
 from loramux.storage import StorageError
-from loramux.units import DAY
+from loramux.units import DAY, QUIET_SECONDS
 
 Dropped = Literal["queue_full", "too_old", "day_limit", "stopped"]
 

@@ -3,8 +3,9 @@
 A durable commit costs a sync of the disk however little it holds. An idle writer commits a lone operation at once, a
 busy one takes everything that was queued meanwhile: so an operation waits for one commit before its own.
 
-Lines of a batch, for which nobody waits, would make that the rule with theirs. They are *patient*: just after others
-they wait PATIENCE to be committed together, apart from the others, and after those that wait by then.
+Lines of a batch, whose caller does not wait, would make that the rule with theirs. They are *patient*: until
+QUIET_SECONDS after another operation they wait PATIENCE to be committed together, apart from the others, and after
+those that wait by then.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
 
 from loramux.records import RecordsUnavailable
+from loramux.units import QUIET_SECONDS
 from loramux.usage.errors import UsageClosed
 
 Operation = TypeVar("Operation")
@@ -25,9 +27,6 @@ MAX_BATCH = 1024
 
 PATIENCE = 0.25
 """Seconds that patient operations wait for more of them."""
-QUIET_SECONDS = 10.0
-"""They do not wait once no other operation has come for so long."""
-
 PAUSES = (0.05, 0.25, 1.0, 3.0)
 """Seconds between attempts while the database does not answer."""
 

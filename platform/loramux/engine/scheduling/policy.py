@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from loramux.engine.request import ServiceClass
 from loramux.settings import Settings
+from loramux.units import QUIET_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class Policy:
     background_step_share: float = 0.25
     """Share of the time that a step takes however few its tokens are, by which those prompt tokens may lengthen it. A
     GPU that reads 16 GB of weights computes about 80 tokens in that time, a CPU far fewer."""
-    quiet_seconds: float = 10.0
+    quiet_seconds: float = QUIET_SECONDS
     """After a class has run, class batch gives way to it for so long: between two questions of a conversation nothing
     runs, and the next one waits for the step that it meets."""
     load_units_per_page: float = 1.0
