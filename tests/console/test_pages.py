@@ -46,6 +46,7 @@ def test_pages_with_data_in_light_and_dark_and_on_a_phone(browser: Browser, site
             visit.faults += [f"{path}, phone: {one}" for one in visit.misplaced()]
             visit.page.set_viewport_size(DESK)
             visit.page.emulate_media(color_scheme="light")
+            expect(visit.page.locator("html[data-mantine-color-scheme=light]")).to_be_attached()
         expect(visit.go("/adapters", "Adapters").get_by_role("link", name="support", exact=True)).to_be_visible()
 
 

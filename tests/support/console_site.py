@@ -58,8 +58,12 @@ OPERATOR = {
 }
 
 
-DRAWN = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
-"""Settles when a change of size or colours is drawn."""
+DRAWN = """async () => {
+  const frame = () => new Promise(requestAnimationFrame)
+  const moves = one => one.playState === 'running' && one.effect.getComputedTiming().endTime < Infinity
+  do { await frame(); await frame() } while (document.getAnimations().some(moves))
+}"""
+"""Settles when a change of size or colours is drawn: an inherited colour moves on from element to element."""
 MISPLACED = """() => {
   // Returns what a reader would call broken: a page that scrolls sideways, text that is cut, texts on each other.
   const UNSEEN = '[aria-hidden=true], .mantine-VisuallyHidden-root, .skip, script, noscript'

@@ -144,20 +144,21 @@ def _shrink_tiles(
         item = work + (task // splits // NUM_SITES + 1) * _ITEM
         rows = tl.load(item + 1) + tl.arange(0, BLOCK_ROWS).to(tl.int64)
         has_row = rows < tl.load(item + 2)
-        r = tl.load(item + 3) + tl.arange(0, BLOCK_RANK)
+        first_rank = tl.load(item + 3)
+        r = first_rank + tl.arange(0, BLOCK_RANK)
         cell = tl.load(item).to(tl.int64) * table_sites + tl.load(sites + index)
         rank = tl.load(ranks + cell)
-        has_rank = r < rank
-        stop = tl.where(tl.load(item + 3) < rank, tl.minimum((split + 1) * span, in_features), 0)
-        tiles = tl.load(a_offsets + cell * table_tiles + r // _TILE, mask=has_rank, other=0)
-        a_rows = pool + tl.multiple_of(tiles, _VECTOR)[:, None] + (r % _TILE)[:, None].to(tl.int64) * in_features
-        x_rows = x + rows[:, None] * x_stride
-        total = tl.zeros((BLOCK_ROWS, BLOCK_RANK), tl.float32)
-        for start in range(split * span, stop, BLOCK_K):
-            k = start + tl.arange(0, BLOCK_K)
-            has_k = (k < in_features)[None, :]
-            inputs = tl.load(x_rows + k[None, :], mask=has_row[:, None] & has_k, other=0.0)
-            weights = tl.load(a_rows + k[None, :], mask=has_rank[:, None] & has_k, other=0.0)
-            total = tl.dot(inputs, tl.trans(weights), total, input_precision="ieee")
-        out = v + ((split * NUM_SITES + index).to(tl.int64) * v_rows + rows[:, None]) * v_rank + r[None, :]
-        tl.store(out, total, mask=has_row[:, None] & has_rank[None, :])
+        if first_rank < rank:
+            has_rank = r < rank
+            tiles = tl.load(a_offsets + cell * table_tiles + r // _TILE, mask=has_rank, other=0)
+            a_rows = pool + tl.multiple_of(tiles, _VECTOR)[:, None] + (r % _TILE)[:, None].to(tl.int64) * in_features
+            x_rows = x + rows[:, None] * x_stride
+            total = tl.zeros((BLOCK_ROWS, BLOCK_RANK), tl.float32)
+            for start in range(split * span, tl.minimum((split + 1) * span, in_features), BLOCK_K):
+                k = start + tl.arange(0, BLOCK_K)
+                has_k = (k < in_features)[None, :]
+                inputs = tl.load(x_rows + k[None, :], mask=has_row[:, None] & has_k, other=0.0)
+                weights = tl.load(a_rows + k[None, :], mask=has_rank[:, None] & has_k, other=0.0)
+                total = tl.dot(inputs, tl.trans(weights), total, input_precision="ieee")
+            out = v + ((split * NUM_SITES + index).to(tl.int64) * v_rows + rows[:, None]) * v_rank + r[None, :]
+            tl.store(out, total, mask=has_row[:, None] & has_rank[None, :])
