@@ -35,7 +35,7 @@ def choose_format(weight: torch.Tensor) -> type[Plain | Panels | OneDnn]:
     """Return the fastest format here for unquantized weights like `weight`."""
     if weight.dtype == torch.bfloat16 and weight.device.type == "cpu":
         if has_bf16_tiles() or not multiplies_bf16_pairs() or weight.shape[1] % 2:
-            return OneDnn if _one_dnn_packs(weight) else Plain
+            return OneDnn if one_dnn_packs(weight) else Plain
         return Panels
     if weight.dtype == torch.float32 and native_for(weight) is not None:
         return Panels
@@ -115,7 +115,7 @@ class OneDnn:
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
 
 
-def _one_dnn_packs(weight: torch.Tensor) -> bool:
+def one_dnn_packs(weight: torch.Tensor) -> bool:
     """Return whether these private operators of torch exist and are right for this dtype."""
     sample = torch.eye(32, dtype=weight.dtype)
     try:
