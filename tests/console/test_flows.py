@@ -203,7 +203,7 @@ def test_wrong_key_is_refused_and_the_right_one_signs_in_and_out_by_keyboard(bro
         assert cookie["sameSite"] == "Strict"
         assert page.evaluate("document.cookie") == ""
         visit.press(page.get_by_role("button", name="Account of globex"))
-        page.wait_for_function("document.activeElement.closest('[role=menu]')")  # it moves there after it is drawn
+        page.locator("[role=menu]:focus-within").wait_for()  # the focus moves there after it is drawn
         page.keyboard.press("ArrowDown")
         expect(page.get_by_role("menuitem", name="Sign out", exact=True)).to_be_focused()
         page.keyboard.press("Enter")

@@ -202,7 +202,15 @@ def test_start_interrupted_ends_quietly_with_the_signals_code(
         assert process.wait(60) == 128 + number
     assert "Traceback" not in rest
     assert "Aborted" not in rest
-    assert not living(process.pid)
+    assert not living_after(process.pid, seconds=10)
+
+
+def living_after(group: int, seconds: float) -> list[str]:
+    """The processes of the group that have not ended; they have up to `seconds` for it, and are then still there."""
+    deadline = time.monotonic() + seconds
+    while (found := living(group)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found
 
 
 def living(group: int) -> list[str]:
