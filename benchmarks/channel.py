@@ -41,6 +41,7 @@ FACTS = ModelFacts(
     dtype="float32",
     pages_total=64,
     block_size=16,
+    kv_cache_dtype="auto",
     weights="none",
     hidden_size=64,
 )

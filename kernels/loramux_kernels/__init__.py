@@ -12,6 +12,7 @@ rows, a tile lies contiguously in one page, and `LoraTable` holds each tile's of
 
 **Paged attention** (`write_kv`, `paged_attention`). A sequence's KV lies in pages that its row of `block_table` lists
 (vLLM, Kwon et al., 2023). One call serves decoding and prefilling sequences alike; a row sees its own sequence only.
+Keys and values are of the model's dtype or in FP8 (`e4m3`).
 
 **Between the linears** (`rms_norm`, `rope_write_kv`, `gated`). Each is one pass over few rows, where a framework's
 operators are several, and an operator's own cost is most of the time.

@@ -1,11 +1,16 @@
-"""Semantics: key[page, :, offset] = new_key[t], slot_mapping[t] = page * block_size + offset; values likewise."""
+"""Semantics: key[page, :, offset] = new_key[t], slot_mapping[t] = page * block_size + offset; values likewise.
+
+In FP8, key[page, h, offset] = E4M3(new_key[t, h] / key_scale[page, h]), and a token at offset 0 sets the scale first.
+"""
 
 from __future__ import annotations
 
 import torch
 
 from loramux_kernels.device import runs_triton
+from loramux_kernels.e4m3 import encode, scale_for
 from loramux_kernels.native import native_for
+from loramux_kernels.native.abi import DTYPES
 from loramux_kernels.tables import KvLayer
 
 
@@ -25,7 +30,7 @@ def write_kv(key: torch.Tensor, value: torch.Tensor, layer: KvLayer, slot_mappin
     if key.stride(2) != 1 or value.stride(2) != 1:
         key, value = key.contiguous(), value.contiguous()
     native.loramux_write_kv(
-        key.element_size(),
+        DTYPES[key.dtype],
         layer.abi,
         *(key.data_ptr(), key.stride(0), key.stride(1)),
         *(value.data_ptr(), value.stride(0), value.stride(1)),
@@ -39,5 +44,10 @@ def write_kv_reference(key: torch.Tensor, value: torch.Tensor, layer: KvLayer, s
     """`write_kv` in torch, on any device and in any dtype."""
     page = slot_mapping // layer.block_size
     offset = slot_mapping % layer.block_size
-    layer.key[page, :, offset] = key
-    layer.value[page, :, offset] = value
+    for rows, cache, scales in ((key, layer.key, layer.key_scale), (value, layer.value, layer.value_scale)):
+        if scales is None:
+            cache[page, :, offset] = rows
+            continue
+        begins = offset == 0
+        scales[page[begins]] = scale_for(rows[begins])
+        cache[page, :, offset] = encode(rows, scales[page])

@@ -8,6 +8,7 @@ import functools
 import torch
 
 from loramux_kernels.device import runs_triton
+from loramux_kernels.e4m3 import decode
 from loramux_kernels.native import native_for
 from loramux_kernels.native.abi import DTYPES, AttentionAbi
 from loramux_kernels.tables import AttentionBatch, KvLayer
@@ -76,8 +77,8 @@ def paged_attention_reference(
     groups = query.shape[1] // layer.key.shape[1]
     for sequence, (start, stop, context) in enumerate(batch.spans):
         pages = batch.block_table[sequence, : -(-context // layer.block_size)].long()
-        key = _read_pages(layer.key, pages, context).repeat_interleave(groups, 0)
-        value = _read_pages(layer.value, pages, context).repeat_interleave(groups, 0)
+        key = _read_pages(layer.key, layer.key_scale, pages, context).repeat_interleave(groups, 0)
+        value = _read_pages(layer.value, layer.value_scale, pages, context).repeat_interleave(groups, 0)
         scores = query[start:stop].transpose(0, 1).float() @ key.transpose(1, 2) * scaling
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
@@ -89,9 +90,12 @@ def paged_attention_reference(
     return output
 
 
-def _read_pages(cache: torch.Tensor, pages: torch.Tensor, context: int) -> torch.Tensor:
+def _read_pages(cache: torch.Tensor, scales: torch.Tensor | None, pages: torch.Tensor, context: int) -> torch.Tensor:
     """The first `context` tokens of `pages` as float32 `[num_kv_heads, context, head_dim]`."""
-    return cache[pages].transpose(0, 1).flatten(1, 2)[:, :context].float()
+    held = cache[pages]
+    if scales is not None:
+        held = decode(held, scales[pages][:, :, None].expand(held.shape[:3]))
+    return held.transpose(0, 1).flatten(1, 2)[:, :context].float()
 
 
 def _visible(rows: int, context: int, window: int | None, device: torch.device) -> torch.Tensor:

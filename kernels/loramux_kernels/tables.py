@@ -204,12 +204,24 @@ class Rotation:
 
 @dataclass(frozen=True, eq=False)
 class KvLayer:
-    """One layer's keys and values: strided views into the pool, a page holding `block_size` tokens."""
+    """One layer's keys and values: strided views into the pool, a page holding `block_size` tokens.
+
+    They are of the model's dtype, or in FP8: bytes (see `e4m3`), with a scale for each page and head.
+    """
 
     key: torch.Tensor
     """[num_pages, num_kv_heads, block_size, head_dim_k]"""
     value: torch.Tensor
     """[num_pages, num_kv_heads, block_size, head_dim_v]"""
+    key_scale: torch.Tensor | None = None
+    """float32[num_pages, num_kv_heads]; None: the keys are of the model's dtype."""
+    value_scale: torch.Tensor | None = None
+    """float32[num_pages, num_kv_heads]; there where key_scale is."""
+
+    def __post_init__(self) -> None:
+        is_fp8 = self.key.dtype == torch.uint8
+        held = (self.key_scale is not None, self.value_scale is not None, self.value.dtype == torch.uint8)
+        assert held == (is_fp8,) * 3, "bytes have scales, and nothing else has"
 
     @property
     def block_size(self) -> int:
@@ -221,8 +233,13 @@ class KvLayer:
         """Addresses and strides, for the C++ operators."""
         key, value = self.key, self.value
         assert key.stride(3) == value.stride(3) == 1, "a token's row is contiguous"
+        scales = [scale for scale in (self.key_scale, self.value_scale) if scale is not None]
+        assert all(scale.stride(1) == 1 for scale in scales), "a page's scales are contiguous"
         return KvLayerAbi(
-            key.data_ptr(), value.data_ptr(), *key.stride()[:3], *value.stride()[:3],
+            key.data_ptr(), value.data_ptr(),
+            *([scale.data_ptr() for scale in scales] or [0, 0]),
+            *key.stride()[:3], *value.stride()[:3],
+            *([scale.stride(0) for scale in scales] or [0, 0]),
             self.block_size, key.shape[1], key.shape[3], value.shape[3],
         )  # fmt: skip
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -227,6 +228,12 @@ ON_RANKS = pytest.mark.parametrize(
 )
 """For tests of what must be alike on `tensor_parallel_size=ranks`. The engine is closed by the test."""
 
+LINEARS = (
+    r".*\.(qkv_proj|q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|gate_up_proj|down_proj|q_b_proj|kv_b_proj|c_fc|c_proj"
+    r"|input_linear|output_linear|out_proj|in_proj_\w+)"
+)
+"""Linears of every family, by their names."""
+
 ATTENTION = ["qkv_proj", "q_proj", "k_proj", "v_proj", "o_proj"]
 
 RECIPES = {
@@ -314,22 +321,24 @@ class Zoo:
     def ref(self, name: str) -> AdapterRef:
         return AdapterRef(digest=f"sha256:{name}", path=str(self.adapters / name))
 
-    @torch.no_grad()
     def answer(self, asked: Asked) -> list[int]:
         """PEFT's greedy tokens, one request at a time."""
         if asked not in self._answers:
-            model = self._reference
-            assert model is not None
-            ids = torch.tensor([asked.prompt])
-            keywords = dict(max_new_tokens=asked.output, do_sample=False, eos_token_id=None, pad_token_id=0)
-            if asked.adapter is None:
-                with model.disable_adapter():
-                    tokens = model.generate(input_ids=ids, **keywords)
-            else:
-                model.set_adapter(asked.adapter)
-                tokens = model.generate(input_ids=ids, **keywords)
-            self._answers[asked] = tokens[0, len(asked.prompt) :].tolist()
+            self._answers[asked] = self.generate(asked)[0]
         return self._answers[asked]
+
+    @torch.no_grad()
+    def generate(self, asked: Asked, cache: transformers.Cache | None = None) -> tuple[list[int], torch.Tensor]:
+        """PEFT's greedy tokens and their logits `[tokens, vocab]`, where keys and values lie in `cache`."""
+        model = self._reference
+        assert model is not None
+        keywords = dict(max_new_tokens=asked.output, do_sample=False, eos_token_id=None, pad_token_id=0)
+        keywords |= dict(output_logits=True, return_dict_in_generate=True, past_key_values=cache)
+        if asked.adapter is not None:
+            model.set_adapter(asked.adapter)
+        with model.disable_adapter() if asked.adapter is None else nullcontext():
+            made = model.generate(input_ids=torch.tensor([asked.prompt]), **keywords)
+        return made.sequences[0, len(asked.prompt) :].tolist(), torch.cat(made.logits)
 
     def engine(self, **engine_settings: object) -> Engine:
         return make_engine(self.base, **engine_settings)

@@ -33,12 +33,13 @@ class Case:
     def to(self, device: torch.device) -> Case:
         """The same on `device`, contiguous keys and values left out."""
         pool = self.layer.key.untyped_storage().clone()
-        pool = torch.tensor([], dtype=self.query.dtype).set_(pool).to(device)
+        pool = torch.tensor([], dtype=self.layer.key.dtype).set_(pool).to(device)
         views = (
             torch.as_strided(pool, v.shape, v.stride(), v.storage_offset()) for v in (self.layer.key, self.layer.value)
         )
+        scales = (s if s is None else s.to(device) for s in (self.layer.key_scale, self.layer.value_scale))
         batch = AttentionBatch(**{f.name: getattr(self.batch, f.name).to(device) for f in fields(self.batch)})
-        return replace(self, query=self.query.to(device), layer=KvLayer(*views), batch=batch)
+        return replace(self, query=self.query.to(device), layer=KvLayer(*views, *scales), batch=batch)
 
 
 def make_case(sequences: list[tuple[int, int]], dtype: torch.dtype, shape: Shape = Shape(), seed: int = 0) -> Case:

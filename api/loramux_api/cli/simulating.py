@@ -119,6 +119,13 @@ def _ms(milliseconds: float | None) -> str:
     help="Form of the linears' weights.",
 )
 @click.option(
+    "--kv-cache-dtype",
+    type=click.Choice(["auto", "fp8"]),
+    default="auto",
+    show_default=True,
+    help="Form of keys and values.",
+)
+@click.option(
     "--tensor-parallel-size",
     type=click.IntRange(1, 64),
     default=1,
@@ -134,6 +141,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one for each option
     itl_ms: float,
     dollars_per_hour: float | None,
     quantization: str,
+    kv_cache_dtype: str,
     tensor_parallel_size: int,
     as_json: bool,
 ) -> None:
@@ -150,7 +158,10 @@ def plan(  # noqa: PLR0913, PLR0917 - one for each option
     if dollars_per_hour is not None:
         device = msgspec.structs.replace(device, dollars_per_hour=dollars_per_hour)
     goals = Goals(ttft_ms=ttft_ms, itl_ms=itl_ms)
-    shape = msgspec.structs.replace(model_of(model), bits_per_weight=WEIGHT_BITS.get(quantization))
+    kv_bytes = 1 if kv_cache_dtype == "fp8" else None
+    shape = msgspec.structs.replace(
+        model_of(model), bits_per_weight=WEIGHT_BITS.get(quantization), bytes_per_kv_element=kv_bytes
+    )
     if tensor_parallel_size > 1:
         try:
             shape = shape.share_of(tensor_parallel_size)
@@ -158,7 +169,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one for each option
             raise ScenarioError(f"--tensor-parallel-size: {error}") from error
         device = device.of_rank(tensor_parallel_size)
     found = _search(Planner(device, shape, read_workload(workload), goals))
-    put(as_json, found, _toml(found, gpu))
+    put(as_json, found, _toml(found, gpu, kv_cache_dtype))
 
 
 def _search(planner: Planner) -> Plan:
@@ -176,7 +187,7 @@ def _search(planner: Planner) -> Plan:
         return planner.plan(show)
 
 
-def _toml(found: Plan, gpu: str) -> str:
+def _toml(found: Plan, gpu: str, kv_cache_dtype: str) -> str:
     best, goals, ranks = found.recommended, found.goals, found.memory.num_ranks
     shares = "interactive {:g}, standard {:g}, batch {:g}".format(*best.settings.class_shares)
     gpus = best.settings.gpus if DEVICES[gpu].is_shared_by_ranks else best.settings.gpus * ranks
@@ -197,6 +208,7 @@ def _toml(found: Plan, gpu: str) -> str:
             f"max_num_batched_tokens = {best.settings.max_num_batched_tokens}",
             f"max_num_seqs = {best.settings.max_num_seqs}",
             f"block_size = {best.settings.block_size}",
+            *([f'kv_cache_dtype = "{kv_cache_dtype}"'] if kv_cache_dtype != "auto" else []),
             *([f"tensor_parallel_size = {ranks}"] if ranks > 1 else []),
         ]
     )

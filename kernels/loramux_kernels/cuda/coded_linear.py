@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from loramux_kernels.cuda.e4m3 import from_e4m3
 from loramux_kernels.cuda.launch import Launch
 from loramux_kernels.quantized_weight import TABLES, QuantizedWeight, is_nibbles
 
@@ -96,11 +97,8 @@ def _coded_linear(
             value = (code - 8).to(tl.float32)
         elif CODING == "int8":
             value = ((code ^ 128) - 128).to(tl.float32)
-        else:  # E4M3: moved bits are a normal float's, and subnormals are counted in units of 2^-9
-            rest = code & 127
-            normal = ((rest << 20) + (120 << 23)).to(tl.float32, bitcast=True)
-            value = tl.where(rest < 8, rest.to(tl.float32) * 0.001953125, normal)
-            value = tl.where(code > 127, -value, value)
+        else:
+            value = from_e4m3(code)
         at = of_groups + (k // group)[:, None]
         if HAS_OFFSETS:
             value = value - tl.load(offsets + at, mask=inside, other=0.0)

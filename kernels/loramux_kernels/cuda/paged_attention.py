@@ -7,6 +7,9 @@ balance are merged by a third, always in the same order.
 The softmax is computed online (Milakov and Gimelshein, 2018; FlashAttention, Dao et al., 2022): each stretch of context
 rescales the sums so far to the largest score seen. Cutting one context over several programs and merging their results
 by log-sum-exp is Flash-Decoding (Dao et al., 2023): out = sum_p exp(lse[p]) * partial[p] / sum_p exp(lse[p]).
+
+In FP8 keys' codes become the query's dtype, exactly, and their pages' scales multiply the scores. Values are what they
+were in that dtype, scale included: weights times scales could overflow float16.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from loramux_kernels.cuda.attention_plan import (
     AttentionTiles,
     plan_attention,
 )
+from loramux_kernels.cuda.e4m3 import from_e4m3, scale_arguments
 from loramux_kernels.cuda.launch import Launch, resident_programs, run_all
 from loramux_kernels.tables import AttentionBatch, KvLayer
 
@@ -93,6 +97,7 @@ def prepare_attention(
         "query_head": query.stride(1),
         **_strides("key", layer.key),
         **_strides("value", layer.value),
+        **scale_arguments(layer),
         "table_stride": batch.block_table.stride(0),
         "PAGE": layer.block_size,
         "KEY_DIM": key_dim,
@@ -118,22 +123,25 @@ def _strides(name: str, cache: torch.Tensor) -> dict[str, int]:
     return {f"{name}_{axis}": cache.stride(i) for i, axis in enumerate(("page", "head", "token"))}
 
 
-def _block_tokens(rows: int, dim: int, dtype: torch.dtype) -> int:
-    """Tokens of context at a time: what the registers hold of their addresses and scores."""
+def _block_tokens(rows: int, dim: int, dtype: torch.dtype, is_fp8: bool) -> int:
+    """Tokens of context at a time: what the registers hold of their addresses and scores, and of widened codes."""
     if dtype == torch.float32:
         return 16
-    return 64 if dim <= 64 or (dim <= 128 and rows == SHORT_ROWS) else 32
+    return 64 if dim <= 64 or (dim <= 128 and rows == SHORT_ROWS and not is_fp8) else 32
 
 
-def _stages(rows: int, same_width: bool, dtype: torch.dtype) -> int:
+def _stages(rows: int, same_width: bool, dtype: torch.dtype, is_fp8: bool) -> int:
     """Return Triton's stages.
 
     A key's address comes from the block table, and its value follows: five stages make two buffers of each, so that a
     block is on its way while another is multiplied; three make one. High tiles are bound by their products and have no
-    registers left; neither has a kernel for keys and values of different widths on sm_90.
+    registers left; neither has a kernel for keys and values of different widths on sm_90. In FP8 all but the highest
+    have room for two.
     """
     if dtype == torch.float32:
         return 1
+    if is_fp8:
+        return 5 if rows <= 32 else 3
     return 5 if rows == SHORT_ROWS and same_width else 3
 
 
@@ -148,16 +156,18 @@ def _launches(
         "partial_lse": query.new_empty(shape, dtype=torch.float32),
         "BLOCK_ROWS": tiles.rows,
     }
+    is_fp8 = attend["key_scale"] is not None
     widest = max(attend["BLOCK_KEY"], shared["BLOCK_VALUE"])
     arguments = {
         **shared,
         **attend,
         "work": tiles.items.work,
-        "BLOCK_TOKENS": _block_tokens(tiles.rows, widest, query.dtype),
+        "BLOCK_TOKENS": _block_tokens(tiles.rows, widest, query.dtype, is_fp8),
     }
     grid = (resident_programs(query.device, PROGRAMS),)
     same_width = attend["BLOCK_KEY"] == shared["BLOCK_VALUE"]
-    launches = [Launch(_attend, grid, arguments, num_warps=4, num_stages=_stages(tiles.rows, same_width, query.dtype))]
+    stages = _stages(tiles.rows, same_width, query.dtype, is_fp8)
+    launches = [Launch(_attend, grid, arguments, num_warps=4, num_stages=stages)]
     if tiles.merges is not None:
         arguments = {**shared, "work": tiles.merges.work}
         launches.append(Launch(merge_partials, grid, arguments, num_warps=4, num_stages=1))
@@ -170,7 +180,8 @@ def _attend(
     partial_lse: tl.tensor, work: tl.tensor, block_table: tl.tensor, sinks: tl.tensor, scaling: tl.tensor,
     softcap: tl.tensor, window: tl.tensor, query_token: tl.tensor, query_head: tl.tensor, key_page: tl.tensor,
     key_head: tl.tensor, key_token: tl.tensor, value_page: tl.tensor, value_head: tl.tensor, value_token: tl.tensor,
-    table_stride: tl.tensor, output_token: tl.tensor,
+    table_stride: tl.tensor, output_token: tl.tensor, key_scale: tl.tensor, value_scale: tl.tensor,
+    key_scale_page: tl.tensor, value_scale_page: tl.tensor,
     KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
@@ -204,6 +215,11 @@ def _attend(
             seen += whole // BLOCK_TOKENS * BLOCK_TOKENS
         keys = key_cache + head * key_head
         values = value_cache + head * value_head
+        key_scales = key_scale
+        value_scales = value_scale
+        if key_scale is not None:
+            key_scales += head
+            value_scales += head
         pages = block_table + tl.load(item).to(tl.int64) * table_stride
         sums, total, highest = absorb(
             q,
@@ -212,6 +228,8 @@ def _attend(
             highest,
             keys,
             values,
+            key_scales,
+            value_scales,
             pages,
             first_token,
             seen,
@@ -223,6 +241,8 @@ def _attend(
             key_token,
             value_page,
             value_token,
+            key_scale_page,
+            value_scale_page,
             KEY_DIM,
             VALUE_DIM,
             PAGE,
@@ -238,6 +258,8 @@ def _attend(
             highest,
             keys,
             values,
+            key_scales,
+            value_scales,
             pages,
             seen,
             stop,
@@ -249,6 +271,8 @@ def _attend(
             key_token,
             value_page,
             value_token,
+            key_scale_page,
+            value_scale_page,
             KEY_DIM,
             VALUE_DIM,
             PAGE,
@@ -272,9 +296,10 @@ def _attend(
 @triton.jit
 def absorb(
     q: tl.tensor, sums: tl.tensor, total: tl.tensor, highest: tl.tensor, keys: tl.tensor, values: tl.tensor,
-    pages: tl.tensor, start: tl.tensor, stop: tl.tensor, position: tl.tensor, scaling: tl.tensor,
-    softcap: tl.tensor, window: tl.tensor, key_page: tl.tensor, key_token: tl.tensor, value_page: tl.tensor,
-    value_token: tl.tensor,
+    key_scales: tl.tensor, value_scales: tl.tensor, pages: tl.tensor, start: tl.tensor, stop: tl.tensor,
+    position: tl.tensor, scaling: tl.tensor, softcap: tl.tensor, window: tl.tensor, key_page: tl.tensor,
+    key_token: tl.tensor, value_page: tl.tensor, value_token: tl.tensor, key_scale_page: tl.tensor,
+    value_scale_page: tl.tensor,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK_KEY: tl.constexpr,
     BLOCK_VALUE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, MASKED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
@@ -290,7 +315,11 @@ def absorb(
         page = tl.load(pages + token // PAGE, mask=exists, other=0).to(tl.int64)
         key = keys + (page * key_page + (token % PAGE) * key_token)[:, None] + d[None, :]
         k = tl.load(key, mask=exists[:, None] & (d < KEY_DIM)[None, :], other=0.0)
+        if key_scales is not None:
+            k = from_e4m3(k).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scaling
+        if key_scales is not None:
+            scores *= tl.load(key_scales + page * key_scale_page, mask=exists, other=1.0)[None, :]
         if softcap is not None:
             scores = softcap * (1.0 - 2.0 / (tl.exp(scores * (2.0 / softcap)) + 1.0))
         scores *= _LOG2_E
@@ -307,6 +336,9 @@ def absorb(
         total = total * decay + tl.sum(weights, axis=1)
         value = values + (page * value_page + (token % PAGE) * value_token)[:, None] + e[None, :]
         v = tl.load(value, mask=exists[:, None] & (e < VALUE_DIM)[None, :], other=0.0)
+        if value_scales is not None:
+            value_scale = tl.load(value_scales + page * value_scale_page, mask=exists, other=1.0)
+            v = (from_e4m3(v) * value_scale[:, None]).to(q.dtype)
         sums = tl.dot(weights.to(v.dtype), v, sums * decay[:, None], input_precision="ieee")
         highest = new_highest
     return sums, total, highest

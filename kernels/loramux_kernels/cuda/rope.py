@@ -1,4 +1,8 @@
-"""Semantics: q = turn(norm(q)) in place; key[page, :, offset] = turn(norm(k)); value[page, :, offset] = v."""
+"""Semantics: q = turn(norm(q)) in place; key[page, :, offset] = turn(norm(k)); value[page, :, offset] = v.
+
+In FP8 turned keys are rounded to the queries' dtype first, and stored as `kv_cache` stores them, by two launches: each
+token, with its queries, is one launch's.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-from loramux_kernels.cuda.launch import Launch
+from loramux_kernels.cuda.e4m3 import magnitude, page_scale, passes, reciprocal, scale_arguments, to_e4m3
+from loramux_kernels.cuda.kv_cache import store_heads
+from loramux_kernels.cuda.launch import Launch, run_all
 from loramux_kernels.tables import KvLayer, Norm, Rotation
 
 
@@ -20,12 +26,13 @@ def rope_write_kv(
     query_norm: Norm | None,
     key_norm: Norm | None,
 ) -> None:
-    """Turn queries in place and store turned keys, and values, in one launch. Arguments as for the public operator.
+    """Turn queries in place and store turned keys, and values, in one launch, or in FP8 in two.
 
-    A token whose slot is negative is not stored, so that padding rows of a captured step need no page.
+    Arguments as for the public operator. A token whose slot is negative is not stored, so that padding rows of a
+    captured step need no page.
     """
     if len(query):
-        prepare_rope(query, key, value, rotation, layer, slot_mapping, query_norm, key_norm).run()
+        run_all(prepare_rope(query, key, value, rotation, layer, slot_mapping, query_norm, key_norm))
 
 
 def prepare_rope(
@@ -37,8 +44,8 @@ def prepare_rope(
     slot_mapping: torch.Tensor,
     query_norm: Norm | None,
     key_norm: Norm | None,
-) -> Launch:
-    """The launch that does it: a program for each token and key head, with the query heads that read that head."""
+) -> list[Launch]:
+    """The launches that do it: a program for each token and key head, with the query heads that read that head."""
     tensors = {"query": query, "key": key, "value": value, "key_cache": layer.key, "value_cache": layer.value}
     assert all(tensor.stride(-1) == 1 for tensor in tensors.values()), "each head's vector is contiguous"
     assert rotation is None or rotation.cos.stride() == rotation.sin.stride(), "cos and sin lie alike"
@@ -51,6 +58,7 @@ def prepare_rope(
     for name in ("key_cache", "value_cache"):
         arguments |= {f"{name}_{axis}": tensors[name].stride(i) for i, axis in enumerate(("page", "head", "token"))}
     arguments |= {
+        **scale_arguments(layer),
         "cos": None if rotation is None else rotation.cos,
         "sin": None if rotation is None else rotation.sin,
         "rotation_token": 0 if rotation is None else rotation.cos.stride(0),
@@ -69,55 +77,70 @@ def prepare_rope(
         "BLOCK_REST": triton.next_power_of_2(max(key_dim - rotary, 1)),
         "BLOCK_VALUE": triton.next_power_of_2(value.shape[2]),
     }
-    return Launch(_rope_write_kv, (tokens, kv_heads), arguments, num_warps=2, num_stages=1)
+    grid = (tokens, kv_heads)
+    return [
+        Launch(_rope_write_kv, grid, arguments | {"BEGINS": begins}, num_warps=2, num_stages=1)
+        for begins in passes(layer)
+    ]
 
 
 @triton.jit
 def _rope_write_kv(
-    query: tl.tensor, key: tl.tensor, value: tl.tensor, key_cache: tl.tensor, value_cache: tl.tensor, cos: tl.tensor,
-    sin: tl.tensor, query_weight: tl.tensor, key_weight: tl.tensor, slot_mapping: tl.tensor, eps: tl.tensor,
-    block_size: tl.tensor, rotation_token: tl.tensor, query_token: tl.tensor, query_head: tl.tensor,
-    key_token: tl.tensor, key_head: tl.tensor, value_token: tl.tensor, value_head: tl.tensor,
-    key_cache_page: tl.tensor, key_cache_head: tl.tensor, key_cache_token: tl.tensor, value_cache_page: tl.tensor,
-    value_cache_head: tl.tensor, value_cache_token: tl.tensor,
+    query: tl.tensor, key: tl.tensor, value: tl.tensor, key_cache: tl.tensor, value_cache: tl.tensor,
+    key_scale: tl.tensor, value_scale: tl.tensor, cos: tl.tensor, sin: tl.tensor, query_weight: tl.tensor,
+    key_weight: tl.tensor, slot_mapping: tl.tensor, eps: tl.tensor, block_size: tl.tensor, rotation_token: tl.tensor,
+    query_token: tl.tensor, query_head: tl.tensor, key_token: tl.tensor, key_head: tl.tensor, value_token: tl.tensor,
+    value_head: tl.tensor, key_cache_page: tl.tensor, key_cache_head: tl.tensor, key_cache_token: tl.tensor,
+    value_cache_page: tl.tensor, value_cache_head: tl.tensor, value_cache_token: tl.tensor, key_scale_page: tl.tensor,
+    value_scale_page: tl.tensor,
     ROUNDS_FIRST: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, HALF: tl.constexpr,
     VALUE_DIM: tl.constexpr, BLOCK_GROUP: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr, BEGINS: tl.constexpr,
 ) -> None:  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
+    slot = tl.load(slot_mapping + token)
+    if BEGINS is not None:  # noqa: SIM102 - known when compiling; what is nested in it is not
+        if (slot % block_size == 0) != BEGINS:
+            return
     if cos is not None:
         cos += token * rotation_token
         sin += token * rotation_token
     heads = query + token * query_token + kv_head * GROUP * query_head
     _turn(
-        heads, query_head, heads, query_head, cos, sin, query_weight, eps,
-        ROUNDS_FIRST, GROUP, KEY_DIM, HALF, BLOCK_GROUP, BLOCK_HALF, BLOCK_REST,
+        heads, query_head, heads, query_head, None, cos, sin, query_weight, eps,
+        ROUNDS_FIRST, GROUP, KEY_DIM, HALF, BLOCK_GROUP, BLOCK_HALF, BLOCK_REST, None,
     )  # fmt: skip
-    slot = tl.load(slot_mapping + token)
     if slot >= 0:
         page = slot // block_size
         offset = slot % block_size
+        if BEGINS is not None:
+            key_scale += page * key_scale_page + kv_head
+            value_scale += page * value_scale_page + kv_head
         to_key = key_cache + page * key_cache_page + kv_head * key_cache_head + offset * key_cache_token
         _turn(
-            key + token * key_token + kv_head * key_head, key_head, to_key, 0, cos, sin, key_weight, eps,
-            ROUNDS_FIRST, 1, KEY_DIM, HALF, 1, BLOCK_HALF, BLOCK_REST,
+            key + token * key_token + kv_head * key_head, key_head, to_key, 0, key_scale, cos, sin, key_weight, eps,
+            ROUNDS_FIRST, 1, KEY_DIM, HALF, 1, BLOCK_HALF, BLOCK_REST, BEGINS,
         )  # fmt: skip
-        element = tl.arange(0, BLOCK_VALUE)
-        found = tl.load(value + token * value_token + kv_head * value_head + element, mask=element < VALUE_DIM)
         to_value = value_cache + page * value_cache_page + kv_head * value_cache_head + offset * value_cache_token
-        tl.store(to_value + element, found, mask=element < VALUE_DIM)
+        store_heads(
+            value + token * value_token + kv_head * value_head, 0, to_value, 0, value_scale,
+            1, VALUE_DIM, 1, BLOCK_VALUE, BEGINS,
+        )  # fmt: skip
 
 
 @triton.jit
 def _turn(
-    source: tl.tensor, source_head: tl.tensor, target: tl.tensor, target_head: tl.tensor, cos: tl.tensor,
-    sin: tl.tensor, weight: tl.tensor, eps: tl.tensor,
+    source: tl.tensor, source_head: tl.tensor, target: tl.tensor, target_head: tl.tensor, scales: tl.tensor,
+    cos: tl.tensor, sin: tl.tensor, weight: tl.tensor, eps: tl.tensor,
     ROUNDS_FIRST: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, BEGINS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Normalise and turn HEADS vectors; a vector is its first half of turning elements, its second, and the rest."""
-    dtype: tl.constexpr = target.dtype.element_ty
+    """Normalise and turn HEADS vectors; a vector is its first half of turning elements, its second, and the rest.
+
+    Without BEGINS they stay of their dtype; else they are stored as E4M3 in units of the page's `scales`.
+    """
+    dtype: tl.constexpr = source.dtype.element_ty
     head = tl.arange(0, BLOCK_HEADS)[:, None]
     pair = tl.arange(0, BLOCK_HALF)[None, :]
     other = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
@@ -140,12 +163,29 @@ def _turn(
         first = (first * tl.load(weight + pair, mask=pair < HALF, other=0.0)).to(dtype).to(tl.float32)
         second = (second * tl.load(weight + HALF + pair, mask=pair < HALF, other=0.0)).to(dtype).to(tl.float32)
         rest = rest * tl.load(weight + other, mask=other < DIM, other=0.0)
-    to = target + head.to(tl.int64) * target_head
     if cos is not None:
         cos_first = tl.load(cos + pair, mask=pair < HALF, other=0.0).to(tl.float32)
         sin_first = tl.load(sin + pair, mask=pair < HALF, other=0.0).to(tl.float32)
         cos_second = tl.load(cos + HALF + pair, mask=pair < HALF, other=0.0).to(tl.float32)
         sin_second = tl.load(sin + HALF + pair, mask=pair < HALF, other=0.0).to(tl.float32)
-        tl.store(to + pair, (first * cos_first - second * sin_first).to(dtype), mask=in_pair)
-        tl.store(to + HALF + pair, (second * cos_second + first * sin_second).to(dtype), mask=in_pair)
-    tl.store(to + other, rest.to(dtype), mask=in_rest)
+        turned = (first * cos_first - second * sin_first).to(dtype)
+        second = (second * cos_second + first * sin_second).to(dtype)
+        first = turned
+    rest = rest.to(dtype)
+    if BEGINS is not None:
+        rest = rest.to(tl.float32)
+        largest = tl.max(magnitude(rest), axis=1)
+        if cos is not None:
+            first = first.to(tl.float32)
+            second = second.to(tl.float32)
+            largest = tl.maximum(largest, tl.max(tl.maximum(magnitude(first), magnitude(second)), axis=1))
+        inverse = reciprocal(page_scale(scales + head, largest[:, None], head < HEADS, BEGINS))
+        rest = to_e4m3(rest * inverse)
+        if cos is not None:
+            first = to_e4m3(first * inverse)
+            second = to_e4m3(second * inverse)
+    to = target + head.to(tl.int64) * target_head
+    if cos is not None:
+        tl.store(to + pair, first, mask=in_pair)
+        tl.store(to + HALF + pair, second, mask=in_pair)
+    tl.store(to + other, rest, mask=in_rest)

@@ -39,6 +39,9 @@ from loramux_kernels.tables import (
     Segments,
 )
 
+HEAD_DIMS = ((64, 64), (80, 80), (128, 128), (192, 128), (256, 256))
+"""Of keys and of values."""
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -51,7 +54,7 @@ class Variant:
 def all_variants() -> list[Variant]:
     """Return every variant that has to compile."""
     return [
-        *(*_lora(), *_rescale(), *_attention(), *_write_kv(), *_between_linears(), *_coded()),
+        *(*_lora(), *_rescale(), *_attention(), *_write_kv(), *_between_linears(), *_rope(), *_coded()),
         *(*_mixture(), *_sampling(), *_token_mask()),
     ]
 
@@ -94,15 +97,20 @@ def _rescale() -> Iterator[Variant]:
 
 
 def _attention() -> Iterator[Variant]:
-    for dims in ((64, 64), (80, 80), (128, 128), (192, 128), (256, 256)):
+    for dims in HEAD_DIMS:
         yield from _attention_step(*dims, torch.bfloat16)
+        yield from _attention_step(*dims, torch.bfloat16, is_fp8=True)
     for dim in (64, 128, 256):
         yield from _attention_step(dim, dim, torch.bfloat16, sliding_window=4096, softcap=50.0, sinks=torch.empty(16))
         yield from _attention_step(dim, dim, torch.float32)
     yield from _attention_step(128, 128, torch.float16)
+    features = {"sliding_window": 4096, "softcap": 50.0, "sinks": torch.empty(16)}
+    yield from _attention_step(128, 128, torch.bfloat16, is_fp8=True, **features)
 
 
-def _attention_step(key_dim: int, value_dim: int, dtype: torch.dtype, **features: Any) -> Iterator[Variant]:
+def _attention_step(
+    key_dim: int, value_dim: int, dtype: torch.dtype, *, is_fp8: bool = False, **features: Any
+) -> Iterator[Variant]:
     """A step with a decoding sequence, whose context is cut and merged, and one in prefill."""
     rows, context = 257, 4096
     batch = AttentionBatch(
@@ -113,20 +121,22 @@ def _attention_step(key_dim: int, value_dim: int, dtype: torch.dtype, **features
     )
     query = torch.empty(rows, 16, key_dim, dtype=dtype)
     output = torch.empty(rows, 16, value_dim, dtype=dtype)
-    launches = prepare_attention(query, _kv(key_dim, value_dim, dtype), batch, 0.1, output, **features)
-    name = f"{key_dim}x{value_dim}-{_short(dtype)}" + ("-window-softcap-sinks" if features else "")
+    layer = _fp8_kv(key_dim, value_dim) if is_fp8 else _kv(key_dim, value_dim, dtype)
+    launches = prepare_attention(query, layer, batch, 0.1, output, **features)
+    name = f"{key_dim}x{value_dim}-{_short(dtype)}{'-fp8' * is_fp8}" + ("-window-softcap-sinks" if features else "")
     for launch in launches:
         stage = launch.kernel.__name__.strip("_").removesuffix("_partials")
         yield Variant(f"{stage}-{launch.arguments['BLOCK_ROWS']}-{name}", launch)
 
 
 def _write_kv() -> Iterator[Variant]:
-    for key_dim, value_dim in ((64, 64), (128, 128), (192, 128), (256, 256)):
-        key = torch.empty(4, 4, key_dim, dtype=torch.bfloat16)
-        value = torch.empty(4, 4, value_dim, dtype=torch.bfloat16)
-        layer = _kv(key_dim, value_dim, torch.bfloat16)
-        launch = prepare_write_kv(key, value, layer, torch.zeros(4, dtype=torch.int64))
+    slots = torch.zeros(4, dtype=torch.int64)
+    for key_dim, value_dim in HEAD_DIMS:
+        key, value = (torch.empty(4, 4, dim, dtype=torch.bfloat16) for dim in (key_dim, value_dim))
+        (launch,) = prepare_write_kv(key, value, _kv(key_dim, value_dim, torch.bfloat16), slots)
         yield Variant(f"write-kv-{key_dim}x{value_dim}-bf16", launch)
+        for launch in prepare_write_kv(key, value, _fp8_kv(key_dim, value_dim), slots):
+            yield Variant(f"write-kv-{_order(launch)}-{key_dim}x{value_dim}-bf16-fp8", launch)
 
 
 def _between_linears() -> Iterator[Variant]:
@@ -141,16 +151,31 @@ def _between_linears() -> Iterator[Variant]:
         for activation in ("silu", "gelu_tanh"):
             launch = prepare_gated(gate, up, activation, torch.empty(4, 14_336, dtype=dtype))
             yield Variant(f"gated-{activation}-{_short(dtype)}", launch)
-    for dim, rotary, normed in ((128, 128, False), (96, 72, False), (256, 256, True)):
-        query, key, value = torch.empty(4, 48 * dim, dtype=torch.bfloat16).split((32 * dim, 8 * dim, 8 * dim), dim=1)
+
+
+def _rope() -> Iterator[Variant]:
+    norm_of = {dim: Norm(torch.empty(dim), 1e-5, rounds_first=True) for dim in (128, 256)}
+    for dim, rotary, norm in ((128, 128, None), (96, 72, None), (256, 256, norm_of[256])):
         layer = KvLayer(*(torch.empty(2, 8, 16, dim, dtype=torch.bfloat16) for _ in range(2)))
-        head_norm = Norm(torch.empty(dim), 1e-5, rounds_first=True) if normed else None
-        rotation = Rotation(*(torch.empty(4, rotary, dtype=torch.bfloat16) for _ in range(2)))
-        query, key, value = (part.view(4, -1, dim) for part in (query, key, value))
-        launch = prepare_rope(
-            query, key, value, rotation, layer, torch.zeros(4, dtype=torch.int64), head_norm, head_norm
-        )
-        yield Variant(f"rope-{rotary}-of-{dim}" + ("-normed" if normed else ""), launch)
+        (launch,) = _rope_launches(layer, rotary, norm)
+        yield Variant(f"rope-{rotary}-of-{dim}" + ("-normed" if norm else ""), launch)
+    for key_dim, value_dim in HEAD_DIMS:
+        norm = norm_of.get(key_dim)
+        for launch in _rope_launches(_fp8_kv(key_dim, value_dim), key_dim, norm):
+            name = f"rope-{_order(launch)}-{key_dim}x{value_dim}-bf16-fp8"
+            yield Variant(name + ("-normed" if norm else ""), launch)
+
+
+def _rope_launches(layer: KvLayer, rotary: int, norm: Norm | None) -> list[Launch]:
+    """Four query heads on each head of keys, all slices of one joined output."""
+    heads, key_dim, value_dim = layer.key.shape[1], layer.key.shape[3], layer.value.shape[3]
+    widths = (4 * heads * key_dim, heads * key_dim, heads * value_dim)
+    parts = torch.empty(4, sum(widths), dtype=torch.bfloat16).split(widths, dim=1)
+    query, key, value = (
+        part.unflatten(1, (-1, dim)) for part, dim in zip(parts, (key_dim, key_dim, value_dim), strict=True)
+    )
+    rotation = Rotation(*(torch.empty(4, rotary, dtype=torch.bfloat16) for _ in range(2)))
+    return prepare_rope(query, key, value, rotation, layer, torch.zeros(4, dtype=torch.int64), norm, norm)
 
 
 def _coded() -> Iterator[Variant]:
@@ -213,6 +238,18 @@ def _token_mask() -> Iterator[Variant]:
 
 def _kv(key_dim: int, value_dim: int, dtype: torch.dtype) -> KvLayer:
     return KvLayer(torch.empty(2, 4, 16, key_dim, dtype=dtype), torch.empty(2, 4, 16, value_dim, dtype=dtype))
+
+
+def _fp8_kv(key_dim: int, value_dim: int) -> KvLayer:
+    return KvLayer(
+        *(torch.empty(2, 4, 16, dim, dtype=torch.uint8) for dim in (key_dim, value_dim)),
+        *(torch.empty(2, 4) for _ in range(2)),
+    )
+
+
+def _order(launch: Launch) -> str:
+    """Which of a page's tokens a launch stores in FP8."""
+    return "first" if launch.arguments["BEGINS"] else "others"
 
 
 def _short(dtype: torch.dtype) -> str:

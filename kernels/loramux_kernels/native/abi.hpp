@@ -51,7 +51,9 @@ struct LoraTableAbi {
 
 struct KvLayerAbi {
     void *key, *value;
+    float *key_scale, *value_scale;  // null: keys and values are of the queries' dtype, else in FP8
     int64_t key_page, key_head, key_token, value_page, value_head, value_token;  // strides in elements
+    int64_t key_scale_page, value_scale_page;
     int64_t block_size, num_kv_heads, key_dim, value_dim;
 };
 

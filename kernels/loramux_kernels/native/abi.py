@@ -42,8 +42,9 @@ class KvLayerAbi(ctypes.Structure):
     """A KvLayer's addresses and its strides in elements."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("key", "value")),
+        *((name, c_void_p) for name in ("key", "value", "key_scale", "value_scale")),
         *((f"{tensor}_{axis}", c_int64) for tensor in ("key", "value") for axis in ("page", "head", "token")),
+        *((f"{tensor}_scale_page", c_int64) for tensor in ("key", "value")),
         *((name, c_int64) for name in ("block_size", "num_kv_heads", "key_dim", "value_dim")),
     )
 
@@ -124,7 +125,7 @@ SIGNATURES = {
     ),
     "loramux_attention": (c_int, POINTER(AttentionAbi), POINTER(KvLayerAbi), POINTER(AttentionBatchAbi), c_int),
     "loramux_write_kv": (
-        c_int64, POINTER(KvLayerAbi), c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int,
+        c_int, POINTER(KvLayerAbi), c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int,
     ),
     "loramux_rms_norm": (c_int, POINTER(RmsNormAbi), c_int),
     "loramux_rope": (c_int, POINTER(RopeAbi), POINTER(KvLayerAbi), c_int),

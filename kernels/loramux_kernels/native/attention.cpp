@@ -4,6 +4,7 @@
 // Chunks of context start at multiples of CHUNK whatever the step, and a masked position adds exactly nothing: a row's
 // answer does not depend on the rows beside it, nor on how its prompt was cut.
 #include <atomic>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -42,9 +43,12 @@ struct Scratch {
     }
 };
 
-template <class T>
+// Queries of T over keys and values that are stored as S: T itself, or FP8 with scales, which are powers of two and may
+// therefore multiply scores and weights instead of every element.
+template <class T, class S>
 class Attention {
-    using U = Unit<T>;
+    static constexpr bool HAS_SCALES = !std::is_same_v<T, S>;
+    using U = Unit<std::conditional_t<HAS_SCALES, float, T>>;
 
    public:
     Attention(const AttentionAbi& call, const KvLayerAbi& layer, const AttentionBatchAbi& batch)
@@ -102,7 +106,8 @@ class Attention {
     }
 
     struct Context {
-        const T *key, *value;   // of the kv head, in page 0
+        const S *key, *value;   // of the kv head, in page 0
+        int64_t kv_head;
         const int32_t* pages;
         int64_t rows;           // of query and head together
         int64_t position;       // of the first query row
@@ -113,7 +118,8 @@ class Attention {
     // Where a chunk's tokens are; pages are looked up, not divided for, token by token.
     struct Chunk {
         int64_t start, tokens;
-        const T *key[CHUNK], *value[CHUNK];
+        const S *key[CHUNK], *value[CHUNK];
+        alignas(64) float key_scale[CHUNK], value_scale[CHUNK];  // where there are scales
     };
 
     void find(const Context& c, int64_t start, Chunk& chunk) const {
@@ -121,14 +127,21 @@ class Attention {
         chunk.tokens = c.stop - start < CHUNK ? c.stop - start : CHUNK;
         int64_t page = start / layer.block_size, offset = start % layer.block_size;
         for (int64_t t = 0; t < chunk.tokens; page++, offset = 0) {
-            const T* key = c.key + c.pages[page] * layer.key_page;
-            const T* value = c.value + c.pages[page] * layer.value_page;
+            const S* key = c.key + c.pages[page] * layer.key_page;
+            const S* value = c.value + c.pages[page] * layer.value_page;
             for (; offset < layer.block_size && t < chunk.tokens; offset++, t++) {
                 chunk.key[t] = key + offset * layer.key_token;
                 chunk.value[t] = value + offset * layer.value_token;
+                if constexpr (HAS_SCALES) {
+                    chunk.key_scale[t] = layer.key_scale[c.pages[page] * layer.key_scale_page + c.kv_head];
+                    chunk.value_scale[t] = layer.value_scale[c.pages[page] * layer.value_scale_page + c.kv_head];
+                }
             }
         }
-        for (int64_t t = chunk.tokens; t > 0 && t % 16; t++) chunk.key[t] = chunk.key[0];  // whole vectors; masked later
+        for (int64_t t = chunk.tokens; t > 0 && t % 16; t++) {  // whole vectors; masked later
+            chunk.key[t] = chunk.key[0];
+            chunk.key_scale[t] = chunk.value_scale[t] = 0.f;
+        }
     }
 
     Context context_of(const Item& item) const {
@@ -136,8 +149,9 @@ class Attention {
         int64_t after = batch.cu_seqlens[item.sequence + 1] - first_row;
         int64_t position = batch.context_lens[item.sequence] - after;
         int64_t hidden = call.sliding_window > 0 ? position - call.sliding_window + 1 : 0;
-        return {(const T*)layer.key + item.head * layer.key_head,
-                (const T*)layer.value + item.head * layer.value_head,
+        return {(const S*)layer.key + item.head * layer.key_head,
+                (const S*)layer.value + item.head * layer.value_head,
+                item.head,
                 batch.block_table + item.sequence * batch.max_blocks,
                 item.count * heads_per_kv,
                 position,
@@ -162,8 +176,8 @@ class Attention {
         std::memset(scratch.sums, 0, c.rows * padded_value_dim * sizeof(float));
     }
 
-    static void fetch(const T* row, int64_t width) {
-        for (int64_t d = 0; d < width; d += 64 / sizeof(T)) __builtin_prefetch(row + d);
+    static void fetch(const S* row, int64_t width) {
+        for (int64_t d = 0; d < width; d += 64 / sizeof(S)) __builtin_prefetch(row + d);
     }
 
     // keys[group][unit][16 tokens]; the next chunk's keys are fetched on the way
@@ -232,6 +246,7 @@ class Attention {
             f32x16 s[GROUPS], high = splat(scratch.highest[row]);
             for (int g = 0; g < groups; g++) {
                 s[g] = load(scores + g * 16) * call.scaling;
+                if constexpr (HAS_SCALES) s[g] *= load(chunk.key_scale + g * 16);
                 if (call.softcap > 0) s[g] = call.softcap * tanh(s[g] / call.softcap);
                 i32x16 token = lane + g * 16;
                 s[g] = blend((token >= (int)from) & (token <= (int)last), s[g], splat(MASKED));
@@ -241,8 +256,9 @@ class Attention {
             f32x16 sums = {};
             for (int g = 0; g < groups; g++) {
                 f32x16 weight = exp(s[g] - highest);
-                store(scores + g * 16, weight);
                 sums += weight;
+                if constexpr (HAS_SCALES) weight *= load(chunk.value_scale + g * 16);
+                store(scores + g * 16, weight);
             }
             float scale = exp(splat(scratch.highest[row] - highest))[0];
             scratch.rescale[row] = scale;
@@ -306,5 +322,11 @@ using namespace loramux;
 
 LORAMUX_EXPORT void loramux_attention(int dtype, const AttentionAbi* call, const KvLayerAbi* layer,
                                       const AttentionBatchAbi* batch, int threads) {
-    on_dtype(dtype, [&](auto zero) { Attention<decltype(zero)>(*call, *layer, *batch).run(threads); });
+    on_dtype(dtype, [&](auto zero) {
+        using T = decltype(zero);
+        if (layer->key_scale)
+            Attention<T, e4m3>(*call, *layer, *batch).run(threads);
+        else
+            Attention<T, T>(*call, *layer, *batch).run(threads);
+    });
 }

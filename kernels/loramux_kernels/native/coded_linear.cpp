@@ -18,7 +18,6 @@ namespace loramux {
 namespace {
 
 typedef int8_t i8x16 __attribute__((vector_size(16)));
-typedef uint8_t u8x16 __attribute__((vector_size(16)));
 
 constexpr int PANEL = 32;
 constexpr int64_t STRETCH = 256;  // 256 * 32767 * 255 < 2^31: sums of a stretch cannot overflow
@@ -190,9 +189,7 @@ struct E4m3 : Floats {
         __m256i moved = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)w)), 7);
         return (f32x16)_mm512_cvtph_ps(_mm256_and_si256(moved, _mm256_set1_epi16((short)0xbfff)));  // the sign came twice
 #else
-        i32x16 bytes = sixteen_bytes(w), sign = (bytes & 0x80) << 24, rest = bytes & 0x7f;
-        f32x16 normal = bits_of<f32x16>((rest << 20) + (120 << 23)), small = __builtin_convertvector(rest, f32x16) * 0x1p-9f;
-        return bits_of<f32x16>(bits_of<i32x16>(blend(rest < 8, small, normal)) | sign);
+        return load((const e4m3*)w);
 #endif
     }
     static void add(Sum& sum, Decoded w, const Element* x) { sum += w * *x; }

@@ -1,9 +1,7 @@
 // Rotary embedding of queries, in place, and of keys on their way to the pages; values go there as they are.
 #include <cmath>
 
-#include "abi.hpp"
-#include "parallel.hpp"
-#include "simd.hpp"
+#include "kv_rows.hpp"
 
 namespace loramux {
 namespace {
@@ -42,22 +40,22 @@ void write_head(const float* from, int64_t dim, const R* cos, const R* sin, int6
 }
 
 template <class T, class R>
-void store_token(const RopeAbi& call, const KvLayerAbi& layer, int64_t t, float* buffer) {
+void store_token(const RopeAbi& call, const KvLayerAbi& layer, int64_t t) {
+    alignas(64) float buffer[MAX_HEAD_DIM];
+    T turned[MAX_HEAD_DIM];
     const R *cos = (const R*)call.cos + t * call.rotary_dim, *sin = (const R*)call.sin + t * call.rotary_dim;
     T* query = (T*)call.query + t * call.query_token;
-    const T *key = (const T*)call.key + t * call.key_token, *value = (const T*)call.value + t * call.value_token;
     for (int64_t h = 0; h < call.num_heads; h++) {
         T* head = query + h * call.query_head;
         read_head(head, layer.key_dim, call.query_norm, buffer);
         write_head(buffer, layer.key_dim, cos, sin, call.rotary_dim, head);
     }
-    const int64_t page = call.slots[t] / layer.block_size, offset = call.slots[t] % layer.block_size;
-    T* keys = (T*)layer.key + page * layer.key_page + offset * layer.key_token;
-    T* values = (T*)layer.value + page * layer.value_page + offset * layer.value_token;
+    const KvRows keys = KvRows::keys(layer), values = KvRows::values(layer);
     for (int64_t h = 0; h < layer.num_kv_heads; h++) {
-        read_head(key + h * call.key_head, layer.key_dim, call.key_norm, buffer);
-        write_head(buffer, layer.key_dim, cos, sin, call.rotary_dim, keys + h * layer.key_head);
-        std::memcpy(values + h * layer.value_head, value + h * call.value_head, layer.value_dim * sizeof(T));
+        read_head((const T*)call.key + t * call.key_token + h * call.key_head, layer.key_dim, call.key_norm, buffer);
+        write_head(buffer, layer.key_dim, cos, sin, call.rotary_dim, turned);
+        keys.put(call.slots[t], h, turned);
+        values.put(call.slots[t], h, (const T*)call.value + t * call.value_token + h * call.value_head);
     }
 }
 
@@ -65,11 +63,8 @@ template <class T, class R>
 void store_tokens(const RopeAbi& call, const KvLayerAbi& layer, int threads) {
     const int64_t heads = call.num_heads + 2 * layer.num_kv_heads;
     const int64_t bytes = 2 * call.tokens * heads * layer.key_dim * (int64_t)sizeof(T);
-    on_threads(threads_for(bytes, threads), [&](int thread, int team) {
-        alignas(64) float buffer[MAX_HEAD_DIM];
-        const int64_t last = share(call.tokens, thread + 1, team);
-        for (int64_t t = share(call.tokens, thread, team); t < last; t++) store_token<T, R>(call, layer, t, buffer);
-    });
+    for_tokens(layer, call.slots, call.tokens, threads_for(bytes, threads),
+               [&](int64_t t) { store_token<T, R>(call, layer, t); });
 }
 
 }  // namespace

@@ -16,12 +16,16 @@ typedef float f32x16 __attribute__((vector_size(64)));
 typedef int32_t i32x16 __attribute__((vector_size(64)));
 typedef uint32_t u32x16 __attribute__((vector_size(64)));
 typedef uint16_t u16x16 __attribute__((vector_size(32)));
+typedef uint8_t u8x16 __attribute__((vector_size(16)));
 
 struct bf16 {
     uint16_t bits;
 };
 struct f16 {
     uint16_t bits;
+};
+struct e4m3 {
+    uint8_t bits;
 };
 
 inline f32x16 splat(float x) { return x - f32x16{}; }
@@ -142,6 +146,38 @@ inline f32x16 blend(i32x16 take_a, f32x16 a, f32x16 b) {
 
 inline f32x16 max(f32x16 a, f32x16 b) { return blend(a > b, a, b); }
 
+// E4M3: a sign, four bits of exponent with a bias of 7, three of mantissa; 0x7f is NaN, and there is no infinity.
+
+inline f32x16 load(const e4m3* p) {
+    u8x16 narrow;
+    std::memcpy(&narrow, p, sizeof narrow);
+    i32x16 bytes = __builtin_convertvector(narrow, i32x16), sign = (bytes & 0x80) << 24, rest = bytes & 0x7f;
+#if defined(__AVX512F__)  // by way of half precision, whose subnormals cost nothing; the biases differ by 8
+    __m256i half = _mm512_cvtepi32_epi16((__m512i)(rest << 7));
+    f32x16 size = (f32x16)_mm512_cvtph_ps(half) * 256.f;
+#else  // moved bits are a normal float's; subnormals are counted in units of 2^-9
+    f32x16 normal = bits_of<f32x16>((rest << 20) + (120 << 23)), small = __builtin_convertvector(rest, f32x16) * 0x1p-9f;
+    f32x16 size = blend(rest < 8, small, normal);
+#endif
+    size = blend(rest == 0x7f, splat(__builtin_nanf("")), size);
+    return bits_of<f32x16>(bits_of<i32x16>(size) | sign);
+}
+
+// Rounded to nearest even; what is larger than 448 becomes 448.
+inline void store(e4m3* p, f32x16 v) {
+    i32x16 bits = bits_of<i32x16>(v), is_nan = v != v;
+    f32x16 size = bits_of<f32x16>(bits & 0x7fffffff);
+    size = blend(size > splat(448.f), splat(448.f), size);
+    i32x16 s = bits_of<i32x16>(size);
+    i32x16 normal = ((s + 0x7ffff + ((s >> 20) & 1)) >> 20) - (120 << 3);
+    i32x16 small = bits_of<i32x16>(size + 16384.f) - bits_of<i32x16>(splat(16384.f));  // the sum's last bit stands for 2^-9
+    i32x16 is_small = size < splat(0x1p-6f);
+    i32x16 code = (is_small & small) | (~is_small & normal);
+    code = (is_nan & 0x7f) | (~is_nan & code) | ((bits >> 24) & 0x80);
+    u8x16 narrow = __builtin_convertvector(code, u8x16);
+    std::memcpy(p, &narrow, sizeof narrow);
+}
+
 // e^x within 2 units in the last place for x up to 88; 0 below the smallest normal number; NaN stays NaN. Coefficients: Cephes, expf.
 inline f32x16 exp(f32x16 x) {
     const float shifter = 12582912.f;  // 1.5 * 2^23: adding and taking it away rounds to a whole number
@@ -186,8 +222,10 @@ inline f32x16 tanh(f32x16 x) {
 template <class T>
 struct Unit {
     static constexpr int elements = 1;
-    static f32x16 load(const T* p) { return loramux::load(p); }
-    static f32x16 load_first(const T* p, int64_t left) { return loramux::load_first(p, left); }
+    template <class From>
+    static f32x16 load(const From* p) { return loramux::load(p); }
+    template <class From>
+    static f32x16 load_first(const From* p, int64_t left) { return loramux::load_first(p, left); }
     static f32x16 add_product(f32x16 sum, f32x16 a, f32x16 b) { return sum + a * b; }
 };
 

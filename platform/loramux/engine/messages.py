@@ -336,6 +336,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     pages_total: int
     block_size: int
+    kv_cache_dtype: str
+    """auto (that of `dtype`) or fp8."""
     weights: str
     """A digest of samples of every weight: equal engines of a base have loaded the same checkpoint in the same way."""
     hidden_size: int

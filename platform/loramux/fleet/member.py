@@ -238,12 +238,13 @@ def conflict_of(facts: ModelFacts, others: ModelFacts) -> str | None:
 
     It has to compute the same tokens, and to hold every request that the gateway lets in.
     """
-    for name in ("dtype", "weights", "vocab_size", "eos_token_ids", "sampling_defaults", "block_size"):
+    alike = ("dtype", "weights", "vocab_size", "eos_token_ids", "sampling_defaults", "block_size", "kv_cache_dtype")
+    for name in alike:
         mine, theirs = getattr(facts, name), getattr(others, name)
         if mine != theirs:
             return (
                 f"it differs from the base's other engines in {name}: {mine} against {theirs}; give all of them the "
-                "same checkpoint, dtype and quantization"
+                "same checkpoint, [model] settings, block_size and kv_cache_dtype"
             )
     if facts.context < others.context:
         return (

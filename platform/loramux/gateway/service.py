@@ -124,7 +124,7 @@ class ServedBase:
     def fingerprint(self) -> str:
         """A name for the backend, which changes when the backend does."""
         facts = self.facts
-        backend = f"{version('loramux')} {facts.dtype} {facts.vocab_size} {facts.max_model_len}"
+        backend = f"{version('loramux')} {facts.dtype} {facts.kv_cache_dtype} {facts.vocab_size} {facts.max_model_len}"
         return "fp_" + hashlib.sha256(backend.encode()).hexdigest()[:12]
 
 

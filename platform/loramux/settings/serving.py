@@ -63,6 +63,9 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """The longest prompt and answer together. Unset: the model's own limit."""
     block_size: Annotated[int, Meta(ge=1, le=256)] = 16
     """Tokens of a page."""
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """How keys and values are held. auto: in the model's dtype. fp8: in eight bits (E4M3) with a scale for each page,
+    layer and head: pages of half the bytes, or a quarter in float32, at the cost of slightly different answers."""
     pool_bytes: Annotated[int, Meta(ge=1)] | None = None
     """Bytes of the pool, which KV and adapters share; each rank has one. Unset: as gpu_memory_utilization says, 2 GiB
     on a CPU."""

@@ -129,6 +129,8 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     bytes_per_element: Count = 2
     bits_per_weight: Annotated[float, Meta(gt=0)] | None = None
     """Of a quantized layer's linears, with their scales; None: those of an element."""
+    bytes_per_kv_element: Count | None = None
+    """1 in FP8, whose scales (8 bytes for each page, layer and head) are not counted; None: those of an element."""
     lora_targets: tuple[str, ...] = ("q", "k", "v", "o", "gate", "up", "down")
     """Linears that adapters change."""
     max_model_len: Count = 8192
@@ -207,7 +209,7 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     @property
     def kv_bytes_per_token(self) -> int:
         """Keys and values of all layers."""
-        return 2 * self.bytes_per_element * self.num_hidden_layers * self.linears["k"][1]
+        return 2 * (self.bytes_per_kv_element or self.bytes_per_element) * self.num_hidden_layers * self.linears["k"][1]
 
     @property
     def weights_per_rank(self) -> int:

@@ -68,7 +68,7 @@ def test_fused_layers_compute_the_logits_of_transformers(tmp_path, family: str) 
     for dtype, slack in ((torch.float32, 4.0), (torch.bfloat16, 1.5)):
         model = load_checkpoint(zoo.base, str(dtype).removeprefix("torch."), torch.device("cpu")).eval()
         model.requires_grad_(False)
-        layout = KvLayout(probe_layers(model), BLOCK)
+        layout = KvLayout(probe_layers(model), BLOCK, model.dtype.itemsize)
         own = logits(model, layout, inputs)
         assert fuse_layers(model, layout.layers) == len(layout.layers)
         fused = logits(model, layout, inputs)
@@ -90,7 +90,7 @@ def test_fused_layers_replace_every_gated_network(tmp_path, family: str) -> None
 
 def test_layer_with_an_unknown_norm_is_left_alone(tmp_path) -> None:
     model = load_checkpoint(Zoo("llama", tmp_path).base, "float32", torch.device("cpu"))
-    layout = KvLayout(probe_layers(model), BLOCK)
+    layout = KvLayout(probe_layers(model), BLOCK, model.dtype.itemsize)
     model.model.layers[1].input_layernorm = torch.nn.LayerNorm(64)
     assert fuse_layers(model, layout.layers) == 2
     assert not isinstance(model.model.layers[1], FusedLayer)

@@ -150,7 +150,7 @@ def test_gpu_pool_leaves_room_for_everything_else(monkeypatch) -> None:
     """Of 1000 MB with 700 free, at 0.9: 600 MB less activations, in pages that each bring their share of the tables."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (700_000_000, 1_000_000_000))
     settings = Settings(model=ModelSettings(path="", served_model_name="m"))
-    layout = KvLayout((LayerShape(2, 16, 16),) * 3, block_size=16)
+    layout = KvLayout((LayerShape(2, 16, 16),) * 3, block_size=16, itemsize=4)
     model = SimpleNamespace(device=CPU, dtype=torch.float32)
     bank = bank_of(num_sites=7, max_rank=32, num_pages=1, max_slots=5)
     row_bytes = bank.slot_bytes

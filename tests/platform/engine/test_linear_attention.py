@@ -119,7 +119,7 @@ def test_hybrid_on_a_gpu_is_refused_with_the_way_out(dense: Zoo, monkeypatch: py
 
 def on_meta(model, settings):
     """Find the layout, and move the model to a device that is no CPU."""
-    layout = KvLayout(probe_layers(model), settings.engine.block_size)
+    layout = KvLayout(probe_layers(model), settings.engine.block_size, model.dtype.itemsize)
     model.to("meta")
     return layout, 0
 

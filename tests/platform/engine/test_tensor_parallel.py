@@ -9,7 +9,7 @@ import time
 from contextlib import closing
 
 import pytest
-from adapter_zoo import FAMILIES, RECIPES, SERVED, SMALL, Asked, Zoo, serve, to_request
+from adapter_zoo import FAMILIES, LINEARS, RECIPES, SERVED, SMALL, Asked, Zoo, serve, to_request
 from eager_drafts import draft_always
 from preempting import preempting
 
@@ -21,10 +21,6 @@ from loramux_adapters.sharding import WHOLE, CannotShard, rules_of
 EVERY_MODEL = [None, *RECIPES]
 OFTEN = ("phi3", "olmo2", "gpt_oss", "deepseek_v3", "qwen3_next")
 """Families that differ in what is cut: joined projections, norms over all heads, experts, latents, states."""
-LINEARS = (
-    r".*\.(qkv_proj|q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|gate_up_proj|down_proj|q_b_proj|kv_b_proj|c_fc|c_proj"
-    r"|input_linear|output_linear|out_proj|in_proj_\w+)"
-)
 
 
 def ranked(zoo: Zoo, size: int = 2, **settings: object) -> Engine:

@@ -103,6 +103,14 @@ class OtherCheckpoint(ScriptedEngine):
         return msgspec.structs.replace(FACTS, weights="fine-tuned")
 
 
+class OtherCache(ScriptedEngine):
+    """Rounds keys and values."""
+
+    async def start(self) -> ModelFacts:
+        await super().start()
+        return msgspec.structs.replace(FACTS, kv_cache_dtype="fp8")
+
+
 class SmallerPool(ScriptedEngine):
     """Holds a shorter request than the others."""
 
@@ -344,7 +352,13 @@ def test_engine_that_does_not_load_leaves_the_others_serving(caplog: pytest.LogC
     in_fleet(test, ScriptedEngine, BrokenEngine)
 
 
-def test_engine_with_another_checkpoint_is_not_used_and_says_what_differs(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [(OtherCheckpoint, "weights: fine-tuned against tiny"), (OtherCache, "kv_cache_dtype: fp8 against auto")],
+)
+def test_engine_with_another_checkpoint_is_not_used_and_says_what_differs(
+    caplog: pytest.LogCaptureFixture, kind: type[ScriptedEngine], said: str
+) -> None:
     async def test(fleet: Fleet) -> None:
         (_, refused) = fleet.group.statuses()
         assert refused.state is EngineState.LOST
@@ -353,10 +367,10 @@ def test_engine_with_another_checkpoint_is_not_used_and_says_what_differs(caplog
         for number in range(6):
             assert (await fleet.end_of(f"r{number}")).finish_reason == "length"
         assert fleet.lives[1].requests == []
-        assert "weights: fine-tuned against tiny" in refused.problem
+        assert said in refused.problem
         await fleet.until(lambda: fleet.group.statuses()[1].state is EngineState.READY)  # with the right one
 
-    in_fleet(test, ScriptedEngine, OtherCheckpoint)
+    in_fleet(test, ScriptedEngine, kind)
     assert "tiny-1 is not used" in caplog.text
 
 

@@ -170,6 +170,16 @@ def test_plan_of_a_base_that_fits_only_quantized_or_on_ranks(traffic: Path) -> N
     assert "num_attention_heads of 64 cannot be divided among 3 ranks" in run(*command, "3")[2]
 
 
+def test_plan_of_keys_and_values_in_fp8_has_twice_the_pages(traffic: Path) -> None:
+    command = ["plan", "--workload", str(traffic), "--gpu", "h100", "--model", "llama-3.1-8b", "--json"]
+    whole, half = (json.loads(run(*command, *more)[1]) for more in ((), ("--kv-cache-dtype", "fp8")))
+    tokens = [plan["memory"]["pages"] * plan["recommended"]["settings"]["block_size"] for plan in (whole, half)]
+    assert tokens[1] == pytest.approx(2 * tokens[0], rel=0.001)
+    assert half["memory"]["weight_bytes"] == whole["memory"]["weight_bytes"]
+    out = run(*command[:-1], "--kv-cache-dtype", "fp8")[1]
+    assert 'kv_cache_dtype = "fp8"' in out
+
+
 def test_plan_prints_settings_that_can_be_pasted(traffic: Path) -> None:
     command = [
         "plan",

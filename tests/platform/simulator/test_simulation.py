@@ -119,6 +119,8 @@ def test_model_sizes_are_those_of_the_literature() -> None:
     # Llama-3.1-8B-Instruct-AWQ-INT4 has 5.7 GB of files: codes, half-precision scales, embedding and head.
     int4 = msgspec.structs.replace(llama, bits_per_weight=WEIGHT_BITS["int4"])
     assert int4.weight_bytes == pytest.approx(5.9e9, rel=0.05)
+    fp8_kv = msgspec.structs.replace(llama, bytes_per_kv_element=1)
+    assert (2 * fp8_kv.kv_bytes_per_token, fp8_kv.weight_bytes) == (llama.kv_bytes_per_token, llama.weight_bytes)
     assert (int4.kv_bytes_per_token, int4.adapter_bytes(16)) == (llama.kv_bytes_per_token, llama.adapter_bytes(16))
 
 

@@ -261,6 +261,7 @@ def facts(plan: Plan) -> ModelFacts:
         dtype="float32",
         pages_total=plan.pages,
         block_size=plan.block_size,
+        kv_cache_dtype="auto",
         weights="simulated",
         hidden_size=8,
     )

@@ -119,7 +119,7 @@ def assemble_share(
             f"model.quantization = {settings.model.quantization!r}, and the checkpoint is quantized already; remove it."
         )
     layout, activation_bytes = _probe(model, settings)
-    states = StateLayout.of(model, layout.page_elements * model.dtype.itemsize)
+    states = StateLayout.of(model, layout.page_bytes)
     if states.layers and model.device.type != "cpu":
         raise UnsupportedModel(
             f"model_type {model.config.model_type!r} has layers with linear attention, which are served on CPUs only; "
@@ -248,7 +248,8 @@ def _probe(model: PreTrainedModel, settings: Settings) -> tuple[KvLayout, int]:
     with torch.inference_mode():
         shapes = probe_layers(model, settings.engine.max_num_batched_tokens if on_gpu else 2)
     peak = torch.cuda.max_memory_allocated(model.device) if on_gpu else 0
-    return KvLayout(shapes, settings.engine.block_size), peak - before
+    is_fp8 = settings.engine.kv_cache_dtype == "fp8"
+    return KvLayout(shapes, settings.engine.block_size, model.dtype.itemsize, is_fp8), peak - before
 
 
 def _gpu_pool_bytes(
@@ -258,13 +259,11 @@ def _gpu_pool_bytes(
     share of the tables."""
     free, total = torch.cuda.mem_get_info(model.device)
     left = int(free - (1 - settings.engine.gpu_memory_utilization) * total) - beside
-    page_bytes = layout.page_elements * model.dtype.itemsize
-    return int(left * page_bytes / (page_bytes + table_bytes))
+    return int(left * layout.page_bytes / (layout.page_bytes + table_bytes))
 
 
 def _pool_elements(num_bytes: int, model: PreTrainedModel, layout: KvLayout, num_ranks: int) -> int:
-    page_bytes = layout.page_elements * model.dtype.itemsize
-    num_pages = num_bytes // page_bytes
+    num_pages = num_bytes // layout.page_bytes
     if model.device.type == "cpu" and num_bytes * num_ranks > (
         memory := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     ):
@@ -275,7 +274,7 @@ def _pool_elements(num_bytes: int, model: PreTrainedModel, layout: KvLayout, num
         )
     if num_pages < 1:
         raise UnsupportedModel(
-            f"A pool of {num_bytes} bytes is less than one page of {page_bytes}; raise engine.pool_bytes"
+            f"A pool of {num_bytes} bytes is less than one page of {layout.page_bytes}; raise engine.pool_bytes"
             f" or, on a GPU, engine.gpu_memory_utilization."
         )
     return num_pages * layout.page_elements
@@ -285,9 +284,9 @@ def _ensure_tiles_fit(sites: Mapping[str, Site], layout: KvLayout) -> None:
     """Refuse pages that cannot hold the widest rank tile: valid adapters could not be loaded."""
     widest = RANK_TILE * max(max(site.in_features, site.out_features) for site in sites.values())
     if widest > layout.page_elements:
-        needed = -(-widest * layout.block_size // layout.page_elements)
         raise UnsupportedModel(
-            f"engine.block_size = {layout.block_size} makes pages too small for this base's adapters; use {needed}+."
+            f"engine.block_size = {layout.block_size} makes pages too small for this base's adapters; use "
+            f"{layout.block_size_for(widest)}+."
         )
 
 

@@ -7,6 +7,7 @@ sequence's own pages, so the packed batch of one needs no mask and no cache obje
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -63,33 +64,71 @@ NO_KV = LayerShape(0, 0, 0)
 """Of a layer with linear attention."""
 
 
+SCALE_BYTES = torch.float32.itemsize
+ALIGNMENT = 16
+"""Bytes of which pages in FP8, and the scales that they begin with, are a multiple."""
+
+
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """Layout of a page of `block_size` tokens: layer after layer, keys `[heads, tokens, dim]`, then values likewise."""
+    """Layout of a page of `block_size` tokens: layer after layer, keys `[heads, tokens, dim]`, then values likewise.
+
+    In FP8 the scales of all heads stand before them, float32, in the same order.
+    """
 
     layers: tuple[LayerShape, ...]
     block_size: int
+    itemsize: int
+    """Bytes of an element of the pool."""
+    is_fp8: bool = False
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page."""
+        num_bytes = self._scale_bytes + self.block_size * self.token_bytes
+        return _aligned(num_bytes) if self.is_fp8 else num_bytes
 
     @property
     def page_elements(self) -> int:
         """Elements of one page."""
-        return self.block_size * sum(layer.elements for layer in self.layers)
+        return self.page_bytes // self.itemsize
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's keys and values."""
+        return sum(layer.elements for layer in self.layers) * (1 if self.is_fp8 else self.itemsize)
+
+    def block_size_for(self, elements: int) -> int:
+        """Return the smallest block size whose pages hold `elements` elements."""
+        return -(-(elements * self.itemsize - self._scale_bytes) // self.token_bytes)
 
     def views(self, pool: torch.Tensor) -> list[KvLayer]:
         """Return each layer's keys and values as strided views of the flat pool."""
         num_pages = pool.numel() // self.page_elements
-        views, start = [], 0
+        cells = pool.view(torch.uint8) if self.is_fp8 else pool
+        scales = pool.view(torch.float32) if self.is_fp8 else None
+        start, scale_start, views = self._scale_bytes, 0, []
         for layer in self.layers:
-            key = self._view(pool, num_pages, layer.num_kv_heads, layer.key_dim, start)
-            start += layer.num_kv_heads * self.block_size * layer.key_dim
-            value = self._view(pool, num_pages, layer.num_kv_heads, layer.value_dim, start)
-            start += layer.num_kv_heads * self.block_size * layer.value_dim
-            views.append(KvLayer(key, value))
+            sides, its_scales = [], []
+            for dim in (layer.key_dim, layer.value_dim):
+                shape = (num_pages, layer.num_kv_heads, self.block_size, dim)
+                stride = (self.page_bytes // cells.element_size(), self.block_size * dim, dim, 1)
+                sides.append(torch.as_strided(cells, shape, stride, start))
+                start += math.prod(shape[1:])
+                if scales is not None:
+                    to_page = self.page_bytes // SCALE_BYTES
+                    its_scales.append(torch.as_strided(scales, shape[:2], (to_page, 1), scale_start))
+                    scale_start += layer.num_kv_heads
+            views.append(KvLayer(*sides, *its_scales))
         return views
 
-    def _view(self, pool: torch.Tensor, pages: int, heads: int, dim: int, start: int) -> torch.Tensor:
-        stride = (self.page_elements, self.block_size * dim, dim, 1)
-        return torch.as_strided(pool, (pages, heads, self.block_size, dim), stride, start)
+    @property
+    def _scale_bytes(self) -> int:
+        return _aligned(2 * SCALE_BYTES * sum(layer.num_kv_heads for layer in self.layers)) if self.is_fp8 else 0
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True, eq=False)

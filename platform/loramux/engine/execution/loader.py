@@ -106,7 +106,10 @@ def _plan(settings: Settings, base: BaseDescription, sharding: Sharding) -> None
     """Log what the base will take of this machine's memory. Raises UnsupportedModel where that is too much."""
     directory, engine = Path(settings.model.path), settings.engine
     itemsize = itemsize_of(sharding.config, settings.model.dtype, torch.device("cpu"))
-    plan = plan_memory(directory, base, sharding, itemsize, pool_bytes_of(settings), engine.block_size)
+    has_fp8_kv = engine.kv_cache_dtype == "fp8"
+    plan = plan_memory(
+        directory, base, sharding, itemsize, pool_bytes_of(settings), engine.block_size, has_fp8_kv=has_fp8_kv
+    )
     plan.check(machine_memory())
     logger.info("loading %s: %s", settings.model.served_model_name, plan)
 
@@ -149,17 +152,19 @@ def _served(
         dtype=str(model.dtype).removeprefix("torch."),
         pages_total=share.num_pages,
         block_size=settings.engine.block_size,
+        kv_cache_dtype=settings.engine.kv_cache_dtype,
         weights=share.digest,
         state_pages=states.num_pages,
         hidden_size=base.hidden_size,
         sampling_defaults=defaults or SamplingDefaults(),
     )
     logger.info(
-        "serving %s in %s on %s, linears in %s, %.2f GB of weights a step%s: %d pages of %d tokens",
+        "serving %s in %s on %s, linears in %s, KV in %s, %.2f GB of weights a step%s: %d pages of %d tokens",
         settings.model.served_model_name,
         facts.dtype,
         model.device,
         facts.dtype if settings.model.quantization == "none" else settings.model.quantization,
+        facts.dtype if facts.kv_cache_dtype == "auto" else facts.kv_cache_dtype,
         share.weight_bytes / 1e9,
         f" on each of {team.size} ranks" if team is not None else "",
         share.num_pages,

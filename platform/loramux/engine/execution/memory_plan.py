@@ -65,9 +65,16 @@ class MemoryPlan:
 
 
 def plan_memory(
-    directory: Path, base: BaseDescription, sharding: Sharding, itemsize: int, pool_bytes: int, block_size: int
+    directory: Path,
+    base: BaseDescription,
+    sharding: Sharding,
+    itemsize: int,
+    pool_bytes: int,
+    block_size: int,
+    *,
+    has_fp8_kv: bool = False,
 ) -> MemoryPlan:
-    """Plan for weights of `itemsize` bytes an element, and for codes as they are held.
+    """Plan for weights and keys of `itemsize` bytes an element, and for codes as they are held.
 
     Raises UnsupportedModel where the files are not safetensors.
     """
@@ -83,7 +90,7 @@ def plan_memory(
         sharding.size,
         weight_bytes,
         pool_bytes,
-        _page_elements(sharding, block_size) * itemsize,
+        _page_bytes(sharding, block_size, itemsize, has_fp8_kv),
         TYPICAL_RANK * itemsize * sum(map(sum, widths.values())),
         is_quantized=form is not None,
     )
@@ -94,9 +101,9 @@ def machine_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _page_elements(sharding: Sharding, block_size: int) -> int:
-    """Return the elements of a page by a forward without memory; 0 for models whose forward needs values."""
+def _page_bytes(sharding: Sharding, block_size: int, itemsize: int, has_fp8_kv: bool) -> int:
+    """Return the bytes of a page by a forward without memory; 0 for models whose forward needs values."""
     try:
-        return KvLayout(probe_layers(empty_model(sharding)), block_size).page_elements
+        return KvLayout(probe_layers(empty_model(sharding)), block_size, itemsize, has_fp8_kv).page_bytes
     except UnsupportedModel:  # some mixtures: which experts compute depends on values
         return 0

@@ -11,6 +11,7 @@ import pytest
 import torch
 from adapter_zoo import RECIPES, Asked, Zoo, load, serve, to_request
 from formats import FormatZoo
+from fp8_cache import Fp8Cache
 from llguidance import LLMatcher
 from recorded_steps import recorded
 from tiny_base import make_base
@@ -76,6 +77,21 @@ def watch(graphs: DecodeGraphs | DecoderGraphs) -> list[tuple[int, object]]:
     """Return the (rows, kind) of the recordings that are replayed from now on."""
     graphs._graphs = Watched(graphs._graphs)
     return graphs._graphs.replayed
+
+
+@pytest.mark.slow
+def test_gpu_engine_keys_and_values_in_fp8_answer_as_peft_does_over_such_a_cache(zoo_of) -> None:
+    """Prompts that begin a page in one step, end one in another, and answers that begin the next."""
+    zoo = zoo_of("llama")
+    prompts = [tuple(range(3, 3 + count)) for count in (46, 5, 57, 48)]
+    asked = [
+        Asked(f"r{i}", name, p, 5)
+        for i, (name, p) in enumerate(zip(["plain", None, "rslora", None], prompts, strict=True))
+    ]
+    engine = small_engine(zoo, kv_cache_dtype="fp8", block_size=48, max_model_len=96)
+    engine._runner.bank.pool.fill_(float("nan"))
+    got = serve(zoo, engine, asked, arrivals=[0, 0, 1, 2])
+    assert got == {request.name: zoo.generate(request, Fp8Cache(48))[0] for request in asked}
 
 
 def test_gpu_engine_adapters_of_every_format_are_replayed(tmp_path) -> None:
