@@ -3,8 +3,9 @@
 E4M3 (Micikevicius et al., FP8 formats for deep learning, 2022) has four bits of exponent, three of mantissa, no
 infinities, and 448 as its largest number. A page's scale comes from the row of its first token alone, so that what a
 page holds does not depend on how a prompt was cut into steps, nor on when its other rows came. It is a power of two:
-scores and sums can be multiplied with it in any order, exactly. The first row's largest element lies at 32 to 64 of
-448, so that later rows may be 7 times as large before they are cut off.
+scores and sums can be multiplied with it in any order, exactly. The first row's largest element lies at 2 to 4 of 448,
+so that later rows may be a hundred times as large before they are cut off: a model's first token, on which heads rest
+their attention, often has values far smaller than all others. Rows a hundred times smaller keep their mantissa.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import torch
 
 LARGEST = 448.0
-HEADROOM = 5
+HEADROOM = 1
 """The largest element of a page's first row is at least 2 to this power, in units of the scale, and below twice it."""
 LEAST_EXPONENT = -100
 """Rows whose elements all lie below 2 to this power, and rows that are not finite, have a scale of 1."""

@@ -126,7 +126,7 @@ def _strides(name: str, cache: torch.Tensor) -> dict[str, int]:
 def _block_tokens(rows: int, dim: int, dtype: torch.dtype, is_fp8: bool) -> int:
     """Tokens of context at a time: what the registers hold of their addresses and scores, and of widened codes."""
     if dtype == torch.float32:
-        return 16
+        return 32 if is_fp8 and dim <= 128 else 16
     return 64 if dim <= 64 or (dim <= 128 and rows == SHORT_ROWS and not is_fp8) else 32
 
 

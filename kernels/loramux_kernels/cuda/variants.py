@@ -100,12 +100,14 @@ def _attention() -> Iterator[Variant]:
     for dims in HEAD_DIMS:
         yield from _attention_step(*dims, torch.bfloat16)
         yield from _attention_step(*dims, torch.bfloat16, is_fp8=True)
+    features: dict[str, Any] = {"sliding_window": 4096, "softcap": 50.0, "sinks": torch.empty(16)}
     for dim in (64, 128, 256):
-        yield from _attention_step(dim, dim, torch.bfloat16, sliding_window=4096, softcap=50.0, sinks=torch.empty(16))
+        yield from _attention_step(dim, dim, torch.bfloat16, **features)
+        yield from _attention_step(dim, dim, torch.bfloat16, is_fp8=True, **features)
         yield from _attention_step(dim, dim, torch.float32)
+    for dtype in (torch.float16, torch.float32):
+        yield from _attention_step(128, 128, dtype, is_fp8=True)
     yield from _attention_step(128, 128, torch.float16)
-    features = {"sliding_window": 4096, "softcap": 50.0, "sinks": torch.empty(16)}
-    yield from _attention_step(128, 128, torch.bfloat16, is_fp8=True, **features)
 
 
 def _attention_step(

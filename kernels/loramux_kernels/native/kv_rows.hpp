@@ -9,8 +9,8 @@
 
 namespace loramux {
 
-// In steps of the exponent: a page's first row lies at 2^5 to 2^6, of 448. Rows below 2^-100 have a scale of 1.
-constexpr int HEADROOM = 5, LEAST_EXPONENT = -100;
+// In steps of the exponent: a page's first row lies at 2 to 4, of 448. Rows below 2^-100 have a scale of 1.
+constexpr int HEADROOM = 1, LEAST_EXPONENT = -100;
 
 // A power of two that brings the largest of `dim` elements to its headroom.
 template <class T>

@@ -48,7 +48,7 @@ def check_stored(key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, go
 def test_write_kv_stores_every_float_of_eight_bits_as_it_is(device) -> None:
     codes = torch.arange(256, dtype=torch.uint8)
     values = codes.view(torch.float8_e4m3fn).float()
-    rows = torch.stack((torch.full_like(values, 33.0), values))[:, None]  # the first row sets the scale: 1
+    rows = torch.stack((torch.full_like(values, 2.1), values))[:, None]  # the first row sets the scale: 1
     got, wanted = on(fp8_layer(1, 1, 2, 256, 256), device), fp8_layer(1, 1, 2, 256, 256)
     check_stored(rows, rows, torch.tensor([0, 1]), got, wanted)
     assert got.key_scale.item() == 1
@@ -72,11 +72,11 @@ def test_write_kv_codes_and_scales_are_the_references(device, dtype: torch.dtype
 
 def test_write_kv_first_rows_set_the_scales(device) -> None:
     inf, nan = float("inf"), float("nan")
-    largest = [32.0, 63.9, -64.0, 3e38, 2.0**-100, 2.0**-101, 0.0, inf, nan, -nan]
+    largest = [2.0, 3.9, -4.0, 3e38, 2.0**-100, 2.0**-101, 0.0, inf, nan, -nan]
     rows = torch.tensor([[[x, -0.0]] for x in largest])
     got, wanted = on(fp8_layer(10, 1, 4, 2, 2), device), fp8_layer(10, 1, 4, 2, 2)
     check_stored(rows, -rows, torch.arange(10) * 4, got, wanted)
-    assert got.key_scale.flatten().tolist() == [1, 1, 2, 2.0**122, 2.0**-105, 1, 1, 1, 1, 1]
+    assert got.key_scale.flatten().tolist() == [1, 1, 2, 2.0**126, 2.0**-101, 1, 1, 1, 1, 1]
     assert torch.equal(got.key_scale.cpu(), scale_for(rows))
 
 
@@ -150,10 +150,8 @@ def check(
     options = {"sliding_window": window, "softcap": softcap, "sinks": None if sinks is None else sinks.to(device)}
     output = paged_attention(there.query, there.layer, there.batch, scaling, **options)
     assert output.dtype == case.query.dtype
-    tolerance = TOLERANCE[case.query.dtype]
-    torch.testing.assert_close(
-        output.cpu().double(), wanted, rtol=tolerance, atol=tolerance * wanted.abs().mean().item()
-    )
+    tolerance, size = TOLERANCE[case.query.dtype], torch.cat(case.values).abs().mean().item()
+    torch.testing.assert_close(output.cpu().double(), wanted, rtol=tolerance, atol=tolerance * size)
 
 
 sequence = st.tuples(st.integers(1, 70), st.integers(0, 200)).map(lambda t: (t[0], t[0] + t[1]))
