@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scheduler_harness import Harness
 
@@ -64,6 +64,7 @@ def test_flow_that_is_ahead_of_one_that_waits_is_remembered_until_it_is_not() ->
 
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10_000), lead=st.sampled_from([0.0, 30.0, 8192.0]))
+@example(seed=1047, lead=30.0)  # a rounding error of what had been projected decided between equals
 def test_forgetting_flows_changes_no_order(seed: int, lead: float) -> None:
     orders = []
     for forgotten in (0, 8):

@@ -90,6 +90,10 @@ class VirtualTokenCounter:
             self.lift_limit = None
         self.projected_service += units / self.weight
 
+    def settle(self) -> None:
+        """Nothing of it is admitted any more: no rounding error outlives what was projected."""
+        self.projected_service = self.counted
+
     def lift(self, units: float, first: VirtualTokenCounter, max_lift: float) -> None:
         """Count service of other engines, beside the `first` in the order of admission."""
         if self.lift_limit is None:

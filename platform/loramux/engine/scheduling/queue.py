@@ -225,6 +225,7 @@ class RequestQueue:
         """Make `flow` forgettable where nothing of it waits or runs."""
         if not (flow.num_running or self._waiting.get(flow)):
             self._waiting.pop(flow, None)
+            flow.settle()
             self._inactive[self._class_of(flow)].put(flow)
 
     # counters
