@@ -140,7 +140,7 @@ class Attention {
         }
         for (int64_t t = chunk.tokens; t > 0 && t % 16; t++) {  // whole vectors; masked later
             chunk.key[t] = chunk.key[0];
-            chunk.key_scale[t] = chunk.value_scale[t] = 0.f;
+            if constexpr (HAS_SCALES) chunk.key_scale[t] = chunk.value_scale[t] = 0.f;
         }
     }
 

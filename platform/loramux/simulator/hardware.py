@@ -212,6 +212,12 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         return 2 * (self.bytes_per_kv_element or self.bytes_per_element) * self.num_hidden_layers * self.linears["k"][1]
 
     @property
+    def least_block_size(self) -> int:
+        """Tokens of the smallest page that holds 16 rank rows of an adapter's widest side: the server takes no less."""
+        widest = max(max(sides) for sides in self.linears.values())
+        return -(-16 * widest * self.bytes_per_element // self.kv_bytes_per_token)
+
+    @property
     def weights_per_rank(self) -> int:
         """Weights that one rank of an adapter has in all."""
         linears = self.linears

@@ -107,6 +107,11 @@ class Planner:
         """All engines, behind the router."""
         classes = {source.service_class for source in arrivals.sources}
         self._choices = {knob: c for knob, c in _CHOICES.items() if knob != "class_shares" or len(classes) > 1}
+        least = model.least_block_size
+        self._first = Settings(block_size=max(Settings().block_size, 1 << (least - 1).bit_length()))
+        self._choices["block_size"] = tuple(
+            size for size in _CHOICES["block_size"] if size >= least and size != self._first.block_size
+        )
 
     @property
     def num_knob_trials(self) -> int:
@@ -147,14 +152,15 @@ class Planner:
 
     def _fewest_gpus(self, on_trial: Callable[[Trial], None]) -> Trial:
         """Find the fewest GPUs with unchanged knobs: double until goals are met or more do not help, then bisect."""
-        trial, short = self._try(Settings(), on_trial), 0
+        trial, short = self._try(self._first, on_trial), 0
         while trial.excess(self._goals) > 1:
             short, gpus = trial.settings.gpus, trial.settings.gpus * 2
             if gpus > min(MOST_GPUS, len(self._arrivals)):
                 return trial
-            trial = self._try(Settings(gpus=gpus), on_trial)
+            trial = self._try(msgspec.structs.replace(self._first, gpus=gpus), on_trial)
         while trial.settings.gpus - short > 1:
-            middle = self._try(Settings(gpus=(trial.settings.gpus + short) // 2), on_trial)
+            gpus = (trial.settings.gpus + short) // 2
+            middle = self._try(msgspec.structs.replace(self._first, gpus=gpus), on_trial)
             if middle.excess(self._goals) > 1:
                 short = middle.settings.gpus
             else:

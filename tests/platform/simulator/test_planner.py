@@ -180,6 +180,15 @@ def test_plan_of_keys_and_values_in_fp8_has_twice_the_pages(traffic: Path) -> No
     assert 'kv_cache_dtype = "fp8"' in out
 
 
+def test_plan_has_no_page_too_small_for_an_adapter(traffic: Path) -> None:
+    """16 rank rows of 4,864 columns are 155,648 bytes: more than 8 tokens of 12,288, or 16 of 6,144 in FP8."""
+    command = ["plan", "--workload", str(traffic), "--gpu", "h100", "--model", "qwen2.5-0.5b", "--json"]
+    for more, least in (((), 13), (("--kv-cache-dtype", "fp8"), 26)):
+        plan = json.loads(run(*command, *more)[1])
+        tried = {trial["settings"]["block_size"] for trial in (*plan["tried"], plan["recommended"])}
+        assert min(tried) >= least
+
+
 def test_plan_prints_settings_that_can_be_pasted(traffic: Path) -> None:
     command = [
         "plan",
