@@ -27,7 +27,7 @@ from tokenizers import Tokenizer
 
 from loramux.engine.engine import Engine, build_engine
 from loramux.engine.execution.loader import load_model
-from loramux.engine.messages import ModelFacts
+from loramux.engine.messages import ModelFacts, TokenEvent
 from loramux.engine.request import AdapterRef, Request, SamplingParams
 from loramux.settings import EngineSettings, ModelSettings, Settings
 from loramux_demo.assets import adapter_folder, base_folder, completion_prompt, load_prompts
@@ -109,20 +109,25 @@ def request(name: str, prompt: list[int], adapter: Path | None, **sampling: obje
     )
 
 
+def events_of(engine: Engine, count: int) -> Iterator[TokenEvent]:
+    """Step until `count` requests have ended."""
+    while count:
+        report = engine.step()
+        for event in report.events if report else []:
+            yield event
+            count -= event.finish_reason is not None
+
+
 def perplexity(engine: Engine, cases: list[Case]) -> float:
     found: list[float] = []
     for index, case in enumerate(cases):
         engine.submit(request(f"p{index}", case.text, case.adapter, max_tokens=1, prompt_logprobs=0))
-    left = len(cases)
-    while left:
-        report = engine.step()
-        for event in report.events if report else []:
-            if event.prompt_logprobs is not None:
-                case, start = cases[int(event.request_id[1:])], event.prompt_logprobs.start
-                behind = len(case.prompt) if len(case.text) > len(case.prompt) else 0
-                tokens = enumerate(event.prompt_logprobs.tokens, start)
-                found += [token.logprob for place, token in tokens if place >= behind]
-            left -= event.finish_reason is not None
+    for event in events_of(engine, len(cases)):
+        if event.prompt_logprobs is not None:
+            case, start = cases[int(event.request_id[1:])], event.prompt_logprobs.start
+            behind = len(case.prompt) if len(case.text) > len(case.prompt) else 0
+            tokens = enumerate(event.prompt_logprobs.tokens, start)
+            found += [token.logprob for place, token in tokens if place >= behind]
     return math.exp(-statistics.fmean(found))
 
 
@@ -131,13 +136,9 @@ def answers(engine: Engine, cases: list[Case]) -> list[list[int]]:
     for index, case in enumerate(cases):
         tokens[f"a{index}"] = []
         engine.submit(request(f"a{index}", case.prompt, case.adapter, max_tokens=case.output, ignore_eos=not case.ends))
-    left = len(cases)
-    while left:
-        report = engine.step()
-        for event in report.events if report else []:
-            if event.token_id is not None:
-                tokens[event.request_id].append(event.token_id)
-            left -= event.finish_reason is not None
+    for event in events_of(engine, len(cases)):
+        if event.token_id is not None:
+            tokens[event.request_id].append(event.token_id)
     return list(tokens.values())
 
 
