@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from loramux.simulator.arrivals import Lengths, LogNormal, Rng, Uniform, choose
+from loramux.simulator.scenario import Lengths, LogNormal, Rng, Uniform, choose
 
 
 @dataclass(frozen=True)

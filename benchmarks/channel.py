@@ -27,12 +27,22 @@ from typing import Any
 
 import msgspec
 
-from loramux.engine.messages import Cancel, Command, ModelFacts, Ready, Report, StepReport, Submit, TokenEvent
-from loramux.engine.request import Request, SamplingParams
-from loramux.fleet.keys import KeyPair, new_pair
-from loramux.fleet.listener import EngineListener
+from loramux.engine.messages import (
+    Cancel,
+    Command,
+    ModelFacts,
+    Ready,
+    Report,
+    Request,
+    SamplingParams,
+    StepReport,
+    Submit,
+    TokenEvent,
+)
 from loramux.fleet.remote import EnginePlace, RemoteChannel
+from loramux.fleet.serving import EngineListener
 from loramux.fleet.sessions import FrontSessions
+from loramux.fleet.wire import KeyPair, new_pair
 
 FACTS = ModelFacts(
     max_model_len=256,

@@ -29,9 +29,9 @@ from loramux_kernels import (
     LoraTable,
     PackedLinear,
     Segments,
-    linear_formats,
     lora_expand,
     lora_shrink,
+    packed_linear,
     paged_attention,
     write_kv,
 )
@@ -81,9 +81,9 @@ def linears(dtype: torch.dtype, layers: int, rows: list[int], repeats: int) -> l
         for _ in range(layers)
         for width, outs in GROUPS
     ]
-    candidates = {"plain": [linear_formats.Plain(w, None) for w in weights]}
+    candidates = {"plain": [packed_linear.Plain(w, None) for w in weights]}
     if dtype == torch.bfloat16:
-        candidates["onednn"] = [linear_formats.OneDnn(w, None) for w in weights]
+        candidates["onednn"] = [packed_linear.OneDnn(w, None) for w in weights]
     candidates["ours"] = [PackedLinear(w, [None] * len(w)) for w in weights]
     total = sum(weight.nbytes for group in weights for weight in group)
     results = []

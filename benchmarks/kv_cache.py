@@ -27,8 +27,7 @@ from tokenizers import Tokenizer
 
 from loramux.engine.engine import Engine, build_engine
 from loramux.engine.execution.loader import load_model
-from loramux.engine.messages import ModelFacts, TokenEvent
-from loramux.engine.request import AdapterRef, Request, SamplingParams
+from loramux.engine.messages import AdapterRef, ModelFacts, Request, SamplingParams, TokenEvent
 from loramux.settings import EngineSettings, ModelSettings, Settings
 from loramux_demo.assets import adapter_folder, base_folder, completion_prompt, load_prompts
 

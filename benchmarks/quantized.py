@@ -26,7 +26,7 @@ from specs import MODELS
 
 from loramux.engine.engine import build_engine
 from loramux.engine.execution.loader import load_model
-from loramux.engine.request import Request, SamplingParams
+from loramux.engine.messages import Request, SamplingParams
 from loramux.settings import EngineSettings, ModelSettings, Settings
 from loramux_kernels import PackedLinear, QuantizedWeight
 from loramux_kernels.quantized_weight import Coding, is_nibbles

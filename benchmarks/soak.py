@@ -35,8 +35,8 @@ from loramux_client import AsyncClient
 from loramux_client.errors import ClientError, Conflict, LimitReached
 from loramux_client.uploads import describe
 from loramux_demo.assets import MODEL_NAME, OWNERS, adapter_folder, completion_prompt, load_prompts
-from loramux_demo.customers import Customer
 from loramux_demo.server import DemoServer, Workspace, create_customers, free_port, running_server
+from loramux_demo.tour import Customer
 
 CLIENTS = 64
 ROWS = 8

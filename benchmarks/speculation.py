@@ -26,7 +26,7 @@ from specs import ADAPTERS, MODELS, VOCAB_SIZE, ModelSpec
 
 from loramux.engine.engine import Engine, build_engine
 from loramux.engine.execution.loader import LoadedModel, load_model
-from loramux.engine.request import AdapterRef, Request, SamplingParams
+from loramux.engine.messages import AdapterRef, Request, SamplingParams
 from loramux.settings import EngineSettings, ModelSettings, Settings
 
 PROMPT_TOKENS = 192

@@ -19,13 +19,11 @@ from dataclasses import dataclass
 
 from loramux.engine.memory.pages import PagePool
 from loramux.engine.memory.residency import Residency
-from loramux.engine.messages import TokenEvent
-from loramux.engine.request import AdapterRef, Request, SamplingParams
-from loramux.engine.scheduling.budget import PageBudget
-from loramux.engine.scheduling.policy import Policy
+from loramux.engine.messages import AdapterRef, Request, SamplingParams, TokenEvent
+from loramux.engine.scheduling.policy import PageBudget, Policy
 from loramux.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from loramux.simulator.engine import SimulatedStore, VirtualClock
 from loramux.simulator.hardware import DEVICES
-from loramux.simulator.store import SimulatedStore, VirtualClock
 
 PROMPT, OUTPUT, BLOCK, ADAPTERS, ADAPTER_PAGES = 256, 1024, 16, 64, 4
 MAX_IDLE_PLANS = 100_000

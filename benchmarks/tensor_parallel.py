@@ -25,7 +25,7 @@ import transformers
 
 from loramux.engine.engine import build_engine
 from loramux.engine.execution.loader import load_model
-from loramux.engine.request import Request, SamplingParams
+from loramux.engine.messages import Request, SamplingParams
 from loramux.settings import EngineSettings, ModelSettings, Settings
 
 SEQUENCES, PROMPT, OUTPUT = 16, 16, 48

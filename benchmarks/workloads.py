@@ -17,7 +17,7 @@ import numpy as np
 from arrivals import PATTERNS, Pattern, choose_adapters
 from specs import ADAPTERS, VOCAB_SIZE
 
-from loramux.simulator.arrivals import LogNormal, arrival_times
+from loramux.simulator.scenario import LogNormal, arrival_times
 
 FIRST_PLAIN_TOKEN = 3
 """Below it are the special tokens."""

@@ -4,7 +4,7 @@ import { brotliCompressSync } from "node:zlib";
 import react from "@vitejs/plugin-react";
 import { defineConfig, type Plugin } from "vite";
 
-// The server puts a nonce of its own into each answer in place of this text (loramux_api/console_files.py).
+// The server puts a nonce of its own into each answer in place of this text (loramux_api/controllers/console.py).
 const NONCE = "NONCE-OF-THIS-ANSWER";
 
 /** Write each text beside itself compressed: the server sends it as it lies there. */

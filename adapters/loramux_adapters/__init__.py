@@ -22,8 +22,7 @@ from loramux_adapters.base import BaseDescription, LinearShape, VocabularyShape,
 from loramux_adapters.components import AdapterPlan, LinearVector, LoraPair, TokenRows, VectorKind
 from loramux_adapters.config import AdapterConfig, Ia3Config, LoraConfig, parse_adapter_config
 from loramux_adapters.errors import AdapterRejected, BaseMismatch, BaseUnusable, ConfigRejected, WeightsFileRejected
-from loramux_adapters.plan import Limits, plan_adapter
-from loramux_adapters.validate import CONFIG_NAME, WEIGHTS_NAME, inspect_adapter, validate_adapter
+from loramux_adapters.plan import CONFIG_NAME, WEIGHTS_NAME, Limits, inspect_adapter, plan_adapter, validate_adapter
 from loramux_adapters.weights_file import SafetensorsHeader, TensorInfo, check_finite, read_header
 
 __all__ = [

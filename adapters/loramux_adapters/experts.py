@@ -213,7 +213,7 @@ class GroupedExperts(_GatedExperts[GroupedExpertLinear]):
     ) -> torch.Tensor:
         """Map `[T, hidden_size]` to the same shape with the chosen experts `[T, k]` and their weights."""
         # Only where it runs: it needs triton.
-        from loramux_kernels.cuda.routing import expert_segments
+        from loramux_kernels.cuda.mixture import expert_segments
 
         bank = self._bank
         routes = route(top_k_index, self._gate_up.num_experts, bank.kv_slots)

@@ -2,7 +2,7 @@
 
 Source: `check_target_module_exists` (peft/tuners/tuners_utils.py) and `get_pattern_key` (peft/utils/other.py) of PEFT
 0.21.2; a test compares every rule with them. Standard library only: a child process runs this same file where an
-adapter brings regular expressions that could take for ever (regex_guard.py).
+adapter brings regular expressions that could take for ever (targets.py).
 """
 
 from __future__ import annotations

@@ -1,11 +1,17 @@
-"""The plan of an adapter: the tensors that its configuration implies on a base, checked against the file's."""
+"""The plan of an adapter: the tensors that its configuration implies on a base, checked against the file's.
+
+`plan_adapter` derives the exact components (pairs, vectors, rows of tokens) for a LoRA or an IA3. `inspect_adapter`
+and `validate_adapter` run the checks of a folder with PEFT's two files, from the cheapest to the most expensive:
+configuration, header, tensors, values.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from pathlib import Path
 
 from loramux_adapters.base import BaseDescription, ParameterShape, VocabularyShape, expert_name, siblings
 from loramux_adapters.components import (
@@ -19,22 +25,25 @@ from loramux_adapters.components import (
     TokenRows,
     VectorKind,
 )
-from loramux_adapters.config import AdapterConfig, Ia3Config, LoraConfig
+from loramux_adapters.config import MAX_CONFIG_BYTES, AdapterConfig, Ia3Config, LoraConfig, parse_adapter_config
 from loramux_adapters.errors import BaseMismatch, ConfigRejected, WeightsFileRejected, shown
 from loramux_adapters.matching import Match, TargetRules
-from loramux_adapters.regex_guard import match_guarded
-from loramux_adapters.targets import check_tensors, describe_context, match_targets, unsupported_target
-from loramux_adapters.vocabulary import (
+from loramux_adapters.targets import (
     base_copies,
     check_once,
+    check_tensors,
     check_tying,
+    describe_context,
+    match_guarded,
+    match_targets,
     repeated_rows,
     resized,
     saved_modules,
     token_rows,
+    unsupported_target,
     with_added_rows,
 )
-from loramux_adapters.weights_file import SafetensorsHeader
+from loramux_adapters.weights_file import SafetensorsHeader, check_finite, read_header
 
 MAX_LABELS = 4096
 """Of a classifier."""
@@ -416,3 +425,67 @@ def _unknown(target: str, base: BaseDescription) -> str:
     ends = tuple(dict.fromkeys(".".join(name.split(".")[-2:]) for name in base.parameters))
     served = f"served are {shown(ends)}" if ends else "this base has none that is served"
     return f"target_parameters names {target[:120]!r}; of parameters that are no linear's, {served}."
+
+
+CONFIG_NAME = "adapter_config.json"
+WEIGHTS_NAME = "adapter_model.safetensors"
+
+CHECKS = ("config", "header", "tensors", "values")
+"""Names of the checks, in their order."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExaminedAdapter:
+    """An adapter that passed every check."""
+
+    config: AdapterConfig
+    header: SafetensorsHeader
+    plan: AdapterPlan
+
+
+def read_config(directory: Path) -> AdapterConfig:
+    """Read `directory`/adapter_config.json, at most 1 MiB of it. Raises ConfigRejected."""
+    return parse_adapter_config(read_config_file(directory))
+
+
+def read_config_file(directory: Path) -> bytes:
+    """Read `directory`/adapter_config.json, at most one byte more than is accepted. Raises ConfigRejected."""
+    try:
+        with (directory / CONFIG_NAME).open("rb") as file:
+            return file.read(MAX_CONFIG_BYTES + 1)
+    except (FileNotFoundError, IsADirectoryError):
+        raise ConfigRejected(
+            "config_missing", None, f"There is no {CONFIG_NAME}; PEFT's save_pretrained writes it beside the weights."
+        ) from None
+
+
+def inspect_adapter(directory: Path, base: BaseDescription, limits: Limits) -> AdapterPlan:
+    """Run every check that does not read the weights; takes milliseconds. Raises AdapterRejected."""
+    config = read_config(directory)
+    return plan_adapter(config, read_header(directory / WEIGHTS_NAME), base, limits)
+
+
+def validate_adapter(directory: Path, base: BaseDescription, limits: Limits) -> AdapterPlan:
+    """Run every check and return the plan of the adapter in `directory`. Raises AdapterRejected.
+
+    Memory: the two headers and a few MiB, whatever the files' sizes.
+    """
+    return examine_adapter(directory, base, limits, "F32", lambda _: None).plan
+
+
+def examine_adapter(
+    directory: Path, base: BaseDescription, limits: Limits, serving: str, passed: Callable[[str], None]
+) -> ExaminedAdapter:
+    """Run validate_adapter and call `passed` with the name of each check that passes. Raises AdapterRejected.
+
+    `serving` is the dtype that weights are converted to when they are served: F32, F16 or BF16.
+    """
+    config = read_config(directory)
+    passed("config")
+    header = read_header(directory / WEIGHTS_NAME)
+    passed("header")
+    plan = plan_adapter(config, header, base, limits)
+    passed("tensors")
+    check_finite(directory / WEIGHTS_NAME, header, serving)
+    passed("values")
+    return ExaminedAdapter(config, header, plan)

@@ -1,16 +1,94 @@
-"""Checks of an adapter of any kind against a base: the modules it targets, and the shapes of its tensors."""
+"""What a configuration means on a base: the modules that it targets, and the matrices, norms and token rows it
+replaces.
+
+Patterns of adapter_config.json are regular expressions of a customer. Python's `re` backtracks, holds the
+interpreter's lock and cannot be interrupted: `(.+)+x` would stop every thread, and even compiling can take minutes.
+Plain expressions (names: nearly everything that PEFT writes) are safe and are matched here by PEFT's rules
+(`matching`). Any other expression is matched by a child process with limits on processor time and memory
+(`match_guarded`).
+
+Modules that an adapter replaces whole (embedding, output head, norms), and the rows of single tokens, follow
+`_set_trainable` and `set_additional_trainable_modules` (peft/utils/other.py) of PEFT 0.21.2.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
-from loramux_adapters.base import BaseDescription
+from loramux_adapters import matching
+from loramux_adapters.base import BaseDescription, VocabularyShape
+from loramux_adapters.components import PREFIX, BaseCopy, CopiedRows, LinearVector, TokenRows, VectorKind
 from loramux_adapters.config import Targets
 from loramux_adapters.errors import BaseMismatch, ConfigRejected, shown
-from loramux_adapters.matching import Match, TargetRules
-from loramux_adapters.regex_guard import match_guarded
+from loramux_adapters.matching import InvalidExpression, Match, TargetRules, expressions, match_modules
 from loramux_adapters.weights_file import SafetensorsHeader
+
+CPU_SECONDS = 0.5
+CPU_SECONDS_PER_NAME = 1e-4
+"""The child's limit is the larger of both. A mixture's experts may be eighteen thousand names."""
+MEMORY_BYTES = 256 << 20
+WALL_SECONDS = 60
+"""A safety net for a child that a starved machine never runs; processor time is the real limit."""
+
+_ESCAPED = re.compile(r"\\.", re.DOTALL)
+_DEMANDING = re.compile(r"[*+?{|(\[]")
+
+
+def match_guarded(rules: TargetRules, names: Sequence[str]) -> list[Match]:
+    """Return what match_modules returns. Raises ConfigRejected: `pattern_invalid` or `pattern_too_slow`."""
+    demanding = next((pair for pair in expressions(rules) if is_demanding(pair[1])), None)
+    try:
+        if demanding is None:
+            return match_modules(rules, names)
+        return _match_in_child(rules, names, *demanding)
+    except InvalidExpression as error:
+        raise ConfigRejected(
+            "pattern_invalid",
+            error.field,
+            f"{error.field} holds {error.written[:120]!r}, which is no regular expression: {error.reason}.",
+        ) from None
+
+
+def is_demanding(expression: str) -> bool:
+    """True if compiling or matching may cost more than reading: it repeats, alternates, groups or has classes."""
+    return _DEMANDING.search(_ESCAPED.sub("", expression)) is not None
+
+
+def _match_in_child(rules: TargetRules, names: Sequence[str], field: str, expression: str) -> list[Match]:
+    cpu_seconds = max(CPU_SECONDS, CPU_SECONDS_PER_NAME * len(names))
+    answer = _ask_child({"rules": rules, "names": names}, cpu_seconds)
+    if answer is None:
+        raise ConfigRejected(
+            "pattern_too_slow",
+            field,
+            f"The regular expressions of adapter_config.json need more than {cpu_seconds:g} s for this base's "
+            f"{len(names)} module names; {field} holds {expression[:120]!r}. Write target_modules as a list of names, "
+            "and the keys of rank_pattern and alpha_pattern as plain names.",
+        )
+    if "invalid" in answer:
+        raise InvalidExpression(*answer["invalid"])
+    return [Match(*match) for match in answer["matches"]]
+
+
+def _ask_child(question: dict[str, Any], cpu_seconds: float) -> dict[str, Any] | None:
+    # -I and -S: the standard library alone, without the environment.
+    command = [sys.executable, "-I", "-S", str(Path(matching.__file__)), str(cpu_seconds), str(MEMORY_BYTES)]
+    try:
+        child = subprocess.run(  # noqa: S603 - our own file, and what the customer wrote goes through stdin
+            command, input=json.dumps(question), capture_output=True, text=True, timeout=WALL_SECONDS, check=True
+        )
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
+        return None
+    answer: dict[str, Any] = json.loads(child.stdout)
+    return answer
 
 
 def match_targets(
@@ -109,3 +187,183 @@ def check_tensors(
             wrong[0],
             f"{len(wrong)} of {len(found)} tensors have another shape than rank and base imply: {listed}. {context}",
         )
+
+
+_WAY_OUT = "Train it without, or merge it into a base of your own."
+
+
+MAX_ADDED_TOKENS = 1 << 16
+_MATRICES = ("weight", "modules_to_save.weight", "original_module.weight", "base_layer.weight")
+"""Names, after the module's, under which PEFT saves a whole matrix."""
+
+
+def resized(base: BaseDescription, header: SafetensorsHeader, trained: Iterable[int]) -> BaseDescription:
+    """Return `base` with as many tokens as the adapter was trained with: those of the file's whole matrices.
+
+    Without a matrix, `trained` tokens beyond the base's count as the new ones. Raises BaseMismatch (`shape_mismatch`).
+    """
+    if (vocabulary := base.vocabulary) is None:
+        return base
+    names = (*_MATRICES, "token_adapter.base_layer.weight")
+    keys = [f"{PREFIX}{module}.{name}" for module in (vocabulary.embedding, vocabulary.head) for name in names]
+    found = {key: header.tensors[key].shape for key in keys if key in header.tensors}
+    sizes = {shape[0] for shape in found.values() if shape[1:] == (vocabulary.hidden_size,)}
+    if len(sizes) > 1:
+        listed = "; ".join(f"{key} is {list(shape)}" for key, shape in found.items())
+        raise BaseMismatch("shape_mismatch", next(iter(found)), f"The file's matrices have several sizes: {listed}.")
+    last = max((token + 1 for token in trained), default=0)
+    num_tokens = sizes.pop() if sizes else max(vocabulary.num_tokens, last)
+    if num_tokens > vocabulary.num_tokens + MAX_ADDED_TOKENS:
+        return base  # no adapter adds so many: the checks name the token or the matrix
+    return replace(base, vocabulary=replace(vocabulary, num_tokens=num_tokens))
+
+
+def with_added_rows(
+    rows: Sequence[TokenRows], base: BaseDescription, wide: BaseDescription, copies: Iterable[BaseCopy]
+) -> tuple[TokenRows, ...]:
+    """Return `rows` with those of the tokens that `wide` has and `base` lacks, for the embedding and for the head.
+
+    Trained rows are there already; others are in the copies that PEFT saves of a resized embedding.
+    """
+    if base.vocabulary is None or wide.vocabulary is None or wide == base:
+        return tuple(rows)
+    num_tokens, width = wide.vocabulary.num_tokens, wide.vocabulary.hidden_size
+    keys = {copy.module: copy.key for copy in copies}
+    found = {part.module: part for part in rows}
+    for module in (wide.vocabulary.embedding, wide.vocabulary.head):
+        if module not in wide.others:
+            continue  # trained without the head
+        part = found.get(module)
+        if part is not None and part.token_ids is None:
+            continue  # saved whole
+        known = part.token_ids or () if part else ()
+        missing = tuple(sorted(set(range(base.vocabulary.num_tokens, num_tokens)) - set(known)))
+        if missing:
+            copied = CopiedRows(keys[module], missing, num_tokens)
+            part = replace(part, copied=copied) if part else TokenRows(module, "", 0, width, (), copied)
+            found[module] = part
+    return tuple(found.values())
+
+
+def saved_modules(names: Sequence[str] | None, base: BaseDescription) -> Iterator[TokenRows | LinearVector]:
+    """Yield the matrices and norms of `modules_to_save`. Raises ConfigRejected (`target_unsupported`)."""
+    for module in (m for m in base.names if any(m.endswith(name) for name in names or ())):
+        vocabulary = base.vocabulary
+        if (width := base.norms.get(module)) is not None:
+            yield LinearVector(module, VectorKind.NORM, width)
+            continue
+        if vocabulary is None or module not in (vocabulary.embedding, vocabulary.head):
+            kind = base.others.get(module, "linear layer")
+            raise ConfigRejected(
+                "target_unsupported",
+                "modules_to_save",
+                f"modules_to_save means {module!r}, a {kind}. Whole copies of the embedding, of the output head and "
+                f"of norms are served, and of no other module. {_WAY_OUT}",
+            )
+        yield TokenRows(module, f"{PREFIX}{module}.weight", vocabulary.num_tokens, vocabulary.hidden_size, None)
+
+
+def token_rows(
+    indices: Sequence[int] | Mapping[str, Sequence[int]] | None, base: BaseDescription
+) -> Iterator[TokenRows]:
+    """Yield the rows of `trainable_token_indices`; on a tied base they replace the head's rows too.
+
+    Raises ConfigRejected: `target_unsupported`, `config_invalid`.
+    """
+    if not indices:
+        return
+    vocabulary = base.vocabulary
+    if vocabulary is None:
+        raise _rejected("target_unsupported", f"This base's embedding and head take none. {_WAY_OUT}")
+    listed = indices if isinstance(indices, Mapping) else {vocabulary.embedding: indices}
+    served = (vocabulary.embedding,) if vocabulary.tied else (vocabulary.embedding, vocabulary.head)
+    for name, ids in listed.items():
+        modules = [module for module in base.names if module.endswith(name)]
+        if len(modules) != 1 or modules[0] not in served:
+            raise _rejected(
+                "target_unsupported",
+                f"It names {name[:120]!r}, which means {shown(modules) or 'nothing'}; on this base it may mean "
+                f"{' or '.join(served)}" + (", whose rows are the head's too." if vocabulary.tied else "."),
+            )
+        _check_ids(ids, vocabulary)
+        yield from _rows_of(modules[0], ids, vocabulary, base)
+
+
+def _rows_of(
+    module: str, ids: Sequence[int], vocabulary: VocabularyShape, base: BaseDescription
+) -> Iterator[TokenRows]:
+    key = f"{PREFIX}{module}.token_adapter.trainable_tokens_delta"
+    for place in (vocabulary.embedding, vocabulary.head) if vocabulary.tied else (module,):
+        if place not in base.others:
+            continue  # trained without the head
+        yield TokenRows(place, key, len(ids), vocabulary.hidden_size, tuple(ids))
+
+
+def _check_ids(ids: Sequence[int], vocabulary: VocabularyShape) -> None:
+    if not ids:
+        raise _rejected("config_invalid", "It has a list without a token.")
+    if len(set(ids)) < len(ids):
+        raise _rejected("config_invalid", "It names a token twice.")
+    if max(ids) >= vocabulary.num_tokens:
+        raise _rejected(
+            "config_invalid",
+            f"It names token {max(ids)}; this base has {vocabulary.num_tokens}. If the vocabulary was "
+            "extended in training, it is another base.",
+        )
+
+
+def base_copies(targeted: Collection[str], rows: Iterable[TokenRows], base: BaseDescription) -> tuple[BaseCopy, ...]:
+    """Return the base's own matrices that PEFT saves beside an adapter with `save_embedding_layers`."""
+    if (vocabulary := base.vocabulary) is None:
+        return ()
+    names = dict.fromkeys((vocabulary.embedding, vocabulary.head), "weight")
+    names |= {module: "base_layer.weight" for module in names if module in targeted}
+    for part in rows:
+        names[part.module] = "original_module.weight" if part.token_ids is None else "token_adapter.base_layer.weight"
+    shape = vocabulary.num_tokens, vocabulary.hidden_size
+    return tuple(BaseCopy(module, *shape, name) for module, name in names.items())
+
+
+def repeated_rows(rows: Iterable[TokenRows]) -> tuple[tuple[str, str], ...]:
+    """Return the second names under which PEFT saves rows once more with `save_embedding_layers`."""
+    names = {
+        part: "modules_to_save.weight" if part.token_ids is None else "token_adapter.trainable_tokens_delta"
+        for part in rows
+    }
+    keys = ((f"{PREFIX}{part.module}.{name}", part.key) for part, name in names.items())
+    return tuple((key, original) for key, original in keys if key != original)
+
+
+def check_once(targeted: Iterable[str], rows: Sequence[TokenRows]) -> None:
+    """Raise ConfigRejected (`config_invalid`) if two fields mean one module: PEFT does not define their order."""
+    taken = set(targeted)
+    for part in rows:
+        if part.module in taken:
+            field = "modules_to_save" if part.token_ids is None else "trainable_token_indices"
+            raise ConfigRejected(
+                "config_invalid",
+                field,
+                f"{field} means {part.module!r}, which another of target_modules, modules_to_save and "
+                "trainable_token_indices means too. Name it in one of them.",
+            )
+        taken.add(part.module)
+
+
+def check_tying(ensure_weight_tying: bool, touched: Iterable[str], base: BaseDescription) -> None:
+    """Raise ConfigRejected where ensure_weight_tying would apply an adapter of the embedding to the head as well."""
+    vocabulary = base.vocabulary
+    if not ensure_weight_tying or vocabulary is None or not vocabulary.tied:
+        return
+    if not {vocabulary.embedding, vocabulary.head}.isdisjoint(touched):
+        raise ConfigRejected(
+            "field_unsupported",
+            "ensure_weight_tying",
+            "ensure_weight_tying is set, and this base's head is its embedding: one trained matrix would serve in both "
+            "places, which is done for trainable_token_indices alone. Train without ensure_weight_tying.",
+        )
+
+
+def _rejected(code: str, reason: str) -> ConfigRejected:
+    return ConfigRejected(
+        code, "trainable_token_indices", f"trainable_token_indices cannot be served as it is. {reason}"
+    )

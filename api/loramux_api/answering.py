@@ -1,11 +1,17 @@
-"""Sending an Answer to the client: in one piece or as server-sent events, until the client disconnects."""
+"""From an admitted request to its HTTP response, in one piece or as server-sent events.
+
+`Inference` is the dependency of every inference handler: caller, deadline, idempotency key. It has the request answered
+and calls `respond`, which reads the gateway's `Answer` and abandons it as soon as the client disconnects. A `Writer`
+gives the deltas the shape of one endpoint. `AnswerParts` divides them for APIs that send a thought, a text and each
+call as an object of its own.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 from litestar import MediaType, Request, Response
@@ -14,13 +20,101 @@ from litestar.types import ASGIApp, Receive, Scope, Send
 from msgspec import UNSET, UnsetType
 
 from loramux.errors import LoramuxError
-from loramux.gateway import Answer, CallDelta, Delta, FinishReason, PromptTokenLogprob, Token, TokenLogprob
+from loramux.gateway import (
+    Answer,
+    CallDelta,
+    CompletionService,
+    Delta,
+    FinishReason,
+    GenerationRequest,
+    PromptTokenLogprob,
+    Token,
+    TokenLogprob,
+)
+from loramux.tenants import Principal
 from loramux.units import TokenCounts
+from loramux_api.auth import platform_of, principal_of
 from loramux_api.bodies import ClientDisconnected
-from loramux_api.headers import rate_headers
+from loramux_api.headers import Deadline, IdempotencyKey, claim_of, rate_headers
 from loramux_api.problems import CLIENT_CLOSED_REQUEST, error_answer
-from loramux_api.schemas.answers import PromptLogprobEntry, PromptLogprobList, UsageObject, usage_object
+from loramux_api.schemas.chat import PromptLogprobEntry, PromptLogprobList, UsageObject, usage_object
 from loramux_api.schemas.sampling import SamplingBody
+
+
+@dataclass(slots=True)
+class AnswerPart:
+    """A part, as far as it has come."""
+
+    kind: Literal["thought", "text", "call"]
+    index: int
+    """Its place in the answer."""
+    call_id: str = ""
+    name: str = ""
+    """The called function."""
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """The whole text; a call's arguments."""
+        return "".join(self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class PartChange:
+    """The news of a part."""
+
+    step: Literal["begins", "grows", "ends"]
+    part: AnswerPart
+    piece: str = ""
+    """The text by which it grows."""
+
+
+class AnswerParts:
+    """Divides an answer's deltas into its parts. One is under way at a time."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        """Parts that have begun."""
+        self._open: AnswerPart | None = None
+
+    def push(self, delta: Delta) -> Iterator[PartChange]:
+        """Yield the changes that a delta makes."""
+        if delta.thought:
+            yield from self._grow("thought", delta.thought)
+        if delta.text:
+            yield from self._grow("text", delta.text)
+        for call in delta.calls:
+            yield from self._push_call(call)
+
+    def begin(self, part: AnswerPart) -> Iterator[PartChange]:
+        """Begin a part; the one under way ends."""
+        yield from self.end()
+        self._open = part
+        self.count += 1
+        yield PartChange("begins", part)
+
+    def end(self) -> Iterator[PartChange]:
+        """End the part under way, if there is one."""
+        if self._open is not None:
+            ended, self._open = self._open, None
+            yield PartChange("ends", ended)
+
+    def _grow(self, kind: Literal["thought", "text"], text: str) -> Iterator[PartChange]:
+        if self._open is None or self._open.kind != kind:
+            yield from self.begin(AnswerPart(kind, self.count))
+        yield self._add(text)
+
+    def _push_call(self, call: CallDelta) -> Iterator[PartChange]:
+        if call.id is not None and call.name is not None:
+            yield from self.begin(AnswerPart("call", self.count, call.id, call.name))
+        if call.arguments:
+            yield self._add(call.arguments)
+
+    def _add(self, piece: str) -> PartChange:
+        assert self._open is not None, "it has begun"
+        self._open.pieces.append(piece)
+        return PartChange("grows", self._open, piece)
+
 
 T = TypeVar("T")
 SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -210,3 +304,33 @@ async def _collect(answer: Answer, writer: Writer) -> None:
 async def _until_disconnected(request: Request[Any, Any, Any]) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+@dataclass(frozen=True, slots=True)
+class Inference:
+    """What handlers of inference answer with; as a dependency it reads the headers that they share."""
+
+    request: Request[Any, Any, Any]
+    principal: Principal
+    completions: CompletionService
+    deadline_ms: int | None
+    idempotency_key: str | None
+
+    async def answer(
+        self, asked: GenerationRequest, writer: Callable[[Answer], Writer], *, stream: bool
+    ) -> Response[Any]:
+        """Have `asked` answered, in the shape that `writer` gives it. Raises what CompletionService.begin does."""
+        claim = await claim_of(self.request, self.idempotency_key)
+        asked = replace(asked, deadline_ms=self.deadline_ms, claim=claim)
+        answer = await self.completions.begin(self.principal, asked)
+        return await respond(self.request, answer, writer(answer), stream=stream)
+
+
+def inference(
+    request: Request[Any, Any, Any],
+    x_loramux_deadline_ms: Deadline = None,
+    idempotency_key: IdempotencyKey = None,
+) -> Inference:
+    """The request, on guarded routes."""
+    completions = platform_of(request).completions
+    return Inference(request, principal_of(request), completions, x_loramux_deadline_ms, idempotency_key)

@@ -21,7 +21,7 @@ from litestar.openapi.spec import (
 
 from loramux.bundle import SOURCES
 from loramux.storage import CONFIG_FILE, WEIGHTS_FILE
-from loramux_api.schemas.problems import ErrorAnswer, ProblemDetails
+from loramux_api.problems import ErrorAnswer, ProblemDetails
 
 REFUSALS = {
     400: ResponseSpec(ErrorAnswer, description="The request cannot be served as it stands; `param` names the field."),

@@ -1,15 +1,27 @@
-"""Integers in the query, each with its range: the server refuses others, and the OpenAPI document shows the range."""
+"""Parameters that routes share: integers of the query, the adapter in a path, and the preconditions of a change.
+
+The server refuses an integer outside its range, and the OpenAPI document shows the range. A route about one adapter is
+found by the adapter's own name and as `tenant/adapter`.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from litestar.params import QueryParameter
+from litestar import Request, Response
+from litestar.di import NamedDependency, Provide
+from litestar.openapi.spec import OpenAPIType
+from litestar.params import FromPath, PathParameter, QueryParameter
 
 from loramux.billing import CostsQuery
-from loramux.registry import MAX_REVISION
+from loramux.gateway import InvalidRequest
+from loramux.registry import MAX_REVISION, AdapterInfo, PartNotFound, Preconditions, etag
+from loramux.tenants import Principal
 from loramux.usage import LATEST, UsageQuery
-from loramux.usage.buckets import MAX_FILTER
+from loramux.usage.query import MAX_FILTER
+from loramux_api.auth import platform_of
+from loramux_api.headers import IdempotencyKey, IfMatch, claim_of
+from loramux_api.schemas.adapters import Adapter, adapter_object
 
 MAX_INT64 = 2**63 - 1
 MAX_OFFSET = 2**53 - 1
@@ -61,3 +73,56 @@ TopModels = Annotated[
 
 CostsLimit = Annotated[int | None, QueryParameter(ge=1, le=CostsQuery.most_buckets(), description="The most days.")]
 """The length of a page of costs."""
+
+
+MAX_UNDO_SECONDS = 365 * 86_400
+
+
+def at(rest: str = "") -> list[str]:
+    """The paths of a route about one adapter: by its own name, and as `tenant/adapter`."""
+    return [f"/{{name:str}}{rest}", f"/{{owner:str}}/{{name:str}}{rest}"]
+
+
+Owner = Annotated[str | None, PathParameter(schema_extra={"type": OpenAPIType.STRING, "one_of": None})]
+"""A tenant in a path. It is absent from the shorter of two paths, and never null in the longer one."""
+
+
+def adapter_name(name: FromPath[str], owner: Owner = None) -> str:
+    """The adapter that a path is about."""
+    return name if owner is None else f"{owner}/{name}"
+
+
+async def preconditions(
+    request: Request[Any, Any, Any],
+    principal: NamedDependency[Principal],
+    if_match: IfMatch = None,
+    idempotency_key: IdempotencyKey = None,
+) -> Preconditions:
+    """Read the preconditions of a change from the headers. Raises InvalidRequest."""
+    claim = await claim_of(request, idempotency_key)
+    return Preconditions(if_match, None if claim is None else platform_of(request).usage.guard(principal, claim))
+
+
+NAMED = {"adapter": Provide(adapter_name, sync_to_thread=False)}
+"""Dependencies of controllers whose routes are about one adapter."""
+CHANGING = {"preconditions": Provide(preconditions)}
+"""Dependencies of routes that change something."""
+
+
+def number_of(adapter: str, text: str) -> int:
+    """A revision's number in a path. Raises PartNotFound."""
+    if not text.isascii() or not text.isdigit() or len(text) > 9:
+        raise PartNotFound("revision", adapter, f"has no revision {text[:20]!r}; revisions are numbered from 1.")
+    return int(text)
+
+
+def check_undo(undo_s: int | None) -> int | None:
+    """Return the seconds for which a deletion can be undone, checked. Raises InvalidRequest."""
+    if undo_s is not None and not 0 <= undo_s <= MAX_UNDO_SECONDS:
+        raise InvalidRequest(f"'undo_s' is 0 to {MAX_UNDO_SECONDS} seconds.", field="undo_s", code="invalid_value")
+    return undo_s
+
+
+def tagged(info: AdapterInfo) -> Response[Adapter]:
+    """An adapter with its ETag."""
+    return Response(adapter_object(info), headers={"ETag": etag(info.version)})

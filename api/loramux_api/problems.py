@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
+import msgspec
 from litestar import MediaType, Request, Response
 from litestar.exceptions import HTTPException
 from litestar.types import ExceptionHandlersMap
@@ -24,7 +25,35 @@ from loramux.limits import LimitReached
 from loramux.uploads import WrongOffset
 from loramux_api.bodies import ClientDisconnected
 from loramux_api.headers import rate_headers, request_id, traceable_id
-from loramux_api.schemas.problems import ErrorAnswer, ErrorObject, ProblemDetails
+
+
+class ErrorObject(msgspec.Struct, kw_only=True):
+    """An error as OpenAI's clients expect it: all four keys are always present."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ProblemDetails(msgspec.Struct, kw_only=True):
+    """RFC 9457, with our `code` and `param` beside its own members."""
+
+    type: str = "about:blank"
+    title: str
+    status: int
+    detail: str
+    instance: str
+    """The request's id, as in `x-request-id`."""
+    code: str | None = None
+    param: str | None = None
+
+
+class ErrorAnswer(msgspec.Struct):
+    """The body of an error."""
+
+    error: ErrorObject
+
 
 logger = logging.getLogger(__name__)
 

@@ -1,13 +1,18 @@
-"""What serves beside the platform: batches, evaluations, shadows, and the releases' guards, policies and migrations."""
+"""Services that run beside the platform: batches, evaluations, shadows, guards, release policies, migrations.
+
+Batches know no wire format: `batch_endpoints` gives them the endpoints that a line may name, each with its body and the
+writer of its answer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
-from loramux.batches import Batch, Batches, Files, open_batches
-from loramux.gateway import Platform
+from loramux.batches import AnswerWriter, Batch, Batches, Endpoints, Files, ParsedBody, open_batches
+from loramux.gateway import Answer, GenerationRequest, InvalidRequest, Platform
 from loramux.jobs import JobRunner
 from loramux.releases import (
     BaseMigrations,
@@ -23,7 +28,53 @@ from loramux.releases import (
     open_shadows,
 )
 from loramux_api.auth import Connection
-from loramux_api.batch_endpoints import batch_endpoints
+from loramux_api.bodies import body_limit, look_through
+from loramux_api.controllers.chat import ChatWriter
+from loramux_api.controllers.completions import CompletionWriter
+from loramux_api.controllers.pooling import EmbeddingWriter
+from loramux_api.controllers.responses import ResponseWriter
+from loramux_api.problems import error_answer
+from loramux_api.schemas import chat, completions, pooling, responses
+from loramux_api.schemas.strict import decode_body
+
+B = TypeVar("B", chat.ChatBody, completions.CompletionBody, responses.ResponseBody, pooling.EmbeddingBody)
+LINE_BYTES = 1 << 10
+"""Bytes of a line beside its body."""
+
+
+def batch_endpoints(platform: Platform) -> Endpoints:
+    """Return what the lines of batches may ask for."""
+    fingerprint_of = platform.completions.fingerprint_of
+
+    def parser(
+        body: type[B],
+        to_request: Callable[[B], GenerationRequest],
+        writer: Callable[[B, Answer, str], AnswerWriter],
+    ) -> Callable[[bytes], ParsedBody]:
+        def parse(data: bytes) -> ParsedBody:
+            for _ in look_through(data):
+                pass
+            asked = decode_body(data, body)
+            if not isinstance(asked, pooling.EmbeddingBody) and asked.stream:
+                raise InvalidRequest("The answers of a batch are not streamed; leave 'stream' out.", field="stream")
+            return ParsedBody(to_request(asked), lambda answer: writer(asked, answer, fingerprint_of(answer)))
+
+        return parse
+
+    return Endpoints(
+        parsers={
+            "/v1/chat/completions": parser(chat.ChatBody, chat.to_request, ChatWriter),
+            "/v1/completions": parser(completions.CompletionBody, completions.to_request, CompletionWriter),
+            "/v1/embeddings": parser(
+                pooling.EmbeddingBody, pooling.embedding_request, lambda body, answer, _: EmbeddingWriter(body, answer)
+            ),
+            "/v1/responses": parser(
+                responses.ResponseBody, responses.to_request, lambda body, answer, _: ResponseWriter(body, answer)
+            ),
+        },
+        error_body=error_answer,
+        max_line_bytes=body_limit(platform) + LINE_BYTES,
+    )
 
 
 @dataclass(frozen=True, slots=True)

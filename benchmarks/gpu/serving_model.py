@@ -7,9 +7,8 @@ from grid import Grid, Mix, ModelShape
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from loramux.engine.execution.loader import LoadedModel, assemble
-from loramux.engine.request import Request, SamplingParams
-from loramux.engine.scheduling.sequence import Sequence
-from loramux.engine.scheduling.step import BASE_SLOT, Chunk, Step
+from loramux.engine.messages import Request, SamplingParams
+from loramux.engine.scheduling.sequence import BASE_SLOT, Chunk, Sequence, Step
 from loramux.settings import AdapterLimits, EngineSettings, ModelSettings, Settings
 from loramux_adapters import AdapterPlan, LoraPair, describe_model
 from loramux_adapters.weights import AdapterWeights, LoraWeights

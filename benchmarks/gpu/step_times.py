@@ -13,7 +13,7 @@ from kernel_times import Bench
 from serving_model import DoesNotFit, ServingModel, make_model
 from timing import synchronize
 
-from loramux.engine.scheduling.step import Step
+from loramux.engine.scheduling.sequence import Step
 
 
 def measure_steps(bench: Bench, serving: ServingModel) -> None:

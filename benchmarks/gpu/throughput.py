@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from serving_model import ServingModel
 
 from loramux.engine.engine import build_engine
-from loramux.engine.request import AdapterRef, Request, SamplingParams
+from loramux.engine.messages import AdapterRef, Request, SamplingParams
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ADAPTERS = 8

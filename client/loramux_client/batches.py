@@ -1,14 +1,71 @@
-"""Flows of /v1/batches: files of requests that run when there is room."""
+"""Flows of /v1/files, /v1/batches and /v1/evaluations: files of requests that run when there is room.
+
+A file is the input of a batch or a set of questions. A batch answers the lines of a file. An evaluation answers a set
+of questions with two revisions of an adapter and compares them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, Literal
 from urllib.parse import quote
+from uuid import uuid4
 
-from loramux_client import files
-from loramux_client.flow import Call, Flow, R, Resource, Wait, method
-from loramux_client.objects import Batch, Page
+from loramux_client.flow import Block, Call, Flow, R, Resource, Wait, method
+from loramux_client.objects import Batch, Deleted, Evaluation, File, Page
+
+
+def create_file(path: str | Path, purpose: Literal["batch", "evals"] = "batch") -> Flow[File]:
+    """Send a file, which is held in memory meanwhile. Raises OSError, InvalidRequest, NotPermitted."""
+    source = Path(path)
+    data: bytes = yield Block(source.read_bytes)
+    boundary = uuid4().hex
+    name = source.name.replace("\\", "_").replace('"', "_")
+    parts = (
+        f'--{boundary}\r\nContent-Disposition: form-data; name="purpose"\r\n\r\n{purpose}\r\n'
+        f'--{boundary}\r\nContent-Disposition: form-data; name="file"; filename="{name}"\r\n'
+        "Content-Type: application/jsonl\r\n\r\n"
+    )
+    headers = {"Content-Type": f"multipart/form-data; boundary={boundary}"}
+    content = parts.encode() + data + f"\r\n--{boundary}--\r\n".encode()
+    return (yield from Call(method="POST", path="/v1/files", answer=File, content=content, headers=headers))
+
+
+def list_files(purpose: str | None = None, *, limit: int = 100, after: str | None = None) -> Flow[list[File]]:
+    """Return your project's files, newest first. `after` is the last id of the previous page."""
+    params = {"purpose": purpose, "limit": limit, "after": after}
+    return (yield from Call(method="GET", path="/v1/files", answer=Page[File], params=params, repeatable=True)).data
+
+
+def get_file(id: str) -> Call[File]:
+    """Return one file."""
+    return Call(method="GET", path=_file_path(id), answer=File, repeatable=True)
+
+
+def read_file(id: str) -> Call[bytes]:
+    """Return the bytes of a file."""
+    return Call(method="GET", path=f"{_file_path(id)}/content", answer=bytes, repeatable=True)
+
+
+def delete_file(id: str) -> Call[Deleted]:
+    """Delete a file and its bytes. Raises Conflict while a batch reads it."""
+    return Call(method="DELETE", path=_file_path(id), answer=Deleted)
+
+
+class Files(Resource[R]):
+    """`client.files`."""
+
+    create = method(create_file)
+    list = method(list_files)
+    get = method(get_file)
+    content = method(read_file)
+    delete = method(delete_file)
+
+
+def _file_path(id: str) -> str:
+    return f"/v1/files/{quote(id, safe='')}"
+
 
 ENDED = frozenset({"completed", "failed", "expired", "cancelled"})
 POLL_SECONDS, MAX_POLL_SECONDS = 0.5, 15.0
@@ -16,7 +73,7 @@ POLL_SECONDS, MAX_POLL_SECONDS = 0.5, 15.0
 CHAT = "/v1/chat/completions"
 
 
-def create(
+def create_batch(
     input_file_id: str, endpoint: str = CHAT, *, window: str = "24h", metadata: Mapping[str, str] | None = None
 ) -> Call[Batch]:
     """Run the lines of a file, which was sent with the purpose `batch`."""
@@ -26,12 +83,12 @@ def create(
     )
 
 
-def run(
+def run_batch(
     path: str | Path, endpoint: str = CHAT, *, window: str = "24h", metadata: Mapping[str, str] | None = None
 ) -> Flow[Batch]:
     """Send a file and run its lines."""
-    file = yield from files.create(path, "batch")
-    return (yield from create(file.id, endpoint, window=window, metadata=metadata))
+    file = yield from create_file(path, "batch")
+    return (yield from create_batch(file.id, endpoint, window=window, metadata=metadata))
 
 
 def list_batches(*, limit: int = 20, after: str | None = None) -> Flow[list[Batch]]:
@@ -40,21 +97,21 @@ def list_batches(*, limit: int = 20, after: str | None = None) -> Flow[list[Batc
     return (yield from Call(method="GET", path="/v1/batches", answer=Page[Batch], params=params, repeatable=True)).data
 
 
-def get(id: str) -> Call[Batch]:
+def get_batch(id: str) -> Call[Batch]:
     """Return one batch."""
-    return Call(method="GET", path=_path(id), answer=Batch, repeatable=True)
+    return Call(method="GET", path=_batch_path(id), answer=Batch, repeatable=True)
 
 
-def cancel(id: str) -> Call[Batch]:
+def cancel_batch(id: str) -> Call[Batch]:
     """Begin no further line; answers so far are in the output file."""
-    return Call(method="POST", path=f"{_path(id)}/cancel", answer=Batch, repeatable=True)
+    return Call(method="POST", path=f"{_batch_path(id)}/cancel", answer=Batch, repeatable=True)
 
 
-def wait(id: str) -> Flow[Batch]:
+def wait_for_batch(id: str) -> Flow[Batch]:
     """Wait for the end of a batch, which its window bounds, and return it."""
     pause = POLL_SECONDS
     while True:
-        batch = yield from get(id)
+        batch = yield from get_batch(id)
         if batch.status in ENDED:
             return batch
         yield Wait(pause)
@@ -64,13 +121,77 @@ def wait(id: str) -> Flow[Batch]:
 class Batches(Resource[R]):
     """`client.batches`."""
 
-    create = method(create)
-    run = method(run)
+    create = method(create_batch)
+    run = method(run_batch)
     list = method(list_batches)
-    get = method(get)
-    cancel = method(cancel)
-    wait = method(wait)
+    get = method(get_batch)
+    cancel = method(cancel_batch)
+    wait = method(wait_for_batch)
 
 
-def _path(id: str) -> str:
+def _batch_path(id: str) -> str:
     return f"/v1/batches/{quote(id, safe='')}"
+
+
+def create_evaluation(
+    adapter: str,
+    revision: int,
+    against: int,
+    file_id: str,
+    grader: Mapping[str, Any],
+    *,
+    judge_api_key: str | None = None,
+) -> Call[Evaluation]:
+    """Evaluate a revision against another one, on a file that was sent with the purpose `evals`."""
+    body = {"adapter": adapter, "revision": revision, "against": against, "file_id": file_id, "grader": dict(grader)}
+    key = {} if judge_api_key is None else {"judge_api_key": judge_api_key}
+    return Call(method="POST", path="/v1/evaluations", answer=Evaluation, body=body | key)
+
+
+def run_evaluation(
+    adapter: str,
+    revision: int,
+    against: int,
+    questions: str | Path,
+    grader: Mapping[str, Any],
+    *,
+    judge_api_key: str | None = None,
+) -> Flow[Evaluation]:
+    """Send a set of questions, and evaluate a revision on it against another one."""
+    file = yield from create_file(questions, "evals")
+    return (yield from create_evaluation(adapter, revision, against, file.id, grader, judge_api_key=judge_api_key))
+
+
+def list_evaluations(
+    adapter: str | None = None, revision: int | None = None, *, limit: int = 20, after: str | None = None
+) -> Flow[list[Evaluation]]:
+    """Return your project's evaluations, newest first; of one adapter, or of one of its revisions as the candidate."""
+    params = {"adapter": adapter, "revision": revision, "limit": limit, "after": after}
+    call = Call(method="GET", path="/v1/evaluations", answer=Page[Evaluation], params=params, repeatable=True)
+    return (yield from call).data
+
+
+def get_evaluation(id: str) -> Call[Evaluation]:
+    """Return one evaluation, with its result once it is completed."""
+    return Call(method="GET", path=f"/v1/evaluations/{quote(id, safe='')}", answer=Evaluation, repeatable=True)
+
+
+def wait_for_evaluation(id: str) -> Flow[Evaluation]:
+    """Wait for the end of an evaluation and return it: `completed` with a result, or `failed` with an error."""
+    pause = POLL_SECONDS
+    while True:
+        found = yield from get_evaluation(id)
+        if found.status != "running":
+            return found
+        yield Wait(pause)
+        pause = min(2 * pause, MAX_POLL_SECONDS)
+
+
+class Evaluations(Resource[R]):
+    """`client.evaluations`."""
+
+    create = method(create_evaluation)
+    run = method(run_evaluation)
+    list = method(list_evaluations)
+    get = method(get_evaluation)
+    wait = method(wait_for_evaluation)

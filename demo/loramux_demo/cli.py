@@ -80,7 +80,7 @@ def run(workspace: Workspace, status: Status, *, once: bool, as_json: bool) -> N
         if error.name != "openai":
             raise
         raise click.ClickException("the demo needs the openai client: pip install 'loramux[demo]'") from None
-    from loramux_demo.report import show
+    from loramux_demo.tour import show
 
     workspace.prepare()
     keys = create_customers(workspace)

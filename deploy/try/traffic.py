@@ -17,8 +17,7 @@ from typing import TypeVar
 import httpx
 
 from loramux_demo.assets import MODEL_NAME, load_prompts
-from loramux_demo.report import Report
-from loramux_demo.tour import tour
+from loramux_demo.tour import Report, tour
 
 TRACE, PARENT = os.urandom(16).hex(), os.urandom(8).hex()
 PHASES = {"admission", "queue", "prefill", "decode", "settlement"}

@@ -34,18 +34,34 @@ Triton, `native/`: C++), and the torch reference that every fast path is tested 
 `tables`.
 """
 
-from loramux_kernels.gated import Activation, gated, gated_reference
-from loramux_kernels.grouped_linear import grouped_linear, grouped_linear_reference
-from loramux_kernels.kv_cache import write_kv, write_kv_reference
-from loramux_kernels.lora_expand import lora_expand, lora_expand_reference
-from loramux_kernels.lora_shrink import lora_shrink, lora_shrink_reference
+from loramux_kernels.layer_operators import (
+    Activation,
+    gated,
+    gated_reference,
+    rms_norm,
+    rms_norm_reference,
+    rope_write_kv,
+    rope_write_kv_reference,
+)
+from loramux_kernels.lora import (
+    lora_expand,
+    lora_expand_reference,
+    lora_shrink,
+    lora_shrink_reference,
+    rescale,
+    rescale_reference,
+)
+from loramux_kernels.mixture import (
+    combine,
+    combine_reference,
+    grouped_linear,
+    grouped_linear_reference,
+    route,
+    route_reference,
+)
 from loramux_kernels.packed_linear import PackedLinear, Weight, packed_linear_reference
-from loramux_kernels.paged_attention import paged_attention, paged_attention_reference
+from loramux_kernels.paged_attention import paged_attention, paged_attention_reference, write_kv, write_kv_reference
 from loramux_kernels.quantized_weight import Quantization, QuantizedWeight
-from loramux_kernels.rescale import rescale, rescale_reference
-from loramux_kernels.rms_norm import rms_norm, rms_norm_reference
-from loramux_kernels.rope import rope_write_kv, rope_write_kv_reference
-from loramux_kernels.routing import combine, combine_reference, route, route_reference
 from loramux_kernels.tables import (
     NO_VECTORS,
     RANK_TILE,

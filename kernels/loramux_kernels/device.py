@@ -1,15 +1,21 @@
-"""Devices: the implementation that serves a tensor, memory in large pages, and copies that the host does not await."""
+"""What the machine can do: which implementation serves a tensor, which dtypes the processor multiplies, host memory
+that a GPU copies from, and copies that the host does not wait for.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import mmap
 import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from loramux_kernels.native import multiplies_bf16_pairs
 
 LARGE_PAGE = 2 << 20
 
@@ -57,3 +63,32 @@ def aligned_rows(array: NDArray[Any], device: torch.device) -> torch.Tensor:
     padded = np.zeros((len(array), -(-count // step) * step), dtype=array.dtype)
     padded[:, :count] = array
     return to_device(padded, device)[:, :count]
+
+
+def has_bf16_tiles() -> bool:
+    """Return whether the processor multiplies bf16 matrices by tiles (AMX), which oneDNN knows how to use."""
+    return _torch_reports("amx_tile")
+
+
+def multiplies_in_hardware(dtype: torch.dtype) -> bool:
+    """Return whether this processor has instructions for matrix products of `dtype`, so that nothing is emulated."""
+    if dtype == torch.bfloat16:
+        return has_bf16_tiles() or multiplies_bf16_pairs() or _torch_reports("avx512_bf16") or _has_arm_feature("bf16")
+    if dtype == torch.float16:
+        return _torch_reports("amx_fp16") or _has_arm_feature("fphp")
+    return True
+
+
+def _torch_reports(feature: str) -> bool:
+    """Ask one of torch's private predicates, which may be gone in another version."""
+    probe = getattr(torch.cpu, f"_is_{feature}_supported", None)
+    return probe is not None and bool(probe())
+
+
+@functools.cache
+def _has_arm_feature(feature: str) -> bool:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return False
+    return any(feature in line.split() for line in lines if line.startswith("Features"))

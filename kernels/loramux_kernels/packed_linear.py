@@ -1,14 +1,239 @@
-"""Semantics: y = x @ cat(weights).T + cat(biases): linears that read the same input, as one GEMM."""
+"""Packed linears: weights that read the same input, held as one matrix in the format that multiplies fastest here.
+
+Semantics: y = x @ cat(weights).T + cat(biases).
+
+A format (`Plain`, `Panels`, `OneDnn`, `Coded`) is a class that packs weights and multiplies by them; `choose_format`
+selects one by dtype and processor. Weights that are quantized stay codes (`quantized_weight`) and are decoded while
+they are multiplied. LoRA reads the unquantized input and adds to the result, so that a format knows nothing of
+adapters.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import math
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch.nn import functional
 
-from loramux_kernels.linear_formats import Coded, LinearFormat, choose_format
-from loramux_kernels.quantized_weight import Quantization, QuantizedWeight, quantize
+from loramux_kernels.device import has_bf16_tiles, runs_triton, zeros_in_large_pages
+from loramux_kernels.native import multiplies_bf16_pairs, native_for, native_library
+from loramux_kernels.native.abi import CODINGS, DTYPES, CodedWeightsAbi
+from loramux_kernels.quantized_weight import MIN_GROUP, TABLES, Quantization, QuantizedWeight, is_nibbles, quantize
+
+
+class LinearFormat(Protocol):
+    """Weights of several linears over one input, packed."""
+
+    num_bytes: int
+    """Bytes that a call reads."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` `[T, in_features]` to `[T, sum(out_features)]`, of x's dtype."""
+
+
+def choose_format(weight: torch.Tensor) -> type[Plain | Panels | OneDnn]:
+    """Return the fastest format here for unquantized weights like `weight`."""
+    if weight.dtype == torch.bfloat16 and weight.device.type == "cpu":
+        if has_bf16_tiles() or not multiplies_bf16_pairs() or weight.shape[1] % 2:
+            return OneDnn if one_dnn_packs(weight) else Plain
+        return Panels
+    if weight.dtype == torch.float32 and native_for(weight) is not None:
+        return Panels
+    return Plain
+
+
+class Plain:
+    """`functional.linear`."""
+
+    def __init__(self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None) -> None:
+        """Join `weights`, `[out_features, in_features]` each; `bias` `[sum(out_features)]`."""
+        self._weight = weights[0] if len(weights) == 1 else torch.cat(list(weights))
+        self._bias = bias
+        self.num_bytes = self._weight.nbytes
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply; see LinearFormat."""
+        return functional.linear(x, self._weight, self._bias)
+
+
+class Panels:
+    """Our own packed panels: read at the memory's speed for few rows, at the processor's for many."""
+
+    panel = 32
+
+    def __init__(self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None) -> None:
+        native = native_for(weights[0])
+        assert native is not None, "chosen only where the C++ operators are there"
+        self._native: ctypes.CDLL = native
+        self._columns = sum(weight.shape[0] for weight in weights)
+        self._bias = bias
+        self._packed = self._pack(weights)
+        self.num_bytes = self._packed.nbytes
+
+    def _pack(self, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+        width = weights[0].shape[1]
+        packed = zeros_in_large_pages(-(-self._columns // self.panel) * self.panel * width, weights[0].dtype)
+        column = 0
+        for weight in weights:
+            rows = weight if weight.stride(1) == 1 else weight.contiguous()
+            self._native.loramux_linear_pack(
+                DTYPES[rows.dtype],
+                *(rows.data_ptr(), rows.stride(0), rows.shape[0], width),
+                column,
+                packed.data_ptr(),
+                torch.get_num_threads(),
+            )
+            column += rows.shape[0]
+        return packed
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply; see LinearFormat."""
+        x = x if x.stride(1) == 1 else x.contiguous()
+        y = x.new_empty(x.shape[0], self._columns)
+        self._native.loramux_linear(
+            DTYPES[x.dtype],
+            *(x.data_ptr(), x.stride(0), x.shape[0], x.shape[1]),
+            self._packed.data_ptr(),
+            None if self._bias is None else self._bias.data_ptr(),
+            *(y.data_ptr(), self._columns, self._columns),
+            torch.get_num_threads(),
+        )
+        return y
+
+
+class OneDnn:
+    """Weights in the layout that oneDNN chooses, through operators that torch's own compiler emits."""
+
+    def __init__(self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None) -> None:
+        weight = Plain(weights, None)._weight
+        self.num_bytes = weight.nbytes
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
+        self._bias = bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply; see LinearFormat."""
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+
+
+def one_dnn_packs(weight: torch.Tensor) -> bool:
+    """Return whether these private operators of torch exist and are right for this dtype."""
+    sample = torch.eye(32, dtype=weight.dtype)
+    try:
+        return torch.equal(OneDnn([sample], None)(sample), sample)
+    except (AttributeError, RuntimeError, TypeError):
+        return False
+
+
+class Coded:
+    """Codes and their scales, decoded while they are multiplied: memory and reads are those of the codes.
+
+    The C++ operator takes x with 16 bits of the largest of 256 neighbouring elements where the processor has VNNI and
+    the codes are integers, else as it is, and sums exactly or in float32.
+    """
+
+    panel = 32
+    stretch = 256
+
+    def __init__(self, weights: Sequence[QuantizedWeight], bias: torch.Tensor | None) -> None:
+        whole = _joined(weights)
+        self._weight: QuantizedWeight | None = whole
+        self._bias = None if bias is None else bias.float()
+        self._order = weights[0].order
+        self._columns = sum(weight.shape[0] for weight in weights)
+        self.num_bytes = sum(weight.nbytes for weight in weights)
+        self._native = None if runs_triton(whole.codes) or whole.codes.is_cuda else native_library()
+        if self._native is not None and (group := self._native_group(whole)) is not None:
+            unit = self._native.loramux_coded_unit(CODINGS[whole.coding])
+            self._pack(whole.regrouped(group) if group != whole.group else whole, unit)
+            self._weight = None  # held as panels
+        if self._weight is not None:
+            self._values = torch.tensor(TABLES.get(weights[0].coding, (0.0,)), device=self._weight.codes.device)
+
+    def _native_group(self, weight: QuantizedWeight) -> int | None:
+        """Return the group in which the C++ operator reads `weight`; None where it cannot."""
+        if weight.group >= weight.in_features or weight.group % self.stretch == 0:
+            return weight.group
+        group = math.gcd(weight.group, self.stretch)
+        return group if group >= MIN_GROUP else None
+
+    def _pack(self, weight: QuantizedWeight, unit: int) -> None:
+        """Make panels `[panels, in_features / unit, panel, unit]` of codes, and scales `[groups, columns]`."""
+        codes, columns = weight.codes, -(-self._columns // self.panel) * self.panel
+        unit = 1 if is_nibbles(weight.coding) else unit  # two codes in a byte are a unit
+        padded = functional.pad(codes, (0, -codes.shape[1] % unit, 0, columns - len(codes)))
+        panels = padded.view(-1, self.panel, padded.shape[1] // unit, unit).transpose(1, 2)
+        self._packed = zeros_in_large_pages(padded.numel(), torch.uint8).view(panels.shape).copy_(panels)
+        self._scales = _by_groups(weight.scales, columns)
+        self._offsets = None if weight.offsets is None else _by_groups(weight.offsets * weight.scales, columns)
+        self._values = torch.tensor(TABLES.get(weight.coding, (0.0,)))
+        width, group = weight.in_features, weight.group
+        group = group if group < width else -(-width // self.stretch) * self.stretch
+        self._coding = CODINGS[weight.coding]
+        self._abi = CodedWeightsAbi(
+            *(None if t is None else t.data_ptr() for t in (self._packed, self._scales, self._offsets, self._values)),
+            *(width, group, columns),
+        )
+        held = (self._packed, self._scales, self._offsets, self._order)
+        self.num_bytes = sum(tensor.nbytes for tensor in held if tensor is not None)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply; see LinearFormat."""
+        if self._weight is not None:
+            return self._multiply_dequantized(x) if not runs_triton(x) else self._multiply_on_gpu(x)
+        assert self._native is not None, "packed for it"
+        if native_for(x) is None:
+            return self(x.float()).to(x.dtype)
+        if self._order is not None:
+            x = x[:, self._order]
+        x = x if x.stride(1) == 1 else x.contiguous()
+        y = x.new_empty(x.shape[0], self._columns)
+        self._native.loramux_coded_linear(
+            *(DTYPES[x.dtype], self._coding),
+            *(x.data_ptr(), x.stride(0), x.shape[0]),
+            self._abi,
+            None if self._bias is None else self._bias.data_ptr(),
+            *(y.data_ptr(), self._columns, self._columns),
+            torch.get_num_threads(),
+        )
+        return y
+
+    def _multiply_on_gpu(self, x: torch.Tensor) -> torch.Tensor:
+        # Only where it runs: it needs triton.
+        from loramux_kernels.cuda.coded_linear import coded_linear
+
+        assert self._weight is not None, "not packed"
+        if self._order is not None:
+            x = x[:, self._order]
+        return coded_linear(x if x.stride(1) == 1 else x.contiguous(), self._weight, self._values, self._bias)
+
+    def _multiply_dequantized(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply by the weight, dequantized for this call, in float32."""
+        assert self._weight is not None, "not packed"
+        y = functional.linear(x.float(), self._weight.dequantize(), self._bias)
+        return y.to(x.dtype)
+
+
+def _joined(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """Return weights of one form as one, their outputs one after the other."""
+    if len(weights) == 1:
+        return weights[0]
+    offsets = [weight.offsets for weight in weights if weight.offsets is not None]
+    return replace(
+        weights[0],
+        codes=torch.cat([weight.codes for weight in weights]),
+        scales=torch.cat([weight.scales for weight in weights]),
+        offsets=torch.cat(offsets) if offsets else None,
+    )
+
+
+def _by_groups(values: torch.Tensor, columns: int) -> torch.Tensor:
+    """Return float32`[columns, groups]` values as `[groups, columns]`, with zeros behind."""
+    return functional.pad(values.float().T, (0, columns - len(values))).contiguous()
+
 
 Weight = torch.Tensor | QuantizedWeight
 """A linear's weight `[out_features, in_features]`, as it is or quantized."""

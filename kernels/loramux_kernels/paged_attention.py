@@ -1,4 +1,13 @@
-"""Semantics: out[t, h] = softmax(scaling * q[t, h] @ K[s, h // G].T + mask) @ V[s, h // G] over sequence s of row t."""
+"""Paged attention: new keys and values are written into a sequence's pages, and attention reads them there.
+
+Semantics:
+
+    write_kv          key[page, :, offset] = new_key[t], slot_mapping[t] = page * block_size + offset; values likewise
+    paged_attention   out[t, h] = softmax(scaling * q[t, h] @ K[s, h // G].T + mask) @ V[s, h // G], for row t of s
+
+In FP8, key[page, h, offset] = E4M3(new_key[t, h] / key_scale[page, h]), and a token at offset 0 sets the scale first
+(see `e4m3`). The pages of a sequence are listed in its row of `AttentionBatch.block_table` (vLLM, Kwon et al., 2023).
+"""
 
 from __future__ import annotations
 
@@ -8,10 +17,49 @@ import functools
 import torch
 
 from loramux_kernels.device import runs_triton
-from loramux_kernels.e4m3 import decode
+from loramux_kernels.e4m3 import decode, encode, scale_for
 from loramux_kernels.native import native_for
 from loramux_kernels.native.abi import DTYPES, AttentionAbi
 from loramux_kernels.tables import AttentionBatch, KvLayer
+
+
+def write_kv(key: torch.Tensor, value: torch.Tensor, layer: KvLayer, slot_mapping: torch.Tensor) -> None:
+    """Store the step's new keys `[T, num_kv_heads, head_dim_k]` and values `[T, num_kv_heads, head_dim_v]`.
+
+    `slot_mapping` int64[T]; no two tokens share a slot. On a GPU a token whose slot is negative is not stored.
+    """
+    if runs_triton(key):
+        from loramux_kernels.cuda import paged_attention as triton_kv_cache
+
+        triton_kv_cache.write_kv(key, value, layer, slot_mapping)
+        return
+    if (native := native_for(key)) is None:
+        write_kv_reference(key, value, layer, slot_mapping)
+        return
+    if key.stride(2) != 1 or value.stride(2) != 1:
+        key, value = key.contiguous(), value.contiguous()
+    native.loramux_write_kv(
+        DTYPES[key.dtype],
+        layer.abi,
+        *(key.data_ptr(), key.stride(0), key.stride(1)),
+        *(value.data_ptr(), value.stride(0), value.stride(1)),
+        slot_mapping.data_ptr(),
+        len(slot_mapping),
+        torch.get_num_threads(),
+    )
+
+
+def write_kv_reference(key: torch.Tensor, value: torch.Tensor, layer: KvLayer, slot_mapping: torch.Tensor) -> None:
+    """`write_kv` in torch, on any device and in any dtype."""
+    page = slot_mapping // layer.block_size
+    offset = slot_mapping % layer.block_size
+    for rows, cache, scales in ((key, layer.key, layer.key_scale), (value, layer.value, layer.value_scale)):
+        if scales is None:
+            cache[page, :, offset] = rows
+            continue
+        begins = offset == 0
+        scales[page[begins]] = scale_for(rows[begins])
+        cache[page, :, offset] = encode(rows, scales[page])
 
 
 def paged_attention(

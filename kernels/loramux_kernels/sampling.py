@@ -1,6 +1,12 @@
-"""Semantics: token[s] = argmax(steered[s]) if greedy, else a draw from softmax(kept(steered[s] / temperature[s])).
+"""From logits to tokens on the device: masks of constrained rows, penalties, truncation, and the draw.
 
-Steered are the logits after penalties and bias; kept leaves the tokens that top_k, then top_p, then min_p allow.
+Semantics:
+
+    forbid_tokens   logits[rows[m], t] = -inf where bit t % 32 of words[m, t // 32] is 0, or words[m] ends before t
+    sample          token[s] = argmax(steered[s]) if greedy, else a draw from softmax(kept(steered[s] / temperature[s]))
+
+Steered are the logits after penalties and bias; kept leaves the tokens that top_k, then top_p, then min_p allow. The
+draw is an exponential race: the token with the greatest logit - log(Exp(1)) is distributed as the softmax.
 """
 
 from __future__ import annotations
@@ -9,6 +15,32 @@ import torch
 
 from loramux_kernels.device import runs_triton
 from loramux_kernels.tables import SamplingBatch
+
+WORD_BITS = 32
+
+
+def forbid_tokens(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> None:
+    """Remove tokens from rows of `logits` `[S, vocab]`, any float dtype, in place.
+
+    `rows` int64[M], no row twice; `words` int32[M, W], contiguous.
+    """
+    if runs_triton(logits):
+        from loramux_kernels.cuda import sampling as triton_token_mask
+
+        triton_token_mask.forbid_tokens(logits, rows, words)
+    else:
+        forbid_tokens_reference(logits, rows, words)
+
+
+def forbid_tokens_reference(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> None:
+    """`forbid_tokens` in torch, on any device."""
+    bits = torch.arange(WORD_BITS, dtype=torch.int32, device=words.device)
+    vocab = logits.shape[1]
+    for row, own in zip(rows.tolist(), words, strict=True):
+        allowed = (own[:, None] >> bits & 1).bool().flatten()[:vocab]
+        logits[row, : len(allowed)].masked_fill_(~allowed, float("-inf"))
+        logits[row, len(allowed) :] = float("-inf")
+
 
 _NEVER = float("-inf")
 _WORD = 0xFFFF_FFFF

@@ -10,10 +10,8 @@ import torch
 from torch import nn
 
 from loramux_adapters import AdapterPlan, AdapterRejected, LinearVector, LoraPair, VectorKind
-from loramux_adapters.bank import AdapterBank, Site
-from loramux_adapters.extras import StepExtras
-from loramux_adapters.install import install_linears
-from loramux_adapters.modules import LoraLinear
+from loramux_adapters.bank import AdapterBank, Site, StepExtras
+from loramux_adapters.modules import LoraLinear, install_linears
 from loramux_adapters.weights import AdapterWeights, LoraWeights
 from loramux_kernels import NO_VECTORS, Segments
 

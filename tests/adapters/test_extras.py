@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loramux_adapters.extras import PagedRows, VocabularyExtras
-from loramux_adapters.layout import Matrix, MatrixKind, lay_out
+from loramux_adapters.bank import PagedRows, VocabularyExtras
+from loramux_adapters.weights import Matrix, MatrixKind, lay_out
 
 
 def scattered(dense: torch.Tensor, page: int, seed: int) -> PagedRows:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from loramux_adapters import ConfigRejected
 from loramux_adapters.matching import Match, TargetRules, match_modules
-from loramux_adapters.regex_guard import is_demanding, match_guarded
+from loramux_adapters.targets import is_demanding, match_guarded
 
 NAMES = [f"model.layers.{layer}.{leaf}" for layer in range(3) for leaf in ("self_attn.q_proj", "mlp.up_proj", "norm")]
 NAMES.append("lm_head")

@@ -10,7 +10,7 @@ from scripted_engine import ScriptedEngine
 from site_fixture import Site, make_keys, make_settings
 from tiny_base import make_base
 
-from loramux.tenants import invalid_keys
+from loramux.tenants import secrets
 from loramux_api.app import create_app
 
 ON_THE_WIRE = {
@@ -61,7 +61,7 @@ def site(
 @pytest.fixture(autouse=True)
 def no_throttle(monkeypatch: pytest.MonkeyPatch) -> None:
     """All tests come from one address, and many send invalid keys on purpose."""
-    monkeypatch.setattr(invalid_keys, "MAX_FAILURES", 10**6)
+    monkeypatch.setattr(secrets, "MAX_FAILURES", 10**6)
 
 
 @pytest.fixture(autouse=True)

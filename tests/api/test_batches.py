@@ -20,8 +20,7 @@ from peft_uploads import form, make_adapter
 from scripted_engine import EOS
 from site_fixture import Site
 
-from loramux.engine.messages import EngineFault
-from loramux.engine.request import ServiceClass
+from loramux.engine.messages import EngineFault, ServiceClass
 from loramux.gateway import open_tenants
 from loramux.tenants import KeyRequest
 

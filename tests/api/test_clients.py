@@ -22,8 +22,8 @@ import pytest
 from running_server import free_port
 
 from loramux_demo.assets import LOOKUP, base_folder
-from loramux_demo.customers import Customer
 from loramux_demo.server import Workspace, create_customers, running_server
+from loramux_demo.tour import Customer
 
 pytestmark = pytest.mark.slow
 

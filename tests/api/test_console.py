@@ -14,7 +14,7 @@ import httpx
 import pytest
 from site_fixture import Site
 
-from loramux_api.console_files import ConsoleFiles
+from loramux_api.controllers.console import ConsoleFiles
 
 CSRF = "X-CSRF-Token"
 VIEW = "X-View-Tenant"
@@ -266,7 +266,7 @@ def test_server_without_built_pages_says_how_to_build_them(
 def test_ended_sessions_do_not_stay_in_the_database(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     from sqlalchemy import func, select
 
-    from loramux.records.sessions import SessionRow
+    from loramux.records.credentials import SessionRow
 
     database = site.server.app.state.platform.tenants.sessions._database
 

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 from site_fixture import PATIENCE, Site
 
-from loramux.tenants import invalid_keys
+from loramux.tenants import secrets
 
 TEXT = {"model": "tiny", "prompt": "hi"}
 
@@ -130,7 +130,7 @@ def test_limit_of_a_rotated_key_holds_for_its_successor(site: Site) -> None:
 def test_many_invalid_keys_get_429_and_a_valid_key_from_the_same_address_200(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(invalid_keys, "MAX_FAILURES", 3)
+    monkeypatch.setattr(secrets, "MAX_FAILURES", 3)
     with with_key(site, "sk-lm-wrong") as client:
         answers = [client.get("/v1/models") for _ in range(40)]
     assert answers[-1].status_code == 429

@@ -19,12 +19,10 @@ from tiny_base import byte_tokenizer
 
 from loramux.engine.messages import TokenEvent
 from loramux.gateway import Delta
-from loramux.gateway.detokenize import StopAutomaton
 from loramux.gateway.output import OutputProcessor
-from loramux.gateway.tokenizer import Tokenizer
+from loramux.gateway.tokenizer import StopAutomaton, Tokenizer
 from loramux.units import TokenCounts
-from loramux_api.controllers.lorax import LoraxWriter
-from loramux_api.schemas.lorax import GenerateBody
+from loramux_api.controllers.lorax import GenerateBody, LoraxWriter
 
 CLIENT = {
     "adapter_source": None,

@@ -9,8 +9,7 @@ import pytest
 from peft_uploads import CONFIG, WEIGHTS, make_adapter
 from site_fixture import Site
 
-from loramux.engine.messages import BatchRows, EngineMeters, EngineStats, Evictable, StepSample
-from loramux.engine.request import ServiceClass
+from loramux.engine.messages import BatchRows, EngineMeters, EngineStats, Evictable, ServiceClass, StepSample
 from loramux_api import what_if
 from loramux_api.what_if import PlanFailed, WhatIf, Workload
 

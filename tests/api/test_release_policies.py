@@ -17,8 +17,7 @@ from peft_uploads import form, make_adapter
 from scripted_engine import EOS
 from site_fixture import Site
 
-from loramux.engine.messages import EngineFault
-from loramux.engine.request import Request
+from loramux.engine.messages import EngineFault, Request
 
 numbers = itertools.count()
 

@@ -20,8 +20,7 @@ from scripted_engine import EOS
 from site_fixture import Site
 
 from loramux.billing import Plan, PlanPrices, PlanTariff, Subscriptions
-from loramux.engine.messages import EngineFault
-from loramux.engine.request import Request, ServiceClass
+from loramux.engine.messages import EngineFault, Request, ServiceClass
 from loramux.pricing import Currency, Price, Step
 from loramux.records import TenantId
 from loramux.records.revision_metrics import FIRST_TOKEN_BOUNDS, FIRST_TOKENS, RevisionHour, RevisionMetricsRepository

@@ -11,7 +11,7 @@ from gateway_harness import in_harness
 from scripted_engine import FACTS
 
 from loramux.bundle import SamplingDefaults
-from loramux.engine.request import SamplingParams
+from loramux.engine.messages import SamplingParams
 from loramux.gateway.messages import GenerationRequest
 from loramux_api.schemas.chat import ChatBody
 from loramux_api.schemas.chat import to_request as chat_request

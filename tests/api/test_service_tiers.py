@@ -9,7 +9,7 @@ import openai
 import pytest
 from site_fixture import Site
 
-from loramux.engine.request import ServiceClass
+from loramux.engine.messages import ServiceClass
 from loramux.gateway import open_tenants
 
 HELLO = [{"role": "user", "content": "hello"}]

@@ -18,8 +18,7 @@ from peft_uploads import form, make_adapter
 from scripted_engine import EOS
 from site_fixture import Site
 
-from loramux.engine.messages import EngineFault
-from loramux.engine.request import Request, ServiceClass
+from loramux.engine.messages import EngineFault, Request, ServiceClass
 
 numbers = itertools.count()
 PATIENCE = 60.0

@@ -14,7 +14,7 @@ import pytest
 from peft_uploads import make_adapter
 from site_fixture import Site
 
-from loramux.gateway.local_folders import LocalFolders
+from loramux.gateway.adapters import LocalFolders
 from loramux.settings import AdapterLimits
 from loramux.tenants import NotPermitted
 

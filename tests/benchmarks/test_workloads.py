@@ -14,7 +14,7 @@ from arrivals import PATTERNS, choose_adapters
 from specs import ADAPTERS, MAX_MODEL_LEN, RANKS, VOCAB_SIZE, rank_of
 from workloads import SHARES, SUITES, Item, comparison, dump, load, trace
 
-from loramux.simulator.arrivals import LogNormal, Uniform, arrival_times
+from loramux.simulator.scenario import LogNormal, Uniform, arrival_times
 
 ALL = [f"{suite}-{share}" for suite in SUITES for share in SHARES]
 

@@ -10,7 +10,7 @@ from peft_uploads import CONFIG, WEIGHTS
 from playwright.sync_api import Browser, expect
 from site_fixture import Site
 
-from loramux_api.console_files import ConsoleFiles
+from loramux_api.controllers.console import ConsoleFiles
 
 MAX_FIRST_LOAD = 300_000
 PHONE = {"width": 390, "height": 844}

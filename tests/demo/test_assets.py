@@ -13,10 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from loramux_adapters import Limits, describe_base, validate_adapter
 from loramux_demo.assets import ASSETS, MODEL_NAME, OWNERS, TOOLS, adapter_folder, base_folder, load_prompts
-from loramux_demo.train.adapters import RECIPES
-from loramux_demo.train.evaluate import exact, greedy_answers, load
-from loramux_demo.train.facts import STYLES
-from loramux_demo.train.make import write_questions
+from loramux_demo.train.dataset import STYLES
+from loramux_demo.train.models import RECIPES, exact, greedy_answers, load, write_questions
 
 ADAPTERS = [adapter for adapters in OWNERS.values() for adapter in adapters]
 

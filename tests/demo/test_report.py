@@ -8,9 +8,8 @@ import pytest
 from rich.console import Console
 
 from loramux_demo.assets import AGENT, MODEL_NAME, OWNERS, load_prompts
-from loramux_demo.customers import StepSharing, UsageRow, usage_of
 from loramux_demo.drive import ENDPOINTS, Answer, Drive, plan_calls
-from loramux_demo.report import Report, show
+from loramux_demo.tour import Report, StepSharing, UsageRow, show, usage_of
 
 CALLS = plan_calls(load_prompts())
 

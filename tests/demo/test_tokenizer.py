@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from loramux_demo.assets import LOOKUP, base_folder, call_text, completion_prompt
-from loramux_demo.train.tokenizer import BOS, EOS, byte_tokenizer
+from loramux_demo.train.models import BOS, EOS, byte_tokenizer
 
 
 @pytest.fixture(scope="module")

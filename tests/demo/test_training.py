@@ -6,12 +6,27 @@ import pytest
 import torch
 
 from loramux_demo.assets import AGENT, TOOLS
-from loramux_demo.train.adapters import RECIPES
-from loramux_demo.train.examples import IGNORED, Batch, Example, batches, conversations, document, example
-from loramux_demo.train.facts import STYLES, invent_questions
-from loramux_demo.train.fit import Schedule, fit, new_base, next_token_loss
-from loramux_demo.train.make import LENGTH, one_of_each_wording
-from loramux_demo.train.tokenizer import byte_tokenizer
+from loramux_demo.train.dataset import (
+    IGNORED,
+    STYLES,
+    Batch,
+    Example,
+    batches,
+    conversations,
+    document,
+    example,
+    invent_questions,
+)
+from loramux_demo.train.models import (
+    LENGTH,
+    RECIPES,
+    Schedule,
+    byte_tokenizer,
+    fit,
+    new_base,
+    next_token_loss,
+    one_of_each_wording,
+)
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,7 @@ from peft_uploads import make_adapter
 from site_fixture import make_settings
 from upload_harness import upload_folder
 
-from loramux.engine.messages import EngineStats
-from loramux.engine.request import SamplingParams
+from loramux.engine.messages import EngineStats, SamplingParams
 from loramux.gateway import GenerationRequest, Platform, open_platform
 from loramux.records import Principal
 from loramux.registry import ChangeConflict, PartNotFound, TooManyAdapters, WeightedRevision

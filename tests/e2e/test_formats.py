@@ -22,7 +22,7 @@ from other_kinds import make_kind
 from server_process import Place, served
 from tiny_base import byte_tokenizer
 
-from loramux_adapters.unsupported import UNSUPPORTED_KINDS
+from loramux_adapters.config import UNSUPPORTED_KINDS
 
 PROMPTS = ([5, 80, 33, 7], [11, 12, 13, 200, 201, 9, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50])
 OUTPUT = 8

@@ -16,8 +16,7 @@ from listening import until
 from server_process import Child
 from tiny_base import make_base
 
-from loramux.engine.messages import TokenEvent
-from loramux.engine.request import Request, SamplingParams
+from loramux.engine.messages import Request, SamplingParams, TokenEvent
 from loramux.fleet.group import EngineGroup
 from loramux.fleet.launching import launcher_of
 from loramux.settings import (

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loramux_kernels import PackedLinear, linear_formats, packed_linear, packed_linear_reference
-from loramux_kernels.linear_formats import Coded, choose_format, one_dnn_packs
+from loramux_kernels import PackedLinear, packed_linear, packed_linear_reference
 from loramux_kernels.native import multiplies_bf16_pairs
+from loramux_kernels.packed_linear import Coded, choose_format, one_dnn_packs
 from loramux_kernels.quantized_weight import QuantizedWeight, pack_nibbles, quantize, unpack_nibbles
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -57,7 +57,7 @@ def test_packed_linear_every_form_equals_the_reference(dtype, form, monkeypatch)
         pytest.skip("packed by oneDNN only in bfloat16, on processors with AVX-512")
     if form == "Panels" and dtype == torch.bfloat16 and not multiplies_bf16_pairs():
         pytest.skip("panels of bf16 need a processor that multiplies pairs")
-    monkeypatch.setattr(packed_linear, "choose_format", lambda _: getattr(linear_formats, form))
+    monkeypatch.setattr(packed_linear, "choose_format", lambda _: getattr(packed_linear, form))
     weights, biases = weights_of(dtype, 64, (96, 32), with_bias=True)
     check(PackedLinear(weights, biases), torch.randn(17, 64).to(dtype), weights, biases)
 
@@ -76,7 +76,7 @@ def test_packed_linear_takes_rows_with_a_stride():
 @pytest.mark.parametrize("threads", [1, 3])
 def test_packed_linear_row_is_independent_of_its_neighbours(dtype, threads):
     """Bit for bit: decoding alone, decoding in company, and prefill."""
-    if choose_format(torch.zeros(2, 2, dtype=dtype)) is not linear_formats.Panels:
+    if choose_format(torch.zeros(2, 2, dtype=dtype)) is not packed_linear.Panels:
         pytest.skip("this processor's bf16 linears are oneDNN's")
     torch.set_num_threads(threads)
     weights, biases = weights_of(dtype, 300, (200, 72), with_bias=True)
@@ -127,7 +127,7 @@ def test_coded_linear_equals_its_dequantized_weight(
     biases = [torch.randn(out).to(dtype) if with_bias and i != 1 else None for i, out in enumerate(out_features)]
     with pytest.MonkeyPatch.context() as patch:
         if not is_native:
-            patch.setattr(linear_formats, "native_library", lambda: None)
+            patch.setattr(packed_linear, "native_library", lambda: None)
         linear = PackedLinear(weights, biases)
     x = (torch.randn(rows, in_features) * torch.logspace(-2, 2, in_features)).to(dtype)
     multiplied = [linear.as_multiplied(weight).double() for weight in weights]

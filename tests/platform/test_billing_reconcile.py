@@ -12,8 +12,8 @@ import sqlalchemy as sa
 from billing_harness import DECEMBER, NOVEMBER, Clock, give_plan, use
 
 from loramux.billing import BillingService, Checkpoint, Checkpoints, LedgerAltered, document, reconcile
-from loramux.billing.checkpoints import FOLDER
 from loramux.billing.invoices import digest, read_invoice
+from loramux.billing.reconcile import FOLDER
 from loramux.records import Database, Principal
 from loramux.records.billing import InvoiceRow, PeriodRow, PriceRow
 from loramux.records.database import parse_url

@@ -12,7 +12,7 @@ import pytest
 import standardwebhooks
 
 from loramux.billing import Catalog, Month, PlanPrices, PlanSpec
-from loramux.billing.plans import PriceSpec
+from loramux.billing.catalog import PriceSpec
 from loramux.exports import AlertDelivery, WebhookSink
 from loramux.limits import BudgetSpent, Limits
 from loramux.records import Database, Principal

@@ -12,7 +12,7 @@ from billing_harness import DAY, DECEMBER, NOVEMBER, SECOND, Clock, give_plan, u
 
 from loramux.billing import BillingService, CostPage, CostsQuery, LedgerAltered, reconcile
 from loramux.records import Database, Principal
-from loramux.records.daily_usage import DailyUsageRepository, DailyUsageRow, UsageSegmentRow
+from loramux.records.usage import DailyUsageRepository, DailyUsageRow, UsageSegmentRow
 from loramux.usage import UsageQuery, UsageResult, UsageService
 
 pytestmark = pytest.mark.anyio

@@ -110,7 +110,7 @@ def test_grader_schema_of_exponential_time_ends_soon_with_the_reason(schema: dic
 
 
 def test_grader_schema_has_a_share_of_work_for_all_answers_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loramux.releases.bounded_schema.MAX_WORK", 10_000)
+    monkeypatch.setattr("loramux.releases.graders.MAX_WORK", 10_000)
     grade = grade_with(Schema(doubling(5)))
     assert [grade("1", None) for _ in range(10)] == [1] * 10
     with pytest.raises(InvalidGrader, match="takes too long"):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from loramux.records.revision_metrics import COUNTED, FIRST_TOKEN_BOUNDS, FIRST_TOKENS
-from loramux.releases.guards import ALPHA, ERRORS, LATENCY, compared
+from loramux.releases.policies import ALPHA, ERRORS, LATENCY, compared
 from loramux.releases.statistics import drop_found
 
 MODELS = ["acme/a@1", "acme/a@2"]

@@ -10,7 +10,7 @@ import sqlalchemy as sa
 
 from loramux.limits import Limits, RateLimitStatus, RateReached
 from loramux.records import Database, Principal
-from loramux.records.idempotency import ClaimRow
+from loramux.records.requests import ClaimRow
 from loramux.tenants import Tenants
 from loramux.units import SECOND, TokenCounts
 from loramux.usage import (

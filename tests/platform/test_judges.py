@@ -13,9 +13,9 @@ import pytest
 from loramux.public_http import PublicTransport, Resolver
 from loramux.records import TenantId
 from loramux.releases import judges as judges_module
+from loramux.releases.comparison import Answered, Question
 from loramux.releases.graders import InvalidGrader, Judge
 from loramux.releases.judges import JudgeFailed, Judges, KeyVault
-from loramux.releases.question_sets import Answered, Question
 from loramux.settings import BatchSettings
 
 ACME = TenantId("tenant_acme")

@@ -13,14 +13,15 @@ from loramux.pricing import (
     Price,
     Step,
     UnknownCurrency,
+    allocate,
     charge,
     cost,
     encode_money,
     minor_units,
+    nanos_of,
     plain_text,
     price_for,
 )
-from loramux.pricing.money import allocate, nanos_of
 from loramux.records.usage import DailyQuantities
 from loramux.units import DAY
 

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loramux.constraints import JsonObject, JsonSchema, Regex
-from loramux.engine.request import SamplingParams, ServiceClass
+from loramux.engine.messages import SamplingParams, ServiceClass
 from loramux.gateway import Delta, Draining, GenerationRequest
 from loramux.releases import shadow_runner
 from loramux.releases.likeness import MEASURES, ChoiceAnswer, compare_answers, join_answer, measures_of, sums_of

@@ -25,7 +25,7 @@ from loramux.storage import (
     content_digest,
     open_blobs,
 )
-from loramux.storage.staging import Staging
+from loramux.storage.objects import Staging
 
 Open = Callable[[str], BlobStore]
 

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from loramux.threads import TenantSlots, ThreadPool
+from loramux.jobs import TenantSlots, ThreadPool
 
 pytestmark = pytest.mark.anyio
 

@@ -12,7 +12,7 @@ from s3_server import S3
 from upload_harness import CONFIG, Harness, upload_folder, upload_harness
 
 from loramux.records import Database, Principal
-from loramux.records.locks import server_liveness
+from loramux.records.database import server_liveness
 from loramux.records.uploads import UploadJobs
 from loramux.registry import AdapterNotFound, ModelNotFound, RevisionInfo
 from loramux.settings import UploadSettings

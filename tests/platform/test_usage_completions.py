@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from openai.types.admin.organization import UsageCompletionsResponse
 
 from loramux.records import Database, Principal
-from loramux.records.daily_usage import DailyUsageRepository
+from loramux.records.usage import DailyUsageRepository
 from loramux.tenants import CUSTOMER_SCOPES, Tenants
 from loramux.units import TokenCounts
 from loramux.usage import InvalidQuery, OpenedRequest, Settlement, UsagePage, UsageQuery, UsageResult, UsageService

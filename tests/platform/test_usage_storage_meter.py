@@ -8,11 +8,11 @@ from billing_harness import DAY, NOVEMBER, SECOND, Clock
 
 from loramux.records import Database, Principal
 from loramux.records.adapters import AdapterRepository, RevisionContent, RevisionRow, Stamp
+from loramux.records.contents import register_revision
 from loramux.records.ledger import LedgerEntry, LedgerRepository
 from loramux.records.pins import UNPINNED, PinRepository
-from loramux.records.registration import register_revision
 from loramux.usage import UsageService
-from loramux.usage.storage_meter import GRACE, StorageMeter
+from loramux.usage.service import GRACE, StorageMeter
 
 pytestmark = pytest.mark.anyio
 

@@ -17,7 +17,7 @@ import standardwebhooks
 from loramux.public_http import Resolver
 from loramux.records import Database, Principal
 from loramux.records.adapters import AdapterRepository, RevisionContent, Stamp
-from loramux.records.registration import register_revision
+from loramux.records.contents import register_revision
 from loramux.records.webhooks import (
     KINDS,
     READY,

@@ -18,7 +18,7 @@ from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLTextConfi
 
 from loramux.engine.engine import Engine, build_engine
 from loramux.engine.execution.loader import LoadedModel, load_model
-from loramux.engine.request import AdapterRef, Request, SamplingParams
+from loramux.engine.messages import AdapterRef, Request, SamplingParams
 from loramux.settings import EngineSettings, ModelSettings, Settings
 from loramux_adapters import Limits, describe_base
 from loramux_adapters.convert import rename_adapter

@@ -12,14 +12,13 @@ import sqlalchemy as sa
 from loramux.billing import Month
 from loramux.records.adapters import AdapterRow, RevisionRow
 from loramux.records.aliases import AliasRow, AliasTargetRow, AliasVersionRow
-from loramux.records.audit import AuditRow
 from loramux.records.billing import PeriodRow
+from loramux.records.credentials import KeyRow
 from loramux.records.database import unix_microseconds
-from loramux.records.keys import KeyRow
 from loramux.records.ledger import LedgerHeadRow, LedgerRow
 from loramux.records.requests import RequestRow
 from loramux.records.revision_metrics import COUNTED, REVISION_HOURS
-from loramux.records.tenants import ProjectRow, TenantRow
+from loramux.records.tenants import AuditRow, ProjectRow, TenantRow
 from loramux.records.webhooks import EventRow
 
 ADAPTERS = 10_000

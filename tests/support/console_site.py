@@ -12,7 +12,7 @@ import pytest
 from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Locator, Page, Playwright, expect
 from site_fixture import Site
 
-from loramux_api.console_files import ConsoleFiles
+from loramux_api.controllers.console import ConsoleFiles
 
 AXE = Path(__file__).parents[2] / "console/node_modules/axe-core/axe.min.js"
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")

@@ -9,7 +9,7 @@ from adapter_zoo import Zoo, load
 from loramux.engine.engine import Engine, build_engine
 from loramux.engine.execution.runner import CompletedStep, CpuRunner
 from loramux.engine.messages import TokenEvent
-from loramux.engine.scheduling.step import PENDING, Step
+from loramux.engine.scheduling.sequence import PENDING, Step
 
 
 class LateRunner:

@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from loramux.engine import ENGINE_DIED, EngineClient, EngineDied
-from loramux.engine.messages import TokenEvent
-from loramux.engine.request import Request
+from loramux.engine.messages import Request, TokenEvent
 
 
 async def stream(engine: EngineClient, request: Request) -> AsyncIterator[TokenEvent]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from loramux.records import Database, Principal
 from loramux.records.adapters import RevisionContent, Stamp
-from loramux.records.registration import register_revision
+from loramux.records.contents import register_revision
 from loramux.registry import BaseModel, BaseModels, WeightedRevision, open_registry
 from loramux.settings import AdapterLimits
 from loramux.uploads import Ingest

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import date
 
 from loramux.billing import Catalog, Month, PlanSpec
-from loramux.billing.plans import PriceSpec
+from loramux.billing.catalog import PriceSpec
 from loramux.limits import ChargedUsage
 from loramux.records import Database
 from loramux.usage import OpenedRequest

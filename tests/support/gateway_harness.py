@@ -12,9 +12,9 @@ from scripted_engine import ScriptedEngine
 from tiny_base import byte_tokenizer
 
 from loramux import records
-from loramux.engine.request import SamplingParams
+from loramux.engine.messages import SamplingParams
 from loramux.gateway import Generation, GenerationRequest
-from loramux.gateway.constraints import GrammarTrials
+from loramux.gateway.formats import GrammarTrials
 from loramux.gateway.service import CompletionService, ServedBase
 from loramux.gateway.tokenizer import Tokenizer
 from loramux.registry import ResolvedModel

@@ -184,12 +184,12 @@ def main() -> None:
     from tiny_base import byte_tokenizer
 
     from loramux.constraints import TrialJob, TrialResult, TrialSetup
-    from loramux.gateway.constraints import LIMITS
+    from loramux.gateway.formats import LIMITS
     from loramux.validation.sandbox import Sandbox, SandboxError
 
     tokenizer = byte_tokenizer().backend_tokenizer.to_str()
     setup = TrialSetup(tokenizer=tokenizer, vocab_size=260, eos_token_ids=(256,))
-    sandbox = Sandbox("loramux.constraints.trial", msgspec.json.encode(setup))
+    sandbox = Sandbox("loramux.constraints.grammars", msgspec.json.encode(setup))
     for name, format in corpus():
         began = time.perf_counter()
         try:

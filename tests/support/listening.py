@@ -14,6 +14,7 @@ from scripted_engine import FACTS
 
 from loramux.engine.client import ChannelClient
 from loramux.engine.messages import (
+    AdapterRef,
     Cancel,
     Command,
     EngineCount,
@@ -22,6 +23,8 @@ from loramux.engine.messages import (
     Pin,
     Pinned,
     Ready,
+    Request,
+    SamplingParams,
     Shutdown,
     StepReport,
     Stopped,
@@ -29,11 +32,10 @@ from loramux.engine.messages import (
     TenantService,
     TokenEvent,
 )
-from loramux.engine.request import AdapterRef, Request, SamplingParams
-from loramux.fleet.keys import KeyPair, new_pair
-from loramux.fleet.listener import EngineListener
 from loramux.fleet.remote import EnginePlace, RemoteChannel
+from loramux.fleet.serving import EngineListener
 from loramux.fleet.sessions import FrontSessions, Then
+from loramux.fleet.wire import KeyPair, new_pair
 from loramux.units import TokenCounts
 
 BASE = "tiny"

@@ -6,7 +6,7 @@ import torch
 
 from loramux.engine.execution.cuda_graphs import DecodeGraphs, DecoderGraphs, Recorder, ReservedAttention
 from loramux.engine.execution.gpu_runner import GpuRunner
-from loramux_kernels.cuda.attention_plan import attention_shapes
+from loramux_kernels.cuda.work_lists import attention_shapes
 
 
 def recorded(runner: GpuRunner, record: Recorder) -> tuple[DecodeGraphs, DecoderGraphs]:

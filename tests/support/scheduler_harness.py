@@ -8,13 +8,10 @@ from typing import Any
 
 from loramux.engine.memory.pages import PagePool
 from loramux.engine.memory.residency import Inspected, Residency, ResidencyPolicy, StoreJob
-from loramux.engine.messages import EngineFault, TokenEvent
-from loramux.engine.request import AdapterRef, Request, SamplingParams, ServiceClass
-from loramux.engine.scheduling.budget import PageBudget
-from loramux.engine.scheduling.policy import Policy
+from loramux.engine.messages import AdapterRef, EngineFault, Request, SamplingParams, ServiceClass, TokenEvent
+from loramux.engine.scheduling.policy import PageBudget, Policy
 from loramux.engine.scheduling.scheduler import Scheduler, SchedulerLimits
-from loramux.engine.scheduling.sequence import Sequence
-from loramux.engine.scheduling.step import BASE_SLOT, Chunk, Step
+from loramux.engine.scheduling.sequence import BASE_SLOT, Chunk, Sequence, Step
 
 INVOCATION = (8, 8, 7)
 

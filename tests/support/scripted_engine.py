@@ -12,18 +12,19 @@ import msgspec
 from loramux.engine import ENGINE_DIED, EngineDied
 from loramux.engine.client import OnEvent
 from loramux.engine.messages import (
+    AdapterRef,
     EngineCount,
     EngineFault,
     EngineStats,
     ModelFacts,
     PromptLogprob,
     PromptLogprobs,
+    Request,
     RoutingFacts,
     TenantService,
     TokenEvent,
     TopLogprob,
 )
-from loramux.engine.request import AdapterRef, Request
 from loramux.units import TokenCounts
 
 EOS = 256

@@ -22,7 +22,7 @@ from loramux.storage import CONFIG_FILE, WEIGHTS_FILE, BlobStore
 from loramux.tenants import Tenants
 from loramux.uploads import AnnouncedFile, Importer, Ingest, UploadRequest, UploadSessions, UploadWorker, max_bytes
 from loramux.validation import Rejection, ValidationReport
-from loramux.validation.report import AdapterSummary
+from loramux.validation.jobs import AdapterSummary
 
 PEPPER = b"p" * 32
 CONFIG = b"{}"

@@ -18,20 +18,27 @@ import torch
 
 from loramux_adapters.base import BaseDescription, LinearShape
 from loramux_adapters.components import PREFIX
-from loramux_adapters.config import parse_document, read_fields
-from loramux_adapters.convert.blocks import C3a, GraLora, Miss
-from loramux_adapters.convert.initialised import Olora, Pissa
+from loramux_adapters.config import check_bias, check_task_type, converted_kind, is_on, parse_document, read_fields
+from loramux_adapters.convert.base_dependent import Boft, Hra, Oft, Olora, Pissa
 from loramux_adapters.convert.kind import BASE_WEIGHT, ConvertibleKind, Factors, Pair, Shape, Tensors, folded
-from loramux_adapters.convert.low_rank import AdaLora, DeLora, LoHa, LoKr
 from loramux_adapters.convert.renaming import compress_pattern
-from loramux_adapters.convert.rotations import Boft, Hra, Oft
-from loramux_adapters.convert.shared import Pvera, RandLora, VbLora, Vera
+from loramux_adapters.convert.self_contained import (
+    AdaLora,
+    C3a,
+    DeLora,
+    GraLora,
+    LoHa,
+    LoKr,
+    Miss,
+    Pvera,
+    RandLora,
+    VbLora,
+    Vera,
+)
 from loramux_adapters.errors import ConfigRejected, WeightsFileRejected
 from loramux_adapters.matching import Match
-from loramux_adapters.plan import Limits, check_size
+from loramux_adapters.plan import CONFIG_NAME, WEIGHTS_NAME, Limits, check_size, read_config_file
 from loramux_adapters.targets import check_linears, check_tensors, describe_context, match_targets
-from loramux_adapters.unsupported import check_bias, check_task_type, converted_kind, is_on
-from loramux_adapters.validate import CONFIG_NAME, WEIGHTS_NAME, read_config_file
 from loramux_adapters.weights import read_tensor
 from loramux_adapters.weights_file import SafetensorsHeader, build_header, check_finite, read_header
 

@@ -25,9 +25,17 @@ from loramux_adapters.config import LoraConfig, parse_adapter_config, parse_docu
 from loramux_adapters.errors import BaseMismatch, ConfigRejected, WeightsFileRejected, shown
 from loramux_adapters.matching import Match, TargetRules
 from loramux_adapters.names import DOWN, TensorNames, TensorPlace
-from loramux_adapters.plan import Limits, check_size, expert_holder, match_parameters, rank_and_scale
-from loramux_adapters.regex_guard import match_guarded
-from loramux_adapters.validate import CONFIG_NAME, WEIGHTS_NAME, read_config_file
+from loramux_adapters.plan import (
+    CONFIG_NAME,
+    WEIGHTS_NAME,
+    Limits,
+    check_size,
+    expert_holder,
+    match_parameters,
+    rank_and_scale,
+    read_config_file,
+)
+from loramux_adapters.targets import match_guarded
 from loramux_adapters.weights import read_tensor
 from loramux_adapters.weights_file import ITEM_BYTES, SafetensorsHeader, build_header, read_header
 

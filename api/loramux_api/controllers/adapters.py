@@ -1,25 +1,44 @@
-"""/v1/adapters."""
+"""/v1/adapters: a tenant's adapters, and below each its revisions, pins, aliases and grants.
+
+A change takes `If-Match` and `Idempotency-Key` (`preconditions`); an adapter is answered with its ETag (`tagged`).
+"""
 
 from __future__ import annotations
 
 from typing import Annotated, Any
 
-from litestar import Controller, Request, Response, delete, get, patch, post
+from litestar import Controller, Request, Response, delete, get, patch, post, put
 from litestar.di import NamedDependency
-from litestar.params import FromQuery, JSONBody, QueryParameter
+from litestar.params import FromPath, FromQuery, JSONBody, QueryParameter
 
 from loramux.gateway import AdapterService
 from loramux.registry import Preconditions, etag
 from loramux.tenants import Principal
 from loramux.uploads import UploadSessions
 from loramux_api.auth import requires
+from loramux_api.forms import receive_form
 from loramux_api.headers import IfNoneMatch
-from loramux_api.managing import CHANGING, NAMED, at, check_undo, tagged
 from loramux_api.openapi import REFUSALS, UploadOperation
-from loramux_api.parameters import RevisionQuery
-from loramux_api.schemas.adapters import Adapter, AdapterPage, Deleted, PromoteBody, TtlBody, adapter_object
+from loramux_api.parameters import CHANGING, NAMED, RevisionQuery, VersionQuery, at, check_undo, number_of, tagged
+from loramux_api.schemas.adapters import (
+    Adapter,
+    AdapterPage,
+    AliasBody,
+    AliasObject,
+    AliasVersionObject,
+    Deleted,
+    GrantObject,
+    PromoteBody,
+    RevisionObject,
+    TtlBody,
+    adapter_object,
+    alias_object,
+    alias_version_object,
+    grant_object,
+    revision_object,
+)
 from loramux_api.schemas.strict import StrictJSON
-from loramux_api.uploads import receive_form
+from loramux_api.schemas.tenancy import Listing
 
 MAX_PAGE = 1000
 
@@ -166,3 +185,260 @@ class AdapterController(Controller):
     ) -> Response[Adapter]:
         """Point an alias, by default `default`, at one revision alone."""
         return tagged(await adapters.aliases.promote(principal, adapter, data.revision, data.alias, preconditions))
+
+
+class RevisionController(Controller):
+    """An adapter's revisions."""
+
+    path = "/v1/adapters"
+    tags = ("Adapters",)
+    dependencies = NAMED
+
+    @get(at("/revisions"), guards=[requires("read")], summary="List revisions", responses=REFUSALS)
+    async def list_revisions(
+        self,
+        adapter: NamedDependency[str],
+        principal: NamedDependency[Principal],
+        adapters: NamedDependency[AdapterService],
+    ) -> Listing[RevisionObject]:
+        """Newest first; deleted ones as long as they can be undeleted."""
+        return Listing(data=[revision_object(info) for info in await adapters.queries.revisions(principal, adapter)])
+
+    @get(at("/revisions/{revision:str}"), guards=[requires("read")], summary="Describe a revision", responses=REFUSALS)
+    async def get_revision(
+        self,
+        adapter: NamedDependency[str],
+        revision: FromPath[str],
+        principal: NamedDependency[Principal],
+        adapters: NamedDependency[AdapterService],
+    ) -> RevisionObject:
+        """Describe one revision, by its number."""
+        return revision_object(await adapters.queries.revision(principal, adapter, number_of(adapter, revision)))
+
+    @patch(
+        at("/revisions/{revision:str}"),
+        dto=StrictJSON[TtlBody],
+        return_dto=None,
+        dependencies=CHANGING,
+        guards=[requires("adapters")],
+        summary="Let a revision delete itself",
+        responses=REFUSALS,
+    )
+    async def update_revision(
+        self,
+        adapter: NamedDependency[str],
+        revision: FromPath[str],
+        data: JSONBody[TtlBody],
+        preconditions: NamedDependency[Preconditions],
+        principal: NamedDependency[Principal],
+        adapters: NamedDependency[AdapterService],
+    ) -> RevisionObject:
+        """Delete it in `ttl_s` seconds from now, or never. Aliases then keep their other targets."""
+        number = number_of(adapter, revision)
+        return revision_object(
+            await adapters.deletion.set_revision_ttl(principal, adapter, number, data.ttl_s, preconditions)
+        )
+
+    @delete(
+        at("/revisions/{revision:str}"),
+        status_code=200,
+        dependencies=CHANGING,
+        guards=[requires("adapters")],
+        summary="Delete a revision",
+        responses=REFUSALS,
+    )
+    async def delete_revision(
+        self,
+        adapter: NamedDependency[str],
+        revision: FromPath[str],
+        preconditions: NamedDependency[Preconditions],
+        principal: NamedDependency[Principal],
+        adapters: NamedDependency[AdapterService],
+        undo_s: FromQuery[int | None] = None,
+    ) -> RevisionObject:
+        """Delete a revision that no alias points at; running requests finish. Undo works for `undo_s` seconds."""
+        number = number_of(adapter, revision)
+        return revision_object(
+            await adapters.delete_revision(principal, adapter, number, preconditions, check_undo(undo_s))
+        )
+
+
+class PinController(Controller):
+    """Revisions that are kept in the pool."""
+
+    path = "/v1/adapters"
+    tags = ("Adapters",)
+    dependencies = NAMED | CHANGING
+    guards = (requires("adapters"),)
+
+    @put(at("/pins/{revision:str}"), summary="Keep a revision in the pool", responses=REFUSALS)
+    async def pin(
+        self,
+        adapter: NamedDependency[str],
+        revision: FromPath[str],
+        preconditions: NamedDependency[Preconditions],
+        principal: NamedDependency[Principal],
+        adapters: NamedDependency[AdapterService],
+    ) -> RevisionObject:
+        """Wait until the revision is in the pool. Its memory is charged until DELETE, or long disuse."""
+        return revision_object(await adapters.pins.pin(principal, adapter, number_of(adapter, revision), preconditions))
+
+    @delete(at("/pins/{revision:str}"), status_code=200, summary="Let go of a revision", responses=REFUSALS)
+    async def unpin(
+        self,
+        adapter: NamedDependency[str],
+        revision: FromPath[str],
+        preconditions: NamedDependency[Preconditions],
+        principal: NamedDependency[Principal],
+        adapters: NamedDependency[AdapterService],
+    ) -> RevisionObject:
+        """End the pin. The revision is then loaded on request, like any other."""
+        return revision_object(
+            await adapters.pins.unpin(principal, adapter, number_of(adapter, revision), preconditions)
+        )
+
+
+class AliasController(Controller):
+    """Movable names: canary, promote, rollback."""
+
+    path = "/v1/adapters"
+    tags = ("Adapters",)
+    dependencies = NAMED
+
+    @get(at("/aliases"), guards=[requires("read")], summary="List aliases", responses=REFUSALS)
+    async def list_aliases(
+        self,
+        adapter: NamedDependency[str],
+        principal: NamedDependency[Principal],
+        adapters: NamedDependency[AdapterService],
+    ) -> Listing[AliasObject]:
+        """List the adapter's aliases by name, each with its targets."""
+        info = await adapters.queries.get(principal, adapter)
+        return Listing(data=[alias_object(alias) for alias in info.aliases])
+
+    @put(
+        at("/aliases/{alias:str}"),
+        dto=StrictJSON[AliasBody],
+        return_dto=None,
+        dependencies=CHANGING,
+        guards=[requires("adapters")],
+        summary="Point an alias",
+        responses=REFUSALS,
+    )
+    async def put_alias(
+        self,
+        adapter: NamedDependency[str],
+        alias: FromPath[str],
+        data: JSONBody[AliasBody],
+        preconditions: NamedDependency[Preconditions],
+        principal: NamedDependency[Principal],
+        adapters: NamedDependency[AdapterService],
+    ) -> Response[Adapter]:
+        """Point the alias at one revision, or at several by weight. One `user` always gets the same revision."""
+        return tagged(await adapters.aliases.point(principal, adapter, alias, data.targets, preconditions))
+
+    @delete(
+        at("/aliases/{alias:str}"),
+        status_code=200,
+        dependencies=CHANGING,
+        guards=[requires("adapters")],
+        summary="Remove an alias",
+        responses=REFUSALS,
+    )
+    async def remove_alias(
+        self,
+        adapter: NamedDependency[str],
+        alias: FromPath[str],
+        preconditions: NamedDependency[Preconditions],
+        principal: NamedDependency[Principal],
+        adapters: NamedDependency[AdapterService],
+    ) -> Response[Adapter]:
+        """Remove any alias but `default`; its history stays."""
+        return tagged(await adapters.aliases.remove(principal, adapter, alias, preconditions))
+
+    @get(at("/aliases/{alias:str}/history"), guards=[requires("read")], summary="List versions", responses=REFUSALS)
+    async def history(
+        self,
+        adapter: NamedDependency[str],
+        alias: FromPath[str],
+        principal: NamedDependency[Principal],
+        adapters: NamedDependency[AdapterService],
+    ) -> Listing[AliasVersionObject]:
+        """List the alias's earlier targets, newest first: the last hundred changes."""
+        versions = await adapters.queries.history(principal, adapter, alias)
+        return Listing(data=[alias_version_object(version) for version in versions])
+
+    @post(
+        at("/aliases/{alias:str}/rollback"),
+        status_code=200,
+        dependencies=CHANGING,
+        guards=[requires("adapters")],
+        summary="Roll an alias back",
+        responses=REFUSALS,
+    )
+    async def roll_back(
+        self,
+        adapter: NamedDependency[str],
+        alias: FromPath[str],
+        preconditions: NamedDependency[Preconditions],
+        principal: NamedDependency[Principal],
+        adapters: NamedDependency[AdapterService],
+        version: VersionQuery = None,
+    ) -> Response[Adapter]:
+        """Restore the alias's previous targets, or those of one `version`. Each call goes one change further back."""
+        return tagged(await adapters.aliases.roll_back(principal, adapter, alias, version, preconditions))
+
+
+class GrantController(Controller):
+    """Other tenants that may call an adapter, at their own cost."""
+
+    path = "/v1/adapters"
+    tags = ("Adapters",)
+    dependencies = NAMED
+
+    @get(at("/grants"), guards=[requires("read")], summary="List grants", responses=REFUSALS)
+    async def list_grants(
+        self,
+        adapter: NamedDependency[str],
+        principal: NamedDependency[Principal],
+        adapters: NamedDependency[AdapterService],
+    ) -> Listing[GrantObject]:
+        """List the adapter's grants by the tenants' names."""
+        return Listing(data=[grant_object(info) for info in await adapters.queries.grants(principal, adapter)])
+
+    @put(
+        at("/grants/{tenant:str}"),
+        dependencies=CHANGING,
+        guards=[requires("adapters")],
+        summary="Share an adapter",
+        responses=REFUSALS,
+    )
+    async def grant(
+        self,
+        adapter: NamedDependency[str],
+        tenant: FromPath[str],
+        preconditions: NamedDependency[Preconditions],
+        principal: NamedDependency[Principal],
+        adapters: NamedDependency[AdapterService],
+    ) -> GrantObject:
+        """The tenant of that name calls it as you do. The answer is the same whether or not there is such a tenant."""
+        return grant_object(await adapters.grants.grant(principal, adapter, tenant, preconditions))
+
+    @delete(
+        at("/grants/{tenant:str}"),
+        status_code=200,
+        dependencies=CHANGING,
+        guards=[requires("adapters")],
+        summary="Share an adapter no longer",
+        responses=REFUSALS,
+    )
+    async def revoke(
+        self,
+        adapter: NamedDependency[str],
+        tenant: FromPath[str],
+        preconditions: NamedDependency[Preconditions],
+        principal: NamedDependency[Principal],
+        adapters: NamedDependency[AdapterService],
+    ) -> GrantObject:
+        """End the grant from the tenant's next request on; running requests finish."""
+        return grant_object(await adapters.grants.revoke(principal, adapter, tenant, preconditions))

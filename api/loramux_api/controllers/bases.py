@@ -1,17 +1,37 @@
-"""/admin/bases: base models that are added to running servers and retired, for operators."""
+"""/admin/bases, /admin/migrations and /v1/migrations: base models, and adapters that move between them.
+
+Operators add and retire base models while servers run, check a base's adapters on another base, and move those that
+fit. Tenants read what was found about their own adapters.
+"""
 
 from __future__ import annotations
 
 import msgspec
 from litestar import Controller, get, post
 from litestar.di import NamedDependency
-from litestar.params import JSONBody
+from litestar.params import FromPath, FromQuery, JSONBody
 
 from loramux.gateway import Platform
-from loramux.tenants import Tenants
+from loramux.releases import BaseMigrations, Shifted
+from loramux.tenants import Principal, Tenants
 from loramux_api.auth import requires
-from loramux_api.openapi import PROBLEMS
+from loramux_api.openapi import PROBLEMS, REFUSALS
+from loramux_api.parameters import AfterPosition, PageLimit
 from loramux_api.schemas.bases import BaseBody, BaseObject, RetireBody, base_object
+from loramux_api.schemas.migrations import (
+    MigrationBody,
+    MigrationItemObject,
+    MigrationObject,
+    MigrationPromoteBody,
+    MigrationRollbackBody,
+    Outcome,
+    ReportObject,
+    ShiftedList,
+    item_object,
+    migration_object,
+    report_object,
+    shifted_object,
+)
 from loramux_api.schemas.strict import StrictJSON
 from loramux_api.schemas.tenancy import Listing
 
@@ -56,3 +76,148 @@ class AdminBaseController(Controller):
         return base_object(
             await platform.lifecycle.retire(operators.changes, data.name, data.successor, force=data.force)
         )
+
+
+PAGE = 500
+"""Adapters that one call moves at most: as in `releases.migrations`."""
+
+
+class AdminMigrationController(Controller):
+    """Migrations of every tenant's adapters."""
+
+    path = "/admin/migrations"
+    tags = ("Admin",)
+    guards = (requires("operator"),)
+
+    @get(summary="List migrations", responses=PROBLEMS)
+    async def list_migrations(
+        self, migrations: NamedDependency[BaseMigrations], limit: PageLimit = 100
+    ) -> Listing[MigrationObject]:
+        """List migrations of adapters between base models, newest first."""
+        return Listing(data=[migration_object(one) for one in await migrations.newest(limit)])
+
+    @post(
+        dto=StrictJSON[MigrationBody],
+        return_dto=None,
+        status_code=202,
+        summary="Begin a migration",
+        responses=PROBLEMS,
+    )
+    async def begin(
+        self,
+        data: JSONBody[MigrationBody],
+        operators: NamedDependency[Tenants],
+        migrations: NamedDependency[BaseMigrations],
+    ) -> MigrationObject:
+        """Check the adapters of one base model on another one in the background; nothing that is served changes."""
+        made = await migrations.begin(
+            operators.changes,
+            source=data.source,
+            target=data.target,
+            tenant=data.tenant,
+            adapter=data.adapter,
+            evaluates=data.evaluate,
+        )
+        return migration_object(made)
+
+    @get("/{migration_id:str}", summary="Describe a migration", responses=PROBLEMS)
+    async def get_migration(
+        self, migration_id: FromPath[str], migrations: NamedDependency[BaseMigrations]
+    ) -> MigrationObject:
+        """Return one migration with its counts."""
+        return migration_object(await migrations.get(migration_id))
+
+    @get("/{migration_id:str}/items", summary="List a migration's adapters", responses=PROBLEMS)
+    async def list_items(
+        self,
+        migration_id: FromPath[str],
+        migrations: NamedDependency[BaseMigrations],
+        outcome: FromQuery[Outcome | None] = None,
+        after: AfterPosition = None,
+        limit: PageLimit = 100,
+    ) -> Listing[MigrationItemObject]:
+        """List the adapters with what was found; `after` is the last position of the page before."""
+        wanted = {} if outcome is None else {"outcomes": (outcome,)}
+        found = await migrations.items(migration_id, after=-1 if after is None else after, limit=limit, **wanted)
+        return Listing(data=[item_object(item) for item in found])
+
+    @post("/{migration_id:str}/cancel", status_code=200, summary="Cancel a migration", responses=PROBLEMS)
+    async def cancel(
+        self,
+        migration_id: FromPath[str],
+        operators: NamedDependency[Tenants],
+        migrations: NamedDependency[BaseMigrations],
+    ) -> MigrationObject:
+        """End a migration under way. What is decided stays so; a further migration goes on."""
+        return migration_object(await migrations.cancel(operators.changes, migration_id))
+
+    @post(
+        "/{migration_id:str}/promote",
+        dto=StrictJSON[MigrationPromoteBody],
+        return_dto=None,
+        status_code=200,
+        summary="Move adapters to the target",
+        responses=PROBLEMS,
+    )
+    async def promote(
+        self,
+        migration_id: FromPath[str],
+        data: JSONBody[MigrationPromoteBody],
+        principal: NamedDependency[Principal],
+        migrations: NamedDependency[BaseMigrations],
+    ) -> ShiftedList:
+        """Give the new revisions of adapters that fit a share of their aliases: a canary, or all.
+
+        Release policies hold. At most 500 adapters a call; `next` goes on.
+        """
+        return _shifted(
+            await migrations.shift(
+                principal, migration_id, data.weight, tenant=data.tenant, adapter=data.adapter, after=data.after
+            )
+        )
+
+    @post(
+        "/{migration_id:str}/rollback",
+        dto=StrictJSON[MigrationRollbackBody],
+        return_dto=None,
+        status_code=200,
+        summary="Move adapters back",
+        responses=PROBLEMS,
+    )
+    async def roll_back(
+        self,
+        migration_id: FromPath[str],
+        data: JSONBody[MigrationRollbackBody],
+        principal: NamedDependency[Principal],
+        migrations: NamedDependency[BaseMigrations],
+    ) -> ShiftedList:
+        """Point the aliases at what they pointed at before the new revisions."""
+        return _shifted(
+            await migrations.shift(
+                principal, migration_id, 0, tenant=data.tenant, adapter=data.adapter, after=data.after
+            )
+        )
+
+
+class MigrationController(Controller):
+    """What migrations found about the caller's own adapters."""
+
+    path = "/v1/migrations"
+    tags = ("Adapters",)
+    guards = (requires("read"),)
+
+    @get(summary="List migration reports", responses=REFUSALS)
+    async def list_reports(
+        self,
+        principal: NamedDependency[Principal],
+        migrations: NamedDependency[BaseMigrations],
+        limit: PageLimit = 100,
+    ) -> Listing[ReportObject]:
+        """List what migrations to another base model found about your adapters, newest migration first."""
+        found = await migrations.reports(principal, limit)
+        return Listing(data=[report_object(migration, item) for migration, item in found])
+
+
+def _shifted(shifted: list[Shifted]) -> ShiftedList:
+    following = shifted[-1].item.position if len(shifted) == PAGE else None
+    return ShiftedList(data=[shifted_object(one) for one in shifted], next=following)

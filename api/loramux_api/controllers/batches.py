@@ -1,22 +1,35 @@
-"""/v1/batches."""
+"""/v1/batches and /v1/files: files of requests that run when there is room, and the files that they read and write."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, Literal
 
 import msgspec
-from litestar import Controller, get, post
+from litestar import Controller, Request, delete, get, post
 from litestar.di import NamedDependency
 from litestar.params import FromPath, FromQuery, JSONBody, QueryParameter
+from litestar.response import Stream
 
-from loramux.batches import Batches
+from loramux.batches import Batches, Files, FileTooLarge, StoredFile
+from loramux.gateway import InvalidRequest, Platform
 from loramux.tenants import Principal
 from loramux_api.auth import requires
+from loramux_api.forms import FileForm
 from loramux_api.openapi import REFUSALS
-from loramux_api.schemas.batches import BatchBody, BatchObject, Cursored, batch_object, page_of
+from loramux_api.schemas.batches import (
+    BatchBody,
+    BatchObject,
+    Cursored,
+    FileDeleted,
+    FileObject,
+    batch_object,
+    file_object,
+    page_of,
+)
 from loramux_api.schemas.strict import StrictJSON
 
-MAX_PAGE = 100
+MAX_BATCHES_PAGE = 100
 
 
 class BatchController(Controller):
@@ -40,7 +53,7 @@ class BatchController(Controller):
         principal: NamedDependency[Principal],
         batches: NamedDependency[Batches],
         after: FromQuery[str | None] = None,
-        limit: Annotated[int, QueryParameter(ge=1, le=MAX_PAGE)] = 20,
+        limit: Annotated[int, QueryParameter(ge=1, le=MAX_BATCHES_PAGE)] = 20,
     ) -> Cursored[BatchObject]:
         """List your project's batches, newest first; `after` is the last id of the previous page."""
         found = await batches.before(principal, after, limit + 1)
@@ -59,3 +72,90 @@ class BatchController(Controller):
     ) -> BatchObject:
         """Begin no further line. Running ones finish; answers so far are in the output file."""
         return batch_object(await batches.cancel(principal, batch_id))
+
+
+MAX_FILES_PAGE = 10_000
+ANCHOR, SECONDS = "expires_after[anchor]", "expires_after[seconds]"
+
+
+class FileController(Controller):
+    """Files that batches read and write."""
+
+    path = "/v1/files"
+    tags = ("Batches",)
+    guards = (requires("inference"),)
+
+    @post(status_code=200, summary="Upload a file", responses=REFUSALS)
+    async def create(
+        self,
+        request: Request[Any, Any, Any],
+        principal: NamedDependency[Principal],
+        files: NamedDependency[Files],
+        platform: NamedDependency[Platform],
+    ) -> FileObject:
+        """Upload a file of JSON lines, as multipart/form-data: `file`, `purpose` (batch), perhaps `expires_after`."""
+        limit = platform.settings.batches.max_file_bytes
+        announced = request.headers.get("content-length", "")
+        async with files.receiving(principal, int(announced[:20]) if announced.isdigit() else None) as folder:
+            form = FileForm(folder / "file", ("purpose", ANCHOR, SECONDS), limit, lambda: FileTooLarge(limit))
+            await form.receive(request.headers.get("content-type"), request.stream())
+            stored = await files.add(
+                principal,
+                form.path,
+                form.size,
+                filename=form.filename,
+                purpose=form.fields.get("purpose", ""),
+                expires_after=_expiry(form.fields),
+            )
+        return file_object(stored)
+
+    @get(summary="List files", responses=REFUSALS)
+    async def list_files(
+        self,
+        principal: NamedDependency[Principal],
+        files: NamedDependency[Files],
+        after: FromQuery[str | None] = None,
+        purpose: FromQuery[str | None] = None,
+        order: FromQuery[Literal["asc", "desc"]] = "desc",
+        limit: Annotated[int, QueryParameter(ge=1, le=MAX_FILES_PAGE)] = 1000,
+    ) -> Cursored[FileObject]:
+        """List your project's files; `after` is the last id of the previous page."""
+        found = await files.listed(principal, after, limit + 1, purpose, oldest_first=order == "asc")
+        return page_of([file_object(file) for file in found], limit, [file.id for file in found])
+
+    @get("/{file_id:str}", summary="Describe a file", responses=REFUSALS)
+    async def get_file(
+        self, file_id: FromPath[str], principal: NamedDependency[Principal], files: NamedDependency[Files]
+    ) -> FileObject:
+        """Describe a file of your project."""
+        return file_object(await files.get(principal, file_id))
+
+    @get("/{file_id:str}/content", summary="Download a file", responses=REFUSALS)
+    async def content(
+        self, file_id: FromPath[str], principal: NamedDependency[Principal], files: NamedDependency[Files]
+    ) -> Stream:
+        """Return the file's bytes."""
+        file = await files.get(principal, file_id)
+        headers = {"Content-Length": str(file.size)}
+        return Stream(_bytes(files, file), media_type="application/octet-stream", headers=headers)
+
+    @delete("/{file_id:str}", status_code=200, summary="Delete a file", responses=REFUSALS)
+    async def delete_file(
+        self, file_id: FromPath[str], principal: NamedDependency[Principal], files: NamedDependency[Files]
+    ) -> FileDeleted:
+        """Delete a file and its bytes at once; 409 while an unfinished batch reads it."""
+        return FileDeleted(id=(await files.delete(principal, file_id)).id)
+
+
+async def _bytes(files: Files, file: StoredFile) -> AsyncIterator[bytes]:
+    async for data in files.content(file):
+        yield data
+
+
+def _expiry(fields: dict[str, str]) -> int | None:
+    if SECONDS not in fields and ANCHOR not in fields:
+        return None
+    seconds = fields.get(SECONDS, "")
+    if fields.get(ANCHOR, "created_at") != "created_at" or not (seconds.isascii() and seconds.isdigit()):
+        raise InvalidRequest("'expires_after' has the anchor created_at, and seconds.", field="expires_after")
+    return int(seconds[:12])

@@ -21,13 +21,13 @@ from loramux.gateway import (
     join_calls,
 )
 from loramux.units import TokenCounts
-from loramux_api.answering import CollectedChoice, Writer, prompt_logprob_list, spelled, usage_of_chunk
+from loramux_api.answering import CollectedChoice, Inference, Writer, prompt_logprob_list, spelled, usage_of_chunk
 from loramux_api.auth import requires
 from loramux_api.bodies import InferenceRequest
-from loramux_api.inference import Inference
 from loramux_api.openapi import REFUSALS, StreamingOperation
-from loramux_api.schemas.answers import (
+from loramux_api.schemas.chat import (
     AssistantMessage,
+    ChatBody,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
@@ -40,11 +40,18 @@ from loramux_api.schemas.answers import (
     PromptLogprobList,
     TopLogprob,
     UsageObject,
+    echoed_text,
+    to_request,
     usage_object,
 )
-from loramux_api.schemas.chat import ChatBody, echoed_text, to_request
+from loramux_api.schemas.conversation import (
+    CalledFunction,
+    CalledFunctionDelta,
+    NamedToolChoice,
+    ToolCall,
+    ToolCallDelta,
+)
 from loramux_api.schemas.strict import StrictJSON
-from loramux_api.schemas.tools import CalledFunction, CalledFunctionDelta, NamedToolChoice, ToolCall, ToolCallDelta
 
 
 class ChatController(Controller):

@@ -15,12 +15,11 @@ from msgspec import UNSET, UnsetType
 
 from loramux.gateway import Answer, Delta, PromptTokenLogprob, Token, TokenLogprob
 from loramux.units import TokenCounts
-from loramux_api.answering import CollectedChoice, Writer, prompt_logprob_list, spelled, usage_of_chunk
+from loramux_api.answering import CollectedChoice, Inference, Writer, prompt_logprob_list, spelled, usage_of_chunk
 from loramux_api.auth import requires
 from loramux_api.bodies import InferenceRequest
-from loramux_api.inference import Inference
 from loramux_api.openapi import REFUSALS, StreamingOperation
-from loramux_api.schemas.answers import TextChoice, TextCompletion, TextLogprobs, UsageObject, usage_object
+from loramux_api.schemas.chat import TextChoice, TextCompletion, TextLogprobs, UsageObject, usage_object
 from loramux_api.schemas.completions import CompletionBody, to_request
 from loramux_api.schemas.strict import StrictJSON
 

@@ -1,10 +1,14 @@
-"""POST /v1/messages and /v1/messages/count_tokens, in Anthropic's shape."""
+"""POST /v1/messages and /v1/messages/count_tokens, as Anthropic's clients expect them.
+
+First the structs of an answer, of its stream's events and of errors; then the routes; then `MessageWriter`, which makes
+these structs of an answer's parts. `schemas.messages` reads requests.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import msgspec
 from litestar import Controller, MediaType, Request, Response, post
@@ -12,43 +16,173 @@ from litestar.di import NamedDependency
 from litestar.exceptions import HTTPException
 from litestar.openapi import ResponseSpec
 from litestar.params import JSONBody
+from msgspec import UNSET, UnsetType
 
 from loramux.errors import LoramuxError
 from loramux.gateway import Answer, CompletionService, Delta, FinishReason
 from loramux.tenants import Principal
 from loramux.units import TokenCounts
-from loramux_api.answer_parts import AnswerPart, AnswerParts, PartChange
-from loramux_api.answering import NamedEvent, Writer, named_frame
+from loramux_api.answering import AnswerPart, AnswerParts, Inference, NamedEvent, PartChange, Writer, named_frame
 from loramux_api.auth import requires
 from loramux_api.bodies import InferenceRequest
 from loramux_api.headers import request_id
-from loramux_api.inference import Inference
 from loramux_api.openapi import REFUSALS
-from loramux_api.problems import Problem, error_answer, problem_of
+from loramux_api.problems import ErrorObject, Problem, error_answer, problem_of
 from loramux_api.schemas.conversation import renamed_fields
-from loramux_api.schemas.message_objects import (
-    Block,
-    BlockDelta,
-    BlockNews,
-    BlockStart,
-    BlockStop,
-    MessageDelta,
-    MessageEnd,
-    MessageError,
-    MessageErrorObject,
-    MessageObject,
-    MessageStart,
-    MessageStop,
-    StopReason,
-    TextBlock,
-    ThinkingBlock,
-    TokenCount,
-    ToolUseBlock,
-    message_usage,
-)
 from loramux_api.schemas.messages import CountBody, MessageBody, renamed, to_counted, to_request
-from loramux_api.schemas.problems import ErrorObject
 from loramux_api.schemas.strict import StrictJSON
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
+
+
+class TextBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="text"):
+    """The answer's text."""
+
+    text: str
+    citations: None = None
+
+
+class ThinkingBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="thinking"):
+    """The thought before the text, where the model thinks."""
+
+    thinking: str
+    signature: str = ""
+    """Thoughts are not signed: they may be sent back, or left out."""
+
+
+class ToolUseBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="tool_use"):
+    """A call that the answer makes."""
+
+    id: str
+    name: str
+    input: dict[str, Any]
+    """The arguments: an object. Empty for a call that was cut off."""
+
+
+Block = TextBlock | ThinkingBlock | ToolUseBlock
+
+
+class MessageUsage(msgspec.Struct, kw_only=True):
+    """The charged tokens."""
+
+    input_tokens: int
+    """Tokens of the prompt that were computed."""
+    cache_creation_input_tokens: int = 0
+    """Nothing is charged for keeping KV."""
+    cache_read_input_tokens: int
+    """Tokens of the prompt whose KV was reused."""
+    output_tokens: int
+    service_tier: str | UnsetType = UNSET
+
+
+class MessageObject(msgspec.Struct, kw_only=True):
+    """An answer, or as much of one as there is."""
+
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    """The resolved model: `tenant/adapter@3`, or the base model's name."""
+    content: list[Block]
+    stop_reason: StopReason | None = None
+    """Null: a fault of its length or its adapter ended the answer early."""
+    stop_sequence: str | None = None
+    """The stop sequence that ended it."""
+    usage: MessageUsage
+
+
+class TokenCount(msgspec.Struct):
+    """The tokens of a prompt."""
+
+    input_tokens: int
+
+
+class MessageStart(msgspec.Struct, kw_only=True):
+    """A stream's first event."""
+
+    type: Literal["message_start"] = "message_start"
+    message: MessageObject
+
+
+class BlockStart(msgspec.Struct, kw_only=True):
+    """The beginning of a block, without its content."""
+
+    type: Literal["content_block_start"] = "content_block_start"
+    index: int
+    content_block: Block
+
+
+class BlockNews(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The news of a block: one of the texts."""
+
+    type: str
+    text: str | UnsetType = UNSET
+    thinking: str | UnsetType = UNSET
+    partial_json: str | UnsetType = UNSET
+
+
+class BlockDelta(msgspec.Struct, kw_only=True):
+    """The news of a block."""
+
+    type: Literal["content_block_delta"] = "content_block_delta"
+    index: int
+    delta: BlockNews
+
+
+class BlockStop(msgspec.Struct, kw_only=True):
+    """The end of a block."""
+
+    type: Literal["content_block_stop"] = "content_block_stop"
+    index: int
+
+
+class MessageEnd(msgspec.Struct):
+    """How a message ended."""
+
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+
+
+class MessageDelta(msgspec.Struct, kw_only=True):
+    """The end of the message, with its usage."""
+
+    type: Literal["message_delta"] = "message_delta"
+    delta: MessageEnd
+    usage: MessageUsage
+
+
+class MessageStop(msgspec.Struct, kw_only=True):
+    """A stream's last event."""
+
+    type: Literal["message_stop"] = "message_stop"
+
+
+class MessageErrorObject(msgspec.Struct, kw_only=True):
+    """An error; `param` and `code` as at the other endpoints."""
+
+    type: str
+    message: str
+    param: str | None = None
+    code: str | None = None
+
+
+class MessageError(msgspec.Struct, kw_only=True):
+    """The body of an error, and the event of one in the middle of a stream."""
+
+    type: Literal["error"] = "error"
+    error: MessageErrorObject
+    request_id: str | None = None
+
+
+def message_usage(usage: TokenCounts, service_tier: str | UnsetType = UNSET) -> MessageUsage:
+    """Write the charged tokens as clients read them."""
+    return MessageUsage(
+        input_tokens=usage.prompt - usage.cached,
+        cache_read_input_tokens=usage.cached,
+        output_tokens=usage.output,
+        service_tier="standard" if service_tier == "default" else service_tier,
+    )
+
 
 ERROR_TYPES = {
     401: "authentication_error",

@@ -1,9 +1,10 @@
-"""GET /v1/models."""
+"""GET /v1/models: the values of a request's `model`, as the caller may name them."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
+import msgspec
 from litestar import Controller, get
 from litestar.di import NamedDependency
 from litestar.params import FromPath, QueryParameter
@@ -14,7 +15,28 @@ from loramux.tenants import Principal
 from loramux.units import SECOND
 from loramux_api.auth import requires
 from loramux_api.openapi import REFUSALS
-from loramux_api.schemas.models import Model, ModelList
+
+
+class Model(msgspec.Struct, kw_only=True):
+    """The base model, or one of the caller's adapters."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str
+    root: str
+    """The base model itself, or the adapter's own name."""
+    parent: str | None = None
+    """The base model under an adapter."""
+    max_model_len: int
+
+
+class ModelList(msgspec.Struct, kw_only=True):
+    """Every model that the caller can name."""
+
+    object: Literal["list"] = "list"
+    data: list[Model]
+
 
 MAX_PAGE = 1000
 

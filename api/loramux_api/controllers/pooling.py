@@ -17,10 +17,9 @@ from numpy.typing import NDArray
 
 from loramux.gateway import Answer, Classes, Delta, TextPair
 from loramux.units import TokenCounts
-from loramux_api.answering import Writer
+from loramux_api.answering import Inference, Writer
 from loramux_api.auth import requires
 from loramux_api.bodies import InferenceRequest
-from loramux_api.inference import Inference
 from loramux_api.openapi import REFUSALS
 from loramux_api.schemas.conversation import renamed_fields
 from loramux_api.schemas.pooling import (

@@ -1,24 +1,190 @@
-"""vLLM's routes for adapters at run time: for operators, and folders below `adapters.local_root`."""
+"""vLLM's own routes: POST /tokenize and /detokenize, /v1/load_lora_adapter and /v1/unload_lora_adapter.
+
+Tokenizing costs nothing; one text at a time is worked on for a tenant. Loading adapters at run time is for operators,
+from folders below `adapters.local_root`.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar
 
+import msgspec
 from litestar import Controller, MediaType, Request, Response, post
 from litestar.di import NamedDependency
 from litestar.openapi import ResponseSpec
 from litestar.params import JSONBody
+from msgspec import Meta
 
+from loramux.engine.messages import SamplingParams
 from loramux.errors import LoramuxError
-from loramux.gateway import FolderNotFound, InvalidRequest, Platform
+from loramux.gateway import CompletionService, FolderNotFound, GenerationRequest, InvalidRequest, Platform
 from loramux.registry import RegistryError
 from loramux.tenants import NotFound, NotPermitted, Principal
 from loramux_api.auth import requires
+from loramux_api.bodies import InferenceRequest
 from loramux_api.openapi import REFUSALS
-from loramux_api.problems import problem_of
-from loramux_api.schemas.problems import ErrorAnswer
-from loramux_api.schemas.strict import StrictJSON
-from loramux_api.schemas.vllm import LoadLoraBody, UnloadLoraBody, VllmError, VllmErrorAnswer
+from loramux_api.problems import ErrorAnswer, problem_of
+from loramux_api.schemas.chat import ChatBody, ChatMessage, to_request
+from loramux_api.schemas.conversation import MAX_MESSAGES, MAX_TOOLS, ToolDefinition
+from loramux_api.schemas.strict import Body, StrictJSON, Unsupported
+
+
+class TokenizeBody(Body, kw_only=True):
+    """A text, or a conversation for the model's chat template."""
+
+    model: str | None = None
+    """The first base where it is left out, as in vLLM."""
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    tools: Annotated[list[ToolDefinition], Meta(max_length=MAX_TOOLS)] | None = None
+    add_special_tokens: bool | None = None
+    """Put the tokenizer's own special tokens around it: by default around a text, and not around a conversation."""
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+    """Answer with the tokens as the vocabulary writes them, too."""
+
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {
+        name: ChatBody.unsupported[name] for name in ("chat_template", "media_io_kwargs", "mm_processor_kwargs")
+    }
+
+
+class DetokenizeBody(Body, kw_only=True):
+    """Tokens of a model."""
+
+    model: str | None = None
+    """The first base where it is left out, as in vLLM."""
+    tokens: list[int]
+
+
+class Tokens(msgspec.Struct, kw_only=True):
+    """The tokens of a text or a conversation."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(msgspec.Struct):
+    """The text of tokens."""
+
+    prompt: str
+
+
+def to_tokenize(body: TokenizeBody) -> GenerationRequest:
+    """Return the request as the gateway takes it. Raises InvalidRequest."""
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequest("Send either a 'prompt' or 'messages'.", field="prompt")
+    if body.messages is None:
+        return GenerationRequest(
+            kind="tokens-",
+            model=body.model or "",
+            is_streamed=False,
+            prompts=(body.prompt or "",),
+            sampling=SamplingParams(max_tokens=1),
+            add_special_tokens=body.add_special_tokens is not False,
+        )
+    chat = ChatBody(
+        model=body.model or "",
+        messages=body.messages,
+        tools=body.tools,
+        add_special_tokens=body.add_special_tokens,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
+    return replace(to_request(chat), kind="tokens-")
+
+
+class LoadLoraBody(Body):
+    """`LoadLoRAAdapterRequest`."""
+
+    lora_name: str = ""
+    """`adapter` of the key's own tenant, or `tenant/adapter` of any."""
+    lora_path: str = ""
+    """A folder below `adapters.local_root`, absolute or from there."""
+    load_inplace: bool = False
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"base_model_name"})
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {
+        "is_3d_lora_weight": Unsupported("the adapter's own configuration says what its weights are.", (None, False))
+    }
+
+
+class UnloadLoraBody(Body):
+    """`UnloadLoRAAdapterRequest`."""
+
+    lora_name: str = ""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"lora_int_id"})
+
+
+class VllmError(msgspec.Struct, kw_only=True):
+    """`ErrorInfo`: `code` is the HTTP status."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: int
+
+
+class VllmErrorAnswer(msgspec.Struct):
+    """`ErrorResponse`."""
+
+    error: VllmError
+
+
+class TokenController(Controller):
+    """Texts to tokens, and back."""
+
+    tags = ("Inference",)
+    guards = (requires("inference"),)
+    request_class = InferenceRequest
+
+    @post(
+        "/tokenize",
+        dto=StrictJSON[TokenizeBody],
+        return_dto=None,
+        status_code=200,
+        summary="Tokenize a text or a conversation",
+        responses=REFUSALS,
+    )
+    async def tokenize(
+        self,
+        data: JSONBody[TokenizeBody],
+        principal: NamedDependency[Principal],
+        completions: NamedDependency[CompletionService],
+    ) -> Tokens:
+        """Return the tokens that the model would read, of any number; an adapter's own template and tokens count."""
+        found = await completions.tokenize(principal, to_tokenize(data))
+        return Tokens(
+            count=len(found.token_ids),
+            max_model_len=found.context,
+            tokens=found.token_ids,
+            token_strs=found.pieces if data.return_token_strs else None,
+        )
+
+    @post(
+        "/detokenize",
+        dto=StrictJSON[DetokenizeBody],
+        return_dto=None,
+        status_code=200,
+        summary="Turn tokens into text",
+        responses=REFUSALS,
+    )
+    async def detokenize(
+        self,
+        data: JSONBody[DetokenizeBody],
+        principal: NamedDependency[Principal],
+        completions: NamedDependency[CompletionService],
+    ) -> Detokenized:
+        """Return the text of a model's tokens, special ones too."""
+        return Detokenized(await completions.detokenize(principal, data.model or "", data.tokens))
+
 
 LOAD_REFUSALS = {
     status: ResponseSpec(VllmErrorAnswer | ErrorAnswer, description=spec.description)  # type: ignore[arg-type]  # a union

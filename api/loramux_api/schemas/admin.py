@@ -1,13 +1,18 @@
-"""JSON objects of tenants and tiers, for operators. Times are Unix seconds."""
+"""JSON objects for operators: tenants, tiers and engines, and the state of the whole server at one moment.
+
+Times are Unix seconds; counters are totals since an engine's start.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from loramux.gateway import EngineStatus
+from loramux.engine.messages import EngineStats, TenantService
+from loramux.gateway import EngineStatus, Platform
 from loramux.logs import Level
 from loramux.tenants import ALLOWED_AT_FIRST, Tenant, Tier
 from loramux_api.schemas.strict import Body
@@ -129,3 +134,153 @@ def tier_object(tier: Tier) -> TierObject:
         weight=tier.weight,
         service_tiers=list(tier.service_tiers),
     )
+
+
+class PoolObject(msgspec.Struct, kw_only=True):
+    """The pages of one engine's pool, by what they hold now."""
+
+    total: int
+    kv: int
+    """KV of running sequences."""
+    kv_cached: int
+    """Cached prefixes; evicted on demand."""
+    adapters: int
+    """Adapters in use or being loaded."""
+    adapters_idle: int
+    """Resident adapters that no sequence uses; evicted on demand."""
+    free: int
+
+
+class TenantServiceObject(msgspec.Struct, kw_only=True):
+    """Service that a tenant received since the engine's start."""
+
+    tenant: str | None
+    """null: all tenants that are not listed, together."""
+    service_class: str
+    units: float
+    """A computed prompt token is one, a generated token two."""
+    weight: int | None = None
+    """By its tier: tenants of a class that wait together are served in proportion to it. null for all others."""
+
+
+class EngineLoadObject(msgspec.Struct, kw_only=True):
+    """One engine: its state, its pool, its queue and its counters."""
+
+    engine: EngineObject
+    pool: PoolObject
+    waiting: int
+    running: int
+    steps: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    recomputed_tokens: int
+    distinct_adapters: int
+    """In the latest step."""
+    max_distinct_adapters: int
+    adapters_resident: int
+    adapters_pinned: int
+    adapters_host: int
+    adapter_hits: int
+    adapter_misses: int
+    adapter_loads: int
+    adapter_load_seconds: float
+    """Summed over loads."""
+    adapter_evictions: int
+    adapter_load_failures: int
+    preemptions: int
+    missed_deadlines: int
+    refused_over_capacity: int
+    service_gap: float
+    """The largest difference of service over weight between two waiting tenants of one class."""
+    tenants: list[TenantServiceObject]
+    """Those with the most service, then all others together."""
+
+
+class SinkCountObject(msgspec.Struct, kw_only=True):
+    """What became of a sink's entries since this server's start."""
+
+    sink: str
+    outcome: Literal["delivered", "parked", "failed"]
+    count: int
+
+
+class OverviewObject(msgspec.Struct, kw_only=True):
+    """The server at one moment."""
+
+    object: Literal["overview"] = "overview"
+    at: float
+    """Unix seconds: differences of counters over differences of `at` are rates."""
+    started_at: int
+    draining: bool
+    database_reachable: bool
+    requests_running: int
+    requests_unsettled: int
+    """Ended, and not in the database yet."""
+    completed: dict[str, int]
+    """Requests that have ended, by outcome."""
+    ledger_drift_tokens: int
+    """Tokens that the engines counted and the ledger does not have: 0, or the bill is wrong."""
+    sinks: list[SinkCountObject]
+    engines: list[EngineLoadObject]
+
+
+class ServedTenant(msgspec.Struct, frozen=True):
+    """What the figures of a tenant are shown with."""
+
+    name: str
+    weight: int
+
+
+def overview_object(
+    platform: Platform, tenants: Mapping[str, ServedTenant], *, at: float, reachable: bool
+) -> OverviewObject:
+    """Return the server's state; `tenants` by id."""
+    stats = {(name, one): found for name, base in platform.bases.items() for one, found in base.engines.stats().items()}
+    unclaimed = sum(base.engines.unclaimed_tokens for base in platform.bases.values())
+    return OverviewObject(
+        at=at,
+        started_at=platform.started_at,
+        draining=platform.completions.draining,
+        database_reachable=reachable,
+        requests_running=platform.completions.running,
+        requests_unsettled=platform.completions.unsettled,
+        completed=dict(platform.completions.counters.requests),
+        ledger_drift_tokens=platform.usage.drift_tokens + unclaimed,
+        sinks=[
+            SinkCountObject(sink=sink, outcome=outcome, count=count)  # type: ignore[arg-type]  # delivery.py's three
+            for (sink, outcome), count in sorted(platform.sinks.counters.items())
+        ],
+        engines=[
+            _engine_load(status, stats.get((status.base_model, status.engine), EngineStats()), tenants)
+            for status in platform.engines()
+        ],
+    )
+
+
+def _service(one: TenantService, tenant: ServedTenant | None) -> TenantServiceObject:
+    return TenantServiceObject(
+        tenant=None if tenant is None else tenant.name,
+        service_class=one.service_class,
+        units=one.units,
+        weight=None if tenant is None else tenant.weight,
+    )
+
+
+def _engine_load(status: EngineStatus, stats: EngineStats, tenants: Mapping[str, ServedTenant]) -> EngineLoadObject:
+    return EngineLoadObject(
+        engine=engine_object(status),
+        pool=PoolObject(
+            total=stats.pages_total,
+            kv=stats.pages_kv,
+            kv_cached=stats.pages_kv_cached,
+            adapters=stats.pages_adapters,
+            adapters_idle=stats.pages_adapters_idle,
+            free=stats.pages_free,
+        ),
+        tenants=[_service(one, tenants.get(one.tenant)) for one in stats.meters.tenants],
+        **{name: getattr(stats, name) for name in _COPIED},
+    )
+
+
+_COPIED = frozenset(EngineLoadObject.__struct_fields__) - {"engine", "pool", "tenants"}

@@ -8,8 +8,7 @@ from typing import Annotated, ClassVar, cast
 from msgspec import Meta
 
 from loramux.gateway import GenerationRequest, InvalidRequest, Prompt, canonical_tags
-from loramux_api.schemas.formats import asked_format
-from loramux_api.schemas.sampling import MAX_CHOICES, SamplingBody, TopLogprobs, left_out, sampling_params
+from loramux_api.schemas.sampling import MAX_CHOICES, SamplingBody, TopLogprobs, asked_format, left_out, sampling_params
 from loramux_api.schemas.strict import Unsupported
 
 Promptlike = str | Annotated[list[str | int | list[int]], Meta(min_length=1)]

@@ -12,10 +12,18 @@ from loramux.constraints import JsonSchema, ToolUse
 from loramux.gateway import AskedFormat, ChatOptions, Conversation, GenerationRequest, InvalidRequest
 from loramux_api.schemas.conversation import (
     MAX_MESSAGES,
+    MAX_TOOLS,
     ConversationBuilder,
+    FunctionChoice,
+    FunctionDefinition,
+    FunctionName,
+    NamedToolChoice,
+    ToolChoice,
+    ToolDefinition,
     caller_variables,
     json_size,
     renamed_fields,
+    tool_use,
 )
 from loramux_api.schemas.sampling import (
     MAX_USER_LENGTH,
@@ -28,16 +36,6 @@ from loramux_api.schemas.sampling import (
     sampling_params,
 )
 from loramux_api.schemas.strict import Body, Unsupported
-from loramux_api.schemas.tools import (
-    MAX_TOOLS,
-    FunctionChoice,
-    FunctionDefinition,
-    FunctionName,
-    NamedToolChoice,
-    ToolChoice,
-    ToolDefinition,
-    tool_use,
-)
 
 FIELDS = {"stop": "stop_sequences", "user": "metadata.user_id", "continue_final_message": "messages"}
 """The names of a chat's fields here."""

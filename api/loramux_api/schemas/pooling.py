@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from loramux.engine.request import SamplingParams
+from loramux.engine.messages import SamplingParams
 from loramux.gateway import (
     AskedPooling,
     GenerationRequest,
@@ -21,7 +21,7 @@ from loramux.gateway import (
     canonical_tags,
 )
 from loramux.units import TokenCounts
-from loramux_api.schemas.answers import PromptTokensDetails
+from loramux_api.schemas.chat import PromptTokensDetails
 from loramux_api.schemas.completions import Promptlike, read_prompts
 from loramux_api.schemas.conversation import renamed_fields
 from loramux_api.schemas.sampling import MAX_USER_LENGTH, Positive

@@ -12,35 +12,35 @@ from loramux.constraints import ToolUse
 from loramux.gateway import AskedFormat, ChatOptions, Conversation, GenerationRequest, InvalidRequest, canonical_tags
 from loramux_api.schemas.conversation import (
     MAX_MESSAGES,
-    ConversationBuilder,
-    caller_variables,
-    decode_arguments,
-    json_size,
-    renamed_fields,
-)
-from loramux_api.schemas.formats import JsonSchemaFormat, ResponseFormat, asked_format
-from loramux_api.schemas.sampling import (
-    MAX_USER_LENGTH,
-    Int64,
-    Penalty,
-    Positive,
-    RepetitionPenalty,
-    SamplingBody,
-    StopString,
-    TopLogprobs,
-    left_out,
-    sampling_params,
-)
-from loramux_api.schemas.strict import Body, Unsupported
-from loramux_api.schemas.tools import (
     MAX_TOOLS,
+    ConversationBuilder,
     FunctionChoice,
     FunctionDefinition,
     FunctionName,
     NamedToolChoice,
     ToolDefinition,
+    caller_variables,
+    decode_arguments,
+    json_size,
+    renamed_fields,
     tool_use,
 )
+from loramux_api.schemas.sampling import (
+    MAX_USER_LENGTH,
+    Int64,
+    JsonSchemaFormat,
+    Penalty,
+    Positive,
+    RepetitionPenalty,
+    ResponseFormat,
+    SamplingBody,
+    StopString,
+    TopLogprobs,
+    asked_format,
+    left_out,
+    sampling_params,
+)
+from loramux_api.schemas.strict import Body, Unsupported
 
 FIELDS = {
     "messages": "input",

@@ -13,8 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from loramux_demo.assets import ASSETS
-from loramux_demo.train.adapters import RECIPES
-from loramux_demo.train.facts import STYLES
+from loramux_demo.train.dataset import STYLES
+from loramux_demo.train.models import RECIPES
 
 
 @click.command()
@@ -48,9 +48,8 @@ def quieten() -> None:
 
 def train(out: Path, only: str | None) -> None:
     """Train everything into `out`, or one adapter, with a progress bar per model."""
-    from loramux_demo.train.fit import Progress as Tell
-    from loramux_demo.train.fit import Schedule
-    from loramux_demo.train.make import make, make_adapter
+    from loramux_demo.train.models import Progress as Tell
+    from loramux_demo.train.models import Schedule, make, make_adapter
 
     columns = (TextColumn("{task.description:8}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("loss {task.fields[loss]:.4f}"), console=Console(stderr=True)) as bars:
@@ -67,7 +66,7 @@ def train(out: Path, only: str | None) -> None:
 
 def measure(root: Path, names: Sequence[str]) -> None:
     """Print the table of these models' exact answers."""
-    from loramux_demo.train.evaluate import evaluate
+    from loramux_demo.train.models import evaluate
 
     table = Table("model", "float32", "bfloat16", "bfloat16, later in a chat", title="Exact answers")
     console = Console()

@@ -1,15 +1,22 @@
-"""Semantics: out[t, h] = softmax(scaling * q[t, h] @ K[s, h // G].T + mask) @ V[s, h // G] over sequence s of row t.
+"""Paged attention as Triton kernels: the write of new keys and values into pages, and attention over pages.
+
+Semantics:
+
+    write_kv          key[page, :, offset] = new_key[t], slot_mapping[t] = page * block_size + offset; values likewise
+    paged_attention   out[t, h] = softmax(scaling * q[t, h] @ K[s, h // G].T + mask) @ V[s, h // G], for row t of s
 
 A tile's rows are query rows times the G heads that share a kv head, so that each key and value is loaded once for all
 of them. Sequences with few query rows and sequences in prefill run in one launch each; contexts that were cut for
 balance are merged by a third, always in the same order.
 
-The softmax is computed online (Milakov and Gimelshein, 2018; FlashAttention, Dao et al., 2022): each stretch of context
-rescales the sums so far to the largest score seen. Cutting one context over several programs and merging their results
-by log-sum-exp is Flash-Decoding (Dao et al., 2023): out = sum_p exp(lse[p]) * partial[p] / sum_p exp(lse[p]).
+The softmax is computed online (Milakov and Gimelshein, 2018; FlashAttention, Dao et al., 2022): each stretch of
+context rescales the sums so far to the largest score seen. Cutting one context over several programs and merging their
+results by log-sum-exp is Flash-Decoding (Dao et al., 2023): out = sum_p exp(lse[p]) * partial[p] / sum_p exp(lse[p]).
 
-In FP8 keys' codes become the query's dtype, exactly, and their pages' scales multiply the scores. Values are what they
-were in that dtype, scale included: weights times scales could overflow float16.
+In FP8, key[page, h, offset] = E4M3(new_key[t, h] / key_scale[page, h]), and a token at offset 0 sets the scale first:
+the tokens that begin a page have a launch of their own, before that of the others. When attention reads, a key's codes
+become the query's dtype, exactly, and the scales of the pages multiply the scores. Values are multiplied by their
+scale before they take that dtype: weights times scales could overflow float16.
 """
 
 from __future__ import annotations
@@ -20,19 +27,111 @@ import torch
 import triton
 import triton.language as tl
 
-from loramux_kernels.cuda.attention_plan import (
-    ITEM_WIDTH,
-    PROGRAMS,
-    SHORT_ROWS,
+from loramux_kernels.cuda.e4m3 import from_e4m3, magnitude, page_scale, passes, reciprocal, scale_arguments, to_e4m3
+from loramux_kernels.cuda.launch import Launch, resident_programs, run_all
+from loramux_kernels.cuda.work_lists import (
+    ATTENTION_ITEM_WIDTH,
+    ATTENTION_PROGRAMS,
+    DECODE_TILE_ROWS,
     AttentionShape,
     AttentionTiles,
     plan_attention,
 )
-from loramux_kernels.cuda.e4m3 import from_e4m3, scale_arguments
-from loramux_kernels.cuda.launch import Launch, resident_programs, run_all
 from loramux_kernels.tables import AttentionBatch, KvLayer
 
-_ITEM = tl.constexpr(ITEM_WIDTH)
+
+def write_kv(key: torch.Tensor, value: torch.Tensor, layer: KvLayer, slot_mapping: torch.Tensor) -> None:
+    """Store the step's new keys and values, both in one launch, or in FP8 in two.
+
+    Arguments as for the public operator, on a GPU. A token whose slot is negative is not stored, so that padding rows
+    of a captured step need no page.
+    """
+    if len(slot_mapping):
+        run_all(prepare_write_kv(key, value, layer, slot_mapping))
+
+
+def prepare_write_kv(
+    key: torch.Tensor, value: torch.Tensor, layer: KvLayer, slot_mapping: torch.Tensor
+) -> list[Launch]:
+    """The launches that store keys and values: a program for each token."""
+    tensors = (key, value, layer.key, layer.value)
+    assert all(tensor.stride(-1) == 1 for tensor in tensors), "each head's vector is contiguous"
+    names = ("key", "value", "key_cache", "value_cache")
+    arguments: dict[str, object] = dict(zip(names, tensors, strict=True))
+    for name, tensor in zip(names[:2], tensors[:2], strict=True):
+        arguments |= {f"{name}_token": tensor.stride(0), f"{name}_head": tensor.stride(1)}
+    for name, cache in zip(names[2:], tensors[2:], strict=True):
+        arguments |= {f"{name}_{axis}": cache.stride(i) for i, axis in enumerate(("page", "head", "token"))}
+    arguments |= {
+        **scale_arguments(layer),
+        "slot_mapping": slot_mapping,
+        "block_size": layer.block_size,
+        "NUM_HEADS": key.shape[1],
+        "KEY_DIM": key.shape[2],
+        "VALUE_DIM": value.shape[2],
+        "BLOCK_HEADS": triton.next_power_of_2(key.shape[1]),
+        "BLOCK_KEY": triton.next_power_of_2(key.shape[2]),
+        "BLOCK_VALUE": triton.next_power_of_2(value.shape[2]),
+    }
+    grid = (len(slot_mapping),)
+    return [
+        Launch(_write_kv, grid, arguments | {"BEGINS": begins}, num_warps=4, num_stages=1) for begins in passes(layer)
+    ]
+
+
+@triton.jit
+def _write_kv(
+    key: tl.tensor, value: tl.tensor, key_cache: tl.tensor, value_cache: tl.tensor, key_scale: tl.tensor,
+    value_scale: tl.tensor, slot_mapping: tl.tensor, block_size: tl.tensor, key_token: tl.tensor, key_head: tl.tensor,
+    value_token: tl.tensor, value_head: tl.tensor, key_cache_page: tl.tensor, key_cache_head: tl.tensor,
+    key_cache_token: tl.tensor, value_cache_page: tl.tensor, value_cache_head: tl.tensor, value_cache_token: tl.tensor,
+    key_scale_page: tl.tensor, value_scale_page: tl.tensor,
+    NUM_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+    BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr, BEGINS: tl.constexpr,
+) -> None:  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + token)
+    if BEGINS is not None:  # noqa: SIM102 - known when compiling; what is nested in it is not
+        if (slot % block_size == 0) != BEGINS:
+            return
+    if slot >= 0:
+        page = slot // block_size
+        offset = slot % block_size
+        if BEGINS is not None:
+            key_scale += page * key_scale_page
+            value_scale += page * value_scale_page
+        to_key = key_cache + page * key_cache_page + offset * key_cache_token
+        store_heads(
+            key + token * key_token, key_head, to_key, key_cache_head, key_scale,
+            NUM_HEADS, KEY_DIM, BLOCK_HEADS, BLOCK_KEY, BEGINS,
+        )  # fmt: skip
+        to_value = value_cache + page * value_cache_page + offset * value_cache_token
+        store_heads(
+            value + token * value_token, value_head, to_value, value_cache_head, value_scale,
+            NUM_HEADS, VALUE_DIM, BLOCK_HEADS, BLOCK_VALUE, BEGINS,
+        )  # fmt: skip
+
+
+@triton.jit
+def store_heads(
+    source: tl.tensor, source_head: tl.tensor, target: tl.tensor, target_head: tl.tensor, scales: tl.tensor,
+    NUM_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    BEGINS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Copy NUM_HEADS vectors of a token into its page, or store them as E4M3 in units of the page's `scales`."""
+    head = tl.arange(0, BLOCK_HEADS)
+    element = tl.arange(0, BLOCK_DIM)[None, :]
+    is_head = head < NUM_HEADS
+    inside = is_head[:, None] & (element < DIM)
+    values = tl.load(source + head.to(tl.int64)[:, None] * source_head + element, mask=inside, other=0.0)
+    if BEGINS is not None:
+        values = values.to(tl.float32)
+        scale = page_scale(scales + head, tl.max(magnitude(values), axis=1), is_head, BEGINS)
+        values = to_e4m3(values * reciprocal(scale)[:, None])
+    tl.store(target + head.to(tl.int64)[:, None] * target_head + element, values, mask=inside)
+
+
+_ITEM = tl.constexpr(ATTENTION_ITEM_WIDTH)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _NEVER = tl.constexpr(float("-inf"))
 
@@ -110,7 +209,7 @@ def prepare_attention(
 def _long_rows(dim: int, dtype: torch.dtype) -> int:
     """Prefill tiles as high as a thread's registers hold of their sums."""
     if dtype == torch.float32:
-        return SHORT_ROWS
+        return DECODE_TILE_ROWS
     return 32 if dim > 128 else 64
 
 
@@ -127,7 +226,7 @@ def _block_tokens(rows: int, dim: int, dtype: torch.dtype, is_fp8: bool) -> int:
     """Tokens of context at a time: what the registers hold of their addresses and scores, and of widened codes."""
     if dtype == torch.float32:
         return 32 if is_fp8 and dim <= 128 else 16
-    return 64 if dim <= 64 or (dim <= 128 and rows == SHORT_ROWS and not is_fp8) else 32
+    return 64 if dim <= 64 or (dim <= 128 and rows == DECODE_TILE_ROWS and not is_fp8) else 32
 
 
 def _stages(rows: int, same_width: bool, dtype: torch.dtype, is_fp8: bool) -> int:
@@ -142,7 +241,7 @@ def _stages(rows: int, same_width: bool, dtype: torch.dtype, is_fp8: bool) -> in
         return 1
     if is_fp8:
         return 5 if rows <= 32 else 3
-    return 5 if rows == SHORT_ROWS and same_width else 3
+    return 5 if rows == DECODE_TILE_ROWS and same_width else 3
 
 
 def _launches(
@@ -164,7 +263,7 @@ def _launches(
         "work": tiles.items.work,
         "BLOCK_TOKENS": _block_tokens(tiles.rows, widest, query.dtype, is_fp8),
     }
-    grid = (resident_programs(query.device, PROGRAMS),)
+    grid = (resident_programs(query.device, ATTENTION_PROGRAMS),)
     same_width = attend["BLOCK_KEY"] == shared["BLOCK_VALUE"]
     stages = _stages(tiles.rows, same_width, query.dtype, is_fp8)
     launches = [Launch(_attend, grid, arguments, num_warps=4, num_stages=stages)]

@@ -1,13 +1,18 @@
-"""Semantics: token[s] = argmax(steered[s]) if greedy, else a draw from softmax(kept(steered[s] / temperature[s])).
+"""From logits to tokens, as Triton kernels: masks of constrained rows, penalties, truncation, and the draw.
+
+Semantics:
+
+    forbid_tokens   logits[rows[m], t] = -inf where bit t % 32 of words[m, t // 32] is 0, or words[m] ends before t
+    sample          token[s] = argmax(steered[s]) if greedy, else a draw from softmax(kept(steered[s] / temperature[s]))
 
 Nothing is sorted. One pass over the vocabulary, shared by all programs, finds each row's greatest logit and, where no
 token is ruled out, its winner. A row that rules tokens out is finished by one program: it lists the few tokens that
-hold nearly all the mass, or takes all where they are many, and finds each threshold by bisection on the
-bits of a float.
+hold nearly all the mass, or takes all where they are many, and finds each threshold by bisection on the bits of a
+float.
 
-Penalties and bias come first (`prepare_steer`), in place on a float32 copy of the logits. Only the tokens concerned are
-touched: one launch counts them, and in the next the first program that takes a counter applies it and sets it to zero,
-so that each (row, token) is changed once in any order.
+Penalties and bias come first (`prepare_steer`), in place on a float32 copy of the logits. Only the tokens concerned
+are touched: one launch counts them, and in the next the first program that takes a counter applies it and sets it to
+zero, so that each (row, token) is changed once in any order.
 """
 
 from __future__ import annotations
@@ -377,3 +382,41 @@ def arrival_time(word: tl.tensor) -> tl.tensor:
     uniform = (word.to(tl.float32) + 0.5) * 2.0**-32
     series = uniform * (1.0 + uniform * (0.5 + uniform / 3.0))
     return tl.where(uniform < 2.0**-10, series, -tl.log(1.0 - uniform))
+
+
+def forbid_tokens(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> None:
+    """Remove tokens from rows of `logits`, in place: arguments as for the public operator, on a GPU."""
+    if len(rows):
+        prepare_forbid(logits, rows, words).run()
+
+
+def prepare_forbid(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> Launch:
+    """The launch that changes `logits`: a program for each row and block of tokens; allowed tokens are not touched."""
+    assert logits.stride(1) == 1, "rows of logits are contiguous"
+    assert words.is_contiguous(), "words are contiguous"
+    arguments = {
+        "logits": logits,
+        "rows": rows,
+        "words": words,
+        "logits_stride": logits.stride(0),
+        "vocab": logits.shape[1],
+        "num_words": words.shape[1],
+        "BLOCK": BLOCK,
+    }
+    return Launch(_forbid, (len(rows), triton.cdiv(logits.shape[1], BLOCK)), arguments, num_warps=4, num_stages=1)
+
+
+@triton.jit
+def _forbid(
+    logits: tl.tensor, rows: tl.tensor, words: tl.tensor, logits_stride: tl.tensor, vocab: tl.tensor,
+    num_words: tl.tensor, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    """One row by one block of tokens a program."""
+    number = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    word = token // 32
+    own = tl.load(words + number * num_words + word, mask=word < num_words, other=0)
+    is_allowed = (own >> (token % 32)) & 1
+    row = tl.load(rows + number)
+    never = tl.full((BLOCK,), _NEVER, dtype=tl.float32).to(logits.dtype.element_ty)
+    tl.store(logits + row * logits_stride + token, never, mask=(token < vocab) & (is_allowed == 0))

@@ -9,20 +9,13 @@ from typing import Any
 import torch
 
 from loramux_kernels.cuda.coded_linear import prepare_coded_linear
-from loramux_kernels.cuda.gated import prepare_gated
-from loramux_kernels.cuda.grouped_linear import prepare_grouped_linear
-from loramux_kernels.cuda.kv_cache import prepare_write_kv
 from loramux_kernels.cuda.launch import Launch
-from loramux_kernels.cuda.lora_expand import prepare_expand
-from loramux_kernels.cuda.lora_shrink import new_intermediate, prepare_shrink
-from loramux_kernels.cuda.paged_attention import prepare_attention
-from loramux_kernels.cuda.rescale import prepare_rescale
-from loramux_kernels.cuda.rms_norm import prepare_rms_norm
-from loramux_kernels.cuda.rope import prepare_rope
-from loramux_kernels.cuda.routing import prepare_combine, prepare_expert_items, prepare_route
-from loramux_kernels.cuda.sampling import prepare_sample
-from loramux_kernels.cuda.tile_map import ITEM_WIDTH, LONG_RANKS, SHORT, TileMap, TileShape, attach_tile_map
-from loramux_kernels.cuda.token_mask import prepare_forbid
+from loramux_kernels.cuda.layer_operators import prepare_gated, prepare_rms_norm, prepare_rope
+from loramux_kernels.cuda.lora import new_intermediate, prepare_expand, prepare_rescale, prepare_shrink
+from loramux_kernels.cuda.mixture import prepare_combine, prepare_expert_items, prepare_grouped_linear, prepare_route
+from loramux_kernels.cuda.paged_attention import prepare_attention, prepare_write_kv
+from loramux_kernels.cuda.sampling import prepare_forbid, prepare_sample
+from loramux_kernels.cuda.work_lists import LONG_RANKS, LORA_ITEM_WIDTH, SHORT, TileMap, TileShape, attach_tile_map
 from loramux_kernels.quantized_weight import Coding, QuantizedWeight, is_nibbles
 from loramux_kernels.tables import (
     AttentionBatch,
@@ -215,7 +208,7 @@ def _mixture() -> Iterator[Variant]:
         attach_tile_map(whole, TileMap.reserve(512, 64, shape, chosen.device))
         yield from _lora_pair(f"experts-{_short(dtype)}", whole, 64, dtype, LoraGroup((0,), (1536,)))
     yield Variant("route", prepare_route(chosen, chosen[:, 0], routes))
-    items = torch.zeros(1 + 512, ITEM_WIDTH, dtype=torch.int32)
+    items = torch.zeros(1 + 512, LORA_ITEM_WIDTH, dtype=torch.int32)
     yield Variant("expert-items", prepare_expert_items(routes, Segments((0, 64), (0,)), 256, shape, items, items))
 
 

@@ -6,18 +6,15 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from loramux.batches.endpoints import AnswerWriter, Endpoints, ParsedBody
 from loramux.batches.errors import BatchesError, FileTooLarge, InvalidFile
 from loramux.batches.files import Files
-from loramux.batches.lines import Pauses
+from loramux.batches.lines import AnswerWriter, Endpoints, ParsedBody, Pauses
 from loramux.batches.run import BatchServer
-from loramux.batches.service import Batches
+from loramux.batches.service import Batches, BatchWorker
 from loramux.batches.window import Window
-from loramux.batches.worker import BatchWorker
 from loramux.gateway import Platform, run_periodically
 from loramux.jobs import JobRunner
-from loramux.records.batches import Batch, LineError
-from loramux.records.files import StoredFile
+from loramux.records.batches import Batch, LineError, StoredFile
 
 TEND_SECONDS = 10.0
 SWEEP_SECONDS = 3600.0

@@ -16,15 +16,22 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from loramux.batches.errors import FileInUse, FileNotFound, FileTooLarge, InvalidFile, StorageQuotaReached
 from loramux.errors import LoramuxError
 from loramux.gateway import ensure_storage_allowed, storage_refused
+from loramux.jobs import TenantSlots, ThreadPool
 from loramux.limits import tenant_limits
 from loramux.records import Database, Principal
-from loramux.records.batches import BatchJobs, BatchRepository
-from loramux.records.files import FileRepository, StoredFile, Viewpoint, expired_files, known_files
+from loramux.records.batches import (
+    BatchJobs,
+    BatchRepository,
+    FileRepository,
+    StoredFile,
+    Viewpoint,
+    expired_files,
+    known_files,
+)
 from loramux.records.identity import new_id
 from loramux.records.tenants import TenantRepository
 from loramux.settings import BatchSettings
 from loramux.storage import BlobStore
-from loramux.threads import TenantSlots, ThreadPool
 from loramux.units import SECOND
 
 FOLDER = "files"

@@ -1,4 +1,7 @@
-"""A batch's input: JSONL, found line by line, checked before anything runs.
+"""A batch's input: JSONL, found line by line, checked before anything runs, and the endpoints that lines may go to.
+
+A batch reads and writes the same JSON as its endpoint does, so the API brings both ends along (`Endpoints`: bodies in,
+answers out) and this package knows no wire format.
 
 The file is on this machine while a batch is checked or runs; memory holds where its lines begin, and the lines that are
 looked at. Checking is pure Python over untrusted text, so it runs on a thread and gives way every few milliseconds.
@@ -8,14 +11,48 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
-from loramux.batches.endpoints import Endpoints, ParsedBody
 from loramux.errors import LoramuxError
+from loramux.gateway import Answer, Delta, GenerationRequest
 from loramux.records.batches import LineError
+from loramux.units import TokenCounts
+
+
+class AnswerWriter(Protocol):
+    """Gives one answer its endpoint's shape."""
+
+    def collect(self, delta: Delta) -> None:
+        """Take a part of the answer."""
+
+    def whole(self, usage: TokenCounts) -> msgspec.Struct:
+        """Return the whole answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedBody:
+    """A body that its endpoint would take."""
+
+    request: GenerationRequest
+    writer: Callable[[Answer], AnswerWriter]
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoints:
+    """What lines may ask for."""
+
+    parsers: Mapping[str, Callable[[bytes], ParsedBody]]
+    """By path. A parser runs on a thread, and raises InvalidRequest."""
+    error_body: Callable[[LoramuxError], msgspec.Struct]
+    """Writes an error as the endpoints do."""
+    max_line_bytes: int
+    """The largest line."""
+
 
 MAX_ERRORS = 100
 """Errors of one input that are reported."""

@@ -26,9 +26,19 @@ from typing import NamedTuple
 import msgspec
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from loramux.batches.endpoints import Endpoints, ParsedBody
 from loramux.batches.files import FOLDER, OUTPUT, Files, new_file_id, object_name
-from loramux.batches.lines import BadLine, Input, Line, check_lines, model_error, open_input, parse_body, read_line
+from loramux.batches.lines import (
+    BadLine,
+    Endpoints,
+    Input,
+    Line,
+    ParsedBody,
+    check_lines,
+    model_error,
+    open_input,
+    parse_body,
+    read_line,
+)
 from loramux.batches.window import Place, Window
 from loramux.errors import LoramuxError
 from loramux.gateway import Answer, CompletionService, InvalidRequest, Timing
@@ -45,10 +55,11 @@ from loramux.records.batches import (
     Batch,
     BatchJobs,
     BatchRepository,
+    FileRepository,
     LineError,
+    StoredFile,
 )
-from loramux.records.files import FileRepository, StoredFile
-from loramux.records.idempotency import ClaimRepository, IdempotencyClaim
+from loramux.records.requests import ClaimRepository, IdempotencyClaim
 from loramux.records.tenants import TenantRepository
 from loramux.records.webhooks import EventDetail, EventRepository
 from loramux.settings import BatchSettings

@@ -18,8 +18,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+from loramux.jobs import TenantSlots
 from loramux.settings import BatchSettings
-from loramux.threads import TenantSlots
 from loramux.units import QUIET_SECONDS
 
 LOOK_SECONDS = 0.2

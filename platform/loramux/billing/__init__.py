@@ -1,7 +1,15 @@
 """Money: plans and prices, periods and invoices, costs and margins, and the proof that engines and ledger agree."""
 
-from loramux.billing.catalog import Catalog, Plan, PlanPrices, PlanTariff, Subscriptions
-from loramux.billing.checkpoints import Checkpoint, Checkpoints
+from loramux.billing.catalog import (
+    Catalog,
+    Plan,
+    PlanPrices,
+    PlanSpec,
+    PlanTariff,
+    PriceSpec,
+    Subscriptions,
+    read_plans,
+)
 from loramux.billing.costs import CostPage, CostsQuery, Margin, Revenue, cost_page, costs_of, margins
 from loramux.billing.errors import (
     BillingError,
@@ -17,9 +25,15 @@ from loramux.billing.errors import (
 )
 from loramux.billing.invoices import Bill, Invoice, InvoiceLine, InvoiceParty, Tax, Terms, document
 from loramux.billing.periods import Month, Period
-from loramux.billing.plans import PlanSpec, PriceSpec, read_plans
-from loramux.billing.proof import LedgerProof, LedgerState, ReconciliationOutcome
-from loramux.billing.reconcile import Reconciliation, reconcile
+from loramux.billing.reconcile import (
+    Checkpoint,
+    Checkpoints,
+    LedgerProof,
+    LedgerState,
+    Reconciliation,
+    ReconciliationOutcome,
+    reconcile,
+)
 from loramux.billing.service import BillingService, Correction
 
 __all__ = [

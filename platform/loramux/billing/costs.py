@@ -13,12 +13,11 @@ from typing import ClassVar
 import msgspec
 
 from loramux.billing.invoices import MINIMUM, Bill
-from loramux.pricing import to_decimal
-from loramux.pricing.money import NANO_DIGITS, allocate
+from loramux.pricing import NANO_DIGITS, allocate, to_decimal
 from loramux.records.usage import DailyQuantities
 from loramux.units import DAY, SECONDS_PER_DAY
 from loramux.usage import InvalidQuery
-from loramux.usage.buckets import MAX_FILTER, BucketQuery, BucketWidth, Page
+from loramux.usage.query import MAX_FILTER, BucketQuery, BucketWidth, Page
 
 SERVICE_UNITS = {"input_uncached": 1, "waived_input_uncached": 1, "output": 2, "waived_output": 2}
 

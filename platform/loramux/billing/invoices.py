@@ -10,8 +10,7 @@ import msgspec
 
 from loramux.billing.catalog import Subscriptions
 from loramux.billing.periods import Period
-from loramux.pricing import Charge, Currency, Line, Price, charge, encode_money, minor_units, to_decimal
-from loramux.pricing.money import NANO_DIGITS
+from loramux.pricing import NANO_DIGITS, Charge, Currency, Line, Price, charge, encode_money, minor_units, to_decimal
 from loramux.records import TenantId
 from loramux.records.usage import DailyQuantities
 from loramux.units import SECOND

@@ -28,12 +28,12 @@ from loramux.billing.invoices import (
 from loramux.billing.periods import Month, Period, check_closable, closed_period
 from loramux.records import Database, Principal, TenantId
 from loramux.records.billing import BillingProfileRow, InvoiceRow, PeriodRepository, PeriodRow, ProfileRepository
-from loramux.records.daily_usage import DailyUsageRepository
+from loramux.records.database import PRICES, advisory_lock
 from loramux.records.ledger import EntryContent, LedgerEntry, LedgerRepository
-from loramux.records.locks import PRICES, advisory_lock
 from loramux.records.tenants import TenantRepository, TenantRow
 from loramux.records.usage import (
     DailyQuantities,
+    DailyUsageRepository,
     Division,
     QuantityRepository,
     Span,

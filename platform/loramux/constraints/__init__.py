@@ -6,8 +6,8 @@ process before an engine does: a grammar is a stranger's code.
 """
 
 from loramux.constraints.formats import AnswerFormat, Choice, Grammar, GrammarText, JsonObject, JsonSchema, Regex
+from loramux.constraints.grammars import ToolGrammar, TrialJob, TrialResult, TrialSetup
 from loramux.constraints.tools import STYLES, Tool, ToolStyle, ToolUse, choose_style
-from loramux.constraints.trial import ToolGrammar, TrialJob, TrialResult, TrialSetup
 
 __all__ = [
     "STYLES",

@@ -31,6 +31,7 @@ from typing import Protocol
 import msgspec
 
 from loramux.engine.messages import (
+    AdapterRef,
     Cancel,
     Command,
     EngineFault,
@@ -41,6 +42,7 @@ from loramux.engine.messages import (
     Pin,
     Ready,
     Report,
+    Request,
     Retire,
     Shutdown,
     StepReport,
@@ -50,7 +52,6 @@ from loramux.engine.messages import (
     TokenEvent,
     Unpin,
 )
-from loramux.engine.request import AdapterRef, Request
 from loramux.settings import Settings
 
 logger = logging.getLogger(__name__)

@@ -25,17 +25,17 @@ from loramux.engine.messages import (
     EngineStats,
     RevisionDrafts,
     RoutingFacts,
+    ServiceClass,
     StepSample,
     TenantService,
     TokenEvent,
 )
 from loramux.engine.metrics import Counters
-from loramux.engine.request import ServiceClass
-from loramux.engine.scheduling.drafts import Acceptance
+from loramux.engine.scheduling.estimates import Acceptance
 from loramux.engine.scheduling.fairness import Flow
 from loramux.engine.scheduling.queue import RequestQueue
 from loramux.engine.scheduling.scheduler import Scheduler
-from loramux.engine.scheduling.step import BASE_SLOT, Step
+from loramux.engine.scheduling.sequence import BASE_SLOT, Step
 from loramux.units import TokenCounts
 
 LABELLED_TENANTS = 20

@@ -26,6 +26,8 @@ from loramux.engine.execution.assembly import freeze_garbage
 from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.execution.loader import load_model
 from loramux.engine.messages import (
+    MAX_REPETITION_PENALTY,
+    MIN_REPETITION_PENALTY,
     Cancel,
     Command,
     EngineCount,
@@ -35,6 +37,7 @@ from loramux.engine.messages import (
     Pin,
     Ready,
     Report,
+    Request,
     Retire,
     Shutdown,
     StepReport,
@@ -43,7 +46,6 @@ from loramux.engine.messages import (
     TokenEvent,
     Unpin,
 )
-from loramux.engine.request import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY, Request
 from loramux.settings import Settings
 from loramux_adapters import BaseUnusable
 

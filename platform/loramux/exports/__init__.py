@@ -1,11 +1,10 @@
 """The ledger and its costs in the formats that finance and metering systems take."""
 
 from loramux.exports.delivery import AlertDelivery, Sink, SinkDelivery
-from loramux.exports.errors import ExportError
 from loramux.exports.focus import FOCUS_COLUMNS, focus_rows
 from loramux.exports.invoice_render import InvoiceFormat, write_invoice
 from loramux.exports.sinks import WebhookSink, make_sink
-from loramux.exports.tables import FORMATS, LEDGER_COLUMNS, ExportedFile, ledger_pages, write_table
+from loramux.exports.tables import FORMATS, LEDGER_COLUMNS, ExportedFile, ExportError, ledger_pages, write_table
 from loramux.records.sinks import ParkedEvent
 
 __all__ = [

@@ -17,8 +17,7 @@ import msgspec
 from loramux.billing import Bill, Tax
 from loramux.billing.invoices import MEANINGS
 from loramux.exports.tables import Column, Row
-from loramux.pricing import Charge, Line, to_decimal
-from loramux.pricing.money import NANO_DIGITS
+from loramux.pricing import NANO_DIGITS, Charge, Line, to_decimal
 from loramux.units import DAY, SECOND, SECONDS_PER_DAY
 
 GROUP_BY = ("model", "adapter_digest", "project_id", "api_key_id", "tags")

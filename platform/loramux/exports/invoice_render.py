@@ -15,7 +15,7 @@ import msgspec
 
 from loramux.billing import Invoice, InvoiceLine, InvoiceParty, document
 from loramux.billing.invoices import display_prices, display_quantity
-from loramux.exports.errors import ExportError
+from loramux.exports.tables import ExportError
 from loramux.settings import BillingSettings
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import msgspec
 
 from loramux.billing import Checkpoint
 from loramux.exports.delivery import DeliveryUnknown, MeterEvent, NotDelivered, RejectedEvent, Sink, WebhookMessage
-from loramux.exports.errors import ExportError
+from loramux.exports.tables import ExportError
 from loramux.settings import SinkSettings
 from loramux.units import DAY, HOUR, SECOND
 from loramux.webhooks.messages import read_secret, rfc3339, sign

@@ -1,4 +1,7 @@
-"""Tables as files (CSV, JSON lines, Parquet), whole or not at all, each with a manifest; the ledger as a table."""
+"""Tables as files (CSV, JSON lines, Parquet), whole or not at all, each with a manifest; the ledger as a table.
+
+ExportError is the error of every export, of invoices and sinks too.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,24 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import datetime
 from decimal import Decimal
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from loramux.exports.errors import ExportError
+from loramux.errors import LoramuxError
 from loramux.records import Database
 from loramux.records.ledger import PAGE, LedgerEntry, LedgerRepository
 from loramux.records.usage import Span
+
+
+class ExportError(LoramuxError):
+    """An export that fails; the message has the way out."""
+
+    code = "export_failed"
+    status = HTTPStatus.INTERNAL_SERVER_ERROR
+
 
 Kind = Literal["text", "integer", "decimal", "time"]
 """Integers have 64 bits, decimals 9 digits behind the point, times are UTC to the microsecond."""

@@ -33,11 +33,18 @@ import msgspec
 
 from loramux.engine import ENGINE_DIED, EngineClient, EngineDied
 from loramux.engine.client import OnEvent
-from loramux.engine.messages import EngineCount, EngineFault, EngineStats, ModelFacts, TenantService, TokenEvent
-from loramux.engine.request import AdapterRef, Request
+from loramux.engine.messages import (
+    AdapterRef,
+    EngineCount,
+    EngineFault,
+    EngineStats,
+    ModelFacts,
+    Request,
+    TenantService,
+    TokenEvent,
+)
 from loramux.fleet.autoscaling import Autoscaler, ScalingPolicy
-from loramux.fleet.errors import EngineBusy, UnknownEngine
-from loramux.fleet.member import EngineStatus, Launch, Member, conflict_of
+from loramux.fleet.member import EngineBusy, EngineStatus, Launch, Member, UnknownEngine, conflict_of
 from loramux.fleet.router import Router, RoutingRequest, place_pins, prefix_hashes
 from loramux.fleet.shares import ShareExchange
 from loramux.fleet.view import EngineState

@@ -1,16 +1,35 @@
-"""How the engines of a server are started: processes of this machine, engines that listen elsewhere, or Ray actors."""
+"""How the engines of a server are started: processes of this machine, engines that listen elsewhere, or actors of Ray.
+
+On a Ray cluster (extra `ray`) Ray places the engines, gives them GPUs and restarts them:
+
+    RemoteChannel ──> RayDriver.place_of ──pipe──> fleet.ray_driver ──> Ray: where is the engine?
+          └───────── commands and tokens, over the channel ─────────> the engine (an actor)
+
+Ray says where an engine is, and nothing else. It ends the process of a driver that has lost the cluster's head for a
+minute, so the driver is a process of its own: a server keeps the engines that it is connected to, and starts another
+driver for the next one that it has to find. Keys are made for each server, and only public ones go through Ray.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import itertools
+import logging
+import multiprocessing
+import socket
+import threading
+import time
 from collections.abc import Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
 
-from loramux.engine import EngineClient, spawn_engine
+from loramux.engine import EngineClient, EngineDied, spawn_engine
 from loramux.engine.client import ChannelClient
-from loramux.fleet import keys
+from loramux.fleet import wire
 from loramux.fleet.member import Launch
-from loramux.fleet.remote import EnginePlace, RemoteChannel
-from loramux.settings import Settings
+from loramux.fleet.remote import EnginePlace, Locate, Placement, RemoteChannel
+from loramux.fleet.wire import new_pair
+from loramux.settings import RaySettings, RecordsSettings, Settings, SettingsError
 
 
 def launcher_of(settings: Settings) -> Launch:
@@ -22,8 +41,6 @@ def launcher_of(settings: Settings) -> Launch:
     }
     attach = attaching(settings, addresses) if addresses else None
     if settings.fleet.launcher == "ray":
-        from loramux.fleet.ray_launcher import launching_on_ray  # the extra `ray`
-
         start = launching_on_ray(settings)
     else:
         start = launch_here
@@ -42,8 +59,8 @@ def launch_here(_: str, settings: Settings) -> EngineClient:
 def attaching(settings: Settings, addresses: Mapping[str, str]) -> Launch:
     """Return what attaches this server to the engines at `addresses`, by their names. Raises SettingsError."""
     folder = Path(settings.fleet.keys)
-    pair = keys.read_pair(folder / keys.FRONT_SECRET)
-    engine_key = keys.read_public(folder / keys.ENGINE_PUBLIC)
+    pair = wire.read_pair(folder / wire.FRONT_SECRET)
+    engine_key = wire.read_public(folder / wire.ENGINE_PUBLIC)
 
     def launch(name: str, own: Settings) -> EngineClient:
         place = EnginePlace(addresses[name], engine_key)
@@ -51,3 +68,156 @@ def attaching(settings: Settings, addresses: Mapping[str, str]) -> Launch:
         return ChannelClient(channel, own.engine.step_timeout_s)
 
     return launch
+
+
+logger = logging.getLogger(__name__)
+
+WAIT_S = 0.2
+"""The longest wait for the driver's answer, so that a server that stops need not wait for a place."""
+JOIN_S = 60.0
+"""Time for the driver to join the cluster."""
+PROBE_S = 5.0
+"""Time for the cluster's head to accept a connection; Ray itself tries for many minutes."""
+WARN_S = 60.0
+"""Time between two warnings that Ray has no room for an engine."""
+
+
+class RayDriver:
+    """The process that speaks to Ray for this server."""
+
+    def __init__(self, cluster: RaySettings) -> None:
+        self._cluster = cluster
+        self._lock = threading.Lock()
+        self._process: multiprocessing.process.BaseProcess | None = None
+        self._connection: Connection | None = None
+        self._asked: set[tuple[str, int]] = set()
+        """Engines, each with its life, for which an answer is due."""
+        self._placements: dict[tuple[str, int], Placement] = {}
+
+    def start(self) -> None:
+        """Start the process, and wait until it has joined the cluster. Raises SettingsError."""
+        _ensure_reachable(self._cluster.address)
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        process = context.Process(target=_drive, args=(theirs, self._cluster), daemon=True, name="loramux-ray")
+        process.start()
+        theirs.close()
+        self._asked.clear()
+        try:
+            refusal = self._connection.recv() if self._connection.poll(JOIN_S) else f"no answer within {JOIN_S:g} s"
+        except EOFError:
+            refusal = "the driver ended"
+        if refusal is not None:
+            process.kill()
+            process.join()
+            raise _no_cluster(self._cluster.address, refusal)
+        self._process = process
+
+    def place_of(self, engine: str, life: int, settings: Settings, front_key: bytes) -> EnginePlace | None:
+        """Return where an engine listens, None while it is not known; Ray starts it where it does not run.
+
+        `life` tells a new search from one that goes on. Raises EngineDied.
+        """
+        key = engine, life
+        with self._lock:
+            connection = self._connected()
+            try:
+                if key not in self._asked:
+                    connection.send((*key, settings, front_key))
+                    self._asked.add(key)
+                if connection.poll(WAIT_S):
+                    *of, placement = connection.recv()
+                    self._asked.discard(tuple(of))
+                    self._placements[tuple(of)] = placement
+            except (EOFError, OSError):
+                raise EngineDied("the connection to Ray is lost") from None
+            found = self._placements.pop(key, Placement())
+        if found.failure is not None:
+            raise EngineDied(f"Ray cannot start the engine {engine}: {found.failure}")
+        return found.place
+
+    def _connected(self) -> Connection:
+        """Return the connection to a driver, another one where the last has ended. Raises EngineDied."""
+        if self._process is None or not self._process.is_alive():
+            try:
+                self.start()
+            except SettingsError as refusal:
+                raise EngineDied(str(refusal)) from None
+        assert self._connection is not None
+        return self._connection
+
+
+def launching_on_ray(settings: Settings) -> Launch:
+    """Join the cluster, and return what attaches this server to its engines. Raises SettingsError."""
+    if importlib.util.find_spec("ray") is None:
+        raise SettingsError(
+            "fleet.launcher: Ray is not installed; run `pip install 'loramux[ray]'`, or set launcher = \"local\""
+        )
+    for base in settings.served_bases:
+        if base.engines.devices:
+            raise SettingsError(f"bases.engines.devices of {base.name}: Ray chooses the GPUs; leave it out")
+    driver, pair, lives = RayDriver(settings.fleet.ray), new_pair(), itertools.count()
+    driver.start()
+
+    def launch(name: str, own: Settings) -> EngineClient:
+        locate = _locating(driver, name, next(lives), _settings_of_actor(own), pair.public)
+        channel = RemoteChannel(locate, own.model.served_model_name, pair, own.fleet.lease_s)
+        return ChannelClient(channel, own.engine.step_timeout_s)
+
+    return launch
+
+
+def _drive(connection: Connection, cluster: RaySettings) -> None:
+    from loramux.fleet.ray_driver import drive  # imports ray, in the driver only
+
+    drive(connection, cluster)
+
+
+def _locating(driver: RayDriver, engine: str, life: int, settings: Settings, front_key: bytes) -> Locate:
+    warn_at: float | None = None
+
+    def locate() -> EnginePlace | None:
+        nonlocal warn_at
+        place = driver.place_of(engine, life, settings, front_key)
+        now = time.monotonic()
+        warn_at = now + WARN_S / 2 if warn_at is None else warn_at
+        if place is None and now > warn_at:
+            warn_at = now + WARN_S
+            logger.warning("Ray has no place for the engine %s yet: it needs %s", engine, settings.fleet.ray.needs)
+        return place
+
+    return locate
+
+
+def _settings_of_actor(own: Settings) -> Settings:
+    """Return what an engine needs; the database's address, with its password, stays here."""
+    records = own.records
+    kept = RecordsSettings(
+        blobs=records.blobs, blob_options=records.blob_options, cache=records.cache, cache_bytes=records.cache_bytes
+    )
+    return Settings(
+        model=own.model,
+        engine=own.engine,
+        scheduler=own.scheduler,
+        fleet=own.fleet,
+        logging=own.logging,
+        records=kept,
+    )
+
+
+def _ensure_reachable(address: str) -> None:
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    if not (host and port.isdigit()):
+        raise SettingsError(f'fleet.ray.address: {address!r} is neither "auto" nor HOST:PORT of the cluster\'s head')
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), PROBE_S).close()
+    except (OSError, OverflowError) as error:
+        raise _no_cluster(address, str(error)) from None
+
+
+def _no_cluster(address: str, reason: str) -> SettingsError:
+    return SettingsError(
+        f"fleet.ray.address: there is no Ray cluster at {address!r} ({reason}); `ray start --head` starts one"
+    )

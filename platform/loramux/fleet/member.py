@@ -7,6 +7,13 @@
 A pause grows with each failure in a row. An engine that fails to start MAX_FAILED_STARTS times in a row is tried on
 while others serve; where all engines of a base fail so, and none has served for `engines.max_wait_s`, the group has
 ended.
+
+Refusals of an operator's orders to engines:
+
+LoramuxError(message, field)
+└── FleetError
+    ├── UnknownEngine   404  no engine has this name
+    └── EngineBusy      409  it is being drained or restarted already
 """
 
 from __future__ import annotations
@@ -16,13 +23,34 @@ import logging
 import math
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from http import HTTPStatus
 
 import msgspec
 
 from loramux.engine import EngineClient, EngineDied
 from loramux.engine.messages import EngineStats, ModelFacts
+from loramux.errors import LoramuxError
 from loramux.fleet.view import EngineState, EngineView, view_of
 from loramux.settings import Settings
+
+
+class FleetError(LoramuxError):
+    """Base of these refusals."""
+
+
+class UnknownEngine(FleetError):
+    """The message lists the engines."""
+
+    code = "engine_not_found"
+    status = HTTPStatus.NOT_FOUND
+
+
+class EngineBusy(FleetError):
+    """The message says of what."""
+
+    code = "engine_busy"
+    status = HTTPStatus.CONFLICT
+
 
 logger = logging.getLogger(__name__)
 

@@ -22,9 +22,8 @@ import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 
 from loramux import logs
-from loramux.fleet.keys import new_pair
 from loramux.fleet.remote import EnginePlace, Placement
-from loramux.fleet.wire import message_version
+from loramux.fleet.wire import message_version, new_pair
 from loramux.settings import RaySettings, Settings
 
 logger = logging.getLogger(__name__)

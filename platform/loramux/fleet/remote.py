@@ -22,7 +22,6 @@ from zmq.utils.monitor import recv_monitor_message
 
 from loramux.engine import EngineDied
 from loramux.engine.messages import Command, Report, Stopped
-from loramux.fleet.keys import KeyPair
 from loramux.fleet.wire import (
     BEAT,
     BYE,
@@ -34,6 +33,7 @@ from loramux.fleet.wire import (
     WELCOME,
     WINDOW_BYTES,
     Hello,
+    KeyPair,
     Waker,
     Welcome,
     configure,

@@ -31,7 +31,7 @@ from typing import TypeVar
 
 import msgspec
 
-from loramux.engine.request import KvIdentity
+from loramux.engine.messages import KvIdentity
 from loramux.fleet.view import EngineState, EngineView
 
 MAX_REVISIONS = 16_384

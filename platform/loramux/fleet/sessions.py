@@ -23,6 +23,7 @@ from typing import Protocol
 import msgspec
 
 from loramux.engine.messages import (
+    AdapterRef,
     Cancel,
     Command,
     EngineCount,
@@ -40,7 +41,6 @@ from loramux.engine.messages import (
     TokenEvent,
     Unpin,
 )
-from loramux.engine.request import AdapterRef
 from loramux.fleet.wire import WINDOW_BYTES
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from loramux.engine.messages import EngineStats
-from loramux.engine.request import KvIdentity
+from loramux.engine.messages import EngineStats, KvIdentity
 
 
 class EngineState(enum.StrEnum):

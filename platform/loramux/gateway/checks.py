@@ -1,12 +1,25 @@
-"""Checks of a request against the model's context and vocabulary, and the bounds of its tags."""
+"""Checks of a request before it is admitted: context, vocabulary, sizes of the answer, tags, storage, and the task.
+
+A revision answers the requests that it was trained for (PEFT's task types):
+
+    trained for                    chat, completions   embeddings   classify   score, rerank
+    text (CAUSAL_LM), the base     yes                 yes          -          cosine of two vectors
+    vectors (FEATURE_EXTRACTION)   -                   yes          -          cosine of two vectors
+    classes (SEQ_CLS)              -                   -            yes        with one label: of both texts together
+
+Any other request is refused with the endpoint that would answer it: a head that was not trained gives numbers that mean
+nothing.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 import msgspec
 
-from loramux.engine.request import Constraint
+from loramux.bundle import Bundle
+from loramux.engine.messages import Constraint
 from loramux.gateway.errors import InvalidRequest, NotAllowed
 from loramux.gateway.messages import GenerationRequest, Prompt, TextPair
 from loramux.records import Principal
@@ -200,14 +213,64 @@ def canonical_tags(tags: Mapping[str, str] | None) -> str:
     if not tags:
         return ""
     if len(tags) > MAX_TAGS:
-        raise _refused(f"a request has at most {MAX_TAGS} and this one has {len(tags)}; send fewer.")
+        raise _invalid_tags(f"a request has at most {MAX_TAGS} and this one has {len(tags)}; send fewer.")
     for key, value in tags.items():
         if not (1 <= len(key) <= MAX_TAG_KEY and key.isprintable()):
-            raise _refused(f"a name has 1 to {MAX_TAG_KEY} printable characters; got {key[:MAX_TAG_KEY]!r}.")
+            raise _invalid_tags(f"a name has 1 to {MAX_TAG_KEY} printable characters; got {key[:MAX_TAG_KEY]!r}.")
         if not (len(value) <= MAX_TAG_VALUE and value.isprintable()):
-            raise _refused(f"the value of {key!r} has at most {MAX_TAG_VALUE} characters, all printable.")
+            raise _invalid_tags(f"the value of {key!r} has at most {MAX_TAG_VALUE} characters, all printable.")
     return _encode(dict(tags)).decode()
 
 
-def _refused(why: str) -> InvalidRequest:
+def _invalid_tags(why: str) -> InvalidRequest:
     return InvalidRequest(f"Invalid value for 'metadata': {why}", field="metadata", code="invalid_value")
+
+
+UNSUPPORTED_TASK = "unsupported_task"
+
+
+def as_answered_by(asked: GenerationRequest, bundle: Bundle, width: int) -> GenerationRequest:
+    """Return the request as a model with this bundle answers it; `width`: of its vectors. Raises InvalidRequest."""
+    if asked.pairs and bundle.task == "SEQ_CLS":
+        return _pairs_for_classifier(asked, bundle)
+    if asked.pooling == "classify" and bundle.task != "SEQ_CLS":
+        raise _unsupported_task(
+            "is no classifier (task type SEQ_CLS). Call /v1/embeddings, or name an adapter that is one."
+        )
+    if asked.pooling != "classify" and bundle.task == "SEQ_CLS":
+        raise _unsupported_task(
+            "was trained for classes (task type SEQ_CLS). Call /v1/classify, or /v1/score and /v1/rerank where it has "
+            "one label; or name another model."
+        )
+    if asked.pooling is None and bundle.task == "FEATURE_EXTRACTION":
+        raise _unsupported_task(
+            "was trained for vectors (task type FEATURE_EXTRACTION). Call /v1/embeddings, /v1/score or /v1/rerank; or "
+            "name another model."
+        )
+    _check_dimensions(asked.dimensions, bundle, width)
+    return replace(asked, pooling=bundle.pooling or "last") if asked.pooling == "own" else asked
+
+
+def _pairs_for_classifier(asked: GenerationRequest, bundle: Bundle) -> GenerationRequest:
+    if bundle.num_labels != 1:
+        raise _unsupported_task(
+            f"is a classifier with {bundle.num_labels} labels, and texts are scored by one. Call /v1/classify, or "
+            "train it with num_labels=1."
+        )
+    return replace(asked, prompts=asked.pairs, pairs=(), pooling="classify")
+
+
+def _check_dimensions(dimensions: int | None, bundle: Bundle, width: int) -> None:
+    if dimensions in (None, width, *bundle.matryoshka_dimensions):
+        return
+    known = ", ".join(map(str, (*bundle.matryoshka_dimensions, width)))
+    raise InvalidRequest(
+        f"'dimensions' is {dimensions}, and this model's vectors have {known} numbers: leave it out. Of an adapter "
+        "that was trained for shorter ones, loramux.toml lists them (matryoshka_dimensions).",
+        field="dimensions",
+        code="unsupported_parameter",
+    )
+
+
+def _unsupported_task(why: str) -> InvalidRequest:
+    return InvalidRequest(f"This 'model' {why}", field="model", code=UNSUPPORTED_TASK)

@@ -15,8 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from loramux.engine import EngineDied
-from loramux.engine.messages import EngineFault, TokenEvent
-from loramux.engine.request import AdapterRef, Request, SamplingParams, ServiceClass
+from loramux.engine.messages import AdapterRef, EngineFault, Request, SamplingParams, ServiceClass, TokenEvent
 from loramux.errors import Rejection
 from loramux.fleet.group import EngineGroup
 from loramux.validation import EngineAnswer, Unanswered

@@ -31,12 +31,9 @@ from loramux.errors import LoramuxError
 from loramux.fleet.group import EngineGroup
 from loramux.fleet.launching import launcher_of
 from loramux.fleet.member import Launch
-from loramux.gateway.base_checks import check_base
-from loramux.gateway.constraints import GrammarTrials
-from loramux.gateway.engine_questions import EngineQuestions
-from loramux.gateway.errors import BaseConflict, InvalidBase
-from loramux.gateway.known_bases import (
+from loramux.gateway.bases import (
     KnownBase,
+    check_base,
     complete,
     ensure_unambiguous,
     ensure_unused,
@@ -44,11 +41,13 @@ from loramux.gateway.known_bases import (
     named,
     row_of,
 )
+from loramux.gateway.engine_questions import EngineQuestions
+from loramux.gateway.errors import BaseConflict, InvalidBase
+from loramux.gateway.formats import GrammarTrials
 from loramux.gateway.service import ServedBase
 from loramux.gateway.tokenizer import Tokenizer
 from loramux.records import Database
-from loramux.records.base_migrations import BaseMigrationRepository
-from loramux.records.bases import BaseRecord, BaseRepository
+from loramux.records.bases import BaseMigrationRepository, BaseRecord, BaseRepository
 from loramux.registry import AbsentBase, BaseModel, BaseModels
 from loramux.settings import BaseSettings, Settings, SettingsError
 from loramux.tenants import Changes

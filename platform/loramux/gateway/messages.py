@@ -15,7 +15,7 @@ import msgspec
 
 from loramux.bundle import ProblemType
 from loramux.constraints import AnswerFormat, ToolUse
-from loramux.engine.request import Pooling, SamplingParams
+from loramux.engine.messages import Pooling, SamplingParams
 from loramux.gateway.calls import CallDelta
 from loramux.limits import RateLimitStatus
 from loramux.records.service_tiers import ServiceTier

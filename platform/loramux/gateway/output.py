@@ -7,13 +7,11 @@ from collections.abc import Sequence
 
 import msgspec
 
-from loramux.engine.messages import EngineCount, PromptLogprobs, TokenEvent
-from loramux.engine.request import Request
-from loramux.gateway.detokenize import Detokenizer, StopAutomaton, StopMatcher
+from loramux.engine.messages import EngineCount, PromptLogprobs, Request, TokenEvent
 from loramux.gateway.dialect import AnswerReader
 from loramux.gateway.errors import from_fault
 from loramux.gateway.messages import Classes, Delta, FinishReason, PromptTokenLogprob, TokenLogprob
-from loramux.gateway.tokenizer import Tokenizer
+from loramux.gateway.tokenizer import Detokenizer, StopAutomaton, StopMatcher, Tokenizer
 from loramux.units import TokenCounts
 from loramux.usage import EndedBy, Settlement
 

@@ -16,12 +16,10 @@ import httpx
 from loramux import records
 from loramux.billing import BillingService, Catalog, Checkpoints, LedgerProof, PlanPrices
 from loramux.exports import AlertDelivery, Sink, SinkDelivery, WebhookSink, make_sink
-from loramux.fleet.errors import UnknownEngine
-from loramux.fleet.member import EngineStatus, Launch
-from loramux.gateway.adapters import AdapterService
+from loramux.fleet.member import EngineStatus, Launch, UnknownEngine
+from loramux.gateway.adapters import AdapterService, LocalFolders
 from loramux.gateway.engine_questions import EngineQuestions
 from loramux.gateway.lifecycle import RECONCILE_SECONDS, BaseLifecycle
-from loramux.gateway.local_folders import LocalFolders
 from loramux.gateway.service import CompletionService, ServedBase
 from loramux.public_http import Resolver
 from loramux.records import RecordsUnavailable

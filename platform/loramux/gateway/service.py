@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from loramux.engine.messages import ModelFacts
+from loramux.engine.messages import AdapterRef, Constraint, ModelFacts, Request, SamplingParams, ServiceClass
 from loramux.engine.metrics import SECONDS, Histogram
-from loramux.engine.request import AdapterRef, Constraint, Request, SamplingParams, ServiceClass
 from loramux.errors import LoramuxError
 from loramux.fleet.group import EngineGroup
 from loramux.gateway.checks import (
+    as_answered_by,
     check_allowed_tokens,
     check_depth,
     check_logprobs,
@@ -35,15 +35,12 @@ from loramux.gateway.checks import (
     recorded_user,
     resolve_max_tokens,
 )
-from loramux.gateway.constraints import GrammarTrials
-from loramux.gateway.detokenize import StopAutomaton
 from loramux.gateway.errors import Draining, EngineDown, NotAllowed
-from loramux.gateway.formats import Format, Formats
+from loramux.gateway.formats import Format, Formats, GrammarTrials
 from loramux.gateway.generation import Generation
 from loramux.gateway.messages import Answer, GenerationRequest, Prompt, PromptText, Replay, TextPair
 from loramux.gateway.output import Choice, OutputProcessor, PooledOutput
-from loramux.gateway.tasks import as_answered_by
-from loramux.gateway.tokenizer import Tokenizer
+from loramux.gateway.tokenizer import StopAutomaton, Tokenizer
 from loramux.limits import RateLimitStatus
 from loramux.records import RecordsUnavailable
 from loramux.records.service_tiers import BACKGROUND, SHADOW, ServiceTier, charged_tier, service_tier

@@ -2,7 +2,7 @@
 
 from loramux.limits.admission import AdmissionBatch, check_request_rate
 from loramux.limits.budgets import Budget, BudgetState, ChargedUsage, NoPrices, Prices, Tariff, format_money
-from loramux.limits.definitions import LIMITS, AdapterQuota, adapter_quota, tenant_limits
+from loramux.limits.definitions import LIMITS, AdapterQuota, RateLimit, RateLimitStatus, adapter_quota, tenant_limits
 from loramux.limits.errors import (
     BudgetSpent,
     InvalidLimit,
@@ -15,7 +15,6 @@ from loramux.limits.errors import (
     TooManyRunning,
 )
 from loramux.limits.limits import PERIODS, Limit, Limits
-from loramux.limits.token_bucket import RateLimit, RateLimitStatus
 
 __all__ = [
     "LIMITS",

@@ -22,12 +22,14 @@ from loramux.limits.definitions import (
     BATCH_LIMIT,
     BATCH_POOL,
     MAX_INTEGER,
+    RateLimit,
+    RateLimitStatus,
+    TokenBucket,
     pools_of,
     subjects_of_caller,
     tier_subject,
 )
 from loramux.limits.errors import LimitReached, QueueFull, RateReached, RequestTooLarge, TooManyRunning
-from loramux.limits.token_bucket import RateLimit, RateLimitStatus, TokenBucket
 from loramux.records import Principal
 from loramux.records.limits import CounterRepository, LimitRepository
 from loramux.records.requests import OpenedRequest

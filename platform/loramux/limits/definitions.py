@@ -1,4 +1,9 @@
-"""The limits by name, the subjects that they are on, and those that bound a tenant's adapters."""
+"""The limits by name, the subjects that they are on, and the token bucket that counts those by the minute.
+
+A bucket refills evenly, in exact integers. It counts in parts of a minute's microseconds: a limit of L a minute adds L
+parts every microsecond, and one request (or token) costs PART parts. Nothing is ever rounded, so the bucket is exact
+to the token.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +12,78 @@ from collections.abc import Sequence
 import msgspec
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from loramux.limits.token_bucket import PART
 from loramux.records import Principal
 from loramux.records.limits import LimitRepository
 from loramux.records.requests import OpenedRequest
 from loramux.records.service_tiers import is_shadow, service_tier
 from loramux.settings import AdapterLimits
+from loramux.units import MINUTE
+
+PART = MINUTE
+"""Parts of one request or token: the microseconds of a minute."""
+
+
+class TokenBucket(msgspec.Struct, frozen=True):
+    """`free` parts as of the microsecond `at`. A clock that goes back refills nothing."""
+
+    free: int
+    at: int
+
+    @classmethod
+    def full(cls, limit: int, now: int) -> TokenBucket:
+        """Return a bucket with a whole minute's worth."""
+        return cls(limit * PART, now)
+
+    def refilled(self, limit: int, now: int) -> TokenBucket:
+        """Return the bucket as of `now`."""
+        elapsed = max(0, now - self.at)
+        return TokenBucket(min(limit * PART, self.free + elapsed * limit), self.at + elapsed)
+
+    @property
+    def whole(self) -> int:
+        """The whole units that can be taken."""
+        return max(0, self.free) // PART
+
+    def minus(self, quantity: int) -> TokenBucket:
+        """Return the bucket after taking `quantity`; the caller has checked that they are there."""
+        return TokenBucket(self.free - quantity * PART, self.at)
+
+    def plus(self, quantity: int) -> TokenBucket:
+        """Return the bucket after giving back `quantity`; `refilled` cuts what exceeds the limit."""
+        return TokenBucket(self.free + quantity * PART, self.at)
+
+    def wait(self, quantity: int, limit: int) -> int | None:
+        """Return the microseconds until `quantity` can be taken; None for never."""
+        if quantity > limit:
+            return None
+        missing = quantity * PART - self.free
+        return max(0, -(-missing // limit)) if limit else 0
+
+
+class RateLimit(msgspec.Struct, frozen=True):
+    """One limit by the minute: its value, what is left, and the microseconds until all of it is there again."""
+
+    limit: int
+    remaining: int
+    reset: int
+
+
+class RateLimitStatus(msgspec.Struct, frozen=True):
+    """The tightest limits by the minute that a request met, for the x-ratelimit headers; None where there is none."""
+
+    requests: RateLimit | None = None
+    tokens: RateLimit | None = None
+
+    def tightest(self, other: RateLimitStatus) -> RateLimitStatus:
+        """Return, for requests and for tokens, the limit with less left."""
+        return RateLimitStatus(_tighter(self.requests, other.requests), _tighter(self.tokens, other.tokens))
+
+
+def _tighter(one: RateLimit | None, other: RateLimit | None) -> RateLimit | None:
+    if one is None or other is None:
+        return one or other
+    return min(one, other, key=lambda rate: rate.remaining)
+
 
 MAX_INTEGER = 2**63 - 1
 """The largest value of a database column."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 from http import HTTPStatus
 
 from loramux.errors import LoramuxError
-from loramux.limits.token_bucket import RateLimitStatus
+from loramux.limits.definitions import RateLimitStatus
 from loramux.units import SECOND
 
 

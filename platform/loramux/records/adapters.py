@@ -22,9 +22,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, deferred, mapped_column
 
 from loramux.records import webhooks
-from loramux.records.base import Base, index_where_set
+from loramux.records.base import Base, among, index_where_set
 from loramux.records.identity import TenantId, new_id
-from loramux.records.statements import among
 from loramux.records.tenants import TenantRow
 from loramux.records.webhooks import EventDetail, EventRepository
 

@@ -1,4 +1,9 @@
-"""Aliases: movable names of revisions, their targets, and the history of both."""
+"""Aliases: movable names of revisions, their targets and the history of both. Rows and statements.
+
+An alias may have a release policy, which says what a revision must show before it takes most of the alias's requests,
+and a canary guard, which takes a new revision back where it is worse. The policy outlives the alias, the guard goes
+with it.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +15,10 @@ from sqlalchemy import CheckConstraint, ForeignKeyConstraint, Index, UniqueConst
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
-from loramux.records.adapters import RevisionRow, Stamp
-from loramux.records.base import Base
+from loramux.records.adapters import AdapterRow, RevisionRow, Stamp
+from loramux.records.base import Base, among
 from loramux.records.identity import TenantId, new_id
-from loramux.records.statements import among
+from loramux.records.tenants import TenantRow
 
 DEFAULT_ALIAS = "default"
 WHOLE = 100
@@ -215,3 +220,133 @@ class AliasRepository:
             delete(AliasVersionRow).where(*mine, AliasVersionRow.version <= version - KEPT_VERSIONS)
         )
         return version
+
+
+class ReleasePolicyRow(Base):
+    """The policy of one alias, by its name: it outlives the alias."""
+
+    __tablename__ = "release_policies"
+    __table_args__ = (ForeignKeyConstraint(["tenant_id", "adapter_id"], ["adapters.tenant_id", "adapters.id"]),)
+
+    adapter_id: Mapped[str] = mapped_column(primary_key=True)
+    alias: Mapped[str] = mapped_column(primary_key=True)
+    tenant_id: Mapped[TenantId]
+    policy: Mapped[str]
+    """JSON."""
+    changed_by: Mapped[str]
+    changed_at: Mapped[int]
+
+
+class ReleasePolicyRepository:
+    """Policies of adapters that the caller has looked up."""
+
+    def __init__(self, session: AsyncSession) -> None:
+        self._session = session
+
+    async def get(self, adapter_id: str, alias: str) -> ReleasePolicyRow | None:
+        """Return the policy of an alias."""
+        return await self._session.get(ReleasePolicyRow, (adapter_id, alias))
+
+    async def put(self, row: ReleasePolicyRow) -> None:
+        """Insert the row, or replace the one of its alias."""
+        await self._session.merge(row)
+        await self._session.flush()
+
+    async def remove(self, adapter_id: str, alias: str) -> None:
+        """Delete the policy of an alias, if there is one."""
+        mine = (ReleasePolicyRow.adapter_id == adapter_id, ReleasePolicyRow.alias == alias)
+        await self._session.execute(delete(ReleasePolicyRow).where(*mine))
+
+
+class CanaryGuardRow(Base):
+    """A guard on one alias; it goes with the alias."""
+
+    __tablename__ = "canary_guards"
+    __table_args__ = (
+        ForeignKeyConstraint(
+            ["tenant_id", "adapter_id", "alias"],
+            ["aliases.tenant_id", "aliases.adapter_id", "aliases.name"],
+            ondelete="CASCADE",
+        ),
+    )
+
+    adapter_id: Mapped[str] = mapped_column(primary_key=True)
+    alias: Mapped[str] = mapped_column(primary_key=True)
+    tenant_id: Mapped[TenantId]
+    measures: Mapped[str]
+    """What is compared, sorted, separated by spaces."""
+    first_token_seconds: Mapped[float | None]
+    """For `latency`: a first token within it is a good one."""
+    created_at: Mapped[int]
+
+
+class GuardedCanary(msgspec.Struct, frozen=True, kw_only=True):
+    """An alias with a guard and several targets."""
+
+    tenant: TenantId
+    tenant_name: str
+    adapter: str
+    """The adapter's own name."""
+    alias: str
+    measures: tuple[str, ...]
+    first_token_seconds: float | None
+    since: int
+    """The last change of the alias."""
+    targets: tuple[tuple[int, int], ...]
+    """Revision and weight, by revision."""
+
+
+class CanaryGuardRepository:
+    """Guards of every tenant."""
+
+    def __init__(self, session: AsyncSession) -> None:
+        self._session = session
+
+    async def get(self, adapter_id: str, alias: str) -> CanaryGuardRow | None:
+        """Return the guard of an alias."""
+        return await self._session.get(CanaryGuardRow, (adapter_id, alias))
+
+    async def put(self, row: CanaryGuardRow) -> None:
+        """Insert the row, or replace the one of its alias."""
+        await self._session.merge(row)
+        await self._session.flush()
+
+    async def remove(self, row: CanaryGuardRow) -> None:
+        """Delete the row."""
+        await self._session.delete(row)
+        await self._session.flush()
+
+    async def canaries(self) -> list[GuardedCanary]:
+        """List the guarded aliases that have several targets now."""
+        statement = (
+            select(CanaryGuardRow, AliasRow.updated_at, AdapterRow.name, TenantRow.name, RevisionRow.number)
+            .add_columns(AliasTargetRow.weight)
+            .join(
+                AliasRow, (AliasRow.adapter_id == CanaryGuardRow.adapter_id) & (AliasRow.name == CanaryGuardRow.alias)
+            )
+            .join(AdapterRow, AdapterRow.id == CanaryGuardRow.adapter_id)
+            .join(TenantRow, TenantRow.id == CanaryGuardRow.tenant_id)
+            .join(
+                AliasTargetRow,
+                (AliasTargetRow.adapter_id == CanaryGuardRow.adapter_id)
+                & (AliasTargetRow.alias == CanaryGuardRow.alias),
+            )
+            .join(RevisionRow, RevisionRow.id == AliasTargetRow.revision_id)
+            .order_by(CanaryGuardRow.adapter_id, CanaryGuardRow.alias, RevisionRow.number)
+        )
+        found: defaultdict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
+        facts: dict[tuple[str, str], GuardedCanary] = {}
+        for guard, since, adapter, tenant, number, weight in await self._session.execute(statement):
+            key = (guard.adapter_id, guard.alias)
+            found[key].append((number, weight))
+            facts[key] = GuardedCanary(
+                tenant=guard.tenant_id,
+                tenant_name=tenant,
+                adapter=adapter,
+                alias=guard.alias,
+                measures=tuple(guard.measures.split()),
+                first_token_seconds=guard.first_token_seconds,
+                since=since,
+                targets=tuple(found[key]),
+            )
+        return [one for one in facts.values() if len(one.targets) > 1]

@@ -1,15 +1,21 @@
-"""One database, embedded SQLite or PostgreSQL, as transactions."""
+"""One database, embedded SQLite or PostgreSQL: its transactions, its locks, and the leases of rows.
+
+A transaction is read-only over one snapshot, or writes. A lock is held for the length of a transaction
+(`advisory_lock`) or of a server's process (`server_liveness`). A lease is a server's hold on a row of unfinished work:
+a server is alive for as long as its process is, so a lease needs no clock, and the rows of one that has died are
+adopted by the others. Work that commits checks in the same transaction that its row is still this server's.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import URL, Engine, event, make_url, select
+from sqlalchemy import URL, ColumnElement, Engine, event, func, make_url, select, update
 from sqlalchemy.exc import (
     ArgumentError,
     DataError,
@@ -21,6 +27,7 @@ from sqlalchemy.exc import (
 )
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, create_async_engine
+from sqlalchemy.orm import Mapped
 
 from loramux.records.errors import RecordsUnavailable, RowRefused, UnsupportedUrl, ValueRefused
 
@@ -276,3 +283,79 @@ def _engines(url: URL) -> tuple[AsyncEngine, AsyncEngine]:
     _prepare_aiosqlite(writer.sync_engine, begin="BEGIN IMMEDIATE")
     _prepare_aiosqlite(reader.sync_engine, begin="BEGIN", query_only="ON")
     return writer, reader
+
+
+MIGRATIONS = 7_401_001
+CONTENTS = 7_401_002
+"""Held while stored contents and the rows that need them change together, so that none goes while another comes."""
+
+PRICES = 7_401_004
+"""Held while prices are added, and while a period is closed that they would be in."""
+
+PEPPER = 7_401_005
+"""Held while a server compares or replaces the pepper, so that servers that start together agree on one."""
+
+BASES = 7_401_006
+"""Held while the set of bases is compared and changed."""
+
+DAILY_USAGE = 7_401_007
+"""Held while entries are added to the daily sums, so that servers add each once."""
+
+SERVERS = 7_401_003
+"""The class of PostgreSQL's two-part locks that living servers hold, each under the hash of its id."""
+
+
+async def advisory_lock(session: AsyncSession, lock: int) -> None:
+    """Hold `lock` until this transaction ends; other transactions with the same number wait here.
+
+    SQLite needs nothing: a writing transaction is alone already.
+    """
+    if is_postgresql(session):
+        await session.execute(select(func.pg_advisory_xact_lock(lock)))
+
+
+@asynccontextmanager
+async def server_liveness(database: Database, server_id: str) -> AsyncIterator[None]:
+    """While the block runs, `dead_servers` does not name this server; however the process ends, it does afterwards."""
+    if sqlite_file(database.url) is not None:
+        yield
+        return
+    key = SERVERS, func.hashtext(server_id)
+    async with database.connect() as connection:
+        await connection.execute(select(func.pg_advisory_lock(*key)))
+        await connection.commit()
+        try:
+            yield
+        finally:
+            with suppress(DBAPIError):  # a broken connection has let go already
+                await connection.execute(select(func.pg_advisory_unlock(*key)))
+                await connection.commit()
+
+
+async def dead_servers(session: AsyncSession, server_ids: Sequence[str]) -> list[str]:
+    """Return the other servers that have ended. On SQLite all of them: an embedded database has one server."""
+    if not is_postgresql(session):
+        return list(server_ids)
+    free = func.pg_try_advisory_xact_lock
+    return [id for id in server_ids if await session.scalar(select(free(SERVERS, func.hashtext(id))))]
+
+
+class LeasedRow:
+    """The columns of a row that servers hold."""
+
+    server_id: Mapped[str | None]
+    """The server that works on it; when that server dies, another one adopts the row."""
+    attempts: Mapped[int]
+    """Servers that have started the work."""
+
+
+async def adopt_abandoned(
+    session: AsyncSession, row: type[LeasedRow], unfinished: ColumnElement[bool], server_id: str
+) -> bool:
+    """Move the unfinished rows of dead servers to this one; return whether some server is dead."""
+    others = select(row.server_id).where(unfinished, row.server_id != server_id).distinct()
+    dead = await dead_servers(session, [server for server in await session.scalars(others) if server is not None])
+    if dead:
+        values: dict[Any, Any] = {row.server_id: server_id, row.attempts: row.attempts + 1}
+        await session.execute(update(row).where(unfinished, row.server_id.in_(dead)).values(values))
+    return bool(dead)

@@ -28,11 +28,10 @@ from sqlalchemy import (
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from loramux.records.base import Base
+from loramux.records.base import Base, among, insert_new, insert_rows
 from loramux.records.billing import PlanRow, PriceRow, SubscriptionRow
+from loramux.records.credentials import KeyRow
 from loramux.records.identity import TenantId
-from loramux.records.keys import KeyRow
-from loramux.records.statements import among, insert_new, insert_rows
 from loramux.records.tenants import MemberRow, ProjectRow, TierRow
 
 UNDELIVERED = text("delivered_at IS NULL")

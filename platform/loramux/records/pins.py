@@ -10,9 +10,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
 from loramux.records.adapters import AdapterRow, RevisionRow, Stamp
-from loramux.records.base import Base
+from loramux.records.base import Base, among
 from loramux.records.identity import TenantId, new_id
-from loramux.records.statements import among
 from loramux.records.tenants import TenantRow
 
 ACTIVE = text("until IS NULL")

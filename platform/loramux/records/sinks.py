@@ -9,8 +9,7 @@ from sqlalchemy import ColumnElement, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
-from loramux.records.base import Base
-from loramux.records.statements import insert_new
+from loramux.records.base import Base, insert_new
 
 
 class SinkRow(Base):

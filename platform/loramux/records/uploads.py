@@ -21,8 +21,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
 from loramux.records.base import Base
+from loramux.records.database import LeasedRow, adopt_abandoned
 from loramux.records.identity import Origin, TenantId
-from loramux.records.leases import LeasedRow, adopt_abandoned
 from loramux.records.tenants import TenantRow
 from loramux.records.webhooks import Refusal
 

@@ -2,9 +2,8 @@
 
 from loramux.records.pins import ActivePin
 from loramux.registry.aliases import AliasService, check_alias
-from loramux.registry.bases import AbsentBase, BaseModel, BaseModels
-from loramux.registry.blob_gc import BlobCollector
 from loramux.registry.changes import UNCONDITIONAL, AdapterChange, AnswerStore, ChangeService, Preconditions
+from loramux.registry.deletion import BlobCollector
 from loramux.registry.entities import (
     MAX_REVISION,
     AdapterInfo,
@@ -35,7 +34,7 @@ from loramux.registry.errors import (
     ValidationUnavailable,
 )
 from loramux.registry.registry import Registry, open_registry
-from loramux.registry.resolver import ModelName, ModelResolver, parse_model
+from loramux.registry.resolver import AbsentBase, BaseModel, BaseModels, ModelName, ModelResolver, parse_model
 
 __all__ = [
     "MAX_REVISION",

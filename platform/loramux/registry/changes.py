@@ -15,9 +15,9 @@ import msgspec
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from loramux.records import Database, Principal
+from loramux.records.access import GrantRepository
 from loramux.records.adapters import AdapterRepository, AdapterRow, RevisionRow, Stamp
 from loramux.records.aliases import AliasRepository
-from loramux.records.grants import GrantRepository
 from loramux.records.pins import PinRepository
 from loramux.registry.entities import AdapterInfo, RevisionInfo, adapter_info, etag, revision_info
 from loramux.registry.errors import AdapterNotFound, PartNotFound, PreconditionFailed

@@ -10,9 +10,9 @@ import msgspec
 
 from loramux.bundle import Bundle
 from loramux.records import TenantId
+from loramux.records.access import GrantRow
 from loramux.records.adapters import AdapterRow, RevisionRow
 from loramux.records.aliases import DEFAULT_ALIAS, AliasVersionRow, Pointed, targets_of
-from loramux.records.grants import GrantRow
 from loramux.records.pins import PinRow
 
 MAX_REVISION = 999_999_999

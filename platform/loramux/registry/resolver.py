@@ -1,5 +1,7 @@
 """Model names and the revisions that they mean: `tenant/adapter`, `tenant/adapter:alias`, `tenant/adapter@3`.
 
+A name is a base model of this server (`BaseModels`), or a revision, which is served on the base that it was made for.
+
 An alias may point at several revisions by weight (a canary). The choice between them is deterministic: the caller's
 key is hashed to one of 2**64 points, and the points are divided among the targets in the order of their numbers, by
 exact integer shares. The same caller therefore always gets the same revision, and when one share grows at its
@@ -11,15 +13,17 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 
+from loramux.jobs import TenantSlots, ThreadPool
 from loramux.records import Database, Principal, TenantId
 from loramux.records.access import AccessibleRevision, AccessRepository, same_content
 from loramux.records.aliases import DEFAULT_ALIAS
 from loramux.records.identity import GRAMMAR, GRAMMAR_IN_WORDS, is_name
-from loramux.registry.bases import AbsentBase, BaseModels
 from loramux.registry.entities import ResolvedModel, Revision
 from loramux.registry.errors import (
     SHOWN,
@@ -31,7 +35,84 @@ from loramux.registry.errors import (
     RevisionUnavailable,
 )
 from loramux.storage import BlobStore, StorageError
-from loramux.threads import TenantSlots, ThreadPool
+
+if TYPE_CHECKING:
+    from loramux_adapters import BaseDescription
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModel:
+    """One base: its name in requests, and what adapters see of it."""
+
+    name: str
+    description: BaseDescription
+    former_names: tuple[str, ...] = ()
+    """Names that it had: revisions made under them are served on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class AbsentBase:
+    """A base that this server does not serve: retired, or not loaded."""
+
+    name: str
+    former_names: tuple[str, ...] = ()
+    is_retired: bool = False
+    successor: str | None = None
+    """The base to use instead, where the operator has named one."""
+
+
+class BaseModels:
+    """The bases of one server, in the order of its settings. They change while it runs (`gateway.lifecycle`)."""
+
+    def __init__(self, bases: Iterable[BaseModel] = ()) -> None:
+        self._bases = {base.name: base for base in bases}
+        self._absent: tuple[AbsentBase, ...] = ()
+
+    def __iter__(self) -> Iterator[BaseModel]:
+        return iter(self._bases.values())
+
+    def add(self, base: BaseModel) -> None:
+        """Serve one more base."""
+        self._bases[base.name] = base
+
+    def remove(self, name: str) -> None:
+        """Serve a base no longer."""
+        self._bases.pop(name, None)
+
+    def set_absent(self, bases: Iterable[AbsentBase]) -> None:
+        """Note the bases that are known and not served."""
+        self._absent = tuple(bases)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Their names in requests."""
+        return tuple(self._bases)
+
+    def named(self, name: str) -> BaseModel | None:
+        """Return the base of that name."""
+        return self._bases.get(name)
+
+    def absent(self, recorded: str) -> AbsentBase | None:
+        """Return the base that has, or had, this name and is not served."""
+        return next((base for base in self._absent if recorded in (base.name, *base.former_names)), None)
+
+    def of_revision(self, recorded: str, fingerprint: str) -> BaseModel | None:
+        """Return the base that serves a revision made for `recorded`; None where no base does.
+
+        Equal fingerprints mean equal shapes and not equal weights, so the name decides. Revisions of a release that
+        served one base have no name: theirs is the first base that they fit, and `Registry.name_bases` records it.
+        """
+        for base in self:
+            if recorded in ("", base.name, *base.former_names) and base.description.fingerprint == fingerprint:
+                return base
+        return None
+
+    def way_out(self, absent: AbsentBase) -> str:
+        """Name the base, or the bases, to use instead of a retired one."""
+        if absent.successor is not None:
+            return f"`{absent.successor}`"
+        return " or ".join(f"`{name}`" for name in self.names) or "another base"
+
 
 POINTS = 2**64
 """Points that callers are hashed to."""

@@ -1,12 +1,11 @@
 """Releases that are measured: how each revision of an adapter serves, and which of two is better on a set."""
 
-from loramux.records.base_migrations import BaseMigration, MigrationItem
-from loramux.records.evaluations import Evaluation
+from loramux.records.bases import BaseMigration, MigrationItem
+from loramux.records.comparisons import Evaluation
 from loramux.records.revision_metrics import FIRST_TOKEN_BOUNDS
 from loramux.releases.comparison import EvaluationResult
 from loramux.releases.evaluations import EvaluationNotFound, Evaluations, open_evaluations
 from loramux.releases.graders import Grader, InvalidGrader
-from loramux.releases.guards import CanaryGuards, Guard, open_canary_guards
 from loramux.releases.likeness import Measure
 from loramux.releases.metrics import (
     WINDOWS,
@@ -23,15 +22,18 @@ from loramux.releases.migrations import (
     BaseMigrations,
     Migration,
     MigrationNotFound,
+    Shifted,
     open_base_migrations,
 )
-from loramux.releases.moved_aliases import Shifted
 from loramux.releases.policies import (
+    CanaryGuards,
+    Guard,
     PolicyCheck,
     PolicyReport,
     ReleasePolicies,
     ReleasePolicy,
     ReleaseRefused,
+    open_canary_guards,
 )
 from loramux.releases.shadows import ShadowReport, ShadowRequests, Shadows, open_shadows
 

@@ -19,16 +19,23 @@ from loramux.errors import LoramuxError
 from loramux.gateway import NotAllowed, Platform, run_periodically
 from loramux.jobs import JobRunner
 from loramux.records import Database, Principal, RecordsError, TenantId
-from loramux.records.batches import UNFINISHED, Batch, BatchRepository
-from loramux.records.evaluations import RUNNING, Evaluation, EvaluationJobs, EvaluationRepository
-from loramux.records.files import FileRepository, StoredFile, Viewpoint
+from loramux.records.batches import UNFINISHED, Batch, BatchRepository, FileRepository, StoredFile, Viewpoint
+from loramux.records.comparisons import RUNNING, Evaluation, EvaluationJobs, EvaluationRepository
 from loramux.records.identity import new_id
 from loramux.records.ledger import LedgerRepository
 from loramux.records.tenants import TenantRepository
-from loramux.releases.comparison import Answers, Bill, EvaluationResult, compare
+from loramux.releases.comparison import (
+    Answers,
+    Bill,
+    EvaluationResult,
+    Question,
+    compare,
+    read_answers,
+    read_questions,
+    write_input,
+)
 from loramux.releases.graders import Grader, InvalidGrader, Judge, LocalGrader, grade_with
 from loramux.releases.judges import Judges, KeyVault, open_judges
-from loramux.releases.question_sets import Question, read_answers, read_questions, write_input
 from loramux.storage import BlobStore, StorageError
 from loramux.usage import USAGE
 

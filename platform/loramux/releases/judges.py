@@ -22,13 +22,12 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from msgspec import UNSET, Meta
 
 from loramux.errors import LoramuxError
+from loramux.jobs import TenantSlots
 from loramux.public_http import ANYWHERE, TENANT, NotPublic, PublicTransport, Resolver
 from loramux.records import TenantId
-from loramux.releases.comparison import Answers
+from loramux.releases.comparison import Answered, Answers, Question
 from loramux.releases.graders import InvalidGrader, Judge
-from loramux.releases.question_sets import Answered, Question
 from loramux.settings import BatchSettings
-from loramux.threads import TenantSlots
 
 ATTEMPTS = 3
 FIRST_PAUSE = 1.0

@@ -1,13 +1,13 @@
 """Every setting, read once from one TOML file, checked, and frozen."""
 
 from loramux.settings.adapters import AdapterLimits, BucketSettings, HubSettings, UploadSettings, ValidationSettings
-from loramux.settings.batches import BatchSettings
 from loramux.settings.file import Settings, SettingsError, ensure_files, load_settings, resolve_paths
-from loramux.settings.privacy import PrivacySettings
 from loramux.settings.server import (
+    BatchSettings,
     BillingSettings,
     ConsoleSettings,
     IssuerSettings,
+    PrivacySettings,
     RecordsSettings,
     ServerSettings,
     SignInSettings,

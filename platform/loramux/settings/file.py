@@ -13,13 +13,13 @@ from typing import Any
 import msgspec
 
 from loramux.settings.adapters import AdapterLimits, UploadSettings, ValidationSettings
-from loramux.settings.batches import BatchSettings
-from loramux.settings.privacy import PrivacySettings
 from loramux.settings.server import (
+    BatchSettings,
     BillingSettings,
     ConsoleSettings,
     IssuerSettings,
     LogSettings,
+    PrivacySettings,
     RecordsSettings,
     ServerSettings,
     SinkSettings,

@@ -2,12 +2,11 @@
 
 from loramux.simulator.hardware import DEVICES, MODELS, WEIGHT_BITS
 from loramux.simulator.planner import ADAPTER_RANK, Goals, Plan, Planner, Trial
-from loramux.simulator.report import Report
+from loramux.simulator.report import Report, plot_report
 from loramux.simulator.scenario import Scenario, ScenarioError, load_scenario, make_scenario, scenario_names
 from loramux.simulator.service_gap import ServiceGap
 from loramux.simulator.simulation import Simulation, Stalled
-from loramux.simulator.timeline import plot_report
-from loramux.simulator.workload import model_of, read_workload
+from loramux.simulator.traffic import model_of, read_workload
 
 __all__ = [
     "ADAPTER_RANK",

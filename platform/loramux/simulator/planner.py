@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from loramux.engine.request import ServiceClass
+from loramux.engine.messages import ServiceClass
 from loramux.engine.scheduling.policy import Policy
 from loramux.simulator.hardware import Device, Model
 from loramux.simulator.scenario import Scenario, ScenarioError

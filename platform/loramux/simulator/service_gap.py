@@ -13,10 +13,10 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from loramux.engine.request import Request, ServiceClass
+from loramux.engine.messages import Request, ServiceClass
 from loramux.engine.scheduling.fairness import VirtualTokenCounter
 from loramux.engine.scheduling.queue import RequestQueue
-from loramux.engine.scheduling.step import Step
+from loramux.engine.scheduling.sequence import Step
 
 WATCHED = 256
 """Parties watched at once: the work grows with the square. Where more wait, the first that came are watched."""

@@ -1,7 +1,6 @@
 """Adapters' files: content-addressed, in a folder or an object store, verified before they are served."""
 
-from loramux.storage.blobs import BlobStore, open_blobs
-from loramux.storage.cache import Cached
+from loramux.storage.blobs import BlobStore, Cached, open_blobs
 from loramux.storage.contents import (
     CONFIG_FILE,
     FILES,

@@ -2,11 +2,10 @@
 
 from loramux.records import Origin, Principal, ProjectId, TenantId
 from loramux.records.service_tiers import ALLOWED_AT_FIRST, CHOSEN
-from loramux.tenants.account import Account, Members, Projects
-from loramux.tenants.audit import AuditLog, Change, Changes
+from loramux.tenants.account import Account, KeyRequest, Keys, Members, Projects
 from loramux.tenants.authentication import Credential
 from loramux.tenants.authority import CUSTOMER_SCOPES, ROLE_SCOPES, SCOPES, TENANT_SCOPES, Actor, Role, actor_of
-from loramux.tenants.entities import AuditEntry, Key, Member, Project, Tenant, Tier
+from loramux.tenants.entities import AuditEntry, AuditLog, Change, Changes, Key, Member, Project, Tenant, Tier
 from loramux.tenants.errors import (
     AlreadyExists,
     InvalidKey,
@@ -27,10 +26,8 @@ from loramux.tenants.errors import (
     TierNotFound,
     TooManyFailures,
 )
-from loramux.tenants.keys import KeyRequest, Keys
 from loramux.tenants.secrets import open_pepper, replace_pepper
-from loramux.tenants.sessions import OpenedLink, Session, Sessions
-from loramux.tenants.sign_in import SIGN_IN_SECONDS, Callback
+from loramux.tenants.sessions import SIGN_IN_SECONDS, Callback, OpenedLink, Session, Sessions
 from loramux.tenants.tenants import SERVICE_CLASSES, Tenants, Tiers, system_principal
 
 __all__ = [

@@ -6,28 +6,23 @@ from collections.abc import Iterable, Sequence
 from copy import copy
 
 from loramux.records import Database, Principal, ProjectId, TenantId
-from loramux.records.batches import BatchRepository
-from loramux.records.files import FileRepository
-from loramux.records.idempotency import ClaimRepository
+from loramux.records.batches import BatchRepository, FileRepository
+from loramux.records.credentials import owner_of_key
 from loramux.records.identity import GRAMMAR_IN_WORDS, is_name, new_id
-from loramux.records.keys import owner_of_key
+from loramux.records.requests import ClaimRepository
 from loramux.records.service_tiers import ALLOWED_AT_FIRST, CHOSEN
 from loramux.records.tenants import ProjectRepository, ProjectRow, TenantRepository, TenantRow, TierRepository, TierRow
 from loramux.settings import ConsoleSettings, IssuerSettings
-from loramux.tenants.account import Account
-from loramux.tenants.audit import AuditLog, Change, Changes
-from loramux.tenants.authentication import Authenticator, Credential, LastUse
+from loramux.tenants.account import DEFAULT_PROJECT, Account, KeyRequest, Keys
+from loramux.tenants.authentication import Authenticator, Credential, LastUse, TokenVerifier
 from loramux.tenants.authority import CUSTOMER_SCOPES, actor_of, operator_of
-from loramux.tenants.entities import Key, Tenant, Tier, project_of, tenant_of, tier_of
+from loramux.tenants.entities import AuditLog, Change, Changes, Key, Tenant, Tier, project_of, tenant_of, tier_of
 from loramux.tenants.errors import InvalidTenant, KeyNotFound, StillNeeded, TenantExists, TenantNotFound, TierNotFound
-from loramux.tenants.keys import DEFAULT_PROJECT, KeyRequest, Keys
-from loramux.tenants.oidc import TokenVerifier
-from loramux.tenants.sessions import Sessions
-from loramux.tenants.sign_in import SignIns
+from loramux.tenants.sessions import Sessions, SignIns
 
 SYSTEM_ACTOR = "system"
 SERVICE_CLASSES = ("interactive", "standard", "batch")
-"""The scheduler's classes (`engine.request.ServiceClass`)."""
+"""The scheduler's classes (`engine.messages.ServiceClass`)."""
 MAX_WEIGHT = 1000
 DEFAULT_TIER = "standard"
 

@@ -14,10 +14,9 @@ from loramux.uploads.errors import (
     WrongOffset,
 )
 from loramux.uploads.imports import BucketSource, FolderSource, HubSource, Importer, Source
-from loramux.uploads.ingest import Ingest
+from loramux.uploads.ingest import Ingest, UploadWorker
 from loramux.uploads.parts import PartReceiver, paced
 from loramux.uploads.sessions import AnnouncedFile, UploadRequest, UploadSessions, max_bytes, refused_file
-from loramux.uploads.worker import UploadWorker
 
 __all__ = [
     "AnnouncedFile",

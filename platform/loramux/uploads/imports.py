@@ -18,11 +18,11 @@ import httpx
 import msgspec
 
 from loramux.bundle import SOURCES
+from loramux.jobs import ThreadPool, run_blocking
 from loramux.public_http import NotPublic, PublicTransport, Resolver
 from loramux.records import Principal
 from loramux.settings import BucketSettings, HubSettings, UploadSettings
 from loramux.storage import FILES, StorageUnavailable, open_objects
-from loramux.threads import ThreadPool, run_blocking
 from loramux.uploads.errors import InvalidUpload, UploadRejected, UploadTooSlow, rejected
 from loramux.uploads.parts import FileTooLarge, paced, read_off_loop, write_file
 

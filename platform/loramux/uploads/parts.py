@@ -15,11 +15,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from loramux.jobs import TenantSlots, ThreadPool
 from loramux.records import Database, Principal
 from loramux.records.uploads import UPLOADING, Part, Upload, UploadFile, UploadRepository
 from loramux.settings import UploadSettings
 from loramux.storage import BlobStore, Objects
-from loramux.threads import TenantSlots, ThreadPool
 from loramux.units import SECOND
 from loramux.uploads.errors import (
     InvalidUpload,

@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from loramux.bundle import SOURCES, is_ignored, is_pickled
+from loramux.jobs import run_blocking
 from loramux.records import Database, Principal
 from loramux.records.identity import new_id
 from loramux.records.uploads import (
@@ -34,13 +35,11 @@ from loramux.records.uploads import (
 from loramux.registry import AdapterInfo, ValidationUnavailable
 from loramux.settings import AdapterLimits, UploadSettings
 from loramux.storage import CONFIG_FILE, FILES, WEIGHTS_FILE, BlobStore
-from loramux.threads import run_blocking
 from loramux.units import SECOND
 from loramux.uploads.errors import InvalidUpload, TooManyUploads, UploadClosed, UploadIncomplete
 from loramux.uploads.imports import Source, check_source, encode_source
-from loramux.uploads.ingest import Ingest
+from loramux.uploads.ingest import Ingest, UploadWorker
 from loramux.uploads.parts import PartReceiver, folder_of, visible
-from loramux.uploads.worker import UploadWorker
 
 MAX_CONFIG_BYTES = 1 << 20
 MAX_FILES = 1000

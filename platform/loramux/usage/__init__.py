@@ -1,11 +1,9 @@
 """Usage: requests opened and settled in the ledger, and sums over it."""
 
 from loramux.records.errors import ChainBroken
-from loramux.records.idempotency import IdempotencyClaim
 from loramux.records.ledger import LedgerEntry
-from loramux.records.requests import AnsweredRequest, OpenedRequest
+from loramux.records.requests import AnsweredRequest, IdempotencyClaim, OpenedRequest
 from loramux.records.usage import UsageTotals
-from loramux.usage.buckets import LATEST
 from loramux.usage.errors import (
     IdempotencyMismatch,
     InvalidQuery,
@@ -16,7 +14,7 @@ from loramux.usage.errors import (
     UsageError,
 )
 from loramux.usage.idempotency import AnswerStorage, IdempotencyGuard, StoredAnswer
-from loramux.usage.query import UsageBucket, UsagePage, UsageQuery, UsageResult
+from loramux.usage.query import LATEST, UsageBucket, UsagePage, UsageQuery, UsageResult
 from loramux.usage.service import UsageService
 from loramux.usage.settlement import MAX_BILLED_LOADS, USAGE, EndedBy, Settlement
 

@@ -20,8 +20,8 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from loramux.records import Principal, TenantId
-from loramux.records.idempotency import ClaimRepository, IdempotencyClaim
 from loramux.records.identity import new_id
+from loramux.records.requests import ClaimRepository, IdempotencyClaim
 from loramux.units import DAY
 from loramux.usage.errors import IdempotencyMismatch, StillRunning
 

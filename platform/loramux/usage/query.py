@@ -1,9 +1,13 @@
-"""OpenAI's usage query and its answer, field for field."""
+"""OpenAI's usage query and its answer, field for field: sums in buckets of time, in pages.
+
+`BucketQuery` is what the usage and the costs endpoint have in common.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -12,8 +16,147 @@ from loramux.records import ProjectId
 from loramux.records.service_tiers import service_tier
 from loramux.records.usage import UsageTotals, UsageWindow
 from loramux.units import DAY, SECOND
-from loramux.usage.buckets import MAX_FILTER, Bucket, BucketQuery, BucketWidth, Page
 from loramux.usage.errors import InvalidQuery
+
+Result = TypeVar("Result")
+
+MAX_FILTER = 100
+"""Values in one filter."""
+LATEST = 1 << 40
+"""The latest time in seconds that fits in microseconds of 64 bits, with room to spare."""
+
+_page = re.compile(r"page_([0-9a-f]{1,11})_([0-9a-f]{1,11})")
+
+
+class BucketWidth(msgspec.Struct, frozen=True):
+    """A width by its OpenAI name: seconds, and how many buckets a page has by default and at most."""
+
+    seconds: int
+    default_limit: int
+    max_limit: int
+
+
+class Bucket(msgspec.Struct, Generic[Result], frozen=True, kw_only=True):
+    """One span of time, Unix seconds, end exclusive, and its sums."""
+
+    object: str = "bucket"
+    start_time: int
+    end_time: int
+    results: tuple[Result, ...]
+
+
+class Page(msgspec.Struct, Generic[Result], frozen=True, kw_only=True):
+    """One page of buckets."""
+
+    object: str = "page"
+    data: tuple[Bucket[Result], ...]
+    has_more: bool
+    next_page: str | None
+
+
+class BucketPlan(msgspec.Struct, frozen=True):
+    """The buckets of one page. They start at multiples of `width`, UTC; the first and the last are cut to `start` and
+    `end`. All in seconds.
+    """
+
+    width: int
+    start: int
+    end: int
+    """The end of this page."""
+    final: int
+    """The end of the whole answer."""
+
+    @property
+    def indices(self) -> range:
+        """The indices of the buckets, counted since the epoch."""
+        return range(self.start // self.width, -(-self.end // self.width))
+
+    def page(self, results: Mapping[int, Sequence[Result]]) -> Page[Result]:
+        """Distribute the results over all buckets, empty ones too."""
+        buckets = [
+            Bucket(
+                start_time=max(index * self.width, self.start),
+                end_time=min((index + 1) * self.width, self.end),
+                results=tuple(results.get(index, ())),
+            )
+            for index in self.indices
+        ]
+        more = self.end < self.final
+        return Page(data=tuple(buckets), has_more=more, next_page=f"page_{self.end:x}_{self.final:x}" if more else None)
+
+
+class BucketQuery(msgspec.Struct, frozen=True, kw_only=True):
+    """Times in Unix seconds, start_time inclusive, end_time exclusive. Raises InvalidQuery for an inconsistent one."""
+
+    widths: ClassVar[Mapping[str, BucketWidth]]
+    groups: ClassVar[tuple[str, ...]]
+
+    start_time: int
+    end_time: int | None = None
+    """None: now."""
+    bucket_width: str = "1d"
+    group_by: tuple[str, ...] = ()
+    limit: int | None = None
+    """Buckets a page."""
+    page: str | None = None
+    top_models: int | None = None
+    """Grouped by model: the number of models that are named, those with the most tokens from start to end."""
+
+    def __post_init__(self) -> None:
+        if self.bucket_width not in self.widths:
+            raise InvalidQuery(f"bucket_width is one of {', '.join(self.widths)}", "bucket_width")
+        if not 0 <= self.start_time <= LATEST:
+            raise InvalidQuery(f"start_time is a Unix time in seconds, 0 to {LATEST}", "start_time")
+        if self.end_time is not None and not self.start_time < self.end_time <= LATEST:
+            raise InvalidQuery(f"end_time is a Unix time in seconds after start_time, at most {LATEST}", "end_time")
+        unknown = [name for name in self.group_by if name not in self.groups]
+        if unknown:
+            raise InvalidQuery(f"group_by takes {', '.join(self.groups)}; not {unknown[0][:40]}", "group_by")
+        if len(set(self.group_by)) < len(self.group_by):
+            raise InvalidQuery("group_by names a column once", "group_by")
+        if self.limit is not None and not 1 <= self.limit <= self.width.max_limit:
+            raise InvalidQuery(f"limit is 1 to {self.width.max_limit} for bucket_width={self.bucket_width}", "limit")
+        if self.top_models is not None and not (1 <= self.top_models <= MAX_FILTER and "model" in self.group_by):
+            raise InvalidQuery(f"top_models is 1 to {MAX_FILTER}, together with group_by=model", "top_models")
+        if self.page is not None and not self._continues():
+            raise InvalidQuery("page is the next_page of an earlier answer to this query, unchanged", "page")
+
+    @classmethod
+    def most_buckets(cls) -> int:
+        """Return the most buckets that a page of any width may have."""
+        return max(width.max_limit for width in cls.widths.values())
+
+    @property
+    def width(self) -> BucketWidth:
+        """The width that `bucket_width` names."""
+        return self.widths[self.bucket_width]
+
+    def cut(self, start: int, end: int) -> tuple[int, int]:
+        """Return the start of the first bucket and the end of the last one of an answer from `start` to `end`."""
+        return start, end
+
+    def plan(self, now: int) -> BucketPlan:
+        """Return the page that is asked for; a later page keeps its first page's end. `now` in seconds."""
+        start, final = self._page_span() if self.page is not None else self._span(now)
+        width, limit = self.width.seconds, self.limit or self.width.default_limit
+        return BucketPlan(width, start, min(final, (start // width + limit) * width), final)
+
+    def whole(self, now: int) -> tuple[int, int]:
+        """Return the start and the end of the whole answer, in seconds, however many pages it has."""
+        return self.cut(self.start_time, 0)[0], self.plan(now).final
+
+    def _span(self, now: int) -> tuple[int, int]:
+        end = self.end_time if self.end_time is not None else max(now, self.start_time) + 1
+        return self.cut(self.start_time, end)
+
+    def _continues(self) -> bool:
+        start, end = self._page_span()
+        latest = self.cut(0, LATEST)[1]
+        return self.start_time <= start < end <= latest and (self.end_time is None or end == self._span(0)[1])
+
+    def _page_span(self) -> tuple[int, int]:
+        match = _page.fullmatch(self.page or "")
+        return (int(match[1], 16), int(match[2], 16)) if match else (0, 0)
 
 
 class UsageQuery(BucketQuery, frozen=True, kw_only=True):

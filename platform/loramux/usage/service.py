@@ -1,29 +1,37 @@
-"""Usage, from a request's first row to the proof of the bill."""
+"""Usage: requests are opened and settled, adapters' storage and pins are metered, and tenants' use is summed.
+
+The storage meter writes bytes times seconds of stored and of pinned revisions, as one ledger entry a day for each.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack, suppress
+from typing import Literal
 
 import msgspec
 
 from loramux.limits import NoPrices, Prices, RateLimitStatus, check_request_rate
 from loramux.records import Database, Principal, TenantId
-from loramux.records.daily_usage import DailyUsageRepository
-from loramux.records.idempotency import ClaimRepository, IdempotencyClaim
+from loramux.records.contents import PINNED, STORED, StorageMeterRepository, UnbilledSpan
+from loramux.records.database import server_liveness
 from loramux.records.identity import new_id
-from loramux.records.ledger import LedgerEntry, LedgerRepository
-from loramux.records.locks import server_liveness
-from loramux.records.requests import AnsweredRequest, OpenedRequest, RequestRepository
+from loramux.records.ledger import EntryContent, LedgerEntry, LedgerRepository
+from loramux.records.requests import (
+    AnsweredRequest,
+    ClaimRepository,
+    IdempotencyClaim,
+    OpenedRequest,
+    RequestRepository,
+)
 from loramux.records.service_tiers import BACKGROUND, service_tier
-from loramux.records.usage import UsageRepository, UsageTotals
-from loramux.units import SECOND
+from loramux.records.usage import DailyUsageRepository, UsageRepository, UsageTotals
+from loramux.units import DAY, SECOND
 from loramux.usage.errors import InvalidQuery, UsageClosed
 from loramux.usage.group_commit import GroupCommit
 from loramux.usage.idempotency import AnswerStorage, IdempotencyGuard, StoredAnswer
 from loramux.usage.query import UsagePage, UsageQuery
 from loramux.usage.settlement import Operation, Outcome, Settlement, SettlementWriter, unused
-from loramux.usage.storage_meter import StorageMeter
 
 SUM_BATCH = 1_000
 """Entries that one transaction adds to the daily sums: a settlement on SQLite waits for it, some 10 ms."""
@@ -41,7 +49,7 @@ class UsageService:
         """
         self._database = database
         self.server_id = new_id("server")
-        """Between `start` and `stop`, other servers see that it is alive (`records.locks.dead_servers`)."""
+        """Between `start` and `stop`, other servers see that it is alive (`records.database.dead_servers`)."""
         self._answers = answers or AnswerStorage.temporary()
         self._operations = SettlementWriter(database, self.server_id, prices or NoPrices(), self._answers)
         self._writer: GroupCommit[Operation, Outcome] = GroupCommit(self._operations.commit)
@@ -184,3 +192,67 @@ def _retrieve_exception(outcome: asyncio.Future[Outcome]) -> None:
     """Mark the exception as seen: nothing awaits this future, and asyncio would log it."""
     if not outcome.cancelled():
         outcome.exception()
+
+
+Kind = Literal["storage", "residency"]
+HOLDINGS = {"storage": STORED, "residency": PINNED}
+STATUS = {"storage": "stored", "residency": "pinned"}
+GRACE = 600 * SECOND
+"""Microseconds between a day's end and its entries: by then, every row that began on that day is committed."""
+BATCH = 500
+
+
+class StorageMeter:
+    """Brings the ledger up to the last day that is over. Idempotent, and safe on several servers at once."""
+
+    def __init__(self, database: Database, kind: Kind) -> None:
+        self._database = database
+        self._kind = kind
+
+    async def accrue(self) -> int:
+        """Append the missing entries and return their number."""
+        written = 0
+        while batch := await self._accrue_batch():
+            written += batch
+        return written
+
+    async def _accrue_batch(self) -> int:
+        async with self._database.begin() as session:
+            ledger, holdings = LedgerRepository(session), StorageMeterRepository(session, HOLDINGS[self._kind])
+            head = await ledger.lock()
+            now = self._database.now()
+            due = await holdings.due((now - GRACE) // DAY * DAY, BATCH)
+            await ledger.append(head, [_content(self._kind, one, now) for one in due if _byte_seconds(one)])
+            await holdings.counted({one.id: _end(one) for one in due})
+            return len(due)
+
+
+def _end(holding: UnbilledSpan) -> int:
+    """The end of its first day that is not billed yet."""
+    return min((holding.counted_until // DAY + 1) * DAY, holding.until)
+
+
+def _byte_seconds(holding: UnbilledSpan) -> int:
+    return holding.size_bytes * (_end(holding) // SECOND - holding.counted_until // SECOND)
+
+
+def _content(kind: Kind, holding: UnbilledSpan, now: int) -> EntryContent:
+    start = holding.counted_until
+    return EntryContent(
+        kind=kind,
+        tenant_id=holding.tenant_id,
+        key_id="",
+        request_id=f"{holding.id}:{start}",
+        model=holding.model,
+        adapter_digest=holding.digest,
+        base_model="",
+        input_tokens=0,
+        cached_tokens=0,
+        output_tokens=0,
+        finish_reason=None,
+        status=STATUS[kind],
+        created_at=now,
+        occurred_at=start // DAY * DAY,
+        adapter_byte_seconds=_byte_seconds(holding) if kind == "storage" else 0,
+        adapter_resident_byte_seconds=_byte_seconds(holding) if kind == "residency" else 0,
+    )

@@ -14,9 +14,15 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from loramux.limits import AdmissionBatch, ChargedUsage, LimitsError, Prices, RateLimitStatus
 from loramux.records import Database, RowRefused
-from loramux.records.engine_counts import EngineCountRepository, Weights
-from loramux.records.ledger import EntryContent, LedgerEntry, LedgerHeadRow, LedgerRepository
-from loramux.records.locks import dead_servers
+from loramux.records.database import dead_servers
+from loramux.records.ledger import (
+    EngineCountRepository,
+    EntryContent,
+    LedgerEntry,
+    LedgerHeadRow,
+    LedgerRepository,
+    Weights,
+)
 from loramux.records.requests import INTERRUPTED, SETTLED, BilledRequest, OpenedRequest, RequestRepository
 from loramux.records.service_tiers import is_shadow
 from loramux.units import TokenCounts

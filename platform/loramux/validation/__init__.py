@@ -12,8 +12,7 @@ other end. The server's own process never parses an uploaded byte before stage 1
 """
 
 from loramux.errors import Rejection
-from loramux.validation.jobs import EngineAnswer, RetiredBase
-from loramux.validation.report import Check, ReportWarning, ResourceUsage, ValidationReport
+from loramux.validation.jobs import Check, EngineAnswer, ReportWarning, ResourceUsage, RetiredBase, ValidationReport
 from loramux.validation.sandbox import SandboxDied
 from loramux.validation.validator import AskEngine, BaseValidators, Unanswered, Validator
 

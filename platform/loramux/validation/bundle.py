@@ -42,8 +42,7 @@ from loramux.bundle import (
 )
 from loramux.errors import Rejection
 from loramux.settings import ToolParser
-from loramux.validation.jobs import BundleJob, BundleSetup
-from loramux.validation.report import Check, ReportWarning, ValidationReport
+from loramux.validation.jobs import BundleJob, BundleSetup, Check, ReportWarning, ValidationReport
 
 BUNDLE_CHECK = "bundle"
 

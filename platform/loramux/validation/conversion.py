@@ -9,8 +9,7 @@ import msgspec
 
 from loramux.errors import Rejection
 from loramux.validation.checkpoint_files import BaseFiles
-from loramux.validation.jobs import ConversionJob, ConversionSetup
-from loramux.validation.report import NAMES_CHECK, Check, ValidationReport
+from loramux.validation.jobs import NAMES_CHECK, Check, ConversionJob, ConversionSetup, ValidationReport
 from loramux_adapters import AdapterRejected, BaseDescription
 from loramux_adapters.convert import convert_adapter, rename_adapter
 

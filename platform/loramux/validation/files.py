@@ -1,4 +1,8 @@
-"""The files stage's process: both files against the base's description. Small, because it imports no torch."""
+"""The process of the files stage, and that of the choice of a base. Small, because neither imports torch.
+
+The files stage checks both files of an adapter against the base's description (`prepare`). Where a server has several
+bases and an upload names none, the choice finds the one that the files are for by the same checks (`prepare_choice`).
+"""
 
 from __future__ import annotations
 
@@ -10,15 +14,21 @@ from typing import Any
 import msgspec
 
 from loramux.errors import Rejection
-from loramux.validation.jobs import FilesJob, FilesSetup
-from loramux.validation.report import AdapterSummary, Check, ReportWarning, ValidationReport
+from loramux.validation.jobs import (
+    AdapterSummary,
+    Check,
+    ChoiceJob,
+    FilesJob,
+    FilesSetup,
+    ReportWarning,
+    ValidationReport,
+)
 from loramux_adapters import WEIGHTS_NAME, AdapterRejected, BaseDescription, read_header
 from loramux_adapters.base import LinearShape, ParameterShape, parameter_of
-from loramux_adapters.config import HARMLESS, OTHER_TOOLS, parse_document
+from loramux_adapters.config import HARMLESS, OTHER_TOOLS, converted_kind, is_on, parse_document
 from loramux_adapters.errors import WeightsFileRejected, shown
 from loramux_adapters.names import TensorNames
-from loramux_adapters.unsupported import converted_kind, is_on
-from loramux_adapters.validate import CHECKS, ExaminedAdapter, examine_adapter, read_config_file
+from loramux_adapters.plan import CHECKS, ExaminedAdapter, examine_adapter, read_config_file
 from loramux_adapters.weights_file import ITEM_BYTES
 
 
@@ -138,3 +148,42 @@ def is_name_of(names: Iterable[str], claimed: str | None) -> bool:
 
 def _last(name: str) -> str:
     return name.rstrip("/").rpartition("/")[2].lower()
+
+
+CHECK = "base_model"
+
+
+def prepare_choice(_: bytes) -> Callable[[bytes], bytes]:
+    """Return the function that does one job; the fork server calls this once."""
+    return lambda job: msgspec.json.encode(choose(msgspec.json.decode(job, type=ChoiceJob)))
+
+
+def choose(job: ChoiceJob) -> ValidationReport:
+    """Report the one base that the files fit and, where they fit several, that they name; or refuse them.
+
+    An adapter that is converted before it is checked can only be matched by the name that it states.
+    """
+    claimed, served = claimed_base(Path(job.files.folder)), job.bases
+    named = [name for name, setup in served.items() if is_name_of(setup.base_names, claimed)]
+    if len(named) == 1:
+        return ValidationReport(checks=(), base_model=named[0])
+    retired = None if named else next((base for base in job.retired if is_name_of(base.names, claimed)), None)
+    if retired is not None:
+        return _refused("base_model_retired", retired.message)
+    reports = {name: examine(job.files, served[name]) for name in named or served}
+    fitting = [name for name, report in reports.items() if report.refusal is None]
+    if len(fitting) == 1:
+        return ValidationReport(checks=(), base_model=fitting[0])
+    if fitting:
+        return _refused(
+            "base_ambiguous",
+            f"The adapter fits more than one base model of this server: {', '.join(fitting)}. Name its own in "
+            "'base_model'.",
+        )
+    reasons = "; ".join(f"{name}: {report.refusal.message}" for name, report in reports.items() if report.refusal)
+    return _refused("base_not_found", f"The adapter fits no base model of this server. {reasons}")
+
+
+def _refused(code: str, message: str) -> ValidationReport:
+    check = Check(name=CHECK, outcome="failed", detail=message)
+    return ValidationReport(checks=(check,), refusal=Rejection(code=code, field="base_model", message=message))

@@ -1,4 +1,8 @@
-"""Setups and jobs of the limited processes: files, conversion, bundle, parity, templates. Plain data, sent as JSON."""
+"""Messages between the server and its limited processes: setups, jobs and the report on an upload. Plain data, as JSON.
+
+The stages are files, choice of a base, conversion, bundle, parity and the rendering of templates. An upload's
+`ValidationReport` is read by its owner: what was found, what was checked, and why it was refused.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,9 @@ from typing import Any, Literal
 
 import msgspec
 
+from loramux.errors import Rejection
 from loramux.settings import AdapterLimits, Quantization
-from loramux_adapters import BaseDescription, Limits
+from loramux_adapters import AdapterRejected, BaseDescription, Limits
 
 
 class FilesSetup(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,3 +143,110 @@ class ParityJob(msgspec.Struct, frozen=True, kw_only=True):
     answers: tuple[EngineAnswer, ...] = ()
     """The serving engine's answers to the report's `to_answer`, and last the base's own to the first of them. With
     answers only these are compared."""
+
+
+TOKENS_CHECK = "parity_of_tokens"
+NAMES_CHECK = "names"
+"""The check of an adapter whose tensors got other names. PEFT then reads what is served, not what was uploaded."""
+
+Outcome = Literal["passed", "failed", "not_run"]
+
+
+class Check(msgspec.Struct, frozen=True, kw_only=True):
+    """One check of the files."""
+
+    name: str
+    outcome: Outcome
+    detail: str = ""
+    """The reason that it failed or was not run; the method of a parity check."""
+    figures: dict[str, float] = {}
+
+
+class ReportWarning(msgspec.Struct, frozen=True, kw_only=True):
+    """A fact that is no fault, and that the owner may not have intended."""
+
+    code: str
+    field: str | None
+    message: str
+
+
+class AdapterSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """Contents of the files."""
+
+    peft_type: str
+    peft_version: str | None
+    base_model_name_or_path: str | None
+    """The base that the adapter claims to be trained on. Nothing in the files can prove it."""
+    task: str = "CAUSAL_LM"
+    """PEFT's task type; an adapter that names none generates text."""
+    labels: int = 0
+    """Rows of a classifier's head."""
+    architecture: str
+    """Architecture of the served base, which the files were checked against."""
+    rank: int
+    """The largest rank."""
+    ranks: dict[int, int]
+    """Number of modules by rank."""
+    targets: dict[str, int]
+    """Number of modules by the last part of their names."""
+    layers: int
+    """Decoder layers with at least one of them."""
+    tensors: int
+    parameters: int
+    dtypes: dict[str, int]
+    """Number of tensors by dtype."""
+    weights_bytes: int
+    tokens: int
+    """Rows of the embedding and the head that it is served with."""
+    ignored_fields: dict[str, str]
+    """Fields of adapter_config.json that have no effect here, and why."""
+
+
+class ResourceUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """Resources that the checks' processes used."""
+
+    cpu_seconds: float
+    peak_bytes: int
+    """Peak resident memory, including pages shared with the warm process."""
+
+    def plus(self, other: ResourceUsage | None) -> ResourceUsage:
+        """Return the usage of two processes that ran one after the other."""
+        if other is None:
+            return self
+        seconds = round(self.cpu_seconds + other.cpu_seconds, 3)
+        return ResourceUsage(cpu_seconds=seconds, peak_bytes=max(self.peak_bytes, other.peak_bytes))
+
+
+class ValidationReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The outcome of an upload's validation. Its JSON is part of the HTTP API."""
+
+    checks: tuple[Check, ...]
+    base_model: str | None = None
+    """The base that the files were checked against; None where none was found for them."""
+    found: AdapterSummary | None = None
+    """None where the files were refused before they were understood."""
+    converted: str | None = None
+    """The conversion's kind and method, where the served adapter is not the uploaded one."""
+    to_convert: bool = False
+    """The adapter is of a kind, or in a spelling, that is converted first; nothing was checked yet."""
+    to_answer: tuple[list[int], ...] = ()
+    """Prompts that the serving engine is to answer before tokens can be compared; empty in a report that is shown."""
+    warnings: tuple[ReportWarning, ...] = ()
+    refusal: Rejection | None = None
+    usage: ResourceUsage | None = None
+
+    def followed_by(self, later: ValidationReport) -> ValidationReport:
+        """Join this report with that of the checks that ran after it."""
+        return msgspec.structs.replace(
+            self,
+            checks=self.checks + later.checks,
+            found=later.found or self.found,
+            warnings=self.warnings + later.warnings,
+            refusal=self.refusal or later.refusal,
+            usage=later.usage if self.usage is None else self.usage.plus(later.usage),
+        )
+
+    def raise_for_refusal(self) -> None:
+        """Raise loramux_adapters.AdapterRejected if the adapter was refused."""
+        if self.refusal is not None:
+            raise AdapterRejected(self.refusal.code, self.refusal.field, self.refusal.message)

@@ -8,8 +8,7 @@ from typing import Any
 import msgspec
 
 from loramux.errors import Rejection
-from loramux.validation.jobs import RenderedText, RenderJob
-from loramux.validation.report import Check, ReportWarning, ValidationReport
+from loramux.validation.jobs import Check, RenderedText, RenderJob, ReportWarning, ValidationReport
 from loramux.validation.sandbox import JobCrashed, JobEnded, JobLimits, JobOutOfMemory, Sandbox
 
 RENDER_SECONDS = 0.05

@@ -15,8 +15,11 @@ from loramux.errors import Rejection
 from loramux.settings import Settings
 from loramux.validation.jail import landlock_abi, may_leave_network
 from loramux.validation.jobs import (
+    NAMES_CHECK,
+    TOKENS_CHECK,
     BundleJob,
     BundleSetup,
+    Check,
     ChoiceJob,
     ConversionJob,
     ConversionSetup,
@@ -24,12 +27,13 @@ from loramux.validation.jobs import (
     FilesJob,
     FilesSetup,
     NoSetup,
+    Outcome,
     ParityJob,
     ParitySetup,
     RetiredBase,
+    ValidationReport,
 )
 from loramux.validation.rendering import TemplateRenderer, try_template
-from loramux.validation.report import NAMES_CHECK, TOKENS_CHECK, Check, Outcome, ValidationReport
 from loramux.validation.sandbox import JobCrashed, JobEnded, JobLimits, JobOutOfMemory, Sandbox, SandboxDied
 from loramux_adapters import BaseDescription, Limits
 
@@ -161,7 +165,7 @@ class BaseValidators:
         _warn_of_what_the_kernel_lacks()
         self._validators = validators
         self._retired: tuple[RetiredBase, ...] = ()
-        self._choice = _Stage("base_model", "loramux.validation.base_choice", NoSetup(), _file_limits(settings))
+        self._choice = _Stage("base_model", "loramux.validation.files", NoSetup(), _file_limits(settings))
 
     def put(self, name: str, validator: Validator) -> None:
         """Take uploads for one more base."""
@@ -322,7 +326,7 @@ def _parity_stage(settings: Settings, base: BaseDescription, dtype: str, engine_
         allowed.wall_seconds,
         readable=_model_folders(settings),
     )
-    return _Stage("parity", "loramux.validation.parity.worker", setup, limits)
+    return _Stage("parity", "loramux.validation.parity.comparison", setup, limits)
 
 
 def _model_folders(settings: Settings) -> tuple[str, ...]:

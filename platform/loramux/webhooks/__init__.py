@@ -2,8 +2,16 @@
 
 from loramux.records.webhooks import Event, LoggedDelivery
 from loramux.webhooks.dispatcher import Attempt, WebhookDispatcher, webhook_client
-from loramux.webhooks.endpoints import Endpoint, Endpoints, WebhookService
-from loramux.webhooks.errors import EndpointNotFound, InvalidEndpoint, TooManyEndpoints, TooManyTests, WebhookError
+from loramux.webhooks.endpoints import (
+    Endpoint,
+    EndpointNotFound,
+    Endpoints,
+    InvalidEndpoint,
+    TooManyEndpoints,
+    TooManyTests,
+    WebhookError,
+    WebhookService,
+)
 from loramux.webhooks.messages import EventData, event_data
 
 __all__ = [

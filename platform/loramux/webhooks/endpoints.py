@@ -1,13 +1,22 @@
-"""A tenant's webhook endpoints: created, listed, enabled, disabled, deleted; every change is audited."""
+"""A tenant's webhook endpoints: created, listed, enabled, disabled, deleted; every change is audited.
+
+WebhookError
+├── InvalidEndpoint      an address that cannot be called, or an unknown kind of event: 400
+├── TooManyEndpoints     the tenant's limit is reached: 400
+├── TooManyTests         the tenant tests as many webhooks at once as it may: 429
+└── EndpointNotFound     none such, or another tenant's: 404, and the same answer
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
+from http import HTTPStatus
 
 import httpx
 import msgspec
 
+from loramux.errors import LoramuxError
 from loramux.public_http import NotPublic, Resolver
 from loramux.records import Database, Principal, TenantId
 from loramux.records.identity import new_id
@@ -15,8 +24,40 @@ from loramux.records.webhooks import KINDS, EndpointRepository, EndpointRow, Eve
 from loramux.settings import WebhookSettings
 from loramux.tenants import Changes, NotPermitted
 from loramux.webhooks.dispatcher import Attempt, WebhookDispatcher
-from loramux.webhooks.errors import EndpointNotFound, InvalidEndpoint, TooManyEndpoints, TooManyTests
 from loramux.webhooks.messages import endpoint_secret, write_secret
+
+
+class WebhookError(LoramuxError):
+    """Base of this package's errors."""
+
+
+class InvalidEndpoint(WebhookError):
+    """The message names the rule."""
+
+
+class TooManyEndpoints(WebhookError):
+    """The message names the limit."""
+
+    code = "too_many_webhooks"
+
+
+class TooManyTests(WebhookError):
+    """The message names the limit."""
+
+    code = "too_many_webhook_tests"
+    status = HTTPStatus.TOO_MANY_REQUESTS
+    retry_after = 10
+
+
+class EndpointNotFound(WebhookError):
+    """The message repeats the id."""
+
+    code = "webhook_not_found"
+    status = HTTPStatus.NOT_FOUND
+
+    def __init__(self, id: str) -> None:
+        super().__init__(f"there is no webhook {id[:80]!r}", "webhook_id")
+
 
 MAX_URL = 2048
 MAX_PORT = 65535

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from loramux_adapters import AdapterRejected, Limits, describe_base, validate_adapter
 from loramux_adapters.convert import CONVERTERS, conversion, convert_adapter
-from loramux_adapters.convert.low_rank import factorization
-from loramux_adapters.convert.rotations import nearest_divisor
+from loramux_adapters.convert.base_dependent import nearest_divisor
+from loramux_adapters.convert.self_contained import factorization
 from loramux_adapters.weights import AdapterWeights, load_adapter
 
 LIMITS = Limits(max_rank=96, max_bytes=64 << 20)

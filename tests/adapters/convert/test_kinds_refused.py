@@ -17,10 +17,9 @@ from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from safetensors.torch import load_file, save_file
 
 from loramux_adapters import AdapterRejected, BaseDescription, Limits
-from loramux_adapters.config import parse_adapter_config
+from loramux_adapters.config import CONVERTED, UNSUPPORTED_KINDS, parse_adapter_config
 from loramux_adapters.convert import CONVERTERS, conversion, convert_adapter
 from loramux_adapters.convert.conversion import known_fields
-from loramux_adapters.unsupported import CONVERTED, UNSUPPORTED_KINDS
 
 LIMITS = Limits(max_rank=96, max_bytes=1 << 30)
 SERVED = ("LORA", "IA3")

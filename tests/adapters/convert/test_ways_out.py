@@ -11,7 +11,7 @@ from other_kinds import make_kind
 from transformers import AutoModelForCausalLM
 
 from loramux_adapters import AdapterRejected, Limits, validate_adapter
-from loramux_adapters.unsupported import UNSUPPORTED_KINDS
+from loramux_adapters.config import UNSUPPORTED_KINDS
 
 LIMITS = Limits(max_rank=96, max_bytes=1 << 30)
 

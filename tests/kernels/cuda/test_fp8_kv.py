@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from layer_cases import RopeCase, rope_cases
 
 from loramux_kernels import KvLayer, Norm, PackedLinear, Rotation, write_kv_reference
-from loramux_kernels.cuda.kv_cache import prepare_write_kv, write_kv
-from loramux_kernels.cuda.paged_attention import paged_attention
-from loramux_kernels.cuda.rope import rope_write_kv
+from loramux_kernels.cuda.layer_operators import rope_write_kv
+from loramux_kernels.cuda.paged_attention import paged_attention, prepare_write_kv, write_kv
 from loramux_kernels.e4m3 import scale_for
 from loramux_kernels.quantized_weight import QuantizedWeight
 

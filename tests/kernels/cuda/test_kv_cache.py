@@ -7,7 +7,7 @@ import torch
 from interpreted import far_memory
 
 from loramux_kernels import KvLayer
-from loramux_kernels.cuda.kv_cache import write_kv
+from loramux_kernels.cuda.paged_attention import write_kv
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 

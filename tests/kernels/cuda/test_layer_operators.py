@@ -19,9 +19,7 @@ from loramux_kernels import (
     rms_norm_reference,
     rope_write_kv_reference,
 )
-from loramux_kernels.cuda.gated import gated
-from loramux_kernels.cuda.rms_norm import rms_norm
-from loramux_kernels.cuda.rope import rope_write_kv
+from loramux_kernels.cuda.layer_operators import gated, rms_norm, rope_write_kv
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 3e-3}
 DTYPES = list(TOLERANCE)

@@ -10,9 +10,8 @@ from interpreted import far_memory
 from lora_cases import Case, make_case
 
 from loramux_kernels import LoraGroup, LoraTable, Segments, lora_expand_reference, lora_shrink_reference
-from loramux_kernels.cuda.lora_expand import lora_expand, prepare_expand
-from loramux_kernels.cuda.lora_shrink import lora_shrink, prepare_shrink
-from loramux_kernels.cuda.tile_map import ROW, SHORT, TileMap, attach_tile_map, tile_map_of
+from loramux_kernels.cuda.lora import lora_expand, lora_shrink, prepare_expand, prepare_shrink
+from loramux_kernels.cuda.work_lists import ROW, SHORT, TileMap, attach_tile_map, tile_map_of
 
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()  # the interpreter cannot bf16
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -197,7 +196,7 @@ def test_tile_map_holds_true_ranks_and_no_more(device):
 
 
 def test_group_table_is_made_once(device):
-    from loramux_kernels.cuda.group_table import group_table
+    from loramux_kernels.cuda.lora import group_table
 
     group = LoraGroup((3, 5), (300, 64))
     table = group_table(group, 256, device)

@@ -17,10 +17,8 @@ from loramux_kernels import (
     lora_shrink_reference,
     route_reference,
 )
-from loramux_kernels.cuda.grouped_linear import FEW_ROWS, grouped_linear
-from loramux_kernels.cuda.lora_expand import lora_expand
-from loramux_kernels.cuda.lora_shrink import lora_shrink
-from loramux_kernels.cuda.routing import combine, expert_segments, route
+from loramux_kernels.cuda.lora import lora_expand, lora_shrink
+from loramux_kernels.cuda.mixture import FEW_ROWS, combine, expert_segments, grouped_linear, route
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from rescale_cases import RescaleCase, rescale_cases
 
 from loramux_kernels import rescale_reference
-from loramux_kernels.cuda.rescale import rescale
+from loramux_kernels.cuda.lora import rescale
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from loramux_kernels.token_mask import forbid_tokens, forbid_tokens_reference
+from loramux_kernels.sampling import forbid_tokens, forbid_tokens_reference
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -11,7 +11,7 @@ import torch
 from adapter_zoo import Asked, Zoo, make_engine, serve
 from scheduler_harness import Harness
 
-from loramux.engine.memory.adapter_store import HostCache, LoaderThreads
+from loramux.engine.memory.host_memory import HostCache, LoaderThreads
 from loramux.engine.memory.residency import AdapterState
 from loramux_adapters import AdapterPlan
 from loramux_adapters.weights import AdapterWeights, LoraWeights

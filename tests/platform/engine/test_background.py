@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_harness import Harness
 
-from loramux.engine.request import ServiceClass
+from loramux.engine.messages import ServiceClass
 from loramux.engine.scheduling.policy import Policy
 
 BATCH, STANDARD, INTERACTIVE = ServiceClass.BATCH, ServiceClass.STANDARD, ServiceClass.INTERACTIVE

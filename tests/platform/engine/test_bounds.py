@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 from scheduler_harness import Harness
 
 from loramux.engine.memory import residency as residency_module
-from loramux.engine.request import Request, SamplingParams
+from loramux.engine.messages import Request, SamplingParams
 from loramux.engine.scheduling import queue as queue_module
-from loramux.engine.scheduling.budget import PageBudget
 from loramux.engine.scheduling.estimates import OutputLengths
 from loramux.engine.scheduling.fairness import Flow
-from loramux.engine.scheduling.policy import Policy
+from loramux.engine.scheduling.policy import PageBudget, Policy
 from loramux.engine.scheduling.queue import RequestQueue
 from loramux.engine.scheduling.sequence import Sequence
 

@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loramux.engine.memory.pages import CachedPage, PrefixTree
-from loramux.engine.request import KvIdentity, Request, SamplingParams
-from loramux.engine.scheduling.budget import PageBudget
+from loramux.engine.messages import KvIdentity, Request, SamplingParams
+from loramux.engine.scheduling.policy import PageBudget
 from loramux.engine.scheduling.sequence import Sequence
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scheduler_harness import Harness, ManualStore
 
 from loramux.engine.memory.residency import AdapterState, StoreJob
-from loramux.engine.request import ServiceClass
+from loramux.engine.messages import ServiceClass
 from loramux.engine.scheduling.policy import Policy
 
 MAX_EMPTY_PLANS = 4

@@ -18,14 +18,12 @@ from preempting import preempting
 from scheduler_harness import decoding
 from tiny_base import byte_tokenizer, make_base
 
+from loramux.constraints.grammars import MAX_COMPILED_OF_TENANT, GrammarCompiler, load_tokenizer
 from loramux.engine.engine import Engine, build_engine
 from loramux.engine.execution.constraints import Constraints, TokenMasks
 from loramux.engine.execution.sampler import Sampler
-from loramux.engine.grammars import MAX_COMPILED_OF_TENANT, GrammarCompiler, load_tokenizer
-from loramux.engine.messages import TokenEvent
-from loramux.engine.request import Constraint, Request, SamplingParams
-from loramux.engine.scheduling.sequence import Sequence
-from loramux.engine.scheduling.step import PENDING
+from loramux.engine.messages import Constraint, Request, SamplingParams, TokenEvent
+from loramux.engine.scheduling.sequence import PENDING, Sequence
 
 EOS, BOS, VOCAB = 256, 257, 260
 THOUGHT = BOS

@@ -8,7 +8,7 @@ import queue
 import pytest
 from scheduler_harness import Harness
 
-from loramux.engine.request import ServiceClass
+from loramux.engine.messages import ServiceClass
 from loramux.engine.scheduling.estimates import StepTimeModel
 from loramux.engine.scheduling.policy import Policy
 from loramux.engine.worker import _arrived

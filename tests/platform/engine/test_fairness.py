@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from scheduler_harness import Harness
 
 from loramux.engine.memory.ranking import Ranking
-from loramux.engine.request import ServiceClass
+from loramux.engine.messages import ServiceClass
 from loramux.engine.scheduling.fairness import FairQueue, VirtualTokenCounter
 from loramux.engine.scheduling.policy import Policy
 from loramux.simulator.service_gap import ServiceGap

@@ -9,7 +9,7 @@ import pytest
 import torch
 from scheduler_harness import decoding
 
-from loramux.engine.execution import token_biases
+from loramux.engine.execution import device_sampler
 from loramux.engine.execution.assembly import _gpu_pool_bytes
 from loramux.engine.execution.attention import KvLayout, LayerShape
 from loramux.engine.execution.cuda_graphs import (
@@ -24,9 +24,8 @@ from loramux.engine.execution.cuda_graphs import (
 from loramux.engine.execution.device_sampler import DeviceSampler
 from loramux.engine.execution.runner import pack
 from loramux.engine.execution.sampler import Sampler
-from loramux.engine.request import Request, SamplingParams
-from loramux.engine.scheduling.sequence import Sequence
-from loramux.engine.scheduling.step import PENDING, Chunk, Step
+from loramux.engine.messages import Request, SamplingParams
+from loramux.engine.scheduling.sequence import PENDING, Chunk, Sequence, Step
 from loramux.settings import ModelSettings, Settings
 from loramux_adapters.bank import AdapterBank, Site, pages_per_slot
 
@@ -227,8 +226,8 @@ def test_device_sampler_penalty_counts_a_pending_token() -> None:
 def test_device_sampler_sends_a_bias_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of the rows of the step before sends nothing; the end of `min_tokens` and other rows are noticed."""
     sent = []
-    send = token_biases.to_device
-    monkeypatch.setattr(token_biases, "to_device", lambda array, device: sent.append(array) or send(array, device))
+    send = device_sampler.to_device
+    monkeypatch.setattr(device_sampler, "to_device", lambda array, device: sent.append(array) or send(array, device))
     sampler, logits = DeviceSampler((EOS,), CPU), torch.zeros(2, 12)
     biased = sequence("b", logit_bias={7: 5.0, 3: 4.0, 99: 9.0}, min_tokens=2)
     plain = sequence("p")

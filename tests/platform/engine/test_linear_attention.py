@@ -13,10 +13,16 @@ from adapter_zoo import HYBRIDS, ON_RANKS, Asked, Zoo, load, make_engine, serve,
 from formats import FormatZoo
 from preempting import preempting
 
-from loramux.engine.execution.attention import KvLayout, UnsupportedModel, probe_layers
-from loramux.engine.execution.linear_attention import LayerState, StateLayout, StateShape
-from loramux.engine.request import Request, SamplingParams
-from loramux.engine.scheduling.budget import PageBudget
+from loramux.engine.execution.attention import (
+    KvLayout,
+    LayerState,
+    StateLayout,
+    StateShape,
+    UnsupportedModel,
+    probe_layers,
+)
+from loramux.engine.messages import Request, SamplingParams
+from loramux.engine.scheduling.policy import PageBudget
 from loramux.engine.scheduling.sequence import Sequence
 
 LORA = {"lora_alpha": 10, "task_type": "CAUSAL_LM"}

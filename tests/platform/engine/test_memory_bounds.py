@@ -12,15 +12,13 @@ import pytest
 from loramux.engine.memory import residency as residency_module
 from loramux.engine.memory.pages import PagePool
 from loramux.engine.memory.residency import Residency
-from loramux.engine.messages import TokenEvent
-from loramux.engine.request import AdapterRef, Request, SamplingParams, ServiceClass
+from loramux.engine.messages import AdapterRef, Request, SamplingParams, ServiceClass, TokenEvent
 from loramux.engine.scheduling import estimates, speculation, state
-from loramux.engine.scheduling.budget import PageBudget
-from loramux.engine.scheduling.policy import Policy
+from loramux.engine.scheduling.policy import PageBudget, Policy
 from loramux.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from loramux.engine.statistics import RequestAccounting, ServiceMeter, count_step, snapshot
+from loramux.simulator.engine import SimulatedStore, VirtualClock
 from loramux.simulator.hardware import DEVICES
-from loramux.simulator.store import SimulatedStore, VirtualClock
 
 PAGES, BLOCK, AT_ONCE = 300, 4, 50
 BOUND = 64

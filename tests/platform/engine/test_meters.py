@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from scheduler_harness import Harness
 
+from loramux.engine.messages import ServiceClass
 from loramux.engine.metrics import Histogram
-from loramux.engine.request import ServiceClass
 from loramux.engine.scheduling.policy import Policy
 from loramux.engine.statistics import LABELLED_TENANTS, OTHERS, ServiceMeter, Timeline
 

@@ -19,16 +19,14 @@ from task_adapters import TaskAdapter
 
 from loramux.engine.engine import Engine, build_engine
 from loramux.engine.execution.cuda_graphs import host_syncs_of
-from loramux.engine.execution.pooling import Pooler, decoder_of
-from loramux.engine.messages import TokenEvent
-from loramux.engine.request import Request, SamplingParams
-from loramux.engine.scheduling.sequence import Sequence
-from loramux.engine.scheduling.step import Chunk
+from loramux.engine.execution.runner import Pooler, decoder_of
+from loramux.engine.messages import Request, SamplingParams, TokenEvent
+from loramux.engine.scheduling.sequence import Chunk, Sequence
 from loramux.units import TokenCounts
+from loramux_adapters.bank import PagedRows
 from loramux_adapters.convert.renaming import rename_adapter
-from loramux_adapters.extras import PagedRows
-from loramux_adapters.layout import Matrix, MatrixKind
 from loramux_adapters.plan import Limits
+from loramux_adapters.weights import Matrix, MatrixKind
 
 TOLERANCE = 1e-5
 

@@ -10,7 +10,7 @@ from scheduler_harness import INVOCATION, Harness, ManualHost
 
 from loramux.engine.memory.pages import PageUse
 from loramux.engine.memory.ranking import Ranking
-from loramux.engine.request import ServiceClass
+from loramux.engine.messages import ServiceClass
 from loramux.engine.scheduling.policy import Policy
 
 TEXT = list(range(100, 140))

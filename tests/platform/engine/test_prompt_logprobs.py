@@ -12,7 +12,7 @@ from delayed_runner import late_engine
 from loramux.engine.engine import Engine
 from loramux.engine.messages import PromptLogprob
 from loramux.engine.scheduling import scheduler
-from loramux.engine.scheduling import step as steps
+from loramux.engine.scheduling import sequence as sequences
 
 PROMPT = tuple(range(3, 40))
 ASKED = [
@@ -81,7 +81,7 @@ def serve(
 )
 def test_prompt_logprobs_equal_pefts_beside_other_requests(zoo: Zoo, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     if way == "three rows a step":
-        builder = steps.StepBuilder
+        builder = sequences.StepBuilder
         monkeypatch.setattr(scheduler, "StepBuilder", lambda tokens, rows: builder(tokens, rows, scored_left=3))
     ranks = 2 if way.startswith("two ranks") else 1
     ahead = way == "one step ahead"

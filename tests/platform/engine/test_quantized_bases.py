@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.execution.checkpoint import load_checkpoint, weights_digest
 from loramux.engine.execution.quantized_checkpoint import format_of
-from loramux_adapters.quantized_linear import QuantizedLinear
+from loramux_adapters.base_weights import QuantizedLinear
 from loramux_kernels.quantized_weight import quantize, to_nf4
 
 FORMATS = ("plain", "dora")

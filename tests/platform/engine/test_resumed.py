@@ -9,8 +9,7 @@ import pytest
 from adapter_zoo import Asked, Zoo, to_request
 
 from loramux.engine.engine import Engine
-from loramux.engine.messages import EngineCount
-from loramux.engine.request import Request
+from loramux.engine.messages import EngineCount, Request
 from loramux.units import TokenCounts
 
 LENGTH = 12

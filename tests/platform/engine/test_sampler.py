@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scheduler_harness import decoding
 
 from loramux.engine.execution.sampler import LARGEST, RequestState, Sampler, draw_of, steer
-from loramux.engine.request import Request, SamplingParams
+from loramux.engine.messages import Request, SamplingParams
 from loramux.engine.scheduling.sequence import Sequence
 from loramux_kernels.token_draws import SMALL, choose, keep
 

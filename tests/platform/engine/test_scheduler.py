@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from scheduler_harness import Harness
 
 from loramux.engine.memory.pages import OutOfPages, PagePool, PageUse
-from loramux.engine.request import ServiceClass
+from loramux.engine.messages import ServiceClass
 from loramux.engine.scheduling.policy import Policy
 
 

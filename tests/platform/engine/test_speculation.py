@@ -16,14 +16,18 @@ from scheduler_harness import Harness, ManualHost
 
 from loramux.engine.engine import Engine
 from loramux.engine.execution.sampler import Sampler
-from loramux.engine.messages import TokenEvent
-from loramux.engine.request import Request, SamplingParams
-from loramux.engine.scheduling.drafts import LONGEST_MATCH, SHORTEST_MATCH, Acceptance, PromptLookup
-from loramux.engine.scheduling.estimates import DecodeTimes, StepTimeModel
+from loramux.engine.messages import Request, SamplingParams, TokenEvent
+from loramux.engine.scheduling.estimates import (
+    LONGEST_MATCH,
+    SHORTEST_MATCH,
+    Acceptance,
+    DecodeTimes,
+    PromptLookup,
+    StepTimeModel,
+)
 from loramux.engine.scheduling.policy import Policy
-from loramux.engine.scheduling.sequence import Sequence
+from loramux.engine.scheduling.sequence import Chunk, Sequence, Step
 from loramux.engine.scheduling.speculation import Speculation
-from loramux.engine.scheduling.step import Chunk, Step
 from loramux.engine.statistics import OTHERS, labelled_drafts
 
 EVERY_MODEL = [None, *RECIPES]

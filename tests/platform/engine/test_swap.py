@@ -12,7 +12,7 @@ from delayed_runner import late_engine
 from scheduler_harness import Harness, ManualHost
 
 from loramux.engine.engine import Engine
-from loramux.engine.memory.host_kv import HostPages
+from loramux.engine.memory.host_memory import HostPages
 from loramux.engine.scheduling.policy import Policy
 from loramux.engine.scheduling.sequence import Sequence
 

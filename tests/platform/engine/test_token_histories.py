@@ -7,11 +7,10 @@ import random
 import pytest
 import torch
 
-from loramux.engine.execution import token_histories
-from loramux.engine.execution.token_histories import FIRST_WIDTH, TokenHistories
-from loramux.engine.request import Request, SamplingParams
-from loramux.engine.scheduling.sequence import Sequence
-from loramux.engine.scheduling.step import PENDING
+from loramux.engine.execution import device_sampler
+from loramux.engine.execution.device_sampler import FIRST_WIDTH, TokenHistories
+from loramux.engine.messages import Request, SamplingParams
+from loramux.engine.scheduling.sequence import PENDING, Sequence
 
 CPU = torch.device("cpu")
 
@@ -59,9 +58,9 @@ def test_histories_are_all_tokens_of_each_sequence_whatever_ran_before(seed: int
 
 def test_step_sends_only_the_tokens_that_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
     histories, sent = TokenHistories(CPU), []
-    to_device = token_histories.to_device
+    to_device = device_sampler.to_device
     monkeypatch.setattr(
-        token_histories, "to_device", lambda array, device: sent.append(array.size) or to_device(array, device)
+        device_sampler, "to_device", lambda array, device: sent.append(array.size) or to_device(array, device)
     )
     sequences = [sequence(name, [1] * 900) for name in "abc"]
     flat(histories, sequences, [0, 0, 0])

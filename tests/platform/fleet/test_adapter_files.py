@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from loramux.engine.messages import EngineFault
-from loramux.engine.request import AdapterRef
-from loramux.fleet import adapter_files
-from loramux.fleet.adapter_files import FetchedAdapters
+from loramux.engine.messages import AdapterRef, EngineFault
+from loramux.fleet import serving
+from loramux.fleet.serving import FetchedAdapters
 from loramux.storage import CONFIG_FILE, WEIGHTS_FILE, BlobStore, open_blobs
 
 
@@ -53,7 +52,7 @@ def test_adapter_that_cannot_be_fetched_is_a_fault_of_its_own_request(tmp_path: 
 
 
 def test_full_cache_gives_up_what_was_not_requested_lately(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter_files, "IDLE_SECONDS", 0.0)
+    monkeypatch.setattr(serving, "IDLE_SECONDS", 0.0)
     engine = open_blobs(str(tmp_path / "store"), str(tmp_path / "engine"), {})
     digests = [stored(engine, content) for content in ("a" * 600, "b" * 600)]
     files = FetchedAdapters(engine, 1500)

@@ -15,11 +15,10 @@ from scripted_engine import FACTS
 
 from loramux.engine import ENGINE_DIED, EngineDied
 from loramux.engine.client import ChannelClient
-from loramux.engine.messages import Cancel, Retire, Shutdown, Submit, TokenEvent
-from loramux.engine.request import AdapterRef
+from loramux.engine.messages import AdapterRef, Cancel, Retire, Shutdown, Submit, TokenEvent
 from loramux.fleet import remote, sessions, wire
 from loramux.fleet.group import EngineGroup
-from loramux.fleet.keys import new_pair
+from loramux.fleet.wire import new_pair
 from loramux.settings import BaseSettings, EngineRange, Settings
 
 
@@ -118,7 +117,7 @@ import asyncio, sys, time
 sys.path[:0] = sys.argv[1].split(":")
 from listening import asked
 from loramux.engine.client import ChannelClient
-from loramux.fleet.keys import KeyPair
+from loramux.fleet.wire import KeyPair
 from loramux.fleet.remote import EnginePlace, RemoteChannel
 address, secret, public, engine_key = sys.argv[2:6]
 async def main():

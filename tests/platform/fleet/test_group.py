@@ -11,12 +11,19 @@ import pytest
 from scripted_engine import FACTS, ScriptedEngine
 
 from loramux.engine import ENGINE_DIED, EngineDied
-from loramux.engine.messages import EngineFault, ModelFacts, TenantService, TokenEvent
-from loramux.engine.request import AdapterRef, Request, SamplingParams
+from loramux.engine.messages import (
+    AdapterRef,
+    EngineFault,
+    ModelFacts,
+    Request,
+    SamplingParams,
+    TenantService,
+    TokenEvent,
+)
 from loramux.fleet import group as group_module
 from loramux.fleet import member as member_module
-from loramux.fleet.errors import EngineBusy, UnknownEngine
 from loramux.fleet.group import EngineGroup
+from loramux.fleet.member import EngineBusy, UnknownEngine
 from loramux.fleet.view import EngineState
 from loramux.settings import BaseSettings, EngineRange, EngineSettings, Settings
 

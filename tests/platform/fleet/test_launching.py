@@ -13,8 +13,10 @@ import pytest
 
 from loramux.engine import EngineDied
 from loramux.engine.client import ChannelClient
-from loramux.fleet import ray_launcher
-from loramux.fleet.keys import (
+from loramux.fleet import launching
+from loramux.fleet.launching import RayDriver, launcher_of
+from loramux.fleet.remote import EnginePlace, Placement, RemoteChannel
+from loramux.fleet.wire import (
     ENGINE_PUBLIC,
     ENGINE_SECRET,
     FRONT_SECRET,
@@ -24,9 +26,6 @@ from loramux.fleet.keys import (
     read_public,
     write_keys,
 )
-from loramux.fleet.launching import launcher_of
-from loramux.fleet.ray_launcher import RayDriver
-from loramux.fleet.remote import EnginePlace, Placement, RemoteChannel
 from loramux.settings import (
     BaseSettings,
     EngineRange,
@@ -125,7 +124,7 @@ def answer_once(connection: Connection, _: RaySettings) -> None:
 def test_server_outlives_its_ray_driver_and_starts_another_for_the_next_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_launcher, "_drive", answer_once)
+    monkeypatch.setattr(launching, "_drive", answer_once)
     driver, settings = RayDriver(RaySettings()), settings_of(tmp_path, EngineRange())
     driver.start()
     for life in range(3):

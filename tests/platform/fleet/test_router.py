@@ -8,7 +8,7 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loramux.engine.request import KvIdentity
+from loramux.engine.messages import KvIdentity
 from loramux.fleet.router import Router, RoutingRequest, engine_order, place_pins, prefix_hashes
 from loramux.fleet.view import EngineState, EngineView
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import msgspec
 from scheduler_harness import Harness
 
-from loramux.engine.messages import EngineCount, EngineStats
-from loramux.engine.request import KvIdentity
+from loramux.engine.messages import EngineCount, EngineStats, KvIdentity
 from loramux.engine.scheduling.policy import Policy
 from loramux.engine.statistics import ServiceMeter, snapshot
 from loramux.fleet.view import EngineState, EngineView, view_of

@@ -11,7 +11,7 @@ import pytest
 from gateway_harness import Harness, in_harness, read
 from scripted_engine import FACTS
 
-from loramux.engine.request import SamplingParams
+from loramux.engine.messages import SamplingParams
 from loramux.gateway import GenerationRequest, InvalidRequest
 from loramux.gateway import generation as generations
 from loramux.gateway.checks import MAX_KEPT_LOGPROBS, MAX_LOGPROBS, check_logprobs

@@ -12,11 +12,11 @@ from scripted_engine import FACTS
 from tiny_base import byte_tokenizer
 
 from loramux.constraints import AnswerFormat, Choice, JsonSchema, Regex, TrialJob
-from loramux.engine.grammars import compile_grammar
-from loramux.engine.request import Constraint
+from loramux.constraints.grammars import compile_grammar
+from loramux.engine.messages import Constraint
 from loramux.gateway import InvalidRequest
-from loramux.gateway import constraints as module
-from loramux.gateway.constraints import GrammarTrials
+from loramux.gateway import formats as module
+from loramux.gateway.formats import GrammarTrials
 from loramux.gateway.tokenizer import Tokenizer
 
 HOSTILE = corpus()

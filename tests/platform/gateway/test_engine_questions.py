@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from scripted_engine import ScriptedEngine
 
-from loramux.engine.messages import EngineFault
-from loramux.engine.request import Request, ServiceClass
+from loramux.engine.messages import EngineFault, Request, ServiceClass
 from loramux.fleet import member as member_module
 from loramux.fleet.group import EngineGroup
 from loramux.gateway.engine_questions import OUTPUT_TOKENS, EngineQuestions

@@ -14,8 +14,7 @@ from sqlalchemy import select
 
 from loramux.engine import ENGINE_DIED, EngineDied
 from loramux.engine.client import OnEvent
-from loramux.engine.messages import EngineCount, EngineFault, TokenEvent
-from loramux.engine.request import Request
+from loramux.engine.messages import EngineCount, EngineFault, Request, TokenEvent
 from loramux.errors import LoramuxError
 from loramux.gateway import Draining, Generation
 from loramux.gateway import generation as generations

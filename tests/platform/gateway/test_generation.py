@@ -10,8 +10,7 @@ import pytest
 from gateway_harness import Harness, in_harness, read
 from scripted_engine import EOS, FACTS
 
-from loramux.engine.messages import EngineFault
-from loramux.engine.request import SamplingParams
+from loramux.engine.messages import EngineFault, SamplingParams
 from loramux.gateway import Draining, EngineDown, GatewayError, Generation, InvalidRequest, Message
 from loramux.gateway.service import ENDS
 from loramux.units import TokenCounts

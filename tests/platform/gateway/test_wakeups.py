@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from gateway_harness import Harness, in_harness
 
-from loramux.engine.messages import EngineCount, TokenEvent
-from loramux.engine.request import Request
+from loramux.engine.messages import EngineCount, Request, TokenEvent
 from loramux.units import TokenCounts
 
 NUM_TOKENS = 200

@@ -19,8 +19,8 @@ from fake_registry import Shelf, digest_of
 from loramux.records import Database, Principal
 from loramux.records.adapters import AdapterRow, RevisionRow
 from loramux.records.aliases import AliasRow, AliasTargetRow, AliasVersionRow
-from loramux.records.audit import AuditRow
 from loramux.records.pins import PinRow
+from loramux.records.tenants import AuditRow
 from loramux.records.webhooks import EventRow
 from loramux.registry import WeightedRevision
 from loramux.tenants import Tenants

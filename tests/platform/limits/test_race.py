@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from flat_prices import give_flat_plan
 
 from loramux.limits import Limits
-from loramux.limits.token_bucket import PART
+from loramux.limits.definitions import PART
 from loramux.records import Database, Principal
 from loramux.records.limits import CounterRow
 

@@ -19,7 +19,7 @@ from loramux.limits.budgets import (
     period_end,
     period_start,
 )
-from loramux.limits.token_bucket import PART, TokenBucket
+from loramux.limits.definitions import PART, TokenBucket
 from loramux.records import TenantId
 from loramux.records.requests import OpenedRequest
 

@@ -9,15 +9,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from loramux.records import Database, ProjectId, RowRefused, TenantId
-from loramux.records.access import AccessRepository
+from loramux.records.access import AccessRepository, GrantRow
 from loramux.records.adapters import AdapterRepository, AdapterRow, RevisionContent, RevisionRow, Stamp
 from loramux.records.aliases import AliasRepository, AliasRow, AliasTargetRow
-from loramux.records.grants import GrantRow
+from loramux.records.contents import register_revision
+from loramux.records.credentials import KeyRepository, KeyRow
 from loramux.records.identity import new_id
-from loramux.records.keys import KeyRepository, KeyRow
 from loramux.records.ledger import EntryContent, LedgerRepository
 from loramux.records.pins import PinRow
-from loramux.records.registration import register_revision
 from loramux.records.tenants import ProjectRepository, ProjectRow, TenantRow
 from loramux.records.usage import UsageRepository, UsageWindow
 

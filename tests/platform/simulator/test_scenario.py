@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from loramux.simulator import Scenario, ScenarioError, load_scenario, make_scenario, scenario_names
-from loramux.simulator.arrivals import Constant, LogNormal, Uniform, arrival_times, choose, with_pauses
+from loramux.simulator.scenario import Constant, LogNormal, Uniform, arrival_times, choose, with_pauses
 from loramux.simulator.traffic import draw_arrivals
 
 REQUIRED = {

@@ -12,10 +12,17 @@ import pytest
 import sqlalchemy as sa
 
 from loramux.records import Database, Origin
-from loramux.records.keys import KeyRow
+from loramux.records.credentials import KeyRow
 from loramux.tenants import Credential, InvalidKey, KeyRequest, Tenants, TooManyFailures
-from loramux.tenants.invalid_keys import MAX_ADDRESSES, MAX_FAILURES, MAX_REVOKED, FailedAttempts, KnownKeys
-from loramux.tenants.secrets import SECRET_PREFIX, mac
+from loramux.tenants.secrets import (
+    MAX_ADDRESSES,
+    MAX_FAILURES,
+    MAX_REVOKED,
+    SECRET_PREFIX,
+    FailedAttempts,
+    KnownKeys,
+    mac,
+)
 from loramux.units import SECOND
 
 pytestmark = pytest.mark.anyio

@@ -246,7 +246,7 @@ async def test_failed_change_leaves_no_audit_entry(tenants: Tenants, monkeypatch
     async def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("loramux.tenants.audit.Change.note", fail)
+    monkeypatch.setattr("loramux.tenants.entities.Change.note", fail)
     with pytest.raises(ZeroDivisionError):
         await account.keys.create(KeyRequest())
     assert await account.keys.all() == []

@@ -39,7 +39,7 @@ async def tenants(database: Database, issuer: Issuer) -> AsyncIterator[Tenants]:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loramux.tenants.oidc.RETRY_SECONDS", 0.0)
+    monkeypatch.setattr("loramux.tenants.authentication.RETRY_SECONDS", 0.0)
 
 
 async def test_member_authenticates_with_a_token(tenants: Tenants, issuer: Issuer) -> None:

@@ -10,7 +10,7 @@ import pytest
 import sqlalchemy as sa
 
 from loramux.records import Database
-from loramux.records.keys import KeyRow
+from loramux.records.credentials import KeyRow
 from loramux.tenants import (
     CUSTOMER_SCOPES,
     InvalidKey,

@@ -25,8 +25,7 @@ from loramux.bundle import (
 )
 from loramux.gateway.tokenizer import Tokenizer
 from loramux.validation.bundle import BaseText, examine
-from loramux.validation.jobs import BundleJob
-from loramux.validation.report import ValidationReport
+from loramux.validation.jobs import BundleJob, ValidationReport
 
 ADDED = [f"<|tool_{i}|>" for i in range(3)]
 

@@ -16,7 +16,7 @@ from tiny_peft import tiny_model
 from loramux.settings import ModelSettings, Settings
 from loramux.validation import Validator
 from loramux_adapters import CONFIG_NAME, Limits, describe_base
-from loramux_adapters.unsupported import UNSUPPORTED_KINDS
+from loramux_adapters.config import UNSUPPORTED_KINDS
 
 LIMITS = Limits(max_rank=16)
 

@@ -15,7 +15,7 @@ from adapter_zoo import RECIPES, Zoo
 from safetensors.torch import load_file, save_file
 from task_adapters import TaskAdapter
 
-from loramux.engine.memory import adapter_store
+from loramux.engine.memory import host_memory
 from loramux.settings import AdapterLimits, ModelSettings, Settings, ValidationSettings
 from loramux.validation import ValidationReport, Validator
 from loramux.validation.jobs import ParityJob, ParitySetup
@@ -23,8 +23,8 @@ from loramux.validation.parity import layers
 from loramux.validation.parity.comparison import Comparison
 from loramux.validation.parity.verdict import compare_tokens
 from loramux_adapters import WEIGHTS_NAME, Limits, describe_base
+from loramux_adapters.bank import PagedRows
 from loramux_adapters.convert.renaming import rename_adapter
-from loramux_adapters.extras import PagedRows
 from loramux_adapters.weights import AdapterWeights
 
 LIMITS = Limits(max_rank=64)
@@ -134,8 +134,8 @@ def test_parity_wrong_scale_is_found_in_layers(
 def test_parity_wrong_scale_is_found_in_tokens(
     comparison: Comparison, zoo: Zoo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load = adapter_store.load_adapter
-    monkeypatch.setattr(adapter_store, "load_adapter", lambda *args: wrongly_scaled(load(*args)))
+    load = host_memory.load_adapter
+    monkeypatch.setattr(host_memory, "load_adapter", lambda *args: wrongly_scaled(load(*args)))
     report = report_on(comparison, zoo.adapters / "plain")
     assert outcomes(report) == {"parity_of_layers": "passed", "parity_of_tokens": "failed"}
     assert report.refusal is not None

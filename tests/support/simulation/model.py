@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from loramux.engine.execution.pooling import PooledVectors, Pooler
+from loramux.engine.execution.runner import PooledVectors, Pooler
 from loramux.engine.memory.residency import Inspected, StoreJob
 from loramux.engine.messages import ModelFacts, TokenEvent
 from simulation.loop import current_loop, sleep

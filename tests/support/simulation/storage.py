@@ -9,7 +9,7 @@ from pathlib import Path
 from loramux.errors import Rejection
 from loramux.storage import WEIGHTS_FILE, Objects, StorageUnavailable
 from loramux.validation import SandboxDied, ValidationReport
-from loramux.validation.report import AdapterSummary
+from loramux.validation.jobs import AdapterSummary
 from simulation.loop import current_loop
 from simulation.plan import Plan
 

@@ -30,11 +30,10 @@ from tiny_base import byte_tokenizer
 from loramux.engine import worker as worker_module
 from loramux.engine.client import ChannelClient
 from loramux.engine.engine import Engine, EngineParts
-from loramux.engine.messages import Command, Report, Stopped
-from loramux.engine.request import SamplingParams
+from loramux.engine.messages import Command, Report, SamplingParams, Stopped
 from loramux.fleet.group import EngineGroup
 from loramux.gateway import GatewayError, GenerationRequest
-from loramux.gateway.constraints import GrammarTrials
+from loramux.gateway.formats import GrammarTrials
 from loramux.gateway.service import CompletionService, ServedBase
 from loramux.gateway.tokenizer import Tokenizer
 from loramux.limits import LimitsError

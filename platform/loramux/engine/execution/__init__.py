@@ -7,7 +7,7 @@
 
 **The model is transformers' own.** Its modules run on a packed batch `[1, total_tokens]`: the rows of all sequences one
 after the other, without padding. What differs is replaced. Linears, the embedding and the head add every row's own
-LoRA (`loramux_adapters.install`). Decoder layers whose parts are all known become layers with fewer operators
+LoRA (`loramux_adapters.modules`). Decoder layers whose parts are all known become layers with fewer operators
 (`fused_layers`); in the others attention is one registered function over pages of KV (`attention`). Linear attention
 keeps its states in the same pages (`linear_attention`). Logits are computed only for rows that sample or are scored
 (`logits_to_keep`). So a new architecture needs no model code, but a test that shows its tokens to be transformers'

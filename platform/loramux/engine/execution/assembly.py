@@ -19,7 +19,13 @@ from typing import TypeVar
 import torch
 from transformers import PreTrainedModel
 
-from loramux.engine.execution.attention import KvLayout, UnsupportedModel, probe_layers
+from loramux.engine.execution.attention import (
+    KvLayout,
+    StateLayout,
+    UnsupportedModel,
+    install_linear_attention,
+    probe_layers,
+)
 from loramux.engine.execution.checkpoint import (
     is_mxfp4,
     load_checkpoint,
@@ -28,7 +34,6 @@ from loramux.engine.execution.checkpoint import (
     weights_digest,
 )
 from loramux.engine.execution.fused_layers import fuse_layers
-from loramux.engine.execution.linear_attention import StateLayout, install_linear_attention
 from loramux.engine.execution.loading_progress import LoadingProgress
 from loramux.engine.execution.runner import Forward
 from loramux.engine.execution.sharded_checkpoint import CheckpointShare
@@ -36,10 +41,9 @@ from loramux.settings import Settings
 from loramux_adapters import BaseDescription, describe_base
 from loramux_adapters.bank import AdapterBank, Site, pages_per_slot
 from loramux_adapters.base import LinearShape, ParameterShape
-from loramux_adapters.base_weights import BaseWeights
+from loramux_adapters.base_weights import BaseWeights, QuantizedLinear
 from loramux_adapters.experts import expert_sites
-from loramux_adapters.install import install
-from loramux_adapters.quantized_linear import QuantizedLinear
+from loramux_adapters.modules import install
 from loramux_adapters.ranks import Ranks, Shard
 from loramux_adapters.sharding import Sharding
 from loramux_kernels import RANK_TILE

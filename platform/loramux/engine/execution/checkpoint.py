@@ -31,8 +31,8 @@ from loramux.engine.execution.quantized_checkpoint import (
 )
 from loramux.engine.execution.sharded_checkpoint import CheckpointShare, load_share_of
 from loramux_adapters.base import MODEL_LOCK, auto_class
-from loramux_adapters.quantized_linear import QuantizedLinear
-from loramux_kernels.processor import multiplies_in_hardware
+from loramux_adapters.base_weights import QuantizedLinear
+from loramux_kernels.device import multiplies_in_hardware
 
 logger = logging.getLogger(__name__)
 

@@ -18,11 +18,9 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
-from loramux.engine.grammars import GrammarCompiler
-from loramux.engine.messages import EngineFault
-from loramux.engine.request import Constraint, Request
-from loramux.engine.scheduling.sequence import Sequence
-from loramux.engine.scheduling.step import PENDING
+from loramux.constraints.grammars import GrammarCompiler
+from loramux.engine.messages import Constraint, EngineFault, Request
+from loramux.engine.scheduling.sequence import PENDING, Sequence
 
 _BITS = 32
 

@@ -34,16 +34,20 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from loramux.engine.execution.runner import Decode, Forward, PackedStep, StepInputs
-from loramux.engine.scheduling.step import PENDING
-from loramux_adapters.extras import StepExtras
+from loramux.engine.scheduling.sequence import PENDING
+from loramux_adapters.bank import StepExtras
 from loramux_kernels import AttentionBatch, Segments
-from loramux_kernels.cuda.attention_plan import (
+from loramux_kernels.cuda.work_lists import (
+    DECODE_SHAPES,
     AttentionShape,
+    TileMap,
+    TileShape,
     attach_attention,
+    attach_tile_map,
+    decode_shape,
     refill_attention,
     reserve_attention,
 )
-from loramux_kernels.cuda.tile_map import DECODE_SHAPES, TileMap, TileShape, attach_tile_map, decode_shape
 from loramux_kernels.device import stage, to_device
 
 logger = logging.getLogger(__name__)

@@ -2,11 +2,21 @@
 
 The distributions are those of `sampler`. Randomness is a counter-based generator (Philox) keyed by the request's seed
 and its number of generated tokens, so a draw depends on neither the rows beside it nor the order of launches.
+
+What a request's sampling needs from step to step is kept on the device, so that the host's work for a step grows with
+its rows and not with their contexts or parameters:
+
+- `TokenHistories`: a penalty counts every token that a sequence has read or generated. They are sent once: a step sends
+  those that are new, one for a sequence that decodes.
+- `TokenBiases`: terms that requests add to single logits, `logit_bias` and the ends that `min_tokens` forbids. A
+  request may name a thousand tokens. They are sent once, and joined with the other rows' where the rows of a step
+  change; a step of the same rows as the one before costs nothing.
 """
 
 from __future__ import annotations
 
 import secrets
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,24 +24,21 @@ import numpy as np
 import torch
 
 from loramux.engine.execution.constraints import TokenMasks, token_words
-from loramux.engine.execution.prompt_logprobs import to_host
 from loramux.engine.execution.sampler import (
     LARGEST,
     MIN_TEMPERATURE,
     SampledToken,
     fault_event,
+    forbidden_ends,
+    to_host,
     token_event,
     top_logprobs,
 )
-from loramux.engine.execution.token_biases import TokenBiases
-from loramux.engine.execution.token_histories import TokenHistories
-from loramux.engine.messages import EngineFault, TokenEvent
-from loramux.engine.request import SamplingParams
-from loramux.engine.scheduling.sequence import Sequence
+from loramux.engine.messages import EngineFault, SamplingParams, TokenEvent
+from loramux.engine.scheduling.sequence import PENDING, Sequence
 from loramux_kernels.device import aligned_rows, to_device
-from loramux_kernels.sampling import sample
-from loramux_kernels.tables import Penalties, SamplingBatch
-from loramux_kernels.token_mask import forbid_tokens
+from loramux_kernels.sampling import forbid_tokens, sample
+from loramux_kernels.tables import LogitBias, Penalties, SamplingBatch
 
 _SEED_BITS = 63
 
@@ -226,3 +233,161 @@ def _record_event(device: torch.device) -> torch.cuda.Event | None:
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
     return event
+
+
+FIRST_WIDTH = 1024
+"""Tokens of the longest sequence that there is room for at first; the room doubles when it is too small."""
+
+
+@dataclass(slots=True)
+class _Place:
+    """A row of the table, and how many of its tokens are written."""
+
+    row: int
+    length: int = 0
+
+
+class TokenHistories:
+    """A table on the device with a row for each sequence that has had penalties and has not ended.
+
+    It takes 4 bytes a token, far below a thousandth of the sequence's KV, and so is in no budget.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._tokens = torch.zeros(0, FIRST_WIDTH, dtype=torch.int32, device=device)
+        self._places: dict[str, _Place] = {}
+        self._free: list[int] = []
+
+    def flat(
+        self, sequences: list[Sequence], rows: list[int], drawn: torch.Tensor | None, sources: list[int]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return all tokens of `sequences`, one sequence after the other, after what is new of them was added.
+
+        A last token that is PENDING is `drawn[source]`. The results have N elements, on the device: the sequence's
+        element of `rows`, int32; the token, int32; whether the sequence generated it, bool.
+        """
+        places = [self._place(sequence) for sequence in sequences]
+        self._append(sequences, places, drawn, sources)
+        total = sum(place.length for place in places)
+        columns = np.array(
+            [
+                [place.length for place in places],
+                [place.row * self._tokens.shape[1] for place in places],
+                [sequence.num_prompt_tokens for sequence in sequences],
+                rows,
+            ],
+            dtype=np.int64,
+        )
+        lengths, firsts, prompts, own = to_device(columns, self._device)
+        owner = torch.repeat_interleave(lengths, output_size=total)
+        offsets = torch.arange(total, device=self._device) - (lengths.cumsum(0) - lengths)[owner]
+        tokens = self._tokens.view(-1)[firsts[owner] + offsets]
+        return own[owner].to(torch.int32), tokens, offsets >= prompts[owner]
+
+    def forget(self, request_id: str) -> None:
+        """Free the row of a request that has ended."""
+        if (place := self._places.pop(request_id, None)) is not None:
+            self._free.append(place.row)
+
+    def _append(
+        self, sequences: list[Sequence], places: list[_Place], drawn: torch.Tensor | None, sources: list[int]
+    ) -> None:
+        new = [sequence.token_ids[place.length :] for sequence, place in zip(sequences, places, strict=True)]
+        counts = [len(tokens) for tokens in new]
+        if not any(counts):
+            return
+        starts = np.repeat([place.length for place in places], counts)
+        within = np.arange(len(starts)) - np.repeat(np.cumsum(counts) - counts, counts)
+        table = np.array(
+            [
+                np.repeat([place.row for place in places], counts),
+                starts + within,
+                np.concatenate([np.asarray(tokens, dtype=np.int64) for tokens in new]),
+                np.repeat(sources, counts),
+            ],
+            dtype=np.int64,
+        )
+        for sequence, place in zip(sequences, places, strict=True):
+            place.length = len(sequence.token_ids)
+        self._widen(max(place.length for place in places))
+        rows, positions, values, source = to_device(table, self._device)
+        if drawn is not None and PENDING in table[2]:
+            values = torch.where(values == PENDING, drawn[source], values)
+        self._tokens[rows, positions] = values.to(torch.int32)
+
+    def _place(self, sequence: Sequence) -> _Place:
+        place = self._places.get(sequence.id)
+        if place is None:
+            if not self._free:
+                self._add_rows()
+            place = self._places[sequence.id] = _Place(self._free.pop())
+        return place
+
+    def _add_rows(self) -> None:
+        have, width = self._tokens.shape
+        more = self._tokens.new_zeros(max(8, have), width)
+        self._tokens = torch.cat((self._tokens, more))
+        self._free += range(have, have + len(more))
+
+    def _widen(self, width: int) -> None:
+        have = self._tokens.shape[1]
+        if width > have:
+            self._tokens = torch.nn.functional.pad(self._tokens, (0, max(width, 2 * have) - have))
+
+
+_Key = tuple[tuple[int, str, bool], ...]
+"""Rows that have terms: number, request, and whether its ends are forbidden."""
+
+
+class TokenBiases:
+    """The terms of the sequences that have had any and have not ended."""
+
+    def __init__(self, eos_token_ids: tuple[int, ...], device: torch.device) -> None:
+        self._eos_token_ids = eos_token_ids
+        self._device = device
+        self._terms: defaultdict[str, dict[tuple[bool, int], tuple[torch.Tensor, torch.Tensor]]] = defaultdict(dict)
+        """Token ids and values, by request and by whether its ends are forbidden and the logits' width."""
+        self._joined: tuple[_Key, int, LogitBias | None] = ((), 0, None)
+
+    def of_step(self, sequences: list[Sequence], vocab: int) -> LogitBias | None:
+        """Return the terms of a step whose i-th row of logits `[vocab]` is that of `sequences[i]`."""
+        key = tuple(
+            (row, sequence.id, sequence.num_output_tokens < params.min_tokens)
+            for row, sequence in enumerate(sequences)
+            if (params := sequence.request.sampling).logit_bias or sequence.num_output_tokens < params.min_tokens
+        )
+        if self._joined[:2] != (key, vocab):
+            found = [self._terms_of(sequences[row], forbids, vocab) for row, _, forbids in key]
+            self._joined = key, vocab, self._join([row for row, *_ in key], found)
+        return self._joined[2]
+
+    def forget(self, request_id: str) -> None:
+        """Drop the terms of a request that has ended."""
+        if self._terms.pop(request_id, None) is not None:
+            self._joined = (), 0, None
+
+    def _terms_of(self, sequence: Sequence, forbids: bool, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
+        held = self._terms[sequence.id]
+        if (forbids, vocab) not in held:
+            bias = dict(sequence.request.sampling.logit_bias)
+            if forbids:
+                ends = forbidden_ends(sequence, sequence.num_output_tokens, self._eos_token_ids)
+                bias |= dict.fromkeys(ends, float("-inf"))
+            own = {token_id: value for token_id, value in bias.items() if token_id < vocab}
+            held[forbids, vocab] = (
+                to_device(np.array(list(own), dtype=np.int32), self._device),
+                to_device(np.array(list(own.values()), dtype=np.float32), self._device),
+            )
+        return held[forbids, vocab]
+
+    def _join(self, rows: list[int], terms: list[tuple[torch.Tensor, torch.Tensor]]) -> LogitBias | None:
+        counts = [len(token_ids) for token_ids, _ in terms]
+        if not any(counts):
+            return None
+        numbers, lengths = to_device(np.array((rows, counts), dtype=np.int64), self._device)
+        return LogitBias(
+            torch.repeat_interleave(numbers, lengths, output_size=sum(counts)).to(torch.int32),
+            torch.cat([token_ids for token_ids, _ in terms]),
+            torch.cat([values for _, values in terms]),
+        )

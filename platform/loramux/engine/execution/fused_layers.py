@@ -21,8 +21,7 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from loramux.engine.execution.attention import AttentionStep, LayerShape
-from loramux_adapters.install import replace_module
-from loramux_adapters.modules import AdaptedNorm
+from loramux_adapters.modules import AdaptedNorm, replace_module
 from loramux_kernels import Activation, Norm, OwnWeights, Rotation, gated, paged_attention, rms_norm, rope_write_kv
 
 FUSED = frozenset(

@@ -6,17 +6,24 @@ Only steps of more rows than were recorded are launched operator by operator.
 A constraint allows tokens by the one before, which the host does not know when it launches a step. So the tokens of a
 step with a constrained row are chosen in a launch of their own, after those of the step before were read and while the
 forward runs; a step without one is launched whole.
+
+`warm_up` runs every kernel once before the first request. Triton compiles a kernel anew for each combination of its
+arguments' types, of constants, and of numbers that are 1 or divisible by 16; each takes seconds, in which no request is
+served. Recorded steps are compiled when they are recorded. `warm_up` compiles the others: one forward whose work lists
+are empty, of every height of tile that a step of many rows may need, and the choice of tokens with everything that a
+request may ask for.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from loramux.engine.execution.constraints import Constraints
+from loramux.engine.execution.constraints import Constraints, TokenMasks
 from loramux.engine.execution.cuda_graphs import (
     DecodeGraphs,
     DecoderGraphs,
@@ -25,17 +32,21 @@ from loramux.engine.execution.cuda_graphs import (
     choose_recorder,
 )
 from loramux.engine.execution.device_sampler import DeviceSampler, SampledTokens, TokensInFlight
-from loramux.engine.execution.pooling import NONE_POOLED, PooledVectors, Pooler
-from loramux.engine.execution.prompt_logprobs import PromptScores, split_scored
-from loramux.engine.execution.runner import Forward, PackedStep, pack
-from loramux.engine.execution.warm_up import warm_up
-from loramux.engine.messages import TokenEvent
-from loramux.engine.scheduling.sequence import Sequence
-from loramux.engine.scheduling.step import PENDING, Step
+from loramux.engine.execution.runner import NONE_POOLED, Forward, PackedStep, PooledVectors, Pooler, pack
+from loramux.engine.execution.sampler import PromptScores, split_scored
+from loramux.engine.messages import Request, SamplingParams, TokenEvent
+from loramux.engine.scheduling.sequence import PENDING, Sequence, Step
 from loramux.settings import EngineSettings
-from loramux_adapters.bank import AdapterBank
-from loramux_kernels.cuda.attention_plan import attention_shapes
-from loramux_kernels.cuda.tile_map import TileMap, attach_tile_map
+from loramux_adapters.bank import AdapterBank, StepExtras
+from loramux_kernels import Segments
+from loramux_kernels.cuda.work_lists import (
+    AttentionShape,
+    TileMap,
+    attach_attention,
+    attach_tile_map,
+    attention_shapes,
+    reserve_attention,
+)
 
 
 @dataclass(slots=True)
@@ -176,3 +187,46 @@ class GpuRunner:
                 assert self._previous is not None, "the step before sampled it"
                 sources[last] = self._previous.row_of[chunk.sequence]
         return sources
+
+
+ROWS = 2
+EVERYTHING = SamplingParams(
+    max_tokens=4,
+    min_tokens=2,
+    temperature=0.7,
+    top_k=3,
+    top_p=0.9,
+    min_p=0.01,
+    repetition_penalty=1.1,
+    presence_penalty=0.1,
+    frequency_penalty=0.1,
+    logit_bias={0: 1.0},
+    logprobs=1,
+)
+
+
+def warm_up(forward: Forward, buffers: StepBuffers, sampler: DeviceSampler, shapes: Items[AttentionShape]) -> None:
+    """Compile what steps launch that are not recorded; `shapes` are the kinds of attention of the model's layers.
+
+    No adapter is installed yet and no page is read or written.
+    """
+    device = forward.bank.pool.device
+    rows = min(ROWS, buffers.max_sequences)
+    inputs = buffers.padded(rows)
+    for shape in shapes:
+        attach_attention(inputs.batch, shape, reserve_attention(shape, 1, 1, 1, device))
+    segments = Segments((0, rows), (forward.bank.blank_slot(),))
+    attach_tile_map(segments, TileMap.of_every_shape(rows, forward.bank.max_rank, device))
+    extras = StepExtras(columns=segments, inputs=segments, norms=segments, embedding=(), head=())
+    logits = forward(inputs, segments, extras)
+    plain = SamplingParams(max_tokens=4, temperature=0.0)
+    sequences = [_sequence(f"warm-up {row}", params) for row, params in enumerate((EVERYTHING, plain))][:rows]
+    words = np.full((1, -(-logits.shape[1] // 32)), -1, dtype=np.int32)
+    sampler.launch(logits, sequences, None, TokenMasks(np.zeros(1, dtype=np.int64), words, {})).events()
+    sampler.launch(logits[-1:], sequences[-1:], None).events()
+    for sequence in sequences:
+        sampler.forget(sequence.id)
+
+
+def _sequence(name: str, params: SamplingParams) -> Sequence:
+    return Sequence(Request(id=name, tenant="", prompt_token_ids=[0], sampling=params), 0.0)

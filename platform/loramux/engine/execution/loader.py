@@ -1,8 +1,13 @@
-"""Loading: a checkpoint becomes a model with a runner and, of several ranks, the team of the others."""
+"""Loading: a checkpoint becomes a model with a runner and, of several ranks, the team of the others.
+
+Before the weights are read, `plan_memory` works out from the files' headers and the config what the base will take of
+the machine's memory. The plan is logged, or the base is refused with the settings that would fit.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from loramux.bundle import SamplingDefaults
+from loramux.constraints.grammars import load_tokenizer
 from loramux.engine.execution.assembly import (
     AssembledModel,
     assemble_share,
@@ -19,7 +25,7 @@ from loramux.engine.execution.assembly import (
     load_share,
     pool_bytes_of,
 )
-from loramux.engine.execution.attention import UnsupportedModel
+from loramux.engine.execution.attention import KvLayout, UnsupportedModel, probe_layers
 from loramux.engine.execution.checkpoint import (
     is_mxfp4,
     itemsize_of,
@@ -31,13 +37,11 @@ from loramux.engine.execution.checkpoint import (
 from loramux.engine.execution.constraints import Constraints
 from loramux.engine.execution.device_sampler import DeviceSampler
 from loramux.engine.execution.loading_progress import LoadingProgress
-from loramux.engine.execution.memory_plan import machine_memory, plan_memory
-from loramux.engine.execution.rank_parts import ranked_weights
-from loramux.engine.execution.rank_team import RankTeam
+from loramux.engine.execution.quantized_checkpoint import format_of, held_bytes, quantized_linears
+from loramux.engine.execution.rank_team import RankTeam, ranked_weights
 from loramux.engine.execution.runner import CpuRunner, Forward, Runner
 from loramux.engine.execution.sampler import Sampler
-from loramux.engine.execution.sharded_checkpoint import holds_safetensors
-from loramux.engine.grammars import load_tokenizer
+from loramux.engine.execution.sharded_checkpoint import empty_model, holds_safetensors, sharded_tensors
 from loramux.engine.messages import ModelFacts
 from loramux.settings import Settings
 from loramux_adapters import BaseDescription, describe_base
@@ -224,3 +228,99 @@ def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
         if (eos := getattr(config, "eos_token_id", None)) is not None:
             return tuple(eos) if isinstance(eos, list | tuple) else (eos,)
     return ()
+
+
+GB = 1e9
+TYPICAL_RANK = 64
+"""Of the adapters that the plan counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Memory of every rank of an engine."""
+
+    num_ranks: int
+    weight_bytes: int
+    pool_bytes: int
+    page_bytes: int
+    """0 where it cannot be known without the weights."""
+    adapter_bytes: int
+    """An adapter of TYPICAL_RANK on all linears."""
+    is_quantized: bool = False
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all ranks."""
+        return self.num_ranks * (self.weight_bytes + self.pool_bytes)
+
+    def __str__(self) -> str:
+        pages = f" = {self.pool_bytes // self.page_bytes:,} pages" if self.page_bytes else ""
+        adapters = self.pool_bytes // self.adapter_bytes if self.adapter_bytes else 0
+        where = f" on each of {self.num_ranks} ranks" if self.num_ranks > 1 else ""
+        return (
+            f"weights {self.weight_bytes / GB:.1f} GB, pool {self.pool_bytes / GB:.1f} GB{pages}, or {adapters:,} "
+            f"adapters of rank {TYPICAL_RANK} on all linears{where}"
+        )
+
+    def check(self, memory: int) -> None:
+        """Raise UnsupportedModel where the machine's `memory` bytes are too few; the message says what would fit."""
+        if self.total_bytes <= memory:
+            return
+        left = (memory - self.num_ranks * self.weight_bytes) // self.num_ranks
+        if left >= max(self.page_bytes, 1):
+            way_out = f"set engine.pool_bytes to {left} or less"
+        elif self.is_quantized:
+            way_out = "the weights alone are too large: give a checkpoint of fewer bits, or a larger machine"
+        elif self.num_ranks > 1:
+            way_out = "the weights alone are too large, and all ranks share this machine: give a larger one"
+        else:
+            way_out = 'the weights alone are too large: set model.quantization = "int8" or "nf4"'
+        raise UnsupportedModel(
+            f"{self} do not fit this machine's {memory / GB:.1f} GB of memory; {way_out}. (What other processes and "
+            f"the step itself take comes on top.)"
+        )
+
+
+def plan_memory(
+    directory: Path,
+    base: BaseDescription,
+    sharding: Sharding,
+    itemsize: int,
+    pool_bytes: int,
+    block_size: int,
+    *,
+    has_fp8_kv: bool = False,
+) -> MemoryPlan:
+    """Plan for weights and keys of `itemsize` bytes an element, and for codes as they are held.
+
+    Raises UnsupportedModel where the files are not safetensors.
+    """
+    widths = {name: sharding.width(name, s.out_features, s.in_features) for name, s in base.modules.items()}
+    form = format_of(vars(sharding.config))
+    quantized = () if form is None else quantized_linears(directory, form)
+    with sharded_tensors(directory, sharding, 0, without=quantized) as tensors:
+        weight_bytes = itemsize * sum(math.prod(tensor.get_shape()) for tensor in tensors.values())
+    known = {name: base.modules[name] for name in quantized if name in base.modules}  # loading refuses the others
+    for name, num_bytes in held_bytes(directory, known).items():
+        weight_bytes += num_bytes * math.prod(widths[name]) // base.modules[name].num_weights
+    return MemoryPlan(
+        sharding.size,
+        weight_bytes,
+        pool_bytes,
+        _page_bytes(sharding, block_size, itemsize, has_fp8_kv),
+        TYPICAL_RANK * itemsize * sum(map(sum, widths.values())),
+        is_quantized=form is not None,
+    )
+
+
+def machine_memory() -> int:
+    """Return the bytes of this machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _page_bytes(sharding: Sharding, block_size: int, itemsize: int, has_fp8_kv: bool) -> int:
+    """Return the bytes of a page by a forward without memory; 0 for models whose forward needs values."""
+    try:
+        return KvLayout(probe_layers(empty_model(sharding)), block_size, itemsize, has_fp8_kv).page_bytes
+    except UnsupportedModel:  # some mixtures: which experts compute depends on values
+        return 0

@@ -30,7 +30,7 @@ from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.execution.loading_progress import LoadingProgress
 from loramux.engine.execution.sharded_checkpoint import CheckpointShare, module_of, safetensors_of
 from loramux_adapters.base import LinearShape
-from loramux_adapters.quantized_linear import QuantizedLinear
+from loramux_adapters.base_weights import QuantizedLinear
 from loramux_kernels import QuantizedWeight
 from loramux_kernels.quantized_weight import Coding, blocks_of_rows, pack_nibbles
 

@@ -1,4 +1,10 @@
-"""The ranks 1 to N-1 of a tensor-parallel engine: load a share of the base, then run what rank 0 sends."""
+"""The ranks 1 to N-1 of a tensor-parallel engine: load a share of the base, then do what rank 0 sends.
+
+Messages are plain data, pickled over pipes of their own. Pipes and not collectives carry them: an idle engine waits
+without a time-out, and the end of a process is noticed at once. There are two pipes for each rank, because adapters are
+loaded while steps run: one in the order of the steps (`RunStep`, `SaveKv`, `RestoreKv`, `Stop`), without answers, and
+one for questions about adapters (`InstallAdapter`, `DropAdapter`, `MergedSquares`, `HoldsRows`), each with an answer.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +12,11 @@ import contextlib
 import ctypes
 import logging
 import os
+import pickle
 import signal
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -19,24 +27,107 @@ from transformers.utils.logging import disable_progress_bar
 from loramux import logs
 from loramux.engine.execution.assembly import AssembledModel, freeze_garbage, load_share
 from loramux.engine.execution.attention import UnsupportedModel
-from loramux.engine.execution.rank_messages import (
-    DropAdapter,
-    HoldsRows,
-    InstallAdapter,
-    MergedSquares,
-    RankReady,
-    RankRefused,
-    RestoreKv,
-    RunStep,
-    SaveKv,
-    Stop,
-    receive,
-    send,
-)
-from loramux.engine.execution.runner import run_forward
-from loramux.engine.memory.host_kv import HostPages
+from loramux.engine.execution.runner import PackedStep, run_forward
+from loramux.engine.memory.host_memory import HostPages
 from loramux.settings import Settings
 from loramux_adapters import BaseUnusable
+from loramux_adapters.weights import AdapterWeights, LoraWeights
+
+# In the order of the steps.
+
+
+@dataclass(frozen=True, slots=True)
+class RunStep:
+    """Run one forward."""
+
+    packed: PackedStep
+
+
+@dataclass(frozen=True, slots=True)
+class SaveKv:
+    """Copy pages to slots of host memory."""
+
+    pages: list[int]
+    slots: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreKv:
+    """Copy slots of host memory to pages."""
+
+    slots: list[int]
+    pages: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankReady:
+    """The rank's answer once it has loaded."""
+
+    num_pages: int
+    page_elements: int
+    biases: dict[str, torch.Tensor]
+    """`[out_features]` of each linear that has one, the rank's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankRefused:
+    """The rank's answer where it cannot serve."""
+
+    reason: str
+    is_refusal: bool
+    """The settings or the base are at fault, and the reason is a sentence."""
+
+
+# About adapters. Each has an answer: a tensor, a bool, None, or an exception.
+
+
+@dataclass(frozen=True, slots=True)
+class InstallAdapter:
+    """Copy a share of an adapter, fitted to the base, into pages."""
+
+    slot: int
+    weights: AdapterWeights
+    pages: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class DropAdapter:
+    """Forget a slot."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class MergedSquares:
+    """Return the rank's part of `FittedLinear.merged_squares`."""
+
+    module: str
+    pair: LoraWeights
+
+
+@dataclass(frozen=True, slots=True)
+class HoldsRows:
+    """Return whether the rank's rows of a matrix are these, from `start` on."""
+
+    module: str
+    start: int
+    rows: torch.Tensor
+
+
+def send(connection: Connection, message: Any) -> None:
+    """Send one message. Tensors travel as bytes: multiprocessing's own pickling would share memory."""
+    connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+
+
+def receive(connection: Connection) -> Any:
+    """Wait for a message. Raises EOFError or OSError where the other end is gone."""
+    return pickle.loads(connection.recv_bytes())  # noqa: S301 - both ends are processes of one engine
+
 
 logger = logging.getLogger(__name__)
 

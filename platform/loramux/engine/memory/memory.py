@@ -1,17 +1,100 @@
-"""The room in the pool: free pages, and what can be freed of cached KV and idle adapters."""
+"""The room in the pool: what is evicted when pages are needed, what is swapped to the host, and what pins keep.
+
+**Room** (`Memory`): one pool for KV and adapters. The page that saves least goes first, whichever it is, on demand.
+
+**Swap** (`KvSwap`): KV of preempted sequences is kept in the host's memory where copying it out and back takes less
+than computing it again. It is vLLM's swapping, with the choice made by two measured times (decision 0016): 2 x pages x
+seconds a page takes over the link against the seconds that the tokens take to compute. A slot belongs to one waiting
+sequence, which alone ever reads it.
+
+**Pins** (`AdapterPins`): revisions that an operator or a tenant wants in the pool whether they are asked for or not. A
+pin is loaded as soon as room for it is free, without evicting what a request waits for, and is kept until every owner
+has unpinned it. Pins together may hold a share of the pool, so that traffic always has the rest.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import msgspec
 
-from loramux.engine.memory.kv_swap import KvSwap
-from loramux.engine.memory.pages import CachedPage, PagePool, PageUse
+from loramux.engine.memory.pages import CachedPage, PageCosts, PagePool, PageUse, SequenceKv
 from loramux.engine.memory.prefix_cache import PrefixCache
-from loramux.engine.memory.residency import Residency, Resident
-from loramux.engine.messages import Evictable
+from loramux.engine.memory.residency import AdapterState, Residency, Resident
+from loramux.engine.messages import AdapterRef, EngineFault, Evictable, Pinned
+from loramux.engine.metrics import Counters
+
+
+class HostKv(Protocol):
+    """Slots for pages of KV outside the pool, numbered from 0.
+
+    A copy is in the order of the steps: behind those that were launched before it was asked for, and before those that
+    are launched later. So the caller may give the pages, or the slots, to another sequence at once.
+    """
+
+    num_slots: int
+    seconds_per_page: float
+    """Measured seconds to copy a page one way."""
+
+    def save(self, pages: Sequence[int], slots: Sequence[int]) -> None:
+        """Copy each page to its slot."""
+
+    def restore(self, slots: Sequence[int], pages: Sequence[int]) -> None:
+        """Copy each slot to its page."""
+
+
+class KvSwap:
+    """Saves the KV of sequences that are preempted and restores it when they run again."""
+
+    def __init__(self, host: HostKv | None, costs: PageCosts, counters: Counters) -> None:
+        """Nothing is swapped before the steps' time is known, or without a `host`."""
+        self.num_slots = host.num_slots if host else 0
+        self._host = host
+        self._costs = costs
+        self._counters = counters
+        self._free = list(range(self.num_slots - 1, -1, -1))
+
+    @property
+    def num_held(self) -> int:
+        """Slots in use."""
+        return self.num_slots - len(self._free)
+
+    def pays(self, sequence: SequenceKv) -> bool:
+        """Is the KV of `sequence` sooner copied out and back than computed again?"""
+        if (copying := self._costs.copy_seconds) is None:
+            return False
+        return 2.0 * self._num_pages(sequence) * copying < self._costs.compute_seconds(sequence.num_computed)
+
+    def save(self, sequence: SequenceKv) -> None:
+        """Copy out the KV of a `sequence` that is about to lose its pages, where that pays and slots are free."""
+        pages = sequence.pages[: self._num_pages(sequence)]
+        if self._host is None or not (0 < len(pages) <= len(self._free) and self.pays(sequence)):
+            return
+        assert not sequence.swap_slots, "saved KV is restored before it is saved again"
+        split = len(self._free) - len(pages)
+        sequence.swap_slots, sequence.num_saved = self._free[split:], sequence.num_computed
+        del self._free[split:]
+        self._host.save(pages, sequence.swap_slots)
+        self._counters.kv_pages_swapped_out += len(pages)
+
+    def restore(self, sequence: SequenceKv) -> None:
+        """Fill the pages of a `sequence` that runs again, but for those that the prefix cache had."""
+        found = len(sequence.prefix_pages)
+        if self._host is not None and (slots := sequence.swap_slots[found:]):
+            self._host.restore(slots, sequence.pages[found : found + len(slots)])
+            self._counters.kv_pages_swapped_in += len(slots)
+        sequence.num_computed = max(sequence.num_computed, sequence.num_saved)
+        self.discard(sequence)
+
+    def discard(self, sequence: SequenceKv) -> None:
+        """Free the slots of `sequence`."""
+        self._free += reversed(sequence.swap_slots)
+        sequence.swap_slots, sequence.num_saved = [], 0
+
+    def _num_pages(self, sequence: SequenceKv) -> int:
+        return -(-sequence.num_computed // self._costs.block_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,3 +224,119 @@ class Memory:
 
     def _goes_before(self, resident: Resident, page: CachedPage) -> bool:
         return not resident.wanted_by and self.residency.retention_score(resident) < self.cache.retention_score(page)
+
+
+OPERATOR = ""
+"""The owner of pins that no tenant made."""
+_IN_POOL = (AdapterState.LOADING, AdapterState.READY)
+
+
+@dataclass(frozen=True, slots=True)
+class PinLimits:
+    """Bounds on what pins may hold."""
+
+    max_pages: int
+    """The most pages of all pins together."""
+    leave_free: int = 0
+    """Pages that must stay free when a pin is loaded."""
+    per_tenant: int = 2
+    """Revisions of one tenant; the operator's are not counted."""
+
+
+@dataclass(eq=False, slots=True)
+class _Pin:
+    owners: set[str] = field(default_factory=set)
+    is_in_pool: bool = False
+    claims: bool = False
+    """Its load was started here, so that it stays in the pool until it is kept."""
+
+
+class AdapterPins:
+    """The pins; `advance` acts between steps, and reports the outcome of each pin once."""
+
+    def __init__(self, limits: PinLimits, memory: Memory) -> None:
+        self._limits = limits
+        self._memory = memory
+        self._residency = memory.residency
+        self._pins: dict[str, _Pin] = {}
+        self._outcomes: list[Pinned] = []
+
+    def __len__(self) -> int:
+        return sum(pin.is_in_pool for pin in self._pins.values())
+
+    def pin(self, ref: AdapterRef, owner: str) -> None:
+        """Keep `ref` for `owner`; a second time changes nothing."""
+        held = sum(owner in pin.owners for digest, pin in self._pins.items() if digest != ref.digest)
+        if owner != OPERATOR and held >= self._limits.per_tenant:
+            message = f"The tenant has {held} pins; the maximum is {self._limits.per_tenant}. Unpin one first."
+            self._outcomes.append(Pinned(ref.digest, owner, EngineFault("pin_limit", message)))
+            return
+        pin = self._pins.get(ref.digest)
+        if pin is None:
+            pin = self._pins[ref.digest] = _Pin()
+            self._residency.acquire(ref)
+        pin.owners.add(owner)
+        if pin.is_in_pool:
+            self._outcomes.append(Pinned(ref.digest, owner))
+
+    def unpin(self, digest: str, owner: str) -> None:
+        """Release `owner`'s pin; the weights stay until their room is needed. Unknown pins are gone already."""
+        if (pin := self._pins.get(digest)) and owner in pin.owners:
+            pin.owners.remove(owner)
+            if not pin.owners:
+                self._drop(digest)
+
+    def retire(self, digest: str) -> None:
+        """Drop the pin of a deleted revision."""
+        if digest in self._pins:
+            self._give_up(digest, EngineFault("adapter_failed", "The revision was deleted."))
+
+    def advance(self) -> list[Pinned]:
+        """Load pins that have room now; return the outcomes since the last call."""
+        for digest, pin in list(self._pins.items()):
+            if not pin.is_in_pool:
+                self._advance(digest, pin)
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    def _advance(self, digest: str, pin: _Pin) -> None:
+        match self._residency.state(digest):
+            case AdapterState.FAILED:
+                self._give_up(digest, EngineFault("adapter_failed", self._residency.failure(digest)))
+            case AdapterState.KNOWN if reason := self._excess(digest):
+                self._give_up(digest, EngineFault("pin_limit", reason))
+            case AdapterState.KNOWN:
+                free = self._limits.leave_free
+                pin.claims = self._memory.load(digest, claimed=True, spare_wanted=True, leave_free=free)
+            case AdapterState.READY:
+                pin.is_in_pool = True
+                self._residency.keep(digest)
+                self._release_claim(digest, pin)
+                self._outcomes += [Pinned(digest, owner) for owner in sorted(pin.owners)]
+            case _:
+                pass
+
+    def _excess(self, digest: str) -> str | None:
+        """Return why `digest` does not fit beside the pins that are loaded or loading; None where it does."""
+        limit, size = self._limits.max_pages, self._residency.num_pages(digest)
+        others = [other for other in self._pins if other != digest and self._residency.state(other) in _IN_POOL]
+        taken = sum(map(self._residency.num_pages, others))
+        if taken + size <= limit:
+            return None
+        return f"The adapter takes {size} pages; {taken} of the {limit} that may be pinned are. Unpin others first."
+
+    def _give_up(self, digest: str, fault: EngineFault) -> None:
+        self._outcomes += [Pinned(digest, owner, fault) for owner in sorted(self._pins[digest].owners)]
+        self._drop(digest)
+
+    def _drop(self, digest: str) -> None:
+        pin = self._pins.pop(digest)
+        if pin.is_in_pool:
+            self._residency.unkeep(digest)
+        self._release_claim(digest, pin)
+        self._memory.release(digest)
+
+    def _release_claim(self, digest: str, pin: _Pin) -> None:
+        if pin.claims:
+            pin.claims = False
+            self._residency.release_claim(digest)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from loramux.engine.memory.ranking import NEVER_USED
-from loramux.engine.request import KvIdentity, Request
+from loramux.engine.messages import KvIdentity, Request
 
 
 class PageUse(enum.StrEnum):

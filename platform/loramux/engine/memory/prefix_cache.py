@@ -14,8 +14,8 @@ from operator import attrgetter
 from loramux.engine.memory.pages import CachedPage, PageCosts, PagePool, PageUse, PrefixTree, SequenceKv
 from loramux.engine.memory.ranking import Ranking, used_at
 from loramux.engine.memory.residency import Residency
+from loramux.engine.messages import KvIdentity
 from loramux.engine.metrics import Counters
-from loramux.engine.request import KvIdentity
 
 
 class PrefixCache:

@@ -28,8 +28,8 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from loramux.engine.memory.pages import PagePool, PageUse
 from loramux.engine.memory.ranking import NEVER_USED, Ranking, used_at
+from loramux.engine.messages import AdapterRef
 from loramux.engine.metrics import Counters
-from loramux.engine.request import AdapterRef
 
 T = TypeVar("T")
 

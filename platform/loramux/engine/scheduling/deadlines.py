@@ -16,7 +16,7 @@ from bisect import bisect_left
 from itertools import accumulate
 
 from loramux.engine.messages import EngineFault
-from loramux.engine.scheduling.capacity import CapacityPolicy
+from loramux.engine.scheduling.admission import CapacityPolicy
 from loramux.engine.scheduling.estimates import QueuedWork
 from loramux.engine.scheduling.sequence import RequestGroup, Sequence
 from loramux.engine.scheduling.state import SchedulerState

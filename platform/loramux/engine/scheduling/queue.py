@@ -18,8 +18,7 @@ from itertools import islice
 from operator import attrgetter
 
 from loramux.engine.memory.ranking import Ranking
-from loramux.engine.messages import TenantService
-from loramux.engine.request import Request, ServiceClass
+from loramux.engine.messages import Request, ServiceClass, TenantService
 from loramux.engine.scheduling.estimates import QueuedWork
 from loramux.engine.scheduling.fairness import ClassCounter, CounterT, FairQueue, Flow
 from loramux.engine.scheduling.policy import Policy

@@ -8,25 +8,20 @@ from collections.abc import Iterable
 
 import msgspec
 
-from loramux.engine.memory.kv_swap import HostKv, KvSwap
-from loramux.engine.memory.memory import Memory
+from loramux.engine.memory.memory import HostKv, KvSwap, Memory
 from loramux.engine.memory.pages import PageCosts, PagePool
 from loramux.engine.memory.prefix_cache import PrefixCache
 from loramux.engine.memory.residency import AdapterState, Residency
-from loramux.engine.messages import EngineFault, TokenEvent
-from loramux.engine.request import Request
-from loramux.engine.scheduling.admission import Admission
-from loramux.engine.scheduling.budget import PageBudget
-from loramux.engine.scheduling.capacity import CapacityPolicy
+from loramux.engine.messages import EngineFault, Request, TokenEvent
+from loramux.engine.scheduling.admission import Admission, CapacityPolicy
 from loramux.engine.scheduling.deadlines import Deadlines
 from loramux.engine.scheduling.estimates import StepTimeModel
 from loramux.engine.scheduling.fairness import Flow
-from loramux.engine.scheduling.policy import Policy, SchedulerLimits
+from loramux.engine.scheduling.policy import PageBudget, Policy, SchedulerLimits
 from loramux.engine.scheduling.queue import LOAD_SLOT, RequestQueue
-from loramux.engine.scheduling.sequence import Sequence
+from loramux.engine.scheduling.sequence import Chunk, Sequence, Step, StepBuilder
 from loramux.engine.scheduling.speculation import Speculation
 from loramux.engine.scheduling.state import SchedulerState
-from loramux.engine.scheduling.step import Chunk, Step, StepBuilder
 
 __all__ = ["Scheduler", "SchedulerLimits"]
 

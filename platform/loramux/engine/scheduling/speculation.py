@@ -22,11 +22,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 
-from loramux.engine.scheduling.drafts import Acceptance, Drafter
-from loramux.engine.scheduling.estimates import DecodeTimes
-from loramux.engine.scheduling.sequence import Sequence
+from loramux.engine.scheduling.estimates import Acceptance, DecodeTimes, Drafter
+from loramux.engine.scheduling.sequence import Chunk, Sequence, StepBuilder
 from loramux.engine.scheduling.state import SchedulerState, history_key
-from loramux.engine.scheduling.step import Chunk, StepBuilder
 
 FIRST_GUESS = 0.5
 """Acceptance of a revision of which nothing is known."""

@@ -21,12 +21,10 @@ from operator import attrgetter
 from loramux.engine.memory.memory import Memory
 from loramux.engine.memory.ranking import Ranking
 from loramux.engine.memory.residency import AdapterState
-from loramux.engine.messages import EngineFault, TokenEvent
+from loramux.engine.messages import EngineFault, Request, TokenEvent
 from loramux.engine.metrics import Counters
-from loramux.engine.request import Request
-from loramux.engine.scheduling.budget import PageBudget
 from loramux.engine.scheduling.estimates import OutputLengths, StepTimeModel
-from loramux.engine.scheduling.policy import Policy, SchedulerLimits
+from loramux.engine.scheduling.policy import PageBudget, Policy, SchedulerLimits
 from loramux.engine.scheduling.queue import RequestQueue
 from loramux.engine.scheduling.sequence import BASE_SLOT, RequestGroup, Sequence
 

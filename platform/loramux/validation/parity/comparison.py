@@ -1,23 +1,26 @@
-"""Both comparisons of one adapter, layers and tokens, joined to a report."""
+"""The parity stage's process: both comparisons of one adapter, layers and tokens, joined to a report."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from dataclasses import replace as replaced
 from pathlib import Path
 
+import msgspec
 import torch
+import transformers
 from msgspec.structs import replace
+from peft.tuners.boft import layer as boft
+from transformers.utils.logging import disable_progress_bar
 
 from loramux.errors import Rejection
 from loramux.validation.checkpoint_files import BaseFiles
-from loramux.validation.jobs import ParityJob, ParitySetup
-from loramux.validation.parity.layer_by_layer import StreamedModel, compare_answers
+from loramux.validation.jobs import TOKENS_CHECK, Check, ParityJob, ParitySetup, ReportWarning, ValidationReport
 from loramux.validation.parity.layers import compare_layers
+from loramux.validation.parity.tokens import StreamedModel, WholeModel, compare_answers, prompts_of, task_of
 from loramux.validation.parity.verdict import OUTPUTS_NOT_FINITE, PARITY_FAILED, NotRun, ParityFault, Verdict
-from loramux.validation.parity.whole_model import WholeModel, prompts_of, task_of
-from loramux.validation.report import TOKENS_CHECK, Check, ReportWarning, ValidationReport
 from loramux_adapters import (
     WEIGHTS_NAME,
     AdapterPlan,
@@ -30,8 +33,23 @@ from loramux_adapters import (
 from loramux_adapters.base import VocabularyShape
 from loramux_adapters.base_weights import BaseWeights, LocalMatrix, fit_to_base
 from loramux_adapters.components import BaseCopy
-from loramux_adapters.validate import read_config
+from loramux_adapters.plan import read_config
 from loramux_adapters.weights import read_weights
+from loramux_kernels.native import native_library
+
+
+def prepare(setup: bytes) -> Callable[[bytes], bytes]:
+    """Load PEFT, and the base where it is small enough; return the function that does one job."""
+    torch.set_num_threads(1)
+    native_library()  # here, because a job may neither compile it nor open its cache
+    warnings.simplefilter("ignore")  # advice for training does not belong in a server's log
+    transformers.logging.set_verbosity_error()
+    disable_progress_bar()
+    # PEFT would build a CUDA extension here, for forms of BOFT that are refused. False: there is none.
+    boft._FBD_CUDA = False
+    comparison = Comparison.over(msgspec.json.decode(setup, type=ParitySetup))
+    return lambda job: msgspec.json.encode(comparison.report(msgspec.json.decode(job, type=ParityJob)))
+
 
 _SENTENCES = {
     PARITY_FAILED: (

@@ -34,10 +34,9 @@ from loramux_adapters.bank import AdapterBank, Site
 from loramux_adapters.base import input_of
 from loramux_adapters.base_weights import BaseWeights, fit_to_base
 from loramux_adapters.components import PREFIX
-from loramux_adapters.install import install_linears
-from loramux_adapters.layout import lay_out, matrices_of
-from loramux_adapters.validate import read_config
-from loramux_adapters.weights import AdapterWeights, read_tensor, read_weights
+from loramux_adapters.modules import install_linears
+from loramux_adapters.plan import read_config
+from loramux_adapters.weights import AdapterWeights, lay_out, matrices_of, read_tensor, read_weights
 from loramux_kernels import RANK_TILE, Segments
 
 ROWS = 5

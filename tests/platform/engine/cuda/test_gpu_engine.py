@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from loramux.engine.engine import build_engine
+from loramux.engine.engine import AsyncPipeline, build_engine
 from loramux.engine.execution.cuda_graphs import (
     DecodeGraphs,
     DecoderGraphs,
@@ -28,8 +28,7 @@ from loramux.engine.execution.cuda_graphs import (
     record_calls,
 )
 from loramux.engine.execution.gpu_runner import GpuRunner
-from loramux.engine.pipeline import AsyncPipeline
-from loramux.engine.request import Constraint, Request, SamplingParams
+from loramux.engine.messages import Constraint, Request, SamplingParams
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

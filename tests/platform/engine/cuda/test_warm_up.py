@@ -15,8 +15,8 @@ from msgspec.structs import replace
 from recorded_steps import recorded
 
 from loramux.engine.execution.cuda_graphs import Recording
-from loramux.engine.execution.warm_up import warm_up
-from loramux.engine.request import Constraint
+from loramux.engine.execution.gpu_runner import warm_up
+from loramux.engine.messages import Constraint
 from loramux_kernels.cuda.launch import Launch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,0 +1,423 @@
+"""Segmented LoRA as Triton kernels: shrink, expand and rescale, and the table of a group's linears that they read.
+
+Semantics, with s = cu_seqlens:
+
+    lora_shrink   sum over p of v[p, i, s[k]:s[k+1], :r] = x[s[k]:s[k+1]] @ A(slot[k], sites[i]).T
+    lora_expand   y[s[k]:s[k+1], slice i] += scale(slot[k], sites[i]) * sum over p of v[p, i, s[k]:s[k+1], :r] @ Bt(...)
+    rescale       y[s[k]:s[k+1], slice i] = y[...] * factor(slot[k], sites[i]) + shift(slot[k], sites[i]), columnwise
+
+A step with few rows does not fill a GPU. Shrink then cuts the product over in_features into p = 1, 2, ... splits, and
+expand adds the partial sums while it loads them, always in the same order. Both compute the number of splits from the
+step's work list (`split_count`), so a captured launch serves steps of any mix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from loramux_kernels.cuda.launch import Launch, resident_programs, run_all
+from loramux_kernels.cuda.work_lists import LONG_ROWS, LORA_ITEM_WIDTH, RowTiles, tile_map_of
+from loramux_kernels.tables import RANK_TILE, LoraGroup, LoraTable, Segments
+
+BLOCK_WIDTH = 8
+"""Columns of a column block: index of the site in the group, site, number of the block within its slice, width of the
+slice, first column of the slice in y; the rest is padding."""
+
+VECTOR = 8
+"""Elements that the kernels load at once; offsets of rank tiles are multiples of it."""
+
+
+@dataclass(frozen=True, eq=False)
+class GroupTable:
+    """The tables that launches for one group read."""
+
+    sites: torch.Tensor
+    """int32[len(group.sites)]"""
+    blocks: torch.Tensor
+    """int32[number of column blocks, BLOCK_WIDTH]"""
+    aligned: bool
+    """True where every row of B starts where a vector load may."""
+
+
+@cache
+def group_table(group: LoraGroup, block_columns: int, device: torch.device) -> GroupTable:
+    """The tables of `group` with its slices cut into blocks of `block_columns`.
+
+    Made on a group's first launch: run one before capturing a CUDA graph.
+    """
+    blocks = [
+        (index, site, block, width, start, 0, 0, 0)
+        for index, (site, width, start) in enumerate(
+            zip(group.sites, group.out_features, group.out_starts, strict=False)
+        )
+        for block in range(-(-width // block_columns))
+    ]
+    return GroupTable(
+        sites=torch.tensor(group.sites, dtype=torch.int32, device=device),
+        blocks=torch.tensor(blocks, dtype=torch.int32, device=device),
+        aligned=all(width % VECTOR == 0 for width in group.out_features),
+    )
+
+
+MIN_SPLIT = 512
+"""in_features that a split has at least."""
+
+_ITEM = tl.constexpr(LORA_ITEM_WIDTH)
+_VECTOR = tl.constexpr(VECTOR)
+_TILE = tl.constexpr(RANK_TILE)
+
+
+def lora_shrink(
+    x: torch.Tensor, pool: torch.Tensor, table: LoraTable, group: LoraGroup, segments: Segments
+) -> torch.Tensor:
+    """Project every adapter's rows down to its rank: float32 partial sums `[splits, len(sites), rows, rank]`.
+
+    Arguments as for the public operator, on a GPU; `a_offsets` are multiples of 8 elements. What lies past a segment's
+    own rank, and past the number of splits that the step came to, is undefined.
+    """
+    v = new_intermediate(x, group, segments, table)
+    run_all(prepare_shrink(x, pool, table, group, segments, v))
+    return v
+
+
+def new_intermediate(x: torch.Tensor, group: LoraGroup, segments: Segments, table: LoraTable) -> torch.Tensor:
+    """Room for what shrink hands to expand."""
+    tile_map = tile_map_of(segments, table)
+    splits = min(tile_map.max_splits, triton.cdiv(x.shape[1], MIN_SPLIT))
+    return x.new_empty(splits, len(group.sites), tile_map.rows, tile_map.rank, dtype=torch.float32)
+
+
+def prepare_shrink(
+    x: torch.Tensor, pool: torch.Tensor, table: LoraTable, group: LoraGroup, segments: Segments, v: torch.Tensor
+) -> list[Launch]:
+    """The launches that fill `v`: one for each tile shape of the step, none when it has no adapter."""
+    assert x.stride(1) == 1, "rows of x are contiguous"
+    shared = {
+        "x": x,
+        "pool": pool,
+        "v": v,
+        "sites": group_table(group, 1 << 30, x.device).sites,
+        "a_offsets": table.a_offsets,
+        "ranks": table.ranks,
+        "in_features": x.shape[1],
+        "x_stride": x.stride(0),
+        "v_rows": v.shape[2],
+        "v_rank": v.shape[3],
+        "table_sites": table.ranks.shape[1],
+        "table_tiles": table.a_offsets.shape[2],
+        "max_splits": v.shape[0],
+        "NUM_SITES": len(group.sites),
+    }
+    return [_shrink_launch(tiles, shared, x) for tiles in tile_map_of(segments, table).tiles]
+
+
+def _shrink_launch(tiles: RowTiles, shared: dict[str, Any], x: torch.Tensor) -> Launch:
+    programs = shrink_programs(tiles, x.device)
+    arguments = {**shared, "work": tiles.shrink.work, "split_programs": programs}
+    if tiles.shape.rows == 1:
+        return Launch(_shrink_rows, (programs,), {**arguments, "BLOCK_K": 512}, num_warps=4, num_stages=1)
+    arguments["BLOCK_ROWS"] = tiles.shape.rows
+    arguments["BLOCK_RANK"] = tiles.shape.rank
+    arguments["BLOCK_K"] = 16 if x.dtype == torch.float32 else 128
+    num_warps = 4 if tiles.shape.rows == LONG_ROWS else 2
+    return Launch(_shrink_tiles, (programs,), arguments, num_warps=num_warps, num_stages=3)
+
+
+def shrink_programs(tiles: RowTiles, device: torch.device) -> int:
+    """Programs that shrink is launched with: what registers and shared memory let a multiprocessor hold at once."""
+    per_processor = {1: 3, LONG_ROWS: 2}
+    return resident_programs(device, per_processor.get(tiles.shape.rows, 4))
+
+
+@triton.jit
+def split_count(items: tl.tensor, num_sites: tl.tensor, split_programs: tl.tensor, max_splits: tl.tensor) -> tl.tensor:
+    """Splits of in_features that this step's items leave room for: shrink and expand agree on it."""
+    return tl.minimum(tl.maximum(split_programs // tl.maximum(items * num_sites, 1), 1), max_splits)
+
+
+@triton.jit(do_not_specialize=["v_rows", "max_splits"])
+def _shrink_rows(
+    x: tl.tensor, pool: tl.tensor, v: tl.tensor, work: tl.tensor, sites: tl.tensor, a_offsets: tl.tensor,
+    ranks: tl.tensor, in_features: tl.tensor, x_stride: tl.tensor, v_rows: tl.tensor, v_rank: tl.tensor,
+    table_sites: tl.tensor, table_tiles: tl.tensor, split_programs: tl.tensor, max_splits: tl.tensor,
+    NUM_SITES: tl.constexpr, BLOCK_K: tl.constexpr,
+) -> None:  # fmt: skip
+    """One row by one rank tile an item, without tensor cores: A streams through registers once."""
+    items = tl.load(work)
+    splits = split_count(items, NUM_SITES, split_programs, max_splits)
+    span = tl.cdiv(tl.cdiv(in_features, BLOCK_K), splits) * BLOCK_K
+    r = tl.arange(0, _TILE)
+    for task in range(tl.program_id(0), items * NUM_SITES * splits, tl.num_programs(0)):
+        split = task % splits
+        index = task // splits % NUM_SITES
+        item = work + (task // splits // NUM_SITES + 1) * _ITEM
+        row = tl.load(item + 1).to(tl.int64)
+        first_rank = tl.load(item + 3)
+        cell = tl.load(item).to(tl.int64) * table_sites + tl.load(sites + index)
+        rank = tl.load(ranks + cell)
+        if first_rank < rank:
+            a = pool + tl.multiple_of(tl.load(a_offsets + cell * table_tiles + first_rank // _TILE), _VECTOR)
+            a_rows = a + r[:, None].to(tl.int64) * in_features
+            has_rank = (first_rank + r < rank)[:, None]
+            total = tl.zeros((_TILE, BLOCK_K), tl.float32)
+            for start in range(split * span, tl.minimum((split + 1) * span, in_features), BLOCK_K):
+                k = start + tl.arange(0, BLOCK_K)
+                weights = tl.load(a_rows + k[None, :], mask=has_rank & (k < in_features)[None, :], other=0.0)
+                inputs = tl.load(x + row * x_stride + k, mask=k < in_features, other=0.0)
+                total += weights.to(tl.float32) * inputs.to(tl.float32)[None, :]
+            out = v + ((split * NUM_SITES + index).to(tl.int64) * v_rows + row) * v_rank + first_rank
+            tl.store(out + r, tl.sum(total, axis=1), mask=first_rank + r < rank)
+
+
+@triton.jit(do_not_specialize=["v_rows", "max_splits"])
+def _shrink_tiles(
+    x: tl.tensor, pool: tl.tensor, v: tl.tensor, work: tl.tensor, sites: tl.tensor, a_offsets: tl.tensor,
+    ranks: tl.tensor, in_features: tl.tensor, x_stride: tl.tensor, v_rows: tl.tensor, v_rank: tl.tensor,
+    table_sites: tl.tensor, table_tiles: tl.tensor, split_programs: tl.tensor, max_splits: tl.tensor,
+    NUM_SITES: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_K: tl.constexpr,
+) -> None:  # fmt: skip
+    """A tile of rows by some rank tiles an item, on tensor cores."""
+    items = tl.load(work)
+    splits = split_count(items, NUM_SITES, split_programs, max_splits)
+    span = tl.cdiv(tl.cdiv(in_features, BLOCK_K), splits) * BLOCK_K
+    for task in range(tl.program_id(0), items * NUM_SITES * splits, tl.num_programs(0)):
+        split = task % splits
+        index = task // splits % NUM_SITES
+        item = work + (task // splits // NUM_SITES + 1) * _ITEM
+        rows = tl.load(item + 1) + tl.arange(0, BLOCK_ROWS).to(tl.int64)
+        has_row = rows < tl.load(item + 2)
+        first_rank = tl.load(item + 3)
+        r = first_rank + tl.arange(0, BLOCK_RANK)
+        cell = tl.load(item).to(tl.int64) * table_sites + tl.load(sites + index)
+        rank = tl.load(ranks + cell)
+        if first_rank < rank:
+            has_rank = r < rank
+            tiles = tl.load(a_offsets + cell * table_tiles + r // _TILE, mask=has_rank, other=0)
+            a_rows = pool + tl.multiple_of(tiles, _VECTOR)[:, None] + (r % _TILE)[:, None].to(tl.int64) * in_features
+            x_rows = x + rows[:, None] * x_stride
+            total = tl.zeros((BLOCK_ROWS, BLOCK_RANK), tl.float32)
+            for start in range(split * span, tl.minimum((split + 1) * span, in_features), BLOCK_K):
+                k = start + tl.arange(0, BLOCK_K)
+                has_k = (k < in_features)[None, :]
+                inputs = tl.load(x_rows + k[None, :], mask=has_row[:, None] & has_k, other=0.0)
+                weights = tl.load(a_rows + k[None, :], mask=has_rank[:, None] & has_k, other=0.0)
+                total = tl.dot(inputs, tl.trans(weights), total, input_precision="ieee")
+            out = v + ((split * NUM_SITES + index).to(tl.int64) * v_rows + rows[:, None]) * v_rank + r[None, :]
+            tl.store(out, total, mask=has_row[:, None] & has_rank[None, :])
+
+
+MAX_SPLITS = 16
+"""Partial sums that a row's program loads at once: `TileMap.max_splits` is never more."""
+_BLOCK = tl.constexpr(BLOCK_WIDTH)
+
+
+def lora_expand(
+    v: torch.Tensor, pool: torch.Tensor, table: LoraTable, group: LoraGroup, segments: Segments, y: torch.Tensor
+) -> None:
+    """Add every adapter's contribution to the base's outputs, in place, for all sites of a group at once.
+
+    Arguments as for the public operator, on a GPU; `v` is the GPU's `lora_shrink`'s, `b_offsets` are multiples of 8
+    elements. The intermediate keeps float32's precision to within 2^-16: tensor cores take it as a sum of two numbers.
+    """
+    run_all(prepare_expand(v, pool, table, group, segments, y))
+
+
+def prepare_expand(
+    v: torch.Tensor, pool: torch.Tensor, table: LoraTable, group: LoraGroup, segments: Segments, y: torch.Tensor
+) -> list[Launch]:
+    """The launches that add to `y`: one for each tile shape of the step, none when it has no adapter."""
+    assert y.stride(1) == 1, "rows of y are contiguous"
+    shared = {
+        "v": v,
+        "pool": pool,
+        "y": y,
+        "b_offsets": table.b_offsets,
+        "ranks": table.ranks,
+        "scales": table.scales,
+        "y_stride": y.stride(0),
+        "v_rows": v.shape[2],
+        "v_rank": v.shape[3],
+        "table_sites": table.ranks.shape[1],
+        "table_tiles": table.b_offsets.shape[2],
+        "max_splits": v.shape[0],
+        "NUM_SITES": len(group.sites),
+    }
+    return [_expand_launch(tiles, shared, group, y) for tiles in tile_map_of(segments, table).tiles]
+
+
+def _expand_launch(tiles: RowTiles, shared: dict[str, Any], group: LoraGroup, y: torch.Tensor) -> Launch:
+    columns = _block_columns(tiles, y.dtype)
+    blocks = group_table(group, columns, y.device)
+    arguments = {
+        **shared,
+        "shrink_work": tiles.shrink.work,
+        "split_programs": shrink_programs(tiles, y.device),
+        "work": tiles.expand.work,
+        "blocks": blocks.blocks,
+        "num_blocks": len(blocks.blocks),
+        "ALIGNED": blocks.aligned,
+        "BLOCK_COLUMNS": columns,
+    }
+    grid = (resident_programs(y.device, 3 if tiles.shape.rows == LONG_ROWS else 4),)
+    if tiles.shape.rows == 1:
+        arguments["MAX_SPLITS"] = MAX_SPLITS
+        return Launch(_expand_rows, grid, arguments, num_warps=4, num_stages=1)
+    arguments["BLOCK_ROWS"] = tiles.shape.expand_rows
+    return Launch(_expand_tiles, grid, arguments, num_warps=4, num_stages=2)
+
+
+def _block_columns(tiles: RowTiles, dtype: torch.dtype) -> int:
+    if tiles.shape.rows == 1:
+        return 512
+    return 128 if dtype == torch.float32 else 256
+
+
+@triton.jit(do_not_specialize=["v_rows", "max_splits"])
+def _expand_rows(
+    v: tl.tensor, pool: tl.tensor, y: tl.tensor, shrink_work: tl.tensor, work: tl.tensor, blocks: tl.tensor,
+    b_offsets: tl.tensor, ranks: tl.tensor, scales: tl.tensor, y_stride: tl.tensor, v_rows: tl.tensor,
+    v_rank: tl.tensor, table_sites: tl.tensor, table_tiles: tl.tensor, split_programs: tl.tensor,
+    max_splits: tl.tensor, num_blocks: tl.tensor,
+    NUM_SITES: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, ALIGNED: tl.constexpr,
+) -> None:  # fmt: skip
+    """One row by one block of columns an item, without tensor cores: B streams through registers once."""
+    splits = split_count(tl.load(shrink_work), NUM_SITES, split_programs, max_splits)
+    tile_rank = tl.arange(0, _TILE)
+    partial = tl.arange(0, MAX_SPLITS)
+    for task in range(tl.program_id(0), tl.load(work) * num_blocks, tl.num_programs(0)):
+        item = work + (task // num_blocks + 1) * _ITEM
+        block = blocks + task % num_blocks * _BLOCK
+        index = tl.load(block)
+        width = tl.load(block + 3)
+        y_start = tl.load(block + 4)
+        if ALIGNED:
+            width = tl.multiple_of(width, _VECTOR)
+            y_start = tl.multiple_of(y_start, _VECTOR)
+        row = tl.load(item + 1).to(tl.int64)
+        cell = tl.load(item).to(tl.int64) * table_sites + tl.load(block + 1)
+        rank = tl.load(ranks + cell)
+        if rank > 0:
+            column = tl.load(block + 2) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+            has_column = column < width
+            out = y + row * y_stride + y_start + column
+            base = tl.load(out, mask=has_column, other=0.0).to(tl.float32)
+            v_row = v + ((partial * NUM_SITES + index).to(tl.int64) * v_rows + row) * v_rank
+            total = tl.zeros((BLOCK_COLUMNS,), tl.float32)
+            for first in range(0, rank, _TILE):
+                r = first + tile_rank
+                start = tl.multiple_of(tl.load(b_offsets + cell * table_tiles + first // _TILE), _VECTOR)
+                b = pool + start + tile_rank[:, None].to(tl.int64) * width + column[None, :]
+                weights = tl.load(b, mask=(r < rank)[:, None] & has_column[None, :], other=0.0)
+                has_partial = (partial < splits)[:, None] & (r < rank)[None, :]
+                inner = tl.sum(tl.load(v_row[:, None] + r[None, :], mask=has_partial, other=0.0), axis=0)
+                total += tl.sum(weights.to(tl.float32) * inner[:, None], axis=0)
+            tl.store(out, (base + tl.load(scales + cell) * total).to(y.dtype.element_ty), mask=has_column)
+
+
+@triton.jit(do_not_specialize=["v_rows", "max_splits"])
+def _expand_tiles(
+    v: tl.tensor, pool: tl.tensor, y: tl.tensor, shrink_work: tl.tensor, work: tl.tensor, blocks: tl.tensor,
+    b_offsets: tl.tensor, ranks: tl.tensor, scales: tl.tensor, y_stride: tl.tensor, v_rows: tl.tensor,
+    v_rank: tl.tensor, table_sites: tl.tensor, table_tiles: tl.tensor, split_programs: tl.tensor,
+    max_splits: tl.tensor, num_blocks: tl.tensor,
+    NUM_SITES: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, ALIGNED: tl.constexpr,
+) -> None:  # fmt: skip
+    """A tile of rows by one block of columns an item, on tensor cores."""
+    splits = split_count(tl.load(shrink_work), NUM_SITES, split_programs, max_splits)
+    tile_rank = tl.arange(0, _TILE)
+    for task in range(tl.program_id(0), tl.load(work) * num_blocks, tl.num_programs(0)):
+        item = work + (task // num_blocks + 1) * _ITEM
+        block = blocks + task % num_blocks * _BLOCK
+        index = tl.load(block)
+        width = tl.load(block + 3)
+        y_start = tl.load(block + 4)
+        if ALIGNED:
+            width = tl.multiple_of(width, _VECTOR)
+            y_start = tl.multiple_of(y_start, _VECTOR)
+        rows = tl.load(item + 1) + tl.arange(0, BLOCK_ROWS).to(tl.int64)
+        has_row = (rows < tl.load(item + 2))[:, None]
+        cell = tl.load(item).to(tl.int64) * table_sites + tl.load(block + 1)
+        rank = tl.load(ranks + cell)
+        if rank > 0:
+            column = tl.load(block + 2) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+            has_column = (column < width)[None, :]
+            total = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
+            for first in range(0, rank, _TILE):
+                r = first + tile_rank
+                start = tl.multiple_of(tl.load(b_offsets + cell * table_tiles + first // _TILE), _VECTOR)
+                b = pool + start + tile_rank[:, None].to(tl.int64) * width + column[None, :]
+                weights = tl.load(b, mask=(r < rank)[:, None] & has_column, other=0.0)
+                inner = tl.zeros((BLOCK_ROWS, _TILE), tl.float32)
+                for split in range(splits):
+                    v_row = v + ((split * NUM_SITES + index).to(tl.int64) * v_rows + rows) * v_rank
+                    inner += tl.load(v_row[:, None] + r[None, :], mask=has_row & (r < rank)[None, :], other=0.0)
+                total = _multiply(inner, weights, total)
+            out = y + rows[:, None] * y_stride + y_start + column[None, :]
+            base = tl.load(out, mask=has_row & has_column, other=0.0).to(tl.float32)
+            result = base + tl.load(scales + cell) * total
+            tl.store(out, result.to(y.dtype.element_ty), mask=has_row & has_column)
+
+
+@triton.jit
+def _multiply(inner: tl.tensor, weights: tl.tensor, total: tl.tensor) -> tl.tensor:
+    """total + inner @ weights with `inner` float32, whatever the dtype of `weights`."""
+    if weights.dtype == tl.float32:
+        return tl.dot(inner, weights, total, input_precision="ieee")
+    high = inner.to(weights.dtype)
+    low = (inner - high.to(tl.float32)).to(weights.dtype)
+    return tl.dot(low, weights, tl.dot(high, weights, total))
+
+
+BLOCK_COLUMNS = 1024
+
+
+def rescale(y: torch.Tensor, pool: torch.Tensor, offsets: torch.Tensor, group: LoraGroup, segments: Segments) -> None:
+    """Scale and shift every adapter's rows, in place: arguments as for the public operator, on a GPU."""
+    if segments.rows:
+        prepare_rescale(y, pool, offsets, group, segments).run()
+
+
+def prepare_rescale(
+    y: torch.Tensor, pool: torch.Tensor, offsets: torch.Tensor, group: LoraGroup, segments: Segments
+) -> Launch:
+    """The launch that changes `y`: a program for each row and block of columns, most of which find nothing to do."""
+    assert y.stride(1) == 1, "rows of y are contiguous"
+    blocks = group_table(group, BLOCK_COLUMNS, y.device).blocks
+    arguments = {
+        "y": y,
+        "pool": pool,
+        "offsets": offsets,
+        "row_slots": segments.row_slots(y.device),
+        "blocks": blocks,
+        "y_stride": y.stride(0),
+        "table_sites": offsets.shape[1],
+        "BLOCK_COLUMNS": BLOCK_COLUMNS,
+    }
+    return Launch(_rescale, (segments.rows, len(blocks)), arguments, num_warps=4, num_stages=1)
+
+
+@triton.jit
+def _rescale(
+    y: tl.tensor, pool: tl.tensor, offsets: tl.tensor, row_slots: tl.tensor, blocks: tl.tensor, y_stride: tl.tensor,
+    table_sites: tl.tensor, BLOCK_COLUMNS: tl.constexpr,
+) -> None:  # fmt: skip
+    """One row by one block of columns a program."""
+    row = tl.program_id(0).to(tl.int64)
+    block = blocks + tl.program_id(1) * _BLOCK
+    slot = tl.load(row_slots + row)
+    start = tl.load(offsets + slot * table_sites + tl.load(block + 1), mask=slot >= 0, other=-1)
+    if start >= 0:
+        width = tl.load(block + 3)
+        column = tl.load(block + 2) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+        has_column = column < width
+        out = y + row * y_stride + tl.load(block + 4) + column
+        factor = tl.load(pool + start + column, mask=has_column, other=0.0).to(tl.float32)
+        shift = tl.load(pool + start + width + column, mask=has_column, other=0.0).to(tl.float32)
+        value = tl.load(out, mask=has_column, other=0.0).to(tl.float32)
+        tl.store(out, (value * factor + shift).to(y.dtype.element_ty), mask=has_column)

@@ -1,0 +1,405 @@
+"""Work lists of the persistent kernels: which program computes what, cut once a step on the host.
+
+A persistent launch has a fixed number of programs, which walk through a list of items. The list and its length stand
+on the device and are read by every layer, so that a CUDA graph serves steps of any mix: `refill` replaces the items in
+place.
+
+- `TileMap`: which adapter rows go through which LoRA kernel. Segments of few rows and of many have tiles of their own.
+- `plan_attention`: which query rows meet which stretch of context in one program. Contexts are cut where a few long
+  ones would leave multiprocessors idle; the balance is that of FlashInfer's plan (Ye et al., 2025), the merge that of
+  Flash-Decoding (Dao et al., 2023).
+
+Needs no triton: plans are made and tested on a CPU too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from loramux_kernels.cuda.launch import resident_programs
+from loramux_kernels.device import stage, to_device
+from loramux_kernels.tables import RANK_TILE, AttentionBatch, LoraTable, Segments
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class WorkList:
+    """Items of a launch; its programs read their number from the device, so a captured launch serves any number."""
+
+    work: torch.Tensor
+    """int32[1 + capacity, width]; work[0, 0] is the number of items, which follow."""
+
+    def refill(self, items: Ints) -> None:
+        """Replace the items `[n, width]` in place, n at most the capacity: for launches held in a CUDA graph."""
+        assert len(items) < len(self.work), f"{len(items)} items in a list that holds {len(self.work) - 1}"
+        self.work[: len(items) + 1].copy_(stage(_with_header(items), self.work.device), non_blocking=True)
+
+
+def upload(lists: Sequence[Ints], device: torch.device) -> list[WorkList]:
+    """Copy lists of items `[n, width]` to the device, in one transfer; all have the same width."""
+    on_device = to_device(np.concatenate([_with_header(items) for items in lists]), device)
+    return [WorkList(part) for part in on_device.split([len(items) + 1 for items in lists])]
+
+
+def reserve(capacity: int, width: int, device: torch.device) -> WorkList:
+    """An empty list with room for `capacity` items."""
+    return WorkList(torch.zeros(1 + capacity, width, dtype=torch.int32, device=device))
+
+
+def cut(lengths: Ints, size: int | Ints) -> tuple[Ints, Ints]:
+    """Cut runs of the given lengths into pieces of at most `size`: (run of each piece, its start within the run)."""
+    pieces = -(-lengths // size)
+    owner = np.repeat(np.arange(len(lengths)), pieces)
+    index = np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    return owner, index * (size if isinstance(size, int) else size[owner])
+
+
+def _with_header(items: Ints) -> NDArray[np.int32]:
+    rows = np.zeros((len(items) + 1, items.shape[1]), dtype=np.int32)
+    rows[0, 0] = len(items)
+    rows[1:] = items
+    return rows
+
+
+SHORT_SEGMENT_ROWS = 32
+"""Segments up to here are short: their adapter's bytes, not their rows, are what they cost."""
+
+LORA_ITEM_WIDTH = 4
+"""Columns of an item: slot, first row, one past the last row, first rank row (0 for expand)."""
+
+
+@dataclass(frozen=True)
+class TileShape:
+    """Rows and rank rows that one item covers."""
+
+    rows: int
+    """1: a row by itself, multiplied without tensor cores."""
+    rank: int
+    """Rank rows that one item of shrink takes."""
+    expand_rows: int
+    """Rows of an item of expand. Fewer than 64, so that Hopper's wgmma is not used: the intermediate reaches it in
+    registers, which assemblers before CUDA 13.3 may reuse too early (triton-lang/triton#9433)."""
+
+
+ROW = TileShape(1, RANK_TILE, 1)
+SHORT = TileShape(16, RANK_TILE, 16)
+LONG_ROWS, LONG_EXPAND_ROWS = 64, 32
+LONG_RANKS = (16, 32, 64)
+"""Rank rows of a long segment's items: the least that hold the widest rank, or the most."""
+
+LONG = TileShape(LONG_ROWS, LONG_RANKS[-1], LONG_EXPAND_ROWS)
+
+DECODE_SHAPES = (ROW, SHORT)
+"""Shapes for steps of single rows; `decode_shape` chooses."""
+
+
+@dataclass(frozen=True, eq=False)
+class RowTiles:
+    """The items of one tile shape."""
+
+    shape: TileShape
+    shrink: WorkList
+    """(row tile, rank tile) pairs that exist at the adapters' true ranks."""
+    expand: WorkList
+    """Row tiles."""
+
+
+@dataclass(frozen=True, eq=False)
+class TileMap:
+    """A step's adapter rows as work for the LoRA kernels."""
+
+    rows: int
+    """Rows that belong to an adapter."""
+    rank: int
+    """Width of the intermediate: the largest rank of the step, in whole rank tiles."""
+    tiles: tuple[RowTiles, ...]
+    """One entry for each tile shape that occurs: at most one for short segments and one for long ones."""
+
+    @property
+    def max_splits(self) -> int:
+        """Most partial sums that shrink may cut one product into; few rows leave a GPU idle otherwise."""
+        if self.rows <= 256:
+            return 16
+        return 4 if self.rows <= 2048 else 1
+
+    @classmethod
+    def for_step(cls, segments: Segments, ranks: Ints, device: torch.device) -> TileMap:
+        """The map of one step; `ranks` `[S]` are the largest that each segment's adapter holds on any site."""
+        plans = [(shape, *_items(segments, ranks, shape)) for shape in _shapes(segments, ranks)]
+        plans = [plan for plan in plans if len(plan[1])]
+        if not plans:
+            return cls(segments.rows, 0, ())
+        uploaded = iter(upload([items for _, *lists in plans for items in lists], device))
+        tiles = tuple(RowTiles(shape, next(uploaded), next(uploaded)) for shape, *_ in plans)
+        return cls(segments.rows, _whole_tiles(ranks), tiles)
+
+    @classmethod
+    def reserve(cls, rows: int, rank: int, shape: TileShape, device: torch.device) -> TileMap:
+        """An empty map of fixed addresses for launches held in a CUDA graph: up to `rows` rows, ranks up to `rank`."""
+        shrink = reserve(rows * -(-rank // shape.rank), LORA_ITEM_WIDTH, device)
+        tiles = RowTiles(shape, shrink, reserve(rows, LORA_ITEM_WIDTH, device))
+        return cls(rows, -(-rank // RANK_TILE) * RANK_TILE, (tiles,))
+
+    @classmethod
+    def reserve_any(cls, rows: int, rank: int, device: torch.device) -> TileMap:
+        """An empty map of fixed addresses for any step of up to `rows` rows: for short and for long segments."""
+        short, long = (cls.reserve(rows, rank, shape, device) for shape in (SHORT, LONG))
+        return cls(rows, short.rank, (*short.tiles, *long.tiles))
+
+    @classmethod
+    def of_every_shape(cls, rows: int, rank: int, device: torch.device) -> TileMap:
+        """An empty map of all shapes that a step may need, at most two of them at a time: to compile their kernels."""
+        shapes = (*DECODE_SHAPES, *(TileShape(LONG_ROWS, long, LONG_EXPAND_ROWS) for long in LONG_RANKS))
+        maps = [cls.reserve(rows, rank, shape, device) for shape in shapes]
+        return cls(rows, maps[0].rank, tuple(tiles for one in maps for tiles in one.tiles))
+
+    def refill(self, segments: Segments, ranks: Ints) -> None:
+        """Put another step's segments into a reserved map; where it has one tile shape, all of them go through that."""
+        for tiles in self.tiles:
+            shrink, expand = _items(segments, ranks, tiles.shape, every=len(self.tiles) == 1)
+            tiles.shrink.refill(shrink)
+            tiles.expand.refill(expand)
+
+
+def tile_map_of(segments: Segments, table: LoraTable) -> TileMap:
+    """The map of `segments`, made on first use and kept with them, as a cached property would be.
+
+    Reads the ranks from `table`, for which the host waits once a step; `attach_tile_map` spares it that.
+    """
+    if "tile_map" not in vars(segments):
+        slots = torch.tensor(segments.slots, dtype=torch.int64, device=table.ranks.device)
+        ranks = table.ranks[slots].amax(dim=1).cpu().numpy().astype(np.int64)
+        attach_tile_map(segments, TileMap.for_step(segments, ranks, table.ranks.device))
+    return vars(segments)["tile_map"]
+
+
+def attach_tile_map(segments: Segments, tile_map: TileMap) -> None:
+    """Have every launch for `segments` use `tile_map`: one made without asking the device, or a reserved one."""
+    vars(segments)["tile_map"] = tile_map
+
+
+def decode_shape(segments: Segments, ranks: Sequence[int]) -> TileShape:
+    """The shape for all of a decode step's segments, `ranks` being their adapters'."""
+    lengths = np.diff(segments.cu_seqlens)
+    return _short_shape(lengths[np.asarray(ranks) > 0])
+
+
+def _short_shape(lengths: Ints) -> TileShape:
+    # Reading an adapter once for each row beats padding to a tensor-core tile while rows hardly share adapters.
+    return ROW if lengths.sum() < 2 * (-(-lengths // SHORT.rows)).sum() else SHORT
+
+
+def _shapes(segments: Segments, ranks: Ints) -> tuple[TileShape, TileShape]:
+    """The shapes for this step's short and long segments."""
+    lengths = np.diff(segments.cu_seqlens)
+    short = lengths <= SHORT_SEGMENT_ROWS
+    widest = int(ranks[~short].max(initial=0))
+    long_rank = next((rank for rank in LONG_RANKS if widest <= rank), LONG_RANKS[-1])
+    return _short_shape(lengths[short & (ranks > 0)]), TileShape(LONG_ROWS, long_rank, LONG_EXPAND_ROWS)
+
+
+def _items(segments: Segments, ranks: Ints, shape: TileShape, *, every: bool = False) -> tuple[Ints, Ints]:
+    """(shrink items, expand items) of the segments that `shape` serves; an adapter of rank 0 has none."""
+    lengths = np.diff(segments.cu_seqlens).astype(np.int64)
+    served = ranks > 0
+    if not every:
+        served &= (lengths > SHORT_SEGMENT_ROWS) == (shape.rows == LONG_ROWS)
+    lengths = np.where(served, lengths, 0)
+    rows = _row_tiles(segments, lengths, shape.rows)
+    owner, rank_start = cut(ranks[rows[:, 0]], shape.rank)
+    shrink = np.column_stack((rows[owner], rank_start))
+    expand = _row_tiles(segments, lengths, shape.expand_rows)
+    expand = np.column_stack((expand, np.zeros(len(expand), dtype=np.int64)))
+    slots = np.asarray(segments.slots, dtype=np.int64)
+    for items in (shrink, expand):
+        items[:, 0] = slots[items[:, 0]]
+    return shrink, expand
+
+
+def _row_tiles(segments: Segments, lengths: Ints, height: int) -> Ints:
+    """[n, 3]: segment, first row, one past the last; `lengths` rows of each segment are cut."""
+    starts = np.asarray(segments.cu_seqlens[:-1], dtype=np.int64)
+    owner, offset = cut(lengths, height)
+    first = starts[owner] + offset
+    return np.column_stack((owner, first, np.minimum(first + height, (starts + lengths)[owner])))
+
+
+def _whole_tiles(ranks: Ints) -> int:
+    return -(-int(ranks.max(initial=0)) // RANK_TILE) * RANK_TILE
+
+
+ATTENTION_ITEM_WIDTH = 8
+"""Columns of an attention item: sequence, first query row, query rows, position of the first, first token, one past the
+last token, row of its partial result (-1: straight to the output), 1 if it holds the sequence's first token.
+Columns of a merge item: first query row, query rows, first partial result, number of them."""
+
+DECODE_TILE_ROWS = 16
+"""Query rows times heads of a group in a decode tile: the least that tensor cores take."""
+
+LEAST_TOKENS = 256
+"""Least tokens of context in a piece: shorter pieces would spend their time on merging."""
+
+ATTENTION_PROGRAMS = 2
+"""Attention programs that a multiprocessor's registers hold at once."""
+
+FAIR_LOAD = 1.15
+"""The busiest program's share of the mean that is still cheaper than cutting contexts and merging."""
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """The facts besides the batch that a plan depends on: the same for all layers of one kind."""
+
+    groups: int
+    """Query heads that share a kv head: they lie side by side in a tile's rows."""
+    kv_heads: int
+    sliding_window: int | None
+    long_rows: int
+    """Query rows times groups in a prefill tile."""
+
+    @property
+    def short_rows(self) -> int:
+        """Rows of a decode tile."""
+        return max(DECODE_TILE_ROWS, 1 << (self.groups - 1).bit_length())
+
+    @property
+    def heights(self) -> tuple[int, int]:
+        """Rows of a decode tile and of a prefill tile."""
+        return self.short_rows, max(self.long_rows, self.short_rows)
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionTiles:
+    """The items of one tile height."""
+
+    rows: int
+    """Query rows times groups; a power of two."""
+    items: WorkList
+    merges: WorkList | None
+    """None when no context was cut."""
+    partials: int
+    """Partial results that the items write."""
+
+
+def plan_attention(batch: AttentionBatch, shape: AttentionShape) -> tuple[AttentionTiles, ...]:
+    """The work of a step: decode tiles and prefill tiles, whichever occur.
+
+    Made on first use and kept with the batch, as a cached property would be; reads `batch.spans`.
+    """
+    plans: dict[AttentionShape, tuple[AttentionTiles, ...]] = vars(batch).setdefault("attention_plans", {})
+    if shape not in plans:
+        plans[shape] = _plan(batch.spans, shape, batch.block_table.device)
+    return plans[shape]
+
+
+def attention_shapes(batch: AttentionBatch) -> tuple[AttentionShape, ...]:
+    """The kinds of attention that launches for `batch` have asked for."""
+    return tuple(vars(batch).get("attention_plans", ()))
+
+
+def reserve_attention(
+    shape: AttentionShape, max_sequences: int, max_rows: int, max_partials: int, device: torch.device
+) -> tuple[AttentionTiles, ...]:
+    """Return empty tiles of fixed addresses of each height, for steps of up to `max_rows` query rows."""
+    found = []
+    for rows, most in zip(shape.heights, (0, max_rows), strict=True):
+        tiles = max_sequences + most // (rows // shape.groups)
+        items = reserve(tiles + max_partials, ATTENTION_ITEM_WIDTH, device)
+        found.append(AttentionTiles(rows, items, reserve(tiles, ATTENTION_ITEM_WIDTH, device), max_partials))
+    return tuple(found)
+
+
+def attach_attention(batch: AttentionBatch, shape: AttentionShape, tiles: tuple[AttentionTiles, ...]) -> None:
+    """Have every launch for `batch` of this shape use `tiles`."""
+    vars(batch).setdefault("attention_plans", {})[shape] = tiles
+
+
+def refill_attention(
+    tiles: Sequence[AttentionTiles], spans: Sequence[tuple[int, int, int]], shape: AttentionShape
+) -> None:
+    """Put another step's sequences into reserved tiles; the first height alone holds every step that decodes."""
+    for reserved, (_, whole) in zip(tiles, _by_height(spans, shape), strict=False):
+        assert reserved.merges is not None, "reserved tiles may be merged"
+        pieces, merges = _cut_contexts(whole, shape.kv_heads, reserved.items.work.device, reserved.partials)
+        reserved.items.refill(pieces)
+        reserved.merges.refill(merges)
+
+
+def _plan(
+    spans: Sequence[tuple[int, int, int]], shape: AttentionShape, device: torch.device
+) -> tuple[AttentionTiles, ...]:
+    whole = [(rows, tiles) for rows, tiles in _by_height(spans, shape) if len(tiles)]
+    plans = [(rows, *_cut_contexts(tiles, shape.kv_heads, device)) for rows, tiles in whole]
+    if not plans:
+        return ()
+    uploaded = iter(upload([items for _, *lists in plans for items in lists], device))
+    tiles_of = []
+    for rows, _, merges in plans:
+        items, merge_list = next(uploaded), next(uploaded)
+        partials = int(merges[:, 3].sum())
+        tiles_of.append(AttentionTiles(rows, items, merge_list if partials else None, partials))
+    return tuple(tiles_of)
+
+
+def _by_height(spans: Sequence[tuple[int, int, int]], shape: AttentionShape) -> Iterator[tuple[int, Ints]]:
+    """Yield each tile height and the whole-context items of the sequences that take it."""
+    short = shape.short_rows // shape.groups
+    for rows, is_short in zip(shape.heights, (True, False), strict=True):
+        some = [(i, span) for i, span in enumerate(spans) if (span[1] - span[0] <= short) is is_short]
+        tiles = _tiles([span for _, span in some], rows, shape)
+        tiles[:, 0] = np.array([i for i, _ in some], dtype=np.int64)[tiles[:, 0]]
+        yield rows, tiles
+
+
+def _tiles(spans: Sequence[tuple[int, int, int]], rows: int, shape: AttentionShape) -> Ints:
+    """Whole-context items, one for each tile of query rows."""
+    start, stop, context = np.array(spans, dtype=np.int64).reshape(-1, 3).T
+    height = rows // shape.groups
+    owner, offset = cut(stop - start, height)
+    count = np.minimum(height, (stop - start)[owner] - offset)
+    position = (context - (stop - start))[owner] + offset
+    first = np.zeros_like(position)
+    if shape.sliding_window is not None:
+        first = np.maximum(position - shape.sliding_window + 1, 0)
+    columns = (owner, start[owner] + offset, count, position, first, position + count)
+    return np.column_stack((*columns, np.full_like(first, -1), np.ones_like(first)))
+
+
+def _cut_contexts(
+    tiles: Ints, kv_heads: int, device: torch.device, max_partials: int | None = None
+) -> tuple[Ints, Ints]:
+    """(items, merges): long contexts cut so that every program has as much to read, longest first."""
+    tokens = tiles[:, 5] - tiles[:, 4]
+    tiles, tokens = tiles[order := np.argsort(-tokens, kind="stable")], tokens[order]
+    programs = resident_programs(device, ATTENTION_PROGRAMS)
+    loads = np.bincount(np.arange(len(tokens) * kv_heads) % programs, np.repeat(tokens, kv_heads))
+    mean = tokens.sum() * kv_heads / programs
+    if len(loads) == programs and loads.max() <= FAIR_LOAD * mean:
+        return tiles, tiles[:0]
+    piece = max(LEAST_TOKENS, -(-int(mean / 3) // LEAST_TOKENS) * LEAST_TOKENS)
+    while max_partials is not None and -(-tokens[tokens > piece] // piece).sum() > max_partials:
+        piece *= 2
+    return _cut_into(tiles, tokens, piece)
+
+
+def _cut_into(tiles: Ints, tokens: Ints, piece: int) -> tuple[Ints, Ints]:
+    owner, offset = cut(tokens, piece)
+    items = tiles[owner]
+    items[:, 4] += offset
+    items[:, 5] = np.minimum(items[:, 4] + piece, items[:, 5])
+    items[:, 7] = offset == 0
+    pieces = np.bincount(owner, minlength=len(tiles))
+    partial = pieces[owner] > 1
+    items[partial, 6] = np.arange(partial.sum())
+    merged = pieces > 1
+    counts = pieces[merged]
+    firsts = np.cumsum(counts) - counts
+    merges = np.zeros((len(counts), ATTENTION_ITEM_WIDTH), dtype=np.int64)
+    merges[:, :4] = np.column_stack((tiles[merged, 1], tiles[merged, 2], firsts, counts))
+    return items, merges

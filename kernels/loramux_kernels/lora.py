@@ -1,0 +1,159 @@
+"""Segmented LoRA: the adapters of a mixed step, each applied to its own rows.
+
+Semantics, with s = cu_seqlens, slot[k] the adapter of rows s[k]:s[k+1], and sites[i] the i-th linear of a group:
+
+    lora_shrink   v[i, s[k]:s[k+1], :r] = x[s[k]:s[k+1]] @ A(slot[k], sites[i]).T
+    lora_expand   y[s[k]:s[k+1], slice i] += scale(slot[k], sites[i]) * v[i, s[k]:s[k+1], :r] @ Bt(slot[k], sites[i])
+    rescale       y[s[k]:s[k+1], slice i] = y[...] * factor(slot[k], sites[i]) + shift(slot[k], sites[i]), columnwise
+
+`lora_shrink` takes each row to the rank of its adapter, and `lora_expand` adds the result to the output of the base.
+`rescale` applies the factors and shifts of DoRA, IA3 and trained biases afterwards. Rows of the base model come last
+and are not read. One call serves all linears of a group, because they read the same input.
+
+Sources: Punica's SGMV (Chen et al., 2023) for segments; S-LoRA (Sheng et al., 2023) for unpadded ranks in one pool.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from loramux_kernels.device import runs_triton
+from loramux_kernels.native import native_for
+from loramux_kernels.native.abi import DTYPES
+from loramux_kernels.tables import NO_VECTORS, LoraGroup, LoraTable, Segments, read_rank_rows
+
+
+def lora_shrink(
+    x: torch.Tensor, pool: torch.Tensor, table: LoraTable, group: LoraGroup, segments: Segments
+) -> torch.Tensor:
+    """Project every adapter's rows down to its rank, for all sites of a group at once.
+
+    `x` `[T, in_features]` with T >= segments.rows, last dimension contiguous; `pool` 1-D, of x's dtype. Returns float32
+    `[len(sites), segments.rows, max rank in the step]`; what lies past a segment's own rank is undefined. On a GPU
+    it is `[splits, len(sites), ...]`, which the GPU's `lora_expand` adds up.
+    """
+    if runs_triton(x):
+        from loramux_kernels.cuda import lora as triton_shrink
+
+        return triton_shrink.lora_shrink(x, pool, table, group, segments)
+    if (native := native_for(x)) is not None:
+        return _shrink_natively(native, x, pool, table, group, segments)
+    return lora_shrink_reference(x, pool, table, group, segments)
+
+
+def _shrink_natively(
+    native: ctypes.CDLL, x: torch.Tensor, pool: torch.Tensor, table: LoraTable, group: LoraGroup, segments: Segments
+) -> torch.Tensor:
+    rank = segments.max_rank(table)
+    v = torch.empty(len(group.sites), segments.rows, rank, dtype=torch.float32)
+    native.loramux_lora_shrink(
+        DTYPES[x.dtype],
+        x.data_ptr(),
+        x.stride(0),
+        x.shape[1],
+        pool.data_ptr(),
+        table.abi,
+        group.packed.buffer_info()[0],
+        segments.packed.buffer_info()[0],
+        v.data_ptr(),
+        rank,
+        torch.get_num_threads(),
+    )
+    return v
+
+
+def lora_shrink_reference(
+    x: torch.Tensor, pool: torch.Tensor, table: LoraTable, group: LoraGroup, segments: Segments
+) -> torch.Tensor:
+    """`lora_shrink` in torch, on any device and in any floating dtype."""
+    v = x.new_zeros(len(group.sites), segments.rows, segments.max_rank(table), dtype=torch.float32)
+    for slot, start, stop in segments.spans:
+        rows = x[start:stop].float()
+        for i, site in enumerate(group.sites):
+            if rank := int(table.ranks[slot, site]):
+                a = read_rank_rows(pool, table.a_offsets[slot, site], rank, x.shape[1])
+                v[i, start:stop, :rank] = rows @ a.T
+    return v
+
+
+def lora_expand(
+    v: torch.Tensor, pool: torch.Tensor, table: LoraTable, group: LoraGroup, segments: Segments, y: torch.Tensor
+) -> None:
+    """Add every adapter's contribution to the base's outputs, in place, for all sites of a group at once.
+
+    `v` is `lora_shrink`'s; `y` `[T, sum(out_features)]` with T >= segments.rows, of the pool's dtype, last dimension
+    contiguous, any row stride. Sums are taken in float32 and rounded once.
+    """
+    if runs_triton(y):
+        from loramux_kernels.cuda import lora as triton_expand
+
+        triton_expand.lora_expand(v, pool, table, group, segments, y)
+    elif (native := native_for(y)) is not None:
+        _expand_natively(native, v, pool, table, group, segments, y)
+    else:
+        lora_expand_reference(v, pool, table, group, segments, y)
+
+
+def _expand_natively(
+    native: ctypes.CDLL,
+    v: torch.Tensor,
+    pool: torch.Tensor,
+    table: LoraTable,
+    group: LoraGroup,
+    segments: Segments,
+    y: torch.Tensor,
+) -> None:
+    native.loramux_lora_expand(
+        DTYPES[y.dtype],
+        v.data_ptr(),
+        v.shape[2],
+        pool.data_ptr(),
+        table.abi,
+        group.packed.buffer_info()[0],
+        segments.packed.buffer_info()[0],
+        y.data_ptr(),
+        y.stride(0),
+        torch.get_num_threads(),
+    )
+
+
+def lora_expand_reference(
+    v: torch.Tensor, pool: torch.Tensor, table: LoraTable, group: LoraGroup, segments: Segments, y: torch.Tensor
+) -> None:
+    """`lora_expand` in torch, on any device and in any floating dtype."""
+    for slot, start, stop in segments.spans:
+        for i, site in enumerate(group.sites):
+            if rank := int(table.ranks[slot, site]):
+                bt = read_rank_rows(pool, table.b_offsets[slot, site], rank, group.out_features[i])
+                out = y[start:stop, group.out_starts[i] : group.out_starts[i + 1]]
+                out.copy_(out.float() + table.scales[slot, site] * (v[i, start:stop, :rank] @ bt))
+
+
+def rescale(y: torch.Tensor, pool: torch.Tensor, offsets: torch.Tensor, group: LoraGroup, segments: Segments) -> None:
+    """Scale and shift every adapter's rows, in place, for all sites of a group at once.
+
+    `y` `[T, sum(group.out_features)]` with T >= segments.rows, of the pool's dtype, last dimension contiguous, any row
+    stride. `offsets` int64[num_slots, num_sites]: where in the pool, counted in elements, a site's factors stand, and
+    right behind them its shifts, or NO_VECTORS. Computed in float32 and rounded once.
+    """
+    if runs_triton(y):
+        from loramux_kernels.cuda import lora as triton_rescale
+
+        triton_rescale.rescale(y, pool, offsets, group, segments)
+    else:
+        rescale_reference(y, pool, offsets, group, segments)
+
+
+def rescale_reference(
+    y: torch.Tensor, pool: torch.Tensor, offsets: torch.Tensor, group: LoraGroup, segments: Segments
+) -> None:
+    """`rescale` in torch, on any device and in any floating dtype."""
+    found = offsets[list(segments.slots)][:, list(group.sites)].tolist()
+    for (_, first, last), starts in zip(segments.spans, found, strict=True):
+        for i, (start, width) in enumerate(zip(starts, group.out_features, strict=True)):
+            if start != NO_VECTORS:
+                factor, shift = pool[start : start + 2 * width].view(2, width)
+                part = y[first:last, group.out_starts[i] : group.out_starts[i + 1]]
+                part.copy_(torch.addcmul(shift.float(), part.float(), factor.float()))

@@ -1,0 +1,233 @@
+"""Compiling grammars within limits: first on trial in a limited process, then in an engine on threads of its own.
+
+A grammar is a stranger's code, as text in llguidance's own format (`formats` and `tools` write it). Compiling one takes
+milliseconds, a hostile one up to `limits()`, so it never happens in a step: a request with a constraint joins the queue
+when its grammar is compiled. llguidance releases the interpreter's lock meanwhile.
+
+The trial (`prepare`, which the sandbox finds by this module's name) writes and compiles a grammar, and follows it for
+some random tokens. Most hostile grammars meet llguidance's own limits. Some overflow its stack, which ends the process,
+or compile for minutes: the kernel ends them there. What passes the trial takes an engine no longer than it took there,
+and has a stack that is smaller than any of the engine's threads.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from loramux.constraints.formats import (
+    AnswerFormat,
+    GrammarText,
+    JsonObject,
+    JsonSchema,
+    to_grammar,
+    write_content,
+    write_format,
+)
+from loramux.constraints.tools import ToolStyle, ToolUse, write_tools
+
+THREADS = 2
+MAX_COMPILED = 256
+"""Compiled grammars that are kept, over all tenants."""
+MAX_COMPILED_OF_TENANT = 32
+
+
+def limits() -> LLParserLimits:
+    """Return the bounds of one grammar; llguidance counts them in its own units of work and of memory."""
+    return LLParserLimits(
+        initial_lexer_fuel=1_000_000,  # about 20 ms
+        step_lexer_fuel=30_000,  # about 2 ms of one mask
+        step_max_items=10_000,  # about 0.5 ms of one mask
+        max_lexer_states=20_000,  # 1 to 2 kB each
+        max_grammar_size=200_000,
+        precompute_large_lexemes=True,
+        verbose_errors=False,
+    )
+
+
+def load_tokenizer(model_dir: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> LLTokenizer | None:
+    """Return the model's vocabulary as grammars read it; None where its tokenizer is not one of `tokenizers`."""
+    from llguidance.hf import from_tokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # takes seconds: only where a model is served
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+    except (OSError, ValueError):
+        return None  # the gateway refuses to start without one, and says so
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        return None
+    if len(tokenizer) <= max(eos_token_ids, default=0):
+        return None  # of a folder without tokenizer files transformers makes an empty one for some families
+    num_tokens = max(vocab_size, len(tokenizer))
+    return from_tokenizer(tokenizer, n_vocab=num_tokens, eos_token=list(eos_token_ids) or None)
+
+
+def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
+    """Return a matcher at the beginning of `grammar`; it holds its error where there is one."""
+    return LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
+
+
+class GrammarCompiler:
+    """Compiles grammars on threads, one at a time for a tenant, and keeps each tenant's latest."""
+
+    def __init__(self, tokenizer: LLTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="grammars")
+        self._compiled: OrderedDict[tuple[str, str], Future[LLMatcher]] = OrderedDict()
+        """Grammars by tenant and text, the latest used last."""
+        self._lock = threading.Lock()
+        self._waiting: dict[str, deque[Callable[[], Any]]] = {}
+        """The work of each tenant, the first of it under way."""
+
+    def compile(self, tenant: str, grammar: str) -> Future[LLMatcher]:
+        """Return the matcher of `grammar`, to be copied for each answer, once it is compiled."""
+        key = (tenant, grammar)
+        if (kept := self._compiled.get(key)) is not None:
+            self._compiled.move_to_end(key)
+            return kept
+        compiled = self._compiled[key] = Future()
+        self._evict(tenant)
+        with self._lock:
+            work = self._waiting.setdefault(tenant, deque())
+            work.append(lambda: compiled.set_result(compile_grammar(self._tokenizer, grammar)))
+            if len(work) == 1:
+                self._threads.submit(self._run_next, tenant)
+        return compiled
+
+    def close(self) -> None:
+        """End the threads."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _run_next(self, tenant: str) -> None:
+        self._waiting[tenant][0]()
+        with self._lock:
+            work = self._waiting[tenant]
+            work.popleft()
+            if work:  # behind the other tenants' work
+                self._threads.submit(self._run_next, tenant)
+            else:
+                del self._waiting[tenant]
+
+    def _evict(self, tenant: str) -> None:
+        own = [key for key in self._compiled if key[0] == tenant]
+        if len(own) > MAX_COMPILED_OF_TENANT:
+            del self._compiled[own[0]]
+        elif len(self._compiled) > MAX_COMPILED:
+            self._compiled.popitem(last=False)
+
+
+STACK_BYTES = 1 << 20
+COMPILE_SECONDS = 0.5
+MASK_SECONDS = 0.05
+STEPS = 24
+"""Tokens for which a grammar is followed."""
+
+
+class TrialSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """The vocabulary of the base."""
+
+    tokenizer: str
+    """The `tokenizers` library's JSON."""
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+
+class ToolGrammar(msgspec.Struct, frozen=True, kw_only=True):
+    """The tools of an answer, as a model calls them."""
+
+    use: ToolUse
+    style: ToolStyle
+    special: dict[str, int]
+    """Token ids of the style's markers that have no text in a grammar."""
+
+
+class TrialJob(msgspec.Struct, frozen=True, kw_only=True):
+    """One format, tools, or both."""
+
+    format: AnswerFormat | None = None
+    tools: ToolGrammar | None = None
+
+    def write(self) -> GrammarText:
+        """Write the grammar. Raises ValueError with a sentence where that is not possible."""
+        if self.tools is None:
+            assert self.format is not None, "a job has something to try"
+            return write_format(self.format)
+        content = None
+        if self.format is not None and not self.tools.use.is_required:
+            if not isinstance(self.format, JsonObject | JsonSchema):
+                raise ValueError("with tools an answer has a JSON format or none; leave one of them out")
+            content = write_content(self.format)
+        return to_grammar(write_tools(self.tools.use, self.tools.style, self.tools.special, content))
+
+
+class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The grammar, or the sentence that says why there is none."""
+
+    grammar: GrammarText = ""
+    refusal: str | None = None
+
+
+def prepare(setup: bytes) -> Callable[[bytes], bytes]:
+    """Read the vocabulary; return the function that tries one job."""
+    from llguidance import LLTokenizer
+
+    vocabulary = msgspec.json.decode(setup, type=TrialSetup)
+    eos = list(vocabulary.eos_token_ids) or None
+    tokenizer = LLTokenizer(vocabulary.tokenizer, n_vocab=vocabulary.vocab_size, eos_token=eos)
+    decoder = msgspec.json.Decoder(TrialJob)
+
+    def run(payload: bytes) -> bytes:
+        results: list[TrialResult] = []
+        threading.stack_size(STACK_BYTES)
+        trial = threading.Thread(target=lambda: results.append(_try(tokenizer, decoder.decode(payload))))
+        trial.start()
+        trial.join()
+        return msgspec.json.encode(results[0])
+
+    return run
+
+
+def _try(tokenizer: object, job: TrialJob) -> TrialResult:
+    began = time.process_time()
+    try:
+        grammar = job.write()
+    except ValueError as error:
+        return TrialResult(refusal=str(error))
+    matcher = compile_grammar(tokenizer, grammar)  # type: ignore[arg-type]  # an LLTokenizer
+    seconds = time.process_time() - began
+    if seconds > COMPILE_SECONDS:
+        return TrialResult(refusal=f"it takes {seconds:.1f} seconds to compile, and {COMPILE_SECONDS} are allowed")
+    chance, words = random.Random(0), np.zeros(-(-tokenizer.vocab_size // 32), dtype=np.int32)  # type: ignore[attr-defined]  # noqa: S311
+    for _ in range(STEPS):
+        if matcher.is_error() or matcher.is_stopped():
+            break
+        began = time.process_time()
+        matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if (seconds := time.process_time() - began) > MASK_SECONDS:
+            return TrialResult(refusal=f"a token takes {seconds:.2f} seconds, and {MASK_SECONDS} are allowed")
+        allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+        if not len(allowed) or not matcher.consume_token(int(chance.choice(allowed))):
+            break
+    if matcher.is_error():
+        return TrialResult(refusal=_sentence(matcher.get_error()))
+    return TrialResult(grammar=grammar)
+
+
+def _sentence(error: str) -> str:
+    """Return the gist of llguidance's error: its first line and, of a regular expression's, the last one."""
+    lines = [line.strip() for line in error.partition("<non-verbose/>")[0].strip().splitlines()]
+    if not lines or lines[0] in ("NoExtension", "NoExtensionBias"):
+        return "no answer satisfies it"
+    gist = lines[0].partition("failed to compile JSON schema: ")[2] or lines[0]
+    details = [line.removeprefix("error: ") for line in lines[1:] if line.startswith("error: ")]
+    return " ".join([gist, *details])[:300]

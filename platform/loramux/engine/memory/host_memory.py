@@ -1,0 +1,339 @@
+"""The host's side of the pool: the adapter store of a real engine, and the host's slots for swapped KV.
+
+**Adapters**: PEFT files on disk, copies in the host's memory, weights in the pool. Inspecting an adapter brings it into
+the host's memory while its requests queue. Reading and copying have threads of their own, so that an adapter that is in
+the host's memory never waits for others that are still being read. The host's memory keeps adapters by
+GreedyDual-Size-Frequency (Cherkasova, 1998), as `residency` does in the pool: those that are used often, expensive to
+read and small.
+
+**KV**: `HostPages` holds pages of preempted sequences as tensors; `memory.KvSwap` decides which.
+
+This is the one module of the package that needs torch, so that the scheduler and the simulator run without it.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Protocol, TypeVar
+
+import torch
+
+from loramux.engine.memory.ranking import NEVER_USED, used_at
+from loramux.engine.memory.residency import Inspected, StoreJob
+from loramux.engine.messages import AdapterRef
+from loramux_adapters import AdapterPlan, BaseDescription, Limits, inspect_adapter
+from loramux_adapters.base_weights import BaseWeights, fit_to_base
+from loramux_adapters.weights import AdapterLayout, AdapterWeights, load_adapter
+
+R = TypeVar("R")
+T = TypeVar("T")
+
+MAX_HUNG_READS = 64
+"""Reads that hang, at most: beyond it the storage is taken as down, and loads fail at once."""
+OVERHEAD_BYTES = float(1 << 20)
+"""Cost of opening and checking an adapter beside reading it, in bytes that take the same time."""
+
+
+@dataclass(eq=False, slots=True)
+class _CachedAdapter:
+    weights: AdapterWeights
+    num_bytes: int
+    recency: float = NEVER_USED
+
+    @property
+    def retention_score(self) -> float:
+        """log2 of expected uses x cost of a miss / bytes."""
+        return self.recency + math.log2(1.0 + OVERHEAD_BYTES / max(self.num_bytes, 1))
+
+
+class HostCache:
+    """Adapters in the host's memory, at most `max_bytes` of them. Any thread may call it."""
+
+    def __init__(self, max_bytes: int, clock: Callable[[], float], half_life: float = 300.0) -> None:
+        """`half_life`: seconds after which a use counts half."""
+        self._max_bytes = max_bytes
+        self._clock = clock
+        self._half_life = half_life
+        self._kept: dict[str, _CachedAdapter] = {}
+        self._lock = threading.Lock()
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def may_take(self, num_bytes: int) -> bool:
+        """Could this number of bytes ever be kept?"""
+        return num_bytes <= self._max_bytes
+
+    def get(self, digest: str) -> AdapterWeights | None:
+        """Return the revision's weights if they are here, and count a use."""
+        with self._lock:
+            kept = self._kept.get(digest)
+            if kept is None:
+                return None
+            kept.recency = used_at(kept.recency, self._now)
+            return kept.weights
+
+    def put(self, digest: str, weights: AdapterWeights) -> None:
+        """Keep `weights`, unless an adapter that would have to go for them is worth more."""
+        kept = _CachedAdapter(weights, weights.nbytes, used_at(NEVER_USED, self._now))
+        with self._lock:
+            self._drop(digest)
+            if (leaving := self._displaced_by(kept)) is not None:
+                for other in leaving:
+                    self._drop(other)
+                self._kept[digest] = kept
+                self.num_bytes += kept.num_bytes
+
+    def forget(self, digest: str) -> None:
+        """Drop a deleted revision."""
+        with self._lock:
+            self._drop(digest)
+
+    @property
+    def _now(self) -> float:
+        return self._clock() / self._half_life
+
+    def _displaced_by(self, kept: _CachedAdapter) -> list[str] | None:
+        """The adapters of the lowest scores that must go for it; None where it is too large, or one is worth more."""
+        leaving, excess = [], self.num_bytes + kept.num_bytes - self._max_bytes
+        for digest in sorted(self._kept, key=lambda digest: self._kept[digest].retention_score):
+            if excess <= 0:
+                break
+            if self._kept[digest].retention_score > kept.retention_score:
+                return None
+            leaving.append(digest)
+            excess -= self._kept[digest].num_bytes
+        return leaving if excess <= 0 else None
+
+    def _drop(self, digest: str) -> None:
+        if kept := self._kept.pop(digest, None):
+            self.num_bytes -= kept.num_bytes
+
+
+class AdapterTarget(Protocol):
+    """Where adapters are served from: an AdapterBank, or those of several ranks."""
+
+    def plan_layout(self, plan: AdapterPlan) -> AdapterLayout:
+        """Lay out the blocks of a validated adapter. Raises AdapterRejected if its rank is too large."""
+
+    def fence(self) -> torch.cuda.Event | None:
+        """Return the end of all steps that were launched so far; None where a launched step has ended."""
+
+    def install(
+        self, weights: AdapterWeights, layout: AdapterLayout, pages: list[int], fence: torch.cuda.Event | None
+    ) -> int:
+        """Copy an adapter, fitted to the base, into `pages` after `fence`, and return the slot that serves it."""
+
+    def drop(self, slot: int) -> None:
+        """Forget a slot; its pages may be overwritten as soon as this returns."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSource:
+    """The base that adapters are read for, and the limits that they must keep."""
+
+    base: BaseDescription
+    weights: BaseWeights
+    limits: Limits
+    dtype: torch.dtype
+
+    def inspect(self, ref: AdapterRef) -> AdapterPlan:
+        """Check the files without reading the weights. Raises AdapterRejected."""
+        return inspect_adapter(Path(ref.path), self.base, self.limits)
+
+    def load(self, ref: AdapterRef) -> AdapterWeights:
+        """Read and check the files, and fit what they hold to the base. Raises AdapterRejected."""
+        return fit_to_base(load_adapter(Path(ref.path), self.base, self.limits, self.dtype), self.weights)
+
+
+class LoaderThreads:
+    """Threads that run jobs in order. One whose job is cancelled under it hangs, and another takes its place.
+
+    A job has two parts: `read` may hang, for it waits for files; `write` does not, and a job can be cancelled until it
+    begins, so that what it would write to is free again.
+    """
+
+    def __init__(self, name: str, threads: int, clock: Callable[[], float]) -> None:
+        self._name = name
+        self._clock = clock
+        self._jobs: SimpleQueue[Callable[[], bool] | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._hung: set[str] = set()
+        """Keys of jobs that were cancelled and still read."""
+        self._threads = threads
+        for _ in range(threads):
+            self._start_thread()
+
+    def submit(self, key: str, read: Callable[[], R], write: Callable[[R], T]) -> StoreJob[T]:
+        """Queue a job. One that would wait for a read that hangs fails at once."""
+        job: StoreJob[T] = StoreJob()
+        if key in self._hung or len(self._hung) >= MAX_HUNG_READS:
+            job.set_exception(TimeoutError("the storage does not answer: earlier reads of it have not ended."))
+            return job
+        job.add_done_callback(lambda _: self._replace_hung_thread(key, job))
+        self._jobs.put(lambda: self._run(key, job, read, write))
+        return job
+
+    def close(self) -> None:
+        """End the threads once their present work is done; those that hang are left behind."""
+        for _ in range(self._threads):
+            self._jobs.put(None)
+
+    def _start_thread(self) -> None:
+        threading.Thread(target=self._work, daemon=True, name=self._name).start()
+
+    def _work(self) -> None:
+        while (run := self._jobs.get()) is not None:
+            if not run():
+                return
+
+    def _run(self, key: str, job: StoreJob[T], read: Callable[[], R], write: Callable[[R], T]) -> bool:
+        """Run a job; return False where it was cancelled meanwhile: another thread has this one's place."""
+        with self._lock:
+            if job.cancelled():
+                return True
+            job.started_at = self._clock()
+        try:
+            found = read()
+            if job.set_running_or_notify_cancel():
+                job.set_result(write(found))
+        except Exception as error:
+            if job.running() or job.set_running_or_notify_cancel():
+                job.set_exception(error)
+        self._hung.discard(key)
+        return not job.cancelled()
+
+    def _replace_hung_thread(self, key: str, job: StoreJob[T]) -> None:
+        with self._lock:  # a job is either cancelled before it starts, or its thread knows that it is replaced
+            if job.cancelled() and job.started_at is not None:
+                self._hung.add(key)
+                self._start_thread()
+
+
+class DiskStore:
+    """An `AdapterStore` over PEFT files. It checks again what it reads, but for the values: a digest fixes those."""
+
+    def __init__(
+        self,
+        bank: AdapterTarget,
+        source: AdapterSource,
+        host: HostCache,
+        max_loading: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._bank = bank
+        self._source = source
+        self._host = host
+        self._readers = LoaderThreads("adapter-read", max_loading, clock)
+        self._copiers = LoaderThreads("adapter-copy", max_loading, clock)
+
+    @property
+    def num_cached(self) -> int:
+        """Adapters in the host's memory."""
+        return len(self._host)
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of the adapters in the host's memory."""
+        return self._host.num_bytes
+
+    def inspect(self, ref: AdapterRef) -> StoreJob[Inspected]:
+        """Check the files."""
+        return self._readers.submit(ref.digest, partial(self._inspect, ref), lambda inspected: inspected)
+
+    def fill(self, ref: AdapterRef, pages: list[int]) -> StoreJob[int]:
+        """Copy the weights into `pages`; the result is their slot."""
+        fence = self._bank.fence()  # steps launched until now may read what the pages held; later ones do not
+        return self._copiers.submit(ref.digest, partial(self._weights, ref), partial(self._install, pages, fence))
+
+    def drop(self, slot: int) -> None:
+        """Forget a slot."""
+        self._bank.drop(slot)
+
+    def forget(self, digest: str) -> None:
+        """Drop a deleted revision from the host's memory."""
+        self._host.forget(digest)
+
+    def close(self) -> None:
+        """Stop the threads once their present work is done."""
+        for threads in (self._readers, self._copiers):
+            threads.close()
+
+    def _inspect(self, ref: AdapterRef) -> Inspected:
+        plan = self._source.inspect(ref)
+        if self._host.may_take(plan.file_bytes):
+            self._weights(ref)
+        return Inspected(self._bank.plan_layout(plan).num_pages, plan.invocation)
+
+    @torch.inference_mode()
+    def _install(self, pages: list[int], fence: torch.cuda.Event | None, weights: AdapterWeights) -> int:
+        return self._bank.install(weights, self._bank.plan_layout(weights.plan), pages, fence)
+
+    @torch.inference_mode()
+    def _weights(self, ref: AdapterRef) -> AdapterWeights:
+        weights = self._host.get(ref.digest)
+        if weights is None:
+            weights = self._source.load(ref)
+            self._host.put(ref.digest, weights)
+        return weights
+
+
+SAMPLE_PAGES = 16
+"""Copied once each way to measure what a page takes."""
+
+
+class HostPages:
+    """A `HostKv` for the pool of a bank: tensors on a CPU; on a GPU pinned memory, copied in the order of its stream.
+
+    The host waits for no copy. The device does, before its next step: a page takes some tens of microseconds over the
+    link, and sequences are preempted in few steps.
+    """
+
+    def __init__(self, pool: torch.Tensor, page_elements: int, num_bytes: int) -> None:
+        """`pool` is flat; at most `num_bytes` bytes are kept, and never more pages than the pool has."""
+        self._pool = pool[: pool.numel() // page_elements * page_elements].view(-1, page_elements)
+        self.num_slots = min(num_bytes // (page_elements * pool.element_size()), len(self._pool))
+        # Uninitialised on purpose: on a CPU memory that is not touched is not held.
+        shape = (self.num_slots, page_elements)
+        self._slots = torch.empty(shape, dtype=pool.dtype, pin_memory=pool.device.type == "cuda")
+        self.seconds_per_page = self._measured()
+
+    @torch.inference_mode()
+    def save(self, pages: Sequence[int], slots: Sequence[int]) -> None:
+        """Copy each page to its slot."""
+        for page, slot in zip(pages, slots, strict=True):
+            self._slots[slot].copy_(self._pool[page], non_blocking=True)
+
+    @torch.inference_mode()
+    def restore(self, slots: Sequence[int], pages: Sequence[int]) -> None:
+        """Copy each slot to its page."""
+        for slot, page in zip(slots, pages, strict=True):
+            self._pool[page].copy_(self._slots[slot], non_blocking=True)
+
+    @torch.inference_mode()
+    def _measured(self) -> float:
+        """Seconds for a page one way, of a second round: the first one touches the memory."""
+        pages = self._pool[:SAMPLE_PAGES]
+        slots = torch.empty_like(pages, device="cpu", pin_memory=pages.device.type == "cuda")
+        seconds = 0.0
+        for _ in range(2):
+            self._wait()
+            start = time.perf_counter()
+            for page, slot in zip(pages, slots, strict=True):
+                slot.copy_(page, non_blocking=True)
+                page.copy_(slot, non_blocking=True)
+            self._wait()
+            seconds = time.perf_counter() - start
+        return seconds / (2 * len(pages))
+
+    def _wait(self) -> None:
+        if self._pool.device.type == "cuda":
+            torch.cuda.synchronize(self._pool.device)
