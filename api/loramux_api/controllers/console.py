@@ -51,7 +51,7 @@ from loramux_api.schemas.console import (
 )
 from loramux_api.schemas.strict import StrictJSON
 
-FOLDER = Path(__file__).parent / "console"
+FOLDER = Path(__file__).parents[1] / "console"
 """`make console` writes it in a checkout; a wheel has it."""
 INDEX = "index.html"
 NONCE = "NONCE-OF-THIS-ANSWER"

@@ -40,10 +40,7 @@ def launcher_of(settings: Settings) -> Launch:
         for number, address in enumerate(base.engines.addresses)
     }
     attach = attaching(settings, addresses) if addresses else None
-    if settings.fleet.launcher == "ray":
-        start = launching_on_ray(settings)
-    else:
-        start = launch_here
+    start = launching_on_ray(settings) if settings.fleet.launcher == "ray" else launch_here
 
     def launch(name: str, own: Settings) -> EngineClient:
         return attach(name, own) if attach is not None and name in addresses else start(name, own)

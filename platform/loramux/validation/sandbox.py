@@ -240,7 +240,6 @@ def _checked(answer: JobResult) -> JobResult:
 
 PR_SET_CHILD_SUBREAPER = 36
 """A constant of linux/prctl.h."""
-"""Constants of linux/sched.h."""
 OPEN_FILES = 256
 IDLE_SECONDS = 900.0
 """The time after which an idle warm process ends and frees its memory; the next job starts another."""
@@ -249,18 +248,22 @@ Work = Callable[[bytes], bytes]
 
 
 def main() -> NoReturn:
-    """Serve the module and descriptor of the command line, then end at once."""
-    module, descriptor, niceness = sys.argv[1:]
-    serve(module, int(descriptor), int(niceness))
+    """Serve the stage and descriptor of the command line, then end at once."""
+    stage, descriptor, niceness = sys.argv[1:]
+    serve(stage, int(descriptor), int(niceness))
     os._exit(0)  # without the finalisation of libraries, which write to standard error about leaks
 
 
-def serve(module: str, descriptor: int, niceness: int) -> None:
-    """Fork a child for each job until the socket closes or no job has come for IDLE_SECONDS."""
+def serve(stage: str, descriptor: int, niceness: int) -> None:
+    """Fork a child for each job until the socket closes or no job has come for IDLE_SECONDS.
+
+    `stage` names what makes the work: a module with a `prepare`, or `module:function`.
+    """
     os.nice(niceness)
     _adopt_orphans()
     leave_network()
-    work: Work = importlib.import_module(module).prepare(sys.stdin.buffer.read())
+    module, _, function = stage.partition(":")
+    work: Work = getattr(importlib.import_module(module), function or "prepare")(sys.stdin.buffer.read())
     code_paths()  # collected once, with the modules that every job has
     gc.collect()
     gc.freeze()  # a collection in a child must not copy shared pages

@@ -165,7 +165,9 @@ class BaseValidators:
         _warn_of_what_the_kernel_lacks()
         self._validators = validators
         self._retired: tuple[RetiredBase, ...] = ()
-        self._choice = _Stage("base_model", "loramux.validation.files", NoSetup(), _file_limits(settings))
+        self._choice = _Stage(
+            "base_model", "loramux.validation.files:prepare_choice", NoSetup(), _file_limits(settings)
+        )
 
     def put(self, name: str, validator: Validator) -> None:
         """Take uploads for one more base."""
