@@ -16,7 +16,7 @@ from typing import Any
 import iso4217
 import msgspec
 
-from loramux.records.service_tiers import ANY, tier_match
+from loramux.records.requests import ANY, tier_match
 from loramux.records.usage import DailyQuantities
 from loramux.units import DAY
 

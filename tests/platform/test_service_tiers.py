@@ -12,7 +12,7 @@ from loramux.billing import BillingService, Catalog, InvalidPlan, read_plans
 from loramux.limits import Limits, RequestTooLarge, TooManyRunning
 from loramux.pricing import Price, Step, price_for
 from loramux.records import Database, Principal
-from loramux.records.service_tiers import charged_tier, service_tier, tenant_tier
+from loramux.records.requests import charged_tier, service_tier, tenant_tier
 from loramux.settings import BillingSettings
 from loramux.tenants import Tenants
 from loramux.usage import OpenedRequest, Settlement, UsageService

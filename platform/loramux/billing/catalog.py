@@ -24,8 +24,7 @@ from loramux.records import Database, TenantId
 from loramux.records.billing import PeriodRepository, PlanRow, PriceRepository, PriceRow, SubscriptionRow
 from loramux.records.database import PRICES, advisory_lock
 from loramux.records.identity import GRAMMAR_IN_WORDS, is_name, new_id
-from loramux.records.requests import OpenedRequest
-from loramux.records.service_tiers import CHOSEN, is_priced_tier
+from loramux.records.requests import CHOSEN, OpenedRequest, is_priced_tier
 from loramux.records.tenants import TenantRepository, TenantRow
 from loramux.tenants import Change, Changes
 from loramux.units import DAY, SECOND

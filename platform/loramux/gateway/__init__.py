@@ -56,7 +56,7 @@ from loramux.gateway.platform import (
 )
 from loramux.gateway.service import CompletionService, Recorder, ServedBase, service_class_of
 from loramux.records import RecordsError
-from loramux.records.service_tiers import ServiceTier
+from loramux.records.requests import ServiceTier
 
 __all__ = [
     "AdapterService",

@@ -28,7 +28,7 @@ from loramux.gateway.messages import Classes, Delta, FinishReason, PromptText, T
 from loramux.gateway.output import Choice, OutputProcessor, delivered_tokens, settlement_of
 from loramux.limits import RateLimitStatus
 from loramux.records import RecordsUnavailable
-from loramux.records.service_tiers import BACKGROUND, service_tier
+from loramux.records.requests import BACKGROUND, service_tier
 from loramux.units import TokenCounts
 from loramux.usage import OpenedRequest, Settlement, UsageService
 

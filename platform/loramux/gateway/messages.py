@@ -18,7 +18,7 @@ from loramux.constraints import AnswerFormat, ToolUse
 from loramux.engine.messages import Pooling, SamplingParams
 from loramux.gateway.calls import CallDelta
 from loramux.limits import RateLimitStatus
-from loramux.records.service_tiers import ServiceTier
+from loramux.records.requests import ServiceTier
 from loramux.units import TokenCounts
 from loramux.usage import IdempotencyClaim, StoredAnswer
 

@@ -43,7 +43,7 @@ from loramux.gateway.output import Choice, OutputProcessor, PooledOutput
 from loramux.gateway.tokenizer import StopAutomaton, Tokenizer
 from loramux.limits import RateLimitStatus
 from loramux.records import RecordsUnavailable
-from loramux.records.service_tiers import BACKGROUND, SHADOW, ServiceTier, charged_tier, service_tier
+from loramux.records.requests import BACKGROUND, SHADOW, ServiceTier, charged_tier, service_tier
 from loramux.registry import ModelResolver, ResolvedModel
 from loramux.tenants import Principal
 from loramux.units import TokenCounts

@@ -32,8 +32,7 @@ from loramux.limits.definitions import (
 from loramux.limits.errors import LimitReached, QueueFull, RateReached, RequestTooLarge, TooManyRunning
 from loramux.records import Principal
 from loramux.records.limits import CounterRepository, LimitRepository
-from loramux.records.requests import OpenedRequest
-from loramux.records.service_tiers import tenant_tier
+from loramux.records.requests import OpenedRequest, tenant_tier
 from loramux.units import SECOND
 
 RETRY = SECOND

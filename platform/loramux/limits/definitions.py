@@ -14,8 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from loramux.records import Principal
 from loramux.records.limits import LimitRepository
-from loramux.records.requests import OpenedRequest
-from loramux.records.service_tiers import is_shadow, service_tier
+from loramux.records.requests import OpenedRequest, is_shadow, service_tier
 from loramux.settings import AdapterLimits
 from loramux.units import MINUTE
 

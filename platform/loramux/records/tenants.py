@@ -29,7 +29,7 @@ class TierRow(Base):
     service_class: Mapped[str]
     weight: Mapped[int]
     service_tiers: Mapped[str] = mapped_column(server_default=text("'batch flex'"))
-    """Those of `records.service_tiers.CHOSEN` that requests may ask for, sorted, separated by spaces."""
+    """Those of `records.requests.CHOSEN` that requests may ask for, sorted, separated by spaces."""
     created_at: Mapped[int]
 
 

@@ -41,7 +41,7 @@ from loramux.records.base import Base, BigInt, among, exact_sum, exact_value, mo
 from loramux.records.database import DAILY_USAGE, advisory_lock, is_postgresql
 from loramux.records.identity import TenantId
 from loramux.records.ledger import LedgerHeadRow, LedgerRow
-from loramux.records.service_tiers import SHADOW
+from loramux.records.requests import SHADOW
 from loramux.units import DAY, TokenCounts
 
 SHOWN_PROBLEMS = 5

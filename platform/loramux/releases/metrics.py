@@ -21,7 +21,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from loramux.errors import LoramuxError
 from loramux.gateway import Generation, Platform, run_periodically
 from loramux.records import Database, Principal, RecordsUnavailable
-from loramux.records.requests import OpenedRequest
+from loramux.records.requests import OpenedRequest, is_shadow, service_tier
 from loramux.records.revision_metrics import (
     FIRST_TOKEN_BOUNDS,
     FIRST_TOKENS,
@@ -33,7 +33,6 @@ from loramux.records.revision_metrics import (
     RevisionHour,
     RevisionMetricsRepository,
 )
-from loramux.records.service_tiers import is_shadow, service_tier
 from loramux.registry import AliasVersion
 from loramux.units import DAY, SECOND
 

@@ -28,7 +28,7 @@ from loramux.errors import LoramuxError
 from loramux.gateway import Delta, Draining, Generation, GenerationRequest, Platform
 from loramux.records import Principal, RecordsUnavailable
 from loramux.records.comparisons import RunningShadow, ShadowRepository
-from loramux.records.service_tiers import SHADOW
+from loramux.records.requests import SHADOW
 from loramux.registry import ModelNotFound
 from loramux.releases.likeness import ChoiceAnswer, compare_answers, join_answer, sums_of
 from loramux.storage import StorageError

@@ -31,8 +31,7 @@ from loramux.records import Principal
 from loramux.records.aliases import DEFAULT_ALIAS
 from loramux.records.comparisons import MILLION, RunningShadow, Shadow, ShadowEnd, ShadowRepository
 from loramux.records.identity import new_id
-from loramux.records.requests import OpenedRequest
-from loramux.records.service_tiers import BACKGROUND
+from loramux.records.requests import BACKGROUND, OpenedRequest
 from loramux.records.webhooks import SHADOW_ENDED, SHADOW_STARTED, EventDetail, EventRepository, ShadowNumbers
 from loramux.registry import (
     AdapterChange,

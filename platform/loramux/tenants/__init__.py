@@ -1,7 +1,7 @@
 """Customers, their projects, members and keys: the one place where a secret becomes a verified tenant."""
 
 from loramux.records import Origin, Principal, ProjectId, TenantId
-from loramux.records.service_tiers import ALLOWED_AT_FIRST, CHOSEN
+from loramux.records.requests import ALLOWED_AT_FIRST, CHOSEN
 from loramux.tenants.account import Account, KeyRequest, Keys, Members, Projects
 from loramux.tenants.authentication import Credential
 from loramux.tenants.authority import CUSTOMER_SCOPES, ROLE_SCOPES, SCOPES, TENANT_SCOPES, Actor, Role, actor_of

@@ -9,8 +9,7 @@ from loramux.records import Database, Principal, ProjectId, TenantId
 from loramux.records.batches import BatchRepository, FileRepository
 from loramux.records.credentials import owner_of_key
 from loramux.records.identity import GRAMMAR_IN_WORDS, is_name, new_id
-from loramux.records.requests import ClaimRepository
-from loramux.records.service_tiers import ALLOWED_AT_FIRST, CHOSEN
+from loramux.records.requests import ALLOWED_AT_FIRST, CHOSEN, ClaimRepository
 from loramux.records.tenants import ProjectRepository, ProjectRow, TenantRepository, TenantRow, TierRepository, TierRow
 from loramux.settings import ConsoleSettings, IssuerSettings
 from loramux.tenants.account import DEFAULT_PROJECT, Account, KeyRequest, Keys

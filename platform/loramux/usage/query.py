@@ -13,7 +13,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from loramux.records import ProjectId
-from loramux.records.service_tiers import service_tier
+from loramux.records.requests import service_tier
 from loramux.records.usage import UsageTotals, UsageWindow
 from loramux.units import DAY, SECOND
 from loramux.usage.errors import InvalidQuery

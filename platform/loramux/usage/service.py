@@ -18,13 +18,14 @@ from loramux.records.database import server_liveness
 from loramux.records.identity import new_id
 from loramux.records.ledger import EntryContent, LedgerEntry, LedgerRepository
 from loramux.records.requests import (
+    BACKGROUND,
     AnsweredRequest,
     ClaimRepository,
     IdempotencyClaim,
     OpenedRequest,
     RequestRepository,
+    service_tier,
 )
-from loramux.records.service_tiers import BACKGROUND, service_tier
 from loramux.records.usage import DailyUsageRepository, UsageRepository, UsageTotals
 from loramux.units import DAY, SECOND
 from loramux.usage.errors import InvalidQuery, UsageClosed

@@ -23,8 +23,7 @@ from loramux.records.ledger import (
     LedgerRepository,
     Weights,
 )
-from loramux.records.requests import INTERRUPTED, SETTLED, BilledRequest, OpenedRequest, RequestRepository
-from loramux.records.service_tiers import is_shadow
+from loramux.records.requests import INTERRUPTED, SETTLED, BilledRequest, OpenedRequest, RequestRepository, is_shadow
 from loramux.units import TokenCounts
 from loramux.usage.errors import RequestRefused, UnknownRequest
 from loramux.usage.idempotency import AnswerStorage, StoredAnswer, claim_keys, conclude_claims
