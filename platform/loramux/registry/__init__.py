@@ -11,12 +11,9 @@ from loramux.registry.entities import (
     AliasVersion,
     GrantInfo,
     PinInfo,
-    ResolvedModel,
-    Revision,
     RevisionInfo,
     RevisionNumber,
     WeightedRevision,
-    engine_key,
     etag,
 )
 from loramux.registry.errors import (
@@ -34,7 +31,17 @@ from loramux.registry.errors import (
     ValidationUnavailable,
 )
 from loramux.registry.registry import Registry, open_registry
-from loramux.registry.resolver import AbsentBase, BaseModel, BaseModels, ModelName, ModelResolver, parse_model
+from loramux.registry.resolver import (
+    AbsentBase,
+    BaseModel,
+    BaseModels,
+    ModelName,
+    ModelResolver,
+    ResolvedModel,
+    Revision,
+    engine_key,
+    parse_model,
+)
 
 __all__ = [
     "MAX_REVISION",

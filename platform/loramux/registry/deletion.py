@@ -21,8 +21,9 @@ from loramux.records.database import CONTENTS, advisory_lock
 from loramux.records.pins import BY_DELETION
 from loramux.registry.aliases import AliasCondition, existing_alias
 from loramux.registry.changes import UNCONDITIONAL, AdapterChange, ChangeService, Preconditions
-from loramux.registry.entities import AdapterInfo, RevisionInfo, WeightedRevision, engine_key
+from loramux.registry.entities import AdapterInfo, RevisionInfo, WeightedRevision
 from loramux.registry.errors import AdapterNotFound, ChangeConflict, InvalidChange, PartNotFound, TooManyAdapters
+from loramux.registry.resolver import engine_key
 from loramux.settings import AdapterLimits
 from loramux.storage import BlobStore, Cached
 from loramux.tenants import system_principal

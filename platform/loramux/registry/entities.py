@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
 from loramux.bundle import Bundle
-from loramux.records import TenantId
 from loramux.records.access import GrantRow
 from loramux.records.adapters import AdapterRow, RevisionRow
 from loramux.records.aliases import DEFAULT_ALIAS, AliasVersionRow, Pointed, targets_of
@@ -123,41 +121,6 @@ class GrantInfo(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str
     granted_by: str
     granted_at: int
-
-
-class Revision(msgspec.Struct, frozen=True, kw_only=True):
-    """Immutable weights: a digest, and the local folder with the verified files."""
-
-    id: str
-    owner: TenantId
-    adapter_id: str
-    number: int
-    digest: str
-    directory: Path
-
-    @property
-    def engine_key(self) -> str:
-        """The name of the weights in the engine."""
-        return engine_key(self.owner, self.digest)
-
-
-def engine_key(owner: TenantId, digest: str) -> str:
-    """Name an owner's weights in the engine.
-
-    Stored files are shared by all tenants that have uploaded the same bytes; loaded weights are not. If they were, a
-    tenant could learn from the loads in its usage, or from the time of its first token, that another tenant has the
-    same adapter.
-    """
-    return f"{digest}/{owner}"
-
-
-class ResolvedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """The present meaning of a model name: `tenant/adapter@3`, or the base model (no revision)."""
-
-    name: str
-    base_model: str
-    """The base model's served name."""
-    revision: Revision | None
 
 
 def etag(version: int) -> str:

@@ -15,6 +15,7 @@ import hashlib
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -24,7 +25,6 @@ from loramux.records import Database, Principal, TenantId
 from loramux.records.access import AccessibleRevision, AccessRepository, same_content
 from loramux.records.aliases import DEFAULT_ALIAS
 from loramux.records.identity import GRAMMAR, GRAMMAR_IN_WORDS, is_name
-from loramux.registry.entities import ResolvedModel, Revision
 from loramux.registry.errors import (
     SHOWN,
     AdapterNotFound,
@@ -130,6 +130,41 @@ class ModelName(msgspec.Struct, frozen=True):
     adapter: str
     alias: str | None = None
     number: int | None = None
+
+
+class Revision(msgspec.Struct, frozen=True, kw_only=True):
+    """Immutable weights: a digest, and the local folder with the verified files."""
+
+    id: str
+    owner: TenantId
+    adapter_id: str
+    number: int
+    digest: str
+    directory: Path
+
+    @property
+    def engine_key(self) -> str:
+        """The name of the weights in the engine."""
+        return engine_key(self.owner, self.digest)
+
+
+def engine_key(owner: TenantId, digest: str) -> str:
+    """Name an owner's weights in the engine.
+
+    Stored files are shared by all tenants that have uploaded the same bytes; loaded weights are not. If they were, a
+    tenant could learn from the loads in its usage, or from the time of its first token, that another tenant has the
+    same adapter.
+    """
+    return f"{digest}/{owner}"
+
+
+class ResolvedModel(msgspec.Struct, frozen=True, kw_only=True):
+    """The present meaning of a model name: `tenant/adapter@3`, or the base model (no revision)."""
+
+    name: str
+    base_model: str
+    """The base model's served name."""
+    revision: Revision | None
 
 
 class ModelResolver:

@@ -1,20 +1,20 @@
 """Adapters' files: content-addressed, in a folder or an object store, verified before they are served."""
 
-from loramux.storage.blobs import BlobStore, Cached, open_blobs
-from loramux.storage.contents import (
+from loramux.storage.blobs import (
     CONFIG_FILE,
     FILES,
     WEIGHTS_FILE,
     BlobCorrupt,
     BlobMissing,
-    StorageError,
-    StorageUnavailable,
+    BlobStore,
+    Cached,
     content_digest,
     digest_at,
     digest_of,
     files_of,
+    open_blobs,
 )
-from loramux.storage.objects import Folder, Objects, open_objects
+from loramux.storage.objects import Folder, Objects, StorageError, StorageUnavailable, open_objects
 
 __all__ = [
     "CONFIG_FILE",

@@ -1,11 +1,21 @@
 """Adapters' files under their digest: kept in an object store, served from a cache on this machine.
 
+    StorageError
+    ├── BlobMissing          503  no such content is stored
+    ├── BlobCorrupt          503  the stored files have another digest than their name
+    └── StorageUnavailable   503  the object store does not answer, or refuses, or a disk is full
+
+A content's digest is the SHA-256 of the lines that `sha256sum adapter_config.json adapter_model.safetensors` prints,
+so it can be computed in a shell. A content with a bundle has a third line, for `bundle.json`.
+
 The engine reads from the cache, which is verified, bounded, and shared by this machine's processes.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -13,8 +23,61 @@ from pathlib import Path
 from typing import NamedTuple
 
 from loramux.bundle import BUNDLE_FILE
-from loramux.storage.contents import FILES, BlobCorrupt, BlobMissing, content_digest, digest_at, files_of, place_of
-from loramux.storage.objects import Objects, Staging, open_objects
+from loramux.storage.objects import Objects, Staging, StorageError, open_objects
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+FILES = (CONFIG_FILE, WEIGHTS_FILE)
+"""The files that every content has."""
+
+_digest = re.compile("sha256:[0-9a-f]{64}")
+
+
+class BlobMissing(StorageError):
+    """The store has no content of this digest, which the message names."""
+
+
+class BlobCorrupt(StorageError):
+    """The stored files have another digest than their name. Uploading the same files again repairs it."""
+
+
+def digest_of(hashes: Mapping[str, str]) -> str:
+    """Compute the digest of a content from its files' SHA-256s in hexadecimal, by name in the files' order."""
+    lines = "".join(f"{hashed}  {name}\n" for name, hashed in hashes.items())
+    return "sha256:" + hashlib.sha256(lines.encode()).hexdigest()
+
+
+def files_of(folder: Path) -> tuple[str, ...]:
+    """Name the files of the content in `folder`: its bundle too, if it has one."""
+    return (*FILES, BUNDLE_FILE) if (folder / BUNDLE_FILE).exists() else FILES
+
+
+def content_digest(folder: Path) -> str:
+    """Compute the digest of the folder's files, which are read whole. Raises FileNotFoundError."""
+    hashes = {}
+    for name in files_of(folder):
+        with (folder / name).open("rb") as file:
+            hashes[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return digest_of(hashes)
+
+
+def is_digest(text: str) -> bool:
+    """Return whether `text` has the form of a digest."""
+    return _digest.fullmatch(text) is not None
+
+
+def place_of(digest: str) -> str:
+    """Return a content's path in the store and in the cache: `sha256/ab/cdef...`."""
+    assert is_digest(digest), f"not a digest: {digest!r}"
+    hexadecimal = digest.removeprefix("sha256:")
+    return f"sha256/{hexadecimal[:2]}/{hexadecimal[2:]}"
+
+
+def digest_at(place: str) -> str | None:
+    """Return the digest of the content at this path, or of which this is a file; None for any other path."""
+    parts = place.split("/")
+    digest = f"sha256:{''.join(parts[1:3])}"
+    return digest if is_digest(digest) and place_of(digest) == "/".join(parts[:3]) else None
 
 
 class BlobStore:

@@ -8,6 +8,7 @@ Everything here blocks: call it from a thread.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import secrets
@@ -15,6 +16,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -22,7 +24,7 @@ import obstore
 from obstore.exceptions import BaseError
 from obstore.store import LocalStore, from_url
 
-from loramux.storage.contents import StorageUnavailable, shortages_are_outages
+from loramux.errors import LoramuxError
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig, S3Config
@@ -36,6 +38,34 @@ RETRIES: RetryConfig = {"max_retries": 5, "retry_timeout": timedelta(seconds=30)
 SILENCE = timedelta(seconds=30)
 """The time for which a store may send nothing; a transfer that makes progress may take LONGEST."""
 LONGEST = timedelta(hours=1)
+
+
+class StorageError(LoramuxError):
+    """Base of storage's errors; the messages are for operators."""
+
+    code = "storage_unavailable"
+    status = HTTPStatus.SERVICE_UNAVAILABLE
+    retry_after = 1
+    public_message = "The storage of adapters does not answer; what was confirmed before is kept. Please retry."
+
+
+class StorageUnavailable(StorageError):
+    """The store does not answer, or refuses. The message repeats its answer, for the operator and not for a tenant."""
+
+
+_SHORTAGES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE})
+"""Errors of a machine that lacks something which it may have again: space, files, a disk that answers."""
+
+
+@contextmanager
+def shortages_are_outages() -> Iterator[None]:
+    """Raise StorageUnavailable for a full or failing disk: it is the operator's to mend, and a retry may help."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _SHORTAGES:
+            raise
+        raise StorageUnavailable(f"this machine's disk: {error}") from error
 
 
 class Objects:

@@ -27,7 +27,7 @@ from loramux.records import Database, Principal
 from loramux.registry import engine_key
 from loramux.settings import Settings
 from loramux.storage import CONFIG_FILE, FILES, WEIGHTS_FILE, BlobStore
-from loramux.storage.contents import place_of
+from loramux.storage.blobs import place_of
 from loramux.tenants import Tenants
 from loramux.uploads import AnnouncedFile, UploadRequest
 from loramux.uploads.sessions import CHECK_SECONDS
