@@ -10,6 +10,7 @@ slow transfers delay neither other work nor other tenants.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
@@ -19,6 +20,10 @@ from contextvars import Context
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, ParamSpec, Protocol, TypeVar
+
+from loramux.errors import LoramuxError
+
+logger = logging.getLogger(__name__)
 
 
 class Job(Protocol):
@@ -83,7 +88,12 @@ class JobRunner(Generic[J]):
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _look(self) -> None:
-        for job in await self._find():
+        try:
+            found = await self._find()
+        except LoramuxError as error:  # the database does not answer; the next look finds them
+            logger.error("the jobs of kind %r wait: %s", self.kind, error)
+            return
+        for job in found:
             if job.id not in self._running:
                 self._running[job.id] = self._start(self._run_one(job))
 

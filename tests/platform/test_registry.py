@@ -102,7 +102,7 @@ async def services(
 ) -> AsyncIterator[tuple[Registry, UploadSessions]]:
     made = upload_services(database, blobs, validators=validators, base=base, served_model_name=SERVED, limits=LIMITS)
     yield made
-    await made[1].worker.stop()
+    await made[1].worker.jobs.stop()
 
 
 @pytest.fixture
@@ -617,12 +617,12 @@ async def test_a_cancelled_upload_leaves_nothing(
 ) -> None:
     source = write_adapter(tmp_path / "source")
     uploading = asyncio.create_task(upload_folder(uploads, acme, "upper", source))
-    while uploads.worker.is_idle:  # noqa: ASYNC110 - it has no event
+    while uploads.worker.jobs.is_idle:  # noqa: ASYNC110 - it has no event
         await asyncio.sleep(0)
     uploading.cancel()
     with pytest.raises(asyncio.CancelledError):
         await uploading
-    while not uploads.worker.is_idle:  # noqa: ASYNC110 - it has no event
+    while not uploads.worker.jobs.is_idle:  # noqa: ASYNC110 - it has no event
         await asyncio.sleep(0)
     assert await uploads.before(acme, None, 10) == []
     assert staged(tmp_path) == []

@@ -120,7 +120,7 @@ async def upload_harness(
     try:
         yield Harness(database, blobs, registry, uploads, principal)
     finally:
-        await uploads.worker.stop()
+        await uploads.worker.jobs.stop()
 
 
 def upload_services(
@@ -158,5 +158,5 @@ async def upload_folder(uploads: UploadSessions, principal: Principal, name: str
 async def until_idle(uploads: UploadSessions) -> None:
     """Wait until the worker has nothing to do, parts of finished uploads included."""
     async with asyncio.timeout(120):
-        while not uploads.worker.is_idle:  # noqa: ASYNC110 - it has no event for that
+        while not uploads.worker.jobs.is_idle:  # noqa: ASYNC110 - it has no event for that
             await asyncio.sleep(0.01)

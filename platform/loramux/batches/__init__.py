@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from loramux.batches.errors import BatchesError, FileTooLarge, InvalidFile
+from loramux.batches.errors import FileTooLarge
 from loramux.batches.files import Files
 from loramux.batches.lines import AnswerWriter, Endpoints, ParsedBody, Pauses
 from loramux.batches.run import BatchServer
@@ -50,7 +50,7 @@ async def open_batches(platform: Platform, endpoints: Endpoints) -> AsyncIterato
         async with run_periodically(TEND_SECONDS, worker.tend), run_periodically(SWEEP_SECONDS, worker.sweep):
             yield BatchServices(files, Batches(platform.database, worker, endpoints, settings), worker.jobs)
     finally:
-        await worker.stop()
+        await worker.jobs.stop()
         files.threads.close()
 
 
@@ -59,11 +59,9 @@ __all__ = [
     "Batch",
     "BatchServices",
     "Batches",
-    "BatchesError",
     "Endpoints",
     "FileTooLarge",
     "Files",
-    "InvalidFile",
     "LineError",
     "ParsedBody",
     "Pauses",

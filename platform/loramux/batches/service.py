@@ -97,7 +97,7 @@ class Batches:
             if file is None or file.purpose != "batch":
                 raise FileNotFound(input_file_id, "input_file_id")
             await batches.add(batch)
-        self.worker.look()
+        self.worker.jobs.look()
         return batch
 
     async def get(self, principal: Principal, id: str) -> Batch:
@@ -149,16 +149,12 @@ class BatchWorker:
         """The holder of this server's batches."""
         return self._server.server_id
 
-    def look(self) -> None:
-        """Start the batches that this server holds and does not run yet."""
-        self.jobs.look()
-
     async def tend(self) -> None:
         """Adopt batches of dead servers, whose open requests are closed first, and start those that failed again."""
         await self._usage.sweep()
         async with self._database.begin() as session:
             await BatchJobs(session).adopt_abandoned(self.server_id)
-        self.look()
+        self.jobs.look()
 
     async def sweep(self) -> None:
         """Delete expired files, and what finished batches and crashes have left."""
@@ -176,17 +172,9 @@ class BatchWorker:
         async with self._database.begin() as session:
             await BatchJobs(session).forget(self._database.now() - kept)
 
-    async def stop(self) -> None:
-        """Begin no further line; another server, or this one's next life, goes on."""
-        await self.jobs.stop()
-
     async def _find(self) -> Sequence[Batch]:
-        try:
-            async with self._database.read() as session:
-                return await BatchJobs(session).of(self.server_id)
-        except RecordsError as error:
-            logger.error("batches wait: %s", error)
-            return ()
+        async with self._database.read() as session:
+            return await BatchJobs(session).of(self.server_id)
 
     async def _run(self, batch: Batch) -> None:
         run = BatchRun(batch, self._server)

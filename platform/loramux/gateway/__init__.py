@@ -15,7 +15,6 @@ from loramux.gateway.errors import (
     InvalidBase,
     InvalidRequest,
     NotAllowed,
-    OverCapacity,
     Unavailable,
     UnknownBase,
 )
@@ -34,7 +33,6 @@ from loramux.gateway.messages import (
     GenerationRequest,
     Message,
     Prompt,
-    PromptText,
     PromptTokenLogprob,
     TextPair,
     Timing,
@@ -55,7 +53,6 @@ from loramux.gateway.platform import (
     run_periodically,
 )
 from loramux.gateway.service import CompletionService, Recorder, ServedBase, service_class_of
-from loramux.records import RecordsError
 from loramux.records.requests import ServiceTier
 
 __all__ = [
@@ -89,13 +86,10 @@ __all__ = [
     "InvalidRequest",
     "Message",
     "NotAllowed",
-    "OverCapacity",
     "Platform",
     "Prompt",
-    "PromptText",
     "PromptTokenLogprob",
     "Recorder",
-    "RecordsError",
     "ServedBase",
     "ServiceTier",
     "TextPair",

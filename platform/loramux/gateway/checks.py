@@ -43,7 +43,7 @@ MAX_NUMBERS = 2_000_000
 MAX_KEPT_NUMBERS = 1_000_000
 """The most in those of an answer that is kept for an idempotency key, four bytes each."""
 TOO_LONG = "context_length_exceeded"
-
+UNSUPPORTED_TASK = "unsupported_task"
 _encode = msgspec.json.Encoder(order="sorted").encode
 
 
@@ -62,6 +62,64 @@ def check_depth(asked: GenerationRequest) -> None:
             field = name if name in ("messages", "tools") else "chat_template_kwargs"
             raise InvalidRequest(
                 f"'{field}' is nested more than {MAX_DEPTH} levels deep; send something flatter.", field=field
+            )
+
+
+def as_answered_by(asked: GenerationRequest, bundle: Bundle, width: int) -> GenerationRequest:
+    """Return the request as a model with this bundle answers it; `width`: of its vectors. Raises InvalidRequest."""
+    if asked.pairs and bundle.task == "SEQ_CLS":
+        return _pairs_for_classifier(asked, bundle)
+    if asked.pooling == "classify" and bundle.task != "SEQ_CLS":
+        raise _unsupported_task(
+            "is no classifier (task type SEQ_CLS). Call /v1/embeddings, or name an adapter that is one."
+        )
+    if asked.pooling != "classify" and bundle.task == "SEQ_CLS":
+        raise _unsupported_task(
+            "was trained for classes (task type SEQ_CLS). Call /v1/classify, or /v1/score and /v1/rerank where it has "
+            "one label; or name another model."
+        )
+    if asked.pooling is None and bundle.task == "FEATURE_EXTRACTION":
+        raise _unsupported_task(
+            "was trained for vectors (task type FEATURE_EXTRACTION). Call /v1/embeddings, /v1/score or /v1/rerank; or "
+            "name another model."
+        )
+    _check_dimensions(asked.dimensions, bundle, width)
+    return replace(asked, pooling=bundle.pooling or "last") if asked.pooling == "own" else asked
+
+
+def _pairs_for_classifier(asked: GenerationRequest, bundle: Bundle) -> GenerationRequest:
+    if bundle.num_labels != 1:
+        raise _unsupported_task(
+            f"is a classifier with {bundle.num_labels} labels, and texts are scored by one. Call /v1/classify, or "
+            "train it with num_labels=1."
+        )
+    return replace(asked, prompts=asked.pairs, pairs=(), pooling="classify")
+
+
+def _check_dimensions(dimensions: int | None, bundle: Bundle, width: int) -> None:
+    if dimensions in (None, width, *bundle.matryoshka_dimensions):
+        return
+    known = ", ".join(map(str, (*bundle.matryoshka_dimensions, width)))
+    raise InvalidRequest(
+        f"'dimensions' is {dimensions}, and this model's vectors have {known} numbers: leave it out. Of an adapter "
+        "that was trained for shorter ones, loramux.toml lists them (matryoshka_dimensions).",
+        field="dimensions",
+        code="unsupported_parameter",
+    )
+
+
+def _unsupported_task(why: str) -> InvalidRequest:
+    return InvalidRequest(f"This 'model' {why}", field="model", code=UNSUPPORTED_TASK)
+
+
+def check_token_ids(field: str, token_ids: Collection[int], vocab_size: int) -> None:
+    """Raise InvalidRequest for a token id that the model does not have."""
+    for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(
+                f"'{field}' names token {token_id}, which is out of vocabulary: this model has {vocab_size} tokens, "
+                f"0 to {vocab_size - 1}.",
+                field=field,
             )
 
 
@@ -110,15 +168,13 @@ def resolve_max_tokens(
     return max_tokens
 
 
-def check_token_ids(field: str, token_ids: Collection[int], vocab_size: int) -> None:
-    """Raise InvalidRequest for a token id that the model does not have."""
-    for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
-        if not 0 <= token_id < vocab_size:
-            raise InvalidRequest(
-                f"'{field}' names token {token_id}, which is out of vocabulary: this model has {vocab_size} tokens, "
-                f"0 to {vocab_size - 1}.",
-                field=field,
-            )
+def _too_long(prompt: Prompt, context: int, why: str) -> InvalidRequest:
+    message = f"This model's maximum context length is {context} tokens. However, {why}"
+    return InvalidRequest(message, field=_field(prompt), code=TOO_LONG)
+
+
+def _field(prompt: Prompt) -> str:
+    return "messages" if isinstance(prompt, tuple) else "prompt"
 
 
 def check_allowed_tokens(asked: GenerationRequest, constraint: Constraint | None) -> None:
@@ -129,15 +185,6 @@ def check_allowed_tokens(asked: GenerationRequest, constraint: Constraint | None
             "tokens are allowed; leave one of them out.",
             field="allowed_token_ids",
         )
-
-
-def _too_long(prompt: Prompt, context: int, why: str) -> InvalidRequest:
-    message = f"This model's maximum context length is {context} tokens. However, {why}"
-    return InvalidRequest(message, field=_field(prompt), code=TOO_LONG)
-
-
-def _field(prompt: Prompt) -> str:
-    return "messages" if isinstance(prompt, tuple) else "prompt"
 
 
 def check_vectors(asked: GenerationRequest, size: int) -> None:
@@ -224,53 +271,3 @@ def canonical_tags(tags: Mapping[str, str] | None) -> str:
 
 def _invalid_tags(why: str) -> InvalidRequest:
     return InvalidRequest(f"Invalid value for 'metadata': {why}", field="metadata", code="invalid_value")
-
-
-UNSUPPORTED_TASK = "unsupported_task"
-
-
-def as_answered_by(asked: GenerationRequest, bundle: Bundle, width: int) -> GenerationRequest:
-    """Return the request as a model with this bundle answers it; `width`: of its vectors. Raises InvalidRequest."""
-    if asked.pairs and bundle.task == "SEQ_CLS":
-        return _pairs_for_classifier(asked, bundle)
-    if asked.pooling == "classify" and bundle.task != "SEQ_CLS":
-        raise _unsupported_task(
-            "is no classifier (task type SEQ_CLS). Call /v1/embeddings, or name an adapter that is one."
-        )
-    if asked.pooling != "classify" and bundle.task == "SEQ_CLS":
-        raise _unsupported_task(
-            "was trained for classes (task type SEQ_CLS). Call /v1/classify, or /v1/score and /v1/rerank where it has "
-            "one label; or name another model."
-        )
-    if asked.pooling is None and bundle.task == "FEATURE_EXTRACTION":
-        raise _unsupported_task(
-            "was trained for vectors (task type FEATURE_EXTRACTION). Call /v1/embeddings, /v1/score or /v1/rerank; or "
-            "name another model."
-        )
-    _check_dimensions(asked.dimensions, bundle, width)
-    return replace(asked, pooling=bundle.pooling or "last") if asked.pooling == "own" else asked
-
-
-def _pairs_for_classifier(asked: GenerationRequest, bundle: Bundle) -> GenerationRequest:
-    if bundle.num_labels != 1:
-        raise _unsupported_task(
-            f"is a classifier with {bundle.num_labels} labels, and texts are scored by one. Call /v1/classify, or "
-            "train it with num_labels=1."
-        )
-    return replace(asked, prompts=asked.pairs, pairs=(), pooling="classify")
-
-
-def _check_dimensions(dimensions: int | None, bundle: Bundle, width: int) -> None:
-    if dimensions in (None, width, *bundle.matryoshka_dimensions):
-        return
-    known = ", ".join(map(str, (*bundle.matryoshka_dimensions, width)))
-    raise InvalidRequest(
-        f"'dimensions' is {dimensions}, and this model's vectors have {known} numbers: leave it out. Of an adapter "
-        "that was trained for shorter ones, loramux.toml lists them (matryoshka_dimensions).",
-        field="dimensions",
-        code="unsupported_parameter",
-    )
-
-
-def _unsupported_task(why: str) -> InvalidRequest:
-    return InvalidRequest(f"This 'model' {why}", field="model", code=UNSUPPORTED_TASK)

@@ -20,9 +20,6 @@ import msgspec
 from loramux.constraints.tools import ToolStyle, ToolUse, choose_style
 from loramux.gateway.calls import CallDelta, overlap, scanner_of
 
-TAIL_CHARACTERS = 64
-"""The end of a prompt that says whether the answer begins within a thought."""
-
 _THOUGHTS = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),

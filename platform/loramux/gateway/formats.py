@@ -20,10 +20,10 @@ import msgspec
 from loramux.bundle import NO_BUNDLE, Bundle, SamplingDefaults, read_bundle
 from loramux.constraints import ToolGrammar, ToolUse, TrialJob, TrialResult, TrialSetup
 from loramux.engine.messages import Constraint, ModelFacts
-from loramux.gateway.dialect import TAIL_CHARACTERS, AnswerReader, Dialect, dialect_of
+from loramux.gateway.dialect import AnswerReader, Dialect, dialect_of
 from loramux.gateway.errors import InvalidRequest, Unavailable
 from loramux.gateway.messages import ChatOptions, Classes, Conversation, GenerationRequest, Message
-from loramux.gateway.tokenizer import RenderedChat, Tokenizer, open_last_message, template_messages
+from loramux.gateway.tokenizer import TAIL_CHARACTERS, RenderedChat, Tokenizer, open_last_message, template_messages
 from loramux.jobs import TenantSlots, ThreadPool
 from loramux.registry import Revision
 from loramux.validation.rendering import TemplateFailed, TemplateRenderer, template_variables
@@ -31,8 +31,15 @@ from loramux.validation.sandbox import JobLimits, Sandbox, SandboxDied, SandboxE
 
 RENDERINGS, RENDERINGS_PER_TENANT = 16, 2
 """Templates that are rendered at a time; each is a process."""
-KEPT = 1024
+KEPT_FORMATS = 1024
 """Formats that are kept; one takes its bundle's size, since its tokenizer shares the base's model."""
+MAX_CONSTRAINT_BYTES = 256 << 10
+"""The largest format or set of tools that a request asks for, as JSON."""
+MAX_KEPT_OF_TENANT, MAX_KEPT = 64, 2048
+"""Results of trials that are kept, of one tenant and over all."""
+TRIAL_PROCESSES = 2
+TRIAL_LIMITS = JobLimits(memory_bytes=256 << 20, cpu_seconds=0.75, wall_seconds=2.0)
+INVALID_CONSTRAINT = "invalid_constraint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +155,7 @@ class Formats:
         found = self._kept.get(key)
         if found is None:
             found = self._kept[key] = await self._threads.run(_read, of_base, revision)
-            if len(self._kept) > KEPT:
+            if len(self._kept) > KEPT_FORMATS:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)
         return found
@@ -201,17 +208,6 @@ def _read(of_base: Format, revision: Revision) -> Format:
     return Format(extended, bundle, of_base.tool_parser)
 
 
-MAX_BYTES = 256 << 10
-"""The largest format, as JSON."""
-MAX_KEPT_OF_TENANT = 64
-MAX_KEPT = 2048
-"""Results that are kept, over all tenants."""
-PROCESSES = 2
-LIMITS = JobLimits(memory_bytes=256 << 20, cpu_seconds=0.75, wall_seconds=2.0)
-
-CODE = "invalid_constraint"
-
-
 class _Key(NamedTuple):
     tenant: str
     job: bytes
@@ -223,8 +219,8 @@ class GrammarTrials:
     def __init__(self, tokenizer: Tokenizer, facts: ModelFacts) -> None:
         self._setup = _setup(tokenizer, facts)
         self._sandbox = Sandbox("loramux.constraints.grammars", self._setup or b"")
-        self._threads = ThreadPool("grammars", PROCESSES)
-        self._slots = TenantSlots(PROCESSES, 1)
+        self._threads = ThreadPool("grammars", TRIAL_PROCESSES)
+        self._slots = TenantSlots(TRIAL_PROCESSES, 1)
         self._kept: OrderedDict[_Key, TrialResult] = OrderedDict()
         """Results, the latest used last."""
 
@@ -237,18 +233,18 @@ class GrammarTrials:
                 code="unsupported_parameter",
             )
         job = msgspec.json.encode(asked)
-        if len(job) > MAX_BYTES:
+        if len(job) > MAX_CONSTRAINT_BYTES:
             raise InvalidRequest(
-                f"'{field}' has {len(job)} bytes, and at most {MAX_BYTES} are allowed. Send a smaller one.",
+                f"'{field}' has {len(job)} bytes, and at most {MAX_CONSTRAINT_BYTES} are allowed. Send a smaller one.",
                 field=field,
-                code=CODE,
+                code=INVALID_CONSTRAINT,
             )
         result = await self._result(_Key(tenant, job))
         if result.refusal is not None:
             raise InvalidRequest(
                 f"'{field}' cannot be enforced: {result.refusal}. Simplify it, or leave it out.",
                 field=field,
-                code=CODE,
+                code=INVALID_CONSTRAINT,
             )
         return Constraint(grammar=result.grammar, field=field)
 
@@ -282,11 +278,12 @@ class GrammarTrials:
 
     def _try(self, job: bytes) -> TrialResult:
         try:
-            return msgspec.json.decode(self._sandbox.run(job, LIMITS).value, type=TrialResult)
+            return msgspec.json.decode(self._sandbox.run(job, TRIAL_LIMITS).value, type=TrialResult)
         except SandboxDied:
             raise Unavailable("Formats cannot be checked at this moment. Please retry.", code="server_busy") from None
         except SandboxError:
-            return TrialResult(refusal=f"it takes more than {LIMITS.cpu_seconds} seconds or too much memory to compile")
+            limit = f"{TRIAL_LIMITS.cpu_seconds} seconds"
+            return TrialResult(refusal=f"it takes more than {limit} or too much memory to compile")
 
     def _keep(self, key: _Key, result: TrialResult) -> None:
         self._kept[key] = result

@@ -195,7 +195,7 @@ async def open_platform(settings: Settings, launch: Launch | None = None) -> Asy
         await _sweep(registry, usage, lifecycle.models)
         ingest = Ingest(database, blobs, registry.blob_gc, lifecycle.models, settings.adapters, lifecycle.validators)
         uploads = _open_uploads(settings, database, blobs, ingest, tenants, usage.server_id)
-        stack.push_async_callback(uploads.worker.stop)
+        stack.push_async_callback(uploads.worker.jobs.stop)
         stack.callback(questions.stop)
         adapters = AdapterService(registry, lifecycle.engines)
         await _preload(settings, tenants, adapters)

@@ -112,7 +112,7 @@ class ServedBase:
         """What it makes of text."""
         return Format(self.tokenizer, tool_parser=self.tool_parser)
 
-    @cached_property
+    @property
     def context(self) -> int:
         """The most tokens, prompt and answer, of a request."""
         return self.facts.context

@@ -21,12 +21,13 @@ from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 from loramux.bundle import AddedToken, extend_tokenizer
-from loramux.gateway.dialect import TAIL_CHARACTERS
 from loramux.gateway.errors import InvalidRequest
 from loramux.gateway.messages import ChatOptions, Conversation, PromptText, TextPair, Token
 from loramux.settings import SettingsError
 
 T = TypeVar("T")
+TAIL_CHARACTERS = 64
+"""The end of a prompt that says whether the answer begins within a thought."""
 _LONG = 1024
 """Characters from which a text is tokenised on a thread: about a millisecond's work."""
 _MESSAGE_CHARACTERS = 64
@@ -44,7 +45,7 @@ class RenderedChat(NamedTuple):
 
     token_ids: list[int]
     tail: str
-    """The end of its text."""
+    """The end of its text: TAIL_CHARACTERS."""
 
 
 class Tokenizer:
@@ -56,7 +57,8 @@ class Tokenizer:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._bytes_of = _byte_alphabet() if "ByteLevel" in repr(getattr(backend, "decoder", None)) else None
         self._special_ids = _special_ids(tokenizer)
-        self._decode = _fast_decode(tokenizer)
+        self.decode = _fast_decode(tokenizer)
+        """Returns the text of tokens, without special ones."""
         self.longest_token: int = base.longest_token if base else max(map(len, tokenizer.get_vocab()))
         """Characters that a token stands for, at most."""
         self.serialized: str | None = base.serialized if base else _serialized(tokenizer)
@@ -152,10 +154,6 @@ class Tokenizer:
             for text, token in found.items()
             if token is not None and (token in self._special_ids or (text.startswith("<") and text.endswith(">")))
         }
-
-    def decode(self, token_ids: list[int]) -> str:
-        """Return the text of the tokens, without special ones."""
-        return self._decode(token_ids)
 
     async def spell(self, token_ids: list[int], tenant: str = "") -> PromptText:
         """Return the text of tokens, without special ones, and where each begins. `tenant` as above."""

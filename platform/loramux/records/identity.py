@@ -61,6 +61,13 @@ class Principal(msgspec.Struct, frozen=True):
         """Return whether the key's allow-list has `model`, given as `tenant/adapter` or as the base's name."""
         return self.models is None or model in self.models
 
+    def own_adapters(self) -> list[str] | None:
+        """Return the own names of the tenant's adapters that the key's allow-list has; None: all."""
+        if self.models is None:
+            return None
+        own = f"{self.tenant_name}/"
+        return [model.removeprefix(own) for model in self.models if model.startswith(own)]
+
 
 def new_id(kind: str) -> str:
     """Return an identifier that cannot be guessed: `kind_` and 96 random bits."""

@@ -60,7 +60,7 @@ class AdapterQueries:
         """
         async with self._database.read() as session:
             adapters = AdapterRepository(session, principal.tenant)
-            found = await adapters.page(after, None if limit is None else limit + 1, _own_names(principal), search)
+            found = await adapters.page(after, None if limit is None else limit + 1, principal.own_adapters(), search)
             shown = found[:limit]
             aliases = await AliasRepository(session, principal.tenant).all(*(adapter.id for adapter in shown))
         infos = [adapter_info(principal.tenant_name, adapter, aliases[adapter.id]) for adapter in shown]
@@ -118,7 +118,7 @@ class AdapterQueries:
         """
         async with self._database.read() as session:
             access = AccessRepository(session, principal.tenant, principal.tenant_name)
-            found = await access.own(_own_names(principal), search, limit)
+            found = await access.own(principal.own_adapters(), search, limit)
         return [CallableAdapter(**row._mapping) for row in found]
 
     async def granted(self, principal: Principal) -> list[CallableAdapter]:
@@ -126,14 +126,6 @@ class AdapterQueries:
         async with self._database.read() as session:
             found = await AccessRepository(session, principal.tenant, principal.tenant_name).granted()
         return [CallableAdapter(**row._mapping) for row in found if principal.may_use(row.name)]
-
-
-def _own_names(principal: Principal) -> list[str] | None:
-    """Return the caller's own adapters that its allow-list permits; None: all."""
-    if principal.models is None:
-        return None
-    owned = f"{principal.tenant_name}/"
-    return [model.removeprefix(owned) for model in principal.models if model.startswith(owned)]
 
 
 async def _adapter(adapters: AdapterRepository, principal: Principal, name: str) -> AdapterRow:

@@ -173,12 +173,8 @@ class Evaluations:
                 )
 
     async def _ready(self) -> Sequence[Evaluation]:
-        try:
-            async with self._database.read() as session:
-                return await EvaluationJobs(session).ready(self._server_id, UNFINISHED)
-        except RecordsError as error:
-            logger.warning("evaluations wait: %s", error)
-            return ()
+        async with self._database.read() as session:
+            return await EvaluationJobs(session).ready(self._server_id, UNFINISHED)
 
     async def _finish(self, evaluation: Evaluation) -> None:
         """Grade an evaluation and write its end. What may pass leaves it as it is: it is found again."""

@@ -175,8 +175,8 @@ def _number_grade(answer: str, expected: Expected, tolerance: float, relative: b
     return float(abs(given - wanted) <= tolerance * (abs(wanted) if relative else 1.0))
 
 
-MAX_BYTES = 65_536
-MAX_PARTS = 2000
+MAX_SCHEMA_BYTES = 65_536
+MAX_SCHEMA_PARTS = 2000
 """Objects and lists of a schema: checking that it is one takes a quarter of a millisecond for each."""
 MAX_WORK_PER_ANSWER = 200_000
 """Units of one to seven microseconds."""
@@ -201,10 +201,10 @@ class BoundedSchema:
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
         """Raises InvalidSchema. Takes up to half a second."""
-        if len(json.dumps(schema)) > MAX_BYTES:
-            raise InvalidSchema(f"The schema has more than {MAX_BYTES} bytes.")
+        if len(json.dumps(schema)) > MAX_SCHEMA_BYTES:
+            raise InvalidSchema(f"The schema has more than {MAX_SCHEMA_BYTES} bytes.")
         try:
-            self._schema = _checked(schema, [MAX_PARTS])
+            self._schema = _checked_schema(schema, [MAX_SCHEMA_PARTS])
             jsonschema.Draft202012Validator.check_schema(self._schema)
         except (jsonschema.SchemaError, RecursionError) as error:
             raise InvalidSchema(f"The schema is no JSON Schema: {str(error)[:200]}.") from None
@@ -276,7 +276,7 @@ def _with_whole_numbers(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _checked(part: Any, parts_left: list[int]) -> Any:
+def _checked_schema(part: Any, parts_left: list[int]) -> Any:
     """Return a copy without `$schema`, which would choose another validator for its part.
 
     Raises InvalidSchema for patterns, and for references out of the schema.
@@ -285,9 +285,9 @@ def _checked(part: Any, parts_left: list[int]) -> Any:
         return part
     parts_left[0] -= 1
     if parts_left[0] < 0:
-        raise InvalidSchema(f"The schema has more than {MAX_PARTS} objects and lists.")
+        raise InvalidSchema(f"The schema has more than {MAX_SCHEMA_PARTS} objects and lists.")
     if isinstance(part, list):
-        return [_checked(one, parts_left) for one in part]
+        return [_checked_schema(one, parts_left) for one in part]
     for name, kind in (("pattern", str), ("patternProperties", dict)):
         if isinstance(part.get(name), kind):
             raise InvalidSchema(f"'{name}' is not supported in a schema; use the grader regex.")
@@ -295,5 +295,7 @@ def _checked(part: Any, parts_left: list[int]) -> Any:
         if isinstance(part.get(name), str) and not part[name].startswith("#"):
             raise InvalidSchema(f"'{name}' stays within the schema.")
     return {
-        name: _checked(one, parts_left) for name, one in part.items() if name != "$schema" or not isinstance(one, str)
+        name: _checked_schema(one, parts_left)
+        for name, one in part.items()
+        if name != "$schema" or not isinstance(one, str)
     }

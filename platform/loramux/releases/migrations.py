@@ -239,12 +239,8 @@ class BaseMigrations:
         await self._jobs.stop()
 
     async def _held(self) -> Sequence[BaseMigration]:
-        try:
-            async with self._database.read() as session:
-                return await BaseMigrationRepository(session).held(self._server_id)
-        except RecordsError as error:
-            logger.warning("base migrations wait: %s", error)
-            return ()
+        async with self._database.read() as session:
+            return await BaseMigrationRepository(session).held(self._server_id)
 
     async def _run(self, migration: BaseMigration) -> None:
         """Decide what is not decided. What may pass leaves the rest as it is: it is found again."""

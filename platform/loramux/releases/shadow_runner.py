@@ -22,7 +22,6 @@ import msgspec
 
 from loramux.batches import Files
 from loramux.batches.files import SHADOW_OUTPUT
-from loramux.batches.window import LOOK_SECONDS
 from loramux.constraints import AnswerFormat
 from loramux.errors import LoramuxError
 from loramux.gateway import Delta, Draining, Generation, GenerationRequest, Platform
@@ -41,6 +40,8 @@ MAX_WAITING, MAX_WAITING_PER_TENANT = 1000, 50
 MAX_TOKENS, MAX_TOKENS_PER_TENANT = 4_000_000, 200_000
 """Tokens that the requests that wait may use, prompt and answer."""
 MAX_WAIT_SECONDS = 600.0
+LOOK_SECONDS = 0.2
+"""How soon shadows that wait notice that the other requests have ended."""
 MAX_KEPT_BYTES, MAX_KEPT_BYTES_OF_ALL = 4 << 20, 64 << 20
 """Bytes of outputs that wait for their file: of one file, and of all; more are dropped."""
 

@@ -1,13 +1,11 @@
 """Uploads: in parts, through any server, checked in the background; every adapter comes in this way."""
 
-from loramux.records.uploads import Upload, UploadFile
+from loramux.records.uploads import Upload
 from loramux.uploads.errors import (
     InvalidUpload,
     TooManyTransfers,
     TooManyUploads,
     UploadClosed,
-    UploadError,
-    UploadIncomplete,
     UploadNotFound,
     UploadRejected,
     UploadTooSlow,
@@ -15,8 +13,8 @@ from loramux.uploads.errors import (
 )
 from loramux.uploads.imports import BucketSource, FolderSource, HubSource, Importer, Source
 from loramux.uploads.ingest import Ingest, UploadWorker
-from loramux.uploads.parts import PartReceiver, paced
-from loramux.uploads.sessions import AnnouncedFile, UploadRequest, UploadSessions, max_bytes, refused_file
+from loramux.uploads.parts import paced
+from loramux.uploads.sessions import AnnouncedFile, UploadRequest, UploadSessions, max_bytes
 
 __all__ = [
     "AnnouncedFile",
@@ -26,15 +24,11 @@ __all__ = [
     "Importer",
     "Ingest",
     "InvalidUpload",
-    "PartReceiver",
     "Source",
     "TooManyTransfers",
     "TooManyUploads",
     "Upload",
     "UploadClosed",
-    "UploadError",
-    "UploadFile",
-    "UploadIncomplete",
     "UploadNotFound",
     "UploadRejected",
     "UploadRequest",
@@ -44,5 +38,4 @@ __all__ = [
     "WrongOffset",
     "max_bytes",
     "paced",
-    "refused_file",
 ]

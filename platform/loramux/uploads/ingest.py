@@ -273,11 +273,6 @@ class UploadWorker:
         self.jobs = JobRunner("upload", self._find, self._run)
         self._awaited: dict[str, asyncio.Future[AdapterInfo]] = {}
 
-    @property
-    def is_idle(self) -> bool:
-        """Return whether no job runs or is being looked for."""
-        return self.jobs.is_idle
-
     @contextmanager
     def awaiting(self, id: str) -> Iterator[asyncio.Future[AdapterInfo]]:
         """Yield a future of the upload's end: the adapter as registered, or the error that ended this attempt."""
@@ -287,14 +282,6 @@ class UploadWorker:
         finally:
             del self._awaited[id]
             ended.cancel()
-
-    def cancel(self, id: str) -> None:
-        """Stop work on an upload that was removed."""
-        self.jobs.cancel(id)
-
-    def look(self) -> None:
-        """Start work on uploads that this server has taken on."""
-        self.jobs.look()
 
     async def tend(self) -> None:
         """Adopt uploads of dead servers, start failed jobs again, and expire abandoned sessions."""
@@ -318,17 +305,9 @@ class UploadWorker:
             await self._threads.run(self._blobs.objects.delete_under, folder_of(id))
         return len(closed)
 
-    async def stop(self) -> None:
-        """Cancel the running jobs; this server's next life, or another server, starts them again."""
-        await self.jobs.stop()
-
     async def _find(self) -> list[UploadJob]:
-        try:
-            async with self._database.read() as session:
-                return await UploadJobs(session).of(self.server_id)
-        except RecordsError as error:
-            logger.error("uploads wait: %s", error)
-            return []
+        async with self._database.read() as session:
+            return await UploadJobs(session).of(self.server_id)
 
     async def _run(self, job: UploadJob) -> None:
         try:

@@ -1,7 +1,7 @@
 """Upload sessions: opened, filled, completed, awaited, cancelled. The one way in for an adapter.
 
 A client announces its files, sends them in parts (`parts`), completes the upload, and reads its state while the worker
-checks and registers it (`worker`). With a `source` the server fetches the files instead (`imports`).
+checks and registers it (`ingest`). With a `source` the server fetches the files instead (`imports`).
 `POST /v1/adapters` and the local folders of operators take the same steps through `UploadSessions.run`.
 """
 
@@ -149,7 +149,7 @@ class UploadSessions:
     async def before(self, principal: Principal, id: str | None, limit: int) -> list[Upload]:
         """List at most `limit` of the caller's uploads, newest first, beginning after `id`."""
         async with self._database.read() as session:
-            return await UploadRepository(session, principal.tenant).before(id, limit, _nameable(principal))
+            return await UploadRepository(session, principal.tenant).before(id, limit, principal.own_adapters())
 
     async def complete(self, principal: Principal, id: str) -> Upload:
         """Start the checks; a repeated call changes nothing.
@@ -172,7 +172,7 @@ class UploadSessions:
                     )
             expires_at = self._database.now() + CHECK_SECONDS * SECOND
             await uploads.begin_validating(id, self.worker.server_id, _submitter(principal), expires_at)
-        self.worker.look()
+        self.worker.jobs.look()
         return msgspec.structs.replace(upload, state=VALIDATING, expires_at=expires_at)
 
     async def cancel(self, principal: Principal, id: str) -> Upload:
@@ -186,8 +186,7 @@ class UploadSessions:
             if upload.state == VALIDATING and upload.source is None:
                 raise UploadClosed(f"the upload {id} is being validated; wait until it is ready or rejected", "id")
             await uploads.remove(id)
-        self.worker.cancel(id)
-        await run_blocking(self._blobs.objects.delete_under, folder_of(id))
+        await self._forget(id)
         return upload
 
     async def _open(self, principal: Principal, request: UploadRequest, id: str) -> Upload:
@@ -215,7 +214,7 @@ class UploadSessions:
             await self._check_room(uploads, sum(file.size for file in upload.files))
             await uploads.add(upload, None if source is None else self.worker.server_id)
         if source is not None:
-            self.worker.look()
+            self.worker.jobs.look()
         return upload
 
     async def _abandon(self, principal: Principal, id: str) -> None:
@@ -227,10 +226,14 @@ class UploadSessions:
                 if upload is None or upload.state not in OPEN:
                     return
                 await uploads.remove(id)
-            self.worker.cancel(id)
-            await run_blocking(self._blobs.objects.delete_under, folder_of(id))
+            await self._forget(id)
         except Exception as error:  # the worker tries the upload again, and expires it at last
             logger.warning("the upload %s could not be abandoned: %s", id, error)
+
+    async def _forget(self, id: str) -> None:
+        """Stop the work on an upload whose row is gone, and delete its parts."""
+        self.worker.jobs.cancel(id)
+        await run_blocking(self._blobs.objects.delete_under, folder_of(id))
 
     def _checked_source(self, principal: Principal, request: UploadRequest) -> str | None:
         if (request.files is None) == (request.source is None):
@@ -308,11 +311,3 @@ def _announce(file: Path) -> AnnouncedFile:
 
 def _submitter(principal: Principal) -> Submitter:
     return Submitter(principal.key_id, principal.origin)
-
-
-def _nameable(principal: Principal) -> list[str] | None:
-    """List the own names of the adapters that the caller is restricted to; None: all."""
-    if principal.models is None:
-        return None
-    owned = f"{principal.tenant_name}/"
-    return [model.removeprefix(owned) for model in principal.models if model.startswith(owned)]

@@ -12,18 +12,15 @@ other end. The server's own process never parses an uploaded byte before stage 1
 """
 
 from loramux.errors import Rejection
-from loramux.validation.jobs import Check, EngineAnswer, ReportWarning, ResourceUsage, RetiredBase, ValidationReport
+from loramux.validation.jobs import EngineAnswer, ReportWarning, RetiredBase, ValidationReport
 from loramux.validation.sandbox import SandboxDied
-from loramux.validation.validator import AskEngine, BaseValidators, Unanswered, Validator
+from loramux.validation.validator import BaseValidators, Unanswered, Validator
 
 __all__ = [
-    "AskEngine",
     "BaseValidators",
-    "Check",
     "EngineAnswer",
     "Rejection",
     "ReportWarning",
-    "ResourceUsage",
     "RetiredBase",
     "SandboxDied",
     "Unanswered",

@@ -12,7 +12,7 @@ import msgspec
 
 from loramux.errors import Rejection
 from loramux.settings import AdapterLimits, Quantization
-from loramux_adapters import AdapterRejected, BaseDescription, Limits
+from loramux_adapters import BaseDescription, Limits
 
 
 class FilesSetup(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,10 +30,6 @@ class FilesJob(msgspec.Struct, frozen=True, kw_only=True):
 
     folder: str
     limits: Limits
-
-
-class NoSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """The setup of a stage whose jobs say everything."""
 
 
 class RetiredBase(msgspec.Struct, frozen=True, kw_only=True):
@@ -245,8 +241,3 @@ class ValidationReport(msgspec.Struct, frozen=True, kw_only=True):
             refusal=self.refusal or later.refusal,
             usage=later.usage if self.usage is None else self.usage.plus(later.usage),
         )
-
-    def raise_for_refusal(self) -> None:
-        """Raise loramux_adapters.AdapterRejected if the adapter was refused."""
-        if self.refusal is not None:
-            raise AdapterRejected(self.refusal.code, self.refusal.field, self.refusal.message)

@@ -239,7 +239,7 @@ def _checked(answer: JobResult) -> JobResult:
 
 
 PR_SET_CHILD_SUBREAPER = 36
-"""A constant of linux/prctl.h."""
+"""Of linux/prctl.h."""
 OPEN_FILES = 256
 IDLE_SECONDS = 900.0
 """The time after which an idle warm process ends and frees its memory; the next job starts another."""

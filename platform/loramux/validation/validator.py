@@ -26,7 +26,6 @@ from loramux.validation.jobs import (
     EngineAnswer,
     FilesJob,
     FilesSetup,
-    NoSetup,
     Outcome,
     ParityJob,
     ParitySetup,
@@ -65,7 +64,7 @@ class Validator:
         """`dtype` is the serving one, by torch's name. `ask_engine` answers where a base is too large to be copied."""
         self.files_setup = _files_setup(settings, base, dtype)
         """The base as the files stage knows it."""
-        self._files = _files_stage(settings, self.files_setup)
+        self._files = _Stage("files", "loramux.validation.files", self.files_setup, _file_limits(settings))
         self._bundle = _bundle_stage(settings)
         self._renderer = TemplateRenderer()
         self._conversion = _conversion_stage(settings, base)
@@ -165,9 +164,7 @@ class BaseValidators:
         _warn_of_what_the_kernel_lacks()
         self._validators = validators
         self._retired: tuple[RetiredBase, ...] = ()
-        self._choice = _Stage(
-            "base_model", "loramux.validation.files:prepare_choice", NoSetup(), _file_limits(settings)
-        )
+        self._choice = _Stage("base_model", "loramux.validation.files:prepare_choice", None, _file_limits(settings))
 
     def put(self, name: str, validator: Validator) -> None:
         """Take uploads for one more base."""
@@ -229,10 +226,10 @@ def _without_tokens(reason: str, refusal: Rejection | None = None) -> Validation
 class _Stage:
     """One stage: its sandbox, the limits of its jobs, and a report for every way in which a job can end."""
 
-    def __init__(self, name: str, module: str, setup: msgspec.Struct, limits: JobLimits) -> None:
-        """`module` answers jobs with reports."""
+    def __init__(self, name: str, module: str, setup: msgspec.Struct | None, limits: JobLimits) -> None:
+        """`module` answers jobs with reports; without a `setup` its jobs say everything."""
         self._name = name
-        self._sandbox = Sandbox(module, msgspec.json.encode(setup))
+        self._sandbox = Sandbox(module, b"" if setup is None else msgspec.json.encode(setup))
         self._limits = limits
 
     def report(
@@ -279,10 +276,6 @@ class _Stage:
 def _files_setup(settings: Settings, base: BaseDescription, dtype: str) -> FilesSetup:
     names = (settings.model.served_model_name, Path(settings.model.path).name)
     return FilesSetup(base=base, base_names=names, serving=SAFETENSORS_NAMES[dtype])
-
-
-def _files_stage(settings: Settings, setup: FilesSetup) -> _Stage:
-    return _Stage("files", "loramux.validation.files", setup, _file_limits(settings))
 
 
 def _file_limits(settings: Settings) -> JobLimits:

@@ -19,7 +19,7 @@ from tiny_peft import save_adapter, tiny_base
 from loramux.settings import ModelSettings, Settings, ValidationSettings
 from loramux.validation import ValidationReport, Validator
 from loramux.validation.sandbox import Sandbox
-from loramux_adapters import CONFIG_NAME, WEIGHTS_NAME, AdapterRejected, BaseDescription, Limits, describe_base
+from loramux_adapters import CONFIG_NAME, WEIGHTS_NAME, BaseDescription, Limits, describe_base
 
 LIMITS = Limits(max_rank=16)
 
@@ -50,7 +50,7 @@ def test_report_summarises_the_files(validator: Validator, tmp_path: Path) -> No
         "llama", tmp_path, target_modules=["q_proj", "down_proj"], rank_pattern={"down_proj": 4}, lora_dropout=0.1
     )
     report = validator.examine(tmp_path, LIMITS)
-    report.raise_for_refusal()
+    assert report.refusal is None
     assert outcomes(report) == {"config": "passed", "header": "passed", "tensors": "passed", "values": "passed"}
     found = report.found
     assert found is not None
@@ -89,8 +89,7 @@ def test_report_of_a_refused_upload_lists_the_passed_checks(validator: Validator
     assert report.refusal is not None
     assert (report.refusal.code, report.refusal.field) == ("rank_too_large", "r")
     assert report.checks[-1].detail == report.refusal.message
-    with pytest.raises(AdapterRejected, match="rank 32"):
-        report.raise_for_refusal()
+    assert "rank 32" in report.refusal.message
 
 
 def test_report_refuses_overflow_in_the_serving_dtype(validator: Validator, tmp_path: Path) -> None:
