@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from loramux.engine.memory.pages import PagePool
 from loramux.engine.memory.residency import Residency
 from loramux.engine.messages import AdapterRef, Request, SamplingParams, TokenEvent
-from loramux.engine.scheduling.policy import PageBudget, Policy
-from loramux.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from loramux.engine.scheduling.policy import PageBudget, Policy, SchedulerLimits
+from loramux.engine.scheduling.scheduler import Scheduler
 from loramux.simulator.engine import SimulatedStore, VirtualClock
 from loramux.simulator.hardware import DEVICES
 
@@ -95,7 +95,7 @@ class Bench:
         decoding = bool(step.chunks) and all(chunk.length == 1 for chunk in step.chunks)
         if not decoding:
             return None
-        flows, known = len(self.scheduler.queue.flows), self.scheduler.memory.residency.num_known
+        flows, known = len(self.scheduler.queue.flows), len(self.scheduler.memory.residency._known)
         return Cost(len(step.chunks), 1e6 * (planned - began), 1e6 * (ended - ran), flows, known)
 
 

@@ -56,6 +56,11 @@ def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
     return stage(array, device).to(device, non_blocking=True)
 
 
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy on the host, which is complete once the stream has come so far."""
+    return host_memory(tensor.shape, tensor.dtype, tensor.device).copy_(tensor, non_blocking=True)
+
+
 def aligned_rows(array: NDArray[Any], device: torch.device) -> torch.Tensor:
     """Return `array` `[k, n]` on `device`, every row beginning at 16 bytes: Triton compiles anew for one that does
     not."""

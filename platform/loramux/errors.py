@@ -14,9 +14,9 @@
     ├── storage.StorageError          blobs and staging
     └── records.RecordsError          the database
 
-Each package draws its own part of the tree in its `errors.py`. A class sets `code` (stable, read by clients) and
-`status` (the HTTP status that the API answers with); an instance carries the sentence and the field. Our own faults are
-not in this tree: they are bugs and keep their traceback.
+Each package draws its own part of the tree in its `errors.py`, or in the module that raises them. A class sets `code`
+(stable, read by clients) and `status` (the HTTP status that the API answers with); an instance carries the sentence and
+the field. Our own faults are not in this tree: they are bugs and keep their traceback.
 """
 
 from __future__ import annotations

@@ -44,13 +44,7 @@ class LateRunner:
                 assert runner.unread.pop(0) is events, "read in the order of their launches"
                 return events
 
-            def prompt_events(self) -> list[TokenEvent]:
-                return launched.prompt_events()
-
-            def pooled_events(self) -> list[TokenEvent]:
-                return launched.pooled_events()
-
-        return Late(events)
+        return Late(events, launched.scores, launched.pooled)
 
 
 def late_engine(zoo: Zoo, **engine_settings: object) -> tuple[Engine, LateRunner]:

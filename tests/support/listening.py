@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from scripted_engine import FACTS
 
-from loramux.engine.client import ChannelClient
+from loramux.engine.client import EngineClient
 from loramux.engine.messages import (
     AdapterRef,
     Cancel,
@@ -132,8 +132,8 @@ class Listening:
         place = EnginePlace(self.address, engine_key or self.engine_pair.public)
         return RemoteChannel(lambda: place, base, pair or self.front_pair, self.lease_s)
 
-    def client(self, **changes: object) -> ChannelClient:
-        return ChannelClient(self.channel(**changes), 600.0)
+    def client(self, **changes: object) -> EngineClient:
+        return EngineClient(self.channel(**changes), 600.0)
 
 
 @contextmanager

@@ -9,8 +9,8 @@ from typing import Any
 from loramux.engine.memory.pages import PagePool
 from loramux.engine.memory.residency import Inspected, Residency, ResidencyPolicy, StoreJob
 from loramux.engine.messages import AdapterRef, EngineFault, Request, SamplingParams, ServiceClass, TokenEvent
-from loramux.engine.scheduling.policy import PageBudget, Policy
-from loramux.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from loramux.engine.scheduling.policy import PageBudget, Policy, SchedulerLimits
+from loramux.engine.scheduling.scheduler import Scheduler
 from loramux.engine.scheduling.sequence import BASE_SLOT, Chunk, Sequence, Step
 
 INVOCATION = (8, 8, 7)

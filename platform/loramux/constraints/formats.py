@@ -6,6 +6,8 @@ import json
 from typing import Any
 
 import msgspec
+from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import any_to_lark
 
 WHITESPACE = r"[ \n\r\t]{0,40}"
 """Between the tokens of JSON: enough for indentation, and no endless run of blanks."""
@@ -50,8 +52,6 @@ AnswerFormat = JsonObject | JsonSchema | Regex | Choice | Grammar
 
 def write_format(asked: AnswerFormat) -> GrammarText:
     """Write the grammar of a format. Raises ValueError with a sentence where that is not possible."""
-    from llguidance import LLMatcher
-
     match asked:
         case JsonObject() | JsonSchema():
             return to_grammar(f"start: {write_content(asked)}")
@@ -60,8 +60,6 @@ def write_format(asked: AnswerFormat) -> GrammarText:
         case Choice(texts):
             return to_grammar("start: CHOICE\nCHOICE: " + " | ".join(map(quote, texts)))
         case Grammar(text):
-            from llguidance.gbnf_to_lark import any_to_lark
-
             try:
                 return to_grammar(any_to_lark(text))
             except Exception as error:
@@ -102,6 +100,4 @@ def quote(text: str) -> str:
 
 def to_grammar(text: str) -> GrammarText:
     """Return a Lark grammar as llguidance reads it."""
-    from llguidance import LLMatcher
-
     return LLMatcher.grammar_from_lark(text)

@@ -1,13 +1,10 @@
-"""Compiling grammars within limits: first on trial in a limited process, then in an engine on threads of its own.
+"""Compiling grammars within limits, first on trial in a limited process.
 
-A grammar is a stranger's code, as text in llguidance's own format (`formats` and `tools` write it). Compiling one takes
-milliseconds, a hostile one up to `limits()`, so it never happens in a step: a request with a constraint joins the queue
-when its grammar is compiled. llguidance releases the interpreter's lock meanwhile.
-
-The trial (`prepare`, which the sandbox finds by this module's name) writes and compiles a grammar, and follows it for
-some random tokens. Most hostile grammars meet llguidance's own limits. Some overflow its stack, which ends the process,
-or compile for minutes: the kernel ends them there. What passes the trial takes an engine no longer than it took there,
-and has a stack that is smaller than any of the engine's threads.
+A grammar is a stranger's code, as text in llguidance's own format (`formats` and `tools` write it). The trial
+(`prepare`, which the sandbox finds by this module's name) writes and compiles one, and follows it for some random
+tokens. Most hostile grammars meet llguidance's own limits. Some overflow its stack, which ends the process, or compile
+for minutes: the kernel ends them there. What passes the trial takes an engine no longer than it took there, and has a
+stack that is smaller than any of the engine's threads.
 """
 
 from __future__ import annotations
@@ -15,11 +12,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections import OrderedDict, deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -36,10 +29,11 @@ from loramux.constraints.formats import (
 )
 from loramux.constraints.tools import ToolStyle, ToolUse, write_tools
 
-THREADS = 2
-MAX_COMPILED = 256
-"""Compiled grammars that are kept, over all tenants."""
-MAX_COMPILED_OF_TENANT = 32
+STACK_BYTES = 1 << 20
+COMPILE_SECONDS = 0.5
+MASK_SECONDS = 0.05
+STEPS = 24
+"""Tokens for which a grammar is followed."""
 
 
 def limits() -> LLParserLimits:
@@ -55,82 +49,9 @@ def limits() -> LLParserLimits:
     )
 
 
-def load_tokenizer(model_dir: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> LLTokenizer | None:
-    """Return the model's vocabulary as grammars read it; None where its tokenizer is not one of `tokenizers`."""
-    from llguidance.hf import from_tokenizer
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # takes seconds: only where a model is served
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
-    except (OSError, ValueError):
-        return None  # the gateway refuses to start without one, and says so
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        return None
-    if len(tokenizer) <= max(eos_token_ids, default=0):
-        return None  # of a folder without tokenizer files transformers makes an empty one for some families
-    num_tokens = max(vocab_size, len(tokenizer))
-    return from_tokenizer(tokenizer, n_vocab=num_tokens, eos_token=list(eos_token_ids) or None)
-
-
 def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
     """Return a matcher at the beginning of `grammar`; it holds its error where there is one."""
     return LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
-
-
-class GrammarCompiler:
-    """Compiles grammars on threads, one at a time for a tenant, and keeps each tenant's latest."""
-
-    def __init__(self, tokenizer: LLTokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="grammars")
-        self._compiled: OrderedDict[tuple[str, str], Future[LLMatcher]] = OrderedDict()
-        """Grammars by tenant and text, the latest used last."""
-        self._lock = threading.Lock()
-        self._waiting: dict[str, deque[Callable[[], Any]]] = {}
-        """The work of each tenant, the first of it under way."""
-
-    def compile(self, tenant: str, grammar: str) -> Future[LLMatcher]:
-        """Return the matcher of `grammar`, to be copied for each answer, once it is compiled."""
-        key = (tenant, grammar)
-        if (kept := self._compiled.get(key)) is not None:
-            self._compiled.move_to_end(key)
-            return kept
-        compiled = self._compiled[key] = Future()
-        self._evict(tenant)
-        with self._lock:
-            work = self._waiting.setdefault(tenant, deque())
-            work.append(lambda: compiled.set_result(compile_grammar(self._tokenizer, grammar)))
-            if len(work) == 1:
-                self._threads.submit(self._run_next, tenant)
-        return compiled
-
-    def close(self) -> None:
-        """End the threads."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-    def _run_next(self, tenant: str) -> None:
-        self._waiting[tenant][0]()
-        with self._lock:
-            work = self._waiting[tenant]
-            work.popleft()
-            if work:  # behind the other tenants' work
-                self._threads.submit(self._run_next, tenant)
-            else:
-                del self._waiting[tenant]
-
-    def _evict(self, tenant: str) -> None:
-        own = [key for key in self._compiled if key[0] == tenant]
-        if len(own) > MAX_COMPILED_OF_TENANT:
-            del self._compiled[own[0]]
-        elif len(self._compiled) > MAX_COMPILED:
-            self._compiled.popitem(last=False)
-
-
-STACK_BYTES = 1 << 20
-COMPILE_SECONDS = 0.5
-MASK_SECONDS = 0.05
-STEPS = 24
-"""Tokens for which a grammar is followed."""
 
 
 class TrialSetup(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,8 +100,6 @@ class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
 
 def prepare(setup: bytes) -> Callable[[bytes], bytes]:
     """Read the vocabulary; return the function that tries one job."""
-    from llguidance import LLTokenizer
-
     vocabulary = msgspec.json.decode(setup, type=TrialSetup)
     eos = list(vocabulary.eos_token_ids) or None
     tokenizer = LLTokenizer(vocabulary.tokenizer, n_vocab=vocabulary.vocab_size, eos_token=eos)
@@ -197,17 +116,17 @@ def prepare(setup: bytes) -> Callable[[bytes], bytes]:
     return run
 
 
-def _try(tokenizer: object, job: TrialJob) -> TrialResult:
+def _try(tokenizer: LLTokenizer, job: TrialJob) -> TrialResult:
     began = time.process_time()
     try:
         grammar = job.write()
     except ValueError as error:
         return TrialResult(refusal=str(error))
-    matcher = compile_grammar(tokenizer, grammar)  # type: ignore[arg-type]  # an LLTokenizer
+    matcher = compile_grammar(tokenizer, grammar)
     seconds = time.process_time() - began
     if seconds > COMPILE_SECONDS:
         return TrialResult(refusal=f"it takes {seconds:.1f} seconds to compile, and {COMPILE_SECONDS} are allowed")
-    chance, words = random.Random(0), np.zeros(-(-tokenizer.vocab_size // 32), dtype=np.int32)  # type: ignore[attr-defined]  # noqa: S311
+    chance, words = random.Random(0), np.zeros(-(-tokenizer.vocab_size // 32), dtype=np.int32)  # noqa: S311
     for _ in range(STEPS):
         if matcher.is_error() or matcher.is_stopped():
             break

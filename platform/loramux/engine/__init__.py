@@ -1,14 +1,27 @@
 """One continuously batched loop that serves many adapters and the base model.
 
-    client (event loop)  <- messages ->  worker (thread or process)  ->  engine.step():
-        scheduling.plan()      which tokens of which sequences run next, under one budget of pages
+    client (event loop)  <- messages ->  worker (thread or process)  ->  Engine.step():
+        scheduler.plan()       which tokens of which sequences run next, under one budget of pages
         pipeline.advance()     execution launches the step's kernels; tokens come back
-        scheduling.commit()    tokens are appended, ended sequences free their pages
+        scheduler.commit()     tokens are appended, ended sequences free their pages
         -> StepReport          one message a step: every request's event, once a second the statistics
 
-`scheduling` decides, `memory` holds pages (KV, adapters, prefix cache, swap), `execution` computes, `metrics` counts.
-Each folder's docstring explains its algorithms. Imports run downwards: client, worker, engine, pipeline, execution,
-scheduling, memory, messages.
+A step is one forward pass. It computes one token of every sequence that decodes, and of prompts as much as its budget
+of tokens has left. So a request joins between any two steps and leaves with its last token, whatever runs beside it,
+and rows of the base and of many adapters share one pass over the base's weights. KV and adapters lie in one pool of
+equal pages; what is needed least is evicted when a page is needed.
+
+    client                  the gateway's end: requests in, events out, wherever the engine lives
+    worker                  the loop around the engine, on a thread or in a process of its own
+    engine                  the step, and the two ways to run steps one after the other
+    statistics              usage by request, service by tenant, one snapshot of all counters
+    execution               one step through the model: forward, sampling; the ranks; loading
+    scheduling              which sequences run in the next step
+    memory                  pages: KV, adapters, prefix cache, swap
+    messages                the protocol between gateway and engine
+    metrics                 every counter in one place
+
+Imports run downwards in this order. The docstrings of `scheduling`, `memory` and `execution` explain their algorithms.
 """
 
 from loramux.engine.client import ENGINE_DIED, EngineClient, EngineDied, spawn_engine

@@ -3,9 +3,9 @@
     EngineClient.submit(request, on_event) ── Command ──> Channel ──> worker loop ──> Engine.step()
     on_event(event) <── event loop <── StepReport <──────── Channel <────────────────────┘
 
-`EngineClient` is what the gateway holds. `ChannelClient` implements it over a `Channel`, of which there are two: a
-thread of this process (tests, small tools), or a child process (servers), so that HTTP and tokenizing never wait for
-a step. A step sends one report however many requests it held, and a report wakes the event loop once.
+`EngineClient` is what the gateway holds. It reaches its engine over a `Channel`: a thread of this process (tests, small
+tools), a child process (servers), so that HTTP and tokenizing never wait for a step, or a connection to another machine
+(`fleet.remote`). A step sends one report however many requests it held, and a report wakes the event loop once.
 
 Every submitted request gets a last event in bounded time. Where the worker raises, dies or hangs, that event is an
 error with the fault code `ENGINE_DIED`. A worker hangs when it has requests and neither a step nor a heartbeat is
@@ -68,80 +68,6 @@ OnService = Callable[[list[TenantService]], None]
 
 class EngineDied(RuntimeError):
     """The engine ended without being asked to; the message says why."""
-
-
-class EngineClient(Protocol):
-    """One engine, seen from an asyncio event loop."""
-
-    on_service: OnService
-    """Called with what the engine has served since it reported last."""
-
-    async def start(self) -> ModelFacts:
-        """Start the engine and wait until it serves; raises EngineDied when it cannot."""
-        ...
-
-    def submit(self, request: Request, on_event: OnEvent) -> None:
-        """Queue `request`; its id is new.
-
-        `on_event` is called on the event loop, once for each event in order; the last event has a finish_reason. When
-        the engine ends first, the last event is an error with the fault code ENGINE_DIED. An `on_event` that raises is
-        called no more, and its request is cancelled. Raises EngineDied when the engine does not serve.
-        """
-        ...
-
-    def cancel(self, request_id: str) -> None:
-        """End a request; its last event follows and says what it used. Requests that have ended are left alone."""
-        ...
-
-    def forget(self, request_id: str) -> None:
-        """Cancel a request and call its `on_event` no more; what it used is added to `unclaimed_tokens`."""
-        ...
-
-    def retire(self, digest: str) -> None:
-        """Free a deleted revision's pages once nothing uses them."""
-        ...
-
-    async def pin(self, ref: AdapterRef, owner: str = "") -> EngineFault | None:
-        """Keep a revision in the pool, for a tenant or (empty) the operator; waits until it is there.
-
-        The fault says why it cannot be. Raises EngineDied when the engine ends meanwhile.
-        """
-        ...
-
-    def unpin(self, digest: str, owner: str = "") -> None:
-        """Release `owner`'s pin."""
-        ...
-
-    def lift(self, services: list[TenantService]) -> None:
-        """Report service of other engines, for the shares of tenants."""
-        ...
-
-    def stats(self) -> EngineStats:
-        """Return the latest counters; never blocks."""
-        ...
-
-    @property
-    def stats_at(self) -> float:
-        """The event loop's time at which they came."""
-        ...
-
-    @property
-    def unclaimed_tokens(self) -> int:
-        """Tokens of requests that ended without a listener, so that no bill can hold them."""
-        ...
-
-    @property
-    def alive(self) -> bool:
-        """Does the engine serve?"""
-        ...
-
-    async def wait_end(self) -> str:
-        """Wait until the engine has ended for good; return why."""
-        ...
-
-    async def stop(self) -> None:
-        """Let running requests end, then stop the engine."""
-        ...
 
 
 class Channel(Protocol):
@@ -283,18 +209,21 @@ def _run_child(settings: Settings, connection: Connection) -> None:
     os._exit(0)
 
 
-class ChannelClient:
-    """An EngineClient over a channel: routes each event to its request's callback."""
+class EngineClient:
+    """One engine, seen from an asyncio event loop: routes each event to its request's callback."""
 
     def __init__(self, channel: Channel, step_timeout_s: float = 600.0) -> None:
+        self.on_service: OnService = lambda _: None
+        """Called with what the engine has served since it reported last."""
+        self.stats_at = 0.0
+        """The event loop's time at which `stats` came."""
+        self.unclaimed_tokens = 0
+        """Tokens of requests that ended without a listener, so that no bill can hold them."""
         self._channel = channel
         self._step_timeout_s = step_timeout_s
         self._listeners: dict[str, OnEvent] = {}
         self._pins: dict[tuple[str, str], asyncio.Future[EngineFault | None]] = {}
-        self.on_service: OnService = lambda _: None
         self._stats = EngineStats()
-        self._stats_at = 0.0
-        self._unclaimed = 0
         self._ended: str | None = "the engine has not been started"
         self._facts: asyncio.Future[ModelFacts] | None = None
         self._stopped = asyncio.Event()
@@ -306,7 +235,7 @@ class ChannelClient:
         self._watchdog: asyncio.TimerHandle | None = None
 
     async def start(self) -> ModelFacts:
-        """Start the worker and wait for its model; raises EngineDied when it cannot load it."""
+        """Start the engine and wait until it serves; raises EngineDied when it cannot."""
         loop = asyncio.get_running_loop()
         self._facts = loop.create_future()
         self._ended = None
@@ -314,7 +243,12 @@ class ChannelClient:
         return await self._facts
 
     def submit(self, request: Request, on_event: OnEvent) -> None:
-        """Send the request to the worker; raises EngineDied when there is none."""
+        """Queue `request`; its id is new.
+
+        `on_event` is called on the event loop, once for each event in order; the last event has a finish_reason. When
+        the engine ends first, the last event is an error with the fault code ENGINE_DIED. An `on_event` that raises is
+        called no more, and its request is cancelled. Raises EngineDied when the engine does not serve.
+        """
         self._ensure_alive()
         assert request.id not in self._listeners, f"request {request.id} was submitted before"
         self._channel.send(Submit(request))
@@ -322,12 +256,12 @@ class ChannelClient:
         self._watch()
 
     def cancel(self, request_id: str) -> None:
-        """Free the request's pages at the next step."""
+        """End a request; its last event follows and says what it used. Requests that have ended are left alone."""
         if request_id in self._listeners:
             self._channel.send(Cancel(request_id))
 
     def forget(self, request_id: str) -> None:
-        """Cancel the request and drop its callback."""
+        """Cancel a request and call its `on_event` no more; what it used is added to `unclaimed_tokens`."""
         if self._listeners.pop(request_id, None) is not None:
             self._channel.send(Cancel(request_id))
 
@@ -336,7 +270,10 @@ class ChannelClient:
         self._channel.send(Retire(digest))
 
     async def pin(self, ref: AdapterRef, owner: str = "") -> EngineFault | None:
-        """Keep a revision in the pool; waits until it is there, or cannot be."""
+        """Keep a revision in the pool, for a tenant or (empty) the operator; waits until it is there.
+
+        The fault says why it cannot be. Raises EngineDied when the engine ends meanwhile.
+        """
         self._ensure_alive()
         outcome = self._pins.setdefault((ref.digest, owner), asyncio.get_running_loop().create_future())
         self._channel.send(Pin(ref, owner))
@@ -347,37 +284,27 @@ class ChannelClient:
         self._channel.send(Unpin(digest, owner))
 
     def lift(self, services: list[TenantService]) -> None:
-        """Report service of other engines."""
+        """Report service of other engines, for the shares of tenants."""
         self._channel.send(Lift(services))
 
     def stats(self) -> EngineStats:
-        """Return those of the latest report that held any."""
+        """Return the latest counters; never blocks."""
         return self._stats
 
     @property
-    def stats_at(self) -> float:
-        """The event loop's time at which they came."""
-        return self._stats_at
-
-    @property
-    def unclaimed_tokens(self) -> int:
-        """Tokens of requests that ended without a listener."""
-        return self._unclaimed
-
-    @property
     def alive(self) -> bool:
-        """Is the model loaded, and does the worker take requests?"""
+        """Does the engine serve?"""
         is_loaded = self._facts is not None and self._facts.done() and not self._facts.cancelled()
         return is_loaded and self._ended is None and not self._is_leaving
 
     async def wait_end(self) -> str:
-        """Wait until the worker has ended; return why."""
+        """Wait until the engine has ended for good; return why."""
         await self._stopped.wait()
         assert self._ended is not None, "it has ended"
         return self._ended
 
     async def stop(self) -> None:
-        """Let running requests end, then stop."""
+        """Let running requests end, then stop the engine."""
         if self._ended is None:
             self._is_stopping = True
             self._channel.send(Shutdown())
@@ -423,7 +350,7 @@ class ChannelClient:
         match report:
             case StepReport(events, stats, pins, service):
                 if stats is not None:
-                    self._stats, self._stats_at = stats, self._last_report_at
+                    self._stats, self.stats_at = stats, self._last_report_at
                 if service:
                     self.on_service(service)
                 for pinned in pins:
@@ -444,7 +371,7 @@ class ChannelClient:
         listener = self._listeners.pop(event.request_id, None) if ended else self._listeners.get(event.request_id)
         if listener is None:
             if event.count is not None:
-                self._unclaimed += event.count.tokens.total
+                self.unclaimed_tokens += event.count.tokens.total
             return
         try:
             listener(event)
@@ -477,4 +404,4 @@ def _post(loop: asyncio.AbstractEventLoop, function: Callable[[Report], None], r
 def spawn_engine(settings: Settings) -> EngineClient:
     """Return the engine that the settings ask for, not yet started."""
     channel = ThreadChannel(settings) if settings.engine.in_process else ProcessChannel(settings)
-    return ChannelClient(channel, settings.engine.step_timeout_s)
+    return EngineClient(channel, settings.engine.step_timeout_s)

@@ -1,8 +1,8 @@
 """The engine: one continuously batched loop, a step at a time, and the two ways to run its steps.
 
-commands -> scheduler.plan() -> pipeline.advance(step) -> scheduler.commit(...) -> events
-                  |                     |
-           scheduling/, memory/    execution/: the runner launches the model's kernels
+    commands -> scheduler.plan() -> pipeline.advance(step) -> scheduler.commit(...) -> events
+                      |                     |
+               scheduling/, memory/    execution/: the runner launches the model's kernels
 
 `SyncPipeline` ends a step before the next one is planned. A device that works by itself should never wait for the host,
 so `AsyncPipeline` commits a step when it is launched, with PENDING for the tokens that only the device knows. The next
@@ -41,14 +41,15 @@ from loramux.engine.messages import (
     EngineFault,
     EngineStats,
     ModelFacts,
+    Pinned,
     Request,
     StepReport,
     TenantService,
     TokenEvent,
 )
 from loramux.engine.metrics import Counters
-from loramux.engine.scheduling.policy import PageBudget, Policy
-from loramux.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from loramux.engine.scheduling.policy import PageBudget, Policy, SchedulerLimits
+from loramux.engine.scheduling.scheduler import Scheduler
 from loramux.engine.scheduling.sequence import PENDING, Chunk, Step
 from loramux.engine.statistics import RequestAccounting, ServiceMeter, Timeline, count_step, snapshot
 from loramux.settings import Settings
@@ -167,7 +168,7 @@ class Engine:
         pin_limits = PinLimits(max_pinned, budget.watermark, adapters.pins_per_tenant)
         self._pins = AdapterPins(pin_limits, self.scheduler.memory)
         pipeline = AsyncPipeline if self._runner.runs_ahead else SyncPipeline
-        self._pipeline: StepPipeline = pipeline(self.scheduler, self._runner)
+        self._pipeline = pipeline(self.scheduler, self._runner)
         self._accounting = RequestAccounting()
         self._meter = ServiceMeter(self.scheduler.queue)
         self._timeline = Timeline(self._counters, time.time() - parts.clock())
@@ -193,18 +194,11 @@ class Engine:
         events = self.scheduler.drain_events()
         # Only for requests that an engine before this one may have died of: see fleet.group.
         worked_on = self._announce_work(step) if self._reported else []
-        if not step.empty:
-            count_step(self._counters, step, self._runner.bank.bytes_of)
-            self._accounting.count_step(step)
-            self._timeline.sample(step, self._clock())
+        self._count_step(step)
         events += self._pipeline.advance(step)
         if worked_on or self._unknown:
             events += self._survivors(worked_on, events)
-        pins = self._pins.advance()
-        self._count_events(events)
-        events = self._accounting.count_events(events)
-        stats, service = self._stats_if_due(), self._service_if_due()
-        return StepReport(events, stats, pins, service) if events or pins or stats or service else None
+        return self._report(events, self._pins.advance())
 
     @property
     def is_idle(self) -> bool:
@@ -335,42 +329,42 @@ class Engine:
         self._service_sent_at = now
         return self.scheduler.queue.take_service()
 
-    def _count_events(self, events: list[TokenEvent]) -> None:
+    def _count_step(self, step: Step) -> None:
+        if not step.empty:
+            count_step(self._counters, step, self._runner.bank.bytes_of)
+            self._accounting.count_step(step)
+            self._timeline.sample(step, self._clock())
+
+    def _report(self, events: list[TokenEvent], pins: list[Pinned]) -> StepReport | None:
+        """Count the step's results and return them, with the statistics that are due; None where there is nothing."""
         for event in events:
             self._counters.output_tokens += event.token_id is not None
             self._counters.cached_tokens += event.cached_tokens
             if event.finish_reason is not None:
                 self._reported.discard(event.request_id)
                 self._runner.forget(event.request_id)
-
-
-class StepPipeline(Protocol):
-    """Runs planned steps one after the other and commits their results."""
-
-    @property
-    def is_idle(self) -> bool:
-        """Are no events of a step still to come?"""
-
-    def advance(self, step: Step) -> list[TokenEvent]:
-        """Run `step`, which may be empty; return the events that are known by now."""
+        events = self._accounting.count_events(events)
+        stats, service = self._stats_if_due(), self._service_if_due()
+        return StepReport(events, stats, pins, service) if events or pins or stats or service else None
 
 
 class SyncPipeline:
     """A step ends before the next is planned."""
 
     is_idle = True
+    """No events of a step are still to come."""
 
     def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
         self._scheduler = scheduler
         self._runner = runner
 
     def advance(self, step: Step) -> list[TokenEvent]:
-        """Return the step's own events."""
+        """Run `step`, which may be empty; return its events."""
         if step.empty:
             return []
         launched = self._runner.launch(step)
-        events = launched.events() + launched.pooled_events()
-        return launched.prompt_events() + self._scheduler.commit(step, events)
+        events = launched.events() + launched.pooled.events()
+        return launched.scores.events() + self._scheduler.commit(step, events)
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,7 +391,7 @@ class AsyncPipeline:
         return self._in_flight is None
 
     def advance(self, step: Step) -> list[TokenEvent]:
-        """Return the events of the step before."""
+        """Launch `step`, which may be empty; return the events of the step before."""
         sampling = step.sampling
         launched = None if step.empty else self._runner.launch(step)
         events = [] if self._in_flight is None else self._complete(self._in_flight)
@@ -417,7 +411,7 @@ class AsyncPipeline:
     def _complete(self, step: InFlightStep) -> list[TokenEvent]:
         """Wait for the step's tokens and put them where PENDING stands."""
         sampled = step.launched.events()
-        events = step.launched.prompt_events() + self._scheduler.end_pooled(step.launched.pooled_events())
+        events = step.launched.scores.events() + self._scheduler.end_pooled(step.launched.pooled.events())
         for chunk, event in zip(step.sampling, sampled, strict=True):
             committed = step.committed.get(event.request_id)
             if committed is None or not (committed.finish_reason or self._scheduler.is_open(chunk.sequence)):

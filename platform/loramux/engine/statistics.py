@@ -10,13 +10,12 @@ from __future__ import annotations
 import heapq
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import islice
 from operator import attrgetter
 
 import msgspec
 
-from loramux.engine.memory.memory import PageCounts
 from loramux.engine.messages import (
     BatchRows,
     CachedPrefix,
@@ -50,6 +49,8 @@ LISTED_EVICTIONS = 8
 LISTED_ADAPTERS = 64
 """Waiting revisions that are listed."""
 OTHERS = "other"
+COUNTED = {one.name for one in fields(Counters)}.intersection(EngineStats.__struct_fields__) - {"adapter_load_seconds"}
+"""Counters that the statistics have under the same name and as the same number."""
 
 
 @dataclass(slots=True)
@@ -246,9 +247,9 @@ def snapshot(
 ) -> EngineStats:
     """Counters and gauges of this moment, as a message."""
     counters, memory = scheduler.state.counters, scheduler.memory
-    pages: PageCounts = memory.counts
+    pages = memory.counts
     return EngineStats(
-        steps=counters.steps,
+        **{name: getattr(counters, name) for name in COUNTED},
         waiting=len(scheduler.queue),
         running=len(scheduler.running),
         pages_total=pages.total,
@@ -257,35 +258,14 @@ def snapshot(
         pages_adapters=pages.adapters,
         pages_adapters_idle=pages.adapters_idle,
         pages_free=pages.free,
-        kv_evictions=counters.kv_evictions,
-        kv_pages_swapped_out=counters.kv_pages_swapped_out,
-        kv_pages_swapped_in=counters.kv_pages_swapped_in,
         kv_pages_in_host=memory.swap.num_held,
         adapters_resident=memory.residency.num_resident,
         adapters_pinned=adapters_pinned,
         adapters_host=adapters_host,
         adapters_host_bytes=adapters_host_bytes,
-        adapter_loads=counters.adapter_loads,
         adapter_load_seconds=counters.adapter_load_seconds.total,
-        adapter_hits=counters.adapter_hits,
-        adapter_misses=counters.adapter_misses,
-        adapter_evictions=counters.adapter_evictions,
-        adapter_load_failures=counters.adapter_load_failures,
-        preemptions=counters.preemptions,
-        refused_over_capacity=counters.refused_over_capacity,
-        missed_deadlines=counters.missed_deadlines,
         service_gap=meter.gap,
-        prompt_tokens=counters.prompt_tokens,
-        cached_tokens=counters.cached_tokens,
-        recomputed_tokens=counters.recomputed_tokens,
-        output_tokens=counters.output_tokens,
-        drafted_tokens=counters.drafted_tokens,
-        accepted_tokens=counters.accepted_tokens,
         ended=ended.tokens,
-        distinct_adapters=counters.distinct_adapters,
-        max_distinct_adapters=counters.max_distinct_adapters,
-        max_distinct_adapters_beside_base=counters.max_distinct_adapters_beside_base,
-        adapter_bytes_read=counters.adapter_bytes_read,
         weight_bytes=weight_bytes,
         meters=EngineMeters(
             queue_seconds=counters.queue_seconds.distribution,

@@ -5,7 +5,7 @@ In: without one engine both would still be well below. The first is done at once
 engine at a time, after a cool-down, and by draining: the engine with the least to lose gets no more requests and ends
 when it has none. A base with `min` = 0 goes to zero after `idle_s` without a request, and back when one comes.
 
-`decide` asks: the caller starts and drains engines, and tells `requested`, `changed` and `started` what happened.
+`decide` asks: the caller starts and drains engines, and tells `requested` and `changed` what happened.
 """
 
 from __future__ import annotations
@@ -33,8 +33,6 @@ class ScalingPolicy:
     """An engine is drained where the others would stay below this share of both targets, and of their rows."""
     cooldown_s: float = 120.0
     """Seconds after any change before an engine is drained."""
-    start_s: float = 60.0
-    """Seconds that an engine is expected to take to start; measured once one has."""
     idle_s: float = 600.0
     """Seconds without a request after which a base whose least is zero has none."""
 
@@ -57,7 +55,6 @@ class Autoscaler:
         self.policy = policy
         self._changed_at = -math.inf
         self._requested_at = now
-        self._start_s = policy.start_s
 
     # questions
 
@@ -73,16 +70,6 @@ class Autoscaler:
         reason = f"{base}: {_pressure(ready)}, {len(leaving)} to spare" if leaving else ""
         return ScalingDecision(drain=tuple(view.engine for view in leaving), reason=reason)
 
-    def wait_s(self, views: Sequence[EngineView], now: float) -> float:
-        """Return the seconds until a request can be sent to an engine: 0 where one is ready.
-
-        A request that has a deadline further away waits, another is refused with this as its Retry-After.
-        """
-        if any(view.state is EngineState.READY for view in views):
-            return 0.0
-        started = [view.at for view in views if view.state is EngineState.STARTING]
-        return max(1.0, self._start_s - (now - min(started))) if started else self._start_s
-
     # events
 
     def requested(self, now: float) -> None:
@@ -90,12 +77,7 @@ class Autoscaler:
         self._requested_at = now
 
     def changed(self, now: float) -> None:
-        """Note that an engine was started or drained."""
-        self._changed_at = now
-
-    def started(self, seconds: float, now: float) -> None:
-        """Note how long an engine took to become ready."""
-        self._start_s = seconds
+        """Note that an engine was started or drained, or has become ready."""
         self._changed_at = now
 
     # estimates

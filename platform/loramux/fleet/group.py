@@ -72,9 +72,9 @@ class Run:
     """One request, and what the engines have sent of it."""
 
     __slots__ = (
-        "_count",
         "_submitted_at",
         "cached_tokens",
+        "count",
         "engine",
         "has_begun",
         "is_cancelled",
@@ -112,7 +112,7 @@ class Run:
         """Tokens of the answer that earlier engines have sent."""
         self.cached_tokens = 0
         """Prompt tokens that the engine of the first token found in its cache."""
-        self._count = EngineCount()
+        self.count = EngineCount()
         """The usage of earlier engines."""
 
     def rest(self, now: float, *, has_started: bool) -> Request:
@@ -135,9 +135,9 @@ class Run:
 
     def counted(self, event: TokenEvent) -> TokenEvent:
         """Return the last event with the usage of all engines."""
-        if event.count is None or self._count == EngineCount():
+        if event.count is None or self.count == EngineCount():
             return event
-        return msgspec.structs.replace(event, count=self._count + event.count)
+        return msgspec.structs.replace(event, count=self.count + event.count)
 
     def leave_engine(self, count: EngineCount | None) -> None:
         """Note that its engine has sent its last event; without a count it died, and its events are counted."""
@@ -151,7 +151,7 @@ class Run:
             is_first = self.num_before == 0
             prompt, cached = (len(self.request.prompt_token_ids), self.cached_tokens) if is_first else (0, 0)
             count = EngineCount(tokens=TokenCounts(prompt=prompt, cached=cached, output=num_sent))
-        self._count += count or EngineCount()
+        self.count += count or EngineCount()
         self.num_before = len(self.token_ids)
         self.engine, self.is_moving, self.has_begun = None, False, False
 
@@ -165,14 +165,9 @@ class Run:
         """Have too many engines died under it?"""
         return self.num_deaths >= MAX_DEATHS + MAX_TRIALS or self.num_lost >= MAX_LOST
 
-    @property
-    def ended(self) -> EngineCount:
-        """The usage of earlier engines."""
-        return self._count
-
 
 class EngineGroup:
-    """An EngineClient over the engines of one base."""
+    """The engines of one base, with the methods of an `EngineClient`; `stats` has those of each engine."""
 
     def __init__(self, base: BaseSettings, settings: Settings, launch: Launch) -> None:
         """`settings` are those of an engine of `base`."""
@@ -294,7 +289,7 @@ class EngineGroup:
         """Give an engine that serves again what waits for one, and the pins that it should hold."""
         self._router.forget(member.name)
         if self._scaler is not None:
-            self._scaler.started(member.start_seconds, self._now())
+            self._scaler.changed(self._now())
         for run in sorted(self._waiting.values(), key=lambda run: not run.token_ids):
             self._place(run)
         for (_, owner), (ref, holder) in list(self._pins.items()):
@@ -397,11 +392,7 @@ class EngineGroup:
         return True
 
     def _routed(self, request: Request) -> RoutingRequest:
-        """Return what the router has to know of a request."""
-        identity, prompt = request.kv_identity, request.prompt_token_ids
-        return RoutingRequest(
-            id=request.id, identity=identity, prompt_tokens=len(prompt), prefix=prefix_hashes(identity, prompt)
-        )
+        return RoutingRequest.of(request, prefix_hashes(request.kv_identity, request.prompt_token_ids))
 
     def _choose(self, request: Request) -> Member | None:
         """Return the engine for a request: that of its group's other choices, or the router's choice."""
@@ -482,7 +473,7 @@ class EngineGroup:
         """End a request that no engine has: with a fault, or cancelled."""
         self._drop(run)
         reason = "cancelled" if fault is None else "error"
-        event = TokenEvent(request_id=run.request.id, finish_reason=reason, fault=fault, count=run.ended)
+        event = TokenEvent(request_id=run.request.id, finish_reason=reason, fault=fault, count=run.count)
         run.on_event(event)
 
     def _drop(self, run: Run) -> None:

@@ -24,12 +24,21 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from loramux.engine import EngineClient, EngineDied, spawn_engine
-from loramux.engine.client import ChannelClient
-from loramux.fleet import wire
 from loramux.fleet.member import Launch
 from loramux.fleet.remote import EnginePlace, Locate, Placement, RemoteChannel
-from loramux.fleet.wire import new_pair
+from loramux.fleet.wire import ENGINE_PUBLIC, FRONT_SECRET, KeyPair, new_pair, read_pair, read_public
 from loramux.settings import RaySettings, RecordsSettings, Settings, SettingsError
+
+logger = logging.getLogger(__name__)
+
+WAIT_S = 0.2
+"""The longest wait for the driver's answer, so that a server that stops need not wait for a place."""
+JOIN_S = 60.0
+"""Time for the driver to join the cluster."""
+PROBE_S = 5.0
+"""Time for the cluster's head to accept a connection; Ray itself tries for many minutes."""
+WARN_S = 60.0
+"""Time between two warnings that Ray has no room for an engine."""
 
 
 def launcher_of(settings: Settings) -> Launch:
@@ -56,27 +65,18 @@ def launch_here(_: str, settings: Settings) -> EngineClient:
 def attaching(settings: Settings, addresses: Mapping[str, str]) -> Launch:
     """Return what attaches this server to the engines at `addresses`, by their names. Raises SettingsError."""
     folder = Path(settings.fleet.keys)
-    pair = wire.read_pair(folder / wire.FRONT_SECRET)
-    engine_key = wire.read_public(folder / wire.ENGINE_PUBLIC)
+    pair, engine_key = read_pair(folder / FRONT_SECRET), read_public(folder / ENGINE_PUBLIC)
 
     def launch(name: str, own: Settings) -> EngineClient:
         place = EnginePlace(addresses[name], engine_key)
-        channel = RemoteChannel(lambda: place, own.model.served_model_name, pair, settings.fleet.lease_s)
-        return ChannelClient(channel, own.engine.step_timeout_s)
+        return _remote_client(lambda: place, own, pair)
 
     return launch
 
 
-logger = logging.getLogger(__name__)
-
-WAIT_S = 0.2
-"""The longest wait for the driver's answer, so that a server that stops need not wait for a place."""
-JOIN_S = 60.0
-"""Time for the driver to join the cluster."""
-PROBE_S = 5.0
-"""Time for the cluster's head to accept a connection; Ray itself tries for many minutes."""
-WARN_S = 60.0
-"""Time between two warnings that Ray has no room for an engine."""
+def _remote_client(locate: Locate, own: Settings, pair: KeyPair) -> EngineClient:
+    channel = RemoteChannel(locate, own.model.served_model_name, pair, own.fleet.lease_s)
+    return EngineClient(channel, own.engine.step_timeout_s)
 
 
 class RayDriver:
@@ -157,9 +157,7 @@ def launching_on_ray(settings: Settings) -> Launch:
     driver.start()
 
     def launch(name: str, own: Settings) -> EngineClient:
-        locate = _locating(driver, name, next(lives), _settings_of_actor(own), pair.public)
-        channel = RemoteChannel(locate, own.model.served_model_name, pair, own.fleet.lease_s)
-        return ChannelClient(channel, own.engine.step_timeout_s)
+        return _remote_client(_locating(driver, name, next(lives), _settings_of_actor(own), pair.public), own, pair)
 
     return launch
 

@@ -10,10 +10,10 @@ ended.
 
 Refusals of an operator's orders to engines:
 
-LoramuxError(message, field)
-└── FleetError
-    ├── UnknownEngine   404  no engine has this name
-    └── EngineBusy      409  it is being drained or restarted already
+    LoramuxError(message, field)
+    └── FleetError
+        ├── UnknownEngine   404  no engine has this name
+        └── EngineBusy      409  it is being drained or restarted already
 """
 
 from __future__ import annotations
@@ -33,6 +33,18 @@ from loramux.errors import LoramuxError
 from loramux.fleet.view import EngineState, EngineView, view_of
 from loramux.settings import Settings
 
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 60.0
+"""Seconds between an engine's end and its next start."""
+MAX_FAILED_STARTS = 3
+SOUND_SECONDS = 60.0
+"""An engine that has served for so long has recovered: its next pause is the first one again."""
+DRAINED = "drained"
+
+Launch = Callable[[str, Settings], EngineClient]
+"""Makes the client of one life of an engine, by the engine's name; it is not yet started."""
+
 
 class FleetError(LoramuxError):
     """Base of these refusals."""
@@ -50,19 +62,6 @@ class EngineBusy(FleetError):
 
     code = "engine_busy"
     status = HTTPStatus.CONFLICT
-
-
-logger = logging.getLogger(__name__)
-
-FIRST_PAUSE, LONGEST_PAUSE = 0.5, 60.0
-"""Seconds between an engine's end and its next start."""
-MAX_FAILED_STARTS = 3
-SOUND_SECONDS = 60.0
-"""An engine that has served for so long has recovered: its next pause is the first one again."""
-DRAINED = "drained"
-
-Launch = Callable[[str, Settings], EngineClient]
-"""Makes the client of one life of an engine, by the engine's name; it is not yet started."""
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,14 +85,14 @@ class Member:
         """`is_wanted`: it should serve from the group's start on; else it rests until `revive`."""
         self.name = name
         self.state = EngineState.LOST if is_wanted else EngineState.RESTING
-        self.start_seconds = 0.0
-        """The time that its last start took."""
         self.served_until = -math.inf
         """The event loop's time at which its last life that served ended."""
         self.requests: set[str] = set()
         """Ids of the requests that it was given and has not ended."""
         self.idle = asyncio.Event()
         """Set whenever it has none left."""
+        self.problem: str | None = None
+        """The reason of its last end."""
         self.client = launch(name, settings)
         self._view: EngineView | None = None
         self._viewed: EngineStats | None = None
@@ -106,7 +105,6 @@ class Member:
         """Ends since it last served for SOUND_SECONDS."""
         self._num_failed_starts = 0
         """In a row."""
-        self._problem: str | None = None
         self._unclaimed = 0
         self._is_wanted = asyncio.Event()
         """Set while it should serve."""
@@ -133,11 +131,6 @@ class Member:
         return self._unclaimed + self.client.unclaimed_tokens
 
     @property
-    def problem(self) -> str | None:
-        """The reason of its last end."""
-        return self._problem
-
-    @property
     def view(self) -> EngineView:
         """What routing knows of it; made anew with every report of statistics, for it names every resident adapter."""
         stats = self.stats
@@ -154,7 +147,7 @@ class Member:
             state=self.state,
             requests=len(self.requests),
             starts=self._num_starts,
-            problem=self._problem,
+            problem=self.problem,
         )
 
     async def start(self, others: ModelFacts | None = None) -> ModelFacts:
@@ -162,8 +155,7 @@ class Member:
 
         Raises EngineDied, also where its facts are in conflict with those of the `others` of its base.
         """
-        loop = asyncio.get_running_loop()
-        self.state, self._num_starts, began = EngineState.STARTING, self._num_starts + 1, loop.time()
+        self.state, self._num_starts = EngineState.STARTING, self._num_starts + 1
         try:
             facts = await self.client.start()
         except EngineDied as died:
@@ -175,7 +167,6 @@ class Member:
         self._num_failed_starts = 0
         # It may have been withdrawn meanwhile: then its end, which comes soon, is no failure.
         self.state = EngineState.READY if self._is_wanted.is_set() else EngineState.DRAINING
-        self.start_seconds = loop.time() - began
         return facts
 
     async def refuse(self, conflict: str) -> None:
@@ -195,7 +186,7 @@ class Member:
             if self.state not in (EngineState.LOST, EngineState.RESTING):
                 await self._watch()
             if self.is_failing:
-                logger.error("the engine %s cannot be started: %s", self.name, self._problem)
+                logger.error("the engine %s cannot be started: %s", self.name, self.problem)
                 on_failing()
                 if self._settings.engine.in_process:
                     self._is_wanted.clear()
@@ -215,7 +206,7 @@ class Member:
         `rest`: it is not needed now, and may be started again by itself.
         """
         self._is_wanted.clear()
-        self._problem, self._withdrawn_to = (None, EngineState.RESTING) if rest else (DRAINED, EngineState.LOST)
+        self.problem, self._withdrawn_to = (None, EngineState.RESTING) if rest else (DRAINED, EngineState.LOST)
         if self.state is EngineState.READY:
             self.state = EngineState.DRAINING
 
@@ -235,7 +226,7 @@ class Member:
     def is_failing(self) -> bool:
         """Has it ended, and failed to start too often in a row? A thread that ended may have harmed its process."""
         most = 0 if self._settings.engine.in_process else MAX_FAILED_STARTS
-        return self.state is EngineState.LOST and self._problem != DRAINED and self._num_failed_starts >= most
+        return self.state is EngineState.LOST and self.problem != DRAINED and self._num_failed_starts >= most
 
     async def _watch(self) -> None:
         loop = asyncio.get_running_loop()
@@ -257,7 +248,7 @@ class Member:
         self._num_failed_starts += 1
 
     def _note_failure(self, reason: str) -> None:
-        self.state, self._problem = EngineState.LOST, reason
+        self.state, self.problem = EngineState.LOST, reason
         self._num_failures += 1
 
 

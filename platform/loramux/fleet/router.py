@@ -31,7 +31,7 @@ from typing import TypeVar
 
 import msgspec
 
-from loramux.engine.messages import KvIdentity
+from loramux.engine.messages import KvIdentity, Request
 from loramux.fleet.view import EngineState, EngineView
 
 MAX_REVISIONS = 16_384
@@ -74,6 +74,12 @@ class RoutingRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     prefix: tuple[int, ...] = ()
     """`prefix_hashes` of its prompt."""
+
+    @classmethod
+    def of(cls, request: Request, prefix: tuple[int, ...] = ()) -> RoutingRequest:
+        """Return what the router has to know of `request`."""
+        prompt_tokens = len(request.prompt_token_ids)
+        return cls(id=request.id, identity=request.kv_identity, prompt_tokens=prompt_tokens, prefix=prefix)
 
     @property
     def key(self) -> str:

@@ -1,6 +1,7 @@
 """One engine of a simulation: the engine's own scheduler over modelled devices, with a clock of its own.
 
-The devices are a clock, and a disk and a host link, each with a queue and its own time.
+The devices are a clock, and a disk and a host link, each with a queue and its own time. Tenants are admitted in the
+engine's own order (`FairAdmission`) or, as a baseline, first come, first served (`FifoAdmission`).
 """
 
 from __future__ import annotations
@@ -15,21 +16,26 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeVar
 
+import msgspec
+
 from loramux.engine.memory.pages import PagePool
 from loramux.engine.memory.residency import Inspected, Residency, StoreJob
-from loramux.engine.messages import AdapterRef, EngineCount, Request, TokenEvent
-from loramux.engine.scheduling.policy import PageBudget
-from loramux.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from loramux.engine.messages import AdapterRef, EngineCount, Request, ServiceClass, TokenEvent
+from loramux.engine.scheduling.fairness import VirtualTokenCounter
+from loramux.engine.scheduling.policy import PageBudget, SchedulerLimits
+from loramux.engine.scheduling.queue import RequestQueue
+from loramux.engine.scheduling.scheduler import Scheduler
 from loramux.engine.scheduling.sequence import BASE_SLOT, Step
 from loramux.engine.statistics import ServiceMeter, snapshot
 from loramux.fleet.view import EngineState, EngineView, view_of
 from loramux.simulator.hardware import Device, StepTime, Work
-from loramux.simulator.report import Meter, Share
+from loramux.simulator.report import Meter, ServiceGap, Share
 from loramux.simulator.scenario import Scenario, ScenarioError
-from loramux.simulator.service_gap import make_admission_order
 
 MOMENT = 1e-6
 """Seconds; what is nearer than that is the same time."""
+NEVER = math.inf
+BASE = "base"
 
 
 @dataclass(slots=True)
@@ -179,8 +185,72 @@ class SimulatedHost:
         self._due += len(sources) * self.seconds_per_page
 
 
-NEVER = math.inf
-BASE = "base"
+class FairAdmission:
+    """The engine's own order; the gap is that of its own counters."""
+
+    def __init__(self, queue: RequestQueue) -> None:
+        self._gaps = [(group, ServiceGap()) for group in queue.groups]
+
+    def file(self, request: Request) -> Request:
+        """Return the request unchanged."""
+        return request
+
+    def observe(self, step: Step) -> None:  # noqa: ARG002  the counters have been charged
+        """Compare the waiting tenants."""
+        for group, gap in self._gaps:
+            gap.observe(group.tenants)
+
+    def end(self, request_id: str) -> None:
+        """Do nothing."""
+
+    @property
+    def largest_gap(self) -> float:
+        """The largest gap of all classes."""
+        return max(gap.largest for _, gap in self._gaps)
+
+
+SHARED_TENANT = "all-tenants"
+
+
+class FifoAdmission:
+    """The baseline: to the engine all tenants are one, served in order of arrival; their counters are kept here."""
+
+    def __init__(self) -> None:
+        self._counters: dict[tuple[ServiceClass, str], VirtualTokenCounter] = {}
+        self._counter_of: dict[str, VirtualTokenCounter] = {}
+        self._computed: dict[str, int] = {}
+        self._waiting: Counter[VirtualTokenCounter] = Counter()
+        self._gap = ServiceGap()
+
+    def file(self, request: Request) -> Request:
+        """Return the request under the shared tenant."""
+        key = (request.service_class, request.tenant)
+        counter = self._counters.setdefault(key, VirtualTokenCounter(weight=request.weight))
+        self._counter_of[request.id] = counter
+        self._waiting[counter] += 1
+        return msgspec.structs.replace(request, tenant=SHARED_TENANT, service_class=ServiceClass.STANDARD, weight=1.0)
+
+    def observe(self, step: Step) -> None:
+        """Charge the tokens that the step computes for the first time, and compare the waiting tenants."""
+        for chunk in step.chunks:
+            sequence, counter = chunk.sequence, self._counter_of[chunk.sequence.id]
+            if (computed := self._computed.get(sequence.id)) is None:
+                self._waiting[counter] -= 1
+                computed = 0
+            counter.charge(max(0, min(chunk.end, sequence.num_prompt_tokens) - computed) + 2 * chunk.samples)
+            self._computed[sequence.id] = max(computed, chunk.end)
+        self._gap.observe(counter for counter, waiting in self._waiting.items() if waiting)
+
+    def end(self, request_id: str) -> None:
+        """Drop the request from the waiting ones, if it never ran."""
+        counter = self._counter_of.pop(request_id)
+        if self._computed.pop(request_id, None) is None:
+            self._waiting[counter] -= 1
+
+    @property
+    def largest_gap(self) -> float:
+        """The largest gap over all tenants, for there is one queue."""
+        return self._gap.largest
 
 
 class SimulatedEngine:
@@ -214,7 +284,7 @@ class SimulatedEngine:
             dataclasses.replace(scenario.policy, weight_pages=scenario.model.weight_bytes / scenario.page_bytes),
             self.host,
         )
-        self.order = make_admission_order(scenario.order, self.scheduler.queue)
+        self.order = FifoAdmission() if scenario.order == "fifo" else FairAdmission(self.scheduler.queue)
         self._service_meter = ServiceMeter(self.scheduler.queue)
         self._step_time = StepTime(device, scenario.model)
         self._meter = meter

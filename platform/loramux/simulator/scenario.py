@@ -1,5 +1,7 @@
 """A scenario: a device, a model, the engine's settings and the clients, read from TOML with overrides.
 
+`load_scenario` reads one that is shipped, or a file; `model_of` reads a model from a checkpoint's config.
+
 A client's arrival times, lengths and choices of adapters follow the distributions of the literature (Poisson and Gamma
 arrivals, log-normal lengths, Zipf popularity), drawn from seeds.
 """
@@ -19,7 +21,7 @@ from msgspec import Meta
 
 from loramux.engine.messages import ServiceClass
 from loramux.engine.scheduling.policy import Policy
-from loramux.simulator.hardware import DEVICES, MODELS, Device, Model
+from loramux.simulator.hardware import DEVICES, MODELS, Count, Device, Model, Positive, Seconds
 
 Rng = np.random.Generator
 LONGEST = 4096
@@ -29,7 +31,7 @@ LONGEST = 4096
 class Constant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="distribution", tag="constant"):
     """Always `tokens`."""
 
-    tokens: Annotated[int, Meta(ge=1)]
+    tokens: Count
 
     def draw(self, rng: Rng, count: int) -> np.ndarray:  # noqa: ARG002  nothing to draw
         """int64[count]."""
@@ -39,8 +41,8 @@ class Constant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
 class Uniform(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="distribution", tag="uniform"):
     """Every length from `low` to `high`, both included, alike."""
 
-    low: Annotated[int, Meta(ge=1)]
-    high: Annotated[int, Meta(ge=1)]
+    low: Count
+    high: Count
 
     def draw(self, rng: Rng, count: int) -> np.ndarray:
         """int64[count]."""
@@ -52,8 +54,8 @@ class LogNormal(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
 
     mu: float
     sigma: Annotated[float, Meta(ge=0)]
-    low: Annotated[int, Meta(ge=1)] = 1
-    high: Annotated[int, Meta(ge=1)] = LONGEST
+    low: Count = 1
+    high: Count = LONGEST
 
     def draw(self, rng: Rng, count: int) -> np.ndarray:
         """int64[count]."""
@@ -94,9 +96,6 @@ def choose(rng: Rng, count: int, popularity: str, options: int) -> np.ndarray:
     raise ValueError(f"popularity {popularity!r} is none of identical, distinct, uniform, zipf:EXPONENT")
 
 
-Count = Annotated[int, Meta(ge=1)]
-Seconds = Annotated[float, Meta(ge=0)]
-Positive = Annotated[float, Meta(gt=0)]
 ROUTINGS = ("router", "random", "least-loaded")
 _PRESETS: dict[str, Mapping[str, Device | Model]] = {"device": DEVICES, "model": MODELS}
 
@@ -254,6 +253,29 @@ def make_scenario(data: Mapping[str, Any], source: str) -> Scenario:
     if scenario.num_pages < 1:
         raise ScenarioError(f"{source}: the model does not fit the device; raise memory_utilization or pool_tokens")
     return scenario
+
+
+def model_of(name_or_path: str) -> Model:
+    """A model by its name, or from a transformers checkpoint's config.json (the file or its folder).
+
+    Raises ScenarioError naming the field that is missing.
+    """
+    if preset := MODELS.get(name_or_path):
+        return preset
+    path = Path(name_or_path)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ScenarioError(f"model {name_or_path!r} is none of {', '.join(MODELS)}, and no config: {error}") from None
+    config.setdefault("num_key_value_heads", config.get("num_attention_heads"))
+    fields = {field: config[field] for field in Model.__struct_fields__ if config.get(field) is not None}
+    fields["bytes_per_element"] = 4 if config.get("dtype", config.get("torch_dtype")) == "float32" else 2
+    fields["max_model_len"] = config.get("max_position_embeddings") or LONGEST
+    try:
+        return msgspec.convert(fields, Model)
+    except msgspec.ValidationError as error:
+        raise ScenarioError(f"{path}: {error}") from None
 
 
 def _preset(key: str, table: Any, source: str) -> Any:

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import Protocol
 
 import msgspec
 
@@ -20,38 +19,16 @@ from loramux.fleet.router import Router, RoutingRequest, place_pins
 from loramux.fleet.shares import ShareExchange
 from loramux.fleet.view import EngineState, EngineView
 from loramux.simulator.engine import NEVER, SimulatedEngine
-from loramux.simulator.report import Meter, Report, Share, Timeline, overall, tenant_report
+from loramux.simulator.report import FleetGap, Meter, Report, Share, Timeline, overall, tenant_report
 from loramux.simulator.scenario import Loss, Scenario
-from loramux.simulator.service_gap import FleetGap
 from loramux.simulator.traffic import Arrivals, draw_arrivals
 
 
-class Routing(Protocol):
-    """One front's choices, as `loramux.fleet.router.Router` makes them."""
-
-    def choose(self, request: RoutingRequest, engines: Sequence[EngineView], now: float) -> str | None:
-        """Return the engine for `request`."""
-        ...
-
-    def sent(self, request: RoutingRequest, engine: str, now: float) -> None:
-        """Note that `request` was sent."""
-        ...
-
-    def started(self, request_id: str, now: float) -> None:
-        """Note a first token."""
-        ...
-
-    def ended(self, request_id: str, now: float) -> None:
-        """Note an end."""
-        ...
-
-    def forget(self, engine: str) -> None:
-        """Forget a lost engine."""
-        ...
-
-
 class LeastLoaded:
-    """The engine with the fewest requests of this front, wherever the adapter is: perfect balance, and no affinity."""
+    """In place of the router: the engine with the fewest requests of this front, wherever the adapter is.
+
+    Perfect balance, and no affinity.
+    """
 
     def __init__(self) -> None:
         self._engine_of: dict[str, str] = {}
@@ -94,9 +71,12 @@ class RandomChoice(LeastLoaded):
         return self._random.choice(ready) if ready else None
 
 
-def make_routing(kind: str) -> Routing:
-    """`router`, `random` or `least-loaded`."""
-    return {"router": Router, "random": RandomChoice, "least-loaded": LeastLoaded}[kind]()
+ROUTERS: dict[str, type[Router] | type[LeastLoaded]] = {
+    "router": Router,
+    "random": RandomChoice,
+    "least-loaded": LeastLoaded,
+}
+"""By `Scenario.routing`."""
 
 
 class Stalled(RuntimeError):
@@ -115,7 +95,7 @@ class Simulation:
         self.now = 0.0
         self._ranks = {ref.digest: rank for ref, rank in drawn.adapters.items()}
         self.engines = [self._start(f"engine-{number}", 0.0) for number in range(scenario.engines)]
-        self.routers = [make_routing(scenario.routing) for _ in range(scenario.fronts)]
+        self.routers = [ROUTERS[scenario.routing]() for _ in range(scenario.fronts)]
         self.timeline = Timeline(interval=scenario.duration_s / 500)
         self.sent_to: list[int] = []
         """The engine of every request, in order of arrival; of those that were sent twice, the first."""
@@ -200,7 +180,7 @@ class Simulation:
         number = 0
         if len(self.engines) > 1:
             front = int(request.id) % len(self.routers)
-            router, asked = self.routers[front], _routing_request(request)
+            router, asked = self.routers[front], RoutingRequest.of(request)
             name = router.choose(asked, [self._view(engine) for engine in self.engines], self.now)
             assert name is not None, "a scenario leaves one engine alive"
             router.sent(asked, name, self.now)
@@ -323,10 +303,6 @@ class Simulation:
         sigma = 2 * scenario.exchange_s * self.engine.most_units_per_s + step
         others = len(self.engines) - 1
         return ((others + 2) * promised + step + 2 * others * sigma) / least + scenario.policy.affinity_window
-
-
-def _routing_request(request: Request) -> RoutingRequest:
-    return RoutingRequest(id=request.id, identity=request.kv_identity, prompt_tokens=len(request.prompt_token_ids))
 
 
 def _faults(losses: Iterable[Loss]) -> Iterable[tuple[float, Callable[[Simulation], None]]]:

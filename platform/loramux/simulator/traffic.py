@@ -1,7 +1,7 @@
 """The requests of a simulation in the order in which they arrive: drawn from clients, or read from a log.
 
 `draw_arrivals` draws the requests of a scenario's clients. `read_workload` takes the workload of a plan: a log of
-requests (JSON lines or CSV), or a TOML description of the traffic. `model_of` reads the model of a plan.
+requests (JSON lines or CSV), or a TOML description of the traffic.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import numpy as np
 from msgspec import Meta
 
 from loramux.engine.messages import AdapterRef, Request, SamplingParams, ServiceClass
-from loramux.simulator.hardware import MODELS, Model
-from loramux.simulator.scenario import LONGEST, Client, ScenarioError, arrival_times, choose, with_pauses
+from loramux.simulator.hardware import Count
+from loramux.simulator.scenario import Client, ScenarioError, arrival_times, choose, with_pauses
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +172,6 @@ def _sources(client: Client) -> list[Source]:
     ]
 
 
-Count = Annotated[int, Meta(ge=1)]
-
-
 class LoggedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One line of a log: a JSON object, or a CSV row under these names. What else a line has is not looked at."""
 
@@ -217,29 +214,6 @@ def read_workload(path: Path) -> Arrivals:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
         raise ScenarioError(f"workload {path}: {error}") from None
     raise ScenarioError(f"workload {path} is none of .toml (a description), .jsonl and .csv (a log of requests)")
-
-
-def model_of(name_or_path: str) -> Model:
-    """A model by its name, or from a transformers checkpoint's config.json (the file or its folder).
-
-    Raises ScenarioError naming the field that is missing.
-    """
-    if preset := MODELS.get(name_or_path):
-        return preset
-    path = Path(name_or_path)
-    path = path / "config.json" if path.is_dir() else path
-    try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ScenarioError(f"model {name_or_path!r} is none of {', '.join(MODELS)}, and no config: {error}") from None
-    config.setdefault("num_key_value_heads", config.get("num_attention_heads"))
-    fields = {field: config[field] for field in Model.__struct_fields__ if config.get(field) is not None}
-    fields["bytes_per_element"] = 4 if config.get("dtype", config.get("torch_dtype")) == "float32" else 2
-    fields["max_model_len"] = config.get("max_position_embeddings") or LONGEST
-    try:
-        return msgspec.convert(fields, Model)
-    except msgspec.ValidationError as error:
-        raise ScenarioError(f"{path}: {error}") from None
 
 
 def _json_rows(path: Path) -> Iterator[Any]:

@@ -18,9 +18,14 @@ from preempting import preempting
 from scheduler_harness import decoding
 from tiny_base import byte_tokenizer, make_base
 
-from loramux.constraints.grammars import MAX_COMPILED_OF_TENANT, GrammarCompiler, load_tokenizer
 from loramux.engine.engine import Engine, build_engine
-from loramux.engine.execution.constraints import Constraints, TokenMasks
+from loramux.engine.execution.constraints import (
+    MAX_COMPILED_OF_TENANT,
+    Constraints,
+    GrammarCompiler,
+    TokenMasks,
+    load_tokenizer,
+)
 from loramux.engine.execution.sampler import Sampler
 from loramux.engine.messages import Constraint, Request, SamplingParams, TokenEvent
 from loramux.engine.scheduling.sequence import PENDING, Sequence

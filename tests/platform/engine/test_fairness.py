@@ -11,7 +11,7 @@ from loramux.engine.memory.ranking import Ranking
 from loramux.engine.messages import ServiceClass
 from loramux.engine.scheduling.fairness import FairQueue, VirtualTokenCounter
 from loramux.engine.scheduling.policy import Policy
-from loramux.simulator.service_gap import ServiceGap
+from loramux.simulator.report import ServiceGap
 
 TENANTS = ["t", "u", "v"]
 PAGES_OF_BOTH_ADAPTERS = 5
@@ -116,7 +116,7 @@ class FairnessMachine(RuleBasedStateMachine):
         for _ in range(count):
             self.harness.step()
             for group, gap in self.gaps.items():
-                gap.observe(flow for flow in queue.flows if flow.group is group and queue.is_backlogged(flow))
+                gap.observe(flow for flow in queue.flows if flow.group is group and flow in group.tenants)
             self.class_gap.observe(group for group in queue.groups if group.tenants.floor is not None)
 
     @invariant()

@@ -9,8 +9,8 @@ import pytest
 from adapter_zoo import make_engine
 from quantized_zoo import QuantizedZoo
 
-from loramux.engine.execution import loading_progress
-from loramux.engine.execution.loading_progress import LoadingProgress
+from loramux.engine.execution import checkpoint
+from loramux.engine.execution.checkpoint import LoadingProgress
 
 
 class Terminal(io.StringIO):
@@ -30,7 +30,7 @@ class Clock:
 
 
 def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.message for record in caplog.records if record.name == loading_progress.__name__]
+    return [record.message for record in caplog.records if record.name == checkpoint.__name__]
 
 
 def walk(progress: LoadingProgress) -> None:
@@ -85,8 +85,8 @@ def test_loading_that_fails_takes_its_line_away(caplog: pytest.LogCaptureFixture
 def test_ranks_of_a_quantized_base_report_each_stage_once(
     tmp_path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading_progress, "FIRST_AFTER_S", 0.0)
-    monkeypatch.setattr(loading_progress, "LOG_EVERY_S", 0.0)
+    monkeypatch.setattr(checkpoint, "FIRST_AFTER_S", 0.0)
+    monkeypatch.setattr(checkpoint, "LOG_EVERY_S", 0.0)
     zoo = QuantizedZoo("llama", tmp_path, (), "awq")
     with caplog.at_level(logging.INFO):
         make_engine(zoo.quantized, tensor_parallel_size=2).close()

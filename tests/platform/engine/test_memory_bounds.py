@@ -14,8 +14,8 @@ from loramux.engine.memory.pages import PagePool
 from loramux.engine.memory.residency import Residency
 from loramux.engine.messages import AdapterRef, Request, SamplingParams, ServiceClass, TokenEvent
 from loramux.engine.scheduling import estimates, speculation, state
-from loramux.engine.scheduling.policy import PageBudget, Policy
-from loramux.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from loramux.engine.scheduling.policy import PageBudget, Policy, SchedulerLimits
+from loramux.engine.scheduling.scheduler import Scheduler
 from loramux.engine.statistics import RequestAccounting, ServiceMeter, count_step, snapshot
 from loramux.simulator.engine import SimulatedStore, VirtualClock
 from loramux.simulator.hardware import DEVICES

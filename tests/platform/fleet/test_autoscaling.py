@@ -74,21 +74,16 @@ def test_engine_is_not_drained_where_the_others_would_be_near_a_target(fields: d
 
 
 def test_base_that_is_not_asked_for_goes_to_zero_and_comes_back() -> None:
-    policy = ScalingPolicy(min_engines=0, max_engines=4, start_s=45.0)
+    policy = ScalingPolicy(min_engines=0, max_engines=4)
     scaling = scaler(policy)
     assert scaling.decide("base", engines(1), 1100.0) == ScalingDecision()
     assert scaling.decide("base", engines(1, running=1), 1700.0) == ScalingDecision(), "a long answer is still given"
     assert scaling.decide("base", engines(1), 1700.0).drain == ("e0",)
     assert scaling.decide("base", [], 1700.0) == ScalingDecision()
-    assert scaling.wait_s([], 1700.0) == 45.0
     scaling.requested(1750.0)
     assert scaling.decide("base", [], 1750.0).start == 1
     coming = engines(1, state=EngineState.STARTING, at=1750.0)
     assert scaling.decide("base", coming, 1751.0) == ScalingDecision()
-    assert scaling.wait_s(coming, 1780.0) == 15.0
-    scaling.started(20.0, 1770.0)
-    assert scaling.wait_s([], 1800.0) == 20.0
-    assert scaling.wait_s(engines(1), 1800.0) == 0.0
 
 
 def test_scaling_does_not_swing() -> None:

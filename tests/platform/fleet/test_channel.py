@@ -14,7 +14,7 @@ from listening import Listening, asked, listening, until
 from scripted_engine import FACTS
 
 from loramux.engine import ENGINE_DIED, EngineDied
-from loramux.engine.client import ChannelClient
+from loramux.engine.client import EngineClient
 from loramux.engine.messages import AdapterRef, Cancel, Retire, Shutdown, Submit, TokenEvent
 from loramux.fleet import remote, sessions, wire
 from loramux.fleet.group import EngineGroup
@@ -38,7 +38,7 @@ def has_ended(events: list[TokenEvent]) -> bool:
     return bool(events) and events[-1].finish_reason is not None
 
 
-async def problem_of(client: ChannelClient) -> str:
+async def problem_of(client: EngineClient) -> str:
     with pytest.raises(EngineDied) as died:
         await client.start()
     await client.stop()
@@ -116,14 +116,14 @@ FRONT = """
 import asyncio, sys, time
 sys.path[:0] = sys.argv[1].split(":")
 from listening import asked
-from loramux.engine.client import ChannelClient
+from loramux.engine.client import EngineClient
 from loramux.fleet.wire import KeyPair
 from loramux.fleet.remote import EnginePlace, RemoteChannel
 address, secret, public, engine_key = sys.argv[2:6]
 async def main():
     place = EnginePlace(address, engine_key.encode())
     channel = RemoteChannel(lambda: place, "tiny", KeyPair(secret.encode(), public.encode()), 1.0)
-    client = ChannelClient(channel, 600.0)
+    client = EngineClient(channel, 600.0)
     await client.start()
     client.submit(asked("theirs", 1000), lambda event: None)
     print("submitted", flush=True)
@@ -207,7 +207,7 @@ def test_address_without_an_engine_is_reported_as_such(monkeypatch: pytest.Monke
         with listening() as engine:
             channel = engine.channel()
         monkeypatch.setattr(remote, "CONNECT_S", 0.2)
-        assert "does not answer" in await problem_of(ChannelClient(channel))
+        assert "does not answer" in await problem_of(EngineClient(channel))
 
     run(test)
 

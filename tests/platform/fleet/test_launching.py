@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from loramux.engine import EngineDied
-from loramux.engine.client import ChannelClient
+from loramux.engine.client import EngineClient
 from loramux.fleet import launching
 from loramux.fleet.launching import RayDriver, launcher_of
 from loramux.fleet.remote import EnginePlace, Placement, RemoteChannel
@@ -73,7 +73,7 @@ def test_addresses_attach_and_start_nothing(tmp_path: Path) -> None:
     write_keys(tmp_path)
     settings = settings_of(tmp_path, EngineRange(addresses=ADDRESSES))
     client = launcher_of(settings)("tiny-1", settings.of_base(settings.bases[0]))
-    assert isinstance(client, ChannelClient)
+    assert isinstance(client, EngineClient)
     assert isinstance(client._channel, RemoteChannel)
     assert client._channel._locate().address == ADDRESSES[1]
 

@@ -11,7 +11,7 @@ from loramux.engine.messages import ServiceClass, TenantService
 from loramux.engine.scheduling.fairness import FairQueue, VirtualTokenCounter
 from loramux.engine.scheduling.policy import Policy
 from loramux.fleet.shares import ShareExchange
-from loramux.simulator.service_gap import ServiceGap
+from loramux.simulator.report import ServiceGap
 
 STANDARD = ServiceClass.STANDARD
 ROWS, TOKENS = 4, 16

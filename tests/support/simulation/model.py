@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from loramux.engine.execution.runner import PooledVectors, Pooler
+from loramux.engine.execution.sampler import NO_SCORES
 from loramux.engine.memory.residency import Inspected, StoreJob
 from loramux.engine.messages import ModelFacts, TokenEvent
 from simulation.loop import current_loop, sleep
@@ -75,10 +76,7 @@ class SimulatedRunner:
         if not self.runs_ahead:
             sleep(seconds)
             return SimpleNamespace(
-                sample=lambda: None,
-                prompt_events=lambda: [],
-                pooled_events=pooled.events,
-                events=lambda: self._events(sampling),
+                sample=lambda: None, scores=NO_SCORES, pooled=pooled, events=lambda: self._events(sampling)
             )
         ready_at = current_loop().time() + seconds
 
@@ -86,7 +84,7 @@ class SimulatedRunner:
             sleep(max(0.0, ready_at - current_loop().time()))
             return self._events(sampling)
 
-        return SimpleNamespace(sample=lambda: None, prompt_events=lambda: [], pooled_events=pooled.events, events=wait)
+        return SimpleNamespace(sample=lambda: None, scores=NO_SCORES, pooled=pooled, events=wait)
 
     def forget(self, request_id: str) -> None:
         self._pooler.forget(request_id)

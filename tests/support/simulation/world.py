@@ -28,7 +28,7 @@ import msgspec
 from tiny_base import byte_tokenizer
 
 from loramux.engine import worker as worker_module
-from loramux.engine.client import ChannelClient
+from loramux.engine.client import EngineClient
 from loramux.engine.engine import Engine, EngineParts
 from loramux.engine.messages import Command, Report, SamplingParams, Stopped
 from loramux.fleet.group import EngineGroup
@@ -378,14 +378,14 @@ class World:
     def _model_of(self, call: Call) -> str:
         return "tiny" if call.adapter is None else f"tenant{call.tenant}/a{call.adapter}"
 
-    def _launch(self, _: str, settings: Settings) -> ChannelClient:
+    def _launch(self, _: str, settings: Settings) -> EngineClient:
         """Make one life of one engine: a process with a pool of its own."""
         rng, plan = self.rng, self.plan
         number = len(self.lives) if len(self.lives) < plan.num_engines else self._next_to_start()
         life = Life(self, number, is_first=len(self.lives) < plan.num_engines)
         life.channel = SimulatedChannel(life.make_engine, lambda: rng.uniform(20e-6, 500e-6), life.start)
         self.lives.append(life)
-        return ChannelClient(life.channel)
+        return EngineClient(life.channel)
 
     def _next_to_start(self) -> int:
         """Return the number of an engine that is dead: the group starts no other."""

@@ -1,15 +1,15 @@
 """Execution: one planned step becomes model forward passes and sampled tokens, on a CPU or a GPU.
 
-    checkpoint -> loader                      a transformers model, refused where it would be served wrong, and its pool
-    pipeline -> runner.CpuRunner              pack the step, one forward, sample on the host
-             -> gpu_runner.GpuRunner          the same on a device: cuda_graphs, device_sampler
-    forward -> attention, bank's linears -> loramux_kernels
+    Runner.launch(step)
+        pack        rows of one adapter side by side, no padding; positions, slots and tables as arrays
+        forward     embedding, layers (attention over pages, linears with LoRA), head: loramux_kernels
+        sample      a token for each sequence that has reached its last one
 
 **The model is transformers' own.** Its modules run on a packed batch `[1, total_tokens]`: the rows of all sequences one
 after the other, without padding. What differs is replaced. Linears, the embedding and the head add every row's own
 LoRA (`loramux_adapters.modules`). Decoder layers whose parts are all known become layers with fewer operators
 (`fused_layers`); in the others attention is one registered function over pages of KV (`attention`). Linear attention
-keeps its states in the same pages (`linear_attention`). Logits are computed only for rows that sample or are scored
+keeps its states in the same pages. Logits are computed only for rows that sample or are scored
 (`logits_to_keep`). So a new architecture needs no model code, but a test that shows its tokens to be transformers'
 (`checkpoint.SUPPORTED`).
 
@@ -18,8 +18,21 @@ sequence reads its own pages; rotary factors do not depend on the longest sequen
 request's own seed. Sums run in one fixed order whatever stands beside a row, on a CPU.
 
 **A GPU never waits for the host.** A step is launched before the tokens of the one before it are known
-(`engine.pipeline`), and a step is one CUDA graph launch, with its two ends beside it where it is no plain decode step
+(`AsyncPipeline`), and a step is one CUDA graph launch, with its two ends beside it where it is no plain decode step
 (`cuda_graphs`).
+
+The modules, each importing only those below it:
+
+    loader                                    a checkpoint becomes a model with a runner
+    rank_team   rank_worker                   several processes, each with a share of the weights
+    assembly                                  linears that serve adapters, fused layers, the pool
+    gpu_runner   cuda_graphs                  steps on a GPU
+    runner                                    packing, the forward, pooling; steps on a CPU
+    sampler   device_sampler   constraints    choosing tokens, on the host and on the device
+    checkpoint                                a transformers model, refused where it would be served wrong
+    quantized_checkpoint                      linears that are saved as codes
+    sharded_checkpoint                        the part of a checkpoint that one rank reads
+    attention   fused_layers                  layers over the page pool
 
 Sources: Orca (Yu et al., 2022) for batching by iteration, vLLM (Kwon et al., 2023) for paged KV, Sarathi-Serve (Agrawal
 et al., 2024) for prefill chunks beside decode, Punica and S-LoRA (2023) for many adapters in one batch.

@@ -27,6 +27,7 @@ from loramux.engine.execution.attention import (
     probe_layers,
 )
 from loramux.engine.execution.checkpoint import (
+    LoadingProgress,
     is_mxfp4,
     load_checkpoint,
     max_positions,
@@ -34,7 +35,6 @@ from loramux.engine.execution.checkpoint import (
     weights_digest,
 )
 from loramux.engine.execution.fused_layers import fuse_layers
-from loramux.engine.execution.loading_progress import LoadingProgress
 from loramux.engine.execution.runner import Forward
 from loramux.engine.execution.sharded_checkpoint import CheckpointShare
 from loramux.settings import Settings
@@ -268,9 +268,7 @@ def _gpu_pool_bytes(
 
 def _pool_elements(num_bytes: int, model: PreTrainedModel, layout: KvLayout, num_ranks: int) -> int:
     num_pages = num_bytes // layout.page_bytes
-    if model.device.type == "cpu" and num_bytes * num_ranks > (
-        memory := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    ):
+    if model.device.type == "cpu" and num_bytes * num_ranks > (memory := machine_memory()):
         raise UnsupportedModel(
             f"engine.pool_bytes = {num_bytes}, for each of {num_ranks} ranks, is more than this machine's {memory} "
             f"bytes of memory: the engine would be killed as the pool fills. Set what the weights and the rest of the "
@@ -282,6 +280,11 @@ def _pool_elements(num_bytes: int, model: PreTrainedModel, layout: KvLayout, num
             f" or, on a GPU, engine.gpu_memory_utilization."
         )
     return num_pages * layout.page_elements
+
+
+def machine_memory() -> int:
+    """Return the bytes of this machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _ensure_tiles_fit(sites: Mapping[str, Site], layout: KvLayout) -> None:

@@ -30,13 +30,12 @@ from loramux.engine.execution.sampler import (
     SampledToken,
     fault_event,
     forbidden_ends,
-    to_host,
     token_event,
     top_logprobs,
 )
 from loramux.engine.messages import EngineFault, SamplingParams, TokenEvent
 from loramux.engine.scheduling.sequence import PENDING, Sequence
-from loramux_kernels.device import aligned_rows, to_device
+from loramux_kernels.device import aligned_rows, to_device, to_host
 from loramux_kernels.sampling import forbid_tokens, sample
 from loramux_kernels.tables import LogitBias, Penalties, SamplingBatch
 

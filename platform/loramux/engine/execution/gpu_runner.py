@@ -33,7 +33,7 @@ from loramux.engine.execution.cuda_graphs import (
 )
 from loramux.engine.execution.device_sampler import DeviceSampler, SampledTokens, TokensInFlight
 from loramux.engine.execution.runner import NONE_POOLED, Forward, PackedStep, PooledVectors, Pooler, pack
-from loramux.engine.execution.sampler import PromptScores, split_scored
+from loramux.engine.execution.sampler import NO_SCORES, PromptScores, split_scored
 from loramux.engine.messages import Request, SamplingParams, TokenEvent
 from loramux.engine.scheduling.sequence import PENDING, Sequence, Step
 from loramux.settings import EngineSettings
@@ -57,7 +57,8 @@ class LaunchedForward:
     logits: torch.Tensor
     """`[len(sequences), vocab]`, valid until the next forward."""
     sequences: list[Sequence]
-    scores: PromptScores | None = None
+    scores: PromptScores = NO_SCORES
+    """These and the vectors arrive with the tokens."""
     pooled: PooledVectors = NONE_POOLED
     tokens: TokensInFlight | None = None
 
@@ -65,14 +66,6 @@ class LaunchedForward:
         """Enqueue the choice of the tokens, if it is not yet."""
         if self.tokens is None:
             self.tokens = self.runner.sample(self)
-
-    def prompt_events(self) -> list[TokenEvent]:
-        """Return the log probabilities of prompts, which arrive with the tokens."""
-        return [] if self.scores is None else self.scores.events()
-
-    def pooled_events(self) -> list[TokenEvent]:
-        """Return the vectors of prompts, which arrive with the tokens."""
-        return self.pooled.events()
 
     def events(self) -> list[TokenEvent]:
         """Wait for the tokens."""

@@ -16,17 +16,18 @@ import torch
 from transformers import PreTrainedModel
 
 from loramux.bundle import SamplingDefaults
-from loramux.constraints.grammars import load_tokenizer
 from loramux.engine.execution.assembly import (
     AssembledModel,
     assemble_share,
     choose_device,
     divide,
     load_share,
+    machine_memory,
     pool_bytes_of,
 )
 from loramux.engine.execution.attention import KvLayout, UnsupportedModel, probe_layers
 from loramux.engine.execution.checkpoint import (
+    LoadingProgress,
     is_mxfp4,
     itemsize_of,
     load_checkpoint,
@@ -34,9 +35,8 @@ from loramux.engine.execution.checkpoint import (
     read_config,
     sampling_defaults,
 )
-from loramux.engine.execution.constraints import Constraints
+from loramux.engine.execution.constraints import Constraints, load_tokenizer
 from loramux.engine.execution.device_sampler import DeviceSampler
-from loramux.engine.execution.loading_progress import LoadingProgress
 from loramux.engine.execution.quantized_checkpoint import format_of, held_bytes, quantized_linears
 from loramux.engine.execution.rank_team import RankTeam, ranked_weights
 from loramux.engine.execution.runner import CpuRunner, Forward, Runner
@@ -50,6 +50,10 @@ from loramux_adapters.sharding import Sharding
 from loramux_kernels.device import runs_triton
 
 logger = logging.getLogger(__name__)
+
+GB = 1e9
+TYPICAL_RANK = 64
+"""Of the adapters that a memory plan counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,11 +234,6 @@ def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
     return ()
 
 
-GB = 1e9
-TYPICAL_RANK = 64
-"""Of the adapters that the plan counts."""
-
-
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """Memory of every rank of an engine."""
@@ -311,11 +310,6 @@ def plan_memory(
         TYPICAL_RANK * itemsize * sum(map(sum, widths.values())),
         is_quantized=form is not None,
     )
-
-
-def machine_memory() -> int:
-    """Return the bytes of this machine's memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _page_bytes(sharding: Sharding, block_size: int, itemsize: int, has_fp8_kv: bool) -> int:

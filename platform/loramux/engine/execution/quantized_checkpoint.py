@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from loramux.engine.execution.attention import UnsupportedModel
-from loramux.engine.execution.loading_progress import LoadingProgress
 from loramux.engine.execution.sharded_checkpoint import CheckpointShare, module_of, safetensors_of
 from loramux_adapters.base import LinearShape
 from loramux_adapters.base_weights import QuantizedLinear
@@ -36,6 +35,8 @@ from loramux_kernels.quantized_weight import Coding, blocks_of_rows, pack_nibble
 
 Stored = Mapping[str, torch.Tensor]
 """What is stored of one linear, by the last part of its name."""
+Track = Callable[[Collection[tuple[str, QuantizedLinear]]], Iterable[tuple[str, QuantizedLinear]]]
+"""Goes through linears and reports how many of them are done."""
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The column of eight that each four bits of AWQ's integers are."""
@@ -353,7 +354,7 @@ def loading_config(config: PretrainedConfig, linears: list[str]) -> PretrainedCo
 
 
 def read_quantized(
-    model: PreTrainedModel, directory: Path, form: Format, share: CheckpointShare | None, progress: LoadingProgress
+    model: PreTrainedModel, directory: Path, form: Format, share: CheckpointShare | None, track: Track
 ) -> set[str]:
     """Fill the empty linears of `model` from the files in `directory`; returns the names of the tensors that were read.
 
@@ -362,7 +363,7 @@ def read_quantized(
     """
     linears = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
     parts = _stored_parts(directory, linears)
-    for name, linear in progress.track("quantized weights", linears.items()):
+    for name, linear in track(linears.items()):
         if linear.bias is not None:
             parts[name].pop("bias", None)
         stored = {part: _tensor(path, key) for part, (path, key) in parts[name].items()}

@@ -33,7 +33,11 @@ from loramux.settings import Settings
 from loramux_adapters import BaseUnusable
 from loramux_adapters.weights import AdapterWeights, LoraWeights
 
-# In the order of the steps.
+logger = logging.getLogger(__name__)
+
+PR_SET_PDEATHSIG = 1
+
+# Messages in the order of the steps.
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +87,7 @@ class RankRefused:
     """The settings or the base are at fault, and the reason is a sentence."""
 
 
-# About adapters. Each has an answer: a tensor, a bool, None, or an exception.
+# Messages about adapters. Each has an answer: a tensor, a bool, None, or an exception.
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,16 +133,11 @@ def receive(connection: Connection) -> Any:
     return pickle.loads(connection.recv_bytes())  # noqa: S301 - both ends are processes of one engine
 
 
-logger = logging.getLogger(__name__)
-
-PR_SET_PDEATHSIG = 1
-
-
 def serve_in_process(
     parent: int, settings: Settings, rank: int, meeting: Path, steps: Connection, adapters: Connection
 ) -> None:
     """Serve in a process that `parent` has started, until rank 0 says Stop or is gone."""
-    _end_with_parent(parent)
+    _kill_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logs.configure(settings.logging.format, settings.logging.level)
@@ -146,7 +145,7 @@ def serve_in_process(
     serve_rank(settings, rank, meeting, steps, adapters, freeze_garbage)
 
 
-def _end_with_parent(parent: int) -> None:
+def _kill_with_parent(parent: int) -> None:
     """Have the kernel kill this process with the thread that started it, even where this one is stopped or hangs."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the call

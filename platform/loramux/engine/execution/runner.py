@@ -30,12 +30,14 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from loramux.engine.execution.attention import AttentionStep, StateStep
 from loramux.engine.execution.constraints import Constraints, TokenMasks
-from loramux.engine.execution.sampler import PromptScores, Sampler, ScoredRows, split_scored, to_host
+from loramux.engine.execution.sampler import NO_SCORES, PromptScores, Sampler, ScoredRows, split_scored
 from loramux.engine.messages import EngineFault, TokenEvent
 from loramux.engine.scheduling.sequence import BASE_SLOT, Chunk, Step
 from loramux_adapters.bank import AdapterBank, PagedRows, StepExtras
 from loramux_kernels import AttentionBatch, KvLayer, Segments
+from loramux_kernels.device import to_host
 
+Ints = NDArray[np.signedinteger[Any]]
 HeadOf = Callable[[int], PagedRows | None]
 """Returns the head `[labels, hidden]` of the adapter in a slot; None: it is no classifier."""
 NO_HEAD = EngineFault("not_a_classifier", "The model has no classification head.", field="model")
@@ -113,17 +115,13 @@ def _event(request_id: str, vector: torch.Tensor | None) -> TokenEvent:
     return TokenEvent(request_id=request_id, finish_reason="stop", pooled=vector.numpy().tobytes())
 
 
-Ints = NDArray[np.signedinteger[Any]]
-
-
 class LaunchedStep(Protocol):
     """A step that was started."""
 
-    def prompt_events(self) -> list[TokenEvent]:
-        """Return the log probabilities of prompts that the step has computed; after `events`."""
-
-    def pooled_events(self) -> list[TokenEvent]:
-        """Return the vectors of the prompts of `step.pooled` that are whole now; after `events`."""
+    scores: PromptScores
+    """Log probabilities of prompts that the step has computed; to be read after `events`."""
+    pooled: PooledVectors
+    """Vectors of the prompts of `step.pooled` that are whole now; to be read after `events`."""
 
     def sample(self) -> None:
         """Start the choice of its tokens, where the launch left it until the tokens of the step before are known."""
@@ -338,30 +336,20 @@ class Forward:
             self._hidden = output.last_hidden_state[0]
 
 
+@dataclass(slots=True)
 class CompletedStep:
     """A step whose tokens are known."""
 
-    def __init__(
-        self, events: list[TokenEvent], scores: PromptScores | None = None, pooled: PooledVectors = NONE_POOLED
-    ) -> None:
-        self._events = events
-        self._scores = scores
-        self._pooled = pooled
-
-    def prompt_events(self) -> list[TokenEvent]:
-        """Return the log probabilities of prompts."""
-        return [] if self._scores is None else self._scores.events()
-
-    def pooled_events(self) -> list[TokenEvent]:
-        """Return the vectors of prompts."""
-        return self._pooled.events()
+    tokens: list[TokenEvent]
+    scores: PromptScores = NO_SCORES
+    pooled: PooledVectors = NONE_POOLED
 
     def sample(self) -> None:
         """Do nothing: they are chosen."""
 
     def events(self) -> list[TokenEvent]:
         """Return them; never waits."""
-        return self._events
+        return self.tokens
 
 
 class OtherRanks(Protocol):

@@ -38,6 +38,7 @@ import torch
 from loramux.engine.execution.constraints import TokenMasks
 from loramux.engine.messages import EngineFault, PromptLogprob, PromptLogprobs, SamplingParams, TokenEvent, TopLogprob
 from loramux.engine.scheduling.sequence import Chunk, Sequence
+from loramux_kernels.device import to_host
 from loramux_kernels.sampling import forbid_tokens
 from loramux_kernels.token_draws import Draw, draw_tokens
 
@@ -353,13 +354,16 @@ class PromptScores:
         return events
 
 
-def split_scored(logits: torch.Tensor, scored: ScoredRows | None) -> tuple[torch.Tensor, PromptScores | None]:
+NO_SCORES = PromptScores(ScoredRows(), *(torch.empty(0) for _ in range(4)))
+
+
+def split_scored(logits: torch.Tensor, scored: ScoredRows | None) -> tuple[torch.Tensor, PromptScores]:
     """Return the logits that tokens are sampled from, and the scores of the other rows.
 
     Scores of logits on a device are copied to the host behind what was enqueued before.
     """
     if scored is None:
-        return logits, None
+        return logits, NO_SCORES
     is_scored = np.zeros(len(logits), dtype=bool)
     is_scored[scored.rows] = True
     sampled = torch.from_numpy(np.flatnonzero(~is_scored)).to(logits.device)
@@ -370,9 +374,3 @@ def split_scored(logits: torch.Tensor, scored: ScoredRows | None) -> tuple[torch
     values, token_ids = rows.topk(scored.most_asked)
     results = (chosen[:, 0] - totals, (rows > chosen).sum(dim=-1) + 1, values - totals[:, None], token_ids)
     return logits[sampled], PromptScores(scored, *(to_host(result) for result in results))
-
-
-def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy on the host, which is complete once the stream has come so far."""
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-    return host.copy_(tensor, non_blocking=True)

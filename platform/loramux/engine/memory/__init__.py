@@ -13,13 +13,12 @@ What may be evicted is compared in one unit, the time that a page takes over the
 Expected uses are counts that decay by half every half-life (`ranking`, after GreedyDual-Size-Frequency, Cherkasova
 1998). Only leaves go: KV that nothing builds on, and adapters without cached KV under them.
 
-    pins                     revisions that are kept whether they are asked for or not
-    memory                   room in the pool: take pages, evict what saves least
-    prefix_cache   kv_swap   KV that requests share; KV of preempted sequences on the host
+    memory                   room in the pool: take pages, evict what saves least; pins; KV swapped to the host
+    prefix_cache             KV that requests share
     residency                the adapters: inspected, loaded, claimed, pinned, evicted
     pages                    the pool, cached pages, and a sequence's pages
     ranking                  a priority queue whose ranks change under it
 
-Two modules need torch and are known only to the engine, so that the scheduler and the simulator run without it:
-`adapter_store` (PEFT files on disk, copies in the host's memory) and `host_kv` (the host's slots for swapped KV).
+`host_memory` (PEFT files on disk, copies of adapters and of KV in the host's memory) needs torch and is known only to
+the engine, so that the scheduler and the simulator run without it.
 """

@@ -239,11 +239,6 @@ class Residency:
         return self._kept.keys()
 
     @property
-    def num_known(self) -> int:
-        """Revisions that are remembered."""
-        return len(self._known)
-
-    @property
     def awaits_any(self) -> bool:
         """Does a request wait for a revision that is not READY?"""
         return bool(self._awaited)

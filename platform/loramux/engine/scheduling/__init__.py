@@ -14,23 +14,26 @@ A plan in its order:
    tenant's requests are first come, first served.
 3. `admission` preempts running sequences that must yield to the next one: a lower class that is ahead of its share, a
    tenant on borrowed pages.
-4. `scheduler` gives rows to the running sequences. Where a page is missing, a victim is preempted (`capacity.victim`).
-5. `admission` fills the rows and tokens that are left from the queue. `capacity` and `budget` decide what fits: the
-   exact peak of KV if every sequence grows to its expected length (`estimates`), beside the adapters in use, in one
-   pool. An adapter that is not in the pool is loaded as a *claim* (`state`): only where its request could run at once,
-   and never evicted before it has. So any ratio of adapters to memory makes progress, as S-LoRA's (Sheng et al., MLSys
-   2024) eviction without claims does not.
+4. `scheduler` gives rows to the running sequences. Where a page is missing, a victim is preempted
+   (`CapacityPolicy.victim`).
+5. `admission` fills the rows and tokens that are left from the queue. `CapacityPolicy` and `PageBudget` decide what
+   fits: the exact peak of KV if every sequence grows to its expected length (`estimates`), beside the adapters in use,
+   in one pool. An adapter that is not in the pool is loaded as a *claim* (`state`): only where its request could run at
+   once, and never evicted before it has. So any ratio of adapters to memory makes progress, as S-LoRA's (Sheng et al.,
+   MLSys 2024) eviction without claims does not.
+6. `speculation` adds drafts to decoding sequences where they pay, with tokens and pages that nothing else wanted.
 
 The modules, each importing only those below it:
 
     scheduler                 plan and commit
-    admission   deadlines     decisions that change the state
-    capacity                  pure checks of the state
+    deadlines   speculation   decisions that change the state: refusals, drafts
+    admission                 pure checks of the state (`CapacityPolicy`), and who joins
     state                     the one object that they share; every transition of a sequence
-    queue       step          the waiting requests; the chunks of a step
-    sequence    budget        a request's mutable run; the peak of the KV that a set of them will hold
-    fairness    policy        virtual token counters; the operator's settings
-    estimates                 step times, answer lengths, queued work
+    queue                     the waiting requests
+    policy                    the operator's settings, and the page budget
+    sequence                  a request's mutable run; the chunks of a step
+    fairness                  virtual token counters
+    estimates                 step times, answer lengths, queued work, drafts
 
 A plan that held nothing and changed nothing is followed by a wait: `Scheduler.next_plan_at` says until when. Time is
 the injected clock's, so the simulator and the tests run the same code.

@@ -69,24 +69,18 @@ class Deadlines:
             self._state.start_group(sequence.group)
         self._learn(sequence, now)
 
-    def expired(self, now: float) -> list[Sequence]:
-        """Return the sequences of the groups whose deadline has passed before any of them began."""
-        expired: list[Sequence] = []
+    def expired(self, now: float) -> list[tuple[Sequence, EngineFault]]:
+        """Return the sequences of groups whose deadline has passed before any of them began, each with its fault."""
+        expired: list[tuple[Sequence, EngineFault]] = []
         while (group := self._state.deadlines.first()) is not None and group.start_by is not None:
             if group.start_by > now:
                 break
             self._state.deadlines.drop(group)
-            group.refusal = _deadline_exceeded(group)
+            group.refusal = fault = _deadline_exceeded(group)
             for sequence in sorted(group.waiting, key=lambda sequence: sequence.id):
                 self._learn(sequence, now)
-                expired.append(sequence)
+                expired.append((sequence, fault))
         return expired
-
-    def fault(self, sequence: Sequence) -> EngineFault:
-        """The fault of a sequence whose group has expired."""
-        assert sequence.group is not None, "every accepted sequence has a group"
-        assert sequence.group.refusal is not None, "its group has expired"
-        return sequence.group.refusal
 
     def predict_ttft(self, candidate: Sequence) -> float:
         """Seconds until `candidate`, which is not queued yet, has its first token; 0 before the steps' time is known.

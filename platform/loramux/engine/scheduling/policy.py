@@ -115,7 +115,7 @@ class PageBudget:
     num_pages: int
     block_size: int
     state_pages: int = 0
-    """Pages in front of a sequence's KV, which hold its recurrent states (`execution.linear_attention`)."""
+    """Pages in front of a sequence's KV, which hold its recurrent states (`execution.attention`)."""
     watermark_share: float = 0.01
     """Share of the pool kept free at admission, so that rounding and outlived estimates rarely cost a preemption."""
     reserve_share: float = 0.05

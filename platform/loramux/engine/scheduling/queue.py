@@ -159,10 +159,6 @@ class RequestQueue:
             return batch, 0.0
         return batch, max(batch.weight / group.weight for group in above)
 
-    def is_backlogged(self, flow: Flow) -> bool:
-        """Does something of `flow` wait that could run?"""
-        return flow in flow.group.tenants
-
     # requests come and go
 
     def flow_of(self, request: Request) -> Flow:

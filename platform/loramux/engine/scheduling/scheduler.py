@@ -1,4 +1,8 @@
-"""The scheduler: decode first, prefill in chunks, admission under one budget, preemption when memory runs out."""
+"""The scheduler: decode first, prefill in chunks, admission under one budget, preemption when memory runs out.
+
+`plan` chooses the tokens of the next step, and `commit` writes the step's result into its sequences; the package's
+docstring lists the parts of a plan in their order.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +22,10 @@ from loramux.engine.scheduling.deadlines import Deadlines
 from loramux.engine.scheduling.estimates import StepTimeModel
 from loramux.engine.scheduling.fairness import Flow
 from loramux.engine.scheduling.policy import PageBudget, Policy, SchedulerLimits
-from loramux.engine.scheduling.queue import LOAD_SLOT, RequestQueue
+from loramux.engine.scheduling.queue import LOAD_SLOT
 from loramux.engine.scheduling.sequence import Chunk, Sequence, Step, StepBuilder
 from loramux.engine.scheduling.speculation import Speculation
 from loramux.engine.scheduling.state import SchedulerState
-
-__all__ = ["Scheduler", "SchedulerLimits"]
 
 MIN_BACKGROUND_TOKENS = 16
 """Prompt tokens of class batch that a step holds however long they take: a prompt of 1,000 is done in 63 steps."""
@@ -53,6 +55,9 @@ class Scheduler:
         cache = PrefixCache(pool, residency, costs, counters, enabled=policy.prefix_cache)
         memory = Memory(pool, residency, cache, KvSwap(host, costs, counters))
         self.state = SchedulerState(limits, policy, budget, memory, step_time, residency.clock, counters)
+        self.memory, self.queue = memory, self.state.queue
+        self.running = self.state.running
+        """The sequences that hold memory, in order of admission."""
         self.capacity = CapacityPolicy(self.state)
         self._admission = Admission(self.state, self.capacity)
         self._deadlines = Deadlines(self.state, self.capacity)
@@ -64,21 +69,6 @@ class Scheduler:
         """The queue's `num_changes` after a plan that held nothing and changed nothing; None after any other."""
 
     # questions
-
-    @property
-    def queue(self) -> RequestQueue:
-        """The waiting sequences."""
-        return self.state.queue
-
-    @property
-    def running(self) -> list[Sequence]:
-        """The sequences that hold memory, in order of admission."""
-        return self.state.running
-
-    @property
-    def memory(self) -> Memory:
-        """The pool."""
-        return self.state.memory
 
     @property
     def is_idle(self) -> bool:
@@ -247,9 +237,9 @@ class Scheduler:
             state.queue.unpark(LOAD_SLOT)
 
     def _process_deadlines(self, now: float) -> None:
-        for sequence in self._deadlines.expired(now):
+        for sequence, fault in self._deadlines.expired(now):
             self.state.counters.missed_deadlines += 1
-            self.state.reject(sequence, self._deadlines.fault(sequence))
+            self.state.reject(sequence, fault)
 
     def _new_builder(self, now: float) -> StepBuilder:
         limits = self.state.limits

@@ -21,20 +21,16 @@ from loramux.engine.messages import EngineFault, Request
 from loramux.engine.scheduling.estimates import Drafter, QueuedWork
 from loramux.engine.scheduling.fairness import ClassCounter, Flow
 
-__all__ = [
-    "BASE_SLOT",
-    "PENDING",
-    "Chunk",
-    "Step",
-    "StepBuilder",
-]
-
-
 OUTRUNS = 0.5
 """Drafted tokens accepted lately, by `Acceptance`, from which a sequence is expected to be faster than others."""
-
 BASE_SLOT = -1
 """The slot of a sequence that no adapter serves."""
+PENDING = -1
+"""Stands among a sequence's tokens for one that the device has chosen and the host has not read yet."""
+MAX_SCORED_ROWS = 128
+"""Rows of a step from which a prompt's next token is scored: each takes a pass over the vocabulary, and the rows beside
+it wait for that."""
+_SLOT = attrgetter("slot")
 
 
 @dataclass(eq=False, slots=True)
@@ -206,14 +202,6 @@ class Sequence(SequenceKv):
             cost += self.load_units
             self.load_units = 0.0
         return cost
-
-
-MAX_SCORED_ROWS = 128
-"""Rows of a step from which a prompt's next token is scored: each takes a pass over the vocabulary, and the rows beside
-it wait for that."""
-_SLOT = attrgetter("slot")
-PENDING = -1
-"""Stands among a sequence's tokens for one that the device has chosen and the host has not read yet."""
 
 
 class Chunk(msgspec.Struct, frozen=True, gc=False, eq=False):
