@@ -134,7 +134,7 @@ async def measure(
     database = Database(url)
     tenants, usage = Tenants(database, b"p" * 32), UsageService(database)
     await tenants.create("acme")
-    principal = await tenants.authenticate((await tenants.create_key("acme"))[1])
+    principal = await tenants.authenticator.authenticate((await tenants.create_key("acme"))[1])
     if limited:
         await limit(tenants, principal)
     await usage.start()

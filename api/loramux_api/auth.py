@@ -107,7 +107,7 @@ def _ensure_own_page(connection: Connection) -> None:
 async def _authenticated(platform: Platform, connection: Connection) -> Principal:
     """Return the caller by its key or token or, without any, by the console's cookie."""
     if "authorization" in connection.headers or SESSION_COOKIE not in connection.cookies:
-        return await platform.tenants.authenticate(_credential(connection))
+        return await platform.tenants.authenticator.authenticate(_credential(connection))
     session = await session_of(connection)
     connection.scope[FROM_CONSOLE] = True  # type: ignore[literal-required]  # for the headers of its answer
     viewed = connection.headers.get(VIEW_HEADER)

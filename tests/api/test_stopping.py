@@ -84,7 +84,7 @@ def test_unavailable_database_is_503_with_retry_after_and_one_log_line(
     platform = own_site.server.app.state.platform
     with pytest.MonkeyPatch.context() as patch:
         if part == "tenants":
-            patch.setattr(platform.tenants, "authenticate", unavailable)
+            patch.setattr(platform.tenants.authenticator, "authenticate", unavailable)
         else:
             patch.setattr(platform.usage, "open", unavailable)
         with own_site.http() as client:

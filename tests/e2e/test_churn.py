@@ -143,7 +143,7 @@ def churn(settings: Settings, folders: list[Path], incoming: Path, clients: int,
     async def run() -> Churn:
         async with open_platform(settings) as platform:
             await platform.tenants.create("acme")
-            acme = await platform.tenants.authenticate((await platform.tenants.create_key("acme"))[1])
+            acme = await platform.tenants.authenticator.authenticate((await platform.tenants.create_key("acme"))[1])
             made = Churn(platform, acme, folders, incoming)
             start = await made.pages()
             quiet = await learn(made)

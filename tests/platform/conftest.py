@@ -155,7 +155,7 @@ def enrol(tenants: Tenants) -> Enrol:
     async def enrol(name: str) -> Principal:
         await tenants.create(name)
         _, secret = await tenants.create_key(name, scopes=CUSTOMER_SCOPES | {"projects"})
-        return await tenants.authenticate(secret)
+        return await tenants.authenticator.authenticate(secret)
 
     return enrol
 

@@ -95,7 +95,7 @@ class Harness:
             await tenants.create(name)
             scopes = CUSTOMER_SCOPES | {"projects"}
             secrets = [(await tenants.create_key(name, scopes=scopes))[1] for _ in range(2)]
-            self.keys.append([await tenants.authenticate(secret) for secret in secrets])
+            self.keys.append([await tenants.authenticator.authenticate(secret) for secret in secrets])
         await self.usage.start()
         return self
 

@@ -296,7 +296,7 @@ async def test_webhook_events_are_paged_and_limited_to_a_keys_adapters(
     assert [event.adapter for event in first + rest] == ["a", "a", "a"]
     assert first[0].created_at > first[1].created_at > rest[0].created_at
     only_b = KeyRequest(scopes=frozenset({"read", "webhooks"}), models=frozenset({"acme/b"}))
-    limited = await tenants.authenticate((await (await tenants.account("acme")).keys.create(only_b))[1])
+    limited = await tenants.authenticator.authenticate((await (await tenants.account("acme")).keys.create(only_b))[1])
     assert {event.adapter for event in await harness.webhooks.events(limited, None, None, 10)} == {"b"}
     assert await harness.webhooks.events(limited, "a", None, 10) == []
     with pytest.raises(NotPermitted):

@@ -60,7 +60,7 @@ async def harness(folder: Path, *, share_base_cache: bool = False, **engine: obj
     database = records.Database(url)
     tenants, usage, scripted = Tenants(database, b"p" * 32), UsageService(database), ScriptedEngine(**engine)
     await tenants.create("acme")
-    principal = await tenants.authenticate((await tenants.create_key("acme"))[1])
+    principal = await tenants.authenticator.authenticate((await tenants.create_key("acme"))[1])
     await usage.start()
     tokenizer, facts = Tokenizer(byte_tokenizer()), await scripted.start()
     trials = GrammarTrials(tokenizer, facts)

@@ -216,7 +216,7 @@ class ConsoleSessionController(Controller):
             caller = await sessions.holder_of_link(data.link, origin_of(request))
         else:
             credential = Credential(secret=(data.key or "").strip(), origin=origin_of(request))
-            caller = await platform.tenants.authenticate(credential)
+            caller = await platform.tenants.authenticator.authenticate(credential)
             if caller.role is not None:
                 raise InvalidKey("that is a token, and the console wants an API key, which begins with sk-lm-", "key")
         secret = await sessions.open(caller)

@@ -441,7 +441,7 @@ class BatchRun:
         elif self._database.now() >= batch.expires_at:
             self._stop("batch_expired")
         try:
-            self._principal = await self._server.tenants.principal_behind(
+            self._principal = await self._server.tenants.authenticator.principal_behind(
                 batch.tenant_id, batch.owner, batch.project_id
             )
         except TenantSuspended:

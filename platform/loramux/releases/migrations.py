@@ -387,7 +387,9 @@ class BaseMigrations:
         grader = msgspec.json.decode(template.grader, type=Grader)
         if isinstance(grader, Judge):
             raise InvalidChange("its grader is a judge, whose key is not kept; evaluate it yourself")
-        principal = await self._platform.tenants.principal_behind(item.tenant_id, template.owner, template.project_id)
+        principal = await self._platform.tenants.authenticator.principal_behind(
+            item.tenant_id, template.owner, template.project_id
+        )
         return await self._evaluations.create(
             principal,
             adapter=item.name,

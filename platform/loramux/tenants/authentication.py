@@ -107,8 +107,9 @@ class Authenticator:
         self._known = KnownKeys(database, pepper)
         self._failures = FailedAttempts()
 
-    async def authenticate(self, credential: Credential) -> Principal:
-        """Return the caller. Raises InvalidKey, TooManyFailures or TenantSuspended."""
+    async def authenticate(self, secret: str | Credential) -> Principal:
+        """Return the caller behind a secret or a token. Raises InvalidKey, TooManyFailures or TenantSuspended."""
+        credential = Credential(secret=secret) if isinstance(secret, str) else secret
         try:
             if looks_like_token(credential.secret):
                 return await self._person(credential)

@@ -13,7 +13,7 @@ from loramux.records.requests import ALLOWED_AT_FIRST, CHOSEN, ClaimRepository
 from loramux.records.tenants import ProjectRepository, ProjectRow, TenantRepository, TenantRow, TierRepository, TierRow
 from loramux.settings import ConsoleSettings, IssuerSettings
 from loramux.tenants.account import DEFAULT_PROJECT, Account, KeyRequest, Keys
-from loramux.tenants.authentication import Authenticator, Credential, LastUse, TokenVerifier
+from loramux.tenants.authentication import Authenticator, LastUse, TokenVerifier
 from loramux.tenants.authority import CUSTOMER_SCOPES, actor_of, operator_of
 from loramux.tenants.entities import AuditLog, Change, Changes, Key, Tenant, Tier, project_of, tenant_of, tier_of
 from loramux.tenants.errors import InvalidTenant, KeyNotFound, StillNeeded, TenantExists, TenantNotFound, TierNotFound
@@ -100,7 +100,7 @@ class Tenants:
         self._database = database
         self.pepper = pepper
         self._verifier = TokenVerifier(issuers)
-        self._authenticator = Authenticator(database, pepper, self._verifier, self.last_use)
+        self.authenticator = Authenticator(database, pepper, self._verifier, self.last_use)
         self._changes = Changes.local(database)
         console = console or ConsoleSettings()
         self.sessions = Sessions(database, pepper, console)
@@ -111,15 +111,6 @@ class Tenants:
         await self.last_use.stop()
         await self._verifier.aclose()
         await self.sign_ins.aclose()
-
-    async def authenticate(self, secret: str | Credential) -> Principal:
-        """Return the caller behind a secret or a token. Raises InvalidKey or TenantSuspended."""
-        credential = Credential(secret=secret) if isinstance(secret, str) else secret
-        return await self._authenticator.authenticate(credential)
-
-    async def principal_behind(self, tenant: TenantId, owner: str, project: ProjectId) -> Principal:
-        """Return the present rights of the owner of what runs on its behalf. Raises InvalidKey, TenantSuspended."""
-        return await self._authenticator.principal_behind(tenant, owner, project)
 
     def as_operator(self, principal: Principal) -> Tenants:
         """Return the same tenants with an operator as the author of changes."""

@@ -97,7 +97,7 @@ class Harness:
         database = Database(self._url)
         tenants = Tenants(database, b"p" * 32)
         await tenants.create("acme")
-        self._acme = await tenants.authenticate((await tenants.create_key("acme"))[1])
+        self._acme = await tenants.authenticator.authenticate((await tenants.create_key("acme"))[1])
         self._began = database.now()
         await database.close()
 

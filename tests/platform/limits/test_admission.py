@@ -165,7 +165,7 @@ async def test_request_takes_of_all_its_subjects_or_of_none(limits: Limits, call
     admitted, refused = await caller.try_many(3)
     assert (len(admitted), "Your key" in str(refused[0])) == (1, True)
     _, secret = await (await tenants.account("acme")).keys.create(KeyRequest())
-    other = Caller(caller.usage, await tenants.authenticate(secret))
+    other = Caller(caller.usage, await tenants.authenticator.authenticate(secret))
     admitted, refused = await other.try_many(3)
     assert (len(admitted), "Your project" in str(refused[0])) == (2, True)
 
@@ -272,7 +272,7 @@ async def test_key_limits_and_budgets_survive_rotation(limits: Limits, caller: C
     await limits.put(mine.tenant, mine.key_id, "concurrent_requests", 1)
     await limits.put_budget(mine.tenant, mine.key_id, "total", 40)
     rotated, secret = await keys.rotate(mine.key_id, 3600)
-    successor = Caller(caller.usage, await tenants.authenticate(secret))
+    successor = Caller(caller.usage, await tenants.authenticator.authenticate(secret))
     admitted, refused = await successor.try_many(2)
     assert (len(admitted), {type(error) for error in refused}) == (1, {TooManyRunning})
     assert (await caller.try_many(1))[0] == [], "both keys of the overlap share the limit"
@@ -289,11 +289,11 @@ async def test_key_cannot_escape_its_limits_by_making_keys(limits: Limits, calle
     keys, tenant = (await tenants.account("acme")).keys, caller.principal.tenant
     maker, secret = await keys.create(KeyRequest(scopes=frozenset({"keys", "inference"})))
     await limits.put(tenant, maker.id, "concurrent_requests", 2)
-    own = tenants.account_of(await tenants.authenticate(secret))
+    own = tenants.account_of(await tenants.authenticator.authenticate(secret))
     admitted, refused = 0, []
     for _ in range(3):
         _, child_secret = await own.keys.create(KeyRequest(scopes=frozenset({"inference"})))
-        child = Caller(caller.usage, await tenants.authenticate(child_secret))
+        child = Caller(caller.usage, await tenants.authenticator.authenticate(child_secret))
         ids, errors = await child.try_many(1)
         admitted, refused = admitted + len(ids), refused + errors
     assert (admitted, "key's maker" in str(refused[0])) == (2, True)

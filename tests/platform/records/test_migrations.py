@@ -129,11 +129,11 @@ async def test_keys_of_the_old_release_stay_valid_and_begin_their_own_lineage(em
         await open_pepper(database, tmp_path / "pepper")
     (tmp_path / "pepper").write_bytes(pepper)
     tenants = Tenants(database, await open_pepper(database, tmp_path / "pepper"))
-    principal = await tenants.authenticate(secret)
+    principal = await tenants.authenticator.authenticate(secret)
     assert (principal.key_id, principal.lineage) == ("key_1", ("key_1",))
     account = await tenants.account("acme")
     _, rotated = await account.keys.rotate("key_1", 0)
-    assert (await tenants.authenticate(rotated)).lineage == ("key_1",)
+    assert (await tenants.authenticator.authenticate(rotated)).lineage == ("key_1",)
     await tenants.aclose()
     await database.close()
 

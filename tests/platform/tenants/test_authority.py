@@ -53,13 +53,13 @@ async def account(tenants: Tenants) -> Account:
 async def make(tenants: Tenants, account: Account, **wanted: object) -> tuple[Key, Account, Principal]:
     """A key, the account in its hands, and its principal."""
     key, secret = await account.keys.create(KeyRequest(**({"scopes": KEYS} | wanted)))
-    principal = await tenants.authenticate(secret)
+    principal = await tenants.authenticator.authenticate(secret)
     return key, tenants.account_of(principal), principal
 
 
 async def works(tenants: Tenants, secret: str) -> bool:
     try:
-        await tenants.authenticate(secret)
+        await tenants.authenticator.authenticate(secret)
     except InvalidKey:
         return False
     return True
@@ -164,7 +164,7 @@ async def test_key_with_an_allow_list_manages_keys_within_it_only(tenants: Tenan
 async def test_revoking_a_key_ends_the_keys_that_it_made(tenants: Tenants, account: Account) -> None:
     maker, own, _ = await make(tenants, account)
     child, child_secret = await own.keys.create(KeyRequest(scopes=KEYS))
-    grandchild_account = tenants.account_of(await tenants.authenticate(child_secret))
+    grandchild_account = tenants.account_of(await tenants.authenticator.authenticate(child_secret))
     _, grandchild_secret = await grandchild_account.keys.create(KeyRequest(scopes=KEYS))
     _, stranger_secret = await account.keys.create(KeyRequest(scopes=KEYS))
     await account.keys.revoke(maker.id)
@@ -223,7 +223,7 @@ async def test_keys_make_keys_to_a_bounded_depth(tenants: Tenants, account: Acco
     _, own, principal = await make(tenants, account)
     for depth in range(2, 10):
         _, secret = await own.keys.create(KeyRequest(scopes=KEYS))
-        principal = await tenants.authenticate(secret)
+        principal = await tenants.authenticator.authenticate(secret)
         own = tenants.account_of(principal)
         assert len(principal.lineage) == depth
     with pytest.raises(InvalidTenant, match="8 levels deep"):
@@ -234,9 +234,9 @@ async def test_rotation_keeps_the_lineage(tenants: Tenants, account: Account) ->
     maker, own, _ = await make(tenants, account)
     child, _ = await own.keys.create(KeyRequest(scopes=KEYS))
     _, by_maker = await own.keys.rotate(child.id, 0)
-    assert (await tenants.authenticate(by_maker)).lineage == (child.id, maker.id)
-    made, by_operator = await account.keys.rotate((await tenants.authenticate(by_maker)).key_id, 0)
-    assert (await tenants.authenticate(by_operator)).lineage == (child.id,)
+    assert (await tenants.authenticator.authenticate(by_maker)).lineage == (child.id, maker.id)
+    made, by_operator = await account.keys.rotate((await tenants.authenticator.authenticate(by_maker)).key_id, 0)
+    assert (await tenants.authenticator.authenticate(by_operator)).lineage == (child.id,)
     assert made.id != child.id
 
 
@@ -245,7 +245,7 @@ async def test_operators_key_outlives_no_operator_and_tenants_keys_do(tenants: T
     operator, secret = await (await tenants.account("platform")).keys.create(
         KeyRequest(scopes=frozenset({"operator"}), expires_in=100)
     )
-    admin = tenants.as_operator(await tenants.authenticate(secret))
+    admin = tenants.as_operator(await tenants.authenticator.authenticate(secret))
     await admin.create("acme")
     tenant_key, tenant_secret = await admin.create_key("acme")
     assert tenant_key.expires_at is None

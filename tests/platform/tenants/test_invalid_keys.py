@@ -60,7 +60,7 @@ def statements(database: Database) -> Iterator[list[str]]:
 
 async def refused(tenants: Tenants, secret: str, address: str = "192.0.2.1") -> type[Exception]:
     with pytest.raises((InvalidKey, TooManyFailures)) as refusal:
-        await tenants.authenticate(Credential(secret=secret, origin=Origin(address)))
+        await tenants.authenticator.authenticate(Credential(secret=secret, origin=Origin(address)))
     return refusal.type
 
 
@@ -97,7 +97,7 @@ async def test_invented_secrets_without_a_tag_cost_one_statement_a_second(
 async def test_revoked_key_is_looked_up_once(tenants: Tenants, database: Database) -> None:
     await tenants.create("acme")
     key, secret = await tenants.create_key("acme")
-    await tenants.authenticate(secret)
+    await tenants.authenticator.authenticate(secret)
     await tenants.revoke_key(key.id)
     with statements(database) as seen:
         for _ in range(100):
@@ -112,7 +112,7 @@ async def test_new_key_is_valid_at_once_on_every_server(tenants: Tenants, databa
         await refused(other, invented())
         await refused(other, invented(43))
         _, secret = await tenants.create_key("acme")
-        assert (await other.authenticate(secret)).tenant_name == "acme"
+        assert (await other.authenticator.authenticate(secret)).tenant_name == "acme"
 
 
 async def test_key_of_an_older_release_stays_valid(tenants: Tenants, database: Database, clock: Clock) -> None:
@@ -121,13 +121,13 @@ async def test_key_of_an_older_release_stays_valid(tenants: Tenants, database: D
     first, later = [(await account.keys.create(KeyRequest()))[0] for _ in range(2)]
     secret = await make_untagged(database, first.id)
     server = Tenants(database, PEPPER)
-    assert (await server.authenticate(secret)).key_id == first.id
+    assert (await server.authenticator.authenticate(secret)).key_id == first.id
     made_meanwhile = await make_untagged(database, later.id)
     clock.now += SECOND
-    assert (await server.authenticate(made_meanwhile)).key_id == later.id
+    assert (await server.authenticator.authenticate(made_meanwhile)).key_id == later.id
     await tenants.revoke_key(first.id)
     with pytest.raises(InvalidKey):
-        await server.authenticate(secret)
+        await server.authenticator.authenticate(secret)
 
 
 async def test_failures_are_throttled_by_address_and_valid_keys_are_not(tenants: Tenants, clock: Clock) -> None:
@@ -135,7 +135,7 @@ async def test_failures_are_throttled_by_address_and_valid_keys_are_not(tenants:
     _, secret = await tenants.create_key("acme")
     kinds = [await refused(tenants, invented()) for _ in range(MAX_FAILURES + 5)]
     assert kinds == [InvalidKey] * MAX_FAILURES + [TooManyFailures] * 5
-    await tenants.authenticate(Credential(secret=secret, origin=Origin("192.0.2.1")))
+    await tenants.authenticator.authenticate(Credential(secret=secret, origin=Origin("192.0.2.1")))
     assert await refused(tenants, invented(), "192.0.2.2") is InvalidKey
     clock.now += 16 * SECOND
     assert await refused(tenants, invented()) is InvalidKey

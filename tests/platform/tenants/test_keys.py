@@ -44,7 +44,7 @@ async def test_key_belongs_to_one_project(tenants: Tenants) -> None:
     account = await tenants.account("acme")
     web = await account.projects.create("web")
     key, secret = await account.keys.create(KeyRequest(project="web"))
-    assert key.project == web.id == (await tenants.authenticate(secret)).project
+    assert key.project == web.id == (await tenants.authenticator.authenticate(secret)).project
     with pytest.raises(ProjectNotFound, match="'absent'"):
         await account.keys.create(KeyRequest(project="absent"))
 
@@ -61,19 +61,19 @@ async def test_archived_project_refuses_its_keys_until_it_is_restored(tenants: T
     with pytest.raises(ProjectNotFound, match="'web'"):
         await account.keys.create(KeyRequest(project="web"))
     with pytest.raises(InvalidKey, match=r"project 'web' of this API key is archived.*restored"):
-        await tenants.authenticate(secret)
-    assert (await tenants.authenticate(beside)).tenant_name == "acme"
+        await tenants.authenticator.authenticate(secret)
+    assert (await tenants.authenticator.authenticate(beside)).tenant_name == "acme"
     web = await account.projects.create("web")
-    assert (await tenants.authenticate(secret)).project == web.id
+    assert (await tenants.authenticator.authenticate(secret)).project == web.id
     with pytest.raises(InvalidKey, match="unknown or was revoked"):
-        await tenants.authenticate(revoked_secret)
+        await tenants.authenticator.authenticate(revoked_secret)
 
 
 async def test_allow_list_is_part_of_the_principal(tenants: Tenants) -> None:
     await tenants.create("acme")
     account = await tenants.account("acme")
     _, secret = await account.keys.create(KeyRequest(models=frozenset({"acme/upper", "tiny"})))
-    principal = await tenants.authenticate(secret)
+    principal = await tenants.authenticator.authenticate(secret)
     assert [principal.may_use(model) for model in ("acme/upper", "tiny", "acme/json")] == [True, True, False]
     for wrong in (frozenset(), frozenset({""}), frozenset({"a\nb"}), frozenset({"x" * 201})):
         with pytest.raises(InvalidTenant, match="tenant/adapter, or the base's name"):
@@ -84,10 +84,10 @@ async def test_key_expires_to_the_microsecond_and_says_when(tenants: Tenants, cl
     await tenants.create("acme")
     _, secret = await (await tenants.account("acme")).keys.create(KeyRequest(expires_in=60))
     clock.now += 60 * SECOND - 1
-    await tenants.authenticate(secret)
+    await tenants.authenticator.authenticate(secret)
     clock.now += 1
     with pytest.raises(InvalidKey, match=r"has expired \(2023-11-14T22:14:20"):
-        await tenants.authenticate(secret)
+        await tenants.authenticator.authenticate(secret)
 
 
 @pytest.mark.parametrize("seconds", [0, -1, 10**12])
@@ -106,11 +106,11 @@ async def test_rotation_keeps_both_keys_valid_during_the_overlap(tenants: Tenant
     made, secret = await keys.rotate(old.id, 3600)
     inherited = ("name", "scopes", "models", "project", "expires_at")
     assert [getattr(made, name) for name in inherited] == [getattr(old, name) for name in inherited]
-    await tenants.authenticate(old_secret)
+    await tenants.authenticator.authenticate(old_secret)
     clock.now += 3600 * SECOND
     with pytest.raises(InvalidKey, match="expired"):
-        await tenants.authenticate(old_secret)
-    await tenants.authenticate(secret)
+        await tenants.authenticator.authenticate(old_secret)
+    await tenants.authenticator.authenticate(secret)
     assert [(key.id, key.replaced_by) for key in await keys.all() if key.id == old.id] == [(old.id, made.id)]
     with pytest.raises(InvalidTenant, match="has ended"):
         await keys.rotate(old.id, 0)
@@ -123,7 +123,7 @@ async def test_rotation_never_extends_the_expiry(tenants: Tenants, clock: Clock)
     await keys.rotate(old.id, 3600)
     clock.now += 60 * SECOND
     with pytest.raises(InvalidKey, match="expired"):
-        await tenants.authenticate(secret)
+        await tenants.authenticator.authenticate(secret)
 
 
 async def test_key_passes_on_no_scope_that_it_lacks(tenants: Tenants) -> None:
@@ -131,7 +131,7 @@ async def test_key_passes_on_no_scope_that_it_lacks(tenants: Tenants) -> None:
     account = await tenants.account("acme")
     rich, _ = await account.keys.create(KeyRequest(scopes=frozenset({"keys", "members"})))
     _, secret = await account.keys.create(KeyRequest(scopes=frozenset({"keys", "usage"})))
-    own = tenants.account_of(await tenants.authenticate(secret))
+    own = tenants.account_of(await tenants.authenticator.authenticate(secret))
     made, _ = await own.keys.create(KeyRequest(scopes=frozenset({"usage", "read"})))
     assert made.created_by != rich.created_by
     for beyond in ("inference", "operator"):
@@ -146,7 +146,7 @@ async def test_key_with_an_allow_list_makes_no_wider_keys(tenants: Tenants) -> N
     account = await tenants.account("acme")
     wide, _ = await account.keys.create(KeyRequest(scopes=frozenset({"usage"})))
     narrow = KeyRequest(scopes=frozenset({"keys", "usage"}), models=frozenset({"acme/a", "tiny"}))
-    own = tenants.account_of(await tenants.authenticate((await account.keys.create(narrow))[1]))
+    own = tenants.account_of(await tenants.authenticator.authenticate((await account.keys.create(narrow))[1]))
     made, _ = await own.keys.create(KeyRequest(scopes=frozenset({"usage"}), models=frozenset({"tiny"})))
     await own.keys.rotate(made.id, 0)
     for models in (None, frozenset({"tiny", "acme/b"})):
@@ -165,7 +165,7 @@ async def test_key_of_another_tenant_is_not_found(tenants: Tenants) -> None:
         with pytest.raises(KeyNotFound):
             await attempt
     assert theirs not in await keys.all()
-    await tenants.authenticate(secret)
+    await tenants.authenticator.authenticate(secret)
 
 
 async def test_suspended_tenant_is_refused_until_it_is_resumed(tenants: Tenants) -> None:
@@ -173,9 +173,9 @@ async def test_suspended_tenant_is_refused_until_it_is_resumed(tenants: Tenants)
     _, secret = await tenants.create_key("acme")
     await tenants.suspend("acme")
     with pytest.raises(TenantSuspended, match="'acme' is suspended"):
-        await tenants.authenticate(secret)
+        await tenants.authenticator.authenticate(secret)
     await tenants.resume("acme")
-    await tenants.authenticate(secret)
+    await tenants.authenticator.authenticate(secret)
 
 
 async def test_last_use_is_written_in_batches(tenants: Tenants, clock: Clock) -> None:
@@ -183,13 +183,13 @@ async def test_last_use_is_written_in_batches(tenants: Tenants, clock: Clock) ->
     keys = (await tenants.account("acme")).keys
     secrets = [(await keys.create(KeyRequest()))[1] for _ in range(3)]
     for secret in secrets[:2]:
-        await tenants.authenticate(secret)
+        await tenants.authenticator.authenticate(secret)
     assert [key.last_used_at for key in await keys.all()] == [None] * 3
     await tenants.last_use.flush()
     assert sorted(key.last_used_at or 0 for key in await keys.all()) == [0, clock.now, clock.now]
     later = clock.now
     clock.now -= SECOND
-    await tenants.authenticate(secrets[0])
+    await tenants.authenticator.authenticate(secrets[0])
     await tenants.last_use.flush()
     assert max(key.last_used_at or 0 for key in await keys.all()) == later
 
@@ -197,14 +197,14 @@ async def test_last_use_is_written_in_batches(tenants: Tenants, clock: Clock) ->
 async def test_tier_change_applies_from_the_next_request(tenants: Tenants) -> None:
     await tenants.create("acme")
     _, secret = await tenants.create_key("acme")
-    principal = await tenants.authenticate(secret)
+    principal = await tenants.authenticator.authenticate(secret)
     assert (principal.tier, principal.service_class, principal.weight) == ("standard", "standard", 1)
     await tenants.tiers.put("gold", "interactive", 4)
     await tenants.move("acme", "gold")
-    principal = await tenants.authenticate(secret)
+    principal = await tenants.authenticator.authenticate(secret)
     assert (principal.tier, principal.service_class, principal.weight) == ("gold", "interactive", 4)
     await tenants.tiers.put("gold", "batch", 2)
-    assert (await tenants.authenticate(secret)).service_class == "batch"
+    assert (await tenants.authenticator.authenticate(secret)).service_class == "batch"
 
 
 async def test_key_entity_holds_no_secret(tenants: Tenants) -> None:

@@ -43,11 +43,11 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_member_authenticates_with_a_token(tenants: Tenants, issuer: Issuer) -> None:
-    principal = await tenants.authenticate(issuer.token())
+    principal = await tenants.authenticator.authenticate(issuer.token())
     assert (principal.tenant_name, principal.role) == ("acme", "developer")
     assert principal.scopes == {"inference", "adapters", "usage", "keys", "webhooks", "read"}
     for _ in range(5):
-        await tenants.authenticate(issuer.token())
+        await tenants.authenticator.authenticate(issuer.token())
     assert issuer.questions == ["/.well-known/openid-configuration", "/jwks"]
 
 
@@ -55,11 +55,11 @@ async def test_role_change_applies_from_the_next_request(tenants: Tenants, issue
     members = (await tenants.account("acme")).members
     (alice,) = await members.all()
     await members.change_role(alice.id, "viewer")
-    assert (await tenants.authenticate(issuer.token())).scopes == {"usage", "read"}
+    assert (await tenants.authenticator.authenticate(issuer.token())).scopes == {"usage", "read"}
     await members.add(issuer.url, "bob", "owner")
     await members.remove(alice.id)
     with pytest.raises(InvalidKey, match="no member"):
-        await tenants.authenticate(issuer.token())
+        await tenants.authenticator.authenticate(issuer.token())
 
 
 def refusals(issuer: Issuer) -> dict[str, str]:
@@ -98,32 +98,32 @@ def refusals(issuer: Issuer) -> dict[str, str]:
 async def test_invalid_tokens_are_refused(tenants: Tenants, issuer: Issuer) -> None:
     for what, token in refusals(issuer).items():
         with pytest.raises(InvalidKey):
-            pytest.fail(f"{what}: {await tenants.authenticate(token)}")
+            pytest.fail(f"{what}: {await tenants.authenticator.authenticate(token)}")
 
 
 async def test_unknown_issuer_key_is_fetched_once_per_interval(tenants: Tenants, issuer: Issuer) -> None:
-    await tenants.authenticate(issuer.token())
+    await tenants.authenticator.authenticate(issuer.token())
     issuer.keys.append(RSAKey.generate_key(2048, {"kid": "two"}))
     with pytest.raises(InvalidKey):
-        await tenants.authenticate(issuer.token())
+        await tenants.authenticator.authenticate(issuer.token())
     assert len(issuer.questions) == 2
 
 
 async def test_new_issuer_key_is_found(tenants: Tenants, issuer: Issuer, impatient: None) -> None:
-    await tenants.authenticate(issuer.token())
+    await tenants.authenticator.authenticate(issuer.token())
     issuer.keys.append(RSAKey.generate_key(2048, {"kid": "two"}))
-    await tenants.authenticate(issuer.token())
+    await tenants.authenticator.authenticate(issuer.token())
     assert len(issuer.questions) == 4
 
 
 async def test_issuer_outage_is_survived_with_cached_keys(tenants: Tenants, issuer: Issuer, impatient: None) -> None:
     issuer.up = False
     with pytest.raises(InvalidKey, match="cannot be checked now"):
-        await tenants.authenticate(issuer.token())
+        await tenants.authenticator.authenticate(issuer.token())
     issuer.up = True
-    await tenants.authenticate(issuer.token())
+    await tenants.authenticator.authenticate(issuer.token())
     issuer.up = False
-    await tenants.authenticate(issuer.token())
+    await tenants.authenticator.authenticate(issuer.token())
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ async def test_malformed_discovery_documents_are_refused(
 ) -> None:
     issuer.documents[path] = document
     with pytest.raises(InvalidKey, match="cannot be checked now"):
-        await tenants.authenticate(issuer.token())
+        await tenants.authenticator.authenticate(issuer.token())
 
 
 async def test_member_of_two_tenants_must_name_one(tenants: Tenants, issuer: Issuer) -> None:
@@ -151,13 +151,13 @@ async def test_member_of_two_tenants_must_name_one(tenants: Tenants, issuer: Iss
     await globex.members.add(issuer.url, "alice", "viewer")
     web = await globex.projects.create("web")
     with pytest.raises(InvalidKey, match=r"acme, globex.*OpenAI-Organization"):
-        await tenants.authenticate(issuer.token())
+        await tenants.authenticator.authenticate(issuer.token())
     chosen = Credential(secret=issuer.token(), organization="globex", project="web")
-    principal = await tenants.authenticate(chosen)
+    principal = await tenants.authenticator.authenticate(chosen)
     assert (principal.tenant_name, principal.project, principal.role) == ("globex", web.id, "viewer")
     await globex.projects.archive("web")
     with pytest.raises(InvalidKey, match="no such project"):
-        await tenants.authenticate(chosen)
+        await tenants.authenticator.authenticate(chosen)
 
 
 async def test_email_identity_must_be_verified(database: Database, issuer: Issuer) -> None:
@@ -165,8 +165,8 @@ async def test_email_identity_must_be_verified(database: Database, issuer: Issue
     tenants = Tenants(database, PEPPER, [settings])
     await tenants.create("acme")
     await (await tenants.account("acme")).members.add(issuer.url, "a@acme.example", "viewer")
-    await tenants.authenticate(issuer.token(email="a@acme.example", email_verified=True))
+    await tenants.authenticator.authenticate(issuer.token(email="a@acme.example", email_verified=True))
     for unsure in (None, False, "true"):
         with pytest.raises(InvalidKey, match="not verified"):
-            await tenants.authenticate(issuer.token(email="a@acme.example", email_verified=unsure))
+            await tenants.authenticator.authenticate(issuer.token(email="a@acme.example", email_verified=unsure))
     await tenants.aclose()

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.anyio
 async def test_key_authenticates_as_its_tenant(tenants: Tenants) -> None:
     acme = await tenants.create("acme")
     key, secret = await tenants.create_key("acme", name="ci", scopes={"inference", "usage"})
-    principal = await tenants.authenticate(secret)
+    principal = await tenants.authenticator.authenticate(secret)
     assert (principal.tenant, principal.tenant_name, principal.key_id) == (acme.id, "acme", key.id)
     assert key.scopes == {"inference", "usage"}
     assert principal.scopes == {"inference", "usage", "read"}
@@ -72,14 +72,14 @@ async def test_other_secrets_are_invalid(tenants: Tenants, alter: Callable[[str]
     await tenants.create("acme")
     _, secret = await tenants.create_key("acme")
     with pytest.raises(InvalidKey, match="unknown or was revoked"):
-        await tenants.authenticate(alter(secret))
+        await tenants.authenticator.authenticate(alter(secret))
 
 
 async def test_other_pepper_makes_every_key_invalid(tenants: Tenants, database: Database) -> None:
     await tenants.create("acme")
     _, secret = await tenants.create_key("acme")
     with pytest.raises(InvalidKey):
-        await Tenants(database, b"q" * 32).authenticate(secret)
+        await Tenants(database, b"q" * 32).authenticator.authenticate(secret)
 
 
 async def test_revoked_key_ends_at_once_and_alone(tenants: Tenants) -> None:
@@ -90,11 +90,11 @@ async def test_revoked_key_ends_at_once_and_alone(tenants: Tenants) -> None:
     assert revoked.revoked_at is not None
     assert await tenants.revoke_key(first.id) == revoked
     with pytest.raises(InvalidKey) as refusal:
-        await tenants.authenticate(first_secret)
+        await tenants.authenticator.authenticate(first_secret)
     with pytest.raises(InvalidKey) as unknown:
-        await tenants.authenticate("sk-lm-never")
+        await tenants.authenticator.authenticate("sk-lm-never")
     assert str(refusal.value) == str(unknown.value)
-    await tenants.authenticate(second_secret)
+    await tenants.authenticator.authenticate(second_secret)
 
 
 async def test_tenants_and_keys_are_listed(tenants: Tenants) -> None:
@@ -200,6 +200,6 @@ async def test_replacing_a_lost_pepper_revokes_every_key(tmp_path: Path, databas
     assert await replace_pepper(tenants.changes, file) == 1
     renewed = Tenants(database, await open_pepper(database, file))
     _, secret = await renewed.create_key("acme")
-    await renewed.authenticate(secret)
+    await renewed.authenticator.authenticate(secret)
     actions = [entry.action for entry in await tenants.audit.read(limit=2)]
     assert actions == ["key.create", "pepper.replace"]

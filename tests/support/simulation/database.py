@@ -50,7 +50,7 @@ def make_template(folder: Path) -> Template:
         for number in range(TENANTS):
             await tenants.create(f"tenant{number}")
             _, secret = await tenants.create_key(f"tenant{number}")
-            principals.append(await tenants.authenticate(secret))
+            principals.append(await tenants.authenticator.authenticate(secret))
         await database.close()
         return tuple(principals)
 
