@@ -20,30 +20,7 @@ from loramux.records.requests import ANY, tier_match
 from loramux.records.usage import DailyQuantities
 from loramux.units import DAY
 
-__all__ = [
-    "ANY",
-    "METERS",
-    "Charge",
-    "Currency",
-    "Group",
-    "Line",
-    "Price",
-    "Step",
-    "UnknownCurrency",
-    "charge",
-    "cost",
-    "encode_money",
-    "minor_units",
-    "nanos_of",
-    "plain_builtins",
-    "plain_text",
-    "price_for",
-    "to_decimal",
-]
-
-
 NANO_DIGITS = 9
-NANO = 10**NANO_DIGITS
 
 
 class UnknownCurrency(ValueError):
@@ -242,7 +219,7 @@ def charge(
     `prices_at` returns the price list of a moment, in microseconds. Volume steps count everything that the price is for
     together.
     """
-    pots: dict[tuple[str, str, str, str], tuple[Price | None, list[tuple[int, Group, int]]]] = {}
+    groups: dict[tuple[str, str, str, str], tuple[Price | None, list[tuple[int, Group, int]]]] = {}
     found: dict[tuple[str, str, str, int], Price | None] = {}
     for usage in usages:
         for meter in METERS:
@@ -253,9 +230,9 @@ def charge(
                     found[kind] = price_for(prices_at(usage.day * DAY), *kind[:3], usage.day * DAY)
                 price = found[kind]
                 key = (meter, *_scope(price, usage))
-                pots.setdefault(key, (price, []))[1].append((usage.day, usage.group, quantity))
+                groups.setdefault(key, (price, []))[1].append((usage.day, usage.group, quantity))
     order = {meter: number for number, meter in enumerate(METERS)}
-    return [_line(key[:3], *pots[key], currency) for key in sorted(pots, key=lambda key: (order[key[0]], *key[1:]))]
+    return [_line(key[:3], *groups[key], currency) for key in sorted(groups, key=lambda key: (order[key[0]], *key[1:]))]
 
 
 def _scope(price: Price | None, usage: DailyQuantities) -> tuple[str, str, str]:

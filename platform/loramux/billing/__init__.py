@@ -1,29 +1,18 @@
 """Money: plans and prices, periods and invoices, costs and margins, and the proof that engines and ledger agree."""
 
-from loramux.billing.catalog import (
-    Catalog,
-    Plan,
-    PlanPrices,
-    PlanSpec,
-    PlanTariff,
-    PriceSpec,
-    Subscriptions,
-    read_plans,
-)
-from loramux.billing.costs import CostPage, CostsQuery, Margin, Revenue, cost_page, costs_of, margins
+from loramux.billing.catalog import Catalog, Plan, PlanPrices, PlanSpec, PlanTariff, Subscriptions, read_plans
+from loramux.billing.costs import CostPage, CostsQuery
 from loramux.billing.errors import (
     BillingError,
     InvalidCorrection,
     InvalidPeriod,
     InvalidPlan,
-    InvoiceNotFound,
     LedgerAltered,
     LedgerDrift,
     PeriodNotOpen,
-    ReconciliationRuns,
     UnknownEntry,
 )
-from loramux.billing.invoices import Bill, Invoice, InvoiceLine, InvoiceParty, Tax, Terms, document
+from loramux.billing.invoices import Bill, Invoice, InvoiceLine, InvoiceParty, Tax, document
 from loramux.billing.periods import Month, Period
 from loramux.billing.reconcile import (
     Checkpoint,
@@ -34,7 +23,7 @@ from loramux.billing.reconcile import (
     ReconciliationOutcome,
     reconcile,
 )
-from loramux.billing.service import BillingService, Correction
+from loramux.billing.service import BillingService
 
 __all__ = [
     "Bill",
@@ -43,7 +32,6 @@ __all__ = [
     "Catalog",
     "Checkpoint",
     "Checkpoints",
-    "Correction",
     "CostPage",
     "CostsQuery",
     "InvalidCorrection",
@@ -51,13 +39,11 @@ __all__ = [
     "InvalidPlan",
     "Invoice",
     "InvoiceLine",
-    "InvoiceNotFound",
     "InvoiceParty",
     "LedgerAltered",
     "LedgerDrift",
     "LedgerProof",
     "LedgerState",
-    "Margin",
     "Month",
     "Period",
     "PeriodNotOpen",
@@ -65,19 +51,12 @@ __all__ = [
     "PlanPrices",
     "PlanSpec",
     "PlanTariff",
-    "PriceSpec",
     "Reconciliation",
     "ReconciliationOutcome",
-    "ReconciliationRuns",
-    "Revenue",
     "Subscriptions",
     "Tax",
-    "Terms",
     "UnknownEntry",
-    "cost_page",
-    "costs_of",
     "document",
-    "margins",
     "read_plans",
     "reconcile",
 ]

@@ -16,15 +16,16 @@ import msgspec
 from msgspec import Meta
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from loramux.billing.errors import InvalidPlan
+from loramux.billing.errors import BillingError, InvalidPlan
 from loramux.billing.periods import Month
 from loramux.limits import ChargedUsage
-from loramux.pricing import ANY, METERS, Currency, Price, Step, UnknownCurrency, nanos_of, price_for
+from loramux.pricing import METERS, Currency, Price, Step, UnknownCurrency, nanos_of, price_for
 from loramux.records import Database, TenantId
+from loramux.records.base import to_struct
 from loramux.records.billing import PeriodRepository, PlanRow, PriceRepository, PriceRow, SubscriptionRow
 from loramux.records.database import PRICES, advisory_lock
 from loramux.records.identity import GRAMMAR_IN_WORDS, is_name, new_id
-from loramux.records.requests import CHOSEN, OpenedRequest, is_priced_tier
+from loramux.records.requests import ANY, CHOSEN, OpenedRequest, is_priced_tier
 from loramux.records.tenants import TenantRepository, TenantRow
 from loramux.tenants import Change, Changes
 from loramux.units import DAY, SECOND
@@ -209,7 +210,7 @@ class Catalog:
             session = change.session
             await advisory_lock(session, PRICES)
             prices = PriceRepository(session)
-            tenant, plan = await _named_tenant(session, tenant_name), await prices.plan_named(plan_name)
+            tenant, plan = await named_tenant(session, tenant_name, InvalidPlan), await prices.plan_named(plan_name)
             if plan is None:
                 raise InvalidPlan(f"there is no plan {plan_name[:80]!r}", "plan")
             await _check_month(session, month)
@@ -247,7 +248,7 @@ class Catalog:
         async with self._changes.begin() as change:
             session = change.session
             await advisory_lock(session, PRICES)
-            prices, tenant = PriceRepository(session), await _named_tenant(session, tenant_name)
+            prices, tenant = PriceRepository(session), await named_tenant(session, tenant_name, InvalidPlan)
             await _check_month(session, month)
             known = await _subscriptions(prices, tenant.id)
             plan = next((plan for since, plan in known.plans if since == month.starts_at), None)
@@ -410,10 +411,11 @@ async def _plans(prices: PriceRepository, rows: Sequence[PlanRow]) -> list[Plan]
     ]
 
 
-async def _named_tenant(session: AsyncSession, name: str) -> TenantRow:
+async def named_tenant(session: AsyncSession, name: str, error: type[BillingError] = BillingError) -> TenantRow:
+    """Return the tenant of that name. Raises `error`."""
     tenant = await TenantRepository(session).named(name)
     if tenant is None:
-        raise InvalidPlan(f"there is no tenant {name[:80]!r}", "tenant")
+        raise error(f"there is no tenant {name[:80]!r}", "tenant")
     return tenant
 
 
@@ -438,14 +440,4 @@ def _place(row: PriceRow) -> tuple[str, str, str, int]:
 
 
 def _price(row: PriceRow) -> Price:
-    return Price(
-        id=row.id,
-        plan_id=row.plan_id,
-        meter=row.meter,
-        base_model=row.base_model,
-        tier=row.tier,
-        valid_from=row.valid_from,
-        valid_until=row.valid_until,
-        per=row.per,
-        steps=tuple(Step(above, nanos) for above, nanos in json.loads(row.steps)),
-    )
+    return to_struct(Price, row, steps=tuple(Step(above, nanos) for above, nanos in json.loads(row.steps)))

@@ -10,7 +10,7 @@ from decimal import Decimal
 import msgspec
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from loramux.billing.catalog import subscriptions_of
+from loramux.billing.catalog import named_tenant, subscriptions_of
 from loramux.billing.costs import CostPage, CostsQuery, Margin, Revenue, cost_page, costs_of, margins
 from loramux.billing.errors import BillingError, InvalidCorrection, InvoiceNotFound, PeriodNotOpen, UnknownEntry
 from loramux.billing.invoices import (
@@ -32,6 +32,7 @@ from loramux.records.database import PRICES, advisory_lock
 from loramux.records.ledger import EntryContent, LedgerEntry, LedgerRepository
 from loramux.records.tenants import TenantRepository, TenantRow
 from loramux.records.usage import (
+    QUANTITIES,
     DailyQuantities,
     DailyUsageRepository,
     Division,
@@ -45,31 +46,18 @@ from loramux.tenants import Changes
 from loramux.units import DAY, SECOND, SECONDS_PER_DAY
 from loramux.usage import InvalidQuery
 
-FOREVER = 2**62
 MAX_TEXT = 200
 MAX_LINES = 8
 MAX_ROWS = 50_000
 """Groups by day in one answer about costs: more would keep the server busy for other callers."""
 
-CORRECTABLE = (
-    "input_tokens",
-    "cached_tokens",
-    "output_tokens",
-    "waived_input_tokens",
-    "waived_cached_tokens",
-    "waived_output_tokens",
-    "adapter_load",
-    "adapter_byte_seconds",
-    "adapter_resident_byte_seconds",
-)
+CORRECTABLE = tuple(name for name in QUANTITIES if name != "requests")
+PARTS = (("cached_tokens", "input_tokens"), ("waived_cached_tokens", "waived_input_tokens"))
+"""Quantities that are part of another one."""
 
 
 class _DryRun(Exception):
     """Rolls a transaction back after all its checks."""
-
-
-PARTS = (("cached_tokens", "input_tokens"), ("waived_cached_tokens", "waived_input_tokens"))
-"""Quantities that are part of another one."""
 
 
 class Correction(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,9 +87,9 @@ class BillingService:
     async def snapshot(self) -> list[Period]:
         """List every period with a last entry: the open one ends at the ledger's present end."""
         async with self._database.read() as session:
-            last = await PeriodRepository(session).last_before(FOREVER)
+            head = await LedgerRepository(session).head()
             return [
-                msgspec.structs.replace(one, span=Span(one.span.first, one.span.last or last))
+                msgspec.structs.replace(one, span=Span(one.span.first, one.span.last or head.sequence))
                 for one in await _periods(session, self._database.now())
             ]
 
@@ -165,7 +153,7 @@ class BillingService:
         Raises BillingError where there is no such tenant, and PeriodNotOpen for a later month.
         """
         async with self._database.read() as session:
-            tenant = await _tenant(session, tenant_name)
+            tenant = await named_tenant(session, tenant_name)
             return await self._invoice(session, tenant.id, tenant.name, month)
 
     async def own_invoice(self, principal: Principal, month: str) -> Invoice:
@@ -268,7 +256,7 @@ class BillingService:
     async def profile(self, tenant_name: str) -> InvoiceParty:
         """Return a tenant's name, address and tax id on invoices. Raises BillingError."""
         async with self._database.read() as session:
-            tenant = await _tenant(session, tenant_name)
+            tenant = await named_tenant(session, tenant_name)
             return _party(await ProfileRepository(session).get(tenant.id), tenant.name)
 
     async def set_profile(self, tenant_name: str, party: InvoiceParty, *, tax_exempt: bool = False) -> InvoiceParty:
@@ -281,7 +269,7 @@ class BillingService:
         if len(party.address) > MAX_LINES:
             raise BillingError(f"a billing address has at most {MAX_LINES} lines", "address")
         async with self._changes.begin() as change:
-            tenant = await _tenant(change.session, tenant_name)
+            tenant = await named_tenant(change.session, tenant_name)
             profiles = ProfileRepository(change.session)
             before = await profiles.get(tenant.id)
             old = None if before is None else _party(before, tenant.name)
@@ -399,13 +387,6 @@ async def _open_period(session: AsyncSession, now: int) -> Period:
     if latest is None:
         return Period(month=Month.at(now), span=Span(1, None), digest=None)
     return Period(month=Month.parse(latest.id).next, span=Span(latest.last_sequence + 1, None), digest=None)
-
-
-async def _tenant(session: AsyncSession, name: str) -> TenantRow:
-    tenant = await TenantRepository(session).named(name)
-    if tenant is None:
-        raise BillingError(f"there is no tenant {name[:80]!r}", "tenant")
-    return tenant
 
 
 def _totals(entries: Sequence[LedgerEntry]) -> dict[str, int]:

@@ -16,11 +16,13 @@ import msgspec
 
 from loramux.pricing import METERS
 from loramux.records import Database
+from loramux.records.base import to_struct
 from loramux.records.identity import TenantId, new_id
 from loramux.records.ledger import LedgerEntry, LedgerRepository
 from loramux.records.limits import AlertRepository, AlertRow
 from loramux.records.sinks import ParkedEvent, SinkRepository, SinkState
 from loramux.records.tenants import TenantRepository
+from loramux.records.usage import meters_of
 from loramux.units import SECOND
 
 logger = logging.getLogger(__name__)
@@ -56,36 +58,22 @@ class MeterEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 def metered_quantities(entry: LedgerEntry) -> dict[str, int]:
     """Return the quantities that an entry bills, by meter, without zeros."""
-    values = {
-        "input_uncached": entry.input_tokens - entry.cached_tokens,
-        "input_cached": entry.cached_tokens,
-        "output": entry.output_tokens,
-        "adapter_load": entry.adapter_load,
-        "adapter_byte_seconds": entry.adapter_byte_seconds,
-        "adapter_resident_byte_seconds": entry.adapter_resident_byte_seconds,
-    }
-    assert tuple(values) == METERS
-    return {meter: value for meter, value in values.items() if value}
+    values = meters_of(entry)
+    return {meter: values[meter] for meter in METERS if values[meter]}
 
 
 def meter_events(entries: Sequence[LedgerEntry], tenants: Mapping[TenantId, str]) -> list[MeterEvent]:
     """Return the events of these entries, in order; `tenants` has every tenant's name by its id."""
     return [
-        MeterEvent(
+        to_struct(
+            MeterEvent,
+            entry,
             id=f"{entry.event_id}:{meter}",
-            sequence=entry.sequence,
-            tenant_id=entry.tenant_id,
             tenant_name=tenants[entry.tenant_id],
             meter=meter,
             quantity=quantity,
             occurred_at=entry.occurred_at or entry.created_at,
-            model=entry.model,
-            base_model=entry.base_model,
-            tier=entry.tier,
-            project_id=entry.project_id,
             api_key_id=entry.key_id,
-            request_id=entry.request_id,
-            corrects=entry.corrects,
             tags=_tags(entry),
         )
         for entry in entries

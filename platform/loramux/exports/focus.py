@@ -87,7 +87,7 @@ def focus_rows(bill: Bill, seller: Seller) -> list[Row]:
 def _usage(bill: Bill, seller: Seller, line: Line, part: Charge) -> Row:
     model, digest, project, key, tags = part.group
     cost = to_decimal(part.nanos, NANO_DIGITS)
-    is_late = part.day < bill.period.month.starts_at // (DAY)
+    is_late = part.day < bill.period.month.starts_at // DAY
     row = _common(bill, seller, part.day, cost) | {
         "ChargeCategory": "Usage",
         "ChargeClass": "Correction" if is_late else None,  # of a period that was invoiced already; null within one
@@ -131,7 +131,7 @@ def _priced(line: Line, part: Charge, cost: Decimal) -> Row:
 
 
 def _minimum(bill: Bill, seller: Seller) -> Row:
-    last_day = bill.period.month.ends_at // (DAY) - 1
+    last_day = bill.period.month.ends_at // DAY - 1
     cost = bill.amount(bill.shortfall)
     return _common(bill, seller, last_day, cost) | {
         "ChargeCategory": "Adjustment",

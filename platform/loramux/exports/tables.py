@@ -155,22 +155,7 @@ def _text(value: Any) -> Any:
     return value.isoformat().replace("+00:00", "Z") if isinstance(value, datetime) else value
 
 
-INTEGERS = frozenset(
-    {
-        "sequence",
-        "input_tokens",
-        "cached_tokens",
-        "output_tokens",
-        "waived_input_tokens",
-        "waived_cached_tokens",
-        "waived_output_tokens",
-        "adapter_load",
-        "adapter_byte_seconds",
-        "adapter_resident_byte_seconds",
-        "created_at",
-        "occurred_at",
-    }
-)
+INTEGERS = frozenset(one.name for one in msgspec.structs.fields(LedgerEntry) if one.type in (int, int | None))
 """Times are integer microseconds here, as they are hashed."""
 FIRST = ("sequence", "event_id", "kind")
 LEDGER_COLUMNS = tuple(

@@ -1,11 +1,10 @@
 """Limits of tenants, projects, keys and members: rates, concurrency, adapters, and money."""
 
 from loramux.limits.admission import AdmissionBatch, check_request_rate
-from loramux.limits.budgets import Budget, BudgetState, ChargedUsage, NoPrices, Prices, Tariff, format_money
-from loramux.limits.definitions import LIMITS, AdapterQuota, RateLimit, RateLimitStatus, adapter_quota, tenant_limits
+from loramux.limits.budgets import Budget, BudgetState, ChargedUsage, NoPrices, Prices, format_money
+from loramux.limits.definitions import LIMITS, AdapterQuota, RateLimitStatus, adapter_quota, tenant_limits
 from loramux.limits.errors import (
     BudgetSpent,
-    InvalidLimit,
     LimitNotFound,
     LimitReached,
     LimitsError,
@@ -25,7 +24,6 @@ __all__ = [
     "BudgetSpent",
     "BudgetState",
     "ChargedUsage",
-    "InvalidLimit",
     "Limit",
     "LimitNotFound",
     "LimitReached",
@@ -34,11 +32,9 @@ __all__ = [
     "NoPrices",
     "Prices",
     "QueueFull",
-    "RateLimit",
     "RateLimitStatus",
     "RateReached",
     "RequestTooLarge",
-    "Tariff",
     "TooManyRunning",
     "adapter_quota",
     "check_request_rate",

@@ -1,8 +1,9 @@
 """Rows: the schema, its migrations, and the repositories that hold every SQL statement.
 
-One aggregate, one module (`tenants`, `keys`, `limits`, ...): first its rows (`...Row`, subclasses of `base.Base`), then
-its plain structs, then its repositories, which take a session and never commit. A module that declares tables is listed
-in `schema.TABLE_MODULES`. `statements` holds what several repositories' SQL shares, `identity` needs no SQL at all.
+One aggregate, one module (`tenants`, `credentials`, `limits`, ...): first its rows (`...Row`, subclasses of
+`base.Base`), then its plain structs, then its repositories (subclasses of `base.Repository`), which take a session and
+never commit. `schema` imports every module that declares tables. `base` has the SQL that several repositories share,
+`database` the transactions, locks and leases; `identity` and `service_tiers` need no SQL at all.
 """
 
 from loramux.records.database import Database
@@ -16,10 +17,9 @@ from loramux.records.errors import (
     ValueRefused,
 )
 from loramux.records.identity import Origin, Principal, ProjectId, TenantId
-from loramux.records.schema import METADATA, check, current_revision, head_revision, migrate
+from loramux.records.schema import check, current_revision, head_revision, migrate
 
 __all__ = [
-    "METADATA",
     "Database",
     "Origin",
     "Principal",

@@ -15,7 +15,7 @@ from sqlalchemy.orm import Mapped, mapped_column
 
 from loramux.records.adapters import READY, AdapterRow, RevisionRow, Stamp
 from loramux.records.aliases import DEFAULT_ALIAS, AliasRow, AliasTargetRow
-from loramux.records.base import Base, among
+from loramux.records.base import Base, TenantScoped, among
 from loramux.records.identity import TenantId
 from loramux.records.tenants import TenantRow
 
@@ -38,12 +38,8 @@ class GrantRow(Base):
     granted_at: Mapped[int]
 
 
-class GrantRepository:
+class GrantRepository(TenantScoped):
     """The grants of one tenant's adapters."""
-
-    def __init__(self, session: AsyncSession, tenant: TenantId) -> None:
-        self._session = session
-        self._tenant = tenant
 
     async def all(self, adapter_id: str) -> Sequence[GrantRow]:
         """List the adapter's grants by grantee."""
@@ -59,14 +55,12 @@ class GrantRepository:
             granted_by=stamp.by,
             granted_at=stamp.at,
         )
-        self._session.add(row)
-        await self._session.flush()
+        await self._insert(row)
         return row
 
     async def remove(self, row: GrantRow) -> None:
         """Delete a grant."""
-        await self._session.delete(row)
-        await self._session.flush()
+        await self._delete(row)
 
 
 class AccessibleRevision(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,12 +90,11 @@ _FOUND = (
 )
 
 
-class AccessRepository:
+class AccessRepository(TenantScoped):
     """The revisions and grants that one tenant may call, known by its id and name."""
 
     def __init__(self, session: AsyncSession, tenant: TenantId, tenant_name: str) -> None:
-        self._session = session
-        self._tenant = tenant
+        super().__init__(session, tenant)
         self._name = tenant_name
 
     async def numbered(self, owner: str, adapter: str, number: int) -> AccessibleRevision | None:

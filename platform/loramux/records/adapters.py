@@ -22,7 +22,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, deferred, mapped_column
 
 from loramux.records import webhooks
-from loramux.records.base import Base, among, index_where_set
+from loramux.records.base import Base, Repository, TenantScoped, among, index_where_set
 from loramux.records.identity import TenantId, new_id
 from loramux.records.tenants import TenantRow
 from loramux.records.webhooks import EventDetail, EventRepository
@@ -116,12 +116,8 @@ class Stamp(msgspec.Struct, frozen=True):
     by: str
 
 
-class AdapterRepository:
+class AdapterRepository(TenantScoped):
     """One tenant's adapters; a deleted one is visible to `lock_deleted` only, until its name is uploaded again."""
-
-    def __init__(self, session: AsyncSession, tenant: TenantId) -> None:
-        self._session = session
-        self._tenant = tenant
 
     async def count(self) -> int:
         """Count the tenant's adapters."""
@@ -308,11 +304,8 @@ class Overdue(msgspec.Struct, frozen=True, kw_only=True):
     """The revision's number; None: the whole adapter."""
 
 
-class ExpiryRepository:
+class ExpiryRepository(Repository):
     """Every tenant's adapters and revisions that have expired and are not deleted yet."""
-
-    def __init__(self, session: AsyncSession) -> None:
-        self._session = session
 
     async def overdue(self, now: int, limit: int) -> list[Overdue]:
         """List at most `limit` adapters, and as many revisions."""

@@ -12,11 +12,10 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 from sqlalchemy import CheckConstraint, ForeignKeyConstraint, Index, UniqueConstraint, delete, func, select
-from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
 from loramux.records.adapters import AdapterRow, RevisionRow, Stamp
-from loramux.records.base import Base, among
+from loramux.records.base import Base, Repository, TenantScoped, among
 from loramux.records.identity import TenantId, new_id
 from loramux.records.tenants import TenantRow
 
@@ -112,12 +111,8 @@ def targets_of(version: AliasVersionRow) -> dict[int, int]:
     return msgspec.json.decode(version.targets, type=dict[int, int])
 
 
-class AliasRepository:
+class AliasRepository(TenantScoped):
     """One tenant's aliases. Changes require the lock on the adapter's row (`AdapterRepository.lock`)."""
-
-    def __init__(self, session: AsyncSession, tenant: TenantId) -> None:
-        self._session = session
-        self._tenant = tenant
 
     async def all(self, *adapter_ids: str) -> dict[str, list[Pointed]]:
         """List the aliases of these adapters by adapter id, each list by name."""
@@ -214,8 +209,7 @@ class AliasRepository:
             changed_by=stamp.by,
             changed_at=stamp.at,
         )
-        self._session.add(row)
-        await self._session.flush()
+        await self._insert(row)
         await self._session.execute(
             delete(AliasVersionRow).where(*mine, AliasVersionRow.version <= version - KEPT_VERSIONS)
         )
@@ -237,11 +231,8 @@ class ReleasePolicyRow(Base):
     changed_at: Mapped[int]
 
 
-class ReleasePolicyRepository:
+class ReleasePolicyRepository(Repository):
     """Policies of adapters that the caller has looked up."""
-
-    def __init__(self, session: AsyncSession) -> None:
-        self._session = session
 
     async def get(self, adapter_id: str, alias: str) -> ReleasePolicyRow | None:
         """Return the policy of an alias."""
@@ -249,8 +240,7 @@ class ReleasePolicyRepository:
 
     async def put(self, row: ReleasePolicyRow) -> None:
         """Insert the row, or replace the one of its alias."""
-        await self._session.merge(row)
-        await self._session.flush()
+        await self._put(row)
 
     async def remove(self, adapter_id: str, alias: str) -> None:
         """Delete the policy of an alias, if there is one."""
@@ -296,11 +286,8 @@ class GuardedCanary(msgspec.Struct, frozen=True, kw_only=True):
     """Revision and weight, by revision."""
 
 
-class CanaryGuardRepository:
+class CanaryGuardRepository(Repository):
     """Guards of every tenant."""
-
-    def __init__(self, session: AsyncSession) -> None:
-        self._session = session
 
     async def get(self, adapter_id: str, alias: str) -> CanaryGuardRow | None:
         """Return the guard of an alias."""
@@ -308,13 +295,11 @@ class CanaryGuardRepository:
 
     async def put(self, row: CanaryGuardRow) -> None:
         """Insert the row, or replace the one of its alias."""
-        await self._session.merge(row)
-        await self._session.flush()
+        await self._put(row)
 
     async def remove(self, row: CanaryGuardRow) -> None:
         """Delete the row."""
-        await self._session.delete(row)
-        await self._session.flush()
+        await self._delete(row)
 
     async def canaries(self) -> list[GuardedCanary]:
         """List the guarded aliases that have several targets now."""

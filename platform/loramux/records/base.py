@@ -1,4 +1,4 @@
-"""The declarative base of every table, the types that rows are made of, and the SQL that several repositories share.
+"""The bases of every table and every repository, the types that rows are made of, and the SQL that several share.
 
 Times are integer microseconds since the epoch, UTC; tokens and bytes are integers; money is in nano-units of the
 tenant's currency. Foreign keys carry the tenant along, so the database itself refuses a row that joins two tenants.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Sequence
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 from sqlalchemy import (
@@ -22,7 +22,9 @@ from sqlalchemy import (
     Integer,
     LargeBinary,
     MetaData,
+    Select,
     SQLColumnExpression,
+    Table,
     Text,
     any_,
     cast,
@@ -30,14 +32,18 @@ from sqlalchemy import (
     literal,
     select,
     text,
+    tuple_,
 )
-from sqlalchemy.dialects import postgresql
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.dialects.postgresql import ARRAY
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import DeclarativeBase
 
 from loramux.records.database import is_postgresql
 from loramux.records.identity import ProjectId, TenantId
+
+Struct = TypeVar("Struct", bound=msgspec.Struct)
+Found = TypeVar("Found", bound="Base")
 
 BigInt = BigInteger().with_variant(Integer(), "sqlite")
 """64 bits on both; SQLite calls every integer so, and makes an INTEGER primary key the row's own address."""
@@ -70,7 +76,45 @@ def index_where_set(table: str, column: str) -> Index:
     return Index(f"ix_{table}_{column}", column, sqlite_where=is_set, postgresql_where=is_set)
 
 
-HALF = 1 << 31
+class Repository:
+    """Statements over some tables in one session; its owner commits."""
+
+    def __init__(self, session: AsyncSession) -> None:
+        self._session = session
+
+    async def _insert(self, row: Base) -> None:
+        """Insert the row at once, so that a violated constraint is raised here."""
+        self._session.add(row)
+        await self._session.flush()
+
+    async def _put(self, row: Base) -> None:
+        """Insert the row, or replace the one with its primary key."""
+        await self._session.merge(row)
+        await self._session.flush()
+
+    async def _delete(self, row: Base) -> None:
+        await self._session.delete(row)
+        await self._session.flush()
+
+
+class TenantScoped(Repository):
+    """A repository that sees the rows of one verified tenant only."""
+
+    def __init__(self, session: AsyncSession, tenant: TenantId) -> None:
+        super().__init__(session)
+        self._tenant = tenant
+
+
+def table_of(model: type[DeclarativeBase]) -> Table:
+    """Return the table behind a model: statements over it bypass the session, whose identity map keeps every row."""
+    assert isinstance(model.__table__, Table)
+    return model.__table__
+
+
+def to_struct(kind: type[Struct], row: Any, **others: Any) -> Struct:
+    """Return a struct of the row's columns that have the names of its fields; `others` are the fields that differ."""
+    columns = {name: getattr(row, name) for name in kind.__struct_fields__ if name not in others}
+    return kind(**columns, **others)
 
 
 async def insert_rows(session: AsyncSession, model: type[DeclarativeBase], rows: Sequence[dict[str, Any]]) -> None:
@@ -81,6 +125,23 @@ async def insert_rows(session: AsyncSession, model: type[DeclarativeBase], rows:
 async def insert_new(session: AsyncSession, model: type[DeclarativeBase], rows: Sequence[dict[str, Any]]) -> int:
     """Insert the rows whose keys are not there already; return their number."""
     return await _insert(session, model, rows, "ON CONFLICT DO NOTHING")
+
+
+def insert_sums(session: AsyncSession, table: Table, sums: Collection[str]) -> postgresql.Insert | sqlite.Insert:
+    """Return an INSERT that adds its columns `sums` to those of the row with the same primary key, if there is one."""
+    dialect = postgresql if is_postgresql(session) else sqlite
+    insert = dialect.insert(table)
+    added = {name: table.c[name] + insert.excluded[name] for name in sums}
+    return insert.on_conflict_do_update(index_elements=list(table.primary_key.columns), set_=added)
+
+
+def newest_first(statement: Select[Found], row: Any, tenant: TenantId, before: str | None, limit: int) -> Select[Found]:
+    """Return at most `limit` rows of the tenant, newest first, that are older than the one with the id `before`."""
+    place = tuple_(row.created_at, row.id)
+    if before is not None:
+        last = select(row.created_at, row.id).where(row.tenant_id == tenant, row.id == before)
+        statement = statement.where(place < last.scalar_subquery())
+    return statement.where(row.tenant_id == tenant).order_by(row.created_at.desc(), row.id.desc()).limit(limit)
 
 
 def among(session: AsyncSession, column: SQLColumnExpression[str], values: Collection[str]) -> ColumnElement[bool]:
@@ -126,6 +187,9 @@ def _placeholders(model: type[DeclarativeBase], names: tuple[str, ...], conflict
 
 def _into(model: type[DeclarativeBase], names: tuple[str, ...]) -> str:
     return f"INSERT INTO {model.__tablename__} ({', '.join(names)})"
+
+
+HALF = 1 << 31
 
 
 def exact_sum(column: SQLColumnExpression[int]) -> tuple[ColumnElement[int], ColumnElement[int]]:

@@ -10,12 +10,11 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 from sqlalchemy import CheckConstraint, ForeignKey, Index, func, select, update
-from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
 from loramux.records.adapters import READY, AdapterRow, RevisionRow
 from loramux.records.aliases import AliasTargetRow
-from loramux.records.base import Base
+from loramux.records.base import Base, Repository, TenantScoped, to_struct
 from loramux.records.database import BASES, LeasedRow, adopt_abandoned, advisory_lock
 from loramux.records.identity import TenantId
 from loramux.records.tenants import TenantRow
@@ -45,16 +44,13 @@ class BaseRecord(msgspec.Struct, frozen=True, kw_only=True):
     changed_at: int
 
 
-class BaseRepository:
+class BaseRepository(Repository):
     """The added and the retired bases, and what every tenant has on a base."""
-
-    def __init__(self, session: AsyncSession) -> None:
-        self._session = session
 
     async def all(self) -> list[BaseRecord]:
         """List the bases by the time of their last change, oldest first."""
         rows = await self._session.scalars(select(BaseRow).order_by(BaseRow.changed_at, BaseRow.name))
-        return [BaseRecord(**{name: getattr(row, name) for name in BaseRecord.__struct_fields__}) for row in rows]
+        return [to_struct(BaseRecord, row) for row in rows]
 
     async def lock(self) -> list[BaseRecord]:
         """List the same, and let no other transaction change them until this one ends."""
@@ -63,17 +59,7 @@ class BaseRepository:
 
     async def put(self, record: BaseRecord) -> None:
         """Insert or replace a base."""
-        await self._session.merge(BaseRow(**msgspec.structs.asdict(record)))
-        await self._session.flush()
-
-    async def count_adapters(self) -> dict[str, int]:
-        """Count the adapters that have a callable revision, by the base of those revisions."""
-        statement = (
-            select(RevisionRow.base_model, func.count(RevisionRow.adapter_id.distinct()))
-            .where(RevisionRow.state == READY)
-            .group_by(RevisionRow.base_model)
-        )
-        return {name: count for name, count in await self._session.execute(statement)}
+        await self._put(BaseRow(**msgspec.structs.asdict(record)))
 
     async def has_adapter(self, name: str) -> bool:
         """Return whether `name` is `tenant/adapter` of some tenant."""
@@ -202,16 +188,12 @@ class MigrationItem(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.tenant_name}/{self.adapter}"
 
 
-class BaseMigrationRepository:
+class BaseMigrationRepository(Repository):
     """Migrations of every tenant's adapters, for operators and for the servers that run them."""
-
-    def __init__(self, session: AsyncSession) -> None:
-        self._session = session
 
     async def begin(self, migration: BaseMigration, names: Collection[str]) -> int:
         """Insert a migration with every revision for the bases `names` that an alias points at; return their number."""
-        self._session.add(BaseMigrationRow(**msgspec.structs.asdict(migration)))
-        await self._session.flush()
+        await self._insert(BaseMigrationRow(**msgspec.structs.asdict(migration)))
         aliased = select(AliasTargetRow.revision_id)
         statement = (
             select(RevisionRow, AdapterRow.name, TenantRow.name)
@@ -251,12 +233,12 @@ class BaseMigrationRepository:
     async def get(self, id: str) -> BaseMigration | None:
         """Find a migration."""
         row = await self._session.get(BaseMigrationRow, id)
-        return None if row is None else _migration(row)
+        return None if row is None else to_struct(BaseMigration, row)
 
     async def newest(self, limit: int) -> list[BaseMigration]:
         """List at most `limit` migrations, newest first."""
         newest = select(BaseMigrationRow).order_by(BaseMigrationRow.created_at.desc(), BaseMigrationRow.id.desc())
-        return [_migration(row) for row in await self._session.scalars(newest.limit(limit))]
+        return [to_struct(BaseMigration, row) for row in await self._session.scalars(newest.limit(limit))]
 
     async def target_of(self, source: str) -> str | None:
         """Return the target of the newest migration from this base."""
@@ -266,7 +248,7 @@ class BaseMigrationRepository:
     async def running(self, like: BaseMigration) -> BaseMigration | None:
         """Find a migration under way with the same bases, tenant and adapter."""
         rows = await self._session.scalars(select(BaseMigrationRow).where(BaseMigrationRow.state == RUNNING))
-        found = (_migration(row) for row in rows)
+        found = (to_struct(BaseMigration, row) for row in rows)
         return next((one for one in found if _scope(one) == _scope(like)), None)
 
     async def counts(self, ids: Collection[str]) -> dict[str, dict[str, int]]:
@@ -302,7 +284,7 @@ class BaseMigrationRepository:
         if adapter is not None:
             statement = statement.where(BaseMigrationItemRow.adapter == adapter)
         rows = await self._session.scalars(statement.order_by(BaseMigrationItemRow.position).limit(limit))
-        return [_item(row) for row in rows]
+        return [to_struct(MigrationItem, row) for row in rows]
 
     async def adopt_abandoned(self, server_id: str) -> None:
         """Move the unfinished migrations of dead servers to this one."""
@@ -313,7 +295,10 @@ class BaseMigrationRepository:
         statement = select(BaseMigrationRow).where(
             BaseMigrationRow.state == RUNNING, BaseMigrationRow.server_id == server_id
         )
-        return [_migration(row) for row in await self._session.scalars(statement.order_by(BaseMigrationRow.created_at))]
+        return [
+            to_struct(BaseMigration, row)
+            for row in await self._session.scalars(statement.order_by(BaseMigrationRow.created_at))
+        ]
 
     async def decide(self, item: MigrationItem, server_id: str) -> bool:
         """Write an outcome where this server still holds the migration; return whether it does."""
@@ -354,12 +339,8 @@ class BaseMigrationRepository:
         return state == READY
 
 
-class MigrationReports:
+class MigrationReports(TenantScoped):
     """What migrations found about one tenant's adapters."""
-
-    def __init__(self, session: AsyncSession, tenant: TenantId) -> None:
-        self._session = session
-        self._tenant = tenant
 
     async def newest(self, limit: int) -> list[tuple[BaseMigration, MigrationItem]]:
         """List at most `limit` revisions of the tenant, of the newest migration first."""
@@ -370,16 +351,11 @@ class MigrationReports:
             .order_by(BaseMigrationRow.created_at.desc(), BaseMigrationRow.id, BaseMigrationItemRow.position)
             .limit(limit)
         )
-        return [(_migration(row), _item(item)) for row, item in await self._session.execute(statement)]
+        return [
+            (to_struct(BaseMigration, row), to_struct(MigrationItem, item))
+            for row, item in await self._session.execute(statement)
+        ]
 
 
 def _scope(migration: BaseMigration) -> tuple[str, str, str | None, str | None]:
     return migration.source, migration.target, migration.tenant, migration.adapter
-
-
-def _migration(row: BaseMigrationRow) -> BaseMigration:
-    return BaseMigration(**{name: getattr(row, name) for name in BaseMigration.__struct_fields__})
-
-
-def _item(row: BaseMigrationItemRow) -> MigrationItem:
-    return MigrationItem(**{name: getattr(row, name) for name in MigrationItem.__struct_fields__})

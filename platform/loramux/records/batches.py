@@ -26,10 +26,10 @@ from sqlalchemy import (
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
-from loramux.records.base import Base
+from loramux.records.base import Base, Repository, TenantScoped, newest_first, to_struct
 from loramux.records.database import LeasedRow, adopt_abandoned
 from loramux.records.identity import ProjectId, TenantId
-from loramux.records.tenants import TenantRow
+from loramux.records.tenants import lock_tenant
 
 
 class FileRow(Base):
@@ -75,29 +75,24 @@ class Viewpoint(msgspec.Struct, frozen=True):
     owner: str | None = None
 
 
-class FileRepository:
+class FileRepository(TenantScoped):
     """One tenant's files."""
-
-    def __init__(self, session: AsyncSession, tenant: TenantId) -> None:
-        self._session = session
-        self._tenant = tenant
 
     async def add(self, file: StoredFile) -> None:
         """Insert the row."""
-        self._session.add(FileRow(tenant_id=self._tenant, **msgspec.structs.asdict(file)))
-        await self._session.flush()
+        await self._insert(FileRow(tenant_id=self._tenant, **msgspec.structs.asdict(file)))
 
     async def get(self, id: str, seen: Viewpoint) -> StoredFile | None:
         """Find one of the files that the caller sees."""
-        statement = select(FileRow).where(FileRow.tenant_id == self._tenant, FileRow.id == id, *_seen_files(seen))
+        statement = select(FileRow).where(FileRow.tenant_id == self._tenant, FileRow.id == id, *_seen(FileRow, seen))
         row = await self._session.scalar(statement)
-        return None if row is None else _file(row)
+        return None if row is None else to_struct(StoredFile, row)
 
     async def listed(
         self, seen: Viewpoint, after: str | None, limit: int, purpose: str | None = None, *, oldest_first: bool = False
     ) -> list[StoredFile]:
         """List at most `limit` files behind the file `after`."""
-        statement = select(FileRow).where(FileRow.tenant_id == self._tenant, *_seen_files(seen))
+        statement = select(FileRow).where(FileRow.tenant_id == self._tenant, *_seen(FileRow, seen))
         if purpose is not None:
             statement = statement.where(FileRow.purpose == purpose)
         place = tuple_(FileRow.created_at, FileRow.id)
@@ -107,13 +102,13 @@ class FileRepository:
             statement = statement.where(place > end if oldest_first else place < end)
         columns = (FileRow.created_at, FileRow.id)
         order = columns if oldest_first else tuple(column.desc() for column in columns)
-        return [_file(row) for row in await self._session.scalars(statement.order_by(*order).limit(limit))]
+        return [
+            to_struct(StoredFile, row) for row in await self._session.scalars(statement.order_by(*order).limit(limit))
+        ]
 
     async def total_size(self) -> int:
         """Return the bytes of all files; the tenant adds none until this transaction ends."""
-        await self._session.execute(
-            select(TenantRow.id).where(TenantRow.id == self._tenant).with_for_update(key_share=True)
-        )
+        await lock_tenant(self._session, self._tenant)
         statement = select(func.coalesce(func.sum(FileRow.size), 0)).where(FileRow.tenant_id == self._tenant)
         return int(await self._session.scalar(statement) or 0)
 
@@ -138,13 +133,9 @@ async def known_files(session: AsyncSession, ids: Collection[str]) -> frozenset[
     return frozenset(await session.scalars(select(FileRow.id).where(FileRow.id.in_(ids))))
 
 
-def _seen_files(seen: Viewpoint) -> tuple[ColumnElement[bool], ...]:
-    own = () if seen.owner is None else (FileRow.owner == seen.owner,)
-    return (FileRow.project_id == seen.project, *own)
-
-
-def _file(row: FileRow) -> StoredFile:
-    return StoredFile(**{name: getattr(row, name) for name in StoredFile.__struct_fields__})
+def _seen(row: type[FileRow | BatchRow], viewpoint: Viewpoint) -> tuple[ColumnElement[bool], ...]:
+    own = () if viewpoint.owner is None else (row.owner == viewpoint.owner,)
+    return (row.project_id == viewpoint.project, *own)
 
 
 VALIDATING, IN_PROGRESS, FINALIZING, CANCELLING = "validating", "in_progress", "finalizing", "cancelling"
@@ -247,40 +238,30 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     finished_at: int | None = None
 
 
-class BatchRepository:
+class BatchRepository(TenantScoped):
     """One tenant's batches."""
-
-    def __init__(self, session: AsyncSession, tenant: TenantId) -> None:
-        self._session = session
-        self._tenant = tenant
 
     async def add(self, batch: Batch) -> None:
         """Insert the row."""
-        self._session.add(BatchRow(**_columns(msgspec.structs.asdict(batch))))
-        await self._session.flush()
+        await self._insert(BatchRow(**_columns(msgspec.structs.asdict(batch))))
 
     async def get(self, id: str, seen: Viewpoint, *, lock: bool = False) -> Batch | None:
         """Find one of the batches that the caller sees, and lock it if wanted."""
-        statement = select(BatchRow).where(BatchRow.tenant_id == self._tenant, BatchRow.id == id, *_seen_batches(seen))
+        statement = select(BatchRow).where(
+            BatchRow.tenant_id == self._tenant, BatchRow.id == id, *_seen(BatchRow, seen)
+        )
         row = await self._session.scalar(statement.with_for_update() if lock else statement)
         return None if row is None else _batch(row)
 
     async def before(self, seen: Viewpoint, id: str | None, limit: int) -> list[Batch]:
         """List at most `limit` batches older than that one, newest first."""
-        statement = select(BatchRow).where(BatchRow.tenant_id == self._tenant, *_seen_batches(seen))
-        if id is not None:
-            last = select(BatchRow.created_at, BatchRow.id).where(BatchRow.tenant_id == self._tenant)
-            statement = statement.where(
-                tuple_(BatchRow.created_at, BatchRow.id) < last.where(BatchRow.id == id).scalar_subquery()
-            )
-        newest = statement.order_by(BatchRow.created_at.desc(), BatchRow.id.desc()).limit(limit)
+        statement = select(BatchRow).where(*_seen(BatchRow, seen))
+        newest = newest_first(statement, BatchRow, self._tenant, id, limit)
         return [_batch(row) for row in await self._session.scalars(newest)]
 
     async def count_unfinished(self) -> int:
         """Count the unfinished batches; the tenant adds none until this transaction ends."""
-        await self._session.execute(
-            select(TenantRow.id).where(TenantRow.id == self._tenant).with_for_update(key_share=True)
-        )
+        await lock_tenant(self._session, self._tenant)
         ours = (BatchRow.tenant_id == self._tenant, BatchRow.state.in_(UNFINISHED))
         return await self._session.scalar(select(func.count()).select_from(BatchRow).where(*ours)) or 0
 
@@ -302,11 +283,8 @@ class BatchRepository:
         )
 
 
-class BatchJobs:
+class BatchJobs(Repository):
     """Every tenant's batches, for the servers that run them."""
-
-    def __init__(self, session: AsyncSession) -> None:
-        self._session = session
 
     async def adopt_abandoned(self, server_id: str) -> bool:
         """Move the unfinished batches of dead servers to this one; return whether some server is dead."""
@@ -327,8 +305,7 @@ class BatchJobs:
 
     async def add_chunk(self, id: str, start: int, name: str) -> None:
         """Insert a chunk of a batch that is held and locked."""
-        self._session.add(BatchChunkRow(batch_id=id, start=start, object=name))
-        await self._session.flush()
+        await self._insert(BatchChunkRow(batch_id=id, start=start, object=name))
 
     async def chunks(self, id: str) -> list[str]:
         """List the objects of a batch's chunks, in the order of their lines."""
@@ -353,11 +330,6 @@ class BatchJobs:
         await self._session.execute(delete(BatchRow).where(BatchRow.finished_at < before))
 
 
-def _seen_batches(seen: Viewpoint) -> tuple[ColumnElement[bool], ...]:
-    own = () if seen.owner is None else (BatchRow.owner == seen.owner,)
-    return (BatchRow.project_id == seen.project, *own)
-
-
 def _columns(values: dict[str, Any]) -> dict[str, Any]:
     if "errors" not in values:
         return values
@@ -365,6 +337,5 @@ def _columns(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _batch(row: BatchRow) -> Batch:
-    values = {name: getattr(row, name) for name in Batch.__struct_fields__}
     errors = () if row.errors is None else msgspec.json.decode(row.errors, type=tuple[LineError, ...])
-    return Batch(**values | {"errors": errors})
+    return to_struct(Batch, row, errors=errors)

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sqlalchemy import CheckConstraint, ForeignKey, Index, UniqueConstraint, delete, func, select
-from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
-from loramux.records.base import Base
+from loramux.records.base import Base, Repository
 from loramux.records.identity import TenantId
 from loramux.records.ledger import GENESIS, LedgerRow
 
@@ -122,11 +121,8 @@ class BillingProfileRow(Base):
     updated_at: Mapped[int]
 
 
-class PriceRepository:
+class PriceRepository(Repository):
     """Plans, prices and subscriptions."""
-
-    def __init__(self, session: AsyncSession) -> None:
-        self._session = session
 
     async def plans(self) -> Sequence[PlanRow]:
         """List every plan by name."""
@@ -155,15 +151,11 @@ class PriceRepository:
 
     async def add(self, row: PlanRow | PriceRow | SubscriptionRow) -> None:
         """Insert a row; a violated constraint is raised here."""
-        self._session.add(row)
-        await self._session.flush()
+        await self._insert(row)
 
 
-class ProfileRepository:
+class ProfileRepository(Repository):
     """Billing profiles."""
-
-    def __init__(self, session: AsyncSession) -> None:
-        self._session = session
 
     async def get(self, tenant: TenantId) -> BillingProfileRow | None:
         """Return a tenant's profile."""
@@ -171,15 +163,11 @@ class ProfileRepository:
 
     async def put(self, row: BillingProfileRow) -> None:
         """Insert or replace a tenant's profile."""
-        await self._session.merge(row)
-        await self._session.flush()
+        await self._put(row)
 
 
-class PeriodRepository:
+class PeriodRepository(Repository):
     """Closed periods and their invoices."""
-
-    def __init__(self, session: AsyncSession) -> None:
-        self._session = session
 
     async def all(self) -> Sequence[PeriodRow]:
         """Every closed period, oldest first."""
@@ -210,8 +198,7 @@ class PeriodRepository:
 
     async def add(self, row: PeriodRow | InvoiceRow) -> None:
         """Insert a row."""
-        self._session.add(row)
-        await self._session.flush()
+        await self._insert(row)
 
     async def invoices(self) -> Sequence[InvoiceRow]:
         """List every frozen invoice, in the order of their ids."""

@@ -10,16 +10,14 @@ from collections.abc import Collection, Mapping
 from typing import Literal
 
 import msgspec
-from sqlalchemy import CheckConstraint, ForeignKey, ForeignKeyConstraint, Index, select, text, tuple_, update
-from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy import CheckConstraint, ForeignKey, ForeignKeyConstraint, Index, select, text, update
 from sqlalchemy.orm import Mapped, mapped_column
 
 from loramux.records.adapters import AdapterRow, RevisionRow
 from loramux.records.aliases import DEFAULT_ALIAS, AliasTargetRow
-from loramux.records.base import Base, among
+from loramux.records.base import Base, Repository, TenantScoped, among, insert_sums, newest_first, table_of, to_struct
 from loramux.records.batches import BatchRow
-from loramux.records.database import LeasedRow, adopt_abandoned, is_postgresql
+from loramux.records.database import LeasedRow, adopt_abandoned
 from loramux.records.identity import ProjectId, TenantId
 from loramux.records.tenants import TenantRow
 
@@ -82,17 +80,12 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     finished_at: int | None = None
 
 
-class EvaluationRepository:
+class EvaluationRepository(TenantScoped):
     """One tenant's evaluations."""
-
-    def __init__(self, session: AsyncSession, tenant: TenantId) -> None:
-        self._session = session
-        self._tenant = tenant
 
     async def add(self, evaluation: Evaluation) -> None:
         """Insert the row."""
-        self._session.add(EvaluationRow(**msgspec.structs.asdict(evaluation)))
-        await self._session.flush()
+        await self._insert(EvaluationRow(**msgspec.structs.asdict(evaluation)))
 
     async def get(self, id: str, project: ProjectId) -> Evaluation | None:
         """Find one of the project's evaluations."""
@@ -100,7 +93,7 @@ class EvaluationRepository:
             EvaluationRow.tenant_id == self._tenant, EvaluationRow.project_id == project, EvaluationRow.id == id
         )
         row = await self._session.scalar(statement)
-        return None if row is None else _evaluation(row)
+        return None if row is None else to_struct(Evaluation, row)
 
     async def newest(self, models: str, file_id: str | None) -> str | None:
         """Return the result of the tenant's newest completed evaluation of these two revisions, on that set or any."""
@@ -124,7 +117,7 @@ class EvaluationRepository:
         if file_id is not None:
             statement = statement.where(EvaluationRow.file_id == file_id)
         row = await self._session.scalar(statement.order_by(EvaluationRow.created_at.desc()).limit(1))
-        return None if row is None else _evaluation(row)
+        return None if row is None else to_struct(Evaluation, row)
 
     async def newest_between(self, models: str) -> Evaluation | None:
         """Return the tenant's newest evaluation of these two revisions, in any state."""
@@ -134,7 +127,7 @@ class EvaluationRepository:
             EvaluationRow.models == models,
         )
         row = await self._session.scalar(statement.order_by(EvaluationRow.created_at.desc()).limit(1))
-        return None if row is None else _evaluation(row)
+        return None if row is None else to_struct(Evaluation, row)
 
     async def before(
         self, project: ProjectId, adapter: str | None, id: str | None, limit: int, candidate: str | None = None
@@ -143,26 +136,17 @@ class EvaluationRepository:
 
         Of one adapter, of one candidate (`tenant/adapter@3`), or all.
         """
-        statement = select(EvaluationRow).where(
-            EvaluationRow.tenant_id == self._tenant, EvaluationRow.project_id == project
-        )
+        statement = select(EvaluationRow).where(EvaluationRow.project_id == project)
         if adapter is not None:
             statement = statement.where(EvaluationRow.adapter == adapter)
         if candidate is not None:
             statement = statement.where(EvaluationRow.models.startswith(f"{candidate} ", autoescape=True))
-        if id is not None:
-            last = select(EvaluationRow.created_at, EvaluationRow.id).where(EvaluationRow.tenant_id == self._tenant)
-            end = last.where(EvaluationRow.id == id).scalar_subquery()
-            statement = statement.where(tuple_(EvaluationRow.created_at, EvaluationRow.id) < end)
-        newest = statement.order_by(EvaluationRow.created_at.desc(), EvaluationRow.id.desc()).limit(limit)
-        return [_evaluation(row) for row in await self._session.scalars(newest)]
+        newest = newest_first(statement, EvaluationRow, self._tenant, id, limit)
+        return [to_struct(Evaluation, row) for row in await self._session.scalars(newest)]
 
 
-class EvaluationJobs:
+class EvaluationJobs(Repository):
     """Every tenant's evaluations, for the servers that grade them."""
-
-    def __init__(self, session: AsyncSession) -> None:
-        self._session = session
 
     async def adopt_abandoned(self, server_id: str) -> None:
         """Move the unfinished evaluations of dead servers to this one."""
@@ -176,7 +160,10 @@ class EvaluationJobs:
             .where(EvaluationRow.state == RUNNING, EvaluationRow.server_id == server_id)
             .where(BatchRow.state.is_(None) | BatchRow.state.not_in(unfinished))
         )
-        return [_evaluation(row) for row in await self._session.scalars(statement.order_by(EvaluationRow.created_at))]
+        return [
+            to_struct(Evaluation, row)
+            for row in await self._session.scalars(statement.order_by(EvaluationRow.created_at))
+        ]
 
     async def finish(self, id: str, server_id: str, result: str | None, error: str | None, at: int) -> None:
         """Write the end of an evaluation that this server still holds."""
@@ -184,10 +171,6 @@ class EvaluationJobs:
         state = FAILED if result is None else COMPLETED
         values = {"state": state, "result": result, "error": error, "judge_key": None, "finished_at": at}
         await self._session.execute(update(EvaluationRow).where(*mine).values(values))
-
-
-def _evaluation(row: EvaluationRow) -> Evaluation:
-    return Evaluation(**{name: getattr(row, name) for name in Evaluation.__struct_fields__})
 
 
 MILLION = 1_000_000
@@ -261,25 +244,18 @@ class RunningShadow(msgspec.Struct, frozen=True, kw_only=True):
     """`tenant/adapter`."""
 
 
-Sums = Mapping[str, int]
-
-
-class ShadowRepository:
+class ShadowRepository(Repository):
     """Shadows of adapters that the caller has looked up, and of every tenant for the servers that run them."""
-
-    def __init__(self, session: AsyncSession) -> None:
-        self._session = session
 
     async def add(self, shadow: Shadow) -> None:
         """Insert the row."""
-        self._session.add(ShadowRow(**msgspec.structs.asdict(shadow)))
-        await self._session.flush()
+        await self._insert(ShadowRow(**msgspec.structs.asdict(shadow)))
 
     async def newest(self, adapter_id: str, limit: int) -> list[Shadow]:
         """List an adapter's shadows, newest first."""
         statement = select(ShadowRow).where(ShadowRow.adapter_id == adapter_id)
         newest = statement.order_by(ShadowRow.created_at.desc(), ShadowRow.id.desc()).limit(limit)
-        return [_shadow(row) for row in await self._session.scalars(newest)]
+        return [to_struct(Shadow, row) for row in await self._session.scalars(newest)]
 
     async def end(self, id: str, because: ShadowEnd, at: int) -> bool:
         """End a shadow; False where it has ended before."""
@@ -301,7 +277,7 @@ class ShadowRepository:
             .order_by(ShadowRow.id)
         )
         rows = await self._session.execute(statement)
-        return [RunningShadow(shadow=_shadow(row), adapter=f"{tenant}/{name}") for row, name, tenant in rows]
+        return [RunningShadow(shadow=to_struct(Shadow, row), adapter=f"{tenant}/{name}") for row, name, tenant in rows]
 
     async def obsolete(self) -> list[tuple[Shadow, str, ShadowEnd]]:
         """List the running shadows whose candidate is gone, or is the default alias's only target now.
@@ -329,11 +305,11 @@ class ShadowRepository:
         found: list[tuple[Shadow, str, ShadowEnd]] = []
         for row, name, adapter_gone, revision_gone, has_others in await self._session.execute(statement):
             if adapter_gone is not None:
-                found.append((_shadow(row), name, "adapter_deleted"))
+                found.append((to_struct(Shadow, row), name, "adapter_deleted"))
             elif revision_gone is not None:
-                found.append((_shadow(row), name, "revision_deleted"))
+                found.append((to_struct(Shadow, row), name, "revision_deleted"))
             elif not has_others:
-                found.append((_shadow(row), name, "promoted"))
+                found.append((to_struct(Shadow, row), name, "promoted"))
         return found
 
     async def reserve(self, id: str, tokens: int, day: int) -> Literal["day_limit", "stopped"] | None:
@@ -360,13 +336,8 @@ class ShadowRepository:
 
     async def add_sums(self, added: Mapping[tuple[str, str], int]) -> None:
         """Add to sums by shadow and name."""
-        dialect = postgresql if is_postgresql(self._session) else sqlite
-        insert = dialect.insert(ShadowSumRow)
         rows = [{"shadow_id": id, "name": name, "value": value} for (id, name), value in sorted(added.items())]
-        statement = insert.on_conflict_do_update(
-            index_elements=["shadow_id", "name"], set_={"value": ShadowSumRow.value + insert.excluded.value}
-        )
-        await self._session.execute(statement, rows)
+        await self._session.execute(insert_sums(self._session, table_of(ShadowSumRow), ["value"]), rows)
 
     async def sums(self, ids: Collection[str]) -> dict[str, dict[str, int]]:
         """Return the sums of these shadows."""
@@ -375,7 +346,3 @@ class ShadowRepository:
         for row in await self._session.scalars(statement.order_by(ShadowSumRow.shadow_id, ShadowSumRow.name)):
             found[row.shadow_id][row.name] = row.value
         return found
-
-
-def _shadow(row: ShadowRow) -> Shadow:
-    return Shadow(**{name: getattr(row, name) for name in Shadow.__struct_fields__})

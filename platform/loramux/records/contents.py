@@ -26,7 +26,7 @@ from loramux.records.aliases import (
     ReleasePolicyRow,
     Target,
 )
-from loramux.records.base import among
+from loramux.records.base import Repository, among
 from loramux.records.identity import TenantId, new_id
 from loramux.records.pins import PinRow
 from loramux.records.requests import RequestRow
@@ -114,11 +114,11 @@ class UnbilledSpan(msgspec.Struct, frozen=True, kw_only=True):
     """Its end, or FOREVER."""
 
 
-class StorageMeterRepository:
+class StorageMeterRepository(Repository):
     """MeteredRows of one kind."""
 
     def __init__(self, session: AsyncSession, rows: MeteredRows) -> None:
-        self._session = session
+        super().__init__(session)
         self._rows = rows
 
     async def due(self, before: int, limit: int) -> list[UnbilledSpan]:
@@ -165,11 +165,8 @@ class StorageMeterRepository:
             await self._session.execute(statement, execution_options={"synchronize_session": False})
 
 
-class ContentRepository:
+class ContentRepository(Repository):
     """Contents of adapters, by digest."""
-
-    def __init__(self, session: AsyncSession) -> None:
-        self._session = session
 
     async def expire(self, now: int, limit: int) -> frozenset[str]:
         """End the undeletion period of at most `limit` revisions that are due; return their digests."""

@@ -7,7 +7,7 @@ tenant. A session copies no rights: it names the key or the member whose rights 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from sqlalchemy import (
     CheckConstraint,
@@ -16,7 +16,6 @@ from sqlalchemy import (
     ForeignKeyConstraint,
     Index,
     Select,
-    Table,
     UniqueConstraint,
     bindparam,
     delete,
@@ -29,7 +28,7 @@ from sqlalchemy.engine import Row
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
-from loramux.records.base import Base
+from loramux.records.base import Base, Repository, TenantScoped, table_of
 from loramux.records.identity import ProjectId, TenantId
 from loramux.records.tenants import MemberRow, ProjectRow, TenantRow, TierRow
 
@@ -74,11 +73,8 @@ class PepperCheckRow(Base):
     mac: Mapped[bytes]
 
 
-class PepperRepository:
+class PepperRepository(Repository):
     """The check value of the pepper."""
-
-    def __init__(self, session: AsyncSession) -> None:
-        self._session = session
 
     async def check_value(self) -> bytes | None:
         """Return the stored check value; None where no pepper was ever used."""
@@ -90,21 +86,17 @@ class PepperRepository:
 
     async def set_check_value(self, mac: bytes) -> None:
         """Store the check value in place of an earlier one."""
-        await self._session.merge(PepperCheckRow(id=1, mac=mac))
-        await self._session.flush()
+        await self._put(PepperCheckRow(id=1, mac=mac))
 
     async def revoke_all(self, at: int) -> int:
         """Revoke every key of every tenant; return their number."""
-        table = cast(Table, KeyRow.__table__)
+        table = table_of(KeyRow)
         statement = update(table).where(table.c.revoked_at.is_(None)).values(revoked_at=at)
         return (await (await self._session.connection()).execute(statement)).rowcount
 
 
-class CredentialRepository:
+class CredentialRepository(Repository):
     """Lookups from a secret's MAC or a person's identity to a tenant, in one statement each."""
-
-    def __init__(self, session: AsyncSession) -> None:
-        self._session = session
 
     async def key(self, mac: bytes) -> Row[KeyRow, TenantRow, TierRow, ProjectRow] | None:
         """Return the key with this MAC unless it is revoked, with its tenant, tier and project."""
@@ -169,7 +161,7 @@ class CredentialRepository:
     async def touch(self, used: Mapping[str, int]) -> None:
         """Store when keys were last used, by id; a later time that is stored already stays."""
         statement = (
-            update(KeyRow.__table__)  # type: ignore[arg-type]
+            update(table_of(KeyRow))
             .where(
                 KeyRow.id == bindparam("key"), (KeyRow.last_used_at.is_(None)) | (KeyRow.last_used_at < bindparam("at"))
             )
@@ -197,17 +189,12 @@ def _members() -> Select[MemberRow, TenantRow, TierRow, ProjectRow]:
     )
 
 
-class KeyRepository:
+class KeyRepository(TenantScoped):
     """One tenant's keys."""
-
-    def __init__(self, session: AsyncSession, tenant: TenantId) -> None:
-        self._session = session
-        self._tenant = tenant
 
     async def add(self, row: KeyRow) -> None:
         """Insert the row."""
-        self._session.add(row)
-        await self._session.flush()
+        await self._insert(row)
 
     async def all(self) -> Sequence[KeyRow]:
         """Return the tenant's keys, revoked ones too, oldest first."""
@@ -283,16 +270,12 @@ class SessionRow(Base):
     expires_at: Mapped[int]
 
 
-class SessionRepository:
+class SessionRepository(Repository):
     """Sessions by their secret's MAC."""
-
-    def __init__(self, session: AsyncSession) -> None:
-        self._session = session
 
     async def add(self, row: SessionRow) -> None:
         """Insert the row."""
-        self._session.add(row)
-        await self._session.flush()
+        await self._insert(row)
 
     async def find(self, mac: bytes, kind: str) -> SessionRow | None:
         """Return the session or link with this MAC."""

@@ -135,7 +135,7 @@ class Database:
             yield session
 
     def connect(self) -> AsyncConnection:
-        """Return a connection for state that outlives a transaction (`records.locks`); use it as a context."""
+        """Return a connection for state that outlives a transaction (`server_liveness`); use it as a context."""
         return self._writer.connect()
 
     async def is_reachable(self) -> bool:

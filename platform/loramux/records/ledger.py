@@ -17,12 +17,9 @@ from typing import Any
 
 import msgspec
 from sqlalchemy import CheckConstraint, ForeignKey, Index, Row, func, select, text, update
-from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
-from loramux.records.base import Base, among, exact_sum, exact_value, insert_rows
-from loramux.records.database import is_postgresql
+from loramux.records.base import Base, Repository, among, exact_sum, exact_value, insert_rows, insert_sums, table_of
 from loramux.records.errors import ChainBroken
 from loramux.records.identity import ProjectId, TenantId
 from loramux.units import TokenCounts
@@ -179,11 +176,8 @@ def chain_hash(entry: LedgerEntry) -> str:
 _encode = msgspec.json.Encoder(order="sorted").encode
 
 
-class LedgerRepository:
+class LedgerRepository(Repository):
     """The ledger."""
-
-    def __init__(self, session: AsyncSession) -> None:
-        self._session = session
 
     async def lock(self) -> LedgerHeadRow:
         """Lock and return the head: until this transaction ends, no other transaction appends."""
@@ -300,19 +294,12 @@ Weights = tuple[str, str]
 """A base model and an adapter's digest; no digest for the base itself."""
 
 
-class EngineCountRepository:
+class EngineCountRepository(Repository):
     """Engines' counts and the ledger's."""
-
-    def __init__(self, session: AsyncSession) -> None:
-        self._session = session
 
     async def add(self, server_id: str, counts: Mapping[Weights, TokenCounts]) -> None:
         """Add to what this server's engine has counted so far."""
-        dialect = postgresql if is_postgresql(self._session) else sqlite
-        insert = dialect.insert(EngineCountRow)
-        keys = ("server_id", "base_model", "adapter_digest")
         columns = ("prompt_tokens", "cached_tokens", "output_tokens")
-        added = {name: getattr(EngineCountRow, name) + getattr(insert.excluded, name) for name in columns}
         rows = [
             {
                 "server_id": server_id,
@@ -324,7 +311,7 @@ class EngineCountRepository:
             }
             for (base, digest), tokens in sorted(counts.items())
         ]
-        await self._session.execute(insert.on_conflict_do_update(index_elements=keys, set_=added), rows)
+        await self._session.execute(insert_sums(self._session, table_of(EngineCountRow), columns), rows)
 
     async def engines(self) -> dict[Weights, TokenCounts]:
         """Return the tokens that all engines ever counted for settled requests."""

@@ -9,13 +9,12 @@ no two transactions wait for each other.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any, cast
+from typing import Any
 
 from sqlalchemy import (
     CheckConstraint,
     ForeignKey,
     Index,
-    Table,
     UniqueConstraint,
     bindparam,
     delete,
@@ -25,10 +24,9 @@ from sqlalchemy import (
     union_all,
     update,
 )
-from sqlalchemy.ext.asyncio import AsyncSession
-from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+from sqlalchemy.orm import Mapped, mapped_column
 
-from loramux.records.base import Base, among, insert_new, insert_rows
+from loramux.records.base import Base, Repository, among, insert_new, insert_rows, table_of
 from loramux.records.billing import PlanRow, PriceRow, SubscriptionRow
 from loramux.records.credentials import KeyRow
 from loramux.records.identity import TenantId
@@ -50,7 +48,7 @@ class LimitRow(Base):
 
 
 class CounterRow(Base):
-    """A subject's token buckets (`limits.token_bucket`) and the number of its running requests."""
+    """A subject's token buckets (`limits.definitions`) and the number of its running requests."""
 
     __tablename__ = "limit_counters"
     __table_args__ = (CheckConstraint("running >= 0", name="running"),)
@@ -157,16 +155,8 @@ BUDGET = (
 )
 
 
-def table(model: type[DeclarativeBase]) -> Table:
-    """Return the table behind a model: counters bypass the session, whose identity map would keep every row."""
-    return cast(Table, model.__table__)
-
-
-class LimitRepository:
+class LimitRepository(Repository):
     """Limits and budgets."""
-
-    def __init__(self, session: AsyncSession) -> None:
-        self._session = session
 
     async def limits(self, subjects: Collection[str]) -> Rows:
         """Return subject, name and value of these subjects' limits."""
@@ -223,42 +213,41 @@ class LimitRepository:
 
     async def add(self, row: LimitRow | BudgetRow) -> None:
         """Insert the row."""
-        self._session.add(row)
-        await self._session.flush()
+        await self._insert(row)
 
     async def remove(self, row: LimitRow | BudgetRow) -> None:
         """Delete the row; a budget takes along what was counted of it."""
-        await self._session.delete(row)
-        await self._session.flush()
+        await self._delete(row)
 
     async def spendings(self, budgets: Collection[Spending]) -> Rows:
         """Return budget_id, start, spent and held of those that exist."""
         return (await self._session.execute(_spendings(budgets))).all()
 
 
-class CounterRepository:
+class CounterRepository(Repository):
     """Counters, spendings and holds, locked until the transaction ends."""
-
-    def __init__(self, session: AsyncSession) -> None:
-        self._session = session
 
     async def holds(self, request_ids: Collection[str]) -> Rows:
         """Return the holds of these requests on subjects."""
-        statement = select(*table(HoldRow).c).where(among(self._session, HoldRow.request_id, request_ids))
+        statement = select(*table_of(HoldRow).c).where(among(self._session, HoldRow.request_id, request_ids))
         return (await self._session.execute(statement)).all()
 
     async def budget_holds(self, request_ids: Collection[str]) -> Rows:
         """Return the holds of these requests on budgets."""
-        statement = select(*table(BudgetHoldRow).c).where(among(self._session, BudgetHoldRow.request_id, request_ids))
+        statement = select(*table_of(BudgetHoldRow).c).where(
+            among(self._session, BudgetHoldRow.request_id, request_ids)
+        )
         return (await self._session.execute(statement)).all()
 
     async def peek(self, subjects: Collection[str]) -> Rows:
         """Return the subjects' counters where there are any, without a lock."""
-        return (await self._session.execute(select(*table(CounterRow).c).where(CounterRow.subject.in_(subjects)))).all()
+        return (
+            await self._session.execute(select(*table_of(CounterRow).c).where(CounterRow.subject.in_(subjects)))
+        ).all()
 
     async def counters(self, subjects: Collection[str]) -> Rows:
         """Return the subjects' counters, inserted where there are none."""
-        statement = select(*table(CounterRow).c).where(CounterRow.subject.in_(subjects)).order_by(CounterRow.subject)
+        statement = select(*table_of(CounterRow).c).where(CounterRow.subject.in_(subjects)).order_by(CounterRow.subject)
         found = (await self._session.execute(statement.with_for_update())).all()
         missing = sorted(set(subjects) - {row.subject for row in found})
         if not missing:
@@ -281,14 +270,14 @@ class CounterRepository:
     async def write_counters(self, rows: Sequence[dict[str, Any]]) -> None:
         """Update whole rows, which are locked."""
         values: dict[str, Any] = {name: bindparam(f"new_{name}") for name in COUNTED}
-        statement = update(table(CounterRow)).where(CounterRow.subject == bindparam("new_subject")).values(values)
+        statement = update(table_of(CounterRow)).where(CounterRow.subject == bindparam("new_subject")).values(values)
         await self._execute(statement, [{f"new_{name}": value for name, value in row.items()} for row in rows])
 
     async def write_spendings(self, rows: Sequence[dict[str, Any]]) -> None:
         """Update whole rows, which are locked."""
         key = (SpendingRow.budget_id == bindparam("new_budget_id"), SpendingRow.start == bindparam("new_start"))
         values: dict[str, Any] = {"spent": bindparam("new_spent"), "held": bindparam("new_held")}
-        statement = update(table(SpendingRow)).where(*key).values(values)
+        statement = update(table_of(SpendingRow)).where(*key).values(values)
         await self._execute(statement, [{f"new_{name}": value for name, value in row.items()} for row in rows])
 
     async def add_holds(self, rows: Sequence[dict[str, Any]]) -> None:
@@ -304,7 +293,7 @@ class CounterRepository:
     async def remove_holds(self, request_ids: Collection[str]) -> None:
         """Delete the holds of ended requests."""
         for model in (HoldRow, BudgetHoldRow):
-            held = table(model)
+            held = table_of(model)
             await self._session.execute(delete(held).where(among(self._session, held.c.request_id, request_ids)))
 
     async def add_alerts(self, rows: Sequence[dict[str, Any]]) -> None:
@@ -320,15 +309,14 @@ class CounterRepository:
 def _spendings(budgets: Collection[Spending]) -> Any:
     key = tuple_(SpendingRow.budget_id, SpendingRow.start)
     return (
-        select(*table(SpendingRow).c).where(key.in_(list(budgets))).order_by(SpendingRow.budget_id, SpendingRow.start)
+        select(*table_of(SpendingRow).c)
+        .where(key.in_(list(budgets)))
+        .order_by(SpendingRow.budget_id, SpendingRow.start)
     )
 
 
-class AlertRepository:
+class AlertRepository(Repository):
     """The outbox of budget alerts."""
-
-    def __init__(self, session: AsyncSession) -> None:
-        self._session = session
 
     async def undelivered(self, limit: int) -> Sequence[AlertRow]:
         """Return the oldest alerts that are not delivered."""
@@ -337,4 +325,4 @@ class AlertRepository:
 
     async def delivered(self, id: str, at: int) -> None:
         """Mark an alert as delivered to every sink."""
-        await self._session.execute(update(table(AlertRow)).where(AlertRow.id == id).values(delivered_at=at))
+        await self._session.execute(update(table_of(AlertRow)).where(AlertRow.id == id).values(delivered_at=at))

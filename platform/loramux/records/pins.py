@@ -6,11 +6,10 @@ from collections.abc import Collection
 
 import msgspec
 from sqlalchemy import CheckConstraint, ForeignKeyConstraint, Index, func, select, text, update
-from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
 from loramux.records.adapters import AdapterRow, RevisionRow, Stamp
-from loramux.records.base import Base, among
+from loramux.records.base import Base, Repository, TenantScoped, among
 from loramux.records.identity import TenantId, new_id
 from loramux.records.tenants import TenantRow
 
@@ -57,12 +56,8 @@ class PinRow(Base):
     """`unpinned`, `deleted`, `idle`, or the engine's code where it has no room."""
 
 
-class PinRepository:
+class PinRepository(TenantScoped):
     """One tenant's active pins."""
-
-    def __init__(self, session: AsyncSession, tenant: TenantId) -> None:
-        self._session = session
-        self._tenant = tenant
 
     async def count(self) -> int:
         """Count the tenant's active pins."""
@@ -91,8 +86,7 @@ class PinRepository:
             since=stamp.at,
             used_at=stamp.at,
         )
-        self._session.add(row)
-        await self._session.flush()
+        await self._insert(row)
         return row
 
     async def end(self, revision_ids: Collection[str], why: str, at: int) -> None:
@@ -120,11 +114,8 @@ class ActivePin(msgspec.Struct, frozen=True, kw_only=True):
     used_at: int
 
 
-class ActivePinRepository:
+class ActivePinRepository(Repository):
     """Every tenant's active pins, for the system."""
-
-    def __init__(self, session: AsyncSession) -> None:
-        self._session = session
 
     async def all(self) -> list[ActivePin]:
         """List the active pins, oldest first."""

@@ -13,7 +13,7 @@ text, so a price for `standard` covers all of that tier's requests unless one fo
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import msgspec
 from sqlalchemy import (
@@ -21,7 +21,6 @@ from sqlalchemy import (
     ForeignKey,
     ForeignKeyConstraint,
     Index,
-    Table,
     bindparam,
     delete,
     select,
@@ -30,12 +29,10 @@ from sqlalchemy import (
     tuple_,
     update,
 )
-from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
 from loramux.records.adapters import AdapterRow, RevisionRow
-from loramux.records.base import Base, among, insert_new
+from loramux.records.base import Base, Repository, among, insert_new, newest_first, table_of, to_struct
 from loramux.records.identity import ProjectId, TenantId
 from loramux.records.tenants import TenantRow
 
@@ -142,7 +139,7 @@ class BilledRequest(msgspec.Struct, frozen=True):
     has_claim: bool
 
 
-REQUESTS = cast(Table, RequestRow.__table__)
+REQUESTS = table_of(RequestRow)
 BILLED = tuple(REQUESTS.c[name] for name in BilledRequest.__struct_fields__)
 
 
@@ -162,11 +159,8 @@ class AnsweredRequest(msgspec.Struct, frozen=True, kw_only=True):
 OPENED = tuple(name for name in OpenedRequest.__struct_fields__ if name in REQUESTS.c)
 
 
-class RequestRepository:
+class RequestRepository(Repository):
     """Requests."""
-
-    def __init__(self, session: AsyncSession) -> None:
-        self._session = session
 
     async def add(self, opened: Sequence[OpenedRequest], holders: Collection[str], server_id: str, now: int) -> bool:
         """Insert the rows of these requests; False when some id was there already, and then only the others are added.
@@ -226,23 +220,13 @@ class RequestRepository:
             .where(TenantRow.name == owner, AdapterRow.name == adapter)
         )
         statement = select(RequestRow).where(
-            RequestRow.tenant_id == tenant,
             RequestRow.adapter_digest.in_(digests),
             RequestRow.model.startswith(f"{owner}/{adapter}@", autoescape=True),
         )
         if project is not None:
             statement = statement.where(RequestRow.project_id == project)
-        if before is not None:
-            last = select(RequestRow.created_at, RequestRow.id).where(
-                RequestRow.tenant_id == tenant, RequestRow.id == before
-            )
-            statement = statement.where(tuple_(RequestRow.created_at, RequestRow.id) < last.scalar_subquery())
-        newest = statement.order_by(RequestRow.created_at.desc(), RequestRow.id.desc()).limit(limit)
-        names = AnsweredRequest.__struct_fields__
-        return [
-            AnsweredRequest(**{name: getattr(row, name) for name in names})
-            for row in await self._session.scalars(newest)
-        ]
+        newest = newest_first(statement, RequestRow, tenant, before, limit)
+        return [to_struct(AnsweredRequest, row) for row in await self._session.scalars(newest)]
 
 
 def _row(request: OpenedRequest, has_holds: bool, server_id: str, now: int) -> dict[str, Any]:
@@ -292,15 +276,12 @@ class IdempotencyClaim(msgspec.Struct, frozen=True):
 Claimed = tuple[str, str, str]
 """Tenant, caller and idempotency key."""
 
-CLAIMS = cast(Table, ClaimRow.__table__)
+CLAIMS = table_of(ClaimRow)
 KEY = (CLAIMS.c.tenant_id, CLAIMS.c.key_id, CLAIMS.c.name)
 
 
-class ClaimRepository:
+class ClaimRepository(Repository):
     """Idempotency keys."""
-
-    def __init__(self, session: AsyncSession) -> None:
-        self._session = session
 
     async def claim(self, rows: Sequence[dict[str, Any]], now: int) -> Mapping[Claimed, Any]:
         """Insert the claims that are free; afterwards, all of them as they stand.
@@ -309,10 +290,9 @@ class ClaimRepository:
         """
         keys = sorted({(row["tenant_id"], row["key_id"], row["name"]) for row in rows})
         await self._session.execute(delete(CLAIMS).where(tuple_(*KEY).in_(keys), CLAIMS.c.expires_at <= now))
-        is_sqlite = self._session.get_bind().dialect.name == "sqlite"
-        insert = sqlite.insert(CLAIMS) if is_sqlite else postgresql.insert(CLAIMS)
+        # in one order, so that two transactions that claim the same keys do not wait for each other
         ordered = sorted(rows, key=lambda row: (row["tenant_id"], row["key_id"], row["name"]))
-        await self._session.execute(insert.on_conflict_do_nothing(), ordered)
+        await insert_new(self._session, ClaimRow, ordered)
         found = await self._session.execute(select(*CLAIMS.c).where(tuple_(*KEY).in_(keys)))
         return {(row.tenant_id, row.key_id, row.name): row for row in found}
 

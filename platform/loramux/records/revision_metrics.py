@@ -10,12 +10,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 from sqlalchemy import Column, ColumnElement, ForeignKey, Index, Table, Text, delete, func, select
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
-from loramux.records.base import Base, BigInt
-from loramux.records.database import is_postgresql
+from loramux.records.base import Base, BigInt, Repository, insert_sums
 from loramux.records.identity import ProjectId, TenantId
 from loramux.records.requests import RequestRow
 
@@ -96,24 +94,17 @@ class Caller(NamedTuple):
     project: ProjectId | None
 
 
-class RevisionMetricsRepository:
+class RevisionMetricsRepository(Repository):
     """Every tenant's rows, for the servers that add to them."""
-
-    def __init__(self, session: AsyncSession) -> None:
-        self._session = session
 
     async def add(self, counts: Mapping[RevisionHour, Counts]) -> None:
         """Add to the rows, inserted where there are none."""
-        dialect = postgresql if is_postgresql(self._session) else sqlite
-        insert = dialect.insert(REVISION_HOURS)
-        added = {name: REVISION_HOURS.c[name] + insert.excluded[name] for name in COUNTED}
         rows = [
             {"tenant_id": key.tenant, "project_id": key.project, "model": key.model, "hour": key.hour}
             | {name: one.get(name, 0) for name in COUNTED}
             for key, one in sorted(counts.items())
         ]
-        statement = insert.on_conflict_do_update(index_elements=list(REVISION_HOURS.primary_key.columns), set_=added)
-        await self._session.execute(statement, rows)
+        await self._session.execute(insert_sums(self._session, REVISION_HOURS, COUNTED), rows)
 
     async def sums(self, caller: Caller, adapter: str, since: int, until: int | None = None) -> dict[str, Counts]:
         """Sum the caller's requests to revisions of `owner/adapter` in the hours from `since` to `until`, by model."""
@@ -179,11 +170,11 @@ async def sums_of_models(
     return counts, {model: FeedbackSums(count, int(total)) for model, count, total in found}
 
 
-class FeedbackRepository:
+class FeedbackRepository(Repository):
     """Feedback on the requests of one caller."""
 
     def __init__(self, session: AsyncSession, caller: Caller) -> None:
-        self._session = session
+        super().__init__(session)
         self._own = [RequestRow.tenant_id == caller.tenant]
         if caller.project is not None:
             self._own.append(RequestRow.project_id == caller.project)
@@ -195,8 +186,7 @@ class FeedbackRepository:
 
     async def put(self, row: FeedbackRow) -> None:
         """Insert the row, or replace the one of its request."""
-        await self._session.merge(row)
-        await self._session.flush()
+        await self._put(row)
 
     async def sums(self, adapter: str, since: int, until: int, limit: int) -> Sequence[Feedback]:
         """Sum those from `since` to `until` by model and label, the most frequent first, at most `limit` of them."""

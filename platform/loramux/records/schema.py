@@ -21,7 +21,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
 
 import loramux
-from loramux.records import (
+from loramux.records import (  # noqa: F401 - each declares tables
     access,
     adapters,
     aliases,
@@ -45,28 +45,8 @@ from loramux.records.base import Base
 from loramux.records.database import BUSY_SECONDS, MIGRATIONS, parse_url, prepare_sqlite, sqlite_file
 from loramux.records.errors import RecordsUnavailable, SchemaOutOfDate, SchemaTooNew
 
-TABLE_MODULES = (
-    adapters,
-    aliases,
-    access,
-    pins,
-    tenants,
-    bases,
-    batches,
-    billing,
-    usage,
-    ledger,
-    comparisons,
-    requests,
-    credentials,
-    limits,
-    revision_metrics,
-    sinks,
-    uploads,
-    webhooks,
-)
-"""The modules that declare tables: a module that is not imported here is missing from METADATA."""
 METADATA = Base.metadata
+"""Every table: a module that declares some is imported above for this."""
 FLOOR = Table("schema_floor", METADATA, Column("revision", Text, primary_key=True, nullable=False))
 """One row: the oldest revision whose release may use this database. A migration that breaks older releases moves it."""
 
@@ -105,7 +85,7 @@ def check(url: str) -> None:
         return
     if current is not None and not _known(current):
         with _connect(parse_url(url)) as connection:
-            _demand_floor(connection, current)
+            _ensure_floor(connection, current)
         return
     has = "has no tables yet" if current is None else f"is at schema {current}"
     raise SchemaOutOfDate(
@@ -138,7 +118,7 @@ def migrate(url: str) -> str:
             current = MigrationContext.configure(connection).get_current_revision()
             if current is None or _known(current):
                 raise
-            _demand_floor(connection, current)
+            _ensure_floor(connection, current)
             return current
         if file is not None:
             broken = connection.execute(text("PRAGMA foreign_key_check")).all()
@@ -170,7 +150,7 @@ def _known(revision: str) -> bool:
     return any(script.revision == revision for script in ScriptDirectory.from_config(_config()).walk_revisions())
 
 
-def _demand_floor(connection: Connection, revision: str) -> None:
+def _ensure_floor(connection: Connection, revision: str) -> None:
     """Raise SchemaTooNew where the newer `revision` may not be used by a release as old as this one."""
     floor = connection.scalar(select(FLOOR.c.revision)) if inspect(connection).has_table(FLOOR.name) else None
     if floor is None or not _known(floor):

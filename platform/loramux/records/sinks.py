@@ -9,7 +9,7 @@ from sqlalchemy import ColumnElement, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
-from loramux.records.base import Base, insert_new
+from loramux.records.base import Base, Repository, insert_new, to_struct
 
 
 class SinkRow(Base):
@@ -58,11 +58,11 @@ class ParkedEvent(msgspec.Struct, frozen=True, kw_only=True):
     parked_at: int
 
 
-class SinkRepository:
+class SinkRepository(Repository):
     """One sink, for one holder of its lease."""
 
     def __init__(self, session: AsyncSession, name: str, holder: str) -> None:
-        self._session = session
+        super().__init__(session)
         self._name = name
         self._holder = holder
 
@@ -113,7 +113,7 @@ class SinkRepository:
             select(ParkedRow).where(ParkedRow.sink == self._name).order_by(ParkedRow.sequence, ParkedRow.event_id)
         )
         rows = await self._session.scalars(statement)
-        return [ParkedEvent(**{name: getattr(row, name) for name in ParkedEvent.__struct_fields__}) for row in rows]
+        return [to_struct(ParkedEvent, row) for row in rows]
 
     async def _update(self, values: Mapping[str, object]) -> bool:
         mine: tuple[ColumnElement[bool], ...] = (SinkRow.name == self._name, SinkRow.lease_holder == self._holder)
@@ -144,4 +144,4 @@ async def newest_parked(session: AsyncSession, limit: int) -> list[ParkedEvent]:
     rows = await session.scalars(
         select(ParkedRow).order_by(ParkedRow.parked_at.desc(), ParkedRow.event_id).limit(limit)
     )
-    return [ParkedEvent(**{name: getattr(row, name) for name in ParkedEvent.__struct_fields__}) for row in rows]
+    return [to_struct(ParkedEvent, row) for row in rows]

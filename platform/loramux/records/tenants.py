@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sqlalchemy import CheckConstraint, ForeignKey, Index, UniqueConstraint, false, func, select, text
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
-from loramux.records.base import Base
+from loramux.records.base import Base, Repository, TenantScoped, insert_new
 from loramux.records.identity import ProjectId, TenantId
 
 
@@ -80,16 +79,12 @@ class MemberRow(Base):
     created_at: Mapped[int]
 
 
-class TierRepository:
+class TierRepository(Repository):
     """Tiers."""
-
-    def __init__(self, session: AsyncSession) -> None:
-        self._session = session
 
     async def put(self, row: TierRow) -> None:
         """Insert the row, or replace the one of its name."""
-        await self._session.merge(row)
-        await self._session.flush()
+        await self._put(row)
 
     async def named(self, name: str) -> TierRow | None:
         """Return the tier of that name."""
@@ -106,23 +101,16 @@ class TierRepository:
 
     async def remove(self, row: TierRow) -> None:
         """Delete the row."""
-        await self._session.delete(row)
-        await self._session.flush()
+        await self._delete(row)
 
 
-class TenantRepository:
+class TenantRepository(Repository):
     """Tenants."""
-
-    def __init__(self, session: AsyncSession) -> None:
-        self._session = session
 
     async def add(self, row: TenantRow) -> bool:
         """Insert the row; return False when the name is taken, also by a concurrent transaction."""
         values = {"id": row.id, "name": row.name, "tier": row.tier, "created_at": row.created_at}
-        is_sqlite = self._session.get_bind().dialect.name == "sqlite"
-        insert = sqlite.insert(TenantRow) if is_sqlite else postgresql.insert(TenantRow)
-        statement = insert.values(values).on_conflict_do_nothing(index_elements=["name"]).returning(TenantRow.id)
-        return await self._session.scalar(statement) is not None
+        return await insert_new(self._session, TenantRow, [values]) == 1
 
     async def named(self, name: str) -> TenantRow | None:
         """Return the tenant of that name."""
@@ -145,17 +133,17 @@ class TenantRepository:
         return (await self._session.scalars(select(TenantRow).order_by(TenantRow.name))).all()
 
 
-class ProjectRepository:
-    """One tenant's projects."""
+async def lock_tenant(session: AsyncSession, tenant: TenantId) -> None:
+    """Lock the tenant until this transaction ends: who counts its rows under this lock before adding one is exact."""
+    await session.execute(select(TenantRow.id).where(TenantRow.id == tenant).with_for_update(key_share=True))
 
-    def __init__(self, session: AsyncSession, tenant: TenantId) -> None:
-        self._session = session
-        self._tenant = tenant
+
+class ProjectRepository(TenantScoped):
+    """One tenant's projects."""
 
     async def add(self, row: ProjectRow) -> None:
         """Insert the row."""
-        self._session.add(row)
-        await self._session.flush()
+        await self._insert(row)
 
     async def count(self) -> int:
         """Return the number of projects, archived ones too."""
@@ -178,17 +166,12 @@ class ProjectRepository:
         return (await self._session.scalars(statement)).all()
 
 
-class MemberRepository:
+class MemberRepository(TenantScoped):
     """One tenant's members."""
-
-    def __init__(self, session: AsyncSession, tenant: TenantId) -> None:
-        self._session = session
-        self._tenant = tenant
 
     async def add(self, row: MemberRow) -> None:
         """Insert the row."""
-        self._session.add(row)
-        await self._session.flush()
+        await self._insert(row)
 
     async def known(self, issuer: str, subject: str) -> MemberRow | None:
         """Return the member of that issuer and subject."""
@@ -220,8 +203,7 @@ class MemberRepository:
 
     async def remove(self, row: MemberRow) -> None:
         """Delete the row."""
-        await self._session.delete(row)
-        await self._session.flush()
+        await self._delete(row)
 
 
 class AuditRow(Base):
@@ -245,16 +227,12 @@ class AuditRow(Base):
     after: Mapped[str | None]
 
 
-class AuditRepository:
+class AuditRepository(Repository):
     """The audit log, read newest first."""
-
-    def __init__(self, session: AsyncSession) -> None:
-        self._session = session
 
     async def add(self, row: AuditRow) -> None:
         """Append the row."""
-        self._session.add(row)
-        await self._session.flush()
+        await self._insert(row)
 
     async def before(self, sequence: int | None, limit: int, tenant: TenantId | None) -> Sequence[AuditRow]:
         """Return at most `limit` entries older than `sequence`; of one tenant, or of all."""

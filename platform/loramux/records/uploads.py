@@ -14,16 +14,14 @@ from sqlalchemy import (
     delete,
     func,
     select,
-    tuple_,
     update,
 )
-from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
-from loramux.records.base import Base
+from loramux.records.base import Base, Repository, TenantScoped, newest_first, to_struct
 from loramux.records.database import LeasedRow, adopt_abandoned
 from loramux.records.identity import Origin, TenantId
-from loramux.records.tenants import TenantRow
+from loramux.records.tenants import TenantRow, lock_tenant
 from loramux.records.webhooks import Refusal
 
 UPLOADING, VALIDATING, READY, REJECTED, EXPIRED = "uploading", "validating", "ready", "rejected", "expired"
@@ -162,12 +160,8 @@ class Upload(msgspec.Struct, frozen=True, kw_only=True):
     expires_at: int
 
 
-class UploadRepository:
+class UploadRepository(TenantScoped):
     """One tenant's uploads."""
-
-    def __init__(self, session: AsyncSession, tenant: TenantId) -> None:
-        self._session = session
-        self._tenant = tenant
 
     async def add(self, upload: Upload, server_id: str | None) -> None:
         """Insert an upload; `server_id` is the server that fetches its files where the client does not send them."""
@@ -186,8 +180,7 @@ class UploadRepository:
             created_at=upload.created_at,
             expires_at=upload.expires_at,
         )
-        self._session.add(row)
-        await self._session.flush()
+        await self._insert(row)
         names = UploadFile.__struct_fields__
         self._session.add_all(
             UploadFileRow(upload_id=upload.id, tenant_id=self._tenant, **{name: getattr(file, name) for name in names})
@@ -205,24 +198,17 @@ class UploadRepository:
 
     async def before(self, id: str | None, limit: int, adapters: Collection[str] | None = None) -> list[Upload]:
         """List at most `limit` uploads older than that one, newest first; for these adapters, or for all."""
-        statement = select(UploadRow).where(UploadRow.tenant_id == self._tenant)
+        statement = select(UploadRow)
         if adapters is not None:
             statement = statement.where(UploadRow.adapter.in_(adapters))
-        if id is not None:
-            last = select(UploadRow.created_at, UploadRow.id).where(UploadRow.tenant_id == self._tenant)
-            statement = statement.where(
-                tuple_(UploadRow.created_at, UploadRow.id) < last.where(UploadRow.id == id).scalar_subquery()
-            )
-        newest = statement.order_by(UploadRow.created_at.desc(), UploadRow.id.desc()).limit(limit)
+        newest = newest_first(statement, UploadRow, self._tenant, id, limit)
         rows = (await self._session.scalars(newest)).all()
         files = await self._files([row.id for row in rows])
         return [_upload(row, files.get(row.id, ())) for row in rows]
 
     async def open_now(self) -> tuple[int, int]:
         """Count the open uploads and their announced bytes; the tenant opens none until this transaction ends."""
-        await self._session.execute(
-            select(TenantRow.id).where(TenantRow.id == self._tenant).with_for_update(key_share=True)
-        )
+        await lock_tenant(self._session, self._tenant)
         ours = (UploadRow.tenant_id == self._tenant, UploadRow.state.in_(OPEN))
         count = await self._session.scalar(select(func.count()).select_from(UploadRow).where(*ours))
         size = await self._session.scalar(
@@ -238,10 +224,7 @@ class UploadRepository:
             .where(UploadRow.tenant_id == self._tenant, UploadRow.id == id)
             .order_by(UploadPartRow.file, UploadPartRow.start)
         )
-        return [
-            Part(file=row.file, start=row.start, size=row.size, object=row.object)
-            for row in await self._session.scalars(statement)
-        ]
+        return [to_struct(Part, row) for row in await self._session.scalars(statement)]
 
     async def part_count(self, id: str, file: str) -> int:
         """Count the parts of one of its files."""
@@ -299,8 +282,7 @@ class UploadRepository:
         )
         found: dict[str, tuple[UploadFile, ...]] = {}
         for row in await self._session.scalars(statement.order_by(UploadFileRow.name)):
-            file = UploadFile(name=row.name, size=row.size, sha256=row.sha256, received=row.received)
-            found[row.upload_id] = (*found.get(row.upload_id, ()), file)
+            found[row.upload_id] = (*found.get(row.upload_id, ()), to_struct(UploadFile, row))
         return found
 
 
@@ -315,11 +297,8 @@ class UploadJob(msgspec.Struct, frozen=True, kw_only=True):
     """The checks must end by then."""
 
 
-class UploadJobs:
+class UploadJobs(Repository):
     """Every tenant's uploads, for the servers that check, expire and forget them."""
-
-    def __init__(self, session: AsyncSession) -> None:
-        self._session = session
 
     async def adopt_abandoned(self, server_id: str) -> None:
         """Move the unfinished uploads of dead servers to this one."""

@@ -33,12 +33,21 @@ from sqlalchemy import (
     select,
     union_all,
 )
-from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
-from loramux.records.base import Base, BigInt, among, exact_sum, exact_value, model_name
-from loramux.records.database import DAILY_USAGE, advisory_lock, is_postgresql
+from loramux.records.base import (
+    Base,
+    BigInt,
+    Repository,
+    TenantScoped,
+    among,
+    exact_sum,
+    exact_value,
+    insert_sums,
+    model_name,
+    table_of,
+)
+from loramux.records.database import DAILY_USAGE, advisory_lock
 from loramux.records.identity import TenantId
 from loramux.records.ledger import LedgerHeadRow, LedgerRow
 from loramux.records.requests import SHADOW
@@ -108,11 +117,8 @@ class Summed(msgspec.Struct, frozen=True):
     end: int
 
 
-class DailyUsageRepository:
+class DailyUsageRepository(Repository):
     """Segments of the whole ledger."""
-
-    def __init__(self, session: AsyncSession) -> None:
-        self._session = session
 
     async def within(self, start: int, end: int | None) -> Summed | None:
         """Return the segments that lie wholly inside these sequences, both inclusive; None where none does."""
@@ -186,11 +192,8 @@ class DailyUsageRepository:
         return end - done
 
     async def _add(self, sums: Select[Any]) -> None:
-        dialect = postgresql if is_postgresql(self._session) else sqlite
-        insert = dialect.insert(DailyUsageRow)
-        added = {name: getattr(DailyUsageRow, name) + getattr(insert.excluded, name) for name in QUANTITIES}
-        statement = insert.from_select([*KEYS, *QUANTITIES], sums)
-        await self._session.execute(statement.on_conflict_do_update(index_elements=KEYS, set_=added))
+        insert = insert_sums(self._session, table_of(DailyUsageRow), QUANTITIES)
+        await self._session.execute(insert.from_select([*KEYS, *QUANTITIES], sums))
 
     async def clear(self) -> None:
         """Forget all sums; `advance` makes them again from the ledger."""
@@ -314,12 +317,8 @@ TOKENS = {
 }
 
 
-class UsageRepository:
+class UsageRepository(TenantScoped):
     """One tenant's usage."""
-
-    def __init__(self, session: AsyncSession, tenant: TenantId) -> None:
-        self._session = session
-        self._tenant = tenant
 
     async def by_model(self) -> list[UsageTotals]:
         """Sum everything that the tenant ever used, by model."""
@@ -425,8 +424,8 @@ def _totals(row: dict[str, Any]) -> UsageTotals:
     return UsageTotals(tokens=tokens, waived=waived, **row)
 
 
-def _meters(row: Row) -> dict[str, SQLColumnExpression[int]]:
-    """Return every meter as an expression over the columns of a table."""
+def meters_of(row: Any) -> dict[str, Any]:
+    """Return every meter: of a table as an expression over its columns, of an entry as a number."""
     return {
         "input_uncached": row.input_tokens - row.cached_tokens,
         "input_cached": row.cached_tokens,
@@ -440,7 +439,7 @@ def _meters(row: Row) -> dict[str, SQLColumnExpression[int]]:
     }
 
 
-METERS = tuple(_meters(LedgerRow))
+METERS = tuple(meters_of(LedgerRow))
 
 QUANTITY_GROUPS = {
     "project_id": "project_id",
@@ -481,12 +480,8 @@ class DailyQuantities(msgspec.Struct, frozen=True):
     quantities: dict[str, int]
 
 
-class QuantityRepository:
+class QuantityRepository(TenantScoped):
     """One tenant's quantities by the day that entries are about, base model, tier and groups."""
-
-    def __init__(self, session: AsyncSession, tenant: TenantId) -> None:
-        self._session = session
-        self._tenant = tenant
 
     async def daily(self, span: Span, group_by: Sequence[str] = ()) -> list[DailyQuantities]:
         """Sum the ledger's own entries by the named QUANTITY_GROUPS: what bills are made of."""
@@ -516,7 +511,7 @@ class QuantityRepository:
         if (days := division.days) is not None:
             groups = [case((day.between(days.start, days.stop - 1), column)) for column in groups]
         named: list[Column] = [column.label(name) for name, column in zip(division.group_by, groups, strict=True)]
-        meters: list[Column] = [column.label(meter) for meter, column in _meters(row).items()]
+        meters: list[Column] = [column.label(meter) for meter, column in meters_of(row).items()]
         columns: list[Column] = [day.label("day"), row.base_model, row.tier, *named, *meters]
         return select(*columns)
 

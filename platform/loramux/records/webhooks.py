@@ -27,9 +27,9 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
 from loramux.errors import Rejection
-from loramux.records.base import Base
+from loramux.records.base import Base, Repository, TenantScoped, newest_first, to_struct
 from loramux.records.identity import TenantId, new_id
-from loramux.records.tenants import TenantRow
+from loramux.records.tenants import TenantRow, lock_tenant
 
 READY = "adapter.revision.ready"
 REJECTED = "adapter.revision.rejected"
@@ -183,12 +183,8 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     created_at: int
 
 
-class EventRepository:
+class EventRepository(TenantScoped):
     """One tenant's events."""
-
-    def __init__(self, session: AsyncSession, tenant: TenantId) -> None:
-        self._session = session
-        self._tenant = tenant
 
     async def add(self, kind: str, adapter: str, detail: EventDetail, at: int) -> None:
         """Append an event, and a delivery to every subscribed endpoint, to the caller's transaction.
@@ -203,22 +199,16 @@ class EventRepository:
             detail=msgspec.json.encode(detail).decode(),
             created_at=at,
         )
-        self._session.add(event)
-        await self._session.flush()
+        await self._insert(event)
         self._session.add_all([_delivery(event, endpoint) for endpoint in await self._listeners(kind)])
         await self._session.flush()
 
     async def before(self, event_id: str | None, limit: int, adapters: Collection[str] | None = None) -> list[Event]:
         """List at most `limit` events older than that one, newest first; of these adapters, or of all."""
-        statement = select(EventRow).where(EventRow.tenant_id == self._tenant)
+        statement = select(EventRow)
         if adapters is not None:
             statement = statement.where(EventRow.adapter.in_(adapters))
-        if event_id is not None:
-            last = select(EventRow.created_at, EventRow.id).where(
-                EventRow.tenant_id == self._tenant, EventRow.id == event_id
-            )
-            statement = statement.where(tuple_(EventRow.created_at, EventRow.id) < last.scalar_subquery())
-        newest = statement.order_by(EventRow.created_at.desc(), EventRow.id.desc()).limit(limit)
+        newest = newest_first(statement, EventRow, self._tenant, event_id, limit)
         return [event_of(row) for row in await self._session.scalars(newest)]
 
     async def _listeners(self, kind: str) -> Sequence[str]:
@@ -238,7 +228,7 @@ async def forget_events(session: AsyncSession, before: int) -> None:
 def event_of(row: EventRow) -> Event:
     """Convert a row."""
     detail = msgspec.json.decode(row.detail, type=EventDetail)
-    return Event(id=row.id, kind=row.kind, adapter=row.adapter, detail=detail, created_at=row.created_at)
+    return to_struct(Event, row, detail=detail)
 
 
 def _delivery(event: EventRow, endpoint_id: str) -> DeliveryRow:
@@ -292,21 +282,16 @@ class LoggedDelivery(msgspec.Struct, frozen=True, kw_only=True):
     updated_at: int
 
 
-class EndpointRepository:
+class EndpointRepository(TenantScoped):
     """One tenant's endpoints."""
-
-    def __init__(self, session: AsyncSession, tenant: TenantId) -> None:
-        self._session = session
-        self._tenant = tenant
 
     async def add(self, row: EndpointRow) -> None:
         """Insert the row."""
-        self._session.add(row)
-        await self._session.flush()
+        await self._insert(row)
 
     async def count(self) -> int:
         """Return the number of endpoints, and lock it: until this transaction ends, no other one adds any."""
-        await self._session.execute(select(TenantRow.id).where(TenantRow.id == self._tenant).with_for_update())
+        await lock_tenant(self._session, self._tenant)
         statement = select(func.count()).select_from(EndpointRow).where(EndpointRow.tenant_id == self._tenant)
         return await self._session.scalar(statement) or 0
 
@@ -322,8 +307,7 @@ class EndpointRepository:
 
     async def remove(self, row: EndpointRow) -> None:
         """Delete the row and its pending deliveries."""
-        await self._session.delete(row)
-        await self._session.flush()
+        await self._delete(row)
 
     async def log(self, id: str, limit: int) -> list[LoggedDelivery]:
         """List the endpoint's last deliveries, newest first."""
@@ -337,11 +321,8 @@ class EndpointRepository:
         return [_logged(delivery, event) for delivery, event in await self._session.execute(statement)]
 
 
-class DeliveryRepository:
+class DeliveryRepository(Repository):
     """Deliveries, over all tenants."""
-
-    def __init__(self, session: AsyncSession) -> None:
-        self._session = session
 
     async def due(
         self, now: int, busy_endpoints: Collection[str] = (), full_tenants: Collection[str] = ()
@@ -436,12 +417,5 @@ def _due(now: int, busy_endpoints: list[str], full_tenants: list[str]) -> Any:
 
 
 def _logged(delivery: DeliveryRow, event: EventRow) -> LoggedDelivery:
-    return LoggedDelivery(
-        event=event_of(event),
-        state=delivery.state,
-        attempts=delivery.attempts,
-        status=delivery.status,
-        error=delivery.error,
-        next_attempt_at=delivery.next_attempt_at if delivery.state == "pending" else None,
-        updated_at=delivery.updated_at,
-    )
+    next_attempt_at = delivery.next_attempt_at if delivery.state == "pending" else None
+    return to_struct(LoggedDelivery, delivery, event=event_of(event), next_attempt_at=next_attempt_at)

@@ -1,8 +1,8 @@
 """Names of adapters and their meaning: resolve, release, share, pin, delete. Uploads are in `loramux.uploads`."""
 
 from loramux.records.pins import ActivePin
-from loramux.registry.aliases import AliasService, check_alias
-from loramux.registry.changes import UNCONDITIONAL, AdapterChange, AnswerStore, ChangeService, Preconditions
+from loramux.registry.aliases import check_alias
+from loramux.registry.changes import UNCONDITIONAL, AdapterChange, ChangeService, Preconditions
 from loramux.registry.deletion import BlobCollector
 from loramux.registry.entities import (
     MAX_REVISION,
@@ -35,7 +35,6 @@ from loramux.registry.resolver import (
     AbsentBase,
     BaseModel,
     BaseModels,
-    ModelName,
     ModelResolver,
     ResolvedModel,
     Revision,
@@ -52,9 +51,7 @@ __all__ = [
     "AdapterInfo",
     "AdapterNotFound",
     "AliasInfo",
-    "AliasService",
     "AliasVersion",
-    "AnswerStore",
     "BaseModel",
     "BaseModels",
     "BaseRetired",
@@ -64,7 +61,6 @@ __all__ = [
     "GrantInfo",
     "InvalidChange",
     "InvalidName",
-    "ModelName",
     "ModelNotFound",
     "ModelResolver",
     "PartNotFound",

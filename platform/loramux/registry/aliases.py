@@ -29,8 +29,15 @@ class AliasService:
         self._conditions: list[AliasCondition] = []
 
     def require(self, condition: AliasCondition) -> None:
-        """Have `condition` raise, in the change's transaction, where an alias must not move."""
+        """Have `condition` raise, in the change's transaction, where an alias must not move, or lose a revision."""
         self._conditions.append(condition)
+
+    async def ensure_allowed(
+        self, principal: Principal, change: AdapterChange, alias: AliasInfo, targets: Sequence[WeightedRevision]
+    ) -> None:
+        """Raise what a condition raises where the alias must not have these targets instead of its present ones."""
+        for condition in self._conditions:
+            await condition(principal, change, alias, targets)
 
     async def promote(
         self,
@@ -64,8 +71,7 @@ class AliasService:
                 await self._check_count(change)
             rows = [Target(await change.revision(target.revision), target.weight) for target in targets]
             if before is not None:
-                for condition in self._conditions:
-                    await condition(principal, change, before, targets)
+                await self.ensure_allowed(principal, change, before, targets)
             if before is None or before.targets != tuple(sorted(targets, key=lambda target: target.revision)):
                 await change.aliases.point(change.adapter.id, alias, rows, change.stamp)
                 await change.record("alias.put", f":{alias}", before=before, after=await alias_of(change, alias))

@@ -113,30 +113,12 @@ class ChangeService:
         preconditions: Preconditions,
         act: Callable[[AdapterChange], Awaitable[T]],
         answer: type[T],
+        find: Callable[[AdapterRepository, str], Awaitable[AdapterRow | None]] = AdapterRepository.lock,
     ) -> T:
-        """Run `act` and return its answer, or the stored one. Raises AdapterNotFound, PreconditionFailed."""
-        return await self._run(AdapterRepository.lock, principal, name, preconditions, act, answer)
+        """Run `act` and return its answer, of type `answer`, or the stored one.
 
-    async def change_deleted(
-        self,
-        principal: Principal,
-        name: str,
-        preconditions: Preconditions,
-        act: Callable[[AdapterChange], Awaitable[T]],
-        answer: type[T],
-    ) -> T:
-        """Run the same for a deleted adapter."""
-        return await self._run(AdapterRepository.lock_deleted, principal, name, preconditions, act, answer)
-
-    async def _run(
-        self,
-        find: Callable[[AdapterRepository, str], Awaitable[AdapterRow | None]],
-        principal: Principal,
-        name: str,
-        preconditions: Preconditions,
-        act: Callable[[AdapterChange], Awaitable[T]],
-        answer: type[T],
-    ) -> T:
+        `find` locks the adapter. Raises AdapterNotFound, PreconditionFailed.
+        """
         guard = preconditions.idempotency
         own = own_adapter(principal, name)
         async with self._database.begin() as session:

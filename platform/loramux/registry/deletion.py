@@ -14,12 +14,12 @@ from loramux.errors import LoramuxError
 from loramux.jobs import run_blocking
 from loramux.limits import adapter_quota
 from loramux.records import Database, Principal, TenantId
-from loramux.records.adapters import ExpiryRepository, Overdue, RevisionRow
+from loramux.records.adapters import AdapterRepository, ExpiryRepository, Overdue, RevisionRow
 from loramux.records.aliases import DEFAULT_ALIAS, WHOLE, Target
 from loramux.records.contents import ContentRepository
 from loramux.records.database import CONTENTS, advisory_lock
 from loramux.records.pins import BY_DELETION
-from loramux.registry.aliases import AliasCondition, existing_alias
+from loramux.registry.aliases import AliasService, existing_alias
 from loramux.registry.changes import UNCONDITIONAL, AdapterChange, ChangeService, Preconditions
 from loramux.registry.entities import AdapterInfo, RevisionInfo, WeightedRevision
 from loramux.registry.errors import AdapterNotFound, ChangeConflict, InvalidChange, PartNotFound, TooManyAdapters
@@ -42,15 +42,13 @@ logger = logging.getLogger(__name__)
 class DeletionService:
     """Deletes, undeletes, and sets expiry times. Every change also raises the errors of `ChangeService.change`."""
 
-    def __init__(self, database: Database, changes: ChangeService, limits: AdapterLimits) -> None:
+    def __init__(
+        self, database: Database, changes: ChangeService, aliases: AliasService, limits: AdapterLimits
+    ) -> None:
         self._database = database
         self._changes = changes
+        self._aliases = aliases
         self._limits = limits
-        self._conditions: list[AliasCondition] = []
-
-    def require(self, condition: AliasCondition) -> None:
-        """Have `condition` raise, in the change's transaction, where an alias must not lose an expired revision."""
-        self._conditions.append(condition)
 
     async def delete(
         self,
@@ -110,7 +108,8 @@ class DeletionService:
             await change.record("adapter.undelete", after=info)
             return await change.info()
 
-        return await self._changes.change_deleted(principal, name, preconditions, act, AdapterInfo)
+        find = AdapterRepository.lock_deleted
+        return await self._changes.change(principal, name, preconditions, act, AdapterInfo, find)
 
     async def undelete_revision(
         self, principal: Principal, name: str, number: int, preconditions: Preconditions = UNCONDITIONAL
@@ -199,7 +198,8 @@ class DeletionService:
             remaining = await _remaining_targets(change, revision, others[0])
             try:
                 for alias, targets in remaining.items():
-                    await self._ensure_allowed(system, change, alias, targets)
+                    weighted = [WeightedRevision(target.revision.number, target.weight) for target in targets]
+                    await self._aliases.ensure_allowed(system, change, await existing_alias(change, alias), weighted)
             except LoramuxError as error:
                 await self._postpone(change, revision, error)
                 return
@@ -210,14 +210,6 @@ class DeletionService:
             await self._changes.change(system, one.adapter, UNCONDITIONAL, act, type(None))
         except AdapterNotFound:
             return  # the owner has changed it meanwhile
-
-    async def _ensure_allowed(
-        self, principal: Principal, change: AdapterChange, alias: str, targets: Sequence[Target]
-    ) -> None:
-        before = await existing_alias(change, alias)
-        weighted = [WeightedRevision(target.revision.number, target.weight) for target in targets]
-        for condition in self._conditions:
-            await condition(principal, change, before, weighted)
 
     async def _postpone(self, change: AdapterChange, revision: RevisionRow, error: LoramuxError) -> None:
         before = await change.revision_info(revision)

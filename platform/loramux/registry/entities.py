@@ -11,6 +11,7 @@ from loramux.bundle import Bundle
 from loramux.records.access import GrantRow
 from loramux.records.adapters import AdapterRow, RevisionRow
 from loramux.records.aliases import DEFAULT_ALIAS, AliasVersionRow, Pointed, targets_of
+from loramux.records.base import to_struct
 from loramux.records.pins import PinRow
 
 MAX_REVISION = 999_999_999
@@ -140,13 +141,8 @@ def alias_info(pointed: Pointed) -> AliasInfo:
 
 def version_info(row: AliasVersionRow) -> AliasVersion:
     """Build the public record from a row."""
-    return AliasVersion(
-        version=row.version,
-        targets=tuple(WeightedRevision(number, weight) for number, weight in sorted(targets_of(row).items())),
-        restores=row.restores,
-        changed_by=row.changed_by,
-        changed_at=row.changed_at,
-    )
+    targets = tuple(WeightedRevision(number, weight) for number, weight in sorted(targets_of(row).items()))
+    return to_struct(AliasVersion, row, targets=targets)
 
 
 def adapter_info(tenant_name: str, adapter: AdapterRow, aliases: Sequence[Pointed]) -> AdapterInfo:
@@ -154,16 +150,12 @@ def adapter_info(tenant_name: str, adapter: AdapterRow, aliases: Sequence[Pointe
     infos = {pointed.alias.name: alias_info(pointed) for pointed in aliases}
     main = infos[DEFAULT_ALIAS].main
     revision = next(t.revision for pointed in aliases for t in pointed.targets if t.revision.number == main)
-    return AdapterInfo(
+    return to_struct(
+        AdapterInfo,
+        revision,
         id=adapter.id,
         name=f"{tenant_name}/{adapter.name}",
         revision=revision.number,
-        digest=revision.digest,
-        base_model=revision.base_model,
-        state=revision.state,
-        rank=revision.rank,
-        size_bytes=revision.size_bytes,
-        created_at=revision.created_at,
         aliases=tuple(infos.values()),
         version=adapter.version,
         expires_at=adapter.expires_at,
@@ -175,29 +167,16 @@ def revision_info(
 ) -> RevisionInfo:
     """Build the public record from rows; `adapter_name` is `tenant/adapter`."""
     naming = (pointed for pointed in aliases if any(t.revision.id == revision.id for t in pointed.targets))
-    return RevisionInfo(
-        id=revision.id,
+    return to_struct(
+        RevisionInfo,
+        revision,
         name=f"{adapter_name}@{revision.number}",
-        number=revision.number,
-        digest=revision.digest,
-        base_model=revision.base_model,
-        state=revision.state,
-        rank=revision.rank,
-        size_bytes=revision.size_bytes,
-        created_at=revision.created_at,
-        deleted_at=revision.deleted_at,
-        purge_at=revision.purge_at,
-        expires_at=revision.expires_at,
         aliases=tuple(pointed.alias.name for pointed in naming),
-        pin=None if pin is None else pin_info(pin),
+        pin=None if pin is None else to_struct(PinInfo, pin),
+        bundle=msgspec.UNSET,
     )
-
-
-def pin_info(pin: PinRow) -> PinInfo:
-    """Build the public record from a row."""
-    return PinInfo(since=pin.since, pinned_by=pin.pinned_by, used_at=pin.used_at)
 
 
 def grant_info(grant: GrantRow) -> GrantInfo:
     """Build the public record from a row."""
-    return GrantInfo(tenant=grant.grantee, granted_by=grant.granted_by, granted_at=grant.granted_at)
+    return to_struct(GrantInfo, grant, tenant=grant.grantee)

@@ -289,10 +289,11 @@ class Registry:
 def open_registry(database: Database, blobs: BlobStore, bases: BaseModels, limits: AdapterLimits) -> Registry:
     """Build the services."""
     changes = ChangeService(database)
+    aliases = AliasService(changes, limits.max_aliases)
     return Registry(
         queries=AdapterQueries(database),
-        aliases=AliasService(changes, limits.max_aliases),
-        deletion=DeletionService(database, changes, limits),
+        aliases=aliases,
+        deletion=DeletionService(database, changes, aliases, limits),
         grants=GrantService(changes, limits.max_grants),
         pins=PinService(database, changes, limits),
         resolver=ModelResolver(database, blobs, bases),

@@ -124,7 +124,6 @@ class ReleasePolicies:
         self._queries = platform.adapters.queries
         self._changes = ChangeService(platform.database)
         platform.adapters.aliases.require(self.ensure_allowed)
-        platform.adapters.deletion.require(self.ensure_allowed)
 
     async def put(
         self, principal: Principal, adapter: str, alias: str, policy: ReleasePolicy, preconditions: Preconditions

@@ -1,13 +1,12 @@
 """Every setting, read once from one TOML file, checked, and frozen."""
 
 from loramux.settings.adapters import AdapterLimits, BucketSettings, HubSettings, UploadSettings, ValidationSettings
-from loramux.settings.file import Settings, SettingsError, ensure_files, load_settings, resolve_paths
+from loramux.settings.file import Settings, SettingsError, ensure_files, load_settings
 from loramux.settings.server import (
     BatchSettings,
     BillingSettings,
     ConsoleSettings,
     IssuerSettings,
-    PrivacySettings,
     RecordsSettings,
     ServerSettings,
     SignInSettings,
@@ -17,8 +16,6 @@ from loramux.settings.server import (
 )
 from loramux.settings.serving import (
     BaseSettings,
-    ClassDeadlines,
-    ClassShares,
     Dtype,
     EngineRange,
     EngineSettings,
@@ -27,7 +24,6 @@ from loramux.settings.serving import (
     ModelSettings,
     Quantization,
     RaySettings,
-    ReservedPages,
     SchedulerSettings,
     ToolParser,
 )
@@ -38,8 +34,6 @@ __all__ = [
     "BatchSettings",
     "BillingSettings",
     "BucketSettings",
-    "ClassDeadlines",
-    "ClassShares",
     "ConsoleSettings",
     "Dtype",
     "EngineRange",
@@ -49,11 +43,9 @@ __all__ = [
     "HubSettings",
     "IssuerSettings",
     "ModelSettings",
-    "PrivacySettings",
     "Quantization",
     "RaySettings",
     "RecordsSettings",
-    "ReservedPages",
     "SchedulerSettings",
     "ServerSettings",
     "Settings",
@@ -67,5 +59,4 @@ __all__ = [
     "WebhookSettings",
     "ensure_files",
     "load_settings",
-    "resolve_paths",
 ]

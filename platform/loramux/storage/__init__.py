@@ -10,11 +10,10 @@ from loramux.storage.blobs import (
     Cached,
     content_digest,
     digest_at,
-    digest_of,
     files_of,
     open_blobs,
 )
-from loramux.storage.objects import Folder, Objects, StorageError, StorageUnavailable, open_objects
+from loramux.storage.objects import Objects, StorageError, StorageUnavailable, open_objects
 
 __all__ = [
     "CONFIG_FILE",
@@ -24,13 +23,11 @@ __all__ = [
     "BlobMissing",
     "BlobStore",
     "Cached",
-    "Folder",
     "Objects",
     "StorageError",
     "StorageUnavailable",
     "content_digest",
     "digest_at",
-    "digest_of",
     "files_of",
     "open_blobs",
     "open_objects",

@@ -1,10 +1,10 @@
 """Customers, their projects, members and keys: the one place where a secret becomes a verified tenant."""
 
-from loramux.records import Origin, Principal, ProjectId, TenantId
+from loramux.records import Origin, Principal
 from loramux.records.requests import ALLOWED_AT_FIRST, CHOSEN
-from loramux.tenants.account import Account, KeyRequest, Keys, Members, Projects
+from loramux.tenants.account import Account, KeyRequest
 from loramux.tenants.authentication import Credential
-from loramux.tenants.authority import CUSTOMER_SCOPES, ROLE_SCOPES, SCOPES, TENANT_SCOPES, Actor, Role, actor_of
+from loramux.tenants.authority import CUSTOMER_SCOPES, ROLE_SCOPES, SCOPES, TENANT_SCOPES, Role, actor_of
 from loramux.tenants.entities import AuditEntry, AuditLog, Change, Changes, Key, Member, Project, Tenant, Tier
 from loramux.tenants.errors import (
     AlreadyExists,
@@ -27,8 +27,8 @@ from loramux.tenants.errors import (
     TooManyFailures,
 )
 from loramux.tenants.secrets import open_pepper, replace_pepper
-from loramux.tenants.sessions import SIGN_IN_SECONDS, Callback, OpenedLink, Session, Sessions
-from loramux.tenants.tenants import SERVICE_CLASSES, Tenants, Tiers, system_principal
+from loramux.tenants.sessions import SIGN_IN_SECONDS, Callback, Session
+from loramux.tenants.tenants import SERVICE_CLASSES, Tenants, system_principal
 
 __all__ = [
     "ALLOWED_AT_FIRST",
@@ -40,7 +40,6 @@ __all__ = [
     "SIGN_IN_SECONDS",
     "TENANT_SCOPES",
     "Account",
-    "Actor",
     "AlreadyExists",
     "AuditEntry",
     "AuditLog",
@@ -53,36 +52,28 @@ __all__ = [
     "Key",
     "KeyNotFound",
     "KeyRequest",
-    "Keys",
     "Member",
     "MemberNotFound",
-    "Members",
     "NotFound",
     "NotPermitted",
-    "OpenedLink",
     "Origin",
     "PepperError",
     "Principal",
     "Project",
-    "ProjectId",
     "ProjectNotFound",
-    "Projects",
     "Role",
     "Session",
-    "Sessions",
     "SeveralTenants",
     "SignInRefused",
     "StillNeeded",
     "Tenant",
     "TenantExists",
-    "TenantId",
     "TenantNotFound",
     "TenantSuspended",
     "Tenants",
     "TenantsError",
     "Tier",
     "TierNotFound",
-    "Tiers",
     "TooManyFailures",
     "actor_of",
     "open_pepper",

@@ -372,7 +372,7 @@ class IssuerKeys:
                     self._keys = await self._fetch()
                     self._fetched_at = time.monotonic()
                 except (httpx.HTTPError, httpx.InvalidURL, JoseError, ValueError, KeyError, TypeError) as error:
-                    self._demand_usable(error)
+                    self._ensure_usable(error)
             if self._keys is None:
                 raise IssuerUnreachable(f"{self._issuer} did not answer a moment ago")
             return self._keys
@@ -382,7 +382,7 @@ class IssuerKeys:
         await self.current()
         return self._endpoints
 
-    def _demand_usable(self, error: Exception) -> None:
+    def _ensure_usable(self, error: Exception) -> None:
         if self._keys is None or time.monotonic() - self._fetched_at > STALE_SECONDS:
             self._keys = None
             raise IssuerUnreachable(f"{self._issuer} gives no keys ({type(error).__name__})") from error

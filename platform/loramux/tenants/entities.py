@@ -13,6 +13,7 @@ import msgspec
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from loramux.records import Database, Origin, ProjectId, TenantId
+from loramux.records.base import to_struct
 from loramux.records.credentials import KeyRow
 from loramux.records.tenants import AuditRepository, AuditRow, MemberRow, ProjectRow, TenantRow, TierRow
 from loramux.tenants.authority import UNLIMITED, Actor, Role
@@ -98,72 +99,43 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 def tenant_of(row: TenantRow) -> Tenant:
     """Return the entity of the row."""
-    return Tenant(
-        id=row.id,
-        name=row.name,
-        tier=row.tier,
-        created_at=row.created_at,
-        suspended_at=row.suspended_at,
-        zero_retention=bool(row.zero_retention),
-        allow_judges=bool(row.allow_judges),
-    )
+    # both are None in a new row, until it is read again
+    return to_struct(Tenant, row, zero_retention=bool(row.zero_retention), allow_judges=bool(row.allow_judges))
 
 
 def tier_of(row: TierRow) -> Tier:
     """Return the entity of the row."""
-    allowed = tuple(row.service_tiers.split())
-    return Tier(name=row.name, service_class=row.service_class, weight=row.weight, service_tiers=allowed)
+    return to_struct(Tier, row, service_tiers=tuple(row.service_tiers.split()))
 
 
 def project_of(row: ProjectRow) -> Project:
     """Return the entity of the row."""
-    return Project(
-        id=row.id, tenant=row.tenant_id, name=row.name, created_at=row.created_at, archived_at=row.archived_at
-    )
+    return to_struct(Project, row, tenant=row.tenant_id)
 
 
 def member_of(row: MemberRow) -> Member:
     """Return the entity of the row."""
-    return Member(
-        id=row.id,
-        tenant=row.tenant_id,
-        issuer=row.issuer,
-        subject=row.subject,
-        role=Role(row.role),
-        created_at=row.created_at,
-    )
+    return to_struct(Member, row, tenant=row.tenant_id, role=Role(row.role))
 
 
 def key_of(row: KeyRow) -> Key:
     """Return the entity of the row, without the MAC."""
-    return Key(
-        id=row.id,
+    return to_struct(
+        Key,
+        row,
         tenant=row.tenant_id,
         project=row.project_id,
-        name=row.name,
         scopes=frozenset(row.scopes.split()),
         models=None if row.models is None else frozenset(row.models.splitlines()),
-        hint=row.hint,
-        created_by=row.created_by,
-        created_at=row.created_at,
-        expires_at=row.expires_at,
-        last_used_at=row.last_used_at,
-        replaced_by=row.replaced_by,
-        revoked_at=row.revoked_at,
     )
 
 
 def entry_of(row: AuditRow) -> AuditEntry:
     """Return the entity of the row."""
-    return AuditEntry(
-        sequence=row.sequence,
-        at=row.at,
+    return to_struct(
+        AuditEntry,
+        row,
         tenant=row.tenant_id,
-        actor=row.actor,
-        source=row.source,
-        request_id=row.request_id,
-        action=row.action,
-        object_id=row.object_id,
         before=None if row.before is None else msgspec.Raw(row.before.encode()),
         after=None if row.after is None else msgspec.Raw(row.after.encode()),
     )

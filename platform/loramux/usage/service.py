@@ -81,8 +81,8 @@ class UsageService:
         """Admit the request and write its row, durably, before the engine sees it.
 
         Returns StoredAnswer where its idempotency key was answered before; then nothing is opened. A caller that is
-        cancelled while it waits leaves no open row: the request is settled with nothing used. Raises what `Books.admit`
-        raises, IdempotencyMismatch, StillRunning, RequestRefused, UsageClosed.
+        cancelled while it waits leaves no open row: the request is settled with nothing used. Raises what
+        `AdmissionBatch.admit` raises, IdempotencyMismatch, StillRunning, RequestRefused, UsageClosed.
         """
         try:
             outcome = await self._writer.submit(request, patient=_is_patient(request))
@@ -196,7 +196,7 @@ def _retrieve_exception(outcome: asyncio.Future[Outcome]) -> None:
 
 
 Kind = Literal["storage", "residency"]
-HOLDINGS = {"storage": STORED, "residency": PINNED}
+METERED = {"storage": STORED, "residency": PINNED}
 STATUS = {"storage": "stored", "residency": "pinned"}
 GRACE = 600 * SECOND
 """Microseconds between a day's end and its entries: by then, every row that began on that day is committed."""
@@ -219,33 +219,33 @@ class StorageMeter:
 
     async def _accrue_batch(self) -> int:
         async with self._database.begin() as session:
-            ledger, holdings = LedgerRepository(session), StorageMeterRepository(session, HOLDINGS[self._kind])
+            ledger, meter = LedgerRepository(session), StorageMeterRepository(session, METERED[self._kind])
             head = await ledger.lock()
             now = self._database.now()
-            due = await holdings.due((now - GRACE) // DAY * DAY, BATCH)
+            due = await meter.due((now - GRACE) // DAY * DAY, BATCH)
             await ledger.append(head, [_content(self._kind, one, now) for one in due if _byte_seconds(one)])
-            await holdings.counted({one.id: _end(one) for one in due})
+            await meter.counted({one.id: _end(one) for one in due})
             return len(due)
 
 
-def _end(holding: UnbilledSpan) -> int:
+def _end(span: UnbilledSpan) -> int:
     """The end of its first day that is not billed yet."""
-    return min((holding.counted_until // DAY + 1) * DAY, holding.until)
+    return min((span.counted_until // DAY + 1) * DAY, span.until)
 
 
-def _byte_seconds(holding: UnbilledSpan) -> int:
-    return holding.size_bytes * (_end(holding) // SECOND - holding.counted_until // SECOND)
+def _byte_seconds(span: UnbilledSpan) -> int:
+    return span.size_bytes * (_end(span) // SECOND - span.counted_until // SECOND)
 
 
-def _content(kind: Kind, holding: UnbilledSpan, now: int) -> EntryContent:
-    start = holding.counted_until
+def _content(kind: Kind, span: UnbilledSpan, now: int) -> EntryContent:
+    start = span.counted_until
     return EntryContent(
         kind=kind,
-        tenant_id=holding.tenant_id,
+        tenant_id=span.tenant_id,
         key_id="",
-        request_id=f"{holding.id}:{start}",
-        model=holding.model,
-        adapter_digest=holding.digest,
+        request_id=f"{span.id}:{start}",
+        model=span.model,
+        adapter_digest=span.digest,
         base_model="",
         input_tokens=0,
         cached_tokens=0,
@@ -254,6 +254,6 @@ def _content(kind: Kind, holding: UnbilledSpan, now: int) -> EntryContent:
         status=STATUS[kind],
         created_at=now,
         occurred_at=start // DAY * DAY,
-        adapter_byte_seconds=_byte_seconds(holding) if kind == "storage" else 0,
-        adapter_resident_byte_seconds=_byte_seconds(holding) if kind == "residency" else 0,
+        adapter_byte_seconds=_byte_seconds(span) if kind == "storage" else 0,
+        adapter_resident_byte_seconds=_byte_seconds(span) if kind == "residency" else 0,
     )

@@ -144,20 +144,20 @@ class SettlementWriter:
         async with self._database.begin() as session:
             # Lock order: the ledger's head first, then limits and budgets. Everything that locks both keeps it.
             head = await LedgerRepository(session).lock() if settled else None
-            requests, books = RequestRepository(session), AdmissionBatch(session, self._database.now())
+            requests, admission = RequestRepository(session), AdmissionBatch(session, self._database.now())
             closed = await requests.close(settled, SETTLED, self._database.now()) if settled else {}
-            await books.read(opened, _holders(closed), self._prices)
+            await admission.read(opened, _holders(closed), self._prices)
             if opened:
-                outcomes = await self._open(session, opened, books)
+                outcomes = await self._open(session, opened, admission)
             if head is not None:
                 ends = [(closed[id], _end_of(closed[id], one)) for id, one in settled.items() if id in closed]
-                entries = await self._settle(session, head, ends, books)
+                entries = await self._settle(session, head, ends, admission)
                 entries |= await self._find_settled(session, settled.keys() - closed.keys())
-            await books.write()
+            await admission.write()
         return outcomes, entries
 
     async def _open(
-        self, session: AsyncSession, opened: Sequence[OpenedRequest], books: AdmissionBatch
+        self, session: AsyncSession, opened: Sequence[OpenedRequest], admission: AdmissionBatch
     ) -> dict[str, Outcome | Exception]:
         """Insert the rows of admitted requests.
 
@@ -166,11 +166,11 @@ class SettlementWriter:
         requests, now = RequestRepository(session), self._database.now()
         outcomes: dict[str, Outcome | Exception] = {**await claim_keys(session, opened, now, self._answers)}
         fresh = [request for request in opened if request.id not in outcomes]
-        outcomes |= {request.id: _admit(books, request) for request in fresh}
+        outcomes |= {request.id: _admit(admission, request) for request in fresh}
         if refused := [one.id for one in fresh if one.claim and isinstance(outcomes[one.id], Exception)]:
             await conclude_claims(session, dict.fromkeys(refused), self._answers)
         admitted = [one for one in fresh if not isinstance(outcomes[one.id], Exception)]
-        holders = [one.id for one in admitted if books.holds(one.id)]
+        holders = [one.id for one in admitted if admission.holds(one.id)]
         if not admitted or await requests.add(admitted, holders, self._server_id, now):
             return outcomes
         owners = await requests.owners([one.id for one in admitted])
@@ -186,7 +186,7 @@ class SettlementWriter:
         session: AsyncSession,
         head: LedgerHeadRow,
         closed: Sequence[tuple[BilledRequest, Settlement]],
-        books: AdmissionBatch,
+        admission: AdmissionBatch,
     ) -> dict[str, LedgerEntry | Exception]:
         """Append the entries of closed requests, and release what the requests held of limits and budgets."""
         now = self._database.now()
@@ -199,7 +199,7 @@ class SettlementWriter:
         for row, settlement in closed:
             if row.has_holds:
                 charged = ChargedUsage(settlement.billed, settlement.billed_loads)
-                books.release(row.id, charged, settlement.limited_tokens)
+                admission.release(row.id, charged, settlement.limited_tokens)
         return {entry.request_id: entry for entry in appended}
 
     async def _find_settled(self, session: AsyncSession, ids: Collection[str]) -> dict[str, LedgerEntry | Exception]:
@@ -220,9 +220,9 @@ class SettlementWriter:
     async def _interrupt(self, session: AsyncSession, head: LedgerHeadRow, left: list[str]) -> None:
         """Close requests whose server died: free of charge, holds released, idempotency keys free again."""
         requests, ledger, now = RequestRepository(session), LedgerRepository(session), self._database.now()
-        books = AdmissionBatch(session, now)
+        admission = AdmissionBatch(session, now)
         closed = await requests.close(left, INTERRUPTED, now)
-        await books.read([], _holders(closed), self._prices)
+        await admission.read([], _holders(closed), self._prices)
         ends = [(closed[id], unused(id, "platform")) for id in left]
         await ledger.append(
             head,
@@ -232,8 +232,8 @@ class SettlementWriter:
             ],
         )
         for id in _holders(closed):
-            books.release(id, ChargedUsage(), 0)
-        await books.write()
+            admission.release(id, ChargedUsage(), 0)
+        await admission.write()
         await conclude_claims(session, {row.id: None for row in closed.values() if row.has_claim}, self._answers)
 
 
@@ -241,9 +241,9 @@ def _holders(closed: Mapping[str, BilledRequest]) -> list[str]:
     return [id for id, row in closed.items() if row.has_holds]
 
 
-def _admit(books: AdmissionBatch, request: OpenedRequest) -> RateLimitStatus | LimitsError:
+def _admit(admission: AdmissionBatch, request: OpenedRequest) -> RateLimitStatus | LimitsError:
     try:
-        return books.admit(request)
+        return admission.admit(request)
     except LimitsError as error:
         return error
 

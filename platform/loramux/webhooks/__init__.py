@@ -1,7 +1,7 @@
 """Tenants' webhooks: their endpoints, the events, and the delivery of the one to the other."""
 
 from loramux.records.webhooks import Event, LoggedDelivery
-from loramux.webhooks.dispatcher import Attempt, WebhookDispatcher, webhook_client
+from loramux.webhooks.dispatcher import Attempt, webhook_client
 from loramux.webhooks.endpoints import (
     Endpoint,
     EndpointNotFound,
@@ -9,7 +9,6 @@ from loramux.webhooks.endpoints import (
     InvalidEndpoint,
     TooManyEndpoints,
     TooManyTests,
-    WebhookError,
     WebhookService,
 )
 from loramux.webhooks.messages import EventData, event_data
@@ -25,8 +24,6 @@ __all__ = [
     "LoggedDelivery",
     "TooManyEndpoints",
     "TooManyTests",
-    "WebhookDispatcher",
-    "WebhookError",
     "WebhookService",
     "event_data",
     "webhook_client",

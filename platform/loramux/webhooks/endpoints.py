@@ -19,6 +19,7 @@ import msgspec
 from loramux.errors import LoramuxError
 from loramux.public_http import NotPublic, Resolver
 from loramux.records import Database, Principal, TenantId
+from loramux.records.base import to_struct
 from loramux.records.identity import new_id
 from loramux.records.webhooks import KINDS, EndpointRepository, EndpointRow, Event, EventRepository, LoggedDelivery
 from loramux.settings import WebhookSettings
@@ -202,15 +203,7 @@ def _checked(events: Collection[str]) -> str:
 
 
 def _endpoint(row: EndpointRow) -> Endpoint:
-    return Endpoint(
-        id=row.id,
-        url=row.url,
-        events=tuple(row.events.split()),
-        created_at=row.created_at,
-        failing_since=row.failing_since,
-        disabled_at=row.disabled_at,
-        disabled_because=row.disabled_because,
-    )
+    return to_struct(Endpoint, row, events=tuple(row.events.split()))
 
 
 class WebhookService:
