@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class Job(Protocol):
-    """Work that a server has taken on; its row in the database says so (`records.leases`)."""
+    """Work that a server has taken on; its row in the database says so (`records.database`)."""
 
     @property
     def id(self) -> str:

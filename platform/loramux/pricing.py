@@ -22,6 +22,19 @@ from loramux.units import DAY
 
 NANO_DIGITS = 9
 
+Group = tuple[str | None, ...]
+"""The values of the columns that a bill is divided by."""
+
+METERS = (
+    "input_uncached",
+    "input_cached",
+    "output",
+    "adapter_load",
+    "adapter_byte_seconds",
+    "adapter_resident_byte_seconds",
+)
+"""The meters that prices are for. Token meters have a `waived_` twin, which is never charged."""
+
 
 class UnknownCurrency(ValueError):
     """No currency of ISO 4217 has that code, or it has no minor unit (gold, test codes)."""
@@ -120,20 +133,6 @@ def allocate(total: int, weights: Sequence[int]) -> list[int]:
     for i in fullest[:left]:
         parts[i] += 1
     return parts
-
-
-Group = tuple[str | None, ...]
-"""The values of the columns that a bill is divided by."""
-
-METERS = (
-    "input_uncached",
-    "input_cached",
-    "output",
-    "adapter_load",
-    "adapter_byte_seconds",
-    "adapter_resident_byte_seconds",
-)
-"""The meters that prices are for. Token meters have a `waived_` twin, which is never charged."""
 
 
 class Step(msgspec.Struct, frozen=True):

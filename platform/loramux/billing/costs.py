@@ -6,6 +6,7 @@ a computed prompt token is one, a generated one two. A share counts waived work,
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
 from typing import ClassVar
@@ -151,43 +152,38 @@ def margins(revenues: Sequence[Revenue], gpu_nanos: int) -> list[Margin]:
 
     The whole cost is divided exactly over everything that ran: idle time is shared by what ran.
     """
-    units, prices, currencies = (
-        _units(revenues),
-        _prices(revenues),
-        {one.tenant_name: one.bill.currency for one in revenues},
-    )
+    units, prices = _units(revenues), _prices(revenues)
+    currencies = {one.tenant_name: one.bill.currency for one in revenues}
     keys = sorted(units.keys() | prices.keys())
-    costs = allocate(gpu_nanos, [units.get(key, 0) for key in keys])
+    costs = allocate(gpu_nanos, [units[key] for key in keys])
     return [
         Margin(
             tenant_name=tenant,
             model=model,
             currency=currencies[tenant].code,
-            units=units.get((tenant, model), 0),
-            price=_money(prices.get((tenant, model), 0)),
+            units=units[tenant, model],
+            price=_money(prices[tenant, model]),
             cost=_money(cost),
-            margin=_money(prices.get((tenant, model), 0) - cost),
+            margin=_money(prices[tenant, model] - cost),
         )
         for (tenant, model), cost in zip(keys, costs, strict=True)
     ]
 
 
-def _units(revenues: Sequence[Revenue]) -> Mapping[tuple[str, str], int]:
-    units: dict[tuple[str, str], int] = {}
+def _units(revenues: Sequence[Revenue]) -> Counter[tuple[str, str]]:
+    units: Counter[tuple[str, str]] = Counter()
     for one in revenues:
         for quantity in one.quantities:
-            key = one.tenant_name, quantity.group[0] or ""
             done = sum(weight * quantity.quantities.get(meter, 0) for meter, weight in SERVICE_UNITS.items())
-            units[key] = units.get(key, 0) + done
+            units[one.tenant_name, quantity.group[0] or ""] += done
     return units
 
 
-def _prices(revenues: Sequence[Revenue]) -> Mapping[tuple[str, str], int]:
-    prices: dict[tuple[str, str], int] = {}
+def _prices(revenues: Sequence[Revenue]) -> Counter[tuple[str, str]]:
+    prices: Counter[tuple[str, str]] = Counter()
     for one in revenues:
         for _, part in one.bill.charges():
-            key = one.tenant_name, part.group[0] or ""
-            prices[key] = prices.get(key, 0) + part.nanos
+            prices[one.tenant_name, part.group[0] or ""] += part.nanos
     return prices
 
 

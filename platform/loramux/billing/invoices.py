@@ -39,6 +39,9 @@ MINIMUM = "minimum_commitment"
 TAX_SCALE = 10_000
 """Parts of a percent that a tax can have."""
 
+NO_CURRENCY = Currency("XXX", 0)
+"""ISO 4217's code for no currency: tenants without a plan have it, and are charged nothing."""
+
 
 class InvoiceStep(msgspec.Struct, frozen=True):
     """One step of a price: from `above` units on, `per` units cost `price`."""
@@ -171,10 +174,6 @@ class Bill(msgspec.Struct, frozen=True, kw_only=True):
     def charges(self) -> list[tuple[Line, Charge]]:
         """List every part of every line."""
         return [(line, part) for line in self.lines for part in line.charges]
-
-
-NO_CURRENCY = Currency("XXX", 0)
-"""ISO 4217's code for no currency: tenants without a plan have it, and are charged nothing."""
 
 
 def bill(

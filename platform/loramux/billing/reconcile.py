@@ -41,10 +41,12 @@ from loramux.records.usage import DailyUsageRepository, QuantityRepository
 from loramux.storage import Objects, StorageUnavailable
 from loramux.units import TokenCounts
 
-logger = logging.getLogger(__name__)
-
 FOLDER = "ledger-checkpoints"
 _name = re.compile(r"(\d{20})\.([0-9a-f]{64})\.(\d{20})\.([0-9a-f]{64})")
+
+SHOWN_PARKED = 20
+
+logger = logging.getLogger(__name__)
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -257,9 +259,6 @@ def _agree(kept: Invoice, again: Bill, row: InvoiceRow) -> bool:
     )
     totals = again.total == row.total and again.amount(row.total) == kept.total
     return frozen == computed and totals and again.currency.code == row.currency == kept.currency
-
-
-SHOWN_PARKED = 20
 
 
 class ReconciliationOutcome(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,6 +21,14 @@ from loramux.units import MINUTE
 PART = MINUTE
 """Parts of one request or token: the microseconds of a minute."""
 
+MAX_INTEGER = 2**63 - 1
+"""The largest value of a database column."""
+
+BATCH_POOL = "batch:"
+"""Prefix of the counters of batches."""
+BATCH_LIMIT = "batch_"
+"""Prefix of the limits of batches."""
+
 
 class TokenBucket(msgspec.Struct, frozen=True):
     """`free` parts as of the microsecond `at`. A clock that goes back refills nothing."""
@@ -84,10 +92,6 @@ def _tighter(one: RateLimit | None, other: RateLimit | None) -> RateLimit | None
     return min(one, other, key=lambda rate: rate.remaining)
 
 
-MAX_INTEGER = 2**63 - 1
-"""The largest value of a database column."""
-
-
 class LimitDefinition(msgspec.Struct, frozen=True):
     """The meaning of one limit."""
 
@@ -136,12 +140,6 @@ def subjects_of_caller(tenant: str, project: str | None, lineage: Sequence[str])
     key, *makers = lineage
     above = dict.fromkeys(makers, "key's maker")
     return {str(tenant): "organization"} | of_project | above | {key: "key"}
-
-
-BATCH_POOL = "batch:"
-"""Prefix of the counters of batches."""
-BATCH_LIMIT = "batch_"
-"""Prefix of the limits of batches."""
 
 
 def pools_of(request: OpenedRequest) -> dict[str, str]:

@@ -118,7 +118,7 @@ def to_struct(kind: type[Struct], row: Any, **others: Any) -> Struct:
 
 
 async def insert_rows(session: AsyncSession, model: type[DeclarativeBase], rows: Sequence[dict[str, Any]]) -> None:
-    """Insert `rows`, at least one, which all have the same keys; texts, integers and booleans only."""
+    """Insert `rows`, which all have the same keys; texts, integers and booleans only."""
     await _insert(session, model, rows, "")
 
 
@@ -161,6 +161,8 @@ def model_name(session: AsyncSession, column: SQLColumnExpression[str]) -> SQLCo
 async def _insert(
     session: AsyncSession, model: type[DeclarativeBase], rows: Sequence[dict[str, Any]], conflict: str
 ) -> int:
+    if not rows:
+        return 0
     connection, names = await session.connection(), tuple(rows[0])
     if is_postgresql(session):
         document = msgspec.json.encode(rows).decode()

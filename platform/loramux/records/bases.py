@@ -19,6 +19,11 @@ from loramux.records.database import BASES, LeasedRow, adopt_abandoned, advisory
 from loramux.records.identity import TenantId
 from loramux.records.tenants import TenantRow
 
+RUNNING, COMPLETED, CANCELLED, FAILED = "running", "completed", "cancelled", "failed"
+PENDING, EVALUATING = "pending", "evaluating"
+FITS, NEEDS_RETRAINING, REFUSED = "fits", "needs_retraining", "refused"
+OUTCOMES = (PENDING, EVALUATING, FITS, NEEDS_RETRAINING, REFUSED)
+
 
 class BaseRow(Base):
     """A base model that was added or retired."""
@@ -83,12 +88,6 @@ class BaseRepository(Repository):
             .limit(limit)
         )
         return list(await self._session.scalars(statement))
-
-
-RUNNING, COMPLETED, CANCELLED, FAILED = "running", "completed", "cancelled", "failed"
-PENDING, EVALUATING = "pending", "evaluating"
-FITS, NEEDS_RETRAINING, REFUSED = "fits", "needs_retraining", "refused"
-OUTCOMES = (PENDING, EVALUATING, FITS, NEEDS_RETRAINING, REFUSED)
 
 
 class BaseMigrationRow(LeasedRow, Base):

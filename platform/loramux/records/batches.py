@@ -1,5 +1,4 @@
-"""Batches, and the files that they read and write: rows, chunks of finished lines, and jobs of the servers that run
-them.
+"""Batches, the files that they read and write, chunks of finished lines, and the jobs of the servers that run them.
 
 The bytes of files and chunks are objects in the store. A file's object is there before its row, and goes after it.
 """
@@ -30,6 +29,10 @@ from loramux.records.base import Base, Repository, TenantScoped, newest_first, t
 from loramux.records.database import LeasedRow, adopt_abandoned
 from loramux.records.identity import ProjectId, TenantId
 from loramux.records.tenants import lock_tenant
+
+VALIDATING, IN_PROGRESS, FINALIZING, CANCELLING = "validating", "in_progress", "finalizing", "cancelling"
+UNFINISHED = (VALIDATING, IN_PROGRESS, FINALIZING, CANCELLING)
+COMPLETED, FAILED, EXPIRED, CANCELLED = "completed", "failed", "expired", "cancelled"
 
 
 class FileRow(Base):
@@ -136,11 +139,6 @@ async def known_files(session: AsyncSession, ids: Collection[str]) -> frozenset[
 def _seen(row: type[FileRow | BatchRow], viewpoint: Viewpoint) -> tuple[ColumnElement[bool], ...]:
     own = () if viewpoint.owner is None else (row.owner == viewpoint.owner,)
     return (row.project_id == viewpoint.project, *own)
-
-
-VALIDATING, IN_PROGRESS, FINALIZING, CANCELLING = "validating", "in_progress", "finalizing", "cancelling"
-UNFINISHED = (VALIDATING, IN_PROGRESS, FINALIZING, CANCELLING)
-COMPLETED, FAILED, EXPIRED, CANCELLED = "completed", "failed", "expired", "cancelled"
 
 
 class BatchRow(LeasedRow, Base):

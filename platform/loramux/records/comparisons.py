@@ -23,6 +23,11 @@ from loramux.records.tenants import TenantRow
 
 RUNNING, COMPLETED, FAILED = "running", "completed", "failed"
 
+MILLION = 1_000_000
+NOT_ENDED = text("ended_at IS NULL")
+
+ShadowEnd = Literal["stopped", "promoted", "revision_deleted", "adapter_deleted"]
+
 
 class EvaluationRow(LeasedRow, Base):
     """An evaluation, held by the server that grades it when its batch has ended."""
@@ -97,37 +102,16 @@ class EvaluationRepository(TenantScoped):
 
     async def newest(self, models: str, file_id: str | None) -> str | None:
         """Return the result of the tenant's newest completed evaluation of these two revisions, on that set or any."""
-        statement = select(EvaluationRow.result).where(
-            EvaluationRow.tenant_id == self._tenant,
-            EvaluationRow.adapter == models.partition("@")[0],
-            EvaluationRow.models == models,
-            EvaluationRow.state == COMPLETED,
-        )
-        if file_id is not None:
-            statement = statement.where(EvaluationRow.file_id == file_id)
-        return await self._session.scalar(statement.order_by(EvaluationRow.created_at.desc()).limit(1))
+        found = await self._newest(models.partition("@")[0], models, file_id, is_completed=True)
+        return None if found is None else found.result
 
     async def newest_of(self, adapter: str, file_id: str | None) -> Evaluation | None:
         """Return the tenant's newest completed evaluation of an adapter (`tenant/adapter`), on that set or any."""
-        statement = select(EvaluationRow).where(
-            EvaluationRow.tenant_id == self._tenant,
-            EvaluationRow.adapter == adapter,
-            EvaluationRow.state == COMPLETED,
-        )
-        if file_id is not None:
-            statement = statement.where(EvaluationRow.file_id == file_id)
-        row = await self._session.scalar(statement.order_by(EvaluationRow.created_at.desc()).limit(1))
-        return None if row is None else to_struct(Evaluation, row)
+        return await self._newest(adapter, None, file_id, is_completed=True)
 
     async def newest_between(self, models: str) -> Evaluation | None:
         """Return the tenant's newest evaluation of these two revisions, in any state."""
-        statement = select(EvaluationRow).where(
-            EvaluationRow.tenant_id == self._tenant,
-            EvaluationRow.adapter == models.partition("@")[0],
-            EvaluationRow.models == models,
-        )
-        row = await self._session.scalar(statement.order_by(EvaluationRow.created_at.desc()).limit(1))
-        return None if row is None else to_struct(Evaluation, row)
+        return await self._newest(models.partition("@")[0], models, None)
 
     async def before(
         self, project: ProjectId, adapter: str | None, id: str | None, limit: int, candidate: str | None = None
@@ -143,6 +127,21 @@ class EvaluationRepository(TenantScoped):
             statement = statement.where(EvaluationRow.models.startswith(f"{candidate} ", autoescape=True))
         newest = newest_first(statement, EvaluationRow, self._tenant, id, limit)
         return [to_struct(Evaluation, row) for row in await self._session.scalars(newest)]
+
+    async def _newest(
+        self, adapter: str, models: str | None, file_id: str | None, *, is_completed: bool = False
+    ) -> Evaluation | None:
+        statement = select(EvaluationRow).where(
+            EvaluationRow.tenant_id == self._tenant, EvaluationRow.adapter == adapter
+        )
+        if models is not None:
+            statement = statement.where(EvaluationRow.models == models)
+        if file_id is not None:
+            statement = statement.where(EvaluationRow.file_id == file_id)
+        if is_completed:
+            statement = statement.where(EvaluationRow.state == COMPLETED)
+        row = await self._session.scalar(statement.order_by(EvaluationRow.created_at.desc()).limit(1))
+        return None if row is None else to_struct(Evaluation, row)
 
 
 class EvaluationJobs(Repository):
@@ -171,12 +170,6 @@ class EvaluationJobs(Repository):
         state = FAILED if result is None else COMPLETED
         values = {"state": state, "result": result, "error": error, "judge_key": None, "finished_at": at}
         await self._session.execute(update(EvaluationRow).where(*mine).values(values))
-
-
-MILLION = 1_000_000
-NOT_ENDED = text("ended_at IS NULL")
-
-ShadowEnd = Literal["stopped", "promoted", "revision_deleted", "adapter_deleted"]
 
 
 class ShadowRow(Base):

@@ -32,6 +32,9 @@ from loramux.records.pins import PinRow
 from loramux.records.requests import RequestRow
 from loramux.records.tenants import TenantRow
 
+FOREVER = 2**62
+"""Later than any end."""
+
 
 async def register_revision(
     session: AsyncSession, tenant: TenantId, name: str, content: RevisionContent, stamp: Stamp, *, promote: bool = True
@@ -77,10 +80,6 @@ async def _revive(session: AsyncSession, tenant: TenantId, name: str, at: int) -
         session.add(adapter)
     await session.flush()
     return adapter
-
-
-FOREVER = 2**62
-"""Later than any end."""
 
 
 @dataclass(frozen=True, slots=True)

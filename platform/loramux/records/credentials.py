@@ -11,6 +11,7 @@ from typing import Any
 
 from sqlalchemy import (
     CheckConstraint,
+    ColumnElement,
     CursorResult,
     ForeignKey,
     ForeignKeyConstraint,
@@ -112,12 +113,7 @@ class CredentialRepository(Repository):
         self, tenant: TenantId, line: str, now: int
     ) -> Row[KeyRow, TenantRow, TierRow, ProjectRow] | None:
         """Return the newest key of a chain of rotations that still works; `line` is the id of the first."""
-        statement = _keys().where(
-            KeyRow.tenant_id == tenant,
-            KeyRow.revoked_at.is_(None),
-            KeyRow.expires_at.is_(None) | (KeyRow.expires_at > now),
-            (KeyRow.lineage == line) | KeyRow.lineage.startswith(f"{line} ", autoescape=True),
-        )
+        statement = _keys().where(KeyRow.tenant_id == tenant, *_in_line(line, now))
         newest = statement.order_by(KeyRow.created_at.desc(), KeyRow.id.desc()).limit(1)
         return (await self._session.execute(newest)).one_or_none()
 
@@ -152,8 +148,8 @@ class CredentialRepository(Repository):
 
     async def lock_maker(self, id: str, now: int) -> bool:
         """Return whether the key or member still works, and keep it from ending until this transaction ends."""
-        live = (KeyRow.id == id, KeyRow.revoked_at.is_(None), KeyRow.expires_at.is_(None) | (KeyRow.expires_at > now))
-        if await self._session.scalar(select(KeyRow.id).where(*live).with_for_update(read=True)) is not None:
+        key = select(KeyRow.id).where(KeyRow.id == id, *_live(now)).with_for_update(read=True)
+        if await self._session.scalar(key) is not None:
             return True
         member = select(MemberRow.id).where(MemberRow.id == id).with_for_update(read=True)
         return await self._session.scalar(member) is not None
@@ -169,6 +165,16 @@ class CredentialRepository(Repository):
         )
         rows: list[dict[str, Any]] = [{"key": key, "at": used[key]} for key in sorted(used)]
         await (await self._session.connection()).execute(statement, rows)
+
+
+def _live(now: int) -> tuple[ColumnElement[bool], ...]:
+    """The keys that still work."""
+    return KeyRow.revoked_at.is_(None), KeyRow.expires_at.is_(None) | (KeyRow.expires_at > now)
+
+
+def _in_line(line: str, now: int) -> tuple[ColumnElement[bool], ...]:
+    """The keys of a chain of rotations that still work; `line` is the id of the first."""
+    return *_live(now), (KeyRow.lineage == line) | KeyRow.lineage.startswith(f"{line} ", autoescape=True)
 
 
 def _keys() -> Select[KeyRow, TenantRow, TierRow, ProjectRow]:
@@ -203,11 +209,7 @@ class KeyRepository(TenantScoped):
 
     async def count_live(self, now: int) -> int:
         """Return the number of keys that still work."""
-        statement = select(func.count()).where(
-            KeyRow.tenant_id == self._tenant,
-            KeyRow.revoked_at.is_(None),
-            KeyRow.expires_at.is_(None) | (KeyRow.expires_at > now),
-        )
+        statement = select(func.count()).where(KeyRow.tenant_id == self._tenant, *_live(now))
         return await self._session.scalar(statement) or 0
 
     async def locked(self, key_id: str) -> KeyRow | None:
@@ -217,12 +219,7 @@ class KeyRepository(TenantScoped):
 
     async def live_in_line(self, line: str, now: int) -> bool:
         """Return whether a key of this chain of rotations still works."""
-        statement = select(KeyRow.id).where(
-            KeyRow.tenant_id == self._tenant,
-            KeyRow.revoked_at.is_(None),
-            KeyRow.expires_at.is_(None) | (KeyRow.expires_at > now),
-            (KeyRow.lineage == line) | KeyRow.lineage.startswith(f"{line} ", autoescape=True),
-        )
+        statement = select(KeyRow.id).where(KeyRow.tenant_id == self._tenant, *_in_line(line, now))
         return await self._session.scalar(statement.limit(1)) is not None
 
 

@@ -52,6 +52,25 @@ POSTGRESQL = {
 }
 """A peer that has gone without a word is noticed after 20 to 25 seconds."""
 
+MIGRATIONS = 7_401_001
+CONTENTS = 7_401_002
+"""Held while stored contents and the rows that need them change together, so that none goes while another comes."""
+
+PRICES = 7_401_004
+"""Held while prices are added, and while a period is closed that they would be in."""
+
+PEPPER = 7_401_005
+"""Held while a server compares or replaces the pepper, so that servers that start together agree on one."""
+
+BASES = 7_401_006
+"""Held while the set of bases is compared and changed."""
+
+DAILY_USAGE = 7_401_007
+"""Held while entries are added to the daily sums, so that servers add each once."""
+
+SERVERS = 7_401_003
+"""The class of PostgreSQL's two-part locks that living servers hold, each under the hash of its id."""
+
 
 def unix_microseconds() -> int:
     """Return the wall clock in the unit of the records."""
@@ -283,26 +302,6 @@ def _engines(url: URL) -> tuple[AsyncEngine, AsyncEngine]:
     _prepare_aiosqlite(writer.sync_engine, begin="BEGIN IMMEDIATE")
     _prepare_aiosqlite(reader.sync_engine, begin="BEGIN", query_only="ON")
     return writer, reader
-
-
-MIGRATIONS = 7_401_001
-CONTENTS = 7_401_002
-"""Held while stored contents and the rows that need them change together, so that none goes while another comes."""
-
-PRICES = 7_401_004
-"""Held while prices are added, and while a period is closed that they would be in."""
-
-PEPPER = 7_401_005
-"""Held while a server compares or replaces the pepper, so that servers that start together agree on one."""
-
-BASES = 7_401_006
-"""Held while the set of bases is compared and changed."""
-
-DAILY_USAGE = 7_401_007
-"""Held while entries are added to the daily sums, so that servers add each once."""
-
-SERVERS = 7_401_003
-"""The class of PostgreSQL's two-part locks that living servers hold, each under the hash of its id."""
 
 
 async def advisory_lock(session: AsyncSession, lock: int) -> None:

@@ -34,6 +34,13 @@ from loramux.records.tenants import MemberRow, ProjectRow, TierRow
 
 UNDELIVERED = text("delivered_at IS NULL")
 
+Rows = Sequence[Any]
+"""Rows of the named columns."""
+Spending = tuple[str, int]
+"""A budget and the start of a period."""
+
+COUNTED = ("requests_free", "requests_at", "tokens_free", "tokens_at", "running")
+
 
 class LimitRow(Base):
     """One limit of a subject; `tenant_id` is null for a tier's."""
@@ -139,12 +146,6 @@ class AlertRow(Base):
     delivered_at: Mapped[int | None]
 
 
-Rows = Sequence[Any]
-"""Rows of the named columns."""
-Spending = tuple[str, int]
-"""A budget and the start of a period."""
-
-COUNTED = ("requests_free", "requests_at", "tokens_free", "tokens_at", "running")
 BUDGET = (
     BudgetRow.id,
     BudgetRow.tenant_id,
@@ -282,13 +283,11 @@ class CounterRepository(Repository):
 
     async def add_holds(self, rows: Sequence[dict[str, Any]]) -> None:
         """Insert holds on subjects."""
-        if rows:
-            await insert_rows(self._session, HoldRow, rows)
+        await insert_rows(self._session, HoldRow, rows)
 
     async def add_budget_holds(self, rows: Sequence[dict[str, Any]]) -> None:
         """Insert holds on budgets."""
-        if rows:
-            await insert_rows(self._session, BudgetHoldRow, rows)
+        await insert_rows(self._session, BudgetHoldRow, rows)
 
     async def remove_holds(self, request_ids: Collection[str]) -> None:
         """Delete the holds of ended requests."""
@@ -298,8 +297,7 @@ class CounterRepository(Repository):
 
     async def add_alerts(self, rows: Sequence[dict[str, Any]]) -> None:
         """Insert the alerts that are not there already."""
-        if rows:
-            await insert_new(self._session, AlertRow, rows)
+        await insert_new(self._session, AlertRow, rows)
 
     async def _execute(self, statement: Any, rows: Sequence[dict[str, Any]]) -> None:
         if rows:

@@ -5,11 +5,11 @@ One row an hour for each model that a project's requests reached; sums only, so 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
-from sqlalchemy import Column, ColumnElement, ForeignKey, Index, Table, Text, delete, func, select
+from sqlalchemy import Column, ColumnElement, ForeignKey, Index, Row, Select, Table, Text, delete, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
@@ -108,33 +108,37 @@ class RevisionMetricsRepository(Repository):
 
     async def sums(self, caller: Caller, adapter: str, since: int, until: int | None = None) -> dict[str, Counts]:
         """Sum the caller's requests to revisions of `owner/adapter` in the hours from `since` to `until`, by model."""
-        columns = [func.sum(REVISION_HOURS.c[name]).label(name) for name in COUNTED]
-        statement = select(REVISION_HOURS.c.model, *columns).where(
+        statement = _sums().where(
             *_made_by(caller),
             REVISION_HOURS.c.model.startswith(f"{adapter}@", autoescape=True),
             REVISION_HOURS.c.hour >= since,
         )
         if until is not None:
             statement = statement.where(REVISION_HOURS.c.hour <= until)
-        rows = await self._session.execute(statement.group_by(REVISION_HOURS.c.model))
-        return {row.model: {name: int(getattr(row, name)) for name in COUNTED} for row in rows}
+        return _counts(await self._session.execute(statement))
 
     async def sums_by_model(self, caller: Caller, since: int, limit: int) -> dict[str, Counts]:
         """Sum all of the caller's requests since then, by model, of the `limit` models with most completed ones."""
-        columns = [func.sum(REVISION_HOURS.c[name]).label(name) for name in COUNTED]
         statement = (
-            select(REVISION_HOURS.c.model, *columns)
+            _sums()
             .where(*_made_by(caller), REVISION_HOURS.c.hour >= since)
-            .group_by(REVISION_HOURS.c.model)
             .order_by(func.sum(REVISION_HOURS.c.completed).desc(), REVISION_HOURS.c.model)
             .limit(limit)
         )
-        rows = await self._session.execute(statement)
-        return {row.model: {name: int(getattr(row, name)) for name in COUNTED} for row in rows}
+        return _counts(await self._session.execute(statement))
 
     async def forget(self, before: int) -> None:
         """Delete the hours before that time."""
         await self._session.execute(delete(REVISION_HOURS).where(REVISION_HOURS.c.hour < before))
+
+
+def _sums() -> Select[*tuple[Any, ...]]:
+    columns = [func.sum(REVISION_HOURS.c[name]).label(name) for name in COUNTED]
+    return select(REVISION_HOURS.c.model, *columns).group_by(REVISION_HOURS.c.model)
+
+
+def _counts(rows: Iterable[Row[*tuple[Any, ...]]]) -> dict[str, Counts]:
+    return {row.model: {name: int(getattr(row, name)) for name in COUNTED} for row in rows}
 
 
 def _made_by(caller: Caller) -> list[ColumnElement[bool]]:
@@ -155,12 +159,8 @@ async def sums_of_models(
     session: AsyncSession, models: Sequence[str], since: int
 ) -> tuple[dict[str, Counts], dict[str, FeedbackSums]]:
     """Sum the requests and opinions of every tenant since then, by model."""
-    columns = [func.sum(REVISION_HOURS.c[name]).label(name) for name in COUNTED]
-    statement = select(REVISION_HOURS.c.model, *columns).where(
-        REVISION_HOURS.c.model.in_(models), REVISION_HOURS.c.hour >= since
-    )
-    rows = await session.execute(statement.group_by(REVISION_HOURS.c.model))
-    counts = {row.model: {name: int(getattr(row, name)) for name in COUNTED} for row in rows}
+    statement = _sums().where(REVISION_HOURS.c.model.in_(models), REVISION_HOURS.c.hour >= since)
+    counts = _counts(await session.execute(statement))
     opinions = (
         select(FeedbackRow.model, func.count(), func.sum(FeedbackRow.score))
         .where(FeedbackRow.model.in_(models), FeedbackRow.created_at >= since)

@@ -104,8 +104,7 @@ class SinkRepository(Repository):
 
     async def park(self, parked: Sequence[ParkedEvent]) -> None:
         """Keep undelivered events for an operator; each once."""
-        if parked:
-            await insert_new(self._session, ParkedRow, [msgspec.structs.asdict(one) for one in parked])
+        await insert_new(self._session, ParkedRow, [msgspec.structs.asdict(one) for one in parked])
 
     async def parked(self) -> list[ParkedEvent]:
         """List the parked events in the ledger's order."""

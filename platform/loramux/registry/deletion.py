@@ -36,6 +36,10 @@ AT_A_TIME = 100
 POSTPONED_SECONDS = 3600
 """Until the next attempt to expire a revision whose aliases must not move to their other targets."""
 
+SWEEP_PAGE = 500
+IDLE_SECONDS = 600.0
+"""A content resolved more recently may be about to be read by a request that is not in the records yet."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -276,11 +280,6 @@ async def _leave_aliases(change: AdapterChange, remaining: dict[str, list[Target
             await change.aliases.point(change.adapter.id, name, targets, change.stamp)
         else:
             await change.aliases.remove(change.adapter.id, name, change.stamp)
-
-
-SWEEP_PAGE = 500
-IDLE_SECONDS = 600.0
-"""A content resolved more recently may be about to be read by a request that is not in the records yet."""
 
 
 class BlobCollector:

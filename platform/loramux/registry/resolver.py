@@ -39,6 +39,14 @@ from loramux.storage import BlobStore, StorageError
 if TYPE_CHECKING:
     from loramux_adapters import BaseDescription
 
+POINTS = 2**64
+"""Points that callers are hashed to."""
+
+FETCHES, FETCHES_PER_TENANT = 16, 4
+"""Contents that are fetched from the store or read for their digest at a time."""
+
+_model = re.compile(rf"({GRAMMAR})/({GRAMMAR})(?::({GRAMMAR})|@([1-9][0-9]{{0,8}}))?")
+
 
 @dataclass(frozen=True, slots=True)
 class BaseModel:
@@ -112,15 +120,6 @@ class BaseModels:
         if absent.successor is not None:
             return f"`{absent.successor}`"
         return " or ".join(f"`{name}`" for name in self.names) or "another base"
-
-
-POINTS = 2**64
-"""Points that callers are hashed to."""
-
-FETCHES, FETCHES_PER_TENANT = 16, 4
-"""Contents that are fetched from the store or read for their digest at a time."""
-
-_model = re.compile(rf"({GRAMMAR})/({GRAMMAR})(?::({GRAMMAR})|@([1-9][0-9]{{0,8}}))?")
 
 
 class ModelName(msgspec.Struct, frozen=True):

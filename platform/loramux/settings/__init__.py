@@ -1,6 +1,5 @@
 """Every setting, read once from one TOML file, checked, and frozen."""
 
-from loramux.settings.adapters import AdapterLimits, BucketSettings, HubSettings, UploadSettings, ValidationSettings
 from loramux.settings.file import Settings, SettingsError, ensure_files, load_settings
 from loramux.settings.server import (
     BatchSettings,
@@ -15,17 +14,22 @@ from loramux.settings.server import (
     WebhookSettings,
 )
 from loramux.settings.serving import (
+    AdapterLimits,
     BaseSettings,
+    BucketSettings,
     Dtype,
     EngineRange,
     EngineSettings,
     FleetSettings,
     GenerationConfig,
+    HubSettings,
     ModelSettings,
     Quantization,
     RaySettings,
     SchedulerSettings,
     ToolParser,
+    UploadSettings,
+    ValidationSettings,
 )
 
 __all__ = [

@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 
-from loramux.settings.adapters import AdapterLimits, UploadSettings, ValidationSettings
 from loramux.settings.server import (
     BatchSettings,
     BillingSettings,
@@ -26,7 +25,16 @@ from loramux.settings.server import (
     TracingSettings,
     WebhookSettings,
 )
-from loramux.settings.serving import BaseSettings, EngineSettings, FleetSettings, ModelSettings, SchedulerSettings
+from loramux.settings.serving import (
+    AdapterLimits,
+    BaseSettings,
+    EngineSettings,
+    FleetSettings,
+    ModelSettings,
+    SchedulerSettings,
+    UploadSettings,
+    ValidationSettings,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +45,6 @@ RENAMED_SETTINGS: dict[str, str] = {
     "scheduler.overhead_target": "scheduler.adapter_overhead_target",
 }
 """Old spelling -> new one, as `section.field`. The old one is accepted, with a warning, for one release."""
-
 
 FONT_MAGIC = (b"\0\1\0\0", b"true", b"OTTO", b"ttcf")
 """The beginnings of font files."""

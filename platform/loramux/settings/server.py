@@ -1,6 +1,4 @@
-"""The server: address, database and blobs, OIDC issuers, usage sinks, invoices, webhooks, files and batches,
-retention.
-"""
+"""The server: its address, log, records, OIDC issuers, console, sinks, invoices, webhooks, batches and retention."""
 
 from __future__ import annotations
 

@@ -45,6 +45,10 @@ MAX_OVERLAP_SECONDS = 30 * SECONDS_PER_DAY
 MAX_LIFE_SECONDS = 10 * 366 * SECONDS_PER_DAY
 DEFAULT_PROJECT = "default"
 
+MAX_LENGTH = 512
+MAX_PROJECTS = 1_000
+MAX_MEMBERS = 10_000
+
 
 class KeyRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The properties of a key to be made."""
@@ -216,11 +220,6 @@ def _allow_list(models: frozenset[str] | None) -> str | None:
             "models",
         )
     return "\n".join(sorted(models))
-
-
-MAX_LENGTH = 512
-MAX_PROJECTS = 1_000
-MAX_MEMBERS = 10_000
 
 
 class Account:

@@ -41,6 +41,18 @@ _INCORRECT = "Incorrect API key provided"
 FLUSH_SECONDS = 10.0
 """The most that `last_used_at` lags behind; a crash loses as much."""
 
+MAX_TOKEN_LENGTH = 16_384
+LEEWAY_SECONDS = 60
+
+DISCOVERY = "/.well-known/openid-configuration"
+MAX_DOCUMENT_BYTES = 256 << 10
+MAX_KEYS = 64
+FRESH_SECONDS = 3600.0
+STALE_SECONDS = 86_400.0
+"""The time for which known keys stay valid while the issuer does not answer."""
+RETRY_SECONDS = 10.0
+"""The least time between two requests to the issuer, however many tokens with unknown keys arrive."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -171,17 +183,12 @@ def principal_of_key(found: Row[KeyRow, TenantRow, TierRow, ProjectRow], now: in
             FIELD,
         )
     models = None if key.models is None else frozenset(key.models.splitlines())
-    return Principal(
-        tenant=tenant.id,
-        tenant_name=tenant.name,
+    return principal_in(
+        tenant,
+        tier,
         key_id=key.id,
         scopes=effective_scopes(key.scopes.split(), models),
         project=key.project_id,
-        tier=tier.name,
-        service_class=tier.service_class,
-        weight=tier.weight,
-        service_tiers=frozenset(tier.service_tiers.split()),
-        zero_retention=tenant.zero_retention,
         models=models,
         origin=origin,
         expires_at=key.expires_at,
@@ -194,20 +201,29 @@ def principal_of_member(found: Membership, *, is_operator: bool, origin: Origin)
     member, tenant, tier, project = found
     _ensure_active(tenant)
     role = Role(member.role)
-    return Principal(
-        tenant=tenant.id,
-        tenant_name=tenant.name,
+    return principal_in(
+        tenant,
+        tier,
         key_id=member.id,
         scopes=closure(ROLE_SCOPES[role] | ({"operator"} if is_operator else set())),
         project=project.id,
         role=role,
+        origin=origin,
+        lineage=(member.id,),
+    )
+
+
+def principal_in(tenant: TenantRow, tier: TierRow, **caller: Any) -> Principal:
+    """Return a caller in this tenant, with what the tenant and its tier give to every caller."""
+    return Principal(
+        tenant=tenant.id,
+        tenant_name=tenant.name,
         tier=tier.name,
         service_class=tier.service_class,
         weight=tier.weight,
         service_tiers=frozenset(tier.service_tiers.split()),
         zero_retention=tenant.zero_retention,
-        origin=origin,
-        lineage=(member.id,),
+        **caller,
     )
 
 
@@ -226,19 +242,6 @@ def _chosen(found: Sequence[Membership], organization: str | None) -> Membership
 def _ensure_active(tenant: TenantRow) -> None:
     if tenant.suspended_at is not None:
         raise TenantSuspended(f"the tenant {tenant.name!r} is suspended; talk to your operator", None)
-
-
-MAX_TOKEN_LENGTH = 16_384
-LEEWAY_SECONDS = 60
-
-DISCOVERY = "/.well-known/openid-configuration"
-MAX_DOCUMENT_BYTES = 256 << 10
-MAX_KEYS = 64
-FRESH_SECONDS = 3600.0
-STALE_SECONDS = 86_400.0
-"""The time for which known keys stay valid while the issuer does not answer."""
-RETRY_SECONDS = 10.0
-"""The least time between two requests to the issuer, however many tokens with unknown keys arrive."""
 
 
 class Person(msgspec.Struct, frozen=True):

@@ -18,6 +18,8 @@ from loramux.records.credentials import KeyRow
 from loramux.records.tenants import AuditRepository, AuditRow, MemberRow, ProjectRow, TenantRow, TierRow
 from loramux.tenants.authority import UNLIMITED, Actor, Role
 
+MAX_PAGE = 500
+
 
 class Tenant(msgspec.Struct, frozen=True, kw_only=True):
     """A tenant."""
@@ -139,9 +141,6 @@ def entry_of(row: AuditRow) -> AuditEntry:
         before=None if row.before is None else msgspec.Raw(row.before.encode()),
         after=None if row.after is None else msgspec.Raw(row.after.encode()),
     )
-
-
-MAX_PAGE = 500
 
 
 class Change:

@@ -46,6 +46,17 @@ _WAY_OUT = (
     "`loramux key replace-pepper --config FILE` makes a new one and revokes every key"
 )
 
+MAX_REVOKED = 10_000
+"""Revoked keys that are remembered; the least recently shown are forgotten first."""
+MAX_ADDRESSES = 10_000
+"""Addresses whose failures are counted; those that failed least recently are forgotten first."""
+MAX_FAILURES = 300
+"""Failures that an address may have in a row; one is forgiven every second."""
+PREFIX_BYTES = 8
+REFRESH = SECOND
+OVERLAP = MINUTE
+"""Clocks of servers differ, and a transaction commits after its rows' times: so much is read again each time."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -158,18 +169,6 @@ def _create_pepper(path: Path, *, replace: bool = False) -> None:
         pass
     finally:
         draft.unlink()
-
-
-MAX_REVOKED = 10_000
-"""Revoked keys that are remembered; the least recently shown are forgotten first."""
-MAX_ADDRESSES = 10_000
-"""Addresses whose failures are counted; those that failed least recently are forgotten first."""
-MAX_FAILURES = 300
-"""Failures that an address may have in a row; one is forgiven every second."""
-PREFIX_BYTES = 8
-REFRESH = SECOND
-OVERLAP = MINUTE
-"""Clocks of servers differ, and a transaction commits after its rows' times: so much is read again each time."""
 
 
 class FailedAttempts:

@@ -34,6 +34,7 @@ from loramux.tenants.authentication import (
     Person,
     TokenVerifier,
     json_object,
+    principal_in,
     principal_of_key,
     principal_of_member,
 )
@@ -61,6 +62,13 @@ MAX_VIEWED = 50
 FIELD = "session"
 VIEWING_SCOPES = closure(TENANT_SCOPES - {"inference"})
 """What an operator sees of a tenant: all but answers, which would be billed to it."""
+
+CALLBACK = "/console/oidc/callback"
+SIGN_IN_SECONDS = 600
+MAX_CODE_LENGTH = 4096
+TIMEOUT_SECONDS = 10
+
+logger = logging.getLogger(__name__)
 
 
 class Session(msgspec.Struct, frozen=True, kw_only=True):
@@ -185,16 +193,12 @@ class Sessions:
         if found is None:
             raise TenantNotFound(f"there is no tenant {tenant[:80]!r}", "tenant")
         owner, tier, project = found
-        return Principal(
-            tenant=owner.id,
-            tenant_name=owner.name,
+        return principal_in(
+            owner,
+            tier,
             key_id=session.principal.key_id,
             scopes=VIEWING_SCOPES,
             project=project.id,
-            tier=tier.name,
-            service_class=tier.service_class,
-            weight=tier.weight,
-            zero_retention=owner.zero_retention,
             origin=session.principal.origin,
             lineage=session.principal.lineage,
         )
@@ -247,14 +251,6 @@ class Sessions:
 
     def _mac(self, secret: str) -> bytes:
         return hmac.digest(self._pepper, b"console " + secret.encode(), hashlib.sha256)
-
-
-CALLBACK = "/console/oidc/callback"
-SIGN_IN_SECONDS = 600
-MAX_CODE_LENGTH = 4096
-TIMEOUT_SECONDS = 10
-
-logger = logging.getLogger(__name__)
 
 
 class Provider(msgspec.Struct, frozen=True):

@@ -39,6 +39,13 @@ SUM_BATCH = 1_000
 MAX_ROWS = 50_000
 """Sums in one answer: more would keep the server busy for other callers."""
 
+Kind = Literal["storage", "residency"]
+METERED = {"storage": STORED, "residency": PINNED}
+STATUS = {"storage": "stored", "residency": "pinned"}
+GRACE = 600 * SECOND
+"""Microseconds between a day's end and its entries: by then, every row that began on that day is committed."""
+BATCH = 500
+
 
 class UsageService:
     """Opens and settles requests, and sums what tenants used. `open` and `settle` need start(); queries do not."""
@@ -193,14 +200,6 @@ def _retrieve_exception(outcome: asyncio.Future[Outcome]) -> None:
     """Mark the exception as seen: nothing awaits this future, and asyncio would log it."""
     if not outcome.cancelled():
         outcome.exception()
-
-
-Kind = Literal["storage", "residency"]
-METERED = {"storage": STORED, "residency": PINNED}
-STATUS = {"storage": "stored", "residency": "pinned"}
-GRACE = 600 * SECOND
-"""Microseconds between a day's end and its entries: by then, every row that began on that day is committed."""
-BATCH = 500
 
 
 class StorageMeter:

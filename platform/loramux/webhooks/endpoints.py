@@ -27,6 +27,11 @@ from loramux.tenants import Changes, NotPermitted
 from loramux.webhooks.dispatcher import Attempt, WebhookDispatcher
 from loramux.webhooks.messages import endpoint_secret, write_secret
 
+MAX_URL = 2048
+MAX_PORT = 65535
+MAX_TESTS = 2
+"""Tests of one tenant at the same time: each is a call to an address of its choice."""
+
 
 class WebhookError(LoramuxError):
     """Base of this package's errors."""
@@ -58,12 +63,6 @@ class EndpointNotFound(WebhookError):
 
     def __init__(self, id: str) -> None:
         super().__init__(f"there is no webhook {id[:80]!r}", "webhook_id")
-
-
-MAX_URL = 2048
-MAX_PORT = 65535
-MAX_TESTS = 2
-"""Tests of one tenant at the same time: each is a call to an address of its choice."""
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
