@@ -3,7 +3,7 @@
 One aggregate, one module (`tenants`, `credentials`, `limits`, ...): first its rows (`...Row`, subclasses of
 `base.Base`), then its plain structs, then its repositories (subclasses of `base.Repository`), which take a session and
 never commit. `schema` imports every module that declares tables. `base` has the SQL that several repositories share,
-`database` the transactions, locks and leases; `identity` and `service_tiers` need no SQL at all.
+`database` the transactions, locks and leases; `identity` needs no SQL at all.
 """
 
 from loramux.records.database import Database
