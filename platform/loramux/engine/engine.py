@@ -314,7 +314,7 @@ class Engine:
         """Statistics, where the latest are outdated and either a second has passed or the engine comes to rest."""
         counters, now = self._counters, self._clock()
         loads = counters.adapter_loads + counters.adapter_load_failures
-        resident = self.scheduler.memory.residency.num_resident
+        resident = len(self.scheduler.memory.residency.resident)
         version = (self.scheduler.queue.num_changes, counters.steps, loads, resident)
         rests = self.is_idle or self.wait_seconds > 0.0
         if version == self._stats_version or not (rests or now - self._stats_sent_at >= STATS_INTERVAL_S):

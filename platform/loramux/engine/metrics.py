@@ -50,29 +50,22 @@ class Histogram:
         return Distribution(self.bounds, list(self.counts), self.total)
 
 
-def _seconds() -> Histogram:
-    return Histogram(SECONDS)
-
-
 @dataclass(slots=True)
 class Counters:
-    """Totals since the start; what the bill is reconciled against and what the benchmarks read."""
+    """Totals since the start; what the bill is reconciled against and what the benchmarks read.
+
+    `EngineStats` has most of them under the same names, and explains them.
+    """
 
     # steps
     steps: int = 0
     prompt_tokens: int = 0
-    """Prompt tokens computed for the first time."""
     cached_tokens: int = 0
-    """Prompt tokens found in the prefix cache, of requests that got a first token."""
     recomputed_tokens: int = 0
-    """Tokens computed again after a preemption."""
     output_tokens: int = 0
     drafted_tokens: int = 0
-    """Drafted tokens that were verified."""
     accepted_tokens: int = 0
-    """Drafted tokens that were accepted; `output_tokens` has them too."""
     distinct_adapters: int = 0
-    """Distinct adapters of the latest step."""
     max_distinct_adapters: int = 0
     max_distinct_adapters_beside_base: int = 0
     step_adapters: Histogram = field(default_factory=lambda: Histogram(COUNTS))
@@ -81,11 +74,8 @@ class Counters:
     # scheduling
     preemptions: int = 0
     refused_over_capacity: int = 0
-    """Requests refused on arrival because their deadline would have been missed."""
     missed_deadlines: int = 0
-    """Requests whose deadline passed while they waited."""
-    queue_seconds: Histogram = field(default_factory=_seconds)
-    """Time from arrival to the first step."""
+    queue_seconds: Histogram = field(default_factory=lambda: Histogram(SECONDS))
     claims_revoked: int = 0
     """Loaded adapters whose claim was revoked before a request had run under them, because fairness demanded it."""
 
@@ -94,10 +84,8 @@ class Counters:
     kv_pages_swapped_out: int = 0
     kv_pages_swapped_in: int = 0
     adapter_loads: int = 0
-    adapter_load_seconds: Histogram = field(default_factory=_seconds)
-    """Time from an adapter's pages being taken to READY."""
+    adapter_load_seconds: Histogram = field(default_factory=lambda: Histogram(SECONDS))
     adapter_hits: int = 0
-    """Requests that found their revision READY on arrival."""
     adapter_misses: int = 0
     adapter_evictions: int = 0
     adapter_load_failures: int = 0

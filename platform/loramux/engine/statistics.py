@@ -259,7 +259,7 @@ def snapshot(
         pages_adapters_idle=pages.adapters_idle,
         pages_free=pages.free,
         kv_pages_in_host=memory.swap.num_held,
-        adapters_resident=memory.residency.num_resident,
+        adapters_resident=len(memory.residency.resident),
         adapters_pinned=adapters_pinned,
         adapters_host=adapters_host,
         adapters_host_bytes=adapters_host_bytes,

@@ -28,12 +28,13 @@ import zmq
 from zmq.utils import z85
 
 from loramux.engine.messages import AdapterRef, Command, EngineFault, Report, Stopped
-from loramux.fleet import wire
 from loramux.fleet.sessions import FrontSessions, Then
 from loramux.fleet.wire import (
     BEAT,
     BYE,
     COMMAND,
+    ENGINE_SECRET,
+    FRONTS_PUBLIC,
     HELLO,
     REFUSAL,
     REPORT,
@@ -44,6 +45,8 @@ from loramux.fleet.wire import (
     Welcome,
     configure,
     message_version,
+    read_authorized,
+    read_pair,
     release,
     version_conflict,
 )
@@ -137,17 +140,17 @@ def serve_engine(settings: Settings, address: str, on_listening: Callable[[str, 
     `on_listening` gets the address and the engine before the model is loaded. Raises SettingsError.
     """
     folder = Path(settings.fleet.keys)
-    authorized = folder / wire.FRONTS_PUBLIC
-    wire.read_authorized(authorized)
+    authorized = folder / FRONTS_PUBLIC
+    read_authorized(authorized)
 
     def is_authorized(key: bytes) -> bool:
         try:  # read for each connection, so that a server can be added or removed
-            return key in wire.read_authorized(authorized)
+            return key in read_authorized(authorized)
         except SettingsError as error:
             logger.error("no server is let in: %s", error)
             return False
 
-    engine = ListeningEngine(settings, wire.read_pair(folder / wire.ENGINE_SECRET), is_authorized)
+    engine = ListeningEngine(settings, read_pair(folder / ENGINE_SECRET), is_authorized)
     on_listening(engine.listen(address), engine)
     return engine.run()
 

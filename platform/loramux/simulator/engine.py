@@ -389,7 +389,7 @@ class SimulatedEngine:
 
     def _observe_pool(self, seconds: float) -> None:
         share = self.pool_use
-        self.most_adapters = max(self.most_adapters, self.residency.num_resident)
+        self.most_adapters = max(self.most_adapters, len(self.residency.resident))
         if self.clock.now <= self.scenario.duration_s or not self.use.seconds:  # what drains is no load
             self.use.add(share, seconds)
             if len(self.scheduler.queue):

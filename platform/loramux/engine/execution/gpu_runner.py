@@ -37,7 +37,7 @@ from loramux.engine.execution.sampler import NO_SCORES, PromptScores, split_scor
 from loramux.engine.messages import Request, SamplingParams, TokenEvent
 from loramux.engine.scheduling.sequence import PENDING, Sequence, Step
 from loramux.settings import EngineSettings
-from loramux_adapters.bank import AdapterBank, StepExtras
+from loramux_adapters.bank import StepExtras
 from loramux_kernels import Segments
 from loramux_kernels.cuda.work_lists import (
     AttentionShape,
@@ -88,6 +88,7 @@ class GpuRunner:
         decoder_graphs: DecoderGraphs,
         block_size: int,
     ) -> None:
+        self.bank = forward.bank
         self._forward = forward
         self._pooler = Pooler(forward.bank.classifier_of)
         self._sampler = sampler
@@ -126,11 +127,6 @@ class GpuRunner:
         if device.type == "cuda":  # nothing else compiles kernels
             warm_up(forward, buffers, sampler, attention.shapes)
         return cls(forward, sampler, constraints, buffers, decode_graphs, decoder_graphs, settings.block_size)
-
-    @property
-    def bank(self) -> AdapterBank:
-        """The adapters that steps may name."""
-        return self._forward.bank
 
     @torch.inference_mode()
     def launch(self, step: Step) -> LaunchedForward:

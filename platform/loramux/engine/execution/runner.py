@@ -43,78 +43,6 @@ HeadOf = Callable[[int], PagedRows | None]
 NO_HEAD = EngineFault("not_a_classifier", "The model has no classification head.", field="model")
 
 
-@dataclass(frozen=True, slots=True)
-class PooledVectors:
-    """The vectors of a step's prompts that are whole, on the host once the step's tokens are there."""
-
-    found: list[tuple[str, torch.Tensor | None]]
-    """Requests, and float32 vectors; None: its adapter has no head."""
-
-    def events(self) -> list[TokenEvent]:
-        """Return the only event of each."""
-        return [_event(request_id, vector) for request_id, vector in self.found]
-
-
-NONE_POOLED = PooledVectors([])
-
-
-def decoder_of(model: PreTrainedModel) -> nn.Module:
-    """Return the part of the model before its head."""
-    decoder: nn.Module = model.get_decoder()
-    return model.get_submodule("model") if decoder is model else decoder  # Llama 4's calls itself its decoder
-
-
-class Pooler:
-    """Keeps the sums of prompts that are not computed whole."""
-
-    def __init__(self, head_of: HeadOf) -> None:
-        self._head_of = head_of
-        self._sums: dict[str, tuple[torch.Tensor, int]] = {}
-        """Sums, and the number of leading tokens that are in each."""
-
-    def pool(self, hidden: torch.Tensor, chunks: Iterable[tuple[int, Chunk]]) -> PooledVectors:
-        """Return the vectors of the prompts that are whole now; on a GPU nothing waits for it.
-
-        *Semantics*: `last`: `hidden[e - 1]`; `classify`: `hidden[e - 1] @ head.T`; `mean`: `sum(hidden[b:e]) / n` over
-        all chunks [b, e) of the n tokens, in float64. `hidden` is `[T, hidden]`, any float dtype; `chunks` come with
-        their first rows. The result is float32.
-        """
-        found = []
-        for first, chunk in chunks:
-            sequence, rows = chunk.sequence, hidden[first : first + chunk.length]
-            vector = self._mean(chunk, rows) if sequence.request.pooling == "mean" else rows[-1]
-            if not chunk.samples:
-                continue
-            if sequence.request.pooling == "classify":
-                head = self._head_of(chunk.slot)
-                found.append((sequence.id, None if head is None else to_host(head.times_rows(vector[None])[0].float())))
-            else:
-                found.append((sequence.id, to_host(vector.float())))
-        return PooledVectors(found)
-
-    def forget(self, request_id: str) -> None:
-        """Drop the sum of a request that has ended."""
-        self._sums.pop(request_id, None)
-
-    def _mean(self, chunk: Chunk, rows: torch.Tensor) -> torch.Tensor:
-        """Add the rows that are not in the sum yet; return the mean of all so far."""
-        total, known = self._sums.get(chunk.sequence.id, (None, 0))
-        assert chunk.start <= known, "nothing of it is found in the prefix cache"
-        new = rows[known - chunk.start :].sum(dim=0, dtype=torch.float64)
-        total, known = new if total is None else total + new, max(known, chunk.end)
-        self._sums[chunk.sequence.id] = total, known
-        return total / known
-
-
-def _event(request_id: str, vector: torch.Tensor | None) -> TokenEvent:
-    if vector is None:
-        return TokenEvent(request_id=request_id, finish_reason="error", fault=NO_HEAD)
-    if not bool(vector.isfinite().all()):
-        fault = EngineFault("adapter_not_finite", "The model's result for this input is not a finite number.")
-        return TokenEvent(request_id=request_id, finish_reason="error", fault=fault)
-    return TokenEvent(request_id=request_id, finish_reason="stop", pooled=vector.numpy().tobytes())
-
-
 class LaunchedStep(Protocol):
     """A step that was started."""
 
@@ -137,9 +65,8 @@ class Runner(Protocol):
     runs_ahead: bool
     """True where a step may be launched before the tokens of the one before it have been read."""
 
-    @property
-    def bank(self) -> AdapterBank:
-        """The adapters that steps may name."""
+    bank: AdapterBank
+    """The adapters that steps may name."""
 
     def launch(self, step: Step) -> LaunchedStep:
         """Start a step."""
@@ -240,18 +167,24 @@ Decode = Callable[[torch.Tensor], torch.Tensor]
 """Maps a step's embeddings `[T, hidden]` to its hidden states behind the last norm, `[T, hidden]`."""
 
 
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """Return the part of the model before its head."""
+    decoder: nn.Module = model.get_decoder()
+    return model.get_submodule("model") if decoder is model else decoder  # Llama 4's calls itself its decoder
+
+
 class Forward:
     """A model whose linears serve `bank` and whose attention reads and writes `layers`."""
 
     def __init__(self, model: PreTrainedModel, layers: list[KvLayer], bank: AdapterBank) -> None:
-        self.bank = bank
-        self._keeps_hidden = False
-        self._hidden: torch.Tensor | None = None
         self.model = model
-        self._decoder: Any = decoder_of(model)
-        self._run_decoder: Callable[..., Any] = self._decoder.forward
+        self.bank = bank
         self.layers = layers
         """Each layer's part of the pool."""
+        self._decoder: Any = decoder_of(model)
+        self._run_decoder: Callable[..., Any] = self._decoder.forward
+        self._keeps_hidden = False
+        self._hidden: torch.Tensor | None = None
         self._decoder.register_forward_hook(self._keep)
 
     def __call__(
@@ -336,6 +269,72 @@ class Forward:
             self._hidden = output.last_hidden_state[0]
 
 
+@dataclass(frozen=True, slots=True)
+class PooledVectors:
+    """The vectors of a step's prompts that are whole, on the host once the step's tokens are there."""
+
+    found: list[tuple[str, torch.Tensor | None]]
+    """Requests, and float32 vectors; None: its adapter has no head."""
+
+    def events(self) -> list[TokenEvent]:
+        """Return the only event of each."""
+        return [_event(request_id, vector) for request_id, vector in self.found]
+
+
+NONE_POOLED = PooledVectors([])
+
+
+class Pooler:
+    """Keeps the sums of prompts that are not computed whole."""
+
+    def __init__(self, head_of: HeadOf) -> None:
+        self._head_of = head_of
+        self._sums: dict[str, tuple[torch.Tensor, int]] = {}
+        """Sums, and the number of leading tokens that are in each."""
+
+    def pool(self, hidden: torch.Tensor, chunks: Iterable[tuple[int, Chunk]]) -> PooledVectors:
+        """Return the vectors of the prompts that are whole now; on a GPU nothing waits for it.
+
+        *Semantics*: `last`: `hidden[e - 1]`; `classify`: `hidden[e - 1] @ head.T`; `mean`: `sum(hidden[b:e]) / n` over
+        all chunks [b, e) of the n tokens, in float64. `hidden` is `[T, hidden]`, any float dtype; `chunks` come with
+        their first rows. The result is float32.
+        """
+        found = []
+        for first, chunk in chunks:
+            sequence, rows = chunk.sequence, hidden[first : first + chunk.length]
+            vector = self._mean(chunk, rows) if sequence.request.pooling == "mean" else rows[-1]
+            if not chunk.samples:
+                continue
+            if sequence.request.pooling == "classify":
+                head = self._head_of(chunk.slot)
+                found.append((sequence.id, None if head is None else to_host(head.times_rows(vector[None])[0].float())))
+            else:
+                found.append((sequence.id, to_host(vector.float())))
+        return PooledVectors(found)
+
+    def forget(self, request_id: str) -> None:
+        """Drop the sum of a request that has ended."""
+        self._sums.pop(request_id, None)
+
+    def _mean(self, chunk: Chunk, rows: torch.Tensor) -> torch.Tensor:
+        """Add the rows that are not in the sum yet; return the mean of all so far."""
+        total, known = self._sums.get(chunk.sequence.id, (None, 0))
+        assert chunk.start <= known, "nothing of it is found in the prefix cache"
+        new = rows[known - chunk.start :].sum(dim=0, dtype=torch.float64)
+        total, known = new if total is None else total + new, max(known, chunk.end)
+        self._sums[chunk.sequence.id] = total, known
+        return total / known
+
+
+def _event(request_id: str, vector: torch.Tensor | None) -> TokenEvent:
+    if vector is None:
+        return TokenEvent(request_id=request_id, finish_reason="error", fault=NO_HEAD)
+    if not bool(vector.isfinite().all()):
+        fault = EngineFault("adapter_not_finite", "The model's result for this input is not a finite number.")
+        return TokenEvent(request_id=request_id, finish_reason="error", fault=fault)
+    return TokenEvent(request_id=request_id, finish_reason="stop", pooled=vector.numpy().tobytes())
+
+
 @dataclass(slots=True)
 class CompletedStep:
     """A step whose tokens are known."""
@@ -391,6 +390,7 @@ class CpuRunner:
         team: OtherRanks | None = None,
     ) -> None:
         """`team`: the other ranks, which run each step's forward too."""
+        self.bank = forward.bank
         self._team = team
         self._sampler = sampler
         self._pooler = Pooler(forward.bank.classifier_of)
@@ -399,11 +399,6 @@ class CpuRunner:
         self._forward = forward
         self._block_size = block_size
         self._state_pages = state_pages
-
-    @property
-    def bank(self) -> AdapterBank:
-        """The adapters that steps may name."""
-        return self._forward.bank
 
     @torch.inference_mode()
     def launch(self, step: Step) -> CompletedStep:

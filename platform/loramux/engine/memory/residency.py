@@ -169,8 +169,10 @@ class Residency:
         """A heap of the times at which jobs under way are looked at, and a number that makes them distinct."""
         self._num_jobs = 0
         self._idle: dict[str, Resident] = {}
-        self._idle_pages = 0
-        self._unwanted_pages = 0
+        self.idle_pages = 0
+        """Pages of unpinned revisions."""
+        self.unwanted_pages = 0
+        """Those of them that no request waits for either."""
         self._kept: dict[str, int] = {}
         self._dormant: OrderedDict[str, Resident] = OrderedDict()
         self._by_score: Ranking[Resident, tuple[bool, bool, float]] = Ranking(
@@ -229,11 +231,6 @@ class Residency:
         return self._resident.keys()
 
     @property
-    def num_resident(self) -> int:
-        """Revisions that hold pages."""
-        return len(self._resident)
-
-    @property
     def kept(self) -> Collection[str]:
         """The revisions that permanent pins hold."""
         return self._kept.keys()
@@ -254,16 +251,6 @@ class Residency:
         return self.clock() / self._policy.half_life
 
     @property
-    def idle_pages(self) -> int:
-        """Pages of unpinned revisions."""
-        return self._idle_pages
-
-    @property
-    def unwanted_pages(self) -> int:
-        """Pages of unpinned revisions that no request waits for either."""
-        return self._unwanted_pages
-
-    @property
     def eviction_candidate(self) -> Resident | None:
         """The unpinned revision to evict first: one without KV under it, then one that no request waits for."""
         return self._by_score.first()
@@ -278,7 +265,7 @@ class Residency:
 
     def pinned_pages(self, candidate: str | None = None) -> int:
         """Pages of every revision that is in use, claimed or loading, and of `candidate` as if it were."""
-        pinned = self._pool.num_taken(PageUse.ADAPTER) - self._idle_pages
+        pinned = self._pool.num_taken(PageUse.ADAPTER) - self.idle_pages
         resident = self._known.get(candidate) if candidate else None
         if resident is None or (resident.pages and candidate not in self._idle):
             return pinned
@@ -474,18 +461,18 @@ class Residency:
             return
         if idle:
             self._idle[digest] = resident
-            self._idle_pages += resident.num_pages
+            self.idle_pages += resident.num_pages
             self._count_unwanted(resident, +1)
             self._by_score.put(resident)
         else:
             self._count_unwanted(resident, -1)
             del self._idle[digest]
-            self._idle_pages -= resident.num_pages
+            self.idle_pages -= resident.num_pages
             self._by_score.drop(resident)
 
     def _count_unwanted(self, resident: Resident, times: int) -> None:
         if not resident.wanted_by and resident.ref.digest in self._idle:
-            self._unwanted_pages += times * resident.num_pages
+            self.unwanted_pages += times * resident.num_pages
 
     def _note_awaited(self, resident: Resident) -> None:
         if resident.wanted_by and resident.state is not AdapterState.READY:

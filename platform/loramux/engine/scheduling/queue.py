@@ -175,11 +175,21 @@ class RequestQueue:
 
     def push(self, sequence: Sequence) -> None:
         """Queue at the end of its flow."""
-        self._insert(sequence)
+        flow, work = sequence.flow, _work_of(sequence)
+        self._waiting.setdefault(flow, OrderedDict())[sequence] = None
+        if sequence.digest is not None:
+            self._by_digest[sequence.digest][sequence] = None
+        self._length += 1
+        self.num_changes += 1
+        sequence.queued = work
+        for counter in (flow, flow.group):
+            counter.queued.add(work)
+        self._inactive[self._class_of(flow)].drop(flow)
+        self._enter(flow)
 
     def push_front(self, sequence: Sequence) -> None:
         """Queue again at the head: a preempted sequence keeps its place."""
-        self._insert(sequence)
+        self.push(sequence)
         self._waiting[sequence.flow].move_to_end(sequence, last=False)
 
     def remove(self, sequence: Sequence) -> None:
@@ -283,19 +293,6 @@ class RequestQueue:
         """Begin a new step: no flow is skipped."""
         for group in self.classes.values():
             group.tenants.reset_skips()
-
-    def _insert(self, sequence: Sequence) -> None:
-        flow, work = sequence.flow, _work_of(sequence)
-        self._waiting.setdefault(flow, OrderedDict())[sequence] = None
-        if sequence.digest is not None:
-            self._by_digest[sequence.digest][sequence] = None
-        self._length += 1
-        self.num_changes += 1
-        sequence.queued = work
-        for counter in (flow, flow.group):
-            counter.queued.add(work)
-        self._inactive[self._class_of(flow)].drop(flow)
-        self._enter(flow)
 
     def _enter(self, flow: Flow) -> None:
         self._groups.enter(flow.group)

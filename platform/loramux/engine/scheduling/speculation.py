@@ -20,7 +20,6 @@ pay, so that a request that begins to copy is noticed.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
 
 from loramux.engine.scheduling.estimates import Acceptance, DecodeTimes, Drafter
 from loramux.engine.scheduling.sequence import Chunk, Sequence, StepBuilder
@@ -43,12 +42,8 @@ class Speculation:
         self.times = DecodeTimes(state.step_time)
         self._state = state
         self._most = state.policy.max_draft_tokens
-        self._revisions: OrderedDict[tuple[str, str | None], Acceptance] = OrderedDict()
-
-    @property
-    def revisions(self) -> Mapping[tuple[str, str | None], Acceptance]:
+        self.revisions: OrderedDict[tuple[str, str | None], Acceptance] = OrderedDict()
         """Acceptance by tenant and revision, of those remembered."""
-        return self._revisions
 
     def add_drafts(self, builder: StepBuilder) -> None:
         """Add the drafts that pay to the decoding sequences of a step, as far as tokens and pages are left."""
@@ -94,7 +89,7 @@ class Speculation:
         revision = self._revision(sequence)
         for acceptance in (self._drafter(sequence).acceptance, revision):
             acceptance.add(drafted, accepted)
-        self._revisions.move_to_end(history_key(sequence))
+        self.revisions.move_to_end(history_key(sequence))
         counters = self._state.counters
         counters.drafted_tokens += drafted
         counters.accepted_tokens += accepted
@@ -115,9 +110,9 @@ class Speculation:
 
     def _revision(self, sequence: Sequence) -> Acceptance:
         key = history_key(sequence)
-        acceptance = self._revisions.get(key)
+        acceptance = self.revisions.get(key)
         if acceptance is None:
-            acceptance = self._revisions[key] = Acceptance(KEPT_BY_REVISION)
-            if len(self._revisions) > MAX_REVISIONS:
-                self._revisions.popitem(last=False)
+            acceptance = self.revisions[key] = Acceptance(KEPT_BY_REVISION)
+            if len(self.revisions) > MAX_REVISIONS:
+                self.revisions.popitem(last=False)
         return acceptance
