@@ -278,7 +278,7 @@ class PooledVectors:
 
     def events(self) -> list[TokenEvent]:
         """Return the only event of each."""
-        return [_event(request_id, vector) for request_id, vector in self.found]
+        return [_pooled_event(request_id, vector) for request_id, vector in self.found]
 
 
 NONE_POOLED = PooledVectors([])
@@ -326,7 +326,7 @@ class Pooler:
         return total / known
 
 
-def _event(request_id: str, vector: torch.Tensor | None) -> TokenEvent:
+def _pooled_event(request_id: str, vector: torch.Tensor | None) -> TokenEvent:
     if vector is None:
         return TokenEvent(request_id=request_id, finish_reason="error", fault=NO_HEAD)
     if not bool(vector.isfinite().all()):
