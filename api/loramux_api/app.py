@@ -85,6 +85,7 @@ from loramux_api.metrics import Metrics
 from loramux_api.openapi import openapi_config
 from loramux_api.problems import EXCEPTION_HANDLERS
 from loramux_api.request_log import Tracer, logged, note_begun, note_ended, note_response
+from loramux_api.schemas.strict import StrictJSON
 from loramux_api.services import open_services, services_of
 from loramux_api.what_if import WhatIf
 
@@ -246,6 +247,8 @@ def create_app(settings: Settings, engine: EngineClient | None = None) -> Applic
         before_send=[send_request_id, send_console_policy, metrics.count, note_response],
         exception_handlers=EXCEPTION_HANDLERS,
         request_class=ApiRequest,
+        dto=StrictJSON,
+        return_dto=None,
         request_max_body_size=MAX_JSON_BYTES,
         openapi_config=openapi_config(),
         logging_config=None,

@@ -1,10 +1,12 @@
-"""The description of the API at /schema."""
+"""The description of the API at /schema, and the base classes of controllers, which put the errors into it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.metadata import version
 
+from litestar import Controller
+from litestar.handlers import BaseRouteHandler, HTTPRouteHandler
 from litestar.openapi import OpenAPIConfig, ResponseSpec
 from litestar.openapi.plugins import JsonRenderPlugin, SwaggerRenderPlugin
 from litestar.openapi.spec import (
@@ -21,6 +23,7 @@ from litestar.openapi.spec import (
 
 from loramux.bundle import SOURCES
 from loramux.storage import CONFIG_FILE, WEIGHTS_FILE
+from loramux_api.auth import requires
 from loramux_api.problems import ErrorAnswer, ProblemDetails
 
 REFUSALS = {
@@ -44,6 +47,28 @@ PROBLEMS = {
 }
 """The same errors under /admin, in the format of RFC 9457."""
 _FILE = Schema(type=OpenAPIType.STRING, format=OpenAPIFormat.BINARY)
+
+
+class ApiController(Controller):
+    """Routes that need a key. The document has `errors` for each of them."""
+
+    errors = REFUSALS
+
+    def get_route_handlers(self) -> list[BaseRouteHandler]:
+        """Add the errors to every route."""
+        handlers = super().get_route_handlers()
+        for handler in handlers:
+            assert isinstance(handler, HTTPRouteHandler), "no route is a websocket"
+            handler.responses = {**(handler.responses or {}), **self.errors}
+        return handlers
+
+
+class OperatorController(ApiController):
+    """Routes for operators alone."""
+
+    tags = ("Admin",)
+    guards = (requires("operator"),)
+    errors = PROBLEMS
 
 
 @dataclass

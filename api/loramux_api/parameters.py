@@ -21,6 +21,7 @@ from loramux.usage import LATEST, UsageQuery
 from loramux.usage.query import MAX_FILTER
 from loramux_api.auth import platform_of
 from loramux_api.headers import IdempotencyKey, IfMatch, claim_of
+from loramux_api.openapi import ApiController
 from loramux_api.schemas.adapters import Adapter, adapter_object
 
 MAX_INT64 = 2**63 - 1
@@ -107,6 +108,14 @@ NAMED = {"adapter": Provide(adapter_name, sync_to_thread=False)}
 """Dependencies of controllers whose routes are about one adapter."""
 CHANGING = {"preconditions": Provide(preconditions)}
 """Dependencies of routes that change something."""
+
+
+class OneAdapterController(ApiController):
+    """Routes about one adapter, whose paths `at` makes."""
+
+    path = "/v1/adapters"
+    tags = ("Adapters",)
+    dependencies = NAMED
 
 
 def number_of(adapter: str, text: str) -> int:

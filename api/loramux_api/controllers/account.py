@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from litestar import Controller, delete, get, patch, post
+from litestar import delete, get, patch, post
 from litestar.di import NamedDependency
 from litestar.params import FromPath, JSONBody
 
 from loramux.gateway import Platform
 from loramux.tenants import Account, Principal
 from loramux_api.auth import requires
-from loramux_api.openapi import REFUSALS
+from loramux_api.openapi import ApiController
 from loramux_api.parameters import BeforeSequence, PageLimit
-from loramux_api.schemas.strict import StrictJSON
 from loramux_api.schemas.tenancy import (
     AuditObject,
     KeyBody,
@@ -30,114 +29,96 @@ from loramux_api.schemas.tenancy import (
 )
 
 
-class KeyController(Controller):
+class KeyController(ApiController):
     """API keys. A key never has more permissions than the credential that created it."""
 
     path = "/v1/keys"
     tags = ("Keys",)
     guards = (requires("keys"),)
 
-    @post(dto=StrictJSON[KeyBody], return_dto=None, summary="Create a key", responses=REFUSALS)
+    @post(summary="Create a key")
     async def create(self, data: JSONBody[KeyBody], account: NamedDependency[Account]) -> KeyObject:
         """Create a key. Only this answer has its secret, in `key`."""
         return key_object(*await account.keys.create(data.request()))
 
-    @get(summary="List keys", responses=REFUSALS)
+    @get(summary="List keys")
     async def list_keys(self, account: NamedDependency[Account]) -> Listing[KeyObject]:
         """List the tenant's keys, oldest first, including revoked keys."""
         return Listing(data=[key_object(key) for key in await account.keys.all()])
 
-    @post(
-        "/{key_id:str}/rotate",
-        dto=StrictJSON[RotateBody],
-        return_dto=None,
-        summary="Rotate a key",
-        responses=REFUSALS,
-    )
+    @post("/{key_id:str}/rotate", summary="Rotate a key")
     async def rotate(
         self, key_id: FromPath[str], data: JSONBody[RotateBody], account: NamedDependency[Account]
     ) -> KeyObject:
         """Create a key with the same permissions. The old key ends after `overlap_seconds`."""
         return key_object(*await account.keys.rotate(key_id, data.overlap_seconds))
 
-    @delete("/{key_id:str}", status_code=200, summary="Revoke a key", responses=REFUSALS)
+    @delete("/{key_id:str}", status_code=200, summary="Revoke a key")
     async def revoke(self, key_id: FromPath[str], account: NamedDependency[Account]) -> KeyObject:
         """Revoke a key at once. This cannot be undone."""
         return key_object(await account.keys.revoke(key_id))
 
 
-class ProjectController(Controller):
+class ProjectController(ApiController):
     """Projects."""
 
     path = "/v1/projects"
     tags = ("Projects",)
 
-    @post(
-        dto=StrictJSON[ProjectBody],
-        return_dto=None,
-        guards=[requires("projects")],
-        summary="Create a project",
-        responses=REFUSALS,
-    )
+    @post(guards=[requires("projects")], summary="Create a project")
     async def create(self, data: JSONBody[ProjectBody], account: NamedDependency[Account]) -> ProjectObject:
         """Create a project, or restore an archived one with its keys that are neither revoked nor expired."""
         return project_object(await account.projects.create(data.name))
 
-    @get(guards=[requires("read")], summary="List projects", responses=REFUSALS)
+    @get(guards=[requires("read")], summary="List projects")
     async def list_projects(self, account: NamedDependency[Account]) -> Listing[ProjectObject]:
         """List the tenant's projects by name, including archived projects."""
         return Listing(data=[project_object(project) for project in await account.projects.all()])
 
-    @delete(
-        "/{name:str}",
-        status_code=200,
-        guards=[requires("projects")],
-        summary="Archive a project",
-        responses=REFUSALS,
-    )
+    @delete("/{name:str}", status_code=200, guards=[requires("projects")], summary="Archive a project")
     async def archive(self, name: FromPath[str], account: NamedDependency[Account]) -> ProjectObject:
         """Archive a project: its keys are refused from their next request on, until the project is restored."""
         return project_object(await account.projects.archive(name))
 
 
-class MemberController(Controller):
+class MemberController(ApiController):
     """Members: people with a role in the tenant."""
 
     path = "/v1/members"
     tags = ("Members",)
     guards = (requires("members"),)
 
-    @post(dto=StrictJSON[MemberBody], return_dto=None, summary="Add a member", responses=REFUSALS)
+    @post(summary="Add a member")
     async def add(self, data: JSONBody[MemberBody], account: NamedDependency[Account]) -> MemberObject:
         """Add a person, known by an OIDC issuer, in a role that you may assign."""
         return member_object(await account.members.add(data.issuer, data.subject, data.role))
 
-    @get(summary="List members", responses=REFUSALS)
+    @get(summary="List members")
     async def list_members(self, account: NamedDependency[Account]) -> Listing[MemberObject]:
         """List the members, oldest first."""
         return Listing(data=[member_object(member) for member in await account.members.all()])
 
-    @patch("/{member_id:str}", dto=StrictJSON[RoleBody], return_dto=None, summary="Change a role", responses=REFUSALS)
+    @patch("/{member_id:str}", summary="Change a role")
     async def change_role(
         self, member_id: FromPath[str], data: JSONBody[RoleBody], account: NamedDependency[Account]
     ) -> MemberObject:
         """Change a role. Applies from the member's next request on. The last owner stays an owner."""
         return member_object(await account.members.change_role(member_id, data.role))
 
-    @delete("/{member_id:str}", status_code=200, summary="Remove a member", responses=REFUSALS)
+    @delete("/{member_id:str}", status_code=200, summary="Remove a member")
     async def remove(self, member_id: FromPath[str], account: NamedDependency[Account]) -> MemberObject:
         """Remove a member at once. The last owner cannot be removed."""
         return member_object(await account.members.remove(member_id))
 
 
-class AuditController(Controller):
+class AuditController(ApiController):
     """The audit log of the tenant."""
 
     path = "/v1/audit"
     tags = ("Audit",)
     guards = (requires("audit"),)
 
-    @get(summary="Read the audit log", responses=REFUSALS)
+    @get(summary="Read the audit log")
     async def read(
         self,
         principal: NamedDependency[Principal],

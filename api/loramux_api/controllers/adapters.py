@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from litestar import Controller, Request, Response, delete, get, patch, post, put
+from litestar import Request, Response, delete, get, patch, post, put
 from litestar.di import NamedDependency
 from litestar.params import FromPath, FromQuery, JSONBody, QueryParameter
 
@@ -16,10 +16,20 @@ from loramux.registry import Preconditions, etag
 from loramux.tenants import Principal
 from loramux.uploads import UploadSessions
 from loramux_api.auth import requires
-from loramux_api.forms import receive_form
+from loramux_api.forms import AdapterForm
 from loramux_api.headers import IfNoneMatch
-from loramux_api.openapi import REFUSALS, UploadOperation
-from loramux_api.parameters import CHANGING, NAMED, RevisionQuery, VersionQuery, at, check_undo, number_of, tagged
+from loramux_api.openapi import ApiController, UploadOperation
+from loramux_api.parameters import (
+    CHANGING,
+    NAMED,
+    OneAdapterController,
+    RevisionQuery,
+    VersionQuery,
+    at,
+    check_undo,
+    number_of,
+    tagged,
+)
 from loramux_api.schemas.adapters import (
     Adapter,
     AdapterPage,
@@ -37,21 +47,18 @@ from loramux_api.schemas.adapters import (
     grant_object,
     revision_object,
 )
-from loramux_api.schemas.strict import StrictJSON
 from loramux_api.schemas.tenancy import Listing
 
 MAX_PAGE = 1000
 
 
-class AdapterController(Controller):
+class AdapterController(ApiController):
     """The caller's adapters."""
 
     path = "/v1/adapters"
     tags = ("Adapters",)
 
-    @post(
-        guards=[requires("adapters")], summary="Upload an adapter", responses=REFUSALS, operation_class=UploadOperation
-    )
+    @post(guards=[requires("adapters")], summary="Upload an adapter", operation_class=UploadOperation)
     async def upload(
         self,
         request: Request[Any, Any, Any],
@@ -65,10 +72,12 @@ class AdapterController(Controller):
         The same files again change nothing.
         """
         async with uploads.parts.receiving(principal) as folder:
-            form = await receive_form(request, folder)
-            return adapter_object(await uploads.upload(principal, form.name, folder, form.base_model, form.ignored))
+            form = AdapterForm(folder)
+            await form.receive(request.headers.get("content-type"), request.stream())
+            ignored = tuple(sorted(form.ignored))
+            return adapter_object(await uploads.upload(principal, form.name, folder, form.base_model, ignored))
 
-    @get(guards=[requires("read")], summary="List adapters", responses=REFUSALS)
+    @get(guards=[requires("read")], summary="List adapters")
     async def list_adapters(
         self,
         principal: NamedDependency[Principal],
@@ -90,7 +99,7 @@ class AdapterController(Controller):
             has_more=has_more,
         )
 
-    @get(at(), dependencies=NAMED, guards=[requires("read")], summary="Describe an adapter", responses=REFUSALS)
+    @get(at(), dependencies=NAMED, guards=[requires("read")], summary="Describe an adapter")
     async def get_adapter(
         self,
         adapter: NamedDependency[str],
@@ -104,15 +113,7 @@ class AdapterController(Controller):
             return Response(None, status_code=304, headers={"ETag": etag(info.version)})
         return tagged(info)
 
-    @patch(
-        at(),
-        dto=StrictJSON[TtlBody],
-        return_dto=None,
-        dependencies=NAMED | CHANGING,
-        guards=[requires("adapters")],
-        summary="Let an adapter delete itself",
-        responses=REFUSALS,
-    )
+    @patch(at(), dependencies=NAMED | CHANGING, guards=[requires("adapters")], summary="Let an adapter delete itself")
     async def update_adapter(
         self,
         adapter: NamedDependency[str],
@@ -130,7 +131,6 @@ class AdapterController(Controller):
         dependencies=NAMED | CHANGING,
         guards=[requires("adapters")],
         summary="Delete an adapter",
-        responses=REFUSALS,
     )
     async def delete_adapter(
         self,
@@ -150,7 +150,6 @@ class AdapterController(Controller):
         dependencies=NAMED | CHANGING,
         guards=[requires("adapters")],
         summary="Undo a deletion",
-        responses=REFUSALS,
     )
     async def undelete(
         self,
@@ -168,12 +167,9 @@ class AdapterController(Controller):
     @post(
         at("/promote"),
         status_code=200,
-        dto=StrictJSON[PromoteBody],
-        return_dto=None,
         dependencies=NAMED | CHANGING,
         guards=[requires("adapters")],
         summary="Promote a revision",
-        responses=REFUSALS,
     )
     async def promote(
         self,
@@ -187,14 +183,10 @@ class AdapterController(Controller):
         return tagged(await adapters.aliases.promote(principal, adapter, data.revision, data.alias, preconditions))
 
 
-class RevisionController(Controller):
+class RevisionController(OneAdapterController):
     """An adapter's revisions."""
 
-    path = "/v1/adapters"
-    tags = ("Adapters",)
-    dependencies = NAMED
-
-    @get(at("/revisions"), guards=[requires("read")], summary="List revisions", responses=REFUSALS)
+    @get(at("/revisions"), guards=[requires("read")], summary="List revisions")
     async def list_revisions(
         self,
         adapter: NamedDependency[str],
@@ -204,7 +196,7 @@ class RevisionController(Controller):
         """Newest first; deleted ones as long as they can be undeleted."""
         return Listing(data=[revision_object(info) for info in await adapters.queries.revisions(principal, adapter)])
 
-    @get(at("/revisions/{revision:str}"), guards=[requires("read")], summary="Describe a revision", responses=REFUSALS)
+    @get(at("/revisions/{revision:str}"), guards=[requires("read")], summary="Describe a revision")
     async def get_revision(
         self,
         adapter: NamedDependency[str],
@@ -217,12 +209,9 @@ class RevisionController(Controller):
 
     @patch(
         at("/revisions/{revision:str}"),
-        dto=StrictJSON[TtlBody],
-        return_dto=None,
         dependencies=CHANGING,
         guards=[requires("adapters")],
         summary="Let a revision delete itself",
-        responses=REFUSALS,
     )
     async def update_revision(
         self,
@@ -245,7 +234,6 @@ class RevisionController(Controller):
         dependencies=CHANGING,
         guards=[requires("adapters")],
         summary="Delete a revision",
-        responses=REFUSALS,
     )
     async def delete_revision(
         self,
@@ -263,15 +251,13 @@ class RevisionController(Controller):
         )
 
 
-class PinController(Controller):
+class PinController(OneAdapterController):
     """Revisions that are kept in the pool."""
 
-    path = "/v1/adapters"
-    tags = ("Adapters",)
     dependencies = NAMED | CHANGING
     guards = (requires("adapters"),)
 
-    @put(at("/pins/{revision:str}"), summary="Keep a revision in the pool", responses=REFUSALS)
+    @put(at("/pins/{revision:str}"), summary="Keep a revision in the pool")
     async def pin(
         self,
         adapter: NamedDependency[str],
@@ -283,7 +269,7 @@ class PinController(Controller):
         """Wait until the revision is in the pool. Its memory is charged until DELETE, or long disuse."""
         return revision_object(await adapters.pins.pin(principal, adapter, number_of(adapter, revision), preconditions))
 
-    @delete(at("/pins/{revision:str}"), status_code=200, summary="Let go of a revision", responses=REFUSALS)
+    @delete(at("/pins/{revision:str}"), status_code=200, summary="Let go of a revision")
     async def unpin(
         self,
         adapter: NamedDependency[str],
@@ -298,14 +284,10 @@ class PinController(Controller):
         )
 
 
-class AliasController(Controller):
+class AliasController(OneAdapterController):
     """Movable names: canary, promote, rollback."""
 
-    path = "/v1/adapters"
-    tags = ("Adapters",)
-    dependencies = NAMED
-
-    @get(at("/aliases"), guards=[requires("read")], summary="List aliases", responses=REFUSALS)
+    @get(at("/aliases"), guards=[requires("read")], summary="List aliases")
     async def list_aliases(
         self,
         adapter: NamedDependency[str],
@@ -316,15 +298,7 @@ class AliasController(Controller):
         info = await adapters.queries.get(principal, adapter)
         return Listing(data=[alias_object(alias) for alias in info.aliases])
 
-    @put(
-        at("/aliases/{alias:str}"),
-        dto=StrictJSON[AliasBody],
-        return_dto=None,
-        dependencies=CHANGING,
-        guards=[requires("adapters")],
-        summary="Point an alias",
-        responses=REFUSALS,
-    )
+    @put(at("/aliases/{alias:str}"), dependencies=CHANGING, guards=[requires("adapters")], summary="Point an alias")
     async def put_alias(
         self,
         adapter: NamedDependency[str],
@@ -343,7 +317,6 @@ class AliasController(Controller):
         dependencies=CHANGING,
         guards=[requires("adapters")],
         summary="Remove an alias",
-        responses=REFUSALS,
     )
     async def remove_alias(
         self,
@@ -356,7 +329,7 @@ class AliasController(Controller):
         """Remove any alias but `default`; its history stays."""
         return tagged(await adapters.aliases.remove(principal, adapter, alias, preconditions))
 
-    @get(at("/aliases/{alias:str}/history"), guards=[requires("read")], summary="List versions", responses=REFUSALS)
+    @get(at("/aliases/{alias:str}/history"), guards=[requires("read")], summary="List versions")
     async def history(
         self,
         adapter: NamedDependency[str],
@@ -374,7 +347,6 @@ class AliasController(Controller):
         dependencies=CHANGING,
         guards=[requires("adapters")],
         summary="Roll an alias back",
-        responses=REFUSALS,
     )
     async def roll_back(
         self,
@@ -389,14 +361,10 @@ class AliasController(Controller):
         return tagged(await adapters.aliases.roll_back(principal, adapter, alias, version, preconditions))
 
 
-class GrantController(Controller):
+class GrantController(OneAdapterController):
     """Other tenants that may call an adapter, at their own cost."""
 
-    path = "/v1/adapters"
-    tags = ("Adapters",)
-    dependencies = NAMED
-
-    @get(at("/grants"), guards=[requires("read")], summary="List grants", responses=REFUSALS)
+    @get(at("/grants"), guards=[requires("read")], summary="List grants")
     async def list_grants(
         self,
         adapter: NamedDependency[str],
@@ -406,13 +374,7 @@ class GrantController(Controller):
         """List the adapter's grants by the tenants' names."""
         return Listing(data=[grant_object(info) for info in await adapters.queries.grants(principal, adapter)])
 
-    @put(
-        at("/grants/{tenant:str}"),
-        dependencies=CHANGING,
-        guards=[requires("adapters")],
-        summary="Share an adapter",
-        responses=REFUSALS,
-    )
+    @put(at("/grants/{tenant:str}"), dependencies=CHANGING, guards=[requires("adapters")], summary="Share an adapter")
     async def grant(
         self,
         adapter: NamedDependency[str],
@@ -430,7 +392,6 @@ class GrantController(Controller):
         dependencies=CHANGING,
         guards=[requires("adapters")],
         summary="Share an adapter no longer",
-        responses=REFUSALS,
     )
     async def revoke(
         self,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 
-from litestar import Controller, delete, get, patch, post, put
+from litestar import delete, get, patch, post, put
 from litestar.datastructures import State
 from litestar.di import NamedDependency
 from litestar.params import FromPath, FromQuery, JSONBody
@@ -18,8 +18,7 @@ from loramux.limits import Limits
 from loramux.logs import set_level
 from loramux.simulator import DEVICES, MODELS, Plan, Trial
 from loramux.tenants import Tenant, Tenants
-from loramux_api.auth import requires
-from loramux_api.openapi import PROBLEMS
+from loramux_api.openapi import OperatorController
 from loramux_api.parameters import BeforeSequence, PageLimit
 from loramux_api.schemas.admin import (
     EngineObject,
@@ -59,36 +58,33 @@ from loramux_api.schemas.operations import (
     plan_choices,
     reconciliation_object,
 )
-from loramux_api.schemas.strict import StrictJSON
 from loramux_api.schemas.tenancy import AuditObject, KeyBody, KeyObject, Listing, audit_object, key_object
 from loramux_api.what_if import WhatIf
 
 logger = logging.getLogger(__name__)
 
 
-class AdminTenantController(Controller):
+class AdminTenantController(OperatorController):
     """Tenants and their keys."""
 
     path = "/admin/tenants"
-    tags = ("Admin",)
-    guards = (requires("operator"),)
 
-    @get(summary="List tenants", responses=PROBLEMS)
+    @get(summary="List tenants")
     async def list_tenants(self, operators: NamedDependency[Tenants]) -> Listing[TenantObject]:
         """List every tenant by name."""
         return Listing(data=[tenant_object(tenant) for tenant in await operators.list_tenants()])
 
-    @post(dto=StrictJSON[TenantBody], return_dto=None, summary="Create a tenant", responses=PROBLEMS)
+    @post(summary="Create a tenant")
     async def create(self, data: JSONBody[TenantBody], operators: NamedDependency[Tenants]) -> TenantObject:
         """Create a tenant with the project `default` and no key."""
         return tenant_object(await operators.create(data.name, data.tier))
 
-    @get("/{name:str}", summary="Describe a tenant", responses=PROBLEMS)
+    @get("/{name:str}", summary="Describe a tenant")
     async def get_tenant(self, name: FromPath[str], operators: NamedDependency[Tenants]) -> TenantObject:
         """Return one tenant."""
         return tenant_object(await operators.named(name))
 
-    @patch("/{name:str}", dto=StrictJSON[TenantChange], return_dto=None, summary="Change a tenant", responses=PROBLEMS)
+    @patch("/{name:str}", summary="Change a tenant")
     async def change(
         self, name: FromPath[str], data: JSONBody[TenantChange], operators: NamedDependency[Tenants]
     ) -> TenantObject:
@@ -104,12 +100,12 @@ class AdminTenantController(Controller):
             tenant = await operators.set_allow_judges(name, data.allow_judges)
         return tenant_object(tenant)
 
-    @get("/{name:str}/keys", summary="List a tenant's keys", responses=PROBLEMS)
+    @get("/{name:str}/keys", summary="List a tenant's keys")
     async def list_keys(self, name: FromPath[str], operators: NamedDependency[Tenants]) -> Listing[KeyObject]:
         """List a tenant's keys, oldest first, including revoked keys."""
         return Listing(data=[key_object(key) for key in await (await operators.account(name)).keys.all()])
 
-    @post("/{name:str}/keys", dto=StrictJSON[KeyBody], return_dto=None, summary="Create a key", responses=PROBLEMS)
+    @post("/{name:str}/keys", summary="Create a key")
     async def create_key(
         self, name: FromPath[str], data: JSONBody[KeyBody], operators: NamedDependency[Tenants]
     ) -> KeyObject:
@@ -117,78 +113,56 @@ class AdminTenantController(Controller):
         return key_object(*await (await operators.account(name)).keys.create(data.request()))
 
 
-class AdminEngineController(Controller):
+class AdminEngineController(OperatorController):
     """The engines of this server."""
 
     path = "/admin/engines"
-    tags = ("Admin",)
-    guards = (requires("operator"),)
 
-    @get(summary="List engines", responses=PROBLEMS)
+    @get(summary="List engines")
     async def list_engines(self, platform: NamedDependency[Platform]) -> Listing[EngineObject]:
         """List the engines of every base with their state."""
         return Listing(data=[engine_object(status) for status in platform.engines()])
 
-    @post(
-        "/drain",
-        dto=StrictJSON[EngineOrderBody],
-        return_dto=None,
-        status_code=202,
-        summary="Drain an engine",
-        responses=PROBLEMS,
-    )
+    @post("/drain", status_code=202, summary="Drain an engine")
     async def drain(self, data: JSONBody[EngineOrderBody], platform: NamedDependency[Platform]) -> EngineObject:
         """Give an engine no more requests, and stop it once it has none. It stays stopped until it is restarted."""
         return engine_object(platform.order_engine(data.engine, restart=False, seconds=data.seconds))
 
-    @post(
-        "/restart",
-        dto=StrictJSON[EngineOrderBody],
-        return_dto=None,
-        status_code=202,
-        summary="Restart an engine",
-        responses=PROBLEMS,
-    )
+    @post("/restart", status_code=202, summary="Restart an engine")
     async def restart(self, data: JSONBody[EngineOrderBody], platform: NamedDependency[Platform]) -> EngineObject:
         """Drain an engine and start it again. The list shows it `ready`, with one more start, when it serves."""
         return engine_object(platform.order_engine(data.engine, restart=True, seconds=data.seconds))
 
 
-class AdminTierController(Controller):
+class AdminTierController(OperatorController):
     """Service tiers."""
 
     path = "/admin/tiers"
-    tags = ("Admin",)
-    guards = (requires("operator"),)
 
-    @get(summary="List tiers", responses=PROBLEMS)
+    @get(summary="List tiers")
     async def list_tiers(self, operators: NamedDependency[Tenants]) -> Listing[TierObject]:
         """List every tier by name."""
         return Listing(data=[tier_object(tier) for tier in await operators.tiers.all()])
 
-    @put(
-        "/{name:str}", dto=StrictJSON[TierBody], return_dto=None, summary="Create or change a tier", responses=PROBLEMS
-    )
+    @put("/{name:str}", summary="Create or change a tier")
     async def put_tier(
         self, name: FromPath[str], data: JSONBody[TierBody], operators: NamedDependency[Tenants]
     ) -> TierObject:
         """Create or change a tier. Applies from its tenants' next requests on."""
         return tier_object(await operators.tiers.put(name, data.service_class, data.weight, data.service_tiers))
 
-    @delete("/{name:str}", status_code=200, summary="Delete a tier", responses=PROBLEMS)
+    @delete("/{name:str}", status_code=200, summary="Delete a tier")
     async def remove(self, name: FromPath[str], operators: NamedDependency[Tenants]) -> TierObject:
         """Delete a tier. No tenant may be in it."""
         return tier_object(await operators.tiers.remove(name))
 
 
-class AdminController(Controller):
+class AdminController(OperatorController):
     """Keys by id, and the audit log."""
 
     path = "/admin"
-    tags = ("Admin",)
-    guards = (requires("operator"),)
 
-    @get("/overview", summary="Overview", responses=PROBLEMS)
+    @get("/overview", summary="Overview")
     async def overview(
         self, platform: NamedDependency[Platform], operators: NamedDependency[Tenants]
     ) -> OverviewObject:
@@ -201,19 +175,19 @@ class AdminController(Controller):
         reachable = await platform.is_database_reachable()
         return overview_object(platform, tenants, at=time.time(), reachable=reachable)
 
-    @delete("/keys/{key_id:str}", status_code=200, summary="Revoke a key", responses=PROBLEMS)
+    @delete("/keys/{key_id:str}", status_code=200, summary="Revoke a key")
     async def revoke_key(self, key_id: FromPath[str], operators: NamedDependency[Tenants]) -> KeyObject:
         """Revoke any tenant's key at once. This cannot be undone."""
         return key_object(await operators.revoke_key(key_id))
 
-    @put("/log-level", dto=StrictJSON[LogLevelBody], return_dto=None, summary="Set the log level", responses=PROBLEMS)
+    @put("/log-level", summary="Set the log level")
     async def set_log_level(self, data: JSONBody[LogLevelBody]) -> LogLevelBody:
         """Log this level and those above it, in this server until it restarts. The engine's process keeps its own."""
         set_level(data.level)
         logger.warning("the log level is %s from now on", data.level)
         return data
 
-    @get("/audit", summary="Read the audit log", responses=PROBLEMS)
+    @get("/audit", summary="Read the audit log")
     async def audit(
         self,
         operators: NamedDependency[Tenants],
@@ -228,26 +202,24 @@ class AdminController(Controller):
         )
 
 
-class AdminTierLimitController(Controller):
+class AdminTierLimitController(OperatorController):
     """Limits of a tier, which apply to its tenants without limits of their own."""
 
     path = "/admin/tiers/{tier:str}/limits"
-    tags = ("Admin",)
-    guards = (requires("operator"),)
 
-    @get(summary="List a tier's limits", responses=PROBLEMS)
+    @get(summary="List a tier's limits")
     async def list_limits(self, tier: FromPath[str], operators: NamedDependency[Tenants]) -> Listing[LimitObject]:
         """List a tier's limits by name."""
         return Listing(data=[limit_object(limit) for limit in await Limits(operators.changes).of_tier(tier)])
 
-    @put("/{name:str}", dto=StrictJSON[LimitBody], return_dto=None, summary="Set a tier's limit", responses=PROBLEMS)
+    @put("/{name:str}", summary="Set a tier's limit")
     async def set_limit(
         self, tier: FromPath[str], name: FromPath[str], data: JSONBody[LimitBody], operators: NamedDependency[Tenants]
     ) -> LimitObject:
         """Set a limit. Applies from the next request on."""
         return limit_object(await Limits(operators.changes).put_for_tier(tier, name, data.value))
 
-    @delete("/{name:str}", status_code=200, summary="Remove a tier's limit", responses=PROBLEMS)
+    @delete("/{name:str}", status_code=200, summary="Remove a tier's limit")
     async def remove_limit(
         self, tier: FromPath[str], name: FromPath[str], operators: NamedDependency[Tenants]
     ) -> LimitObject:
@@ -255,27 +227,19 @@ class AdminTierLimitController(Controller):
         return limit_object(await Limits(operators.changes).remove_from_tier(tier, name))
 
 
-class AdminTenantLimitController(Controller):
+class AdminTenantLimitController(OperatorController):
     """Limits and budgets of a tenant as a whole."""
 
     path = "/admin/tenants/{tenant:str}"
-    tags = ("Admin",)
-    guards = (requires("operator"),)
 
-    @get("/limits", summary="List a tenant's limits", responses=PROBLEMS)
+    @get("/limits", summary="List a tenant's limits")
     async def list_limits(self, tenant: FromPath[str], operators: NamedDependency[Tenants]) -> Listing[LimitObject]:
         """List a tenant's own limits, and those of its tier for the other names."""
         found_tenant = await operators.named(tenant)
         found = await Limits(operators.changes).of(found_tenant.id, found_tenant.tier)
         return Listing(data=[limit_object(limit) for limit in found])
 
-    @put(
-        "/limits/{name:str}",
-        dto=StrictJSON[LimitBody],
-        return_dto=None,
-        summary="Set a tenant's limit",
-        responses=PROBLEMS,
-    )
+    @put("/limits/{name:str}", summary="Set a tenant's limit")
     async def set_limit(
         self, tenant: FromPath[str], name: FromPath[str], data: JSONBody[LimitBody], operators: NamedDependency[Tenants]
     ) -> LimitObject:
@@ -283,7 +247,7 @@ class AdminTenantLimitController(Controller):
         id = (await operators.named(tenant)).id
         return limit_object(await Limits(operators.changes).put(id, id, name, data.value))
 
-    @delete("/limits/{name:str}", status_code=200, summary="Remove a tenant's limit", responses=PROBLEMS)
+    @delete("/limits/{name:str}", status_code=200, summary="Remove a tenant's limit")
     async def remove_limit(
         self, tenant: FromPath[str], name: FromPath[str], operators: NamedDependency[Tenants]
     ) -> LimitObject:
@@ -291,19 +255,13 @@ class AdminTenantLimitController(Controller):
         id = (await operators.named(tenant)).id
         return limit_object(await Limits(operators.changes).remove(id, id, name))
 
-    @get("/budgets", summary="List a tenant's budgets", responses=PROBLEMS)
+    @get("/budgets", summary="List a tenant's budgets")
     async def list_budgets(self, tenant: FromPath[str], operators: NamedDependency[Tenants]) -> Listing[BudgetObject]:
         """List the budgets of the tenant itself, with the spending of the current periods."""
         found = await Limits(operators.changes).budgets((await operators.named(tenant)).id)
         return Listing(data=[budget_state_object(state) for state in found])
 
-    @put(
-        "/budgets/{period:str}",
-        dto=StrictJSON[BudgetBody],
-        return_dto=None,
-        summary="Set a tenant's budget",
-        responses=PROBLEMS,
-    )
+    @put("/budgets/{period:str}", summary="Set a tenant's budget")
     async def set_budget(
         self,
         tenant: FromPath[str],
@@ -317,7 +275,7 @@ class AdminTenantLimitController(Controller):
             await Limits(operators.changes).put_budget(id, id, period, data.amount_nano, data.thresholds)
         )
 
-    @delete("/budgets/{period:str}", status_code=200, summary="Remove a tenant's budget", responses=PROBLEMS)
+    @delete("/budgets/{period:str}", status_code=200, summary="Remove a tenant's budget")
     async def remove_budget(
         self, tenant: FromPath[str], period: FromPath[str], operators: NamedDependency[Tenants]
     ) -> BudgetObject:
@@ -326,14 +284,12 @@ class AdminTenantLimitController(Controller):
         return budget_object(await Limits(operators.changes).remove_budget(id, id, period))
 
 
-class AdminActivityController(Controller):
+class AdminActivityController(OperatorController):
     """The batch as it runs, and the ledger's proof."""
 
     path = "/admin"
-    tags = ("Admin",)
-    guards = (requires("operator"),)
 
-    @get("/activity", summary="Activity of the engines", responses=PROBLEMS)
+    @get("/activity", summary="Activity of the engines")
     async def activity(
         self, platform: NamedDependency[Platform], operators: NamedDependency[Tenants]
     ) -> Listing[ActivityObject]:
@@ -356,12 +312,12 @@ class AdminActivityController(Controller):
         tenants = {str(tenant.id): tenant.name for tenant in await operators.list_tenants()}
         return Listing(data=[activity_object(one, base, found.meters, models, tenants) for base, one, found in stats])
 
-    @get("/ledger", summary="The ledger's proof", responses=PROBLEMS)
+    @get("/ledger", summary="The ledger's proof")
     async def ledger(self, platform: NamedDependency[Platform]) -> LedgerObject:
         """Return the head of the hash chain, its newest checkpoint, how far the sinks are, and parked events."""
         return ledger_object(await platform.ledger_proof.state())
 
-    @post("/ledger/reconcile", status_code=200, summary="Reconcile the ledger", responses=PROBLEMS)
+    @post("/ledger/reconcile", status_code=200, summary="Reconcile the ledger")
     async def reconcile(self, platform: NamedDependency[Platform]) -> ReconciliationObject:
         """Compute the whole chain again and compare it with the engines' counts, closed months and checkpoints.
 
@@ -370,19 +326,17 @@ class AdminActivityController(Controller):
         return reconciliation_object(await platform.ledger_proof.reconcile())
 
 
-class AdminPlanController(Controller):
+class AdminPlanController(OperatorController):
     """What-if questions."""
 
     path = "/admin/plan"
-    tags = ("Admin",)
-    guards = (requires("operator"),)
 
-    @get(summary="Choices of a plan", responses=PROBLEMS)
+    @get(summary="Choices of a plan")
     async def choices(self) -> PlanChoices:
         """Return the devices and models that a plan can be made for."""
         return plan_choices()
 
-    @post(dto=StrictJSON[PlanBody], return_dto=None, status_code=200, summary="Make a plan", responses=PROBLEMS)
+    @post(status_code=200, summary="Make a plan")
     async def plan(self, data: JSONBody[PlanBody], state: State) -> PlanObject:
         """Simulate the workload on more and more GPUs until the goals are kept, then tune. It takes up to 90 seconds.
 

@@ -7,7 +7,7 @@ fit. Tenants read what was found about their own adapters.
 from __future__ import annotations
 
 import msgspec
-from litestar import Controller, get, post
+from litestar import get, post
 from litestar.di import NamedDependency
 from litestar.params import FromPath, FromQuery, JSONBody
 
@@ -15,7 +15,7 @@ from loramux.gateway import Platform
 from loramux.releases import BaseMigrations, Shifted
 from loramux.tenants import Principal, Tenants
 from loramux_api.auth import requires
-from loramux_api.openapi import PROBLEMS, REFUSALS
+from loramux_api.openapi import ApiController, OperatorController
 from loramux_api.parameters import AfterPosition, PageLimit
 from loramux_api.schemas.bases import BaseBody, BaseObject, RetireBody, base_object
 from loramux_api.schemas.migrations import (
@@ -32,23 +32,20 @@ from loramux_api.schemas.migrations import (
     report_object,
     shifted_object,
 )
-from loramux_api.schemas.strict import StrictJSON
 from loramux_api.schemas.tenancy import Listing
 
 
-class AdminBaseController(Controller):
+class AdminBaseController(OperatorController):
     """The base models of this server."""
 
     path = "/admin/bases"
-    tags = ("Admin",)
-    guards = (requires("operator"),)
 
-    @get(summary="List base models", responses=PROBLEMS)
+    @get(summary="List base models")
     async def list_bases(self, platform: NamedDependency[Platform]) -> Listing[BaseObject]:
         """List the base models of the settings file and those that were added, with their state on this server."""
         return Listing(data=[base_object(status) for status in platform.lifecycle.statuses()])
 
-    @post(dto=StrictJSON[BaseBody], return_dto=None, status_code=202, summary="Add a base model", responses=PROBLEMS)
+    @post(status_code=202, summary="Add a base model")
     async def add(
         self, data: JSONBody[BaseBody], platform: NamedDependency[Platform], operators: NamedDependency[Tenants]
     ) -> BaseObject:
@@ -58,14 +55,7 @@ class AdminBaseController(Controller):
         """
         return base_object(await platform.lifecycle.add(operators.changes, msgspec.to_builtins(data)))
 
-    @post(
-        "/retire",
-        dto=StrictJSON[RetireBody],
-        return_dto=None,
-        status_code=202,
-        summary="Retire a base model",
-        responses=PROBLEMS,
-    )
+    @post("/retire", status_code=202, summary="Retire a base model")
     async def retire(
         self, data: JSONBody[RetireBody], platform: NamedDependency[Platform], operators: NamedDependency[Tenants]
     ) -> BaseObject:
@@ -82,27 +72,19 @@ PAGE = 500
 """Adapters that one call moves at most: as in `releases.migrations`."""
 
 
-class AdminMigrationController(Controller):
+class AdminMigrationController(OperatorController):
     """Migrations of every tenant's adapters."""
 
     path = "/admin/migrations"
-    tags = ("Admin",)
-    guards = (requires("operator"),)
 
-    @get(summary="List migrations", responses=PROBLEMS)
+    @get(summary="List migrations")
     async def list_migrations(
         self, migrations: NamedDependency[BaseMigrations], limit: PageLimit = 100
     ) -> Listing[MigrationObject]:
         """List migrations of adapters between base models, newest first."""
         return Listing(data=[migration_object(one) for one in await migrations.newest(limit)])
 
-    @post(
-        dto=StrictJSON[MigrationBody],
-        return_dto=None,
-        status_code=202,
-        summary="Begin a migration",
-        responses=PROBLEMS,
-    )
+    @post(status_code=202, summary="Begin a migration")
     async def begin(
         self,
         data: JSONBody[MigrationBody],
@@ -120,14 +102,14 @@ class AdminMigrationController(Controller):
         )
         return migration_object(made)
 
-    @get("/{migration_id:str}", summary="Describe a migration", responses=PROBLEMS)
+    @get("/{migration_id:str}", summary="Describe a migration")
     async def get_migration(
         self, migration_id: FromPath[str], migrations: NamedDependency[BaseMigrations]
     ) -> MigrationObject:
         """Return one migration with its counts."""
         return migration_object(await migrations.get(migration_id))
 
-    @get("/{migration_id:str}/items", summary="List a migration's adapters", responses=PROBLEMS)
+    @get("/{migration_id:str}/items", summary="List a migration's adapters")
     async def list_items(
         self,
         migration_id: FromPath[str],
@@ -141,7 +123,7 @@ class AdminMigrationController(Controller):
         found = await migrations.items(migration_id, after=-1 if after is None else after, limit=limit, **wanted)
         return Listing(data=[item_object(item) for item in found])
 
-    @post("/{migration_id:str}/cancel", status_code=200, summary="Cancel a migration", responses=PROBLEMS)
+    @post("/{migration_id:str}/cancel", status_code=200, summary="Cancel a migration")
     async def cancel(
         self,
         migration_id: FromPath[str],
@@ -151,14 +133,7 @@ class AdminMigrationController(Controller):
         """End a migration under way. What is decided stays so; a further migration goes on."""
         return migration_object(await migrations.cancel(operators.changes, migration_id))
 
-    @post(
-        "/{migration_id:str}/promote",
-        dto=StrictJSON[MigrationPromoteBody],
-        return_dto=None,
-        status_code=200,
-        summary="Move adapters to the target",
-        responses=PROBLEMS,
-    )
+    @post("/{migration_id:str}/promote", status_code=200, summary="Move adapters to the target")
     async def promote(
         self,
         migration_id: FromPath[str],
@@ -176,14 +151,7 @@ class AdminMigrationController(Controller):
             )
         )
 
-    @post(
-        "/{migration_id:str}/rollback",
-        dto=StrictJSON[MigrationRollbackBody],
-        return_dto=None,
-        status_code=200,
-        summary="Move adapters back",
-        responses=PROBLEMS,
-    )
+    @post("/{migration_id:str}/rollback", status_code=200, summary="Move adapters back")
     async def roll_back(
         self,
         migration_id: FromPath[str],
@@ -199,14 +167,14 @@ class AdminMigrationController(Controller):
         )
 
 
-class MigrationController(Controller):
+class MigrationController(ApiController):
     """What migrations found about the caller's own adapters."""
 
     path = "/v1/migrations"
     tags = ("Adapters",)
     guards = (requires("read"),)
 
-    @get(summary="List migration reports", responses=REFUSALS)
+    @get(summary="List migration reports")
     async def list_reports(
         self,
         principal: NamedDependency[Principal],

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
 import msgspec
-from litestar import Controller, Request, delete, get, post
+from litestar import Request, delete, get, post
 from litestar.di import NamedDependency
 from litestar.params import FromPath, FromQuery, JSONBody, QueryParameter
 from litestar.response import Stream
@@ -16,7 +16,7 @@ from loramux.gateway import InvalidRequest, Platform
 from loramux.tenants import Principal
 from loramux_api.auth import requires
 from loramux_api.forms import FileForm
-from loramux_api.openapi import REFUSALS
+from loramux_api.openapi import ApiController
 from loramux_api.schemas.batches import (
     BatchBody,
     BatchObject,
@@ -27,19 +27,18 @@ from loramux_api.schemas.batches import (
     file_object,
     page_of,
 )
-from loramux_api.schemas.strict import StrictJSON
 
 MAX_BATCHES_PAGE = 100
 
 
-class BatchController(Controller):
+class BatchController(ApiController):
     """Files of requests that run when there is room, at the price of batches."""
 
     path = "/v1/batches"
     tags = ("Batches",)
     guards = (requires("inference"),)
 
-    @post(dto=StrictJSON[BatchBody], return_dto=None, status_code=200, summary="Create a batch", responses=REFUSALS)
+    @post(status_code=200, summary="Create a batch")
     async def create(
         self, data: JSONBody[BatchBody], principal: NamedDependency[Principal], batches: NamedDependency[Batches]
     ) -> BatchObject:
@@ -47,7 +46,7 @@ class BatchController(Controller):
         made = await batches.create(principal, **msgspec.structs.asdict(data))
         return batch_object(made)
 
-    @get(summary="List batches", responses=REFUSALS)
+    @get(summary="List batches")
     async def list_batches(
         self,
         principal: NamedDependency[Principal],
@@ -59,14 +58,14 @@ class BatchController(Controller):
         found = await batches.before(principal, after, limit + 1)
         return page_of([batch_object(batch) for batch in found], limit, [batch.id for batch in found])
 
-    @get("/{batch_id:str}", summary="Describe a batch", responses=REFUSALS)
+    @get("/{batch_id:str}", summary="Describe a batch")
     async def get_batch(
         self, batch_id: FromPath[str], principal: NamedDependency[Principal], batches: NamedDependency[Batches]
     ) -> BatchObject:
         """Describe a batch: its state, its counts, and at its end its files."""
         return batch_object(await batches.get(principal, batch_id))
 
-    @post("/{batch_id:str}/cancel", status_code=200, summary="Cancel a batch", responses=REFUSALS)
+    @post("/{batch_id:str}/cancel", status_code=200, summary="Cancel a batch")
     async def cancel(
         self, batch_id: FromPath[str], principal: NamedDependency[Principal], batches: NamedDependency[Batches]
     ) -> BatchObject:
@@ -78,14 +77,14 @@ MAX_FILES_PAGE = 10_000
 ANCHOR, SECONDS = "expires_after[anchor]", "expires_after[seconds]"
 
 
-class FileController(Controller):
+class FileController(ApiController):
     """Files that batches read and write."""
 
     path = "/v1/files"
     tags = ("Batches",)
     guards = (requires("inference"),)
 
-    @post(status_code=200, summary="Upload a file", responses=REFUSALS)
+    @post(status_code=200, summary="Upload a file")
     async def create(
         self,
         request: Request[Any, Any, Any],
@@ -109,7 +108,7 @@ class FileController(Controller):
             )
         return file_object(stored)
 
-    @get(summary="List files", responses=REFUSALS)
+    @get(summary="List files")
     async def list_files(
         self,
         principal: NamedDependency[Principal],
@@ -123,14 +122,14 @@ class FileController(Controller):
         found = await files.listed(principal, after, limit + 1, purpose, oldest_first=order == "asc")
         return page_of([file_object(file) for file in found], limit, [file.id for file in found])
 
-    @get("/{file_id:str}", summary="Describe a file", responses=REFUSALS)
+    @get("/{file_id:str}", summary="Describe a file")
     async def get_file(
         self, file_id: FromPath[str], principal: NamedDependency[Principal], files: NamedDependency[Files]
     ) -> FileObject:
         """Describe a file of your project."""
         return file_object(await files.get(principal, file_id))
 
-    @get("/{file_id:str}/content", summary="Download a file", responses=REFUSALS)
+    @get("/{file_id:str}/content", summary="Download a file")
     async def content(
         self, file_id: FromPath[str], principal: NamedDependency[Principal], files: NamedDependency[Files]
     ) -> Stream:
@@ -139,7 +138,7 @@ class FileController(Controller):
         headers = {"Content-Length": str(file.size)}
         return Stream(_bytes(files, file), media_type="application/octet-stream", headers=headers)
 
-    @delete("/{file_id:str}", status_code=200, summary="Delete a file", responses=REFUSALS)
+    @delete("/{file_id:str}", status_code=200, summary="Delete a file")
     async def delete_file(
         self, file_id: FromPath[str], principal: NamedDependency[Principal], files: NamedDependency[Files]
     ) -> FileDeleted:

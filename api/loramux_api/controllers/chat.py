@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any, cast
 
-from litestar import Controller, Response, post
+from litestar import Response, post
 from litestar.di import NamedDependency
 from litestar.openapi import ResponseSpec
 from litestar.params import JSONBody
@@ -24,7 +24,7 @@ from loramux.units import TokenCounts
 from loramux_api.answering import CollectedChoice, Inference, Writer, prompt_logprob_list, spelled, usage_of_chunk
 from loramux_api.auth import requires
 from loramux_api.bodies import InferenceRequest
-from loramux_api.openapi import REFUSALS, StreamingOperation
+from loramux_api.openapi import ApiController, StreamingOperation
 from loramux_api.schemas.chat import (
     AssistantMessage,
     ChatBody,
@@ -51,10 +51,9 @@ from loramux_api.schemas.conversation import (
     ToolCall,
     ToolCallDelta,
 )
-from loramux_api.schemas.strict import StrictJSON
 
 
-class ChatController(Controller):
+class ChatController(ApiController):
     """Conversations."""
 
     path = "/v1/chat/completions"
@@ -64,13 +63,10 @@ class ChatController(Controller):
 
     @post(
         operation_class=StreamingOperation,
-        dto=StrictJSON[ChatBody],
-        return_dto=None,
         status_code=200,
         summary="Continue a conversation",
         responses={
-            200: ResponseSpec(ChatCompletion, description="With stream: server-sent chat.completion.chunk events."),
-            **REFUSALS,
+            200: ResponseSpec(ChatCompletion, description="With stream: server-sent chat.completion.chunk events.")
         },
     )
     async def create(

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import msgspec
-from litestar import Controller, Response, post
+from litestar import Response, post
 from litestar.di import NamedDependency
 from litestar.openapi import ResponseSpec
 from litestar.params import JSONBody
@@ -18,13 +18,12 @@ from loramux.units import TokenCounts
 from loramux_api.answering import CollectedChoice, Inference, Writer, prompt_logprob_list, spelled, usage_of_chunk
 from loramux_api.auth import requires
 from loramux_api.bodies import InferenceRequest
-from loramux_api.openapi import REFUSALS, StreamingOperation
+from loramux_api.openapi import ApiController, StreamingOperation
 from loramux_api.schemas.chat import TextChoice, TextCompletion, TextLogprobs, UsageObject, usage_object
 from loramux_api.schemas.completions import CompletionBody, to_request
-from loramux_api.schemas.strict import StrictJSON
 
 
-class CompletionController(Controller):
+class CompletionController(ApiController):
     """Texts and token ids."""
 
     path = "/v1/completions"
@@ -34,14 +33,9 @@ class CompletionController(Controller):
 
     @post(
         operation_class=StreamingOperation,
-        dto=StrictJSON[CompletionBody],
-        return_dto=None,
         status_code=200,
         summary="Continue texts",
-        responses={
-            200: ResponseSpec(TextCompletion, description="With stream: server-sent text_completion events."),
-            **REFUSALS,
-        },
+        responses={200: ResponseSpec(TextCompletion, description="With stream: server-sent text_completion events.")},
     )
     async def create(
         self,

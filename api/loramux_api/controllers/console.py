@@ -49,7 +49,6 @@ from loramux_api.schemas.console import (
     ViewBody,
     session_object,
 )
-from loramux_api.schemas.strict import StrictJSON
 
 FOLDER = Path(__file__).parents[1] / "console"
 """`make console` writes it in a checkout; a wheel has it."""
@@ -201,9 +200,7 @@ class ConsoleSessionController(Controller):
     path = "/console"
     tags = ("Console",)
 
-    @post(
-        "/session", dto=StrictJSON[SignInBody], return_dto=None, status_code=201, summary="Sign in", responses=REFUSALS
-    )
+    @post("/session", status_code=201, summary="Sign in", responses=REFUSALS)
     async def sign_in(
         self, request: AnyRequest, data: JSONBody[SignInBody], platform: NamedDependency[Platform]
     ) -> Response[SessionObject]:
@@ -245,14 +242,7 @@ class ConsoleSessionController(Controller):
         gone = session_cookie(request, "", max_age=0)
         return Response(None, status_code=HTTPStatus.OK, cookies=[gone], headers=NO_STORE)
 
-    @post(
-        "/views",
-        dto=StrictJSON[ViewBody],
-        return_dto=None,
-        status_code=200,
-        summary="Look at a tenant's pages",
-        responses=REFUSALS,
-    )
+    @post("/views", status_code=200, summary="Look at a tenant's pages", responses=REFUSALS)
     async def view(
         self, request: AnyRequest, data: JSONBody[ViewBody], platform: NamedDependency[Platform]
     ) -> SessionObject:
@@ -276,13 +266,7 @@ class ConsoleSignInController(Controller):
         found = platform.tenants.sign_ins.providers
         return ProviderList(data=[ProviderObject(issuer=one.issuer, label=one.label) for one in found])
 
-    @post(
-        dto=StrictJSON[BeginBody],
-        return_dto=None,
-        status_code=201,
-        summary="Begin to sign in at a provider",
-        responses=REFUSALS,
-    )
+    @post(status_code=201, summary="Begin to sign in at a provider", responses=REFUSALS)
     async def begin(
         self, request: AnyRequest, data: JSONBody[BeginBody], platform: NamedDependency[Platform]
     ) -> Response[BegunObject]:

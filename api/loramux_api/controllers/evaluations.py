@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import msgspec
-from litestar import Controller, get, post
+from litestar import get, post
 from litestar.di import NamedDependency
 from litestar.params import FromPath, FromQuery, JSONBody, QueryParameter
 from msgspec import Meta
@@ -14,10 +14,10 @@ from loramux.releases import Evaluation, EvaluationResult, Evaluations, Grader
 from loramux.tenants import Principal
 from loramux.units import SECOND
 from loramux_api.auth import requires
-from loramux_api.openapi import REFUSALS
+from loramux_api.openapi import ApiController
 from loramux_api.parameters import RevisionQuery
 from loramux_api.schemas.batches import Cursored, page_of
-from loramux_api.schemas.strict import Body, StrictJSON
+from loramux_api.schemas.strict import Body
 from loramux_api.schemas.tenancy import seconds
 
 MAX_PAGE = 100
@@ -76,20 +76,14 @@ def evaluation_object(one: Evaluation) -> EvaluationObject:
     )
 
 
-class EvaluationController(Controller):
+class EvaluationController(ApiController):
     """Comparisons of two revisions on a set of questions."""
 
     path = "/v1/evaluations"
     tags = ("Adapters",)
     guards = (requires("inference"),)
 
-    @post(
-        dto=StrictJSON[EvaluationBody],
-        return_dto=None,
-        status_code=200,
-        summary="Evaluate a revision",
-        responses=REFUSALS,
-    )
+    @post(status_code=200, summary="Evaluate a revision")
     async def create(
         self,
         data: JSONBody[EvaluationBody],
@@ -108,7 +102,7 @@ class EvaluationController(Controller):
         )
         return evaluation_object(made)
 
-    @get(summary="List evaluations", responses=REFUSALS)
+    @get(summary="List evaluations")
     async def list_evaluations(
         self,
         principal: NamedDependency[Principal],
@@ -125,7 +119,7 @@ class EvaluationController(Controller):
         found = await evaluations.before(principal, adapter, after, limit + 1, revision)
         return page_of([evaluation_object(one) for one in found], limit, [one.id for one in found])
 
-    @get("/{evaluation_id:str}", summary="Describe an evaluation", responses=REFUSALS)
+    @get("/{evaluation_id:str}", summary="Describe an evaluation")
     async def get_evaluation(
         self,
         evaluation_id: FromPath[str],

@@ -16,7 +16,7 @@ from loramux.gateway import CompletionService, Platform
 from loramux.tenants import Principal
 from loramux_api.auth import requires
 from loramux_api.metrics import Metrics
-from loramux_api.openapi import REFUSALS
+from loramux_api.openapi import ApiController
 
 Status = Literal["live", "ready", "draining", "engine_down", "database_unreachable"]
 
@@ -80,22 +80,22 @@ class Load(msgspec.Struct):
     server_load: int
 
 
-class VllmInformationController(Controller):
+class VllmInformationController(ApiController):
     """What scripts of vLLM's users read."""
 
     tags = ("Operations",)
 
-    @get("/version", summary="The release", guards=[requires("read")], responses=REFUSALS)
+    @get("/version", summary="The release", guards=[requires("read")])
     async def release(self) -> Version:
         """Return the release of loramux."""
         return Version(version("loramux"))
 
-    @get("/load", summary="Requests that run", guards=[requires("operator")], responses=REFUSALS)
+    @get("/load", summary="Requests that run", guards=[requires("operator")])
     async def load(self, completions: NamedDependency[CompletionService]) -> Load:
         """Return the number of requests of all tenants that wait or run on this server."""
         return Load(completions.running)
 
-    @get("/tokenizer_info", summary="A model's tokenizer", guards=[requires("inference")], responses=REFUSALS)
+    @get("/tokenizer_info", summary="A model's tokenizer", guards=[requires("inference")])
     async def tokenizer_info(
         self,
         principal: NamedDependency[Principal],

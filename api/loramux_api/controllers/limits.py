@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from litestar import Controller, delete, get, put
+from litestar import delete, get, put
 from litestar.di import NamedDependency
 from litestar.params import FromPath, JSONBody
 
@@ -10,7 +10,7 @@ from loramux.gateway import NotAllowed
 from loramux.limits import LimitNotFound, Limits
 from loramux.tenants import Account, Principal
 from loramux_api.auth import requires
-from loramux_api.openapi import REFUSALS
+from loramux_api.openapi import ApiController
 from loramux_api.schemas.limits import (
     BudgetBody,
     BudgetObject,
@@ -20,17 +20,16 @@ from loramux_api.schemas.limits import (
     budget_state_object,
     limit_object,
 )
-from loramux_api.schemas.strict import StrictJSON
 from loramux_api.schemas.tenancy import Listing
 
 
-class LimitController(Controller):
+class LimitController(ApiController):
     """Limits."""
 
     path = "/v1/limits"
     tags = ("Limits",)
 
-    @get(guards=[requires("read")], summary="List limits", responses=REFUSALS)
+    @get(guards=[requires("read")], summary="List limits")
     async def list_limits(
         self, principal: NamedDependency[Principal], account: NamedDependency[Account], limits: NamedDependency[Limits]
     ) -> Listing[LimitObject]:
@@ -41,14 +40,7 @@ class LimitController(Controller):
         found = await limits.of(principal.tenant, principal.tier, await subjects_of(account, principal))
         return Listing(data=[limit_object(limit) for limit in found])
 
-    @put(
-        "/{subject:str}/{name:str}",
-        dto=StrictJSON[LimitBody],
-        return_dto=None,
-        guards=[requires("limits")],
-        summary="Set a limit of a project, key or member",
-        responses=REFUSALS,
-    )
+    @put("/{subject:str}/{name:str}", guards=[requires("limits")], summary="Set a limit of a project, key or member")
     async def set_limit(
         self,
         subject: FromPath[str],
@@ -67,7 +59,6 @@ class LimitController(Controller):
         status_code=200,
         guards=[requires("limits")],
         summary="Remove a limit of a project, key or member",
-        responses=REFUSALS,
     )
     async def remove_limit(
         self,
@@ -82,13 +73,13 @@ class LimitController(Controller):
         return limit_object(await limits.remove(principal.tenant, subject, name))
 
 
-class BudgetController(Controller):
+class BudgetController(ApiController):
     """Budgets."""
 
     path = "/v1/budgets"
     tags = ("Limits",)
 
-    @get(guards=[requires("billing")], summary="List budgets", responses=REFUSALS)
+    @get(guards=[requires("billing")], summary="List budgets")
     async def list_budgets(
         self, principal: NamedDependency[Principal], account: NamedDependency[Account], limits: NamedDependency[Limits]
     ) -> Listing[BudgetObject]:
@@ -103,11 +94,8 @@ class BudgetController(Controller):
 
     @put(
         "/{subject:str}/{period:str}",
-        dto=StrictJSON[BudgetBody],
-        return_dto=None,
         guards=[requires("billing")],
         summary="Set a budget of a project, key or member",
-        responses=REFUSALS,
     )
     async def set_budget(
         self,
@@ -128,7 +116,6 @@ class BudgetController(Controller):
         status_code=200,
         guards=[requires("billing")],
         summary="Remove a budget of a project, key or member",
-        responses=REFUSALS,
     )
     async def remove_budget(
         self,

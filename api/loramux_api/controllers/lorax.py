@@ -28,7 +28,7 @@ from loramux_api.bodies import InferenceRequest
 from loramux_api.openapi import REFUSALS, StreamingOperation
 from loramux_api.problems import ErrorAnswer, problem_of
 from loramux_api.schemas.sampling import Int64, Positive, RepetitionPenalty, StopString
-from loramux_api.schemas.strict import Body, StrictJSON, Unsupported
+from loramux_api.schemas.strict import Body, Unsupported
 
 DEFAULT_MAX_NEW_TOKENS = 20
 """The default of LoRAX."""
@@ -196,8 +196,6 @@ class LoraxController(Controller):
     @post(
         "/generate",
         operation_class=StreamingOperation,
-        dto=StrictJSON[GenerateBody],
-        return_dto=None,
         status_code=200,
         summary="Continue a text, as LoRAX does",
         responses=ANSWERS,
@@ -214,8 +212,6 @@ class LoraxController(Controller):
 
     @post(
         "/generate_stream",
-        dto=StrictJSON[GenerateBody],
-        return_dto=None,
         status_code=200,
         summary="Continue a text token by token, as LoRAX does",
         responses=EVENTS,
@@ -233,8 +229,6 @@ class LoraxController(Controller):
     @post(
         "/",
         operation_class=StreamingOperation,
-        dto=StrictJSON[GenerateBody],
-        return_dto=None,
         status_code=200,
         summary="Continue a text, as LoRAX's Python client asks for it",
         responses=LISTED,

@@ -30,7 +30,6 @@ from loramux_api.openapi import REFUSALS
 from loramux_api.problems import ErrorObject, Problem, error_answer, problem_of
 from loramux_api.schemas.conversation import renamed_fields
 from loramux_api.schemas.messages import CountBody, MessageBody, renamed, to_counted, to_request
-from loramux_api.schemas.strict import StrictJSON
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
 
@@ -221,8 +220,6 @@ class MessageController(Controller):
     exception_handlers = {LoramuxError: refused, HTTPException: refused, Exception: refused}  # noqa: RUF012  Litestar's
 
     @post(
-        dto=StrictJSON[MessageBody],
-        return_dto=None,
         status_code=200,
         summary="Create a message",
         responses={
@@ -244,8 +241,6 @@ class MessageController(Controller):
 
     @post(
         "/count_tokens",
-        dto=StrictJSON[CountBody],
-        return_dto=None,
         status_code=200,
         summary="Count the tokens of a message's prompt",
         responses={200: ResponseSpec(TokenCount, description="The tokens."), **ERRORS},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import msgspec
-from litestar import Controller, get
+from litestar import get
 from litestar.di import NamedDependency
 from litestar.params import FromPath, QueryParameter
 
@@ -14,7 +14,7 @@ from loramux.registry import AdapterNotFound, ModelNotFound
 from loramux.tenants import Principal
 from loramux.units import SECOND
 from loramux_api.auth import requires
-from loramux_api.openapi import REFUSALS
+from loramux_api.openapi import ApiController
 
 
 class Model(msgspec.Struct, kw_only=True):
@@ -41,14 +41,14 @@ class ModelList(msgspec.Struct, kw_only=True):
 MAX_PAGE = 1000
 
 
-class ModelController(Controller):
+class ModelController(ApiController):
     """The values of a request's `model`."""
 
     path = "/v1/models"
     tags = ("Models",)
     guards = (requires("read"),)
 
-    @get(summary="List models", responses=REFUSALS)
+    @get(summary="List models")
     async def list_models(
         self,
         principal: NamedDependency[Principal],
@@ -68,7 +68,7 @@ class ModelController(Controller):
         models = [one for one in models if wanted in one.id.lower()]
         return ModelList(data=models[:limit])
 
-    @get("/{name:path}", summary="Describe a model", responses=REFUSALS)
+    @get("/{name:path}", summary="Describe a model")
     async def get_model(
         self, name: FromPath[str], principal: NamedDependency[Principal], platform: NamedDependency[Platform]
     ) -> Model:

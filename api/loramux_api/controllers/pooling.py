@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import msgspec
 import numpy as np
-from litestar import Controller, Response, post
+from litestar import Response, post
 from litestar.di import NamedDependency
 from litestar.openapi import ResponseSpec
 from litestar.params import JSONBody
@@ -20,7 +20,7 @@ from loramux.units import TokenCounts
 from loramux_api.answering import Inference, Writer
 from loramux_api.auth import requires
 from loramux_api.bodies import InferenceRequest
-from loramux_api.openapi import REFUSALS
+from loramux_api.openapi import ApiController
 from loramux_api.schemas.conversation import renamed_fields
 from loramux_api.schemas.pooling import (
     INPUT,
@@ -50,12 +50,11 @@ from loramux_api.schemas.pooling import (
     text_of,
     texts_of,
 )
-from loramux_api.schemas.strict import StrictJSON
 
 Numbers = NDArray[np.float32]
 
 
-class PoolingController(Controller):
+class PoolingController(ApiController):
     """Vectors, classes and scores of texts."""
 
     tags = ("Inference",)
@@ -64,11 +63,9 @@ class PoolingController(Controller):
 
     @post(
         "/v1/embeddings",
-        dto=StrictJSON[EmbeddingBody],
-        return_dto=None,
         status_code=200,
         summary="Turn texts into vectors",
-        responses={200: ResponseSpec(EmbeddingList, description="The vectors."), **REFUSALS},
+        responses={200: ResponseSpec(EmbeddingList, description="The vectors.")},
     )
     async def embed(
         self,
@@ -81,11 +78,9 @@ class PoolingController(Controller):
 
     @post(
         ["/v1/classify", "/classify"],
-        dto=StrictJSON[ClassifyBody],
-        return_dto=None,
         status_code=200,
         summary="Classify texts",
-        responses={200: ResponseSpec(ClassificationList, description="The classes of each text."), **REFUSALS},
+        responses={200: ResponseSpec(ClassificationList, description="The classes of each text.")},
     )
     async def classify(
         self,
@@ -98,11 +93,9 @@ class PoolingController(Controller):
 
     @post(
         ["/v1/score", "/score"],
-        dto=StrictJSON[ScoreBody],
-        return_dto=None,
         status_code=200,
         summary="Score pairs of texts",
-        responses={200: ResponseSpec(ScoreList, description="A score for each pair."), **REFUSALS},
+        responses={200: ResponseSpec(ScoreList, description="A score for each pair.")},
     )
     async def score(
         self,
@@ -115,11 +108,9 @@ class PoolingController(Controller):
 
     @post(
         ["/v1/rerank", "/rerank", "/v2/rerank"],
-        dto=StrictJSON[RerankBody],
-        return_dto=None,
         status_code=200,
         summary="Order documents by their relevance",
-        responses={200: ResponseSpec(Ranking, description="The documents, the most relevant first."), **REFUSALS},
+        responses={200: ResponseSpec(Ranking, description="The documents, the most relevant first.")},
     )
     async def rerank(
         self,

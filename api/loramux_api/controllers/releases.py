@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import msgspec
-from litestar import Controller, delete, get, post, put
+from litestar import delete, get, post, put
 from litestar.di import NamedDependency
 from litestar.params import FromPath, FromQuery, JSONBody
 from msgspec import Meta
@@ -29,9 +29,9 @@ from loramux.releases import (
 )
 from loramux.tenants import Principal
 from loramux_api.auth import requires
-from loramux_api.openapi import REFUSALS
-from loramux_api.parameters import CHANGING, NAMED, RevisionQuery, at
-from loramux_api.schemas.strict import Body, StrictJSON
+from loramux_api.openapi import ApiController
+from loramux_api.parameters import CHANGING, OneAdapterController, RevisionQuery, at
+from loramux_api.schemas.strict import Body
 from loramux_api.schemas.tenancy import Listing
 
 
@@ -96,21 +96,14 @@ class PolicyObject(msgspec.Struct, kw_only=True):
     checks: list[PolicyCheck]
 
 
-class PolicyController(Controller):
+class PolicyController(OneAdapterController):
     """What a revision must show before it takes most of an alias's requests."""
-
-    path = "/v1/adapters"
-    tags = ("Adapters",)
-    dependencies = NAMED
 
     @put(
         at("/aliases/{alias:str}/policy"),
-        dto=StrictJSON[PolicyBody],
-        return_dto=None,
         dependencies=CHANGING,
         guards=[requires("adapters")],
         summary="Set a release policy",
-        responses=REFUSALS,
     )
     async def put_policy(
         self,
@@ -125,12 +118,7 @@ class PolicyController(Controller):
         await policies.put(principal, adapter, alias, data.policy, preconditions)
         return await _policy_object(policies, principal, adapter, alias, None)
 
-    @get(
-        at("/aliases/{alias:str}/policy"),
-        guards=[requires("read")],
-        summary="Describe a release policy",
-        responses=REFUSALS,
-    )
+    @get(at("/aliases/{alias:str}/policy"), guards=[requires("read")], summary="Describe a release policy")
     async def get_policy(
         self,
         adapter: NamedDependency[str],
@@ -148,7 +136,6 @@ class PolicyController(Controller):
         dependencies=CHANGING,
         guards=[requires("adapters")],
         summary="Remove a release policy",
-        responses=REFUSALS,
     )
     async def delete_policy(
         self,
@@ -178,21 +165,10 @@ async def _policy_object(
     )
 
 
-class GuardController(Controller):
+class GuardController(OneAdapterController):
     """Canaries that are taken back by themselves."""
 
-    path = "/v1/adapters"
-    tags = ("Adapters",)
-    dependencies = NAMED
-
-    @put(
-        at("/aliases/{alias:str}/guard"),
-        dto=StrictJSON[GuardBody],
-        return_dto=None,
-        guards=[requires("adapters")],
-        summary="Guard a canary",
-        responses=REFUSALS,
-    )
+    @put(at("/aliases/{alias:str}/guard"), guards=[requires("adapters")], summary="Guard a canary")
     async def put_guard(
         self,
         adapter: NamedDependency[str],
@@ -205,7 +181,7 @@ class GuardController(Controller):
         bound = data.first_token_seconds
         return _guard_object(alias, await guards.put(principal, adapter, alias, data.measures, bound))
 
-    @get(at("/aliases/{alias:str}/guard"), guards=[requires("read")], summary="Describe a guard", responses=REFUSALS)
+    @get(at("/aliases/{alias:str}/guard"), guards=[requires("read")], summary="Describe a guard")
     async def get_guard(
         self,
         adapter: NamedDependency[str],
@@ -216,13 +192,7 @@ class GuardController(Controller):
         """Describe what the guard of an alias compares."""
         return _guard_object(alias, await guards.get(principal, adapter, alias))
 
-    @delete(
-        at("/aliases/{alias:str}/guard"),
-        guards=[requires("adapters")],
-        status_code=200,
-        summary="Remove a guard",
-        responses=REFUSALS,
-    )
+    @delete(at("/aliases/{alias:str}/guard"), guards=[requires("adapters")], status_code=200, summary="Remove a guard")
     async def delete_guard(
         self,
         adapter: NamedDependency[str],
@@ -239,14 +209,10 @@ def _guard_object(alias: str, guard: Guard) -> GuardObject:
     return GuardObject(alias=alias, measures=list(guard.measures), first_token_seconds=guard.first_token_seconds)
 
 
-class RevisionMetricsController(Controller):
+class RevisionMetricsController(OneAdapterController):
     """How the revisions of an adapter serve."""
 
-    path = "/v1/adapters"
-    tags = ("Adapters",)
-    dependencies = NAMED
-
-    @get(at("/metrics"), guards=[requires("usage")], summary="Metrics of an adapter's revisions", responses=REFUSALS)
+    @get(at("/metrics"), guards=[requires("usage")], summary="Metrics of an adapter's revisions")
     async def metrics(
         self,
         adapter: NamedDependency[str],
@@ -263,7 +229,6 @@ class RevisionMetricsController(Controller):
         at("/aliases/{alias:str}/history/metrics"),
         guards=[requires("usage")],
         summary="Metrics of an alias's versions",
-        responses=REFUSALS,
     )
     async def history_metrics(
         self,
@@ -279,21 +244,14 @@ class RevisionMetricsController(Controller):
         return Listing(data=await revision_metrics.of_versions(principal, info.name, versions))
 
 
-class FeedbackController(Controller):
+class FeedbackController(ApiController):
     """Opinions of answers."""
 
     path = "/v1/requests"
     tags = ("Adapters",)
     guards = (requires("inference"),)
 
-    @post(
-        "/{request_id:str}/feedback",
-        dto=StrictJSON[FeedbackBody],
-        return_dto=None,
-        status_code=200,
-        summary="Rate an answer",
-        responses=REFUSALS,
-    )
+    @post("/{request_id:str}/feedback", status_code=200, summary="Rate an answer")
     async def put_feedback(
         self,
         request_id: FromPath[str],
@@ -319,22 +277,15 @@ class ShadowBody(Body, forbid_unknown_fields=True):
     """Keep both answers of each request in files of the purpose `shadow_output`, of the request's project."""
 
 
-class ShadowController(Controller):
+class ShadowController(OneAdapterController):
     """Candidates that run beside an adapter's requests, unseen by their callers."""
-
-    path = "/v1/adapters"
-    tags = ("Adapters",)
-    dependencies = NAMED
 
     @post(
         at("/shadow"),
-        dto=StrictJSON[ShadowBody],
-        return_dto=None,
         status_code=201,
         dependencies=CHANGING,
         guards=[requires("adapters")],
         summary="Start a shadow",
-        responses=REFUSALS,
     )
     async def start(
         self,
@@ -355,14 +306,14 @@ class ShadowController(Controller):
             keep_outputs=data.keep_outputs,
         )
 
-    @get(at("/shadow"), guards=[requires("read")], summary="Describe a shadow", responses=REFUSALS)
+    @get(at("/shadow"), guards=[requires("read")], summary="Describe a shadow")
     async def describe(
         self, adapter: NamedDependency[str], principal: NamedDependency[Principal], shadows: NamedDependency[Shadows]
     ) -> ShadowReport:
         """Describe the newest shadow: what became of its requests, and how alike the answers are."""
         return await shadows.get(principal, adapter)
 
-    @get(at("/shadow/history"), guards=[requires("read")], summary="List an adapter's shadows", responses=REFUSALS)
+    @get(at("/shadow/history"), guards=[requires("read")], summary="List an adapter's shadows")
     async def history(
         self, adapter: NamedDependency[str], principal: NamedDependency[Principal], shadows: NamedDependency[Shadows]
     ) -> Listing[ShadowReport]:
@@ -375,7 +326,6 @@ class ShadowController(Controller):
         dependencies=CHANGING,
         guards=[requires("adapters")],
         summary="End a shadow",
-        responses=REFUSALS,
     )
     async def stop(
         self,

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Literal, cast
 
 import msgspec
-from litestar import Controller, Response, post
+from litestar import Response, post
 from litestar.di import NamedDependency
 from litestar.openapi import ResponseSpec
 from litestar.params import JSONBody
@@ -23,11 +23,10 @@ from loramux.units import TokenCounts
 from loramux_api.answering import AnswerPart, AnswerParts, Inference, PartChange, Writer, named_frame
 from loramux_api.auth import requires
 from loramux_api.bodies import InferenceRequest
-from loramux_api.openapi import REFUSALS
+from loramux_api.openapi import ApiController
 from loramux_api.schemas.chat import ChatLogprob, TopLogprob
 from loramux_api.schemas.conversation import renamed_fields
 from loramux_api.schemas.responses import FIELDS, LOGPROBS, ResponseBody, ResponseTool, to_request
-from loramux_api.schemas.strict import StrictJSON
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
@@ -229,7 +228,7 @@ def output_logprob(one: TokenLogprob) -> ChatLogprob:
     )
 
 
-class ResponseController(Controller):
+class ResponseController(ApiController):
     """Conversations, as OpenAI's Responses have them."""
 
     path = "/v1/responses"
@@ -238,14 +237,9 @@ class ResponseController(Controller):
     request_class = InferenceRequest
 
     @post(
-        dto=StrictJSON[ResponseBody],
-        return_dto=None,
         status_code=200,
         summary="Create a response",
-        responses={
-            200: ResponseSpec(ResponseObject, description="With stream: server-sent response.* events."),
-            **REFUSALS,
-        },
+        responses={200: ResponseSpec(ResponseObject, description="With stream: server-sent response.* events.")},
     )
     async def create(
         self,

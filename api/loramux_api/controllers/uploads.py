@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
-from litestar import Controller, Request, delete, get, post, put
+from litestar import Request, delete, get, post, put
 from litestar.di import NamedDependency
 from litestar.params import FromPath, FromQuery, JSONBody, QueryParameter
 
@@ -15,28 +15,21 @@ from loramux.tenants import Principal
 from loramux.uploads import UploadSessions
 from loramux_api.auth import requires
 from loramux_api.bodies import ClientDisconnected
-from loramux_api.openapi import REFUSALS, PartOperation
+from loramux_api.openapi import ApiController, PartOperation
 from loramux_api.parameters import Offset
-from loramux_api.schemas.strict import StrictJSON
 from loramux_api.schemas.tenancy import Listing
 from loramux_api.schemas.uploads import Received, UploadBody, UploadDeleted, UploadObject, upload_object
 
 MAX_PAGE = 100
 
 
-class UploadController(Controller):
+class UploadController(ApiController):
     """Uploads in parts, which survive a cut connection."""
 
     path = "/v1/uploads"
     tags = ("UploadSessions",)
 
-    @post(
-        guards=[requires("adapters")],
-        dto=StrictJSON[UploadBody],
-        return_dto=None,
-        summary="Open an upload",
-        responses=REFUSALS,
-    )
+    @post(guards=[requires("adapters")], summary="Open an upload")
     async def open(
         self,
         data: JSONBody[UploadBody],
@@ -53,7 +46,6 @@ class UploadController(Controller):
         "/{upload_id:str}/files/{name:path}",
         guards=[requires("adapters")],
         summary="Send bytes of a file",
-        responses=REFUSALS,
         operation_class=PartOperation,
     )
     async def receive(
@@ -73,20 +65,14 @@ class UploadController(Controller):
         file = await uploads.parts.receive(principal, upload_id, str(name).removeprefix("/"), offset, body)
         return Received(name=file.name, size=file.size, received=file.received)
 
-    @post(
-        "/{upload_id:str}/complete",
-        guards=[requires("adapters")],
-        status_code=202,
-        summary="Complete an upload",
-        responses=REFUSALS,
-    )
+    @post("/{upload_id:str}/complete", guards=[requires("adapters")], status_code=202, summary="Complete an upload")
     async def complete(
         self, upload_id: FromPath[str], principal: NamedDependency[Principal], uploads: NamedDependency[UploadSessions]
     ) -> UploadObject:
         """Start the checks. The upload's `state` shows their progress, and a webhook reports their end."""
         return upload_object(await uploads.complete(principal, upload_id), principal.tenant_name)
 
-    @get(guards=[requires("read")], summary="List uploads", responses=REFUSALS)
+    @get(guards=[requires("read")], summary="List uploads")
     async def list_uploads(
         self,
         principal: NamedDependency[Principal],
@@ -98,20 +84,14 @@ class UploadController(Controller):
         found = await uploads.before(principal, before, limit)
         return Listing(data=[upload_object(upload, principal.tenant_name) for upload in found])
 
-    @get("/{upload_id:str}", guards=[requires("read")], summary="Describe an upload", responses=REFUSALS)
+    @get("/{upload_id:str}", guards=[requires("read")], summary="Describe an upload")
     async def get_upload(
         self, upload_id: FromPath[str], principal: NamedDependency[Principal], uploads: NamedDependency[UploadSessions]
     ) -> UploadObject:
         """Describe the upload: its state, the stored bytes of its files, and its result."""
         return upload_object(await uploads.get(principal, upload_id), principal.tenant_name)
 
-    @delete(
-        "/{upload_id:str}",
-        guards=[requires("adapters")],
-        status_code=200,
-        summary="Give an upload up",
-        responses=REFUSALS,
-    )
+    @delete("/{upload_id:str}", guards=[requires("adapters")], status_code=200, summary="Give an upload up")
     async def cancel(
         self, upload_id: FromPath[str], principal: NamedDependency[Principal], uploads: NamedDependency[UploadSessions]
     ) -> UploadDeleted:

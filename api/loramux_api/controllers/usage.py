@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Literal
 
-from litestar import Controller, MediaType, Request, Response, get
+from litestar import MediaType, Request, Response, get
 from litestar.di import NamedDependency, Provide
 from litestar.openapi import ResponseSpec
 from litestar.params import FromPath, FromQuery
@@ -18,7 +18,7 @@ from loramux.releases import FIRST_TOKEN_BOUNDS, RevisionMetrics, ServiceLevel
 from loramux.tenants import Principal
 from loramux.usage import UsagePage, UsageQuery
 from loramux_api.auth import requires
-from loramux_api.openapi import REFUSALS
+from loramux_api.openapi import ApiController
 from loramux_api.parameters import CostsLimit, EndTime, PageLimit, StartTime, TopModels, UsageLimit
 from loramux_api.schemas.requests import RequestObject, request_object
 from loramux_api.schemas.tenancy import Listing
@@ -84,7 +84,7 @@ def costs_query(
     )
 
 
-class UsageController(Controller):
+class UsageController(ApiController):
     """Usage and costs of the caller's tenant."""
 
     path = "/v1/organization"
@@ -94,7 +94,6 @@ class UsageController(Controller):
     @get(
         "/usage/completions",
         summary="Usage of completions",
-        responses=REFUSALS,
         dependencies={"query_of_usage": Provide(usage_query, sync_to_thread=False)},
     )
     async def completions(
@@ -115,7 +114,7 @@ class UsageController(Controller):
     @get(
         "/costs",
         summary="Costs",
-        responses={200: ResponseSpec(CostPage, description="Amounts are numbers."), **REFUSALS},
+        responses={200: ResponseSpec(CostPage, description="Amounts are numbers.")},
         dependencies={"query_of_costs": Provide(costs_query, sync_to_thread=False)},
     )
     async def costs(
@@ -135,14 +134,14 @@ class UsageController(Controller):
         return Response(content, media_type=MediaType.JSON)
 
 
-class ServiceLevelController(Controller):
+class ServiceLevelController(ApiController):
     """What the caller's tenant was promised, and what it got."""
 
     path = "/v1/organization/service_levels"
     tags = ("Usage",)
     guards = (requires("usage"),)
 
-    @get(summary="Service levels", responses=REFUSALS)
+    @get(summary="Service levels")
     async def service_levels(
         self,
         principal: NamedDependency[Principal],
@@ -161,14 +160,14 @@ class ServiceLevelController(Controller):
         return Listing(data=await revision_metrics.service_levels(principal, window, first_token_s))
 
 
-class InvoiceController(Controller):
+class InvoiceController(ApiController):
     """Invoices of the caller's tenant."""
 
     path = "/v1/organization/invoices"
     tags = ("Usage",)
     guards = (requires("billing"),)
 
-    @get("/{month:str}", summary="Invoice", responses=REFUSALS)
+    @get("/{month:str}", summary="Invoice")
     async def invoice(
         self,
         month: FromPath[str],
@@ -186,14 +185,14 @@ class InvoiceController(Controller):
         return Response(content, media_type=MEDIA_TYPES[format], headers=named)
 
 
-class RequestController(Controller):
+class RequestController(ApiController):
     """The log of a tenant's requests to adapters."""
 
     path = "/v1/requests"
     tags = ("Adapters",)
     guards = (requires("usage"),)
 
-    @get(summary="List an adapter's requests", responses=REFUSALS)
+    @get(summary="List an adapter's requests")
     async def list_requests(
         self,
         principal: NamedDependency[Principal],

@@ -24,11 +24,11 @@ from loramux.registry import RegistryError
 from loramux.tenants import NotFound, NotPermitted, Principal
 from loramux_api.auth import requires
 from loramux_api.bodies import InferenceRequest
-from loramux_api.openapi import REFUSALS
+from loramux_api.openapi import REFUSALS, ApiController
 from loramux_api.problems import ErrorAnswer, problem_of
 from loramux_api.schemas.chat import ChatBody, ChatMessage, to_request
 from loramux_api.schemas.conversation import MAX_MESSAGES, MAX_TOOLS, ToolDefinition
-from loramux_api.schemas.strict import Body, StrictJSON, Unsupported
+from loramux_api.schemas.strict import Body, Unsupported
 
 
 class TokenizeBody(Body, kw_only=True):
@@ -138,21 +138,14 @@ class VllmErrorAnswer(msgspec.Struct):
     error: VllmError
 
 
-class TokenController(Controller):
+class TokenController(ApiController):
     """Texts to tokens, and back."""
 
     tags = ("Inference",)
     guards = (requires("inference"),)
     request_class = InferenceRequest
 
-    @post(
-        "/tokenize",
-        dto=StrictJSON[TokenizeBody],
-        return_dto=None,
-        status_code=200,
-        summary="Tokenize a text or a conversation",
-        responses=REFUSALS,
-    )
+    @post("/tokenize", status_code=200, summary="Tokenize a text or a conversation")
     async def tokenize(
         self,
         data: JSONBody[TokenizeBody],
@@ -168,14 +161,7 @@ class TokenController(Controller):
             token_strs=found.pieces if data.return_token_strs else None,
         )
 
-    @post(
-        "/detokenize",
-        dto=StrictJSON[DetokenizeBody],
-        return_dto=None,
-        status_code=200,
-        summary="Turn tokens into text",
-        responses=REFUSALS,
-    )
+    @post("/detokenize", status_code=200, summary="Turn tokens into text")
     async def detokenize(
         self,
         data: JSONBody[DetokenizeBody],
@@ -215,8 +201,6 @@ class VllmController(Controller):
 
     @post(
         "/load_lora_adapter",
-        dto=StrictJSON[LoadLoraBody],
-        return_dto=None,
         status_code=200,
         media_type=MediaType.TEXT,
         summary="Load an adapter, as vLLM does",
@@ -240,8 +224,6 @@ class VllmController(Controller):
 
     @post(
         "/unload_lora_adapter",
-        dto=StrictJSON[UnloadLoraBody],
-        return_dto=None,
         status_code=200,
         media_type=MediaType.TEXT,
         summary="Unload an adapter, as vLLM does",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from litestar import Controller, delete, get, patch, post
+from litestar import delete, get, patch, post
 from litestar.di import NamedDependency
 from litestar.params import FromPath, FromQuery, JSONBody
 
@@ -10,9 +10,8 @@ from loramux.gateway import Platform
 from loramux.tenants import Principal
 from loramux.webhooks import Endpoints
 from loramux_api.auth import requires
-from loramux_api.openapi import REFUSALS
+from loramux_api.openapi import ApiController
 from loramux_api.parameters import PageLimit
-from loramux_api.schemas.strict import StrictJSON
 from loramux_api.schemas.tenancy import Listing
 from loramux_api.schemas.webhooks import (
     DeliveryObject,
@@ -29,14 +28,14 @@ from loramux_api.schemas.webhooks import (
 )
 
 
-class WebhookController(Controller):
+class WebhookController(ApiController):
     """Endpoints that receive events of the tenant's adapters, signed as in standardwebhooks.com."""
 
     path = "/v1/webhooks"
     tags = ("Webhooks",)
     guards = (requires("webhooks"),)
 
-    @post(dto=StrictJSON[WebhookBody], return_dto=None, summary="Create a webhook", responses=REFUSALS)
+    @post(summary="Create a webhook")
     async def create(
         self,
         data: JSONBody[WebhookBody],
@@ -47,23 +46,17 @@ class WebhookController(Controller):
         made = await (endpoints.create(data.url) if data.events is None else endpoints.create(data.url, data.events))
         return webhook_object(made, platform.webhooks.secret(made))
 
-    @get(summary="List webhooks", responses=REFUSALS)
+    @get(summary="List webhooks")
     async def list_webhooks(self, endpoints: NamedDependency[Endpoints]) -> Listing[WebhookObject]:
         """List the tenant's webhooks, oldest first."""
         return Listing(data=[webhook_object(endpoint) for endpoint in await endpoints.all()])
 
-    @get("/{webhook_id:str}", summary="Describe a webhook", responses=REFUSALS)
+    @get("/{webhook_id:str}", summary="Describe a webhook")
     async def get_webhook(self, webhook_id: FromPath[str], endpoints: NamedDependency[Endpoints]) -> WebhookObject:
         """Return one webhook."""
         return webhook_object(await endpoints.get(webhook_id))
 
-    @patch(
-        "/{webhook_id:str}",
-        dto=StrictJSON[WebhookChange],
-        return_dto=None,
-        summary="Disable or enable a webhook",
-        responses=REFUSALS,
-    )
+    @patch("/{webhook_id:str}", summary="Disable or enable a webhook")
     async def change(
         self, webhook_id: FromPath[str], data: JSONBody[WebhookChange], endpoints: NamedDependency[Endpoints]
     ) -> WebhookObject:
@@ -71,12 +64,12 @@ class WebhookController(Controller):
         changed = await (endpoints.enable(webhook_id) if data.enabled else endpoints.disable(webhook_id))
         return webhook_object(changed)
 
-    @delete("/{webhook_id:str}", status_code=200, summary="Delete a webhook", responses=REFUSALS)
+    @delete("/{webhook_id:str}", status_code=200, summary="Delete a webhook")
     async def remove(self, webhook_id: FromPath[str], endpoints: NamedDependency[Endpoints]) -> WebhookDeleted:
         """Delete a webhook and its pending deliveries."""
         return WebhookDeleted(id=(await endpoints.remove(webhook_id)).id)
 
-    @post("/{webhook_id:str}/test", status_code=200, summary="Test a webhook", responses=REFUSALS)
+    @post("/{webhook_id:str}/test", status_code=200, summary="Test a webhook")
     async def test(
         self,
         webhook_id: FromPath[str],
@@ -87,7 +80,7 @@ class WebhookController(Controller):
         """Send one signed `webhook.test` event now, and return the result."""
         return outcome_object(await platform.webhooks.test(await endpoints.get(webhook_id), principal))
 
-    @get("/{webhook_id:str}/deliveries", summary="List a webhook's deliveries", responses=REFUSALS)
+    @get("/{webhook_id:str}/deliveries", summary="List a webhook's deliveries")
     async def deliveries(
         self,
         webhook_id: FromPath[str],
@@ -100,14 +93,14 @@ class WebhookController(Controller):
         return Listing(data=[delivery_object(logged, principal.tenant_name) for logged in found])
 
 
-class EventController(Controller):
+class EventController(ApiController):
     """Events of the tenant's adapters."""
 
     path = "/v1/events"
     tags = ("Adapters",)
     guards = (requires("read"),)
 
-    @get(summary="List events", responses=REFUSALS)
+    @get(summary="List events")
     async def list_events(
         self,
         principal: NamedDependency[Principal],

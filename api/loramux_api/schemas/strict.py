@@ -42,12 +42,14 @@ class Body(msgspec.Struct, kw_only=True):
     """Fields that are JSON objects with such rules themselves."""
 
 
-class StrictJSON(AbstractDTO[T]):
-    """Has Litestar decode a handler's `data` with `decode_body`."""
+class StrictJSON(AbstractDTO[Any]):
+    """Has Litestar decode every handler's `data` with `decode_body`: the application names it once."""
 
     def decode_bytes(self, value: bytes) -> Any:
         """Decode the body into its struct. Raises InvalidRequest."""
-        return decode_body(value, self.model_type)
+        field = self.asgi_connection.route_handler.parsed_data_field
+        assert field is not None, "only a handler with `data` decodes a body"
+        return decode_body(value, field.annotation)
 
     def decode_builtins(self, value: Any) -> Any:
         """Refuse to decode: forms are not supported."""
