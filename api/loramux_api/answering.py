@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
-from litestar import MediaType, Request, Response
+from litestar import MediaType, Response
 from litestar.response import Stream
 from litestar.types import ASGIApp, Receive, Scope, Send
 from msgspec import UNSET, UnsetType
@@ -34,7 +34,7 @@ from loramux.gateway import (
 from loramux.tenants import Principal
 from loramux.units import TokenCounts
 from loramux_api.auth import platform_of, principal_of
-from loramux_api.bodies import ClientDisconnected
+from loramux_api.bodies import AnyRequest, ClientDisconnected
 from loramux_api.headers import Deadline, IdempotencyKey, claim_of, rate_headers
 from loramux_api.problems import CLIENT_CLOSED_REQUEST, error_answer
 from loramux_api.schemas.chat import PromptLogprobEntry, PromptLogprobList, UsageObject, usage_object
@@ -157,7 +157,7 @@ class Writer(Protocol):
         return b"data: " + _encode(event) + b"\n\n"
 
 
-async def respond(request: Request[Any, Any, Any], answer: Answer, writer: Writer, *, stream: bool) -> Response[Any]:
+async def respond(request: AnyRequest, answer: Answer, writer: Writer, *, stream: bool) -> Response[Any]:
     """Return the response; the answer is abandoned as soon as the client disconnects.
 
     A stream's response begins with its first token, so that every earlier failure has its proper status.
@@ -183,7 +183,7 @@ def answer_headers(answer: Answer) -> dict[str, str]:
     return rate_headers(answer.rate_limits) | replayed
 
 
-async def run_while_connected(request: Request[Any, Any, Any], work: Awaitable[T]) -> T:
+async def run_while_connected(request: AnyRequest, work: Awaitable[T]) -> T:
     """Await `work`, and cancel it where the client disconnects first. Raises ClientDisconnected.
 
     Servers do not cancel a handler whose client has left; `receive` reports it. The body has been read.
@@ -301,7 +301,7 @@ async def _collect(answer: Answer, writer: Writer) -> None:
             await asyncio.sleep(0)  # a vector takes up to a millisecond to encode, and many may be there at once
 
 
-async def _until_disconnected(request: Request[Any, Any, Any]) -> None:
+async def _until_disconnected(request: AnyRequest) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
@@ -310,7 +310,7 @@ async def _until_disconnected(request: Request[Any, Any, Any]) -> None:
 class Inference:
     """What handlers of inference answer with; as a dependency it reads the headers that they share."""
 
-    request: Request[Any, Any, Any]
+    request: AnyRequest
     principal: Principal
     completions: CompletionService
     deadline_ms: int | None
@@ -327,7 +327,7 @@ class Inference:
 
 
 def inference(
-    request: Request[Any, Any, Any],
+    request: AnyRequest,
     x_loramux_deadline_ms: Deadline = None,
     idempotency_key: IdempotencyKey = None,
 ) -> Inference:

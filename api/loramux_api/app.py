@@ -1,7 +1,7 @@
-"""The application: its routes, the dependencies of their handlers, and the platform that its lifespan opens.
+"""The application: the dependencies of its handlers, and the platform that its lifespan opens.
 
-`CONTROLLERS` lists every controller. `DEPENDENCIES` says what a handler gets for each parameter name. `create_app` puts
-both together with error handlers, hooks and the OpenAPI document.
+`DEPENDENCIES` says what a handler gets for each parameter name. `create_app` puts them together with the routes, which
+`controllers` lists, with error handlers, hooks and the OpenAPI document.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from litestar import Controller, Litestar, Request, Router
+from litestar import Litestar
 from litestar.datastructures import State
 from litestar.di import Provide
 from litestar.types import ASGIApp, LifeSpanReceive, LifeSpanScope, LifeSpanSend, Receive, Scope, Send
@@ -31,55 +31,10 @@ from loramux.tenants import Account, Principal, Tenants
 from loramux.webhooks import Endpoints
 from loramux_api.answering import inference
 from loramux_api.auth import platform_of, principal_of
-from loramux_api.bodies import ApiRequest
-from loramux_api.controllers.account import AuditController, KeyController, MemberController, ProjectController
-from loramux_api.controllers.adapters import (
-    AdapterController,
-    AliasController,
-    GrantController,
-    PinController,
-    RevisionController,
-)
-from loramux_api.controllers.admin import (
-    AdminActivityController,
-    AdminController,
-    AdminEngineController,
-    AdminPlanController,
-    AdminTenantController,
-    AdminTenantLimitController,
-    AdminTierController,
-    AdminTierLimitController,
-)
-from loramux_api.controllers.bases import AdminBaseController, AdminMigrationController, MigrationController
-from loramux_api.controllers.batches import BatchController, FileController
-from loramux_api.controllers.chat import ChatController
-from loramux_api.controllers.completions import CompletionController
-from loramux_api.controllers.console import (
-    ConsoleController,
-    ConsoleFiles,
-    ConsoleLinkController,
-    ConsoleSessionController,
-    ConsoleSignInController,
-)
-from loramux_api.controllers.evaluations import EvaluationController
-from loramux_api.controllers.health import HealthController, VllmInformationController
-from loramux_api.controllers.limits import BudgetController, LimitController
-from loramux_api.controllers.lorax import LoraxController
-from loramux_api.controllers.messages import MessageController
-from loramux_api.controllers.models import ModelController
-from loramux_api.controllers.pooling import PoolingController
-from loramux_api.controllers.releases import (
-    FeedbackController,
-    GuardController,
-    PolicyController,
-    RevisionMetricsController,
-    ShadowController,
-)
-from loramux_api.controllers.responses import ResponseController
-from loramux_api.controllers.uploads import UploadController
-from loramux_api.controllers.usage import InvoiceController, RequestController, ServiceLevelController, UsageController
-from loramux_api.controllers.vllm import TokenController, VllmController
-from loramux_api.controllers.webhooks import EventController, WebhookController
+from loramux_api.bodies import AnyRequest, ApiRequest
+from loramux_api.controllers import routes_of
+from loramux_api.controllers.console import ConsoleFiles
+from loramux_api.controllers.plans import WhatIf
 from loramux_api.headers import send_console_policy, send_request_id
 from loramux_api.metrics import Metrics
 from loramux_api.openapi import openapi_config
@@ -87,70 +42,6 @@ from loramux_api.problems import EXCEPTION_HANDLERS
 from loramux_api.request_log import Tracer, logged, note_begun, note_ended, note_response
 from loramux_api.schemas.strict import StrictJSON
 from loramux_api.services import open_services, services_of
-from loramux_api.what_if import WhatIf
-
-CONTROLLERS: tuple[type[Controller], ...] = (
-    ChatController,
-    CompletionController,
-    ResponseController,
-    PoolingController,
-    MessageController,
-    TokenController,
-    LoraxController,
-    ModelController,
-    RevisionController,
-    AliasController,
-    PinController,
-    GrantController,
-    UsageController,
-    ServiceLevelController,
-    InvoiceController,
-    KeyController,
-    ProjectController,
-    MemberController,
-    AuditController,
-    LimitController,
-    BudgetController,
-    AdminTenantController,
-    AdminTierController,
-    AdminEngineController,
-    AdminBaseController,
-    AdminMigrationController,
-    MigrationController,
-    AdminController,
-    AdminActivityController,
-    AdminPlanController,
-    AdminTierLimitController,
-    AdminTenantLimitController,
-    EventController,
-    RequestController,
-    WebhookController,
-    VllmController,
-    VllmInformationController,
-    HealthController,
-    BatchController,
-    EvaluationController,
-    RevisionMetricsController,
-    FeedbackController,
-    GuardController,
-    PolicyController,
-    ShadowController,
-)
-CONSOLE = (ConsoleController, ConsoleSessionController, ConsoleSignInController, ConsoleLinkController)
-
-
-def routes_of(settings: Settings) -> list[type[Controller] | Router]:
-    """Return what a server of these settings answers; uploads and files may have larger bodies than other routes."""
-    uploads = Router(
-        "/",
-        route_handlers=[AdapterController, UploadController],
-        request_max_body_size=settings.server.max_upload_bytes,
-    )
-    files = Router("/", route_handlers=[FileController], request_max_body_size=settings.batches.max_body_bytes)
-    return [*CONTROLLERS, *(CONSOLE if settings.console.enabled else ()), uploads, files]
-
-
-AnyRequest = Request[Any, Any, Any]
 
 
 def platform(request: AnyRequest) -> Platform:

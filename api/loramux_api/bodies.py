@@ -41,6 +41,8 @@ MAX_VALUES = 1_000_000
 STRINGS_A_SLICE = 1_000
 """Strings between two moments at which other requests get their turn."""
 
+AnyRequest = Request[Any, Any, Any]
+
 _text = re.compile(rb'(?:[^"\\]++|\\.){0,50000}+', re.DOTALL)
 """The next part of a string, up to its closing quote if that is near."""
 
@@ -89,7 +91,7 @@ class IncomingBytes:
             del self._by_tenant[tenant]
 
 
-class ApiRequest(Request[Any, Any, Any]):
+class ApiRequest(AnyRequest):
     """A request whose client may leave in the middle of the body."""
 
     async def stream(self) -> AsyncGenerator[bytes, None]:

@@ -6,9 +6,9 @@ found by the adapter's own name and as `tenant/adapter`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
-from litestar import Request, Response
+from litestar import Response
 from litestar.di import NamedDependency, Provide
 from litestar.openapi.spec import OpenAPIType
 from litestar.params import FromPath, PathParameter, QueryParameter
@@ -20,6 +20,7 @@ from loramux.tenants import Principal
 from loramux.usage import LATEST, UsageQuery
 from loramux.usage.query import MAX_FILTER
 from loramux_api.auth import platform_of
+from loramux_api.bodies import AnyRequest
 from loramux_api.headers import IdempotencyKey, IfMatch, claim_of
 from loramux_api.openapi import ApiController
 from loramux_api.schemas.adapters import Adapter, adapter_object
@@ -94,7 +95,7 @@ def adapter_name(name: FromPath[str], owner: Owner = None) -> str:
 
 
 async def preconditions(
-    request: Request[Any, Any, Any],
+    request: AnyRequest,
     principal: NamedDependency[Principal],
     if_match: IfMatch = None,
     idempotency_key: IdempotencyKey = None,

@@ -15,7 +15,7 @@ from http import HTTPStatus
 from typing import Any
 
 import msgspec
-from litestar import MediaType, Request, Response
+from litestar import MediaType, Response
 from litestar.exceptions import HTTPException
 from litestar.types import ExceptionHandlersMap
 
@@ -23,7 +23,7 @@ from loramux.errors import LoramuxError
 from loramux.gateway import GenerationFailed
 from loramux.limits import LimitReached
 from loramux.uploads import WrongOffset
-from loramux_api.bodies import ClientDisconnected
+from loramux_api.bodies import AnyRequest, ClientDisconnected
 from loramux_api.headers import rate_headers, request_id, traceable_id
 
 
@@ -70,8 +70,6 @@ CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a request whose client has left."""
 
 ADMIN = "/admin"
-
-AnyRequest = Request[Any, Any, Any]
 
 
 @dataclass(frozen=True, slots=True)

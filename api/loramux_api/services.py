@@ -29,12 +29,12 @@ from loramux.releases import (
 )
 from loramux_api.auth import Connection
 from loramux_api.bodies import body_limit, look_through
+from loramux_api.controllers import completions
 from loramux_api.controllers.chat import ChatWriter
-from loramux_api.controllers.completions import CompletionWriter
 from loramux_api.controllers.pooling import EmbeddingWriter
 from loramux_api.controllers.responses import ResponseWriter
 from loramux_api.problems import error_answer
-from loramux_api.schemas import chat, completions, pooling, responses
+from loramux_api.schemas import chat, pooling, responses
 from loramux_api.schemas.strict import decode_body
 
 B = TypeVar("B", chat.ChatBody, completions.CompletionBody, responses.ResponseBody, pooling.EmbeddingBody)
@@ -64,7 +64,7 @@ def batch_endpoints(platform: Platform) -> Endpoints:
     return Endpoints(
         parsers={
             "/v1/chat/completions": parser(chat.ChatBody, chat.to_request, ChatWriter),
-            "/v1/completions": parser(completions.CompletionBody, completions.to_request, CompletionWriter),
+            "/v1/completions": parser(completions.CompletionBody, completions.to_request, completions.CompletionWriter),
             "/v1/embeddings": parser(
                 pooling.EmbeddingBody, pooling.embedding_request, lambda body, answer, _: EmbeddingWriter(body, answer)
             ),

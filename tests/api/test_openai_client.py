@@ -16,9 +16,8 @@ from loramux.engine.messages import EngineFault
 from loramux.gateway import Delta, Token, TokenLogprob
 from loramux.units import TokenCounts
 from loramux_api.controllers.chat import ChatWriter
-from loramux_api.controllers.completions import CompletionWriter
+from loramux_api.controllers.completions import CompletionBody, CompletionWriter
 from loramux_api.schemas.chat import ChatBody, ChatMessage
-from loramux_api.schemas.completions import CompletionBody
 
 HELLO = [{"role": "user", "content": "héllo"}]
 SAID = "user: héllo\nassistant:"

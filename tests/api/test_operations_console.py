@@ -10,8 +10,8 @@ from peft_uploads import CONFIG, WEIGHTS, make_adapter
 from site_fixture import Site
 
 from loramux.engine.messages import BatchRows, EngineMeters, EngineStats, Evictable, ServiceClass, StepSample
-from loramux_api import what_if
-from loramux_api.what_if import PlanFailed, WhatIf, Workload
+from loramux_api.controllers import plans
+from loramux_api.controllers.plans import PlanBody, PlanFailed, WhatIf
 
 QUESTION = {"gpu": "h100", "model": "qwen2.5-0.5b", "rate": 2, "adapters": 2, "output_tokens": 5, "prompt_tokens": 20}
 
@@ -84,7 +84,7 @@ def test_plan_refuses_what_it_cannot_simulate(site: Site, change: dict[str, obje
 
 
 def test_plan_is_searched_one_at_a_time_in_a_process_of_its_own(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(what_if, "MAX_REQUESTS", 20)
+    monkeypatch.setattr(plans, "MAX_REQUESTS", 20)
     with site.http("all-scopes") as http:
         choices = http.get("/admin/plan").json()
         assert "h100" in choices["gpus"]
@@ -99,10 +99,10 @@ def test_plan_is_searched_one_at_a_time_in_a_process_of_its_own(site: Site, monk
 
 @pytest.mark.anyio
 async def test_plan_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(what_if, "MAX_SECONDS", 0.01)
+    monkeypatch.setattr(plans, "MAX_SECONDS", 0.01)
     body = {"rank": 16, "tenants": 1, "ttft_ms": 1000, "itl_ms": 100} | QUESTION
     with pytest.raises(PlanFailed, match="no plan was found"):
-        await WhatIf().plan(Workload(**body))  # type: ignore[arg-type]
+        await WhatIf().plan(PlanBody(**body))  # type: ignore[arg-type]
 
 
 def test_adapters_and_models_are_searched_by_name(site: Site) -> None:

@@ -13,10 +13,10 @@ from scripted_engine import FACTS
 from loramux.bundle import SamplingDefaults
 from loramux.engine.messages import SamplingParams
 from loramux.gateway.messages import GenerationRequest
+from loramux_api.controllers.completions import CompletionBody
+from loramux_api.controllers.completions import to_request as text_request
 from loramux_api.schemas.chat import ChatBody
 from loramux_api.schemas.chat import to_request as chat_request
-from loramux_api.schemas.completions import CompletionBody
-from loramux_api.schemas.completions import to_request as text_request
 
 RECOMMENDED = msgspec.structs.replace(FACTS, sampling_defaults=SamplingDefaults(temperature=0.6, top_p=0.9, top_k=20))
 

@@ -16,7 +16,7 @@ from playwright.sync_api import Browser, BrowserContext, Page, expect
 from site_fixture import Site
 
 from loramux.records.credentials import SessionRow
-from loramux_api import what_if
+from loramux_api.controllers import plans
 
 
 @pytest.fixture(scope="module")
@@ -343,7 +343,7 @@ def test_operator_reconciles_the_ledger(visit: Visit, site: Site) -> None:
 
 @pytest.mark.slow
 def test_operator_asks_the_planner_by_sliders(visit: Visit, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(what_if, "MAX_REQUESTS", 20)
+    monkeypatch.setattr(plans, "MAX_REQUESTS", 20)
     page = visit.load("/operator/plan", "Planner")
     for knob in ("Requests per second", "Adapters"):
         slider = page.get_by_role("slider", name=knob)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from litestar import Request, Response, delete, get, patch, post, put
+from litestar import Response, delete, get, patch, post, put
 from litestar.di import NamedDependency
 from litestar.params import FromPath, FromQuery, JSONBody, QueryParameter
 
@@ -16,6 +16,7 @@ from loramux.registry import Preconditions, etag
 from loramux.tenants import Principal
 from loramux.uploads import UploadSessions
 from loramux_api.auth import requires
+from loramux_api.bodies import AnyRequest
 from loramux_api.forms import AdapterForm
 from loramux_api.headers import IfNoneMatch
 from loramux_api.openapi import ApiController, UploadOperation
@@ -61,7 +62,7 @@ class AdapterController(ApiController):
     @post(guards=[requires("adapters")], summary="Upload an adapter", operation_class=UploadOperation)
     async def upload(
         self,
-        request: Request[Any, Any, Any],
+        request: AnyRequest,
         principal: NamedDependency[Principal],
         uploads: NamedDependency[UploadSessions],
     ) -> Adapter:

@@ -1,6 +1,6 @@
-"""/admin, for operators: tenants, tiers, keys, limits, the audit log; engines, activity, the ledger's proof, plans.
+"""/admin, for operators: tenants, tiers, keys, the audit log; engines, their activity, the ledger's proof.
 
-Errors are RFC 9457 problem details. Base models and migrations are in `bases`.
+Base models and migrations are in `bases`, limits and budgets in `limits`, plans in `plans`.
 """
 
 from __future__ import annotations
@@ -9,14 +9,11 @@ import logging
 import time
 
 from litestar import delete, get, patch, post, put
-from litestar.datastructures import State
 from litestar.di import NamedDependency
 from litestar.params import FromPath, FromQuery, JSONBody
 
-from loramux.gateway import InvalidRequest, Platform
-from loramux.limits import Limits
+from loramux.gateway import Platform
 from loramux.logs import set_level
-from loramux.simulator import DEVICES, MODELS, Plan, Trial
 from loramux.tenants import Tenant, Tenants
 from loramux_api.openapi import OperatorController
 from loramux_api.parameters import BeforeSequence, PageLimit
@@ -36,30 +33,15 @@ from loramux_api.schemas.admin import (
     tenant_object,
     tier_object,
 )
-from loramux_api.schemas.limits import (
-    BudgetBody,
-    BudgetObject,
-    LimitBody,
-    LimitObject,
-    budget_object,
-    budget_state_object,
-    limit_object,
-)
 from loramux_api.schemas.operations import (
     ActivityObject,
     LedgerObject,
-    PlanBody,
-    PlanChoices,
-    PlanObject,
     ReconciliationObject,
-    TrialObject,
     activity_object,
     ledger_object,
-    plan_choices,
     reconciliation_object,
 )
 from loramux_api.schemas.tenancy import AuditObject, KeyBody, KeyObject, Listing, audit_object, key_object
-from loramux_api.what_if import WhatIf
 
 logger = logging.getLogger(__name__)
 
@@ -202,88 +184,6 @@ class AdminController(OperatorController):
         )
 
 
-class AdminTierLimitController(OperatorController):
-    """Limits of a tier, which apply to its tenants without limits of their own."""
-
-    path = "/admin/tiers/{tier:str}/limits"
-
-    @get(summary="List a tier's limits")
-    async def list_limits(self, tier: FromPath[str], operators: NamedDependency[Tenants]) -> Listing[LimitObject]:
-        """List a tier's limits by name."""
-        return Listing(data=[limit_object(limit) for limit in await Limits(operators.changes).of_tier(tier)])
-
-    @put("/{name:str}", summary="Set a tier's limit")
-    async def set_limit(
-        self, tier: FromPath[str], name: FromPath[str], data: JSONBody[LimitBody], operators: NamedDependency[Tenants]
-    ) -> LimitObject:
-        """Set a limit. Applies from the next request on."""
-        return limit_object(await Limits(operators.changes).put_for_tier(tier, name, data.value))
-
-    @delete("/{name:str}", status_code=200, summary="Remove a tier's limit")
-    async def remove_limit(
-        self, tier: FromPath[str], name: FromPath[str], operators: NamedDependency[Tenants]
-    ) -> LimitObject:
-        """Remove a limit."""
-        return limit_object(await Limits(operators.changes).remove_from_tier(tier, name))
-
-
-class AdminTenantLimitController(OperatorController):
-    """Limits and budgets of a tenant as a whole."""
-
-    path = "/admin/tenants/{tenant:str}"
-
-    @get("/limits", summary="List a tenant's limits")
-    async def list_limits(self, tenant: FromPath[str], operators: NamedDependency[Tenants]) -> Listing[LimitObject]:
-        """List a tenant's own limits, and those of its tier for the other names."""
-        found_tenant = await operators.named(tenant)
-        found = await Limits(operators.changes).of(found_tenant.id, found_tenant.tier)
-        return Listing(data=[limit_object(limit) for limit in found])
-
-    @put("/limits/{name:str}", summary="Set a tenant's limit")
-    async def set_limit(
-        self, tenant: FromPath[str], name: FromPath[str], data: JSONBody[LimitBody], operators: NamedDependency[Tenants]
-    ) -> LimitObject:
-        """Set a limit that takes precedence over the tier's. Applies from the next request on."""
-        id = (await operators.named(tenant)).id
-        return limit_object(await Limits(operators.changes).put(id, id, name, data.value))
-
-    @delete("/limits/{name:str}", status_code=200, summary="Remove a tenant's limit")
-    async def remove_limit(
-        self, tenant: FromPath[str], name: FromPath[str], operators: NamedDependency[Tenants]
-    ) -> LimitObject:
-        """Remove a limit. The tier's limit applies again."""
-        id = (await operators.named(tenant)).id
-        return limit_object(await Limits(operators.changes).remove(id, id, name))
-
-    @get("/budgets", summary="List a tenant's budgets")
-    async def list_budgets(self, tenant: FromPath[str], operators: NamedDependency[Tenants]) -> Listing[BudgetObject]:
-        """List the budgets of the tenant itself, with the spending of the current periods."""
-        found = await Limits(operators.changes).budgets((await operators.named(tenant)).id)
-        return Listing(data=[budget_state_object(state) for state in found])
-
-    @put("/budgets/{period:str}", summary="Set a tenant's budget")
-    async def set_budget(
-        self,
-        tenant: FromPath[str],
-        period: FromPath[str],
-        data: JSONBody[BudgetBody],
-        operators: NamedDependency[Tenants],
-    ) -> BudgetObject:
-        """Set a budget. `period` is day, month (both UTC) or total."""
-        id = (await operators.named(tenant)).id
-        return budget_object(
-            await Limits(operators.changes).put_budget(id, id, period, data.amount_nano, data.thresholds)
-        )
-
-    @delete("/budgets/{period:str}", status_code=200, summary="Remove a tenant's budget")
-    async def remove_budget(
-        self, tenant: FromPath[str], period: FromPath[str], operators: NamedDependency[Tenants]
-    ) -> BudgetObject:
-        """Remove a budget and its counters. Invoices do not change."""
-        id = (await operators.named(tenant)).id
-        return budget_object(await Limits(operators.changes).remove_budget(id, id, period))
-
-
 class AdminActivityController(OperatorController):
     """The batch as it runs, and the ledger's proof."""
 
@@ -324,49 +224,3 @@ class AdminActivityController(OperatorController):
         409 while another one is under way.
         """
         return reconciliation_object(await platform.ledger_proof.reconcile())
-
-
-class AdminPlanController(OperatorController):
-    """What-if questions."""
-
-    path = "/admin/plan"
-
-    @get(summary="Choices of a plan")
-    async def choices(self) -> PlanChoices:
-        """Return the devices and models that a plan can be made for."""
-        return plan_choices()
-
-    @post(status_code=200, summary="Make a plan")
-    async def plan(self, data: JSONBody[PlanBody], state: State) -> PlanObject:
-        """Simulate the workload on more and more GPUs until the goals are kept, then tune. It takes up to 90 seconds.
-
-        One plan at a time: 429 while another one is searched.
-        """
-        for field, value, known in (("gpu", data.gpu, DEVICES), ("model", data.model, MODELS)):
-            if value not in known:
-                raise InvalidRequest(f"'{field}' is one of {', '.join(known)}.", field=field)
-        what_if: WhatIf = state.what_if
-        return _plan_object(await what_if.plan(data.workload()))
-
-
-def _plan_object(plan: Plan) -> PlanObject:
-    return PlanObject(
-        goals_met=plan.goals_met,
-        recommended=_trial_object(plan.recommended),
-        tried=[_trial_object(trial) for trial in plan.tried],
-    )
-
-
-def _trial_object(trial: Trial) -> TrialObject:
-    settings = trial.settings
-    return TrialObject(
-        gpus=settings.gpus,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        max_num_seqs=settings.max_num_seqs,
-        block_size=settings.block_size,
-        ttft_ms_p99=trial.ttft_ms_p99,
-        itl_ms_p99=trial.itl_ms_p99,
-        pool_use=trial.pool_use,
-        tokens_per_s=trial.tokens_per_s,
-        dollars_per_million_tokens=trial.dollars_per_million_tokens,
-    )

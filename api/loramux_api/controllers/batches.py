@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
-from litestar import Request, delete, get, post
+from litestar import delete, get, post
 from litestar.di import NamedDependency
 from litestar.params import FromPath, FromQuery, JSONBody, QueryParameter
 from litestar.response import Stream
@@ -15,6 +15,7 @@ from loramux.batches import Batches, Files, FileTooLarge, StoredFile
 from loramux.gateway import InvalidRequest, Platform
 from loramux.tenants import Principal
 from loramux_api.auth import requires
+from loramux_api.bodies import AnyRequest
 from loramux_api.forms import FileForm
 from loramux_api.openapi import ApiController
 from loramux_api.schemas.batches import (
@@ -87,7 +88,7 @@ class FileController(ApiController):
     @post(status_code=200, summary="Upload a file")
     async def create(
         self,
-        request: Request[Any, Any, Any],
+        request: AnyRequest,
         principal: NamedDependency[Principal],
         files: NamedDependency[Files],
         platform: NamedDependency[Platform],

@@ -1,10 +1,10 @@
-"""POST /v1/completions."""
+"""POST /v1/completions, as OpenAI's clients expect it: the request, its answers' structs, the route, and the writer."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Literal, cast
 
 import msgspec
 from litestar import Response, post
@@ -13,14 +13,115 @@ from litestar.openapi import ResponseSpec
 from litestar.params import JSONBody
 from msgspec import UNSET, UnsetType
 
-from loramux.gateway import Answer, Delta, PromptTokenLogprob, Token, TokenLogprob
+from loramux.gateway import (
+    Answer,
+    Delta,
+    FinishReason,
+    GenerationRequest,
+    InvalidRequest,
+    PromptTokenLogprob,
+    Token,
+    TokenLogprob,
+    canonical_tags,
+)
 from loramux.units import TokenCounts
 from loramux_api.answering import CollectedChoice, Inference, Writer, prompt_logprob_list, spelled, usage_of_chunk
 from loramux_api.auth import requires
 from loramux_api.bodies import InferenceRequest
 from loramux_api.openapi import ApiController, StreamingOperation
-from loramux_api.schemas.chat import TextChoice, TextCompletion, TextLogprobs, UsageObject, usage_object
-from loramux_api.schemas.completions import CompletionBody, to_request
+from loramux_api.schemas.chat import PromptLogprobList, UsageObject, usage_object
+from loramux_api.schemas.sampling import (
+    MAX_CHOICES,
+    Promptlike,
+    SamplingBody,
+    TopLogprobs,
+    asked_format,
+    left_out,
+    read_prompts,
+    sampling_params,
+)
+from loramux_api.schemas.strict import Unsupported
+
+
+class CompletionBody(SamplingBody, kw_only=True):
+    """OpenAI's fields, and vLLM's names for what OpenAI does not have."""
+
+    prompt: Promptlike
+    """A text, several texts, token ids, or several lists of token ids."""
+    logprobs: TopLogprobs | None = None
+    echo: bool | None = None
+    """True: the answer begins with the prompt, and so do its log probabilities."""
+
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {
+        **SamplingBody.unsupported,
+        "prompt_embeds": Unsupported("send texts or token ids."),
+        "suffix": Unsupported("text is continued at its end only.", (None, "")),
+    }
+
+
+def to_request(body: CompletionBody) -> GenerationRequest:
+    """Return the request as the gateway takes it. Raises InvalidRequest."""
+    prompts, n = read_prompts(body.prompt), body.n or 1
+    if len(prompts) * n > MAX_CHOICES:
+        raise InvalidRequest(
+            f"{len(prompts)} prompts with n={n} make {len(prompts) * n} choices, and a request has at most "
+            f"{MAX_CHOICES}; send several requests.",
+            field="prompt",
+        )
+    return GenerationRequest(
+        kind="cmpl-",
+        model=body.model,
+        is_streamed=bool(body.stream),
+        prompts=prompts,
+        sampling=sampling_params(body, body.logprobs, body.logprobs if body.echo else None),
+        echo=bool(body.echo),
+        left_out=left_out(body),
+        max_tokens=body.max_tokens,
+        n=n,
+        stop=body.stops,
+        truncation=body.truncation,
+        add_special_tokens=body.add_special_tokens is not False,
+        format=asked_format(body),
+        user=body.user or None,
+        tags=canonical_tags(body.metadata),
+        service_tier=body.chosen_tier,
+    )
+
+
+class TextLogprobs(msgspec.Struct):
+    """Parallel lists, one entry a token."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    """Null for the first token of a repeated prompt."""
+    text_offset: list[int]
+
+
+class TextChoice(msgspec.Struct, kw_only=True):
+    """One continuation of one prompt, or its news in a chunk."""
+
+    index: int
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: FinishReason | None
+    token_ids: list[int] | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType | None = UNSET
+    """Both null in a whole answer, and absent in chunks, where they are not asked for."""
+    prompt_logprobs: PromptLogprobList | None = None
+
+
+class TextCompletion(msgspec.Struct, kw_only=True):
+    """A whole answer, or one event of a stream."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[TextChoice]
+    system_fingerprint: str
+    service_tier: str
+    usage: UsageObject | UnsetType | None = UNSET
 
 
 class CompletionController(ApiController):

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Literal
 from urllib.parse import urlencode
 
-from litestar import Controller, MediaType, Request, Response, delete, get, post
+import msgspec
+from litestar import Controller, MediaType, Response, delete, get, post
 from litestar.datastructures import Cookie, State
 from litestar.di import NamedDependency
 from litestar.params import FromPath, FromQuery, JSONBody, QueryParameter
@@ -35,20 +36,12 @@ from loramux.tenants import (
     SeveralTenants,
     SignInRefused,
 )
+from loramux.units import SECOND
 from loramux_api.auth import ensure_same_origin, origin_of, requires, session_of
+from loramux_api.bodies import AnyRequest
 from loramux_api.headers import SESSION_COOKIE, SIGN_IN_COOKIE
 from loramux_api.openapi import REFUSALS
-from loramux_api.schemas.console import (
-    BeginBody,
-    BegunObject,
-    LinkObject,
-    ProviderList,
-    ProviderObject,
-    SessionObject,
-    SignInBody,
-    ViewBody,
-    session_object,
-)
+from loramux_api.schemas.strict import Body
 
 FOLDER = Path(__file__).parents[1] / "console"
 """`make console` writes it in a checkout; a wheel has it."""
@@ -152,9 +145,6 @@ def _load(path: Path, *, is_immutable: bool) -> ConsoleFile:
     )
 
 
-AnyRequest = Request[Any, Any, Any]
-
-LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 PAGE_HEADERS = {
     "Cache-Control": "no-cache",
     "Cross-Origin-Opener-Policy": "same-origin",
@@ -164,7 +154,6 @@ PAGE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
-NO_STORE = {"Cache-Control": "no-store"}
 
 
 class ConsoleController(Controller):
@@ -192,6 +181,107 @@ class ConsoleController(Controller):
             headers["Content-Encoding"] = encoding
         content = file.content if encoding is None else file.encoded[encoding]
         return Response(content, headers=headers, media_type=file.media_type)
+
+
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
+NO_STORE = {"Cache-Control": "no-store"}
+
+
+class SignInBody(Body, forbid_unknown_fields=True):
+    """One of: an API key, or the secret of a sign-in link."""
+
+    key: str | None = None
+    link: str | None = None
+
+
+class ViewBody(Body, forbid_unknown_fields=True):
+    """The tenant that an operator wants to look at."""
+
+    tenant: str
+
+
+class BeginBody(Body, forbid_unknown_fields=True):
+    """The issuer to sign in at and, for members of several tenants, the tenant."""
+
+    issuer: str
+    tenant: str | None = None
+
+
+class ProviderObject(msgspec.Struct, kw_only=True):
+    """An identity provider at which members sign in."""
+
+    object: Literal["console.provider"] = "console.provider"
+    issuer: str
+    label: str
+
+
+class ProviderList(msgspec.Struct, kw_only=True):
+    """Every identity provider at which members sign in."""
+
+    object: Literal["list"] = "list"
+    data: list[ProviderObject]
+
+
+class BegunObject(msgspec.Struct, kw_only=True):
+    """A sign-in that has begun: the browser goes to the identity provider's page."""
+
+    object: Literal["console.sign_in"] = "console.sign_in"
+    location: str
+
+
+class SessionObject(msgspec.Struct, kw_only=True):
+    """The browser's session."""
+
+    object: Literal["console.session"] = "console.session"
+    id: str
+    tenant: str
+    holder: str
+    """The id of the key or the member that has signed in."""
+    role: str | None
+    """A member's."""
+    scopes: list[str]
+    project_id: str
+    tier: str
+    models: list[str] | None
+    """The only models that the key may use; null: all of the tenant's."""
+    viewed: list[str]
+    """Tenants whose pages the operator has opened."""
+    csrf_token: str
+    """To be sent in the header X-CSRF-Token with every change."""
+    created_at: int
+    ends_at: int
+    base_models: list[str]
+    version: str
+
+
+class LinkObject(msgspec.Struct, kw_only=True):
+    """A sign-in link. It works once."""
+
+    object: Literal["console.link"] = "console.link"
+    path: str
+    """Append it to the server's address."""
+    ends_at: int
+
+
+def session_object(session: Session, csrf_token: str, base_models: list[str], version: str) -> SessionObject:
+    """Return the session as a JSON object."""
+    caller = session.principal
+    return SessionObject(
+        id=session.id,
+        tenant=caller.tenant_name,
+        holder=caller.key_id,
+        role=caller.role,
+        scopes=sorted(caller.scopes),
+        project_id=caller.project,
+        tier=caller.tier,
+        models=None if caller.models is None else sorted(caller.models),
+        viewed=list(session.viewed),
+        csrf_token=csrf_token,
+        created_at=session.created_at // SECOND,
+        ends_at=session.ends_at // SECOND,
+        base_models=base_models,
+        version=version,
+    )
 
 
 class ConsoleSessionController(Controller):
@@ -317,7 +407,7 @@ class ConsoleLinkController(Controller):
     async def make(self, principal: NamedDependency[Principal], platform: NamedDependency[Platform]) -> LinkObject:
         """Return a link that opens one session with the rights of this key, within an hour."""
         link = await platform.tenants.sessions.open_link(principal)
-        return LinkObject(path=f"/console/#sign-in={link.secret}", ends_at=link.ends_at // 1_000_000)
+        return LinkObject(path=f"/console/#sign-in={link.secret}", ends_at=link.ends_at // SECOND)
 
 
 def session_cookie(request: AnyRequest, secret: str, max_age: int | None = None) -> Cookie:

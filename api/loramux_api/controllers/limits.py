@@ -1,4 +1,7 @@
-"""/v1/limits and /v1/budgets: a tenant reads all its own, and sets those of its projects, keys and members."""
+"""/v1/limits and /v1/budgets, and those of a tier or a tenant below /admin.
+
+A tenant reads all its own, and sets those of its projects, keys and members. Operators set those of a whole tenant.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,9 @@ from litestar.params import FromPath, JSONBody
 
 from loramux.gateway import NotAllowed
 from loramux.limits import LimitNotFound, Limits
-from loramux.tenants import Account, Principal
+from loramux.tenants import Account, Principal, Tenants
 from loramux_api.auth import requires
-from loramux_api.openapi import ApiController
+from loramux_api.openapi import ApiController, OperatorController
 from loramux_api.schemas.limits import (
     BudgetBody,
     BudgetObject,
@@ -128,6 +131,88 @@ class BudgetController(ApiController):
         """Remove a budget and its counters. Invoices do not change."""
         await ensure_subject(account, principal, subject)
         return budget_object(await limits.remove_budget(principal.tenant, subject, period))
+
+
+class AdminTierLimitController(OperatorController):
+    """Limits of a tier, which apply to its tenants without limits of their own."""
+
+    path = "/admin/tiers/{tier:str}/limits"
+
+    @get(summary="List a tier's limits")
+    async def list_limits(self, tier: FromPath[str], operators: NamedDependency[Tenants]) -> Listing[LimitObject]:
+        """List a tier's limits by name."""
+        return Listing(data=[limit_object(limit) for limit in await Limits(operators.changes).of_tier(tier)])
+
+    @put("/{name:str}", summary="Set a tier's limit")
+    async def set_limit(
+        self, tier: FromPath[str], name: FromPath[str], data: JSONBody[LimitBody], operators: NamedDependency[Tenants]
+    ) -> LimitObject:
+        """Set a limit. Applies from the next request on."""
+        return limit_object(await Limits(operators.changes).put_for_tier(tier, name, data.value))
+
+    @delete("/{name:str}", status_code=200, summary="Remove a tier's limit")
+    async def remove_limit(
+        self, tier: FromPath[str], name: FromPath[str], operators: NamedDependency[Tenants]
+    ) -> LimitObject:
+        """Remove a limit."""
+        return limit_object(await Limits(operators.changes).remove_from_tier(tier, name))
+
+
+class AdminTenantLimitController(OperatorController):
+    """Limits and budgets of a tenant as a whole."""
+
+    path = "/admin/tenants/{tenant:str}"
+
+    @get("/limits", summary="List a tenant's limits")
+    async def list_limits(self, tenant: FromPath[str], operators: NamedDependency[Tenants]) -> Listing[LimitObject]:
+        """List a tenant's own limits, and those of its tier for the other names."""
+        found_tenant = await operators.named(tenant)
+        found = await Limits(operators.changes).of(found_tenant.id, found_tenant.tier)
+        return Listing(data=[limit_object(limit) for limit in found])
+
+    @put("/limits/{name:str}", summary="Set a tenant's limit")
+    async def set_limit(
+        self, tenant: FromPath[str], name: FromPath[str], data: JSONBody[LimitBody], operators: NamedDependency[Tenants]
+    ) -> LimitObject:
+        """Set a limit that takes precedence over the tier's. Applies from the next request on."""
+        id = (await operators.named(tenant)).id
+        return limit_object(await Limits(operators.changes).put(id, id, name, data.value))
+
+    @delete("/limits/{name:str}", status_code=200, summary="Remove a tenant's limit")
+    async def remove_limit(
+        self, tenant: FromPath[str], name: FromPath[str], operators: NamedDependency[Tenants]
+    ) -> LimitObject:
+        """Remove a limit. The tier's limit applies again."""
+        id = (await operators.named(tenant)).id
+        return limit_object(await Limits(operators.changes).remove(id, id, name))
+
+    @get("/budgets", summary="List a tenant's budgets")
+    async def list_budgets(self, tenant: FromPath[str], operators: NamedDependency[Tenants]) -> Listing[BudgetObject]:
+        """List the budgets of the tenant itself, with the spending of the current periods."""
+        found = await Limits(operators.changes).budgets((await operators.named(tenant)).id)
+        return Listing(data=[budget_state_object(state) for state in found])
+
+    @put("/budgets/{period:str}", summary="Set a tenant's budget")
+    async def set_budget(
+        self,
+        tenant: FromPath[str],
+        period: FromPath[str],
+        data: JSONBody[BudgetBody],
+        operators: NamedDependency[Tenants],
+    ) -> BudgetObject:
+        """Set a budget. `period` is day, month (both UTC) or total."""
+        id = (await operators.named(tenant)).id
+        return budget_object(
+            await Limits(operators.changes).put_budget(id, id, period, data.amount_nano, data.thresholds)
+        )
+
+    @delete("/budgets/{period:str}", status_code=200, summary="Remove a tenant's budget")
+    async def remove_budget(
+        self, tenant: FromPath[str], period: FromPath[str], operators: NamedDependency[Tenants]
+    ) -> BudgetObject:
+        """Remove a budget and its counters. Invoices do not change."""
+        id = (await operators.named(tenant)).id
+        return budget_object(await Limits(operators.changes).remove_budget(id, id, period))
 
 
 async def subjects_of(account: Account, principal: Principal) -> list[str]:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Annotated, Any, ClassVar
 
 import msgspec
-from litestar import Controller, MediaType, Request, Response, post
+from litestar import Controller, MediaType, Response, post
 from litestar.di import NamedDependency
 from litestar.openapi import ResponseSpec
 from litestar.params import JSONBody
@@ -24,7 +24,7 @@ from loramux.tenants import Principal
 from loramux.units import TokenCounts
 from loramux_api.answering import Writer, respond
 from loramux_api.auth import requires
-from loramux_api.bodies import InferenceRequest
+from loramux_api.bodies import AnyRequest, InferenceRequest
 from loramux_api.openapi import REFUSALS, StreamingOperation
 from loramux_api.problems import ErrorAnswer, problem_of
 from loramux_api.schemas.sampling import Int64, Positive, RepetitionPenalty, StopString
@@ -176,7 +176,7 @@ VALIDATION, OVERLOADED = "validation", "overloaded"
 ERROR_TYPES = {401: VALIDATION, 403: VALIDATION, 404: VALIDATION, 422: VALIDATION, 429: OVERLOADED, 503: OVERLOADED}
 
 
-def refused(request: Request[Any, Any, Any], error: LoramuxError) -> Response[Any]:
+def refused(request: AnyRequest, error: LoramuxError) -> Response[Any]:
     """Return the refusal in LoRAX's shape: 422 where the request has to be changed."""
     problem = problem_of(request, error)
     status = 422 if problem.status == 400 else problem.status
@@ -203,7 +203,7 @@ class LoraxController(Controller):
     async def generate(
         self,
         data: JSONBody[GenerateBody],
-        request: Request[Any, Any, Any],
+        request: AnyRequest,
         principal: NamedDependency[Principal],
         platform: NamedDependency[Platform],
     ) -> Response[Any]:
@@ -219,7 +219,7 @@ class LoraxController(Controller):
     async def generate_stream(
         self,
         data: JSONBody[GenerateBody],
-        request: Request[Any, Any, Any],
+        request: AnyRequest,
         principal: NamedDependency[Principal],
         platform: NamedDependency[Platform],
     ) -> Response[Any]:
@@ -236,7 +236,7 @@ class LoraxController(Controller):
     async def compatible(
         self,
         data: JSONBody[GenerateBody],
-        request: Request[Any, Any, Any],
+        request: AnyRequest,
         principal: NamedDependency[Principal],
         platform: NamedDependency[Platform],
     ) -> Response[Any]:
@@ -247,9 +247,7 @@ class LoraxController(Controller):
         return whole
 
 
-async def _answered(
-    data: GenerateBody, request: Request[Any, Any, Any], principal: Principal, platform: Platform
-) -> Response[Any]:
+async def _answered(data: GenerateBody, request: AnyRequest, principal: Principal, platform: Platform) -> Response[Any]:
     completions: CompletionService = platform.completions
     answer = await completions.begin(principal, to_request(data, platform.settings.model.served_model_name))
     writer = LoraxWriter(data, answer, completions.bases[answer.base_model].facts.eos_token_ids)

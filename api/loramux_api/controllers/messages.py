@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Literal, cast
 
 import msgspec
-from litestar import Controller, MediaType, Request, Response, post
+from litestar import Controller, MediaType, Response, post
 from litestar.di import NamedDependency
 from litestar.exceptions import HTTPException
 from litestar.openapi import ResponseSpec
@@ -24,7 +24,7 @@ from loramux.tenants import Principal
 from loramux.units import TokenCounts
 from loramux_api.answering import AnswerPart, AnswerParts, Inference, NamedEvent, PartChange, Writer, named_frame
 from loramux_api.auth import requires
-from loramux_api.bodies import InferenceRequest
+from loramux_api.bodies import AnyRequest, InferenceRequest
 from loramux_api.headers import request_id
 from loramux_api.openapi import REFUSALS
 from loramux_api.problems import ErrorObject, Problem, error_answer, problem_of
@@ -196,7 +196,7 @@ ERROR_TYPES = {
 ERRORS = {status: ResponseSpec(MessageError, description=spec.description) for status, spec in REFUSALS.items()}
 
 
-def refused(request: Request[Any, Any, Any], error: Exception) -> Response[Any]:
+def refused(request: AnyRequest, error: Exception) -> Response[Any]:
     """Return the refusal in Anthropic's shape."""
     problem = problem_of(request, error)
     content = message_error(problem.status, problem.error, request_id(request.scope))
@@ -371,5 +371,5 @@ def _news(part: AnswerPart, piece: str) -> BlockNews:
             return BlockNews(type="input_json_delta", partial_json=piece)
 
 
-def _headers(request: Request[Any, Any, Any], problem: Problem) -> dict[str, str]:
+def _headers(request: AnyRequest, problem: Problem) -> dict[str, str]:
     return problem.all_headers() | {"request-id": request_id(request.scope)}

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-from litestar import Request, delete, get, post, put
+from litestar import delete, get, post, put
 from litestar.di import NamedDependency
 from litestar.params import FromPath, FromQuery, JSONBody, QueryParameter
 
 from loramux.tenants import Principal
 from loramux.uploads import UploadSessions
 from loramux_api.auth import requires
-from loramux_api.bodies import ClientDisconnected
+from loramux_api.bodies import AnyRequest, ClientDisconnected
 from loramux_api.openapi import ApiController, PartOperation
 from loramux_api.parameters import Offset
 from loramux_api.schemas.tenancy import Listing
@@ -50,7 +50,7 @@ class UploadController(ApiController):
     )
     async def receive(
         self,
-        request: Request[Any, Any, Any],
+        request: AnyRequest,
         upload_id: FromPath[str],
         name: FromPath[Path],
         principal: NamedDependency[Principal],
@@ -99,7 +99,7 @@ class UploadController(ApiController):
         return UploadDeleted(id=(await uploads.cancel(principal, upload_id)).id)
 
 
-async def _until_cut(request: Request[Any, Any, Any]) -> AsyncIterator[bytes]:
+async def _until_cut(request: AnyRequest) -> AsyncIterator[bytes]:
     """Yield the body as it comes; if the client disconnects, end after the bytes received so far."""
     with suppress(ClientDisconnected):
         async for chunk in request.stream():

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Literal
+from typing import Literal
 
-from litestar import MediaType, Request, Response, get
+from litestar import MediaType, Response, get
 from litestar.di import NamedDependency, Provide
 from litestar.openapi import ResponseSpec
 from litestar.params import FromPath, FromQuery
@@ -18,6 +18,7 @@ from loramux.releases import FIRST_TOKEN_BOUNDS, RevisionMetrics, ServiceLevel
 from loramux.tenants import Principal
 from loramux.usage import UsagePage, UsageQuery
 from loramux_api.auth import requires
+from loramux_api.bodies import AnyRequest
 from loramux_api.openapi import ApiController
 from loramux_api.parameters import CostsLimit, EndTime, PageLimit, StartTime, TopModels, UsageLimit
 from loramux_api.schemas.requests import RequestObject, request_object
@@ -34,7 +35,7 @@ MEDIA_TYPES: dict[InvoiceFormat, str] = {
 
 
 def usage_query(
-    request: Request[Any, Any, Any],
+    request: AnyRequest,
     start_time: StartTime,
     end_time: EndTime = None,
     bucket_width: FromQuery[str] = "1d",
@@ -62,7 +63,7 @@ def usage_query(
 
 
 def costs_query(
-    request: Request[Any, Any, Any],
+    request: AnyRequest,
     start_time: StartTime,
     end_time: EndTime = None,
     bucket_width: FromQuery[str] = "1d",
@@ -209,9 +210,7 @@ class RequestController(ApiController):
         return Listing(data=[request_object(request) for request in found])
 
 
-def _lists(
-    request: Request[Any, Any, Any], lists: tuple[str, ...], others: tuple[str, ...] = ()
-) -> dict[str, tuple[str, ...]]:
+def _lists(request: AnyRequest, lists: tuple[str, ...], others: tuple[str, ...] = ()) -> dict[str, tuple[str, ...]]:
     """Return the repeatable parameters. Unknown parameters are refused: an ignored filter would give a wrong answer."""
     given = request.query_params
     for name in given:

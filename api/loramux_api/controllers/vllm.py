@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
 import msgspec
-from litestar import Controller, MediaType, Request, Response, post
+from litestar import Controller, MediaType, Response, post
 from litestar.di import NamedDependency
 from litestar.openapi import ResponseSpec
 from litestar.params import JSONBody
@@ -23,7 +23,7 @@ from loramux.gateway import CompletionService, FolderNotFound, GenerationRequest
 from loramux.registry import RegistryError
 from loramux.tenants import NotFound, NotPermitted, Principal
 from loramux_api.auth import requires
-from loramux_api.bodies import InferenceRequest
+from loramux_api.bodies import AnyRequest, InferenceRequest
 from loramux_api.openapi import REFUSALS, ApiController
 from loramux_api.problems import ErrorAnswer, problem_of
 from loramux_api.schemas.chat import ChatBody, ChatMessage, to_request
@@ -178,7 +178,6 @@ LOAD_REFUSALS = {
 }
 """vLLM's shape, and ours where the caller lacks a key or a scope."""
 
-AnyRequest = Request[Any, Any, Any]
 REFUSALS_OF_LOADS = (FolderNotFound, InvalidRequest, RegistryError, NotFound, NotPermitted)
 TYPES = {400: "InvalidUserInput", 403: "PermissionDeniedError", 404: "NotFoundError"}
 

@@ -1,6 +1,6 @@
-"""POST /v1/chat/completions: the request; and the answers of both completion endpoints, as OpenAI's clients expect.
+"""POST /v1/chat/completions, as OpenAI's clients expect it: the request, and the structs of its answers.
 
-`to_request` reads a body; the structs behind it are written by `controllers.chat` and `controllers.completions`.
+`to_request` reads a body; `controllers.chat` writes the answers.
 """
 
 from __future__ import annotations
@@ -412,42 +412,6 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     choices: list[ChatChunkChoice]
     usage: UsageObject | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
-
-
-class TextLogprobs(msgspec.Struct):
-    """Parallel lists, one entry a token."""
-
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
-    """Null for the first token of a repeated prompt."""
-    text_offset: list[int]
-
-
-class TextChoice(msgspec.Struct, kw_only=True):
-    """One continuation of one prompt, or its news in a chunk."""
-
-    index: int
-    text: str
-    logprobs: TextLogprobs | None
-    finish_reason: FinishReason | None
-    token_ids: list[int] | UnsetType | None = UNSET
-    prompt_token_ids: list[int] | UnsetType | None = UNSET
-    """Both null in a whole answer, and absent in chunks, where they are not asked for."""
-    prompt_logprobs: PromptLogprobList | None = None
-
-
-class TextCompletion(msgspec.Struct, kw_only=True):
-    """A whole answer, or one event of a stream."""
-
-    id: str
-    object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
-    choices: list[TextChoice]
-    system_fingerprint: str
-    service_tier: str
-    usage: UsageObject | UnsetType | None = UNSET
 
 
 def usage_object(usage: TokenCounts) -> UsageObject:

@@ -1,21 +1,17 @@
-"""JSON objects of what operators watch: the batch as it runs, what leaves the pool next, the ledger's proof, plans."""
+"""JSON objects of what operators watch: the batch as it runs, what leaves the pool next, the ledger's proof."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Literal
+from typing import Literal
 
 import msgspec
-from msgspec import Meta
 
 from loramux.billing import LedgerState, ReconciliationOutcome
 from loramux.engine.messages import EngineMeters, Evictable, StepSample
 from loramux.engine.statistics import OTHERS
-from loramux.simulator import DEVICES, MODELS
 from loramux.units import SECOND
-from loramux_api.schemas.strict import Body
 from loramux_api.schemas.tenancy import seconds
-from loramux_api.what_if import Workload
 
 NameOfModel = Callable[[str | None], str]
 
@@ -115,62 +111,6 @@ class LedgerObject(msgspec.Struct, kw_only=True):
     """The last one that this server made."""
     sinks: list[SinkProgressObject]
     parked: list[ParkedObject]
-
-
-class PlanBody(Body, forbid_unknown_fields=True):
-    """A what-if question."""
-
-    gpu: str
-    model: str
-    rate: Annotated[float, Meta(ge=0.1, le=1000)]
-    """Requests a second."""
-    prompt_tokens: Annotated[int, Meta(ge=1, le=8192)] = 500
-    output_tokens: Annotated[int, Meta(ge=1, le=1024)] = 100
-    adapters: Annotated[int, Meta(ge=0, le=2000)] = 20
-    rank: Annotated[int, Meta(ge=1, le=256)] = 16
-    tenants: Annotated[int, Meta(ge=1, le=1000)] = 5
-    ttft_ms: Annotated[float, Meta(ge=1, le=600_000)] = 2000
-    itl_ms: Annotated[float, Meta(ge=1, le=600_000)] = 100
-
-    def workload(self) -> Workload:
-        """Return the question for the planner."""
-        return Workload(**msgspec.structs.asdict(self))
-
-
-class TrialObject(msgspec.Struct, kw_only=True):
-    """Settings, and what the simulator says of them."""
-
-    gpus: int
-    max_num_batched_tokens: int
-    max_num_seqs: int
-    block_size: int
-    ttft_ms_p99: float
-    itl_ms_p99: float
-    pool_use: float
-    tokens_per_s: float
-    dollars_per_million_tokens: float
-
-
-class PlanObject(msgspec.Struct, kw_only=True):
-    """The recommendation, and all that was tried for it."""
-
-    object: Literal["plan"] = "plan"
-    goals_met: bool
-    recommended: TrialObject
-    tried: list[TrialObject]
-
-
-class PlanChoices(msgspec.Struct, kw_only=True):
-    """The devices and models that a plan can be made for."""
-
-    object: Literal["plan.choices"] = "plan.choices"
-    gpus: list[str]
-    models: list[str]
-
-
-def plan_choices() -> PlanChoices:
-    """Return what a plan can be made for."""
-    return PlanChoices(gpus=list(DEVICES), models=list(MODELS))
 
 
 def activity_object(

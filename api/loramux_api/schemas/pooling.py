@@ -22,9 +22,8 @@ from loramux.gateway import (
 )
 from loramux.units import TokenCounts
 from loramux_api.schemas.chat import PromptTokensDetails
-from loramux_api.schemas.completions import Promptlike, read_prompts
 from loramux_api.schemas.conversation import renamed_fields
-from loramux_api.schemas.sampling import MAX_USER_LENGTH, Positive
+from loramux_api.schemas.sampling import MAX_USER_LENGTH, Positive, Promptlike, read_prompts
 from loramux_api.schemas.strict import Body, Unsupported
 
 MAX_INPUTS = 2048
@@ -33,8 +32,6 @@ INPUT = {"prompt": "input"}
 SCORED = {"prompt": "text_2"}
 RERANKED = {"prompt": "documents"}
 """An endpoint's names for a completion's fields, in refusals."""
-
-# ---- requests
 
 
 class PooledBody(Body, kw_only=True):
@@ -235,9 +232,6 @@ def _one_of(body: ScoreBody, *names: str) -> list[str]:
 def _too_many(count: int, field: str) -> InvalidRequest:
     message = f"'{field}' holds {count} texts, and at most {MAX_INPUTS} are allowed; send several requests."
     return InvalidRequest(message, field=field)
-
-
-# ---- answers
 
 
 class InputUsage(msgspec.Struct, kw_only=True):

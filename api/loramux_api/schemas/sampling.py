@@ -1,4 +1,4 @@
-"""Request fields that all completion endpoints share: sampling, the end of generation, and the format of an answer.
+"""Request fields that inference endpoints share: prompts, sampling, the end of generation, and the format of an answer.
 
 A format is asked for by OpenAI's `response_format`, vLLM's `structured_outputs`, or its older `guided_*` fields: by one
 of them.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal, Protocol, cast
 
 import msgspec
 from msgspec import Meta
@@ -16,10 +16,27 @@ from msgspec import Meta
 from loramux.bundle import SamplingDefaults
 from loramux.constraints import AnswerFormat, Choice, Grammar, JsonObject, JsonSchema, Regex
 from loramux.engine.messages import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY, SamplingParams
-from loramux.gateway import AskedFormat, InvalidRequest, ServiceTier, Truncation
+from loramux.gateway import AskedFormat, InvalidRequest, Prompt, ServiceTier, Truncation
 from loramux_api.schemas.strict import Body, Unsupported
 
+Promptlike = str | Annotated[list[str | int | list[int]], Meta(min_length=1)]
 Choices = Annotated[list[str], Meta(min_length=1, max_length=10_000)]
+
+
+def read_prompts(prompt: Promptlike) -> tuple[Prompt, ...]:
+    """Return the prompts one by one. Raises InvalidRequest."""
+    if isinstance(prompt, str):
+        return (prompt,)
+    kinds = set(map(type, prompt))
+    if len(kinds) != 1:
+        raise InvalidRequest(
+            "Invalid value for 'prompt': a list holds texts, or token ids, or lists of token ids, not a mixture.",
+            field="prompt",
+            code="invalid_value",
+        )
+    if kinds == {int}:
+        return (cast(list[int], prompt),)
+    return tuple(cast(list[str | list[int]], prompt))
 
 
 class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
