@@ -43,6 +43,11 @@ from loramux_api.request_log import Tracer, logged, note_begun, note_ended, note
 from loramux_api.schemas.strict import StrictJSON
 from loramux_api.services import open_services, services_of
 
+logger = logging.getLogger(__name__)
+
+MAX_JSON_BYTES = 16 << 20
+CONFIG_VARIABLE = "LORAMUX_CONFIG"
+
 
 def platform(request: AnyRequest) -> Platform:
     """The open platform."""
@@ -90,12 +95,6 @@ PROVIDERS: dict[str, Callable[..., Any]] = {
     **{name: _part(services_of, name) for name in OF_SERVICES},
 }
 DEPENDENCIES = {name: Provide(provider, sync_to_thread=False) for name, provider in PROVIDERS.items()}
-
-
-logger = logging.getLogger(__name__)
-
-MAX_JSON_BYTES = 16 << 20
-CONFIG_VARIABLE = "LORAMUX_CONFIG"
 
 
 class Application(Litestar):

@@ -28,9 +28,14 @@ from loramux_api.schemas.adapters import Adapter, adapter_object
 MAX_INT64 = 2**63 - 1
 MAX_OFFSET = 2**53 - 1
 MAX_PAGE = 500
+MAX_SHORT_PAGE = 100
+MAX_UNDO_SECONDS = 365 * 86_400
 
 PageLimit = Annotated[int, QueryParameter(ge=1, le=MAX_PAGE, description="The most items to list.")]
 """The length of a page."""
+
+ShortPageLimit = Annotated[int, QueryParameter(ge=1, le=MAX_SHORT_PAGE)]
+"""The length of a page of batches, evaluations or uploads."""
 
 BeforeSequence = Annotated[
     int | None, QueryParameter(ge=0, le=MAX_INT64, description="The last sequence number of the previous page.")
@@ -75,9 +80,6 @@ TopModels = Annotated[
 
 CostsLimit = Annotated[int | None, QueryParameter(ge=1, le=CostsQuery.most_buckets(), description="The most days.")]
 """The length of a page of costs."""
-
-
-MAX_UNDO_SECONDS = 365 * 86_400
 
 
 def at(rest: str = "") -> list[str]:

@@ -26,6 +26,8 @@ from loramux.uploads import WrongOffset
 from loramux_api.bodies import AnyRequest, ClientDisconnected
 from loramux_api.headers import rate_headers, request_id, traceable_id
 
+logger = logging.getLogger(__name__)
+
 
 class ErrorObject(msgspec.Struct, kw_only=True):
     """An error as OpenAI's clients expect it: all four keys are always present."""
@@ -54,8 +56,6 @@ class ErrorAnswer(msgspec.Struct):
 
     error: ErrorObject
 
-
-logger = logging.getLogger(__name__)
 
 _missing_parameter = re.compile(r"Missing required \w+ parameter '(?P<name>\w+)'")
 

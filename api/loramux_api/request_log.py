@@ -31,6 +31,11 @@ if TYPE_CHECKING:
     from opentelemetry.util.types import AttributeValue
 
 
+logger = logging.getLogger(__name__)
+
+PROBES = ("/health", "/metrics")
+"""Paths that are asked every few seconds: their lines have the level `debug`."""
+
 # The names of OpenTelemetry's conventions for generative AI, which are still in development: nowhere else.
 GEN_AI = {
     "kind": "gen_ai.operation.name",
@@ -156,10 +161,6 @@ def _attributes(fields: dict[str, object]) -> dict[str, AttributeValue]:
     return {name: value for name, value in found.items() if isinstance(value, str | int | float)}
 
 
-logger = logging.getLogger(__name__)
-
-PROBES = ("/health", "/metrics")
-"""Paths that are asked every few seconds: their lines have the level `debug`."""
 _traceparent = re.compile(r"00-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})")
 _record: ContextVar[RequestRecord | None] = ContextVar("request_record", default=None)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from loramux.settings import load_settings
 from loramux.tenants import CUSTOMER_SCOPES, SCOPES, AuditEntry, Key, KeyRequest, Member, Role, Tenants
 from loramux.units import SECONDS_PER_DAY
 from loramux_api.cli.common import (
@@ -17,7 +18,6 @@ from loramux_api.cli.common import (
     json_option,
     note,
     put,
-    settings_of,
     tenant_option,
     with_account,
     with_tenants,
@@ -80,7 +80,7 @@ def replace_pepper(config: Path, as_json: bool) -> None:
     """
     from loramux.gateway import renew_pepper
 
-    revoked = asyncio.run(renew_pepper(settings_of(config)))
+    revoked = asyncio.run(renew_pepper(load_settings(config)))
     put(as_json, {"revoked": revoked}, f"{revoked} keys are revoked. Make new ones with `loramux key create`.")
 
 

@@ -41,12 +41,12 @@ from loramux.exports.focus import GROUP_BY, Seller
 from loramux.exports.tables import Row
 from loramux.gateway import BillingServices, open_sinks
 from loramux.pricing import plain_builtins, plain_text
+from loramux.settings import load_settings
 from loramux_api.cli.common import (
     config_option,
     json_option,
     period_option,
     put,
-    settings_of,
     tenant_option,
     warn_of_old_name,
     with_billing,
@@ -263,7 +263,7 @@ def invoice(tenant_name: str, period: str, html: Path | None, pdf: Path | None, 
     files: dict[InvoiceFormat, Path | None] = {"html": html, "pdf": pdf}
     for kind, file in files.items():
         if file is not None:
-            file.write_bytes(write_invoice(made, kind, settings_of(config).billing))
+            file.write_bytes(write_invoice(made, kind, load_settings(config).billing))
     lines = [f"{line.description}\t{display_quantity(line.meter, line.quantity)}\t{line.amount}" for line in made.lines]
     if made.terms.tax is not None:
         lines.append(f"{made.terms.tax.name} {plain_text(made.terms.tax.percent)} %\t\t{made.tax_amount}")
@@ -415,7 +415,7 @@ def deliver(names: tuple[str, ...], config: Path, as_json: bool) -> None:
     Example:
       loramux usage deliver --sink openmeter --config configs/production.toml
     """
-    settings = settings_of(config)
+    settings = load_settings(config)
 
     async def run(desk: BillingServices) -> list[Delivered]:
         delivery = SinkDelivery(desk.database)

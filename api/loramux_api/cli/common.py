@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 import msgspec
 
-from loramux.settings import Settings, load_settings
+from loramux.settings import load_settings
 
 if TYPE_CHECKING:
     from loramux.gateway import BillingServices
@@ -43,11 +43,6 @@ def config_option(*, required: bool = True) -> Callable[[Command], Command]:
         show_envvar=True,
         help=CONFIG_HELP,
     )
-
-
-def settings_of(config: Path) -> Settings:
-    """Load the settings of a file."""
-    return load_settings(config)
 
 
 def put(as_json: bool, data: Any, text: str) -> None:
@@ -95,7 +90,7 @@ def with_tenants(config: Path, act: Callable[[Tenants], Awaitable[T]]) -> T:
     """Open the records of `config`, run `act` and close them. Operators' commands need no running server."""
     from loramux.gateway import open_tenants
 
-    settings = settings_of(config)
+    settings = load_settings(config)
 
     async def run() -> T:
         async with open_tenants(settings) as tenants:
@@ -127,7 +122,7 @@ def with_billing(config: Path, act: Callable[[BillingServices], Awaitable[T]]) -
     """Run `act` on the billing services of `config`'s database."""
     from loramux.gateway import open_billing
 
-    settings = settings_of(config)
+    settings = load_settings(config)
 
     async def run() -> T:
         async with open_billing(settings) as desk:

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import click
 
-from loramux_api.cli.common import config_option, json_option, put, settings_of
+from loramux.settings import load_settings
+from loramux_api.cli.common import config_option, json_option, put
 from loramux_client import Client, RetryPolicy
 
 RETRY = RetryPolicy(retries=2, first_pause=0.2)
@@ -105,5 +106,5 @@ def _url_of(config: Path | None) -> str | None:
     """Return the address of the settings' server, None for the default address."""
     if config is None:
         return None
-    server = settings_of(config).server
+    server = load_settings(config).server
     return f"http://{server.host}:{server.port}"

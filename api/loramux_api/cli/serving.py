@@ -18,7 +18,9 @@ import msgspec
 import loramux
 from loramux import logs
 from loramux.settings import Settings, SettingsError, load_settings
-from loramux_api.cli.common import config_option, json_option, put, settings_of
+from loramux_api.cli.common import config_option, json_option, put
+
+logger = logging.getLogger(__name__)
 
 MAX_FOLDERS = 2000
 """Folders that the search for a model looks at."""
@@ -140,9 +142,6 @@ def _text(result: InitResult, others: list[Path]) -> str:
     return "\n".join([*lines, "Next:", *(f"  {command}" for command in result.next)])
 
 
-logger = logging.getLogger(__name__)
-
-
 @click.command()
 @config_option()
 @click.option("--host", help="Listen address; overrides server.host. 0.0.0.0 is every interface.")
@@ -161,7 +160,7 @@ def serve(config: Path, host: str | None, port: int | None, as_json: bool) -> No
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _end_at_once)
-    settings = _with_address(settings_of(config), host, port)
+    settings = _with_address(load_settings(config), host, port)
     _ensure_models(settings, config)
     from loramux_api.server import exit_now
     from loramux_api.server import serve as run  # imports torch, which takes seconds
@@ -222,5 +221,5 @@ def migrate(config: Path, as_json: bool) -> None:
     """
     from loramux.gateway import migrate as migrate_database
 
-    revision = migrate_database(settings_of(config))
+    revision = migrate_database(load_settings(config))
     put(as_json, {"revision": revision}, f"The database has schema {revision}.")

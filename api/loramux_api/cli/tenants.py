@@ -1,4 +1,4 @@
-"""loramux tenant, tier and project."""
+"""loramux tenant, tier and project, limit and budget: tenants, and how much they may ask for and spend."""
 
 from __future__ import annotations
 
@@ -6,8 +6,25 @@ from pathlib import Path
 
 import click
 
+from loramux.limits import LIMITS, PERIODS, BudgetState, Limit, Limits, format_money
+from loramux.pricing import NANO
 from loramux.tenants import ALLOWED_AT_FIRST, CHOSEN, SERVICE_CLASSES, Tenant
-from loramux_api.cli.common import config_option, day, json_option, put, tenant_option, with_account, with_tenants
+from loramux_api.cli.common import (
+    config_option,
+    day,
+    json_option,
+    option_with_old_name,
+    put,
+    tenant_option,
+    with_account,
+    with_limits,
+    with_tenants,
+)
+
+_name = click.argument("name", type=click.Choice(list(LIMITS)))
+_subject_option = option_with_old_name(
+    "--subject", "--on", help="Id of a project, key or member; default: the whole tenant."
+)
 
 
 @click.group()
@@ -53,7 +70,7 @@ def list_tenants(config: Path, as_json: bool) -> None:
       loramux tenant ls --config configs/single-node.toml
     """
     found = with_tenants(config, lambda tenants: tenants.list_tenants())
-    put(as_json, found, "\n".join(map(_line, found)) or "No tenants yet.")
+    put(as_json, found, "\n".join(map(_tenant_line, found)) or "No tenants yet.")
 
 
 @tenant.command("move")
@@ -69,7 +86,7 @@ def move_tenant(name: str, tier: str, config: Path, as_json: bool) -> None:
       loramux tenant move acme --tier interactive --config configs/single-node.toml
     """
     moved = with_tenants(config, lambda tenants: tenants.move(name, tier))
-    put(as_json, moved, _line(moved))
+    put(as_json, moved, _tenant_line(moved))
 
 
 @tenant.command("suspend")
@@ -84,7 +101,7 @@ def suspend_tenant(name: str, config: Path, as_json: bool) -> None:
       loramux tenant suspend acme --config configs/single-node.toml
     """
     changed = with_tenants(config, lambda tenants: tenants.suspend(name))
-    put(as_json, changed, _line(changed))
+    put(as_json, changed, _tenant_line(changed))
 
 
 @tenant.command("resume")
@@ -99,7 +116,7 @@ def resume_tenant(name: str, config: Path, as_json: bool) -> None:
       loramux tenant resume acme --config configs/single-node.toml
     """
     changed = with_tenants(config, lambda tenants: tenants.resume(name))
-    put(as_json, changed, _line(changed))
+    put(as_json, changed, _tenant_line(changed))
 
 
 @tenant.command("zero-retention")
@@ -117,7 +134,7 @@ def set_zero_retention(name: str, zero_retention: bool, config: Path, as_json: b
       loramux tenant zero-retention acme --on --config configs/single-node.toml
     """
     changed = with_tenants(config, lambda tenants: tenants.set_zero_retention(name, zero_retention))
-    put(as_json, changed, _line(changed))
+    put(as_json, changed, _tenant_line(changed))
 
 
 @tenant.command("allow-judges")
@@ -133,7 +150,7 @@ def set_allow_judges(name: str, allow_judges: bool, config: Path, as_json: bool)
       loramux tenant allow-judges acme --on --config configs/single-node.toml
     """
     changed = with_tenants(config, lambda tenants: tenants.set_allow_judges(name, allow_judges))
-    put(as_json, changed, _line(changed))
+    put(as_json, changed, _tenant_line(changed))
 
 
 @click.group()
@@ -268,7 +285,172 @@ def archive_project(name: str, tenant_name: str, config: Path, as_json: bool) ->
     )
 
 
-def _line(one: Tenant) -> str:
+@click.group()
+def limit() -> None:
+    """Limit the rates of tenants, projects and keys.
+
+    \b
+    Example:
+      loramux limit set tokens_per_minute 100000 --tenant acme --config configs/single-node.toml
+    """
+
+
+@limit.command("set")
+@_name
+@click.argument("value", type=click.IntRange(0))
+@tenant_option
+@_subject_option
+@config_option()
+@json_option
+def set_limit(name: str, value: int, tenant_name: str, subject: str | None, config: Path, as_json: bool) -> None:
+    """Set the limit NAME of a tenant to VALUE, from its next request on.
+
+    \b
+    Example:
+      loramux limit set concurrent_requests 32 --tenant acme --config configs/single-node.toml
+    """
+    made = with_limits(
+        config, tenant_name, lambda limits, tenant: limits.put(tenant.id, subject or tenant.id, name, value)
+    )
+    put(as_json, made, _limit_line(made))
+
+
+@limit.command("rm")
+@_name
+@tenant_option
+@_subject_option
+@config_option()
+@json_option
+def remove_limit(name: str, tenant_name: str, subject: str | None, config: Path, as_json: bool) -> None:
+    """Remove the limit NAME. The limit of the tenant's tier applies again, if there is one.
+
+    \b
+    Example:
+      loramux limit rm concurrent_requests --tenant acme --config configs/single-node.toml
+    """
+    removed = with_limits(
+        config, tenant_name, lambda limits, tenant: limits.remove(tenant.id, subject or tenant.id, name)
+    )
+    put(as_json, removed, f"{removed.name} is no longer limited for {removed.subject}.")
+
+
+@limit.command("set-tier")
+@_name
+@click.argument("value", type=click.IntRange(0))
+@click.option("--tier", required=True, help="Tier name. A tenant's own limit takes precedence.")
+@config_option()
+@json_option
+def set_tier_limit(name: str, value: int, tier: str, config: Path, as_json: bool) -> None:
+    """Set the limit NAME of every tenant of a tier to VALUE.
+
+    \b
+    Example:
+      loramux limit set-tier requests_per_minute 600 --tier standard --config configs/single-node.toml
+    """
+    made = with_tenants(config, lambda tenants: Limits(tenants.changes).put_for_tier(tier, name, value))
+    put(as_json, made, _limit_line(made))
+
+
+@limit.command("ls")
+@tenant_option
+@config_option()
+@json_option
+def list_limits(tenant_name: str, config: Path, as_json: bool) -> None:
+    """List a tenant's limits, with those of its tier.
+
+    \b
+    Example:
+      loramux limit ls --tenant acme --config configs/single-node.toml
+    """
+    found = with_limits(config, tenant_name, lambda limits, tenant: limits.of(tenant.id, tenant.tier))
+    put(as_json, found, "\n".join(map(_limit_line, found)) or f"{tenant_name} has no limits.")
+
+
+@click.group()
+def budget() -> None:
+    """Limit what tenants, projects and keys may spend in a day, in a month, or in total.
+
+    \b
+    Example:
+      loramux budget set month 500 --tenant acme --config configs/single-node.toml
+    """
+
+
+@budget.command("set")
+@click.argument("period", type=click.Choice(PERIODS))
+@click.argument("amount", type=str)
+@tenant_option
+@_subject_option
+@config_option()
+@json_option
+def set_budget(period: str, amount: str, tenant_name: str, subject: str | None, config: Path, as_json: bool) -> None:
+    """Set a tenant's budget to AMOUNT (12 or 12.50, at most nine decimal places) per PERIOD, UTC.
+
+    \b
+    Example:
+      loramux budget set month 500 --tenant acme --config configs/single-node.toml
+    """
+    nano = _nano(amount)
+
+    made = with_limits(
+        config, tenant_name, lambda limits, tenant: limits.put_budget(tenant.id, subject or tenant.id, period, nano)
+    )
+    put(as_json, made, f"{made.subject}\t{made.period}\t{amount}")
+
+
+@budget.command("rm")
+@click.argument("period", type=click.Choice(PERIODS))
+@tenant_option
+@_subject_option
+@config_option()
+@json_option
+def remove_budget(period: str, tenant_name: str, subject: str | None, config: Path, as_json: bool) -> None:
+    """Remove a budget. Invoices do not change.
+
+    \b
+    Example:
+      loramux budget rm month --tenant acme --config configs/single-node.toml
+    """
+    removed = with_limits(
+        config, tenant_name, lambda limits, tenant: limits.remove_budget(tenant.id, subject or tenant.id, period)
+    )
+    put(as_json, removed, f"{removed.subject} no longer has a {removed.period} budget.")
+
+
+@budget.command("ls")
+@tenant_option
+@config_option()
+@json_option
+def list_budgets(tenant_name: str, config: Path, as_json: bool) -> None:
+    """List a tenant's budgets, with the spending of the current periods.
+
+    \b
+    Example:
+      loramux budget ls --tenant acme --config configs/single-node.toml
+    """
+    found = with_limits(config, tenant_name, lambda limits, tenant: limits.budgets(tenant.id))
+    lines = [_budget_line(state) for state in found]
+    put(as_json, found, "\n".join(lines) or f"{tenant_name} has no budget.")
+
+
+def _nano(amount: str) -> int:
+    whole, _, part = amount.partition(".")
+    if not (whole.isdecimal() and amount.isascii() and (part.isdecimal() or not part)) or len(part) > 9:
+        raise click.BadParameter("an amount is 12 or 12.50, with at most nine decimal places", param_hint="AMOUNT")
+    return int(whole) * NANO + int(part.ljust(9, "0"))
+
+
+def _budget_line(state: BudgetState) -> str:
+    budget = state.budget
+    amount, spent, held = (format_money(nanos, state.currency) for nanos in (budget.amount, state.spent, state.held))
+    return f"{budget.subject}\t{budget.period}\t{amount}\tspent {spent}\theld {held}"
+
+
+def _limit_line(one: Limit) -> str:
+    return f"{one.subject}\t{one.name}\t{one.value}"
+
+
+def _tenant_line(one: Tenant) -> str:
     state = "live" if one.suspended_at is None else f"suspended since {day(one.suspended_at)}"
     retention = "\tzero retention" if one.zero_retention else ""
     judges = "\tjudges allowed" if one.allow_judges else ""

@@ -34,6 +34,9 @@ from loramux_api.schemas.migrations import (
 )
 from loramux_api.schemas.tenancy import Listing
 
+PAGE = 500
+"""Adapters that one call moves at most: as in `releases.migrations`."""
+
 
 class AdminBaseController(OperatorController):
     """The base models of this server."""
@@ -66,10 +69,6 @@ class AdminBaseController(OperatorController):
         return base_object(
             await platform.lifecycle.retire(operators.changes, data.name, data.successor, force=data.force)
         )
-
-
-PAGE = 500
-"""Adapters that one call moves at most: as in `releases.migrations`."""
 
 
 class AdminMigrationController(OperatorController):

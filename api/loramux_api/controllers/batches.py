@@ -18,6 +18,7 @@ from loramux_api.auth import requires
 from loramux_api.bodies import AnyRequest
 from loramux_api.forms import FileForm
 from loramux_api.openapi import ApiController
+from loramux_api.parameters import ShortPageLimit
 from loramux_api.schemas.batches import (
     BatchBody,
     BatchObject,
@@ -29,7 +30,8 @@ from loramux_api.schemas.batches import (
     page_of,
 )
 
-MAX_BATCHES_PAGE = 100
+MAX_FILES_PAGE = 10_000
+ANCHOR, SECONDS = "expires_after[anchor]", "expires_after[seconds]"
 
 
 class BatchController(ApiController):
@@ -53,7 +55,7 @@ class BatchController(ApiController):
         principal: NamedDependency[Principal],
         batches: NamedDependency[Batches],
         after: FromQuery[str | None] = None,
-        limit: Annotated[int, QueryParameter(ge=1, le=MAX_BATCHES_PAGE)] = 20,
+        limit: ShortPageLimit = 20,
     ) -> Cursored[BatchObject]:
         """List your project's batches, newest first; `after` is the last id of the previous page."""
         found = await batches.before(principal, after, limit + 1)
@@ -72,10 +74,6 @@ class BatchController(ApiController):
     ) -> BatchObject:
         """Begin no further line. Running ones finish; answers so far are in the output file."""
         return batch_object(await batches.cancel(principal, batch_id))
-
-
-MAX_FILES_PAGE = 10_000
-ANCHOR, SECONDS = "expires_after[anchor]", "expires_after[seconds]"
 
 
 class FileController(ApiController):

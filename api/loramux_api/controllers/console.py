@@ -43,6 +43,7 @@ from loramux_api.headers import SESSION_COOKIE, SIGN_IN_COOKIE
 from loramux_api.openapi import REFUSALS
 from loramux_api.schemas.strict import Body
 
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 FOLDER = Path(__file__).parents[1] / "console"
 """`make console` writes it in a checkout; a wheel has it."""
 INDEX = "index.html"
@@ -154,6 +155,7 @@ PAGE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
+NO_STORE = {"Cache-Control": "no-store"}
 
 
 class ConsoleController(Controller):
@@ -183,8 +185,10 @@ class ConsoleController(Controller):
         return Response(content, headers=headers, media_type=file.media_type)
 
 
-LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
-NO_STORE = {"Cache-Control": "no-store"}
+def _document(files: ConsoleFiles) -> Response[bytes]:
+    nonce = new_nonce()
+    headers = PAGE_HEADERS | {"Content-Security-Policy": content_security_policy(nonce)}
+    return Response(files.page(nonce), headers=headers, media_type=MediaType.HTML)
 
 
 class SignInBody(Body, forbid_unknown_fields=True):
@@ -447,9 +451,3 @@ def _is_local(request: AnyRequest) -> bool:
 def _described(platform: Platform, session: Session, secret: str) -> SessionObject:
     token = platform.tenants.sessions.csrf_token(secret)
     return session_object(session, token, list(platform.bases), version("loramux"))
-
-
-def _document(files: ConsoleFiles) -> Response[bytes]:
-    nonce = new_nonce()
-    headers = PAGE_HEADERS | {"Content-Security-Policy": content_security_policy(nonce)}
-    return Response(files.page(nonce), headers=headers, media_type=MediaType.HTML)

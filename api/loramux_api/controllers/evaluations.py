@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from litestar import get, post
 from litestar.di import NamedDependency
-from litestar.params import FromPath, FromQuery, JSONBody, QueryParameter
+from litestar.params import FromPath, FromQuery, JSONBody
 from msgspec import Meta
 
 from loramux.releases import Evaluation, EvaluationResult, Evaluations, Grader
@@ -15,12 +15,11 @@ from loramux.tenants import Principal
 from loramux.units import SECOND
 from loramux_api.auth import requires
 from loramux_api.openapi import ApiController
-from loramux_api.parameters import RevisionQuery
+from loramux_api.parameters import RevisionQuery, ShortPageLimit
 from loramux_api.schemas.batches import Cursored, page_of
 from loramux_api.schemas.strict import Body
 from loramux_api.schemas.tenancy import seconds
 
-MAX_PAGE = 100
 Number = Annotated[int, Meta(ge=1)]
 
 
@@ -110,7 +109,7 @@ class EvaluationController(ApiController):
         adapter: FromQuery[str | None] = None,
         after: FromQuery[str | None] = None,
         revision: RevisionQuery = None,
-        limit: Annotated[int, QueryParameter(ge=1, le=MAX_PAGE)] = 20,
+        limit: ShortPageLimit = 20,
     ) -> Cursored[EvaluationObject]:
         """List your project's evaluations, newest first; `after` is the last id of the previous page.
 

@@ -5,22 +5,19 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
 
 from litestar import delete, get, post, put
 from litestar.di import NamedDependency
-from litestar.params import FromPath, FromQuery, JSONBody, QueryParameter
+from litestar.params import FromPath, FromQuery, JSONBody
 
 from loramux.tenants import Principal
 from loramux.uploads import UploadSessions
 from loramux_api.auth import requires
 from loramux_api.bodies import AnyRequest, ClientDisconnected
 from loramux_api.openapi import ApiController, PartOperation
-from loramux_api.parameters import Offset
+from loramux_api.parameters import Offset, ShortPageLimit
 from loramux_api.schemas.tenancy import Listing
 from loramux_api.schemas.uploads import Received, UploadBody, UploadDeleted, UploadObject, upload_object
-
-MAX_PAGE = 100
 
 
 class UploadController(ApiController):
@@ -78,7 +75,7 @@ class UploadController(ApiController):
         principal: NamedDependency[Principal],
         uploads: NamedDependency[UploadSessions],
         before: FromQuery[str | None] = None,
-        limit: Annotated[int, QueryParameter(ge=1, le=MAX_PAGE)] = 20,
+        limit: ShortPageLimit = 20,
     ) -> Listing[UploadObject]:
         """Newest first; `before` is the last id of the previous page. Finished uploads are listed for 30 days."""
         found = await uploads.before(principal, before, limit)

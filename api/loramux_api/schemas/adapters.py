@@ -20,7 +20,7 @@ from loramux.registry import (
 )
 from loramux.units import SECOND
 from loramux_api.schemas.strict import Body
-from loramux_api.schemas.tenancy import Listing
+from loramux_api.schemas.tenancy import Listing, seconds
 
 
 class AliasObject(msgspec.Struct, kw_only=True):
@@ -193,7 +193,7 @@ def adapter_object(info: AdapterInfo) -> Adapter:
         size_bytes=info.size_bytes,
         created_at=info.created_at // SECOND,
         aliases=[alias_object(alias) for alias in info.aliases],
-        expires_at=_seconds(info.expires_at),
+        expires_at=seconds(info.expires_at),
         etag=etag(info.version),
     )
 
@@ -227,9 +227,9 @@ def revision_object(info: RevisionInfo) -> RevisionObject:
         rank=info.rank,
         size_bytes=info.size_bytes,
         created_at=info.created_at // SECOND,
-        deleted_at=_seconds(info.deleted_at),
-        undo_until=_seconds(info.purge_at),
-        expires_at=_seconds(info.expires_at),
+        deleted_at=seconds(info.deleted_at),
+        undo_until=seconds(info.purge_at),
+        expires_at=seconds(info.expires_at),
         aliases=list(info.aliases),
         pin=None if info.pin is None else pin_object(info.pin),
         bundle=bundle_object(info.bundle) if isinstance(info.bundle, Bundle) else info.bundle,
@@ -249,7 +249,3 @@ def pin_object(info: PinInfo) -> PinObject:
 def grant_object(info: GrantInfo) -> GrantObject:
     """Return the registry's record as a JSON object."""
     return GrantObject(tenant=info.tenant, granted_by=info.granted_by, granted_at=info.granted_at // SECOND)
-
-
-def _seconds(moment: int | None) -> int | None:
-    return None if moment is None else moment // SECOND

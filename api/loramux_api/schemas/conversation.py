@@ -20,6 +20,9 @@ from loramux.errors import LoramuxError
 from loramux.gateway import Conversation, InvalidRequest, Message
 
 MAX_TOOLS = 128
+MAX_MESSAGES = 4096
+RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "tokenize", "chat_template"})
+"""Variables of chat templates that `chat_template_kwargs` cannot set."""
 FunctionName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
 
 
@@ -117,11 +120,6 @@ def _tool(function: FunctionDefinition) -> Tool:
     return Tool(name=function.name, parameters=function.parameters, strict=bool(function.strict))
 
 
-MAX_MESSAGES = 4096
-RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "tokenize", "chat_template"})
-"""Variables of chat templates that `chat_template_kwargs` cannot set."""
-
-
 class ConversationBuilder:
     """Collects parts in their order and joins them into turns."""
 
@@ -198,6 +196,15 @@ class _AssistantTurn:
 def call_fields(id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """Return a call as chat templates read it: its arguments are an object, not a text."""
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def required(part: msgspec.Struct, name: str, where: str) -> Any:
+    """Return a field that parts of this kind need. Raises InvalidRequest where it is absent."""
+    value = getattr(part, name)
+    if value is None:
+        field = f"{where}.{name}"
+        raise InvalidRequest(f"Missing required parameter: '{field}'.", field=field, code="missing_required_parameter")
+    return value
 
 
 def decode_arguments(text: str, field: str) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from loramux_api.schemas.conversation import (
     caller_variables,
     json_size,
     renamed_fields,
+    required,
     tool_use,
 )
 from loramux_api.schemas.sampling import (
@@ -311,7 +312,7 @@ def _add_user(turns: ConversationBuilder, content: str | list[ContentBlock], whe
     texts = []
     for i, block in enumerate(content):
         if block.type == "tool_result":
-            id = _given(block, "tool_use_id", f"{where}[{i}]")
+            id = required(block, "tool_use_id", f"{where}[{i}]")
             turns.add_result(id, _texts(block.content or "", f"{where}[{i}].content"))
         else:
             texts.append(_text(block, f"{where}[{i}]"))
@@ -328,11 +329,11 @@ def _add_assistant(turns: ConversationBuilder, content: str | list[ContentBlock]
         at = f"{where}[{i}]"
         match block.type:
             case "thinking":
-                turns.add_thought(_given(block, "thinking", at))
+                turns.add_thought(required(block, "thinking", at))
             case "redacted_thinking":
                 continue
             case "tool_use":
-                turns.add_call(_given(block, "id", at), _given(block, "name", at), _given(block, "input", at))
+                turns.add_call(required(block, "id", at), required(block, "name", at), required(block, "input", at))
             case _:
                 turns.add_text(_text(block, at))
 
@@ -345,17 +346,9 @@ def _texts(content: str | list[ContentBlock], where: str) -> str:
 
 def _text(block: ContentBlock, where: str) -> str:
     if block.type == "text":
-        return str(_given(block, "text", where))
+        return str(required(block, "text", where))
     raise InvalidRequest(
         f"Invalid value for '{where}': a block of the type '{block.type[:40]}' cannot be read here; {_TEXT_ONLY}",
         field=where,
         code="invalid_value",
     )
-
-
-def _given(block: ContentBlock, name: str, where: str) -> Any:
-    value = getattr(block, name)
-    if value is None:
-        field = f"{where}.{name}"
-        raise InvalidRequest(f"Missing required parameter: '{field}'.", field=field, code="missing_required_parameter")
-    return value

@@ -23,6 +23,7 @@ from loramux_api.schemas.conversation import (
     decode_arguments,
     json_size,
     renamed_fields,
+    required,
     tool_use,
 )
 from loramux_api.schemas.sampling import (
@@ -310,11 +311,11 @@ def _tool(tool: ResponseTool, where: str) -> ToolDefinition:
             field=where,
             code="unsupported_parameter",
         )
-    if tool.name is None:
-        field = f"{where}.name"
-        raise InvalidRequest(f"Missing required parameter: '{field}'.", field=field, code="missing_required_parameter")
     function = FunctionDefinition(
-        name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
+        name=required(tool, "name", where),
+        description=tool.description,
+        parameters=tool.parameters,
+        strict=tool.strict,
     )
     return ToolDefinition(type="function", function=function)
 
@@ -340,12 +341,12 @@ def _add(turns: ConversationBuilder, item: InputItem, where: str) -> None:
             if item.content:  # one that another server has encrypted, or only summarized, says nothing here
                 turns.add_thought(_text(item.content, f"{where}.content"))
         case "function_call":
-            name, arguments = _given(item, "name", where), _given(item, "arguments", where)
+            name, arguments = required(item, "name", where), required(item, "arguments", where)
             decoded = decode_arguments(arguments, f"{where}.arguments")
-            turns.add_call(_given(item, "call_id", where), name, decoded)
+            turns.add_call(required(item, "call_id", where), name, decoded)
         case "function_call_output":
-            result = _text(_given(item, "output", where), f"{where}.output")
-            turns.add_result(_given(item, "call_id", where), result)
+            result = _text(required(item, "output", where), f"{where}.output")
+            turns.add_result(required(item, "call_id", where), result)
         case "item_reference":
             raise InvalidRequest(
                 f"'{where}' refers to an item of an earlier answer, and answers are not stored: send the item itself "
@@ -363,8 +364,8 @@ def _add(turns: ConversationBuilder, item: InputItem, where: str) -> None:
 
 
 def _add_message(turns: ConversationBuilder, item: InputItem, where: str) -> None:
-    text = _text(_given(item, "content", where), f"{where}.content")
-    match _given(item, "role", where):
+    text = _text(required(item, "content", where), f"{where}.content")
+    match required(item, "role", where):
         case "system" | "developer":
             turns.add_turn("system", text)
         case "user":
@@ -378,14 +379,6 @@ def _add_message(turns: ConversationBuilder, item: InputItem, where: str) -> Non
                 field=f"{where}.role",
                 code="invalid_value",
             )
-
-
-def _given(item: InputItem, name: str, where: str) -> Any:
-    value = getattr(item, name)
-    if value is None:
-        field = f"{where}.{name}"
-        raise InvalidRequest(f"Missing required parameter: '{field}'.", field=field, code="missing_required_parameter")
-    return value
 
 
 def _text(content: str | list[ItemPart], where: str) -> str:

@@ -19,6 +19,21 @@ from loramux.engine.messages import MAX_REPETITION_PENALTY, MIN_REPETITION_PENAL
 from loramux.gateway import AskedFormat, InvalidRequest, Prompt, ServiceTier, Truncation
 from loramux_api.schemas.strict import Body, Unsupported
 
+MAX_CHOICES = 128
+MAX_TOP_LOGPROBS = 20
+MAX_NAMED_LOGPROBS = 128
+MAX_USER_LENGTH = 512
+_SHOWN, _SHOWN_KEYS = 40, 3
+"""Characters of a wrong key of logit_bias that its refusal repeats, and how many of the keys."""
+_token_id = re.compile(r"-?[0-9]{1,18}")
+_NO_SEARCH = "answers are sampled, not searched for; ask for 'n' choices with 'logprobs', and take the likeliest."
+
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+RepetitionPenalty = Annotated[float, Meta(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)]
+Positive = Annotated[int, Meta(ge=1)]
+StopString = Annotated[str, Meta(min_length=1, max_length=512)]
+TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Promptlike = str | Annotated[list[str | int | list[int]], Meta(min_length=1)]
 Choices = Annotated[list[str], Meta(min_length=1, max_length=10_000)]
 
@@ -133,23 +148,6 @@ def _response_format(asked: ResponseFormat | None) -> AnswerFormat | None:
 
 def _schema(schema: Any, *, strict: bool = True) -> JsonSchema | None:
     return None if schema is None else JsonSchema(schema, strict)
-
-
-MAX_CHOICES = 128
-MAX_TOP_LOGPROBS = 20
-MAX_NAMED_LOGPROBS = 128
-MAX_USER_LENGTH = 512
-_SHOWN, _SHOWN_KEYS = 40, 3
-"""Characters of a wrong key of logit_bias that its refusal repeats, and how many of the keys."""
-_token_id = re.compile(r"-?[0-9]{1,18}")
-_NO_SEARCH = "answers are sampled, not searched for; ask for 'n' choices with 'logprobs', and take the likeliest."
-
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
-RepetitionPenalty = Annotated[float, Meta(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)]
-Positive = Annotated[int, Meta(ge=1)]
-StopString = Annotated[str, Meta(min_length=1, max_length=512)]
-TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
-Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
