@@ -59,13 +59,13 @@ class Limits:
 
     async def remove_from_tier(self, tier: str, name: str) -> Limit:
         """Unset a tier's limit. Raises LimitNotFound."""
-        return await self._remove(None, tier_subject(tier), name)
+        return await self.remove(None, tier_subject(tier), name)
 
-    async def remove(self, tenant: TenantId, subject: str, name: str) -> Limit:
-        """Unset a limit of the tenant, or of a project, key or member of it. Raises LimitNotFound."""
-        return await self._remove(tenant, subject, name)
+    async def remove(self, tenant: TenantId | None, subject: str, name: str) -> Limit:
+        """Unset a limit of the tenant, or of a project, key or member of it; without a tenant, of a tier.
 
-    async def _remove(self, tenant: TenantId | None, subject: str, name: str) -> Limit:
+        Raises LimitNotFound.
+        """
         async with self._changes.begin() as change:
             limits = LimitRepository(change.session)
             subject = await limits.subject(tenant, subject) or subject

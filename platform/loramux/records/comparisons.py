@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import Literal
 
 import msgspec
-from sqlalchemy import CheckConstraint, ForeignKey, ForeignKeyConstraint, Index, select, text, update
+from sqlalchemy import CheckConstraint, ColumnElement, ForeignKey, ForeignKeyConstraint, Index, select, text, update
 from sqlalchemy.orm import Mapped, mapped_column
 
 from loramux.records.adapters import AdapterRow, RevisionRow
@@ -102,16 +102,16 @@ class EvaluationRepository(TenantScoped):
 
     async def newest(self, models: str, file_id: str | None) -> str | None:
         """Return the result of the tenant's newest completed evaluation of these two revisions, on that set or any."""
-        found = await self._newest(models.partition("@")[0], models, file_id, is_completed=True)
+        found = await self._newest(*_between(models), *_completed_on(file_id))
         return None if found is None else found.result
 
     async def newest_of(self, adapter: str, file_id: str | None) -> Evaluation | None:
         """Return the tenant's newest completed evaluation of an adapter (`tenant/adapter`), on that set or any."""
-        return await self._newest(adapter, None, file_id, is_completed=True)
+        return await self._newest(EvaluationRow.adapter == adapter, *_completed_on(file_id))
 
     async def newest_between(self, models: str) -> Evaluation | None:
         """Return the tenant's newest evaluation of these two revisions, in any state."""
-        return await self._newest(models.partition("@")[0], models, None)
+        return await self._newest(*_between(models))
 
     async def before(
         self, project: ProjectId, adapter: str | None, id: str | None, limit: int, candidate: str | None = None
@@ -128,20 +128,19 @@ class EvaluationRepository(TenantScoped):
         newest = newest_first(statement, EvaluationRow, self._tenant, id, limit)
         return [to_struct(Evaluation, row) for row in await self._session.scalars(newest)]
 
-    async def _newest(
-        self, adapter: str, models: str | None, file_id: str | None, *, is_completed: bool = False
-    ) -> Evaluation | None:
-        statement = select(EvaluationRow).where(
-            EvaluationRow.tenant_id == self._tenant, EvaluationRow.adapter == adapter
-        )
-        if models is not None:
-            statement = statement.where(EvaluationRow.models == models)
-        if file_id is not None:
-            statement = statement.where(EvaluationRow.file_id == file_id)
-        if is_completed:
-            statement = statement.where(EvaluationRow.state == COMPLETED)
+    async def _newest(self, *conditions: ColumnElement[bool]) -> Evaluation | None:
+        statement = select(EvaluationRow).where(EvaluationRow.tenant_id == self._tenant, *conditions)
         row = await self._session.scalar(statement.order_by(EvaluationRow.created_at.desc()).limit(1))
         return None if row is None else to_struct(Evaluation, row)
+
+
+def _between(models: str) -> tuple[ColumnElement[bool], ...]:
+    return EvaluationRow.adapter == models.partition("@")[0], EvaluationRow.models == models
+
+
+def _completed_on(file_id: str | None) -> tuple[ColumnElement[bool], ...]:
+    on_set = () if file_id is None else (EvaluationRow.file_id == file_id,)
+    return EvaluationRow.state == COMPLETED, *on_set
 
 
 class EvaluationJobs(Repository):

@@ -45,7 +45,7 @@ MAX_OVERLAP_SECONDS = 30 * SECONDS_PER_DAY
 MAX_LIFE_SECONDS = 10 * 366 * SECONDS_PER_DAY
 DEFAULT_PROJECT = "default"
 
-MAX_LENGTH = 512
+MAX_IDENTITY_LENGTH = 512
 MAX_PROJECTS = 1_000
 MAX_MEMBERS = 10_000
 
@@ -293,8 +293,8 @@ class Members:
         appointed = check_role(role)
         self._changes.actor.authority.ensure_appoints(appointed)
         for field, value in (("issuer", issuer), ("subject", subject)):
-            if not 1 <= len(value) <= MAX_LENGTH or not value.isprintable():
-                raise InvalidTenant(f"{field} has 1 to {MAX_LENGTH} printable characters", field)
+            if not 1 <= len(value) <= MAX_IDENTITY_LENGTH or not value.isprintable():
+                raise InvalidTenant(f"{field} has 1 to {MAX_IDENTITY_LENGTH} printable characters", field)
         async with self._changes.begin() as change:
             members = MemberRepository(change.session, self._tenant)
             if await members.known(issuer, subject) is not None:
