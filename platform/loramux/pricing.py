@@ -21,6 +21,8 @@ from loramux.records.usage import DailyQuantities
 from loramux.units import DAY
 
 NANO_DIGITS = 9
+NANO = 10**NANO_DIGITS
+"""Nano-units in one unit of a currency."""
 
 Group = tuple[str | None, ...]
 """The values of the columns that a bill is divided by."""

@@ -17,12 +17,11 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from loramux.limits.definitions import subjects_of
 from loramux.limits.errors import BudgetSpent
+from loramux.pricing import NANO
 from loramux.records import TenantId
 from loramux.records.limits import CounterRepository, LimitRepository, Spending
 from loramux.records.requests import OpenedRequest
 from loramux.units import SECOND, TokenCounts
-
-NANO = 1_000_000_000
 
 
 class ChargedUsage(msgspec.Struct, frozen=True):
