@@ -321,7 +321,7 @@ def _parity_stage(settings: Settings, base: BaseDescription, dtype: str, engine_
         allowed.wall_seconds,
         readable=_model_folders(settings),
     )
-    return _Stage("parity", "loramux.validation.parity.comparison", setup, limits)
+    return _Stage("parity", "loramux.validation.parity", setup, limits)
 
 
 def _model_folders(settings: Settings) -> tuple[str, ...]:

@@ -23,12 +23,11 @@ from loramux.fleet.launching import launch_here
 from loramux.gateway import open_platform
 from loramux.gateway.engine_questions import EngineQuestions
 from loramux.settings import AdapterLimits, EngineSettings, ModelSettings, Settings, ValidationSettings
-from loramux.validation import EngineAnswer, Unanswered, ValidationReport
+from loramux.validation import EngineAnswer, Unanswered, ValidationReport, parity_tokens
 from loramux.validation.checkpoint_files import BaseFiles
 from loramux.validation.conversion import convert
 from loramux.validation.jobs import ConversionJob, ParityJob, ParitySetup
-from loramux.validation.parity import tokens
-from loramux.validation.parity.comparison import Comparison
+from loramux.validation.parity import Comparison
 from loramux_adapters import WEIGHTS_NAME, Limits, describe_base
 
 
@@ -155,13 +154,13 @@ def test_layer_by_layer_layers_beyond_the_memory_are_not_run(zoo: FormatZoo) -> 
 
 def test_layer_by_layer_holds_one_layer_at_a_time(zoo: FormatZoo, monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[int] = []
-    load = tokens.StreamedModel._load
+    load = parity_tokens.StreamedModel._load
 
-    def counted(self: tokens.StreamedModel, parameter: torch.nn.Parameter) -> torch.Tensor:
+    def counted(self: parity_tokens.StreamedModel, parameter: torch.nn.Parameter) -> torch.Tensor:
         held.append(len(self._held))
         return load(self, parameter)
 
-    monkeypatch.setattr(tokens.StreamedModel, "_load", counted)
+    monkeypatch.setattr(parity_tokens.StreamedModel, "_load", counted)
     report_on(zoo, zoo.make_format("plain", FORMATS["plain"], seed=1))
     most = max(sum(1 for _ in layer.parameters()) for layer in zoo._base().model.layers)
     assert 1 < max(held) <= most

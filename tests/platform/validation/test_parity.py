@@ -17,11 +17,10 @@ from task_adapters import TaskAdapter
 
 from loramux.engine.memory import host_memory
 from loramux.settings import AdapterLimits, ModelSettings, Settings, ValidationSettings
-from loramux.validation import ValidationReport, Validator
+from loramux.validation import ValidationReport, Validator, parity
 from loramux.validation.jobs import ParityJob, ParitySetup
-from loramux.validation.parity import layers
-from loramux.validation.parity.comparison import Comparison
-from loramux.validation.parity.verdict import compare_tokens
+from loramux.validation.parity import Comparison
+from loramux.validation.parity_tokens import compare_tokens
 from loramux_adapters import WEIGHTS_NAME, Limits, describe_base
 from loramux_adapters.bank import PagedRows
 from loramux_adapters.convert.renaming import rename_adapter
@@ -122,8 +121,8 @@ def wrongly_scaled(weights: AdapterWeights) -> AdapterWeights:
 def test_parity_wrong_scale_is_found_in_layers(
     comparison: Comparison, zoo: Zoo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = layers.read_weights
-    monkeypatch.setattr(layers, "read_weights", lambda *args: wrongly_scaled(read(*args)))
+    read = parity.read_weights
+    monkeypatch.setattr(parity, "read_weights", lambda *args: wrongly_scaled(read(*args)))
     report = report_on(comparison, zoo.adapters / "rslora")
     assert outcomes(report) == {"parity_of_layers": "failed"}
     assert report.refusal is not None

@@ -19,7 +19,7 @@ from loramux.validation import ValidationReport
 from loramux.validation.checkpoint_files import BaseFiles
 from loramux.validation.conversion import convert
 from loramux.validation.jobs import ConversionJob, ParityJob, ParitySetup
-from loramux.validation.parity.comparison import Comparison
+from loramux.validation.parity import Comparison
 from loramux_adapters import WEIGHTS_NAME, Limits, describe_base
 
 

@@ -13,7 +13,7 @@ from quantized_zoo import QuantizedZoo
 
 from loramux.settings import AdapterLimits
 from loramux.validation.jobs import ParityJob, ParitySetup
-from loramux.validation.parity.comparison import Comparison
+from loramux.validation.parity import Comparison
 from loramux_adapters import Limits, describe_base
 
 

@@ -7,6 +7,9 @@ on a second copy.
 time. The model is built without weights. Before a unit (a decoder layer, the embedding, the head, a norm) runs, its
 weights are read from the checkpoint in float32; after it they are dropped. The adapter's own weights stay. What it is
 compared with are the serving engine's answers, in its own dtype (`compare_answers`).
+
+The tolerances say when two computations count as equal: LOGPROB_TOLERANCE for tokens, OUTPUT_TOLERANCE for vectors and
+for the outputs of single linears.
 """
 
 from __future__ import annotations
@@ -36,16 +39,6 @@ from loramux.engine.messages import AdapterRef, Pooling, Request, SamplingParams
 from loramux.settings import EngineSettings, ModelSettings, SchedulerSettings, Settings
 from loramux.validation.checkpoint_files import BaseFiles
 from loramux.validation.jobs import EngineAnswer, ParityJob, ParitySetup
-from loramux.validation.parity.verdict import (
-    LOGPROB_TOLERANCE,
-    OUTPUTS_NOT_FINITE,
-    PARITY_FAILED,
-    NotRun,
-    ParityFault,
-    Verdict,
-    compare_outputs,
-    compare_tokens,
-)
 from loramux_adapters import (
     WEIGHTS_NAME,
     AdapterConfig,
@@ -61,6 +54,15 @@ from loramux_adapters.plan import read_config
 from loramux_adapters.weights import read_tensor
 from loramux_kernels.quantized_weight import quantize
 
+LOGPROB_TOLERANCE = 2e-3
+"""Nats. Orders of magnitude above float32 rounding, and below the effect of any fault in an adapter."""
+OUTPUT_TOLERANCE = 1e-3
+"""A share of the adapter's largest contribution to a linear's output."""
+ROUNDING = 2e-5
+"""A share of the output itself: the difference of float32 sums in another order."""
+
+PARITY_FAILED = "parity_failed"
+OUTPUTS_NOT_FINITE = "outputs_not_finite"
 PROMPT_LENGTHS = (3, 21)
 OUTPUT_TOKENS = 12
 SPECIAL_TOKENS = 8
@@ -68,10 +70,62 @@ SPECIAL_TOKENS = 8
 BLOCK_SIZE = 16
 SPARE_BYTES = 64 << 20
 METHOD = f"{len(PROMPT_LENGTHS)} x {OUTPUT_TOKENS} greedy tokens of the engine against PEFT's forward, in float32"
-
-
 _HEADS = ("classifier", "score")
 """PEFT's names in modules_to_save for the head of a classifier."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParityFault:
+    """The reason for an adapter's refusal: PARITY_FAILED or OUTPUTS_NOT_FINITE, and a sentence with the figures."""
+
+    code: str
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The method, the figures and the fault, if any, of one comparison."""
+
+    method: str
+    figures: dict[str, float]
+    fault: ParityFault | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NotRun:
+    """The reason that nothing was compared."""
+
+    reason: str
+
+
+def compare_tokens(
+    ours: list[int], our_logprobs: list[float], logits: torch.Tensor, tolerance: float = LOGPROB_TOLERANCE
+) -> dict[str, float]:
+    """Compare greedy tokens and their log probabilities with PEFT's float32`[tokens, vocab]` at the same positions.
+
+    `differing` counts tokens that PEFT would not have chosen. A tie within the tolerance is counted apart: rounding
+    decides which of two equally likely tokens comes first.
+    """
+    reference = logits.double().log_softmax(-1)
+    theirs = reference.gather(1, torch.tensor(ours)[:, None])[:, 0]
+    behind = reference.max(-1).values - theirs
+    error = (torch.tensor(our_logprobs, dtype=torch.float64) - theirs).abs()
+    return {
+        "tokens": len(ours),
+        "differing": int((behind > tolerance).sum()),
+        "ties": int(((behind > 0) & (behind <= tolerance)).sum()),
+        "largest_logprob_error": float(error.max()),
+    }
+
+
+def compare_outputs(ours: torch.Tensor, theirs: torch.Tensor, base: torch.Tensor) -> float:
+    """Return the distance of two outputs of one linear in units of the allowed one: above 1 is a fault.
+
+    All three are float32`[rows, out_features]`; `base` is the output without the adapter.
+    """
+    allowed = OUTPUT_TOLERANCE * (theirs - base).abs().max() + ROUNDING * theirs.abs().max()
+    apart = (ours - theirs).abs().max()
+    return float(apart / allowed) if allowed > 0 else float(apart > 0)
 
 
 class GreedyOutput(NamedTuple):
