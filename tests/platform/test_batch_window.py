@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from loramux.batches import window as window_module
-from loramux.batches.window import Place, Window
+from loramux.batches import run as run_module
+from loramux.batches.run import Place, Window
 from loramux.settings import BatchSettings
 from loramux.units import QUIET_SECONDS
 
@@ -59,7 +59,7 @@ class Lines:
 
 @pytest.fixture(autouse=True)
 def looks_at_every_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(window_module, "LOOK_SECONDS", 0)
+    monkeypatch.setattr(run_module, "WINDOW_LOOK_SECONDS", 0)
 
 
 @pytest.mark.anyio

@@ -184,7 +184,7 @@ def main() -> None:
     from tiny_base import byte_tokenizer
 
     from loramux.constraints import TrialJob, TrialResult, TrialSetup
-    from loramux.gateway.formats import LIMITS
+    from loramux.gateway.formats import TRIAL_LIMITS
     from loramux.validation.sandbox import Sandbox, SandboxError
 
     tokenizer = byte_tokenizer().backend_tokenizer.to_str()
@@ -193,11 +193,11 @@ def main() -> None:
     for name, format in corpus():
         began = time.perf_counter()
         try:
-            done = sandbox.run(msgspec.json.encode(TrialJob(format=format)), LIMITS)
+            done = sandbox.run(msgspec.json.encode(TrialJob(format=format)), TRIAL_LIMITS)
             result = msgspec.json.decode(done.value, type=TrialResult)
             outcome, used = result.refusal or "accepted", done.usage.cpu_seconds
         except SandboxError as error:
-            outcome, used = f"ended: {error!r}", LIMITS.cpu_seconds
+            outcome, used = f"ended: {error!r}", TRIAL_LIMITS.cpu_seconds
         print(f"{time.perf_counter() - began:7.3f} s {used:6.3f} cpu  {name:45} {outcome[:90]}")
     sandbox.close()
 

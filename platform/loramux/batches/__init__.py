@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from loramux.batches.errors import FileTooLarge
 from loramux.batches.files import Files
 from loramux.batches.lines import AnswerWriter, Endpoints, ParsedBody, Pauses
-from loramux.batches.run import BatchServer
+from loramux.batches.run import BatchServer, Window
 from loramux.batches.service import Batches, BatchWorker
-from loramux.batches.window import Window
 from loramux.gateway import Platform, run_periodically
 from loramux.jobs import JobRunner
 from loramux.records.batches import Batch, LineError, StoredFile

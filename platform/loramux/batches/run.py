@@ -9,6 +9,17 @@ needed to resume: a run begins with the first line that is in no chunk, and repe
 Chunks are objects; a chunk's row, the counts and the removal of its lines' keys are one transaction, which checks that
 this server still holds the batch. So every line's outcome is in exactly one chunk, and every `custom_id` in one of the
 two files once.
+
+How many lines are in the engine at a time (`Window`). A line costs the requests beside it twice: its first step is a
+prefill that they wait for, and then its row lengthens every step. So what may begin depends on the others:
+
+    one waits for its first token    one line at a time, so that a batch moves however busy the engine is
+    some run, or ran just now        `max_in_flight_beside_others`
+    none for QUIET_SECONDS           `max_in_flight`
+
+"Just now" is what sparse traffic needs: between two questions of a conversation nothing runs, and a window that opened
+at once would meet the next question with dozens of prefills. For the same reason few lines may wait for *their* first
+token at a time, also on an idle engine: the next request waits behind those prefills alone.
 """
 
 from __future__ import annotations
@@ -17,7 +28,8 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 from pathlib import Path
@@ -39,9 +51,9 @@ from loramux.batches.lines import (
     parse_body,
     read_line,
 )
-from loramux.batches.window import Place, Window
 from loramux.errors import LoramuxError
 from loramux.gateway import Answer, CompletionService, InvalidRequest, Timing
+from loramux.jobs import TenantSlots
 from loramux.records import Database, Principal
 from loramux.records.batches import (
     CANCELLED,
@@ -65,7 +77,7 @@ from loramux.records.webhooks import EventDetail, EventRepository
 from loramux.settings import BatchSettings
 from loramux.storage import BlobStore
 from loramux.tenants import InvalidKey, Tenants, TenantSuspended
-from loramux.units import DAY, SECOND
+from loramux.units import DAY, QUIET_SECONDS, SECOND
 
 CHUNK_LINES, CHUNK_BYTES = 256, 4 << 20
 """A chunk is written when it has so much."""
@@ -77,6 +89,8 @@ MAX_BUFFERED = 64 << 20
 """Bytes of outcomes that wait for one that still runs."""
 LOOK_SECONDS = 1.0
 """How often a run looks whether it was cancelled, has expired, or has lost its rights."""
+WINDOW_LOOK_SECONDS = 0.2
+"""How soon lines that wait notice that the other requests have ended."""
 FIRST_PAUSE, MAX_PAUSE = 0.25, 30.0
 """Seconds between two attempts at a line that cannot run now."""
 MAX_FAILURES = 3
@@ -128,6 +142,58 @@ class OutputError(msgspec.Struct):
 
     code: str
     message: str
+
+
+class Place:
+    """A line's place in the engine."""
+
+    def __init__(self, starting: asyncio.Semaphore) -> None:
+        self._starting: asyncio.Semaphore | None = starting
+
+    def note_started(self) -> None:
+        """The line has its first token, or its end: another one may begin its prefill."""
+        if self._starting is not None:
+            self._starting.release()
+            self._starting = None
+
+
+class Window:
+    """Places for lines in one server's engine."""
+
+    def __init__(
+        self, settings: BatchSettings, others_waiting: Callable[[], bool], quiet_seconds: Callable[[], float]
+    ) -> None:
+        """Of requests that are no lines of batches: do any wait for a first token, and since when has none run?"""
+        self._slots = TenantSlots(settings.max_in_flight, settings.max_in_flight_per_tenant)
+        self._settings = settings
+        self._starting = asyncio.Semaphore(settings.max_in_flight_beside_others)
+        self._others_waiting, self._quiet_seconds = others_waiting, quiet_seconds
+        self._taken = 0
+
+    @asynccontextmanager
+    async def place(self, tenant: str) -> AsyncIterator[Place]:
+        """Hold a place while the block runs; wait for it first."""
+        async with self._slots.slot(tenant):
+            await self._starting.acquire()
+            place = Place(self._starting)
+            try:
+                while self._taken >= self._allowed():  # noqa: ASYNC110  nothing tells of an end
+                    await asyncio.sleep(WINDOW_LOOK_SECONDS)
+                self._taken += 1
+                try:
+                    yield place
+                finally:
+                    self._taken -= 1
+            finally:
+                place.note_started()
+
+    def _allowed(self) -> int:
+        """Return how many lines may be in the engine now."""
+        if self._others_waiting():
+            return 1
+        if self._quiet_seconds() < QUIET_SECONDS:
+            return self._settings.max_in_flight_beside_others
+        return self._settings.max_in_flight
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,9 @@ import msgspec
 from loramux.bundle import NO_BUNDLE, Bundle, SamplingDefaults, read_bundle
 from loramux.constraints import ToolGrammar, ToolUse, TrialJob, TrialResult, TrialSetup
 from loramux.engine.messages import Constraint, ModelFacts
-from loramux.gateway.dialect import AnswerReader, Dialect, dialect_of
 from loramux.gateway.errors import InvalidRequest, Unavailable
 from loramux.gateway.messages import ChatOptions, Classes, Conversation, GenerationRequest, Message
+from loramux.gateway.output import AnswerReader, Dialect, dialect_of
 from loramux.gateway.tokenizer import TAIL_CHARACTERS, RenderedChat, Tokenizer, open_last_message, template_messages
 from loramux.jobs import TenantSlots, ThreadPool
 from loramux.registry import Revision
