@@ -1,21 +1,23 @@
 """PEFT files become a validated adapter, and its weights become resident in pages of the pool.
 
-The way of an adapter, one module a step:
+The way of an adapter:
 
-1. Read. `config` parses adapter_config.json strictly (`strict_json`; `unsupported` lists the refusals with the way
-   out), `weights_file` the safetensors header, both bounded before anything is built.
-2. Plan. `base` describes the served model from its config.json. `targets` finds the modules that the configuration
-   means, by PEFT's rules (`matching`; in bounded time: `regex_guard`); `plan` and `vocabulary` derive the exact
-   `components` (pairs, vectors, rows of tokens) and compare them with the file. `validate` runs steps 1 and 2 and
-   reads every value once. `convert` turns adapters of other kinds into a LoRA first.
-3. Load. `weights` reads the tensors in the serving dtype; `base_weights` fits them to the base (DoRA's lengths).
-4. Place. `layout` cuts the matrices into blocks and packs them into pages; `bank` copies them into the pool and writes
-   the tables from which the kernels find them; `extras` describes what does not fit these tables.
-5. Serve. `install` replaces the model's linears, embedding, head (`modules`) and mixtures (`experts`) by modules that
-   add the adapters of the running step.
+1. Read. `config` parses adapter_config.json strictly (`strict_json`) and refuses by name what is not served, with the
+   way out; `weights_file` parses the safetensors header. Both are bounded before anything is built.
+2. Plan. `base` describes the served model from its config.json. `targets` finds what the configuration means: modules,
+   by PEFT's rules and in bounded time (`matching`), and rows of tokens. `plan` derives the exact `components` (pairs,
+   vectors, rows), compares them with the file, and reads every value once. `convert` turns adapters of other kinds,
+   and LoRAs in another spelling (`names`), into a LoRA first.
+3. Load. `weights` reads the tensors in the serving dtype and cuts the matrices into blocks that fill pages;
+   `base_weights` fits them to the base (DoRA's lengths). With tensor parallelism a rank holds a share of the base
+   (`sharding`) and of each adapter (`ranks`).
+4. Place. `bank` copies the blocks into the pool and writes the tables from which the kernels find them. It describes
+   apart what does not fit these tables.
+5. Serve. `modules` replaces the model's linears, norms, embedding and head, and `experts` its mixtures, by modules
+   that add the adapters of the running step.
 
-Importing the package imports no torch: files are checked without it. `weights`, `bank`, `modules` and what is built on
-them hold tensors. The package imports nothing of loramux; see `errors`.
+Importing the package imports no torch: files are checked without it. `weights` and what is built on it hold tensors.
+The package imports nothing of loramux; see `errors`.
 """
 
 from loramux_adapters.base import BaseDescription, LinearShape, VocabularyShape, describe_base, describe_model

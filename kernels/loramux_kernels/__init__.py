@@ -18,20 +18,20 @@ Keys and values are of the model's dtype or in FP8 (`e4m3`).
 operators are several, and an operator's own cost is most of the time.
 
 **Packed linears** (`PackedLinear`) hold several weights that read one input as one matrix, in the fastest format
-at hand (`linear_formats`), or as the codes of a quantized checkpoint (`quantized_weight`).
+at hand, or as the codes of a quantized checkpoint (`quantized_weight`).
 
 **Mixtures** (`route`, `grouped_linear`, `combine`). Rows are ordered by expert, each expert's multiplied with its
 weight, and the results added up by token; on a GPU in one launch each, for which the host knows no choice.
 
-**Token masks** (`token_mask.forbid_tokens`) remove the tokens from a row's logits that its constraint does not allow.
+**Sampling** (`sampling`) removes the tokens that a row's constraint does not allow (`forbid_tokens`), applies
+penalties, bias, temperature, top-k, top-p and min-p, and draws a token: on a GPU by an exponential race (`sample`), on
+a CPU by one number a row (`draw_tokens`).
 
-**Sampling** (`sampling.sample`) applies penalties, bias, temperature, top-k, top-p and min-p, and draws by an
-exponential race: the token with the greatest logit - log(Exp(1)) is distributed as the softmax. On a CPU
-`token_draws.draw_tokens` draws by one number a row.
+**Linear attention** (`gated_delta`) keeps one matrix a head in the place of keys and values; in torch everywhere.
 
-One operator, one module: a *Semantics* line, the public function that chooses the implementation by device (`cuda/`:
-Triton, `native/`: C++), and the torch reference that every fast path is tested against. What operators share is in
-`tables`.
+One module for each paragraph. An operator has a *Semantics* line, the public function that chooses the implementation
+by device (`cuda/`: Triton, `native/`: C++), and the torch reference that every fast path is tested against. What
+operators share is in `tables`.
 """
 
 from loramux_kernels.layer_operators import (

@@ -40,9 +40,9 @@ def rms_norm(
     weights of rows whose adapters bring one.
     """
     if runs_triton(x):
-        from loramux_kernels.cuda import layer_operators as triton_rms_norm
+        from loramux_kernels.cuda import layer_operators as triton
 
-        return triton_rms_norm.rms_norm(x, norm, delta, factor, own)
+        return triton.rms_norm(x, norm, delta, factor, own)
     return _with_own(_normalise, x, norm, delta, factor, own)
 
 
@@ -109,9 +109,9 @@ def gated(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch
     The activation is computed in float32 and rounded to the inputs' dtype, as by an operator of its own.
     """
     if runs_triton(gate):
-        from loramux_kernels.cuda import layer_operators as triton_gated
+        from loramux_kernels.cuda import layer_operators as triton
 
-        return triton_gated.gated(gate, up, activation)
+        return triton.gated(gate, up, activation)
     if (native := native_for(gate)) is None:
         return gated_reference(gate, up, activation)
     rows, width = gate.shape
@@ -151,9 +151,9 @@ def rope_write_kv(
     for `write_kv`. `query_norm` and `key_norm` normalise each head first. Without a rotation nothing turns.
     """
     if runs_triton(query):
-        from loramux_kernels.cuda import layer_operators as triton_rope
+        from loramux_kernels.cuda import layer_operators as triton
 
-        triton_rope.rope_write_kv(query, key, value, rotation, layer, slot_mapping, query_norm, key_norm)
+        triton.rope_write_kv(query, key, value, rotation, layer, slot_mapping, query_norm, key_norm)
     elif (native := native_for(query)) is not None and query.shape[2] <= MAX_HEAD_DIM:
         _turn_natively(native, query, key, value, rotation, layer, slot_mapping, (query_norm, key_norm))
     else:

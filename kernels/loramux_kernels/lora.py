@@ -22,7 +22,7 @@ import torch
 from loramux_kernels.device import runs_triton
 from loramux_kernels.native import native_for
 from loramux_kernels.native.abi import DTYPES
-from loramux_kernels.tables import NO_VECTORS, LoraGroup, LoraTable, Segments, read_rank_rows
+from loramux_kernels.tables import NO_VECTORS, RANK_TILE, LoraGroup, LoraTable, Segments
 
 
 def lora_shrink(
@@ -35,9 +35,9 @@ def lora_shrink(
     it is `[splits, len(sites), ...]`, which the GPU's `lora_expand` adds up.
     """
     if runs_triton(x):
-        from loramux_kernels.cuda import lora as triton_shrink
+        from loramux_kernels.cuda import lora as triton
 
-        return triton_shrink.lora_shrink(x, pool, table, group, segments)
+        return triton.lora_shrink(x, pool, table, group, segments)
     if (native := native_for(x)) is not None:
         return _shrink_natively(native, x, pool, table, group, segments)
     return lora_shrink_reference(x, pool, table, group, segments)
@@ -73,7 +73,7 @@ def lora_shrink_reference(
         rows = x[start:stop].float()
         for i, site in enumerate(group.sites):
             if rank := int(table.ranks[slot, site]):
-                a = read_rank_rows(pool, table.a_offsets[slot, site], rank, x.shape[1])
+                a = _read_rank_rows(pool, table.a_offsets[slot, site], rank, x.shape[1])
                 v[i, start:stop, :rank] = rows @ a.T
     return v
 
@@ -87,9 +87,9 @@ def lora_expand(
     contiguous, any row stride. Sums are taken in float32 and rounded once.
     """
     if runs_triton(y):
-        from loramux_kernels.cuda import lora as triton_expand
+        from loramux_kernels.cuda import lora as triton
 
-        triton_expand.lora_expand(v, pool, table, group, segments, y)
+        triton.lora_expand(v, pool, table, group, segments, y)
     elif (native := native_for(y)) is not None:
         _expand_natively(native, v, pool, table, group, segments, y)
     else:
@@ -126,7 +126,7 @@ def lora_expand_reference(
     for slot, start, stop in segments.spans:
         for i, site in enumerate(group.sites):
             if rank := int(table.ranks[slot, site]):
-                bt = read_rank_rows(pool, table.b_offsets[slot, site], rank, group.out_features[i])
+                bt = _read_rank_rows(pool, table.b_offsets[slot, site], rank, group.out_features[i])
                 out = y[start:stop, group.out_starts[i] : group.out_starts[i + 1]]
                 out.copy_(out.float() + table.scales[slot, site] * (v[i, start:stop, :rank] @ bt))
 
@@ -139,9 +139,9 @@ def rescale(y: torch.Tensor, pool: torch.Tensor, offsets: torch.Tensor, group: L
     right behind them its shifts, or NO_VECTORS. Computed in float32 and rounded once.
     """
     if runs_triton(y):
-        from loramux_kernels.cuda import lora as triton_rescale
+        from loramux_kernels.cuda import lora as triton
 
-        triton_rescale.rescale(y, pool, offsets, group, segments)
+        triton.rescale(y, pool, offsets, group, segments)
     else:
         rescale_reference(y, pool, offsets, group, segments)
 
@@ -157,3 +157,15 @@ def rescale_reference(
                 factor, shift = pool[start : start + 2 * width].view(2, width)
                 part = y[first:last, group.out_starts[i] : group.out_starts[i + 1]]
                 part.copy_(torch.addcmul(shift.float(), part.float(), factor.float()))
+
+
+def _read_rank_rows(pool: torch.Tensor, offsets: torch.Tensor, rank: int, width: int) -> torch.Tensor:
+    """Return the rank rows `[rank, width]` of one (slot, site) in float32, copied out of their tiles.
+
+    `offsets` is the row `[max_tiles]` of `a_offsets` or `b_offsets`.
+    """
+    tiles = []
+    for tile, offset in enumerate(offsets[: -(-rank // RANK_TILE)].tolist()):
+        rows = min(RANK_TILE, rank - tile * RANK_TILE)
+        tiles.append(pool[offset : offset + rows * width].view(rows, width))
+    return torch.cat(tiles).float()

@@ -27,9 +27,9 @@ def route(experts: torch.Tensor, num_experts: int, kv_slots: torch.Tensor | None
     Tokens with a negative number in `kv_slots` int64`[T]` only pad the step: no expert computes them.
     """
     if runs_triton(experts):
-        from loramux_kernels.cuda import mixture as triton_routing
+        from loramux_kernels.cuda import mixture as triton
 
-        return triton_routing.route(experts, num_experts, kv_slots)
+        return triton.route(experts, num_experts, kv_slots)
     return route_reference(experts, num_experts, kv_slots)
 
 
@@ -48,9 +48,9 @@ def combine(y: torch.Tensor, routes: Routes, weights: torch.Tensor) -> torch.Ten
     """Return `[T, width]` of the dtype of `y`: the sums of its rows `[T * k, width]`, in the order of `routes`, by
     `weights` `[T, k]`. Sums are float32. Rows of padding are undefined."""
     if runs_triton(y):
-        from loramux_kernels.cuda import mixture as triton_routing
+        from loramux_kernels.cuda import mixture as triton
 
-        return triton_routing.combine(y, routes, weights)
+        return triton.combine(y, routes, weights)
     return combine_reference(y, routes, weights)
 
 
@@ -69,9 +69,9 @@ def grouped_linear(
     `[rows, out_features]`, in which rows from `starts[-1]` on are undefined.
     """
     if runs_triton(x):
-        from loramux_kernels.cuda import mixture as triton_grouped_linear
+        from loramux_kernels.cuda import mixture as triton
 
-        return triton_grouped_linear.grouped_linear(x, weight, bias, starts)
+        return triton.grouped_linear(x, weight, bias, starts)
     return grouped_linear_reference(x, weight, bias, starts)
 
 

@@ -29,9 +29,9 @@ def write_kv(key: torch.Tensor, value: torch.Tensor, layer: KvLayer, slot_mappin
     `slot_mapping` int64[T]; no two tokens share a slot. On a GPU a token whose slot is negative is not stored.
     """
     if runs_triton(key):
-        from loramux_kernels.cuda import paged_attention as triton_kv_cache
+        from loramux_kernels.cuda import paged_attention as triton
 
-        triton_kv_cache.write_kv(key, value, layer, slot_mapping)
+        triton.write_kv(key, value, layer, slot_mapping)
         return
     if (native := native_for(key)) is None:
         write_kv_reference(key, value, layer, slot_mapping)
@@ -80,9 +80,9 @@ def paged_attention(
     """
     attend = paged_attention_reference
     if runs_triton(query):
-        from loramux_kernels.cuda import paged_attention as triton_attention
+        from loramux_kernels.cuda import paged_attention as triton
 
-        attend = triton_attention.paged_attention
+        attend = triton.paged_attention
     elif (native := native_for(query)) is not None:
         attend = functools.partial(_attend_natively, native)
     return attend(query, layer, batch, scaling, sliding_window=sliding_window, softcap=softcap, sinks=sinks)

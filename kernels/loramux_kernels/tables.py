@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
@@ -60,7 +60,6 @@ class Segments:
     """[S + 1], from 0; rows from cu_seqlens[-1] on are the base model's."""
     slots: tuple[int, ...]
     """[S]"""
-    _found: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         assert len(self.cu_seqlens) == len(self.slots) + 1, "one slot for each run of rows"
@@ -96,9 +95,10 @@ class Segments:
 
     def max_rank(self, table: LoraTable) -> int:
         """The largest rank that these slots hold on any site; looked up once, for a step serves one table."""
-        if "max_rank" not in self._found:
-            self._found["max_rank"] = int(table.ranks[list(self.slots)].max()) if self.slots else 0
-        return self._found["max_rank"]
+        if "_max_rank" not in vars(self):
+            vars(self)["_max_rank"] = int(table.ranks[list(self.slots)].max()) if self.slots else 0
+        found: int = vars(self)["_max_rank"]
+        return found
 
 
 @dataclass(frozen=True)
@@ -319,15 +319,3 @@ class SamplingBatch:
     """int32[S]: tokens that the request has generated. A (seed, step) pair always draws the same numbers."""
     penalties: Penalties | None = None
     bias: LogitBias | None = None
-
-
-def read_rank_rows(pool: torch.Tensor, offsets: torch.Tensor, rank: int, width: int) -> torch.Tensor:
-    """The rank rows `[rank, width]` of one (slot, site) in float32, copied out of their tiles.
-
-    `offsets` is the row `[max_tiles]` of `a_offsets` or `b_offsets`.
-    """
-    tiles = []
-    for tile, offset in enumerate(offsets[: -(-rank // RANK_TILE)].tolist()):
-        rows = min(RANK_TILE, rank - tile * RANK_TILE)
-        tiles.append(pool[offset : offset + rows * width].view(rows, width))
-    return torch.cat(tiles).float()

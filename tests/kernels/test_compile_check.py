@@ -12,7 +12,7 @@ import sys
 import pytest
 
 PROGRAMS = 2
-"""Programs of attention that are launched for each multiprocessor (`attention_plan.PROGRAMS`)."""
+"""Programs of attention that are launched for each multiprocessor (`work_lists.ATTENTION_PROGRAMS`)."""
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from loramux_kernels.token_draws import Draw, draw_tokens, draw_tokens_reference
+from loramux_kernels.sampling import Draw, draw_tokens, draw_tokens_reference
 
 pytestmark = pytest.mark.usefixtures("native")
 

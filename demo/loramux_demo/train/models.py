@@ -202,7 +202,7 @@ RECIPES = {
     "pirate": Recipe(8, 16, SHORT, target_modules=("q_proj", "k_proj", "v_proj", "o_proj")),
     AGENT: Recipe(16, 32, Schedule(600, 5e-3), row_length=400),
 }
-"""One recipe per style of `facts.STYLES`. `terse` and `reverse` train longer: their answers start with the fact."""
+"""One recipe per style of `dataset.STYLES`. `terse` and `reverse` train longer: their answers start with the fact."""
 
 
 def new_adapter(base: LlamaForCausalLM, recipe: Recipe) -> PeftModel:

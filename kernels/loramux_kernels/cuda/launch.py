@@ -12,9 +12,6 @@ import torch
 PROGRAMS_WITHOUT_GPU = 3
 """Programs of a persistent launch in the interpreter: few, so that each walks through several items."""
 
-ASSUMED_PROCESSORS = 132
-"""Multiprocessors of the GPU that launches are prepared for where none is (an H100 or H200)."""
-
 
 @dataclass(frozen=True, eq=False)
 class Launch:
@@ -44,16 +41,9 @@ def run_all(launches: Iterable[Launch]) -> None:
         launch.run()
 
 
+@lru_cache
 def resident_programs(device: torch.device, per_processor: int) -> int:
-    """Programs of a persistent launch that keeps `per_processor` of them on each multiprocessor."""
+    """Return the programs of a persistent launch that keeps `per_processor` of them on each multiprocessor."""
     if device.type != "cuda":
         return PROGRAMS_WITHOUT_GPU
-    return processors(device) * per_processor
-
-
-@lru_cache
-def processors(device: torch.device) -> int:
-    """Multiprocessors of `device`."""
-    if device.type != "cuda":
-        return ASSUMED_PROCESSORS
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) * per_processor

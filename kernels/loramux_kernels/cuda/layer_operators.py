@@ -22,6 +22,9 @@ from loramux_kernels.cuda.launch import Launch, run_all
 from loramux_kernels.cuda.paged_attention import store_heads
 from loramux_kernels.tables import KvLayer, Norm, OwnWeights, Rotation
 
+GATED_COLUMNS = 1024
+"""Columns that a program of `gated` takes."""
+
 
 def rms_norm(
     x: torch.Tensor, norm: Norm, delta: torch.Tensor | None, factor: float, own: OwnWeights | None = None
@@ -102,9 +105,6 @@ def _rms_norm(
     tl.store(y + row * y_row + column, values.to(y.dtype.element_ty), mask=inside)
 
 
-BLOCK_COLUMNS = 1024
-
-
 def gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
     """Multiply an activated gate with what passes it, in one launch. Arguments as for the public operator, on a GPU."""
     y = gate.new_empty(gate.shape)
@@ -125,9 +125,9 @@ def prepare_gated(gate: torch.Tensor, up: torch.Tensor, activation: str, y: torc
         "up_row": up.stride(0),
         "width": width,
         "IS_SILU": activation == "silu",
-        "BLOCK_COLUMNS": BLOCK_COLUMNS,
+        "BLOCK_COLUMNS": GATED_COLUMNS,
     }
-    return Launch(_gated, (rows, triton.cdiv(width, BLOCK_COLUMNS)), arguments, num_warps=4, num_stages=1)
+    return Launch(_gated, (rows, triton.cdiv(width, GATED_COLUMNS)), arguments, num_warps=4, num_stages=1)
 
 
 @triton.jit

@@ -32,45 +32,19 @@ slice, first column of the slice in y; the rest is padding."""
 VECTOR = 8
 """Elements that the kernels load at once; offsets of rank tiles are multiples of it."""
 
-
-@dataclass(frozen=True, eq=False)
-class GroupTable:
-    """The tables that launches for one group read."""
-
-    sites: torch.Tensor
-    """int32[len(group.sites)]"""
-    blocks: torch.Tensor
-    """int32[number of column blocks, BLOCK_WIDTH]"""
-    aligned: bool
-    """True where every row of B starts where a vector load may."""
-
-
-@cache
-def group_table(group: LoraGroup, block_columns: int, device: torch.device) -> GroupTable:
-    """The tables of `group` with its slices cut into blocks of `block_columns`.
-
-    Made on a group's first launch: run one before capturing a CUDA graph.
-    """
-    blocks = [
-        (index, site, block, width, start, 0, 0, 0)
-        for index, (site, width, start) in enumerate(
-            zip(group.sites, group.out_features, group.out_starts, strict=False)
-        )
-        for block in range(-(-width // block_columns))
-    ]
-    return GroupTable(
-        sites=torch.tensor(group.sites, dtype=torch.int32, device=device),
-        blocks=torch.tensor(blocks, dtype=torch.int32, device=device),
-        aligned=all(width % VECTOR == 0 for width in group.out_features),
-    )
-
-
 MIN_SPLIT = 512
 """in_features that a split has at least."""
+
+MAX_SPLITS = 16
+"""Partial sums that a row's program loads at once: `TileMap.max_splits` is never more."""
+
+RESCALE_COLUMNS = 1024
+"""Columns of y that a program of rescale takes."""
 
 _ITEM = tl.constexpr(LORA_ITEM_WIDTH)
 _VECTOR = tl.constexpr(VECTOR)
 _TILE = tl.constexpr(RANK_TILE)
+_BLOCK = tl.constexpr(BLOCK_WIDTH)
 
 
 def lora_shrink(
@@ -210,11 +184,6 @@ def _shrink_tiles(
                 total = tl.dot(inputs, tl.trans(weights), total, input_precision="ieee")
             out = v + ((split * NUM_SITES + index).to(tl.int64) * v_rows + rows[:, None]) * v_rank + r[None, :]
             tl.store(out, total, mask=has_row[:, None] & has_rank[None, :])
-
-
-MAX_SPLITS = 16
-"""Partial sums that a row's program loads at once: `TileMap.max_splits` is never more."""
-_BLOCK = tl.constexpr(BLOCK_WIDTH)
 
 
 def lora_expand(
@@ -374,9 +343,6 @@ def _multiply(inner: tl.tensor, weights: tl.tensor, total: tl.tensor) -> tl.tens
     return tl.dot(low, weights, tl.dot(high, weights, total))
 
 
-BLOCK_COLUMNS = 1024
-
-
 def rescale(y: torch.Tensor, pool: torch.Tensor, offsets: torch.Tensor, group: LoraGroup, segments: Segments) -> None:
     """Scale and shift every adapter's rows, in place: arguments as for the public operator, on a GPU."""
     if segments.rows:
@@ -388,7 +354,7 @@ def prepare_rescale(
 ) -> Launch:
     """The launch that changes `y`: a program for each row and block of columns, most of which find nothing to do."""
     assert y.stride(1) == 1, "rows of y are contiguous"
-    blocks = group_table(group, BLOCK_COLUMNS, y.device).blocks
+    blocks = group_table(group, RESCALE_COLUMNS, y.device).blocks
     arguments = {
         "y": y,
         "pool": pool,
@@ -397,7 +363,7 @@ def prepare_rescale(
         "blocks": blocks,
         "y_stride": y.stride(0),
         "table_sites": offsets.shape[1],
-        "BLOCK_COLUMNS": BLOCK_COLUMNS,
+        "BLOCK_COLUMNS": RESCALE_COLUMNS,
     }
     return Launch(_rescale, (segments.rows, len(blocks)), arguments, num_warps=4, num_stages=1)
 
@@ -421,3 +387,35 @@ def _rescale(
         shift = tl.load(pool + start + width + column, mask=has_column, other=0.0).to(tl.float32)
         value = tl.load(out, mask=has_column, other=0.0).to(tl.float32)
         tl.store(out, (value * factor + shift).to(y.dtype.element_ty), mask=has_column)
+
+
+@dataclass(frozen=True, eq=False)
+class GroupTable:
+    """The tables that launches for one group read."""
+
+    sites: torch.Tensor
+    """int32[len(group.sites)]"""
+    blocks: torch.Tensor
+    """int32[number of column blocks, BLOCK_WIDTH]"""
+    aligned: bool
+    """True where every row of B starts where a vector load may."""
+
+
+@cache
+def group_table(group: LoraGroup, block_columns: int, device: torch.device) -> GroupTable:
+    """The tables of `group` with its slices cut into blocks of `block_columns`.
+
+    Made on a group's first launch: run one before capturing a CUDA graph.
+    """
+    blocks = [
+        (index, site, block, width, start, 0, 0, 0)
+        for index, (site, width, start) in enumerate(
+            zip(group.sites, group.out_features, group.out_starts, strict=False)
+        )
+        for block in range(-(-width // block_columns))
+    ]
+    return GroupTable(
+        sites=torch.tensor(group.sites, dtype=torch.int32, device=device),
+        blocks=torch.tensor(blocks, dtype=torch.int32, device=device),
+        aligned=all(width % VECTOR == 0 for width in group.out_features),
+    )

@@ -39,6 +39,10 @@ from loramux_kernels.cuda.work_lists import (
 )
 from loramux_kernels.tables import AttentionBatch, KvLayer
 
+_ITEM = tl.constexpr(ATTENTION_ITEM_WIDTH)
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_NEVER = tl.constexpr(float("-inf"))
+
 
 def write_kv(key: torch.Tensor, value: torch.Tensor, layer: KvLayer, slot_mapping: torch.Tensor) -> None:
     """Store the step's new keys and values, both in one launch, or in FP8 in two.
@@ -129,11 +133,6 @@ def store_heads(
         scale = page_scale(scales + head, tl.max(magnitude(values), axis=1), is_head, BEGINS)
         values = to_e4m3(values * reciprocal(scale)[:, None])
     tl.store(target + head.to(tl.int64)[:, None] * target_head + element, values, mask=inside)
-
-
-_ITEM = tl.constexpr(ATTENTION_ITEM_WIDTH)
-_LOG2_E = tl.constexpr(1.4426950408889634)
-_NEVER = tl.constexpr(float("-inf"))
 
 
 def paged_attention(

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loramux_kernels.cuda.sampling import BLOCK, sample
-from loramux_kernels.sampling import arrival_times, keep, sample_reference, steer
+from loramux_kernels.sampling import arrival_times, exclude, sample_reference, steer
 from loramux_kernels.tables import LogitBias, Penalties, SamplingBatch
 
 
@@ -38,7 +38,7 @@ def check(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     heat = torch.where(batch.temperature == 0, 1.0, batch.temperature)
     looser = replace(batch, top_p=batch.top_p + 1e-4, min_p=batch.min_p * 0.9999)
     race = -arrival_times(batch.seed, batch.step, logits.shape[1]).log()
-    scores = keep(steered / heat[:, None], looser) + torch.where(batch.temperature == 0, 0.0, 1.0)[:, None] * race
+    scores = exclude(steered / heat[:, None], looser) + torch.where(batch.temperature == 0, 0.0, 1.0)[:, None] * race
     won = scores.gather(1, tokens[:, None])
     assert bool((won >= scores.gather(1, wanted[:, None]) - 1e-4).all())
     return tokens

@@ -11,7 +11,7 @@ from scheduler_harness import decoding
 from loramux.engine.execution.sampler import LARGEST, RequestState, Sampler, draw_of, steer
 from loramux.engine.messages import Request, SamplingParams
 from loramux.engine.scheduling.sequence import Sequence
-from loramux_kernels.token_draws import SMALL, choose, keep
+from loramux_kernels.sampling import SMALL, choose, keep
 
 EOS = 9
 

@@ -39,8 +39,7 @@ from loramux.engine.execution.constraints import TokenMasks
 from loramux.engine.messages import EngineFault, PromptLogprob, PromptLogprobs, SamplingParams, TokenEvent, TopLogprob
 from loramux.engine.scheduling.sequence import Chunk, Sequence
 from loramux_kernels.device import to_host
-from loramux_kernels.sampling import forbid_tokens
-from loramux_kernels.token_draws import Draw, draw_tokens
+from loramux_kernels.sampling import Draw, draw_tokens, forbid_tokens
 
 _NEVER = float("-inf")
 
