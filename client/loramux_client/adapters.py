@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
-from urllib.parse import quote
 from uuid import uuid4
 
-from loramux_client.flow import Call, Flow, R, Resource, method
+from loramux_client.flow import Call, Flow, R, Resource, item_path, method, read, read_list
 from loramux_client.objects import (
     Adapter,
     Alias,
@@ -30,38 +29,38 @@ DEFAULT = "default"
 
 def list_adapters() -> Flow[list[Adapter]]:
     """Return your adapters at their current revisions, by name."""
-    return (yield from Call(method="GET", path="/v1/adapters", answer=Listing[Adapter], repeatable=True)).data
+    return read_list("/v1/adapters", Listing[Adapter])
 
 
 def get(name: str) -> Call[Adapter]:
     """Return one adapter."""
-    return _read(name, "", Adapter)
+    return read(_path(name), Adapter)
 
 
 def revisions(name: str) -> Flow[list[Revision]]:
     """Return its revisions, including deleted ones that can be restored."""
-    return (yield from _read(name, "/revisions", Listing[Revision])).data
+    return read_list(_path(name, "/revisions"), Listing[Revision])
 
 
 def revision(name: str, number: int) -> Call[Revision]:
     """Return one of its revisions."""
-    return _read(name, f"/revisions/{number}", Revision)
+    return read(_path(name, f"/revisions/{number}"), Revision)
 
 
 def aliases(name: str) -> Flow[list[Alias]]:
     """Return its aliases with their targets."""
-    return (yield from _read(name, "/aliases", Listing[Alias])).data
+    return read_list(_path(name, "/aliases"), Listing[Alias])
 
 
 def history(name: str, alias: str = DEFAULT) -> Flow[list[AliasVersion]]:
     """Return the history of an alias, newest first."""
-    return (yield from _read(name, f"/aliases/{quote(alias, safe='')}/history", Listing[AliasVersion])).data
+    return read_list(_path(name, item_path("/aliases", alias) + "/history"), Listing[AliasVersion])
 
 
 def point(name: str, targets: Mapping[int, int], alias: str = DEFAULT, *, if_match: str | None = None) -> Call[Adapter]:
     """Set an alias to revisions with weights: `{3: 95, 4: 5}` sends 5 of 100 requests to revision 4."""
     body = {"targets": [{"revision": number, "weight": weight} for number, weight in targets.items()]}
-    return _change("PUT", name, f"/aliases/{quote(alias, safe='')}", Adapter, body, if_match)
+    return _change("PUT", name, item_path("/aliases", alias), Adapter, body, if_match)
 
 
 def canary(name: str, revision: int, percent: int, alias: str = DEFAULT) -> Flow[Adapter]:
@@ -90,13 +89,13 @@ def rollback(
     name: str, alias: str = DEFAULT, *, version: int | None = None, if_match: str | None = None
 ) -> Call[Adapter]:
     """Set an alias to its previous targets, or to those of a `version` of its history."""
-    call = _change("POST", name, f"/aliases/{quote(alias, safe='')}/rollback", Adapter, None, if_match)
+    call = _change("POST", name, item_path("/aliases", alias) + "/rollback", Adapter, None, if_match)
     return replace(call, params={"version": version})
 
 
 def remove_alias(name: str, alias: str, *, if_match: str | None = None) -> Call[Adapter]:
     """Delete an alias other than `default`."""
-    return _change("DELETE", name, f"/aliases/{quote(alias, safe='')}", Adapter, None, if_match)
+    return _change("DELETE", name, item_path("/aliases", alias), Adapter, None, if_match)
 
 
 def pin(name: str, revision: int) -> Call[Revision]:
@@ -111,17 +110,17 @@ def unpin(name: str, revision: int) -> Call[Revision]:
 
 def grants(name: str) -> Flow[list[Grant]]:
     """Return the tenants that may call it."""
-    return (yield from _read(name, "/grants", Listing[Grant])).data
+    return read_list(_path(name, "/grants"), Listing[Grant])
 
 
 def grant(name: str, tenant: str) -> Call[Grant]:
     """Let another tenant call it, at that tenant's cost and without access to its files."""
-    return _change("PUT", name, f"/grants/{quote(tenant, safe='')}", Grant)
+    return _change("PUT", name, item_path("/grants", tenant), Grant)
 
 
 def revoke(name: str, tenant: str) -> Call[Grant]:
     """End a grant."""
-    return _change("DELETE", name, f"/grants/{quote(tenant, safe='')}", Grant)
+    return _change("DELETE", name, item_path("/grants", tenant), Grant)
 
 
 def delete(name: str, *, if_match: str | None = None) -> Call[Deleted]:
@@ -146,27 +145,22 @@ def expire(name: str, seconds: int | None, *, if_match: str | None = None) -> Ca
 
 def events(name: str | None = None, *, limit: int = 100, before: str | None = None) -> Flow[list[Event]]:
     """Return events of one adapter or of all, newest first. `before` is the last event's id of the previous page."""
-    params = {"adapter": name, "limit": limit, "before": before}
-    call = Call(method="GET", path="/v1/events", answer=Listing[Event], params=params, repeatable=True)
-    return (yield from call).data
+    return read_list("/v1/events", Listing[Event], adapter=name, limit=limit, before=before)
 
 
 def requests(name: str, *, limit: int = 100, before: str | None = None) -> Flow[list[LoggedRequest]]:
     """Return your latest requests to an adapter, newest first, with the revision that answered each."""
-    params = {"adapter": name, "limit": limit, "before": before}
-    call = Call(method="GET", path="/v1/requests", answer=Listing[LoggedRequest], params=params, repeatable=True)
-    return (yield from call).data
+    return read_list("/v1/requests", Listing[LoggedRequest], adapter=name, limit=limit, before=before)
 
 
 def metrics(name: str, window: str = "24h") -> Flow[list[RevisionReport]]:
     """Return how each revision has served you in a window (1h, 24h, 7d or 30d), newest first."""
-    call = replace(_read(name, "/metrics", Listing[RevisionReport]), params={"window": window})
-    return (yield from call).data
+    return read_list(_path(name, "/metrics"), Listing[RevisionReport], window=window)
 
 
 def policy(name: str, alias: str = DEFAULT, *, revision: int | None = None) -> Call[Policy]:
     """Return the release policy of an alias; with `revision`, its checks of that revision."""
-    return replace(_read(name, _policy_path(alias), Policy), params={"revision": revision})
+    return read(_path(name, _policy_path(alias)), Policy, revision=revision)
 
 
 def set_policy(
@@ -183,12 +177,12 @@ def remove_policy(name: str, alias: str = DEFAULT, *, if_match: str | None = Non
 
 def shadow(name: str) -> Call[Shadow]:
     """Return the adapter's newest shadow and what it has shown."""
-    return _read(name, "/shadow", Shadow)
+    return read(_path(name, "/shadow"), Shadow)
 
 
 def shadows(name: str) -> Flow[list[Shadow]]:
     """Return the adapter's shadows, newest first."""
-    return (yield from _read(name, "/shadow/history", Listing[Shadow])).data
+    return read_list(_path(name, "/shadow/history"), Listing[Shadow])
 
 
 def start_shadow(
@@ -250,21 +244,17 @@ class Adapters(Resource[R]):
     stop_shadow = method(stop_shadow)
 
 
-def _read(name: str, rest: str, answer: type[T]) -> Call[T]:
-    return Call(method="GET", path=_path(name) + rest, answer=answer, repeatable=True)
-
-
 def _change(
     method: str, name: str, rest: str, answer: type[T], body: Any = None, if_match: str | None = None
 ) -> Call[T]:
     """Return a call with an Idempotency-Key of its own, so that a retry has no second effect."""
     headers = {"Idempotency-Key": uuid4().hex} | ({"If-Match": if_match} if if_match else {})
-    return Call(method=method, path=_path(name) + rest, answer=answer, body=body, headers=headers, repeatable=True)
+    return Call(method=method, path=_path(name, rest), answer=answer, body=body, headers=headers, repeatable=True)
 
 
 def _policy_path(alias: str) -> str:
-    return f"/aliases/{quote(alias, safe='')}/policy"
+    return item_path("/aliases", alias) + "/policy"
 
 
-def _path(name: str) -> str:
-    return f"/v1/adapters/{quote(name, safe='')}"
+def _path(name: str, rest: str = "") -> str:
+    return item_path("/v1/adapters", name) + rest

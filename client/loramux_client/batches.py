@@ -9,11 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import quote
 from uuid import uuid4
 
-from loramux_client.flow import Block, Call, Flow, R, Resource, Wait, method
-from loramux_client.objects import Batch, Deleted, Evaluation, File, Page
+from loramux_client.flow import Block, Call, Flow, R, Resource, item_path, method, poll, read, read_list
+from loramux_client.objects import Batch, Deleted, Evaluation, File, Listing
+
+ENDED = frozenset({"completed", "failed", "expired", "cancelled"})
+"""States of a batch that will not change."""
+POLL_SECONDS, MAX_POLL_SECONDS = 0.5, 15.0
+"""The first and the longest pause between polls of a batch or an evaluation."""
+CHAT = "/v1/chat/completions"
 
 
 def create_file(path: str | Path, purpose: Literal["batch", "evals"] = "batch") -> Flow[File]:
@@ -34,18 +39,17 @@ def create_file(path: str | Path, purpose: Literal["batch", "evals"] = "batch") 
 
 def list_files(purpose: str | None = None, *, limit: int = 100, after: str | None = None) -> Flow[list[File]]:
     """Return your project's files, newest first. `after` is the last id of the previous page."""
-    params = {"purpose": purpose, "limit": limit, "after": after}
-    return (yield from Call(method="GET", path="/v1/files", answer=Page[File], params=params, repeatable=True)).data
+    return read_list("/v1/files", Listing[File], purpose=purpose, limit=limit, after=after)
 
 
 def get_file(id: str) -> Call[File]:
     """Return one file."""
-    return Call(method="GET", path=_file_path(id), answer=File, repeatable=True)
+    return read(_file_path(id), File)
 
 
 def read_file(id: str) -> Call[bytes]:
     """Return the bytes of a file."""
-    return Call(method="GET", path=f"{_file_path(id)}/content", answer=bytes, repeatable=True)
+    return read(f"{_file_path(id)}/content", bytes)
 
 
 def delete_file(id: str) -> Call[Deleted]:
@@ -64,13 +68,7 @@ class Files(Resource[R]):
 
 
 def _file_path(id: str) -> str:
-    return f"/v1/files/{quote(id, safe='')}"
-
-
-ENDED = frozenset({"completed", "failed", "expired", "cancelled"})
-POLL_SECONDS, MAX_POLL_SECONDS = 0.5, 15.0
-"""The first and the longest pause between polls of a batch's state."""
-CHAT = "/v1/chat/completions"
+    return item_path("/v1/files", id)
 
 
 def create_batch(
@@ -93,13 +91,12 @@ def run_batch(
 
 def list_batches(*, limit: int = 20, after: str | None = None) -> Flow[list[Batch]]:
     """Return your project's batches, newest first. `after` is the last id of the previous page."""
-    params = {"limit": limit, "after": after}
-    return (yield from Call(method="GET", path="/v1/batches", answer=Page[Batch], params=params, repeatable=True)).data
+    return read_list("/v1/batches", Listing[Batch], limit=limit, after=after)
 
 
 def get_batch(id: str) -> Call[Batch]:
     """Return one batch."""
-    return Call(method="GET", path=_batch_path(id), answer=Batch, repeatable=True)
+    return read(_batch_path(id), Batch)
 
 
 def cancel_batch(id: str) -> Call[Batch]:
@@ -109,13 +106,7 @@ def cancel_batch(id: str) -> Call[Batch]:
 
 def wait_for_batch(id: str) -> Flow[Batch]:
     """Wait for the end of a batch, which its window bounds, and return it."""
-    pause = POLL_SECONDS
-    while True:
-        batch = yield from get_batch(id)
-        if batch.status in ENDED:
-            return batch
-        yield Wait(pause)
-        pause = min(2 * pause, MAX_POLL_SECONDS)
+    return poll(lambda: get_batch(id), lambda batch: batch.status in ENDED, POLL_SECONDS, MAX_POLL_SECONDS)
 
 
 class Batches(Resource[R]):
@@ -130,7 +121,7 @@ class Batches(Resource[R]):
 
 
 def _batch_path(id: str) -> str:
-    return f"/v1/batches/{quote(id, safe='')}"
+    return item_path("/v1/batches", id)
 
 
 def create_evaluation(
@@ -167,24 +158,17 @@ def list_evaluations(
 ) -> Flow[list[Evaluation]]:
     """Return your project's evaluations, newest first; of one adapter, or of one of its revisions as the candidate."""
     params = {"adapter": adapter, "revision": revision, "limit": limit, "after": after}
-    call = Call(method="GET", path="/v1/evaluations", answer=Page[Evaluation], params=params, repeatable=True)
-    return (yield from call).data
+    return read_list("/v1/evaluations", Listing[Evaluation], **params)
 
 
 def get_evaluation(id: str) -> Call[Evaluation]:
     """Return one evaluation, with its result once it is completed."""
-    return Call(method="GET", path=f"/v1/evaluations/{quote(id, safe='')}", answer=Evaluation, repeatable=True)
+    return read(item_path("/v1/evaluations", id), Evaluation)
 
 
 def wait_for_evaluation(id: str) -> Flow[Evaluation]:
     """Wait for the end of an evaluation and return it: `completed` with a result, or `failed` with an error."""
-    pause = POLL_SECONDS
-    while True:
-        found = yield from get_evaluation(id)
-        if found.status != "running":
-            return found
-        yield Wait(pause)
-        pause = min(2 * pause, MAX_POLL_SECONDS)
+    return poll(lambda: get_evaluation(id), lambda found: found.status != "running", POLL_SECONDS, MAX_POLL_SECONDS)
 
 
 class Evaluations(Resource[R]):

@@ -1,4 +1,4 @@
-"""The two clients: the same API, synchronous and asynchronous; and the flow of /v1/organization/usage."""
+"""The two clients: the same API, synchronous and asynchronous; and the flows of /v1/webhooks and of the usage."""
 
 from __future__ import annotations
 
@@ -20,11 +20,60 @@ from loramux_client.flow import (
     RetryPolicy,
     SyncRunner,
     connection_options,
+    item_path,
     method,
+    read,
+    read_list,
 )
-from loramux_client.objects import UsageBucket, UsagePage
+from loramux_client.objects import Deleted, Delivery, Listing, UsageBucket, UsagePage, Webhook, WebhookTest
 from loramux_client.uploads import Uploads
-from loramux_client.webhooks import Webhooks
+
+
+def create_webhook(url: str, events: Sequence[str] | None = None) -> Call[Webhook]:
+    """Create a webhook for events of your adapters. Only this answer has its `secret`."""
+    return Call(method="POST", path="/v1/webhooks", answer=Webhook, body={"url": url, "events": events})
+
+
+def list_webhooks() -> Flow[list[Webhook]]:
+    """Return your webhooks, oldest first."""
+    return read_list("/v1/webhooks", Listing[Webhook])
+
+
+def enable_webhook(webhook_id: str, enabled: bool = True) -> Call[Webhook]:
+    """Resume or stop its deliveries."""
+    return Call(
+        method="PATCH", path=_webhook_path(webhook_id), answer=Webhook, body={"enabled": enabled}, repeatable=True
+    )
+
+
+def delete_webhook(webhook_id: str) -> Call[Deleted]:
+    """Delete it."""
+    return Call(method="DELETE", path=_webhook_path(webhook_id), answer=Deleted)
+
+
+def test_webhook(webhook_id: str) -> Call[WebhookTest]:
+    """Send a signed `webhook.test` event now."""
+    return Call(method="POST", path=f"{_webhook_path(webhook_id)}/test", answer=WebhookTest, repeatable=True)
+
+
+def list_deliveries(webhook_id: str, *, limit: int = 100) -> Flow[list[Delivery]]:
+    """Return its latest deliveries, newest first."""
+    return read_list(f"{_webhook_path(webhook_id)}/deliveries", Listing[Delivery], limit=limit)
+
+
+class Webhooks(Resource[R]):
+    """`client.webhooks`."""
+
+    create = method(create_webhook)
+    list = method(list_webhooks)
+    enable = method(enable_webhook)
+    delete = method(delete_webhook)
+    test = method(test_webhook)
+    deliveries = method(list_deliveries)
+
+
+def _webhook_path(webhook_id: str) -> str:
+    return item_path("/v1/webhooks", webhook_id)
 
 
 def completions(
@@ -44,9 +93,7 @@ def completions(
     buckets: list[UsageBucket] = []
     page: str | None = None
     while True:
-        params = query | {"page": page}
-        path = "/v1/organization/usage/completions"
-        answer = yield from Call(method="GET", path=path, answer=UsagePage, params=params, repeatable=True)
+        answer = yield from read("/v1/organization/usage/completions", UsagePage, **query, page=page)
         buckets += answer.data
         page = answer.next_page
         if page is None:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import quote
 
-from loramux_client.flow import Call, Flow, R, Resource, Wait, method
+from loramux_client.flow import Call, Flow, R, Resource, item_path, method, poll, read, read_list
 from loramux_client.objects import (
     Base,
     BaseMigration,
@@ -23,11 +22,13 @@ from loramux_client.objects import (
 )
 
 POLL_SECONDS = 1.0
+PAGE = 500
+"""Items of a migration that are read at a time."""
 
 
 def list_bases() -> Flow[list[Base]]:
     """Return the base models, with their state on the server that answers."""
-    return (yield from Call(method="GET", path="/admin/bases", answer=Listing[Base], repeatable=True)).data
+    return read_list("/admin/bases", Listing[Base])
 
 
 def get_base(name: str) -> Flow[Base]:
@@ -53,11 +54,7 @@ def retire_base(name: str, *, successor: str | None = None, force: bool = False)
 
 def wait_for_base(name: str) -> Flow[Base]:
     """Wait until a base model is neither being loaded nor drained, and return it."""
-    while True:
-        found = yield from get_base(name)
-        if found.state not in ("loading", "draining"):
-            return found
-        yield Wait(POLL_SECONDS)
+    return poll(lambda: get_base(name), lambda base: base.state not in ("loading", "draining"), POLL_SECONDS)
 
 
 class Bases(Resource[R]):
@@ -72,19 +69,23 @@ class Bases(Resource[R]):
 
 def list_engines() -> Flow[list[Engine]]:
     """Return the engines of every base, with their state."""
-    return (yield from Call(method="GET", path="/admin/engines", answer=Listing[Engine], repeatable=True)).data
+    return read_list("/admin/engines", Listing[Engine])
 
 
 def drain_engine(engine: str, seconds: float = 30.0) -> Flow[Engine]:
     """Take an engine out of service, and return once it is stopped; what runs after `seconds` goes on elsewhere."""
     yield from _order("drain", engine, seconds)
-    return (yield from _once(engine, "lost", 0))
+    return (yield from poll(lambda: _get_engine(engine), lambda one: one.state == "lost", POLL_SECONDS))
 
 
 def restart_engine(engine: str, seconds: float = 30.0) -> Flow[Engine]:
     """Drain an engine and start it again, and return once it serves or has failed to start."""
     before = yield from _order("restart", engine, seconds)
-    return (yield from _once(engine, "", before.starts))
+
+    def has_started(one: Engine) -> bool:
+        return one.starts > before.starts and one.state != "starting"
+
+    return (yield from poll(lambda: _get_engine(engine), has_started, POLL_SECONDS))
 
 
 def _order(verb: str, engine: str, seconds: float) -> Call[Engine]:
@@ -92,15 +93,9 @@ def _order(verb: str, engine: str, seconds: float) -> Call[Engine]:
     return Call(method="POST", path=f"/admin/engines/{verb}", answer=Engine, body=body)
 
 
-def _once(name: str, state: str, starts: int) -> Flow[Engine]:
-    """Poll until the engine is in `state`, or has been started again and is no longer loading its model."""
-    while True:
-        found = yield from list_engines()
-        engine = next(one for one in found if one.engine == name)
-        is_over = engine.state == state if state else engine.starts > starts and engine.state != "starting"
-        if is_over:
-            return engine
-        yield Wait(POLL_SECONDS)
+def _get_engine(name: str) -> Flow[Engine]:
+    engines = yield from list_engines()
+    return next(engine for engine in engines if engine.engine == name)
 
 
 class Engines(Resource[R]):
@@ -109,9 +104,6 @@ class Engines(Resource[R]):
     list = method(list_engines)
     drain = method(drain_engine)
     restart = method(restart_engine)
-
-
-PAGE = 500
 
 
 def begin_migration(
@@ -124,14 +116,12 @@ def begin_migration(
 
 def get_migration(id: str) -> Call[BaseMigration]:
     """Return a migration with its counts."""
-    return Call(method="GET", path=_migration_path(id), answer=BaseMigration, repeatable=True)
+    return read(_migration_path(id), BaseMigration)
 
 
 def list_migrations(*, limit: int = 100) -> Flow[list[BaseMigration]]:
     """Return the migrations, newest first."""
-    path, params = "/admin/migrations", {"limit": limit}
-    call = Call(method="GET", path=path, answer=Listing[BaseMigration], params=params, repeatable=True)
-    return (yield from call).data
+    return read_list("/admin/migrations", Listing[BaseMigration], limit=limit)
 
 
 def migration_items(id: str, outcome: str | None = None) -> Flow[list[BaseMigrationItem]]:
@@ -140,9 +130,7 @@ def migration_items(id: str, outcome: str | None = None) -> Flow[list[BaseMigrat
     while True:
         after = found[-1].position if found else None
         params = {"outcome": outcome, "after": after, "limit": PAGE}
-        path = f"{_migration_path(id)}/items"
-        call = Call(method="GET", path=path, answer=Listing[BaseMigrationItem], params=params, repeatable=True)
-        page = (yield from call).data
+        page = yield from read_list(f"{_migration_path(id)}/items", Listing[BaseMigrationItem], **params)
         found += page
         if len(page) < PAGE:
             return found
@@ -150,11 +138,7 @@ def migration_items(id: str, outcome: str | None = None) -> Flow[list[BaseMigrat
 
 def wait_for_migration(id: str) -> Flow[BaseMigration]:
     """Wait for the end of a migration, and return it."""
-    while True:
-        found = yield from get_migration(id)
-        if found.status != "running":
-            return found
-        yield Wait(POLL_SECONDS)
+    return poll(lambda: get_migration(id), lambda found: found.status != "running", POLL_SECONDS)
 
 
 def cancel_migration(id: str) -> Call[BaseMigration]:
@@ -176,9 +160,7 @@ def roll_back_migrated(id: str, *, tenant: str | None = None, adapter: str | Non
 
 def migration_reports(*, limit: int = 100) -> Flow[list[MigrationReport]]:
     """Return what migrations found about your own adapters, newest migration first."""
-    path, params = "/v1/migrations", {"limit": limit}
-    call = Call(method="GET", path=path, answer=Listing[MigrationReport], params=params, repeatable=True)
-    return (yield from call).data
+    return read_list("/v1/migrations", Listing[MigrationReport], limit=limit)
 
 
 def _move(id: str, verb: str, body: dict[str, Any]) -> Flow[list[Moved]]:
@@ -193,7 +175,7 @@ def _move(id: str, verb: str, body: dict[str, Any]) -> Flow[list[Moved]]:
 
 
 def _migration_path(id: str) -> str:
-    return f"/admin/migrations/{quote(id, safe='')}"
+    return item_path("/admin/migrations", id)
 
 
 class Migrations(Resource[R]):

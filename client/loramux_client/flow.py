@@ -22,11 +22,13 @@ from collections.abc import Callable, Coroutine, Generator, Mapping
 from dataclasses import dataclass, field
 from functools import update_wrapper
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast, overload
+from urllib.parse import quote
 
 import httpx
 import msgspec
 
 from loramux_client.errors import ConnectionFailed, UnexpectedResponse, error_of
+from loramux_client.objects import Listing
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -97,6 +99,33 @@ class Runnable(Protocol[T_co]):
     """A flow or a call."""
 
     def __iter__(self) -> Generator[Step, Any, T_co]: ...
+
+
+def read(path: str, answer: type[T], **params: Any) -> Call[T]:
+    """Return a GET, which may be sent twice."""
+    return Call(method="GET", path=path, answer=answer, params=params, repeatable=True)
+
+
+def read_list(path: str, answer: type[Listing[T]], **params: Any) -> Flow[list[T]]:
+    """Return the objects of a list, or of one of its pages."""
+    return (yield from read(path, answer, **params)).data
+
+
+def item_path(collection: str, id: str) -> str:
+    """Return the path of one object of a collection."""
+    return f"{collection}/{quote(id, safe='')}"
+
+
+def poll(
+    get: Callable[[], Runnable[T]], is_over: Callable[[T], bool], pause: float, longest_pause: float | None = None
+) -> Flow[T]:
+    """Ask until the answer is the last one, and return it. The pause doubles up to the longest, if one is given."""
+    while True:
+        found = yield from get()
+        if is_over(found):
+            return found
+        yield Wait(pause)
+        pause = pause if longest_pause is None else min(2 * pause, longest_pause)
 
 
 @dataclass(frozen=True, slots=True)

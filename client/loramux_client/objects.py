@@ -14,16 +14,9 @@ class ApiObject(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Listing(ApiObject, Generic[T], frozen=True, kw_only=True):
-    """A whole list."""
+    """A list, or a page of one."""
 
     data: list[T]
-
-
-class Page(ApiObject, Generic[T], frozen=True, kw_only=True):
-    """A page of a list."""
-
-    data: list[T]
-    has_more: bool = False
 
 
 class File(ApiObject, frozen=True, kw_only=True):

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
-from urllib.parse import quote
 
 import msgspec
 
 from loramux_client.errors import Conflict, ConnectionFailed, FilesMissing, UploadRejected, UploadUnfinished
-from loramux_client.flow import Block, Call, Flow, R, Resource, Wait, method
+from loramux_client.flow import Block, Call, Flow, R, Resource, Wait, item_path, method, read, read_list
 from loramux_client.objects import Deleted, Listing, ReceivedBytes, Upload, UploadFile
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -40,8 +39,7 @@ POLL_SECONDS, MAX_POLL_SECONDS = 0.2, 3.0
 """The first and the longest pause between polls of the upload's state."""
 TIMEOUT_SECONDS = 900.0
 
-
-_hub = re.compile(r"(?P<hub>[a-z0-9][a-z0-9-]*):(?P<repo>[^@:/]+/[^@]+)@(?P<commit>[0-9a-f]{40})")
+_HUB = re.compile(r"(?P<hub>[a-z0-9][a-z0-9-]*):(?P<repo>[^@:/]+/[^@]+)@(?P<commit>[0-9a-f]{40})")
 
 
 class Bucket(msgspec.Struct, frozen=True, kw_only=True):
@@ -160,19 +158,17 @@ def fetch(
 
 def list_uploads(*, limit: int = 100, before: str | None = None) -> Flow[list[Upload]]:
     """Return your uploads, newest first. `before` is the last id of the previous page."""
-    params = {"limit": limit, "before": before}
-    call = Call(method="GET", path="/v1/uploads", answer=Listing[Upload], params=params, repeatable=True)
-    return (yield from call).data
+    return read_list("/v1/uploads", Listing[Upload], limit=limit, before=before)
 
 
 def get(upload_id: str) -> Call[Upload]:
     """Return one upload."""
-    return Call(method="GET", path=_path(upload_id), answer=Upload, repeatable=True)
+    return read(_path(upload_id), Upload)
 
 
 def put_part(upload_id: str, file: str, offset: int, part: bytes) -> Call[ReceivedBytes]:
     """Send bytes of a file. `offset` must be the number of bytes that the server already has."""
-    path = f"{_path(upload_id)}/files/{quote(file, safe='')}"
+    path = item_path(f"{_path(upload_id)}/files", file)
     headers = {"Content-Type": "application/octet-stream"}
     return Call(method="PUT", path=path, answer=ReceivedBytes, params={"offset": offset}, content=part, headers=headers)
 
@@ -210,7 +206,7 @@ def read_source(text: str) -> Bucket | Hub | None:
     """Parse `s3://bucket/path/` or `hub:owner/name@commit`. Returns None for anything else."""
     if "://" in text:
         return Bucket(url=text)
-    found = _hub.fullmatch(text)
+    found = _HUB.fullmatch(text)
     return None if found is None else Hub(**found.groupdict())
 
 
@@ -292,4 +288,4 @@ def _read(file: Path, offset: int) -> bytes:
 
 
 def _path(upload_id: str) -> str:
-    return f"/v1/uploads/{quote(upload_id, safe='')}"
+    return item_path("/v1/uploads", upload_id)

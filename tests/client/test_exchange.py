@@ -29,8 +29,8 @@ from loramux_client import (
     UnexpectedResponse,
 )
 from loramux_client.adapters import get, list_adapters, promote
+from loramux_client.client import create_webhook
 from loramux_client.flow import AsyncRunner, Call, Runnable, SyncRunner, Wait
-from loramux_client.webhooks import create
 
 ADAPTER = {
     "id": "adapter_1",
@@ -123,11 +123,11 @@ def test_retry_is_not_tried_for_calls_that_are_not_repeatable(run: Run) -> None:
     for unknown, raised in ((httpx.ReadError, ConnectionFailed), ((500, {}), ServerFailed)):
         script = Script(unknown)
         with pytest.raises(raised):
-            run(script, lambda: create("https://hook.example"))
+            run(script, lambda: create_webhook("https://hook.example"))
         assert len(script.asked) == 1
     made = {"id": "w", "url": "u", "events": [], "enabled": True, "created_at": 1}
     script = Script(httpx.ConnectError, (429, {}, {"Retry-After": "1"}), (201, made))
-    assert run(script, lambda: create("https://hook.example"))[0].id == "w"
+    assert run(script, lambda: create_webhook("https://hook.example"))[0].id == "w"
 
 
 @both
