@@ -12,16 +12,7 @@ import click
 from loramux.settings import load_settings
 from loramux.tenants import CUSTOMER_SCOPES, SCOPES, AuditEntry, Key, KeyRequest, Member, Role, Tenants
 from loramux.units import SECONDS_PER_DAY
-from loramux_api.cli.common import (
-    config_option,
-    day,
-    json_option,
-    note,
-    put,
-    tenant_option,
-    with_account,
-    with_tenants,
-)
+from loramux_api.cli.common import config_option, day, json_option, note, put, tenant_option, with_account, with_tenants
 
 
 @click.group()

@@ -67,7 +67,7 @@ CONTROLLERS: tuple[type[Controller], ...] = (
     usage.RequestController,
     webhooks.WebhookController,
     vllm.VllmController,
-    health.VllmInformationController,
+    vllm.VllmInformationController,
     health.HealthController,
     batches.BatchController,
     evaluations.EvaluationController,

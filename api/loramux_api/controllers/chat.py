@@ -12,14 +12,7 @@ from litestar.openapi import ResponseSpec
 from litestar.params import JSONBody
 from msgspec import UNSET, UnsetType
 
-from loramux.gateway import (
-    Answer,
-    CallDelta,
-    Delta,
-    FinishReason,
-    TokenLogprob,
-    join_calls,
-)
+from loramux.gateway import Answer, CallDelta, Delta, FinishReason, TokenLogprob, join_calls
 from loramux.units import TokenCounts
 from loramux_api.answering import CollectedChoice, Inference, Writer, prompt_logprob_list, spelled, usage_of_chunk
 from loramux_api.auth import requires
@@ -69,11 +62,7 @@ class ChatController(ApiController):
             200: ResponseSpec(ChatCompletion, description="With stream: server-sent chat.completion.chunk events.")
         },
     )
-    async def create(
-        self,
-        data: JSONBody[ChatBody],
-        inference: NamedDependency[Inference],
-    ) -> Response[Any]:
+    async def create(self, data: JSONBody[ChatBody], inference: NamedDependency[Inference]) -> Response[Any]:
         """Answer a conversation with an adapter of yours, or with the base model."""
         fingerprint_of = inference.completions.fingerprint_of
         return await inference.answer(

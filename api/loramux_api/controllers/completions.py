@@ -138,11 +138,7 @@ class CompletionController(ApiController):
         summary="Continue texts",
         responses={200: ResponseSpec(TextCompletion, description="With stream: server-sent text_completion events.")},
     )
-    async def create(
-        self,
-        data: JSONBody[CompletionBody],
-        inference: NamedDependency[Inference],
-    ) -> Response[Any]:
+    async def create(self, data: JSONBody[CompletionBody], inference: NamedDependency[Inference]) -> Response[Any]:
         """Continue one or several prompts with an adapter of yours, or with the base model."""
         fingerprint_of = inference.completions.fingerprint_of
         return await inference.answer(

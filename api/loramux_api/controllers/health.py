@@ -1,22 +1,17 @@
-"""What a server says about itself: probes and metrics without a key; its release, load and tokenizers as vLLM does."""
+"""Probes and metrics, which need no key."""
 
 from __future__ import annotations
 
-from importlib.metadata import version
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 from litestar import Controller, MediaType, Response, get
 from litestar.datastructures import State
 from litestar.di import NamedDependency
-from litestar.params import FromQuery
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from loramux.gateway import CompletionService, Platform
-from loramux.tenants import Principal
-from loramux_api.auth import requires
+from loramux.gateway import Platform
 from loramux_api.metrics import Metrics
-from loramux_api.openapi import ApiController
 
 Status = Literal["live", "ready", "draining", "engine_down", "database_unreachable"]
 
@@ -66,42 +61,3 @@ async def _readiness(platform: Platform, state: State) -> Status:
     if not platform.are_engines_alive:
         return "engine_down"
     return "ready" if await platform.is_database_reachable() else "database_unreachable"
-
-
-class Version(msgspec.Struct):
-    """The server's release."""
-
-    version: str
-
-
-class Load(msgspec.Struct):
-    """Requests that this server works on."""
-
-    server_load: int
-
-
-class VllmInformationController(ApiController):
-    """What scripts of vLLM's users read."""
-
-    tags = ("Operations",)
-
-    @get("/version", summary="The release", guards=[requires("read")])
-    async def release(self) -> Version:
-        """Return the release of loramux."""
-        return Version(version("loramux"))
-
-    @get("/load", summary="Requests that run", guards=[requires("operator")])
-    async def load(self, completions: NamedDependency[CompletionService]) -> Load:
-        """Return the number of requests of all tenants that wait or run on this server."""
-        return Load(completions.running)
-
-    @get("/tokenizer_info", summary="A model's tokenizer", guards=[requires("inference")])
-    async def tokenizer_info(
-        self,
-        principal: NamedDependency[Principal],
-        completions: NamedDependency[CompletionService],
-        model: FromQuery[str | None] = None,
-    ) -> dict[str, Any]:
-        """Return the class, the special tokens and the chat template of a model's tokenizer; of the first base without
-        `model`."""
-        return await completions.describe_tokenizer(principal, model)

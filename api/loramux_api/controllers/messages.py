@@ -227,11 +227,7 @@ class MessageController(Controller):
             **ERRORS,
         },
     )
-    async def create(
-        self,
-        data: JSONBody[MessageBody],
-        inference: NamedDependency[Inference],
-    ) -> Response[Any]:
+    async def create(self, data: JSONBody[MessageBody], inference: NamedDependency[Inference]) -> Response[Any]:
         """Answer a conversation with an adapter of yours, or with the base model."""
         with renamed_fields(renamed(data)):
             writer = partial(MessageWriter, data)

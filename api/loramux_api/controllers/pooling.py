@@ -67,11 +67,7 @@ class PoolingController(ApiController):
         summary="Turn texts into vectors",
         responses={200: ResponseSpec(EmbeddingList, description="The vectors.")},
     )
-    async def embed(
-        self,
-        data: JSONBody[EmbeddingBody],
-        inference: NamedDependency[Inference],
-    ) -> Response[Any]:
+    async def embed(self, data: JSONBody[EmbeddingBody], inference: NamedDependency[Inference]) -> Response[Any]:
         """Turn texts into vectors with an adapter of yours, or with the base model."""
         with renamed_fields(INPUT):
             return await inference.answer(embedding_request(data), partial(EmbeddingWriter, data), stream=False)
@@ -82,11 +78,7 @@ class PoolingController(ApiController):
         summary="Classify texts",
         responses={200: ResponseSpec(ClassificationList, description="The classes of each text.")},
     )
-    async def classify(
-        self,
-        data: JSONBody[ClassifyBody],
-        inference: NamedDependency[Inference],
-    ) -> Response[Any]:
+    async def classify(self, data: JSONBody[ClassifyBody], inference: NamedDependency[Inference]) -> Response[Any]:
         """Classify texts with an adapter of task type SEQ_CLS."""
         with renamed_fields(INPUT):
             return await inference.answer(classify_request(data), partial(ClassifyWriter, data), stream=False)
@@ -97,11 +89,7 @@ class PoolingController(ApiController):
         summary="Score pairs of texts",
         responses={200: ResponseSpec(ScoreList, description="A score for each pair.")},
     )
-    async def score(
-        self,
-        data: JSONBody[ScoreBody],
-        inference: NamedDependency[Inference],
-    ) -> Response[Any]:
+    async def score(self, data: JSONBody[ScoreBody], inference: NamedDependency[Inference]) -> Response[Any]:
         """Score pairs of texts: by a classifier with one label, or else by the cosine of two vectors."""
         with renamed_fields(SCORED):
             return await inference.answer(score_request(data), partial(ScoreWriter, data), stream=False)
@@ -112,11 +100,7 @@ class PoolingController(ApiController):
         summary="Order documents by their relevance",
         responses={200: ResponseSpec(Ranking, description="The documents, the most relevant first.")},
     )
-    async def rerank(
-        self,
-        data: JSONBody[RerankBody],
-        inference: NamedDependency[Inference],
-    ) -> Response[Any]:
+    async def rerank(self, data: JSONBody[RerankBody], inference: NamedDependency[Inference]) -> Response[Any]:
         """Order documents by their relevance to a query, scored as POST /v1/score does."""
         with renamed_fields(RERANKED):
             return await inference.answer(rerank_request(data), partial(RerankWriter, data), stream=False)

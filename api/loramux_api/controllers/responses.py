@@ -241,11 +241,7 @@ class ResponseController(ApiController):
         summary="Create a response",
         responses={200: ResponseSpec(ResponseObject, description="With stream: server-sent response.* events.")},
     )
-    async def create(
-        self,
-        data: JSONBody[ResponseBody],
-        inference: NamedDependency[Inference],
-    ) -> Response[Any]:
+    async def create(self, data: JSONBody[ResponseBody], inference: NamedDependency[Inference]) -> Response[Any]:
         """Answer a conversation with an adapter of yours, or with the base model. Answers are not stored."""
         with renamed_fields(FIELDS):
             return await inference.answer(to_request(data), partial(ResponseWriter, data), stream=bool(data.stream))

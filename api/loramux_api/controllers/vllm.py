@@ -1,4 +1,5 @@
-"""vLLM's own routes: POST /tokenize and /detokenize, /v1/load_lora_adapter and /v1/unload_lora_adapter.
+"""vLLM's own routes: /tokenize and /detokenize, /version, /load and /tokenizer_info, /v1/load_lora_adapter and
+/v1/unload_lora_adapter.
 
 Tokenizing costs nothing; one text at a time is worked on for a tenant. Loading adapters at run time is for operators,
 from folders below `adapters.local_root`.
@@ -8,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib.metadata import version
 from typing import Annotated, Any, ClassVar
 
 import msgspec
-from litestar import Controller, MediaType, Response, post
+from litestar import Controller, MediaType, Response, get, post
 from litestar.di import NamedDependency
 from litestar.openapi import ResponseSpec
-from litestar.params import JSONBody
+from litestar.params import FromQuery, JSONBody
 from msgspec import Meta
 
 from loramux.engine.messages import SamplingParams
@@ -170,6 +172,45 @@ class TokenController(ApiController):
     ) -> Detokenized:
         """Return the text of a model's tokens, special ones too."""
         return Detokenized(await completions.detokenize(principal, data.model or "", data.tokens))
+
+
+class Version(msgspec.Struct):
+    """The server's release."""
+
+    version: str
+
+
+class Load(msgspec.Struct):
+    """Requests that this server works on."""
+
+    server_load: int
+
+
+class VllmInformationController(ApiController):
+    """What scripts of vLLM's users read."""
+
+    tags = ("Operations",)
+
+    @get("/version", summary="The release", guards=[requires("read")])
+    async def release(self) -> Version:
+        """Return the release of loramux."""
+        return Version(version("loramux"))
+
+    @get("/load", summary="Requests that run", guards=[requires("operator")])
+    async def load(self, completions: NamedDependency[CompletionService]) -> Load:
+        """Return the number of requests of all tenants that wait or run on this server."""
+        return Load(completions.running)
+
+    @get("/tokenizer_info", summary="A model's tokenizer", guards=[requires("inference")])
+    async def tokenizer_info(
+        self,
+        principal: NamedDependency[Principal],
+        completions: NamedDependency[CompletionService],
+        model: FromQuery[str | None] = None,
+    ) -> dict[str, Any]:
+        """Return the class, the special tokens and the chat template of a model's tokenizer; of the first base without
+        `model`."""
+        return await completions.describe_tokenizer(principal, model)
 
 
 LOAD_REFUSALS = {
