@@ -45,20 +45,15 @@ def usage_query(
     batch: FromQuery[bool | None] = None,
 ) -> UsageQuery:
     """Parse the query parameters. Raises InvalidQuery, InvalidRequest."""
-    lists = _lists(request, LISTS, ("batch",))
     return UsageQuery(
         start_time=start_time,
         end_time=end_time,
         bucket_width=bucket_width,
-        group_by=lists["group_by"],
-        models=lists["models"],
-        api_key_ids=lists["api_key_ids"],
-        user_ids=lists["user_ids"],
-        project_ids=lists["project_ids"],
         batch=batch,
         limit=limit,
         page=page,
         top_models=top_models,
+        **_lists(request, LISTS, ("batch",)),
     )
 
 
@@ -72,16 +67,14 @@ def costs_query(
     top_models: TopModels = None,
 ) -> CostsQuery:
     """Parse the query parameters. Raises InvalidQuery, InvalidRequest."""
-    lists = _lists(request, COST_LISTS)
     return CostsQuery(
         start_time=start_time,
         end_time=end_time,
         bucket_width=bucket_width,
-        group_by=lists["group_by"],
-        project_ids=lists["project_ids"],
         limit=limit,
         page=page,
         top_models=top_models,
+        **_lists(request, COST_LISTS),
     )
 
 
