@@ -31,7 +31,7 @@ from loramux.tenants import Account, Principal, Tenants
 from loramux.webhooks import Endpoints
 from loramux_api.answering import inference
 from loramux_api.auth import platform_of, principal_of
-from loramux_api.bodies import AnyRequest, ApiRequest
+from loramux_api.bodies import AnyRequest, ApiRequest, StrictJSON
 from loramux_api.controllers import routes_of
 from loramux_api.controllers.console import ConsoleFiles
 from loramux_api.controllers.plans import WhatIf
@@ -40,7 +40,6 @@ from loramux_api.metrics import Metrics
 from loramux_api.openapi import openapi_config
 from loramux_api.problems import EXCEPTION_HANDLERS
 from loramux_api.request_log import Tracer, logged, note_begun, note_ended, note_response
-from loramux_api.schemas.strict import StrictJSON
 from loramux_api.services import open_services, services_of
 
 logger = logging.getLogger(__name__)

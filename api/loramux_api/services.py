@@ -28,14 +28,13 @@ from loramux.releases import (
     open_shadows,
 )
 from loramux_api.auth import Connection
-from loramux_api.bodies import body_limit, look_through
+from loramux_api.bodies import body_limit, decode_body, look_through
 from loramux_api.controllers import completions
 from loramux_api.controllers.chat import ChatWriter
 from loramux_api.controllers.pooling import EmbeddingWriter
 from loramux_api.controllers.responses import ResponseWriter
 from loramux_api.problems import error_answer
 from loramux_api.schemas import chat, pooling, responses
-from loramux_api.schemas.strict import decode_body
 
 B = TypeVar("B", chat.ChatBody, completions.CompletionBody, responses.ResponseBody, pooling.EmbeddingBody)
 LINE_BYTES = 1 << 10

@@ -16,9 +16,8 @@ from site_fixture import Site
 
 from loramux.gateway import GatewayError
 from loramux_api import bodies
-from loramux_api.bodies import MAX_CONTAINERS, MAX_STRINGS, MAX_VALUES, MIN_BODY_BYTES, check_shape
+from loramux_api.bodies import MAX_CONTAINERS, MAX_STRINGS, MAX_VALUES, MIN_BODY_BYTES, StrictJSON, check_shape
 from loramux_api.schemas.sampling import MAX_CHOICES
-from loramux_api.schemas.strict import StrictJSON
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 DEEP = "[" * 100_000 + "]" * 100_000

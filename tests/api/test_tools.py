@@ -12,8 +12,8 @@ import pytest
 from constrained_site import END_OF_THOUGHT, THINK, TOOLS_TEMPLATE, constrained_site
 from site_fixture import Site
 
+from loramux_api.bodies import decode_body
 from loramux_api.schemas.chat import ChatBody, to_request
-from loramux_api.schemas.strict import decode_body
 
 WEATHER = {
     "type": "object",

@@ -27,7 +27,7 @@ from loramux.gateway import (
 from loramux.units import TokenCounts
 from loramux_api.answering import CollectedChoice, Inference, Writer, prompt_logprob_list, spelled, usage_of_chunk
 from loramux_api.auth import requires
-from loramux_api.bodies import InferenceRequest
+from loramux_api.bodies import InferenceRequest, Unsupported
 from loramux_api.openapi import ApiController, StreamingOperation
 from loramux_api.schemas.chat import PromptLogprobList, UsageObject, usage_object
 from loramux_api.schemas.sampling import (
@@ -40,7 +40,6 @@ from loramux_api.schemas.sampling import (
     read_prompts,
     sampling_params,
 )
-from loramux_api.schemas.strict import Unsupported
 
 
 class CompletionBody(SamplingBody, kw_only=True):

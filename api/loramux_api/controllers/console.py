@@ -38,10 +38,9 @@ from loramux.tenants import (
 )
 from loramux.units import SECOND
 from loramux_api.auth import ensure_same_origin, origin_of, requires, session_of
-from loramux_api.bodies import AnyRequest
+from loramux_api.bodies import AnyRequest, Body
 from loramux_api.headers import SESSION_COOKIE, SIGN_IN_COOKIE
 from loramux_api.openapi import REFUSALS
-from loramux_api.schemas.strict import Body
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 FOLDER = Path(__file__).parents[1] / "console"

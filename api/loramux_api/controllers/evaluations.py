@@ -14,10 +14,10 @@ from loramux.releases import Evaluation, EvaluationResult, Evaluations, Grader
 from loramux.tenants import Principal
 from loramux.units import SECOND
 from loramux_api.auth import requires
+from loramux_api.bodies import Body
 from loramux_api.openapi import ApiController
 from loramux_api.parameters import RevisionQuery, ShortPageLimit
 from loramux_api.schemas.batches import Cursored, page_of
-from loramux_api.schemas.strict import Body
 from loramux_api.schemas.tenancy import seconds
 
 Number = Annotated[int, Meta(ge=1)]

@@ -24,11 +24,10 @@ from loramux.tenants import Principal
 from loramux.units import TokenCounts
 from loramux_api.answering import Writer, respond
 from loramux_api.auth import requires
-from loramux_api.bodies import AnyRequest, InferenceRequest
+from loramux_api.bodies import AnyRequest, Body, InferenceRequest, Unsupported
 from loramux_api.openapi import REFUSALS, StreamingOperation
 from loramux_api.problems import ErrorAnswer, problem_of
 from loramux_api.schemas.sampling import Int64, Positive, RepetitionPenalty, StopString
-from loramux_api.schemas.strict import Body, Unsupported
 
 DEFAULT_MAX_NEW_TOKENS = 20
 """The default of LoRAX."""

@@ -23,8 +23,8 @@ from msgspec import Meta
 from loramux.errors import LoramuxError
 from loramux.gateway import InvalidRequest
 from loramux.simulator import DEVICES, MODELS, Plan, Trial
+from loramux_api.bodies import Body
 from loramux_api.openapi import OperatorController
-from loramux_api.schemas.strict import Body
 
 MAX_SECONDS = 90
 MAX_REQUESTS = 600

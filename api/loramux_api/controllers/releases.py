@@ -29,9 +29,9 @@ from loramux.releases import (
 )
 from loramux.tenants import Principal
 from loramux_api.auth import requires
+from loramux_api.bodies import Body
 from loramux_api.openapi import ApiController
 from loramux_api.parameters import CHANGING, OneAdapterController, RevisionQuery, at
-from loramux_api.schemas.strict import Body
 from loramux_api.schemas.tenancy import Listing
 
 

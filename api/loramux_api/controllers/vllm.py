@@ -25,12 +25,11 @@ from loramux.gateway import CompletionService, FolderNotFound, GenerationRequest
 from loramux.registry import RegistryError
 from loramux.tenants import NotFound, NotPermitted, Principal
 from loramux_api.auth import requires
-from loramux_api.bodies import AnyRequest, InferenceRequest
+from loramux_api.bodies import AnyRequest, Body, InferenceRequest, Unsupported
 from loramux_api.openapi import REFUSALS, ApiController
 from loramux_api.problems import ErrorAnswer, problem_of
 from loramux_api.schemas.chat import ChatBody, ChatMessage, to_request
 from loramux_api.schemas.conversation import MAX_MESSAGES, MAX_TOOLS, ToolDefinition
-from loramux_api.schemas.strict import Body, Unsupported
 
 
 class TokenizeBody(Body, kw_only=True):

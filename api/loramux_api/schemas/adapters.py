@@ -19,7 +19,7 @@ from loramux.registry import (
     etag,
 )
 from loramux.units import SECOND
-from loramux_api.schemas.strict import Body
+from loramux_api.bodies import Body
 from loramux_api.schemas.tenancy import Listing, seconds
 
 

@@ -15,7 +15,7 @@ from loramux.engine.messages import EngineStats, TenantService
 from loramux.gateway import EngineStatus, Platform
 from loramux.logs import Level
 from loramux.tenants import ALLOWED_AT_FIRST, Tenant, Tier
-from loramux_api.schemas.strict import Body
+from loramux_api.bodies import Body
 from loramux_api.schemas.tenancy import seconds
 
 

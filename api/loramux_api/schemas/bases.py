@@ -8,7 +8,7 @@ import msgspec
 
 from loramux.gateway import BaseStatus
 from loramux.settings import Dtype, EngineRange, GenerationConfig, Quantization, ToolParser
-from loramux_api.schemas.strict import Body
+from loramux_api.bodies import Body
 from loramux_api.schemas.tenancy import seconds
 
 

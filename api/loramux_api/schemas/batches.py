@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from loramux.batches import Batch, LineError, StoredFile
 from loramux.units import SECOND
-from loramux_api.schemas.strict import Body
+from loramux_api.bodies import Body
 from loramux_api.schemas.tenancy import seconds
 
 T = TypeVar("T")

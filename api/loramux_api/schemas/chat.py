@@ -22,6 +22,7 @@ from loramux.gateway import (
     canonical_tags,
 )
 from loramux.units import TokenCounts
+from loramux_api.bodies import Unsupported
 from loramux_api.schemas.conversation import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -44,7 +45,6 @@ from loramux_api.schemas.sampling import (
     left_out,
     sampling_params,
 )
-from loramux_api.schemas.strict import Unsupported
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """Accepted roles, with their names in chat templates."""

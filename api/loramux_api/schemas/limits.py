@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from loramux.limits import Budget, BudgetState, Limit
 from loramux.units import SECOND
-from loramux_api.schemas.strict import Body
+from loramux_api.bodies import Body
 
 
 class LimitBody(Body, forbid_unknown_fields=True):

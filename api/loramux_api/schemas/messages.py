@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from loramux.constraints import JsonSchema, ToolUse
 from loramux.gateway import AskedFormat, ChatOptions, Conversation, GenerationRequest, InvalidRequest
+from loramux_api.bodies import Body, Unsupported
 from loramux_api.schemas.conversation import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -36,7 +37,6 @@ from loramux_api.schemas.sampling import (
     left_out,
     sampling_params,
 )
-from loramux_api.schemas.strict import Body, Unsupported
 
 FIELDS = {"stop": "stop_sequences", "user": "metadata.user_id", "continue_final_message": "messages"}
 """The names of a chat's fields here."""

@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from loramux.releases import BaseMigration, Migration, MigrationItem, Shifted
 from loramux.units import SECOND
-from loramux_api.schemas.strict import Body
+from loramux_api.bodies import Body
 from loramux_api.schemas.tenancy import seconds
 
 Outcome = Literal["pending", "evaluating", "fits", "needs_retraining", "refused"]

@@ -21,10 +21,10 @@ from loramux.gateway import (
     canonical_tags,
 )
 from loramux.units import TokenCounts
+from loramux_api.bodies import Body, Unsupported
 from loramux_api.schemas.chat import PromptTokensDetails
 from loramux_api.schemas.conversation import renamed_fields
 from loramux_api.schemas.sampling import MAX_USER_LENGTH, Positive, Promptlike, read_prompts
-from loramux_api.schemas.strict import Body, Unsupported
 
 MAX_INPUTS = 2048
 """Texts of a request; OpenAI's limit."""

@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from loramux.constraints import ToolUse
 from loramux.gateway import AskedFormat, ChatOptions, Conversation, GenerationRequest, InvalidRequest, canonical_tags
+from loramux_api.bodies import Body, Unsupported
 from loramux_api.schemas.conversation import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -41,7 +42,6 @@ from loramux_api.schemas.sampling import (
     left_out,
     sampling_params,
 )
-from loramux_api.schemas.strict import Body, Unsupported
 
 FIELDS = {
     "messages": "input",

@@ -17,7 +17,7 @@ from loramux.bundle import SamplingDefaults
 from loramux.constraints import AnswerFormat, Choice, Grammar, JsonObject, JsonSchema, Regex
 from loramux.engine.messages import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY, SamplingParams
 from loramux.gateway import AskedFormat, InvalidRequest, Prompt, ServiceTier, Truncation
-from loramux_api.schemas.strict import Body, Unsupported
+from loramux_api.bodies import Body, Unsupported
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20

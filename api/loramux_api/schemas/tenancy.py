@@ -9,7 +9,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from loramux.tenants import CUSTOMER_SCOPES, AuditEntry, Key, KeyRequest, Member, Project
 from loramux.units import SECOND
-from loramux_api.schemas.strict import Body
+from loramux_api.bodies import Body
 
 T = TypeVar("T")
 

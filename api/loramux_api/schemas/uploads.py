@@ -10,7 +10,7 @@ from msgspec import Meta
 from loramux.gateway import InvalidRequest
 from loramux.units import SECOND
 from loramux.uploads import AnnouncedFile, BucketSource, HubSource, Source, Upload, UploadRequest
-from loramux_api.schemas.strict import Body
+from loramux_api.bodies import Body
 
 
 class FileBody(Body, forbid_unknown_fields=True):

@@ -9,7 +9,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from loramux.units import SECOND
 from loramux.webhooks import Attempt, Endpoint, Event, EventData, LoggedDelivery, event_data
-from loramux_api.schemas.strict import Body
+from loramux_api.bodies import Body
 from loramux_api.schemas.tenancy import seconds
 
 
