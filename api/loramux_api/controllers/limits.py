@@ -133,6 +133,34 @@ class BudgetController(ApiController):
         return budget_object(await limits.remove_budget(principal.tenant, subject, period))
 
 
+async def subjects_of(account: Account, principal: Principal) -> list[str]:
+    """Return the ids of everything of the caller's tenant, or of its only project, that can have limits of its own."""
+    keys = [one.id for one in await account.keys.all()]  # that the caller may manage
+    if principal.bound_project is not None:
+        return [principal.bound_project, principal.key_id, *keys]
+    projects, members = await account.projects.all(), await account.members.all()
+    return [*(one.id for one in projects), *keys, *(one.id for one in members)]
+
+
+async def ensure_subject(account: Account, principal: Principal, subject: str) -> None:
+    """Raise NotAllowed if the subject is the tenant itself, LimitNotFound if it is beyond the caller's project."""
+    if principal.bound_project is not None and subject not in [
+        principal.tenant,
+        *await subjects_of(account, principal),
+    ]:
+        raise LimitNotFound(
+            f"there is no key {subject[:80]!r} of your project; a key with the scope 'projects' reaches the others",
+            "subject",
+        )
+    if subject == principal.tenant:
+        raise NotAllowed(
+            "Only the operator sets the limits of a whole organization; you can set those of your projects, "
+            "keys and members.",
+            field="subject",
+            code="insufficient_permissions",
+        )
+
+
 class AdminTierLimitController(OperatorController):
     """Limits of a tier, which apply to its tenants without limits of their own."""
 
@@ -213,31 +241,3 @@ class AdminTenantLimitController(OperatorController):
         """Remove a budget and its counters. Invoices do not change."""
         id = (await operators.named(tenant)).id
         return budget_object(await Limits(operators.changes).remove_budget(id, id, period))
-
-
-async def subjects_of(account: Account, principal: Principal) -> list[str]:
-    """Return the ids of everything of the caller's tenant, or of its only project, that can have limits of its own."""
-    keys = [one.id for one in await account.keys.all()]  # that the caller may manage
-    if principal.bound_project is not None:
-        return [principal.bound_project, principal.key_id, *keys]
-    projects, members = await account.projects.all(), await account.members.all()
-    return [*(one.id for one in projects), *keys, *(one.id for one in members)]
-
-
-async def ensure_subject(account: Account, principal: Principal, subject: str) -> None:
-    """Raise NotAllowed if the subject is the tenant itself, LimitNotFound if it is beyond the caller's project."""
-    if principal.bound_project is not None and subject not in [
-        principal.tenant,
-        *await subjects_of(account, principal),
-    ]:
-        raise LimitNotFound(
-            f"there is no key {subject[:80]!r} of your project; a key with the scope 'projects' reaches the others",
-            "subject",
-        )
-    if subject == principal.tenant:
-        raise NotAllowed(
-            "Only the operator sets the limits of a whole organization; you can set those of your projects, "
-            "keys and members.",
-            field="subject",
-            code="insufficient_permissions",
-        )
