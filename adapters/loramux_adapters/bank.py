@@ -36,6 +36,11 @@ from loramux_adapters.weights import (
 from loramux_kernels import NO_VECTORS, RANK_TILE, LoraTable, OwnWeights, Segments
 from loramux_kernels.device import host_memory, stage
 
+TABLE_SHARE = 0.02
+"""Share of a GPU's pool that the tables may take beside it."""
+
+Ints = NDArray[np.signedinteger[Any]]
+
 
 class PagedRows:
     """A matrix `[rows, width]` whose i-th row stands in `pages[i // rows_per_page]`."""
@@ -118,8 +123,6 @@ class VocabularyExtras:
             for tokens, block in self.columns.blocks():
                 y[:, tokens] = torch.addcmul(block[:, 1], y[:, tokens], block[:, 0])
 
-
-Ints = NDArray[np.signedinteger[Any]]
 
 ExtrasSpan = tuple[VocabularyExtras, int, int]
 """Changes, and the rows `[first, last)` that they apply to."""
@@ -235,10 +238,6 @@ class VectorTable:
     """Likewise, of inputs."""
     norms: torch.Tensor
     """Of the weights that replace norms': `OwnWeights`' int64[num_slots, norms]."""
-
-
-TABLE_SHARE = 0.02
-"""Share of a GPU's pool that the tables may take beside it."""
 
 
 def pages_per_slot(page_bytes: int, slot_bytes: int) -> int:

@@ -21,6 +21,9 @@ from loramux_adapters.errors import AdapterRejected
 from loramux_adapters.weights import AdapterWeights, LoraWeights, factor_only
 from loramux_kernels import QuantizedWeight, Weight
 
+COMPARED_ROWS = 4096
+"""Rows of a copy that are compared at a time, so that no memory holds a second whole matrix."""
+
 
 class QuantizedLinear(nn.Module):
     """A linear of the base whose weight the checkpoint holds as codes, before it is packed."""
@@ -58,10 +61,6 @@ class QuantizedLinear(nn.Module):
 def weight_of(linear: nn.Linear | QuantizedLinear) -> Weight:
     """Return a linear's weight `[out_features, in_features]` as it is held."""
     return linear.quantized if isinstance(linear, QuantizedLinear) else linear.weight.data
-
-
-COMPARED_ROWS = 4096
-"""Rows of a copy that are compared at a time, so that no memory holds a second whole matrix."""
 
 
 class FittedLinear(Protocol):

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
+from itertools import pairwise
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -33,60 +34,29 @@ from loramux_kernels import (
 from loramux_kernels.device import runs_triton
 
 
-@dataclass(frozen=True, eq=False)
-class Routing:
-    """The rows of one step that experts compute: one per (token, expert), ordered by expert and then by token."""
-
-    order: torch.Tensor
-    """int64[T * k]: index of each row's (token, choice) pair, in token order."""
-    tokens: torch.Tensor
-    """int64[T * k]: each row's token."""
-    counts: tuple[int, ...]
-    """Rows of each expert."""
-
-    @classmethod
-    def of(cls, top_k_index: torch.Tensor, num_experts: int) -> Routing:
-        """Order the rows of `top_k_index` int64[T, k]. Waits for its device."""
-        chosen = top_k_index.reshape(-1)
-        order = torch.argsort(chosen, stable=True)
-        counts = torch.bincount(chosen, minlength=num_experts).tolist()
-        return cls(order, order // top_k_index.shape[1], tuple(counts))
-
-    @cached_property
-    def spans(self) -> list[tuple[int, slice]]:
-        """Every expert that has rows, with the slice of its rows."""
-        spans, start = [], 0
-        for expert, count in enumerate(self.counts):
-            if count:
-                spans.append((expert, slice(start, start + count)))
-            start += count
-        return spans
-
-
 @dataclass(frozen=True)
 class ExpertRuns:
     """The rows that have an adapter, as runs of one expert and one adapter each."""
 
     rows: torch.Tensor
-    """int64[n]: their indices among the routing's rows."""
+    """int64[n]: their indices among the rows of the routes."""
     experts: tuple[int, ...]
     slots: tuple[int, ...]
     cu_seqlens: tuple[int, ...]
 
     @classmethod
-    def of(cls, routing: Routing, segments: Segments) -> ExpertRuns:
+    def of(cls, routes: Routes, segments: Segments) -> ExpertRuns:
         """Find the runs: tokens are ordered by adapter, and an expert's rows by token, hence by adapter too."""
-        tokens = routing.tokens.cpu()
+        tokens = routes.tokens.cpu()
         rows = (tokens < segments.rows).nonzero().flatten()
         ends = torch.tensor(segments.cu_seqlens[1:])
         segment = torch.searchsorted(ends, tokens[rows], right=True)
-        expert = torch.repeat_interleave(torch.tensor(routing.counts))[rows]
+        expert = routes.experts.cpu()[rows]
         runs, lengths = torch.unique_consecutive(torch.stack((expert, segment)), dim=1, return_counts=True)
         experts, numbers = runs.tolist()
         cu_seqlens = (0, *torch.cumsum(lengths, 0).tolist())
-        return cls(
-            rows.to(routing.tokens.device), tuple(experts), tuple(segments.slots[n] for n in numbers), cu_seqlens
-        )
+        slots = tuple(segments.slots[n] for n in numbers)
+        return cls(rows.to(routes.tokens.device), tuple(experts), slots, cu_seqlens)
 
 
 class ExpertLinear:
@@ -116,11 +86,12 @@ class ExpertLinear:
         """Bytes of the experts' weights."""
         return sum(linear.num_bytes for linear in self.linears)
 
-    def __call__(self, x: torch.Tensor, routing: Routing, runs: ExpertRuns | None) -> torch.Tensor:
-        """Map `x` `[rows, in_features]` to `[rows, out_features]`, both in the routing's order."""
+    def __call__(self, x: torch.Tensor, starts: Sequence[int], runs: ExpertRuns | None) -> torch.Tensor:
+        """Map `x` `[rows, in_features]` to `[rows, out_features]`; `starts` are the routes', on the host."""
         y = x.new_empty(x.shape[0], self._group.out_features[0])
-        for expert, rows in routing.spans:
-            y[rows] = self.linears[expert](x[rows])
+        for linear, (first, last) in zip(self.linears, pairwise(starts), strict=True):
+            if first < last:
+                y[first:last] = linear(x[first:last])
         if runs is not None:
             self._add_adapters(x, y, runs)
         return y
@@ -195,13 +166,12 @@ class Experts(_GatedExperts[ExpertLinear]):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """Map `[T, hidden_size]` to the same shape with the chosen experts `[T, k]` and their weights."""
-        routing = Routing.of(top_k_index, len(self._gate_up.linears))
-        segments = self._bank.segments
-        runs = ExpertRuns.of(routing, segments) if segments is not None else None
-        rows = self._down(self._gate(self._gate_up(hidden_states[routing.tokens], routing, runs)), routing, runs)
-        answers = torch.empty_like(rows)
-        answers[routing.order] = rows
-        weighted = answers.view(*top_k_index.shape, -1) * top_k_weights[..., None]
+        routes = route(top_k_index, len(self._gate_up.linears))
+        starts, segments = routes.starts.tolist(), self._bank.segments
+        runs = ExpertRuns.of(routes, segments) if segments is not None else None
+        rows = self._down(self._gate(self._gate_up(hidden_states[routes.tokens], starts, runs)), starts, runs)
+        # Not `combine`, whose sums are float32: transformers adds up in the dtype that rows and weights have together.
+        weighted = rows[routes.places] * top_k_weights[..., None]
         return weighted.sum(dim=1).to(hidden_states.dtype)
 
 

@@ -45,6 +45,12 @@ from loramux_adapters.targets import (
 )
 from loramux_adapters.weights_file import SafetensorsHeader, check_finite, read_header
 
+CONFIG_NAME = "adapter_config.json"
+WEIGHTS_NAME = "adapter_model.safetensors"
+
+CHECKS = ("config", "header", "tensors", "values")
+"""Names of the checks, in their order."""
+
 MAX_LABELS = 4096
 """Of a classifier."""
 
@@ -60,6 +66,63 @@ class Limits:
     """Size, in the file, of the tensors for the embedding and the head."""
     max_modules: int = 1 << 20
     """Modules that one adapter changes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExaminedAdapter:
+    """An adapter that passed every check."""
+
+    config: AdapterConfig
+    header: SafetensorsHeader
+    plan: AdapterPlan
+
+
+def inspect_adapter(directory: Path, base: BaseDescription, limits: Limits) -> AdapterPlan:
+    """Run every check that does not read the weights; takes milliseconds. Raises AdapterRejected."""
+    config = read_config(directory)
+    return plan_adapter(config, read_header(directory / WEIGHTS_NAME), base, limits)
+
+
+def validate_adapter(directory: Path, base: BaseDescription, limits: Limits) -> AdapterPlan:
+    """Run every check and return the plan of the adapter in `directory`. Raises AdapterRejected.
+
+    Memory: the two headers and a few MiB, whatever the files' sizes.
+    """
+    return examine_adapter(directory, base, limits, "F32", lambda _: None).plan
+
+
+def examine_adapter(
+    directory: Path, base: BaseDescription, limits: Limits, serving: str, passed: Callable[[str], None]
+) -> ExaminedAdapter:
+    """Run validate_adapter and call `passed` with the name of each check that passes. Raises AdapterRejected.
+
+    `serving` is the dtype that weights are converted to when they are served: F32, F16 or BF16.
+    """
+    config = read_config(directory)
+    passed("config")
+    header = read_header(directory / WEIGHTS_NAME)
+    passed("header")
+    plan = plan_adapter(config, header, base, limits)
+    passed("tensors")
+    check_finite(directory / WEIGHTS_NAME, header, serving)
+    passed("values")
+    return ExaminedAdapter(config, header, plan)
+
+
+def read_config(directory: Path) -> AdapterConfig:
+    """Read `directory`/adapter_config.json, at most 1 MiB of it. Raises ConfigRejected."""
+    return parse_adapter_config(read_config_file(directory))
+
+
+def read_config_file(directory: Path) -> bytes:
+    """Read `directory`/adapter_config.json, at most one byte more than is accepted. Raises ConfigRejected."""
+    try:
+        with (directory / CONFIG_NAME).open("rb") as file:
+            return file.read(MAX_CONFIG_BYTES + 1)
+    except (FileNotFoundError, IsADirectoryError):
+        raise ConfigRejected(
+            "config_missing", None, f"There is no {CONFIG_NAME}; PEFT's save_pretrained writes it beside the weights."
+        ) from None
 
 
 def plan_adapter(
@@ -425,67 +488,3 @@ def _unknown(target: str, base: BaseDescription) -> str:
     ends = tuple(dict.fromkeys(".".join(name.split(".")[-2:]) for name in base.parameters))
     served = f"served are {shown(ends)}" if ends else "this base has none that is served"
     return f"target_parameters names {target[:120]!r}; of parameters that are no linear's, {served}."
-
-
-CONFIG_NAME = "adapter_config.json"
-WEIGHTS_NAME = "adapter_model.safetensors"
-
-CHECKS = ("config", "header", "tensors", "values")
-"""Names of the checks, in their order."""
-
-
-@dataclass(frozen=True, slots=True)
-class ExaminedAdapter:
-    """An adapter that passed every check."""
-
-    config: AdapterConfig
-    header: SafetensorsHeader
-    plan: AdapterPlan
-
-
-def read_config(directory: Path) -> AdapterConfig:
-    """Read `directory`/adapter_config.json, at most 1 MiB of it. Raises ConfigRejected."""
-    return parse_adapter_config(read_config_file(directory))
-
-
-def read_config_file(directory: Path) -> bytes:
-    """Read `directory`/adapter_config.json, at most one byte more than is accepted. Raises ConfigRejected."""
-    try:
-        with (directory / CONFIG_NAME).open("rb") as file:
-            return file.read(MAX_CONFIG_BYTES + 1)
-    except (FileNotFoundError, IsADirectoryError):
-        raise ConfigRejected(
-            "config_missing", None, f"There is no {CONFIG_NAME}; PEFT's save_pretrained writes it beside the weights."
-        ) from None
-
-
-def inspect_adapter(directory: Path, base: BaseDescription, limits: Limits) -> AdapterPlan:
-    """Run every check that does not read the weights; takes milliseconds. Raises AdapterRejected."""
-    config = read_config(directory)
-    return plan_adapter(config, read_header(directory / WEIGHTS_NAME), base, limits)
-
-
-def validate_adapter(directory: Path, base: BaseDescription, limits: Limits) -> AdapterPlan:
-    """Run every check and return the plan of the adapter in `directory`. Raises AdapterRejected.
-
-    Memory: the two headers and a few MiB, whatever the files' sizes.
-    """
-    return examine_adapter(directory, base, limits, "F32", lambda _: None).plan
-
-
-def examine_adapter(
-    directory: Path, base: BaseDescription, limits: Limits, serving: str, passed: Callable[[str], None]
-) -> ExaminedAdapter:
-    """Run validate_adapter and call `passed` with the name of each check that passes. Raises AdapterRejected.
-
-    `serving` is the dtype that weights are converted to when they are served: F32, F16 or BF16.
-    """
-    config = read_config(directory)
-    passed("config")
-    header = read_header(directory / WEIGHTS_NAME)
-    passed("header")
-    plan = plan_adapter(config, header, base, limits)
-    passed("tensors")
-    check_finite(directory / WEIGHTS_NAME, header, serving)
-    passed("values")
-    return ExaminedAdapter(config, header, plan)

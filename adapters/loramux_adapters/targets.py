@@ -41,6 +41,14 @@ WALL_SECONDS = 60
 _ESCAPED = re.compile(r"\\.", re.DOTALL)
 _DEMANDING = re.compile(r"[*+?{|(\[]")
 
+_WAY_OUT = "Train it without, or merge it into a base of your own."
+
+MAX_ADDED_TOKENS = 1 << 16
+_MATRICES = ("weight", "modules_to_save.weight", "original_module.weight", "base_layer.weight")
+"""Names, after the module's, under which PEFT saves a whole matrix."""
+
+Shapes = Mapping[str, tuple[int, ...]]
+
 
 def match_guarded(rules: TargetRules, names: Sequence[str]) -> list[Match]:
     """Return what match_modules returns. Raises ConfigRejected: `pattern_invalid` or `pattern_too_slow`."""
@@ -152,9 +160,6 @@ def _expects(base: BaseDescription) -> str:
     )
 
 
-Shapes = Mapping[str, tuple[int, ...]]
-
-
 def check_tensors(
     expected: Shapes, header: SafetensorsHeader, context: str, optional: Shapes = MappingProxyType({})
 ) -> None:
@@ -187,14 +192,6 @@ def check_tensors(
             wrong[0],
             f"{len(wrong)} of {len(found)} tensors have another shape than rank and base imply: {listed}. {context}",
         )
-
-
-_WAY_OUT = "Train it without, or merge it into a base of your own."
-
-
-MAX_ADDED_TOKENS = 1 << 16
-_MATRICES = ("weight", "modules_to_save.weight", "original_module.weight", "base_layer.weight")
-"""Names, after the module's, under which PEFT saves a whole matrix."""
 
 
 def resized(base: BaseDescription, header: SafetensorsHeader, trained: Iterable[int]) -> BaseDescription:

@@ -24,6 +24,8 @@ from loramux_kernels import RANK_TILE
 ALIGNMENT = 64
 """Bytes: a cache line, and a multiple of every vector load."""
 
+DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
 
 class MatrixKind(enum.Enum):
     """Role of a matrix in its module."""
@@ -314,9 +316,6 @@ def _read(file: BufferedReader, name: str, info: TensorInfo, dtype: torch.dtype)
     return converted
 
 
-_DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-
 def read_tensor(file: BufferedReader, info: TensorInfo) -> torch.Tensor:
     """Read a tensor of a checked file, as saved, on the CPU. Raises WeightsFileRejected (`weights_truncated`)."""
     # Read, not mapped as the safetensors library does: a file that shrinks under a mapping kills the process.
@@ -324,4 +323,4 @@ def read_tensor(file: BufferedReader, info: TensorInfo) -> torch.Tensor:
     file.seek(info.start)
     if file.readinto(data.numpy().data) != len(data):
         raise WeightsFileRejected("weights_truncated", None, "The file became shorter while it was read.")
-    return data.view(_DTYPES[info.dtype]).view(info.shape)
+    return data.view(DTYPES[info.dtype]).view(info.shape)

@@ -43,6 +43,21 @@ _CONVERT = (
     "call save_pretrained(..., safe_serialization=True)."
 )
 
+CHUNK_BYTES = 4 << 20
+
+# Without the sign, floats are ordered as their bits: a value is finite if and only if its bits are below infinity's.
+_INFINITY: Mapping[str, tuple[str, int]] = {
+    "F32": ("<u4", 0x7F80_0000),
+    "F16": ("<u2", 0x7C00),
+    "BF16": ("<u2", 0x7F80),
+}
+_ROUNDED_TO_INFINITY: Mapping[tuple[str, str], int] = {
+    ("F32", "F16"): 0x477F_F000,  # 65,520
+    ("F32", "BF16"): 0x7F7F_8000,
+    ("BF16", "F16"): 0x4780,  # 65,536
+}
+"""Smallest bits of a value that rounds to infinity, by (dtype of the file, serving dtype)."""
+
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
@@ -78,11 +93,11 @@ def read_header(path: Path) -> SafetensorsHeader:
             length = _header_length(start, status.st_size)
             data = start[8 : 8 + length] + file.read(max(0, 8 + length - len(start)))
     except FileNotFoundError:
-        raise _rejected(
+        raise WeightsFileRejected(
             "weights_missing", None, f"There is no file {path.name}. If the weights are in a .bin: {_CONVERT}"
         ) from None
     if len(data) < length:
-        raise _rejected("weights_truncated", None, "The file ends inside its header; upload it again.")
+        raise WeightsFileRejected("weights_truncated", None, "The file ends inside its header; upload it again.")
     return parse_header(data, status.st_size)
 
 
@@ -91,7 +106,7 @@ def parse_header(data: bytes, file_bytes: int) -> SafetensorsHeader:
     document = _document(data)
     metadata = _metadata(document.pop("__metadata__", {}))
     if len(document) > MAX_TENSORS:
-        raise _rejected(
+        raise WeightsFileRejected(
             "too_many_tensors", None, f"The file holds {len(document)} tensors; the maximum is {MAX_TENSORS}."
         )
     first_byte = 8 + len(data)
@@ -119,15 +134,17 @@ def _header_length(start: bytes, file_bytes: int) -> int:
     if start[8:9] != b"{":
         _check_kind(start)
     if len(start) < 8:
-        raise _rejected("weights_truncated", None, f"The file has {file_bytes} bytes and no header; upload it again.")
+        raise WeightsFileRejected(
+            "weights_truncated", None, f"The file has {file_bytes} bytes and no header; upload it again."
+        )
     if not 2 <= length <= MAX_HEADER_BYTES:
-        raise _rejected(
+        raise WeightsFileRejected(
             "header_length_invalid",
             None,
             f"The header would be {length} bytes long; 2 to {MAX_HEADER_BYTES} are accepted. Is it a safetensors file?",
         )
     if 8 + length > file_bytes:
-        raise _rejected(
+        raise WeightsFileRejected(
             "weights_truncated", None, f"The header says {length} bytes, the file has {file_bytes}; upload it again."
         )
     return length
@@ -136,9 +153,11 @@ def _header_length(start: bytes, file_bytes: int) -> int:
 def _check_kind(start: bytes) -> None:
     """Refuse other formats by their first bytes, none of which can begin a safetensors file."""
     if start[:1] == b"\x80" or (start[:2] == b"PK" and b"data.pkl" in start):
-        raise _rejected("weights_pickled", None, f"The weights are a pickle (.bin, .pt), not safetensors; {_CONVERT}")
+        raise WeightsFileRejected(
+            "weights_pickled", None, f"The weights are a pickle (.bin, .pt), not safetensors; {_CONVERT}"
+        )
     if start.startswith(_ARCHIVES) or start[_TAR_MAGIC] == b"ustar":
-        raise _rejected(
+        raise WeightsFileRejected(
             "weights_archived",
             None,
             "The weights are an archive, and nothing is unpacked here: upload the files that are in it, "
@@ -176,7 +195,7 @@ def _tensor(name: str, entry: Any, first_byte: int) -> TensorInfo:
         raise _invalid(name, "a tensor has exactly dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-        raise _rejected(
+        raise WeightsFileRejected(
             "dtype_unsupported",
             name,
             f"The tensor {name} has dtype {str(dtype)[:40]!r}; {', '.join(ITEM_BYTES)} are accepted. "
@@ -205,7 +224,7 @@ def _check_contiguous(ordered: Mapping[str, TensorInfo], first_byte: int, file_b
             raise _invalid(name, f"its data {what}")
         position = tensor.end
     if position > file_bytes:
-        raise _rejected(
+        raise WeightsFileRejected(
             "weights_truncated", None, f"The tensors end at byte {position}, the file at {file_bytes}; upload it again."
         )
     if position < file_bytes:
@@ -214,27 +233,7 @@ def _check_contiguous(ordered: Mapping[str, TensorInfo], first_byte: int, file_b
 
 def _invalid(field: str | None, reason: str) -> WeightsFileRejected:
     where = "" if field is None else f" at {field!r}"
-    return _rejected("header_invalid", field, f"The safetensors header is not valid{where}: {reason}.")
-
-
-def _rejected(code: str, field: str | None, message: str) -> WeightsFileRejected:
-    return WeightsFileRejected(code, field, message)
-
-
-CHUNK_BYTES = 4 << 20
-
-# Without the sign, floats are ordered as their bits: a value is finite if and only if its bits are below infinity's.
-_INFINITY: Mapping[str, tuple[str, int]] = {
-    "F32": ("<u4", 0x7F80_0000),
-    "F16": ("<u2", 0x7C00),
-    "BF16": ("<u2", 0x7F80),
-}
-_ROUNDED_TO_INFINITY: Mapping[tuple[str, str], int] = {
-    ("F32", "F16"): 0x477F_F000,  # 65,520
-    ("F32", "BF16"): 0x7F7F_8000,
-    ("BF16", "F16"): 0x4780,  # 65,536
-}
-"""Smallest bits of a value that rounds to infinity, by (dtype of the file, serving dtype)."""
+    return WeightsFileRejected("header_invalid", field, f"The safetensors header is not valid{where}: {reason}.")
 
 
 def check_finite(path: Path, header: SafetensorsHeader, serving: str = "F32") -> None:

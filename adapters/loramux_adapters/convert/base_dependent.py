@@ -25,14 +25,21 @@ import math
 import re
 from typing import Annotated, ClassVar
 
-import msgspec
 import torch
 from msgspec import Meta
 from typing_extensions import override
 
 from loramux_adapters.base import LinearShape
-from loramux_adapters.config import HARMLESS, MAX_PATTERNS, OTHER_TOOLS, RESTORE, Alpha, Name, Rank
-from loramux_adapters.convert.kind import BASE_WEIGHT, ConvertibleKind, Factors, Pair, Ranks, Tensors, pair_of_change
+from loramux_adapters.config import HARMLESS, OTHER_TOOLS, RESTORE, Alpha, Rank
+from loramux_adapters.convert.kind import (
+    BASE_WEIGHT,
+    ConvertibleKind,
+    Factors,
+    Pair,
+    Patterned,
+    Tensors,
+    pair_of_change,
+)
 from loramux_adapters.errors import ConfigRejected
 from loramux_adapters.matching import Match
 
@@ -251,7 +258,7 @@ def _reflected(weight: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
     return b
 
 
-class _Initialised(ConvertibleKind, frozen=True, kw_only=True):
+class _Initialised(Patterned, frozen=True, kw_only=True):
     """A LoRA whose first factors were taken from the base."""
 
     HARMLESS: ClassVar[frozenset[str]] = frozenset((*HARMLESS, *OTHER_TOOLS, "init_lora_weights"))
@@ -261,18 +268,6 @@ class _Initialised(ConvertibleKind, frozen=True, kw_only=True):
     r: Rank
     lora_alpha: Alpha
     use_rslora: bool = False
-    rank_pattern: Ranks = msgspec.field(default_factory=dict)
-    alpha_pattern: Annotated[dict[Name, Alpha], Meta(max_length=MAX_PATTERNS)] = msgspec.field(default_factory=dict)
-
-    @property
-    @override
-    def rank_keys(self) -> tuple[str, ...]:
-        return tuple(self.rank_pattern)
-
-    @property
-    @override
-    def alpha_keys(self) -> tuple[str, ...]:
-        return tuple(self.alpha_pattern)
 
     @override
     def factors(self, match: Match, linear: LinearShape) -> Factors:

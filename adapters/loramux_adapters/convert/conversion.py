@@ -36,11 +36,10 @@ from loramux_adapters.convert.self_contained import (
     Vera,
 )
 from loramux_adapters.errors import ConfigRejected, WeightsFileRejected
-from loramux_adapters.matching import Match
 from loramux_adapters.plan import CONFIG_NAME, WEIGHTS_NAME, Limits, check_size, read_config_file
 from loramux_adapters.targets import check_linears, check_tensors, describe_context, match_targets
 from loramux_adapters.weights import read_tensor
-from loramux_adapters.weights_file import SafetensorsHeader, build_header, check_finite, read_header
+from loramux_adapters.weights_file import ITEM_BYTES, SafetensorsHeader, build_header, check_finite, read_header
 
 CONVERTERS: dict[str, type[ConvertibleKind]] = {
     "ADALORA": AdaLora,
@@ -64,12 +63,6 @@ INITIALISED: dict[str, type[ConvertibleKind]] = {"OLORA": Olora, "PISSA": Pissa}
 _EVERYWHERE = frozenset(
     ("auto_mapping", "bias", "inference_mode", "peft_type", "peft_version", "revision", "task_type")
 )
-
-
-def known_fields(form: type[ConvertibleKind]) -> frozenset[str]:
-    """Return the fields that may be on in the kind's adapter_config.json."""
-    return frozenset(form.__struct_fields__) | form.HARMLESS | _EVERYWHERE
-
 
 MAX_SHARED_BYTES = 64 << 20
 MAX_TENSOR_BYTES = 32 << 20
@@ -114,6 +107,51 @@ class _Linear:
         return {copy: original for copy, original in named.items() if copy in header.tensors}
 
 
+@dataclass(frozen=True, slots=True)
+class PlainLora:
+    """The pairs of a LoRA that is to be written, in the order of the base's modules."""
+
+    linears: Mapping[str, tuple[int, LinearShape]]
+    """Rank and shape by the module's name."""
+    base_model_name_or_path: str | None
+
+    @property
+    def max_rank(self) -> int:
+        """The largest rank of any pair."""
+        return max(rank for rank, _ in self.linears.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all matrices in float32."""
+        return sum(
+            rank * (shape.in_features + shape.out_features) * ITEM_BYTES["F32"] for rank, shape in self.linears.values()
+        )
+
+    def config(self) -> dict[str, Any]:
+        """Return adapter_config.json. Every module's alpha is its rank, because the scale is in the matrices."""
+        common, pattern = compress_pattern({module: rank for module, (rank, _) in self.linears.items()})
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": self.base_model_name_or_path,
+            "bias": "none",
+            "inference_mode": True,
+            "r": common,
+            "lora_alpha": common,
+            "target_modules": list(self.linears),
+            "rank_pattern": pattern,
+            "alpha_pattern": pattern,
+        }
+
+    def header(self) -> bytes:
+        """Return the first bytes of the weights file."""
+        tensors: dict[str, tuple[str, Shape]] = {}
+        for module, (rank, shape) in self.linears.items():
+            tensors[f"{PREFIX}{module}.lora_A.weight"] = "F32", (rank, shape.in_features)
+            tensors[f"{PREFIX}{module}.lora_B.weight"] = "F32", (shape.out_features, rank)
+        return build_header(tensors)
+
+
 def convert_adapter(
     folder: Path, into: Path, base: BaseDescription, limits: Limits, read_weight: ReadWeight = lambda _: None
 ) -> Conversion | None:
@@ -129,9 +167,11 @@ def convert_adapter(
     config = _read(document, peft_type)
     matches = match_targets(config, base, config.rank_keys, config.alpha_keys)
     check_linears(matches, base)
-    linears = [_linear(config, match, base.modules[match.module]) for match in matches]
+    shapes = [base.modules[match.module] for match in matches]
+    pairs = zip(matches, shapes, strict=True)
+    linears = [_Linear(match.module, shape, config.factors(match, shape)) for match, shape in pairs]
     header = read_header(folder / WEIGHTS_NAME)
-    shared = config.shared([linear.shape for linear in linears])
+    shared = config.shared(shapes)
     _check_file(shared, linears, header, limits, describe_context(base, config.base_model_name_or_path))
     _check_ranks(linears, config, peft_type, limits)
     _check_work(linears, config, peft_type)
@@ -143,6 +183,11 @@ def convert_adapter(
         into, plain, _pairs(folder / WEIGHTS_NAME, header, shared, kept, _base_weights(config, peft_type, read_weight))
     )
     return Conversion(peft_type, plain.max_rank)
+
+
+def known_fields(form: type[ConvertibleKind]) -> frozenset[str]:
+    """Return the fields that may be on in the kind's adapter_config.json."""
+    return frozenset(form.__struct_fields__) | form.HARMLESS | _EVERYWHERE
 
 
 def _read(document: Mapping[str, Any], peft_type: str) -> ConvertibleKind:
@@ -160,10 +205,6 @@ def _read(document: Mapping[str, Any], peft_type: str) -> ConvertibleKind:
                 f"LoRA that would be served. {way_out}",
             )
     return read_fields(document, form)
-
-
-def _linear(config: ConvertibleKind, match: Match, shape: LinearShape) -> _Linear:
-    return _Linear(match.module, shape, config.factors(match, shape))
 
 
 def _check_file(
@@ -189,11 +230,7 @@ def _check_file(
 def _check_ranks(linears: list[_Linear], config: ConvertibleKind, peft_type: str, limits: Limits) -> None:
     worst = max(linears, key=lambda linear: linear.rank)
     if worst.rank == 0:
-        raise ConfigRejected(
-            "rank_pattern_empty",
-            "rank_pattern",
-            "rank_pattern leaves no rank to any module.",
-        )
+        raise ConfigRejected("rank_pattern_empty", "rank_pattern", "rank_pattern leaves no rank to any module.")
     if worst.rank > limits.max_rank:
         raise ConfigRejected(
             "rank_too_large",
@@ -267,54 +304,6 @@ def _check_copy(copy: str, tensor: torch.Tensor, original: str, shared: torch.Te
 def _pair(linear: _Linear, tensors: Tensors) -> Pair:
     pair = linear.factors.pair(tensors)
     return folded(pair) if linear.rank < linear.factors.rank else pair
-
-
-_ITEM_BYTES = 4
-
-
-@dataclass(frozen=True, slots=True)
-class PlainLora:
-    """The pairs of a LoRA that is to be written, in the order of the base's modules."""
-
-    linears: Mapping[str, tuple[int, LinearShape]]
-    """Rank and shape by the module's name."""
-    base_model_name_or_path: str | None
-
-    @property
-    def max_rank(self) -> int:
-        """The largest rank of any pair."""
-        return max(rank for rank, _ in self.linears.values())
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all matrices in float32."""
-        return sum(
-            rank * (shape.in_features + shape.out_features) * _ITEM_BYTES for rank, shape in self.linears.values()
-        )
-
-    def config(self) -> dict[str, Any]:
-        """Return adapter_config.json. Every module's alpha is its rank, because the scale is in the matrices."""
-        common, pattern = compress_pattern({module: rank for module, (rank, _) in self.linears.items()})
-        return {
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": self.base_model_name_or_path,
-            "bias": "none",
-            "inference_mode": True,
-            "r": common,
-            "lora_alpha": common,
-            "target_modules": list(self.linears),
-            "rank_pattern": pattern,
-            "alpha_pattern": pattern,
-        }
-
-    def header(self) -> bytes:
-        """Return the first bytes of the weights file."""
-        tensors: dict[str, tuple[str, Shape]] = {}
-        for module, (rank, shape) in self.linears.items():
-            tensors[f"{PREFIX}{module}.lora_A.weight"] = "F32", (rank, shape.in_features)
-            tensors[f"{PREFIX}{module}.lora_B.weight"] = "F32", (shape.out_features, rank)
-        return build_header(tensors)
 
 
 def write_lora(into: Path, plain: PlainLora, pairs: Iterable[tuple[str, Pair]]) -> None:

@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
+import msgspec
 import torch
 from msgspec import Meta
+from typing_extensions import override
 
 from loramux_adapters.base import LinearShape
-from loramux_adapters.config import MAX_PATTERNS, Name, Rank, Targets
+from loramux_adapters.config import MAX_PATTERNS, Alpha, Name, Rank, Targets
 from loramux_adapters.matching import Match
 
 Tensors = Mapping[str, torch.Tensor]
@@ -74,13 +76,35 @@ class ConvertibleKind(Targets, frozen=True, kw_only=True):
         raise NotImplementedError
 
 
+class RankPatterned(ConvertibleKind, frozen=True, kw_only=True):
+    """A kind whose configuration has ranks for some modules."""
+
+    rank_pattern: Ranks = msgspec.field(default_factory=dict)
+
+    @property
+    @override
+    def rank_keys(self) -> tuple[str, ...]:
+        return tuple(self.rank_pattern)
+
+
+class Patterned(RankPatterned, frozen=True, kw_only=True):
+    """A kind whose configuration has ranks and alphas for some modules."""
+
+    alpha_pattern: Annotated[dict[Name, Alpha], Meta(max_length=MAX_PATTERNS)] = msgspec.field(default_factory=dict)
+
+    @property
+    @override
+    def alpha_keys(self) -> tuple[str, ...]:
+        return tuple(self.alpha_pattern)
+
+
 def folded(pair: Pair) -> Pair:
-    """The same product at the rank of the smaller side."""
+    """Return the same product at the rank of the smaller side."""
     a, b = pair
     return pair_of_change(b @ a)
 
 
 def pair_of_change(change: torch.Tensor) -> Pair:
-    """The pair of a change `[out_features, in_features]` of full rank, at the rank of the smaller side."""
+    """Return the pair of a change `[out_features, in_features]` of full rank, at the rank of the smaller side."""
     eye = torch.eye(min(change.shape), dtype=change.dtype)
     return (eye, change) if change.shape[1] <= change.shape[0] else (change, eye)

@@ -36,7 +36,7 @@ from loramux_adapters.plan import (
     read_config_file,
 )
 from loramux_adapters.targets import match_guarded
-from loramux_adapters.weights import read_tensor
+from loramux_adapters.weights import DTYPES, read_tensor
 from loramux_adapters.weights_file import ITEM_BYTES, SafetensorsHeader, build_header, read_header
 
 Shape = tuple[int, ...]
@@ -107,13 +107,14 @@ def rename_adapter(folder: Path, into: Path, base: BaseDescription, limits: Limi
 
     The result must still be validated. Raises AdapterRejected.
     """
-    document = parse_document(read_config_file(folder))
+    data = read_config_file(folder)
+    document = parse_document(data)
     if document.get("peft_type") != "LORA":
         return None
     names, header = TensorNames(base), read_header(folder / WEIGHTS_NAME)
     if not names.are_other(header.tensors):
         return None
-    config = parse_adapter_config(read_config_file(folder))
+    config = parse_adapter_config(data)
     assert isinstance(config, LoraConfig), "its kind was asked above"
     places = {key: place for key in header.tensors if (place := names.read(key)) is not None}
     kept = {key: place for key, place in places.items() if place.place}
@@ -250,15 +251,13 @@ def _stacked(
             if header.tensors[key].shape != expected:
                 found = list(header.tensors[key].shape)
                 raise BaseMismatch("shape_mismatch", key, f"{key} is {found}, expected {list(expected)}.")
-    dtypes = {
-        header.tensors[key].dtype for pairs in stack.experts.values() for pair in pairs for key in (pair.a, pair.b)
-    }
-    is_even = len({pair.scale for pairs in stack.experts.values() for pair in pairs}) == 1
+    dtypes = {header.tensors[key].dtype for pair in stack.pairs for key in (pair.a, pair.b)}
+    is_even = len({pair.scale for pair in stack.pairs}) == 1
     dtype = next(iter(dtypes)) if len(dtypes) == 1 and is_even else "F32"
     holder = f"{PREFIX}{expert_holder(parameter, targeted)}"
 
     def make_a(source: BufferedReader) -> torch.Tensor:
-        a = torch.zeros(shape.num_experts, rank, shape.in_features, dtype=_DTYPES[dtype])
+        a = torch.zeros(shape.num_experts, rank, shape.in_features, dtype=DTYPES[dtype])
         for expert, pairs in stack.experts.items():
             start = 0
             for pair in pairs:
@@ -267,7 +266,7 @@ def _stacked(
         return a.flatten(0, 1)
 
     def make_b(source: BufferedReader) -> torch.Tensor:
-        b = torch.zeros(shape.out_features, rank, shape.num_experts, dtype=_DTYPES[dtype])
+        b = torch.zeros(shape.out_features, rank, shape.num_experts, dtype=DTYPES[dtype])
         for expert, pairs in stack.experts.items():
             start = 0
             for pair in pairs:
@@ -285,9 +284,6 @@ def _stacked(
         f"{holder}.lora_A.weight": Entry(dtype, (experts * rank, shape.in_features), make_a),
         f"{holder}.lora_B.weight": Entry(dtype, (shape.out_features, rank * experts), make_b),
     }
-
-
-_DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def _targets(values: Mapping[str, tuple[int, float]], base: BaseDescription) -> dict[str, Any]:

@@ -22,8 +22,17 @@ from msgspec import Meta
 from typing_extensions import override
 
 from loramux_adapters.base import LinearShape
-from loramux_adapters.config import MAX_PATTERNS, Alpha, Name, Rank
-from loramux_adapters.convert.kind import ConvertibleKind, Factors, Pair, Ranks, Shape, Tensors
+from loramux_adapters.config import Alpha, Name, Rank
+from loramux_adapters.convert.kind import (
+    ConvertibleKind,
+    Factors,
+    Pair,
+    Patterned,
+    RankPatterned,
+    Ranks,
+    Shape,
+    Tensors,
+)
 from loramux_adapters.errors import ConfigRejected
 from loramux_adapters.matching import Match
 
@@ -32,26 +41,19 @@ _NORM_FLOOR = 1e-4
 _RANK_GUARD = 1e-5
 """AdaLoRA: PEFT adds it to the rank that it divides by."""
 
+_SAVE = "Save it again with save_projection=true: a file without them cannot be read alike on every machine."
+_COUNT = Meta(ge=1, le=1 << 20)
 
-class _Lycoris(ConvertibleKind, frozen=True, kw_only=True):
+_PLAIN = re.compile(r"[A-Za-z0-9_.]+")
+
+
+class _Lycoris(Patterned, frozen=True, kw_only=True):
     HARMLESS: ClassVar[frozenset[str]] = frozenset(
         ("rank_dropout", "module_dropout", "init_weights", "use_effective_conv2d")  # there are no convolutions here
     )
 
     r: Rank
     alpha: Alpha
-    rank_pattern: Ranks = msgspec.field(default_factory=dict)
-    alpha_pattern: Annotated[dict[Name, Alpha], Meta(max_length=MAX_PATTERNS)] = msgspec.field(default_factory=dict)
-
-    @property
-    @override
-    def rank_keys(self) -> tuple[str, ...]:
-        return tuple(self.rank_pattern)
-
-    @property
-    @override
-    def alpha_keys(self) -> tuple[str, ...]:
-        return tuple(self.alpha_pattern)
 
     def _rank(self, match: Match) -> int:
         return self.rank_pattern.get(match.rank_key, self.r)
@@ -183,7 +185,7 @@ class AdaLora(ConvertibleKind, frozen=True, kw_only=True):
         return Factors(shapes, rank, pair)
 
 
-class DeLora(ConvertibleKind, frozen=True, kw_only=True):
+class DeLora(RankPatterned, frozen=True, kw_only=True):
     """`dW = B diag(lambda / (r |a_i| |b_i|)) A diag(w_norm)`; the file holds the base's w_norm."""
 
     HARMLESS: ClassVar[frozenset[str]] = frozenset(
@@ -191,12 +193,6 @@ class DeLora(ConvertibleKind, frozen=True, kw_only=True):
     )
 
     r: Rank
-    rank_pattern: Ranks = msgspec.field(default_factory=dict)
-
-    @property
-    @override
-    def rank_keys(self) -> tuple[str, ...]:
-        return tuple(self.rank_pattern)
 
     @override
     def factors(self, match: Match, linear: LinearShape) -> Factors:
@@ -214,10 +210,6 @@ class DeLora(ConvertibleKind, frozen=True, kw_only=True):
             return a * tensors["delora_w_norm"], b * (tensors["delora_lambda"] / rank / norms)
 
         return Factors(shapes, rank, pair)
-
-
-_SAVE = "Save it again with save_projection=true: a file without them cannot be read alike on every machine."
-_COUNT = Meta(ge=1, le=1 << 20)
 
 
 class _Projected(ConvertibleKind, frozen=True, kw_only=True):
@@ -242,7 +234,7 @@ class Vera(_Projected, frozen=True, kw_only=True):
 
     @override
     def shared(self, linears: Sequence[LinearShape]) -> dict[str, Shape]:
-        widest, tallest = max(one.in_features for one in linears), max(one.out_features for one in linears)
+        widest, tallest = _largest_sides(linears)
         return {"base_model.vera_A": (self.r, widest), "base_model.vera_B": (tallest, self.r)}
 
     @override
@@ -265,7 +257,7 @@ class Pvera(_Projected, frozen=True, kw_only=True):
 
     @override
     def shared(self, linears: Sequence[LinearShape]) -> dict[str, Shape]:
-        widest, tallest = max(one.in_features for one in linears), max(one.out_features for one in linears)
+        widest, tallest = _largest_sides(linears)
         return {"base_model.pvera_A": (2 * self.r, widest), "base_model.pvera_B": (tallest, self.r)}
 
     @override
@@ -287,7 +279,7 @@ class RandLora(_Projected, frozen=True, kw_only=True):
 
     @override
     def shared(self, linears: Sequence[LinearShape]) -> dict[str, Shape]:
-        widest, tallest = max(one.in_features for one in linears), max(one.out_features for one in linears)
+        widest, tallest = _largest_sides(linears)
         short, long = sorted((widest, tallest))
         return {
             "base_model.randlora_A": (self.r, 1, short),
@@ -315,6 +307,11 @@ class RandLora(_Projected, frozen=True, kw_only=True):
 
     def _bases(self, short: int) -> int:
         return -(-short // self.r)
+
+
+def _largest_sides(linears: Sequence[LinearShape]) -> tuple[int, int]:
+    """Return the most inputs and the most outputs of a linear."""
+    return max(one.in_features for one in linears), max(one.out_features for one in linears)
 
 
 class VbLora(ConvertibleKind, frozen=True, kw_only=True):
@@ -369,9 +366,6 @@ class VbLora(ConvertibleKind, frozen=True, kw_only=True):
         _, indices = logits.float().topk(self.topk, dim=-1)
         weights = logits.gather(-1, indices).softmax(-1)
         return torch.einsum("...k,...kv->...v", weights, bank[indices])
-
-
-_PLAIN = re.compile(r"[A-Za-z0-9_.]+")
 
 
 class Miss(ConvertibleKind, frozen=True, kw_only=True):

@@ -7,6 +7,8 @@ import random
 import shutil
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import peft
 import pytest
@@ -20,8 +22,9 @@ from loramux.engine.execution.cuda_graphs import host_syncs_of
 from loramux.settings import ModelSettings, Settings
 from loramux.validation import Validator
 from loramux_adapters import CONFIG_NAME, AdapterRejected, Limits, describe_base, validate_adapter
-from loramux_adapters.experts import ExpertRuns, Routing
-from loramux_kernels import Segments
+from loramux_adapters.bank import Site
+from loramux_adapters.experts import ExpertLinear, ExpertRuns, Experts
+from loramux_kernels import Segments, route
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 FIRST = "base_model.model.model.layers.0.mlp.experts.base_layer.lora_A.weight"
@@ -198,15 +201,17 @@ def test_mixture_adapter_of_experts_passes_the_parity_check(zoo: FormatZoo, tmp_
 
 def test_mixture_rows_are_grouped_by_expert_and_adapter() -> None:
     """Three tokens of slot 7, one of slot 2, one of the base's, two experts each."""
-    routing = Routing.of(torch.tensor([[0, 2], [2, 0], [0, 3], [3, 0], [2, 0]]), num_experts=4)
-    assert routing.counts == (5, 0, 3, 2)
-    assert routing.tokens.tolist() == [0, 1, 2, 3, 4, 0, 1, 4, 2, 3]
-    assert [(expert, rows.start, rows.stop) for expert, rows in routing.spans] == [(0, 0, 5), (2, 5, 8), (3, 8, 10)]
-    runs = ExpertRuns.of(routing, Segments((0, 3, 4), (7, 2)))
+    routes = route(torch.tensor([[0, 2], [2, 0], [0, 3], [3, 0], [2, 0]]), num_experts=4)
+    assert routes.starts.tolist() == [0, 5, 5, 8, 10]
+    assert routes.tokens.tolist() == [0, 1, 2, 3, 4, 0, 1, 4, 2, 3]
+    runs = ExpertRuns.of(routes, Segments((0, 3, 4), (7, 2)))
     assert runs.rows.tolist() == [0, 1, 2, 3, 5, 6, 8, 9]
     assert list(zip(runs.experts, runs.slots, strict=True)) == [(0, 7), (0, 2), (2, 7), (3, 7), (3, 2)]
     assert runs.cu_seqlens == (0, 3, 4, 6, 7, 8)
 
 
 def test_mixture_steps_are_not_recorded_as_graphs() -> None:
-    assert host_syncs_of(lambda: Routing.of(torch.tensor([[0, 2]]), num_experts=4).order) == {"bincount", "tolist"}
+    bank: Any = SimpleNamespace(sites={}, segments=None)
+    gate_up, down = (ExpertLinear(torch.ones(4, 2, 2), None, [Site(0, 2, 2)], bank) for _ in range(2))
+    experts = Experts(gate_up, down, torch.relu, bank)
+    assert host_syncs_of(lambda: experts(torch.ones(1, 2), torch.tensor([[0, 2]]), torch.ones(1, 2))) == {"tolist"}
