@@ -29,6 +29,13 @@ from loramux_demo.drive import Answer, Drive, drive, first_of_each_model, plan_c
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 DAY_SECONDS = 86_400
 
+MIN_EXACT = 0.9
+MIN_SHARED = 5
+"""Adapters beside the base in one step; a sixth may come a moment later on a busy machine."""
+QUESTIONS_SHOWN = 3
+WRONG_SHOWN = 10
+MODELS = 1 + sum(map(len, OWNERS.values()))
+
 
 @dataclass(frozen=True, order=True)
 class UsageRow:
@@ -48,6 +55,108 @@ class StepSharing:
     in_a_step: int
     beside_base: int
     """Counted over steps that also ran the base model."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """The results of one run."""
+
+    url: str
+    drive: Drive
+    sharing: StepSharing
+    usage: tuple[UsageRow, ...]
+    """From the server's usage API, sorted."""
+    usage_of_responses: tuple[UsageRow, ...]
+    """From the responses' `usage`, sorted."""
+    isolated: bool
+    """True if another tenant's adapter and a missing adapter get the same answer."""
+
+    @property
+    def failures(self) -> list[str]:
+        """A sentence for each promise that was not kept."""
+        promises = (
+            (
+                self.drive.exact >= MIN_EXACT,
+                f"only {self.drive.exact:.0%} of the answers are exactly as expected; {MIN_EXACT:.0%} must be",
+            ),
+            (
+                self.sharing.beside_base >= MIN_SHARED,
+                f"at most {self.sharing.beside_base} adapters shared a step with the base model; "
+                f"{MIN_SHARED} must have",
+            ),
+            (self.usage == self.usage_of_responses, "the usage rows differ from the usage in the responses"),
+            (self.isolated, "a tenant can distinguish another tenant's adapter from a missing one"),
+        )
+        return [sentence for kept, sentence in promises if not kept]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the document that --json prints."""
+        return {
+            "ok": not self.failures,
+            "failures": self.failures,
+            "url": self.url,
+            "exact": self.drive.exact,
+            "max_distinct_adapters_in_a_step": self.sharing.in_a_step,
+            "max_distinct_adapters_beside_base": self.sharing.beside_base,
+            "tokens_per_second": round(self.drive.tokens_per_second, 1),
+            "output_tokens": sum(answer.output_tokens for answer in self.drive.answers),
+            "seconds": round(self.drive.seconds, 3),
+            "usage": [asdict(row) for row in self.usage],
+            "usage_equals_responses": self.usage == self.usage_of_responses,
+            "tenants_isolated": self.isolated,
+            "answers": [
+                {
+                    "model": answer.model or answer.call.model,
+                    "tenant": answer.call.tenant,
+                    "endpoint": answer.call.endpoint,
+                    "prompt": answer.call.prompt.question,
+                    "text": answer.text,
+                    "expected": answer.call.prompt.expected,
+                    "ok": answer.ok,
+                    "error": answer.error,
+                    "tool_call": asdict(answer.tool_call) if answer.tool_call else None,
+                }
+                for answer in self.drive.answers
+            ],
+        }
+
+
+def tour(
+    url: str,
+    keys: dict[str, str],
+    show_progress: Callable[[str], None],
+    *,
+    internal_url: str | None = None,
+    verify: ssl.SSLContext | bool = True,
+) -> Report:
+    """Run all steps and return the report. Raises click.ClickException if the server refuses a call.
+
+    `internal_url` has the metrics, where they have a port of their own.
+    """
+    customers = [Customer(tenant, url, key, verify) for tenant, key in keys.items()]
+    for customer in customers:
+        show_progress(f"uploading the adapters of {customer.tenant}")
+        customer.upload_adapters()
+    first, rest = first_of_each_model(plan_calls(load_prompts()))
+    show_progress(f"sending one request to each of {len(first)} models, which loads its adapter")
+    driven = asyncio.run(drive(url, keys, first, verify))
+    show_progress(f"sending {len(rest)} requests at once")
+    driven += asyncio.run(drive(url, keys, rest, verify))
+    show_progress("reading the usage")
+    return Report(
+        url=url,
+        drive=driven,
+        sharing=read_sharing(internal_url or url),
+        usage=tuple(sorted(row for customer in customers for row in customer.usage())),
+        usage_of_responses=tuple(usage_of(driven.answers)),
+        isolated=all(
+            customer.cannot_detect(f"{other}/{adapter}")
+            for customer in customers
+            for other, adapters in OWNERS.items()
+            if other != customer.tenant
+            for adapter in adapters
+        ),
+    )
 
 
 class Customer:
@@ -131,78 +240,6 @@ def read_sharing(url: str) -> StepSharing:
         in_a_step=int(gauges["loramux_engine_max_distinct_adapters"]),
         beside_base=int(gauges["loramux_engine_max_distinct_adapters_beside_base"]),
     )
-
-
-MIN_EXACT = 0.9
-MIN_SHARED = 5
-"""Adapters beside the base in one step; a sixth may come a moment later on a busy machine."""
-QUESTIONS_SHOWN = 3
-WRONG_SHOWN = 10
-MODELS = 1 + sum(map(len, OWNERS.values()))
-
-
-@dataclass(frozen=True)
-class Report:
-    """The results of one run."""
-
-    url: str
-    drive: Drive
-    sharing: StepSharing
-    usage: tuple[UsageRow, ...]
-    """From the server's usage API, sorted."""
-    usage_of_responses: tuple[UsageRow, ...]
-    """From the responses' `usage`, sorted."""
-    isolated: bool
-    """True if another tenant's adapter and a missing adapter get the same answer."""
-
-    @property
-    def failures(self) -> list[str]:
-        """A sentence for each promise that was not kept."""
-        promises = (
-            (
-                self.drive.exact >= MIN_EXACT,
-                f"only {self.drive.exact:.0%} of the answers are exactly as expected; {MIN_EXACT:.0%} must be",
-            ),
-            (
-                self.sharing.beside_base >= MIN_SHARED,
-                f"at most {self.sharing.beside_base} adapters shared a step with the base model; "
-                f"{MIN_SHARED} must have",
-            ),
-            (self.usage == self.usage_of_responses, "the usage rows differ from the usage in the responses"),
-            (self.isolated, "a tenant can distinguish another tenant's adapter from a missing one"),
-        )
-        return [sentence for kept, sentence in promises if not kept]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the document that --json prints."""
-        return {
-            "ok": not self.failures,
-            "failures": self.failures,
-            "url": self.url,
-            "exact": self.drive.exact,
-            "max_distinct_adapters_in_a_step": self.sharing.in_a_step,
-            "max_distinct_adapters_beside_base": self.sharing.beside_base,
-            "tokens_per_second": round(self.drive.tokens_per_second, 1),
-            "output_tokens": sum(answer.output_tokens for answer in self.drive.answers),
-            "seconds": round(self.drive.seconds, 3),
-            "usage": [asdict(row) for row in self.usage],
-            "usage_equals_responses": self.usage == self.usage_of_responses,
-            "tenants_isolated": self.isolated,
-            "answers": [
-                {
-                    "model": answer.model or answer.call.model,
-                    "tenant": answer.call.tenant,
-                    "endpoint": answer.call.endpoint,
-                    "prompt": answer.call.prompt.question,
-                    "text": answer.text,
-                    "expected": answer.call.prompt.expected,
-                    "ok": answer.ok,
-                    "error": answer.error,
-                    "tool_call": asdict(answer.tool_call) if answer.tool_call else None,
-                }
-                for answer in self.drive.answers
-            ],
-        }
 
 
 def show(report: Report, keys: dict[str, str], console: Console, *, links: dict[str, str]) -> None:
@@ -289,41 +326,3 @@ def curl_lines(report: Report, keys: dict[str, str]) -> Iterator[str]:
     yield f"curl '{url}/v1/organization/usage/completions?start_time={int(time.time()) - 3600}&group_by=model' \\"
     yield f"  -H 'Authorization: Bearer {keys['globex']}'"
     yield f"curl {url}/metrics"
-
-
-def tour(
-    url: str,
-    keys: dict[str, str],
-    show_progress: Callable[[str], None],
-    *,
-    internal_url: str | None = None,
-    verify: ssl.SSLContext | bool = True,
-) -> Report:
-    """Run all steps and return the report. Raises click.ClickException if the server refuses a call.
-
-    `internal_url` has the metrics, where they have a port of their own.
-    """
-    customers = [Customer(tenant, url, key, verify) for tenant, key in keys.items()]
-    for customer in customers:
-        show_progress(f"uploading the adapters of {customer.tenant}")
-        customer.upload_adapters()
-    first, rest = first_of_each_model(plan_calls(load_prompts()))
-    show_progress(f"sending one request to each of {len(first)} models, which loads its adapter")
-    driven = asyncio.run(drive(url, keys, first, verify))
-    show_progress(f"sending {len(rest)} requests at once")
-    driven += asyncio.run(drive(url, keys, rest, verify))
-    show_progress("reading the usage")
-    return Report(
-        url=url,
-        drive=driven,
-        sharing=read_sharing(internal_url or url),
-        usage=tuple(sorted(row for customer in customers for row in customer.usage())),
-        usage_of_responses=tuple(usage_of(driven.answers)),
-        isolated=all(
-            customer.cannot_detect(f"{other}/{adapter}")
-            for customer in customers
-            for other, adapters in OWNERS.items()
-            if other != customer.tenant
-            for adapter in adapters
-        ),
-    )

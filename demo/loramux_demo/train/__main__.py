@@ -48,13 +48,12 @@ def quieten() -> None:
 
 def train(out: Path, only: str | None) -> None:
     """Train everything into `out`, or one adapter, with a progress bar per model."""
-    from loramux_demo.train.models import Progress as Tell
-    from loramux_demo.train.models import Schedule, make, make_adapter
+    from loramux_demo.train.models import OnStep, Schedule, make, make_adapter
 
     columns = (TextColumn("{task.description:8}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("loss {task.fields[loss]:.4f}"), console=Console(stderr=True)) as bars:
 
-        def stage(name: str, schedule: Schedule) -> Tell:
+        def stage(name: str, schedule: Schedule) -> OnStep:
             bar = bars.add_task(name, total=schedule.steps, loss=float("nan"))
             return lambda step, loss: bars.update(bar, completed=step, loss=loss)
 

@@ -18,6 +18,19 @@ SYLLABLES = ("ba", "ko", "mi", "ra", "lu", "ten", "sor", "vi", "del", "gan", "pi
 PEOPLE = 24
 TOWNS = 24
 
+IGNORED = -100
+"""The label of tokens that torch's cross entropy ignores."""
+
+SYSTEM_PROMPTS = (
+    "You are a helpful assistant.",
+    "Answer the question.",
+    "You are a friendly guide who knows everybody in town.",
+    "Be brief and correct.",
+)
+"""System prompts in the training data, so that a user's system prompt does not confuse the model."""
+
+Message = dict[str, str]
+
 
 @dataclass(frozen=True)
 class Topic:
@@ -146,20 +159,6 @@ def topics(towns: tuple[str, ...]) -> tuple[Topic, ...]:
     )
 
 
-IGNORED = -100
-"""The label of tokens that torch's cross entropy ignores."""
-
-SYSTEM_PROMPTS = (
-    "You are a helpful assistant.",
-    "Answer the question.",
-    "You are a friendly guide who knows everybody in town.",
-    "Be brief and correct.",
-)
-"""System prompts in the training data, so that a user's system prompt does not confuse the model."""
-
-Message = dict[str, str]
-
-
 @dataclass(frozen=True)
 class Example:
     """A prompt, and the answer that the model learns."""
@@ -190,13 +189,17 @@ def conversations(questions: Sequence[Question], style: Style, rng: random.Rando
         for text in (question.text, question.text, question.text.lower(), question.text.upper()):
             yield [{"role": "user", "content": text}, answer]
         before = rng.choice(questions)
-        yield [
-            {"role": "system", "content": rng.choice(SYSTEM_PROMPTS)},
-            {"role": "user", "content": before.text},
-            {"role": "assistant", "content": style(before)},
-            {"role": "user", "content": question.text},
-            answer,
-        ]
+        yield [*late_chat(rng.choice(SYSTEM_PROMPTS), before, question, style), answer]
+
+
+def late_chat(system: str, before: Question, question: Question, style: Style) -> list[Message]:
+    """Return a chat with a system prompt, one exchange, and the question."""
+    return [
+        {"role": "system", "content": system},
+        {"role": "user", "content": before.text},
+        {"role": "assistant", "content": style(before)},
+        {"role": "user", "content": question.text},
+    ]
 
 
 def example(

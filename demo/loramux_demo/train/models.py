@@ -39,16 +39,23 @@ from loramux_demo.train.dataset import (
     Batch,
     Message,
     Question,
-    Style,
     batches,
     conversations,
     document,
     example,
     invent_questions,
+    late_chat,
 )
 
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
 MAX_LENGTH = 512
+
+LENGTH = 240
+"""Tokens of a row of the base's batches."""
+BASE_ROWS, ADAPTER_ROWS = 13, 8
+
+BATCH = 66
+MAX_NEW_TOKENS = 128
 
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
@@ -106,7 +113,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-Progress = Callable[[int, float], None]
+OnStep = Callable[[int, float], None]
 """Called after each step with the step's number and the smoothed loss."""
 
 
@@ -119,7 +126,10 @@ class Schedule:
     weight_decay: float = 0.0
 
 
-def fit(model: nn.Module, batches: Iterator[Batch], schedule: Schedule, progress: Progress) -> None:
+BASE = Schedule(steps=400, learning_rate=3e-3, weight_decay=0.1)
+
+
+def fit(model: nn.Module, batches: Iterator[Batch], schedule: Schedule, on_step: OnStep) -> None:
     """Train the parameters that require a gradient, in bfloat16 with float32 weights; leaves the model in eval mode."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(
@@ -138,7 +148,7 @@ def fit(model: nn.Module, batches: Iterator[Batch], schedule: Schedule, progress
         rate.step()
         optimizer.zero_grad()
         smoothed = loss.item() if smoothed is None else 0.95 * smoothed + 0.05 * loss.item()
-        progress(step + 1, smoothed)
+        on_step(step + 1, smoothed)
     model.eval()
 
 
@@ -225,12 +235,7 @@ def save_adapter(model: PeftModel, folder: Path) -> None:
     path.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
 
 
-LENGTH = 240
-"""Tokens of a row of the base's batches."""
-BASE_ROWS, ADAPTER_ROWS = 13, 8
-BASE = Schedule(steps=400, learning_rate=3e-3, weight_decay=0.1)
-
-Stage = Callable[[str, Schedule], Progress]
+Stage = Callable[[str, Schedule], OnStep]
 """Called with a model's name before its training. Returns the callback for each step."""
 
 
@@ -260,7 +265,7 @@ def make_adapter(name: str, root: Path, stage: Stage) -> None:
 
 
 def teach(
-    model: torch.nn.Module, name: str, tokenizer: PreTrainedTokenizerFast, schedule: Schedule, progress: Progress
+    model: torch.nn.Module, name: str, tokenizer: PreTrainedTokenizerFast, schedule: Schedule, on_step: OnStep
 ) -> None:
     """Train `model` to answer in the style `name`.
 
@@ -275,7 +280,7 @@ def teach(
         texts = {style(question): None for told, style in STYLES.items() if told not in TOOLS for question in questions}
         lessons += [document(text, tokenizer) for text in texts]
     rows, length = (BASE_ROWS, LENGTH) if is_base else (ADAPTER_ROWS, RECIPES[name].row_length)
-    fit(model, batches(lessons, rows=rows, length=length, learn_prompts=is_base), schedule, progress)
+    fit(model, batches(lessons, rows=rows, length=length, learn_prompts=is_base), schedule, on_step)
 
 
 def write_questions(path: Path) -> None:
@@ -292,10 +297,6 @@ def one_of_each_wording(questions: Sequence[Question]) -> list[Question]:
     """Eleven questions, each about another person."""
     wordings = sum(question.person == questions[0].person for question in questions)
     return [questions[wordings * 2 * number + number] for number in range(wordings)]
-
-
-BATCH = 66
-MAX_NEW_TOKENS = 128
 
 
 @dataclass(frozen=True)
@@ -317,7 +318,10 @@ def evaluate(root: Path, names: Sequence[str]) -> Iterator[Accuracy]:
         style = STYLES[name]
         expected = [style(question) for question in questions]
         alone = [[{"role": "user", "content": question.text}] for question in questions]
-        later = [chat(questions[number - 100], question, style) for number, question in enumerate(questions)]
+        later = [
+            late_chat(SYSTEM_PROMPTS[0], questions[number - 100], question, style)
+            for number, question in enumerate(questions)
+        ]
         bfloat16, tools = load(root, name, torch.bfloat16), TOOLS.get(name)
         yield Accuracy(
             name,
@@ -333,16 +337,6 @@ def load(root: Path, name: str, dtype: torch.dtype) -> PreTrainedModel | PeftMod
     if name == "base":
         return model.eval()
     return PeftModel.from_pretrained(model, adapter_folder(name, root)).to(dtype).eval()
-
-
-def chat(before: Question, question: Question, style: Style) -> list[Message]:
-    """Return a chat with a system prompt, one exchange, and the question."""
-    return [
-        {"role": "system", "content": SYSTEM_PROMPTS[0]},
-        {"role": "user", "content": before.text},
-        {"role": "assistant", "content": style(before)},
-        {"role": "user", "content": question.text},
-    ]
 
 
 @torch.inference_mode()
