@@ -134,16 +134,6 @@ class Router:
             return next((e for e in free if self._predict(request, fleet.loads[e], fleet) < enough), best)
         return best
 
-    def copies(self, digest: str, engines: Sequence[EngineView], now: float) -> int:
-        """Return on how many engines a revision should be at `now`."""
-        ready = [view for view in engines if view.state is EngineState.READY]
-        return self._copies(digest, self._estimate(ready), now) if ready else 0
-
-    def predict(self, request: RoutingRequest, engine: EngineView) -> float:
-        """Return the seconds to the first token of `request` on one engine."""
-        fleet = self._estimate([engine])
-        return self._predict(request, fleet.loads[engine.engine], fleet)
-
     # events
 
     def sent(self, request: RoutingRequest, engine: str, now: float) -> None:
