@@ -224,7 +224,7 @@ def test_device_sampler_penalty_counts_a_pending_token() -> None:
 
 
 def test_device_sampler_sends_a_bias_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step of the rows of the step before sends nothing; the end of `min_tokens` and other rows are noticed."""
+    """A step of the rows of the step before sends no term; the end of `min_tokens` and other rows are noticed."""
     sent = []
     send = device_sampler.to_device
     monkeypatch.setattr(device_sampler, "to_device", lambda array, device: sent.append(array) or send(array, device))
@@ -238,14 +238,14 @@ def test_device_sampler_sends_a_bias_once(monkeypatch: pytest.MonkeyPatch) -> No
 
     logits[:, EOS] = 6.0
     assert tokens(biased, plain) == [7, EOS]
-    assert len(sent) == 3
+    assert len(sent) == 1 + 3, "the step's seeds, and the terms with their rows"
     biased.token_ids.append(7)
     assert tokens(biased, plain) == [7, EOS]
-    assert not sent
+    assert len(sent) == 1, "the step's seeds"
     biased.token_ids.append(7)
     assert tokens(biased, plain) == [EOS, EOS], "the answer may end now"
     assert tokens(plain, biased) == [EOS, EOS]
-    assert len(sent) == 1, "where its row is"
+    assert len(sent) == 1 + 1, "the step's seeds, and where its row is"
     sampler.forget("b")
     assert not sampler._biases._terms
 
