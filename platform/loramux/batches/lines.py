@@ -23,6 +23,15 @@ from loramux.gateway import Answer, Delta, GenerationRequest
 from loramux.records.batches import LineError
 from loramux.units import TokenCounts
 
+MAX_ERRORS = 100
+"""Errors of one input that are reported."""
+MAX_MODELS = 1000
+"""Models that one input may name."""
+MAX_CUSTOM_ID = 512
+WORK_SECONDS, PAUSE_SECONDS = 0.002, 0.002
+"""How long the checks hold the interpreter, and how long they leave it to requests."""
+BLOCK = 1 << 20
+
 
 class AnswerWriter(Protocol):
     """Gives one answer its endpoint's shape."""
@@ -52,16 +61,6 @@ class Endpoints:
     """Writes an error as the endpoints do."""
     max_line_bytes: int
     """The largest line."""
-
-
-MAX_ERRORS = 100
-"""Errors of one input that are reported."""
-MAX_MODELS = 1000
-"""Models that one input may name."""
-MAX_CUSTOM_ID = 512
-WORK_SECONDS, PAUSE_SECONDS = 0.002, 0.002
-"""How long the checks hold the interpreter, and how long they leave it to requests."""
-BLOCK = 1 << 20
 
 
 class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -19,7 +19,7 @@ from loramux.batches.run import BatchRun, BatchServer, LeaseLost, chunk_folder
 from loramux.errors import LoramuxError
 from loramux.gateway import canonical_tags, ensure_storage_allowed, service_class_of
 from loramux.jobs import JobRunner
-from loramux.records import Database, Principal, RecordsError
+from loramux.records import Database, Principal
 from loramux.records.batches import (
     CANCELLING,
     IN_PROGRESS,
@@ -32,12 +32,17 @@ from loramux.records.batches import (
 )
 from loramux.records.identity import new_id
 from loramux.settings import BatchSettings
-from loramux.storage import StorageError
 from loramux.units import DAY, SECOND
 from loramux.usage import UsageService
 
 MAX_HOURS = 168
+MAX_ATTEMPTS = 10
+"""Servers that may die under a batch, one after the other, without one more chunk of it written."""
+OVERDUE = DAY
+"""Microseconds after its window in which a batch must end, whatever fails."""
+
 _window = re.compile(r"([1-9]\d{0,2})h")
+logger = logging.getLogger(__name__)
 
 
 class Batches:
@@ -127,14 +132,6 @@ class Batches:
         return batch
 
 
-MAX_ATTEMPTS = 10
-"""Servers that may die under a batch, one after the other, without one more chunk of it written."""
-OVERDUE = DAY
-"""Microseconds after its window in which a batch must end, whatever fails."""
-
-logger = logging.getLogger(__name__)
-
-
 class BatchWorker:
     """Runs this server's batches. `tend` and `sweep` must be called periodically."""
 
@@ -185,7 +182,7 @@ class BatchWorker:
                 await run.run()
         except LeaseLost:
             logger.info("the batch %s is another server's now", batch.id)
-        except (RecordsError, StorageError, LoramuxError) as error:
+        except LoramuxError as error:
             logger.warning("the batch %s goes on later: %s", batch.id, error)
         except Exception:
             logger.exception("the batch %s is tried again", batch.id)

@@ -259,6 +259,45 @@ class CompletionService:
         self._ensure_serving(base)
         return ReadRequest(asked, model, base, format, prompts, stop, constraint, texts)
 
+    async def _tokenize_all(
+        self, base: ServedBase, format: Format, asked: GenerationRequest, tenant: str
+    ) -> list[TokenizedPrompt]:
+        """Tokenize every prompt; many short ones give way to other requests in between."""
+        found, size = [], 0
+        for prompt in asked.prompts:
+            found.append(await self._tokenize(base, format, asked, prompt, tenant))
+            size += 1 + len(found[-1].token_ids)
+            if size > TOKENS_A_TURN:
+                size = 0
+                await asyncio.sleep(0)
+        return found
+
+    async def _tokenize(
+        self, base: ServedBase, format: Format, asked: GenerationRequest, prompt: Prompt, tenant: str
+    ) -> TokenizedPrompt:
+        longest = base.context if asked.truncation is None else format.tokenizer.longest_token * base.context
+        token_ids, tail = await self._encode(base, format, asked, prompt, tenant, longest)
+        if asked.truncation is not None:
+            room = base.context - (0 if asked.pooling else asked.max_tokens or 1)
+            token_ids = asked.truncation.shorten(token_ids, room)
+        max_tokens = resolve_max_tokens(asked, prompt, len(token_ids), base.context, format.bundle.max_tokens)
+        if isinstance(prompt, list):
+            check_token_ids("prompt", token_ids, max(base.facts.vocab_size, format.num_tokens))
+        return TokenizedPrompt(token_ids, max_tokens, tail)
+
+    async def _encode(
+        self, base: ServedBase, format: Format, asked: GenerationRequest, prompt: Prompt, tenant: str, longest: int
+    ) -> tuple[list[int], str | None]:
+        """Return a prompt's tokens and the end of a conversation's text; of more than `longest` maybe a beginning."""
+        check_text_length(prompt, format.tokenizer.longest_token, base.context)
+        if isinstance(prompt, str | TextPair):
+            special = asked.add_special_tokens
+            return await format.tokenizer.encode(prompt, longest, tenant, add_special_tokens=special), None
+        if isinstance(prompt, tuple):
+            options = format.chat_options(asked)
+            return await self._formats.encode_chat(format, prompt, options, longest, tenant)
+        return prompt, None
+
     def _opened(self, principal: Principal, read: ReadRequest, id: str) -> OpenedRequest:
         """Return what the request's row in the database says of it."""
         asked, model, prompts = read.asked, read.model, read.prompts
@@ -280,9 +319,94 @@ class CompletionService:
             claim=asked.claim,
         )
 
-    def on_begun(self, observer: Callable[[Generation], None]) -> None:
-        """Call `observer` with every generation that has begun, in the context of its request."""
-        self._begun_observers.append(observer)
+    def _num_waiting(self, tenant: str) -> int:
+        """Count the tenant's requests that wait for their first token; lines of batches and shadows do not count."""
+        waiting = (one for one in self._running if one.tenant == tenant and not one.is_background)
+        return self._opening[tenant] + sum(one.is_waiting for one in waiting)
+
+    async def _open(self, opened: OpenedRequest) -> RateLimitStatus | StoredAnswer:
+        """Await the admission. Usage settles a request whose caller is cancelled meanwhile."""
+        tenant = "" if service_tier(opened.tier) in BACKGROUND else opened.tenant_id
+        self._opening[tenant] += 1
+        try:
+            outcome = await self._usage.open(opened)
+        except LoramuxError as error:
+            if isinstance(error, RecordsUnavailable):  # whether the row was committed is not known
+                self._unsettled.append(Settlement(request_id=opened.id, ended_by="platform", finish_reason=None))
+            is_refused = error.status < HTTPStatus.INTERNAL_SERVER_ERROR
+            self.counters.requests["refused" if is_refused else "failed"] += 1
+            for observer in self._refused_observers if is_refused else ():
+                observer(opened)
+            raise
+        finally:
+            self._opening[tenant] -= 1
+            if not self._opening[tenant]:
+                del self._opening[tenant]
+            self._note_idle()
+        if isinstance(outcome, StoredAnswer):
+            self.counters.requests["replayed"] += 1
+        return outcome
+
+    def _watch(self, generation: Generation) -> None:
+        self._running.add(generation)
+        for observer in self._begun_observers:
+            observer(generation)
+        generation.task.add_done_callback(lambda _: self._count(generation))
+        if self._cut_off or (self.draining and generation.service_tier == SHADOW):
+            generation.abort(Draining())
+
+    def _count(self, generation: Generation) -> None:
+        self._running.discard(generation)
+        if not generation.is_background:
+            self._last_other_at = time.monotonic()
+        self.counters.requests[generation.status] += 1
+        self.counters.tokens += generation.usage
+        gaps = self.counters.token_gaps.setdefault((generation.base_model, generation.service_tier), Histogram(SECONDS))
+        gaps.add(generation.token_gaps)
+        if generation.unsettled is not None:
+            self._unsettled.append(generation.unsettled)
+        for observer in self._ended_observers:
+            observer(generation)
+        self._note_idle()
+
+    def _note_idle(self) -> None:
+        if not self.running:
+            self._idle.set()
+
+    async def tokenize(self, principal: Principal, asked: GenerationRequest) -> TokenizedText:
+        """Return the tokens of the request's first prompt, of any number. Raises as `begin` does before it admits."""
+        base, format = await self._format_of(principal, asked.model)
+        asked = format.apply_defaults(asked, base.facts.sampling_defaults)
+        longest = format.tokenizer.longest_token * base.context
+        token_ids, _ = await self._encode(base, format, asked, asked.prompts[0], principal.tenant, longest)
+        return TokenizedText(token_ids, base.context, format.tokenizer)
+
+    async def detokenize(self, principal: Principal, model: str, token_ids: list[int]) -> str:
+        """Return the text of tokens, special ones too. Raises as `tokenize` does."""
+        base, format = await self._format_of(principal, model)
+        check_token_ids("tokens", token_ids, max(base.facts.vocab_size, format.num_tokens))
+        return await format.tokenizer.decode_all(token_ids, principal.tenant)
+
+    async def describe_tokenizer(self, principal: Principal, model: str | None) -> dict[str, Any]:
+        """Return what a client may know of a tokenizer; None: that of the first base. Raises as `tokenize` does."""
+        base, format = await self._format_of(principal, model or "")
+        template = format.bundle.chat_template or format.tokenizer.chat_template
+        return format.tokenizer.describe() | {"chat_template": template or None, "model_max_length": base.context}
+
+    async def _format_of(self, principal: Principal, model: str) -> tuple[ServedBase, Format]:
+        """Return the base and the format of a model; empty: of the first base."""
+        self.ensure_accepting()
+        await self._usage.ensure_rate(principal)
+        resolved = await self._resolver.resolve(principal, model or next(iter(self.bases)))
+        base = self._base_of(resolved)
+        return base, await self._formats.of(base.name, base.format, resolved.revision)
+
+    def _base_of(self, model: ResolvedModel) -> ServedBase:
+        """Return the base that serves a model. Raises EngineDown where it was unloaded while the model was resolved."""
+        base = self.bases.get(model.base_model)
+        if base is None:
+            raise EngineDown
+        return base
 
     async def ensure_model(self, principal: Principal, model: str) -> None:
         """Raise ModelNotFound or RevisionUnavailable unless this caller may ask for the model."""
@@ -292,29 +416,26 @@ class CompletionService:
         """Return the name of the backend that an answer comes from."""
         return self.bases[answer.base_model].fingerprint
 
+    def on_begun(self, observer: Callable[[Generation], None]) -> None:
+        """Call `observer` with every generation that has begun, in the context of its request."""
+        self._begun_observers.append(observer)
+
     def on_ended(self, observer: Callable[[Generation], None]) -> None:
         """Call `observer` with every generation that has ended, in the context of its request."""
         self._ended_observers.append(observer)
-
-    def record_with(self, choose: ChooseRecorder) -> None:
-        """Ask `choose` of every admitted request whether its answer is wanted, and by which function at its end."""
-        self._choose_recorder = choose
 
     def on_refused(self, observer: Callable[[OpenedRequest], None]) -> None:
         """Call `observer` with every request that its limits have refused."""
         self._refused_observers.append(observer)
 
+    def record_with(self, choose: ChooseRecorder) -> None:
+        """Ask `choose` of every admitted request whether its answer is wanted, and by which function at its end."""
+        self._choose_recorder = choose
+
     def ensure_accepting(self) -> None:
         """Raise Draining when the server is being stopped."""
         if self.draining:
             raise Draining
-
-    def _base_of(self, model: ResolvedModel) -> ServedBase:
-        """Return the base that serves a model. Raises EngineDown where it was unloaded while the model was resolved."""
-        base = self.bases.get(model.base_model)
-        if base is None:
-            raise EngineDown
-        return base
 
     def _ensure_serving(self, base: ServedBase) -> None:
         """Raise Draining or EngineDown unless a request to `base` would be taken now."""
@@ -355,123 +476,6 @@ class CompletionService:
             self._idle.clear()
             await self._idle.wait()
 
-    async def _open(self, opened: OpenedRequest) -> RateLimitStatus | StoredAnswer:
-        """Await the admission. Usage settles a request whose caller is cancelled meanwhile."""
-        tenant = "" if service_tier(opened.tier) in BACKGROUND else opened.tenant_id
-        self._opening[tenant] += 1
-        try:
-            outcome = await self._usage.open(opened)
-        except LoramuxError as error:
-            if isinstance(error, RecordsUnavailable):  # whether the row was committed is not known
-                self._unsettled.append(Settlement(request_id=opened.id, ended_by="platform", finish_reason=None))
-            is_refused = error.status < HTTPStatus.INTERNAL_SERVER_ERROR
-            self.counters.requests["refused" if is_refused else "failed"] += 1
-            for observer in self._refused_observers if is_refused else ():
-                observer(opened)
-            raise
-        finally:
-            self._opening[tenant] -= 1
-            if not self._opening[tenant]:
-                del self._opening[tenant]
-            self._note_idle()
-        if isinstance(outcome, StoredAnswer):
-            self.counters.requests["replayed"] += 1
-        return outcome
-
-    async def _tokenize_all(
-        self, base: ServedBase, format: Format, asked: GenerationRequest, tenant: str
-    ) -> list[TokenizedPrompt]:
-        """Tokenize every prompt; many short ones give way to other requests in between."""
-        found, size = [], 0
-        for prompt in asked.prompts:
-            found.append(await self._tokenize(base, format, asked, prompt, tenant))
-            size += 1 + len(found[-1].token_ids)
-            if size > TOKENS_A_TURN:
-                size = 0
-                await asyncio.sleep(0)
-        return found
-
-    async def _tokenize(
-        self, base: ServedBase, format: Format, asked: GenerationRequest, prompt: Prompt, tenant: str
-    ) -> TokenizedPrompt:
-        longest = base.context if asked.truncation is None else format.tokenizer.longest_token * base.context
-        token_ids, tail = await self._encode(base, format, asked, prompt, tenant, longest)
-        if asked.truncation is not None:
-            room = base.context - (0 if asked.pooling else asked.max_tokens or 1)
-            token_ids = asked.truncation.shorten(token_ids, room)
-        max_tokens = resolve_max_tokens(asked, prompt, len(token_ids), base.context, format.bundle.max_tokens)
-        if isinstance(prompt, list):
-            check_token_ids("prompt", token_ids, max(base.facts.vocab_size, format.num_tokens))
-        return TokenizedPrompt(token_ids, max_tokens, tail)
-
-    async def _encode(
-        self, base: ServedBase, format: Format, asked: GenerationRequest, prompt: Prompt, tenant: str, longest: int
-    ) -> tuple[list[int], str | None]:
-        """Return a prompt's tokens and the end of a conversation's text; of more than `longest` maybe a beginning."""
-        check_text_length(prompt, format.tokenizer.longest_token, base.context)
-        if isinstance(prompt, str | TextPair):
-            special = asked.add_special_tokens
-            return await format.tokenizer.encode(prompt, longest, tenant, add_special_tokens=special), None
-        if isinstance(prompt, tuple):
-            options = format.chat_options(asked)
-            return await self._formats.encode_chat(format, prompt, options, longest, tenant)
-        return prompt, None
-
-    async def tokenize(self, principal: Principal, asked: GenerationRequest) -> TokenizedText:
-        """Return the tokens of the request's first prompt, of any number. Raises as `begin` does before it admits."""
-        base, format = await self._format_of(principal, asked.model)
-        asked = format.apply_defaults(asked, base.facts.sampling_defaults)
-        longest = format.tokenizer.longest_token * base.context
-        token_ids, _ = await self._encode(base, format, asked, asked.prompts[0], principal.tenant, longest)
-        return TokenizedText(token_ids, base.context, format.tokenizer)
-
-    async def detokenize(self, principal: Principal, model: str, token_ids: list[int]) -> str:
-        """Return the text of tokens, special ones too. Raises as `tokenize` does."""
-        base, format = await self._format_of(principal, model)
-        check_token_ids("tokens", token_ids, max(base.facts.vocab_size, format.num_tokens))
-        return await format.tokenizer.decode_all(token_ids, principal.tenant)
-
-    async def describe_tokenizer(self, principal: Principal, model: str | None) -> dict[str, Any]:
-        """Return what a client may know of a tokenizer; None: that of the first base. Raises as `tokenize` does."""
-        base, format = await self._format_of(principal, model or "")
-        template = format.bundle.chat_template or format.tokenizer.chat_template
-        return format.tokenizer.describe() | {"chat_template": template or None, "model_max_length": base.context}
-
-    async def _format_of(self, principal: Principal, model: str) -> tuple[ServedBase, Format]:
-        """Return the base and the format of a model; empty: of the first base."""
-        self.ensure_accepting()
-        await self._usage.ensure_rate(principal)
-        resolved = await self._resolver.resolve(principal, model or next(iter(self.bases)))
-        base = self._base_of(resolved)
-        return base, await self._formats.of(base.name, base.format, resolved.revision)
-
-    def _num_waiting(self, tenant: str) -> int:
-        """Count the tenant's requests that wait for their first token; lines of batches and shadows do not count."""
-        waiting = (one for one in self._running if one.tenant == tenant and not one.is_background)
-        return self._opening[tenant] + sum(one.is_waiting for one in waiting)
-
-    def _watch(self, generation: Generation) -> None:
-        self._running.add(generation)
-        for observer in self._begun_observers:
-            observer(generation)
-        generation.task.add_done_callback(lambda _: self._count(generation))
-        if self._cut_off or (self.draining and generation.service_tier == SHADOW):
-            generation.abort(Draining())
-
-    def _count(self, generation: Generation) -> None:
-        self._running.discard(generation)
-        if not generation.is_background:
-            self._last_other_at = time.monotonic()
-        self.counters.requests[generation.status] += 1
-        self.counters.tokens += generation.usage
-        gaps = self.counters.token_gaps.setdefault((generation.base_model, generation.service_tier), Histogram(SECONDS))
-        gaps.add(generation.token_gaps)
-        if generation.unsettled is not None:
-            self._unsettled.append(generation.unsettled)
-        for observer in self._ended_observers:
-            observer(generation)
-        self._note_idle()
-
     async def settle_late(self) -> None:
         """Settle the requests whose end the database did not take. Raises RecordsUnavailable if it still does not."""
         while self._unsettled:
@@ -483,10 +487,6 @@ class CompletionService:
                 raise
             except UnknownRequest:  # its opening was not committed either
                 continue
-
-    def _note_idle(self) -> None:
-        if not self.running:
-            self._idle.set()
 
 
 def service_class_of(principal: Principal, service_tier: ServiceTier) -> ServiceClass:

@@ -37,6 +37,19 @@ _CHARACTERS_PER_TOKEN = 4
 _CUT_TOKENS = 64
 """The cut at the end of a beginning changes fewer tokens than this."""
 _THREADS = 4
+Decode = Callable[[list[int]], str]
+REPLACEMENT = "\ufffd"
+_CUTS = range(4, 9)
+"""Window lengths tried when cutting: a character is at most four byte tokens, so one of five cuts falls on an edge."""
+_WINDOW = 24
+"""Tokens of context before a cut is tried."""
+_LONGEST_WINDOW = 96
+"""Tokens before a text that ends in no whole character is given out all the same: it is no UTF-8, and never will be."""
+_UNFINISHED = 3
+"""The characters of such a text that may still become one: a lead byte and two more."""
+_CHARACTERS = 0x110000
+"""Unicode's code points: an edge of a StopAutomaton is the integer `state * _CHARACTERS + code point`."""
+
 _byte_piece = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -297,21 +310,6 @@ def _byte_alphabet() -> dict[str, int]:
     printable: Sequence[int] = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-Decode = Callable[[list[int]], str]
-
-REPLACEMENT = "\ufffd"
-_CUTS = range(4, 9)
-"""Window lengths tried when cutting: a character is at most four byte tokens, so one of five cuts falls on an edge."""
-_WINDOW = 24
-"""Tokens of context before a cut is tried."""
-_LONGEST_WINDOW = 96
-"""Tokens before a text that ends in no whole character is given out all the same: it is no UTF-8, and never will be."""
-_UNFINISHED = 3
-"""The characters of such a text that may still become one: a lead byte and two more."""
-_CHARACTERS = 0x110000
-"""Unicode's code points: an edge of a StopAutomaton is the integer `state * _CHARACTERS + code point`."""
 
 
 class Detokenizer:

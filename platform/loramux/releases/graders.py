@@ -26,10 +26,21 @@ from loramux.errors import LoramuxError
 
 PATTERN_SECONDS = 0.05
 MAX_PATTERN = 1000
-_number = regex.compile(r"[-+]?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3})?")
-
 Expected = str | float | int | None
 Grade = Callable[[str, Expected], float]
+MAX_SCHEMA_BYTES = 65_536
+MAX_SCHEMA_PARTS = 2000
+"""Objects and lists of a schema: checking that it is one takes a quarter of a millisecond for each."""
+MAX_WORK_PER_ANSWER = 200_000
+"""Units of one to seven microseconds."""
+MAX_WORK = 20_000_000
+"""For all answers that one schema validates."""
+_NESTED = frozenset({"const", "dependentRequired", "enum"})
+"""Keywords that look at everything in their value, not only at its members."""
+_QUOTED_PER_UNIT = 16
+"""Values that an error quotes in the time of a unit."""
+
+_number = regex.compile(r"[-+]?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3})?")
 
 
 class InvalidGrader(LoramuxError):
@@ -173,19 +184,6 @@ def _number_grade(answer: str, expected: Expected, tolerance: float, relative: b
     except (ValueError, IndexError):
         return 0.0
     return float(abs(given - wanted) <= tolerance * (abs(wanted) if relative else 1.0))
-
-
-MAX_SCHEMA_BYTES = 65_536
-MAX_SCHEMA_PARTS = 2000
-"""Objects and lists of a schema: checking that it is one takes a quarter of a millisecond for each."""
-MAX_WORK_PER_ANSWER = 200_000
-"""Units of one to seven microseconds."""
-MAX_WORK = 20_000_000
-"""For all answers that one schema validates."""
-_NESTED = frozenset({"const", "dependentRequired", "enum"})
-"""Keywords that look at everything in their value, not only at its members."""
-_QUOTED_PER_UNIT = 16
-"""Values that an error quotes in the time of a unit."""
 
 
 class InvalidSchema(ValueError):

@@ -322,14 +322,15 @@ class BaseMigrations:
         repository = BaseMigrationRepository(session)
         if not await repository.is_callable(item.revision_id):
             raise UploadSuperseded(f"{item.name}@{item.number} was deleted while it was migrated")
-        done = msgspec.structs.replace(item, new_number=revision.number)
-        if not await repository.decide(done, self._server_id):
-            raise UploadSuperseded(f"the migration {item.migration_id} was cancelled, or is another server's")
+        await self._write(repository, msgspec.structs.replace(item, new_number=revision.number))
 
     async def _decide(self, item: MigrationItem) -> None:
         async with self._database.begin() as session:
-            if not await BaseMigrationRepository(session).decide(item, self._server_id):
-                raise UploadSuperseded(f"the migration {item.migration_id} was cancelled, or is another server's")
+            await self._write(BaseMigrationRepository(session), item)
+
+    async def _write(self, repository: BaseMigrationRepository, item: MigrationItem) -> None:
+        if not await repository.decide(item, self._server_id):
+            raise UploadSuperseded(f"the migration {item.migration_id} was cancelled, or is another server's")
 
     # evaluations
 

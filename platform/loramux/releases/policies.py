@@ -54,9 +54,17 @@ from loramux.units import DAY, SECOND
 
 OBSERVED = 30 * DAY
 """The requests of a revision that count: those of the last 30 days, of all tenants."""
-
 Share = Annotated[float, Meta(ge=0, le=1)]
 Count = Annotated[int, Meta(ge=1, le=10**9)]
+ERRORS, FEEDBACK, LATENCY = "errors", "feedback", "latency"
+MEASURES = (ERRORS, FEEDBACK, LATENCY)
+ALPHA = 0.05
+"""Of canaries that are as good as the revision before, the share that is ever taken back by one measure."""
+WATCH_SECONDS = 10.0
+Rate = tuple[float, int]
+"""Good outcomes, and all of them."""
+
+logger = logging.getLogger(__name__)
 
 
 class EvaluationRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -267,17 +275,6 @@ def observed(policy: ReleasePolicy, counts: Counts | None) -> list[PolicyCheck]:
 
 def _policy_of(row: ReleasePolicyRow | None) -> ReleasePolicy | None:
     return None if row is None else msgspec.json.decode(row.policy, type=ReleasePolicy)
-
-
-ERRORS, FEEDBACK, LATENCY = "errors", "feedback", "latency"
-MEASURES = (ERRORS, FEEDBACK, LATENCY)
-ALPHA = 0.05
-"""Of canaries that are as good as the revision before, the share that is ever taken back by one measure."""
-WATCH_SECONDS = 10.0
-
-logger = logging.getLogger(__name__)
-Rate = tuple[float, int]
-"""Good outcomes, and all of them."""
 
 
 class InvalidGuard(LoramuxError):

@@ -48,9 +48,19 @@ from loramux.uploads.parts import FOLDER, assemble, folder_of
 from loramux.validation import BaseValidators, ReportWarning, SandboxDied, ValidationReport
 
 THREADS = 8
-
 OnRegistered = Callable[[AsyncSession, RevisionRow], Awaitable[None]]
 """Runs in the transaction that registers the revision; may raise UploadSuperseded to roll it back."""
+CHECKS, CHECKS_PER_TENANT = 2, 1
+"""Uploads that are assembled, checked and registered at a time: a sandbox takes a core and much memory."""
+FETCHES, FETCHES_PER_TENANT = 16, 2
+"""Imports that are fetched, or wait in the staging folder for their check."""
+MAX_ATTEMPTS = 3
+KEEP_FINISHED = 30 * DAY
+"""The time for which a finished upload is listed."""
+TRANSIENT = (RecordsError, StorageError, ValidationUnavailable)
+"""Failures that may pass: the same upload may succeed later."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,20 +242,6 @@ def _notes(ignored: Sequence[str]) -> tuple[ReportWarning, ...]:
         return ()
     message = f"These files mean nothing for serving and were not taken: {', '.join(ignored)[:2000]}."
     return (ReportWarning(code="files_ignored", field="files", message=message),)
-
-
-CHECKS, CHECKS_PER_TENANT = 2, 1
-"""Uploads that are assembled, checked and registered at a time: a sandbox takes a core and much memory."""
-FETCHES, FETCHES_PER_TENANT = 16, 2
-"""Imports that are fetched, or wait in the staging folder for their check."""
-MAX_ATTEMPTS = 3
-KEEP_FINISHED = 30 * DAY
-"""The time for which a finished upload is listed."""
-
-TRANSIENT = (RecordsError, StorageError, ValidationUnavailable)
-"""Failures that may pass: the same upload may succeed later."""
-
-logger = logging.getLogger(__name__)
 
 
 class UploadWorker:

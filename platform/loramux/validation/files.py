@@ -31,6 +31,8 @@ from loramux_adapters.names import TensorNames
 from loramux_adapters.plan import CHECKS, ExaminedAdapter, examine_adapter, read_config_file
 from loramux_adapters.weights_file import ITEM_BYTES
 
+CHECK = "base_model"
+
 
 def prepare(setup: bytes) -> Callable[[bytes], bytes]:
     """Return the function that does one job; the fork server calls this once."""
@@ -148,9 +150,6 @@ def is_name_of(names: Iterable[str], claimed: str | None) -> bool:
 
 def _last(name: str) -> str:
     return name.rstrip("/").rpartition("/")[2].lower()
-
-
-CHECK = "base_model"
 
 
 def prepare_choice(_: bytes) -> Callable[[bytes], bytes]:

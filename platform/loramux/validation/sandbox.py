@@ -43,7 +43,6 @@ from loramux.validation.jobs import ResourceUsage
 START_SECONDS = 120.0
 """Time for a warm process to start on a busy machine."""
 MAX_ANSWER_BYTES = 16 << 20
-
 _START = (
     # Before anything else: an interrupt from the terminal is for the server, which closes the socket when it ends.
     "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); from loramux.validation.sandbox import main; main()"
@@ -58,7 +57,12 @@ _OWN = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-
+PR_SET_CHILD_SUBREAPER = 36
+"""Of linux/prctl.h."""
+OPEN_FILES = 256
+IDLE_SECONDS = 900.0
+"""The time after which an idle warm process ends and frees its memory; the next job starts another."""
+Work = Callable[[bytes], bytes]
 
 logger = logging.getLogger(__name__)
 
@@ -236,15 +240,6 @@ def _checked(answer: JobResult) -> JobResult:
     if answer.fault is not None:
         raise JobCrashed(answer.trace)
     return answer
-
-
-PR_SET_CHILD_SUBREAPER = 36
-"""Of linux/prctl.h."""
-OPEN_FILES = 256
-IDLE_SECONDS = 900.0
-"""The time after which an idle warm process ends and frees its memory; the next job starts another."""
-
-Work = Callable[[bytes], bytes]
 
 
 def main() -> NoReturn:
