@@ -1,9 +1,15 @@
 // y = x @ W.T + bias, with W packed once into panels of 32 output columns:
 //
-//     packed[panel][k / E][32][E]      E elements fill four bytes: one float, or two bf16
+//     packed[panel][k / E][32][E]      E elements fill four bytes, a unit: one float, or two bf16
 //
-// so that a panel streams from memory in the order of use. Every output is one chain of sums over k, whatever the
-// number of rows: a row's answer does not depend on the rows beside it, and is the same while decoding as in prefill.
+// so that a panel streams from memory in the order of use. x is packed likewise, for each call, into blocks of few rows:
+//
+//     rows[block][k / E][rows of the block][E]
+//
+// A block's rows and 32 columns are sums in registers. Every output is one chain of sums over k, whatever the number of
+// rows: a row's answer does not depend on the rows beside it, and is the same while decoding as in prefill.
+#include <vector>
+
 #include "abi.hpp"
 #include "parallel.hpp"
 #include "simd.hpp"
@@ -17,6 +23,11 @@ constexpr int MAX_ROWS = 12;  // 12 x 2 sums, 2 columns, 1 broadcast of 32 regis
 #else
 constexpr int MAX_ROWS = 3;
 #endif
+
+// Two blocks of few rows meet a panel in stretches of this many units: for the second block they are still in the
+// first-level cache, and memory is read all the time, not only while the first block is multiplied.
+constexpr int64_t STRETCH = 64;
+constexpr int64_t MAX_STRETCHED_ROWS = 20;
 
 struct Output {
     void* y;
@@ -34,67 +45,136 @@ void write(const Output& out, int64_t row, int64_t column, f32x16 value) {
 }
 
 // What a block fetches while it computes, for processors do not foresee a panel's end: two lines of each of its panels
-// every `every` steps, from `offset` elements after each panel's start.
+// every `every` steps, from `offset` elements after where it starts in each panel.
 struct Prefetch {
     int64_t offset;
     int every;
 };
 
-// M rows times P panels
-template <class T, int M, int P>
-void multiply_block(const T* x, int64_t ldx, int64_t row, int64_t width, const T* packed, int64_t panel,
-                    Prefetch prefetch, const Output& out) {
-    using U = Unit<T>;
-    constexpr int step = PANEL * U::elements;
-    const int64_t panel_size = PANEL * width;
-    const T *w = packed + panel * panel_size, *fetch = w + prefetch.offset, *in = x + row * ldx;
-    f32x16 acc[M][2 * P] = {};
-    int wait = prefetch.every;
-    for (int64_t k = 0; k < width; k += U::elements, w += step) {
-        if (--wait == 0) {
-            for (int p = 0; p < 2 * P; p++) __builtin_prefetch(fetch + p / 2 * panel_size + p % 2 * step / 2);
-            fetch += step;
-            wait = prefetch.every;
-        }
-        f32x16 column[2 * P];
-        for (int c = 0; c < 2 * P; c++) column[c] = U::load(w + c / 2 * panel_size + c % 2 * step / 2);
-        for (int m = 0; m < M; m++) {
-            float unit;
-            std::memcpy(&unit, in + m * ldx + k, sizeof unit);
-            for (int c = 0; c < 2 * P; c++) acc[m][c] = U::add_product(acc[m][c], column[c], splat(unit));
-        }
-    }
-    for (int m = 0; m < M; m++)
-        for (int c = 0; c < 2 * P; c++) write<T>(out, row + m, panel * PANEL + 16 * c, acc[m][c]);
-}
-
-template <class T, int P, int M = MAX_ROWS / P>
-void multiply_rows(int64_t rows, const T* x, int64_t ldx, int64_t row, int64_t width, const T* packed, int64_t panel,
-                   Prefetch prefetch, const Output& out) {
-    if constexpr (M > 0) {
-        if (rows == M) return multiply_block<T, M, P>(x, ldx, row, width, packed, panel, prefetch, out);
-        multiply_rows<T, P, M - 1>(rows, x, ldx, row, width, packed, panel, prefetch, out);
-    }
-}
-
 template <class T>
-void multiply(const T* x, int64_t ldx, int64_t rows, int64_t width, const T* packed, const Output& out, int threads) {
-    const int64_t panels = (out.columns + PANEL - 1) / PANEL, panel_size = PANEL * width;
-    const int64_t row_blocks = (rows + MAX_ROWS - 1) / MAX_ROWS;
-    const Prefetch soon{4096 / sizeof(T), 1};
-    on_threads(threads_for(panels * panel_size * (int64_t)sizeof(T), threads), [&](int thread, int team) {
-        int64_t panel = share(panels, thread, team), end = share(panels, thread + 1, team);
-        if (rows <= MAX_ROWS / 2)
-            for (; panel + 2 <= end; panel += 2) multiply_rows<T, 2>(rows, x, ldx, 0, width, packed, panel, soon, out);
-        for (; panel < end; panel++)
-            for (int64_t block = 0; block < row_blocks; block++) {
-                int64_t row = rows * block / row_blocks, next = rows * (block + 1) / row_blocks;
-                int64_t done = width * block / row_blocks / Unit<T>::elements * Unit<T>::elements;
-                Prefetch later{panel_size + done * PANEL, (int)row_blocks};
-                multiply_rows<T, 1>(next - row, x, ldx, row, width, packed, panel, row_blocks == 1 ? soon : later, out);
+class Product {
+    using U = Unit<T>;
+    static constexpr int STEP = PANEL * U::elements;  // elements of a panel for one unit of k
+
+   public:
+    Product(const T* x, int64_t ldx, int64_t rows, int64_t width, const T* packed, const Output& out, int threads)
+        : packed(packed), rows(rows), blocks((rows + MAX_ROWS - 1) / MAX_ROWS), units(width / U::elements), out(out) {
+        static thread_local std::vector<T> memory;
+        if (rows == 1) {
+            x_packed = x;
+            return;
+        }
+        if ((int64_t)memory.size() < rows * width) memory.resize(rows * width);
+        pack_rows(x, ldx, memory.data(), threads);
+        x_packed = memory.data();
+    }
+
+    void run(int threads) const {
+        const int64_t panels = (out.columns + PANEL - 1) / PANEL, bytes = panels * panel_size() * (int64_t)sizeof(T);
+        threads = threads_for(bytes, threads);
+        Runs runs(panels, threads);
+        on_threads(threads, [&](int, int) {
+            runs.take([&](int64_t panel, int64_t end) {
+                if (rows <= MAX_ROWS / 2)
+                    for (; panel + 2 <= end; panel += 2) multiply_block<2>(0, panel, Prefetch{8192 / sizeof(T), 1});
+                for (; panel < end; panel++) multiply_panel(panel);
+            });
+        });
+    }
+
+   private:
+    const T *packed, *x_packed = nullptr;
+    int64_t rows, blocks, units;
+    Output out;
+
+    int64_t panel_size() const { return units * STEP; }
+    int64_t first_row(int64_t block) const { return rows * block / blocks; }
+
+    void pack_rows(const T* x, int64_t ldx, T* to, int threads) const {
+        const int64_t bytes = 2 * rows * units * U::elements * (int64_t)sizeof(T);
+        on_threads(threads_for(bytes, threads), [&](int thread, int team) {
+            const int64_t from = share(units, thread, team), last = share(units, thread + 1, team);
+            for (int64_t block = 0; block < blocks; block++) {
+                const int64_t first = first_row(block), count = first_row(block + 1) - first;
+                const T* in = x + first * ldx;
+                T* at = to + (first * units + from * count) * U::elements;
+                for (int64_t u = from; u < last; u++)
+                    for (int64_t row = 0; row < count; row++, at += U::elements)
+                        std::memcpy(at, in + row * ldx + u * U::elements, sizeof(T) * U::elements);
             }
-    });
-}
+        });
+    }
+
+    void multiply_panel(int64_t panel) const {
+        if (blocks == 1) return multiply_block<1>(0, panel, Prefetch{8192 / sizeof(T), 1});
+        if (rows <= MAX_STRETCHED_ROWS) return multiply_stretches(panel);
+        for (int64_t block = 0; block < blocks; block++) {
+            const int64_t done = units * block / blocks;  // of the next panel is fetched
+            multiply_block<1>(block, panel, Prefetch{panel_size() + done * STEP, (int)blocks});
+        }
+    }
+
+    void multiply_stretches(int64_t panel) const {
+        f32x16 sums[2][MAX_ROWS * 2];
+        for (int64_t unit = 0; unit < units; unit += STRETCH) {
+            const int64_t count = units - unit < STRETCH ? units - unit : STRETCH;
+            for (int64_t block = 0; block < blocks; block++) {
+                const Prefetch next{(STRETCH + STRETCH / blocks * block) * STEP, (int)blocks};
+                add<1>(block, panel, unit, count, next, sums[block]);
+            }
+        }
+        for (int64_t block = 0; block < blocks; block++) write_sums<1>(block, panel, sums[block]);
+    }
+
+    template <int P>
+    void multiply_block(int64_t block, int64_t panel, Prefetch prefetch) const {
+        f32x16 sums[MAX_ROWS / P * 2 * P];
+        add<P>(block, panel, 0, units, prefetch, sums);
+        write_sums<P>(block, panel, sums);
+    }
+
+    template <int P>
+    void write_sums(int64_t block, int64_t panel, const f32x16* sums) const {
+        for (int64_t row = first_row(block); row < first_row(block + 1); row++)
+            for (int c = 0; c < 2 * P; c++) write<T>(out, row, panel * PANEL + 16 * c, *sums++);
+    }
+
+    // Adds the products of `count` units from `unit` on to the sums of a block's rows and P panels; the first units begin them.
+    template <int P, int M = MAX_ROWS / P>
+    void add(int64_t block, int64_t panel, int64_t unit, int64_t count, Prefetch prefetch, f32x16* sums) const {
+        if constexpr (M > 0) {
+            if (first_row(block + 1) - first_row(block) == M)
+                return add_rows<P, M>(block, panel, unit, count, prefetch, sums);
+            add<P, M - 1>(block, panel, unit, count, prefetch, sums);
+        }
+    }
+
+    template <int P, int M>
+    void add_rows(int64_t block, int64_t panel, int64_t unit, int64_t count, Prefetch prefetch, f32x16* sums) const {
+        const T *w = packed + panel * panel_size() + unit * STEP, *fetch = w + prefetch.offset;
+        const T* in = x_packed + (first_row(block) * units + unit * M) * U::elements;
+        f32x16 acc[M][2 * P];
+        for (int m = 0; m < M; m++)
+            for (int c = 0; c < 2 * P; c++) acc[m][c] = unit == 0 ? f32x16{} : sums[m * 2 * P + c];
+        int wait = prefetch.every;
+        for (int64_t u = 0; u < count; u++, w += STEP, in += M * U::elements) {
+            if (--wait == 0) {
+                for (int p = 0; p < 2 * P; p++) __builtin_prefetch(fetch + p / 2 * panel_size() + p % 2 * STEP / 2);
+                fetch += STEP;
+                wait = prefetch.every;
+            }
+            f32x16 column[2 * P];
+            for (int c = 0; c < 2 * P; c++) column[c] = U::load(w + c / 2 * panel_size() + c % 2 * STEP / 2);
+            for (int m = 0; m < M; m++) {
+                float element;
+                std::memcpy(&element, in + m * U::elements, sizeof element);
+                for (int c = 0; c < 2 * P; c++) acc[m][c] = U::add_product(acc[m][c], column[c], splat(element));
+            }
+        }
+        for (int m = 0; m < M; m++)
+            for (int c = 0; c < 2 * P; c++) sums[m * 2 * P + c] = acc[m][c];
+    }
+};
 
 // weight[rows][width] becomes the packed columns from first_column on
 template <class T>
@@ -128,6 +208,6 @@ LORAMUX_EXPORT void loramux_linear(int dtype, const void* x, int64_t ldx, int64_
                                    int threads) {
     on_packed_dtype(dtype, [&](auto zero) {
         using T = decltype(zero);
-        multiply((const T*)x, ldx, rows, width, (const T*)packed, Output{y, ldy, columns, bias}, threads);
+        Product<T>((const T*)x, ldx, rows, width, (const T*)packed, Output{y, ldy, columns, bias}, threads).run(threads);
     });
 }

@@ -1,7 +1,14 @@
 // Work shared among the threads of torch's own OpenMP pool.
 #pragma once
 
+#include <sched.h>
+
+#include <atomic>
 #include <cstdint>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 namespace loramux {
 
@@ -14,10 +21,87 @@ struct Runtime {
 };
 extern Runtime runtime;
 
+// Waits by looking, for as long as waking a sleeping thread takes; then it lets other threads of the machine run.
+template <class Ready>
+void await(const Ready& ready) {
+    constexpr int LOOKS = 2000;
+    for (int looks = 0; !ready(); looks++) {
+        if (looks >= LOOKS) {
+            sched_yield();
+            continue;
+        }
+#if defined(__x86_64__)
+        _mm_pause();
+#endif
+    }
+}
+
+// Threads that stay awake between the parts of one piece of work. A decoder layer is a dozen parts of some ten
+// microseconds each: putting the threads to sleep between them would take longer than the smaller ones.
+class Team {
+   public:
+    // The team whose work this thread is doing; null: none.
+    static thread_local Team* current;
+
+    // Runs work() on this thread; its calls of on_threads share their parts with the threads of the team.
+    template <class Work>
+    static void hold(int threads, const Work& work) {
+        if (threads <= 1 || current) return work();
+        Team team;
+        auto member = [&] {
+            if (runtime.thread() != 0) return team.serve(runtime.thread());
+            team.size = runtime.threads();
+            current = &team;
+            work();
+            current = nullptr;
+            team.begin(nullptr, nullptr, 0);
+        };
+        runtime.parallel([](void* p) { (*(decltype(member)*)p)(); }, &member, threads, 0);
+    }
+
+    // body(thread, threads), once on each of at most `threads` threads
+    template <class Body>
+    void run(int threads, const Body& body) {
+        const int taking = threads < size ? threads : size;
+        if (taking <= 1) return body(0, 1);
+        left.store(size - 1, std::memory_order_relaxed);
+        begin([](void* p, int thread, int team) { (*(const Body*)p)(thread, team); }, (void*)&body, taking);
+        body(0, taking);
+        await([&] { return left.load(std::memory_order_acquire) == 0; });
+    }
+
+   private:
+    typedef void (*Part)(void*, int, int);
+    int size = 1;
+    // Of the round that has begun; no part: the work is over.
+    Part part = nullptr;
+    void* data = nullptr;
+    int taking = 0;
+    alignas(64) std::atomic<uint32_t> round{0};
+    alignas(64) std::atomic<int> left{0};
+
+    void begin(Part of, void* with, int threads) {
+        part = of, data = with, taking = threads;
+        round.fetch_add(1, std::memory_order_release);
+    }
+
+    // Threads that a round leaves out are waited for too: none may still be reading it when the next one is written.
+    void serve(int thread) {
+        for (uint32_t seen = 0;;) {
+            await([&] { return round.load(std::memory_order_acquire) != seen; });
+            seen = round.load(std::memory_order_acquire);
+            if (!part) return;
+            if (thread < taking) part(data, thread, taking);
+            left.fetch_sub(1, std::memory_order_release);
+        }
+    }
+};
+
 // body(thread, threads), once on each thread of a team of at most `threads`
 template <class Body>
 void on_threads(int threads, const Body& body) {
     if (threads <= 1) return body(0, 1);
+    if (Team::current) return Team::current->run(threads, body);
     runtime.parallel([](void* p) { (*(const Body*)p)(runtime.thread(), runtime.threads()); }, (void*)&body, threads, 0);
 }
 
@@ -29,5 +113,23 @@ inline int threads_for(int64_t bytes, int threads) {
 }
 
 inline int64_t share(int64_t total, int thread, int threads) { return total * thread / threads; }
+
+// Runs of neighbouring items, taken one after the other by threads that come for them: a thread that the machine holds
+// up takes fewer, and the others do not wait for it.
+class Runs {
+   public:
+    Runs(int64_t total, int team) : total(total), length(total / (16 * team) > 1 ? total / (16 * team) / 2 * 2 : 2) {}
+
+    // body(first, one past the last), for each run that this thread takes
+    template <class Body>
+    void take(const Body& body) {
+        for (int64_t first; (first = next.fetch_add(length, std::memory_order_relaxed)) < total;)
+            body(first, first + length < total ? first + length : total);
+    }
+
+   private:
+    const int64_t total, length;
+    std::atomic<int64_t> next{0};
+};
 
 }  // namespace loramux

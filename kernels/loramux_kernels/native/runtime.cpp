@@ -4,6 +4,7 @@
 
 namespace loramux {
 Runtime runtime;
+thread_local Team* Team::current = nullptr;
 }
 
 LORAMUX_EXPORT void loramux_use_runtime(loramux::Runtime theirs) { loramux::runtime = theirs; }
