@@ -96,6 +96,38 @@ struct RopeAbi {
     NormAbi query_norm, key_norm;
 };
 
+// One product of a layer: weights as loramux_linear reads them or, where they are coded, loramux_coded_linear.
+struct LayerLinearAbi {
+    const void* panels;  // null: coded
+    const CodedWeightsAbi* coded;
+    const void* bias;      // null: none; of floats where the weights are coded
+    const int64_t* group;  // of sites, as lora_shrink reads it
+    int64_t coding, width, columns;
+};
+
+// What a decoder layer is, for all steps.
+struct LayerAbi {
+    NormAbi before_attention, after_attention, before_network, after_network;  // no weight: none
+    NormAbi query_norm, key_norm;                                              // of each head
+    LayerLinearAbi qkv, out, gate_up, down;
+    const float* sinks;
+    int64_t num_heads, sliding_window, turns, activation;
+    float scaling, softcap;
+    float factor;  // of what is added to the residual stream
+};
+
+// What a step brings to each of its layers.
+struct LayerStepAbi {
+    void* x;  // the residual stream [rows][width], changed
+    const void *cos, *sin;
+    const int64_t* slots;
+    const void* pool;
+    const LoraTableAbi* table;
+    const int64_t* segments;  // null: no row has an adapter
+    float* shrunk;            // what lora_shrink writes, for the group with the most sites
+    int64_t dtype, rows, rotary_dim, rotation_is_float, max_rank;
+};
+
 // How the token of one row of logits is drawn.
 struct DrawAbi {
     int64_t row, top_k;  // 0: all
@@ -103,3 +135,24 @@ struct DrawAbi {
 };
 
 }  // namespace loramux
+
+// Operators that loramux_layer calls too.
+
+LORAMUX_EXPORT void loramux_rms_norm(int dtype, const loramux::RmsNormAbi* call, int threads);
+LORAMUX_EXPORT void loramux_linear(int dtype, const void* x, int64_t ldx, int64_t rows, int64_t width,
+                                   const void* packed, const void* bias, void* y, int64_t ldy, int64_t columns,
+                                   int threads);
+LORAMUX_EXPORT void loramux_coded_linear(int dtype, int coding, const void* x, int64_t ldx, int64_t rows,
+                                         const loramux::CodedWeightsAbi* weights, const float* bias, void* y, int64_t ldy,
+                                         int64_t columns, int threads);
+LORAMUX_EXPORT void loramux_lora_shrink(int dtype, const void* x, int64_t ldx, int64_t width, const void* pool,
+                                        const loramux::LoraTableAbi* table, const int64_t* group,
+                                        const int64_t* segments, float* v, int64_t ldv, int threads);
+LORAMUX_EXPORT void loramux_lora_expand(int dtype, const float* v, int64_t ldv, const void* pool,
+                                        const loramux::LoraTableAbi* table, const int64_t* group,
+                                        const int64_t* segments, void* y, int64_t ldy, int threads);
+LORAMUX_EXPORT void loramux_rope(int dtype, const loramux::RopeAbi* call, const loramux::KvLayerAbi* layer, int threads);
+LORAMUX_EXPORT void loramux_attention(int dtype, const loramux::AttentionAbi* call, const loramux::KvLayerAbi* layer,
+                                      const loramux::AttentionBatchAbi* batch, int threads);
+LORAMUX_EXPORT void loramux_gated(int dtype, int activation, const void* gate, int64_t gate_row, const void* up,
+                                  int64_t up_row, int64_t rows, int64_t width, void* y, int64_t y_row, int threads);

@@ -1,4 +1,4 @@
-// The product of an activated gate and what passes it.
+// The product of an activated gate and what passes it; it may be written over the gate.
 #include "abi.hpp"
 #include "parallel.hpp"
 #include "simd.hpp"
@@ -19,7 +19,7 @@ inline f32x16 gelu_tanh(f32x16 x) { return x * sigmoid(1.5957691216057308f * (x 
 
 template <class T, class Activation>
 void multiply(const T* gate, int64_t gate_row, const T* up, int64_t up_row, int64_t rows, int64_t width, T* y,
-              int threads, const Activation& activation) {
+              int64_t y_row, int threads, const Activation& activation) {
     on_threads(threads_for(6 * rows * width * (int64_t)sizeof(T), threads), [&](int thread, int team) {
         const int64_t last = share(rows, thread + 1, team);
         for (int64_t row = share(rows, thread, team); row < last; row++) {
@@ -27,7 +27,7 @@ void multiply(const T* gate, int64_t gate_row, const T* up, int64_t up_row, int6
             for (int64_t c = 0; c < width; c += 16) {
                 const int64_t left = width - c;
                 f32x16 open = rounded<T>(activation(load_first(g + c, left)));
-                store_first(y + row * width + c, open * load_first(u + c, left), left);
+                store_first(y + row * y_row + c, open * load_first(u + c, left), left);
             }
         }
     });
@@ -39,11 +39,11 @@ void multiply(const T* gate, int64_t gate_row, const T* up, int64_t up_row, int6
 using namespace loramux;
 
 LORAMUX_EXPORT void loramux_gated(int dtype, int activation, const void* gate, int64_t gate_row, const void* up,
-                                  int64_t up_row, int64_t rows, int64_t width, void* y, int threads) {
+                                  int64_t up_row, int64_t rows, int64_t width, void* y, int64_t y_row, int threads) {
     on_dtype(dtype, [&](auto zero) {
         using T = decltype(zero);
         auto run = [&](auto act) {
-            multiply((const T*)gate, gate_row, (const T*)up, up_row, rows, width, (T*)y, threads, act);
+            multiply((const T*)gate, gate_row, (const T*)up, up_row, rows, width, (T*)y, y_row, threads, act);
         };
         if (activation == SILU) run([](f32x16 x) { return silu(x); });
         if (activation == GELU_TANH) run([](f32x16 x) { return gelu_tanh(x); });
