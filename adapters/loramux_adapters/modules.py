@@ -20,7 +20,16 @@ from loramux_adapters.base import BaseDescription, input_of, is_expert
 from loramux_adapters.base_weights import BaseLinear, BaseWeights, LocalMatrix, QuantizedLinear, base_linear, weight_of
 from loramux_adapters.experts import Experts, GroupedExperts, Router, install_mixtures
 from loramux_adapters.ranks import Ranks, Shard
-from loramux_kernels import LoraGroup, OwnWeights, PackedLinear, Quantization, lora_expand, lora_shrink, rescale
+from loramux_kernels import (
+    LayerLinear,
+    LoraGroup,
+    OwnWeights,
+    PackedLinear,
+    Quantization,
+    lora_expand,
+    lora_shrink,
+    rescale,
+)
 
 
 class GroupedLinear:
@@ -42,7 +51,7 @@ class GroupedLinear:
         adds to its part, so that the pairs' results take part in the same sum and nothing more is sent."""
         self.linear = PackedLinear([weight_of(m) for m in linears], [_bias(m) for m in linears], quantization)
         self.group = LoraGroup(tuple(s.index for s in sites), tuple(s.out_features for s in sites))
-        self._bank = bank
+        self.bank = bank
         self._ranks = ranks
         self._input: torch.Tensor | None = None
         self._output: torch.Tensor | None = None
@@ -59,8 +68,18 @@ class GroupedLinear:
             self._input = self._output = None
         return output
 
+    @property
+    def layer_linear(self) -> LayerLinear:
+        """The base's part of it, for a call that serves a whole layer."""
+        return LayerLinear(self.linear, self.group)
+
+    @property
+    def is_shared_by_ranks(self) -> bool:
+        """True where the output is a sum over ranks."""
+        return self._ranks is not None
+
     def _compute(self, x: torch.Tensor) -> torch.Tensor:
-        bank = self._bank
+        bank = self.bank
         rows = self._scaled(x.reshape(-1, x.shape[-1]))
         y = self.linear(rows)
         if (segments := bank.segments) is not None:
@@ -74,7 +93,7 @@ class GroupedLinear:
 
     def _scaled(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the members' input: `rows`, or a scaled copy where an adapter of the step scales inputs."""
-        bank = self._bank
+        bank = self.bank
         if bank.extras is None or bank.extras.inputs is None or len(self.group.sites) > 1:
             return rows  # a vector for an input that several sites read is refused at upload
         rows = rows.clone()

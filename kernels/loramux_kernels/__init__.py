@@ -15,7 +15,8 @@ rows, a tile lies contiguously in one page, and `LoraTable` holds each tile's of
 Keys and values are of the model's dtype or in FP8 (`e4m3`).
 
 **Between the linears** (`rms_norm`, `rope_write_kv`, `gated`). Each is one pass over few rows, where a framework's
-operators are several, and an operator's own cost is most of the time.
+operators are several, and an operator's own cost is most of the time. On a CPU a layer's operators are one call
+(`DecoderLayer`).
 
 **Packed linears** (`PackedLinear`) hold several weights that read one input as one matrix, in the fastest format
 at hand, or as the codes of a quantized checkpoint (`quantized_weight`).
@@ -34,6 +35,7 @@ by device (`cuda/`: Triton, `native/`: C++), and the torch reference that every 
 operators share is in `tables`.
 """
 
+from loramux_kernels.decoder_layer import DecoderLayer, LayerAdapters, LayerLinear
 from loramux_kernels.layer_operators import (
     Activation,
     gated,
@@ -81,7 +83,10 @@ __all__ = [
     "RANK_TILE",
     "Activation",
     "AttentionBatch",
+    "DecoderLayer",
     "KvLayer",
+    "LayerAdapters",
+    "LayerLinear",
     "LoraGroup",
     "LoraTable",
     "Norm",

@@ -122,7 +122,7 @@ def gated(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch
         *(gate.data_ptr(), gate.stride(0)),
         *(up.data_ptr(), up.stride(0)),
         *(rows, width),
-        y.data_ptr(),
+        *(y.data_ptr(), width),
         torch.get_num_threads(),
     )
     return y

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from loramux_kernels.device import has_bf16_tiles, runs_triton, zeros_in_large_pages
 from loramux_kernels.native import multiplies_bf16_pairs, native_for, native_library
-from loramux_kernels.native.abi import CODINGS, DTYPES, CodedWeightsAbi
+from loramux_kernels.native.abi import CODINGS, DTYPES, CodedWeightsAbi, LayerLinearAbi
 from loramux_kernels.quantized_weight import MIN_GROUP, TABLES, Quantization, QuantizedWeight, is_nibbles, quantize
 
 
@@ -33,6 +33,9 @@ class LinearFormat(Protocol):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """`x` `[T, in_features]` to `[T, sum(out_features)]`, of x's dtype."""
+
+    def abi(self) -> LayerLinearAbi | None:
+        """Return the weights as the C++ operators read them, without a group; None where they do not."""
 
 
 def choose_format(weight: torch.Tensor) -> type[Plain | Panels | OneDnn]:
@@ -59,6 +62,9 @@ class Plain:
         """Multiply; see LinearFormat."""
         return functional.linear(x, self._weight, self._bias)
 
+    def abi(self) -> None:
+        """Return None: these are torch's."""
+
 
 class Panels:
     """Our own packed panels: read at the memory's speed for few rows, at the processor's for many."""
@@ -70,6 +76,7 @@ class Panels:
         assert native is not None, "chosen only where the C++ operators are there"
         self._native: ctypes.CDLL = native
         self._columns = sum(weight.shape[0] for weight in weights)
+        self._width = weights[0].shape[1]
         self._bias = bias
         self._packed = self._pack(weights)
         self.num_bytes = self._packed.nbytes
@@ -104,6 +111,11 @@ class Panels:
         )
         return y
 
+    def abi(self) -> LayerLinearAbi:
+        """Return the panels; see LinearFormat."""
+        bias = None if self._bias is None else self._bias.data_ptr()
+        return LayerLinearAbi(self._packed.data_ptr(), None, bias, None, 0, self._width, self._columns)
+
 
 class OneDnn:
     """Weights in the layout that oneDNN chooses, through operators that torch's own compiler emits."""
@@ -117,6 +129,9 @@ class OneDnn:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply; see LinearFormat."""
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+
+    def abi(self) -> None:
+        """Return None: these are oneDNN's."""
 
 
 def one_dnn_packs(weight: torch.Tensor) -> bool:
@@ -201,6 +216,14 @@ class Coded:
         )
         return y
 
+    def abi(self) -> LayerLinearAbi | None:
+        """Return the codes; None where they are not in panels, or are in another order than the inputs."""
+        if self._weight is not None or self._order is not None:
+            return None
+        bias = None if self._bias is None else self._bias.data_ptr()
+        address = ctypes.addressof(self._abi)
+        return LayerLinearAbi(None, address, bias, None, self._coding, self._abi.width, self._columns)
+
     def _multiply_on_gpu(self, x: torch.Tensor) -> torch.Tensor:
         # Only where it runs: it needs triton.
         from loramux_kernels.cuda.coded_linear import coded_linear
@@ -262,6 +285,10 @@ class PackedLinear:
         if len(self._formats) == 1:
             return self._formats[0](x)
         return torch.cat([multiply(x) for multiply in self._formats], dim=-1)
+
+    def abi(self) -> LayerLinearAbi | None:
+        """Return the weights as `loramux_layer` reads them, without a group; None where it does not."""
+        return self._formats[0].abi() if len(self._formats) == 1 else None
 
     @property
     def num_bytes(self) -> int:

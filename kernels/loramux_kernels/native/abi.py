@@ -97,6 +97,37 @@ class RopeAbi(ctypes.Structure):
     )
 
 
+class LayerLinearAbi(ctypes.Structure):
+    """A product of a layer: panels, or coded weights and their coding."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("panels", "coded", "bias", "group")),
+        *((name, c_int64) for name in ("coding", "width", "columns")),
+    )
+
+
+class LayerAbi(ctypes.Structure):
+    """A decoder layer; a norm without a weight: none."""
+
+    _fields_ = (
+        *((f"{place}_{part}", NormAbi) for part in ("attention", "network") for place in ("before", "after")),
+        *((f"{heads}_norm", NormAbi) for heads in ("query", "key")),
+        *((name, LayerLinearAbi) for name in ("qkv", "out", "gate_up", "down")),
+        ("sinks", c_void_p),
+        *((name, c_int64) for name in ("num_heads", "sliding_window", "turns", "activation")),
+        *((name, c_float) for name in ("scaling", "softcap", "factor")),
+    )
+
+
+class LayerStepAbi(ctypes.Structure):
+    """What a step brings to each layer; no segments: no row has an adapter."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "cos", "sin", "slots", "pool", "table", "segments", "shrunk")),
+        *((name, c_int64) for name in ("dtype", "rows", "rotary_dim", "rotation_is_float", "max_rank")),
+    )
+
+
 class DrawAbi(ctypes.Structure):
     """How the token of one row of logits is drawn."""
 
@@ -130,6 +161,11 @@ SIGNATURES = {
     "loramux_rms_norm": (c_int, POINTER(RmsNormAbi), c_int),
     "loramux_rope": (c_int, POINTER(RopeAbi), POINTER(KvLayerAbi), c_int),
     "loramux_draw_tokens": (c_int, c_void_p, c_int64, c_int64, POINTER(DrawAbi), c_int64, c_void_p, c_int),
-    "loramux_gated": (c_int, c_int, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int),
+    "loramux_gated": (
+        c_int, c_int, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int,
+    ),
+    "loramux_layer": (
+        POINTER(LayerAbi), POINTER(LayerStepAbi), POINTER(KvLayerAbi), POINTER(AttentionBatchAbi), c_int,
+    ),
 }  # fmt: skip
 """Argument types of the functions that return nothing."""

@@ -1,10 +1,10 @@
 // Work shared among the threads of torch's own OpenMP pool.
 #pragma once
 
-#include <sched.h>
-
 #include <atomic>
+#include <condition_variable>
 #include <cstdint>
+#include <mutex>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -21,20 +21,37 @@ struct Runtime {
 };
 extern Runtime runtime;
 
-// Waits by looking, for as long as waking a sleeping thread takes; then it lets other threads of the machine run.
-template <class Ready>
-void await(const Ready& ready) {
-    constexpr int LOOKS = 2000;
-    for (int looks = 0; !ready(); looks++) {
-        if (looks >= LOOKS) {
-            sched_yield();
-            continue;
-        }
+// Something that threads wait for: they look for about as long as waking them would take, and sleep then. A machine that
+// has other work gives it the core meanwhile, and wakes the sleeper at once.
+class Signal {
+   public:
+    template <class Ready>
+    void await(const Ready& ready) {
+        constexpr int LOOKS = 2000;
+        for (int looks = 0; looks < LOOKS; looks++) {
+            if (ready()) return;
 #if defined(__x86_64__)
-        _mm_pause();
+            _mm_pause();
 #endif
+        }
+        std::unique_lock<std::mutex> lock(mutex);
+        asleep++;
+        changed.wait(lock, ready);
+        asleep--;
     }
-}
+
+    // After a change that may make one ready: who saw nothing of it has been counted as asleep before.
+    void announce() {
+        if (asleep == 0) return;
+        std::lock_guard<std::mutex> lock(mutex);
+        changed.notify_all();
+    }
+
+   private:
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::atomic<int> asleep{0};
+};
 
 // Threads that stay awake between the parts of one piece of work. A decoder layer is a dozen parts of some ten
 // microseconds each: putting the threads to sleep between them would take longer than the smaller ones.
@@ -64,10 +81,10 @@ class Team {
     void run(int threads, const Body& body) {
         const int taking = threads < size ? threads : size;
         if (taking <= 1) return body(0, 1);
-        left.store(size - 1, std::memory_order_relaxed);
+        left = size - 1;
         begin([](void* p, int thread, int team) { (*(const Body*)p)(thread, team); }, (void*)&body, taking);
         body(0, taking);
-        await([&] { return left.load(std::memory_order_acquire) == 0; });
+        done.await([&] { return left == 0; });
     }
 
    private:
@@ -79,20 +96,22 @@ class Team {
     int taking = 0;
     alignas(64) std::atomic<uint32_t> round{0};
     alignas(64) std::atomic<int> left{0};
+    Signal begun, done;
 
     void begin(Part of, void* with, int threads) {
         part = of, data = with, taking = threads;
-        round.fetch_add(1, std::memory_order_release);
+        round++;
+        begun.announce();
     }
 
     // Threads that a round leaves out are waited for too: none may still be reading it when the next one is written.
     void serve(int thread) {
         for (uint32_t seen = 0;;) {
-            await([&] { return round.load(std::memory_order_acquire) != seen; });
-            seen = round.load(std::memory_order_acquire);
+            begun.await([&] { return round != seen; });
+            seen = round;
             if (!part) return;
             if (thread < taking) part(data, thread, taking);
-            left.fetch_sub(1, std::memory_order_release);
+            if (--left == 0) done.announce();
         }
     }
 };

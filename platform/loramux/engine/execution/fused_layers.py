@@ -7,6 +7,9 @@ Every family's layer is two sublayers, attention and feed-forward, on one residu
 One pass adds a sublayer's result to x and normalises x for the next. Queries turn, and keys turn and go to their pages,
 in one pass; so do the activation of a gate and its product. The linears are the modules that `install` has put there.
 A layer whose parts are not all known stays as it is, and `attend` serves it.
+
+On a CPU a whole layer is one call (`DecoderLayer`), for steps whose adapters are pairs on linears. The modules below
+say what that call does, and serve all other steps.
 """
 
 from __future__ import annotations
@@ -21,8 +24,20 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from loramux.engine.execution.attention import AttentionStep, LayerShape
-from loramux_adapters.modules import AdaptedNorm, replace_module
-from loramux_kernels import Activation, Norm, OwnWeights, Rotation, gated, paged_attention, rms_norm, rope_write_kv
+from loramux_adapters.bank import AdapterBank
+from loramux_adapters.modules import AdaptedNorm, GroupedLinear, LoraLinear, replace_module
+from loramux_kernels import (
+    Activation,
+    DecoderLayer,
+    LayerAdapters,
+    Norm,
+    OwnWeights,
+    Rotation,
+    gated,
+    paged_attention,
+    rms_norm,
+    rope_write_kv,
+)
 
 FUSED = frozenset(
     f"{family}DecoderLayer"
@@ -122,39 +137,45 @@ class FusedAttention(nn.Module):
 
     def __init__(self, attention: Any, shape: LayerShape) -> None:
         super().__init__()
-        self._is_joined = hasattr(attention, "qkv_proj")
-        for name in ("qkv_proj", "o_proj") if self._is_joined else ("q_proj", "k_proj", "v_proj", "o_proj"):
+        self.is_joined = hasattr(attention, "qkv_proj")
+        for name in ("qkv_proj", "o_proj") if self.is_joined else ("q_proj", "k_proj", "v_proj", "o_proj"):
             setattr(self, name, getattr(attention, name))
-        self._layer_idx: int = attention.layer_idx
-        self._shape = shape
+        self.layer_idx: int = attention.layer_idx
+        self.shape = shape
         heads = attention.o_proj.in_features // shape.value_dim
         kv = shape.num_kv_heads
+        self.num_heads = heads
         self._widths = [heads * shape.key_dim, kv * shape.key_dim, kv * shape.value_dim]
-        self._norms = [FusedNorm(getattr(attention, name)) for name in QK_NORMS if hasattr(attention, name)]
-        self._by_head = bool(self._norms) and len(self._norms[0].norm.weight) == shape.key_dim
-        self._turns = bool(getattr(attention, "use_rope", True))
+        self.norms = [FusedNorm(getattr(attention, name)) for name in QK_NORMS if hasattr(attention, name)]
+        self.norms_heads = bool(self.norms) and len(self.norms[0].norm.weight) == shape.key_dim
+        self.turns = bool(getattr(attention, "use_rope", True))
+
+    @property
+    def projections(self) -> list[nn.Module]:
+        """The linears of queries, keys and values."""
+        return [self.qkv_proj] if self.is_joined else [self.q_proj, self.k_proj, self.v_proj]
 
     def forward(
         self, x: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], step: AttentionStep
     ) -> torch.Tensor:
         """Map `[T, hidden_size]` to the same shape."""
-        rows, shape = x.shape[0], self._shape
+        rows, shape = x.shape[0], self.shape
         query, key, value = self._project(x)
-        if self._norms and not self._by_head:  # OLMo 2: over all heads together
-            query, key = (norm.normalise(part) for norm, part in zip(self._norms, (query, key), strict=True))
+        if self.norms and not self.norms_heads:  # OLMo 2: over all heads together
+            query, key = (norm.normalise(part) for norm, part in zip(self.norms, (query, key), strict=True))
         query, key = query.view(rows, -1, shape.key_dim), key.view(rows, -1, shape.key_dim)
         of_query, of_key = None, None
-        if self._by_head and all(norm.is_shared for norm in self._norms):
-            of_query, of_key = (norm.norm for norm in self._norms)
-        elif self._by_head:
-            query, key = (norm.normalise(part) for norm, part in zip(self._norms, (query, key), strict=True))
+        if self.norms_heads and all(norm.is_shared for norm in self.norms):
+            of_query, of_key = (norm.norm for norm in self.norms)
+        elif self.norms_heads:
+            query, key = (norm.normalise(part) for norm, part in zip(self.norms, (query, key), strict=True))
         cos, sin = position_embeddings
         rope_write_kv(
             query,
             key,
             value.view(rows, -1, shape.value_dim),
-            Rotation(cos[0], sin[0]) if self._turns else None,
-            step.layers[self._layer_idx],
+            Rotation(cos[0], sin[0]) if self.turns else None,
+            step.layers[self.layer_idx],
             step.batch.slot_mapping,
             of_query,
             of_key,
@@ -162,7 +183,7 @@ class FusedAttention(nn.Module):
         options = shape.options
         mixed = paged_attention(
             query,
-            step.layers[self._layer_idx],
+            step.layers[self.layer_idx],
             step.batch,
             shape.scaling,
             sliding_window=options.sliding_window,
@@ -174,7 +195,7 @@ class FusedAttention(nn.Module):
 
     def _project(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return queries, keys and values, `[T, heads * dim]` each."""
-        if self._is_joined:
+        if self.is_joined:
             joined: torch.Tensor = self.qkv_proj(x)
             return joined.split(self._widths, dim=-1)
         return self.q_proj(x), self.k_proj(x), self.v_proj(x)
@@ -193,18 +214,23 @@ class FusedFeedForward(nn.Module):
 
     def __init__(self, network: Any, activation: Activation) -> None:
         super().__init__()
-        self._is_joined = hasattr(network, "gate_up_proj")
-        for name in ("gate_up_proj", "down_proj") if self._is_joined else ("gate_proj", "up_proj", "down_proj"):
+        self.is_joined = hasattr(network, "gate_up_proj")
+        for name in ("gate_up_proj", "down_proj") if self.is_joined else ("gate_proj", "up_proj", "down_proj"):
             setattr(self, name, getattr(network, name))
-        self._activation: Activation = activation
+        self.activation: Activation = activation
+
+    @property
+    def projections(self) -> list[nn.Module]:
+        """The linears of the gate and of what it multiplies."""
+        return [self.gate_up_proj] if self.is_joined else [self.gate_proj, self.up_proj]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map `[T, hidden_size]` to the same shape."""
-        if self._is_joined:
+        if self.is_joined:
             gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         else:
             gate, up = self.gate_proj(x), self.up_proj(x)
-        y: torch.Tensor = self.down_proj(gated(gate, up, self._activation))
+        y: torch.Tensor = self.down_proj(gated(gate, up, self.activation))
         return y
 
 
@@ -252,6 +278,75 @@ class _Norms:
         return cls(named["input_layernorm"], None, named["post_attention_layernorm"], None)
 
 
+class _WholeLayer:
+    """A layer as one call."""
+
+    def __init__(self, layer: DecoderLayer, bank: AdapterBank, layer_idx: int) -> None:
+        self._layer = layer
+        self._bank = bank
+        self._layer_idx = layer_idx
+
+    @classmethod
+    def of(cls, layer: FusedLayer) -> _WholeLayer | None:
+        """Describe `layer`; None where a part of it is none of the call's."""
+        attention, network, norms = layer.self_attn, layer.mlp, layer.norms
+        if not isinstance(network, FusedFeedForward) or (attention.norms and not attention.norms_heads):
+            return None
+        qkv, out = _one_product(attention.projections), _one_product([attention.o_proj])
+        gate_up, down = _one_product(network.projections), _one_product([network.down_proj])
+        if qkv is None or gate_up is None or out is None or down is None:
+            return None
+        options = attention.shape.options
+        query_norm, key_norm = attention.norms or (None, None)
+        described = DecoderLayer(
+            qkv=qkv.layer_linear,
+            out=out.layer_linear,
+            gate_up=gate_up.layer_linear,
+            down=down.layer_linear,
+            before_attention=_norm_of(norms.before_attention),
+            after_attention=_norm_of(norms.after_attention),
+            before_network=_norm_of(norms.before_network),
+            after_network=_norm_of(norms.after_network),
+            query_norm=_norm_of(query_norm),
+            key_norm=_norm_of(key_norm),
+            num_heads=attention.num_heads,
+            turns=attention.turns,
+            scaling=attention.shape.scaling,
+            activation=network.activation,
+            sliding_window=options.sliding_window,
+            softcap=options.softcap,
+            sinks=None if options.sinks is None else options.sinks.float().contiguous(),
+            factor=layer.factor,
+        )
+        return cls(described, qkv.bank, attention.layer_idx)
+
+    def run(self, x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], step: AttentionStep) -> bool:
+        """Change the rows `x` in place; return False, with nothing done, for a step that needs the modules."""
+        bank, kv = self._bank, step.layers[self._layer_idx]
+        native = self._layer.native_for(x, kv) if bank.extras is None else None
+        if native is None:
+            return False
+        cos, sin = rotation
+        adapters = None if bank.segments is None else LayerAdapters(bank.pool, bank.table, bank.segments)
+        self._layer.run(native, x, Rotation(cos[0], sin[0]), kv, step.batch, adapters)
+        return True
+
+
+def _one_product(members: Sequence[nn.Module]) -> GroupedLinear | None:
+    """Return what computes `members`, in this order and nothing else; None where nothing does, or ranks share it."""
+    linears = [member for member in members if isinstance(member, LoraLinear)]
+    if len(linears) < len(members) or any(linear.group is not linears[0].group for linear in linears):
+        return None
+    ends = [0, *(linear.columns.stop for linear in linears)]
+    starts, group = [linear.columns.start for linear in linears], linears[0].group
+    is_whole = [*starts, ends[-1]] == [*ends[:-1], group.group.out_starts[-1]]
+    return group if is_whole and not group.is_shared_by_ranks else None
+
+
+def _norm_of(norm: FusedNorm | None) -> Norm | None:
+    return None if norm is None else norm.norm
+
+
 class FusedLayer(nn.Module):
     """Replaces a decoder layer."""
 
@@ -259,8 +354,9 @@ class FusedLayer(nn.Module):
         super().__init__()
         self.self_attn = FusedAttention(layer.self_attn, shape)
         self.mlp = _feed_forward(layer.mlp)
-        self._norms = _Norms.of(layer)
-        self._factor = float(getattr(layer, "residual_multiplier", 1.0))
+        self.norms = _Norms.of(layer)
+        self.factor = float(getattr(layer, "residual_multiplier", 1.0))
+        self._whole = _WholeLayer.of(self)
 
     def forward(
         self,
@@ -271,17 +367,19 @@ class FusedLayer(nn.Module):
         **_: Any,
     ) -> torch.Tensor:
         """Change the residual stream `[1, T, hidden_size]` in place, and return it."""
-        norms, x = self._norms, hidden_states[0]
+        norms, x = self.norms, hidden_states[0]
+        if self._whole is not None and self._whole.run(x, position_embeddings, attention_step):
+            return hidden_states
         normed = x if norms.before_attention is None else norms.before_attention.normalise(x)
         delta = self.self_attn(normed, position_embeddings, attention_step)
         if norms.after_attention is not None:
             delta = norms.after_attention.normalise(delta)
         if norms.before_network is None:
-            normed = x.add_(delta, alpha=self._factor)
+            normed = x.add_(delta, alpha=self.factor)
         else:
-            normed = norms.before_network.normalise(x, delta, self._factor)
+            normed = norms.before_network.normalise(x, delta, self.factor)
         delta = self.mlp(normed)
         if norms.after_network is not None:
             delta = norms.after_network.normalise(delta)
-        x.add_(delta, alpha=self._factor)
+        x.add_(delta, alpha=self.factor)
         return hidden_states

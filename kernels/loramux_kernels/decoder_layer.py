@@ -1,0 +1,142 @@
+"""Semantics, over packed rows x, in one C++ call:
+
+    x += factor * after_attention(out(attention(turn(qkv(before_attention(x))))))
+    x += factor * after_network(down(gated(gate_up(before_network(x)))))
+
+On a CPU a step of few rows is hundreds of operators of some ten microseconds. Called one by one, each costs as much
+again in the interpreter, and threads that sleep in between have to be woken. The operators of a layer called here are
+those that `paged_attention`, `rms_norm` and the others call, and give the same results to the bit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from loramux_kernels.device import runs_triton
+from loramux_kernels.layer_operators import Activation
+from loramux_kernels.native import native_for
+from loramux_kernels.native.abi import (
+    ACTIVATIONS,
+    DTYPES,
+    MAX_HEAD_DIM,
+    LayerAbi,
+    LayerLinearAbi,
+    LayerStepAbi,
+    NormAbi,
+)
+from loramux_kernels.packed_linear import PackedLinear
+from loramux_kernels.tables import AttentionBatch, KvLayer, LoraGroup, LoraTable, Norm, Rotation, Segments
+
+
+@dataclass(frozen=True, eq=False)
+class LayerLinear:
+    """One product of a layer, and where adapters add to it."""
+
+    linear: PackedLinear
+    group: LoraGroup
+
+    @cached_property
+    def abi(self) -> LayerLinearAbi | None:
+        """The weights' addresses; None where C++ does not read them."""
+        held = self.linear.abi()
+        if held is not None:
+            held.group = self.group.packed.buffer_info()[0]
+        return held
+
+
+@dataclass(frozen=True, eq=False)
+class LayerAdapters:
+    """A step's adapters, as pairs on the layer's linears."""
+
+    pool: torch.Tensor
+    table: LoraTable
+    segments: Segments
+
+
+@dataclass(frozen=True, eq=False)
+class DecoderLayer:
+    """The parts of a layer whose two sublayers are attention and a gated feed-forward network."""
+
+    qkv: LayerLinear
+    """Queries, keys and values, side by side."""
+    out: LayerLinear
+    gate_up: LayerLinear
+    down: LayerLinear
+    before_attention: Norm | None
+    after_attention: Norm | None
+    before_network: Norm | None
+    after_network: Norm | None
+    query_norm: Norm | None
+    """Of each head; so is `key_norm`."""
+    key_norm: Norm | None
+    num_heads: int
+    turns: bool
+    scaling: float
+    activation: Activation
+    sliding_window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+    """float32[num_heads], contiguous; see `paged_attention`."""
+    factor: float = 1.0
+    """Of what is added to the residual stream."""
+
+    @cached_property
+    def abi(self) -> LayerAbi | None:
+        """The layer's addresses and numbers; None where one of its linears is not held as C++ reads it."""
+        linears = [linear.abi for linear in (self.qkv, self.out, self.gate_up, self.down)]
+        norms = (self.before_attention, self.after_attention, self.before_network, self.after_network)
+        if any(linear is None for linear in linears):
+            return None
+        return LayerAbi(
+            *(NormAbi() if norm is None else norm.abi for norm in (*norms, self.query_norm, self.key_norm)),
+            *linears,
+            None if self.sinks is None else self.sinks.data_ptr(),
+            self.num_heads, self.sliding_window or 0, self.turns, ACTIVATIONS[self.activation],
+            self.scaling, self.softcap or 0.0, self.factor,
+        )  # fmt: skip
+
+    def native_for(self, x: torch.Tensor, kv: KvLayer) -> ctypes.CDLL | None:
+        """Return the library whose one call is this layer for rows like `x`; None where there is none."""
+        if runs_triton(x) or self.abi is None or kv.key.shape[3] > MAX_HEAD_DIM:
+            return None
+        return native_for(x)
+
+    def run(
+        self,
+        native: ctypes.CDLL,
+        x: torch.Tensor,
+        rotation: Rotation,
+        kv: KvLayer,
+        batch: AttentionBatch,
+        adapters: LayerAdapters | None,
+    ) -> None:
+        """Change the residual stream `x` `[T, hidden_size]`, contiguous, in place, and write the step's KV.
+
+        `native` is what `native_for` returned; `rotation` has T rows.
+        """
+        assert x.is_contiguous(), "rows are found by arithmetic"
+        step = LayerStepAbi(
+            x=x.data_ptr(),
+            cos=rotation.cos.data_ptr(),
+            sin=rotation.sin.data_ptr(),
+            slots=batch.slot_mapping.data_ptr(),
+            dtype=DTYPES[x.dtype],
+            rows=x.shape[0],
+            rotary_dim=rotation.cos.shape[1],
+            rotation_is_float=rotation.cos.dtype == torch.float32,
+        )
+        if adapters is not None:
+            segments, table = adapters.segments, adapters.table
+            step.max_rank = segments.max_rank(table)
+            shrunk = torch.empty(self._most_sites * segments.rows * step.max_rank, dtype=torch.float32)
+            step.pool, step.shrunk = adapters.pool.data_ptr(), shrunk.data_ptr()
+            step.table, step.segments = ctypes.addressof(table.abi), segments.packed.buffer_info()[0]
+        native.loramux_layer(self.abi, step, kv.abi, batch.abi, torch.get_num_threads())
+
+    @cached_property
+    def _most_sites(self) -> int:
+        return max(len(linear.group.sites) for linear in (self.qkv, self.out, self.gate_up, self.down))
