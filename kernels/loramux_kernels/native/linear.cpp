@@ -70,6 +70,7 @@ class Product {
     }
 
     void run(int threads) const {
+        if (rows == 0) return;
         const int64_t panels = (out.columns + PANEL - 1) / PANEL, bytes = panels * panel_size() * (int64_t)sizeof(T);
         threads = threads_for(bytes, threads);
         Runs runs(panels, threads);

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from adapter_zoo import HYBRIDS, SERVED, Zoo, load
+from adapter_zoo import HYBRIDS, RECIPES, SERVED, Asked, Zoo, load, serve
 
+from loramux.engine.engine import build_engine
 from loramux.engine.execution.attention import KvLayout, probe_layers
 from loramux.engine.execution.checkpoint import load_checkpoint
-from loramux.engine.execution.fused_layers import FusedFeedForward, FusedLayer, FusedNorm, fuse_layers
+from loramux.engine.execution.fused_layers import FusedFeedForward, FusedLayer, FusedNorm, WholeLayer, fuse_layers
 from loramux.engine.execution.runner import Forward, StepInputs
 from loramux_kernels import AttentionBatch
+from loramux_kernels.native import native_library
 
 KEPT = (
     *("ministral", "ministral3", "glm", "glm4", "cohere", "cohere2", "exaone4", "ernie4_5", "hunyuan_v1_dense"),
@@ -20,6 +22,10 @@ KEPT = (
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5_images", "qwen3_5_moe_images"),
 )
 """Families whose layers stay transformers' own."""
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "dots1")
+"""Families whose layers have experts, which no one call computes."""
+NEVER_IN_ONE_CALL = ("olmo2", "olmo3", "arcee")
+"""Families whose queries and keys are normalised over all heads, or whose network has no gate."""
 LENGTHS = (11, 1, 20)
 BLOCK = 16
 
@@ -94,3 +100,61 @@ def test_layer_with_an_unknown_norm_is_left_alone(tmp_path) -> None:
     model.model.layers[1].input_layernorm = torch.nn.LayerNorm(64)
     assert fuse_layers(model, layout.layers) == 2
     assert not isinstance(model.model.layers[1], FusedLayer)
+
+
+def compute_twice(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Have every layer computed in one call and then by its modules; returns whether rows and KV were the same."""
+    forward, run, same = FusedLayer.forward, WholeLayer.run, []
+
+    def both(layer, hidden_states, *, position_embeddings, attention_step, **options):
+        before = hidden_states.clone()
+        kv, slots = attention_step.layers[layer.self_attn.layer_idx], attention_step.batch.slot_mapping
+        pages, offsets = slots // kv.block_size, slots % kv.block_size
+
+        def results() -> list[torch.Tensor]:
+            scales = [scale[pages] for scale in (kv.key_scale, kv.value_scale) if scale is not None]
+            return [hidden_states.clone(), kv.key[pages, :, offsets], kv.value[pages, :, offsets], *scales]
+
+        step = {"position_embeddings": position_embeddings, "attention_step": attention_step}
+        if layer._whole is None or not run(layer._whole, hidden_states[0], position_embeddings, attention_step):
+            return forward(layer, hidden_states, **step)
+        in_one_call = results()
+        forward(layer, hidden_states.copy_(before), **step)
+        same.append(all(map(torch.equal, in_one_call, results())))
+        return hidden_states
+
+    monkeypatch.setattr(FusedLayer, "forward", both)
+    monkeypatch.setattr(WholeLayer, "run", lambda *_: False)
+    return same
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        *((family, {}) for family in SERVED if family not in (*KEPT, *MIXTURES)),
+        ("llama", {"dtype": "bfloat16", "num_threads": 2}),
+        ("llama", {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}),
+        ("llama", {"quantization": "int8", "num_threads": 5}),
+    ],
+)
+def test_layer_in_one_call_computes_what_its_modules_compute_to_the_bit(
+    tmp_path, monkeypatch, family: str, options: dict
+) -> None:
+    if native_library() is None:
+        pytest.skip("no C++ compiler")
+    zoo = Zoo(family, tmp_path)
+    zoo.make_adapters()
+    # Its steps bring more than pairs on linears, and are computed by the modules.
+    zoo.make_adapter("with a vector", {"r": 4, "target_modules": ["o_proj"], "use_dora": True}, 7)
+    same = compute_twice(monkeypatch)
+    loaded, settings = load(zoo.base, max_num_batched_tokens=29, **options)
+    engine = build_engine(loaded, settings, wake=lambda: None)
+    models = [None, *RECIPES, "with a vector"]
+    asked = [Asked(f"r{i}", models[i % 7], tuple(range(5 + i, 20 + 5 * (i % 3))), 3 + i % 4) for i in range(9)]
+    serve(zoo, engine, asked, arrivals=[i // 3 for i in range(9)])
+    engine.close()
+    if family in NEVER_IN_ONE_CALL:
+        assert not same
+    else:
+        assert len(same) > 20
+        assert all(same)

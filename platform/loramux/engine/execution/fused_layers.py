@@ -278,7 +278,7 @@ class _Norms:
         return cls(named["input_layernorm"], None, named["post_attention_layernorm"], None)
 
 
-class _WholeLayer:
+class WholeLayer:
     """A layer as one call."""
 
     def __init__(self, layer: DecoderLayer, bank: AdapterBank, layer_idx: int) -> None:
@@ -287,7 +287,7 @@ class _WholeLayer:
         self._layer_idx = layer_idx
 
     @classmethod
-    def of(cls, layer: FusedLayer) -> _WholeLayer | None:
+    def of(cls, layer: FusedLayer) -> WholeLayer | None:
         """Describe `layer`; None where a part of it is none of the call's."""
         attention, network, norms = layer.self_attn, layer.mlp, layer.norms
         if not isinstance(network, FusedFeedForward) or (attention.norms and not attention.norms_heads):
@@ -356,7 +356,7 @@ class FusedLayer(nn.Module):
         self.mlp = _feed_forward(layer.mlp)
         self.norms = _Norms.of(layer)
         self.factor = float(getattr(layer, "residual_multiplier", 1.0))
-        self._whole = _WholeLayer.of(self)
+        self._whole = WholeLayer.of(self)
 
     def forward(
         self,
