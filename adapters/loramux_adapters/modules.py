@@ -29,6 +29,7 @@ from loramux_kernels import (
     lora_expand,
     lora_shrink,
     rescale,
+    rows_linear,
 )
 
 
@@ -234,7 +235,7 @@ class AdaptedHead(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map the sampled rows `[..., n, hidden_size]` to logits `[..., n, tokens]`, as wide as any row's tokens."""
-        y: torch.Tensor = self.base(x)
+        y = rows_linear(x, self.base.weight, self.base.bias)
         if self._ranks is not None:
             y = self._ranks.gather_columns(y)
             if self._ranks.rank:

@@ -309,6 +309,29 @@ def packed_linear_reference(
     return torch.cat(outputs, dim=-1)
 
 
+def rows_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return `x @ weight.T + bias` with the weight `[out_features, in_features]` where it is.
+
+    `x` is `[..., in_features]`. For a weight that others read too, such as an embedding that is the head; on a CPU its
+    result does not depend on the other rows, as torch's does.
+    """
+    native = None if runs_triton(x) or not weight.is_contiguous() else native_for(weight)
+    if native is None or weight.dtype != x.dtype:
+        return functional.linear(x, weight, bias)
+    rows = x.reshape(-1, x.shape[-1])
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    y = x.new_empty(len(rows), len(weight))
+    native.loramux_rows_linear(
+        DTYPES[x.dtype],
+        *(rows.data_ptr(), rows.stride(0), *rows.shape),
+        weight.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        *(y.data_ptr(), len(weight), len(weight)),
+        torch.get_num_threads(),
+    )
+    return y.view(*x.shape[:-1], len(weight))
+
+
 def join_biases(weights: Sequence[Weight], biases: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
     """One bias `[sum(out_features)]`, zero where a member has none; None when none has."""
     given = next((bias for bias in biases if bias is not None), None)

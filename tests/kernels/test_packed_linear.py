@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loramux_kernels import PackedLinear, packed_linear, packed_linear_reference
+from loramux_kernels import PackedLinear, packed_linear, packed_linear_reference, rows_linear
 from loramux_kernels.native import multiplies_bf16_pairs
 from loramux_kernels.packed_linear import Coded, choose_format, one_dnn_packs
 from loramux_kernels.quantized_weight import QuantizedWeight, pack_nibbles, quantize, unpack_nibbles
@@ -217,3 +217,24 @@ def test_coded_row_is_independent_of_its_neighbours_and_keeps_what_is_not_finite
     assert whole[:50].isfinite().all()
     for start, stop in [(0, 1), (5, 7), (3, 9), (10, 22), (1, 14), (52, 73)]:
         assert torch.equal(linear(x[start:stop]), whole[start:stop])
+
+
+@pytest.mark.usefixtures("native")
+@settings(max_examples=60, deadline=None)
+@given(
+    dtype=st.sampled_from(list(TOLERANCE)),
+    rows=st.integers(0, 40),
+    in_features=st.integers(1, 150),
+    out_features=st.integers(1, 70),
+    with_bias=st.booleans(),
+)
+def test_rows_linear_equals_float64_and_a_row_does_not_depend_on_the_others(
+    dtype, rows, in_features, out_features, with_bias
+):
+    (weight,), (bias,) = weights_of(dtype, in_features, (out_features,), with_bias)
+    x = torch.randn(rows, in_features).to(dtype)
+    y = rows_linear(x[None], weight, bias)[0]
+    expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    torch.testing.assert_close(y.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    for row in range(rows):
+        assert torch.equal(rows_linear(x[row : row + 1], weight, bias)[0], y[row])

@@ -1,0 +1,96 @@
+// y = x @ W.T + bias with W as a checkpoint has it, row by row: for an output head, which the embedding shares, so that
+// panels would be a second copy of it.
+//
+// Sixteen sums at a time, of R rows of x and 16 / R rows of W: each is sixteen partial sums along k, which a
+// transposition brings side by side. A row's answer does not depend on the rows beside it.
+#include "abi.hpp"
+#include "parallel.hpp"
+#include "simd.hpp"
+
+namespace loramux {
+namespace {
+
+template <class T>
+class RowProduct {
+    using U = Unit<T>;
+
+   public:
+    const T *x, *weight, *bias;
+    int64_t ldx, rows, width, columns;
+    T* y;
+    int64_t ldy;
+
+    void run(int threads) const {
+        const int64_t blocks = (columns + 15) / 16;
+        threads = threads_for(columns * width * (int64_t)sizeof(T), threads);
+        Runs runs(blocks, threads);
+        on_threads(threads, [&](int, int) {
+            runs.take([&](int64_t block, int64_t end) {
+                for (; block < end; block++) multiply_columns(block * 16);
+            });
+        });
+    }
+
+   private:
+    // Sixteen columns: their rows of W stay in the cache from one group of rows of x to the next.
+    void multiply_columns(int64_t column) const {
+        int64_t row = 0;
+        for (; row + 4 <= rows; row += 4)
+            for (int64_t c = column; c < column + 16; c += 4) multiply<4>(row, c);
+        for (; row + 2 <= rows; row += 2)
+            for (int64_t c = column; c < column + 16; c += 8) multiply<2>(row, c);
+        if (row < rows) multiply<1>(row, column);
+    }
+
+    template <int R>
+    void multiply(int64_t row, int64_t column) const {
+        constexpr int C = 16 / R;
+        const int64_t last = columns - 1;
+        if (column > last) return;
+        const T* w[C];  // past the last column its row is read again, and nothing written
+        for (int c = 0; c < C; c++) w[c] = weight + (column + c < last ? column + c : last) * width;
+        const T* in = x + row * ldx;
+        constexpr int step = 16 * U::elements;
+        f32x16 acc[16] = {};
+        int64_t k = 0;
+        for (; k + step <= width; k += step) {
+            f32x16 own[R];
+            for (int r = 0; r < R; r++) own[r] = U::load(in + r * ldx + k);
+            for (int c = 0; c < C; c++) {
+                const f32x16 other = U::load(w[c] + k);
+                if (row == 0) __builtin_prefetch(w[c] + C * width + k);  // rows are too short for processors to foresee
+                for (int r = 0; r < R; r++) acc[r * C + c] = U::add_product(acc[r * C + c], own[r], other);
+            }
+        }
+        if (const int64_t rest = width - k)
+            for (int c = 0; c < C; c++)
+                for (int r = 0; r < R; r++)
+                    acc[r * C + c] = U::add_product(acc[r * C + c], U::load_first(in + r * ldx + k, rest),
+                                                    U::load_first(w[c] + k, rest));
+        transpose(acc);
+        f32x16 sums = {};
+        for (int i = 0; i < 16; i++) sums += acc[i];
+        float of[16 + 16];
+        store(of, sums);
+        const int64_t count = columns - column < C ? columns - column : C;
+        for (int r = 0; r < R; r++) {
+            f32x16 value = load(of + r * C);
+            if (bias) value += load_first(bias + column, count);
+            store_first(y + (row + r) * ldy + column, value, count);
+        }
+    }
+};
+
+}  // namespace
+}  // namespace loramux
+
+using namespace loramux;
+
+LORAMUX_EXPORT void loramux_rows_linear(int dtype, const void* x, int64_t ldx, int64_t rows, int64_t width,
+                                        const void* weight, const void* bias, void* y, int64_t ldy, int64_t columns,
+                                        int threads) {
+    on_dtype(dtype, [&](auto zero) {
+        using T = decltype(zero);
+        RowProduct<T>{(const T*)x, (const T*)weight, (const T*)bias, ldx, rows, width, columns, (T*)y, ldy}.run(threads);
+    });
+}
