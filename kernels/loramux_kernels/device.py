@@ -5,6 +5,7 @@ that a GPU copies from, and copies that the host does not wait for.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import mmap
 import os
@@ -38,6 +39,12 @@ def zeros_in_large_pages(elements: int, dtype: torch.dtype) -> torch.Tensor:
     with contextlib.suppress(OSError):  # a kernel without large pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype)
+
+
+def return_freed_memory() -> None:
+    """Have the C library return to the machine what was freed in pieces: after loading, more than the weights take."""
+    with contextlib.suppress(AttributeError):  # a C library other than glibc
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def host_memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

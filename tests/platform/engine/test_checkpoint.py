@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import shutil
@@ -309,3 +310,14 @@ def test_recommended_sampling_is_read_and_what_no_request_may_have_is_ignored(tm
 def test_facts_carry_the_recommended_sampling(base: Path) -> None:
     (base / "generation_config.json").write_text('{"temperature": 0.6, "eos_token_id": 2}')
     assert load_model(settings_of(base)).facts.sampling_defaults == SamplingDefaults(temperature=0.6)
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads what a process has mapped")
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_loaded_model_keeps_no_part_of_the_checkpoint_mapped(tmp_path: Path, tied: bool) -> None:
+    """One small tensor in the file would keep all of it in memory, beside the weights as they are multiplied."""
+    zoo = Zoo("llama", tmp_path, tie_word_embeddings=tied)
+    with_weights = load_model(settings_of(zoo.base))
+    gc.collect()
+    assert str(zoo.base) not in Path("/proc/self/maps").read_text()
+    assert with_weights.weight_bytes > 0

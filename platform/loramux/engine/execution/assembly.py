@@ -47,7 +47,7 @@ from loramux_adapters.modules import install
 from loramux_adapters.ranks import Ranks, Shard
 from loramux_adapters.sharding import Sharding
 from loramux_kernels import RANK_TILE
-from loramux_kernels.device import zeros_in_large_pages
+from loramux_kernels.device import return_freed_memory, zeros_in_large_pages
 
 logger = logging.getLogger(__name__)
 
@@ -136,10 +136,13 @@ def assemble_share(
     bank = AdapterBank(no_pool, page_elements, sites, settings.adapters.max_rank, 0, base.vocabulary, base.norms)
     _ensure_tiles_fit(sites, layout)
     digest = weights_digest(model, settings.model.quantization)
+    if model.device.type == "cpu":
+        _copy_out_of_files(model)
     pack = partial((progress or LoadingProgress.silent()).track, "packing weights")
     weights = install(model, base, bank, settings.model.quantization, shard, pack)
     weight_bytes = _bytes_read(model) + weights.packed_bytes
     fuse_layers(model, layout.layers)
+    return_freed_memory()
     pages_of_slot = _pages_per_slot(bank, model)
     forward = Forward(model, [], bank)
     measures = model.device.type == "cuda" and settings.engine.pool_bytes is None
@@ -150,6 +153,17 @@ def assemble_share(
     forward.layers = layout.views(pool)
     install_linear_attention(model, states, pool)
     return AssembledModel(forward, weights, states, num_pages, weight_bytes, digest)
+
+
+def _copy_out_of_files(model: PreTrainedModel) -> None:
+    """Copy what `install` leaves as it is: embeddings, norms and biases.
+
+    They lie in the checkpoint's mapped file, which stays in memory, as large as all weights, while one tensor is in it.
+    """
+    kept = {id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module}
+    for parameter in model.parameters():
+        if parameter.ndim == 1 or id(parameter) in kept:
+            parameter.data = parameter.data.clone()
 
 
 def _sites(base: BaseDescription, shard: Shard | None) -> dict[str, Site]:
