@@ -39,9 +39,11 @@ class Reader(threading.Thread):
     def run(self) -> None:
         with self._server.http(self._key) as client, client.stream("POST", "/v1/completions", json=LONG) as response:
             try:
-                for line in response.iter_lines():
-                    if line:
-                        self.events.append(line)
+                rest = b""  # httpx's lines end at U+2028 and its like too, which an answer may contain
+                for received in response.iter_bytes():
+                    *lines, rest = (rest + received).split(b"\n")
+                    self.events += [line.decode() for line in lines if line]
+                    if self.events:
                         self.first.set()
             except httpx.HTTPError as error:
                 self.events.append(type(error).__name__)

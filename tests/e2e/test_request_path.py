@@ -238,7 +238,8 @@ def test_a_streamed_token_wakes_the_event_loop_once(records: list[Record]) -> No
 
 def test_step_reaches_kernel_through_few_files_and_floors(records: list[Record]) -> None:
     stacks = set().union(*(record.stacks for record in records))
-    assert any(stack[-1].startswith("kernels/loramux_kernels/lora") for stack in stacks), "no adapter was computed"
+    reached = {Path(stack[-1]).stem for stack in stacks}
+    assert reached & {"decoder_layer", "lora"}, f"no layer was computed: {reached}"  # in one call, or by its modules
     files = max((sorted(set(stack), key=stack.index) for stack in stacks), key=len)
     floors = max((floors_of(stack) for stack in stacks), key=len)
     print(f"\nfrom Engine.step() to a kernel: {len(files)} files, {len(floors)} floors")

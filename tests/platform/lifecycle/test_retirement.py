@@ -157,7 +157,7 @@ async def test_revision_stays_while_its_aliases_must_not_move_to_their_other_tar
     await shelf.push(acme, "bot", 1, 2)
     await shelf.registry.aliases.point(acme, "bot", "default", weights(r1=95, r2=5))
     await shelf.registry.deletion.set_revision_ttl(acme, "bot", 1, 60)
-    shelf.registry.deletion.require(condition)
+    shelf.registry.aliases.require(condition)
     for _ in range(2):
         shelf.pass_time(3600)
         assert await shelf.registry.deletion.expire() == 1
