@@ -32,18 +32,19 @@ class RowProduct {
     }
 
    private:
-    // Sixteen columns: their rows of W stay in the cache from one group of rows of x to the next.
+    // Sixteen columns. Four rows of W stay in the first-level cache from one group of rows of x to the next.
     void multiply_columns(int64_t column) const {
-        int64_t row = 0;
-        for (; row + 4 <= rows; row += 4)
-            for (int64_t c = column; c < column + 16; c += 4) multiply<4>(row, c);
+        int64_t row = rows / 4 * 4;
+        for (int64_t c = column; c < column + 16; c += 4)
+            for (int64_t first = 0; first < row; first += 4) multiply<4>(first, c, (int)(row / 4));
         for (; row + 2 <= rows; row += 2)
             for (int64_t c = column; c < column + 16; c += 8) multiply<2>(row, c);
         if (row < rows) multiply<1>(row, column);
     }
 
+    // Rows of W are too short for processors to foresee the next ones: each of `groups` groups of rows fetches its share.
     template <int R>
-    void multiply(int64_t row, int64_t column) const {
+    void multiply(int64_t row, int64_t column, int groups = 1) const {
         constexpr int C = 16 / R;
         const int64_t last = columns - 1;
         if (column > last) return;
@@ -53,12 +54,15 @@ class RowProduct {
         constexpr int step = 16 * U::elements;
         f32x16 acc[16] = {};
         int64_t k = 0;
+        int wait = row < R * groups ? 1 + (int)(row / R) : -1;
         for (; k + step <= width; k += step) {
+            const bool fetches = --wait == 0;
+            if (fetches) wait = groups;
             f32x16 own[R];
             for (int r = 0; r < R; r++) own[r] = U::load(in + r * ldx + k);
             for (int c = 0; c < C; c++) {
                 const f32x16 other = U::load(w[c] + k);
-                if (row == 0) __builtin_prefetch(w[c] + C * width + k);  // rows are too short for processors to foresee
+                if (fetches) __builtin_prefetch(w[c] + C * width + k);
                 for (int r = 0; r < R; r++) acc[r * C + c] = U::add_product(acc[r * C + c], own[r], other);
             }
         }
