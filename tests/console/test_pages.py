@@ -15,7 +15,7 @@ from loramux_api.controllers.console import ConsoleFiles
 MAX_FIRST_LOAD = 300_000
 PHONE = {"width": 390, "height": 844}
 DESK = {"width": 1280, "height": 860}
-LONG = "customer-support-answers-in-the-house-style-of-region-000042"
+LONG = "customer-support-answers-in-the-brand-style-of-region-000042"
 
 
 @pytest.fixture(scope="module")
