@@ -21,7 +21,7 @@ request's own seed. Sums run in one fixed order whatever stands beside a row, on
 (`AsyncPipeline`), and a step is one CUDA graph launch, with its two ends beside it where it is no plain decode step
 (`cuda_graphs`).
 
-The modules, each importing only those below it:
+The modules, each importing only those below or beside it:
 
     loader                                    a checkpoint becomes a model with a runner
     rank_team   rank_worker                   several processes, each with a share of the weights

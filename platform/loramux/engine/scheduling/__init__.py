@@ -21,7 +21,8 @@ A plan in its order:
    in one pool. An adapter that is not in the pool is loaded as a *claim* (`state`): only where its request could run at
    once, and never evicted before it has. So any ratio of adapters to memory makes progress, as S-LoRA's (Sheng et al.,
    MLSys 2024) eviction without claims does not.
-6. `speculation` adds drafts to decoding sequences where they pay, with tokens and pages that nothing else wanted.
+6. `scheduler` gives what is left of the step to prompts of class batch, which gave way until now.
+7. `speculation` adds drafts to decoding sequences where they pay, with tokens and pages that nothing else wanted.
 
 The modules, each importing only those below it:
 
