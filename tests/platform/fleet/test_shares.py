@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -280,3 +282,13 @@ def test_tenant_that_comes_back_pays_with_its_pending_lift_for_what_others_had_m
 
 def _admitted(fleet: Fleet, engine: int, tenant: str) -> set[str]:
     return {sequence.id for sequence in fleet.engines[engine].scheduler.running if sequence.request.tenant == tenant}
+
+
+def test_service_of_a_tenant_whose_flow_is_forgotten_again_and_again_is_one_sum() -> None:
+    """Each of them would otherwise be kept, with its counters, until service is taken."""
+    harness = Harness(400, policy=Policy())
+    for turn in range(12):
+        harness.submit(f"r{turn}", 10, 10, tenant=f"t{turn % 3}")
+        harness.run()
+    taken = harness.scheduler.queue.take_service()
+    assert sorted(taken, key=attrgetter("tenant")) == [TenantService(f"t{i}", "standard", 4 * 30) for i in range(3)]
