@@ -53,7 +53,7 @@ class RequestQueue:
         }
         """Flows without requests, the lowest counter, with its pending lift, first."""
         self._length = 0
-        self._unreported: dict[tuple[ServiceClass, str], float] = {}
+        self._unreported: dict[tuple[ClassCounter, str], float] = {}
         """Service since it was taken last, for the other engines of a fleet."""
 
     # questions
@@ -262,7 +262,7 @@ class RequestQueue:
             flow.group.tenants.charge(flow, charged)
             totals[flow.group] += charged
             # By name: a flow that is forgotten meanwhile, and comes back as another, must not be kept by its service.
-            key = (self._class_of(flow), flow.tenant)
+            key = (flow.group, flow.tenant)
             self._unreported[key] = self._unreported.get(key, 0.0) + charged
         for group, charged in totals.items():
             self._groups.charge(group, charged)
@@ -271,7 +271,8 @@ class RequestQueue:
     def take_service(self) -> list[TenantService]:
         """Return what each tenant was served since the last call."""
         taken, self._unreported = self._unreported, {}
-        return [TenantService(tenant, service_class, units) for (service_class, tenant), units in taken.items()]
+        names = {group: name for name, group in self.classes.items()}
+        return [TenantService(tenant, names[group], units) for (group, tenant), units in taken.items()]
 
     def lift(self, services: Iterable[TenantService]) -> None:
         """Count what tenants were served on other engines. One that was never here, or is forgotten, has no counter to
