@@ -66,9 +66,9 @@ class DecoderLayer:
     out: LayerLinear
     gate_up: LayerLinear
     down: LayerLinear
-    before_attention: Norm | None
+    before_attention: Norm
     after_attention: Norm | None
-    before_network: Norm | None
+    before_network: Norm
     after_network: Norm | None
     query_norm: Norm | None
     """Of each head; so is `key_norm`."""

@@ -35,19 +35,12 @@ class Layer {
         T* const delta = normed + step.rows * hidden;
         T* const inner = delta + step.rows * hidden;
 
-        const T* input = normalise(layer.before_attention, x, nullptr, normed);
-        attend(input, inner, delta);
+        attend(normalise(layer.before_attention, x, nullptr, normed), inner, delta);
         // The attention's input is read no more: its memory takes what is added and normalised next.
         const T* added = normalise(layer.after_attention, delta, nullptr, normed);
         T* const free = added == normed ? delta : normed;
-        if (layer.before_network.weight) {
-            input = normalise(layer.before_network, x, added, free);
-        } else {
-            add(x, added);
-            input = x;
-        }
         T* const out = free == normed ? delta : normed;
-        feed_forward(input, inner, out);
+        feed_forward(normalise(layer.before_network, x, added, free), inner, out);
         add(x, normalise(layer.after_network, out, nullptr, free));
     }
 

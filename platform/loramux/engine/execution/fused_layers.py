@@ -296,6 +296,8 @@ class WholeLayer:
         gate_up, down = _one_product(network.projections), _one_product([network.down_proj])
         if qkv is None or gate_up is None or out is None or down is None:
             return None
+        if norms.before_attention is None or norms.before_network is None:
+            return None
         options = attention.shape.options
         query_norm, key_norm = attention.norms or (None, None)
         described = DecoderLayer(
@@ -303,9 +305,9 @@ class WholeLayer:
             out=out.layer_linear,
             gate_up=gate_up.layer_linear,
             down=down.layer_linear,
-            before_attention=_norm_of(norms.before_attention),
+            before_attention=norms.before_attention.norm,
             after_attention=_norm_of(norms.after_attention),
-            before_network=_norm_of(norms.before_network),
+            before_network=norms.before_network.norm,
             after_network=_norm_of(norms.after_network),
             query_norm=_norm_of(query_norm),
             key_norm=_norm_of(key_norm),
