@@ -38,6 +38,7 @@ from running_server import running
 from loramux.engine.engine import Engine
 from loramux.gateway import platform
 from loramux_api.app import create_app
+from loramux_kernels import Segments
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = tuple(f"{ROOT / folder}/" for folder in ("kernels", "adapters", "platform", "api", "client"))
@@ -240,6 +241,8 @@ def test_step_reaches_kernel_through_few_files_and_floors(records: list[Record])
     stacks = set().union(*(record.stacks for record in records))
     reached = {Path(stack[-1]).stem for stack in stacks}
     assert reached & {"decoder_layer", "lora"}, f"no layer was computed: {reached}"  # in one call, or by its modules
+    # Both ask for it before they compute adapters, and for nothing else.
+    assert all(Segments.max_rank.__code__ in record.codes for record in records), "no adapter was computed"
     files = max((sorted(set(stack), key=stack.index) for stack in stacks), key=len)
     floors = max((floors_of(stack) for stack in stacks), key=len)
     print(f"\nfrom Engine.step() to a kernel: {len(files)} files, {len(floors)} floors")
