@@ -35,7 +35,7 @@ by device (`cuda/`: Triton, `native/`: C++), and the torch reference that every 
 operators share is in `tables`.
 """
 
-from loramux_kernels.decoder_layer import DecoderLayer, LayerAdapters, LayerLinear
+from loramux_kernels.decoder_layer import DecoderLayer, DecoderLayers, LayerAdapters, LayerLinear
 from loramux_kernels.layer_operators import (
     Activation,
     gated,
@@ -84,6 +84,7 @@ __all__ = [
     "Activation",
     "AttentionBatch",
     "DecoderLayer",
+    "DecoderLayers",
     "KvLayer",
     "LayerAdapters",
     "LayerLinear",

@@ -1,16 +1,17 @@
-"""Semantics, over packed rows x, in one C++ call:
+"""Semantics, over packed rows x, layer after layer in one C++ call:
 
     x += factor * after_attention(out(attention(turn(qkv(before_attention(x))))))
     x += factor * after_network(down(gated(gate_up(before_network(x)))))
 
 On a CPU a step of few rows is hundreds of operators of some ten microseconds. Called one by one, each costs as much
-again in the interpreter, and threads that sleep in between have to be woken. The operators of a layer called here are
-those that `paged_attention`, `rms_norm` and the others call, and give the same results to the bit.
+again in the interpreter, and threads that sleep in between have to be woken. The operators called here are those that
+`paged_attention`, `rms_norm` and the others call, and give the same results to the bit.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -85,9 +86,14 @@ class DecoderLayer:
     """Of what is added to the residual stream."""
 
     @cached_property
+    def linears(self) -> tuple[LayerLinear, ...]:
+        """Its products."""
+        return self.qkv, self.out, self.gate_up, self.down
+
+    @cached_property
     def abi(self) -> LayerAbi | None:
         """The layer's addresses and numbers; None where one of its linears is not held as C++ reads it."""
-        linears = [linear.abi for linear in (self.qkv, self.out, self.gate_up, self.down)]
+        linears = [linear.abi for linear in self.linears]
         norms = (self.before_attention, self.after_attention, self.before_network, self.after_network)
         if any(linear is None for linear in linears):
             return None
@@ -99,9 +105,23 @@ class DecoderLayer:
             self.scaling, self.softcap or 0.0, self.factor,
         )  # fmt: skip
 
-    def native_for(self, x: torch.Tensor, kv: KvLayer) -> ctypes.CDLL | None:
-        """Return the library whose one call is this layer for rows like `x`; None where there is none."""
-        if runs_triton(x) or self.abi is None or kv.key.shape[3] > MAX_HEAD_DIM:
+
+class DecoderLayers:
+    """Layers that follow one another."""
+
+    def __init__(self, layers: Sequence[DecoderLayer]) -> None:
+        self._layers = tuple(layers)
+        self._most_sites = max(len(linear.group.sites) for layer in layers for linear in layer.linears)
+
+    @cached_property
+    def _abi(self) -> ctypes.Array[LayerAbi] | None:
+        described = [layer.abi for layer in self._layers]
+        known = [layer for layer in described if layer is not None]
+        return (LayerAbi * len(known))(*known) if len(known) == len(described) else None
+
+    def native_for(self, x: torch.Tensor, kv: Sequence[KvLayer]) -> ctypes.CDLL | None:
+        """Return the library whose one call is these layers for rows like `x`; None where there is none."""
+        if runs_triton(x) or self._abi is None or any(layer.key.shape[3] > MAX_HEAD_DIM for layer in kv):
             return None
         return native_for(x)
 
@@ -110,13 +130,13 @@ class DecoderLayer:
         native: ctypes.CDLL,
         x: torch.Tensor,
         rotation: Rotation,
-        kv: KvLayer,
+        kv: Sequence[KvLayer],
         batch: AttentionBatch,
         adapters: LayerAdapters | None,
     ) -> None:
         """Change the residual stream `x` `[T, hidden_size]`, contiguous, in place, and write the step's KV.
 
-        `native` is what `native_for` returned; `rotation` has T rows.
+        `native` is what `native_for` returned; `rotation` has T rows; `kv` is each layer's part of the pool.
         """
         assert x.is_contiguous(), "rows are found by arithmetic"
         step = LayerStepAbi(
@@ -135,8 +155,5 @@ class DecoderLayer:
             shrunk = torch.empty(self._most_sites * segments.rows * step.max_rank, dtype=torch.float32)
             step.pool, step.shrunk = adapters.pool.data_ptr(), shrunk.data_ptr()
             step.table, step.segments = ctypes.addressof(table.abi), segments.packed.buffer_info()[0]
-        native.loramux_layer(self.abi, step, kv.abi, batch.abi, torch.get_num_threads())
-
-    @cached_property
-    def _most_sites(self) -> int:
-        return max(len(linear.group.sites) for linear in (self.qkv, self.out, self.gate_up, self.down))
+        pages = (ctypes.c_void_p * len(kv))(*(ctypes.addressof(layer.abi) for layer in kv))
+        native.loramux_layers(self._abi, pages, len(kv), step, batch.abi, torch.get_num_threads())

@@ -287,7 +287,7 @@ class PackedLinear:
         return torch.cat([multiply(x) for multiply in self._formats], dim=-1)
 
     def abi(self) -> LayerLinearAbi | None:
-        """Return the weights as `loramux_layer` reads them, without a group; None where it does not."""
+        """Return the weights as `loramux_layers` reads them, without a group; None where it does not."""
         return self._formats[0].abi() if len(self._formats) == 1 else None
 
     @property

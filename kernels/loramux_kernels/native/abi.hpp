@@ -136,7 +136,7 @@ struct DrawAbi {
 
 }  // namespace loramux
 
-// Operators that loramux_layer calls too.
+// Operators that loramux_layers calls too.
 
 LORAMUX_EXPORT void loramux_rms_norm(int dtype, const loramux::RmsNormAbi* call, int threads);
 LORAMUX_EXPORT void loramux_linear(int dtype, const void* x, int64_t ldx, int64_t rows, int64_t width,

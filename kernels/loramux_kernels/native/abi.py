@@ -165,8 +165,8 @@ SIGNATURES = {
     "loramux_gated": (
         c_int, c_int, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int,
     ),
-    "loramux_layer": (
-        POINTER(LayerAbi), POINTER(LayerStepAbi), POINTER(KvLayerAbi), POINTER(AttentionBatchAbi), c_int,
+    "loramux_layers": (
+        POINTER(LayerAbi), POINTER(c_void_p), c_int64, POINTER(LayerStepAbi), POINTER(AttentionBatchAbi), c_int,
     ),
 }  # fmt: skip
 """Argument types of the functions that return nothing."""

@@ -9,7 +9,7 @@ from adapter_zoo import HYBRIDS, RECIPES, SERVED, Asked, Zoo, load, serve
 from loramux.engine.engine import build_engine
 from loramux.engine.execution.attention import KvLayout, probe_layers
 from loramux.engine.execution.checkpoint import load_checkpoint
-from loramux.engine.execution.fused_layers import FusedFeedForward, FusedLayer, FusedNorm, WholeLayer, fuse_layers
+from loramux.engine.execution.fused_layers import FusedFeedForward, FusedLayer, FusedNorm, FusedStack, fuse_layers
 from loramux.engine.execution.runner import Forward, StepInputs
 from loramux_kernels import AttentionBatch
 from loramux_kernels.native import native_library
@@ -26,6 +26,8 @@ MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "dots1")
 """Families whose layers have experts, which no one call computes."""
 NEVER_IN_ONE_CALL = ("olmo2", "olmo3", "arcee")
 """Families whose queries and keys are normalised over all heads, or whose network has no gate."""
+TURNS_BY_LAYER = ("gemma3", "gemma3_images", "granite_swa")
+"""Families of which each layer is a call of its own."""
 LENGTHS = (11, 1, 20)
 BLOCK = 16
 
@@ -89,8 +91,8 @@ def test_fused_layers_compute_the_logits_of_transformers(tmp_path, family: str) 
 def test_fused_layers_replace_every_gated_network(tmp_path, family: str) -> None:
     """A mixture keeps its own; the second layer of this one is none."""
     loaded, _ = load(Zoo(family, tmp_path).base)
-    layers = loaded.runner._forward.model.get_decoder().layers
-    fused = [isinstance(layer.mlp, FusedFeedForward) for layer in layers]
+    modules = loaded.runner._forward.model.get_decoder().layers.modules()
+    fused = [isinstance(module.mlp, FusedFeedForward) for module in modules if isinstance(module, FusedLayer)]
     assert fused == ([False, True, False] if family == "qwen3_moe" else [True] * 3)
 
 
@@ -103,28 +105,32 @@ def test_layer_with_an_unknown_norm_is_left_alone(tmp_path) -> None:
 
 
 def compute_twice(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Have every layer computed in one call and then by its modules; returns whether rows and KV were the same."""
-    forward, run, same = FusedLayer.forward, WholeLayer.run, []
+    """Have layers computed in one call and then by their modules; returns whether rows and KV were the same."""
+    forward, in_one_call, same = FusedStack.forward, FusedStack.run_in_one_call, []
 
-    def both(layer, hidden_states, *, position_embeddings, attention_step, **options):
+    def both(stack, hidden_states, *, position_embeddings, attention_step, **options):
         before = hidden_states.clone()
-        kv, slots = attention_step.layers[layer.self_attn.layer_idx], attention_step.batch.slot_mapping
-        pages, offsets = slots // kv.block_size, slots % kv.block_size
+        slots = attention_step.batch.slot_mapping
 
         def results() -> list[torch.Tensor]:
-            scales = [scale[pages] for scale in (kv.key_scale, kv.value_scale) if scale is not None]
-            return [hidden_states.clone(), kv.key[pages, :, offsets], kv.value[pages, :, offsets], *scales]
+            found = [hidden_states.clone()]
+            for layer in stack.layers:
+                kv = attention_step.layers[layer.self_attn.layer_idx]
+                pages, offsets = slots // kv.block_size, slots % kv.block_size
+                found += [kv.key[pages, :, offsets], kv.value[pages, :, offsets]]
+                found += [scale[pages] for scale in (kv.key_scale, kv.value_scale) if scale is not None]
+            return found
 
         step = {"position_embeddings": position_embeddings, "attention_step": attention_step}
-        if layer._whole is None or not run(layer._whole, hidden_states[0], position_embeddings, attention_step):
-            return forward(layer, hidden_states, **step)
-        in_one_call = results()
-        forward(layer, hidden_states.copy_(before), **step)
-        same.append(all(map(torch.equal, in_one_call, results())))
+        if not in_one_call(stack, hidden_states[0], position_embeddings, attention_step):
+            return forward(stack, hidden_states, **step)
+        once = results()
+        forward(stack, hidden_states.copy_(before), **step)
+        same.append(all(map(torch.equal, once, results())))
         return hidden_states
 
-    monkeypatch.setattr(FusedLayer, "forward", both)
-    monkeypatch.setattr(WholeLayer, "run", lambda *_: False)
+    monkeypatch.setattr(FusedStack, "forward", both)
+    monkeypatch.setattr(FusedStack, "run_in_one_call", lambda *_: False)
     return same
 
 
@@ -153,13 +159,14 @@ def test_layer_in_one_call_computes_what_its_modules_compute_to_the_bit(
     asked = [Asked(f"r{i}", models[i % 7], tuple(range(5 + i, 20 + 5 * (i % 3))), 3 + i % 4) for i in range(9)]
     with_a_vector = asked.pop(6)
     serve(zoo, engine, asked, arrivals=[i // 3 for i in range(8)])
-    in_one_call = len(same)
+    stacks, calls = len(loaded.runner._forward.model.get_decoder().layers), len(same)
     serve(zoo, engine, [with_a_vector])
-    assert len(same) == in_one_call
+    assert len(same) == calls
     engine.close()
     if family in NEVER_IN_ONE_CALL:
         assert not same
-    else:
-        # 135 tokens of prompts by 29 a step, and two answers' tokens after the last of them.
-        assert in_one_call >= 7 * len(loaded.runner._forward.model.get_decoder().layers)
-        assert all(same)
+        return
+    assert stacks == (3 if family in TURNS_BY_LAYER else 1)
+    # 135 tokens of prompts by 29 a step, and two answers' tokens after the last of them.
+    assert calls >= 7 * stacks
+    assert all(same)

@@ -8,8 +8,8 @@ One pass adds a sublayer's result to x and normalises x for the next. Queries tu
 in one pass; so do the activation of a gate and its product. The linears are the modules that `install` has put there.
 A layer whose parts are not all known stays as it is, and `attend` serves it.
 
-On a CPU a whole layer is one call (`DecoderLayer`), for steps whose adapters are pairs on linears. The modules below
-say what that call does, and serve all other steps.
+On a CPU all layers are one call (`DecoderLayers`), for steps whose adapters are pairs on linears. The modules below say
+what that call does, and serve all other steps.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from loramux_adapters.modules import AdaptedNorm, GroupedLinear, LoraLinear, rep
 from loramux_kernels import (
     Activation,
     DecoderLayer,
+    DecoderLayers,
     LayerAdapters,
     Norm,
     OwnWeights,
@@ -52,6 +53,9 @@ same parts and yet join them differently: GLM-4 turns neighbouring elements, Min
 ROUNDS_LAST = ("Gemma", "Olmo2", "Olmo3")
 """Families whose norms multiply in float32 before they round."""
 
+TURNS_BY_LAYER = ("Gemma3", "Olmo3", "GraniteSWA")
+"""Families whose layers turn queries and keys by different angles."""
+
 ACTIVATIONS: dict[type[nn.Module], Activation] = {
     type(ACT2FN["silu"]): "silu",
     type(ACT2FN["gelu_pytorch_tanh"]): "gelu_tanh",
@@ -68,7 +72,20 @@ def fuse_layers(model: PreTrainedModel, layers: Sequence[LayerShape]) -> int:
             fused += 1
     if fused and _is_norm(decoder.norm):
         replace_module(decoder, "norm", FusedNorm(decoder.norm))
+    _stack(decoder)
     return fused
+
+
+def _stack(decoder: Any) -> None:
+    """Put layers that one call computes behind one module: all together, or each where some are left or turn apart."""
+    described = [describe(layer) if isinstance(layer, FusedLayer) else None for layer in decoder.layers]
+    whole = [layer for layer in described if layer is not None]
+    if len(whole) == len(described) and not type(decoder).__name__.startswith(TURNS_BY_LAYER):
+        decoder.layers = nn.ModuleList([FusedStack(list(decoder.layers), whole)])
+        return
+    for index, layer in enumerate(described):
+        if layer is not None:
+            decoder.layers[index] = FusedStack([decoder.layers[index]], [layer])
 
 
 def _is_known(layer: Any) -> bool:
@@ -278,60 +295,39 @@ class _Norms:
         return cls(named["input_layernorm"], None, named["post_attention_layernorm"], None)
 
 
-class WholeLayer:
-    """A layer as one call."""
-
-    def __init__(self, layer: DecoderLayer, bank: AdapterBank, layer_idx: int) -> None:
-        self._layer = layer
-        self._bank = bank
-        self._layer_idx = layer_idx
-
-    @classmethod
-    def of(cls, layer: FusedLayer) -> WholeLayer | None:
-        """Describe `layer`; None where a part of it is none of the call's."""
-        attention, network, norms = layer.self_attn, layer.mlp, layer.norms
-        if not isinstance(network, FusedFeedForward) or (attention.norms and not attention.norms_heads):
-            return None
-        qkv, out = _one_product(attention.projections), _one_product([attention.o_proj])
-        gate_up, down = _one_product(network.projections), _one_product([network.down_proj])
-        if qkv is None or gate_up is None or out is None or down is None:
-            return None
-        if norms.before_attention is None or norms.before_network is None:
-            return None
-        options = attention.shape.options
-        query_norm, key_norm = attention.norms or (None, None)
-        described = DecoderLayer(
-            qkv=qkv.layer_linear,
-            out=out.layer_linear,
-            gate_up=gate_up.layer_linear,
-            down=down.layer_linear,
-            before_attention=norms.before_attention.norm,
-            after_attention=_norm_of(norms.after_attention),
-            before_network=norms.before_network.norm,
-            after_network=_norm_of(norms.after_network),
-            query_norm=_norm_of(query_norm),
-            key_norm=_norm_of(key_norm),
-            num_heads=attention.num_heads,
-            turns=attention.turns,
-            scaling=attention.shape.scaling,
-            activation=network.activation,
-            sliding_window=options.sliding_window,
-            softcap=options.softcap,
-            sinks=None if options.sinks is None else options.sinks.float().contiguous(),
-            factor=layer.factor,
-        )
-        return cls(described, qkv.bank, attention.layer_idx)
-
-    def run(self, x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], step: AttentionStep) -> bool:
-        """Change the rows `x` in place; return False, with nothing done, for a step that needs the modules."""
-        bank, kv = self._bank, step.layers[self._layer_idx]
-        native = self._layer.native_for(x, kv) if bank.extras is None else None
-        if native is None:
-            return False
-        cos, sin = rotation
-        adapters = None if bank.segments is None else LayerAdapters(bank.pool, bank.table, bank.segments)
-        self._layer.run(native, x, Rotation(cos[0], sin[0]), kv, step.batch, adapters)
-        return True
+def describe(layer: FusedLayer) -> DecoderLayer | None:
+    """Return what one call computes in the place of `layer`; None where a part of it is none of the call's."""
+    attention, network, norms = layer.self_attn, layer.mlp, layer.norms
+    if not isinstance(network, FusedFeedForward) or (attention.norms and not attention.norms_heads):
+        return None
+    qkv, out = _one_product(attention.projections), _one_product([attention.o_proj])
+    gate_up, down = _one_product(network.projections), _one_product([network.down_proj])
+    if qkv is None or gate_up is None or out is None or down is None:
+        return None
+    if norms.before_attention is None or norms.before_network is None:
+        return None
+    options = attention.shape.options
+    query_norm, key_norm = attention.norms or (None, None)
+    return DecoderLayer(
+        qkv=qkv.layer_linear,
+        out=out.layer_linear,
+        gate_up=gate_up.layer_linear,
+        down=down.layer_linear,
+        before_attention=norms.before_attention.norm,
+        after_attention=_norm_of(norms.after_attention),
+        before_network=norms.before_network.norm,
+        after_network=_norm_of(norms.after_network),
+        query_norm=_norm_of(query_norm),
+        key_norm=_norm_of(key_norm),
+        num_heads=attention.num_heads,
+        turns=attention.turns,
+        scaling=attention.shape.scaling,
+        activation=network.activation,
+        sliding_window=options.sliding_window,
+        softcap=options.softcap,
+        sinks=None if options.sinks is None else options.sinks.float().contiguous(),
+        factor=layer.factor,
+    )
 
 
 def _one_product(members: Sequence[nn.Module]) -> GroupedLinear | None:
@@ -358,7 +354,6 @@ class FusedLayer(nn.Module):
         self.mlp = _feed_forward(layer.mlp)
         self.norms = _Norms.of(layer)
         self.factor = float(getattr(layer, "residual_multiplier", 1.0))
-        self._whole = WholeLayer.of(self)
 
     def forward(
         self,
@@ -370,8 +365,6 @@ class FusedLayer(nn.Module):
     ) -> torch.Tensor:
         """Change the residual stream `[1, T, hidden_size]` in place, and return it."""
         norms, x = self.norms, hidden_states[0]
-        if self._whole is not None and self._whole.run(x, position_embeddings, attention_step):
-            return hidden_states
         normed = x if norms.before_attention is None else norms.before_attention.normalise(x)
         delta = self.self_attn(normed, position_embeddings, attention_step)
         if norms.after_attention is not None:
@@ -384,4 +377,45 @@ class FusedLayer(nn.Module):
         if norms.after_network is not None:
             delta = norms.after_network.normalise(delta)
         x.add_(delta, alpha=self.factor)
+        return hidden_states
+
+
+class FusedStack(nn.Module):
+    """Replaces decoder layers that follow one another and turn queries and keys by the same angles."""
+
+    def __init__(self, layers: Sequence[FusedLayer], described: Sequence[DecoderLayer]) -> None:
+        """`described` is `describe` of each layer."""
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self._indices = [layer.self_attn.layer_idx for layer in layers]
+        self._described = DecoderLayers(described)
+        product = _one_product([layers[0].self_attn.o_proj])
+        assert product is not None, "`describe` has found it"
+        self._bank: AdapterBank = product.bank
+
+    def run_in_one_call(
+        self, x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], step: AttentionStep
+    ) -> bool:
+        """Change the rows `x` in place; return False, with nothing done, for a step that needs the modules."""
+        bank, kv = self._bank, [step.layers[index] for index in self._indices]
+        native = self._described.native_for(x, kv) if bank.extras is None else None
+        if native is None:
+            return False
+        cos, sin = rotation
+        adapters = None if bank.segments is None else LayerAdapters(bank.pool, bank.table, bank.segments)
+        self._described.run(native, x, Rotation(cos[0], sin[0]), kv, step.batch, adapters)
+        return True
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        *,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_step: AttentionStep,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Change the residual stream `[1, T, hidden_size]` in place, and return it."""
+        if not self.run_in_one_call(hidden_states[0], position_embeddings, attention_step):
+            for layer in self.layers:
+                layer(hidden_states, position_embeddings=position_embeddings, attention_step=attention_step)
         return hidden_states
