@@ -133,10 +133,13 @@ class DecoderLayers:
         kv: Sequence[KvLayer],
         batch: AttentionBatch,
         adapters: LayerAdapters | None,
+        kept: torch.Tensor | None = None,
     ) -> None:
         """Change the residual stream `x` `[T, hidden_size]`, contiguous, in place, and write the step's KV.
 
-        `native` is what `native_for` returned; `rotation` has T rows; `kv` is each layer's part of the pool.
+        `native` is what `native_for` returned; `rotation` has T rows; `kv` is each layer's part of the pool. `kept`,
+        int64`[n]` and ascending, are the rows of x that are read afterwards: the last layer leaves out what others
+        need. None: all.
         """
         assert x.is_contiguous(), "rows are found by arithmetic"
         step = LayerStepAbi(
@@ -155,5 +158,9 @@ class DecoderLayers:
             shrunk = torch.empty(self._most_sites * segments.rows * step.max_rank, dtype=torch.float32)
             step.pool, step.shrunk = adapters.pool.data_ptr(), shrunk.data_ptr()
             step.table, step.segments = ctypes.addressof(table.abi), segments.packed.buffer_info()[0]
+        if kept is not None and len(kept) < len(x):
+            kept_segments = None if adapters is None else adapters.segments.among(kept)
+            step.kept, step.num_kept = kept.data_ptr(), len(kept)
+            step.kept_segments = None if kept_segments is None else kept_segments.packed.buffer_info()[0]
         pages = (ctypes.c_void_p * len(kv))(*(ctypes.addressof(layer.abi) for layer in kv))
         native.loramux_layers(self._abi, pages, len(kv), step, batch.abi, torch.get_num_threads())

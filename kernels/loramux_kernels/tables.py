@@ -80,6 +80,13 @@ class Segments:
         """S, cu_seqlens and slots as the C++ operators read them."""
         return array("q", (len(self.slots), *self.cu_seqlens, *self.slots))
 
+    def among(self, rows: torch.Tensor) -> Segments | None:
+        """Return the segments of these rows alone, int64`[n]` and ascending; None where none of them has an adapter."""
+        edges = torch.tensor(self.cu_seqlens)
+        ends = torch.searchsorted(rows, edges).tolist()
+        spans = [(slot, end) for slot, (start, end) in zip(self.slots, pairwise(ends), strict=True) if end > start]
+        return Segments((0, *(end for _, end in spans)), tuple(slot for slot, _ in spans)) if spans else None
+
     def row_slots(self, device: torch.device) -> torch.Tensor:
         """int64[rows]: each row's slot, negative for none; made on first use."""
         if "_row_slots" not in vars(self):

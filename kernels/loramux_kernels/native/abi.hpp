@@ -125,7 +125,9 @@ struct LayerStepAbi {
     const LoraTableAbi* table;
     const int64_t* segments;  // null: no row has an adapter
     float* shrunk;            // what lora_shrink writes, for the group with the most sites
-    int64_t dtype, rows, rotary_dim, rotation_is_float, max_rank;
+    const int64_t* kept;      // the rows that are read behind the last layer, ascending; null: all
+    const int64_t* kept_segments;  // of the kept rows alone
+    int64_t num_kept, dtype, rows, rotary_dim, rotation_is_float, max_rank;
 };
 
 // How the token of one row of logits is drawn.

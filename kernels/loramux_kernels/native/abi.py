@@ -120,11 +120,12 @@ class LayerAbi(ctypes.Structure):
 
 
 class LayerStepAbi(ctypes.Structure):
-    """What a step brings to each layer; no segments: no row has an adapter."""
+    """What a step brings to each layer; no segments: no row has an adapter; no kept rows: all are."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("x", "cos", "sin", "slots", "pool", "table", "segments", "shrunk")),
-        *((name, c_int64) for name in ("dtype", "rows", "rotary_dim", "rotation_is_float", "max_rank")),
+        *((name, c_void_p) for name in ("kept", "kept_segments")),
+        *((name, c_int64) for name in ("num_kept", "dtype", "rows", "rotary_dim", "rotation_is_float", "max_rank")),
     )
 
 

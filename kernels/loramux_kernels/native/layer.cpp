@@ -30,18 +30,23 @@ class Layer {
         : layer(layer), step(step), kv(kv), batch(batch), threads(threads) {}
 
     void run() const {
-        T* const x = (T*)step.x;
-        T* const normed = scratch<T>(step.rows * (2 * hidden + widest()));
-        T* const delta = normed + step.rows * hidden;
-        T* const inner = delta + step.rows * hidden;
+        T* const mixed = attend();
+        finish(mixed);
+    }
 
-        attend(normalise(layer.before_attention, x, nullptr, normed), inner, delta);
-        // The attention's input is read no more: its memory takes what is added and normalised next.
-        const T* added = normalise(layer.after_attention, delta, nullptr, normed);
-        T* const free = added == normed ? delta : normed;
-        T* const out = free == normed ? delta : normed;
-        feed_forward(normalise(layer.before_network, x, added, free), inner, out);
-        add(x, normalise(layer.after_network, out, nullptr, free));
+    // For a step's last layer: of what follows attention, which is nearly all of a layer's work, only the kept rows are
+    // computed. Rows that are not kept are worth nothing afterwards.
+    void run_and_keep() const {
+        T *const mixed = attend(), *const x = (T*)step.x;
+        LayerStepAbi few = step;
+        few.rows = step.num_kept, few.segments = step.kept_segments;
+        if (few.rows == 0) return;
+        for (int64_t i = 0; i < few.rows; i++) {
+            move_row(x, i, step.kept[i], hidden);
+            move_row(mixed, i, step.kept[i], layer.out.width);
+        }
+        Layer(layer, few, kv, batch, threads).finish(mixed);
+        for (int64_t i = few.rows; i-- > 0;) move_row(x, step.kept[i], i, hidden);
     }
 
    private:
@@ -51,6 +56,14 @@ class Layer {
     const AttentionBatchAbi& batch;
     const int threads;
     const int64_t hidden = layer.qkv.width;
+
+    // The kept rows are ascending, so that none is written before it has been read.
+    static void move_row(T* rows, int64_t to, int64_t from, int64_t width) {
+        std::memmove(rows + to * width, rows + from * width, width * sizeof(T));
+    }
+
+    // normed and delta, [rows][hidden] each, and after them what lies within a sublayer
+    T* memory() const { return scratch<T>(step.rows * (2 * hidden + widest())); }
 
     int64_t widest() const {
         const int64_t attention = layer.qkv.columns + layer.out.width;
@@ -79,8 +92,10 @@ class Layer {
                             columns, threads);
     }
 
-    void attend(const T* x, T* qkv, T* y) const {
-        multiply(layer.qkv, x, hidden, qkv);
+    // Returns the rows that the output projection reads; writes the step's KV.
+    T* attend() const {
+        T *const normed = memory(), *const qkv = normed + 2 * step.rows * hidden;
+        multiply(layer.qkv, normalise(layer.before_attention, (T*)step.x, nullptr, normed), hidden, qkv);
         const int64_t row = layer.qkv.columns, keys = layer.num_heads * kv.key_dim;
         const T *key = qkv + keys, *value = key + kv.num_kv_heads * kv.key_dim;
         const RopeAbi turn{qkv, key, value, step.cos, step.sin, step.slots,
@@ -92,7 +107,18 @@ class Layer {
         const AttentionAbi call{qkv, mixed, layer.sinks, row, kv.key_dim, layer.num_heads, layer.sliding_window,
                                 layer.scaling, layer.softcap};
         loramux_attention(step.dtype, &call, &kv, &batch, threads);
-        multiply(layer.out, mixed, layer.out.width, y);
+        return mixed;
+    }
+
+    void finish(const T* mixed) const {
+        T *const x = (T*)step.x, *const normed = memory();
+        T *const delta = normed + step.rows * hidden, *const inner = delta + step.rows * hidden;
+        multiply(layer.out, mixed, layer.out.width, delta);
+        const T* added = normalise(layer.after_attention, delta, nullptr, normed);
+        T* const free = added == normed ? delta : normed;
+        T* const out = free == normed ? delta : normed;
+        feed_forward(normalise(layer.before_network, x, added, free), inner, out);
+        add(x, normalise(layer.after_network, out, nullptr, free));
     }
 
     void feed_forward(const T* x, T* gate_up, T* y) const {
@@ -123,7 +149,13 @@ LORAMUX_EXPORT void loramux_layers(const LayerAbi* layers, const KvLayerAbi* con
                                    const LayerStepAbi* step, const AttentionBatchAbi* batch, int threads) {
     on_dtype(step->dtype, [&](auto zero) {
         Team::hold(threads, [&] {
-            for (int64_t i = 0; i < count; i++) Layer<decltype(zero)>(layers[i], *step, *kv[i], *batch, threads).run();
+            for (int64_t i = 0; i < count; i++) {
+                const Layer<decltype(zero)> layer(layers[i], *step, *kv[i], *batch, threads);
+                if (step->kept && i == count - 1)
+                    layer.run_and_keep();
+                else
+                    layer.run();
+            }
         });
     });
 }

@@ -177,6 +177,8 @@ class AttentionStep:
     batch: AttentionBatch
     states: StateStep | None = None
     """None where the model has no linear attention."""
+    kept_rows: torch.Tensor | None = None
+    """int64[n], ascending: the rows whose hidden states are read behind the last layer; None: all."""
 
 
 def attend(  # noqa: PLR0913 - the signature is transformers'

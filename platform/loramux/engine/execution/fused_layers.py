@@ -81,11 +81,11 @@ def _stack(decoder: Any) -> None:
     described = [describe(layer) if isinstance(layer, FusedLayer) else None for layer in decoder.layers]
     whole = [layer for layer in described if layer is not None]
     if len(whole) == len(described) and not type(decoder).__name__.startswith(TURNS_BY_LAYER):
-        decoder.layers = nn.ModuleList([FusedStack(list(decoder.layers), whole)])
+        decoder.layers = nn.ModuleList([FusedStack(list(decoder.layers), whole, is_last=True)])
         return
     for index, layer in enumerate(described):
         if layer is not None:
-            decoder.layers[index] = FusedStack([decoder.layers[index]], [layer])
+            decoder.layers[index] = FusedStack([decoder.layers[index]], [layer], index == len(described) - 1)
 
 
 def _is_known(layer: Any) -> bool:
@@ -383,12 +383,13 @@ class FusedLayer(nn.Module):
 class FusedStack(nn.Module):
     """Replaces decoder layers that follow one another and turn queries and keys by the same angles."""
 
-    def __init__(self, layers: Sequence[FusedLayer], described: Sequence[DecoderLayer]) -> None:
-        """`described` is `describe` of each layer."""
+    def __init__(self, layers: Sequence[FusedLayer], described: Sequence[DecoderLayer], is_last: bool) -> None:
+        """`described` is `describe` of each layer; behind the last stack only some rows are read."""
         super().__init__()
         self.layers = nn.ModuleList(layers)
         self._indices = [layer.self_attn.layer_idx for layer in layers]
         self._described = DecoderLayers(described)
+        self._is_last = is_last
         product = _one_product([layers[0].self_attn.o_proj])
         assert product is not None, "`describe` has found it"
         self._bank: AdapterBank = product.bank
@@ -403,7 +404,8 @@ class FusedStack(nn.Module):
             return False
         cos, sin = rotation
         adapters = None if bank.segments is None else LayerAdapters(bank.pool, bank.table, bank.segments)
-        self._described.run(native, x, Rotation(cos[0], sin[0]), kv, step.batch, adapters)
+        kept = step.kept_rows if self._is_last else None
+        self._described.run(native, x, Rotation(cos[0], sin[0]), kv, step.batch, adapters, kept)
         return True
 
     def forward(
@@ -414,7 +416,7 @@ class FusedStack(nn.Module):
         attention_step: AttentionStep,
         **_: Any,
     ) -> torch.Tensor:
-        """Change the residual stream `[1, T, hidden_size]` in place, and return it."""
+        """Change the residual stream `[1, T, hidden_size]` in place, and return it; see AttentionStep.kept_rows."""
         if not self.run_in_one_call(hidden_states[0], position_embeddings, attention_step):
             for layer in self.layers:
                 layer(hidden_states, position_embeddings=position_embeddings, attention_step=attention_step)

@@ -226,7 +226,8 @@ class Forward:
 
     def _attention_step(self, inputs: StepInputs) -> AttentionStep:
         tables, batch = inputs.state_tables, inputs.batch
-        return AttentionStep(self.layers, batch, None if tables is None else StateStep(tables, batch.spans))
+        states = None if tables is None else StateStep(tables, batch.spans)
+        return AttentionStep(self.layers, batch, states, None if self._keeps_hidden else inputs.sampled_rows)
 
     @contextmanager
     def _decoding_by(self, decode: Decode | None) -> Iterator[None]:
