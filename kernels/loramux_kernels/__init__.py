@@ -15,8 +15,8 @@ rows, a tile lies contiguously in one page, and `LoraTable` holds each tile's of
 Keys and values are of the model's dtype or in FP8 (`e4m3`).
 
 **Between the linears** (`rms_norm`, `rope_write_kv`, `gated`). Each is one pass over few rows, where a framework's
-operators are several, and an operator's own cost is most of the time. On a CPU a layer's operators are one call
-(`DecoderLayer`).
+operators are several, and an operator's own cost is most of the time. On a CPU the operators of all layers are one
+call (`DecoderLayers`).
 
 **Packed linears** (`PackedLinear`) hold several weights that read one input as one matrix, in the fastest format
 at hand, or as the codes of a quantized checkpoint (`quantized_weight`).
