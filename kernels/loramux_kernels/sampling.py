@@ -166,6 +166,31 @@ class Draw:
     """Share of the best token's probability that a token must have."""
 
 
+def most_likely_tokens(logits: torch.Tensor) -> list[int | None]:
+    """Return the most likely token of each row of `logits` `[rows, vocab]`, of any float dtype: the first of equals.
+
+    None for a row without one: its highest logit is infinite, or one of its logits is NaN.
+    """
+    if (native := native_for(logits)) is None or logits.stride(1) != 1:
+        return most_likely_tokens_reference(logits)
+    tokens = torch.empty(len(logits), dtype=torch.int64)
+    native.loramux_most_likely(
+        DTYPES[logits.dtype],
+        *(logits.data_ptr(), logits.stride(0), *logits.shape),
+        tokens.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return [None if token < 0 else token for token in tokens.tolist()]
+
+
+def most_likely_tokens_reference(logits: torch.Tensor) -> list[int | None]:
+    """`most_likely_tokens` in torch."""
+    highest, tokens = logits.max(dim=-1)  # NaN wins over every number
+    return [
+        token if finite else None for token, finite in zip(tokens.tolist(), highest.isfinite().tolist(), strict=True)
+    ]
+
+
 def draw_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
     """Return a token for each of `draws` from `logits` `[rows, vocab]` of any float dtype.
 

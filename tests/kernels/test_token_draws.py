@@ -7,7 +7,13 @@ import random
 import pytest
 import torch
 
-from loramux_kernels.sampling import Draw, draw_tokens, draw_tokens_reference
+from loramux_kernels.sampling import (
+    Draw,
+    draw_tokens,
+    draw_tokens_reference,
+    most_likely_tokens,
+    most_likely_tokens_reference,
+)
 
 pytestmark = pytest.mark.usefixtures("native")
 
@@ -40,6 +46,26 @@ def test_draw_tokens_equals_the_reference(dtype: torch.dtype, vocab: int, spread
     logits[2] = 1.0
     draws = some_draws(rng, 6, 60, vocab)
     assert draw_tokens(logits, draws) == draw_tokens_reference(logits, draws)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocab", [1, 5, 16, 97, 20_011])
+def test_most_likely_tokens_equal_the_reference(dtype: torch.dtype, vocab: int) -> None:
+    """The first of equals, in whatever lane it lies; no token where the highest logit is no finite number."""
+    rng = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(9, vocab + 3, generator=rng).to(dtype)[:, :vocab]
+    logits[1] = -1.0
+    logits[2] = NEVER
+    logits[3, vocab // 2] = float("inf")
+    logits[4, vocab - 1] = float("nan")
+    logits[5, : vocab - 1] = NEVER
+    logits[6, torch.randint(vocab, (3,), generator=rng)] = 9.0
+    logits[7] = -logits[7].abs() - 1.0
+    likely = most_likely_tokens(logits)
+    assert likely == most_likely_tokens_reference(logits)
+    assert likely[1] == 0
+    assert likely[2:6] == [None, None, None, vocab - 1]
+    assert most_likely_tokens(logits[:0]) == []
 
 
 def test_draw_tokens_never_chooses_a_forbidden_token_at_the_end_of_the_sum() -> None:

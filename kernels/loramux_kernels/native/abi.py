@@ -163,6 +163,7 @@ SIGNATURES = {
     "loramux_rms_norm": (c_int, POINTER(RmsNormAbi), c_int),
     "loramux_rope": (c_int, POINTER(RopeAbi), POINTER(KvLayerAbi), c_int),
     "loramux_draw_tokens": (c_int, c_void_p, c_int64, c_int64, POINTER(DrawAbi), c_int64, c_void_p, c_int),
+    "loramux_most_likely": (c_int, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int),
     "loramux_gated": (
         c_int, c_int, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int,
     ),

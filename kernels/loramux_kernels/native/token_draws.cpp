@@ -1,4 +1,5 @@
-// Tokens drawn from rows of logits: temperature, top-k, top-p, min-p, and one number for each row.
+// The most likely tokens of rows of logits, and tokens drawn from them: temperature, top-k, top-p, min-p, and one number
+// for each row.
 //
 // A row is worked on by one thread, in its cache. Nothing sorts the vocabulary: a histogram over distances from the best
 // finds the bin in which a cut falls, and only this bin is sorted.
@@ -178,10 +179,45 @@ int64_t draw(const T* logits, int64_t vocab, const DrawAbi& asked, Scratch& scra
     return choose(tokens, asked.number);
 }
 
+// The first of the highest logits; -1 where the highest is infinite, or any is NaN.
+template <class T>
+int64_t most_likely(const T* logits, int64_t vocab) {
+    const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    f32x16 best = splat(-__builtin_inff());
+    i32x16 at = {}, is_nan = {};
+    for (int64_t i = 0; i < vocab; i += 16) {
+        f32x16 v = load_first(logits + i, vocab - i);
+        const i32x16 token = lane + (int32_t)i;
+        if (vocab - i < 16) v = blend(token < (int32_t)vocab, v, splat(-__builtin_inff()));
+        is_nan |= v != v;
+        const i32x16 higher = v > best;
+        best = blend(higher, v, best);
+        at = (higher & token) | (~higher & at);
+    }
+    int64_t found = -1;
+    const float highest = largest(best);
+    for (int i = 0; i < 16; i++) {
+        if (is_nan[i]) return -1;
+        if (best[i] == highest && (found < 0 || at[i] < found)) found = at[i];
+    }
+    return std::isfinite(highest) ? found : -1;
+}
+
 }  // namespace
 }  // namespace loramux
 
 using namespace loramux;
+
+LORAMUX_EXPORT void loramux_most_likely(int dtype, const void* logits, int64_t ldl, int64_t rows, int64_t vocab,
+                                        int64_t* tokens, int threads) {
+    on_dtype(dtype, [&](auto zero) {
+        using T = decltype(zero);
+        on_threads(threads_for(rows * vocab * (int64_t)sizeof(T), threads), [&](int thread, int team) {
+            for (int64_t i = share(rows, thread, team); i < share(rows, thread + 1, team); i++)
+                tokens[i] = most_likely((const T*)logits + i * ldl, vocab);
+        });
+    });
+}
 
 LORAMUX_EXPORT void loramux_draw_tokens(int dtype, const void* logits, int64_t ldl, int64_t vocab, const DrawAbi* draws,
                                         int64_t count, int64_t* tokens, int threads) {

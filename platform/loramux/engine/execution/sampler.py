@@ -39,7 +39,7 @@ from loramux.engine.execution.constraints import TokenMasks
 from loramux.engine.messages import EngineFault, PromptLogprob, PromptLogprobs, SamplingParams, TokenEvent, TopLogprob
 from loramux.engine.scheduling.sequence import Chunk, Sequence
 from loramux_kernels.device import to_host
-from loramux_kernels.sampling import Draw, draw_tokens, forbid_tokens
+from loramux_kernels.sampling import Draw, draw_tokens, forbid_tokens, most_likely_tokens
 
 _NEVER = float("-inf")
 
@@ -115,9 +115,8 @@ class Sampler:
         if masks is not None:
             forbid_tokens(logits, torch.from_numpy(masks.rows), torch.from_numpy(masks.words))
             faults = masks.faults
-        highest, most_likely = logits.max(dim=-1)  # NaN wins over every number, so one look at the maximum finds it
-        is_finite, best = highest.isfinite().tolist(), most_likely.tolist()
-        drawn = self._draw_unsteered(logits, chunks, [row for row in range(len(best)) if is_finite[row]])
+        best = most_likely_tokens(logits)
+        drawn = self._draw_unsteered(logits, chunks, [row for row, likely in enumerate(best) if likely is not None])
         events: list[TokenEvent] = []
         first = 0
         for chunk in chunks:
@@ -125,12 +124,12 @@ class Sampler:
             for offset, draft in enumerate((*chunk.drafts, None)):
                 row, num_output = first + offset, sequence.num_output_tokens + offset
                 token: SampledToken | None = None
-                has_token = is_finite[row] and row not in faults
-                if has_token and is_plain_greedy(sequence, num_output):
-                    token = SampledToken(best[row])
-                elif has_token and row in drawn:
+                likely = None if row in faults else best[row]
+                if likely is not None and is_plain_greedy(sequence, num_output):
+                    token = SampledToken(likely)
+                elif likely is not None and row in drawn:
                     token = SampledToken(drawn[row])
-                elif has_token:
+                elif likely is not None:
                     token = self._choose(logits[row].float(), sequence, num_output)
                 # A token outside the vocabulary would raise in the next step, which other requests share.
                 if token is None or not 0 <= token.token_id < logits.shape[1]:
