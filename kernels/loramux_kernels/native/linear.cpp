@@ -45,11 +45,15 @@ void write(const Output& out, int64_t row, int64_t column, f32x16 value) {
 }
 
 // What a block fetches while it computes, for processors do not foresee a panel's end: two lines of each of its panels
-// every `every` steps, from `offset` elements after where it starts in each panel.
+// every `every` steps, from `offset` elements after where it starts in each panel. Where memory and arithmetic take about
+// as long, the first-level cache cannot wait for as many lines as memory could be sending: those `early` elements further
+// on are asked into the second level, which can.
 struct Prefetch {
     int64_t offset;
     int every;
+    int64_t early = 0;
 };
+constexpr int64_t EARLY = 16 << 10;  // bytes
 
 template <class T>
 class Product {
@@ -107,7 +111,7 @@ class Product {
     }
 
     void multiply_panel(int64_t panel) const {
-        if (blocks == 1) return multiply_block<1>(0, panel, Prefetch{8192 / sizeof(T), 1});
+        if (blocks == 1) return multiply_block<1>(0, panel, Prefetch{8192 / sizeof(T), 1, EARLY / sizeof(T)});
         if (rows <= MAX_STRETCHED_ROWS) return multiply_stretches(panel);
         for (int64_t block = 0; block < blocks; block++) {
             const int64_t done = units * block / blocks;  // of the next panel is fetched
@@ -120,7 +124,7 @@ class Product {
         for (int64_t unit = 0; unit < units; unit += STRETCH) {
             const int64_t count = units - unit < STRETCH ? units - unit : STRETCH;
             for (int64_t block = 0; block < blocks; block++) {
-                const Prefetch next{(STRETCH + STRETCH / blocks * block) * STEP, (int)blocks};
+                const Prefetch next{(STRETCH + STRETCH / blocks * block) * STEP, (int)blocks, EARLY / sizeof(T)};
                 add<1>(block, panel, unit, count, next, sums[block]);
             }
         }
@@ -160,7 +164,11 @@ class Product {
         int wait = prefetch.every;
         for (int64_t u = 0; u < count; u++, w += STEP, in += M * U::elements) {
             if (--wait == 0) {
-                for (int p = 0; p < 2 * P; p++) __builtin_prefetch(fetch + p / 2 * panel_size() + p % 2 * STEP / 2);
+                for (int p = 0; p < 2 * P; p++) {
+                    const T* line = fetch + p / 2 * panel_size() + p % 2 * STEP / 2;
+                    __builtin_prefetch(line);
+                    __builtin_prefetch(line + prefetch.early, 0, 2);
+                }
                 fetch += STEP;
                 wait = prefetch.every;
             }
