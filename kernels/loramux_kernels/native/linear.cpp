@@ -51,7 +51,7 @@ void write(const Output& out, int64_t row, int64_t column, f32x16 value) {
 struct Prefetch {
     int64_t offset;
     int every;
-    int64_t early = 0;
+    int64_t early = 0;  // the same lines, which costs nothing
 };
 constexpr int64_t EARLY = 16 << 10;  // bytes
 

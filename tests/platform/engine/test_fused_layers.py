@@ -159,6 +159,8 @@ def test_layer_in_one_call_computes_what_its_modules_compute_to_the_bit(
     asked = [Asked(f"r{i}", models[i % 7], tuple(range(5 + i, 20 + 5 * (i % 3))), 3 + i % 4) for i in range(9)]
     with_a_vector = asked.pop(6)
     serve(zoo, engine, asked, arrivals=[i // 3 for i in range(8)])
+    # Its first two steps hold nothing else, and keep no row.
+    serve(zoo, engine, [Asked("long", "plain", tuple(range(5, 75)), 3)])
     stacks, calls = len(loaded.runner._forward.model.get_decoder().layers), len(same)
     serve(zoo, engine, [with_a_vector])
     assert len(same) == calls
