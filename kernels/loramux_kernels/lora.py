@@ -84,7 +84,8 @@ def lora_expand(
     """Add every adapter's contribution to the base's outputs, in place, for all sites of a group at once.
 
     `v` is `lora_shrink`'s; `y` `[T, sum(out_features)]` with T >= segments.rows, of the pool's dtype, last dimension
-    contiguous, any row stride. Sums are taken in float32 and rounded once.
+    contiguous, any row stride. v is rounded to the pool's dtype, as every linear takes its inputs; sums are taken in
+    float32 and rounded once.
     """
     if runs_triton(y):
         from loramux_kernels.cuda import lora as triton
@@ -128,7 +129,8 @@ def lora_expand_reference(
             if rank := int(table.ranks[slot, site]):
                 bt = _read_rank_rows(pool, table.b_offsets[slot, site], rank, group.out_features[i])
                 out = y[start:stop, group.out_starts[i] : group.out_starts[i + 1]]
-                out.copy_(out.float() + table.scales[slot, site] * (v[i, start:stop, :rank] @ bt))
+                inner = v[i, start:stop, :rank].to(pool.dtype).float()
+                out.copy_(out.float() + table.scales[slot, site] * (inner @ bt))
 
 
 def rescale(y: torch.Tensor, pool: torch.Tensor, offsets: torch.Tensor, group: LoraGroup, segments: Segments) -> None:

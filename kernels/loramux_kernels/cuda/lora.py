@@ -285,6 +285,7 @@ def _expand_rows(
                 weights = tl.load(b, mask=(r < rank)[:, None] & has_column[None, :], other=0.0)
                 has_partial = (partial < splits)[:, None] & (r < rank)[None, :]
                 inner = tl.sum(tl.load(v_row[:, None] + r[None, :], mask=has_partial, other=0.0), axis=0)
+                inner = inner.to(weights.dtype).to(tl.float32)
                 total += tl.sum(weights.to(tl.float32) * inner[:, None], axis=0)
             tl.store(out, (base + tl.load(scales + cell) * total).to(y.dtype.element_ty), mask=has_column)
 
@@ -326,21 +327,11 @@ def _expand_tiles(
                 for split in range(splits):
                     v_row = v + ((split * NUM_SITES + index).to(tl.int64) * v_rows + rows) * v_rank
                     inner += tl.load(v_row[:, None] + r[None, :], mask=has_row & (r < rank)[None, :], other=0.0)
-                total = _multiply(inner, weights, total)
+                total = tl.dot(inner.to(weights.dtype), weights, total, input_precision="ieee")
             out = y + rows[:, None] * y_stride + y_start + column[None, :]
             base = tl.load(out, mask=has_row & has_column, other=0.0).to(tl.float32)
             result = base + tl.load(scales + cell) * total
             tl.store(out, result.to(y.dtype.element_ty), mask=has_row & has_column)
-
-
-@triton.jit
-def _multiply(inner: tl.tensor, weights: tl.tensor, total: tl.tensor) -> tl.tensor:
-    """total + inner @ weights with `inner` float32, whatever the dtype of `weights`."""
-    if weights.dtype == tl.float32:
-        return tl.dot(inner, weights, total, input_precision="ieee")
-    high = inner.to(weights.dtype)
-    low = (inner - high.to(tl.float32)).to(weights.dtype)
-    return tl.dot(low, weights, tl.dot(high, weights, total))
 
 
 def rescale(y: torch.Tensor, pool: torch.Tensor, offsets: torch.Tensor, group: LoraGroup, segments: Segments) -> None:

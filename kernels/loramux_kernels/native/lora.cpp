@@ -80,7 +80,7 @@ template <class T, int M, int N>
 void dot_block(const T* x, int64_t ldx, const T* a, const T* next, int64_t width, float* v, int64_t ldv) {
     using U = Unit<T>;
     constexpr int step = 16 * U::elements;
-    f32x16 acc[M][N] = {};
+    f32x16 acc[M][4] = {};
     int64_t k = 0;
     for (; k + step <= width; k += step) {
         f32x16 row[M];
@@ -97,8 +97,11 @@ void dot_block(const T* x, int64_t ldx, const T* a, const T* next, int64_t width
             for (int m = 0; m < M; m++)
                 acc[m][n] = U::add_product(acc[m][n], U::load_first(x + m * ldx + k, rest), column);
         }
-    for (int m = 0; m < M; m++)
-        for (int n = 0; n < N; n++) v[m * ldv + n] = sum(acc[m][n]);
+    for (int m = 0; m < M; m++) {
+        float four[4];
+        sums_of_four(acc[m], four);
+        std::memcpy(v + m * ldv, four, N * sizeof(float));
+    }
 }
 
 template <class T, int N>
@@ -139,20 +142,13 @@ void shrink(const T* x, int64_t ldx, int64_t width, const T* pool, const LoraTab
     });
 }
 
-constexpr int64_t EXPAND_ROWS = 48, EXPAND_COLUMNS = 1024;
+constexpr int64_t EXPAND_ROWS = 16, EXPAND_COLUMNS = 256;
 
-using Sums = float (*)[EXPAND_COLUMNS];
-
-// How R rank rows of B, weighted, are added to rows of sums, a strip of columns at a time.
+// Rank rows of B over one strip of columns, which many rows of weights meet. Weights come as units: one float, rounded to
+// T, or two bf16.
 template <class T, int R>
 struct RankRows {
     static constexpr int columns = 16;
-    struct Weights {
-        f32x16 of[R];
-        void set(const float* v) {
-            for (int r = 0; r < R; r++) of[r] = splat(v[r]);
-        }
-    };
     f32x16 row[R];
     RankRows(const T* b, int64_t width) {
         for (int r = 0; r < R; r++) row[r] = load(b + r * width);
@@ -160,59 +156,51 @@ struct RankRows {
     RankRows(const T* b, int64_t width, int64_t left) {
         for (int r = 0; r < R; r++) row[r] = load_first(b + r * width, left);
     }
-    void add_to(float* sums, const Weights& weights, bool fresh) const {
+    void add_to(float* sums, const float* weights, bool fresh) const {
         f32x16 total = fresh ? f32x16{} : load(sums);
-        for (int r = 0; r < R; r++) total += weights.of[r] * row[r];
+        for (int r = 0; r < R; r++) total += weights[r] * row[r];
         store(sums, total);
     }
 };
+
+template <class T>
+inline void pack_weights(const float* v, int64_t ranks, float* weights) { store(weights, rounded<T>(load_first(v, ranks))); }
 
 // One strip of sums, weighted, onto y.
 template <class T>
 inline void finish(T* y, const float* sums, float scale) { store(y, load(y) + scale * load(sums)); }
 
 #if LORAMUX_BF16_PAIRS
-// Pairs of rank rows, interleaved, meet pairs of weights. A weight keeps its precision as the sum of two bf16. The
-// interleaving leaves a strip's columns in the order 0-3, 8-11, 16-19, 24-27; 4-7, ...
+// Pairs of rank rows, interleaved, meet pairs of weights. The interleaving leaves a strip's columns in the order 0-3, 8-11,
+// 16-19, 24-27; 4-7, ...
 template <int R>
 struct RankRows<bf16, R> {
     static constexpr int columns = 32, pairs = (R + 1) / 2;
-    struct Weights {
-        __m512bh high[pairs], low[pairs];
-        void set(const float* v) {
-            for (int p = 0; p < pairs; p++) {
-                float even = v[2 * p], odd = 2 * p + 1 < R ? v[2 * p + 1] : 0.f;
-                float even_high = bits_of<float>(rounded(even)), odd_high = bits_of<float>(rounded(odd));
-                high[p] = both(even_high, odd_high);
-                low[p] = both(even - even_high, odd - odd_high);
-            }
-        }
-        static uint32_t rounded(float x) { return (bits_of<uint32_t>(x) + 0x8000u) & 0xffff0000u; }
-        static __m512bh both(float even, float odd) {
-            return (__m512bh)_mm512_set1_epi32((int)(rounded(even) >> 16 | rounded(odd)));
-        }
-    };
-    __m512bh first[pairs], second[pairs];
-    RankRows(const bf16* b, int64_t width) : RankRows(b, width, 32) {}
+    f32x16 first[pairs], second[pairs];
+    RankRows(const bf16* b, int64_t width) : RankRows(b, width, columns) {}
     RankRows(const bf16* b, int64_t width, int64_t left) {
         for (int p = 0; p < pairs; p++) {
             __m512i even = (__m512i)Unit<bf16>::load_first(b + 2 * p * width, left);
             __m512i odd = 2 * p + 1 < R ? (__m512i)Unit<bf16>::load_first(b + (2 * p + 1) * width, left) : __m512i{};
-            first[p] = (__m512bh)_mm512_unpacklo_epi16(even, odd);
-            second[p] = (__m512bh)_mm512_unpackhi_epi16(even, odd);
+            first[p] = (f32x16)_mm512_unpacklo_epi16(even, odd);
+            second[p] = (f32x16)_mm512_unpackhi_epi16(even, odd);
         }
     }
-    void add_to(float* sums, const Weights& weights, bool fresh) const {
-        __m512 a{}, b{};
-        if (!fresh) a = (__m512)load(sums), b = (__m512)load(sums + 16);
+    void add_to(float* sums, const float* weights, bool fresh) const {
+        f32x16 a{}, b{};
+        if (!fresh) a = load(sums), b = load(sums + 16);
         for (int p = 0; p < pairs; p++) {
-            a = _mm512_dpbf16_ps(_mm512_dpbf16_ps(a, first[p], weights.high[p]), first[p], weights.low[p]);
-            b = _mm512_dpbf16_ps(_mm512_dpbf16_ps(b, second[p], weights.high[p]), second[p], weights.low[p]);
+            const f32x16 pair = splat(weights[p]);
+            a = Unit<bf16>::add_product(a, first[p], pair);
+            b = Unit<bf16>::add_product(b, second[p], pair);
         }
-        store(sums, (f32x16)a);
-        store(sums + 16, (f32x16)b);
+        store(sums, a);
+        store(sums + 16, b);
     }
 };
+
+template <>
+inline void pack_weights<bf16>(const float* v, int64_t ranks, float* weights) { store((bf16*)weights, load_first(v, ranks)); }
 
 template <>
 inline void finish(bf16* y, const float* sums, float scale) {
@@ -226,59 +214,72 @@ inline void finish(bf16* y, const float* sums, float scale) {
 }
 #endif
 
-// sums[M][columns] += v[M][:R] @ b[:R][columns]
-template <class T, int M, int R>
-void add_ranks(const float* v, int64_t ldv, const T* b, const T* next, int64_t width, int64_t columns, Sums sums,
-               bool fresh) {
-    using Rows = RankRows<T, R>;
-    constexpr int cache_line = 64 / sizeof(T);
-    typename Rows::Weights weights[M];
-    for (int m = 0; m < M; m++) weights[m].set(v + m * ldv);
-    int64_t c = 0;
-    for (; c + Rows::columns <= columns; c += Rows::columns) {
-        if (next && c % cache_line == 0)
-            for (int r = 0; r < R; r++) __builtin_prefetch(next + r * width + c);
-        Rows rows(b + c, width);
-        for (int m = 0; m < M; m++) rows.add_to(sums[m] + c, weights[m], fresh);
-    }
-    if (c < columns) {
-        Rows rows(b + c, width, columns - c);
-        for (int m = 0; m < M; m++) rows.add_to(sums[m] + c, weights[m], fresh);
-    }
-}
+// What an adapter adds to some rows of y in one block of columns.
+template <class T>
+struct Expansion {
+    const Pair& pair;
+    const T* pool;
+    int64_t width, column, columns, rows;
 
-// y[M][columns] += scale * v[M][:rank] @ bt[:rank][columns]
-template <class T, int M>
-void expand_block(const float* v, int64_t ldv, const T* pool, const Pair& p, const T* next, int64_t width,
-                  int64_t column, int64_t columns, T* y, int64_t ldy) {
-    alignas(64) float sums[M][EXPAND_COLUMNS];
-    auto rows_at = [&](int64_t rank) { return pool + p.offsets[rank / RANK_TILE] + rank % RANK_TILE * width + column; };
-    for (int m = 0; m < M; m++)
-        for (int64_t c = 0; c < columns; c += 64 / sizeof(T)) __builtin_prefetch(y + m * ldy + c, 1);
-    const T* b = rows_at(0);
-    for (int64_t rank = 0; rank < p.rank; rank += 4) {
-        const T* then = rank + 4 < p.rank ? rows_at(rank + 4) : next;
-        const T* fetch = next ? then : nullptr;
-        switch (p.rank - rank) {
-            case 1: add_ranks<T, M, 1>(v + rank, ldv, b, fetch, width, columns, sums, rank == 0); break;
-            case 2: add_ranks<T, M, 2>(v + rank, ldv, b, fetch, width, columns, sums, rank == 0); break;
-            case 3: add_ranks<T, M, 3>(v + rank, ldv, b, fetch, width, columns, sums, rank == 0); break;
-            default: add_ranks<T, M, 4>(v + rank, ldv, b, fetch, width, columns, sums, rank == 0);
+    Expansion(const Pair& pair, const T* pool, int64_t width, int64_t column, int64_t columns, int64_t rows)
+        : pair(pair), pool(pool), width(width), column(column), columns(columns), rows(rows) {}
+
+    alignas(64) float sums[EXPAND_ROWS][EXPAND_COLUMNS];
+    alignas(64) float weights[EXPAND_ROWS][RANK_TILE];
+
+    // `next` is where the next unit's weights begin
+    void run(const float* v, int64_t ldv, const T* next, T* y, int64_t ldy) {
+        for (int64_t m = 0; m < rows; m++)
+            for (int64_t c = 0; c < columns; c += 64 / sizeof(T)) __builtin_prefetch(y + m * ldy + c, 1);
+        const T* b = tile(0);
+        for (int64_t rank = 0; rank < pair.rank; rank += RANK_TILE) {
+            const int64_t left = pair.rank - rank, ranks = left < RANK_TILE ? left : RANK_TILE;
+            for (int64_t m = 0; m < rows; m++) pack_weights<T>(v + m * ldv + rank, ranks, weights[m]);
+            const T* then = left > RANK_TILE ? tile(rank + RANK_TILE) : next;
+            add_ranks<RANK_TILE>(0, ranks, b, then, rank == 0);
+            b = then;
         }
-        b = then;
+        for (int64_t m = 0; m < rows; m++) write(y + m * ldy, sums[m]);
     }
-    constexpr int strip = RankRows<T, 1>::columns;
-    for (int m = 0; m < M; m++, y += ldy) {
+
+    const T* tile(int64_t rank) const { return pool + pair.offsets[rank / RANK_TILE] + column; }
+
+    // The ranks from `first` on, R at a time as long as there are so many: the order of a sum is the order of the ranks.
+    template <int R>
+    void add_ranks(int64_t first, int64_t ranks, const T* b, const T* next, bool fresh) {
+        if (ranks - first >= R) {
+            add<R>(weights[0] + first / Unit<T>::elements, b + first * width, next + first * width, fresh);
+            first += R;
+            fresh = false;
+        }
+        if constexpr (R > 1)
+            if (first < ranks) add_ranks<R / 2>(first, ranks, b, next, fresh);
+    }
+
+    template <int R>
+    void add(const float* weights, const T* b, const T* next, bool fresh) {
+        using Rows = RankRows<T, R>;
+        constexpr int cache_line = 64 / sizeof(T);
+        for (int64_t c = 0; c < columns; c += Rows::columns) {
+            if (c % cache_line == 0)
+                for (int r = 0; r < R; r++) __builtin_prefetch(next + r * width + c);
+            const Rows strip = columns - c >= Rows::columns ? Rows(b + c, width) : Rows(b + c, width, columns - c);
+            for (int64_t m = 0; m < rows; m++) strip.add_to(sums[m] + c, weights + m * RANK_TILE, fresh);
+        }
+    }
+
+    void write(T* y, const float* sums) const {
+        constexpr int strip = RankRows<T, 1>::columns;
         int64_t c = 0;
-        for (; c + strip <= columns; c += strip) finish(y + c, sums[m] + c, p.scale);
+        for (; c + strip <= columns; c += strip) finish(y + c, sums + c, pair.scale);
         if (c < columns) {
             T padded[strip] = {};
             std::memcpy(padded, y + c, (columns - c) * sizeof(T));
-            finish(padded, sums[m] + c, p.scale);
+            finish(padded, sums + c, pair.scale);
             std::memcpy(y + c, padded, (columns - c) * sizeof(T));
         }
     }
-}
+};
 
 template <class T>
 void expand(const float* v, int64_t ldv, const T* pool, const LoraTableAbi& table, const Group& group,
@@ -289,20 +290,15 @@ void expand(const float* v, int64_t ldv, const T* pool, const LoraTableAbi& tabl
         int64_t rows = p.rows < EXPAND_ROWS ? p.rows : EXPAND_ROWS;
         return Work{blocks(width_of(p), EXPAND_COLUMNS) * blocks(p.rows, EXPAND_ROWS), p.rank * EXPAND_COLUMNS * (4 + rows)};
     };
-    auto start = [&](const Pair& p, int64_t unit) {
-        return pool + p.offsets[0] + unit % blocks(width_of(p), EXPAND_COLUMNS) * EXPAND_COLUMNS;
-    };
+    auto first_column = [&](const Pair& p, int64_t unit) { return unit / blocks(p.rows, EXPAND_ROWS) * EXPAND_COLUMNS; };
+    auto start = [&](const Pair& p, int64_t unit) { return pool + p.offsets[0] + first_column(p, unit); };
     share_out(segments, group, table, table.b_offsets, threads, cost, start, [&](const Pair& p, int64_t unit, const T* next) {
-        int64_t width = width_of(p), chunks = blocks(width, EXPAND_COLUMNS), from = unit % chunks * EXPAND_COLUMNS;
-        int64_t to = width - from < EXPAND_COLUMNS ? width : from + EXPAND_COLUMNS;
-        int64_t row = unit / chunks * EXPAND_ROWS, rows = p.rows - row < EXPAND_ROWS ? p.rows - row : EXPAND_ROWS;
-        row += p.first_row;
-        const float* in = v + (p.site * all_rows + row) * ldv;
-        T* out = y + row * ldy + group.starts[p.site];
-        for (; rows >= 4; rows -= 4, in += 4 * ldv, out += 4 * ldy, next = nullptr)
-            expand_block<T, 4>(in, ldv, pool, p, next, width, from, to - from, out + from, ldy);
-        for (; rows; rows--, in += ldv, out += ldy, next = nullptr) 
-            expand_block<T, 1>(in, ldv, pool, p, next, width, from, to - from, out + from, ldy);
+        const int64_t width = width_of(p), column = first_column(p, unit), row = unit % blocks(p.rows, EXPAND_ROWS) * EXPAND_ROWS;
+        const int64_t columns = width - column, rows = p.rows - row;
+        Expansion<T> expansion(p, pool, width, column, columns < EXPAND_COLUMNS ? columns : EXPAND_COLUMNS,
+                               rows < EXPAND_ROWS ? rows : EXPAND_ROWS);
+        expansion.run(v + (p.site * all_rows + p.first_row + row) * ldv, ldv, next,
+                      y + (p.first_row + row) * ldy + group.starts[p.site] + column, ldy);
     });
 }
 

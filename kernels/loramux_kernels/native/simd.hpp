@@ -128,6 +128,19 @@ inline float sum(f32x16 v) {  // always in the same order, so that equal rows gi
 #endif
 }
 
+// Each of four vectors' sum, always in the same order.
+inline void sums_of_four(const f32x16 v[4], float to[4]) {
+#if defined(__AVX512F__)
+    auto halves = [](__m512 a, __m512 b) { return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)); };
+    __m512d ab = (__m512d)halves((__m512)v[0], (__m512)v[1]), cd = (__m512d)halves((__m512)v[2], (__m512)v[3]);
+    __m512 lanes = _mm512_add_ps((__m512)_mm512_unpacklo_pd(ab, cd), (__m512)_mm512_unpackhi_pd(ab, cd));
+    __m256 half = _mm256_add_ps(_mm512_castps512_ps256(lanes), _mm256_castpd_ps(_mm512_extractf64x4_pd((__m512d)lanes, 1)));
+    _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+#else
+    for (int i = 0; i < 4; i++) to[i] = sum(v[i]);
+#endif
+}
+
 inline float largest(f32x16 v) {
 #if defined(__AVX512F__)
     return _mm512_reduce_max_ps((__m512)v);
