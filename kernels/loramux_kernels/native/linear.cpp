@@ -24,10 +24,10 @@ constexpr int MAX_ROWS = 12;  // 12 x 2 sums, 2 columns, 1 broadcast of 32 regis
 constexpr int MAX_ROWS = 3;
 #endif
 
-// Two blocks of few rows meet a panel in stretches of this many units: for the second block they are still in the
+// The blocks of few rows meet a panel in stretches of this many units: for all but the first they are still in the
 // first-level cache, and memory is read all the time, not only while the first block is multiplied.
 constexpr int64_t STRETCH = 64;
-constexpr int64_t MAX_STRETCHED_ROWS = 20;
+constexpr int64_t MAX_STRETCHED_ROWS = 20, MAX_STRETCHED_BLOCKS = (MAX_STRETCHED_ROWS + MAX_ROWS - 1) / MAX_ROWS;
 
 struct Output {
     void* y;
@@ -45,9 +45,7 @@ void write(const Output& out, int64_t row, int64_t column, f32x16 value) {
 }
 
 // What a block fetches while it computes, for processors do not foresee a panel's end: two lines of each of its panels
-// every `every` steps, from `offset` elements after where it starts in each panel. Where memory and arithmetic take about
-// as long, the first-level cache cannot wait for as many lines as memory could be sending: those `early` elements further
-// on are asked into the second level, which can.
+// every `every` steps, from `offset` elements after where it starts in each panel.
 struct Prefetch {
     int64_t offset;
     int every;
@@ -120,7 +118,7 @@ class Product {
     }
 
     void multiply_stretches(int64_t panel) const {
-        f32x16 sums[2][MAX_ROWS * 2];
+        f32x16 sums[MAX_STRETCHED_BLOCKS][MAX_ROWS * 2];
         for (int64_t unit = 0; unit < units; unit += STRETCH) {
             const int64_t count = units - unit < STRETCH ? units - unit : STRETCH;
             for (int64_t block = 0; block < blocks; block++) {
@@ -156,7 +154,7 @@ class Product {
 
     template <int P, int M>
     void add_rows(int64_t block, int64_t panel, int64_t unit, int64_t count, Prefetch prefetch, f32x16* sums) const {
-        const T *w = packed + panel * panel_size() + unit * STEP, *fetch = w + prefetch.offset;
+        const T *w = packed + panel * panel_size() + unit * STEP, *next = w + prefetch.offset;
         const T* in = x_packed + (first_row(block) * units + unit * M) * U::elements;
         f32x16 acc[M][2 * P];
         for (int m = 0; m < M; m++)
@@ -164,12 +162,8 @@ class Product {
         int wait = prefetch.every;
         for (int64_t u = 0; u < count; u++, w += STEP, in += M * U::elements) {
             if (--wait == 0) {
-                for (int p = 0; p < 2 * P; p++) {
-                    const T* line = fetch + p / 2 * panel_size() + p % 2 * STEP / 2;
-                    __builtin_prefetch(line);
-                    __builtin_prefetch(line + prefetch.early, 0, 2);
-                }
-                fetch += STEP;
+                for (int p = 0; p < 2 * P; p++) fetch(next + p / 2 * panel_size() + p % 2 * STEP / 2, prefetch.early);
+                next += STEP;
                 wait = prefetch.every;
             }
             f32x16 column[2 * P];

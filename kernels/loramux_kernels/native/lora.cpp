@@ -75,19 +75,31 @@ void share_out(const Segments& segments, const Group& group, const LoraTableAbi&
     });
 }
 
+// What one of `blocks` blocks of rows fetches while it computes: every so many lines of the next unit's weights, and those
+// `early` elements further on.
+template <class T>
+struct Prefetch {
+    const T* next;
+    int64_t early;
+    int block, blocks;
+};
+
 // v[M][N] = x[M][:] . a[N][:]
 template <class T, int M, int N>
-void dot_block(const T* x, int64_t ldx, const T* a, const T* next, int64_t width, float* v, int64_t ldv) {
+void dot_block(const T* x, int64_t ldx, const T* a, Prefetch<T> prefetch, int64_t width, float* v, int64_t ldv) {
     using U = Unit<T>;
     constexpr int step = 16 * U::elements;
     f32x16 acc[M][4] = {};
     int64_t k = 0;
+    int wait = prefetch.block + 1;
     for (; k + step <= width; k += step) {
+        const bool fetches = --wait == 0;
+        if (fetches) wait = prefetch.blocks;
         f32x16 row[M];
         for (int m = 0; m < M; m++) row[m] = U::load(x + m * ldx + k);
         for (int n = 0; n < N; n++) {
             f32x16 column = U::load(a + n * width + k);
-            if (next) __builtin_prefetch(next + n * width + k);
+            if (fetches) fetch(prefetch.next + n * width + k, prefetch.early);
             for (int m = 0; m < M; m++) acc[m][n] = U::add_product(acc[m][n], row[m], column);
         }
     }
@@ -105,13 +117,16 @@ void dot_block(const T* x, int64_t ldx, const T* a, const T* next, int64_t width
 }
 
 template <class T, int N>
-void dot_rows(const T* x, int64_t ldx, int64_t rows, const T* a, const T* next, int64_t width, float* v, int64_t ldv) {
-    for (; rows >= 4; rows -= 4, x += 4 * ldx, v += 4 * ldv, next = nullptr)
-        dot_block<T, 4, N>(x, ldx, a, next, width, v, ldv);
-    for (; rows; rows--, x += ldx, v += ldv, next = nullptr) dot_block<T, 1, N>(x, ldx, a, next, width, v, ldv);
+void dot_rows(const T* x, int64_t ldx, int64_t rows, const T* a, const T* next, int64_t early, int64_t width, float* v,
+              int64_t ldv) {
+    Prefetch<T> prefetch{next, early, 0, (int)(rows / 4 + rows % 4)};
+    for (; rows >= 4; rows -= 4, x += 4 * ldx, v += 4 * ldv, prefetch.block++)
+        dot_block<T, 4, N>(x, ldx, a, prefetch, width, v, ldv);
+    for (; rows; rows--, x += ldx, v += ldv, prefetch.block++) dot_block<T, 1, N>(x, ldx, a, prefetch, width, v, ldv);
 }
 
 constexpr int64_t SHRINK_ROWS = 48, SHRINK_RANKS = 4;
+constexpr int64_t EARLY = 16 << 10;  // bytes
 
 template <class T>
 void shrink(const T* x, int64_t ldx, int64_t width, const T* pool, const LoraTableAbi& table, const Group& group,
@@ -133,16 +148,19 @@ void shrink(const T* x, int64_t ldx, int64_t width, const T* pool, const LoraTab
         const T* a = start(p, unit);
         float* out = v + (p.site * all_rows + row) * ldv + rank;
         const T* in = x + row * ldx;
+        // Tiles mostly follow one another. What lies behind the last one is nobody's next.
+        const int64_t left = (p.rank - rank - SHRINK_RANKS) * width, early = EARLY / (int64_t)sizeof(T) < left ? EARLY / sizeof(T) : 0;
         switch (p.rank - rank) {
-            case 1: return dot_rows<T, 1>(in, ldx, rows, a, next, width, out, ldv);
-            case 2: return dot_rows<T, 2>(in, ldx, rows, a, next, width, out, ldv);
-            case 3: return dot_rows<T, 3>(in, ldx, rows, a, next, width, out, ldv);
-            default: return dot_rows<T, 4>(in, ldx, rows, a, next, width, out, ldv);
+            case 1: return dot_rows<T, 1>(in, ldx, rows, a, next, early, width, out, ldv);
+            case 2: return dot_rows<T, 2>(in, ldx, rows, a, next, early, width, out, ldv);
+            case 3: return dot_rows<T, 3>(in, ldx, rows, a, next, early, width, out, ldv);
+            default: return dot_rows<T, 4>(in, ldx, rows, a, next, early, width, out, ldv);
         }
     });
 }
 
-constexpr int64_t EXPAND_ROWS = 16, EXPAND_COLUMNS = 256;
+constexpr int64_t EXPAND_ROWS = 32, EXPAND_COLUMNS = 128;
+constexpr int64_t EARLY_ROWS = 8;  // up to which memory is the limit
 
 // Rank rows of B over one strip of columns, which many rows of weights meet. Weights come as units: one float, rounded to
 // T, or two bf16.
@@ -260,9 +278,10 @@ struct Expansion {
     void add(const float* weights, const T* b, const T* next, bool fresh) {
         using Rows = RankRows<T, R>;
         constexpr int cache_line = 64 / sizeof(T);
+        const int64_t early = rows <= EARLY_ROWS && column + columns < width ? EXPAND_COLUMNS : 0;
         for (int64_t c = 0; c < columns; c += Rows::columns) {
             if (c % cache_line == 0)
-                for (int r = 0; r < R; r++) __builtin_prefetch(next + r * width + c);
+                for (int r = 0; r < R; r++) fetch(next + r * width + c, early);
             const Rows strip = columns - c >= Rows::columns ? Rows(b + c, width) : Rows(b + c, width, columns - c);
             for (int64_t m = 0; m < rows; m++) strip.add_to(sums[m] + c, weights + m * RANK_TILE, fresh);
         }

@@ -1,14 +1,15 @@
 // y = x @ W.T + bias with W as a checkpoint has it, row by row: for an output head, which the embedding shares, so that
 // panels would be a second copy of it.
 //
-// Sixteen sums at a time, of R rows of x and 16 / R rows of W: each is sixteen partial sums along k, which a
-// transposition brings side by side. A row's answer does not depend on the rows beside it.
+// Sixteen sums at a time, of R rows of x and 16 / R rows of W. A row's answer does not depend on the rows beside it.
 #include "abi.hpp"
 #include "parallel.hpp"
 #include "simd.hpp"
 
 namespace loramux {
 namespace {
+
+constexpr int64_t EARLY = 32 << 10;  // bytes
 
 template <class T>
 class RowProduct {
@@ -62,7 +63,7 @@ class RowProduct {
             for (int r = 0; r < R; r++) own[r] = U::load(in + r * ldx + k);
             for (int c = 0; c < C; c++) {
                 const f32x16 other = U::load(w[c] + k);
-                if (fetches) __builtin_prefetch(w[c] + C * width + k);
+                if (fetches) fetch(w[c] + C * width + k, EARLY / sizeof(T));
                 for (int r = 0; r < R; r++) acc[r * C + c] = U::add_product(acc[r * C + c], own[r], other);
             }
         }
@@ -71,14 +72,11 @@ class RowProduct {
                 for (int r = 0; r < R; r++)
                     acc[r * C + c] = U::add_product(acc[r * C + c], U::load_first(in + r * ldx + k, rest),
                                                     U::load_first(w[c] + k, rest));
-        transpose(acc);
-        f32x16 sums = {};
-        for (int i = 0; i < 16; i++) sums += acc[i];
-        float of[16 + 16];
-        store(of, sums);
+        float sums[R][16] = {};  // C of them
+        for (int i = 0; i < 16; i += 4) sums_of_four(acc + i, sums[i / C] + i % C);
         const int64_t count = columns - column < C ? columns - column : C;
         for (int r = 0; r < R; r++) {
-            f32x16 value = load(of + r * C);
+            f32x16 value = load(sums[r]);
             if (bias) value += load_first(bias + column, count);
             store_first(y + (row + r) * ldy + column, value, count);
         }

@@ -30,6 +30,14 @@ struct e4m3 {
 
 inline f32x16 splat(float x) { return x - f32x16{}; }
 
+// Asks memory for the line at `next`, which is read soon, and for the one `early` elements further on. That one comes into
+// the second-level cache: the first-level cache cannot wait for as many lines as memory could be sending.
+template <class T>
+inline void fetch(const T* next, int64_t early) {
+    __builtin_prefetch(next);
+    __builtin_prefetch(next + early, 0, 2);
+}
+
 template <class To, class From>
 inline To bits_of(const From& from) {
     static_assert(sizeof(To) == sizeof(From), "the same bits under another type");
