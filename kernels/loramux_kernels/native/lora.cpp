@@ -149,7 +149,8 @@ void shrink(const T* x, int64_t ldx, int64_t width, const T* pool, const LoraTab
         float* out = v + (p.site * all_rows + row) * ldv + rank;
         const T* in = x + row * ldx;
         // Tiles mostly follow one another. What lies behind the last one is nobody's next.
-        const int64_t left = (p.rank - rank - SHRINK_RANKS) * width, early = EARLY / (int64_t)sizeof(T) < left ? EARLY / sizeof(T) : 0;
+        const int64_t left = (p.rank - rank - SHRINK_RANKS) * width, ahead = EARLY / (int64_t)sizeof(T);
+        const int64_t early = ahead < left ? ahead : 0;
         switch (p.rank - rank) {
             case 1: return dot_rows<T, 1>(in, ldx, rows, a, next, early, width, out, ldv);
             case 2: return dot_rows<T, 2>(in, ldx, rows, a, next, early, width, out, ldv);
