@@ -9,7 +9,7 @@ from itertools import groupby
 from measurements import Measurement, Spread, paired, spread
 
 OURS, PEFT, VLLM, VLLM_WITHOUT_LORA = "loramux", "peft", "vllm", "vllm-without-lora"
-OVERHEAD_ALLOWANCE = 0.15
+OVERHEAD_ALLOWANCE = 0.05
 """Limit of measured LoRA overhead above omega."""
 
 
@@ -93,7 +93,7 @@ def _throughput(cell: Cell, share: str) -> Iterator[Answer]:
         VLLM_WITHOUT_LORA: cell.of(VLLM_WITHOUT_LORA, share),
         "our own static batching": cell.of(OURS, share, "static"),
     }
-    least = {("mix", PEFT): 6.0, ("mix", VLLM): 6.0, ("base", VLLM_WITHOUT_LORA): 0.9}
+    least = {("mix", PEFT): 8.0, ("mix", VLLM): 6.0, ("base", VLLM_WITHOUT_LORA): 1.3}
     for rival, theirs in rivals.items():
         ratio = paired(ours, theirs, tokens_per_s)
         if ratio:

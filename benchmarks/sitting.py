@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import report
@@ -18,6 +19,8 @@ from progress import say
 from specs import Setup
 from systems import System
 from workloads import Item
+
+_T = TypeVar("_T")
 
 EXACT_DTYPE = "float32"
 """The dtype in which greedy answers can be compared word by word; in bfloat16 any two systems drift apart."""
@@ -34,10 +37,10 @@ class Sitting:
     reps: int
 
     def run(self, setup: Setup) -> None:
-        """Measure one model in one dtype. Every other repetition goes through the systems backwards, against drift."""
+        """Measure one model in one dtype. Every other repetition goes backwards, as a machine drifts within minutes."""
         for rep in range(self.reps):
             drives: list[tuple[Case, Drive]] = []
-            for system in self.systems if rep % 2 == 0 else reversed(self.systems):
+            for system in _in_turn(self.systems, rep):
                 drives += self._try(system, setup, rep)
             for agreement in agreements(drives) if setup.dtype == EXACT_DTYPE else ():
                 self.record(agreement)
@@ -65,13 +68,14 @@ class Sitting:
             yield case, drive
 
     def _cases(self, system: System, setup: Setup, rep: int) -> list[Case]:
-        """Return the measurements that the folder does not hold yet."""
+        """Return the measurements that the folder does not hold yet, those of one mode next to each other."""
         cases = [
             Case(system=system.label, model=setup.spec.name, dtype=setup.dtype, workload=name, mode=mode, rep=rep)
             for name, items in self.workloads.items()
             for mode in system.modes(items)
         ]
-        return [case for case in cases if case not in self._measured_before]
+        by_mode = sorted(cases, key=lambda case: case.mode)
+        return [case for case in _in_turn(by_mode, rep) if case not in self._measured_before]
 
     @cached_property
     def _measured_before(self) -> frozenset[Case]:
@@ -96,6 +100,10 @@ class Sitting:
         """Append a line to the results, so that a run cut short keeps what it has."""
         with (self.directory / report.LINES).open("ab") as lines:
             lines.write(msgspec.json.encode(line) + b"\n")
+
+
+def _in_turn(order: Sequence[_T], rep: int) -> Sequence[_T]:
+    return order if rep % 2 == 0 else order[::-1]
 
 
 def agreements(drives: Sequence[tuple[Case, Drive]]) -> Iterator[Agreement]:

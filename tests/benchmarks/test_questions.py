@@ -46,23 +46,23 @@ def test_throughput_over_each_rival_with_its_target() -> None:
             measured("peft", "w64-mix", 20, mode="static"),
             measured("vllm", "w64-mix", 10),
             measured("vllm", "w64-base", 90),
-            measured("vllm-without-lora", "w64-base", 150),
+            measured("vllm-without-lora", "w64-base", 100),
         ]
     )
-    assert found["mix: tokens/s over peft"] == (5.0, ">= 6", False)
+    assert found["mix: tokens/s over peft"] == (5.0, ">= 8", False)
     assert found["mix: tokens/s over vllm"] == (10.0, ">= 6", True)
-    assert found["base: tokens/s over vllm-without-lora"] == (0.8, ">= 0.9", False)
+    assert found["base: tokens/s over vllm-without-lora"] == (1.2, ">= 1.3", False)
     assert found["mix: tokens/s over our own static batching"] == (2.5, "", None)
     assert found["base: tokens/s over vllm"] == (1.333333, "", None)
     assert found["mix: LoRA overhead of vllm (base tokens/s over these, - 1)"] == (8.0, "", None)
 
 
-@pytest.mark.parametrize(("mix", "met"), [(70.0, True), (60.0, False)])
+@pytest.mark.parametrize(("mix", "met"), [(70.0, True), (65.0, False)])
 def test_lora_overhead_beside_omega(mix: float, met: bool) -> None:
-    """Base 100: a mix at 70 costs 43%, at 60 it costs 67%; omega 0.40 allows 55%."""
+    """Base 100: a mix at 70 costs 43%, at 65 it costs 54%; omega 0.40 allows 45%."""
     found = asked([measured("loramux", "w24-base", 100, omega=0.0), measured("loramux", "w24-mix", mix, omega=0.4)])
     question = "mix: LoRA overhead of loramux (base tokens/s over these, - 1)"
-    assert found == {question: (round(100 / mix - 1, 6), "<= 0.55 (omega 0.40 + 0.15)", met)}
+    assert found == {question: (round(100 / mix - 1, 6), "<= 0.45 (omega 0.40 + 0.05)", met)}
 
 
 def test_memory_is_compared_like_with_like() -> None:
