@@ -23,11 +23,12 @@ constexpr int MAX_ROWS = 12;  // 12 x 2 sums, 2 columns, 1 broadcast of 32 regis
 #else
 constexpr int MAX_ROWS = 3;
 #endif
+constexpr int WORTH_TRANSPOSING = 4;  // rows
 
 // The blocks of few rows meet a panel in stretches of this many units: for all but the first they are still in the
 // first-level cache, and memory is read all the time, not only while the first block is multiplied.
 constexpr int64_t STRETCH = 64;
-constexpr int64_t MAX_STRETCHED_ROWS = 20, MAX_STRETCHED_BLOCKS = (MAX_STRETCHED_ROWS + MAX_ROWS - 1) / MAX_ROWS;
+constexpr int64_t MAX_STRETCHED_ROWS = 36, MAX_STRETCHED_BLOCKS = (MAX_STRETCHED_ROWS + MAX_ROWS - 1) / MAX_ROWS;
 
 struct Output {
     void* y;
@@ -99,13 +100,24 @@ class Product {
             const int64_t from = share(units, thread, team), last = share(units, thread + 1, team);
             for (int64_t block = 0; block < blocks; block++) {
                 const int64_t first = first_row(block), count = first_row(block + 1) - first;
-                const T* in = x + first * ldx;
-                T* at = to + (first * units + from * count) * U::elements;
-                for (int64_t u = from; u < last; u++)
-                    for (int64_t row = 0; row < count; row++, at += U::elements)
-                        std::memcpy(at, in + row * ldx + u * U::elements, sizeof(T) * U::elements);
+                pack_block(x + first * ldx + from * U::elements, ldx, count, last - from,
+                           to + (first * units + from * count) * U::elements);
             }
         });
+    }
+
+    static void pack_block(const T* x, int64_t ldx, int64_t count, int64_t length, T* to) {
+        int64_t u = 0;
+        if (count >= WORTH_TRANSPOSING)
+            for (; u + 16 <= length; u += 16) {
+                f32x16 tile[16] = {};
+                for (int64_t row = 0; row < count; row++) tile[row] = U::load(x + row * ldx + u * U::elements);
+                transpose(tile);
+                for (int i = 0; i < 16; i++, to += count * U::elements) store_first((float*)to, tile[i], count);
+            }
+        for (; u < length; u++)
+            for (int64_t row = 0; row < count; row++, to += U::elements)
+                std::memcpy(to, x + row * ldx + u * U::elements, sizeof(T) * U::elements);
     }
 
     void multiply_panel(int64_t panel) const {

@@ -114,6 +114,13 @@ inline void store_first(T* p, f32x16 v, int64_t left) {
     std::memcpy(p, padded, left * sizeof(T));
 }
 
+#if defined(__AVX512F__)
+template <>
+inline void store_first(float* p, f32x16 v, int64_t left) {
+    _mm512_mask_storeu_ps(p, left >= 16 ? 0xffff : (1 << left) - 1, (__m512)v);
+}
+#endif
+
 // As floats again after a store and a load.
 template <class T>
 inline f32x16 rounded(f32x16 v) {
