@@ -119,8 +119,8 @@ def main() -> int:
     arguments = _parse_arguments()
     # As an exception, so that servers are stopped on the way out.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("compare: stopped by SIGTERM"))
-    # Every system waits for its threads as it does by itself. Our server chooses PASSIVE for its engine; with it, vLLM is
-    # some 6% slower, and PEFT takes up to half as long again.
+    # Every system waits for its threads as it does by itself. Our server chooses PASSIVE for its engine; with it, vLLM
+    # is some 6% slower, and PEFT takes up to half as long again.
     os.environ.pop("OMP_WAIT_POLICY", None)
     directory = _directory(arguments)
     subprocess.run([sys.executable, str(BENCHMARKS / "models.py"), *arguments.models], check=True)
