@@ -20,15 +20,17 @@ namespace {
 constexpr int PANEL = 32;
 #if defined(__AVX512F__)
 constexpr int MAX_ROWS = 12;  // 12 x 2 sums, 2 columns, 1 broadcast of 32 registers
+constexpr int64_t MAX_STRETCHED_ROWS = 36;
 #else
 constexpr int MAX_ROWS = 3;
+constexpr int64_t MAX_STRETCHED_ROWS = 20;
 #endif
-constexpr int WORTH_TRANSPOSING = 4;  // rows
+constexpr int WORTH_TRANSPOSING = 4;  // from so many rows on, sixteen units at a time are packed faster than one
 
 // The blocks of few rows meet a panel in stretches of this many units: for all but the first they are still in the
 // first-level cache, and memory is read all the time, not only while the first block is multiplied.
 constexpr int64_t STRETCH = 64;
-constexpr int64_t MAX_STRETCHED_ROWS = 36, MAX_STRETCHED_BLOCKS = (MAX_STRETCHED_ROWS + MAX_ROWS - 1) / MAX_ROWS;
+constexpr int64_t MAX_STRETCHED_BLOCKS = (MAX_STRETCHED_ROWS + MAX_ROWS - 1) / MAX_ROWS;
 
 struct Output {
     void* y;
@@ -106,6 +108,7 @@ class Product {
         });
     }
 
+    // A unit is four bytes, and moves as a float.
     static void pack_block(const T* x, int64_t ldx, int64_t count, int64_t length, T* to) {
         int64_t u = 0;
         if (count >= WORTH_TRANSPOSING)
