@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,13 +18,14 @@ pytestmark = [
     pytest.mark.skipif(platform.machine() != "x86_64", reason="names features of x86 processors"),
 ]
 
+AVX2 = ("avx512f", "avx512vl", "avx512bf16")
 OPERATORS = ("packed_linear", "lora", "paged_attention", "layer_operators", "kv_cache", "fp8_kv", "token_draws")
 
 
 @pytest.mark.parametrize(
     "left_out",
     [
-        pytest.param(("avx512f", "avx512vl", "avx512bf16"), id="AVX2"),
+        pytest.param(AVX2, id="AVX2"),
         pytest.param(("avx512bf16",), id="AVX-512 without bf16", marks=pytest.mark.slow),
     ],
 )
@@ -41,3 +43,17 @@ def test_operators_are_right_on_a_narrower_processor(left_out):
     )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
+
+
+@pytest.mark.parametrize("operator", ["linear", "attention", "lora"])
+def test_sums_stay_in_registers(operator, tmp_path):
+    """GCC keeps what does not fit a register in memory: there, it stored 6 to 18 vectors for each multiplication."""
+    source = Path(compiler.__file__).parent / f"{operator}.cpp"
+    assembly = tmp_path / "operator.s"
+    flags = (*compiler.FLAGS, "-march=native", "-mfma", *(f"-mno-{feature}" for feature in AVX2))
+    subprocess.run([*compiler.find_compiler(), *flags, "-S", str(source), "-o", str(assembly)], check=True)
+    lines = assembly.read_text().splitlines()
+    multiplications = sum(bool(re.search(r"\bvfn?m(add|sub)\d+ps\b.*%ymm", line)) for line in lines)
+    stores = sum(bool(re.search(r"\bvmov\w+\s+%[xy]mm\d+, [^%]", line)) for line in lines)
+    assert multiplications > 100
+    assert stores < 4 * multiplications

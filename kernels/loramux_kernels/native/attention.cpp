@@ -17,10 +17,11 @@ namespace {
 
 constexpr int CHUNK = 64, GROUPS = CHUNK / 16;
 constexpr int QUERY_ROWS = 32;  // rows of a block, unless a kv head serves more heads than that
+// A block's sums, and what they are multiplied with, are in registers: rows, and columns of sixteen.
 #if defined(__AVX512F__)
-constexpr int MAX_ROWS = 6;  // 6 x 4 sums, 4 columns, 1 broadcast of 32 registers
+constexpr int MAX_ROWS = 6, COLUMNS = 4;  // 6 x 4 sums, 4 columns, 1 broadcast of 32 registers
 #else
-constexpr int MAX_ROWS = 2;
+constexpr int MAX_ROWS = 3, COLUMNS = 2;  // of halves
 #endif
 const float MASKED = -__builtin_inff(), NOTHING_YET = -1e30f;
 
@@ -204,11 +205,10 @@ class Attention {
             int64_t count = rows - row < MAX_ROWS ? rows - row : MAX_ROWS;
             const float* query = scratch.query + row * units;
             float* scores = scratch.scores + row * CHUNK;
-            if (groups == GROUPS)
-                multiply_rows<GROUPS>(count, query, scratch.keys, scores);
-            else
-                for (int64_t g = 0; g < groups; g++)
-                    multiply_rows<1>(count, query, scratch.keys + g * units * 16, scores + g * 16);
+            int64_t g = 0;
+            for (; g + COLUMNS <= groups; g += COLUMNS)
+                multiply_rows<COLUMNS>(count, query, scratch.keys + g * units * 16, scores + g * 16);
+            for (; g < groups; g++) multiply_rows<1>(count, query, scratch.keys + g * units * 16, scores + g * 16);
         }
     }
 
@@ -271,7 +271,8 @@ class Attention {
         for (int64_t row = 0; row < rows; row += MAX_ROWS) {
             int64_t count = rows - row < MAX_ROWS ? rows - row : MAX_ROWS, d = 0;
             const Chunk* fetched = row == 0 ? &next : nullptr;
-            for (; d + 64 <= layer.value_dim; d += 64) add_rows<4>(count, chunk, fetched, d, row, scratch);
+            for (; d + 16 * COLUMNS <= layer.value_dim; d += 16 * COLUMNS)
+                add_rows<COLUMNS>(count, chunk, fetched, d, row, scratch);
             for (; d < layer.value_dim; d += 16) add_rows<1>(count, chunk, fetched, d, row, scratch);
         }
     }

@@ -17,8 +17,6 @@
 namespace loramux {
 namespace {
 
-typedef int8_t i8x16 __attribute__((vector_size(16)));
-
 constexpr int PANEL = 32;
 constexpr int64_t STRETCH = 256;  // 256 * 32767 * 255 < 2^31: sums of a stretch cannot overflow
 
@@ -84,7 +82,7 @@ struct Integers {
         }
         return scale + sum(poison);
     }
-    static f32x16 as_floats(Sum sum) { return __builtin_convertvector(sum, f32x16); }
+    static f32x16 as_floats(Sum sum) { return converted<f32x16>(sum); }
 };
 
 // A coding decodes E elements of sixteen columns once, and `add` multiplies them with E elements of any row of x.
@@ -119,9 +117,7 @@ struct Int8 : Floats {
     typedef f32x16 Decoded;
     explicit Int8(const Weights&) {}
     Decoded decode(const uint8_t* w) const {
-        i8x16 narrow;
-        std::memcpy(&narrow, w, sizeof narrow);
-        return __builtin_convertvector(narrow, f32x16);
+        return read_lanes<f32x16>((const int8_t*)w);
     }
     static void add(Sum& sum, Decoded w, const Element* x) { sum += w * *x; }
 };
@@ -132,9 +128,7 @@ struct TwoFloats {
 };
 
 inline i32x16 sixteen_bytes(const uint8_t* w) {
-    u8x16 narrow;
-    std::memcpy(&narrow, w, sizeof narrow);
-    return __builtin_convertvector(narrow, i32x16);
+    return read_lanes<i32x16>(w);
 }
 
 struct FloatPairs : Floats {
@@ -151,7 +145,7 @@ struct Int4 : FloatPairs {
     explicit Int4(const Weights&) {}
     Decoded decode(const uint8_t* w) const {
         i32x16 bytes = sixteen_bytes(w);
-        return {__builtin_convertvector((bytes & 15) - 8, f32x16), __builtin_convertvector((bytes >> 4) - 8, f32x16)};
+        return {converted<f32x16>((bytes & 15) - 8), converted<f32x16>((bytes >> 4) - 8)};
     }
 };
 #endif
@@ -168,9 +162,12 @@ struct Table4 : FloatPairs {
     }
 #else
     f32x16 look_up(i32x16 codes) const {
-        f32x16 found;
-        for (int i = 0; i < 16; i++) found[i] = values[codes[i]];
-        return found;
+        float from[16], found[16];
+        int32_t places[16];
+        store(from, values);
+        write_lanes(places, codes);
+        for (int i = 0; i < 16; i++) found[i] = from[places[i]];
+        return load(found);
     }
     Decoded decode(const uint8_t* w) const {
         i32x16 bytes = sixteen_bytes(w);

@@ -6,7 +6,7 @@
 //
 //     rows[block][k / E][rows of the block][E]
 //
-// A block's rows and 32 columns are sums in registers. Every output is one chain of sums over k, whatever the number of
+// A block's rows and columns of a panel are sums in registers. Every output is one chain of sums over k, whatever the number of
 // rows: a row's answer does not depend on the rows beside it, and is the same while decoding as in prefill.
 #include <vector>
 
@@ -18,13 +18,15 @@ namespace loramux {
 namespace {
 
 constexpr int PANEL = 32;
+
+// Columns go by sixteens. SUMS of rows and sixteens are in registers; many rows come COLUMNS sixteens at a time.
 #if defined(__AVX512F__)
-constexpr int MAX_ROWS = 12;  // 12 x 2 sums, 2 columns, 1 broadcast of 32 registers
-constexpr int64_t MAX_STRETCHED_ROWS = 36;
+constexpr int SUMS = 24, COLUMNS = 2;  // 12 x 2 sums, 2 columns, 1 broadcast of 32 registers
 #else
-constexpr int MAX_ROWS = 3;
-constexpr int64_t MAX_STRETCHED_ROWS = 20;
+constexpr int SUMS = 6, COLUMNS = 1;  // in halves: 6 x 2 sums, 2 columns, 1 broadcast of 16 registers
 #endif
+constexpr int MAX_ROWS = SUMS / COLUMNS;
+constexpr int64_t MAX_STRETCHED_ROWS = 48;
 constexpr int WORTH_TRANSPOSING = 4;  // from so many rows on, sixteen units at a time are packed faster than one
 
 // The blocks of few rows meet a panel in stretches of this many units: for all but the first they are still in the
@@ -47,8 +49,8 @@ void write(const Output& out, int64_t row, int64_t column, f32x16 value) {
     store_first(y, bias ? value + load_first(bias + column, left) : value, left);
 }
 
-// What a block fetches while it computes, for processors do not foresee a panel's end: two lines of each of its panels
-// every `every` steps, from `offset` elements after where it starts in each panel.
+// What a block fetches while it computes, for processors do not foresee a panel's end: a line of each of its sixteens
+// of columns every `every` steps, from `offset` elements after where it starts in each.
 struct Prefetch {
     int64_t offset;
     int every;
@@ -81,8 +83,8 @@ class Product {
         Runs runs(panels, threads);
         on_threads(threads, [&](int, int) {
             runs.take([&](int64_t panel, int64_t end) {
-                if (rows <= MAX_ROWS / 2)
-                    for (; panel + 2 <= end; panel += 2) multiply_block<2>(0, panel, Prefetch{8192 / sizeof(T), 1});
+                if (rows <= SUMS / 4)
+                    for (; panel + 2 <= end; panel += 2) multiply_block<4>(0, 2 * panel, Prefetch{8192 / sizeof(T), 1});
                 for (; panel < end; panel++) multiply_panel(panel);
             });
         });
@@ -94,6 +96,7 @@ class Product {
     Output out;
 
     int64_t panel_size() const { return units * STEP; }
+    int64_t start_of(int64_t column) const { return column / 2 * panel_size() + column % 2 * (STEP / 2); }
     int64_t first_row(int64_t block) const { return rows * block / blocks; }
 
     void pack_rows(const T* x, int64_t ldx, T* to, int threads) const {
@@ -123,74 +126,81 @@ class Product {
                 std::memcpy(to, x + row * ldx + u * U::elements, sizeof(T) * U::elements);
     }
 
+    // `column` counts sixteens from here on.
     void multiply_panel(int64_t panel) const {
-        if (blocks == 1) return multiply_block<1>(0, panel, Prefetch{8192 / sizeof(T), 1, EARLY / sizeof(T)});
-        if (rows <= MAX_STRETCHED_ROWS) return multiply_stretches(panel);
-        for (int64_t block = 0; block < blocks; block++) {
-            const int64_t done = units * block / blocks;  // of the next panel is fetched
-            multiply_block<1>(block, panel, Prefetch{panel_size() + done * STEP, (int)blocks});
-        }
+        const int64_t column = 2 * panel;
+        if (rows <= SUMS / 2) return multiply_block<2>(0, column, Prefetch{8192 / sizeof(T), 1, EARLY / sizeof(T)});
+        if (rows <= MAX_STRETCHED_ROWS) return multiply_stretches(column);
+        for (int64_t c = column; c < column + 2; c += COLUMNS)
+            for (int64_t block = 0; block < blocks; block++) {
+                const int64_t next = start_of(c + COLUMNS) - start_of(c), done = units * block / blocks;
+                multiply_block<COLUMNS>(block, c, Prefetch{next + done * STEP, (int)blocks});
+            }
     }
 
-    void multiply_stretches(int64_t panel) const {
-        f32x16 sums[MAX_STRETCHED_BLOCKS][MAX_ROWS * 2];
+    void multiply_stretches(int64_t column) const {
+        f32x16 sums[2 / COLUMNS][MAX_STRETCHED_BLOCKS][SUMS] = {};
         for (int64_t unit = 0; unit < units; unit += STRETCH) {
             const int64_t count = units - unit < STRETCH ? units - unit : STRETCH;
-            for (int64_t block = 0; block < blocks; block++) {
-                const Prefetch next{(STRETCH + STRETCH / blocks * block) * STEP, (int)blocks, EARLY / sizeof(T)};
-                add<1>(block, panel, unit, count, next, sums[block]);
-            }
+            for (int c = 0; c < 2 / COLUMNS; c++)
+                for (int64_t block = 0; block < blocks; block++) {
+                    const Prefetch next{(STRETCH + STRETCH / blocks * block) * STEP, (int)blocks, EARLY / sizeof(T)};
+                    add<COLUMNS>(block, column + c * COLUMNS, unit, count, next, sums[c][block]);
+                }
         }
-        for (int64_t block = 0; block < blocks; block++) write_sums<1>(block, panel, sums[block]);
+        for (int c = 0; c < 2 / COLUMNS; c++)
+            for (int64_t block = 0; block < blocks; block++)
+                write_sums<COLUMNS>(block, column + c * COLUMNS, sums[c][block]);
     }
 
-    template <int P>
-    void multiply_block(int64_t block, int64_t panel, Prefetch prefetch) const {
-        f32x16 sums[MAX_ROWS / P * 2 * P];
-        add<P>(block, panel, 0, units, prefetch, sums);
-        write_sums<P>(block, panel, sums);
+    template <int C>
+    void multiply_block(int64_t block, int64_t column, Prefetch prefetch) const {
+        f32x16 sums[SUMS] = {};
+        add<C>(block, column, 0, units, prefetch, sums);
+        write_sums<C>(block, column, sums);
     }
 
-    template <int P>
-    void write_sums(int64_t block, int64_t panel, const f32x16* sums) const {
+    template <int C>
+    void write_sums(int64_t block, int64_t column, const f32x16* sums) const {
         for (int64_t row = first_row(block); row < first_row(block + 1); row++)
-            for (int c = 0; c < 2 * P; c++) write<T>(out, row, panel * PANEL + 16 * c, *sums++);
+            for (int c = 0; c < C; c++) write<T>(out, row, 16 * (column + c), *sums++);
     }
 
-    // Adds the products of `count` units from `unit` on to the sums of a block's rows and P panels; the first units begin them.
-    template <int P, int M = MAX_ROWS / P>
-    void add(int64_t block, int64_t panel, int64_t unit, int64_t count, Prefetch prefetch, f32x16* sums) const {
+    // Adds the products of `count` units from `unit` on to the sums of a block's rows and C columns.
+    template <int C, int M = SUMS / C>
+    void add(int64_t block, int64_t column, int64_t unit, int64_t count, Prefetch prefetch, f32x16* sums) const {
         if constexpr (M > 0) {
             if (first_row(block + 1) - first_row(block) == M)
-                return add_rows<P, M>(block, panel, unit, count, prefetch, sums);
-            add<P, M - 1>(block, panel, unit, count, prefetch, sums);
+                return add_rows<C, M>(block, column, unit, count, prefetch, sums);
+            add<C, M - 1>(block, column, unit, count, prefetch, sums);
         }
     }
 
-    template <int P, int M>
-    void add_rows(int64_t block, int64_t panel, int64_t unit, int64_t count, Prefetch prefetch, f32x16* sums) const {
-        const T *w = packed + panel * panel_size() + unit * STEP, *next = w + prefetch.offset;
+    template <int C, int M>
+    void add_rows(int64_t block, int64_t column, int64_t unit, int64_t count, Prefetch prefetch, f32x16* sums) const {
+        const T *w = packed + start_of(column) + unit * STEP, *next = w + prefetch.offset;
         const T* in = x_packed + (first_row(block) * units + unit * M) * U::elements;
-        f32x16 acc[M][2 * P];
+        auto line = [&](const T* from, int c) { return from + c / 2 * panel_size() + c % 2 * (STEP / 2); };
+        f32x16 acc[M][C];
         for (int m = 0; m < M; m++)
-            for (int c = 0; c < 2 * P; c++) acc[m][c] = unit == 0 ? f32x16{} : sums[m * 2 * P + c];
+            for (int c = 0; c < C; c++) acc[m][c] = sums[m * C + c];
         int wait = prefetch.every;
         for (int64_t u = 0; u < count; u++, w += STEP, in += M * U::elements) {
             if (--wait == 0) {
-                for (int p = 0; p < 2 * P; p++) fetch(next + p / 2 * panel_size() + p % 2 * STEP / 2, prefetch.early);
+                for (int c = 0; c < C; c++) fetch(line(next, c), prefetch.early);
                 next += STEP;
                 wait = prefetch.every;
             }
-            f32x16 column[2 * P];
-            for (int c = 0; c < 2 * P; c++) column[c] = U::load(w + c / 2 * panel_size() + c % 2 * STEP / 2);
+            f32x16 weights[C];
+            for (int c = 0; c < C; c++) weights[c] = U::load(line(w, c));
             for (int m = 0; m < M; m++) {
                 float element;
                 std::memcpy(&element, in + m * U::elements, sizeof element);
-                for (int c = 0; c < 2 * P; c++) acc[m][c] = U::add_product(acc[m][c], column[c], splat(element));
+                for (int c = 0; c < C; c++) acc[m][c] = U::add_product(acc[m][c], weights[c], splat(element));
             }
         }
         for (int m = 0; m < M; m++)
-            for (int c = 0; c < 2 * P; c++) sums[m * 2 * P + c] = acc[m][c];
+            for (int c = 0; c < C; c++) sums[m * C + c] = acc[m][c];
     }
 };
 

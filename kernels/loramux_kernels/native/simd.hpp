@@ -10,13 +10,9 @@
 #include <immintrin.h>
 #endif
 
-namespace loramux {
+#include "lanes.hpp"
 
-typedef float f32x16 __attribute__((vector_size(64)));
-typedef int32_t i32x16 __attribute__((vector_size(64)));
-typedef uint32_t u32x16 __attribute__((vector_size(64)));
-typedef uint16_t u16x16 __attribute__((vector_size(32)));
-typedef uint8_t u8x16 __attribute__((vector_size(16)));
+namespace loramux {
 
 struct bf16 {
     uint16_t bits;
@@ -38,33 +34,19 @@ inline void fetch(const T* next, int64_t early) {
     __builtin_prefetch(next + early, 0, 2);
 }
 
-template <class To, class From>
-inline To bits_of(const From& from) {
-    static_assert(sizeof(To) == sizeof(From), "the same bits under another type");
-    To to;
-    std::memcpy(&to, &from, sizeof to);
-    return to;
-}
-
 // Sixteen elements as floats, and back with one rounding to nearest even.
 
-inline f32x16 load(const float* p) {
-    f32x16 v;
-    std::memcpy(&v, p, sizeof v);
-    return v;
-}
+inline f32x16 load(const float* p) { return read_lanes<f32x16>(p); }
 
 inline f32x16 load(const bf16* p) {
 #if defined(__AVX512F__)  // GCC 12 widens in two halves
     return (f32x16)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
 #else
-    u16x16 v;
-    std::memcpy(&v, p, sizeof v);
-    return bits_of<f32x16>(__builtin_convertvector(v, u32x16) << 16);
+    return bits_of<f32x16>(read_lanes<u32x16>((const uint16_t*)p) << 16);
 #endif
 }
 
-inline void store(float* p, f32x16 v) { std::memcpy(p, &v, sizeof v); }
+inline void store(float* p, f32x16 v) { write_lanes(p, v); }
 
 inline void store(bf16* p, f32x16 v) {
 #if defined(__AVX512BF16__)
@@ -72,27 +54,29 @@ inline void store(bf16* p, f32x16 v) {
     std::memcpy(p, &rounded, 32);
 #else
     u32x16 u = bits_of<u32x16>(v);
-    u32x16 is_nan = (u32x16)((u & 0x7fffffffu) > 0x7f800000u);
+    u32x16 is_nan = bits_of<u32x16>((u & 0x7fffffffu) > 0x7f800000u);
     u32x16 rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
-    u16x16 out = __builtin_convertvector((is_nan & 0x7fc0u) | (~is_nan & rounded), u16x16);
-    std::memcpy(p, &out, sizeof out);
+    write_lanes((uint16_t*)p, (is_nan & 0x7fc0u) | (~is_nan & rounded));
 #endif
 }
 
 #if defined(__F16C__)
 inline f32x16 load(const f16* p) {
-    f32x16 v;
-    __m256 half[2] = {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)),
-                      _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
-    std::memcpy(&v, half, sizeof v);
-    return v;
+#if defined(__AVX512F__)
+    return (f32x16)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#else
+    auto half = [](const f16* from) { return (decltype(f32x16::low))_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from)); };
+    return {half(p), half(p + 8)};
+#endif
 }
 
 inline void store(f16* p, f32x16 v) {
-    __m256 half[2];
-    std::memcpy(half, &v, sizeof v);
-    _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(half[0], _MM_FROUND_TO_NEAREST_INT));
-    _mm_storeu_si128((__m128i*)(p + 8), _mm256_cvtps_ph(half[1], _MM_FROUND_TO_NEAREST_INT));
+#if defined(__AVX512F__)
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
+#else
+    _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)v.low, _MM_FROUND_TO_NEAREST_INT));
+    _mm_storeu_si128((__m128i*)(p + 8), _mm256_cvtps_ph((__m256)v.high, _MM_FROUND_TO_NEAREST_INT));
+#endif
 }
 #endif
 
@@ -177,14 +161,12 @@ inline f32x16 max(f32x16 a, f32x16 b) { return blend(a > b, a, b); }
 // E4M3: a sign, four bits of exponent with a bias of 7, three of mantissa; 0x7f is NaN, and there is no infinity.
 
 inline f32x16 load(const e4m3* p) {
-    u8x16 narrow;
-    std::memcpy(&narrow, p, sizeof narrow);
-    i32x16 bytes = __builtin_convertvector(narrow, i32x16), sign = (bytes & 0x80) << 24, rest = bytes & 0x7f;
+    i32x16 bytes = read_lanes<i32x16>((const uint8_t*)p), sign = (bytes & 0x80) << 24, rest = bytes & 0x7f;
 #if defined(__AVX512F__)  // by way of half precision, whose subnormals cost nothing; the biases differ by 8
     __m256i half = _mm512_cvtepi32_epi16((__m512i)(rest << 7));
     f32x16 size = (f32x16)_mm512_cvtph_ps(half) * 256.f;
 #else  // moved bits are a normal float's; subnormals are counted in units of 2^-9
-    f32x16 normal = bits_of<f32x16>((rest << 20) + (120 << 23)), small = __builtin_convertvector(rest, f32x16) * 0x1p-9f;
+    f32x16 normal = bits_of<f32x16>((rest << 20) + (120 << 23)), small = converted<f32x16>(rest) * 0x1p-9f;
     f32x16 size = blend(rest < 8, small, normal);
 #endif
     size = blend(rest == 0x7f, splat(__builtin_nanf("")), size);
@@ -202,8 +184,7 @@ inline void store(e4m3* p, f32x16 v) {
     i32x16 is_small = size < splat(0x1p-6f);
     i32x16 code = (is_small & small) | (~is_small & normal);
     code = (is_nan & 0x7f) | (~is_nan & code) | ((bits >> 24) & 0x80);
-    u8x16 narrow = __builtin_convertvector(code, u8x16);
-    std::memcpy(p, &narrow, sizeof narrow);
+    write_lanes((uint8_t*)p, code);
 }
 
 // e^x within 2 units in the last place for x up to 88; 0 below the smallest normal number; NaN stays NaN. Coefficients: Cephes, expf.
@@ -221,7 +202,7 @@ inline f32x16 exp(f32x16 x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * (r * r) + r + 1.f;
-    i32x16 exponent = __builtin_convertvector(n, i32x16);
+    i32x16 exponent = converted<i32x16>(n);
     f32x16 scaled = p * bits_of<f32x16>((exponent + 127) << 23);
     return blend(x != x, x, blend(vanishes, f32x16{}, scaled));
 }
@@ -274,6 +255,25 @@ struct Unit<bf16> {
 };
 #endif
 
+#if defined(__AVX__) && !defined(__AVX512F__)
+inline void transpose(__m256 rows[8]) {
+    __m256 t[8], u[8];
+    for (int i = 0; i < 8; i += 2) {
+        t[i] = _mm256_unpacklo_ps(rows[i], rows[i + 1]);
+        t[i + 1] = _mm256_unpackhi_ps(rows[i], rows[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4)
+        for (int j = 0; j < 2; j++) {
+            u[i + 2 * j] = _mm256_shuffle_ps(t[i + j], t[i + 2 + j], 0x44);
+            u[i + 2 * j + 1] = _mm256_shuffle_ps(t[i + j], t[i + 2 + j], 0xee);
+        }
+    for (int i = 0; i < 4; i++) {
+        rows[i] = _mm256_permute2f128_ps(u[i], u[4 + i], 0x20);
+        rows[4 + i] = _mm256_permute2f128_ps(u[i], u[4 + i], 0x31);
+    }
+}
+#endif
+
 // rows[i][j] becomes rows[j][i]
 inline void transpose(f32x16 rows[16]) {
 #if defined(__AVX512F__)
@@ -296,6 +296,16 @@ inline void transpose(f32x16 rows[16]) {
         rows[4 + i] = (f32x16)_mm512_shuffle_f32x4(b, d, 0x88);
         rows[12 + i] = (f32x16)_mm512_shuffle_f32x4(b, d, 0xdd);
     }
+#elif defined(__AVX__)  // four squares of eight by eight
+    __m256 squares[2][2][8];
+    for (int i = 0; i < 16; i++) {
+        squares[0][i / 8][i % 8] = (__m256)rows[i].low;
+        squares[1][i / 8][i % 8] = (__m256)rows[i].high;
+    }
+    for (auto& pair : squares)
+        for (auto& square : pair) transpose(square);
+    for (int i = 0; i < 16; i++)
+        rows[i] = {(decltype(f32x16::low))squares[i / 8][0][i % 8], (decltype(f32x16::low))squares[i / 8][1][i % 8]};
 #else
     float from[16][16], to[16][16];
     std::memcpy(from, rows, sizeof from);
