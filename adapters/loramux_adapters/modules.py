@@ -30,6 +30,7 @@ from loramux_kernels import (
     lora_shrink,
     rescale,
     rows_linear,
+    rows_weight,
 )
 
 
@@ -227,6 +228,7 @@ class AdaptedHead(nn.Module):
         self.base = base
         self._bank = bank
         self._ranks = ranks
+        self._rows = rows_weight(base.weight.data)
 
     @property
     def weight(self) -> torch.Tensor:
@@ -235,7 +237,7 @@ class AdaptedHead(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map the sampled rows `[..., n, hidden_size]` to logits `[..., n, tokens]`, as wide as any row's tokens."""
-        y = rows_linear(x, self.base.weight, self.base.bias)
+        y = rows_linear(x, self._rows, self.base.bias)
         if self._ranks is not None:
             y = self._ranks.gather_columns(y)
             if self._ranks.rank:

@@ -61,7 +61,7 @@ from loramux_kernels.mixture import (
     route,
     route_reference,
 )
-from loramux_kernels.packed_linear import PackedLinear, Weight, packed_linear_reference, rows_linear
+from loramux_kernels.packed_linear import PackedLinear, Weight, packed_linear_reference, rows_linear, rows_weight
 from loramux_kernels.paged_attention import paged_attention, paged_attention_reference, write_kv, write_kv_reference
 from loramux_kernels.quantized_weight import Quantization, QuantizedWeight
 from loramux_kernels.tables import (
@@ -121,6 +121,7 @@ __all__ = [
     "route",
     "route_reference",
     "rows_linear",
+    "rows_weight",
     "write_kv",
     "write_kv_reference",
 ]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn import functional
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loramux_kernels import PackedLinear, packed_linear, packed_linear_reference, rows_linear
+from loramux_kernels import PackedLinear, packed_linear, packed_linear_reference, rows_linear, rows_weight
 from loramux_kernels.native import multiplies_bf16_pairs
 from loramux_kernels.packed_linear import Coded, choose_format, one_dnn_packs
 from loramux_kernels.quantized_weight import QuantizedWeight, pack_nibbles, quantize, unpack_nibbles
@@ -86,6 +87,32 @@ def test_packed_linear_row_is_independent_of_its_neighbours(dtype, threads):
     for rows in range(1, 60):  # blocks of every height, alone and in stretches
         start = rows % 40
         assert torch.equal(linear(x[start : start + rows]), whole[start : start + rows])
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("columns", [256, 200, 9])
+def test_weights_that_bfloat16_holds_take_half_the_bytes_and_give_the_same_result(columns):
+    held = torch.randn(columns, 300).bfloat16().float()
+    needs_float32 = torch.full((32, 300), 0.1)
+    narrow, wide = PackedLinear([held], [None]), PackedLinear([held, needs_float32], [None, None])
+    assert narrow.num_bytes == 2 * 300 * -(-columns // 32) * 32
+    assert wide.num_bytes == 4 * 300 * -(-(columns + 32) // 32) * 32
+    x = torch.randn(100, 300)
+    whole = wide(x)[:, :columns]
+    for rows in range(1, 60):
+        start = rows % 40
+        assert torch.equal(narrow(x[start : start + rows]), whole[start : start + rows])
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.0, 1e-40])
+def test_unusual_weights_stay_what_they_are(value):
+    weight = torch.randn(40, 64).bfloat16().float()
+    weight[3, 5] = value
+    x = torch.eye(64)
+    torch.testing.assert_close(
+        PackedLinear([weight], [None])(x), functional.linear(x, weight), rtol=0, atol=0, equal_nan=True
+    )
 
 
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-10}
@@ -239,3 +266,15 @@ def test_rows_linear_equals_float64_and_a_row_does_not_depend_on_the_others(
     torch.testing.assert_close(y.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     for row in range(rows):
         assert torch.equal(rows_linear(x[row : row + 1], weight, bias)[0], y[row])
+
+
+@pytest.mark.usefixtures("native")
+@settings(max_examples=60, deadline=None)
+@given(rows=st.integers(0, 40), in_features=st.integers(1, 150), out_features=st.integers(1, 70))
+def test_rows_that_bfloat16_holds_are_read_in_it_and_change_nothing(rows, in_features, out_features):
+    weight = torch.randn(out_features, in_features).bfloat16().float()
+    x = torch.randn(rows, in_features)
+    assert rows_weight(weight).dtype == torch.bfloat16
+    assert torch.equal(rows_linear(x, rows_weight(weight), None), rows_linear(x, weight, None))
+    weight[0, 0] = 0.1
+    assert rows_weight(weight) is weight

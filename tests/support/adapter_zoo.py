@@ -264,7 +264,7 @@ class Asked:
 class Zoo:
     """One family's model and adapters on disk, and PEFT's answers."""
 
-    def __init__(self, family: str, root: Path, **fields: object) -> None:
+    def __init__(self, family: str, root: Path, saved_as: torch.dtype = torch.float32, **fields: object) -> None:
         self.base = root / "base"
         self.adapters = root / "adapters"
         config_class, extra = FAMILIES[family]
@@ -281,7 +281,7 @@ class Zoo:
                     parameter.add_(torch.randn_like(parameter) * 0.1)
                 else:
                     parameter.mul_(3.0)
-        model.save_pretrained(self.base)
+        model.to(saved_as).save_pretrained(self.base)
         self._answers: dict[Asked, list[int]] = {}
         self._reference: peft.PeftModel | None = None
 

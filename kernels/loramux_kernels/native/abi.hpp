@@ -22,13 +22,6 @@ void on_dtype(int dtype, const Body& body) {
     }
 }
 
-// The dtypes that linears are packed in.
-template <class Body>
-void on_packed_dtype(int dtype, const Body& body) {
-    if (dtype == FLOAT32) return body(float{});
-    if (dtype == BFLOAT16 && LORAMUX_BF16_PAIRS) return body(bf16{});
-}
-
 enum Coding { INT8 = 0, INT4 = 1, TABLE4 = 2, E4M3 = 3 };
 
 enum Activation { SILU = 0, GELU_TANH = 1 };
@@ -102,7 +95,7 @@ struct LayerLinearAbi {
     const CodedWeightsAbi* coded;
     const void* bias;      // null: none; of floats where the weights are coded
     const int64_t* group;  // of sites, as lora_shrink reads it
-    int64_t coding, width, columns;
+    int64_t panels_dtype, coding, width, columns;
 };
 
 // What a decoder layer is, for all steps.
@@ -141,7 +134,7 @@ struct DrawAbi {
 // Operators that loramux_layers calls too.
 
 LORAMUX_EXPORT void loramux_rms_norm(int dtype, const loramux::RmsNormAbi* call, int threads);
-LORAMUX_EXPORT void loramux_linear(int dtype, const void* x, int64_t ldx, int64_t rows, int64_t width,
+LORAMUX_EXPORT void loramux_linear(int dtype, int weight_dtype, const void* x, int64_t ldx, int64_t rows, int64_t width,
                                    const void* packed, const void* bias, void* y, int64_t ldy, int64_t columns,
                                    int threads);
 LORAMUX_EXPORT void loramux_coded_linear(int dtype, int coding, const void* x, int64_t ldx, int64_t rows,

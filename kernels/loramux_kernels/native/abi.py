@@ -102,7 +102,7 @@ class LayerLinearAbi(ctypes.Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("panels", "coded", "bias", "group")),
-        *((name, c_int64) for name in ("coding", "width", "columns")),
+        *((name, c_int64) for name in ("panels_dtype", "coding", "width", "columns")),
     )
 
 
@@ -150,9 +150,9 @@ SIGNATURES = {
     "loramux_use_runtime": (RuntimeAbi,),
     "loramux_lora_shrink": (c_int, c_void_p, c_int64, c_int64, c_void_p, *_LORA, c_void_p, c_int64, c_int),
     "loramux_lora_expand": (c_int, c_void_p, c_int64, c_void_p, *_LORA, c_void_p, c_int64, c_int),
-    "loramux_linear_pack": (c_int, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_int),
-    "loramux_linear": (c_int, c_void_p, *(c_int64,) * 3, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int),
-    "loramux_rows_linear": (c_int, c_void_p, *(c_int64,) * 3, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int),
+    "loramux_linear_pack": (c_int, c_int, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_int),
+    "loramux_linear": (c_int, c_int, c_void_p, *(c_int64,) * 3, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int),
+    "loramux_rows_linear": (c_int, c_int, c_void_p, *(c_int64,) * 3, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int),
     "loramux_coded_linear": (
         c_int, c_int, c_void_p, c_int64, c_int64, POINTER(CodedWeightsAbi), c_void_p, c_void_p, c_int64, c_int64, c_int,
     ),

@@ -81,7 +81,8 @@ class Layer {
     void multiply(const LayerLinearAbi& linear, const T* x, int64_t ldx, T* y) const {
         const int64_t columns = linear.columns;
         if (linear.panels)
-            loramux_linear(step.dtype, x, ldx, step.rows, linear.width, linear.panels, linear.bias, y, columns, columns, threads);
+            loramux_linear(step.dtype, linear.panels_dtype, x, ldx, step.rows, linear.width, linear.panels, linear.bias, y,
+                           columns, columns, threads);
         else
             loramux_coded_linear(step.dtype, linear.coding, x, ldx, step.rows, linear.coded, (const float*)linear.bias, y,
                                  columns, columns, threads);

@@ -1,6 +1,7 @@
 // y = x @ W.T + bias, with W packed once into panels of 32 output columns:
 //
 //     packed[panel][k / E][32][E]      E elements fill four bytes, a unit: one float, or two bf16
+//     packed[panel][k][16][2]          bf16 that are multiplied as floats: columns c and 16 + c lie side by side
 //
 // so that a panel streams from memory in the order of use. x is packed likewise, for each call, into blocks of few rows:
 //
@@ -49,6 +50,26 @@ void write(const Output& out, int64_t row, int64_t column, f32x16 value) {
     store_first(y, bias ? value + load_first(bias + column, left) : value, left);
 }
 
+// How weights W lie in a panel for a product of T.
+template <class T, class W>
+struct Panel {
+    static constexpr int elements = PANEL * Unit<T>::elements;  // for one unit of k
+    static void put(const W* from, int column, W* to) {
+        std::memcpy(to + column * Unit<T>::elements, from, sizeof(W) * Unit<T>::elements);
+    }
+    static f32x16 load(const W* unit, int sixteen) { return Unit<T>::load(unit + sixteen * (elements / 2)); }
+};
+
+template <>
+struct Panel<float, bf16> {
+    static constexpr int elements = PANEL;
+    static void put(const bf16* from, int column, bf16* to) { to[column % 16 * 2 + column / 16] = *from; }
+    static f32x16 load(const bf16* unit, int sixteen) {
+        const u32x16 pairs = read_lanes<u32x16>((const uint32_t*)unit);
+        return bits_of<f32x16>(sixteen == 0 ? pairs << 16 : pairs & 0xffff0000u);
+    }
+};
+
 // What a block fetches while it computes, for processors do not foresee a panel's end: a line of each of its sixteens
 // of columns every `every` steps, from `offset` elements after where it starts in each.
 struct Prefetch {
@@ -58,13 +79,14 @@ struct Prefetch {
 };
 constexpr int64_t EARLY = 16 << 10;  // bytes
 
-template <class T>
+template <class T, class W>
 class Product {
     using U = Unit<T>;
-    static constexpr int STEP = PANEL * U::elements;  // elements of a panel for one unit of k
+    using P = Panel<T, W>;
+    static constexpr int STEP = P::elements;
 
    public:
-    Product(const T* x, int64_t ldx, int64_t rows, int64_t width, const T* packed, const Output& out, int threads)
+    Product(const T* x, int64_t ldx, int64_t rows, int64_t width, const W* packed, const Output& out, int threads)
         : packed(packed), rows(rows), blocks((rows + MAX_ROWS - 1) / MAX_ROWS), units(width / U::elements), out(out) {
         static thread_local std::vector<T> memory;
         if (rows == 1) {
@@ -78,20 +100,21 @@ class Product {
 
     void run(int threads) const {
         if (rows == 0) return;
-        const int64_t panels = (out.columns + PANEL - 1) / PANEL, bytes = panels * panel_size() * (int64_t)sizeof(T);
+        const int64_t panels = (out.columns + PANEL - 1) / PANEL, bytes = panels * panel_size() * (int64_t)sizeof(W);
         threads = threads_for(bytes, threads);
         Runs runs(panels, threads);
         on_threads(threads, [&](int, int) {
             runs.take([&](int64_t panel, int64_t end) {
                 if (rows <= SUMS / 4)
-                    for (; panel + 2 <= end; panel += 2) multiply_block<4>(0, 2 * panel, Prefetch{8192 / sizeof(T), 1});
+                    for (; panel + 2 <= end; panel += 2) multiply_block<4>(0, 2 * panel, Prefetch{8192 / sizeof(W), 1});
                 for (; panel < end; panel++) multiply_panel(panel);
             });
         });
     }
 
    private:
-    const T *packed, *x_packed = nullptr;
+    const W* packed;
+    const T* x_packed = nullptr;
     int64_t rows, blocks, units;
     Output out;
 
@@ -129,7 +152,7 @@ class Product {
     // `column` counts sixteens from here on.
     void multiply_panel(int64_t panel) const {
         const int64_t column = 2 * panel;
-        if (rows <= SUMS / 2) return multiply_block<2>(0, column, Prefetch{8192 / sizeof(T), 1, EARLY / sizeof(T)});
+        if (rows <= SUMS / 2) return multiply_block<2>(0, column, Prefetch{8192 / sizeof(W), 1, EARLY / sizeof(W)});
         if (rows <= MAX_STRETCHED_ROWS) return multiply_stretches(column);
         for (int64_t c = column; c < column + 2; c += COLUMNS)
             for (int64_t block = 0; block < blocks; block++) {
@@ -144,7 +167,7 @@ class Product {
             const int64_t count = units - unit < STRETCH ? units - unit : STRETCH;
             for (int c = 0; c < 2 / COLUMNS; c++)
                 for (int64_t block = 0; block < blocks; block++) {
-                    const Prefetch next{(STRETCH + STRETCH / blocks * block) * STEP, (int)blocks, EARLY / sizeof(T)};
+                    const Prefetch next{(STRETCH + STRETCH / blocks * block) * STEP, (int)blocks, EARLY / sizeof(W)};
                     add<COLUMNS>(block, column + c * COLUMNS, unit, count, next, sums[c][block]);
                 }
         }
@@ -178,21 +201,23 @@ class Product {
 
     template <int C, int M>
     void add_rows(int64_t block, int64_t column, int64_t unit, int64_t count, Prefetch prefetch, f32x16* sums) const {
-        const T *w = packed + start_of(column) + unit * STEP, *next = w + prefetch.offset;
+        constexpr int EACH = STEP * sizeof(W) > 64 ? 1 : 2;  // both sixteens may share a line
+        const int first = C == 1 ? column % 2 : 0;
+        const W* w = packed + column / 2 * panel_size() + unit * STEP;
+        const W* next = packed + start_of(column) + unit * STEP + prefetch.offset;
         const T* in = x_packed + (first_row(block) * units + unit * M) * U::elements;
-        auto line = [&](const T* from, int c) { return from + c / 2 * panel_size() + c % 2 * (STEP / 2); };
         f32x16 acc[M][C];
         for (int m = 0; m < M; m++)
             for (int c = 0; c < C; c++) acc[m][c] = sums[m * C + c];
         int wait = prefetch.every;
         for (int64_t u = 0; u < count; u++, w += STEP, in += M * U::elements) {
             if (--wait == 0) {
-                for (int c = 0; c < C; c++) fetch(line(next, c), prefetch.early);
+                for (int c = 0; c < C; c += EACH) fetch(next + start_of(c), prefetch.early);
                 next += STEP;
                 wait = prefetch.every;
             }
             f32x16 weights[C];
-            for (int c = 0; c < C; c++) weights[c] = U::load(line(w, c));
+            for (int c = 0; c < C; c++) weights[c] = P::load(w + c / 2 * panel_size(), (first + c) % 2);
             for (int m = 0; m < M; m++) {
                 float element;
                 std::memcpy(&element, in + m * U::elements, sizeof element);
@@ -205,17 +230,26 @@ class Product {
 };
 
 // weight[rows][width] becomes the packed columns from first_column on
-template <class T>
-void pack(const T* weight, int64_t ldw, int64_t rows, int64_t width, int64_t first_column, T* packed, int threads) {
-    constexpr int e = Unit<T>::elements;
+template <class T, class W>
+void pack(const W* weight, int64_t ldw, int64_t rows, int64_t width, int64_t first_column, W* packed, int threads) {
+    using P = Panel<T, W>;
     on_threads(threads, [&](int thread, int team) {
         for (int64_t row = share(rows, thread, team), end = share(rows, thread + 1, team); row < end; row++) {
-            int64_t column = first_column + row;
-            T* to = packed + column / PANEL * PANEL * width + column % PANEL * e;
-            const T* from = weight + row * ldw;
-            for (int64_t k = 0; k < width; k += e, to += PANEL * e) std::memcpy(to, from + k, sizeof(T) * e);
+            const int64_t column = first_column + row;
+            W* to = packed + column / PANEL * PANEL * width;
+            const W* from = weight + row * ldw;
+            for (int64_t k = 0; k < width; k += Unit<T>::elements, to += P::elements)
+                P::put(from + k, column % PANEL, to);
         }
     });
+}
+
+// Products of what dtype, by weights of what dtype.
+template <class Body>
+void on_panels(int dtype, int weight_dtype, const Body& body) {
+    if (dtype == FLOAT32 && weight_dtype == FLOAT32) return body(float{}, float{});
+    if (dtype == FLOAT32 && weight_dtype == BFLOAT16) return body(float{}, bf16{});
+    if (dtype == BFLOAT16 && LORAMUX_BF16_PAIRS) return body(bf16{}, bf16{});
 }
 
 }  // namespace
@@ -223,19 +257,21 @@ void pack(const T* weight, int64_t ldw, int64_t rows, int64_t width, int64_t fir
 
 using namespace loramux;
 
-LORAMUX_EXPORT void loramux_linear_pack(int dtype, const void* weight, int64_t ldw, int64_t rows, int64_t width,
-                                        int64_t first_column, void* packed, int threads) {
-    on_packed_dtype(dtype, [&](auto zero) {
-        using T = decltype(zero);
-        pack((const T*)weight, ldw, rows, width, first_column, (T*)packed, threads);
+LORAMUX_EXPORT void loramux_linear_pack(int dtype, int weight_dtype, const void* weight, int64_t ldw, int64_t rows,
+                                        int64_t width, int64_t first_column, void* packed, int threads) {
+    on_panels(dtype, weight_dtype, [&](auto zero, auto zero_weight) {
+        using W = decltype(zero_weight);
+        pack<decltype(zero)>((const W*)weight, ldw, rows, width, first_column, (W*)packed, threads);
     });
 }
 
-LORAMUX_EXPORT void loramux_linear(int dtype, const void* x, int64_t ldx, int64_t rows, int64_t width,
+LORAMUX_EXPORT void loramux_linear(int dtype, int weight_dtype, const void* x, int64_t ldx, int64_t rows, int64_t width,
                                    const void* packed, const void* bias, void* y, int64_t ldy, int64_t columns,
                                    int threads) {
-    on_packed_dtype(dtype, [&](auto zero) {
+    on_panels(dtype, weight_dtype, [&](auto zero, auto zero_weight) {
         using T = decltype(zero);
-        Product<T>((const T*)x, ldx, rows, width, (const T*)packed, Output{y, ldy, columns, bias}, threads).run(threads);
+        using W = decltype(zero_weight);
+        const Output out{y, ldy, columns, bias};
+        Product<T, W>((const T*)x, ldx, rows, width, (const W*)packed, out, threads).run(threads);
     });
 }

@@ -11,19 +11,20 @@ namespace {
 
 constexpr int64_t EARLY = 32 << 10;  // bytes
 
-template <class T>
+template <class T, class W>
 class RowProduct {
     using U = Unit<T>;
 
    public:
-    const T *x, *weight, *bias;
+    const T *x, *bias;
+    const W* weight;
     int64_t ldx, rows, width, columns;
     T* y;
     int64_t ldy;
 
     void run(int threads) const {
         const int64_t blocks = (columns + 15) / 16;
-        threads = threads_for(columns * width * (int64_t)sizeof(T), threads);
+        threads = threads_for(columns * width * (int64_t)sizeof(W), threads);
         Runs runs(blocks, threads);
         on_threads(threads, [&](int, int) {
             runs.take([&](int64_t block, int64_t end) {
@@ -49,7 +50,7 @@ class RowProduct {
         constexpr int C = 16 / R;
         const int64_t last = columns - 1;
         if (column > last) return;
-        const T* w[C];  // past the last column its row is read again, and nothing written
+        const W* w[C];  // past the last column its row is read again, and nothing written
         for (int c = 0; c < C; c++) w[c] = weight + (column + c < last ? column + c : last) * width;
         const T* in = x + row * ldx;
         constexpr int step = 16 * U::elements;
@@ -63,7 +64,7 @@ class RowProduct {
             for (int r = 0; r < R; r++) own[r] = U::load(in + r * ldx + k);
             for (int c = 0; c < C; c++) {
                 const f32x16 other = U::load(w[c] + k);
-                if (fetches) fetch(w[c] + C * width + k, EARLY / sizeof(T));
+                if (fetches) fetch(w[c] + C * width + k, EARLY / sizeof(W));
                 for (int r = 0; r < R; r++) acc[r * C + c] = U::add_product(acc[r * C + c], own[r], other);
             }
         }
@@ -88,11 +89,15 @@ class RowProduct {
 
 using namespace loramux;
 
-LORAMUX_EXPORT void loramux_rows_linear(int dtype, const void* x, int64_t ldx, int64_t rows, int64_t width,
-                                        const void* weight, const void* bias, void* y, int64_t ldy, int64_t columns,
-                                        int threads) {
-    on_dtype(dtype, [&](auto zero) {
+// The weights' dtype is that of x, or bf16 where x is floats.
+LORAMUX_EXPORT void loramux_rows_linear(int dtype, int weight_dtype, const void* x, int64_t ldx, int64_t rows,
+                                        int64_t width, const void* weight, const void* bias, void* y, int64_t ldy,
+                                        int64_t columns, int threads) {
+    auto multiply = [&](auto zero, auto zero_weight) {
         using T = decltype(zero);
-        RowProduct<T>{(const T*)x, (const T*)weight, (const T*)bias, ldx, rows, width, columns, (T*)y, ldy}.run(threads);
-    });
+        using W = decltype(zero_weight);
+        RowProduct<T, W>{(const T*)x, (const T*)bias, (const W*)weight, ldx, rows, width, columns, (T*)y, ldy}.run(threads);
+    };
+    if (dtype == FLOAT32 && weight_dtype == BFLOAT16) return multiply(float{}, bf16{});
+    on_dtype(dtype, [&](auto zero) { multiply(zero, zero); });
 }

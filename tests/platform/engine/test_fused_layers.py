@@ -139,6 +139,7 @@ def compute_twice(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     ("family", "options"),
     [
         *((family, {}) for family in SERVED if family not in (*KEPT, *MIXTURES)),
+        ("llama", {"saved_as": torch.bfloat16, "num_threads": 2}),
         ("llama", {"dtype": "bfloat16", "num_threads": 2}),
         ("llama", {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}),
         ("llama", {"quantization": "int8", "num_threads": 5}),
@@ -151,7 +152,8 @@ def test_layer_in_one_call_computes_what_its_modules_compute_to_the_bit(
         pytest.skip("no C++ compiler")
     if "dtype" in options and choose_format(torch.zeros(2, 2, dtype=torch.bfloat16)) is not Panels:
         pytest.skip("this processor's bf16 linears are oneDNN's")
-    zoo = Zoo(family, tmp_path)
+    options = dict(options)
+    zoo = Zoo(family, tmp_path, options.pop("saved_as", torch.float32))
     zoo.make_adapters()
     # Its steps bring more than pairs on linears, and are computed by the modules.
     zoo.make_adapter("with a vector", {"r": 4, "target_modules": ["o_proj"], "use_dora": True}, 7)
