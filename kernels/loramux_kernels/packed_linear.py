@@ -327,8 +327,8 @@ def packed_linear_reference(
 def rows_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Return `x @ weight.T + bias` with the weight `[out_features, in_features]` where it is.
 
-    `x` is `[..., in_features]`, and `weight` of its dtype, or bfloat16 where x is float32. For a weight that others read
-    too, such as an embedding that is the head; on a CPU its result does not depend on the other rows, as torch's does.
+    `x` is `[..., in_features]`, and `weight` of its dtype, or bfloat16 where x is float32. For a weight that others
+    read too, such as an embedding that is the head; on a CPU its result does not depend on the other rows, as torch's.
     """
     native = None if runs_triton(x) or not weight.is_contiguous() else native_for(x)
     if native is None or (x.dtype, weight.dtype) not in ((x.dtype, x.dtype), (torch.float32, torch.bfloat16)):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.nn import functional
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional
 
 from loramux_kernels import PackedLinear, packed_linear, packed_linear_reference, rows_linear, rows_weight
 from loramux_kernels.native import multiplies_bf16_pairs
