@@ -4,6 +4,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 
 #if defined(__x86_64__)
@@ -55,6 +56,9 @@ class Signal {
 
 // Threads that stay awake between the parts of one piece of work. A decoder layer is a dozen parts of some ten
 // microseconds each: putting the threads to sleep between them would take longer than the smaller ones.
+//
+// A part is cut into shares, one for each thread, and is over when all are done. The first thread does the shares of
+// those that have not come for theirs: a thread that the machine holds up elsewhere is not waited for.
 class Team {
    public:
     // The team whose work this thread is doing; null: none.
@@ -64,53 +68,73 @@ class Team {
     template <class Work>
     static void hold(int threads, const Work& work) {
         if (threads <= 1 || current) return work();
-        Team team;
+        Team team(threads);
         auto member = [&] {
             if (runtime.thread() != 0) return team.serve(runtime.thread());
             team.size = runtime.threads();
             current = &team;
             work();
             current = nullptr;
-            team.begin(nullptr, nullptr, 0);
+            team.is_over = true;
+            team.publish();
         };
         runtime.parallel([](void* p) { (*(decltype(member)*)p)(); }, &member, threads, 0);
     }
 
-    // body(thread, threads), once on each of at most `threads` threads
+    // body(share, shares), once for each of at most `threads` shares
     template <class Body>
     void run(int threads, const Body& body) {
-        const int taking = threads < size ? threads : size;
-        if (taking <= 1) return body(0, 1);
-        left = size - 1;
-        begin([](void* p, int thread, int team) { (*(const Body*)p)(thread, team); }, (void*)&body, taking);
-        body(0, taking);
+        const int shares = threads < size ? threads : size;
+        if (shares <= 1) return body(0, 1);
+        part = [](void* p, int share, int shares) { (*(const Body*)p)(share, shares); };
+        data = (void*)&body, cut = shares, left = shares - 1;
+        for (int thread = shares; thread < size; thread++) taken[thread].by_round = round + 1;
+        publish();
+        body(0, shares);
+        for (int share = 1; share < shares; share++)
+            if (take(share, round)) {
+                body(share, shares);
+                left--;
+            }
         done.await([&] { return left == 0; });
     }
 
    private:
-    typedef void (*Part)(void*, int, int);
+    struct alignas(64) Taken {
+        std::atomic<uint32_t> by_round{0};  // the last round whose share of this thread has been taken
+    };
+
+    explicit Team(int threads) : taken(new Taken[threads]) {}
+
+    const std::unique_ptr<Taken[]> taken;
     int size = 1;
-    // Of the round that has begun; no part: the work is over.
-    Part part = nullptr;
+    // Of the round that has begun. Only who has taken a share of it may read them.
+    void (*part)(void*, int, int) = nullptr;
     void* data = nullptr;
-    int taking = 0;
+    int cut = 0;
+    std::atomic<bool> is_over{false};
     alignas(64) std::atomic<uint32_t> round{0};
-    alignas(64) std::atomic<int> left{0};
+    alignas(64) std::atomic<int> left{0};  // shares, without the first thread's
     Signal begun, done;
 
-    void begin(Part of, void* with, int threads) {
-        part = of, data = with, taking = threads;
+    void publish() {
         round++;
         begun.announce();
     }
 
-    // Threads that a round leaves out are waited for too: none may still be reading it when the next one is written.
+    // False where it has been taken, or is none: of a round that is over everything has.
+    bool take(int share, uint32_t of_round) {
+        uint32_t last = taken[share].by_round;
+        return (int32_t)(of_round - last) > 0 && taken[share].by_round.compare_exchange_strong(last, of_round);
+    }
+
     void serve(int thread) {
         for (uint32_t seen = 0;;) {
             begun.await([&] { return round != seen; });
             seen = round;
-            if (!part) return;
-            if (thread < taking) part(data, thread, taking);
+            if (is_over) return;
+            if (!take(thread, seen)) continue;
+            part(data, thread, cut);
             if (--left == 0) done.announce();
         }
     }
