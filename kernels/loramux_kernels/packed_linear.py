@@ -69,8 +69,8 @@ class Plain:
 class Panels:
     """Our own packed panels: read at the memory's speed for few rows, at the processor's for many.
 
-    Float32 weights that bfloat16 holds exactly, as those of most checkpoints, are packed in bfloat16 and widened while
-    they are multiplied: half of the bytes, and the same result to the bit.
+    Float32 weights that bfloat16 or float16 hold exactly, as those of most checkpoints, are packed in it and widened
+    while they are multiplied: half of the bytes, and the same result to the bit.
     """
 
     panel = 32
@@ -124,12 +124,15 @@ class Panels:
 
 
 def narrowed(weights: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return float32 `weights` in bfloat16 where all hold nothing that is lost by that, else as they are."""
+    """Return float32 `weights` in bfloat16 or float16 where nothing is lost by that, else as they are."""
     if weights[0].dtype != torch.float32:
         return weights
-    narrow = [weight.bfloat16() for weight in weights]
-    is_exact = all(torch.equal(short.float(), weight) for short, weight in zip(narrow, weights, strict=True))
-    return narrow if is_exact else weights
+    for dtype in (torch.bfloat16, torch.float16):
+        narrow = [weight.to(dtype) for weight in weights]
+        is_exact = all(torch.equal(short.float(), weight) for short, weight in zip(narrow, weights, strict=True))
+        if is_exact and native_for(narrow[0]) is not None:
+            return narrow
+    return weights
 
 
 class OneDnn:
@@ -327,11 +330,11 @@ def packed_linear_reference(
 def rows_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Return `x @ weight.T + bias` with the weight `[out_features, in_features]` where it is.
 
-    `x` is `[..., in_features]`, and `weight` of its dtype, or bfloat16 where x is float32. For a weight that others
+    `x` is `[..., in_features]`, and `weight` of its dtype, or of any where x is float32. For a weight that others
     read too, such as an embedding that is the head; on a CPU its result does not depend on the other rows, as torch's.
     """
     native = None if runs_triton(x) or not weight.is_contiguous() else native_for(x)
-    if native is None or (x.dtype, weight.dtype) not in ((x.dtype, x.dtype), (torch.float32, torch.bfloat16)):
+    if native is None or native_for(weight) is None or x.dtype not in (weight.dtype, torch.float32):
         return functional.linear(x, weight.to(x.dtype), bias)
     rows = x.reshape(-1, x.shape[-1])
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
@@ -348,7 +351,7 @@ def rows_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
 
 def rows_weight(weight: torch.Tensor) -> torch.Tensor:
-    """Return `weight` as `rows_linear` reads it fastest: in bfloat16 where nothing is lost by that, else as it is."""
+    """Return `weight` as `rows_linear` reads it fastest: in half precision where nothing is lost by that."""
     return narrowed([weight])[0] if native_for(weight) is not None else weight
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from loramux_kernels import PackedLinear, packed_linear, packed_linear_reference, rows_linear, rows_weight
-from loramux_kernels.native import multiplies_bf16_pairs
+from loramux_kernels.native import multiplies_bf16_pairs, native_for
 from loramux_kernels.packed_linear import Coded, choose_format, one_dnn_packs
 from loramux_kernels.quantized_weight import QuantizedWeight, pack_nibbles, quantize, unpack_nibbles
 
@@ -90,9 +90,12 @@ def test_packed_linear_row_is_independent_of_its_neighbours(dtype, threads):
 
 
 @pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("columns", [256, 200, 9])
-def test_weights_that_bfloat16_holds_take_half_the_bytes_and_give_the_same_result(columns):
-    held = torch.randn(columns, 300).bfloat16().float()
+def test_weights_that_half_precision_holds_take_half_the_bytes_and_give_the_same_result(columns, dtype):
+    if native_for(torch.zeros(1, dtype=dtype)) is None:
+        pytest.skip("no instructions for float16")
+    held = torch.randn(columns, 300).to(dtype).float()
     needs_float32 = torch.full((32, 300), 0.1)
     narrow, wide = PackedLinear([held], [None]), PackedLinear([held, needs_float32], [None, None])
     assert narrow.num_bytes == 2 * 300 * -(-columns // 32) * 32
@@ -270,11 +273,17 @@ def test_rows_linear_equals_float64_and_a_row_does_not_depend_on_the_others(
 
 @pytest.mark.usefixtures("native")
 @settings(max_examples=60, deadline=None)
-@given(rows=st.integers(0, 40), in_features=st.integers(1, 150), out_features=st.integers(1, 70))
-def test_rows_that_bfloat16_holds_are_read_in_it_and_change_nothing(rows, in_features, out_features):
-    weight = torch.randn(out_features, in_features).bfloat16().float()
+@given(
+    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
+    rows=st.integers(0, 40),
+    in_features=st.integers(30, 150),
+    out_features=st.integers(1, 70),
+)
+def test_rows_that_half_precision_holds_are_read_in_it_and_change_nothing(dtype, rows, in_features, out_features):
+    weight = torch.randn(out_features, in_features).to(dtype).float()
     x = torch.randn(rows, in_features)
-    assert rows_weight(weight).dtype == torch.bfloat16
-    assert torch.equal(rows_linear(x, rows_weight(weight), None), rows_linear(x, weight, None))
+    narrow = rows_weight(weight)
+    assert narrow.dtype == (torch.float32 if native_for(weight.to(dtype)) is None else dtype)
+    assert torch.equal(rows_linear(x, narrow, None), rows_linear(x, weight, None))
     weight[0, 0] = 0.1
     assert rows_weight(weight) is weight

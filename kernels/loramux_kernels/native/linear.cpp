@@ -1,6 +1,7 @@
 // y = x @ W.T + bias, with W packed once into panels of 32 output columns:
 //
 //     packed[panel][k / E][32][E]      E elements fill four bytes, a unit: one float, or two bf16
+//     packed[panel][k][32]             f16 that are multiplied as floats
 //     packed[panel][k][16][2]          bf16 that are multiplied as floats: columns c and 16 + c lie side by side
 //
 // so that a panel streams from memory in the order of use. x is packed likewise, for each call, into blocks of few rows:
@@ -247,8 +248,7 @@ void pack(const W* weight, int64_t ldw, int64_t rows, int64_t width, int64_t fir
 // Products of what dtype, by weights of what dtype.
 template <class Body>
 void on_panels(int dtype, int weight_dtype, const Body& body) {
-    if (dtype == FLOAT32 && weight_dtype == FLOAT32) return body(float{}, float{});
-    if (dtype == FLOAT32 && weight_dtype == BFLOAT16) return body(float{}, bf16{});
+    if (dtype == FLOAT32) on_dtype(weight_dtype, [&](auto zero_weight) { body(float{}, zero_weight); });
     if (dtype == BFLOAT16 && LORAMUX_BF16_PAIRS) return body(bf16{}, bf16{});
 }
 

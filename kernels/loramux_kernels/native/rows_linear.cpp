@@ -89,7 +89,7 @@ class RowProduct {
 
 using namespace loramux;
 
-// The weights' dtype is that of x, or bf16 where x is floats.
+// The weights' dtype is that of x, or any where x is floats.
 LORAMUX_EXPORT void loramux_rows_linear(int dtype, int weight_dtype, const void* x, int64_t ldx, int64_t rows,
                                         int64_t width, const void* weight, const void* bias, void* y, int64_t ldy,
                                         int64_t columns, int threads) {
@@ -98,6 +98,8 @@ LORAMUX_EXPORT void loramux_rows_linear(int dtype, int weight_dtype, const void*
         using W = decltype(zero_weight);
         RowProduct<T, W>{(const T*)x, (const T*)bias, (const W*)weight, ldx, rows, width, columns, (T*)y, ldy}.run(threads);
     };
-    if (dtype == FLOAT32 && weight_dtype == BFLOAT16) return multiply(float{}, bf16{});
-    on_dtype(dtype, [&](auto zero) { multiply(zero, zero); });
+    if (dtype == FLOAT32)
+        on_dtype(weight_dtype, [&](auto zero_weight) { multiply(float{}, zero_weight); });
+    else
+        on_dtype(dtype, [&](auto zero) { multiply(zero, zero); });
 }
