@@ -352,7 +352,8 @@ def rows_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
 def rows_weight(weight: torch.Tensor) -> torch.Tensor:
     """Return `weight` as `rows_linear` reads it fastest: in half precision where nothing is lost by that."""
-    return narrowed([weight])[0] if native_for(weight) is not None else weight
+    is_read_here = weight.is_contiguous() and native_for(weight) is not None
+    return narrowed([weight])[0] if is_read_here else weight
 
 
 def join_biases(weights: Sequence[Weight], biases: Sequence[torch.Tensor | None]) -> torch.Tensor | None:

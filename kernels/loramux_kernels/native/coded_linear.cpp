@@ -127,10 +127,6 @@ struct TwoFloats {
     f32x16 low, high;
 };
 
-inline i32x16 sixteen_bytes(const uint8_t* w) {
-    return read_lanes<i32x16>(w);
-}
-
 struct FloatPairs : Floats {
     static constexpr int BITS = 4, E = 2;
     typedef TwoFloats Decoded;
@@ -144,7 +140,7 @@ struct FloatPairs : Floats {
 struct Int4 : FloatPairs {
     explicit Int4(const Weights&) {}
     Decoded decode(const uint8_t* w) const {
-        i32x16 bytes = sixteen_bytes(w);
+        i32x16 bytes = read_lanes<i32x16>(w);
         return {converted<f32x16>((bytes & 15) - 8), converted<f32x16>((bytes >> 4) - 8)};
     }
 };
@@ -170,7 +166,7 @@ struct Table4 : FloatPairs {
         return load(found);
     }
     Decoded decode(const uint8_t* w) const {
-        i32x16 bytes = sixteen_bytes(w);
+        i32x16 bytes = read_lanes<i32x16>(w);
         return {look_up(bytes & 15), look_up(bytes >> 4)};
     }
 #endif
