@@ -191,16 +191,19 @@ async def test_unreachable_server_is_unavailable() -> None:
 
 async def test_cancelled_writer_leaves_no_lock_while_its_traceback_lives(database: Database) -> None:
     """A cursor in the traceback would keep SQLite's closed connection, and with it the write lock."""
-    slow = "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c WHERE x < 2000000) SELECT max(x) FROM c"
+    slow = "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c WHERE x < 10000000) SELECT max(x) FROM c"
+    written = asyncio.Event()
 
     async def write() -> None:
         async with database.begin() as session:
             session.add(tenant("cancelled"))
             await session.flush()
+            written.set()
             await session.execute(sa.text(slow))
 
     writing = asyncio.create_task(write())
-    await asyncio.sleep(0.3)
+    await written.wait()
+    await asyncio.sleep(0.05)  # the statement has begun, and takes more than a second
     writing.cancel()
     with pytest.raises(asyncio.CancelledError) as cancelled:
         await writing
