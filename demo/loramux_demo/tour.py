@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import ssl
 import time
 from collections import Counter
@@ -328,7 +329,7 @@ def curl_lines(report: Report, keys: dict[str, str]) -> Iterator[str]:
         if adapter in TOOLS:
             chat["tools"] = TOOLS[adapter]
         yield f"curl {url}/v1/chat/completions -H 'Authorization: Bearer {key}' \\"
-        yield f"  -H 'Content-Type: application/json' -d '{json.dumps(chat)}'"
+        yield f"  -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(chat))}"
     yield f"curl {url}/v1/models -H 'Authorization: Bearer {keys['acme']}'"
     yield f"curl '{url}/v1/organization/usage/completions?start_time={int(time.time()) - 3600}&group_by=model' \\"
     yield f"  -H 'Authorization: Bearer {keys['globex']}'"

@@ -67,10 +67,12 @@ def running_demo(folder) -> Iterator[subprocess.Popen[str]]:
 
 def test_demo_serves_until_ctrl_c_and_its_curl_lines_work(tmp_path):
     with running_demo(tmp_path / "demo") as demo:
-        before, _, lines = read_until(demo, "/metrics\n").partition("Go on by hand:")
+        before, _, lines = read_until(demo, "/metrics\n").partition("Try it:")
         assert "distinct adapters and the base model shared one step" in before
         family = psutil.Process(demo.pid).children(recursive=True)
-        for command in lines.replace("\\\n", "").strip().splitlines():
+        commands = lines.replace("\\\n", "").strip().splitlines()
+        assert len(commands) == len(OWNERS) + 3
+        for command in commands:
             assert as_curl_would(command).is_success, command
         demo.send_signal(signal.SIGINT)
         assert demo.wait(PATIENCE_SECONDS) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -152,6 +153,7 @@ class Harness:
         max_loading: int = 4,
         host: ManualHost | None = None,
         load_timeout: float = math.inf,
+        max_mixed: int = sys.maxsize,
     ) -> None:
         """`pace`: seconds of a step and of each token in it; without one the clock ticks whenever it is read."""
         self.pace = pace
@@ -161,7 +163,7 @@ class Harness:
         residency_policy = ResidencyPolicy(max_loading=max_loading, load_timeout=load_timeout)
         self.residency = Residency(self.pool, self.store, self.clock, residency_policy)
         self.scheduler = Scheduler(
-            SchedulerLimits(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_tokens, max_model_len=1000),
+            SchedulerLimits(max_num_seqs, max_tokens, max_model_len=1000, max_mixed_prefill_tokens=max_mixed),
             PageBudget(num_pages, block_size),
             self.pool,
             self.residency,

@@ -109,7 +109,7 @@ def prepare_sample(logits: torch.Tensor, batch: SamplingBatch, tokens: torch.Ten
         "BLOCK_CHUNKS": triton.next_power_of_2(chunks),
     }
     scan = Launch(_scan, (rows, chunks), shared, num_warps=4, num_stages=1)
-    return [*launches, scan, Launch(_finish, (rows,), finish, num_warps=8, num_stages=1)]
+    return [*launches, scan, Launch(_finish, (rows,), finish, num_warps=16, num_stages=1)]
 
 
 def prepare_steer(logits: torch.Tensor, batch: SamplingBatch) -> list[Launch]:
@@ -411,7 +411,7 @@ def _read(
 def _key(value: tl.tensor) -> tl.tensor:
     """Unsigned integers in the order of the floats."""
     bits = (value + 0.0).to(tl.uint32, bitcast=True)
-    return tl.where(bits >> 31 != 0, ~bits, bits | 0x80000000)
+    return tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
 
 @triton.jit

@@ -153,10 +153,8 @@ class Engine:
         if state_pages:  # a state is that of all tokens so far: it can neither go back nor be shared
             policy = replace(policy, max_draft_tokens=0, prefix_cache=False)
         self.scheduler = Scheduler(
-            SchedulerLimits(
-                max_num_seqs=settings.engine.max_num_seqs,
-                max_num_batched_tokens=settings.engine.max_num_batched_tokens,
-                max_model_len=parts.facts.max_model_len,
+            SchedulerLimits.from_settings(
+                settings.engine, parts.facts.max_model_len, on_cpu=not self._runner.runs_ahead
             ),
             budget,
             pool,

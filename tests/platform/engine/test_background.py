@@ -123,6 +123,18 @@ def test_flood_of_chats_holds_a_batch_prompt_up_by_half_the_service_lead_and_no_
     assert steps > 4, "they came first"
 
 
+def test_share_of_batch_is_one_of_the_prompt_tokens_that_decoding_rows_leave() -> None:
+    harness = with_room(lead=8.0, tokens=1, num_pages=2000, max_num_seqs=64, max_tokens=512, max_mixed=32)
+    harness.submit("row", prompt=4, output=500, service_class=INTERACTIVE, tenant="u")
+    harness.step()
+    harness.submit("line", prompt=400, output=1, service_class=BATCH)
+    found = []
+    for number in range(20):
+        harness.submit(f"chat {number}", prompt=64, output=1, service_class=INTERACTIVE, tenant="u")
+        found.append(lengths(harness)["line"])
+    assert max(found) == 4, "an eighth of 32, not of 512"
+
+
 def test_batch_prompts_have_the_whole_step_while_those_above_cannot_join() -> None:
     """The pool is promised to lines, and the chat is too large for it: nothing is gained if they go slowly."""
     harness = with_room(num_pages=14, max_tokens=16)

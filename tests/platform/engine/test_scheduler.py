@@ -6,11 +6,13 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from scheduler_harness import Harness
+from msgspec.structs import replace
+from scheduler_harness import Harness, answer
 
 from loramux.engine.memory.pages import OutOfPages, PagePool, PageUse
 from loramux.engine.messages import ServiceClass
-from loramux.engine.scheduling.policy import Policy
+from loramux.engine.scheduling.policy import Policy, SchedulerLimits
+from loramux.settings import EngineSettings
 
 
 def test_prefill_is_chunked_under_the_token_budget_and_decode_goes_first() -> None:
@@ -20,6 +22,37 @@ def test_prefill_is_chunked_under_the_token_budget_and_decode_goes_first() -> No
     harness.submit("long", prompt=20, output=1)
     step = harness.scheduler.plan()
     assert {c.sequence.id: c.length for c in step.chunks} == {"short": 1, "long": 7}
+
+
+def test_prompts_beside_decoding_rows_have_their_own_limit() -> None:
+    """However many rows decode, prompts get those tokens; where none does, the whole step."""
+    harness = Harness(num_pages=200, max_num_seqs=16, max_tokens=32, max_mixed=5)
+    for number in range(8):
+        harness.submit(f"row {number}", prompt=2, output=20)
+    assert harness.step() == 8
+    harness.submit("long", prompt=30, output=1)
+    harness.submit("next", prompt=30, output=1)
+    steps = []
+    for _ in range(3):
+        step = harness.scheduler.plan()
+        steps.append({c.sequence.id: c.length for c in step.chunks if not c.sequence.id.startswith("row")})
+        harness.scheduler.commit(step, answer(step, harness.choose))
+    assert steps == [{"long": 5}, {"long": 5}, {"long": 5}]
+    for number in range(8):
+        harness.scheduler.cancel(f"row {number}")
+    step = harness.scheduler.plan()
+    assert {c.sequence.id: c.length for c in step.chunks} == {"long": 15, "next": 17}
+
+
+def test_limit_of_prompts_beside_decoding_rows_follows_the_device() -> None:
+    """A step of a CPU is as efficient with 128 rows as with 1,024; a GPU reads 16 GB of weights for the first one."""
+    engine = EngineSettings(max_num_seqs=200, max_num_batched_tokens=1024)
+    cpu = SchedulerLimits.from_settings(engine, 4096, on_cpu=True)
+    gpu = SchedulerLimits.from_settings(engine, 4096, on_cpu=False)
+    assert [cpu.prefill_tokens(rows) for rows in (0, 1, 200, 1000)] == [1024, 128, 128, 24]
+    assert [gpu.prefill_tokens(rows) for rows in (0, 1, 200, 1024)] == [1024, 1023, 824, 0]
+    asked = replace(engine, max_mixed_prefill_tokens=7)
+    assert SchedulerLimits.from_settings(asked, 4096, on_cpu=False).prefill_tokens(1) == 7
 
 
 def test_too_long_is_answered_at_once_with_the_numbers() -> None:
@@ -115,7 +148,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         policy = Policy(background_prefill_tokens=3)
-        self.harness = Harness(num_pages=14, block_size=4, max_num_seqs=5, max_tokens=12, policy=policy)
+        self.harness = Harness(num_pages=14, block_size=4, max_num_seqs=5, max_tokens=12, policy=policy, max_mixed=4)
         self.sent: dict[str, int] = {}
         self.serving: dict[str, tuple[int, list[int]]] = {}
 

@@ -109,7 +109,7 @@ class Deadlines:
         state = self._state
         decoding = min(len(state.running) + before.requests, state.limits.max_num_seqs)
         prompts = self.prompt_tokens(before) + own_prompt
-        chunk = max(1.0, state.limits.max_num_batched_tokens - decoding)
+        chunk = max(1, state.limits.prefill_tokens(math.ceil(decoding)))
         steps = max(steps_to_admission, prompts / chunk)
         return state.step_time.seconds(math.ceil(steps), steps * decoding + prompts)
 

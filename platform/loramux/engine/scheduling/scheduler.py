@@ -95,9 +95,10 @@ class Scheduler:
     @property
     def prefill_tokens_per_s(self) -> float:
         """Prompt tokens that a second computes beside the sequences that run now; 0 before steps were measured."""
-        most = self.state.limits.max_num_batched_tokens
-        seconds = self.state.step_time.seconds(1, most)
-        return max(1, most - len(self.running)) / seconds if seconds else 0.0
+        rows = len(self.running)
+        prompt = max(1, self.state.limits.prefill_tokens(rows))
+        seconds = self.state.step_time.seconds(1, rows + prompt)
+        return prompt / seconds if seconds else 0.0
 
     @property
     def wait_s(self) -> float:
@@ -149,7 +150,7 @@ class Scheduler:
     # a step
 
     def plan(self) -> Step:
-        """Give every decoding sequence a row and the rest of the token budget to prefill, old and newly admitted.
+        """Give every decoding sequence a row and what then remains for prefill to prompts, old and newly admitted.
 
         Chunked prefill as in Sarathi-Serve (OSDI 2024): a prompt never stalls the decoding rows beside it.
         """
@@ -164,8 +165,8 @@ class Scheduler:
         self._process_deadlines(now)
         self.queue.update_ceilings()
         priority_flow = self._admission.preempt_for_next()
-        builder = self._new_builder(now)
-        deferred = self._schedule_running(builder)
+        builder = StepBuilder(state.limits.max_num_batched_tokens, state.limits.max_num_seqs)
+        deferred = self._schedule_running(builder, now)
         self._admission.admit(builder, priority_flow)
         self._schedule_deferred(builder, deferred)
         self.speculation.add_drafts(builder)
@@ -241,19 +242,18 @@ class Scheduler:
             self.state.counters.missed_deadlines += 1
             self.state.reject(sequence, fault)
 
-    def _new_builder(self, now: float) -> StepBuilder:
-        limits = self.state.limits
-        builder = StepBuilder(limits.max_num_batched_tokens, limits.max_num_seqs)
+    def _limit_prompts(self, builder: StepBuilder, now: float) -> None:
+        """Leave prompts their tokens of a step that holds its decoding rows, and those of the background theirs."""
+        builder.tokens_left = self.state.limits.prefill_tokens(len(builder.chunks))
         if found := self.queue.background(now, is_blocked=self._admission.is_blocked):
             builder.background, share = found
             policy = self.state.policy
             brief = self.state.step_time.tokens_in(policy.background_step_share)
             least = min(policy.background_prefill_tokens, max(MIN_BACKGROUND_TOKENS, brief))
-            builder.background_left = max(round(least), math.ceil(share * limits.max_num_batched_tokens))
+            builder.background_left = max(round(least), math.ceil(share * builder.tokens_left))
             builder.background_is_last = not share
-        return builder
 
-    def _schedule_running(self, builder: StepBuilder) -> list[Sequence]:
+    def _schedule_running(self, builder: StepBuilder, now: float) -> list[Sequence]:
         """Give rows to the sequences that were admitted earlier, and charge their flows.
 
         Return those whose prompts come after the admission. Their rows and tokens of the background are kept for them.
@@ -273,6 +273,7 @@ class Scheduler:
                 builder.add_row(sequence, computed)
                 is_plain = computed >= sequence.num_prompt_tokens and not sequence.load_units
                 (decoding if is_plain else others).append(sequence)
+        self._limit_prompts(builder, now)
         deferred = []
         if builder.background_is_last:
             deferred = [s for s in prefilling if s.flow.group is builder.background]
