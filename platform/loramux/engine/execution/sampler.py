@@ -125,7 +125,8 @@ class Sampler:
                 row, num_output = first + offset, sequence.num_output_tokens + offset
                 token: SampledToken | None = None
                 likely = None if row in faults else best[row]
-                if likely is not None and is_plain_greedy(sequence, num_output):
+                ends = forbidden_ends(sequence, num_output, self.eos_token_ids)
+                if likely is not None and is_plain_greedy(sequence) and likely not in ends:
                     token = SampledToken(likely)
                 elif likely is not None and row in drawn:
                     token = SampledToken(drawn[row])
@@ -154,7 +155,8 @@ class Sampler:
         for row in finite:
             sequence, offset = places[row]
             params, num_output = sequence.request.sampling, sequence.num_output_tokens + offset
-            if not (params.greedy or params.logprobs is not None or is_steered(sequence, num_output)):
+            ends = forbidden_ends(sequence, num_output, self.eos_token_ids)
+            if not (params.greedy or params.logprobs is not None or is_steered(sequence) or ends):
                 seed = self._state_of(sequence, logits.shape[1]).seed
                 draws.append(draw_of(params, seed, num_output, row))
         tokens = draw_tokens(logits, draws)
@@ -238,17 +240,17 @@ def forbidden_ends(sequence: Sequence, num_output: int, eos_token_ids: tuple[int
     return set() if params.allowed_token_ids and ends.issuperset(params.allowed_token_ids) else ends
 
 
-def is_plain_greedy(sequence: Sequence, num_output: int) -> bool:
-    """Is the token behind `num_output` generated ones the most likely one, with nothing to change or report?"""
+def is_plain_greedy(sequence: Sequence) -> bool:
+    """Is each token the most likely one that may come, with nothing to change or report?"""
     p = sequence.request.sampling
-    return p.greedy and p.logprobs is None and not is_steered(sequence, num_output)
+    return p.greedy and p.logprobs is None and not is_steered(sequence)
 
 
-def is_steered(sequence: Sequence, num_output: int) -> bool:
-    """May a penalty, a bias, allowed tokens or `min_tokens` change the logits behind `num_output` generated tokens?"""
+def is_steered(sequence: Sequence) -> bool:
+    """May a penalty, a bias or allowed tokens change the sequence's logits?"""
     p = sequence.request.sampling
     penalties = (p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
-    return bool(p.logit_bias or p.allowed_token_ids) or penalties != (1.0, 0.0, 0.0) or num_output < p.min_tokens
+    return bool(p.logit_bias or p.allowed_token_ids) or penalties != (1.0, 0.0, 0.0)
 
 
 def draw_of(params: SamplingParams, seed: int, num_output: int, row: int) -> Draw:
