@@ -25,7 +25,7 @@ from loramux.gateway import open_tenants
 from loramux.tenants import KeyRequest
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-DEEP = b'{"custom_id":"d","url":"/v1/completions","body":' + b"[" * 5000 + b"]" * 5000 + b"}"
+DEEP = b'{"custom_id":"d","url":"/v1/completions","body":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 
 
 def line(number: int, /, url: str = TEXT, **body: Any) -> dict[str, Any]:
