@@ -51,6 +51,17 @@ class Authority:
             part.rename(self.folder / name)
 
 
+_AUTHORITY_USAGE = x509.KeyUsage(
+    key_cert_sign=True,
+    crl_sign=True,
+    digital_signature=False,
+    content_commitment=False,
+    key_encipherment=False,
+    data_encipherment=False,
+    key_agreement=False,
+    encipher_only=False,
+    decipher_only=False,
+)
 _PRIVATE = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
 
 
@@ -74,6 +85,8 @@ def _certificate(
     builder = builder.add_extension(
         x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False
     )
+    if is_authority:  # Python 3.13 wants it said
+        builder = builder.add_extension(_AUTHORITY_USAGE, critical=True)
     return builder.add_extension(alternative, critical=False).sign(signer, hashes.SHA256())
 
 
