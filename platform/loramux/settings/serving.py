@@ -62,7 +62,7 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     max_num_batched_tokens: Positive = 1024
     """The most tokens in one step: decoding first, prefill fills the rest."""
     max_mixed_prefill_tokens: Positive | None = None
-    """The most prompt tokens in a step in which sequences decode: their next tokens wait for it. Unset: 128 on a CPU,
+    """The most prompt tokens in a step in which sequences decode: their next tokens wait for it. Unset: 256 on a CPU,
     as many as fit on a GPU."""
     max_model_len: Annotated[int, Meta(ge=8)] | None = None
     """The longest prompt and answer together. Unset: the model's own limit."""
