@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import wait
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -368,7 +369,10 @@ def load(
 
 
 def serve(zoo: Zoo, engine: Engine, asked: list[Asked], arrivals: list[int] | None = None) -> dict[str, list[int]]:
-    """Run the requests to their ends, the i-th arriving before step `arrivals[i]`; returns their tokens."""
+    """Run the requests to their ends, the i-th arriving before step `arrivals[i]`; returns their tokens.
+
+    A load takes as many steps as it has parts, however slow the machine is: each part ends before the next step.
+    """
     arrivals = arrivals or [0] * len(asked)
     tokens: dict[str, list[int]] = {a.name: [] for a in asked}
     ended: set[str] = set()
@@ -377,6 +381,8 @@ def serve(zoo: Zoo, engine: Engine, asked: list[Asked], arrivals: list[int] | No
         for request, arrival in zip(asked, arrivals, strict=True):
             if arrival == turn:
                 engine.submit(to_request(zoo, request))
+        known = engine.scheduler.memory.residency._known.values()
+        wait([resident.pending for resident in known if resident.pending is not None], timeout=5.0)
         report = engine.step()
         turn += 1
         for event in report.events if report else []:
