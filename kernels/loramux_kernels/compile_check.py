@@ -4,8 +4,8 @@
 
 Prints, for each variant and architecture: registers a thread, bytes of shared memory, bytes spilled, programs that fit
 one multiprocessor, buffers that loops copy ahead into, copies under way at a wait, tensor-core instructions, and
-16-byte loads against all loads from global memory. Exits 1 when a variant spills more than SPILL_BYTES, does not
-compile, or copies into a buffer that a WGMMA under way still reads.
+16-byte loads against all loads from global memory. Exits 1 when a variant spills, does not compile, or copies into a
+buffer that a WGMMA under way still reads.
 Needs triton, in a process of its own, without TRITON_INTERPRET.
 """
 
@@ -41,11 +41,6 @@ POINTERS = {
     torch.int64: "*i64",
     torch.uint8: "*u8",
 }
-
-
-SPILL_BYTES = 16
-"""Bytes a thread that may be spilled: some versions of ptxas put up to four registers on the stack so that one more
-program fits a multiprocessor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results.append(result)
         if not options.json:
             print(_line(result), flush=True)
-    spilled = [result for result in results if result.spill_bytes > SPILL_BYTES]
+    spilled = [result for result in results if result.spill_bytes]
     unsafe = [result for result in results if result.overwrites]
     if options.json:
         print(json.dumps({"triton": triton.__version__, "results": [asdict(r) for r in results]}, indent=1))

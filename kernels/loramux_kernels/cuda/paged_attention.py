@@ -221,10 +221,12 @@ def _strides(name: str, cache: torch.Tensor) -> dict[str, int]:
     return {f"{name}_{axis}": cache.stride(i) for i, axis in enumerate(("page", "head", "token"))}
 
 
-def _block_tokens(rows: int, dim: int, dtype: torch.dtype, is_fp8: bool) -> int:
+def _block_tokens(rows: int, dim: int, value_dim: int, dtype: torch.dtype, is_fp8: bool) -> int:
     """Tokens of context at a time: what the registers hold of their addresses and scores, and of widened codes."""
     if dtype == torch.float32:
         return 32 if is_fp8 and dim <= 128 else 16
+    if is_fp8 and rows > DECODE_TILE_ROWS and value_dim > 128:
+        return 16
     return 64 if dim <= 64 or (dim <= 128 and rows == DECODE_TILE_ROWS and not is_fp8) else 32
 
 
@@ -260,7 +262,7 @@ def _launches(
         **shared,
         **attend,
         "work": tiles.items.work,
-        "BLOCK_TOKENS": _block_tokens(tiles.rows, widest, query.dtype, is_fp8),
+        "BLOCK_TOKENS": _block_tokens(tiles.rows, widest, shared["BLOCK_VALUE"], query.dtype, is_fp8),
     }
     grid = (resident_programs(query.device, ATTENTION_PROGRAMS),)
     same_width = attend["BLOCK_KEY"] == shared["BLOCK_VALUE"]

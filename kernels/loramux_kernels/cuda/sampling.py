@@ -109,7 +109,7 @@ def prepare_sample(logits: torch.Tensor, batch: SamplingBatch, tokens: torch.Ten
         "BLOCK_CHUNKS": triton.next_power_of_2(chunks),
     }
     scan = Launch(_scan, (rows, chunks), shared, num_warps=4, num_stages=1)
-    return [*launches, scan, Launch(_finish, (rows,), finish, num_warps=16, num_stages=1)]
+    return [*launches, scan, Launch(_finish, (rows,), finish, num_warps=32, num_stages=1)]
 
 
 def prepare_steer(logits: torch.Tensor, batch: SamplingBatch) -> list[Launch]:
