@@ -34,7 +34,7 @@ from loramux_adapters.weights import (
     rows_per_page,
 )
 from loramux_kernels import NO_VECTORS, RANK_TILE, LoraTable, OwnWeights, Segments
-from loramux_kernels.device import host_memory, stage
+from loramux_kernels.device import SideStream, host_memory, stage
 
 TABLE_SHARE = 0.02
 """Share of a GPU's pool that the tables may take beside it."""
@@ -303,6 +303,8 @@ class AdapterBank:
         self.least_pages = max(1, -(-len(pool) // self.page_elements // max(max_slots, 1)))
         """Pages that an adapter takes at least."""
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.side_stream = SideStream(device)
+        """For the half of the adapters' products that does not wait for the base's."""
 
     @property
     def page_bytes(self) -> int:

@@ -194,12 +194,17 @@ def dora_columns(magnitude: torch.Tensor, pair: LoraWeights, linear: FittedLinea
 
 @contextmanager
 def _aside(device: torch.device) -> Iterator[None]:
-    """Run on a separate stream on a GPU, so that no step waits. Safe, because the base's weights never change."""
+    """Run on a separate stream on a GPU, so that no step waits, until its work has ended: any stream may read it then.
+
+    Safe, because the base's weights never change.
+    """
     if device.type != "cuda":
         yield
         return
-    with torch.cuda.stream(torch.cuda.Stream(device)):
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
         yield
+    stream.synchronize()
 
 
 def _with_bias(columns: torch.Tensor | None, bias: torch.Tensor, linear: FittedLinear, module: str) -> torch.Tensor:

@@ -208,7 +208,10 @@ class Router(nn.Module):
         super().__init__()
         weight: torch.Tensor = router.weight.data
         with torch.inference_mode():
-            self._dtype = router(weight.new_zeros(1, weight.shape[1]))[0].dtype
+            told = router(weight.new_zeros(1, weight.shape[1]))
+        # Logits stand first or last, as the family and transformers' version have it.
+        logits = next(part for part in told if part.is_floating_point() and part.shape[-1] == len(weight))
+        self._dtype = logits.dtype
         self.packed_linear = PackedLinear([weight.to(self._dtype)], [None])
         self._group = LoraGroup((site.index,), (weight.shape[0],))
         self._bank = bank

@@ -83,9 +83,13 @@ class GroupedLinear:
     def _compute(self, x: torch.Tensor) -> torch.Tensor:
         bank = self.bank
         rows = self._scaled(x.reshape(-1, x.shape[-1]))
-        y = self.linear(rows)
-        if (segments := bank.segments) is not None:
-            v = lora_shrink(rows, bank.pool, bank.table, self.group, segments)
+        if (segments := bank.segments) is None:
+            y = self.linear(rows)
+        else:
+            with bank.side_stream.beside(len(rows)) as join:
+                v = lora_shrink(rows, bank.pool, bank.table, self.group, segments)
+            y = self.linear(rows)
+            join()
             lora_expand(v, bank.pool, bank.table, self.group, segments, y)
         if bank.extras is not None and bank.extras.columns is not None:
             rescale(y, bank.pool, bank.vectors.columns, self.group, bank.extras.columns)

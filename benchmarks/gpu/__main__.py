@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     clock = clock_for(device)
     report = Report(machine_facts(device))
     ceilings = measure_ceilings(device, clock)
-    report.add("Ceilings", copy_GB_per_s=ceilings.bytes_per_ms / 1e6, bf16_TFLOPs=ceilings.flops_per_ms / 1e9)
+    report.add("Ceilings", memory_GB_per_s=ceilings.bytes_per_ms / 1e6, bf16_TFLOPs=ceilings.flops_per_ms / 1e9)
     bench = Bench(QUICK if options.quick else FULL, torch.empty(0, dtype=dtype, device=device), clock, ceilings, report)
     try:
         _run(bench, options.only or SECTIONS, peers)

@@ -16,7 +16,7 @@ class Ceilings:
     """Bandwidth and matrix rate of the card, measured in this run."""
 
     bytes_per_ms: float
-    """A large copy, reads and writes counted."""
+    """A large copy, reads and writes counted, or a large read, whichever is faster."""
     flops_per_ms: float
     """A large bfloat16 matrix product."""
 

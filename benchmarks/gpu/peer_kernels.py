@@ -32,9 +32,14 @@ class VllmKernels:
     def __init__(self) -> None:
         ops = importlib.import_module("vllm.lora.ops.triton_ops")
         self._shrink, self._expand, self._meta = ops.lora_shrink, ops.lora_expand, ops.LoRAKernelMeta
+        caches = vars(importlib.import_module("vllm.lora.ops.triton_ops.utils"))
+        self._remembered = [caches[name] for name in ("_LORA_A_PTR_DICT", "_LORA_B_PTR_DICT")]
 
     def prepare(self, operands: LoraOperands) -> tuple[Callable[[], object], torch.Tensor]:
         """As its punica wrapper calls them."""
+        # It remembers weights by their addresses, which a cell's share with those of the cells before.
+        for remembered in self._remembered:
+            remembered.clear()
         a, b = padded_weights(operands)
         rows, adapters, sites = len(operands.slots), a.shape[0], a.shape[1]
         device = operands.x.device
@@ -57,8 +62,9 @@ class SglangKernels:
     """`chunked_sgmv_lora_shrink_forward` and `..._expand_forward` of SGLang."""
 
     def __init__(self) -> None:
-        ops = importlib.import_module("sglang.srt.lora.triton_ops")
-        self._shrink, self._expand = ops.chunked_sgmv_lora_shrink_forward, ops.chunked_sgmv_lora_expand_forward
+        package = "sglang.kernels.ops.lora.dense"
+        self._shrink = importlib.import_module(f"{package}.chunked_sgmv_shrink").chunked_sgmv_lora_shrink_forward
+        self._expand = importlib.import_module(f"{package}.chunked_sgmv_expand").chunked_sgmv_lora_expand_forward
 
     def prepare(self, operands: LoraOperands) -> tuple[Callable[[], object], torch.Tensor]:
         """As its chunked backend calls them."""

@@ -4,8 +4,9 @@
 
 Prints, for each variant and architecture: registers a thread, bytes of shared memory, bytes spilled, programs that fit
 one multiprocessor, buffers that loops copy ahead into, copies under way at a wait, tensor-core instructions, and
-16-byte loads against all loads from global memory. Exits 1 when a variant spills, does not compile, or copies into a
-buffer that a WGMMA under way still reads.
+16-byte loads against all loads from global memory. Exits 1 when a variant spills, does not compile, copies into a
+buffer that a WGMMA under way still reads, or reads uniform registers that nothing wrote: ptxas 12.8, which Triton 3.6
+and 3.7 bring, computes some WGMMA descriptors from such, and the products are of anything that lies in shared memory.
 Needs triton, in a process of its own, without TRITON_INTERPRET.
 """
 
@@ -64,6 +65,8 @@ class Compiled:
     """Tensor-core products that a wait leaves under way while they read their operands' buffers."""
     overwrites: bool
     """A copy may write a buffer that a product under way still reads."""
+    unset_registers: tuple[str, ...]
+    """Uniform registers that the machine code reads before it writes them."""
     tensor_core_instructions: int
     wide_loads: int
     """16-byte loads and copies from global memory."""
@@ -91,6 +94,7 @@ def compile_launch(variant: str, launch: Launch, arch: int) -> Compiled:
         wgmma_under_way=(under_way := _most(r"warp_group_dot_wait.*pendings = (\d+)", ttgir)),
         # Iteration i copies for iteration i + stages - 1 at most, while products i - under_way + 1 to i still read.
         overwrites=under_way > 0 and under_way + launch.num_stages - 1 > buffers,
+        unset_registers=tuple(unset_registers(_dump(compiled.asm["cubin"], "--dump-sass"))),
         tensor_core_instructions=len(re.findall(r"\bmma\.sync|\bwgmma\.mma_async", ptx)),
         wide_loads=sum(bool(re.search(r"v4\.b32|v2\.b64|0x10|, 16[,;]", load)) for load in loads),
         loads=len(loads),
@@ -146,12 +150,44 @@ def _divisible(value: Any) -> bool:
 
 def _resource_usage(cubin: bytes) -> dict[str, int]:
     """Return what the machine code takes: REG a thread, STACK bytes a thread, ..."""
+    output = _dump(cubin, "--dump-resource-usage")
+    return {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", output)}
+
+
+def _dump(cubin: bytes, option: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout  # noqa: S603 - triton's own
-    return {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", output)}
+        command = [triton.knobs.nvidia.cuobjdump.path, option, file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout  # noqa: S603 - triton's own
+
+
+INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([\w.]+)\s*(.*?)\s*;", re.MULTILINE)
+"""An instruction of a dump: its name and its operands."""
+
+UNIFORM = re.compile(r"\bUR(\d+)\b")
+
+
+def unset_registers(sass: str) -> Iterator[str]:
+    """Yield the uniform registers that instructions of a dump of machine code read and that none before has written.
+
+    Instructions are taken in the order in which they stand, which is that of the code that every program begins with.
+    """
+    written: set[int] = set()
+    for name, operands in INSTRUCTION.findall(sass):
+        first, *others = operands.split(",")
+        target = UNIFORM.fullmatch(first.strip())
+        sources = ",".join(others) if target else operands
+        parts = range(1)
+        if name.startswith("HGMMA"):  # the descriptor of the second operand stands behind that of the first
+            parts = range(2, 4)
+        elif name.startswith("UIADD3.64"):
+            parts = range(2)
+        read = {int(number) + part for number in UNIFORM.findall(sources) for part in parts}
+        yield from (f"UR{number}" for number in sorted(read - written))
+        written |= read  # each is told once
+        if target is not None:
+            written |= {int(target[1]) + part for part in range(2 if ".64" in name or ".WIDE" in name else 1)}
 
 
 def compile_all(names: Sequence[str], archs: Sequence[int], jobs: int) -> Iterator[Compiled]:
@@ -193,12 +229,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(_line(result), flush=True)
     spilled = [result for result in results if result.spill_bytes]
     unsafe = [result for result in results if result.overwrites]
+    misread = [result for result in results if result.unset_registers]
     if options.json:
         print(json.dumps({"triton": triton.__version__, "results": [asdict(r) for r in results]}, indent=1))
     else:
         counts = f"{len(results)} compiled, {len(spilled)} spill, {len(unsafe)} overwrite operands under way"
+        counts += f", {len(misread)} read registers that nothing wrote"
         print(f"triton {triton.__version__}: {counts}")
-    return 1 if spilled or unsafe else 0
+    return 1 if spilled or unsafe or misread else 0
 
 
 def _line(result: Compiled) -> str:
@@ -207,6 +245,7 @@ def _line(result: Compiled) -> str:
         f"{result.spill_bytes:>4} B spilled  {result.programs:>2} programs  {result.buffers} buffers  "
         f"{result.copies_under_way} copies  {result.tensor_core_instructions:>4} mma  "
         f"{result.wide_loads:>3}/{result.loads:<3} wide loads"
+        + (f"  reads {', '.join(result.unset_registers)} before they are written" if result.unset_registers else "")
     )
 
 

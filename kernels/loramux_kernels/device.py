@@ -9,6 +9,7 @@ import ctypes
 import functools
 import mmap
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,36 @@ def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy on the host, which is complete once the stream has come so far."""
     return host_memory(tensor.shape, tensor.dtype, tensor.device).copy_(tensor, non_blocking=True)
+
+
+MOST_ROWS_BESIDE = 128
+"""Rows of a base's product that leaves multiprocessors room for another launch: one of more rows is bound by them."""
+
+
+class SideStream:
+    """A second stream of a GPU, for a launch that need not wait for the one before.
+
+    It is used while a CUDA graph is recorded, whose branches cost nothing to enter: launched one by one, the events
+    would cost the host more than is won.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @contextlib.contextmanager
+    def beside(self, rows: int) -> Iterator[Callable[[], None]]:
+        """Launch on it, after what the main stream was given so far; yields what makes the main one wait for the end.
+
+        Until that is called, nothing that is read here may be freed. `rows` are those of the launch beside it.
+        """
+        stream = self._stream
+        if stream is None or rows > MOST_ROWS_BESIDE or not torch.cuda.is_current_stream_capturing():
+            yield lambda: None
+            return
+        main = torch.cuda.current_stream()
+        stream.wait_stream(main)
+        with torch.cuda.stream(stream):
+            yield lambda: main.wait_stream(stream)
 
 
 def aligned_rows(array: NDArray[Any], device: torch.device) -> torch.Tensor:

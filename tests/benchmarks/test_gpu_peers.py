@@ -11,8 +11,13 @@ from kernel_times import WrongResult, check, ours
 from lora_operands import make_operands, reference, relative_error
 from peer_kernels import load_peer
 
+CACHES = "_LORA_A_PTR_DICT, _LORA_B_PTR_DICT = {}, {}"
+"""Weights that vLLM has seen, by what they are known again by; here their shapes."""
+
 VLLM = """
 import torch
+
+from vllm.lora.ops.triton_ops import utils
 
 
 class LoRAKernelMeta:
@@ -29,6 +34,7 @@ class LoRAKernelMeta:
 
 
 def lora_shrink(inputs, lora_a_weights, output_tensor, mapping, other, scaling):
+    lora_a_weights = utils._LORA_A_PTR_DICT.setdefault(tuple(a.shape for a in lora_a_weights), lora_a_weights)
     for s, a in enumerate(lora_a_weights):
         for t, lora in enumerate(mapping.tolist()):
             output_tensor[s, t] += scaling * (a[lora] @ inputs[t])
@@ -71,36 +77,37 @@ def chunked_sgmv_lora_expand_forward(x, weights, batch_info, slice_offsets, max_
     return base_output
 """
 
-PLACES = {"vllm": ("vllm/lora/ops/triton_ops", VLLM), "sglang": ("sglang/srt/lora/triton_ops", SGLANG)}
+VLLM_OPS, SGLANG_OPS = "vllm/lora/ops/triton_ops", "sglang/kernels/ops/lora/dense"
+FILES = {
+    "vllm": {f"{VLLM_OPS}/__init__.py": VLLM, f"{VLLM_OPS}/utils.py": CACHES},
+    "sglang": {f"{SGLANG_OPS}/chunked_sgmv_{step}.py": SGLANG for step in ("shrink", "expand")},
+}
 
 
 @pytest.fixture
 def stand_in(tmp_path, monkeypatch):
     def install(name: str):
-        place, source = PLACES[name]
-        folder = tmp_path / place
-        folder.mkdir(parents=True)
-        for package in [folder, *folder.parents]:
-            if package == tmp_path:
-                break
-            (package / "__init__.py").write_text("")
-        (folder / "__init__.py").write_text(source)
+        for place, source in FILES[name].items():
+            file = tmp_path / place
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(source)
         return load_peer(f"{name}={tmp_path}")
 
     monkeypatch.setattr(sys, "path", sys.path[:])
     yield install
-    for module in [m for m in sys.modules if m.split(".")[0] in PLACES]:
+    for module in [m for m in sys.modules if m.split(".")[0] in FILES]:
         del sys.modules[module]
 
 
-@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("mix", [Mix("mixed", 3, (8, 64, 16)), Mix("all", None, (16,))], ids=lambda mix: mix.name)
 def test_a_peer_computes_what_we_compute(stand_in, name, mix):
     operands = make_operands(40 if mix.adapters else 5, mix, 24, (16, 8, 8), torch.empty(0))
     called, kernels = stand_in(name)
     assert called == name
-    call, y = kernels.prepare(operands)
-    check({"by": name}, call, y, reference(operands))
+    for other in (make_operands(len(operands.slots), mix, 24, (16, 8, 8), torch.empty(0)), operands):
+        call, y = kernels.prepare(other)
+        check({"by": name}, call, y, reference(other))
     own_call, own = ours(operands)
     own_call()
     assert relative_error(own, y) < 1e-5

@@ -39,6 +39,7 @@ def test_compile_check_every_variant_compiles_without_a_spill(archs: tuple[int, 
     assert {"_shrink_rows", "_shrink_tiles", "_expand_rows", "_expand_tiles", "_attend", "merge_partials"} <= kernels
     assert {"_write_kv", "_scan", "_finish", "_count", "_penalise", "_bias"} <= kernels
     assert {result["overwrites"] for result in results} == {False}, "no operand is overwritten while it is read"
+    assert [result for result in results if result["unset_registers"]] == []
     for result in results:
         if re.match(r"attend-16-(\d+)x\1-[bf]", result["variant"]) and "fp32" not in result["variant"]:
             # A decoding row waits for memory: the next keys and values are on their way, and two programs fit.
@@ -48,6 +49,37 @@ def test_compile_check_every_variant_compiles_without_a_spill(archs: tuple[int, 
         # Decode rows and float32 sums go without; everything else multiplies on tensor cores.
         if result["kernel"] in ("_shrink_tiles", "_expand_tiles", "_attend") and "fp32" not in result["variant"]:
             assert result["tensor_core_instructions"] > 0, result
+
+
+SASS = """
+        /*0000*/                   LDC R1, c[0x0][0x28] ;               /* 0x00000a00ff017b82 */
+        /*0010*/                   S2UR UR4, SR_CTAID.X ;               /* 0x0000000000047919 */
+        /*0020*/                   UIMAD.WIDE UR6, UR4, 0x4, URZ ;      /* 0x00000004040678a5 */
+        /*0030*/                   UIADD3 UR18, UP0, UR{base}, 0x20, URZ ;
+        /*0040*/                   UIADD3.X UR19, UR7, -0x3ffffff0, URZ, UP0, !UPT ;
+        /*0050*/                   ULDC.64 UR16, c[0x0][0x208] ;
+        /*0060*/              @P0  LDG.E R2, desc[UR16][R2.64] ;
+        /*0070*/                   HGMMA.64x16x16.F32 R56, R24, gdesc[UR16].tnspB, R56, gsb0 ;
+        /*0080*/             @!UP1 UIADD3.64 UR20, UR{pair}, 0x20, URZ ;
+"""
+
+
+@pytest.mark.parametrize(
+    ("base", "pair", "unset"),
+    [(6, 18, []), (34, 18, ["UR34"]), (18, 18, ["UR18"]), (6, 4, ["UR5"])],
+    ids=["none", "another", "its own", "half of a pair"],
+)
+def test_unset_registers_are_those_that_nothing_has_written(base: int, pair: int, unset: list[str]) -> None:
+    from loramux_kernels.compile_check import unset_registers
+
+    assert list(unset_registers(SASS.format(base=base, pair=pair))) == unset
+
+
+def test_unset_registers_of_a_product_are_those_of_its_second_operand() -> None:
+    from loramux_kernels.compile_check import unset_registers
+
+    product = SASS.splitlines()[8]
+    assert list(unset_registers(product)) == ["UR18", "UR19"]
 
 
 def test_compile_check_refuses_an_unknown_variant_and_the_interpreter() -> None:

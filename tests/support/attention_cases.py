@@ -80,10 +80,11 @@ def make_case(sequences: list[tuple[int, int]], dtype: torch.dtype, shape: Shape
 
 
 def expected(case: Case, scaling: float, window: int | None, softcap: float | None, sinks: torch.Tensor | None):
+    """float64 on the CPU, wherever the case is."""
     outputs = []
     for (start, stop, context), key, value in zip(case.batch.spans, case.keys, case.values, strict=True):
         groups = case.query.shape[1] // key.shape[1]
-        q = case.query[start:stop].double()
+        q = case.query[start:stop].cpu().double()
         scores = torch.einsum("qhd,khd->hqk", q, key.double().repeat_interleave(groups, 1)) * scaling
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)

@@ -172,6 +172,7 @@ def prepare_attention(
     """The launches that fill `output` `[T, Hq, Dv]`."""
     assert query.stride(2) == layer.key.stride(3) == layer.value.stride(3) == 1, "each head's vector is contiguous"
     kv_heads, key_dim, value_dim = layer.key.shape[1], layer.key.shape[3], layer.value.shape[3]
+    block_key, block_value = _blocks(key_dim, value_dim)
     long_rows = _long_rows(max(key_dim, value_dim), query.dtype)
     shape = AttentionShape(query.shape[1] // kv_heads, kv_heads, sliding_window, long_rows)
     shared: dict[str, Any] = {
@@ -180,7 +181,7 @@ def prepare_attention(
         "KV_HEADS": kv_heads,
         "GROUPS": shape.groups,
         "VALUE_DIM": value_dim,
-        "BLOCK_VALUE": _padded(value_dim),
+        "BLOCK_VALUE": block_value,
     }
     attend: dict[str, Any] = {
         "query": query,
@@ -199,7 +200,7 @@ def prepare_attention(
         "table_stride": batch.block_table.stride(0),
         "PAGE": layer.block_size,
         "KEY_DIM": key_dim,
-        "BLOCK_KEY": _padded(key_dim),
+        "BLOCK_KEY": block_key,
     }
     plan = plan_attention(batch, shape)
     return [launch for tiles in plan for launch in _launches(tiles, shared, attend, query)]
@@ -212,9 +213,14 @@ def _long_rows(dim: int, dtype: torch.dtype) -> int:
     return 32 if dim > 128 else 64
 
 
-def _padded(dim: int) -> int:
-    """Round up to a size that a tensor core multiplies: a power of two, 16 at least."""
-    return max(16, int(triton.next_power_of_2(dim)))
+def _blocks(key_dim: int, value_dim: int) -> tuple[int, int]:
+    """Round up to sizes that a tensor core multiplies: powers of two, 16 at least.
+
+    Below 64 both are alike: ptxas 12.8, which Triton 3.6 and 3.7 bring, confuses WGMMA's descriptors of keys and of
+    narrower values, which differ in form only there (`compile_check` finds it).
+    """
+    key, value = (max(16, int(triton.next_power_of_2(dim))) for dim in (key_dim, value_dim))
+    return max(key, min(64, value)), max(value, min(64, key))
 
 
 def _strides(name: str, cache: torch.Tensor) -> dict[str, int]:

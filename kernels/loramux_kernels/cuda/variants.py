@@ -32,8 +32,8 @@ from loramux_kernels.tables import (
     Segments,
 )
 
-HEAD_DIMS = ((64, 64), (80, 80), (128, 128), (192, 128), (256, 256))
-"""Of keys and of values."""
+HEAD_DIMS = ((64, 64), (80, 80), (128, 128), (192, 128), (256, 256), (64, 32))
+"""Of keys and of values; the last for ptxas 12.8 (`paged_attention._blocks`), which fails at narrower values."""
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from loramux.engine.execution.cuda_graphs import host_syncs_of
 from loramux.settings import ModelSettings, Settings
 from loramux.validation import Validator
 from loramux_adapters import CONFIG_NAME, AdapterRejected, Limits, describe_base, validate_adapter
-from loramux_adapters.bank import Site
-from loramux_adapters.experts import ExpertLinear, ExpertRuns, Experts
+from loramux_adapters.bank import AdapterBank, Site
+from loramux_adapters.experts import ExpertLinear, ExpertRuns, Experts, Router
 from loramux_kernels import Segments, route
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -153,6 +153,19 @@ def test_mixture_router_computes_logits_in_the_familys_own_dtype(tmp_path: Path,
     assert got[0].dtype == expected[0].dtype
     torch.testing.assert_close(got[0], expected[0])
     assert torch.equal(got[2], expected[2])
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)], ids=["logits first", "logits last"])
+def test_mixture_router_finds_its_dtype_wherever_logits_stand(tmp_path: Path, order: tuple[int, ...]) -> None:
+    """Granite's routers return them last up to transformers 5.17: the dtype of chosen experts would cut the weight."""
+    gate = transformers.AutoModelForCausalLM.from_pretrained(Zoo("mixtral", tmp_path).base).model.layers[0].mlp.gate
+    wanted = gate(x := torch.randn(9, 64))
+    forward = gate.forward
+    gate.forward = lambda hidden: tuple(forward(hidden)[place] for place in order)
+    bank = AdapterBank(torch.empty(64), 64, {}, max_rank=1, max_slots=1)
+    got = Router(gate, Site(0, 64, len(gate.weight)), bank)(x)
+    for place, part in zip(order, got, strict=True):
+        torch.testing.assert_close(part, wanted[place])
 
 
 REFUSED: dict[str, tuple[dict[str, object], str, str]] = {
