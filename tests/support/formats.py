@@ -9,7 +9,7 @@ from pathlib import Path
 
 import peft
 import torch
-from adapter_zoo import Asked, Zoo
+from adapter_zoo import EXACT, Asked, Zoo
 
 LORA = {"r": 5, "lora_alpha": 10, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 LAYERS = r"model\.layers\..*_proj"
@@ -85,7 +85,7 @@ class FormatZoo(Zoo):
         return self._answers[asked]
 
     def _base(self) -> torch.nn.Module:
-        return self.auto.from_pretrained(self.base, dtype=torch.float32).eval()
+        return self.auto.from_pretrained(self.base, dtype=torch.float32, **EXACT).eval()
 
     def _model(self, name: str | None) -> torch.nn.Module:
         if name not in self._models:

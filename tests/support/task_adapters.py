@@ -9,6 +9,7 @@ import numpy as np
 import peft
 import torch
 import transformers
+from adapter_zoo import EXACT
 from numpy.typing import NDArray
 
 LORA = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
@@ -21,10 +22,10 @@ class TaskAdapter:
         """`num_labels` makes a classifier; None an adapter for vectors."""
         torch.manual_seed(seed)
         if num_labels is None:
-            model = transformers.AutoModel.from_pretrained(base, dtype=torch.float32)
+            model = transformers.AutoModel.from_pretrained(base, dtype=torch.float32, **EXACT)
         else:
             of = transformers.AutoModelForSequenceClassification
-            model = of.from_pretrained(base, dtype=torch.float32, num_labels=num_labels)
+            model = of.from_pretrained(base, dtype=torch.float32, num_labels=num_labels, **EXACT)
         task = "FEATURE_EXTRACTION" if num_labels is None else "SEQ_CLS"
         self.model = peft.get_peft_model(model, peft.LoraConfig(task_type=task, **LORA | lora)).eval()
         with torch.no_grad():
