@@ -168,6 +168,29 @@ def test_mixture_router_finds_its_dtype_wherever_logits_stand(tmp_path: Path, or
         torch.testing.assert_close(part, wanted[place])
 
 
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + 0.1 * i for i in range(8)],
+    "long_factor": [2.0 + 0.1 * i for i in range(8)],
+    "short_mscale": 1.2,
+    "long_mscale": 1.4,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize("fields", [{}, {"rope_parameters": LONG_ROPE}], ids=["default", "longrope"])
+def test_phimoe_asks_neither_the_host_nor_the_batch_for_its_rotary_factors(tmp_path: Path, fields) -> None:
+    zoo = FormatZoo("phimoe", tmp_path, (), **fields)
+    engine = zoo.engine(max_model_len=64)
+    rotary = engine._runner._forward.model.get_decoder().rotary_emb
+    assert rotary.rope_init_fn(rotary.config)[0] is rotary.inv_freq
+    assert host_syncs_of(lambda: rotary(torch.zeros(1, 3, 64), torch.arange(3)[None])) == set()
+    asked = [Asked("long", None, tuple(range(5, 35)), 9), Asked("short", None, (5, 6, 7), 5)]
+    got = serve(zoo, engine, asked)
+    assert got == {request.name: zoo.answer(request) for request in asked}
+
+
 REFUSED: dict[str, tuple[dict[str, object], str, str]] = {
     "no expert's": ({"target_parameters": ["q_proj.weight"]}, "target_unsupported", "target_parameters"),
     "no targets at all": ({"target_parameters": []}, "config_invalid", "target_modules"),

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TextIO, TypeVar
 
 import torch
@@ -246,22 +247,29 @@ def max_positions(config: PretrainedConfig) -> int:
 def _freeze_rope(model: PreTrainedModel) -> None:
     """Keep the factors that the model was built with, those of short sequences: no forward looks at the batch for them.
 
-    transformers' rotary modules ask `rope_type` before they update their factors; "default" never updates. One family's
-    (Phi-3.5-MoE) makes them anew on the host in every forward, which a CUDA graph cannot hold: it gets those of the
-    start.
+    transformers' rotary modules ask `rope_type` before they update their factors; "default" never updates.
     """
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
-        if hasattr(module, "rope_init_fn") and hasattr(module, "inv_freq"):
-            module.rope_init_fn = partial(_rope_factors, module)
+        if type(module).__name__ == "PhimoeRotaryEmbedding":
+            _keep_factors(module)
         if isinstance(kind, str) and kind in SWITCHING_ROPE:
             module.rope_type = "default"
         elif isinstance(kind, dict):
             module.rope_type = {layer: "default" if k in SWITCHING_ROPE else k for layer, k in kind.items()}
 
 
-def _rope_factors(module: Any, *_: object, **__: object) -> tuple[torch.Tensor, float]:
-    return module.inv_freq, module.attention_scaling
+def _keep_factors(rotary: Any) -> None:
+    """Give Phi-3.5-MoE the factors that it was built with, and the scale of short sequences.
+
+    Its own module computes them on the host in every forward, and asks the batch for the scale: no CUDA graph holds
+    either.
+    """
+    rope = rotary.config.rope_parameters
+    if rope["rope_type"] in SWITCHING_ROPE:
+        rotary.attention_scaling = rope["short_mscale"]
+        rotary.config = SimpleNamespace(rope_parameters=rope | {"rope_type": "default"})
+    rotary.rope_init_fn = lambda _config: (rotary.inv_freq, rotary.attention_scaling)
 
 
 def sampling_defaults(directory: Path) -> SamplingDefaults:
