@@ -179,8 +179,11 @@ def test_upgrade_from_0_1_0_under_load_fails_no_request(postgresql: str, base_di
         assert new.loramux("usage", "reconcile")["drift_tokens"] == 0
 
 
+NEWER_SETTINGS = ("lame_duck_seconds", "tensor_parallel_size")
+
+
 def in_the_words_of_0_1_0(config: str, folder: Path) -> str:
-    lines = [line for line in config.splitlines() if not line.startswith("lame_duck_seconds")]
+    lines = [line for line in config.splitlines() if not line.startswith(NEWER_SETTINGS)]
     paths = [f'{name} = "{folder}/var/{name}"' for name in ("blobs", "cache")]
     return "\n".join([*lines, *paths, f'pepper_file = "{folder}/var/pepper"', ""])
 
