@@ -70,14 +70,14 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 MOST_ROWS_BESIDE = 128
-"""Rows of a base's product that leaves multiprocessors room for another launch: one of more rows is bound by them."""
+"""Rows of a base's product that leaves multiprocessors room for another launch: with 512 rows nothing was won."""
 
 
 class SideStream:
     """A second stream of a GPU, for a launch that need not wait for the one before.
 
-    It is used while a CUDA graph is recorded, whose branches cost nothing to enter: launched one by one, the events
-    would cost the host more than is won.
+    It is used while a CUDA graph is recorded, whose branches cost the host nothing: launched one by one, the events
+    would cost it more than is won.
     """
 
     def __init__(self, device: torch.device) -> None:
