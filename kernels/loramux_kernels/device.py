@@ -31,15 +31,21 @@ def zeros_in_large_pages(elements: int, dtype: torch.dtype) -> torch.Tensor:
     """Return a flat tensor of zeros on the host, in pages of 2 MiB where the kernel gives them.
 
     What a step streams through has many more pages of 4 KiB than the processor has entries to translate them. Nothing
-    is taken of the machine's memory before it is written.
+    is taken of the machine's memory before it is written; what does not fill its last large page lies in small ones,
+    where a large one would add more than an eighth.
     """
     num_bytes = elements * dtype.itemsize
     if num_bytes < LARGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(elements, dtype=dtype)
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    rounded_up = -(-num_bytes // LARGE_PAGE) * LARGE_PAGE
+    in_large_pages = rounded_up if rounded_up - num_bytes <= num_bytes // 8 else rounded_up - LARGE_PAGE
+    # Only addresses that are multiples of their size are mapped by large pages: one more of address space, never written.
+    memory = mmap.mmap(-1, rounded_up + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapped = torch.frombuffer(memory, dtype=torch.uint8)
+    start = -mapped.data_ptr() % LARGE_PAGE
     with contextlib.suppress(OSError):  # a kernel without large pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype)
+        memory.madvise(mmap.MADV_HUGEPAGE, start, in_large_pages)
+    return mapped[start : start + num_bytes].view(dtype)
 
 
 def return_freed_memory() -> None:

@@ -6,16 +6,10 @@
 namespace loramux {
 namespace {
 
-// 1 / (1 + e^-x), by the exponential of a number that is not positive: nothing overflows, and NaN stays.
-inline f32x16 sigmoid(f32x16 x) {
-    f32x16 e = exp(blend(x > f32x16{}, -x, x));
-    return blend(x > f32x16{}, splat(1.f), e) / (1.f + e);
-}
+inline f32x16 silu(f32x16 x) { return x / (1.f + exp(-x)); }
 
-inline f32x16 silu(f32x16 x) { return x * sigmoid(x); }
-
-// x / 2 * (1 + tanh(u)) = x * sigmoid(2 u)
-inline f32x16 gelu_tanh(f32x16 x) { return x * sigmoid(1.5957691216057308f * (x + 0.044715f * x * x * x)); }
+// x / 2 * (1 + tanh(u)) = x / (1 + e^(-2 u))
+inline f32x16 gelu_tanh(f32x16 x) { return x / (1.f + exp(-1.5957691216057308f * (x + 0.044715f * x * x * x))); }
 
 template <class T, class Activation>
 void multiply(const T* gate, int64_t gate_row, const T* up, int64_t up_row, int64_t rows, int64_t width, T* y,
@@ -24,10 +18,10 @@ void multiply(const T* gate, int64_t gate_row, const T* up, int64_t up_row, int6
         const int64_t last = share(rows, thread + 1, team);
         for (int64_t row = share(rows, thread, team); row < last; row++) {
             const T *g = gate + row * gate_row, *u = up + row * up_row;
-            for (int64_t c = 0; c < width; c += 16) {
-                const int64_t left = width - c;
-                f32x16 open = rounded<T>(activation(load_first(g + c, left)));
-                store_first(y + row * y_row + c, open * load_first(u + c, left), left);
+            T* out = y + row * y_row;
+            for (int64_t left = width; left > 0; left -= 16, g += 16, u += 16, out += 16) {
+                f32x16 open = rounded<T>(activation(load_first(g, left)));
+                store_first(out, open * load_first(u, left), left);
             }
         }
     });

@@ -101,6 +101,15 @@ inline To bits_of(const From& from) {
     }
 }
 
+// a's lanes where a comparison held, else b's.
+template <class Mask, class V>
+inline V blend(const Mask& take_a, const V& a, const V& b) {
+    if constexpr (is_halves<V>)
+        return {blend(take_a.low, a.low, b.low), blend(take_a.high, a.high, b.high)};
+    else
+        return take_a ? a : b;
+}
+
 // Each lane's number in the other type.
 template <class To, class From>
 inline To converted(const From& from) {

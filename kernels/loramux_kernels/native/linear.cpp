@@ -80,6 +80,49 @@ struct Prefetch {
 };
 constexpr int64_t EARLY = 16 << 10;  // bytes
 
+// Rows of x, and their units side by side by blocks.
+template <class T>
+struct Rows {
+    using U = Unit<T>;
+    const T* x;
+    int64_t ldx, count, units, blocks = (count + MAX_ROWS - 1) / MAX_ROWS;
+
+    int64_t first(int64_t block) const { return count * block / blocks; }
+
+    // In memory of the calling thread, until its next call.
+    const T* packed(int threads) const {
+        if (count == 1) return x;
+        static thread_local std::vector<T> memory;
+        const int64_t elements = count * units * U::elements;
+        if ((int64_t)memory.size() < elements) memory.resize(elements);
+        T* to = memory.data();
+        on_threads(threads_for(2 * elements * (int64_t)sizeof(T), threads), [&](int thread, int team) {
+            const int64_t from = share(units, thread, team), last = share(units, thread + 1, team);
+            for (int64_t block = 0; block < blocks; block++) {
+                const int64_t row = first(block), rows = first(block + 1) - row;
+                pack(x + row * ldx + from * U::elements, rows, last - from, to + (row * units + from * rows) * U::elements);
+            }
+        });
+        return to;
+    }
+
+   private:
+    // A unit is four bytes, and moves as a float.
+    void pack(const T* from, int64_t rows, int64_t length, T* to) const {
+        int64_t u = 0;
+        if (rows >= WORTH_TRANSPOSING)
+            for (; u + 16 <= length; u += 16) {
+                f32x16 tile[16] = {};
+                for (int64_t row = 0; row < rows; row++) tile[row] = U::load(from + row * ldx + u * U::elements);
+                transpose(tile);
+                for (int i = 0; i < 16; i++, to += rows * U::elements) store_first((float*)to, tile[i], rows);
+            }
+        for (; u < length; u++)
+            for (int64_t row = 0; row < rows; row++, to += U::elements)
+                std::memcpy(to, from + row * ldx + u * U::elements, sizeof(T) * U::elements);
+    }
+};
+
 template <class T, class W>
 class Product {
     using U = Unit<T>;
@@ -87,68 +130,24 @@ class Product {
     static constexpr int STEP = P::elements;
 
    public:
-    Product(const T* x, int64_t ldx, int64_t rows, int64_t width, const W* packed, const Output& out, int threads)
-        : packed(packed), rows(rows), blocks((rows + MAX_ROWS - 1) / MAX_ROWS), units(width / U::elements), out(out) {
-        static thread_local std::vector<T> memory;
-        if (rows == 1) {
-            x_packed = x;
-            return;
-        }
-        if ((int64_t)memory.size() < rows * width) memory.resize(rows * width);
-        pack_rows(x, ldx, memory.data(), threads);
-        x_packed = memory.data();
-    }
+    Product(const Rows<T>& rows, const T* x, const W* packed, const Output& out)
+        : rows(rows.count), blocks(rows.blocks), units(rows.units), x(x), packed(packed), out(out) {}
 
-    void run(int threads) const {
-        if (rows == 0) return;
-        const int64_t panels = (out.columns + PANEL - 1) / PANEL, bytes = panels * panel_size() * (int64_t)sizeof(W);
-        threads = threads_for(bytes, threads);
-        Runs runs(panels, threads);
-        on_threads(threads, [&](int, int) {
-            runs.take([&](int64_t panel, int64_t end) {
-                if (rows <= SUMS / 4)
-                    for (; panel + 2 <= end; panel += 2) multiply_block<4>(0, 2 * panel, Prefetch{8192 / sizeof(W), 1});
-                for (; panel < end; panel++) multiply_panel(panel);
-            });
-        });
+    void multiply(int64_t panel, int64_t end) const {
+        if (rows <= SUMS / 4)
+            for (; panel + 2 <= end; panel += 2) multiply_block<4>(0, 2 * panel, Prefetch{8192 / sizeof(W), 1});
+        for (; panel < end; panel++) multiply_panel(panel);
     }
 
    private:
-    const W* packed;
-    const T* x_packed = nullptr;
-    int64_t rows, blocks, units;
-    Output out;
+    const int64_t rows, blocks, units;
+    const T* const x;
+    const W* const packed;
+    const Output& out;
 
     int64_t panel_size() const { return units * STEP; }
     int64_t start_of(int64_t column) const { return column / 2 * panel_size() + column % 2 * (STEP / 2); }
     int64_t first_row(int64_t block) const { return rows * block / blocks; }
-
-    void pack_rows(const T* x, int64_t ldx, T* to, int threads) const {
-        const int64_t bytes = 2 * rows * units * U::elements * (int64_t)sizeof(T);
-        on_threads(threads_for(bytes, threads), [&](int thread, int team) {
-            const int64_t from = share(units, thread, team), last = share(units, thread + 1, team);
-            for (int64_t block = 0; block < blocks; block++) {
-                const int64_t first = first_row(block), count = first_row(block + 1) - first;
-                pack_block(x + first * ldx + from * U::elements, ldx, count, last - from,
-                           to + (first * units + from * count) * U::elements);
-            }
-        });
-    }
-
-    // A unit is four bytes, and moves as a float.
-    static void pack_block(const T* x, int64_t ldx, int64_t count, int64_t length, T* to) {
-        int64_t u = 0;
-        if (count >= WORTH_TRANSPOSING)
-            for (; u + 16 <= length; u += 16) {
-                f32x16 tile[16] = {};
-                for (int64_t row = 0; row < count; row++) tile[row] = U::load(x + row * ldx + u * U::elements);
-                transpose(tile);
-                for (int i = 0; i < 16; i++, to += count * U::elements) store_first((float*)to, tile[i], count);
-            }
-        for (; u < length; u++)
-            for (int64_t row = 0; row < count; row++, to += U::elements)
-                std::memcpy(to, x + row * ldx + u * U::elements, sizeof(T) * U::elements);
-    }
 
     // `column` counts sixteens from here on.
     void multiply_panel(int64_t panel) const {
@@ -206,7 +205,7 @@ class Product {
         const int first = C == 1 ? column % 2 : 0;
         const W* w = packed + column / 2 * panel_size() + unit * STEP;
         const W* next = packed + start_of(column) + unit * STEP + prefetch.offset;
-        const T* in = x_packed + (first_row(block) * units + unit * M) * U::elements;
+        const T* in = x + (first_row(block) * units + unit * M) * U::elements;
         f32x16 acc[M][C];
         for (int m = 0; m < M; m++)
             for (int c = 0; c < C; c++) acc[m][c] = sums[m * C + c];
@@ -229,6 +228,19 @@ class Product {
             for (int c = 0; c < C; c++) sums[m * C + c] = acc[m][c];
     }
 };
+
+// Few rows are packed by every thread for itself: on another core's caches it would wait longer.
+template <class T, class W>
+void multiply(const Rows<T>& rows, const W* packed, const Output& out, int threads) {
+    const int64_t panels = (out.columns + PANEL - 1) / PANEL;
+    threads = threads_for(panels * rows.units * Panel<T, W>::elements * (int64_t)sizeof(W), threads);
+    const T* shared = rows.count > MAX_STRETCHED_ROWS ? rows.packed(threads) : nullptr;
+    Runs runs(panels, threads);
+    on_threads(threads, [&](int, int) {
+        const Product<T, W> product(rows, shared ? shared : rows.packed(1), packed, out);
+        runs.take([&](int64_t panel, int64_t end) { product.multiply(panel, end); });
+    });
+}
 
 // weight[rows][width] becomes the packed columns from first_column on
 template <class T, class W>
@@ -271,7 +283,7 @@ LORAMUX_EXPORT void loramux_linear(int dtype, int weight_dtype, const void* x, i
     on_panels(dtype, weight_dtype, [&](auto zero, auto zero_weight) {
         using T = decltype(zero);
         using W = decltype(zero_weight);
-        const Output out{y, ldy, columns, bias};
-        Product<T, W>((const T*)x, ldx, rows, width, (const W*)packed, out, threads).run(threads);
+        const Rows<T> in{(const T*)x, ldx, rows, width / Unit<T>::elements};
+        if (rows > 0) multiply(in, (const W*)packed, Output{y, ldy, columns, bias}, threads);
     });
 }

@@ -158,20 +158,25 @@ inline int threads_for(int64_t bytes, int threads) {
 inline int64_t share(int64_t total, int thread, int threads) { return total * thread / threads; }
 
 // Runs of neighbouring items, taken one after the other by threads that come for them: a thread that the machine holds
-// up takes fewer, and the others do not wait for it.
+// up takes fewer, and the others do not wait for it. Long ones first, for a run is read in one stream and its end is not
+// foreseen; short ones last, so that all threads end together. All but the last are even.
 class Runs {
    public:
-    Runs(int64_t total, int team) : total(total), length(total / (16 * team) > 1 ? total / (16 * team) / 2 * 2 : 2) {}
+    Runs(int64_t total, int team) : total(total), team(team) {}
 
     // body(first, one past the last), for each run that this thread takes
     template <class Body>
     void take(const Body& body) {
-        for (int64_t first; (first = next.fetch_add(length, std::memory_order_relaxed)) < total;)
-            body(first, first + length < total ? first + length : total);
+        for (int64_t first = next.load(std::memory_order_relaxed); first < total;) {
+            const int64_t left = total - first, length = left / (4 * team) > 1 ? left / (4 * team) * 2 : 2;
+            if (!next.compare_exchange_weak(first, first + length, std::memory_order_relaxed)) continue;
+            body(first, length < left ? first + length : total);
+            first = next.load(std::memory_order_relaxed);
+        }
     }
 
    private:
-    const int64_t total, length;
+    const int64_t total, team;
     std::atomic<int64_t> next{0};
 };
 

@@ -152,10 +152,6 @@ inline float largest(f32x16 v) {
 #endif
 }
 
-inline f32x16 blend(i32x16 take_a, f32x16 a, f32x16 b) {
-    return bits_of<f32x16>((take_a & bits_of<i32x16>(a)) | (~take_a & bits_of<i32x16>(b)));
-}
-
 inline f32x16 max(f32x16 a, f32x16 b) { return blend(a > b, a, b); }
 
 // E4M3: a sign, four bits of exponent with a bias of 7, three of mantissa; 0x7f is NaN, and there is no infinity.
@@ -181,18 +177,17 @@ inline void store(e4m3* p, f32x16 v) {
     i32x16 s = bits_of<i32x16>(size);
     i32x16 normal = ((s + 0x7ffff + ((s >> 20) & 1)) >> 20) - (120 << 3);
     i32x16 small = bits_of<i32x16>(size + 16384.f) - bits_of<i32x16>(splat(16384.f));  // the sum's last bit stands for 2^-9
-    i32x16 is_small = size < splat(0x1p-6f);
-    i32x16 code = (is_small & small) | (~is_small & normal);
+    i32x16 code = blend(size < splat(0x1p-6f), small, normal);
     code = (is_nan & 0x7f) | (~is_nan & code) | ((bits >> 24) & 0x80);
     write_lanes((uint8_t*)p, code);
 }
 
-// e^x within 2 units in the last place for x up to 88; 0 below the smallest normal number; NaN stays NaN. Coefficients: Cephes, expf.
+// e^x within 2 units in the last place up to 88, infinity from 89; 0 below the smallest normal number; NaN stays NaN. Coefficients: Cephes, expf.
 inline f32x16 exp(f32x16 x) {
     const float shifter = 12582912.f;  // 1.5 * 2^23: adding and taking it away rounds to a whole number
     i32x16 vanishes = x < splat(-87.3f);
-    f32x16 bounded = max(x, splat(-87.3f));
-    bounded = blend(bounded > splat(88.f), splat(88.f), bounded);
+    f32x16 bounded = blend(vanishes, splat(-87.3f), x);
+    bounded = blend(bounded > splat(89.f), splat(89.f), bounded);
     f32x16 n = (bounded * 1.44269504088896341f + shifter) - shifter;
     f32x16 r = bounded - n * 0.693359375f + n * 2.12194440e-4f;
     f32x16 p = splat(1.9875691500e-4f);
@@ -202,9 +197,12 @@ inline f32x16 exp(f32x16 x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * (r * r) + r + 1.f;
-    i32x16 exponent = converted<i32x16>(n);
-    f32x16 scaled = p * bits_of<f32x16>((exponent + 127) << 23);
-    return blend(x != x, x, blend(vanishes, f32x16{}, scaled));
+#if defined(__AVX512F__)
+    f32x16 scaled = (f32x16)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+    f32x16 scaled = p * bits_of<f32x16>((converted<i32x16>(n) + 127) << 23);
+#endif
+    return blend(vanishes, f32x16{}, scaled);
 }
 
 // Coefficients: Cephes, tanhf.
@@ -230,6 +228,7 @@ inline f32x16 tanh(f32x16 x) {
 
 template <class T>
 struct Unit {
+    using Element = float;  // what the other factor is held in
     static constexpr int elements = 1;
     template <class From>
     static f32x16 load(const From* p) { return loramux::load(p); }
@@ -239,8 +238,25 @@ struct Unit {
 };
 
 #if LORAMUX_BF16_PAIRS
+// Two rows of 32 elements, whose products with one pair of weights add up: their elements side by side, in the order of
+// columns 0-3, 8-11, 16-19, 24-27; 4-7, ...
+inline void interleave(f32x16 even, f32x16 odd, f32x16 pairs[2]) {
+    pairs[0] = (f32x16)_mm512_unpacklo_epi16((__m512i)even, (__m512i)odd);
+    pairs[1] = (f32x16)_mm512_unpackhi_epi16((__m512i)even, (__m512i)odd);
+}
+
+// Sums of such pairs, in the order of the columns.
+inline void put_in_order(f32x16 sums[2]) {
+    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+    const __m512 a = (__m512)sums[0], b = (__m512)sums[1];
+    sums[0] = (f32x16)_mm512_permutex2var_ps(a, first, b);
+    sums[1] = (f32x16)_mm512_permutex2var_ps(a, second, b);
+}
+
 template <>
 struct Unit<bf16> {
+    using Element = bf16;
     static constexpr int elements = 2;
     static f32x16 load(const bf16* p) { return loramux::load((const float*)p); }
     static f32x16 load_first(const bf16* p, int64_t left) {
