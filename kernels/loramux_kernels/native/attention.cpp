@@ -16,7 +16,7 @@ namespace loramux {
 namespace {
 
 constexpr int CHUNK = 64, GROUPS = CHUNK / 16;
-constexpr int QUERY_ROWS = 32;  // rows of a block, unless a kv head serves more heads than that
+constexpr int QUERY_ROWS = 64;  // rows of a block, unless a kv head serves more heads than that
 // A block's sums, and what they are multiplied with, are in registers: rows, and columns of sixteen.
 #if defined(__AVX512F__)
 constexpr int MAX_ROWS = 6, COLUMNS = 4;  // 6 x 4 sums, 4 columns, 1 broadcast of 32 registers
@@ -32,15 +32,15 @@ struct Item {
 // What a thread needs for one item; grows to the largest that it meets.
 struct Scratch {
     std::vector<f32x16> memory;
-    float *query, *keys, *scores, *sums, *highest, *total, *rescale;
+    float *query, *keys, *scores, *sums, *highest, *total, *added, *rescale;
 
     void fit(int64_t rows, int64_t units, int64_t value_dim) {
-        int64_t sizes[] = {rows * units, CHUNK * units, rows * CHUNK, rows * value_dim, rows, rows, rows}, all = 0;
+        int64_t sizes[] = {rows * units, CHUNK * units, rows * CHUNK, rows * value_dim, rows, rows, rows, rows}, all = 0;
         for (int64_t size : sizes) all += (size + 15) / 16;
         if ((int64_t)memory.size() < all) memory.resize(all);
-        float** parts[] = {&query, &keys, &scores, &sums, &highest, &total, &rescale};
+        float** parts[] = {&query, &keys, &scores, &sums, &highest, &total, &added, &rescale};
         f32x16* at = memory.data();
-        for (int i = 0; i < 7; at += (sizes[i] + 15) / 16, i++) *parts[i] = (float*)at;
+        for (int i = 0; i < 8; at += (sizes[i] + 15) / 16, i++) *parts[i] = (float*)at;
     }
 };
 
@@ -243,6 +243,7 @@ class Attention {
             int64_t position = c.position + row / heads_per_kv - chunk.start, from = 0;
             if (call.sliding_window > 0 && position >= call.sliding_window) from = position - call.sliding_window + 1;
             int64_t last = position < chunk.tokens ? position : chunk.tokens - 1;
+            const bool sees_all = from == 0 && last == groups * 16 - 1;
             float* scores = scratch.scores + row * CHUNK;
             f32x16 s[GROUPS], high = splat(scratch.highest[row]);
             for (int g = 0; g < groups; g++) {
@@ -250,10 +251,10 @@ class Attention {
                 if constexpr (HAS_SCALES) s[g] *= load(chunk.key_scale + g * 16);
                 if (call.softcap > 0) s[g] = call.softcap * tanh(s[g] / call.softcap);
                 i32x16 token = lane + g * 16;
-                s[g] = blend((token >= (int)from) & (token <= (int)last), s[g], splat(MASKED));
+                if (!sees_all) s[g] = blend((token >= (int)from) & (token <= (int)last), s[g], splat(MASKED));
                 high = max(high, s[g]);
             }
-            float highest = largest(high);
+            const float highest = largest(high);
             f32x16 sums = {};
             for (int g = 0; g < groups; g++) {
                 f32x16 weight = exp(s[g] - highest);
@@ -261,10 +262,14 @@ class Attention {
                 if constexpr (HAS_SCALES) weight *= load(chunk.value_scale + g * 16);
                 store((typename U::Element*)scores + g * 16, weight);
             }
-            float scale = exp(splat(scratch.highest[row] - highest))[0];
-            scratch.rescale[row] = scale;
+            scratch.rescale[row] = scratch.highest[row] - highest;
             scratch.highest[row] = highest;
-            scratch.total[row] = scratch.total[row] * scale + sum(sums);
+            scratch.added[row] = sum(sums);
+        }
+        for (int64_t row = 0; row < c.rows; row += 16) {
+            const f32x16 scale = exp(load(scratch.rescale + row));
+            store(scratch.rescale + row, scale);
+            store(scratch.total + row, load(scratch.total + row) * scale + load(scratch.added + row));
         }
     }
 

@@ -52,6 +52,7 @@ from loramux_kernels.device import return_freed_memory, zeros_in_large_pages
 logger = logging.getLogger(__name__)
 
 DEFAULT_CPU_POOL = 2 << 30
+TOUCHED_AT_START = 16  # of so many parts of a CPU's pool, one
 
 
 def pool_bytes_of(settings: Settings) -> int:
@@ -215,7 +216,8 @@ def _allocate_pool(
 ) -> torch.Tensor:
     """Return the pool. On a GPU it leaves `beside` bytes, and each page brings `table_bytes` of adapter tables.
 
-    On a CPU it is not touched before it is used, so memory that no page ever held is never really taken.
+    On a CPU only its first pages are touched, for the machine may take milliseconds to find each 2 MiB and the first
+    requests should not wait for that; memory that no page ever held is never really taken.
     """
     num_bytes = pool_bytes_of(settings)
     if model.device.type == "cuda":
@@ -224,7 +226,9 @@ def _allocate_pool(
             num_bytes = _gpu_pool_bytes(settings, model, layout, beside, table_bytes)
     elements = _pool_elements(num_bytes, model, layout, settings.engine.tensor_parallel_size)
     if model.device.type == "cpu":
-        return zeros_in_large_pages(elements, model.dtype)
+        pool = zeros_in_large_pages(elements, model.dtype)
+        pool[: elements // TOUCHED_AT_START].zero_()
+        return pool
     return torch.empty(elements, dtype=model.dtype, device=model.device)
 
 
