@@ -10,6 +10,7 @@
 //
 // A block's rows and columns of a panel are sums in registers. Every output is one chain of sums over k, whatever the number of
 // rows: a row's answer does not depend on the rows beside it, and is the same while decoding as in prefill.
+#include <algorithm>
 #include <vector>
 
 #include "abi.hpp"
@@ -96,11 +97,14 @@ struct Rows {
         const int64_t elements = count * units * U::elements;
         if ((int64_t)memory.size() < elements) memory.resize(elements);
         T* to = memory.data();
+        // A thread packs rows that follow one another, which it has mostly written itself.
         on_threads(threads_for(2 * elements * (int64_t)sizeof(T), threads), [&](int thread, int team) {
-            const int64_t from = share(units, thread, team), last = share(units, thread + 1, team);
-            for (int64_t block = 0; block < blocks; block++) {
-                const int64_t row = first(block), rows = first(block + 1) - row;
-                pack(x + row * ldx + from * U::elements, rows, last - from, to + (row * units + from * rows) * U::elements);
+            const int64_t last = share(blocks * units, thread + 1, team);
+            for (int64_t at = share(blocks * units, thread, team); at < last;) {
+                const int64_t block = at / units, unit = at % units, left = last - at;
+                const int64_t row = first(block), rows = first(block + 1) - row, length = std::min(units - unit, left);
+                pack(x + row * ldx + unit * U::elements, rows, length, to + (row * units + unit * rows) * U::elements);
+                at += length;
             }
         });
         return to;

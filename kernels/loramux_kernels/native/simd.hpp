@@ -152,7 +152,23 @@ inline float largest(f32x16 v) {
 #endif
 }
 
-inline f32x16 max(f32x16 a, f32x16 b) { return blend(a > b, a, b); }
+// b where either is NaN
+
+inline f32x16 max(f32x16 a, f32x16 b) {
+#if defined(__AVX512F__)
+    return (f32x16)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    return blend(a > b, a, b);
+#endif
+}
+
+inline f32x16 min(f32x16 a, f32x16 b) {
+#if defined(__AVX512F__)
+    return (f32x16)_mm512_min_ps((__m512)a, (__m512)b);
+#else
+    return blend(a < b, a, b);
+#endif
+}
 
 // E4M3: a sign, four bits of exponent with a bias of 7, three of mantissa; 0x7f is NaN, and there is no infinity.
 
@@ -173,7 +189,7 @@ inline f32x16 load(const e4m3* p) {
 inline void store(e4m3* p, f32x16 v) {
     i32x16 bits = bits_of<i32x16>(v), is_nan = v != v;
     f32x16 size = bits_of<f32x16>(bits & 0x7fffffff);
-    size = blend(size > splat(448.f), splat(448.f), size);
+    size = min(splat(448.f), size);
     i32x16 s = bits_of<i32x16>(size);
     i32x16 normal = ((s + 0x7ffff + ((s >> 20) & 1)) >> 20) - (120 << 3);
     i32x16 small = bits_of<i32x16>(size + 16384.f) - bits_of<i32x16>(splat(16384.f));  // the sum's last bit stands for 2^-9
@@ -185,9 +201,7 @@ inline void store(e4m3* p, f32x16 v) {
 // e^x within 2 units in the last place up to 88, infinity from 89; 0 below the smallest normal number; NaN stays NaN. Coefficients: Cephes, expf.
 inline f32x16 exp(f32x16 x) {
     const float shifter = 12582912.f;  // 1.5 * 2^23: adding and taking it away rounds to a whole number
-    i32x16 vanishes = x < splat(-87.3f);
-    f32x16 bounded = blend(vanishes, splat(-87.3f), x);
-    bounded = blend(bounded > splat(89.f), splat(89.f), bounded);
+    const f32x16 lowest = splat(-87.3f), bounded = min(splat(89.f), max(lowest, x));
     f32x16 n = (bounded * 1.44269504088896341f + shifter) - shifter;
     f32x16 r = bounded - n * 0.693359375f + n * 2.12194440e-4f;
     f32x16 p = splat(1.9875691500e-4f);
@@ -202,7 +216,7 @@ inline f32x16 exp(f32x16 x) {
 #else
     f32x16 scaled = p * bits_of<f32x16>((converted<i32x16>(n) + 127) << 23);
 #endif
-    return blend(vanishes, f32x16{}, scaled);
+    return blend(x < lowest, f32x16{}, scaled);
 }
 
 // Coefficients: Cephes, tanhf.
