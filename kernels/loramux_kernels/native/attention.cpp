@@ -74,10 +74,11 @@ class Attention {
                 for (bool last = false; !last; std::swap(chunk, next)) {
                     last = chunk.start + CHUNK >= now.stop;
                     find(last ? later : now, last ? later.start : chunk.start + CHUNK, next);
-                    gather_keys(chunk, next, scratch.keys);
-                    multiply_keys(now.rows, chunk.tokens, scratch);
-                    weigh(now, chunk, scratch);
-                    add_values(now.rows, chunk, next, scratch);
+                    Ahead ahead{*this, next};
+                    gather_keys(chunk, ahead, scratch.keys);
+                    multiply_keys(now.rows, chunk.tokens, ahead, scratch);
+                    weigh(now, chunk, ahead, scratch);
+                    add_values(now.rows, chunk, ahead, scratch);
                 }
                 end(now, scratch);
                 if (j >= items.size()) return;
@@ -178,15 +179,28 @@ class Attention {
         std::memset(scratch.sums, 0, c.rows * padded_value_dim * sizeof(float));
     }
 
-    static void fetch(const S* row, int64_t width) {
-        for (int64_t d = 0; d < width; d += 64 / sizeof(S)) __builtin_prefetch(row + d);
-    }
+    // What comes next, asked of memory a few rows at a time wherever a chunk is worked on: all at once would be more lines
+    // than a core can wait for.
+    struct Ahead {
+        const Attention& attention;
+        const Chunk& chunk;
+        int64_t row = 0;  // a token's key, then its value
 
-    // keys[group][unit][16 tokens]; the next chunk's keys are fetched on the way
-    void gather_keys(const Chunk& chunk, const Chunk& next, float* keys) const {
+        void fetch(int rows) {
+            for (; rows > 0 && row < 2 * chunk.tokens; rows--, row++) {
+                const int64_t t = row / 2;
+                const S* from = row % 2 ? chunk.value[t] : chunk.key[t];
+                const int64_t width = row % 2 ? attention.layer.value_dim : attention.layer.key_dim;
+                for (int64_t d = 0; d < width; d += 64 / sizeof(S)) __builtin_prefetch(from + d);
+            }
+        }
+    };
+
+    // keys[group][unit][16 tokens]
+    void gather_keys(const Chunk& chunk, Ahead& ahead, float* keys) const {
         for (int64_t first = 0; first < chunk.tokens; first += 16, keys += units * 16) {
-            for (int64_t t = first; t < first + 16 && t < next.tokens; t++) fetch(next.key[t], layer.key_dim);
             for (int64_t u = 0; u < units; u += 16) {
+                ahead.fetch(8);
                 const int64_t element = u * U::elements, left = layer.key_dim - element;
                 f32x16 rows[16];
                 if (left >= 16 * U::elements)
@@ -200,10 +214,11 @@ class Attention {
         }
     }
 
-    void multiply_keys(int64_t rows, int64_t tokens, Scratch& scratch) const {
+    void multiply_keys(int64_t rows, int64_t tokens, Ahead& ahead, Scratch& scratch) const {
         int64_t groups = (tokens + 15) / 16;
         for (int64_t row = 0; row < rows; row += MAX_ROWS) {
             int64_t count = rows - row < MAX_ROWS ? rows - row : MAX_ROWS;
+            ahead.fetch(16);
             const float* query = scratch.query + row * units;
             float* scores = scratch.scores + row * CHUNK;
             int64_t g = 0;
@@ -236,7 +251,7 @@ class Attention {
     }
 
     // Scores become weights relative to the highest score so far; rescale[row] brings earlier sums to the same scale.
-    void weigh(const Context& c, const Chunk& chunk, Scratch& scratch) const {
+    void weigh(const Context& c, const Chunk& chunk, Ahead& ahead, Scratch& scratch) const {
         const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
         const int groups = (int)(chunk.tokens + 15) / 16;
         for (int64_t row = 0; row < c.rows; row++) {
@@ -244,6 +259,7 @@ class Attention {
             if (call.sliding_window > 0 && position >= call.sliding_window) from = position - call.sliding_window + 1;
             int64_t last = position < chunk.tokens ? position : chunk.tokens - 1;
             const bool sees_all = from == 0 && last == groups * 16 - 1;
+            ahead.fetch(8);
             float* scores = scratch.scores + row * CHUNK;
             f32x16 s[GROUPS], high = splat(scratch.highest[row]);
             for (int g = 0; g < groups; g++) {
@@ -273,34 +289,33 @@ class Attention {
         }
     }
 
-    void add_values(int64_t rows, const Chunk& chunk, const Chunk& next, Scratch& scratch) const {
+    void add_values(int64_t rows, const Chunk& chunk, Ahead& ahead, Scratch& scratch) const {
         for (int64_t row = 0; row < rows; row += MAX_ROWS) {
             int64_t count = rows - row < MAX_ROWS ? rows - row : MAX_ROWS, d = 0;
-            const Chunk* fetched = row == 0 ? &next : nullptr;
             for (; d + 16 * COLUMNS <= layer.value_dim; d += 16 * COLUMNS)
-                add_rows<COLUMNS>(count, chunk, fetched, d, row, scratch);
-            for (; d < layer.value_dim; d += STRIP) add_rows<U::elements>(count, chunk, fetched, d, row, scratch);
+                add_rows<COLUMNS>(count, chunk, ahead, d, row, scratch);
+            for (; d < layer.value_dim; d += STRIP) add_rows<U::elements>(count, chunk, ahead, d, row, scratch);
         }
+        ahead.fetch(2 * CHUNK);  // the rest
     }
 
     template <int V, int M = MAX_ROWS>
-    void add_rows(int64_t rows, const Chunk& chunk, const Chunk* next, int64_t d, int64_t row, Scratch& scratch) const {
+    void add_rows(int64_t rows, const Chunk& chunk, Ahead& ahead, int64_t d, int64_t row, Scratch& scratch) const {
         if constexpr (M > 0) {
-            if (rows == M) return add_block<V, M>(chunk, next, d, row, scratch);
-            add_rows<V, M - 1>(rows, chunk, next, d, row, scratch);
+            if (rows == M) return add_block<V, M>(chunk, ahead, d, row, scratch);
+            add_rows<V, M - 1>(rows, chunk, ahead, d, row, scratch);
         }
     }
 
     template <int V, int M>
-    void add_block(const Chunk& chunk, const Chunk* next, int64_t d, int64_t row, Scratch& scratch) const {
+    void add_block(const Chunk& chunk, Ahead& ahead, int64_t d, int64_t row, Scratch& scratch) const {
         const float* weight = scratch.scores + row * CHUNK;
         float* sums = scratch.sums + row * padded_value_dim + d;
         f32x16 acc[M][V];
         for (int m = 0; m < M; m++)
             for (int v = 0; v < V; v++) acc[m][v] = load(sums + m * padded_value_dim + v * 16) * scratch.rescale[row + m];
         for (int64_t t = 0; t < chunk.tokens; t += U::elements, weight++) {
-            if (next)
-                for (int64_t u = t; u < t + U::elements && u < next->tokens; u++) fetch(next->value[u] + d, V * 16);
+            ahead.fetch(1);
             f32x16 column[V];
             load_values<V>(chunk, t, d, column);
             for (int m = 0; m < M; m++)
