@@ -68,6 +68,6 @@ def test_gated_equals_the_reference(case: GateCase, activation: Activation) -> N
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 def test_gated_of_huge_gates_is_finite(activation: Activation) -> None:
-    gate = torch.tensor([[-3e38, -200.0, -88.0, 0.0, 88.0, 200.0, 1e30]])
+    gate = torch.tensor([[-3e38, -200.0, -88.0, 0.0, 88.0, 200.0, 1e30, torch.inf, torch.nan]])
     got = gated(gate, torch.ones_like(gate), activation)
-    assert_close(got, torch.tensor([[0.0, 0.0, 0.0, 0.0, 88.0, 200.0, 1e30]]))
+    assert_close(got, torch.tensor([[0.0, 0.0, 0.0, 0.0, 88.0, 200.0, 1e30, torch.inf, torch.nan]]))
