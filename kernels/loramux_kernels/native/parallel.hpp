@@ -148,11 +148,10 @@ void on_threads(int threads, const Body& body) {
     runtime.parallel([](void* p) { (*(const Body*)p)(runtime.thread(), runtime.threads()); }, (void*)&body, threads, 0);
 }
 
-// How many threads are worth their coming for so many bytes of memory to read: a sleeping one wakes in about 4 us, in which
-// one alone reads 128 KiB; those of a team are awake.
+// How many threads are worth waking for so many bytes of memory to read.
 inline int threads_for(int64_t bytes, int threads) {
-    const int64_t worth_coming = (Team::current ? 32 : 128) << 10;
-    int64_t useful = 1 + bytes / worth_coming;
+    const int64_t worth_waking = 128 << 10;  // a sleeping thread wakes in about 4 us, in which one alone reads as much
+    int64_t useful = 1 + bytes / worth_waking;
     return useful < threads ? (int)useful : threads;
 }
 

@@ -62,7 +62,8 @@ void store_token(const RopeAbi& call, const KvLayerAbi& layer, int64_t t) {
 template <class T, class R>
 void store_tokens(const RopeAbi& call, const KvLayerAbi& layer, int threads) {
     const int64_t heads = call.num_heads + 2 * layer.num_kv_heads;
-    const int64_t bytes = 2 * call.tokens * heads * layer.key_dim * (int64_t)sizeof(T);
+    // Twice what it reads and writes, for pages are seldom in a cache.
+    const int64_t bytes = 4 * call.tokens * heads * layer.key_dim * (int64_t)sizeof(T);
     for_tokens(layer, call.slots, call.tokens, threads_for(bytes, threads),
                [&](int64_t t) { store_token<T, R>(call, layer, t); });
 }
