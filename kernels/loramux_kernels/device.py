@@ -39,7 +39,7 @@ def zeros_in_large_pages(elements: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(elements, dtype=dtype)
     rounded_up = -(-num_bytes // LARGE_PAGE) * LARGE_PAGE
     in_large_pages = rounded_up if rounded_up - num_bytes <= num_bytes // 8 else rounded_up - LARGE_PAGE
-    # Only addresses that are multiples of their size are mapped by large pages: one more of address space, never written.
+    # Only addresses that are multiples of its size begin a large page: one more of address space, never written.
     memory = mmap.mmap(-1, rounded_up + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapped = torch.frombuffer(memory, dtype=torch.uint8)
     start = -mapped.data_ptr() % LARGE_PAGE
