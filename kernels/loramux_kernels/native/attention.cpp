@@ -50,7 +50,6 @@ template <class T, class S>
 class Attention {
     static constexpr bool HAS_SCALES = !std::is_same_v<T, S>;
     using U = Unit<std::conditional_t<HAS_SCALES, float, T>>;
-    static constexpr int STRIP = 16 * U::elements;  // value columns that are worked on together
 
    public:
     Attention(const AttentionAbi& call, const KvLayerAbi& layer, const AttentionBatchAbi& batch)
@@ -93,7 +92,7 @@ class Attention {
     const AttentionBatchAbi& batch;
     const int64_t heads_per_kv = call.num_heads / layer.num_kv_heads;
     const int64_t units = (layer.key_dim + U::elements - 1) / U::elements;
-    const int64_t padded_value_dim = (layer.value_dim + STRIP - 1) / STRIP * STRIP;
+    const int64_t padded_value_dim = (layer.value_dim + 15) / 16 * 16;
 
     int64_t list_items(std::vector<Item>& items) const {
         const int64_t block = heads_per_kv < QUERY_ROWS ? QUERY_ROWS / heads_per_kv : 1;
@@ -276,7 +275,7 @@ class Attention {
                 f32x16 weight = exp(s[g] - highest);
                 sums += weight;
                 if constexpr (HAS_SCALES) weight *= load(chunk.value_scale + g * 16);
-                store((typename U::Element*)scores + g * 16, weight);
+                store(scores + g * 16, weight);
             }
             scratch.rescale[row] = scratch.highest[row] - highest;
             scratch.highest[row] = highest;
@@ -294,7 +293,7 @@ class Attention {
             int64_t count = rows - row < MAX_ROWS ? rows - row : MAX_ROWS, d = 0;
             for (; d + 16 * COLUMNS <= layer.value_dim; d += 16 * COLUMNS)
                 add_rows<COLUMNS>(count, chunk, ahead, d, row, scratch);
-            for (; d < layer.value_dim; d += STRIP) add_rows<U::elements>(count, chunk, ahead, d, row, scratch);
+            for (; d < layer.value_dim; d += 16) add_rows<1>(count, chunk, ahead, d, row, scratch);
         }
         ahead.fetch(2 * CHUNK);  // the rest
     }
@@ -311,43 +310,28 @@ class Attention {
     void add_block(const Chunk& chunk, Ahead& ahead, int64_t d, int64_t row, Scratch& scratch) const {
         const float* weight = scratch.scores + row * CHUNK;
         float* sums = scratch.sums + row * padded_value_dim + d;
+        const int64_t left = V > 1 ? 16 : layer.value_dim - d;
         f32x16 acc[M][V];
         for (int m = 0; m < M; m++)
             for (int v = 0; v < V; v++) acc[m][v] = load(sums + m * padded_value_dim + v * 16) * scratch.rescale[row + m];
-        for (int64_t t = 0; t < chunk.tokens; t += U::elements, weight++) {
+        for (int64_t t = 0; t < chunk.tokens; t++, weight++) {
             ahead.fetch(1);
             f32x16 column[V];
-            load_values<V>(chunk, t, d, column);
+            for (int v = 0; v < V; v++) column[v] = load_first(chunk.value[t] + d + v * 16, left);
             for (int m = 0; m < M; m++)
-                for (int v = 0; v < V; v++) acc[m][v] = U::add_product(acc[m][v], column[v], splat(weight[m * CHUNK]));
+                for (int v = 0; v < V; v++) acc[m][v] += weight[m * CHUNK] * column[v];
         }
         for (int m = 0; m < M; m++)
             for (int v = 0; v < V; v++) store(sums + m * padded_value_dim + v * 16, acc[m][v]);
-    }
-
-    // Columns from d on of a unit of tokens.
-    template <int V>
-    void load_values(const Chunk& chunk, int64_t t, int64_t d, f32x16 column[V]) const {
-        const int64_t left = V > U::elements ? STRIP : layer.value_dim - d;
-        for (int v = 0; v < V; v += U::elements, d += STRIP) {
-            const f32x16 even = U::load_first(chunk.value[t] + d, left);
-            if constexpr (U::elements == 1)
-                column[v] = even;
-            else
-                interleave(even, t + 1 < chunk.tokens ? U::load_first(chunk.value[t + 1] + d, left) : f32x16{}, column + v);
-        }
     }
 
     void end(const Context& c, Scratch& scratch) const {
         for (int64_t row = 0; row < c.rows; row++) {
             T* out = (T*)call.output + ((c.first_row + row / heads_per_kv) * call.num_heads + c.head + row % heads_per_kv) *
                                            layer.value_dim;
-            for (int64_t d = 0; d < layer.value_dim; d += STRIP) {
-                f32x16 sums[U::elements];
-                for (int i = 0; i < U::elements; i++) sums[i] = load(scratch.sums + row * padded_value_dim + d + 16 * i);
-                if constexpr (U::elements == 2) put_in_order(sums);
-                for (int i = 0; i < U::elements && d + 16 * i < layer.value_dim; i++)
-                    store_first(out + d + 16 * i, sums[i] / scratch.total[row], layer.value_dim - d - 16 * i);
+            for (int64_t d = 0; d < layer.value_dim; d += 16) {
+                f32x16 mean = load(scratch.sums + row * padded_value_dim + d) / scratch.total[row];
+                store_first(out + d, mean, layer.value_dim - d);
             }
         }
     }

@@ -242,7 +242,6 @@ inline f32x16 tanh(f32x16 x) {
 
 template <class T>
 struct Unit {
-    using Element = float;  // what the other factor is held in
     static constexpr int elements = 1;
     template <class From>
     static f32x16 load(const From* p) { return loramux::load(p); }
@@ -270,7 +269,6 @@ inline void put_in_order(f32x16 sums[2]) {
 
 template <>
 struct Unit<bf16> {
-    using Element = bf16;
     static constexpr int elements = 2;
     static f32x16 load(const bf16* p) { return loramux::load((const float*)p); }
     static f32x16 load_first(const bf16* p, int64_t left) {
