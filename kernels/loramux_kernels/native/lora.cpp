@@ -190,23 +190,28 @@ template <class T>
 inline void finish(T* y, const float* sums, float scale) { store(y, load(y) + scale * load(sums)); }
 
 #if LORAMUX_BF16_PAIRS
-// Pairs of rank rows, interleaved, meet pairs of weights.
+// Pairs of rank rows, interleaved, meet pairs of weights. The interleaving leaves a strip's columns in the order 0-3, 8-11,
+// 16-19, 24-27; 4-7, ...
 template <int R>
 struct RankRows<bf16, R> {
     static constexpr int columns = 32, pairs = (R + 1) / 2;
-    f32x16 pair[pairs][2];
+    f32x16 first[pairs], second[pairs];
     RankRows(const bf16* b, int64_t width) : RankRows(b, width, columns) {}
     RankRows(const bf16* b, int64_t width, int64_t left) {
-        for (int p = 0; p < pairs; p++)
-            interleave(Unit<bf16>::load_first(b + 2 * p * width, left),
-                       2 * p + 1 < R ? Unit<bf16>::load_first(b + (2 * p + 1) * width, left) : f32x16{}, pair[p]);
+        for (int p = 0; p < pairs; p++) {
+            __m512i even = (__m512i)Unit<bf16>::load_first(b + 2 * p * width, left);
+            __m512i odd = 2 * p + 1 < R ? (__m512i)Unit<bf16>::load_first(b + (2 * p + 1) * width, left) : __m512i{};
+            first[p] = (f32x16)_mm512_unpacklo_epi16(even, odd);
+            second[p] = (f32x16)_mm512_unpackhi_epi16(even, odd);
+        }
     }
     void add_to(float* sums, const float* weights, bool fresh) const {
         f32x16 a{}, b{};
         if (!fresh) a = load(sums), b = load(sums + 16);
         for (int p = 0; p < pairs; p++) {
-            a = Unit<bf16>::add_product(a, pair[p][0], splat(weights[p]));
-            b = Unit<bf16>::add_product(b, pair[p][1], splat(weights[p]));
+            const f32x16 pair = splat(weights[p]);
+            a = Unit<bf16>::add_product(a, first[p], pair);
+            b = Unit<bf16>::add_product(b, second[p], pair);
         }
         store(sums, a);
         store(sums + 16, b);
@@ -218,9 +223,13 @@ inline void pack_weights<bf16>(const float* v, int64_t ranks, float* weights) { 
 
 template <>
 inline void finish(bf16* y, const float* sums, float scale) {
-    f32x16 ordered[2] = {load(sums), load(sums + 16)};
-    put_in_order(ordered);
-    for (int half = 0; half < 2; half++, y += 16) store(y, load(y) + scale * ordered[half]);
+    const __m512i order[2] = {
+        _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23),
+        _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31),
+    };
+    __m512 a = (__m512)load(sums), b = (__m512)load(sums + 16);
+    for (int half = 0; half < 2; half++, y += 16)
+        store(y, load(y) + scale * (f32x16)_mm512_permutex2var_ps(a, order[half], b));
 }
 #endif
 

@@ -158,7 +158,7 @@ inline int threads_for(int64_t bytes, int threads) {
 inline int64_t share(int64_t total, int thread, int threads) { return total * thread / threads; }
 
 // Runs of neighbouring items, taken one after the other by threads that come for them: a thread that the machine holds
-// up takes fewer, and the others do not wait for it. Long ones first, for a run is read in one stream and its end is not
+// up takes fewer, and the others wait for its last one at most. Long ones first, for a run is read in one stream and its end is not
 // foreseen; short ones last, so that all threads end together. All but the last are even.
 class Runs {
    public:

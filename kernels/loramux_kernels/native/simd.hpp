@@ -251,22 +251,6 @@ struct Unit {
 };
 
 #if LORAMUX_BF16_PAIRS
-// Two rows of 32 elements, whose products with one pair of weights add up: their elements side by side, in the order of
-// columns 0-3, 8-11, 16-19, 24-27; 4-7, ...
-inline void interleave(f32x16 even, f32x16 odd, f32x16 pairs[2]) {
-    pairs[0] = (f32x16)_mm512_unpacklo_epi16((__m512i)even, (__m512i)odd);
-    pairs[1] = (f32x16)_mm512_unpackhi_epi16((__m512i)even, (__m512i)odd);
-}
-
-// Sums of such pairs, in the order of the columns.
-inline void put_in_order(f32x16 sums[2]) {
-    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-    const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
-    const __m512 a = (__m512)sums[0], b = (__m512)sums[1];
-    sums[0] = (f32x16)_mm512_permutex2var_ps(a, first, b);
-    sums[1] = (f32x16)_mm512_permutex2var_ps(a, second, b);
-}
-
 template <>
 struct Unit<bf16> {
     static constexpr int elements = 2;

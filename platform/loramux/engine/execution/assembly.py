@@ -52,7 +52,7 @@ from loramux_kernels.device import return_freed_memory, zeros_in_large_pages
 logger = logging.getLogger(__name__)
 
 DEFAULT_CPU_POOL = 2 << 30
-TOUCHED_AT_START = 16  # of so many parts of a CPU's pool, one
+TOUCHED_AT_START = 128 << 20  # bytes of a CPU's pool, a sixteenth of it at most
 
 
 def pool_bytes_of(settings: Settings) -> int:
@@ -227,7 +227,7 @@ def _allocate_pool(
     elements = _pool_elements(num_bytes, model, layout, settings.engine.tensor_parallel_size)
     if model.device.type == "cpu":
         pool = zeros_in_large_pages(elements, model.dtype)
-        pool[: elements // TOUCHED_AT_START].zero_()
+        pool[: min(elements // 16, TOUCHED_AT_START // model.dtype.itemsize)].zero_()
         return pool
     return torch.empty(elements, dtype=model.dtype, device=model.device)
 
