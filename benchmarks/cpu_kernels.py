@@ -21,20 +21,11 @@ from itertools import accumulate
 import torch
 from torch.nn import functional
 
-from loramux_kernels import (
-    RANK_TILE,
-    AttentionBatch,
-    KvLayer,
-    LoraGroup,
-    LoraTable,
-    PackedLinear,
-    Segments,
-    lora_expand,
-    lora_shrink,
-    packed_linear,
-    paged_attention,
-    write_kv,
-)
+from loramux_kernels import packed_linear
+from loramux_kernels.lora import lora_expand, lora_shrink
+from loramux_kernels.packed_linear import PackedLinear
+from loramux_kernels.paged_attention import paged_attention, write_kv
+from loramux_kernels.tables import RANK_TILE, AttentionBatch, KvLayer, LoraGroup, LoraTable, Segments
 
 HIDDEN, FEED_FORWARD, HEADS, KV_HEADS, HEAD_DIM, BLOCK = 1280, 3840, 20, 4, 64, 16
 KV = KV_HEADS * HEAD_DIM

@@ -39,7 +39,7 @@ from peers.serving import Command, free_port, running
 from progress import say
 from specs import BENCHMARKS
 
-from loramux.constraints import AnswerFormat, Choice, Grammar, JsonObject, JsonSchema, Regex
+from loramux.constraints.formats import AnswerFormat, Choice, Grammar, JsonObject, JsonSchema, Regex
 
 sys.path.append(str(BENCHMARKS.parent / "tests/support"))
 from hostile_grammars import corpus

@@ -25,10 +25,11 @@ from models import ensure
 from specs import ADAPTERS, MODELS, VOCAB_SIZE
 from tokenizers import Tokenizer
 
+from loramux.common.settings.file import Settings
+from loramux.common.settings.serving import EngineSettings, ModelSettings
 from loramux.engine.engine import Engine, build_engine
 from loramux.engine.execution.loader import load_model
 from loramux.engine.messages import AdapterRef, ModelFacts, Request, SamplingParams, TokenEvent
-from loramux.settings import EngineSettings, ModelSettings, Settings
 from loramux_demo.assets import adapter_folder, base_folder, completion_prompt, load_prompts
 
 

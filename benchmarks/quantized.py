@@ -24,12 +24,13 @@ from cpu_kernels import median
 from models import ensure
 from specs import MODELS
 
+from loramux.common.settings.file import Settings
+from loramux.common.settings.serving import EngineSettings, ModelSettings
 from loramux.engine.engine import build_engine
 from loramux.engine.execution.loader import load_model
 from loramux.engine.messages import Request, SamplingParams
-from loramux.settings import EngineSettings, ModelSettings, Settings
-from loramux_kernels import PackedLinear, QuantizedWeight
-from loramux_kernels.quantized_weight import Coding, is_nibbles
+from loramux_kernels.packed_linear import PackedLinear
+from loramux_kernels.quantized_weight import Coding, QuantizedWeight, is_nibbles
 
 CODINGS: tuple[tuple[str, Coding, int | None, bool], ...] = (  # name, coding, group, has offsets
     ("int8", "int8", None, False),

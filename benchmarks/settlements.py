@@ -21,11 +21,15 @@ from pathlib import Path
 
 import click
 
-from loramux.limits import Limits
-from loramux.records import Database, Principal, migrate
-from loramux.tenants import Tenants
-from loramux.units import TokenCounts
-from loramux.usage import OpenedRequest, Settlement, UsageService
+from loramux.accounts.tenants.tenants import Tenants
+from loramux.common.units import TokenCounts
+from loramux.data.records.database import Database
+from loramux.data.records.identity import Principal
+from loramux.data.records.requests import OpenedRequest
+from loramux.data.records.schema import migrate
+from loramux.money.limits.limits import Limits
+from loramux.money.usage.service import UsageService
+from loramux.money.usage.settlement import Settlement
 
 TOKENS = TokenCounts(prompt=400, cached=96, output=131)
 """Of every request."""

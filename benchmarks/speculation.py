@@ -24,10 +24,11 @@ import torch
 from models import ensure
 from specs import ADAPTERS, MODELS, VOCAB_SIZE, ModelSpec
 
+from loramux.common.settings.file import Settings
+from loramux.common.settings.serving import EngineSettings, ModelSettings
 from loramux.engine.engine import Engine, build_engine
 from loramux.engine.execution.loader import LoadedModel, load_model
 from loramux.engine.messages import AdapterRef, Request, SamplingParams
-from loramux.settings import EngineSettings, ModelSettings, Settings
 
 PROMPT_TOKENS = 192
 WARM_UP_TOKENS = 24

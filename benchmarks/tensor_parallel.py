@@ -23,10 +23,11 @@ from pathlib import Path
 import torch
 import transformers
 
+from loramux.common.settings.file import Settings
+from loramux.common.settings.serving import EngineSettings, ModelSettings
 from loramux.engine.engine import build_engine
 from loramux.engine.execution.loader import load_model
 from loramux.engine.messages import Request, SamplingParams
-from loramux.settings import EngineSettings, ModelSettings, Settings
 
 SEQUENCES, PROMPT, OUTPUT = 16, 16, 48
 WAYS = {"one rank, two threads": (1, 2), "two ranks, one thread each": (2, 1)}

@@ -1,12 +1,12 @@
-"""Alembic's entry: runs on the connection that `loramux.records.migrate` lends, or on LORAMUX_RECORDS_URL by hand."""
+"""Alembic's entry: runs on the connection that `records.schema.migrate` lends, or on LORAMUX_RECORDS_URL by hand."""
 
 import os
 
 from alembic import context
 from sqlalchemy import Connection, create_engine
 
-from loramux.records.database import parse_url
-from loramux.records.schema import METADATA
+from loramux.data.records.database import parse_url
+from loramux.data.records.schema import METADATA
 
 
 def run(connection: Connection) -> None:

@@ -67,7 +67,8 @@ def check() -> None:
     """Write the API's types and compile the source against them. Raises Unbuildable."""
     import msgspec
 
-    from loramux.settings import ModelSettings, Settings
+    from loramux.common.settings.file import Settings
+    from loramux.common.settings.serving import ModelSettings
     from loramux_api.app import create_app
 
     DOCUMENT.parent.mkdir(exist_ok=True)

@@ -12,8 +12,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from loramux.settings import load_settings
-from loramux.storage.objects import open_objects
+from loramux.common.settings.file import load_settings
+from loramux.data.storage.objects import open_objects
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"

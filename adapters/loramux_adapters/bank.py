@@ -33,8 +33,8 @@ from loramux_adapters.weights import (
     matrices_of,
     rows_per_page,
 )
-from loramux_kernels import NO_VECTORS, RANK_TILE, LoraTable, OwnWeights, Segments
 from loramux_kernels.device import SideStream, host_memory, stage
+from loramux_kernels.tables import NO_VECTORS, RANK_TILE, LoraTable, OwnWeights, Segments
 
 TABLE_SHARE = 0.02
 """Share of a GPU's pool that the tables may take beside it."""

@@ -19,7 +19,8 @@ from torch.nn import functional
 from loramux_adapters.components import PREFIX, BaseCopy
 from loramux_adapters.errors import AdapterRejected
 from loramux_adapters.weights import AdapterWeights, LoraWeights, factor_only
-from loramux_kernels import QuantizedWeight, Weight
+from loramux_kernels.packed_linear import Weight
+from loramux_kernels.quantized_weight import QuantizedWeight
 
 COMPARED_ROWS = 4096
 """Rows of a copy that are compared at a time, so that no memory holds a second whole matrix."""

@@ -6,9 +6,9 @@ AdapterRejected          an adapter that will not be served
 └── BaseMismatch         configuration and weights do not fit the base model, or each other
 BaseUnusable             the base model itself cannot be described
 
-This tree stands apart from loramux.errors on purpose: the package is below loramux and imports nothing of it, so that
-it also serves as a library. An AdapterRejected carries the same three facts (code, field, message); the registry turns
-it into its own error at the boundary.
+This tree is apart from `loramux.common.errors` on purpose: the package is below loramux and imports nothing of it, so
+that it also serves as a library. An AdapterRejected carries the same three facts (code, field, message); the registry
+turns it into its own error at the boundary.
 """
 
 from __future__ import annotations

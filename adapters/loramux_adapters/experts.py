@@ -18,20 +18,12 @@ from torch import nn
 from loramux_adapters.bank import AdapterBank, Site
 from loramux_adapters.base import EXPERT_PARAMETERS, ParameterShape, expert_name, expert_weights, mixtures
 from loramux_adapters.ranks import Ranks
-from loramux_kernels import (
-    LoraGroup,
-    LoraTable,
-    PackedLinear,
-    Quantization,
-    Routes,
-    Segments,
-    combine,
-    grouped_linear,
-    lora_expand,
-    lora_shrink,
-    route,
-)
 from loramux_kernels.device import runs_triton
+from loramux_kernels.lora import lora_expand, lora_shrink
+from loramux_kernels.mixture import combine, grouped_linear, route
+from loramux_kernels.packed_linear import PackedLinear
+from loramux_kernels.quantized_weight import Quantization
+from loramux_kernels.tables import LoraGroup, LoraTable, Routes, Segments
 
 
 @dataclass(frozen=True)

@@ -20,18 +20,11 @@ from loramux_adapters.base import BaseDescription, input_of, is_expert
 from loramux_adapters.base_weights import BaseLinear, BaseWeights, LocalMatrix, QuantizedLinear, base_linear, weight_of
 from loramux_adapters.experts import Experts, GroupedExperts, Router, install_mixtures
 from loramux_adapters.ranks import Ranks, Shard
-from loramux_kernels import (
-    LayerLinear,
-    LoraGroup,
-    OwnWeights,
-    PackedLinear,
-    Quantization,
-    lora_expand,
-    lora_shrink,
-    rescale,
-    rows_linear,
-    rows_weight,
-)
+from loramux_kernels.decoder_layer import LayerLinear
+from loramux_kernels.lora import lora_expand, lora_shrink, rescale
+from loramux_kernels.packed_linear import PackedLinear, rows_linear, rows_weight
+from loramux_kernels.quantized_weight import Quantization
+from loramux_kernels.tables import LoraGroup, OwnWeights
 
 
 class GroupedLinear:

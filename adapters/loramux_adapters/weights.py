@@ -19,7 +19,7 @@ from loramux_adapters.components import AdapterPlan, LinearVector, LoraPair, Tok
 from loramux_adapters.errors import AdapterRejected, WeightsFileRejected
 from loramux_adapters.plan import WEIGHTS_NAME, Limits, plan_adapter, read_config
 from loramux_adapters.weights_file import SafetensorsHeader, TensorInfo, read_header
-from loramux_kernels import RANK_TILE
+from loramux_kernels.tables import RANK_TILE
 
 ALIGNMENT = 64
 """Bytes: a cache line, and a multiple of every vector load."""

@@ -19,11 +19,12 @@ from litestar.response import Stream
 from litestar.types import ASGIApp, Receive, Scope, Send
 from msgspec import UNSET, UnsetType
 
-from loramux.errors import LoramuxError
-from loramux.gateway import (
+from loramux.common.errors import LoramuxError
+from loramux.common.units import TokenCounts
+from loramux.data.records.identity import Principal
+from loramux.serving.calls import CallDelta
+from loramux.serving.messages import (
     Answer,
-    CallDelta,
-    CompletionService,
     Delta,
     FinishReason,
     GenerationRequest,
@@ -31,8 +32,7 @@ from loramux.gateway import (
     Token,
     TokenLogprob,
 )
-from loramux.tenants import Principal
-from loramux.units import TokenCounts
+from loramux.serving.service import CompletionService
 from loramux_api.auth import platform_of, principal_of
 from loramux_api.bodies import AnyRequest, ClientDisconnected
 from loramux_api.headers import Deadline, IdempotencyKey, claim_of, rate_headers

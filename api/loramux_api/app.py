@@ -23,12 +23,15 @@ from litestar.di import Provide
 from litestar.types import ASGIApp, LifeSpanReceive, LifeSpanScope, LifeSpanSend, Receive, Scope, Send
 from typing_extensions import override
 
-from loramux.errors import LoramuxError
-from loramux.gateway import EngineClient, EngineDied, Platform, open_platform
-from loramux.limits import Limits
-from loramux.settings import Settings, SettingsError, load_settings
-from loramux.tenants import Account, Principal, Tenants
-from loramux.webhooks import Endpoints
+from loramux.accounts.tenants.account import Account
+from loramux.accounts.tenants.tenants import Tenants
+from loramux.accounts.webhooks.endpoints import Endpoints
+from loramux.common.errors import LoramuxError
+from loramux.common.settings.file import Settings, SettingsError, load_settings
+from loramux.data.records.identity import Principal
+from loramux.engine.client import EngineClient, EngineDied
+from loramux.money.limits.limits import Limits
+from loramux.server.platform import Platform, open_platform
 from loramux_api.answering import inference
 from loramux_api.auth import platform_of, principal_of
 from loramux_api.bodies import AnyRequest, ApiRequest, StrictJSON

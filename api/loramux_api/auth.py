@@ -12,8 +12,13 @@ from litestar.connection import ASGIConnection
 from litestar.handlers import BaseRouteHandler
 from litestar.types import AsyncAnyCallable
 
-from loramux.gateway import NotAllowed, Platform
-from loramux.tenants import SCOPES, Credential, InvalidKey, Origin, Principal, Session
+from loramux.accounts.tenants.authentication import Credential
+from loramux.accounts.tenants.authority import SCOPES
+from loramux.accounts.tenants.errors import InvalidKey
+from loramux.accounts.tenants.sessions import Session
+from loramux.data.records.identity import Origin, Principal
+from loramux.server.platform import Platform
+from loramux.serving.errors import NotAllowed
 from loramux_api.bodies import SMALL_BODY_BYTES
 from loramux_api.headers import FROM_CONSOLE, SESSION_COOKIE, traceable_id
 

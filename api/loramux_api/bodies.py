@@ -24,7 +24,8 @@ from litestar.dto import AbstractDTO
 from litestar.exceptions import InternalServerException
 from litestar.exceptions.http_exceptions import RequestEntityTooLarge
 
-from loramux.gateway import GatewayError, InvalidRequest, Platform, Unavailable
+from loramux.server.platform import Platform
+from loramux.serving.errors import GatewayError, InvalidRequest, Unavailable
 
 MIN_BODY_BYTES = 1 << 20
 MAX_BODY_BYTES = 16 << 20

@@ -16,11 +16,11 @@ from python_multipart import MultipartParser
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import parse_options_header
 
-from loramux.bundle import SOURCES, is_ignored
-from loramux.gateway import InvalidRequest
-from loramux.jobs import run_blocking
-from loramux.storage import CONFIG_FILE, WEIGHTS_FILE
-from loramux.uploads import paced
+from loramux.catalog.uploads.parts import paced
+from loramux.common.bundle import SOURCES, is_ignored
+from loramux.common.jobs import run_blocking
+from loramux.data.storage.blobs import CONFIG_FILE, WEIGHTS_FILE
+from loramux.serving.errors import InvalidRequest
 
 MAX_FIELD_BYTES = 1024
 MAX_FILENAME = 255

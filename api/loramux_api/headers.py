@@ -11,9 +11,10 @@ from litestar import Request
 from litestar.params import HeaderParameter
 from litestar.types import Message, Scope
 
-from loramux.gateway import InvalidRequest, Platform
-from loramux.limits import RateLimitStatus
-from loramux.usage import IdempotencyClaim
+from loramux.data.records.requests import IdempotencyClaim
+from loramux.money.limits.definitions import RateLimitStatus
+from loramux.server.platform import Platform
+from loramux.serving.errors import InvalidRequest
 
 IDEMPOTENCY_KEY = "Idempotency-Key"
 _sane_key = re.compile(r"[\x21-\x7e]{1,255}")

@@ -25,7 +25,8 @@ from granian.server.embed import Server
 from litestar.types import ASGIApp, Receive, Scope, Send
 from litestar.utils.path import normalize_path
 
-from loramux.settings import ServerSettings, SettingsError
+from loramux.common.settings.file import SettingsError
+from loramux.common.settings.server import ServerSettings
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,8 @@ from prometheus_client.utils import floatToGoString
 from loramux.engine.messages import EngineStats
 from loramux.engine.metrics import Distribution
 from loramux.fleet.view import EngineState
-from loramux.gateway import Generation, Platform
+from loramux.server.platform import Platform
+from loramux.serving.generation import Generation
 from loramux_api.vllm_metrics import VllmCollector
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)

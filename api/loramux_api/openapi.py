@@ -21,8 +21,8 @@ from litestar.openapi.spec import (
     SecurityScheme,
 )
 
-from loramux.bundle import SOURCES
-from loramux.storage import CONFIG_FILE, WEIGHTS_FILE
+from loramux.common.bundle import SOURCES
+from loramux.data.storage.blobs import CONFIG_FILE, WEIGHTS_FILE
 from loramux_api.auth import requires
 from loramux_api.problems import ErrorAnswer, ProblemDetails
 

@@ -13,12 +13,13 @@ from litestar.di import NamedDependency, Provide
 from litestar.openapi.spec import OpenAPIType
 from litestar.params import FromPath, PathParameter, QueryParameter
 
-from loramux.billing import CostsQuery
-from loramux.gateway import InvalidRequest
-from loramux.registry import MAX_REVISION, AdapterInfo, PartNotFound, Preconditions, etag
-from loramux.tenants import Principal
-from loramux.usage import LATEST, UsageQuery
-from loramux.usage.query import MAX_FILTER
+from loramux.catalog.registry.changes import Preconditions
+from loramux.catalog.registry.entities import MAX_REVISION, AdapterInfo, etag
+from loramux.catalog.registry.errors import PartNotFound
+from loramux.data.records.identity import Principal
+from loramux.money.billing.costs import CostsQuery
+from loramux.money.usage.query import LATEST, MAX_FILTER, UsageQuery
+from loramux.serving.errors import InvalidRequest
 from loramux_api.auth import platform_of
 from loramux_api.bodies import AnyRequest
 from loramux_api.headers import IdempotencyKey, IfMatch, claim_of

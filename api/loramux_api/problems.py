@@ -1,8 +1,8 @@
 """Errors as responses: OpenAI's shape with all four keys, RFC 9457's under /admin.
 
-One handler serves the whole tree of `loramux.errors`: a class states its code, its status and after how many seconds a
-retry may help. Litestar's own refusals (routing, parameters, body size) get the same shape; every other exception is a
-bug, whose traceback is in the log and whose request id is in the response.
+One handler serves the whole tree of `loramux.common.errors`: a class states its code, its status and after how many
+seconds a retry may help. Litestar's own refusals (routing, parameters, body size) get the same shape; every other
+exception is a bug, whose traceback is in the log and whose request id is in the response.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from litestar import MediaType, Response
 from litestar.exceptions import HTTPException
 from litestar.types import ExceptionHandlersMap
 
-from loramux.errors import LoramuxError
-from loramux.gateway import GenerationFailed
-from loramux.limits import LimitReached
-from loramux.uploads import WrongOffset
+from loramux.catalog.uploads.errors import WrongOffset
+from loramux.common.errors import LoramuxError
+from loramux.money.limits.errors import LimitReached
+from loramux.serving.errors import GenerationFailed
 from loramux_api.bodies import AnyRequest, ClientDisconnected
 from loramux_api.headers import rate_headers, request_id, traceable_id
 

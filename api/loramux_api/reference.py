@@ -18,7 +18,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import click
 import msgspec
 
-from loramux.settings import Settings
+from loramux.common.settings.file import Settings
 from loramux_api import vllm_metrics
 from loramux_api.app import create_app
 from loramux_api.cli import main

@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Any, cast
 import structlog
 from litestar.types import Message, Scope
 
-from loramux.gateway import Generation
-from loramux.jobs import JobRun
-from loramux.settings import SettingsError, TracingSettings
-from loramux.tenants import Principal
+from loramux.common.jobs import JobRun
+from loramux.common.settings.file import SettingsError
+from loramux.common.settings.server import TracingSettings
+from loramux.data.records.identity import Principal
+from loramux.serving.generation import Generation
 from loramux_api.headers import traceable_id
 
 if TYPE_CHECKING:

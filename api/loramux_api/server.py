@@ -27,8 +27,9 @@ from typing import Any, NoReturn
 
 from litestar import Litestar
 
-from loramux.gateway import Platform, open_platform
-from loramux.settings import ServerSettings, Settings
+from loramux.common.settings.file import Settings
+from loramux.common.settings.server import ServerSettings
+from loramux.server.platform import Platform, open_platform
 from loramux_api.app import attached, create_app
 from loramux_api.listening import Address, Listener, connection_limit, reserved_addresses
 

@@ -11,22 +11,20 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
-from loramux.batches import AnswerWriter, Batch, Batches, Endpoints, Files, ParsedBody, open_batches
-from loramux.gateway import Answer, GenerationRequest, InvalidRequest, Platform
-from loramux.jobs import JobRunner
-from loramux.releases import (
-    BaseMigrations,
-    CanaryGuards,
-    Evaluations,
-    ReleasePolicies,
-    RevisionMetrics,
-    Shadows,
-    open_base_migrations,
-    open_canary_guards,
-    open_evaluations,
-    open_revision_metrics,
-    open_shadows,
-)
+from loramux.batches import open_batches
+from loramux.batches.files import Files
+from loramux.batches.lines import AnswerWriter, Endpoints, ParsedBody
+from loramux.batches.service import Batches
+from loramux.common.jobs import JobRunner
+from loramux.data.records.batches import Batch
+from loramux.releases.evaluations import Evaluations, open_evaluations
+from loramux.releases.metrics import RevisionMetrics, open_revision_metrics
+from loramux.releases.migrations import BaseMigrations, open_base_migrations
+from loramux.releases.policies import CanaryGuards, ReleasePolicies, open_canary_guards
+from loramux.releases.shadows import Shadows, open_shadows
+from loramux.server.platform import Platform
+from loramux.serving.errors import InvalidRequest
+from loramux.serving.messages import Answer, GenerationRequest
 from loramux_api.auth import Connection
 from loramux_api.bodies import body_limit, decode_body, look_through
 from loramux_api.controllers import completions

@@ -15,7 +15,7 @@ from prometheus_client.core import Metric
 from prometheus_client.samples import Sample
 
 from loramux.engine.messages import EngineStats
-from loramux.gateway import Platform
+from loramux.server.platform import Platform
 
 PREFIX = "vllm:"
 LABELS = {"base_model": "model_name", "finish_reason": "finished_reason"}

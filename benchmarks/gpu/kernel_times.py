@@ -14,17 +14,10 @@ from peer_kernels import PeerKernels
 from tables import Report, geometric_mean
 from timing import Clock
 
-from loramux_kernels import (
-    AttentionBatch,
-    KvLayer,
-    lora_expand,
-    lora_shrink,
-    paged_attention,
-    paged_attention_reference,
-    write_kv,
-)
+from loramux_kernels.lora import lora_expand, lora_shrink
+from loramux_kernels.paged_attention import paged_attention, paged_attention_reference, write_kv
 from loramux_kernels.sampling import sample, sample_reference
-from loramux_kernels.tables import SamplingBatch
+from loramux_kernels.tables import AttentionBatch, KvLayer, SamplingBatch
 
 BLOCK_SIZE = 16
 TOLERANCE = 1e-2

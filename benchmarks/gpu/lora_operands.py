@@ -8,7 +8,8 @@ from itertools import groupby
 import torch
 from grid import Mix
 
-from loramux_kernels import RANK_TILE, LoraGroup, LoraTable, Segments, lora_expand_reference, lora_shrink_reference
+from loramux_kernels.lora import lora_expand_reference, lora_shrink_reference
+from loramux_kernels.tables import RANK_TILE, LoraGroup, LoraTable, Segments
 
 ALIGNMENT = 64
 SCALE = 0.5

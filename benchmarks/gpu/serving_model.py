@@ -6,11 +6,13 @@ import torch
 from grid import Grid, Mix, ModelShape
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from loramux.common.settings.file import Settings
+from loramux.common.settings.serving import AdapterLimits, EngineSettings, ModelSettings
 from loramux.engine.execution.loader import LoadedModel, assemble
 from loramux.engine.messages import Request, SamplingParams
 from loramux.engine.scheduling.sequence import BASE_SLOT, Chunk, Sequence, Step
-from loramux.settings import AdapterLimits, EngineSettings, ModelSettings, Settings
-from loramux_adapters import AdapterPlan, LoraPair, describe_model
+from loramux_adapters.base import describe_model
+from loramux_adapters.components import AdapterPlan, LoraPair
 from loramux_adapters.weights import AdapterWeights, LoraWeights
 
 BLOCK_SIZE = 16

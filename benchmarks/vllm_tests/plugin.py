@@ -126,9 +126,9 @@ class RemoteOpenAIServer:
         )
 
     def _start(self) -> subprocess.Popen[bytes]:
-        from loramux.gateway import open_tenants
-        from loramux.settings import load_settings
-        from loramux.tenants import TENANT_SCOPES
+        from loramux.accounts.tenants.authority import TENANT_SCOPES
+        from loramux.common.settings.file import load_settings
+        from loramux.server.platform import open_tenants
 
         async def make_key() -> str:
             async with open_tenants(load_settings(self.config)) as tenants:

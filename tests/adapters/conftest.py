@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load
 from tiny_peft import save_adapter, tiny_base
 
-from loramux_adapters import BaseDescription, describe_base
+from loramux_adapters.base import BaseDescription, describe_base
 
 
 @pytest.fixture(scope="session")

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from loramux_adapters import AdapterPlan, AdapterRejected, LinearVector, LoraPair, VectorKind
 from loramux_adapters.bank import AdapterBank, Site, StepExtras
+from loramux_adapters.components import AdapterPlan, LinearVector, LoraPair, VectorKind
+from loramux_adapters.errors import AdapterRejected
 from loramux_adapters.modules import LoraLinear, install_linears
 from loramux_adapters.weights import AdapterWeights, LoraWeights
-from loramux_kernels import NO_VECTORS, Segments
+from loramux_kernels.tables import NO_VECTORS, Segments
 
 PAGE = 16 * 48
 NUM_PAGES = 40

@@ -16,7 +16,8 @@ from tiny_peft import FAMILIES, tiny_base, tiny_model
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from loramux_adapters import BaseUnusable, LinearShape, VocabularyShape, describe_base
+from loramux_adapters.base import LinearShape, VocabularyShape, describe_base
+from loramux_adapters.errors import BaseUnusable
 
 
 @pytest.mark.parametrize("family", FAMILIES)

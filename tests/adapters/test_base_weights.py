@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from loramux_adapters import AdapterPlan, AdapterRejected
 from loramux_adapters.base_weights import BaseWeights, LocalMatrix, base_linear, dora_columns, fit_to_base
-from loramux_adapters.components import BaseCopy
+from loramux_adapters.components import AdapterPlan, BaseCopy
+from loramux_adapters.errors import AdapterRejected
 from loramux_adapters.weights import AdapterWeights, LoraWeights
-from loramux_kernels import PackedLinear
+from loramux_kernels.packed_linear import PackedLinear
 
 
 @pytest.mark.parametrize("bias", [True, False])

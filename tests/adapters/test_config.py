@@ -11,8 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loramux_adapters import AdapterRejected, ConfigRejected, LoraConfig, parse_adapter_config
-from loramux_adapters.config import HARMLESS, MAX_CONFIG_BYTES, MAX_PATTERNS, UNSUPPORTED_FIELDS, check_activation
+from loramux_adapters.config import (
+    HARMLESS,
+    MAX_CONFIG_BYTES,
+    MAX_PATTERNS,
+    UNSUPPORTED_FIELDS,
+    LoraConfig,
+    check_activation,
+    parse_adapter_config,
+)
+from loramux_adapters.errors import AdapterRejected, ConfigRejected
 
 PEFT_FIELDS = {field.name: field for field in dataclasses.fields(peft.LoraConfig)}
 READ_BY_NAME = {"peft_type", "init_lora_weights"}

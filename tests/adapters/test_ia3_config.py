@@ -9,7 +9,8 @@ from typing import Any
 import peft
 import pytest
 
-from loramux_adapters import AdapterRejected, Ia3Config, parse_adapter_config
+from loramux_adapters.config import Ia3Config, parse_adapter_config
+from loramux_adapters.errors import AdapterRejected
 
 DOCUMENT = peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]).to_dict() | {"target_modules": ["q_proj"]}
 

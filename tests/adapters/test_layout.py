@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loramux_adapters import AdapterRejected
+from loramux_adapters.errors import AdapterRejected
 from loramux_adapters.weights import ALIGNMENT, Block, Matrix, MatrixKind, lay_out, rows_per_page
-from loramux_kernels import RANK_TILE
+from loramux_kernels.tables import RANK_TILE
 
 matrices = st.lists(
     st.tuples(

@@ -13,18 +13,11 @@ from hypothesis import strategies as st
 from peft.utils.save_and_load import get_peft_model_state_dict
 from tiny_peft import FAMILIES, tiny_model
 
-from loramux_adapters import (
-    AdapterPlan,
-    AdapterRejected,
-    BaseMismatch,
-    ConfigRejected,
-    Limits,
-    SafetensorsHeader,
-    TensorInfo,
-    WeightsFileRejected,
-    parse_adapter_config,
-    plan_adapter,
-)
+from loramux_adapters.components import AdapterPlan
+from loramux_adapters.config import parse_adapter_config
+from loramux_adapters.errors import AdapterRejected, BaseMismatch, ConfigRejected, WeightsFileRejected
+from loramux_adapters.plan import Limits, plan_adapter
+from loramux_adapters.weights_file import SafetensorsHeader, TensorInfo
 
 LIMITS = Limits(max_rank=64, max_bytes=1 << 20)
 SERVED = [family for family in FAMILIES if family != "gpt2"]

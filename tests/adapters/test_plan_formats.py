@@ -15,15 +15,11 @@ from hypothesis import strategies as st
 from peft.utils.save_and_load import get_peft_model_state_dict
 from tiny_peft import tiny_model
 
-from loramux_adapters import (
-    AdapterRejected,
-    BaseDescription,
-    Limits,
-    SafetensorsHeader,
-    TensorInfo,
-    parse_adapter_config,
-    plan_adapter,
-)
+from loramux_adapters.base import BaseDescription
+from loramux_adapters.config import parse_adapter_config
+from loramux_adapters.errors import AdapterRejected
+from loramux_adapters.plan import Limits, plan_adapter
+from loramux_adapters.weights_file import SafetensorsHeader, TensorInfo
 
 LIMITS = Limits(max_rank=64, max_bytes=1 << 20, max_vocabulary_bytes=40_000)
 Shapes = dict[str, tuple[int, ...]]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loramux_adapters import ConfigRejected
+from loramux_adapters.errors import ConfigRejected
 from loramux_adapters.matching import Match, TargetRules, match_modules
 from loramux_adapters.targets import is_demanding, match_guarded
 

@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import load, save_file
 from tiny_peft import raw_safetensors, save_adapter, tiny_model, write_adapter
 
-from loramux_adapters import CONFIG_NAME, WEIGHTS_NAME, AdapterRejected, Limits, validate_adapter
+from loramux_adapters.errors import AdapterRejected
+from loramux_adapters.plan import CONFIG_NAME, WEIGHTS_NAME, Limits, validate_adapter
 from loramux_adapters.weights_file import CHUNK_BYTES
 
 LIMITS = Limits(max_rank=64, max_bytes=64 << 20)
@@ -277,7 +278,7 @@ def test_values_largest_finite_are_accepted(
 
 
 def test_values_of_a_large_file_are_read_in_chunks(tmp_path: Path) -> None:
-    from loramux_adapters import check_finite, read_header
+    from loramux_adapters.weights_file import check_finite, read_header
 
     weights = torch.zeros(4 * CHUNK_BYTES // 4 + 3)
     path = tmp_path / WEIGHTS_NAME

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file
 from tiny_peft import FAMILIES, save_adapter, tiny_model, write_adapter
 
-from loramux_adapters import AdapterRejected, Limits
+from loramux_adapters.errors import AdapterRejected
+from loramux_adapters.plan import Limits
 from loramux_adapters.weights import AdapterWeights, load_adapter
 
 RECIPES: dict[str, dict[str, Any]] = {

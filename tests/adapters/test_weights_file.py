@@ -19,8 +19,8 @@ from safetensors import safe_open
 from safetensors.torch import save, save_file
 from tiny_peft import raw_safetensors
 
-from loramux_adapters import AdapterRejected, WeightsFileRejected, read_header
-from loramux_adapters.weights_file import ITEM_BYTES, MAX_HEADER_BYTES, MAX_TENSORS, MAX_VALUES
+from loramux_adapters.errors import AdapterRejected, WeightsFileRejected
+from loramux_adapters.weights_file import ITEM_BYTES, MAX_HEADER_BYTES, MAX_TENSORS, MAX_VALUES, read_header
 
 ONE = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
 

@@ -10,7 +10,7 @@ from scripted_engine import ScriptedEngine
 from site_fixture import Site, make_keys, make_settings
 from tiny_base import make_base
 
-from loramux.tenants import secrets
+from loramux.accounts.tenants import secrets
 from loramux_api.app import create_app
 
 ON_THE_WIRE = {

@@ -10,7 +10,7 @@ import pytest
 from local_issuer import Issuer
 from site_fixture import Site
 
-from loramux.tenants import ROLE_SCOPES, SCOPES, Role
+from loramux.accounts.tenants.authority import ROLE_SCOPES, SCOPES, Role
 
 PUBLIC = {"/health", "/health/live", "/health/ready", "/metrics"}
 DESCRIPTION = "/schema"

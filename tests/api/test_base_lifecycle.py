@@ -15,7 +15,7 @@ from peft_uploads import make_adapter
 from running_server import running
 from tiny_base import make_base
 
-from loramux.settings import Settings
+from loramux.common.settings.file import Settings
 from loramux_api.app import create_app
 
 

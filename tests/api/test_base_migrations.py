@@ -18,7 +18,8 @@ from peft_uploads import make_adapter
 from running_server import running
 from tiny_base import make_base
 
-from loramux.settings import BaseSettings, Settings
+from loramux.common.settings.file import Settings
+from loramux.common.settings.serving import BaseSettings
 from loramux_api.app import create_app
 from loramux_api.cli import main
 

@@ -17,15 +17,10 @@ from peft_uploads import form, make_adapter
 from running_server import running
 from tiny_base import make_base
 
-from loramux.gateway import open_tenants
-from loramux.settings import (
-    BaseSettings,
-    EngineSettings,
-    ModelSettings,
-    RecordsSettings,
-    Settings,
-    ValidationSettings,
-)
+from loramux.common.settings.file import Settings
+from loramux.common.settings.server import RecordsSettings
+from loramux.common.settings.serving import BaseSettings, EngineSettings, ModelSettings, ValidationSettings
+from loramux.server.platform import open_tenants
 from loramux_api.app import create_app
 
 PROMPT = [257, *b"the same prompt"]

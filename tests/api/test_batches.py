@@ -20,9 +20,9 @@ from peft_uploads import form, make_adapter
 from scripted_engine import EOS
 from site_fixture import Site
 
+from loramux.accounts.tenants.account import KeyRequest
 from loramux.engine.messages import EngineFault, ServiceClass
-from loramux.gateway import open_tenants
-from loramux.tenants import KeyRequest
+from loramux.server.platform import open_tenants
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 DEEP = b'{"custom_id":"d","url":"/v1/completions","body":' + b"[" * 100_000 + b"]" * 100_000 + b"}"

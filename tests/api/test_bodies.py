@@ -14,7 +14,7 @@ import httpx
 import pytest
 from site_fixture import Site
 
-from loramux.gateway import GatewayError
+from loramux.serving.errors import GatewayError
 from loramux_api import bodies
 from loramux_api.bodies import MAX_CONTAINERS, MAX_STRINGS, MAX_VALUES, MIN_BODY_BYTES, StrictJSON, check_shape
 from loramux_api.schemas.sampling import MAX_CHOICES

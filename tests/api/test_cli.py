@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from peft_uploads import make_adapter
 from site_fixture import Site
 
-from loramux.settings import load_settings
+from loramux.common.settings.file import load_settings
 from loramux_api.cli import COMMANDS, main
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -266,7 +266,7 @@ def test_server_without_built_pages_says_how_to_build_them(
 def test_ended_sessions_do_not_stay_in_the_database(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     from sqlalchemy import func, select
 
-    from loramux.records.credentials import SessionRow
+    from loramux.data.records.credentials import SessionRow
 
     database = site.server.app.state.platform.tenants.sessions._database
 

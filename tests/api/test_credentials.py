@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 from site_fixture import PATIENCE, Site
 
-from loramux.tenants import secrets
+from loramux.accounts.tenants import secrets
 
 TEXT = {"model": "tiny", "prompt": "hi"}
 

@@ -15,7 +15,7 @@ from flat_prices import give_flat_plan
 from peft_uploads import form, make_adapter
 from site_fixture import Site
 
-from loramux.records import Database
+from loramux.data.records.database import Database
 
 TEXT = {"model": "tiny", "prompt": "hi", "max_tokens": 4}
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}

@@ -17,11 +17,11 @@ from scripted_engine import EOS
 from site_fixture import Site
 from tiny_base import byte_tokenizer
 
+from loramux.common.units import TokenCounts
 from loramux.engine.messages import TokenEvent
-from loramux.gateway import Delta
-from loramux.gateway.output import OutputProcessor
-from loramux.gateway.tokenizer import StopAutomaton, Tokenizer
-from loramux.units import TokenCounts
+from loramux.serving.messages import Delta
+from loramux.serving.output import OutputProcessor
+from loramux.serving.tokenizer import StopAutomaton, Tokenizer
 from loramux_api.controllers.lorax import GenerateBody, LoraxWriter
 
 CLIENT = {

@@ -12,9 +12,9 @@ import pytest
 from scripted_engine import EOS
 from site_fixture import Site
 
+from loramux.common.units import TokenCounts
 from loramux.engine.messages import EngineFault
-from loramux.gateway import Delta, Token, TokenLogprob
-from loramux.units import TokenCounts
+from loramux.serving.messages import Delta, Token, TokenLogprob
 from loramux_api.controllers.chat import ChatWriter
 from loramux_api.controllers.completions import CompletionBody, CompletionWriter
 from loramux_api.schemas.chat import ChatBody, ChatMessage

@@ -19,11 +19,16 @@ from peft_uploads import form, make_adapter
 from scripted_engine import EOS
 from site_fixture import Site
 
-from loramux.billing import Plan, PlanPrices, PlanTariff, Subscriptions
+from loramux.data.records.identity import TenantId
+from loramux.data.records.revision_metrics import (
+    FIRST_TOKEN_BOUNDS,
+    FIRST_TOKENS,
+    RevisionHour,
+    RevisionMetricsRepository,
+)
 from loramux.engine.messages import EngineFault, Request, ServiceClass
-from loramux.pricing import Currency, Price, Step
-from loramux.records import TenantId
-from loramux.records.revision_metrics import FIRST_TOKEN_BOUNDS, FIRST_TOKENS, RevisionHour, RevisionMetricsRepository
+from loramux.money.billing.catalog import Plan, PlanPrices, PlanTariff, Subscriptions
+from loramux.money.pricing import Currency, Price, Step
 from loramux.releases import judges
 from loramux.releases.metrics import HOUR
 

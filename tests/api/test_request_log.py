@@ -13,7 +13,7 @@ import httpx
 import pytest
 from site_fixture import Site
 
-from loramux.logs import set_level
+from loramux.common.logs import set_level
 
 SECRET = "a-word-of-the-prompt"
 
@@ -96,7 +96,7 @@ def test_log_level_is_set_by_operators_at_run_time(site: Site, lines: pytest.Log
 
 SCRIPT = """
 import logging, sys, structlog
-from loramux import logs
+from loramux.common import logs
 logs.configure(sys.argv[1], "info")
 with structlog.contextvars.bound_contextvars(request="req_1", trace="ab"):
     logging.getLogger("loramux.engine").info("loaded %d", 3, extra={"pages": 7})

@@ -10,9 +10,9 @@ import pytest
 from gateway_harness import in_harness
 from scripted_engine import FACTS
 
-from loramux.bundle import SamplingDefaults
+from loramux.common.bundle import SamplingDefaults
 from loramux.engine.messages import SamplingParams
-from loramux.gateway.messages import GenerationRequest
+from loramux.serving.messages import GenerationRequest
 from loramux_api.controllers.completions import CompletionBody
 from loramux_api.controllers.completions import to_request as text_request
 from loramux_api.schemas.chat import ChatBody

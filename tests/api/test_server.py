@@ -16,7 +16,8 @@ import pytest
 from running_server import free_port
 from site_fixture import Site
 
-from loramux.settings import ServerSettings, SettingsError
+from loramux.common.settings.file import SettingsError
+from loramux.common.settings.server import ServerSettings
 from loramux_api.listening import (
     MAX_CONNECTIONS,
     MIN_CONNECTIONS,

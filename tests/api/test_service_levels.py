@@ -9,8 +9,8 @@ import openai
 import pytest
 from site_fixture import Site
 
+from loramux.accounts.tenants.authority import TENANT_SCOPES
 from loramux.engine.messages import EngineFault
-from loramux.tenants import TENANT_SCOPES
 
 PATH = "/v1/organization/service_levels"
 

@@ -10,7 +10,7 @@ import pytest
 from site_fixture import Site
 
 from loramux.engine.messages import ServiceClass
-from loramux.gateway import open_tenants
+from loramux.server.platform import open_tenants
 
 HELLO = [{"role": "user", "content": "hello"}]
 

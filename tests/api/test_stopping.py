@@ -13,7 +13,7 @@ from running_server import running
 from scripted_engine import ScriptedEngine
 from site_fixture import Site, make_keys, make_settings
 
-from loramux.records import RecordsUnavailable
+from loramux.data.records.errors import RecordsUnavailable
 from loramux_api.app import create_app
 
 STREAM = {"model": "tiny", "prompt": "hello", "stream": True}

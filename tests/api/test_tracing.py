@@ -20,7 +20,7 @@ from running_server import running
 from scripted_engine import ScriptedEngine
 from site_fixture import make_keys, make_settings
 
-from loramux.settings import TracingSettings
+from loramux.common.settings.server import TracingSettings
 from loramux_api.app import create_app
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"

@@ -14,9 +14,9 @@ import pytest
 from peft_uploads import make_adapter
 from site_fixture import Site
 
-from loramux.gateway.adapters import LocalFolders
-from loramux.settings import AdapterLimits
-from loramux.tenants import NotPermitted
+from loramux.accounts.tenants.errors import NotPermitted
+from loramux.common.settings.serving import AdapterLimits
+from loramux.serving.adapters import LocalFolders
 
 
 @pytest.fixture(scope="session")

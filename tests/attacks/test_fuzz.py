@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from peft_uploads import CONFIG, WEIGHTS
 from safetensors.torch import load
 
-from loramux_adapters import AdapterRejected, BaseDescription, Limits, describe_base, validate_adapter
+from loramux_adapters.base import BaseDescription, describe_base
+from loramux_adapters.errors import AdapterRejected
+from loramux_adapters.plan import Limits, validate_adapter
 
 LIMITS = Limits(max_rank=64, max_bytes=1 << 20)
 NAMES = st.sampled_from(["q_proj", "v_proj", "all-linear", "lm_head", "model.layers.0.self_attn.q_proj", "x", ""])

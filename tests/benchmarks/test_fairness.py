@@ -10,8 +10,8 @@ import pytest
 from server_process import Place, served
 from tiny_base import make_base
 
-from loramux.gateway import open_tenants
-from loramux.settings import Settings, load_settings
+from loramux.common.settings.file import Settings, load_settings
+from loramux.server.platform import open_tenants
 
 TAU, TOKENS, ROWS = 32, 32, 4
 UNITS = 1500.0

@@ -15,7 +15,7 @@ from peft_uploads import CONFIG, WEIGHTS
 from playwright.sync_api import Browser, BrowserContext, Page, expect
 from site_fixture import Site
 
-from loramux.records.credentials import SessionRow
+from loramux.data.records.credentials import SessionRow
 from loramux_api.controllers import plans
 
 

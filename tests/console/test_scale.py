@@ -21,8 +21,8 @@ from running_server import running
 from scripted_engine import ScriptedEngine
 from site_fixture import Site, make_keys, make_settings
 
-from loramux.records import Database
-from loramux.usage import UsageService
+from loramux.data.records.database import Database
+from loramux.money.usage.service import UsageService
 from loramux_api.app import create_app
 
 pytestmark = pytest.mark.slow

@@ -15,8 +15,9 @@ from running_server import free_port, running
 from scripted_engine import ScriptedEngine
 from site_fixture import Site, make_keys, make_settings
 
-from loramux.gateway import open_tenants
-from loramux.settings import ConsoleSettings, IssuerSettings, Settings, SignInSettings
+from loramux.common.settings.file import Settings
+from loramux.common.settings.server import ConsoleSettings, IssuerSettings, SignInSettings
+from loramux.server.platform import open_tenants
 from loramux_api.app import create_app
 
 PEOPLE = (

@@ -11,7 +11,8 @@ from peft import PeftModel
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from loramux_adapters import Limits, describe_base, validate_adapter
+from loramux_adapters.base import describe_base
+from loramux_adapters.plan import Limits, validate_adapter
 from loramux_demo.assets import ASSETS, MODEL_NAME, OWNERS, TOOLS, adapter_folder, base_folder, load_prompts
 from loramux_demo.train.dataset import STYLES
 from loramux_demo.train.models import RECIPES, exact, greedy_answers, load, write_questions

@@ -6,7 +6,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from loramux.settings import load_settings
+from loramux.common.settings.file import load_settings
 from loramux_demo.assets import MODEL_NAME, OWNERS, base_folder
 from loramux_demo.cli import demo_command
 from loramux_demo.server import ServerDied, Workspace, create_customers, free_port, running_server

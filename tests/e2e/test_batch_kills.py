@@ -22,9 +22,8 @@ from peft_uploads import form, make_adapter
 from postgres_server import start_postgres
 from server_process import Child, Place, served
 
-from loramux.billing import reconcile
-from loramux.records import Database
-from loramux.records.database import parse_url
+from loramux.data.records.database import Database, parse_url
+from loramux.money.billing.reconcile import reconcile
 
 PLAN = """
 [[plans]]

@@ -21,11 +21,14 @@ from peft_uploads import make_adapter
 from site_fixture import make_settings
 from upload_harness import upload_folder
 
+from loramux.catalog.registry.entities import WeightedRevision
+from loramux.catalog.registry.errors import ChangeConflict, PartNotFound, TooManyAdapters
+from loramux.common.settings.file import Settings
+from loramux.common.settings.serving import AdapterLimits, EngineSettings
+from loramux.data.records.identity import Principal
 from loramux.engine.messages import EngineStats, SamplingParams
-from loramux.gateway import GenerationRequest, Platform, open_platform
-from loramux.records import Principal
-from loramux.registry import ChangeConflict, PartNotFound, TooManyAdapters, WeightedRevision
-from loramux.settings import AdapterLimits, EngineSettings, Settings
+from loramux.server.platform import Platform, open_platform
+from loramux.serving.messages import GenerationRequest
 
 PROMPTS = ("hello", "a longer prompt, so that pages fill", "x" * 40, "why?")
 TOKENS = 16

@@ -20,10 +20,9 @@ import sqlalchemy as sa
 from postgres_server import start_postgres
 from server_process import Child, Place, served
 
-from loramux.billing import reconcile
-from loramux.records import Database
-from loramux.records.database import parse_url
-from loramux.usage import UsageService
+from loramux.data.records.database import Database, parse_url
+from loramux.money.billing.reconcile import reconcile
+from loramux.money.usage.service import UsageService
 
 CLIENTS = 6
 

@@ -16,18 +16,12 @@ from listening import until
 from server_process import Child
 from tiny_base import make_base
 
+from loramux.common.settings.file import Settings
+from loramux.common.settings.server import RecordsSettings
+from loramux.common.settings.serving import BaseSettings, EngineRange, EngineSettings, FleetSettings, RaySettings
 from loramux.engine.messages import Request, SamplingParams, TokenEvent
 from loramux.fleet.group import EngineGroup
 from loramux.fleet.launching import launcher_of
-from loramux.settings import (
-    BaseSettings,
-    EngineRange,
-    EngineSettings,
-    FleetSettings,
-    RaySettings,
-    RecordsSettings,
-    Settings,
-)
 
 ray = pytest.importorskip("ray")
 

@@ -36,9 +36,9 @@ from peft_uploads import form, make_adapter
 from running_server import running
 
 from loramux.engine.engine import Engine
-from loramux.gateway import platform
+from loramux.server import platform
 from loramux_api.app import create_app
-from loramux_kernels import Segments
+from loramux_kernels.tables import Segments
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = tuple(f"{ROOT / folder}/" for folder in ("kernels", "adapters", "platform", "api", "client"))
@@ -217,7 +217,7 @@ def test_streamed_chat_crosses_few_files_outside_the_engine(records: list[Record
     files = sorted(set.intersection(*(record.files for record in records)))
     outside = [file for file in files if not file.startswith(ENGINE_SIDE)]
     print(f"\nfiles of a streamed chat request: {len(outside)} outside the engine, {len(files) - len(outside)} in it")
-    for file in ("api/loramux_api/controllers/chat.py", "platform/loramux/records/ledger.py"):
+    for file in ("api/loramux_api/controllers/chat.py", "platform/loramux/data/records/ledger.py"):
         assert file in outside, "the request was not recorded from its controller to its settlement"
     assert len(outside) <= MAX_FILES, bound(outside, MAX_FILES)
 

@@ -23,7 +23,7 @@ from peft_uploads import form, make_adapter
 from postgres_server import start_postgres
 from server_process import Child, Place, served
 
-from loramux.records.database import parse_url
+from loramux.data.records.database import parse_url
 
 RELEASE_0_1_0 = "b53332b"
 ROOT = Path(__file__).parents[2]

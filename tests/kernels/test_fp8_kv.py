@@ -13,9 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layer_cases import RopeCase, rope_cases
 
-from loramux_kernels import KvLayer, paged_attention, paged_attention_reference, rope_write_kv, write_kv
-from loramux_kernels import write_kv_reference as reference
 from loramux_kernels.e4m3 import LARGEST, decode, encode, scale_for
+from loramux_kernels.layer_operators import rope_write_kv
+from loramux_kernels.paged_attention import paged_attention, paged_attention_reference, write_kv
+from loramux_kernels.paged_attention import write_kv_reference as reference
+from loramux_kernels.tables import KvLayer
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 DTYPES = list(TOLERANCE)

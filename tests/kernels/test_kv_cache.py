@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from loramux_kernels import KvLayer, write_kv, write_kv_reference
+from loramux_kernels.paged_attention import write_kv, write_kv_reference
+from loramux_kernels.tables import KvLayer
 
 pytestmark = pytest.mark.usefixtures("native")
 

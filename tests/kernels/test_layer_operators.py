@@ -7,10 +7,8 @@ import torch
 from hypothesis import given, settings
 from layer_cases import GateCase, NormCase, RopeCase, gate_cases, norm_cases, rope_cases
 
-from loramux_kernels import (
+from loramux_kernels.layer_operators import (
     Activation,
-    KvLayer,
-    Rotation,
     gated,
     gated_reference,
     rms_norm,
@@ -18,6 +16,7 @@ from loramux_kernels import (
     rope_write_kv,
     rope_write_kv_reference,
 )
+from loramux_kernels.tables import KvLayer, Rotation
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 DTYPES = list(TOLERANCE)

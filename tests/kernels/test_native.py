@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from loramux_kernels import PackedLinear, packed_linear_reference
 from loramux_kernels.native import NativeLoader, compiler
+from loramux_kernels.packed_linear import PackedLinear, packed_linear_reference
 
 LORA = """
 import logging, torch
 logging.basicConfig(format="%(message)s")
-from loramux_kernels import *
+from loramux_kernels.lora import lora_expand, lora_shrink
+from loramux_kernels.tables import LoraGroup, LoraTable, Segments
 pool = torch.arange(64, dtype=torch.float32)
 table = LoraTable(
     torch.tensor([[[0]]]), torch.tensor([[[32]]]), torch.ones(1, 1, dtype=torch.int32), torch.ones(1, 1)

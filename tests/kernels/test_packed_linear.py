@@ -8,9 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from loramux_kernels import PackedLinear, packed_linear, packed_linear_reference, rows_linear, rows_weight
+from loramux_kernels import packed_linear
 from loramux_kernels.native import multiplies_bf16_pairs, native_for
-from loramux_kernels.packed_linear import Coded, choose_format, one_dnn_packs
+from loramux_kernels.packed_linear import (
+    Coded,
+    PackedLinear,
+    choose_format,
+    one_dnn_packs,
+    packed_linear_reference,
+    rows_linear,
+    rows_weight,
+)
 from loramux_kernels.quantized_weight import QuantizedWeight, pack_nibbles, quantize, unpack_nibbles
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}

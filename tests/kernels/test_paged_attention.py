@@ -8,8 +8,9 @@ from attention_cases import Case, Shape, expected, make_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loramux_kernels import AttentionBatch, paged_attention, paged_attention_reference
 from loramux_kernels.native import native_for
+from loramux_kernels.paged_attention import paged_attention, paged_attention_reference
+from loramux_kernels.tables import AttentionBatch
 
 pytestmark = pytest.mark.usefixtures("native")
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from rescale_cases import RescaleCase, rescale_cases
 
-from loramux_kernels import rescale
+from loramux_kernels.lora import rescale
 
 
 @settings(max_examples=60, deadline=None)

@@ -14,9 +14,11 @@ import sqlalchemy as sa
 from postgres_server import start_postgres
 from s3_server import S3, s3_server
 
-from loramux.records import Database, Principal, migrate
-from loramux.records.database import Clock, parse_url, unix_microseconds
-from loramux.tenants import CUSTOMER_SCOPES, Tenants
+from loramux.accounts.tenants.authority import CUSTOMER_SCOPES
+from loramux.accounts.tenants.tenants import Tenants
+from loramux.data.records.database import Clock, Database, parse_url, unix_microseconds
+from loramux.data.records.identity import Principal
+from loramux.data.records.schema import migrate
 
 PEPPER = b"p" * 32
 TEMPLATE = "loramux_template"

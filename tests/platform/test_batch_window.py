@@ -9,8 +9,8 @@ import pytest
 
 from loramux.batches import run as run_module
 from loramux.batches.run import Place, Window
-from loramux.settings import BatchSettings
-from loramux.units import QUIET_SECONDS
+from loramux.common.settings.server import BatchSettings
+from loramux.common.units import QUIET_SECONDS
 
 SETTINGS = BatchSettings(max_in_flight=6, max_in_flight_per_tenant=4, max_in_flight_beside_others=2)
 TURNS = 50

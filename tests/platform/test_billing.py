@@ -11,28 +11,30 @@ import pytest
 import sqlalchemy as sa
 from billing_harness import DAY, DECEMBER, NOVEMBER, PLANS, SECOND, Clock, give_plan, use
 
-from loramux.billing import (
+from loramux.accounts.tenants.tenants import Tenants
+from loramux.common.units import TokenCounts
+from loramux.data.records.database import Database, parse_url
+from loramux.data.records.identity import Principal
+from loramux.data.records.ledger import LedgerRepository
+from loramux.data.records.requests import OpenedRequest
+from loramux.money.billing.catalog import Catalog, read_plans
+from loramux.money.billing.costs import CostsQuery
+from loramux.money.billing.errors import (
     BillingError,
-    BillingService,
-    Catalog,
-    CostsQuery,
     InvalidCorrection,
     InvalidPeriod,
     InvalidPlan,
-    Invoice,
-    InvoiceParty,
-    Month,
     PeriodNotOpen,
     UnknownEntry,
-    read_plans,
-    reconcile,
 )
-from loramux.records import Database, Principal
-from loramux.records.database import parse_url
-from loramux.records.ledger import LedgerRepository
-from loramux.tenants import Tenants
-from loramux.units import TokenCounts
-from loramux.usage import InvalidQuery, OpenedRequest, Settlement, UsageQuery, UsageResult, UsageService
+from loramux.money.billing.invoices import Invoice, InvoiceParty
+from loramux.money.billing.periods import Month
+from loramux.money.billing.reconcile import reconcile
+from loramux.money.billing.service import BillingService
+from loramux.money.usage.errors import InvalidQuery
+from loramux.money.usage.query import UsageQuery, UsageResult
+from loramux.money.usage.service import UsageService
+from loramux.money.usage.settlement import Settlement
 
 pytestmark = pytest.mark.anyio
 
@@ -358,8 +360,8 @@ async def test_costs_and_usage_with_too_many_groups_are_refused(
     """Tags are the caller's: a group for each of a million requests must not keep the server busy."""
     for number in range(4):
         await use(usage, acme, f"r{number}", 1, 0, 1, tags=f'{{"n":"{number}"}}', model=f"acme/a@{number}")
-    monkeypatch.setattr("loramux.billing.service.MAX_ROWS", 3)
-    monkeypatch.setattr("loramux.usage.service.MAX_ROWS", 3)
+    monkeypatch.setattr("loramux.money.billing.service.MAX_ROWS", 3)
+    monkeypatch.setattr("loramux.money.usage.service.MAX_ROWS", 3)
     start = NOVEMBER.starts_at // SECOND
     with pytest.raises(InvalidQuery, match="more than 3 groups"):
         await priced.costs(acme, CostsQuery(start_time=start, group_by=("tags",), limit=31))
@@ -475,7 +477,7 @@ async def test_reconcile_ignores_corrections(
 async def test_quantities_larger_than_64_bits_are_exact(
     database: Database, acme: Principal, priced: BillingService
 ) -> None:
-    from loramux.records.ledger import EntryContent
+    from loramux.data.records.ledger import EntryContent
 
     huge = 2**62 + 12_345
     drafts = [

@@ -11,15 +11,16 @@ import pytest
 import sqlalchemy as sa
 from billing_harness import DECEMBER, NOVEMBER, Clock, give_plan, use
 
-from loramux.billing import BillingService, Checkpoint, Checkpoints, LedgerAltered, document, reconcile
-from loramux.billing.invoices import digest, read_invoice
-from loramux.billing.reconcile import FOLDER
-from loramux.records import Database, Principal
-from loramux.records.billing import InvoiceRow, PeriodRow, PriceRow
-from loramux.records.database import parse_url
-from loramux.records.ledger import LedgerEntry, LedgerHeadRow, LedgerRow, chain_hash
-from loramux.storage import Objects, StorageUnavailable, open_objects
-from loramux.usage import UsageService
+from loramux.data.records.billing import InvoiceRow, PeriodRow, PriceRow
+from loramux.data.records.database import Database, parse_url
+from loramux.data.records.identity import Principal
+from loramux.data.records.ledger import LedgerEntry, LedgerHeadRow, LedgerRow, chain_hash
+from loramux.data.storage.objects import Objects, StorageUnavailable, open_objects
+from loramux.money.billing.errors import LedgerAltered
+from loramux.money.billing.invoices import digest, document, read_invoice
+from loramux.money.billing.reconcile import FOLDER, Checkpoint, Checkpoints, reconcile
+from loramux.money.billing.service import BillingService
+from loramux.money.usage.service import UsageService
 
 pytestmark = pytest.mark.anyio
 
@@ -176,9 +177,9 @@ async def test_reconcile_finds_a_perfect_forgery_by_its_checkpoint(
     [november, _] = await billing.periods()
     kept = read_invoice(forger.document())
     async with database.read() as session:
-        from loramux.billing.catalog import subscriptions_of
-        from loramux.billing.invoices import bill, invoice
-        from loramux.records.usage import QuantityRepository
+        from loramux.data.records.usage import QuantityRepository
+        from loramux.money.billing.catalog import subscriptions_of
+        from loramux.money.billing.invoices import bill, invoice
 
         quantities = await QuantityRepository(session, kept.tenant_id).daily(november.span)
         made = bill(november, await subscriptions_of(session, kept.tenant_id), quantities)

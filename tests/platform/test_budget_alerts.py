@@ -11,14 +11,19 @@ import httpx
 import pytest
 import standardwebhooks
 
-from loramux.billing import Catalog, Month, PlanPrices, PlanSpec
-from loramux.billing.catalog import PriceSpec
-from loramux.exports import AlertDelivery, WebhookSink
-from loramux.limits import BudgetSpent, Limits
-from loramux.records import Database, Principal
-from loramux.tenants import Tenants
-from loramux.units import TokenCounts
-from loramux.usage import OpenedRequest, Settlement, UsageService
+from loramux.accounts.tenants.tenants import Tenants
+from loramux.common.units import TokenCounts
+from loramux.data.records.database import Database
+from loramux.data.records.identity import Principal
+from loramux.data.records.requests import OpenedRequest
+from loramux.money.billing.catalog import Catalog, PlanPrices, PlanSpec, PriceSpec
+from loramux.money.billing.periods import Month
+from loramux.money.exports.delivery import AlertDelivery
+from loramux.money.exports.sinks import WebhookSink
+from loramux.money.limits.errors import BudgetSpent
+from loramux.money.limits.limits import Limits
+from loramux.money.usage.service import UsageService
+from loramux.money.usage.settlement import Settlement
 
 pytestmark = pytest.mark.anyio
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loramux.billing import Plan, PlanTariff, Subscriptions
-from loramux.limits import ChargedUsage
-from loramux.pricing import METERS, Currency, Price, Step
-from loramux.records import TenantId
-from loramux.units import DAY, TokenCounts
-from loramux.usage import OpenedRequest, Settlement
+from loramux.common.units import DAY, TokenCounts
+from loramux.data.records.identity import TenantId
+from loramux.data.records.requests import OpenedRequest
+from loramux.money.billing.catalog import Plan, PlanTariff, Subscriptions
+from loramux.money.limits.budgets import ChargedUsage
+from loramux.money.pricing import METERS, Currency, Price, Step
+from loramux.money.usage.settlement import Settlement
 
 TENANT = TenantId("t")
 

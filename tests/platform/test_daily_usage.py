@@ -10,10 +10,15 @@ import pytest
 import sqlalchemy as sa
 from billing_harness import DAY, DECEMBER, NOVEMBER, SECOND, Clock, give_plan, use
 
-from loramux.billing import BillingService, CostPage, CostsQuery, LedgerAltered, reconcile
-from loramux.records import Database, Principal
-from loramux.records.usage import DailyUsageRepository, DailyUsageRow, UsageSegmentRow
-from loramux.usage import UsageQuery, UsageResult, UsageService
+from loramux.data.records.database import Database
+from loramux.data.records.identity import Principal
+from loramux.data.records.usage import DailyUsageRepository, DailyUsageRow, UsageSegmentRow
+from loramux.money.billing.costs import CostPage, CostsQuery
+from loramux.money.billing.errors import LedgerAltered
+from loramux.money.billing.reconcile import reconcile
+from loramux.money.billing.service import BillingService
+from loramux.money.usage.query import UsageQuery, UsageResult
+from loramux.money.usage.service import UsageService
 
 pytestmark = pytest.mark.anyio
 

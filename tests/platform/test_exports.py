@@ -14,23 +14,21 @@ import pypdf
 import pytest
 from billing_harness import DECEMBER, NOVEMBER, PLANS, SECOND, Clock, give_plan, use
 
-from loramux.billing import BillingService, Catalog, CostsQuery, Invoice, InvoiceParty, read_plans, reconcile
-from loramux.exports import (
-    LEDGER_COLUMNS,
-    ExportedFile,
-    ExportError,
-    focus_rows,
-    ledger_pages,
-    write_invoice,
-    write_table,
-)
-from loramux.exports.focus import GROUP_BY, Seller
-from loramux.pricing import encode_money
-from loramux.records import Database, Principal
-from loramux.records.ledger import EntryContent, LedgerRepository
-from loramux.records.usage import Span
-from loramux.settings import BillingSettings
-from loramux.usage import UsageService
+from loramux.common.settings.server import BillingSettings
+from loramux.data.records.database import Database
+from loramux.data.records.identity import Principal
+from loramux.data.records.ledger import EntryContent, LedgerRepository
+from loramux.data.records.usage import Span
+from loramux.money.billing.catalog import Catalog, read_plans
+from loramux.money.billing.costs import CostsQuery
+from loramux.money.billing.invoices import Invoice, InvoiceParty
+from loramux.money.billing.reconcile import reconcile
+from loramux.money.billing.service import BillingService
+from loramux.money.exports.focus import GROUP_BY, Seller, focus_rows
+from loramux.money.exports.invoice_render import write_invoice
+from loramux.money.exports.tables import LEDGER_COLUMNS, ExportedFile, ExportError, ledger_pages, write_table
+from loramux.money.pricing import encode_money
+from loramux.money.usage.service import UsageService
 
 pytestmark = pytest.mark.anyio
 
@@ -111,7 +109,7 @@ async def test_export_that_fails_leaves_no_file(tmp_path: Path) -> None:
 async def test_ledger_pages_are_exact_during_writes(
     database: Database, acme: Principal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("loramux.exports.tables.PAGE", 2)
+    monkeypatch.setattr("loramux.money.exports.tables.PAGE", 2)
     usage = UsageService(database)
     await usage.start()
     seen: list[int] = []

@@ -15,12 +15,12 @@ import duckdb
 import pytest
 from billing_harness import DAY, DECEMBER, NOVEMBER, SECOND, Clock, give_plan, use
 
-from loramux.billing import BillingService
-from loramux.exports import FOCUS_COLUMNS, focus_rows, write_table
-from loramux.exports.focus import GROUP_BY, Seller
-from loramux.exports.tables import Row
-from loramux.records import Database, Principal
-from loramux.usage import UsageService
+from loramux.data.records.database import Database
+from loramux.data.records.identity import Principal
+from loramux.money.billing.service import BillingService
+from loramux.money.exports.focus import FOCUS_COLUMNS, GROUP_BY, Seller, focus_rows
+from loramux.money.exports.tables import Row, write_table
+from loramux.money.usage.service import UsageService
 
 pytestmark = pytest.mark.anyio
 

@@ -8,22 +8,18 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 import sqlalchemy as sa
 
-from loramux.limits import Limits, RateLimitStatus, RateReached
-from loramux.records import Database, Principal
-from loramux.records.requests import ClaimRow
-from loramux.tenants import Tenants
-from loramux.units import SECOND, TokenCounts
-from loramux.usage import (
-    AnswerStorage,
-    EndedBy,
-    IdempotencyClaim,
-    IdempotencyMismatch,
-    OpenedRequest,
-    Settlement,
-    StillRunning,
-    StoredAnswer,
-    UsageService,
-)
+from loramux.accounts.tenants.tenants import Tenants
+from loramux.common.units import SECOND, TokenCounts
+from loramux.data.records.database import Database
+from loramux.data.records.identity import Principal
+from loramux.data.records.requests import ClaimRow, IdempotencyClaim, OpenedRequest
+from loramux.money.limits.definitions import RateLimitStatus
+from loramux.money.limits.errors import RateReached
+from loramux.money.limits.limits import Limits
+from loramux.money.usage.errors import IdempotencyMismatch, StillRunning
+from loramux.money.usage.idempotency import AnswerStorage, StoredAnswer
+from loramux.money.usage.service import UsageService
+from loramux.money.usage.settlement import EndedBy, Settlement
 
 pytestmark = pytest.mark.anyio
 

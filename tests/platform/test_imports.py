@@ -9,14 +9,16 @@ from fake_hub import Answer, Hub, hub_double
 from s3_server import S3
 from upload_harness import CONFIG, upload_harness
 
-from loramux.bundle import SOURCES
-from loramux.records import Database, Principal
-from loramux.settings import BucketSettings, HubSettings, UploadSettings
-from loramux.storage import CONFIG_FILE, WEIGHTS_FILE, open_blobs, open_objects
-from loramux.uploads import BucketSource, HubSource, InvalidUpload, Source, UploadRequest
-from loramux.uploads import imports as imports_module
-from loramux.uploads.errors import UploadRejected
-from loramux.uploads.imports import Importer, check_source
+from loramux.catalog.uploads import imports as imports_module
+from loramux.catalog.uploads.errors import InvalidUpload, UploadRejected
+from loramux.catalog.uploads.imports import BucketSource, HubSource, Importer, Source, check_source
+from loramux.catalog.uploads.sessions import UploadRequest
+from loramux.common.bundle import SOURCES
+from loramux.common.settings.serving import BucketSettings, HubSettings, UploadSettings
+from loramux.data.records.database import Database
+from loramux.data.records.identity import Principal
+from loramux.data.storage.blobs import CONFIG_FILE, WEIGHTS_FILE, open_blobs
+from loramux.data.storage.objects import open_objects
 
 pytestmark = pytest.mark.anyio
 

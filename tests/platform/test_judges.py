@@ -10,13 +10,13 @@ from typing import Any
 import httpx
 import pytest
 
-from loramux.public_http import PublicTransport, Resolver
-from loramux.records import TenantId
+from loramux.common.public_http import PublicTransport, Resolver
+from loramux.common.settings.server import BatchSettings
+from loramux.data.records.identity import TenantId
 from loramux.releases import judges as judges_module
 from loramux.releases.comparison import Answered, Question
 from loramux.releases.graders import InvalidGrader, Judge
 from loramux.releases.judges import JudgeFailed, Judges, KeyVault
-from loramux.settings import BatchSettings
 
 ACME = TenantId("tenant_acme")
 JUDGE = Judge(url="https://judge.example/v1", model="gpt")

@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loramux.billing import Tax
-from loramux.pricing import (
+from loramux.common.units import DAY
+from loramux.data.records.usage import DailyQuantities
+from loramux.money.billing.invoices import Tax
+from loramux.money.pricing import (
     Currency,
     Price,
     Step,
@@ -22,8 +24,6 @@ from loramux.pricing import (
     plain_text,
     price_for,
 )
-from loramux.records.usage import DailyQuantities
-from loramux.units import DAY
 
 USD = Currency.of("USD")
 NANO = Decimal(10) ** -9

@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import httpx
 import pytest
 
-from loramux.public_http import TENANT, NotPublic, PublicTransport, Resolver, is_public
+from loramux.common.public_http import TENANT, NotPublic, PublicTransport, Resolver, is_public
 
 pytestmark = pytest.mark.anyio
 

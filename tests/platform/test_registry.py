@@ -19,30 +19,31 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig
 from upload_harness import upload_folder, upload_services
 
-from loramux.records import Database, Principal
-from loramux.records.adapters import AdapterRow, RevisionRow
-from loramux.records.aliases import AliasRow
-from loramux.registry import (
-    AdapterInfo,
+from loramux.catalog.registry.entities import AdapterInfo, WeightedRevision
+from loramux.catalog.registry.errors import (
     AdapterNotFound,
-    BaseModel,
-    BaseModels,
     InvalidName,
     ModelNotFound,
-    Registry,
     RevisionUnavailable,
     TooManyAdapters,
-    WeightedRevision,
-    engine_key,
-    open_registry,
 )
-from loramux.settings import AdapterLimits, ModelSettings, Settings, ValidationSettings
-from loramux.storage import CONFIG_FILE, WEIGHTS_FILE, BlobStore, content_digest, open_blobs
-from loramux.units import TokenCounts
-from loramux.uploads import InvalidUpload, UploadRejected, UploadSessions
-from loramux.usage import OpenedRequest, Settlement, UsageService
-from loramux.validation import BaseValidators, Validator
-from loramux_adapters import BaseDescription, describe_base
+from loramux.catalog.registry.registry import Registry, open_registry
+from loramux.catalog.registry.resolver import BaseModel, BaseModels, engine_key
+from loramux.catalog.uploads.errors import InvalidUpload, UploadRejected
+from loramux.catalog.uploads.sessions import UploadSessions
+from loramux.catalog.validation.validator import BaseValidators, Validator
+from loramux.common.settings.file import Settings
+from loramux.common.settings.serving import AdapterLimits, ModelSettings, ValidationSettings
+from loramux.common.units import TokenCounts
+from loramux.data.records.adapters import AdapterRow, RevisionRow
+from loramux.data.records.aliases import AliasRow
+from loramux.data.records.database import Database
+from loramux.data.records.identity import Principal
+from loramux.data.records.requests import OpenedRequest
+from loramux.data.storage.blobs import CONFIG_FILE, WEIGHTS_FILE, BlobStore, content_digest, open_blobs
+from loramux.money.usage.service import UsageService
+from loramux.money.usage.settlement import Settlement
+from loramux_adapters.base import BaseDescription, describe_base
 
 pytestmark = pytest.mark.anyio
 
@@ -633,10 +634,10 @@ async def test_a_cancelled_upload_leaves_nothing(
 KILL = """
 import asyncio, os, pickle, signal, sys
 from pathlib import Path
-from loramux.records import Database, Principal
-from loramux.settings import ModelSettings, Settings, ValidationSettings
-from loramux.storage import open_blobs
-from loramux.validation import BaseValidators, Validator
+from loramux.data.records import Database, Principal
+from loramux.common.settings import ModelSettings, Settings, ValidationSettings
+from loramux.data.storage import open_blobs
+from loramux.catalog.validation import BaseValidators, Validator
 
 url, tenant, key, root, support = sys.argv[1:]
 sys.path.append(support)

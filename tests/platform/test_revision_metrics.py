@@ -6,9 +6,9 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from loramux.records import Database, Principal
-from loramux.records.identity import ProjectId
-from loramux.records.revision_metrics import (
+from loramux.data.records.database import Database
+from loramux.data.records.identity import Principal, ProjectId
+from loramux.data.records.revision_metrics import (
     COUNTED,
     FIRST_TOKEN_BOUNDS,
     Caller,

@@ -8,14 +8,19 @@ from pathlib import Path
 import pytest
 from billing_harness import NOVEMBER, Clock, use
 
-from loramux.billing import BillingService, Catalog, InvalidPlan, read_plans
-from loramux.limits import Limits, RequestTooLarge, TooManyRunning
-from loramux.pricing import Price, Step, price_for
-from loramux.records import Database, Principal
-from loramux.records.requests import charged_tier, service_tier, tenant_tier
-from loramux.settings import BillingSettings
-from loramux.tenants import Tenants
-from loramux.usage import OpenedRequest, Settlement, UsageService
+from loramux.accounts.tenants.tenants import Tenants
+from loramux.common.settings.server import BillingSettings
+from loramux.data.records.database import Database
+from loramux.data.records.identity import Principal
+from loramux.data.records.requests import OpenedRequest, charged_tier, service_tier, tenant_tier
+from loramux.money.billing.catalog import Catalog, read_plans
+from loramux.money.billing.errors import InvalidPlan
+from loramux.money.billing.service import BillingService
+from loramux.money.limits.errors import RequestTooLarge, TooManyRunning
+from loramux.money.limits.limits import Limits
+from loramux.money.pricing import Price, Step, price_for
+from loramux.money.usage.service import UsageService
+from loramux.money.usage.settlement import Settlement
 
 PLAN = """
 [[plans]]

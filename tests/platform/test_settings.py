@@ -7,7 +7,8 @@ from typing import get_type_hints
 
 import pytest
 
-from loramux.settings import Settings, SettingsError, ensure_files, file, load_settings
+from loramux.common.settings import file
+from loramux.common.settings.file import Settings, SettingsError, ensure_files, load_settings
 
 SINK = '[[sinks]]\nname = "a"\nkind = "stripe"\nurl = "https://a.example"\nsecret_file = "s"\n'
 HUB = '[[uploads.hubs]]\nname = "h"\nurl = "https://h"\n'

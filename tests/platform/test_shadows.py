@@ -15,13 +15,14 @@ from gateway_harness import Harness, in_harness, read
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loramux.constraints import JsonObject, JsonSchema, Regex
+from loramux.constraints.formats import JsonObject, JsonSchema, Regex
 from loramux.engine.messages import SamplingParams, ServiceClass
-from loramux.gateway import Delta, Draining, GenerationRequest
 from loramux.releases import shadow_runner
 from loramux.releases.likeness import MEASURES, ChoiceAnswer, compare_answers, join_answer, measures_of, sums_of
 from loramux.releases.shadow_runner import KeptOutputs, ShadowQueue, ShadowRunner, ShadowTask, shadow_request
 from loramux.releases.statistics import interval_of_sums, mean_interval
+from loramux.serving.errors import Draining
+from loramux.serving.messages import Delta, GenerationRequest
 
 
 def task(tenant: str = "acme", tokens: int = 10, number: int = 0) -> Any:

@@ -14,13 +14,15 @@ import standardwebhooks
 from billing_harness import SECOND, Clock, use
 from cloudevents.v1.http import from_json
 
-from loramux.billing import BillingService
-from loramux.exports import ExportError, SinkDelivery, make_sink
-from loramux.exports.delivery import LEASE
-from loramux.pricing import METERS
-from loramux.records import Database, Principal
-from loramux.settings import SinkSettings
-from loramux.usage import UsageService
+from loramux.common.settings.server import SinkSettings
+from loramux.data.records.database import Database
+from loramux.data.records.identity import Principal
+from loramux.money.billing.service import BillingService
+from loramux.money.exports.delivery import LEASE, SinkDelivery
+from loramux.money.exports.sinks import make_sink
+from loramux.money.exports.tables import ExportError
+from loramux.money.pricing import METERS
+from loramux.money.usage.service import UsageService
 
 pytestmark = pytest.mark.anyio
 
@@ -278,7 +280,7 @@ async def test_sink_delivery_by_many_servers_is_once(
 async def test_sink_lease_of_a_dead_server_expires(
     clock: Clock, database: Database, usage: UsageService, acme: Principal, made: Callable[[Double], Deliver]
 ) -> None:
-    from loramux.records.sinks import SinkRepository
+    from loramux.data.records.sinks import SinkRepository
 
     wanted, double = await spend(usage, acme, 2), Double("openmeter", clock)
     async with database.begin() as session:
@@ -291,7 +293,7 @@ async def test_sink_lease_of_a_dead_server_expires(
 
 
 async def test_sink_cursor_is_not_moved_without_the_lease(database: Database, clock: Clock) -> None:
-    from loramux.records.sinks import SinkRepository
+    from loramux.data.records.sinks import SinkRepository
 
     async with database.begin() as session:
         slow, quick = SinkRepository(session, "sink", "slow"), SinkRepository(session, "sink", "quick")

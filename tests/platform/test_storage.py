@@ -14,18 +14,17 @@ from pathlib import Path
 import pytest
 from s3_server import S3
 
-from loramux.storage import (
+from loramux.data.storage.blobs import (
     CONFIG_FILE,
     FILES,
     WEIGHTS_FILE,
     BlobCorrupt,
     BlobMissing,
     BlobStore,
-    StorageUnavailable,
     content_digest,
     open_blobs,
 )
-from loramux.storage.objects import Staging
+from loramux.data.storage.objects import Staging, StorageUnavailable
 
 Open = Callable[[str], BlobStore]
 
@@ -268,7 +267,7 @@ def test_the_living_keep_their_area(store: BlobStore, opened: Open, tmp_path: Pa
 
 KILLED = """
 import os, signal, sys
-from loramux.storage import open_blobs, WEIGHTS_FILE
+from loramux.data.storage import open_blobs, WEIGHTS_FILE
 store = open_blobs(sys.argv[1], sys.argv[2], {})
 os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)
 with store.staging() as folder:

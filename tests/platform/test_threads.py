@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from loramux.jobs import TenantSlots, ThreadPool
+from loramux.common.jobs import TenantSlots, ThreadPool
 
 pytestmark = pytest.mark.anyio
 

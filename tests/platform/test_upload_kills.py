@@ -17,10 +17,10 @@ from sqlalchemy import make_url
 from upload_harness import CONFIG, Harness, upload_harness
 from upload_kills import WEIGHTS
 
-from loramux.records import Database
-from loramux.registry import ModelNotFound
-from loramux.storage import CONFIG_FILE, WEIGHTS_FILE, open_blobs
-from loramux.tenants import Tenants
+from loramux.accounts.tenants.tenants import Tenants
+from loramux.catalog.registry.errors import ModelNotFound
+from loramux.data.records.database import Database
+from loramux.data.storage.blobs import CONFIG_FILE, WEIGHTS_FILE, open_blobs
 
 PROGRAM = Path(__file__).parents[1] / "support" / "upload_kills.py"
 Fresh = Callable[[], AbstractContextManager[tuple[Path, str]]]

@@ -11,28 +11,30 @@ import pytest
 from s3_server import S3
 from upload_harness import CONFIG, Harness, upload_folder, upload_harness
 
-from loramux.records import Database, Principal
-from loramux.records.database import server_liveness
-from loramux.records.uploads import UploadJobs
-from loramux.registry import AdapterNotFound, ModelNotFound, RevisionInfo
-from loramux.settings import UploadSettings
-from loramux.storage import CONFIG_FILE, WEIGHTS_FILE, BlobStore, StorageUnavailable, open_blobs
-from loramux.tenants import AuditLog
-from loramux.uploads import (
-    FolderSource,
+from loramux.accounts.tenants.entities import AuditLog
+from loramux.catalog.registry.entities import RevisionInfo
+from loramux.catalog.registry.errors import AdapterNotFound, ModelNotFound
+from loramux.catalog.uploads import parts as parts_module
+from loramux.catalog.uploads.errors import (
     InvalidUpload,
-    Source,
     TooManyTransfers,
     TooManyUploads,
     UploadClosed,
     UploadNotFound,
-    UploadRequest,
     UploadTooSlow,
     WrongOffset,
-    paced,
 )
-from loramux.uploads import parts as parts_module
-from loramux.validation import SandboxDied, ValidationReport
+from loramux.catalog.uploads.imports import FolderSource, Source
+from loramux.catalog.uploads.parts import paced
+from loramux.catalog.uploads.sessions import UploadRequest
+from loramux.catalog.validation.jobs import ValidationReport
+from loramux.common.sandbox.sandbox import SandboxDied
+from loramux.common.settings.serving import UploadSettings
+from loramux.data.records.database import Database, server_liveness
+from loramux.data.records.identity import Principal
+from loramux.data.records.uploads import UploadJobs
+from loramux.data.storage.blobs import CONFIG_FILE, WEIGHTS_FILE, BlobStore, open_blobs
+from loramux.data.storage.objects import StorageUnavailable
 
 pytestmark = pytest.mark.anyio
 

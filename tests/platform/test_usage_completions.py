@@ -11,11 +11,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from openai.types.admin.organization import UsageCompletionsResponse
 
-from loramux.records import Database, Principal
-from loramux.records.usage import DailyUsageRepository
-from loramux.tenants import CUSTOMER_SCOPES, Tenants
-from loramux.units import TokenCounts
-from loramux.usage import InvalidQuery, OpenedRequest, Settlement, UsagePage, UsageQuery, UsageResult, UsageService
+from loramux.accounts.tenants.authority import CUSTOMER_SCOPES
+from loramux.accounts.tenants.tenants import Tenants
+from loramux.common.units import TokenCounts
+from loramux.data.records.database import Database
+from loramux.data.records.identity import Principal
+from loramux.data.records.requests import OpenedRequest
+from loramux.data.records.usage import DailyUsageRepository
+from loramux.money.usage.errors import InvalidQuery
+from loramux.money.usage.query import UsagePage, UsageQuery, UsageResult
+from loramux.money.usage.service import UsageService
+from loramux.money.usage.settlement import Settlement
 
 SECOND = 1_000_000
 START = 1_700_000_000

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from loramux.records import RecordsUnavailable
-from loramux.units import QUIET_SECONDS
-from loramux.usage import UsageClosed, group_commit
-from loramux.usage.group_commit import GroupCommit
+from loramux.common.units import QUIET_SECONDS
+from loramux.data.records.errors import RecordsUnavailable
+from loramux.money.usage import group_commit
+from loramux.money.usage.errors import UsageClosed
+from loramux.money.usage.group_commit import GroupCommit
 
 pytestmark = pytest.mark.anyio
 

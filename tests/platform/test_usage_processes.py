@@ -9,10 +9,11 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from loramux.exports import ledger_pages
-from loramux.records import Database, Principal
-from loramux.records.usage import Span
-from loramux.usage import UsageService
+from loramux.data.records.database import Database
+from loramux.data.records.identity import Principal
+from loramux.data.records.usage import Span
+from loramux.money.exports.tables import ledger_pages
+from loramux.money.usage.service import UsageService
 
 pytestmark = pytest.mark.anyio
 
@@ -20,9 +21,9 @@ PROCESSES, REQUESTS = 8, 60
 
 SERVER = """
 import asyncio, sys
-from loramux.records import Database
-from loramux.usage import OpenedRequest, Settlement, UsageService
-from loramux.units import TokenCounts
+from loramux.data.records import Database
+from loramux.money.usage import OpenedRequest, Settlement, UsageService
+from loramux.common.units import TokenCounts
 
 async def main(url, tenant, key, name, requests):
     usage = UsageService(Database(url))

@@ -11,12 +11,15 @@ import msgspec
 import pytest
 import sqlalchemy as sa
 
-from loramux.records import Database, Principal, RecordsUnavailable
-from loramux.records.ledger import LedgerRow
-from loramux.records.requests import RequestRow
-from loramux.units import TokenCounts
-from loramux.usage import EndedBy, OpenedRequest, RequestRefused, Settlement, UnknownRequest, UsageClosed, UsageService
-from loramux.usage.settlement import Operation, Outcome, SettlementWriter
+from loramux.common.units import TokenCounts
+from loramux.data.records.database import Database
+from loramux.data.records.errors import RecordsUnavailable
+from loramux.data.records.identity import Principal
+from loramux.data.records.ledger import LedgerRow
+from loramux.data.records.requests import OpenedRequest, RequestRow
+from loramux.money.usage.errors import RequestRefused, UnknownRequest, UsageClosed
+from loramux.money.usage.service import UsageService
+from loramux.money.usage.settlement import EndedBy, Operation, Outcome, Settlement, SettlementWriter
 
 pytestmark = pytest.mark.anyio
 
@@ -269,7 +272,7 @@ async def test_sweep_keeps_requests_of_a_living_server(
 async def test_settlement_after_a_wrong_sweep_is_billed(
     server: Server, usage: UsageService, database: Database, acme: Principal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("loramux.usage.service.server_liveness", lambda *_: nullcontext())
+    monkeypatch.setattr("loramux.money.usage.service.server_liveness", lambda *_: nullcontext())
     other = await server()
     await other.open(opened(acme, "r1"))
     assert await usage.sweep() == 1
@@ -317,9 +320,9 @@ async def test_settlement_with_a_lost_commit_answer_is_billed_once(
 
 CRASH = """
 import asyncio, os, signal, sys
-from loramux.records import Database
-from loramux.units import TokenCounts
-from loramux.usage import OpenedRequest, Settlement, UsageService
+from loramux.data.records import Database
+from loramux.common.units import TokenCounts
+from loramux.money.usage import OpenedRequest, Settlement, UsageService
 
 async def main(url, tenant, key):
     usage = UsageService(Database(url))

@@ -6,13 +6,13 @@ from collections.abc import Awaitable, Callable
 import pytest
 from billing_harness import DAY, NOVEMBER, SECOND, Clock
 
-from loramux.records import Database, Principal
-from loramux.records.adapters import AdapterRepository, RevisionContent, RevisionRow, Stamp
-from loramux.records.contents import register_revision
-from loramux.records.ledger import LedgerEntry, LedgerRepository
-from loramux.records.pins import UNPINNED, PinRepository
-from loramux.usage import UsageService
-from loramux.usage.service import GRACE, StorageMeter
+from loramux.data.records.adapters import AdapterRepository, RevisionContent, RevisionRow, Stamp
+from loramux.data.records.contents import register_revision
+from loramux.data.records.database import Database
+from loramux.data.records.identity import Principal
+from loramux.data.records.ledger import LedgerEntry, LedgerRepository
+from loramux.data.records.pins import UNPINNED, PinRepository
+from loramux.money.usage.service import GRACE, StorageMeter, UsageService
 
 pytestmark = pytest.mark.anyio
 

@@ -14,11 +14,27 @@ import pytest
 import sqlalchemy as sa
 import standardwebhooks
 
-from loramux.public_http import Resolver
-from loramux.records import Database, Principal
-from loramux.records.adapters import AdapterRepository, RevisionContent, Stamp
-from loramux.records.contents import register_revision
-from loramux.records.webhooks import (
+from loramux.accounts.tenants.account import KeyRequest
+from loramux.accounts.tenants.errors import NotPermitted
+from loramux.accounts.tenants.tenants import Tenants
+from loramux.accounts.webhooks.dispatcher import LEASE, MAX_VISITS_PER_TENANT, _retry_after, webhook_client
+from loramux.accounts.webhooks.endpoints import (
+    Endpoint,
+    EndpointNotFound,
+    Endpoints,
+    InvalidEndpoint,
+    TooManyEndpoints,
+    TooManyTests,
+    WebhookService,
+)
+from loramux.accounts.webhooks.messages import endpoint_secret, write_secret
+from loramux.common.public_http import Resolver
+from loramux.common.settings.server import WebhookSettings
+from loramux.data.records.adapters import AdapterRepository, RevisionContent, Stamp
+from loramux.data.records.contents import register_revision
+from loramux.data.records.database import Database
+from loramux.data.records.identity import Principal
+from loramux.data.records.webhooks import (
     KINDS,
     READY,
     REJECTED,
@@ -30,19 +46,6 @@ from loramux.records.webhooks import (
     EventRow,
     Refusal,
 )
-from loramux.settings import WebhookSettings
-from loramux.tenants import KeyRequest, NotPermitted, Tenants
-from loramux.webhooks import (
-    Endpoint,
-    EndpointNotFound,
-    Endpoints,
-    InvalidEndpoint,
-    TooManyEndpoints,
-    TooManyTests,
-    WebhookService,
-)
-from loramux.webhooks.dispatcher import LEASE, MAX_VISITS_PER_TENANT, _retry_after, webhook_client
-from loramux.webhooks.messages import endpoint_secret, write_secret
 
 pytestmark = pytest.mark.anyio
 

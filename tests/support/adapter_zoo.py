@@ -18,12 +18,14 @@ import transformers
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTextConfig
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLTextConfig
 
+from loramux.common.settings.file import Settings
+from loramux.common.settings.serving import EngineSettings, ModelSettings
 from loramux.engine.engine import Engine, build_engine
 from loramux.engine.execution.loader import LoadedModel, load_model
 from loramux.engine.messages import AdapterRef, Request, SamplingParams
-from loramux.settings import EngineSettings, ModelSettings, Settings
-from loramux_adapters import Limits, describe_base
-from loramux_adapters.convert import rename_adapter
+from loramux_adapters.base import describe_base
+from loramux_adapters.convert.renaming import rename_adapter
+from loramux_adapters.plan import Limits
 
 transformers.logging.set_verbosity_error()
 

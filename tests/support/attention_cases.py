@@ -6,7 +6,8 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from loramux_kernels import AttentionBatch, KvLayer, write_kv_reference
+from loramux_kernels.paged_attention import write_kv_reference
+from loramux_kernels.tables import AttentionBatch, KvLayer
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,14 @@ from pathlib import Path
 
 import msgspec
 
-from loramux.billing import Catalog, Month, read_plans
-from loramux.records import Database, Principal
-from loramux.units import TokenCounts
-from loramux.usage import OpenedRequest, Settlement, UsageService
+from loramux.common.units import TokenCounts
+from loramux.data.records.database import Database
+from loramux.data.records.identity import Principal
+from loramux.data.records.requests import OpenedRequest
+from loramux.money.billing.catalog import Catalog, read_plans
+from loramux.money.billing.periods import Month
+from loramux.money.usage.service import UsageService
+from loramux.money.usage.settlement import Settlement
 
 SECOND = 1_000_000
 DAY = 86_400

@@ -17,10 +17,12 @@ from peft_uploads import form, make_adapter
 from running_server import Running, running
 from site_fixture import PATIENCE, make_settings
 
-from loramux.gateway import open_tenants
-from loramux.records import Database
-from loramux.settings import BaseSettings, EngineRange, EngineSettings, Settings
-from loramux.tenants import TENANT_SCOPES, KeyRequest
+from loramux.accounts.tenants.account import KeyRequest
+from loramux.accounts.tenants.authority import TENANT_SCOPES
+from loramux.common.settings.file import Settings
+from loramux.common.settings.serving import BaseSettings, EngineRange, EngineSettings
+from loramux.data.records.database import Database
+from loramux.server.platform import open_tenants
 from loramux_api.app import create_app
 
 NAMES = {

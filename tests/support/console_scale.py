@@ -9,17 +9,17 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from loramux.billing import Month
-from loramux.records.adapters import AdapterRow, RevisionRow
-from loramux.records.aliases import AliasRow, AliasTargetRow, AliasVersionRow
-from loramux.records.billing import PeriodRow
-from loramux.records.credentials import KeyRow
-from loramux.records.database import unix_microseconds
-from loramux.records.ledger import LedgerHeadRow, LedgerRow
-from loramux.records.requests import RequestRow
-from loramux.records.revision_metrics import COUNTED, REVISION_HOURS
-from loramux.records.tenants import AuditRow, ProjectRow, TenantRow
-from loramux.records.webhooks import EventRow
+from loramux.data.records.adapters import AdapterRow, RevisionRow
+from loramux.data.records.aliases import AliasRow, AliasTargetRow, AliasVersionRow
+from loramux.data.records.billing import PeriodRow
+from loramux.data.records.credentials import KeyRow
+from loramux.data.records.database import unix_microseconds
+from loramux.data.records.ledger import LedgerHeadRow, LedgerRow
+from loramux.data.records.requests import RequestRow
+from loramux.data.records.revision_metrics import COUNTED, REVISION_HOURS
+from loramux.data.records.tenants import AuditRow, ProjectRow, TenantRow
+from loramux.data.records.webhooks import EventRow
+from loramux.money.billing.periods import Month
 
 ADAPTERS = 10_000
 DAYS = 365

@@ -12,7 +12,7 @@ from running_server import running
 from site_fixture import Site, make_keys, make_settings
 from tiny_base import CHAT_TEMPLATE, byte_tokenizer, make_base
 
-from loramux.settings import EngineSettings
+from loramux.common.settings.serving import EngineSettings
 from loramux_api.app import create_app
 
 ADAPTERS = 5

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from loramux.engine import ENGINE_DIED, EngineClient, EngineDied
+from loramux.engine.client import ENGINE_DIED, EngineClient, EngineDied
 from loramux.engine.messages import Request, TokenEvent
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from datetime import date
 
-from loramux.billing import Catalog, Month, PlanSpec
-from loramux.billing.catalog import PriceSpec
-from loramux.limits import ChargedUsage
-from loramux.records import Database
-from loramux.usage import OpenedRequest
+from loramux.data.records.database import Database
+from loramux.data.records.requests import OpenedRequest
+from loramux.money.billing.catalog import Catalog, PlanSpec, PriceSpec
+from loramux.money.billing.periods import Month
+from loramux.money.limits.budgets import ChargedUsage
 
 SINCE = Month(2023, 1)
 

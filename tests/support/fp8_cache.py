@@ -8,8 +8,9 @@ import torch
 import transformers
 from attention_cases import Case
 
-from loramux_kernels import KvLayer, write_kv_reference
 from loramux_kernels.e4m3 import decode, encode, scale_for
+from loramux_kernels.paged_attention import write_kv_reference
+from loramux_kernels.tables import KvLayer
 
 NAN_CODE = 0x7F
 

@@ -11,15 +11,17 @@ from types import SimpleNamespace
 from scripted_engine import ScriptedEngine
 from tiny_base import byte_tokenizer
 
-from loramux import records
+from loramux.accounts.tenants.tenants import Tenants
+from loramux.catalog.registry.resolver import ResolvedModel
+from loramux.data.records import schema
+from loramux.data.records.database import Database
 from loramux.engine.messages import SamplingParams
-from loramux.gateway import Generation, GenerationRequest
-from loramux.gateway.formats import GrammarTrials
-from loramux.gateway.service import CompletionService, ServedBase
-from loramux.gateway.tokenizer import Tokenizer
-from loramux.registry import ResolvedModel
-from loramux.tenants import Tenants
-from loramux.usage import UsageService
+from loramux.money.usage.service import UsageService
+from loramux.serving.formats import GrammarTrials
+from loramux.serving.generation import Generation
+from loramux.serving.messages import GenerationRequest
+from loramux.serving.service import CompletionService, ServedBase
+from loramux.serving.tokenizer import Tokenizer
 
 
 class Harness(SimpleNamespace):
@@ -28,7 +30,7 @@ class Harness(SimpleNamespace):
     engine: ScriptedEngine
     service: CompletionService
     usage: UsageService
-    database: records.Database
+    database: Database
 
     async def begin(self, **changes: object) -> Generation:
         ask = {"kind": "cmpl-", "model": "tiny", "prompts": ("hello",), "sampling": SamplingParams(max_tokens=0)}
@@ -38,7 +40,7 @@ class Harness(SimpleNamespace):
     async def entries(self) -> list[tuple[str | None, int, int, int, str | None]]:
         from sqlalchemy import select
 
-        from loramux.records.ledger import LedgerRow
+        from loramux.data.records.ledger import LedgerRow
 
         async with self.database.read() as session:
             rows = (await session.scalars(select(LedgerRow).order_by(LedgerRow.sequence))).all()
@@ -56,8 +58,8 @@ class AnyName:
 @asynccontextmanager
 async def harness(folder: Path, *, share_base_cache: bool = False, **engine: object) -> AsyncIterator[Harness]:
     url = f"sqlite:///{folder}/records.sqlite3"
-    records.migrate(url)
-    database = records.Database(url)
+    schema.migrate(url)
+    database = Database(url)
     tenants, usage, scripted = Tenants(database, b"p" * 32), UsageService(database), ScriptedEngine(**engine)
     await tenants.create("acme")
     principal = await tenants.authenticator.authenticate((await tenants.create_key("acme"))[1])

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from loramux.constraints import AnswerFormat, Choice, Grammar, JsonSchema, Regex
+from loramux.constraints.formats import AnswerFormat, Choice, Grammar, JsonSchema, Regex
 
 
 def nested(depth: int, leaf: dict[str, Any]) -> dict[str, Any]:
@@ -183,9 +183,9 @@ def main() -> None:
     import msgspec
     from tiny_base import byte_tokenizer
 
-    from loramux.constraints import TrialJob, TrialResult, TrialSetup
-    from loramux.gateway.formats import TRIAL_LIMITS
-    from loramux.validation.sandbox import Sandbox, SandboxError
+    from loramux.common.sandbox.sandbox import Sandbox, SandboxError
+    from loramux.constraints.grammars import TrialJob, TrialResult, TrialSetup
+    from loramux.serving.formats import TRIAL_LIMITS
 
     tokenizer = byte_tokenizer().backend_tokenizer.to_str()
     setup = TrialSetup(tokenizer=tokenizer, vocab_size=260, eos_token_ids=(256,))

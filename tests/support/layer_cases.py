@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from hypothesis import strategies as st
 
-from loramux_kernels import KvLayer, Norm, Rotation
+from loramux_kernels.tables import KvLayer, Norm, Rotation
 
 
 def random_norm(width: int, rounds_first: bool) -> Norm:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from scripted_engine import FACTS
 
+from loramux.common.units import TokenCounts
 from loramux.engine.client import EngineClient
 from loramux.engine.messages import (
     AdapterRef,
@@ -36,7 +37,6 @@ from loramux.fleet.remote import EnginePlace, RemoteChannel
 from loramux.fleet.serving import EngineListener
 from loramux.fleet.sessions import FrontSessions, Then
 from loramux.fleet.wire import KeyPair, new_pair
-from loramux.units import TokenCounts
 
 BASE = "tiny"
 

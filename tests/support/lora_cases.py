@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from loramux_kernels import RANK_TILE, LoraGroup, LoraTable, Segments
+from loramux_kernels.tables import RANK_TILE, LoraGroup, LoraTable, Segments
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,10 @@ from typing import Any
 import httpx
 from peft_uploads import form
 
-from loramux.gateway import open_tenants
-from loramux.settings import (
-    BaseSettings,
-    EngineSettings,
-    ModelSettings,
-    RecordsSettings,
-    Settings,
-    ValidationSettings,
-)
+from loramux.common.settings.file import Settings
+from loramux.common.settings.server import RecordsSettings
+from loramux.common.settings.serving import BaseSettings, EngineSettings, ModelSettings, ValidationSettings
+from loramux.server.platform import open_tenants
 
 PROMPT = [257, *b"the same prompt"]
 ENGINE = EngineSettings(pool_bytes=1 << 22, max_num_batched_tokens=64, num_threads=1)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from hypothesis import strategies as st
 
-from loramux_kernels import NO_VECTORS, LoraGroup, Segments
+from loramux_kernels.tables import NO_VECTORS, LoraGroup, Segments
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from loramux.engine import ENGINE_DIED, EngineDied
-from loramux.engine.client import OnEvent
+from loramux.common.units import TokenCounts
+from loramux.engine.client import ENGINE_DIED, EngineDied, OnEvent
 from loramux.engine.messages import (
     AdapterRef,
     EngineCount,
@@ -25,7 +25,6 @@ from loramux.engine.messages import (
     TokenEvent,
     TopLogprob,
 )
-from loramux.units import TokenCounts
 
 EOS = 256
 FACTS = ModelFacts(

@@ -12,20 +12,19 @@ import openai
 from running_server import Running
 from scripted_engine import ScriptedEngine
 
-from loramux.gateway import open_tenants
-from loramux.settings import (
-    AdapterLimits,
+from loramux.accounts.tenants.account import KeyRequest
+from loramux.accounts.tenants.authority import TENANT_SCOPES, Role
+from loramux.accounts.tenants.tenants import Tenants
+from loramux.common.settings.file import Settings
+from loramux.common.settings.server import (
     BatchSettings,
-    EngineSettings,
     IssuerSettings,
-    ModelSettings,
     RecordsSettings,
     ServerSettings,
-    Settings,
-    ValidationSettings,
     WebhookSettings,
 )
-from loramux.tenants import TENANT_SCOPES, KeyRequest, Role, Tenants
+from loramux.common.settings.serving import AdapterLimits, EngineSettings, ModelSettings, ValidationSettings
+from loramux.server.platform import open_tenants
 
 TENANTS = ("acme", "globex")
 PATIENCE = 120.0

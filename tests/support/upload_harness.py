@@ -14,15 +14,20 @@ from typing import Any
 
 import msgspec
 
-from loramux.records import Database, Principal
-from loramux.records.uploads import Upload
-from loramux.registry import AdapterInfo, BaseModel, BaseModels, Registry, open_registry
-from loramux.settings import AdapterLimits, UploadSettings
-from loramux.storage import CONFIG_FILE, WEIGHTS_FILE, BlobStore
-from loramux.tenants import Tenants
-from loramux.uploads import AnnouncedFile, Importer, Ingest, UploadRequest, UploadSessions, UploadWorker, max_bytes
-from loramux.validation import Rejection, ValidationReport
-from loramux.validation.jobs import AdapterSummary
+from loramux.accounts.tenants.tenants import Tenants
+from loramux.catalog.registry.entities import AdapterInfo
+from loramux.catalog.registry.registry import Registry, open_registry
+from loramux.catalog.registry.resolver import BaseModel, BaseModels
+from loramux.catalog.uploads.imports import Importer
+from loramux.catalog.uploads.ingest import Ingest, UploadWorker
+from loramux.catalog.uploads.sessions import AnnouncedFile, UploadRequest, UploadSessions, max_bytes
+from loramux.catalog.validation.jobs import AdapterSummary, ValidationReport
+from loramux.common.errors import Rejection
+from loramux.common.settings.serving import AdapterLimits, UploadSettings
+from loramux.data.records.database import Database
+from loramux.data.records.identity import Principal
+from loramux.data.records.uploads import Upload
+from loramux.data.storage.blobs import CONFIG_FILE, WEIGHTS_FILE, BlobStore
 
 PEPPER = b"p" * 32
 CONFIG = b"{}"

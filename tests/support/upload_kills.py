@@ -19,10 +19,10 @@ from typing import Any
 
 from upload_harness import CONFIG, Harness, upload_folder, upload_harness
 
-from loramux.records import Database
-from loramux.storage import CONFIG_FILE, WEIGHTS_FILE, open_blobs
-from loramux.tenants import Tenants
-from loramux.uploads import parts
+from loramux.accounts.tenants.tenants import Tenants
+from loramux.catalog.uploads import parts
+from loramux.data.records.database import Database
+from loramux.data.storage.blobs import CONFIG_FILE, WEIGHTS_FILE, open_blobs
 
 WEIGHTS = b"0123456789"
 OBJECTS = ("put", "put_file", "read", "names", "delete", "delete_under")

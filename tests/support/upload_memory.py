@@ -15,10 +15,11 @@ from pathlib import Path
 
 from upload_harness import CONFIG, upload_harness
 
-from loramux.records import Database, migrate
-from loramux.storage import CONFIG_FILE, WEIGHTS_FILE, open_blobs
-from loramux.tenants import Tenants
-from loramux.uploads import AnnouncedFile, UploadRequest
+from loramux.accounts.tenants.tenants import Tenants
+from loramux.catalog.uploads.sessions import AnnouncedFile, UploadRequest
+from loramux.data.records.database import Database
+from loramux.data.records.schema import migrate
+from loramux.data.storage.blobs import CONFIG_FILE, WEIGHTS_FILE, open_blobs
 
 CHUNK = 1 << 16
 

@@ -4,8 +4,3 @@
 kind; `self_contained` and `base_dependent` implement the kinds by their algebra, the latter with the base's weights;
 `conversion` matches targets, checks and bounds the file, and writes the LoRA.
 """
-
-from loramux_adapters.convert.conversion import CONVERTERS, Conversion, convert_adapter
-from loramux_adapters.convert.renaming import Renaming, rename_adapter
-
-__all__ = ["CONVERTERS", "Conversion", "Renaming", "convert_adapter", "rename_adapter"]

@@ -9,9 +9,12 @@ from typing import Any
 
 import click
 
-from loramux.settings import load_settings
-from loramux.tenants import CUSTOMER_SCOPES, SCOPES, AuditEntry, Key, KeyRequest, Member, Role, Tenants
-from loramux.units import SECONDS_PER_DAY
+from loramux.accounts.tenants.account import KeyRequest
+from loramux.accounts.tenants.authority import CUSTOMER_SCOPES, SCOPES, Role
+from loramux.accounts.tenants.entities import AuditEntry, Key, Member
+from loramux.accounts.tenants.tenants import Tenants
+from loramux.common.settings.file import load_settings
+from loramux.common.units import SECONDS_PER_DAY
 from loramux_api.cli.common import config_option, day, json_option, note, put, tenant_option, with_account, with_tenants
 
 
@@ -69,7 +72,7 @@ def replace_pepper(config: Path, as_json: bool) -> None:
     Example:
       loramux key replace-pepper --config configs/single-node.toml
     """
-    from loramux.gateway import renew_pepper
+    from loramux.server.platform import renew_pepper
 
     revoked = asyncio.run(renew_pepper(load_settings(config)))
     put(as_json, {"revoked": revoked}, f"{revoked} keys are revoked. Make new ones with `loramux key create`.")

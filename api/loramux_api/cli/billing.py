@@ -14,34 +14,18 @@ from typing import Any
 import click
 import msgspec
 
-from loramux.billing import (
-    Invoice,
-    InvoiceParty,
-    LedgerDrift,
-    Month,
-    Period,
-    PeriodNotOpen,
-    Reconciliation,
-    read_plans,
-    reconcile,
-)
-from loramux.billing.invoices import display_quantity
-from loramux.exports import (
-    FOCUS_COLUMNS,
-    FORMATS,
-    LEDGER_COLUMNS,
-    ExportedFile,
-    ParkedEvent,
-    SinkDelivery,
-    focus_rows,
-    ledger_pages,
-    write_table,
-)
-from loramux.exports.focus import GROUP_BY, Seller
-from loramux.exports.tables import Row
-from loramux.gateway import BillingServices, open_sinks
-from loramux.pricing import plain_builtins, plain_text
-from loramux.settings import load_settings
+from loramux.common.settings.file import load_settings
+from loramux.data.records.sinks import ParkedEvent
+from loramux.money.billing.catalog import read_plans
+from loramux.money.billing.errors import LedgerDrift, PeriodNotOpen
+from loramux.money.billing.invoices import Invoice, InvoiceParty, display_quantity
+from loramux.money.billing.periods import Month, Period
+from loramux.money.billing.reconcile import Reconciliation, reconcile
+from loramux.money.exports.delivery import SinkDelivery
+from loramux.money.exports.focus import FOCUS_COLUMNS, GROUP_BY, Seller, focus_rows
+from loramux.money.exports.tables import FORMATS, LEDGER_COLUMNS, ExportedFile, Row, ledger_pages, write_table
+from loramux.money.pricing import plain_builtins, plain_text
+from loramux.server.platform import BillingServices, open_sinks
 from loramux_api.cli.common import (
     config_option,
     json_option,
@@ -257,7 +241,7 @@ def invoice(tenant_name: str, period: str, html: Path | None, pdf: Path | None, 
     Example:
       loramux usage invoice --tenant acme --period 2026-11 --pdf acme.pdf --config configs/single-node.toml
     """
-    from loramux.exports import InvoiceFormat, write_invoice
+    from loramux.money.exports.invoice_render import InvoiceFormat, write_invoice
 
     made = with_billing(config, lambda desk: desk.billing.invoice(tenant_name, Month.parse(period)))
     files: dict[InvoiceFormat, Path | None] = {"html": html, "pdf": pdf}

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 import msgspec
 
-from loramux.settings import load_settings
+from loramux.common.settings.file import load_settings
 
 if TYPE_CHECKING:
-    from loramux.gateway import BillingServices
-    from loramux.limits import Limits
-    from loramux.tenants import Account, Tenant, Tenants
+    from loramux.accounts.tenants.account import Account
+    from loramux.accounts.tenants.entities import Tenant
+    from loramux.accounts.tenants.tenants import Tenants
+    from loramux.money.limits.limits import Limits
+    from loramux.server.platform import BillingServices
 
 T = TypeVar("T")
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -88,7 +90,7 @@ def warn_of_old_name(old: str, new: str) -> None:
 
 def with_tenants(config: Path, act: Callable[[Tenants], Awaitable[T]]) -> T:
     """Open the records of `config`, run `act` and close them. Operators' commands need no running server."""
-    from loramux.gateway import open_tenants
+    from loramux.server.platform import open_tenants
 
     settings = load_settings(config)
 
@@ -110,7 +112,7 @@ def with_account(config: Path, tenant_name: str, act: Callable[[Account], Awaita
 
 def with_limits(config: Path, tenant_name: str, act: Callable[[Limits, Tenant], Awaitable[T]]) -> T:
     """Run `act` on one tenant and its limits. Raises TenantNotFound."""
-    from loramux.limits import Limits
+    from loramux.money.limits.limits import Limits
 
     async def run(tenants: Tenants) -> T:
         return await act(Limits(tenants.changes), await tenants.named(tenant_name))
@@ -120,7 +122,7 @@ def with_limits(config: Path, tenant_name: str, act: Callable[[Limits, Tenant], 
 
 def with_billing(config: Path, act: Callable[[BillingServices], Awaitable[T]]) -> T:
     """Run `act` on the billing services of `config`'s database."""
-    from loramux.gateway import open_billing
+    from loramux.server.platform import open_billing
 
     settings = load_settings(config)
 
@@ -150,10 +152,10 @@ def errors_as_sentences() -> Iterator[None]:
 
 
 def _known_errors() -> tuple[type[Exception], ...]:
-    from loramux.errors import LoramuxError
-    from loramux.gateway import EngineDied
-    from loramux.settings import SettingsError
-    from loramux.simulator import ScenarioError
+    from loramux.common.errors import LoramuxError
+    from loramux.common.settings.file import SettingsError
+    from loramux.engine.client import EngineDied
+    from loramux.simulator.scenario import ScenarioError
     from loramux_client import ClientError
 
     return (LoramuxError, ClientError, EngineDied, SettingsError, ScenarioError)

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, get_args
 import click
 import msgspec
 
-from loramux import logs
-from loramux.settings import BaseSettings, Dtype, Quantization, Settings, SettingsError, load_settings
+from loramux.common import logs
+from loramux.common.settings.file import Settings, SettingsError, load_settings
+from loramux.common.settings.serving import BaseSettings, Dtype, Quantization
 from loramux_api.cli.common import config_option, json_option, note, put
 from loramux_api.cli.remote import Remote, on_server
 from loramux_client.objects import Base, BaseMigration, BaseMigrationItem, Engine, Moved

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from loramux.settings import load_settings
+from loramux.common.settings.file import load_settings
 from loramux_api.cli.common import config_option, json_option, put
 from loramux_client import Client, RetryPolicy
 

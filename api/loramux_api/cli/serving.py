@@ -16,8 +16,8 @@ import click
 import msgspec
 
 import loramux
-from loramux import logs
-from loramux.settings import Settings, SettingsError, load_settings
+from loramux.common import logs
+from loramux.common.settings.file import Settings, SettingsError, load_settings
 from loramux_api.cli.common import config_option, json_option, put
 
 logger = logging.getLogger(__name__)
@@ -219,7 +219,7 @@ def migrate(config: Path, as_json: bool) -> None:
     Example:
       loramux migrate --config configs/production.toml
     """
-    from loramux.gateway import migrate as migrate_database
+    from loramux.server.platform import migrate as migrate_database
 
     revision = migrate_database(load_settings(config))
     put(as_json, {"revision": revision}, f"The database has schema {revision}.")

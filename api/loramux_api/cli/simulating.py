@@ -9,25 +9,12 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
-from loramux.simulator import (
-    ADAPTER_RANK,
-    DEVICES,
-    MODELS,
-    WEIGHT_BITS,
-    Goals,
-    Plan,
-    Planner,
-    Report,
-    Scenario,
-    ScenarioError,
-    Simulation,
-    Trial,
-    load_scenario,
-    model_of,
-    plot_report,
-    read_workload,
-    scenario_names,
-)
+from loramux.simulator.hardware import DEVICES, MODELS, WEIGHT_BITS
+from loramux.simulator.planner import ADAPTER_RANK, Goals, Plan, Planner, Trial
+from loramux.simulator.report import Report, plot_report
+from loramux.simulator.scenario import Scenario, ScenarioError, load_scenario, model_of, scenario_names
+from loramux.simulator.simulation import Simulation
+from loramux.simulator.traffic import read_workload
 from loramux_api.cli.common import json_option, note, put
 
 _Milliseconds = click.FloatRange(min=0, min_open=True)

@@ -6,9 +6,13 @@ from pathlib import Path
 
 import click
 
-from loramux.limits import LIMITS, PERIODS, BudgetState, Limit, Limits, format_money
-from loramux.pricing import NANO
-from loramux.tenants import ALLOWED_AT_FIRST, CHOSEN, SERVICE_CLASSES, Tenant
+from loramux.accounts.tenants.entities import Tenant
+from loramux.accounts.tenants.tenants import SERVICE_CLASSES
+from loramux.data.records.requests import ALLOWED_AT_FIRST, CHOSEN
+from loramux.money.limits.budgets import BudgetState, format_money
+from loramux.money.limits.definitions import LIMITS
+from loramux.money.limits.limits import PERIODS, Limit, Limits
+from loramux.money.pricing import NANO
 from loramux_api.cli.common import (
     config_option,
     day,

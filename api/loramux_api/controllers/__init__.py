@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from litestar import Controller, Router
 
-from loramux.settings import Settings
+from loramux.common.settings.file import Settings
 from loramux_api.controllers import (
     account,
     adapters,

@@ -11,10 +11,11 @@ from litestar import Response, delete, get, patch, post, put
 from litestar.di import NamedDependency
 from litestar.params import FromPath, FromQuery, JSONBody, QueryParameter
 
-from loramux.gateway import AdapterService
-from loramux.registry import Preconditions, etag
-from loramux.tenants import Principal
-from loramux.uploads import UploadSessions
+from loramux.catalog.registry.changes import Preconditions
+from loramux.catalog.registry.entities import etag
+from loramux.catalog.uploads.sessions import UploadSessions
+from loramux.data.records.identity import Principal
+from loramux.serving.adapters import AdapterService
 from loramux_api.auth import requires
 from loramux_api.bodies import AnyRequest
 from loramux_api.forms import AdapterForm

@@ -12,9 +12,10 @@ from litestar import delete, get, patch, post, put
 from litestar.di import NamedDependency
 from litestar.params import FromPath, FromQuery, JSONBody
 
-from loramux.gateway import Platform
-from loramux.logs import set_level
-from loramux.tenants import Tenant, Tenants
+from loramux.accounts.tenants.entities import Tenant
+from loramux.accounts.tenants.tenants import Tenants
+from loramux.common.logs import set_level
+from loramux.server.platform import Platform
 from loramux_api.openapi import OperatorController
 from loramux_api.parameters import BeforeSequence, PageLimit
 from loramux_api.schemas.admin import (

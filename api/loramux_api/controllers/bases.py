@@ -11,9 +11,10 @@ from litestar import get, post
 from litestar.di import NamedDependency
 from litestar.params import FromPath, FromQuery, JSONBody
 
-from loramux.gateway import Platform
-from loramux.releases import BaseMigrations, Shifted
-from loramux.tenants import Principal, Tenants
+from loramux.accounts.tenants.tenants import Tenants
+from loramux.data.records.identity import Principal
+from loramux.releases.migrations import BaseMigrations, Shifted
+from loramux.server.platform import Platform
 from loramux_api.auth import requires
 from loramux_api.openapi import ApiController, OperatorController
 from loramux_api.parameters import AfterPosition, PageLimit

@@ -11,9 +11,13 @@ from litestar.di import NamedDependency
 from litestar.params import FromPath, FromQuery, JSONBody, QueryParameter
 from litestar.response import Stream
 
-from loramux.batches import Batches, Files, FileTooLarge, StoredFile
-from loramux.gateway import InvalidRequest, Platform
-from loramux.tenants import Principal
+from loramux.batches.errors import FileTooLarge
+from loramux.batches.files import Files
+from loramux.batches.service import Batches
+from loramux.data.records.batches import StoredFile
+from loramux.data.records.identity import Principal
+from loramux.server.platform import Platform
+from loramux.serving.errors import InvalidRequest
 from loramux_api.auth import requires
 from loramux_api.bodies import AnyRequest
 from loramux_api.forms import FileForm

@@ -12,8 +12,9 @@ from litestar.openapi import ResponseSpec
 from litestar.params import JSONBody
 from msgspec import UNSET, UnsetType
 
-from loramux.gateway import Answer, CallDelta, Delta, FinishReason, TokenLogprob, join_calls
-from loramux.units import TokenCounts
+from loramux.common.units import TokenCounts
+from loramux.serving.calls import CallDelta
+from loramux.serving.messages import Answer, Delta, FinishReason, TokenLogprob, join_calls
 from loramux_api.answering import CollectedChoice, Inference, Writer, prompt_logprob_list, spelled, usage_of_chunk
 from loramux_api.auth import requires
 from loramux_api.bodies import InferenceRequest

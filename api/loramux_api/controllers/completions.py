@@ -13,18 +13,18 @@ from litestar.openapi import ResponseSpec
 from litestar.params import JSONBody
 from msgspec import UNSET, UnsetType
 
-from loramux.gateway import (
+from loramux.common.units import TokenCounts
+from loramux.serving.checks import canonical_tags
+from loramux.serving.errors import InvalidRequest
+from loramux.serving.messages import (
     Answer,
     Delta,
     FinishReason,
     GenerationRequest,
-    InvalidRequest,
     PromptTokenLogprob,
     Token,
     TokenLogprob,
-    canonical_tags,
 )
-from loramux.units import TokenCounts
 from loramux_api.answering import CollectedChoice, Inference, Writer, prompt_logprob_list, spelled, usage_of_chunk
 from loramux_api.auth import requires
 from loramux_api.bodies import InferenceRequest, Unsupported

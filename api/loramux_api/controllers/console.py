@@ -24,19 +24,14 @@ from litestar.datastructures import Cookie, State
 from litestar.di import NamedDependency
 from litestar.params import FromPath, FromQuery, JSONBody, QueryParameter
 
-from loramux.errors import LoramuxError
-from loramux.gateway import InvalidRequest, Platform
-from loramux.tenants import (
-    SIGN_IN_SECONDS,
-    Callback,
-    Credential,
-    InvalidKey,
-    Principal,
-    Session,
-    SeveralTenants,
-    SignInRefused,
-)
-from loramux.units import SECOND
+from loramux.accounts.tenants.authentication import Credential
+from loramux.accounts.tenants.errors import InvalidKey, SeveralTenants, SignInRefused
+from loramux.accounts.tenants.sessions import SIGN_IN_SECONDS, Callback, Session
+from loramux.common.errors import LoramuxError
+from loramux.common.units import SECOND
+from loramux.data.records.identity import Principal
+from loramux.server.platform import Platform
+from loramux.serving.errors import InvalidRequest
 from loramux_api.auth import ensure_same_origin, origin_of, requires, session_of
 from loramux_api.bodies import AnyRequest, Body
 from loramux_api.headers import SESSION_COOKIE, SIGN_IN_COOKIE

@@ -10,9 +10,12 @@ from litestar.di import NamedDependency
 from litestar.params import FromPath, FromQuery, JSONBody
 from msgspec import Meta
 
-from loramux.releases import Evaluation, EvaluationResult, Evaluations, Grader
-from loramux.tenants import Principal
-from loramux.units import SECOND
+from loramux.common.units import SECOND
+from loramux.data.records.comparisons import Evaluation
+from loramux.data.records.identity import Principal
+from loramux.releases.comparison import EvaluationResult
+from loramux.releases.evaluations import Evaluations
+from loramux.releases.graders import Grader
 from loramux_api.auth import requires
 from loramux_api.bodies import Body
 from loramux_api.openapi import ApiController

@@ -10,7 +10,7 @@ from litestar.datastructures import State
 from litestar.di import NamedDependency
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from loramux.gateway import Platform
+from loramux.server.platform import Platform
 from loramux_api.metrics import Metrics
 
 Status = Literal["live", "ready", "draining", "engine_down", "database_unreachable"]

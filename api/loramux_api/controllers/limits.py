@@ -9,9 +9,12 @@ from litestar import delete, get, put
 from litestar.di import NamedDependency
 from litestar.params import FromPath, JSONBody
 
-from loramux.gateway import NotAllowed
-from loramux.limits import LimitNotFound, Limits
-from loramux.tenants import Account, Principal, Tenants
+from loramux.accounts.tenants.account import Account
+from loramux.accounts.tenants.tenants import Tenants
+from loramux.data.records.identity import Principal
+from loramux.money.limits.errors import LimitNotFound
+from loramux.money.limits.limits import Limits
+from loramux.serving.errors import NotAllowed
 from loramux_api.auth import requires
 from loramux_api.openapi import ApiController, OperatorController
 from loramux_api.schemas.limits import (

@@ -17,11 +17,14 @@ from litestar.openapi import ResponseSpec
 from litestar.params import JSONBody
 from msgspec import Meta
 
+from loramux.common.errors import LoramuxError
+from loramux.common.units import TokenCounts
+from loramux.data.records.identity import Principal
 from loramux.engine.messages import SamplingParams
-from loramux.errors import LoramuxError
-from loramux.gateway import Answer, CompletionService, Delta, FinishReason, GenerationRequest, InvalidRequest, Platform
-from loramux.tenants import Principal
-from loramux.units import TokenCounts
+from loramux.server.platform import Platform
+from loramux.serving.errors import InvalidRequest
+from loramux.serving.messages import Answer, Delta, FinishReason, GenerationRequest
+from loramux.serving.service import CompletionService
 from loramux_api.answering import Writer, respond
 from loramux_api.auth import requires
 from loramux_api.bodies import AnyRequest, Body, InferenceRequest, Unsupported

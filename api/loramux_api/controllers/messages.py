@@ -18,10 +18,11 @@ from litestar.openapi import ResponseSpec
 from litestar.params import JSONBody
 from msgspec import UNSET, UnsetType
 
-from loramux.errors import LoramuxError
-from loramux.gateway import Answer, CompletionService, Delta, FinishReason
-from loramux.tenants import Principal
-from loramux.units import TokenCounts
+from loramux.common.errors import LoramuxError
+from loramux.common.units import TokenCounts
+from loramux.data.records.identity import Principal
+from loramux.serving.messages import Answer, Delta, FinishReason
+from loramux.serving.service import CompletionService
 from loramux_api.answering import AnswerPart, AnswerParts, Inference, NamedEvent, PartChange, Writer, named_frame
 from loramux_api.auth import requires
 from loramux_api.bodies import AnyRequest, InferenceRequest

@@ -9,10 +9,11 @@ from litestar import get
 from litestar.di import NamedDependency
 from litestar.params import FromPath, QueryParameter
 
-from loramux.gateway import Platform, ServedBase
-from loramux.registry import AdapterNotFound, ModelNotFound
-from loramux.tenants import Principal
-from loramux.units import SECOND
+from loramux.catalog.registry.errors import AdapterNotFound, ModelNotFound
+from loramux.common.units import SECOND
+from loramux.data.records.identity import Principal
+from loramux.server.platform import Platform
+from loramux.serving.service import ServedBase
 from loramux_api.auth import requires
 from loramux_api.openapi import ApiController
 

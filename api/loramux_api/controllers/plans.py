@@ -20,9 +20,10 @@ from litestar.datastructures import State
 from litestar.params import JSONBody
 from msgspec import Meta
 
-from loramux.errors import LoramuxError
-from loramux.gateway import InvalidRequest
-from loramux.simulator import DEVICES, MODELS, Plan, Trial
+from loramux.common.errors import LoramuxError
+from loramux.serving.errors import InvalidRequest
+from loramux.simulator.hardware import DEVICES, MODELS
+from loramux.simulator.planner import Plan, Trial
 from loramux_api.bodies import Body
 from loramux_api.openapi import OperatorController
 

@@ -15,8 +15,8 @@ from litestar.openapi import ResponseSpec
 from litestar.params import JSONBody
 from numpy.typing import NDArray
 
-from loramux.gateway import Answer, Classes, Delta, TextPair
-from loramux.units import TokenCounts
+from loramux.common.units import TokenCounts
+from loramux.serving.messages import Answer, Classes, Delta, TextPair
 from loramux_api.answering import Inference, Writer
 from loramux_api.auth import requires
 from loramux_api.bodies import InferenceRequest

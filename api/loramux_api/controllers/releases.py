@@ -13,21 +13,13 @@ from litestar.di import NamedDependency
 from litestar.params import FromPath, FromQuery, JSONBody
 from msgspec import Meta
 
-from loramux.gateway import AdapterService
-from loramux.registry import Preconditions, RevisionNumber
-from loramux.releases import (
-    CanaryGuards,
-    Guard,
-    PolicyCheck,
-    ReleasePolicies,
-    ReleasePolicy,
-    RevisionMetrics,
-    RevisionReport,
-    ShadowReport,
-    Shadows,
-    VersionReport,
-)
-from loramux.tenants import Principal
+from loramux.catalog.registry.changes import Preconditions
+from loramux.catalog.registry.entities import RevisionNumber
+from loramux.data.records.identity import Principal
+from loramux.releases.metrics import RevisionMetrics, RevisionReport, VersionReport
+from loramux.releases.policies import CanaryGuards, Guard, PolicyCheck, ReleasePolicies, ReleasePolicy
+from loramux.releases.shadows import ShadowReport, Shadows
+from loramux.serving.adapters import AdapterService
 from loramux_api.auth import requires
 from loramux_api.bodies import Body
 from loramux_api.openapi import ApiController

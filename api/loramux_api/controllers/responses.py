@@ -17,9 +17,9 @@ from litestar.openapi import ResponseSpec
 from litestar.params import JSONBody
 from msgspec import UNSET, UnsetType
 
-from loramux.errors import LoramuxError
-from loramux.gateway import Answer, Delta, FinishReason, TokenLogprob
-from loramux.units import TokenCounts
+from loramux.common.errors import LoramuxError
+from loramux.common.units import TokenCounts
+from loramux.serving.messages import Answer, Delta, FinishReason, TokenLogprob
 from loramux_api.answering import AnswerPart, AnswerParts, Inference, PartChange, Writer, named_frame
 from loramux_api.auth import requires
 from loramux_api.bodies import InferenceRequest

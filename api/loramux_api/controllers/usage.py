@@ -10,13 +10,15 @@ from litestar.di import NamedDependency, Provide
 from litestar.openapi import ResponseSpec
 from litestar.params import FromPath, FromQuery
 
-from loramux.billing import CostPage, CostsQuery
-from loramux.exports import InvoiceFormat, write_invoice
-from loramux.gateway import InvalidRequest, Platform
-from loramux.pricing import encode_money
-from loramux.releases import FIRST_TOKEN_BOUNDS, RevisionMetrics, ServiceLevel
-from loramux.tenants import Principal
-from loramux.usage import UsagePage, UsageQuery
+from loramux.data.records.identity import Principal
+from loramux.data.records.revision_metrics import FIRST_TOKEN_BOUNDS
+from loramux.money.billing.costs import CostPage, CostsQuery
+from loramux.money.exports.invoice_render import InvoiceFormat, write_invoice
+from loramux.money.pricing import encode_money
+from loramux.money.usage.query import UsagePage, UsageQuery
+from loramux.releases.metrics import RevisionMetrics, ServiceLevel
+from loramux.server.platform import Platform
+from loramux.serving.errors import InvalidRequest
 from loramux_api.auth import requires
 from loramux_api.bodies import AnyRequest
 from loramux_api.openapi import ApiController

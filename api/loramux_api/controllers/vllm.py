@@ -19,11 +19,15 @@ from litestar.openapi import ResponseSpec
 from litestar.params import FromQuery, JSONBody
 from msgspec import Meta
 
+from loramux.accounts.tenants.errors import NotFound, NotPermitted
+from loramux.catalog.registry.errors import RegistryError
+from loramux.common.errors import LoramuxError
+from loramux.data.records.identity import Principal
 from loramux.engine.messages import SamplingParams
-from loramux.errors import LoramuxError
-from loramux.gateway import CompletionService, FolderNotFound, GenerationRequest, InvalidRequest, Platform
-from loramux.registry import RegistryError
-from loramux.tenants import NotFound, NotPermitted, Principal
+from loramux.server.platform import Platform
+from loramux.serving.errors import FolderNotFound, InvalidRequest
+from loramux.serving.messages import GenerationRequest
+from loramux.serving.service import CompletionService
 from loramux_api.auth import requires
 from loramux_api.bodies import AnyRequest, Body, InferenceRequest, Unsupported
 from loramux_api.openapi import REFUSALS, ApiController

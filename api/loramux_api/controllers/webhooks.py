@@ -6,9 +6,9 @@ from litestar import delete, get, patch, post
 from litestar.di import NamedDependency
 from litestar.params import FromPath, FromQuery, JSONBody
 
-from loramux.gateway import Platform
-from loramux.tenants import Principal
-from loramux.webhooks import Endpoints
+from loramux.accounts.webhooks.endpoints import Endpoints
+from loramux.data.records.identity import Principal
+from loramux.server.platform import Platform
 from loramux_api.auth import requires
 from loramux_api.openapi import ApiController
 from loramux_api.parameters import PageLimit

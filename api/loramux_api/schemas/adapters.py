@@ -6,8 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from loramux.bundle import AddedToken, Bundle, ProblemType, SamplingDefaults
-from loramux.registry import (
+from loramux.catalog.registry.entities import (
     AdapterInfo,
     AliasInfo,
     AliasVersion,
@@ -18,7 +17,8 @@ from loramux.registry import (
     WeightedRevision,
     etag,
 )
-from loramux.units import SECOND
+from loramux.common.bundle import AddedToken, Bundle, ProblemType, SamplingDefaults
+from loramux.common.units import SECOND
 from loramux_api.bodies import Body
 from loramux_api.schemas.tenancy import Listing, seconds
 

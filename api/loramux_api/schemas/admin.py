@@ -11,10 +11,12 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from loramux.accounts.tenants.entities import Tenant, Tier
+from loramux.common.logs import Level
+from loramux.data.records.requests import ALLOWED_AT_FIRST
 from loramux.engine.messages import EngineStats, TenantService
-from loramux.gateway import EngineStatus, Platform
-from loramux.logs import Level
-from loramux.tenants import ALLOWED_AT_FIRST, Tenant, Tier
+from loramux.fleet.member import EngineStatus
+from loramux.server.platform import Platform
 from loramux_api.bodies import Body
 from loramux_api.schemas.tenancy import seconds
 

@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from loramux.gateway import BaseStatus
-from loramux.settings import Dtype, EngineRange, GenerationConfig, Quantization, ToolParser
+from loramux.common.settings.serving import Dtype, EngineRange, GenerationConfig, Quantization, ToolParser
+from loramux.serving.lifecycle import BaseStatus
 from loramux_api.bodies import Body
 from loramux_api.schemas.tenancy import seconds
 

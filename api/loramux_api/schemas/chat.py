@@ -11,17 +11,10 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from loramux.gateway import (
-    ChatEnding,
-    ChatOptions,
-    Conversation,
-    FinishReason,
-    GenerationRequest,
-    InvalidRequest,
-    Message,
-    canonical_tags,
-)
-from loramux.units import TokenCounts
+from loramux.common.units import TokenCounts
+from loramux.serving.checks import canonical_tags
+from loramux.serving.errors import InvalidRequest
+from loramux.serving.messages import ChatEnding, ChatOptions, Conversation, FinishReason, GenerationRequest, Message
 from loramux_api.bodies import Unsupported
 from loramux_api.schemas.conversation import (
     MAX_MESSAGES,

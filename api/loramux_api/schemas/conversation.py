@@ -15,9 +15,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from loramux.constraints import Tool, ToolUse
-from loramux.errors import LoramuxError
-from loramux.gateway import Conversation, InvalidRequest, Message
+from loramux.common.errors import LoramuxError
+from loramux.constraints.tools import Tool, ToolUse
+from loramux.serving.errors import InvalidRequest
+from loramux.serving.messages import Conversation, Message
 
 MAX_TOOLS = 128
 MAX_MESSAGES = 4096

@@ -7,8 +7,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from loramux.limits import Budget, BudgetState, Limit
-from loramux.units import SECOND
+from loramux.common.units import SECOND
+from loramux.money.limits.budgets import Budget, BudgetState
+from loramux.money.limits.limits import Limit
 from loramux_api.bodies import Body
 
 

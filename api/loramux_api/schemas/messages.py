@@ -8,8 +8,10 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-from loramux.constraints import JsonSchema, ToolUse
-from loramux.gateway import AskedFormat, ChatOptions, Conversation, GenerationRequest, InvalidRequest
+from loramux.constraints.formats import JsonSchema
+from loramux.constraints.tools import ToolUse
+from loramux.serving.errors import InvalidRequest
+from loramux.serving.messages import AskedFormat, ChatOptions, Conversation, GenerationRequest
 from loramux_api.bodies import Body, Unsupported
 from loramux_api.schemas.conversation import (
     MAX_MESSAGES,

@@ -7,8 +7,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from loramux.releases import BaseMigration, Migration, MigrationItem, Shifted
-from loramux.units import SECOND
+from loramux.common.units import SECOND
+from loramux.data.records.bases import BaseMigration, MigrationItem
+from loramux.releases.migrations import Migration, Shifted
 from loramux_api.bodies import Body
 from loramux_api.schemas.tenancy import seconds
 

@@ -7,10 +7,10 @@ from typing import Literal
 
 import msgspec
 
-from loramux.billing import LedgerState, ReconciliationOutcome
+from loramux.common.units import SECOND
 from loramux.engine.messages import EngineMeters, Evictable, StepSample
 from loramux.engine.statistics import OTHERS
-from loramux.units import SECOND
+from loramux.money.billing.reconcile import LedgerState, ReconciliationOutcome
 from loramux_api.schemas.tenancy import seconds
 
 NameOfModel = Callable[[str | None], str]

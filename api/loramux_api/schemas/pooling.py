@@ -10,17 +10,11 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from loramux.common.units import TokenCounts
 from loramux.engine.messages import SamplingParams
-from loramux.gateway import (
-    AskedPooling,
-    GenerationRequest,
-    InvalidRequest,
-    Prompt,
-    TextPair,
-    Truncation,
-    canonical_tags,
-)
-from loramux.units import TokenCounts
+from loramux.serving.checks import canonical_tags
+from loramux.serving.errors import InvalidRequest
+from loramux.serving.messages import AskedPooling, GenerationRequest, Prompt, TextPair, Truncation
 from loramux_api.bodies import Body, Unsupported
 from loramux_api.schemas.chat import PromptTokensDetails
 from loramux_api.schemas.conversation import renamed_fields

@@ -6,8 +6,8 @@ from typing import Literal
 
 import msgspec
 
-from loramux.units import SECOND
-from loramux.usage import AnsweredRequest
+from loramux.common.units import SECOND
+from loramux.data.records.requests import AnsweredRequest
 from loramux_api.schemas.tenancy import seconds
 
 

@@ -13,10 +13,12 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol, cast
 import msgspec
 from msgspec import Meta
 
-from loramux.bundle import SamplingDefaults
-from loramux.constraints import AnswerFormat, Choice, Grammar, JsonObject, JsonSchema, Regex
+from loramux.common.bundle import SamplingDefaults
+from loramux.constraints.formats import AnswerFormat, Choice, Grammar, JsonObject, JsonSchema, Regex
+from loramux.data.records.requests import ServiceTier
 from loramux.engine.messages import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY, SamplingParams
-from loramux.gateway import AskedFormat, InvalidRequest, Prompt, ServiceTier, Truncation
+from loramux.serving.errors import InvalidRequest
+from loramux.serving.messages import AskedFormat, Prompt, Truncation
 from loramux_api.bodies import Body, Unsupported
 
 MAX_CHOICES = 128

@@ -7,8 +7,10 @@ from typing import Annotated, Generic, Literal, TypeVar
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from loramux.tenants import CUSTOMER_SCOPES, AuditEntry, Key, KeyRequest, Member, Project
-from loramux.units import SECOND
+from loramux.accounts.tenants.account import KeyRequest
+from loramux.accounts.tenants.authority import CUSTOMER_SCOPES
+from loramux.accounts.tenants.entities import AuditEntry, Key, Member, Project
+from loramux.common.units import SECOND
 from loramux_api.bodies import Body
 
 T = TypeVar("T")

@@ -7,9 +7,11 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from loramux.gateway import InvalidRequest
-from loramux.units import SECOND
-from loramux.uploads import AnnouncedFile, BucketSource, HubSource, Source, Upload, UploadRequest
+from loramux.catalog.uploads.imports import BucketSource, HubSource, Source
+from loramux.catalog.uploads.sessions import AnnouncedFile, UploadRequest
+from loramux.common.units import SECOND
+from loramux.data.records.uploads import Upload
+from loramux.serving.errors import InvalidRequest
 from loramux_api.bodies import Body
 
 

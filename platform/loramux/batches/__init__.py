@@ -11,9 +11,9 @@ from loramux.batches.files import Files
 from loramux.batches.lines import AnswerWriter, Endpoints, ParsedBody, Pauses
 from loramux.batches.run import BatchServer, Window
 from loramux.batches.service import Batches, BatchWorker
-from loramux.gateway import Platform, run_periodically
-from loramux.jobs import JobRunner
-from loramux.records.batches import Batch, LineError, StoredFile
+from loramux.common.jobs import JobRunner
+from loramux.data.records.batches import Batch, LineError, StoredFile
+from loramux.server.platform import Platform, run_periodically
 
 TEND_SECONDS = 10.0
 SWEEP_SECONDS = 3600.0

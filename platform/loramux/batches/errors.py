@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from http import HTTPStatus
 
-from loramux.errors import LoramuxError
+from loramux.common.errors import LoramuxError
 
 
 class BatchesError(LoramuxError):

@@ -14,12 +14,11 @@ from pathlib import Path
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from loramux.batches.errors import FileInUse, FileNotFound, FileTooLarge, InvalidFile, StorageQuotaReached
-from loramux.errors import LoramuxError
-from loramux.gateway import ensure_storage_allowed, storage_refused
-from loramux.jobs import TenantSlots, ThreadPool
-from loramux.limits import tenant_limits
-from loramux.records import Database, Principal
-from loramux.records.batches import (
+from loramux.common.errors import LoramuxError
+from loramux.common.jobs import TenantSlots, ThreadPool
+from loramux.common.settings.server import BatchSettings
+from loramux.common.units import SECOND
+from loramux.data.records.batches import (
     BatchJobs,
     BatchRepository,
     FileRepository,
@@ -28,11 +27,12 @@ from loramux.records.batches import (
     expired_files,
     known_files,
 )
-from loramux.records.identity import new_id
-from loramux.records.tenants import TenantRepository
-from loramux.settings import BatchSettings
-from loramux.storage import BlobStore
-from loramux.units import SECOND
+from loramux.data.records.database import Database
+from loramux.data.records.identity import Principal, new_id
+from loramux.data.records.tenants import TenantRepository
+from loramux.data.storage.blobs import BlobStore
+from loramux.money.limits.definitions import tenant_limits
+from loramux.serving.checks import ensure_storage_allowed, storage_refused
 
 FOLDER = "files"
 PURPOSES = ("batch", "evals")

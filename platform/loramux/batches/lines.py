@@ -18,10 +18,10 @@ from typing import Protocol
 
 import msgspec
 
-from loramux.errors import LoramuxError
-from loramux.gateway import Answer, Delta, GenerationRequest
-from loramux.records.batches import LineError
-from loramux.units import TokenCounts
+from loramux.common.errors import LoramuxError
+from loramux.common.units import TokenCounts
+from loramux.data.records.batches import LineError
+from loramux.serving.messages import Answer, Delta, GenerationRequest
 
 MAX_ERRORS = 100
 """Errors of one input that are reported."""

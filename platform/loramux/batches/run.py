@@ -38,6 +38,8 @@ from typing import NamedTuple
 import msgspec
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from loramux.accounts.tenants.errors import InvalidKey, TenantSuspended
+from loramux.accounts.tenants.tenants import Tenants
 from loramux.batches.files import FOLDER, OUTPUT, Files, new_file_id, object_name
 from loramux.batches.lines import (
     BadLine,
@@ -51,11 +53,11 @@ from loramux.batches.lines import (
     parse_body,
     read_line,
 )
-from loramux.errors import LoramuxError
-from loramux.gateway import Answer, CompletionService, InvalidRequest, Timing
-from loramux.jobs import TenantSlots
-from loramux.records import Database, Principal
-from loramux.records.batches import (
+from loramux.common.errors import LoramuxError
+from loramux.common.jobs import TenantSlots
+from loramux.common.settings.server import BatchSettings
+from loramux.common.units import DAY, QUIET_SECONDS, SECOND
+from loramux.data.records.batches import (
     CANCELLED,
     CANCELLING,
     COMPLETED,
@@ -71,13 +73,15 @@ from loramux.records.batches import (
     LineError,
     StoredFile,
 )
-from loramux.records.requests import ClaimRepository, IdempotencyClaim
-from loramux.records.tenants import TenantRepository
-from loramux.records.webhooks import EventDetail, EventRepository
-from loramux.settings import BatchSettings
-from loramux.storage import BlobStore
-from loramux.tenants import InvalidKey, Tenants, TenantSuspended
-from loramux.units import DAY, QUIET_SECONDS, SECOND
+from loramux.data.records.database import Database
+from loramux.data.records.identity import Principal
+from loramux.data.records.requests import ClaimRepository, IdempotencyClaim
+from loramux.data.records.tenants import TenantRepository
+from loramux.data.records.webhooks import EventDetail, EventRepository
+from loramux.data.storage.blobs import BlobStore
+from loramux.serving.errors import InvalidRequest
+from loramux.serving.messages import Answer, Timing
+from loramux.serving.service import CompletionService
 
 CHUNK_LINES, CHUNK_BYTES = 256, 4 << 20
 """A chunk is written when it has so much."""

@@ -16,11 +16,11 @@ from loramux.batches.errors import BatchNotFound, FileNotFound, InvalidBatch, To
 from loramux.batches.files import owner_of, viewpoint
 from loramux.batches.lines import Endpoints
 from loramux.batches.run import BatchRun, BatchServer, LeaseLost, chunk_folder
-from loramux.errors import LoramuxError
-from loramux.gateway import canonical_tags, ensure_storage_allowed, service_class_of
-from loramux.jobs import JobRunner
-from loramux.records import Database, Principal
-from loramux.records.batches import (
+from loramux.common.errors import LoramuxError
+from loramux.common.jobs import JobRunner
+from loramux.common.settings.server import BatchSettings
+from loramux.common.units import DAY, SECOND
+from loramux.data.records.batches import (
     CANCELLING,
     IN_PROGRESS,
     VALIDATING,
@@ -30,10 +30,11 @@ from loramux.records.batches import (
     FileRepository,
     LineError,
 )
-from loramux.records.identity import new_id
-from loramux.settings import BatchSettings
-from loramux.units import DAY, SECOND
-from loramux.usage import UsageService
+from loramux.data.records.database import Database
+from loramux.data.records.identity import Principal, new_id
+from loramux.money.usage.service import UsageService
+from loramux.serving.checks import canonical_tags, ensure_storage_allowed
+from loramux.serving.service import service_class_of
 
 MAX_HOURS = 168
 MAX_ATTEMPTS = 10

@@ -23,7 +23,3 @@ equal pages; what is needed least is evicted when a page is needed.
 
 Imports run downwards in this order. The docstrings of `scheduling`, `memory` and `execution` explain their algorithms.
 """
-
-from loramux.engine.client import ENGINE_DIED, EngineClient, EngineDied, spawn_engine
-
-__all__ = ["ENGINE_DIED", "EngineClient", "EngineDied", "spawn_engine"]

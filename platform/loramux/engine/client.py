@@ -30,6 +30,7 @@ from typing import Protocol
 
 import msgspec
 
+from loramux.common.settings.file import Settings
 from loramux.engine.messages import (
     AdapterRef,
     Cancel,
@@ -52,7 +53,6 @@ from loramux.engine.messages import (
     TokenEvent,
     Unpin,
 )
-from loramux.settings import Settings
 
 logger = logging.getLogger(__name__)
 

@@ -28,6 +28,7 @@ from typing import Protocol
 import msgspec
 from llguidance import LLMatcher
 
+from loramux.common.settings.file import Settings
 from loramux.engine.execution.constraints import INVALID, Constraints
 from loramux.engine.execution.loader import LoadedModel
 from loramux.engine.execution.rank_team import RankedBank, RankedHostKv, RankTeam
@@ -52,8 +53,7 @@ from loramux.engine.scheduling.policy import PageBudget, Policy, SchedulerLimits
 from loramux.engine.scheduling.scheduler import Scheduler
 from loramux.engine.scheduling.sequence import PENDING, Chunk, Step
 from loramux.engine.statistics import RequestAccounting, ServiceMeter, Timeline, count_step, snapshot
-from loramux.settings import Settings
-from loramux_adapters import Limits
+from loramux_adapters.plan import Limits
 
 STATS_INTERVAL_S = 1.0
 """Seconds between two reports with statistics while the engine is busy."""

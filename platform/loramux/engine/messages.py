@@ -15,9 +15,9 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from loramux.bundle import SamplingDefaults
+from loramux.common.bundle import SamplingDefaults
+from loramux.common.units import TokenCounts
 from loramux.engine.metrics import Distribution
-from loramux.units import TokenCounts
 
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 

@@ -16,6 +16,7 @@ from operator import attrgetter
 
 import msgspec
 
+from loramux.common.units import TokenCounts
 from loramux.engine.messages import (
     BatchRows,
     CachedPrefix,
@@ -35,7 +36,6 @@ from loramux.engine.scheduling.fairness import Flow
 from loramux.engine.scheduling.queue import RequestQueue
 from loramux.engine.scheduling.scheduler import Scheduler
 from loramux.engine.scheduling.sequence import BASE_SLOT, Step
-from loramux.units import TokenCounts
 
 LABELLED_TENANTS = 20
 REPORTED_PREFIXES = 256

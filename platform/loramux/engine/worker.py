@@ -20,7 +20,8 @@ from multiprocessing.connection import Connection
 import msgspec
 from transformers.utils.logging import disable_progress_bar
 
-from loramux import logs
+from loramux.common import logs
+from loramux.common.settings.file import Settings
 from loramux.engine.engine import Engine, build_engine
 from loramux.engine.execution.assembly import freeze_garbage
 from loramux.engine.execution.attention import UnsupportedModel
@@ -46,8 +47,7 @@ from loramux.engine.messages import (
     TokenEvent,
     Unpin,
 )
-from loramux.settings import Settings
-from loramux_adapters import BaseUnusable
+from loramux_adapters.errors import BaseUnusable
 
 logger = logging.getLogger(__name__)
 

@@ -31,8 +31,10 @@ from typing import Any
 
 import msgspec
 
-from loramux.engine import ENGINE_DIED, EngineClient, EngineDied
-from loramux.engine.client import OnEvent
+from loramux.common.settings.file import Settings
+from loramux.common.settings.serving import BaseSettings
+from loramux.common.units import TokenCounts
+from loramux.engine.client import ENGINE_DIED, EngineClient, EngineDied, OnEvent
 from loramux.engine.messages import (
     AdapterRef,
     EngineCount,
@@ -48,8 +50,6 @@ from loramux.fleet.member import EngineBusy, EngineStatus, Launch, Member, Unkno
 from loramux.fleet.router import Router, RoutingRequest, place_pins, prefix_hashes
 from loramux.fleet.shares import ShareExchange
 from loramux.fleet.view import EngineState
-from loramux.settings import BaseSettings, Settings
-from loramux.units import TokenCounts
 
 logger = logging.getLogger(__name__)
 

@@ -23,11 +23,13 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from loramux.engine import EngineClient, EngineDied, spawn_engine
+from loramux.common.settings.file import Settings, SettingsError
+from loramux.common.settings.server import RecordsSettings
+from loramux.common.settings.serving import RaySettings
+from loramux.engine.client import EngineClient, EngineDied, spawn_engine
 from loramux.fleet.member import Launch
 from loramux.fleet.remote import EnginePlace, Locate, Placement, RemoteChannel
 from loramux.fleet.wire import ENGINE_PUBLIC, FRONT_SECRET, KeyPair, new_pair, read_pair, read_public
-from loramux.settings import RaySettings, RecordsSettings, Settings, SettingsError
 
 logger = logging.getLogger(__name__)
 

@@ -27,11 +27,11 @@ from http import HTTPStatus
 
 import msgspec
 
-from loramux.engine import EngineClient, EngineDied
+from loramux.common.errors import LoramuxError
+from loramux.common.settings.file import Settings
+from loramux.engine.client import EngineClient, EngineDied
 from loramux.engine.messages import EngineStats, ModelFacts
-from loramux.errors import LoramuxError
 from loramux.fleet.view import EngineState, EngineView, view_of
-from loramux.settings import Settings
 
 logger = logging.getLogger(__name__)
 

@@ -21,10 +21,11 @@ import msgspec
 import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 
-from loramux import logs
+from loramux.common import logs
+from loramux.common.settings.file import Settings
+from loramux.common.settings.serving import RaySettings
 from loramux.fleet.remote import EnginePlace, Placement
 from loramux.fleet.wire import message_version, new_pair
-from loramux.settings import RaySettings, Settings
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from loramux.engine import EngineDied
+from loramux.engine.client import EngineDied
 from loramux.engine.messages import Command, Report, Stopped
 from loramux.fleet.wire import (
     BEAT,

@@ -27,6 +27,9 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
+from loramux.common.settings.file import Settings, SettingsError
+from loramux.data.storage.blobs import BlobStore, digest_at, open_blobs
+from loramux.data.storage.objects import StorageError
 from loramux.engine.messages import AdapterRef, Command, EngineFault, Report, Stopped
 from loramux.fleet.sessions import FrontSessions, Then
 from loramux.fleet.wire import (
@@ -50,8 +53,6 @@ from loramux.fleet.wire import (
     release,
     version_conflict,
 )
-from loramux.settings import Settings, SettingsError
-from loramux.storage import BlobStore, StorageError, digest_at, open_blobs
 
 logger = logging.getLogger(__name__)
 

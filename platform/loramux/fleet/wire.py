@@ -39,8 +39,8 @@ from typing import Any, NamedTuple
 import msgspec
 import zmq
 
+from loramux.common.settings.file import SettingsError
 from loramux.engine.messages import Command, Report
-from loramux.settings import SettingsError
 
 HELLO, WELCOME, REFUSAL, COMMAND, REPORT, BEAT, BYE = (bytes([kind]) for kind in range(1, 8))
 

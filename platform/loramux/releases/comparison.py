@@ -15,15 +15,15 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from loramux.billing import PlanTariff
-from loramux.gateway import Timing
-from loramux.limits import ChargedUsage
-from loramux.pricing import NANO_DIGITS, plain_text, to_decimal
-from loramux.records import TenantId
-from loramux.records.ledger import LedgerEntry
+from loramux.common.units import TokenCounts
+from loramux.data.records.identity import TenantId
+from loramux.data.records.ledger import LedgerEntry
+from loramux.money.billing.catalog import PlanTariff
+from loramux.money.limits.budgets import ChargedUsage
+from loramux.money.pricing import NANO_DIGITS, plain_text, to_decimal
 from loramux.releases.graders import Expected, Grader, InvalidGrader, Label, f1, label_of
 from loramux.releases.statistics import Interval, mean_interval, paired_difference
-from loramux.units import TokenCounts
+from loramux.serving.messages import Timing
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MAX_QUESTIONS = 10_000

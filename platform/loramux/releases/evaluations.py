@@ -13,17 +13,23 @@ from http import HTTPStatus
 
 import msgspec
 
-from loramux.batches import Batches, BatchServices, Files, Pauses
-from loramux.billing import PlanPrices
-from loramux.errors import LoramuxError
-from loramux.gateway import NotAllowed, Platform, run_periodically
-from loramux.jobs import JobRunner
-from loramux.records import Database, Principal, RecordsError, TenantId
-from loramux.records.batches import UNFINISHED, Batch, BatchRepository, FileRepository, StoredFile, Viewpoint
-from loramux.records.comparisons import RUNNING, Evaluation, EvaluationJobs, EvaluationRepository
-from loramux.records.identity import new_id
-from loramux.records.ledger import LedgerRepository
-from loramux.records.tenants import TenantRepository
+from loramux.batches import BatchServices
+from loramux.batches.files import Files
+from loramux.batches.lines import Pauses
+from loramux.batches.service import Batches
+from loramux.common.errors import LoramuxError
+from loramux.common.jobs import JobRunner
+from loramux.data.records.batches import UNFINISHED, Batch, BatchRepository, FileRepository, StoredFile, Viewpoint
+from loramux.data.records.comparisons import RUNNING, Evaluation, EvaluationJobs, EvaluationRepository
+from loramux.data.records.database import Database
+from loramux.data.records.errors import RecordsError
+from loramux.data.records.identity import Principal, TenantId, new_id
+from loramux.data.records.ledger import LedgerRepository
+from loramux.data.records.tenants import TenantRepository
+from loramux.data.storage.blobs import BlobStore
+from loramux.data.storage.objects import StorageError
+from loramux.money.billing.catalog import PlanPrices
+from loramux.money.usage.settlement import USAGE
 from loramux.releases.comparison import (
     Answers,
     Bill,
@@ -36,8 +42,8 @@ from loramux.releases.comparison import (
 )
 from loramux.releases.graders import Grader, InvalidGrader, Judge, LocalGrader, grade_with
 from loramux.releases.judges import Judges, KeyVault, open_judges
-from loramux.storage import BlobStore, StorageError
-from loramux.usage import USAGE
+from loramux.server.platform import Platform, run_periodically
+from loramux.serving.errors import NotAllowed
 
 TEND_SECONDS = 5.0
 

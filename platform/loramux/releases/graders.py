@@ -22,7 +22,7 @@ from msgspec import Meta
 from referencing import Registry
 from referencing.exceptions import Unresolvable
 
-from loramux.errors import LoramuxError
+from loramux.common.errors import LoramuxError
 
 PATTERN_SECONDS = 0.05
 MAX_PATTERN = 1000

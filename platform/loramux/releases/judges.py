@@ -21,13 +21,13 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from msgspec import UNSET, Meta
 
-from loramux.errors import LoramuxError
-from loramux.jobs import TenantSlots
-from loramux.public_http import ANYWHERE, TENANT, NotPublic, PublicTransport, Resolver
-from loramux.records import TenantId
+from loramux.common.errors import LoramuxError
+from loramux.common.jobs import TenantSlots
+from loramux.common.public_http import ANYWHERE, TENANT, NotPublic, PublicTransport, Resolver
+from loramux.common.settings.server import BatchSettings
+from loramux.data.records.identity import TenantId
 from loramux.releases.comparison import Answered, Answers, Question
 from loramux.releases.graders import InvalidGrader, Judge
-from loramux.settings import BatchSettings
 
 ATTEMPTS = 3
 FIRST_PAUSE = 1.0

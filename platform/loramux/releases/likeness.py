@@ -15,11 +15,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from loramux.constraints import AnswerFormat, JsonObject, JsonSchema
-from loramux.constraints.formats import read_schema
-from loramux.gateway import Delta, FinishReason, join_calls
+from loramux.constraints.formats import AnswerFormat, JsonObject, JsonSchema, read_schema
 from loramux.releases.graders import InvalidGrader, Schema, grade_with
 from loramux.releases.statistics import Interval, interval_of_sums
+from loramux.serving.messages import Delta, FinishReason, join_calls
 
 MILLION = 1_000_000
 LARGEST_RATIO = 100.0

@@ -18,11 +18,14 @@ from http import HTTPStatus
 import msgspec
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from loramux.errors import LoramuxError
-from loramux.gateway import Generation, Platform, run_periodically
-from loramux.records import Database, Principal, RecordsUnavailable
-from loramux.records.requests import OpenedRequest, is_shadow, service_tier
-from loramux.records.revision_metrics import (
+from loramux.catalog.registry.entities import AliasVersion
+from loramux.common.errors import LoramuxError
+from loramux.common.units import DAY, SECOND
+from loramux.data.records.database import Database
+from loramux.data.records.errors import RecordsUnavailable
+from loramux.data.records.identity import Principal
+from loramux.data.records.requests import OpenedRequest, is_shadow, service_tier
+from loramux.data.records.revision_metrics import (
     FIRST_TOKEN_BOUNDS,
     FIRST_TOKENS,
     Caller,
@@ -33,8 +36,8 @@ from loramux.records.revision_metrics import (
     RevisionHour,
     RevisionMetricsRepository,
 )
-from loramux.registry import AliasVersion
-from loramux.units import DAY, SECOND
+from loramux.server.platform import Platform, run_periodically
+from loramux.serving.generation import Generation
 
 HOUR = 3600 * SECOND
 WINDOWS = {"1h": HOUR, "24h": DAY, "7d": 7 * DAY, "30d": 30 * DAY}

@@ -25,13 +25,18 @@ from pathlib import Path
 import msgspec
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from loramux.errors import LoramuxError
-from loramux.gateway import AdapterService, BaseConflict, InvalidBase, Platform, UnknownBase, run_periodically
-from loramux.jobs import JobRunner, ThreadPool
-from loramux.records import Principal, RecordsError
-from loramux.records.adapters import AdapterRepository, RevisionRow
-from loramux.records.aliases import DEFAULT_ALIAS, ReleasePolicyRepository
-from loramux.records.bases import (
+from loramux.accounts.tenants.entities import Changes
+from loramux.catalog.registry.aliases import MAX_WEIGHT
+from loramux.catalog.registry.changes import Preconditions
+from loramux.catalog.registry.entities import AdapterInfo, AliasInfo, WeightedRevision, etag
+from loramux.catalog.registry.errors import InvalidChange, PreconditionFailed, ValidationUnavailable
+from loramux.catalog.uploads.errors import UploadSuperseded
+from loramux.catalog.uploads.ingest import StagedUpload
+from loramux.common.errors import LoramuxError
+from loramux.common.jobs import JobRunner, ThreadPool
+from loramux.data.records.adapters import AdapterRepository, RevisionRow
+from loramux.data.records.aliases import DEFAULT_ALIAS, ReleasePolicyRepository
+from loramux.data.records.bases import (
     CANCELLED,
     COMPLETED,
     EVALUATING,
@@ -47,29 +52,20 @@ from loramux.records.bases import (
     MigrationItem,
     MigrationReports,
 )
-from loramux.records.comparisons import RUNNING as EVALUATION_RUNNING
-from loramux.records.comparisons import Evaluation, EvaluationRepository
-from loramux.records.database import BASES, advisory_lock
-from loramux.records.identity import new_id
-from loramux.registry import (
-    AdapterInfo,
-    AliasInfo,
-    InvalidChange,
-    PreconditionFailed,
-    Preconditions,
-    ValidationUnavailable,
-    WeightedRevision,
-    etag,
-)
-from loramux.registry.aliases import MAX_WEIGHT
+from loramux.data.records.comparisons import RUNNING as EVALUATION_RUNNING
+from loramux.data.records.comparisons import Evaluation, EvaluationRepository
+from loramux.data.records.database import BASES, advisory_lock
+from loramux.data.records.errors import RecordsError
+from loramux.data.records.identity import Principal, new_id
+from loramux.data.storage.blobs import BlobCorrupt, BlobMissing, BlobStore, files_of
+from loramux.data.storage.objects import StorageError
 from loramux.releases.comparison import EvaluationResult
 from loramux.releases.evaluations import Evaluations
 from loramux.releases.graders import Grader, Judge
 from loramux.releases.policies import EvaluationRule, ReleasePolicy, evaluated
-from loramux.storage import BlobCorrupt, BlobMissing, BlobStore, StorageError, files_of
-from loramux.tenants import Changes
-from loramux.uploads.errors import UploadSuperseded
-from loramux.uploads.ingest import StagedUpload
+from loramux.server.platform import Platform, run_periodically
+from loramux.serving.adapters import AdapterService
+from loramux.serving.errors import BaseConflict, InvalidBase, UnknownBase
 
 TEND_SECONDS = 5.0
 MAX_ATTEMPTS = 5

@@ -23,34 +23,28 @@ import msgspec
 from msgspec import Meta
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from loramux.errors import LoramuxError
-from loramux.gateway import Platform, run_periodically
-from loramux.records import Principal
-from loramux.records.aliases import (
+from loramux.accounts.tenants.tenants import system_principal
+from loramux.catalog.registry.aliases import check_alias
+from loramux.catalog.registry.changes import AdapterChange, ChangeService, Preconditions
+from loramux.catalog.registry.entities import AliasInfo, WeightedRevision, etag
+from loramux.catalog.registry.errors import PartNotFound
+from loramux.common.errors import LoramuxError
+from loramux.common.units import DAY, SECOND
+from loramux.data.records.aliases import (
     CanaryGuardRepository,
     CanaryGuardRow,
     GuardedCanary,
     ReleasePolicyRepository,
     ReleasePolicyRow,
 )
-from loramux.records.comparisons import EvaluationRepository
-from loramux.records.revision_metrics import FIRST_TOKEN_BOUNDS, FIRST_TOKENS, Counts, FeedbackSums, sums_of_models
-from loramux.records.webhooks import CANARY_ROLLED_BACK, CanaryNumbers, EventDetail, EventRepository
-from loramux.registry import (
-    AdapterChange,
-    AliasInfo,
-    ChangeService,
-    PartNotFound,
-    Preconditions,
-    WeightedRevision,
-    check_alias,
-    etag,
-)
+from loramux.data.records.comparisons import EvaluationRepository
+from loramux.data.records.identity import Principal
+from loramux.data.records.revision_metrics import FIRST_TOKEN_BOUNDS, FIRST_TOKENS, Counts, FeedbackSums, sums_of_models
+from loramux.data.records.webhooks import CANARY_ROLLED_BACK, CanaryNumbers, EventDetail, EventRepository
 from loramux.releases.comparison import EvaluationResult
 from loramux.releases.metrics import HOUR, THOUSAND, quantile
 from loramux.releases.statistics import drop_found
-from loramux.tenants import system_principal
-from loramux.units import DAY, SECOND
+from loramux.server.platform import Platform, run_periodically
 
 OBSERVED = 30 * DAY
 """The requests of a revision that count: those of the last 30 days, of all tenants."""

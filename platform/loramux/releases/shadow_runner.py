@@ -20,18 +20,21 @@ from typing import Literal
 
 import msgspec
 
-from loramux.batches import Files
-from loramux.batches.files import SHADOW_OUTPUT
-from loramux.constraints import AnswerFormat
-from loramux.errors import LoramuxError
-from loramux.gateway import Delta, Draining, Generation, GenerationRequest, Platform
-from loramux.records import Principal, RecordsUnavailable
-from loramux.records.comparisons import RunningShadow, ShadowRepository
-from loramux.records.requests import SHADOW
-from loramux.registry import ModelNotFound
+from loramux.batches.files import SHADOW_OUTPUT, Files
+from loramux.catalog.registry.errors import ModelNotFound
+from loramux.common.errors import LoramuxError
+from loramux.common.units import DAY, QUIET_SECONDS
+from loramux.constraints.formats import AnswerFormat
+from loramux.data.records.comparisons import RunningShadow, ShadowRepository
+from loramux.data.records.errors import RecordsUnavailable
+from loramux.data.records.identity import Principal
+from loramux.data.records.requests import SHADOW
+from loramux.data.storage.objects import StorageError
 from loramux.releases.likeness import ChoiceAnswer, compare_answers, join_answer, sums_of
-from loramux.storage import StorageError
-from loramux.units import DAY, QUIET_SECONDS
+from loramux.server.platform import Platform
+from loramux.serving.errors import Draining
+from loramux.serving.generation import Generation
+from loramux.serving.messages import Delta, GenerationRequest
 
 Dropped = Literal["queue_full", "too_old", "day_limit", "stopped"]
 

@@ -18,35 +18,26 @@ from contextlib import asynccontextmanager, suppress
 
 import msgspec
 
-from loramux.batches import Files
-from loramux.gateway import (
-    Generation,
-    GenerationRequest,
-    Platform,
-    Recorder,
-    ensure_storage_allowed,
-    run_periodically,
-)
-from loramux.records import Principal
-from loramux.records.aliases import DEFAULT_ALIAS
-from loramux.records.comparisons import MILLION, RunningShadow, Shadow, ShadowEnd, ShadowRepository
-from loramux.records.identity import new_id
-from loramux.records.requests import BACKGROUND, OpenedRequest
-from loramux.records.webhooks import SHADOW_ENDED, SHADOW_STARTED, EventDetail, EventRepository, ShadowNumbers
-from loramux.registry import (
-    AdapterChange,
-    ChangeConflict,
-    ChangeService,
-    InvalidChange,
-    PartNotFound,
-    Preconditions,
-    parse_model,
-)
+from loramux.accounts.tenants.authority import actor_of
+from loramux.accounts.tenants.entities import Change as AuditedChange
+from loramux.accounts.tenants.tenants import system_principal
+from loramux.batches.files import Files
+from loramux.catalog.registry.changes import AdapterChange, ChangeService, Preconditions
+from loramux.catalog.registry.errors import ChangeConflict, InvalidChange, PartNotFound
+from loramux.catalog.registry.resolver import parse_model
+from loramux.common.units import DAY, SECOND
+from loramux.data.records.aliases import DEFAULT_ALIAS
+from loramux.data.records.comparisons import MILLION, RunningShadow, Shadow, ShadowEnd, ShadowRepository
+from loramux.data.records.identity import Principal, new_id
+from loramux.data.records.requests import BACKGROUND, OpenedRequest
+from loramux.data.records.webhooks import SHADOW_ENDED, SHADOW_STARTED, EventDetail, EventRepository, ShadowNumbers
 from loramux.releases.likeness import Measure, measures_of
 from loramux.releases.shadow_runner import DROPPED, ShadowRunner, ShadowTask, shadow_request
-from loramux.tenants import Change as AuditedChange
-from loramux.tenants import actor_of, system_principal
-from loramux.units import DAY, SECOND
+from loramux.server.platform import Platform, run_periodically
+from loramux.serving.checks import ensure_storage_allowed
+from loramux.serving.generation import Generation
+from loramux.serving.messages import GenerationRequest
+from loramux.serving.service import Recorder
 
 TEND_SECONDS = 5.0
 MAX_HISTORY = 20

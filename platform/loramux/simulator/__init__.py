@@ -11,33 +11,3 @@
 A step takes no time here: its duration is computed from its work, and the clock is advanced by it. Everything else
 (admission, eviction, preemption, routing) is the code that serves.
 """
-
-from loramux.simulator.hardware import DEVICES, MODELS, WEIGHT_BITS
-from loramux.simulator.planner import ADAPTER_RANK, Goals, Plan, Planner, Trial
-from loramux.simulator.report import Report, ServiceGap, plot_report
-from loramux.simulator.scenario import Scenario, ScenarioError, load_scenario, make_scenario, model_of, scenario_names
-from loramux.simulator.simulation import Simulation, Stalled
-from loramux.simulator.traffic import read_workload
-
-__all__ = [
-    "ADAPTER_RANK",
-    "DEVICES",
-    "MODELS",
-    "WEIGHT_BITS",
-    "Goals",
-    "Plan",
-    "Planner",
-    "Report",
-    "Scenario",
-    "ScenarioError",
-    "ServiceGap",
-    "Simulation",
-    "Stalled",
-    "Trial",
-    "load_scenario",
-    "make_scenario",
-    "model_of",
-    "plot_report",
-    "read_workload",
-    "scenario_names",
-]

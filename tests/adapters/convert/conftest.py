@@ -8,7 +8,7 @@ import torch
 import transformers
 from tiny_peft import FAMILIES
 
-from loramux_adapters import BaseDescription, describe_base
+from loramux_adapters.base import BaseDescription, describe_base
 
 
 @pytest.fixture(scope="session")

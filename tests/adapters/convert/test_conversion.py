@@ -16,10 +16,13 @@ from peft.tuners.oft.layer import OFTLayer
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from loramux_adapters import AdapterRejected, Limits, describe_base, validate_adapter
-from loramux_adapters.convert import CONVERTERS, conversion, convert_adapter
+from loramux_adapters.base import describe_base
+from loramux_adapters.convert import conversion
 from loramux_adapters.convert.base_dependent import nearest_divisor
+from loramux_adapters.convert.conversion import CONVERTERS, convert_adapter
 from loramux_adapters.convert.self_contained import factorization
+from loramux_adapters.errors import AdapterRejected
+from loramux_adapters.plan import Limits, validate_adapter
 from loramux_adapters.weights import AdapterWeights, load_adapter
 
 LIMITS = Limits(max_rank=96, max_bytes=64 << 20)

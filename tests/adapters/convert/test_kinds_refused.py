@@ -16,10 +16,12 @@ from other_kinds import make_kind
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from safetensors.torch import load_file, save_file
 
-from loramux_adapters import AdapterRejected, BaseDescription, Limits
+from loramux_adapters.base import BaseDescription
 from loramux_adapters.config import CONVERTED, UNSUPPORTED_KINDS, parse_adapter_config
-from loramux_adapters.convert import CONVERTERS, conversion, convert_adapter
-from loramux_adapters.convert.conversion import known_fields
+from loramux_adapters.convert import conversion
+from loramux_adapters.convert.conversion import CONVERTERS, convert_adapter, known_fields
+from loramux_adapters.errors import AdapterRejected
+from loramux_adapters.plan import Limits
 
 LIMITS = Limits(max_rank=96, max_bytes=1 << 30)
 SERVED = ("LORA", "IA3")

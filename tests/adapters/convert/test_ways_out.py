@@ -10,8 +10,9 @@ import torch
 from other_kinds import make_kind
 from transformers import AutoModelForCausalLM
 
-from loramux_adapters import AdapterRejected, Limits, validate_adapter
 from loramux_adapters.config import UNSUPPORTED_KINDS
+from loramux_adapters.errors import AdapterRejected
+from loramux_adapters.plan import Limits, validate_adapter
 
 LIMITS = Limits(max_rank=96, max_bytes=1 << 30)
 

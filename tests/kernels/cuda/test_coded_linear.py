@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from loramux_kernels import PackedLinear
+from loramux_kernels.packed_linear import PackedLinear
 from loramux_kernels.quantized_weight import QuantizedWeight, pack_nibbles
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3}

@@ -13,11 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layer_cases import RopeCase, rope_cases
 
-from loramux_kernels import KvLayer, Norm, PackedLinear, Rotation, write_kv_reference
 from loramux_kernels.cuda.layer_operators import rope_write_kv
 from loramux_kernels.cuda.paged_attention import paged_attention, prepare_write_kv, write_kv
 from loramux_kernels.e4m3 import scale_for
+from loramux_kernels.packed_linear import PackedLinear
+from loramux_kernels.paged_attention import write_kv_reference
 from loramux_kernels.quantized_weight import QuantizedWeight
+from loramux_kernels.tables import KvLayer, Norm, Rotation
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3}
 DTYPES = list(TOLERANCE)

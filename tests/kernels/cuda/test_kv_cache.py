@@ -6,8 +6,8 @@ import pytest
 import torch
 from interpreted import far_memory
 
-from loramux_kernels import KvLayer
 from loramux_kernels.cuda.paged_attention import write_kv
+from loramux_kernels.tables import KvLayer
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 

@@ -9,17 +9,9 @@ import torch
 from hypothesis import given, settings
 from layer_cases import GateCase, NormCase, RopeCase, gate_cases, norm_cases, random_norm, rope_cases
 
-from loramux_kernels import (
-    KvLayer,
-    Norm,
-    OwnWeights,
-    Rotation,
-    Segments,
-    gated_reference,
-    rms_norm_reference,
-    rope_write_kv_reference,
-)
 from loramux_kernels.cuda.layer_operators import gated, rms_norm, rope_write_kv
+from loramux_kernels.layer_operators import gated_reference, rms_norm_reference, rope_write_kv_reference
+from loramux_kernels.tables import KvLayer, Norm, OwnWeights, Rotation, Segments
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 3e-3}
 DTYPES = list(TOLERANCE)

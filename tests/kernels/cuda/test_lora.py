@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from interpreted import far_memory
 from lora_cases import Case, make_case
 
-from loramux_kernels import LoraGroup, LoraTable, Segments, lora_expand_reference, lora_shrink_reference
 from loramux_kernels.cuda.lora import lora_expand, lora_shrink, prepare_expand, prepare_shrink
 from loramux_kernels.cuda.work_lists import ROW, SHORT, TileMap, attach_tile_map, tile_map_of
+from loramux_kernels.lora import lora_expand_reference, lora_shrink_reference
+from loramux_kernels.tables import LoraGroup, LoraTable, Segments
 
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()  # the interpreter cannot bf16
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}

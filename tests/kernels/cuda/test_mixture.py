@@ -8,17 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lora_cases import make_case
 
-from loramux_kernels import (
-    Routes,
-    Segments,
-    combine_reference,
-    grouped_linear_reference,
-    lora_expand_reference,
-    lora_shrink_reference,
-    route_reference,
-)
 from loramux_kernels.cuda.lora import lora_expand, lora_shrink
 from loramux_kernels.cuda.mixture import FEW_ROWS, combine, expert_segments, grouped_linear, route
+from loramux_kernels.lora import lora_expand_reference, lora_shrink_reference
+from loramux_kernels.mixture import combine_reference, grouped_linear_reference, route_reference
+from loramux_kernels.tables import Routes, Segments
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreted import far_memory
 
-from loramux_kernels import AttentionBatch, KvLayer
 from loramux_kernels.cuda.paged_attention import paged_attention, prepare_attention
 from loramux_kernels.cuda.work_lists import (
     AttentionShape,
@@ -18,6 +17,7 @@ from loramux_kernels.cuda.work_lists import (
     refill_attention,
     reserve_attention,
 )
+from loramux_kernels.tables import AttentionBatch, KvLayer
 
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()  # the interpreter cannot bf16
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}

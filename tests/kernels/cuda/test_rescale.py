@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from rescale_cases import RescaleCase, rescale_cases
 
-from loramux_kernels import rescale_reference
 from loramux_kernels.cuda.lora import rescale
+from loramux_kernels.lora import rescale_reference
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3}
 

@@ -13,7 +13,7 @@ from scheduler_harness import Harness
 
 from loramux.engine.memory.host_memory import HostCache, LoaderThreads
 from loramux.engine.memory.residency import AdapterState
-from loramux_adapters import AdapterPlan
+from loramux_adapters.components import AdapterPlan
 from loramux_adapters.weights import AdapterWeights, LoraWeights
 
 KIB = 1 << 10

@@ -12,9 +12,11 @@ from adapter_zoo import ON_RANKS, Asked, serve, to_request
 from formats import LORA, FormatZoo
 from safetensors.torch import load_file, save_file
 
-from loramux.validation.files import examine
-from loramux.validation.jobs import FilesJob, FilesSetup
-from loramux_adapters import CONFIG_NAME, WEIGHTS_NAME, AdapterRejected, Limits, describe_base, validate_adapter
+from loramux.catalog.validation.files import examine
+from loramux.catalog.validation.jobs import FilesJob, FilesSetup
+from loramux_adapters.base import describe_base
+from loramux_adapters.errors import AdapterRejected
+from loramux_adapters.plan import CONFIG_NAME, WEIGHTS_NAME, Limits, validate_adapter
 
 BASE_TOKENS, ADDED = 97, 8
 NEW = tuple(range(BASE_TOKENS, BASE_TOKENS + ADDED))

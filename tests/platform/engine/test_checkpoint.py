@@ -15,11 +15,12 @@ from adapter_zoo import SMALL, Asked, Zoo, make_engine, serve
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
+from loramux.common.settings.file import Settings
+from loramux.common.settings.serving import EngineSettings, ModelSettings
 from loramux.engine.execution import checkpoint, loader
 from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.execution.checkpoint import SamplingDefaults, max_positions, read_config, sampling_defaults
 from loramux.engine.execution.loader import load_model
-from loramux.settings import EngineSettings, ModelSettings, Settings
 
 Tensors = dict[str, torch.Tensor]
 

@@ -16,9 +16,10 @@ import pytest
 from adapter_zoo import Asked, Zoo, to_request
 from event_stream import stream
 
-from loramux.engine import ENGINE_DIED, EngineClient, EngineDied, spawn_engine
+from loramux.common.settings.file import Settings
+from loramux.common.settings.serving import EngineSettings, ModelSettings
+from loramux.engine.client import ENGINE_DIED, EngineClient, EngineDied, spawn_engine
 from loramux.engine.messages import TokenEvent
-from loramux.settings import EngineSettings, ModelSettings, Settings
 
 
 @pytest.fixture(params=["thread", "process"])
@@ -279,7 +280,7 @@ def test_request_that_the_model_cannot_take_is_refused_alone(settings: Settings,
 PARENT = """
 import asyncio, sys
 from loramux.engine import spawn_engine
-from loramux.settings import EngineSettings, ModelSettings, Settings
+from loramux.common.settings import EngineSettings, ModelSettings, Settings
 
 async def main():
     engine = spawn_engine(Settings(

@@ -15,9 +15,11 @@ from adapter_zoo import Asked, serve
 from formats import FORMATS, LORA, FormatZoo
 from safetensors.torch import load_file, save_file
 
-from loramux.validation.checkpoint_files import read_parameter
-from loramux_adapters import CONFIG_NAME, WEIGHTS_NAME, AdapterRejected, Limits, describe_base, validate_adapter
-from loramux_adapters.convert import convert_adapter
+from loramux.catalog.validation.checkpoint_files import read_parameter
+from loramux_adapters.base import describe_base
+from loramux_adapters.convert.conversion import convert_adapter
+from loramux_adapters.errors import AdapterRejected
+from loramux_adapters.plan import CONFIG_NAME, WEIGHTS_NAME, Limits, validate_adapter
 
 Tensors = dict[str, torch.Tensor]
 EMBEDDING, HEAD = "base_model.model.model.embed_tokens.weight", "base_model.model.lm_head.weight"

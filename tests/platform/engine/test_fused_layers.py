@@ -11,9 +11,9 @@ from loramux.engine.execution.attention import KvLayout, probe_layers
 from loramux.engine.execution.checkpoint import load_checkpoint
 from loramux.engine.execution.fused_layers import FusedFeedForward, FusedLayer, FusedNorm, FusedStack, fuse_layers
 from loramux.engine.execution.runner import Forward, StepInputs
-from loramux_kernels import AttentionBatch
 from loramux_kernels.native import native_library
 from loramux_kernels.packed_linear import Panels, choose_format
+from loramux_kernels.tables import AttentionBatch
 
 KEPT = (
     *("ministral", "ministral3", "glm", "glm4", "cohere", "cohere2", "exaone4", "ernie4_5", "hunyuan_v1_dense"),

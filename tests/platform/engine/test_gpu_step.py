@@ -9,6 +9,8 @@ import pytest
 import torch
 from scheduler_harness import decoding
 
+from loramux.common.settings.file import Settings
+from loramux.common.settings.serving import ModelSettings
 from loramux.engine.execution import device_sampler
 from loramux.engine.execution.assembly import _gpu_pool_bytes
 from loramux.engine.execution.attention import KvLayout, LayerShape
@@ -26,7 +28,6 @@ from loramux.engine.execution.runner import pack
 from loramux.engine.execution.sampler import Sampler
 from loramux.engine.messages import Request, SamplingParams
 from loramux.engine.scheduling.sequence import PENDING, Chunk, Sequence, Step
-from loramux.settings import ModelSettings, Settings
 from loramux_adapters.bank import AdapterBank, Site, pages_per_slot
 
 CPU = torch.device("cpu")

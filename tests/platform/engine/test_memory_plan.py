@@ -12,7 +12,7 @@ from quantized_zoo import CHECKPOINTS, QuantizedZoo
 from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.execution.checkpoint import load_checkpoint, read_config
 from loramux.engine.execution.loader import MemoryPlan, plan_memory
-from loramux_adapters import describe_base
+from loramux_adapters.base import describe_base
 from loramux_adapters.base_weights import QuantizedLinear
 from loramux_adapters.sharding import Sharding
 

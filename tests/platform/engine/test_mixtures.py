@@ -18,13 +18,17 @@ from adapter_zoo import NEWER_MIXTURES, ON_RANKS, Asked, Zoo, load, serve
 from formats import FormatZoo
 from preempting import preempting
 
+from loramux.catalog.validation.validator import Validator
+from loramux.common.settings.file import Settings
+from loramux.common.settings.serving import ModelSettings
 from loramux.engine.execution.cuda_graphs import host_syncs_of
-from loramux.settings import ModelSettings, Settings
-from loramux.validation import Validator
-from loramux_adapters import CONFIG_NAME, AdapterRejected, Limits, describe_base, validate_adapter
 from loramux_adapters.bank import AdapterBank, Site
+from loramux_adapters.base import describe_base
+from loramux_adapters.errors import AdapterRejected
 from loramux_adapters.experts import ExpertLinear, ExpertRuns, Experts, Router
-from loramux_kernels import Segments, route
+from loramux_adapters.plan import CONFIG_NAME, Limits, validate_adapter
+from loramux_kernels.mixture import route
+from loramux_kernels.tables import Segments
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 FIRST = "base_model.model.model.layers.0.mlp.experts.base_layer.lora_A.weight"

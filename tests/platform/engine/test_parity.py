@@ -11,9 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from preempting import preempting
 
+from loramux.common.settings.file import Settings
+from loramux.common.settings.serving import ModelSettings
 from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.execution.loader import load_model
-from loramux.settings import ModelSettings, Settings
 
 # Of mixtures PEFT loads no two different adapters into one model: test_mixtures.py.
 FIRST = [family for family in FIRST_FAMILIES if family not in ("mixtral", "qwen3_moe")]

@@ -6,12 +6,13 @@ import asyncio
 
 from scheduler_harness import Harness
 
-from loramux.engine import spawn_engine
+from loramux.common.settings.file import Settings
+from loramux.common.settings.serving import EngineSettings, ModelSettings
+from loramux.engine.client import spawn_engine
 from loramux.engine.memory.memory import AdapterPins, PinLimits
 from loramux.engine.memory.pages import PageUse
 from loramux.engine.memory.residency import AdapterState
 from loramux.engine.messages import AdapterRef, Pinned
-from loramux.settings import EngineSettings, ModelSettings, Settings
 
 A, B, C = (AdapterRef(name, f"/{name}") for name in "abc")
 

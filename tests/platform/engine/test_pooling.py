@@ -17,12 +17,12 @@ from adapter_zoo import FAMILIES, ON_RANKS, SMALL, Asked, Zoo, load, to_request
 from delayed_runner import late_engine
 from task_adapters import TaskAdapter
 
+from loramux.common.units import TokenCounts
 from loramux.engine.engine import Engine, build_engine
 from loramux.engine.execution.cuda_graphs import host_syncs_of
 from loramux.engine.execution.runner import Pooler, decoder_of
 from loramux.engine.messages import Request, SamplingParams, TokenEvent
 from loramux.engine.scheduling.sequence import Chunk, Sequence
-from loramux.units import TokenCounts
 from loramux_adapters.bank import PagedRows
 from loramux_adapters.convert.renaming import rename_adapter
 from loramux_adapters.plan import Limits

@@ -15,10 +15,11 @@ from adapter_zoo import Asked, serve
 from formats import LORA, FormatZoo
 from safetensors.torch import load_file, save_file
 
-from loramux_adapters import CONFIG_NAME, WEIGHTS_NAME, AdapterRejected, Limits, describe_base
-from loramux_adapters.base import expert_weights
-from loramux_adapters.convert import Renaming, rename_adapter
+from loramux_adapters.base import describe_base, expert_weights
+from loramux_adapters.convert.renaming import Renaming, rename_adapter
+from loramux_adapters.errors import AdapterRejected
 from loramux_adapters.names import TensorNames
+from loramux_adapters.plan import CONFIG_NAME, WEIGHTS_NAME, Limits
 
 Tensors = dict[str, torch.Tensor]
 PREFIX = "base_model.model."

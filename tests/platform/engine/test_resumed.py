@@ -8,9 +8,9 @@ import msgspec
 import pytest
 from adapter_zoo import Asked, Zoo, to_request
 
+from loramux.common.units import TokenCounts
 from loramux.engine.engine import Engine
 from loramux.engine.messages import EngineCount, Request
-from loramux.units import TokenCounts
 
 LENGTH = 12
 SAMPLING = {

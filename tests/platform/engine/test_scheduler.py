@@ -9,10 +9,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from msgspec.structs import replace
 from scheduler_harness import Harness, answer
 
+from loramux.common.settings.serving import EngineSettings
 from loramux.engine.memory.pages import OutOfPages, PagePool, PageUse
 from loramux.engine.messages import ServiceClass
 from loramux.engine.scheduling.policy import Policy, SchedulerLimits
-from loramux.settings import EngineSettings
 
 
 def test_prefill_is_chunked_under_the_token_budget_and_decode_goes_first() -> None:

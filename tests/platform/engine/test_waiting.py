@@ -11,8 +11,9 @@ from adapter_zoo import Asked, to_request
 from event_stream import stream
 from scheduler_harness import Harness
 
-from loramux.engine import EngineClient, spawn_engine
-from loramux.settings import EngineSettings, ModelSettings, Settings
+from loramux.common.settings.file import Settings
+from loramux.common.settings.serving import EngineSettings, ModelSettings
+from loramux.engine.client import EngineClient, spawn_engine
 
 Fill = Callable[[Harness], None]
 

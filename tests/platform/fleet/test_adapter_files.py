@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from loramux.data.storage.blobs import CONFIG_FILE, WEIGHTS_FILE, BlobStore, open_blobs
 from loramux.engine.messages import AdapterRef, EngineFault
 from loramux.fleet import serving
 from loramux.fleet.serving import FetchedAdapters
-from loramux.storage import CONFIG_FILE, WEIGHTS_FILE, BlobStore, open_blobs
 
 
 def stored(blobs: BlobStore, content: str) -> str:

@@ -13,13 +13,13 @@ import pytest
 from listening import Listening, asked, listening, until
 from scripted_engine import FACTS
 
-from loramux.engine import ENGINE_DIED, EngineDied
-from loramux.engine.client import EngineClient
+from loramux.common.settings.file import Settings
+from loramux.common.settings.serving import BaseSettings, EngineRange
+from loramux.engine.client import ENGINE_DIED, EngineClient, EngineDied
 from loramux.engine.messages import AdapterRef, Cancel, Retire, Shutdown, Submit, TokenEvent
 from loramux.fleet import remote, sessions, wire
 from loramux.fleet.group import EngineGroup
 from loramux.fleet.wire import new_pair
-from loramux.settings import BaseSettings, EngineRange, Settings
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:

@@ -10,7 +10,9 @@ import msgspec
 import pytest
 from scripted_engine import FACTS, ScriptedEngine
 
-from loramux.engine import ENGINE_DIED, EngineDied
+from loramux.common.settings.file import Settings
+from loramux.common.settings.serving import BaseSettings, EngineRange, EngineSettings
+from loramux.engine.client import ENGINE_DIED, EngineDied
 from loramux.engine.messages import (
     AdapterRef,
     EngineFault,
@@ -25,7 +27,6 @@ from loramux.fleet import member as member_module
 from loramux.fleet.group import EngineGroup
 from loramux.fleet.member import EngineBusy, UnknownEngine
 from loramux.fleet.view import EngineState
-from loramux.settings import BaseSettings, EngineRange, EngineSettings, Settings
 
 PROMPT = [1, 2, 3]
 LENGTH = 20

@@ -11,8 +11,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from loramux.engine import EngineDied
-from loramux.engine.client import EngineClient
+from loramux.common.settings.file import Settings, SettingsError, load_settings
+from loramux.common.settings.serving import BaseSettings, EngineRange, FleetSettings, RaySettings
+from loramux.engine.client import EngineClient, EngineDied
 from loramux.fleet import launching
 from loramux.fleet.launching import RayDriver, launcher_of
 from loramux.fleet.remote import EnginePlace, Placement, RemoteChannel
@@ -25,15 +26,6 @@ from loramux.fleet.wire import (
     read_pair,
     read_public,
     write_keys,
-)
-from loramux.settings import (
-    BaseSettings,
-    EngineRange,
-    FleetSettings,
-    RaySettings,
-    Settings,
-    SettingsError,
-    load_settings,
 )
 
 ADDRESSES = ("tcp://10.0.0.1:7101", "tcp://[::1]:7101")

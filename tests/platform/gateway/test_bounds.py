@@ -11,11 +11,12 @@ import pytest
 from gateway_harness import Harness, in_harness, read
 from scripted_engine import FACTS
 
+from loramux.data.records.requests import IdempotencyClaim
 from loramux.engine.messages import SamplingParams
-from loramux.gateway import GenerationRequest, InvalidRequest
-from loramux.gateway import generation as generations
-from loramux.gateway.checks import MAX_KEPT_LOGPROBS, MAX_LOGPROBS, check_logprobs
-from loramux.usage import IdempotencyClaim
+from loramux.serving import generation as generations
+from loramux.serving.checks import MAX_KEPT_LOGPROBS, MAX_LOGPROBS, check_logprobs
+from loramux.serving.errors import InvalidRequest
+from loramux.serving.messages import GenerationRequest
 
 ASKED = GenerationRequest(
     kind="cmpl-",

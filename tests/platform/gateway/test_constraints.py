@@ -11,13 +11,13 @@ from hostile_grammars import corpus
 from scripted_engine import FACTS
 from tiny_base import byte_tokenizer
 
-from loramux.constraints import AnswerFormat, Choice, JsonSchema, Regex, TrialJob
-from loramux.constraints.grammars import compile_grammar
+from loramux.constraints.formats import AnswerFormat, Choice, JsonSchema, Regex
+from loramux.constraints.grammars import TrialJob, compile_grammar
 from loramux.engine.messages import Constraint
-from loramux.gateway import InvalidRequest
-from loramux.gateway import formats as module
-from loramux.gateway.formats import GrammarTrials
-from loramux.gateway.tokenizer import Tokenizer
+from loramux.serving import formats as module
+from loramux.serving.errors import InvalidRequest
+from loramux.serving.formats import GrammarTrials
+from loramux.serving.tokenizer import Tokenizer
 
 HOSTILE = corpus()
 TOKENIZER = Tokenizer(byte_tokenizer())

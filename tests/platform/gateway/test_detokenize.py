@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from tiny_tokenizers import byte_level, sentencepiece
 from tokenizers import Tokenizer
 
-from loramux.gateway.tokenizer import REPLACEMENT, Detokenizer
+from loramux.serving.tokenizer import REPLACEMENT, Detokenizer
 
 UNICODE = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 

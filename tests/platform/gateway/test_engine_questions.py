@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 from scripted_engine import ScriptedEngine
 
+from loramux.catalog.validation.jobs import EngineAnswer
+from loramux.catalog.validation.validator import Unanswered
+from loramux.common.settings.file import Settings
+from loramux.common.settings.serving import BaseSettings, EngineRange
 from loramux.engine.messages import EngineFault, Request, ServiceClass
 from loramux.fleet import member as member_module
 from loramux.fleet.group import EngineGroup
-from loramux.gateway.engine_questions import OUTPUT_TOKENS, EngineQuestions
-from loramux.settings import BaseSettings, EngineRange, Settings
-from loramux.validation import EngineAnswer, Unanswered
+from loramux.serving.engine_questions import OUTPUT_TOKENS, EngineQuestions
 
 PROMPTS = [[5, 6, 7], [8] * 21]
 LIVE_SECONDS = 600.0

@@ -12,16 +12,16 @@ import pytest
 from gateway_harness import Harness, in_harness
 from sqlalchemy import select
 
-from loramux.engine import ENGINE_DIED, EngineDied
-from loramux.engine.client import OnEvent
+from loramux.common.errors import LoramuxError
+from loramux.common.units import TokenCounts
+from loramux.data.records.errors import RecordsUnavailable
+from loramux.data.records.ledger import LedgerRow
+from loramux.data.records.requests import IdempotencyClaim
+from loramux.engine.client import ENGINE_DIED, EngineDied, OnEvent
 from loramux.engine.messages import EngineCount, EngineFault, Request, TokenEvent
-from loramux.errors import LoramuxError
-from loramux.gateway import Draining, Generation
-from loramux.gateway import generation as generations
-from loramux.records import RecordsUnavailable
-from loramux.records.ledger import LedgerRow
-from loramux.units import TokenCounts
-from loramux.usage import IdempotencyClaim
+from loramux.serving import generation as generations
+from loramux.serving.errors import Draining
+from loramux.serving.generation import Generation
 
 PROMPT = 3
 """Tokens of every prompt."""

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from tiny_base import byte_tokenizer
 
-from loramux.bundle import Bundle
-from loramux.gateway import InvalidRequest
-from loramux.gateway.formats import RENDERINGS_PER_TENANT, Format, Formats
-from loramux.gateway.messages import ChatOptions, Message
-from loramux.gateway.tokenizer import Tokenizer
-from loramux.validation.rendering import TemplateFailed
+from loramux.catalog.validation.rendering import TemplateFailed
+from loramux.common.bundle import Bundle
+from loramux.serving.errors import InvalidRequest
+from loramux.serving.formats import RENDERINGS_PER_TENANT, Format, Formats
+from loramux.serving.messages import ChatOptions, Message
+from loramux.serving.tokenizer import Tokenizer
 
 HELLO = (Message("user", "hello"),)
 

@@ -10,10 +10,12 @@ import pytest
 from gateway_harness import Harness, in_harness, read
 from scripted_engine import EOS, FACTS
 
+from loramux.common.units import TokenCounts
 from loramux.engine.messages import EngineFault, SamplingParams
-from loramux.gateway import Draining, EngineDown, GatewayError, Generation, InvalidRequest, Message
-from loramux.gateway.service import ENDS
-from loramux.units import TokenCounts
+from loramux.serving.errors import Draining, EngineDown, GatewayError, InvalidRequest
+from loramux.serving.generation import Generation
+from loramux.serving.messages import Message
+from loramux.serving.service import ENDS
 
 
 @pytest.mark.parametrize("shared", [False, True])

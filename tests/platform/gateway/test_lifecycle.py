@@ -13,14 +13,16 @@ from fake_registry import Shelf
 from scripted_engine import ScriptedEngine
 from tiny_base import make_base
 
-from loramux.engine import EngineDied
+from loramux.accounts.tenants.entities import Changes
+from loramux.common.settings.file import Settings
+from loramux.common.settings.serving import BaseSettings, EngineSettings, ModelSettings
+from loramux.data.records.bases import BaseRepository
+from loramux.data.records.database import Database
+from loramux.engine.client import EngineDied
 from loramux.engine.messages import ModelFacts
-from loramux.gateway import BaseConflict, BaseLifecycle, InvalidBase, UnknownBase
-from loramux.gateway.engine_questions import EngineQuestions
-from loramux.records import Database
-from loramux.records.bases import BaseRepository
-from loramux.settings import BaseSettings, EngineSettings, ModelSettings, Settings
-from loramux.tenants import Changes
+from loramux.serving.engine_questions import EngineQuestions
+from loramux.serving.errors import BaseConflict, InvalidBase, UnknownBase
+from loramux.serving.lifecycle import BaseLifecycle
 
 pytestmark = pytest.mark.anyio
 

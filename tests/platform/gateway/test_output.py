@@ -8,10 +8,10 @@ from tiny_tokenizers import FAMILIES
 from transformers import PreTrainedTokenizerFast
 
 from loramux.engine.messages import EngineFault, TokenEvent, TopLogprob
-from loramux.gateway.errors import GenerationFailed, InvalidRequest, OverCapacity
-from loramux.gateway.messages import Delta
-from loramux.gateway.output import OutputProcessor
-from loramux.gateway.tokenizer import StopAutomaton, Tokenizer
+from loramux.serving.errors import GenerationFailed, InvalidRequest, OverCapacity
+from loramux.serving.messages import Delta
+from loramux.serving.output import OutputProcessor
+from loramux.serving.tokenizer import StopAutomaton, Tokenizer
 
 BYTES = Tokenizer(byte_tokenizer())
 EOS = 256

@@ -8,10 +8,13 @@ import pytest
 from fake_registry import Shelf, digest_of
 from scripted_engine import ScriptedEngine
 
+from loramux.catalog.registry.changes import Preconditions
+from loramux.catalog.registry.errors import ChangeConflict, PreconditionFailed
+from loramux.catalog.registry.resolver import engine_key
+from loramux.data.records.database import Database
+from loramux.data.records.identity import Principal
 from loramux.engine.messages import EngineFault
-from loramux.gateway import AdapterService
-from loramux.records import Database, Principal
-from loramux.registry import ChangeConflict, PreconditionFailed, Preconditions, engine_key
+from loramux.serving.adapters import AdapterService
 
 pytestmark = pytest.mark.anyio
 

@@ -13,9 +13,9 @@ from site_fixture import make_settings
 from tiny_base import make_base
 from upload_harness import upload_folder
 
-from loramux.gateway import open_platform
-from loramux.registry import engine_key
-from loramux.settings import AdapterLimits
+from loramux.catalog.registry.resolver import engine_key
+from loramux.common.settings.serving import AdapterLimits
+from loramux.server.platform import open_platform
 
 
 def test_adapters_are_preloaded_by_name_and_the_others_warned_of(

@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from loramux.gateway.tokenizer import StopAutomaton, StopMatcher
+from loramux.serving.tokenizer import StopAutomaton, StopMatcher
 
 ALPHABET = "ab⚑ "
 STOPS = st.lists(st.text(ALPHABET, min_size=1, max_size=5), max_size=4)

@@ -9,9 +9,10 @@ from tiny_base import byte_tokenizer
 from tiny_tokenizers import FAMILIES
 from transformers import PreTrainedTokenizerFast
 
-from loramux.gateway import InvalidRequest, Message
-from loramux.gateway.tokenizer import Tokenizer
-from loramux.settings import SettingsError
+from loramux.common.settings.file import SettingsError
+from loramux.serving.errors import InvalidRequest
+from loramux.serving.messages import Message
+from loramux.serving.tokenizer import Tokenizer
 
 
 @pytest.mark.parametrize("name", FAMILIES)

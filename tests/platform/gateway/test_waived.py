@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 from gateway_harness import Harness, in_harness, read
 
-from loramux.billing import reconcile
-from loramux.gateway import GatewayError, Generation
-from loramux.gateway.checks import canonical_tags
-from loramux.records.ledger import LedgerEntry, LedgerRepository
-from loramux.units import TokenCounts
-from loramux.usage import IdempotencyClaim
+from loramux.common.units import TokenCounts
+from loramux.data.records.ledger import LedgerEntry, LedgerRepository
+from loramux.data.records.requests import IdempotencyClaim
+from loramux.money.billing.reconcile import reconcile
+from loramux.serving.checks import canonical_tags
+from loramux.serving.errors import GatewayError
+from loramux.serving.generation import Generation
 
 PROMPT = "say this"
 

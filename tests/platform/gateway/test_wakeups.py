@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from gateway_harness import Harness, in_harness
 
+from loramux.common.units import TokenCounts
 from loramux.engine.messages import EngineCount, Request, TokenEvent
-from loramux.units import TokenCounts
 
 NUM_TOKENS = 200
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loramux.records.access import AccessibleRevision
-from loramux.registry.resolver import POINTS, choose_target, target_at
+from loramux.catalog.registry.resolver import POINTS, choose_target, target_at
+from loramux.data.records.access import AccessibleRevision
 
 shares = st.lists(st.integers(1, 1_000_000), min_size=1, max_size=10)
 

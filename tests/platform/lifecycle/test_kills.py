@@ -16,14 +16,15 @@ import sqlalchemy as sa
 from crash_helpers import survives
 from fake_registry import Shelf, digest_of
 
-from loramux.records import Database, Principal
-from loramux.records.adapters import AdapterRow, RevisionRow
-from loramux.records.aliases import AliasRow, AliasTargetRow, AliasVersionRow
-from loramux.records.pins import PinRow
-from loramux.records.tenants import AuditRow
-from loramux.records.webhooks import EventRow
-from loramux.registry import WeightedRevision
-from loramux.tenants import Tenants
+from loramux.accounts.tenants.tenants import Tenants
+from loramux.catalog.registry.entities import WeightedRevision
+from loramux.data.records.adapters import AdapterRow, RevisionRow
+from loramux.data.records.aliases import AliasRow, AliasTargetRow, AliasVersionRow
+from loramux.data.records.database import Database
+from loramux.data.records.identity import Principal
+from loramux.data.records.pins import PinRow
+from loramux.data.records.tenants import AuditRow
+from loramux.data.records.webhooks import EventRow
 
 BOTH = [WeightedRevision(1, 5), WeightedRevision(2, 95)]
 

@@ -10,18 +10,21 @@ import msgspec
 import pytest
 from fake_registry import NamesOnly, Shelf, digest_of, weights
 
-from loramux.records import Database, Principal
-from loramux.registry import (
+from loramux.catalog.registry.changes import Preconditions
+from loramux.catalog.registry.entities import WeightedRevision
+from loramux.catalog.registry.errors import (
     ChangeConflict,
     InvalidChange,
     ModelNotFound,
     PartNotFound,
     PreconditionFailed,
-    Preconditions,
     TooManyAdapters,
-    WeightedRevision,
 )
-from loramux.usage import AnswerStorage, IdempotencyClaim, IdempotencyGuard, IdempotencyMismatch
+from loramux.data.records.database import Database
+from loramux.data.records.identity import Principal
+from loramux.data.records.requests import IdempotencyClaim
+from loramux.money.usage.errors import IdempotencyMismatch
+from loramux.money.usage.idempotency import AnswerStorage, IdempotencyGuard
 
 pytestmark = pytest.mark.anyio
 

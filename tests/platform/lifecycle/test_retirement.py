@@ -7,19 +7,19 @@ from collections.abc import Sequence
 import pytest
 from fake_registry import Shelf, digest_of, weights
 
-from loramux.records import Database, Principal
-from loramux.registry import (
-    AdapterChange,
+from loramux.catalog.registry.changes import AdapterChange
+from loramux.catalog.registry.entities import AliasInfo, WeightedRevision
+from loramux.catalog.registry.errors import (
     AdapterNotFound,
-    AliasInfo,
     ChangeConflict,
     InvalidChange,
     ModelNotFound,
     PartNotFound,
     TooManyAdapters,
-    WeightedRevision,
-    engine_key,
 )
+from loramux.catalog.registry.resolver import engine_key
+from loramux.data.records.database import Database
+from loramux.data.records.identity import Principal
 
 pytestmark = pytest.mark.anyio
 

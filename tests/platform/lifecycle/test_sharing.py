@@ -9,16 +9,10 @@ import msgspec
 import pytest
 from fake_registry import Shelf
 
-from loramux.records import Principal
-from loramux.registry import (
-    AdapterNotFound,
-    InvalidChange,
-    ModelNotFound,
-    PartNotFound,
-    TooManyAdapters,
-    WeightedRevision,
-)
-from loramux.tenants import Tenants
+from loramux.accounts.tenants.tenants import Tenants
+from loramux.catalog.registry.entities import WeightedRevision
+from loramux.catalog.registry.errors import AdapterNotFound, InvalidChange, ModelNotFound, PartNotFound, TooManyAdapters
+from loramux.data.records.identity import Principal
 
 pytestmark = pytest.mark.anyio
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from loramux.limits import Limits
-from loramux.tenants import Tenants
+from loramux.accounts.tenants.tenants import Tenants
+from loramux.money.limits.limits import Limits
 
 
 @pytest.fixture

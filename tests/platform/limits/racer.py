@@ -12,10 +12,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from loramux.limits import LimitReached
-from loramux.records import Database
-from loramux.units import TokenCounts
-from loramux.usage import OpenedRequest, Settlement, UsageService
+from loramux.common.units import TokenCounts
+from loramux.data.records.database import Database
+from loramux.data.records.requests import OpenedRequest
+from loramux.money.limits.errors import LimitReached
+from loramux.money.usage.service import UsageService
+from loramux.money.usage.settlement import Settlement
 
 sys.path.append(str(Path(__file__).parents[2] / "support"))
 from flat_prices import FlatPrices

@@ -10,20 +10,18 @@ import pytest
 import sqlalchemy as sa
 from flat_prices import FlatPrices, give_flat_plan
 
-from loramux.limits import (
-    BudgetSpent,
-    Limits,
-    LimitsError,
-    RateLimitStatus,
-    RateReached,
-    RequestTooLarge,
-    TooManyRunning,
-)
-from loramux.records import Database, Principal
-from loramux.records.limits import AlertRow, BudgetHoldRow, CounterRow, HoldRow
-from loramux.tenants import KeyRequest, Tenants
-from loramux.units import SECOND, TokenCounts
-from loramux.usage import OpenedRequest, Settlement, UsageService
+from loramux.accounts.tenants.account import KeyRequest
+from loramux.accounts.tenants.tenants import Tenants
+from loramux.common.units import SECOND, TokenCounts
+from loramux.data.records.database import Database
+from loramux.data.records.identity import Principal
+from loramux.data.records.limits import AlertRow, BudgetHoldRow, CounterRow, HoldRow
+from loramux.data.records.requests import OpenedRequest
+from loramux.money.limits.definitions import RateLimitStatus
+from loramux.money.limits.errors import BudgetSpent, LimitsError, RateReached, RequestTooLarge, TooManyRunning
+from loramux.money.limits.limits import Limits
+from loramux.money.usage.service import UsageService
+from loramux.money.usage.settlement import Settlement
 
 pytestmark = pytest.mark.anyio
 

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loramux.limits import BudgetSpent, QueueFull, RateReached, RequestTooLarge, TooManyRunning
-from loramux.limits.admission import SubjectCounter, SubjectLimits, ensure_admits
-from loramux.limits.budgets import (
+from loramux.data.records.identity import TenantId
+from loramux.data.records.requests import OpenedRequest
+from loramux.money.limits.admission import SubjectCounter, SubjectLimits, ensure_admits
+from loramux.money.limits.budgets import (
     Budget,
     BudgetState,
     crossed_thresholds,
@@ -19,9 +20,8 @@ from loramux.limits.budgets import (
     period_end,
     period_start,
 )
-from loramux.limits.definitions import PART, TokenBucket
-from loramux.records import TenantId
-from loramux.records.requests import OpenedRequest
+from loramux.money.limits.definitions import PART, TokenBucket
+from loramux.money.limits.errors import BudgetSpent, QueueFull, RateReached, RequestTooLarge, TooManyRunning
 
 MINUTE = 60_000_000
 T0 = 1_700_000_000_000_000

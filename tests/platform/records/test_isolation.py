@@ -8,17 +8,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from loramux.records import Database, ProjectId, RowRefused, TenantId
-from loramux.records.access import AccessRepository, GrantRow
-from loramux.records.adapters import AdapterRepository, AdapterRow, RevisionContent, RevisionRow, Stamp
-from loramux.records.aliases import AliasRepository, AliasRow, AliasTargetRow
-from loramux.records.contents import register_revision
-from loramux.records.credentials import KeyRepository, KeyRow
-from loramux.records.identity import new_id
-from loramux.records.ledger import EntryContent, LedgerRepository
-from loramux.records.pins import PinRow
-from loramux.records.tenants import ProjectRepository, ProjectRow, TenantRow
-from loramux.records.usage import UsageRepository, UsageWindow
+from loramux.data.records.access import AccessRepository, GrantRow
+from loramux.data.records.adapters import AdapterRepository, AdapterRow, RevisionContent, RevisionRow, Stamp
+from loramux.data.records.aliases import AliasRepository, AliasRow, AliasTargetRow
+from loramux.data.records.contents import register_revision
+from loramux.data.records.credentials import KeyRepository, KeyRow
+from loramux.data.records.database import Database
+from loramux.data.records.errors import RowRefused
+from loramux.data.records.identity import ProjectId, TenantId, new_id
+from loramux.data.records.ledger import EntryContent, LedgerRepository
+from loramux.data.records.pins import PinRow
+from loramux.data.records.tenants import ProjectRepository, ProjectRow, TenantRow
+from loramux.data.records.usage import UsageRepository, UsageWindow
 
 NAMES = ("upper", "json", "terse")
 fresh = count()

@@ -14,14 +14,14 @@ import sqlalchemy as sa
 from alembic import command
 from alembic.config import Config
 
-from loramux.records import Database, migrate
-from loramux.records.base import BigInt
-from loramux.records.database import parse_url, sqlite_file
-from loramux.records.ledger import GENESIS, EntryContent, LedgerRepository, event_id
-from loramux.records.revision_metrics import COUNTED
-from loramux.records.schema import migrations_folder
-from loramux.tenants import PepperError, Tenants, open_pepper
-from loramux.tenants.secrets import SECRET_PREFIX, mac
+from loramux.accounts.tenants.errors import PepperError
+from loramux.accounts.tenants.secrets import SECRET_PREFIX, mac, open_pepper
+from loramux.accounts.tenants.tenants import Tenants
+from loramux.data.records.base import BigInt
+from loramux.data.records.database import Database, parse_url, sqlite_file
+from loramux.data.records.ledger import GENESIS, EntryContent, LedgerRepository, event_id
+from loramux.data.records.revision_metrics import COUNTED
+from loramux.data.records.schema import migrate, migrations_folder
 
 ENTRY: dict[str, Any] = {
     "kind": "usage", "tenant_id": "tenant_1", "key_id": "key_1", "model": "tiny", "adapter_digest": None,

@@ -8,10 +8,9 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 import sqlalchemy as sa
 
-from loramux.records import Database, RecordsUnavailable
-from loramux.records import database as database_module
-from loramux.records.database import parse_url
-from loramux.records.errors import RecordsError
+from loramux.data.records import database as database_module
+from loramux.data.records.database import Database, parse_url
+from loramux.data.records.errors import RecordsError, RecordsUnavailable
 
 pytestmark = pytest.mark.anyio
 

@@ -12,19 +12,9 @@ import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 
-from loramux.records import (
-    Database,
-    RecordsUnavailable,
-    SchemaOutOfDate,
-    SchemaTooNew,
-    UnsupportedUrl,
-    check,
-    current_revision,
-    head_revision,
-    migrate,
-)
-from loramux.records.database import parse_url
-from loramux.records.schema import METADATA, migrations_folder
+from loramux.data.records.database import Database, parse_url
+from loramux.data.records.errors import RecordsUnavailable, SchemaOutOfDate, SchemaTooNew, UnsupportedUrl
+from loramux.data.records.schema import METADATA, check, current_revision, head_revision, migrate, migrations_folder
 
 
 @contextmanager

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from loramux.simulator import Report, Simulation, load_scenario
+from loramux.simulator.report import Report
+from loramux.simulator.scenario import load_scenario
+from loramux.simulator.simulation import Simulation
 
 
 def simulate(name: str, *overrides: str) -> Report:

@@ -8,7 +8,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from loramux.simulator import ScenarioError, Simulation, load_scenario, make_scenario
+from loramux.simulator.scenario import ScenarioError, load_scenario, make_scenario
+from loramux.simulator.simulation import Simulation
 
 small = pytest.param("small", id="small")
 full = pytest.param("full", id="full", marks=pytest.mark.slow)

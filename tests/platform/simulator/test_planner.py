@@ -10,7 +10,10 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from loramux.simulator import DEVICES, MODELS, Goals, Planner, ScenarioError, model_of, read_workload
+from loramux.simulator.hardware import DEVICES, MODELS
+from loramux.simulator.planner import Goals, Planner
+from loramux.simulator.scenario import ScenarioError, model_of
+from loramux.simulator.traffic import read_workload
 from loramux_api.cli import main
 
 TRAFFIC = """

@@ -5,8 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from loramux.simulator import Scenario, ScenarioError, load_scenario, make_scenario, scenario_names
-from loramux.simulator.scenario import Constant, LogNormal, Uniform, arrival_times, choose, with_pauses
+from loramux.simulator.scenario import (
+    Constant,
+    LogNormal,
+    Scenario,
+    ScenarioError,
+    Uniform,
+    arrival_times,
+    choose,
+    load_scenario,
+    make_scenario,
+    scenario_names,
+    with_pauses,
+)
 from loramux.simulator.traffic import draw_arrivals
 
 REQUIRED = {

@@ -12,10 +12,11 @@ import pytest
 from loramux.engine.memory.pages import PageUse
 from loramux.engine.messages import AdapterRef
 from loramux.engine.scheduling.fairness import VirtualTokenCounter
-from loramux.simulator import DEVICES, MODELS, ServiceGap, Simulation, load_scenario, make_scenario, plot_report
 from loramux.simulator.engine import SimulatedStore, VirtualClock
-from loramux.simulator.hardware import WEIGHT_BITS, StepTime, Work
-from loramux.simulator.report import Times
+from loramux.simulator.hardware import DEVICES, MODELS, WEIGHT_BITS, StepTime, Work
+from loramux.simulator.report import ServiceGap, Times, plot_report
+from loramux.simulator.scenario import load_scenario, make_scenario
+from loramux.simulator.simulation import Simulation
 
 KEYS = {
     "throughput_tokens_per_s",

@@ -6,22 +6,14 @@ import asyncio
 
 import pytest
 
-from loramux.records import Database
-from loramux.tenants import (
-    TENANT_SCOPES,
-    Account,
-    InvalidKey,
-    InvalidTenant,
-    Key,
-    KeyNotFound,
-    KeyRequest,
-    NotPermitted,
-    Principal,
-    ProjectNotFound,
-    Role,
-    Tenants,
-)
-from loramux.units import SECOND
+from loramux.accounts.tenants.account import Account, KeyRequest
+from loramux.accounts.tenants.authority import TENANT_SCOPES, Role
+from loramux.accounts.tenants.entities import Key
+from loramux.accounts.tenants.errors import InvalidKey, InvalidTenant, KeyNotFound, NotPermitted, ProjectNotFound
+from loramux.accounts.tenants.tenants import Tenants
+from loramux.common.units import SECOND
+from loramux.data.records.database import Database
+from loramux.data.records.identity import Principal
 
 pytestmark = pytest.mark.anyio
 

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 import pytest
 import sqlalchemy as sa
 
-from loramux.records import Database, Origin
-from loramux.records.credentials import KeyRow
-from loramux.tenants import Credential, InvalidKey, KeyRequest, Tenants, TooManyFailures
-from loramux.tenants.secrets import (
+from loramux.accounts.tenants.account import KeyRequest
+from loramux.accounts.tenants.authentication import Credential
+from loramux.accounts.tenants.errors import InvalidKey, TooManyFailures
+from loramux.accounts.tenants.secrets import (
     MAX_ADDRESSES,
     MAX_FAILURES,
     MAX_REVOKED,
@@ -23,7 +23,11 @@ from loramux.tenants.secrets import (
     KnownKeys,
     mac,
 )
-from loramux.units import SECOND
+from loramux.accounts.tenants.tenants import Tenants
+from loramux.common.units import SECOND
+from loramux.data.records.credentials import KeyRow
+from loramux.data.records.database import Database
+from loramux.data.records.identity import Origin
 
 pytestmark = pytest.mark.anyio
 

@@ -7,19 +7,19 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from loramux.records import Database
-from loramux.tenants import (
+from loramux.accounts.tenants.account import KeyRequest
+from loramux.accounts.tenants.errors import (
     InvalidKey,
     InvalidTenant,
     KeyNotFound,
-    KeyRequest,
     NotPermitted,
     ProjectNotFound,
     StillNeeded,
-    Tenants,
     TenantSuspended,
 )
-from loramux.units import SECOND
+from loramux.accounts.tenants.tenants import Tenants
+from loramux.common.units import SECOND
+from loramux.data.records.database import Database
 
 pytestmark = pytest.mark.anyio
 
@@ -246,7 +246,7 @@ async def test_failed_change_leaves_no_audit_entry(tenants: Tenants, monkeypatch
     async def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("loramux.tenants.entities.Change.note", fail)
+    monkeypatch.setattr("loramux.accounts.tenants.entities.Change.note", fail)
     with pytest.raises(ZeroDivisionError):
         await account.keys.create(KeyRequest())
     assert await account.keys.all() == []
@@ -256,7 +256,7 @@ async def test_number_of_keys_projects_and_members_is_bounded(
     tenants: Tenants, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("MAX_LIVE_KEYS", "MAX_PROJECTS", "MAX_MEMBERS"):
-        monkeypatch.setattr(f"loramux.tenants.account.{name}", 2)
+        monkeypatch.setattr(f"loramux.accounts.tenants.account.{name}", 2)
     await tenants.create("acme")
     account = await tenants.account("acme")
     first, _ = await account.keys.create(KeyRequest())

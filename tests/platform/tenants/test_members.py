@@ -6,20 +6,19 @@ import asyncio
 
 import pytest
 
-from loramux.tenants import (
-    ROLE_SCOPES,
-    Account,
+from loramux.accounts.tenants.account import Account
+from loramux.accounts.tenants.authority import ROLE_SCOPES, Role
+from loramux.accounts.tenants.errors import (
     AlreadyExists,
     InvalidTenant,
     MemberNotFound,
     NotPermitted,
-    Principal,
     ProjectNotFound,
-    Role,
     StillNeeded,
-    Tenants,
     TierNotFound,
 )
+from loramux.accounts.tenants.tenants import Tenants
+from loramux.data.records.identity import Principal
 
 pytestmark = pytest.mark.anyio
 

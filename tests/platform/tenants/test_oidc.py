@@ -12,9 +12,11 @@ import pytest
 from joserfc.jwk import ECKey, OctKey, RSAKey
 from local_issuer import Issuer
 
-from loramux.records import Database
-from loramux.settings import IssuerSettings
-from loramux.tenants import Credential, InvalidKey, Tenants
+from loramux.accounts.tenants.authentication import Credential
+from loramux.accounts.tenants.errors import InvalidKey
+from loramux.accounts.tenants.tenants import Tenants
+from loramux.common.settings.server import IssuerSettings
+from loramux.data.records.database import Database
 
 pytestmark = pytest.mark.anyio
 
@@ -39,7 +41,7 @@ async def tenants(database: Database, issuer: Issuer) -> AsyncIterator[Tenants]:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loramux.tenants.authentication.RETRY_SECONDS", 0.0)
+    monkeypatch.setattr("loramux.accounts.tenants.authentication.RETRY_SECONDS", 0.0)
 
 
 async def test_member_authenticates_with_a_token(tenants: Tenants, issuer: Issuer) -> None:

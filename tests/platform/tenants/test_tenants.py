@@ -9,20 +9,19 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from loramux.records import Database
-from loramux.records.credentials import KeyRow
-from loramux.tenants import (
-    CUSTOMER_SCOPES,
+from loramux.accounts.tenants.authority import CUSTOMER_SCOPES
+from loramux.accounts.tenants.errors import (
     InvalidKey,
     InvalidTenant,
     KeyNotFound,
     PepperError,
     TenantExists,
     TenantNotFound,
-    Tenants,
-    open_pepper,
-    replace_pepper,
 )
+from loramux.accounts.tenants.secrets import open_pepper, replace_pepper
+from loramux.accounts.tenants.tenants import Tenants
+from loramux.data.records.credentials import KeyRow
+from loramux.data.records.database import Database
 
 PEPPER = b"p" * 32
 

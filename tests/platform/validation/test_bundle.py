@@ -11,7 +11,9 @@ import pytest
 from tiny_base import CHAT_TEMPLATE, byte_tokenizer, make_base
 from transformers import AutoTokenizer
 
-from loramux.bundle import (
+from loramux.catalog.validation.bundle import BaseText, examine
+from loramux.catalog.validation.jobs import BundleJob, ValidationReport
+from loramux.common.bundle import (
     BUNDLE_FILE,
     LENGTH_FILE,
     MODULES_FILE,
@@ -23,9 +25,7 @@ from loramux.bundle import (
     is_pickled,
     read_bundle,
 )
-from loramux.gateway.tokenizer import Tokenizer
-from loramux.validation.bundle import BaseText, examine
-from loramux.validation.jobs import BundleJob, ValidationReport
+from loramux.serving.tokenizer import Tokenizer
 
 ADDED = [f"<|tool_{i}|>" for i in range(3)]
 

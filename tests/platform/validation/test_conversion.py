@@ -13,10 +13,12 @@ import pytest
 from other_kinds import make_kind
 from tiny_peft import tiny_model
 
-from loramux.settings import ModelSettings, Settings
-from loramux.validation import Validator
-from loramux_adapters import CONFIG_NAME, Limits, describe_base
+from loramux.catalog.validation.validator import Validator
+from loramux.common.settings.file import Settings
+from loramux.common.settings.serving import ModelSettings
+from loramux_adapters.base import describe_base
 from loramux_adapters.config import UNSUPPORTED_KINDS
+from loramux_adapters.plan import CONFIG_NAME, Limits
 
 LIMITS = Limits(max_rank=16)
 

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from loramux.settings import Settings
-from loramux.validation import jail
-from loramux.validation.jail import landlock_abi
-from loramux.validation.sandbox import JobLimits, Sandbox
-from loramux.validation.validator import BaseValidators
+from loramux.catalog.validation.validator import BaseValidators
+from loramux.common.sandbox import jail
+from loramux.common.sandbox.jail import landlock_abi
+from loramux.common.sandbox.sandbox import JobLimits, Sandbox
+from loramux.common.settings.file import Settings
 
 pytestmark = pytest.mark.skipif(landlock_abi() < 6, reason="needs a kernel with Landlock ABI 6 (Linux 6.12)")
 
@@ -115,7 +115,7 @@ def test_jail_holds_for_children_and_leaves_python_whole(tmp_path: Path) -> None
     (tmp_path / "own").mkdir()
     code = (
         "import subprocess, sys\n"
-        "from loramux.validation.jail import enter_jail\n"
+        "from loramux.common.sandbox.jail import enter_jail\n"
         "assert enter_jail(['own', 'no such folder'], [])\n"
         "import statistics, xml.dom.minidom, zoneinfo\n"
         "open('/dev/null', 'w').write('x')\n"
@@ -133,12 +133,12 @@ def test_jail_holds_for_children_and_leaves_python_whole(tmp_path: Path) -> None
 def test_kernel_without_landlock_is_said_at_start(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("loramux.validation.validator.may_leave_network", lambda: True)
+    monkeypatch.setattr("loramux.catalog.validation.validator.may_leave_network", lambda: True)
     settings = Settings(model={"path": "/none", "served_model_name": "tiny"})  # type: ignore[arg-type]
     BaseValidators(settings, {}).close()
     assert caplog.records == []
     monkeypatch.setattr(jail, "landlock_abi", lambda: 0)
-    monkeypatch.setattr("loramux.validation.validator.landlock_abi", lambda: 0)
+    monkeypatch.setattr("loramux.catalog.validation.validator.landlock_abi", lambda: 0)
     BaseValidators(settings, {}).close()
     (record,) = caplog.records
     assert "the kernel has no Landlock" in record.message
@@ -149,7 +149,7 @@ def test_kernel_without_landlock_is_said_at_start(
 def test_kernel_without_network_namespaces_is_said_at_start(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("loramux.validation.validator.may_leave_network", lambda: False)
+    monkeypatch.setattr("loramux.catalog.validation.validator.may_leave_network", lambda: False)
     BaseValidators(Settings(model={"path": "/none", "served_model_name": "tiny"}), {}).close()  # type: ignore[arg-type]
     (record,) = caplog.records
     assert "the kernel allows no network namespace" in record.message

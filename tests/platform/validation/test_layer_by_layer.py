@@ -18,17 +18,20 @@ from site_fixture import make_settings
 from tiny_base import make_base
 from upload_harness import upload_folder
 
+from loramux.catalog.validation import parity_tokens
+from loramux.catalog.validation.checkpoint_files import BaseFiles
+from loramux.catalog.validation.conversion import convert
+from loramux.catalog.validation.jobs import ConversionJob, EngineAnswer, ParityJob, ParitySetup, ValidationReport
+from loramux.catalog.validation.parity import Comparison
+from loramux.catalog.validation.validator import Unanswered
+from loramux.common.settings.file import Settings
+from loramux.common.settings.serving import AdapterLimits, EngineSettings, ModelSettings, ValidationSettings
 from loramux.fleet.group import EngineGroup
 from loramux.fleet.launching import launch_here
-from loramux.gateway import open_platform
-from loramux.gateway.engine_questions import EngineQuestions
-from loramux.settings import AdapterLimits, EngineSettings, ModelSettings, Settings, ValidationSettings
-from loramux.validation import EngineAnswer, Unanswered, ValidationReport, parity_tokens
-from loramux.validation.checkpoint_files import BaseFiles
-from loramux.validation.conversion import convert
-from loramux.validation.jobs import ConversionJob, ParityJob, ParitySetup
-from loramux.validation.parity import Comparison
-from loramux_adapters import WEIGHTS_NAME, Limits, describe_base
+from loramux.server.platform import open_platform
+from loramux.serving.engine_questions import EngineQuestions
+from loramux_adapters.base import describe_base
+from loramux_adapters.plan import WEIGHTS_NAME, Limits
 
 
 def setup_of(zoo: FormatZoo) -> ParitySetup:

@@ -12,9 +12,12 @@ import pytest
 from formats import LORA, FormatZoo
 from safetensors.torch import load_file, save_file
 
-from loramux.settings import ModelSettings, Settings
-from loramux.validation import ValidationReport, Validator
-from loramux_adapters import CONFIG_NAME, WEIGHTS_NAME, Limits, describe_base
+from loramux.catalog.validation.jobs import ValidationReport
+from loramux.catalog.validation.validator import Validator
+from loramux.common.settings.file import Settings
+from loramux.common.settings.serving import ModelSettings
+from loramux_adapters.base import describe_base
+from loramux_adapters.plan import CONFIG_NAME, WEIGHTS_NAME, Limits
 
 
 @pytest.fixture(scope="module")

@@ -15,15 +15,18 @@ from adapter_zoo import RECIPES, Zoo
 from safetensors.torch import load_file, save_file
 from task_adapters import TaskAdapter
 
+from loramux.catalog.validation import parity
+from loramux.catalog.validation.jobs import ParityJob, ParitySetup, ValidationReport
+from loramux.catalog.validation.parity import Comparison
+from loramux.catalog.validation.parity_tokens import compare_tokens
+from loramux.catalog.validation.validator import Validator
+from loramux.common.settings.file import Settings
+from loramux.common.settings.serving import AdapterLimits, ModelSettings, ValidationSettings
 from loramux.engine.memory import host_memory
-from loramux.settings import AdapterLimits, ModelSettings, Settings, ValidationSettings
-from loramux.validation import ValidationReport, Validator, parity
-from loramux.validation.jobs import ParityJob, ParitySetup
-from loramux.validation.parity import Comparison
-from loramux.validation.parity_tokens import compare_tokens
-from loramux_adapters import WEIGHTS_NAME, Limits, describe_base
 from loramux_adapters.bank import PagedRows
+from loramux_adapters.base import describe_base
 from loramux_adapters.convert.renaming import rename_adapter
+from loramux_adapters.plan import WEIGHTS_NAME, Limits
 from loramux_adapters.weights import AdapterWeights
 
 LIMITS = Limits(max_rank=64)

@@ -14,13 +14,13 @@ from formats import FORMATS, LORA, FormatZoo
 from other_kinds import make_kind
 from safetensors.torch import load_file, save_file
 
-from loramux.settings import AdapterLimits
-from loramux.validation import ValidationReport
-from loramux.validation.checkpoint_files import BaseFiles
-from loramux.validation.conversion import convert
-from loramux.validation.jobs import ConversionJob, ParityJob, ParitySetup
-from loramux.validation.parity import Comparison
-from loramux_adapters import WEIGHTS_NAME, Limits, describe_base
+from loramux.catalog.validation.checkpoint_files import BaseFiles
+from loramux.catalog.validation.conversion import convert
+from loramux.catalog.validation.jobs import ConversionJob, ParityJob, ParitySetup, ValidationReport
+from loramux.catalog.validation.parity import Comparison
+from loramux.common.settings.serving import AdapterLimits
+from loramux_adapters.base import describe_base
+from loramux_adapters.plan import WEIGHTS_NAME, Limits
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,11 @@ import torch
 from formats import FormatZoo
 from quantized_zoo import QuantizedZoo
 
-from loramux.settings import AdapterLimits
-from loramux.validation.jobs import ParityJob, ParitySetup
-from loramux.validation.parity import Comparison
-from loramux_adapters import Limits, describe_base
+from loramux.catalog.validation.jobs import ParityJob, ParitySetup
+from loramux.catalog.validation.parity import Comparison
+from loramux.common.settings.serving import AdapterLimits
+from loramux_adapters.base import describe_base
+from loramux_adapters.plan import Limits
 
 
 def comparison_on(base: Path, quantization: str = "none") -> Comparison:

@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from loramux.validation.jail import may_leave_network
-from loramux.validation.sandbox import JobCrashed, JobEnded, JobLimits, JobOutOfMemory, Sandbox, SandboxDied
+from loramux.common.sandbox.jail import may_leave_network
+from loramux.common.sandbox.sandbox import JobCrashed, JobEnded, JobLimits, JobOutOfMemory, Sandbox, SandboxDied
 
 LIMITS = JobLimits(memory_bytes=32 << 20, cpu_seconds=20, wall_seconds=60)
 

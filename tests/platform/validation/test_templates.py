@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 from tiny_base import CHAT_TEMPLATE, byte_tokenizer
 
-from loramux.validation.rendering import TRIALS, TemplateFailed, TemplateRenderer, template_variables, try_template
+from loramux.catalog.validation.rendering import (
+    TRIALS,
+    TemplateFailed,
+    TemplateRenderer,
+    template_variables,
+    try_template,
+)
 
 MESSAGES = [
     {"role": "system", "content": "Be <terse> & 'kind'."},

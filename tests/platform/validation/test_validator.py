@@ -16,10 +16,13 @@ import torch
 from sandbox_jobs import JOBS
 from tiny_peft import save_adapter, tiny_base
 
-from loramux.settings import ModelSettings, Settings, ValidationSettings
-from loramux.validation import ValidationReport, Validator
-from loramux.validation.sandbox import Sandbox
-from loramux_adapters import CONFIG_NAME, WEIGHTS_NAME, BaseDescription, Limits, describe_base
+from loramux.catalog.validation.jobs import ValidationReport
+from loramux.catalog.validation.validator import Validator
+from loramux.common.sandbox.sandbox import Sandbox
+from loramux.common.settings.file import Settings
+from loramux.common.settings.serving import ModelSettings, ValidationSettings
+from loramux_adapters.base import BaseDescription, describe_base
+from loramux_adapters.plan import CONFIG_NAME, WEIGHTS_NAME, Limits
 
 LIMITS = Limits(max_rank=16)
 
@@ -130,5 +133,6 @@ def test_report_of_an_unfinished_check_refuses(
 
 def test_files_stage_imports_no_torch() -> None:
     """Every server has this process, so it must stay small."""
-    code = "import sys, loramux.validation.files; assert not {'torch', 'transformers', 'sqlalchemy'} & set(sys.modules)"
+    heavy = {"torch", "transformers", "sqlalchemy"}
+    code = f"import sys, loramux.catalog.validation.files; assert not {heavy} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

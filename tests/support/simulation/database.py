@@ -17,10 +17,10 @@ from unittest import mock
 
 import aiosqlite.core
 
-from loramux import records
-from loramux.records import Database, Principal
-from loramux.records.database import BUSY_SECONDS
-from loramux.tenants import Tenants
+from loramux.accounts.tenants.tenants import Tenants
+from loramux.data.records import schema
+from loramux.data.records.database import BUSY_SECONDS, Database
+from loramux.data.records.identity import Principal
 from simulation.loop import Queue, Thread, current_loop, sleep
 from simulation.plan import TENANTS, Plan
 
@@ -41,7 +41,7 @@ class Template:
 def make_template(folder: Path) -> Template:
     file = folder / "template.sqlite3"
     url = f"sqlite:///{file}"
-    records.migrate(url)
+    schema.migrate(url)
 
     async def fill() -> tuple[Principal, ...]:
         database = Database(url)

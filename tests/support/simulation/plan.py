@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from loramux.records.requests import ServiceTier
+from loramux.data.records.requests import ServiceTier
 
 TENANTS = 3
 ADAPTERS = 6

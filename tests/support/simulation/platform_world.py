@@ -20,17 +20,16 @@ from unittest import mock
 import msgspec
 from sqlalchemy import text
 
-from loramux.errors import LoramuxError
-from loramux.gateway import lifecycle as lifecycle_module
-from loramux.gateway import platform as platform_module
-from loramux.records import Database, Principal
-from loramux.registry import engine_key
-from loramux.settings import Settings
-from loramux.storage import CONFIG_FILE, FILES, WEIGHTS_FILE, BlobStore
-from loramux.storage.blobs import place_of
-from loramux.tenants import Tenants
-from loramux.uploads import AnnouncedFile, UploadRequest
-from loramux.uploads.sessions import CHECK_SECONDS
+from loramux.accounts.tenants.tenants import Tenants
+from loramux.catalog.registry.resolver import engine_key
+from loramux.catalog.uploads.sessions import CHECK_SECONDS, AnnouncedFile, UploadRequest
+from loramux.common.errors import LoramuxError
+from loramux.common.settings.file import Settings
+from loramux.data.records.database import Database
+from loramux.data.records.identity import Principal
+from loramux.data.storage.blobs import CONFIG_FILE, FILES, WEIGHTS_FILE, BlobStore, place_of
+from loramux.server import platform as platform_module
+from loramux.serving import lifecycle as lifecycle_module
 from simulation.database import PEPPER
 from simulation.loop import current_loop
 from simulation.plan import Call, UploadCall

@@ -6,10 +6,11 @@ import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from loramux.errors import Rejection
-from loramux.storage import WEIGHTS_FILE, Objects, StorageUnavailable
-from loramux.validation import SandboxDied, ValidationReport
-from loramux.validation.jobs import AdapterSummary
+from loramux.catalog.validation.jobs import AdapterSummary, ValidationReport
+from loramux.common.errors import Rejection
+from loramux.common.sandbox.sandbox import SandboxDied
+from loramux.data.storage.blobs import WEIGHTS_FILE
+from loramux.data.storage.objects import Objects, StorageUnavailable
 from simulation.loop import current_loop
 from simulation.plan import Plan
 

@@ -27,20 +27,25 @@ from typing import Any
 import msgspec
 from tiny_base import byte_tokenizer
 
+from loramux.catalog.registry.resolver import ResolvedModel
+from loramux.common.settings.file import Settings
+from loramux.common.settings.serving import BaseSettings, EngineRange
+from loramux.data.records.database import Database
+from loramux.data.records.requests import IdempotencyClaim
 from loramux.engine import worker as worker_module
 from loramux.engine.client import EngineClient
 from loramux.engine.engine import Engine, EngineParts
 from loramux.engine.messages import Command, Report, SamplingParams, Stopped
 from loramux.fleet.group import EngineGroup
-from loramux.gateway import GatewayError, GenerationRequest
-from loramux.gateway.formats import GrammarTrials
-from loramux.gateway.service import CompletionService, ServedBase
-from loramux.gateway.tokenizer import Tokenizer
-from loramux.limits import LimitsError
-from loramux.records import Database
-from loramux.registry import ResolvedModel
-from loramux.settings import BaseSettings, EngineRange, Settings
-from loramux.usage import AnswerStorage, IdempotencyClaim, IdempotencyMismatch, StillRunning, UsageService
+from loramux.money.limits.errors import LimitsError
+from loramux.money.usage.errors import IdempotencyMismatch, StillRunning
+from loramux.money.usage.idempotency import AnswerStorage
+from loramux.money.usage.service import UsageService
+from loramux.serving.errors import GatewayError
+from loramux.serving.formats import GrammarTrials
+from loramux.serving.messages import GenerationRequest
+from loramux.serving.service import CompletionService, ServedBase
+from loramux.serving.tokenizer import Tokenizer
 from simulation.database import PEPPER, Faults, Template, seeded_names, simulated_database
 from simulation.loop import Queue, SimulationLoop, Thread, current_loop, sleep
 from simulation.model import SimulatedHost, SimulatedRunner, SimulatedStore, facts, next_token, vector_of

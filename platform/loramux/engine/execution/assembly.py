@@ -19,6 +19,7 @@ from typing import TypeVar
 import torch
 from transformers import PreTrainedModel
 
+from loramux.common.settings.file import Settings
 from loramux.engine.execution.attention import (
     KvLayout,
     StateLayout,
@@ -37,17 +38,15 @@ from loramux.engine.execution.checkpoint import (
 from loramux.engine.execution.fused_layers import fuse_layers
 from loramux.engine.execution.runner import Forward
 from loramux.engine.execution.sharded_checkpoint import CheckpointShare
-from loramux.settings import Settings
-from loramux_adapters import BaseDescription, describe_base
 from loramux_adapters.bank import AdapterBank, Site, pages_per_slot
-from loramux_adapters.base import LinearShape, ParameterShape
+from loramux_adapters.base import BaseDescription, LinearShape, ParameterShape, describe_base
 from loramux_adapters.base_weights import BaseWeights, QuantizedLinear
 from loramux_adapters.experts import expert_sites
 from loramux_adapters.modules import install
 from loramux_adapters.ranks import Ranks, Shard
 from loramux_adapters.sharding import Sharding
-from loramux_kernels import RANK_TILE
 from loramux_kernels.device import return_freed_memory, zeros_in_large_pages
+from loramux_kernels.tables import RANK_TILE
 
 logger = logging.getLogger(__name__)
 

@@ -28,8 +28,9 @@ from torch.nn import functional
 from transformers import AttentionInterface, PreTrainedModel
 
 from loramux_adapters.base import MODEL_LOCK
-from loramux_kernels import AttentionBatch, KvLayer, paged_attention, write_kv
 from loramux_kernels.gated_delta import gated_delta_prompt, gated_delta_step
+from loramux_kernels.paged_attention import paged_attention, write_kv
+from loramux_kernels.tables import AttentionBatch, KvLayer
 
 IMPLEMENTATION = "loramux"
 PROBE = "loramux_probe"

@@ -29,7 +29,7 @@ import torch
 from transformers import AutoConfig, Mxfp4Config, PretrainedConfig, PreTrainedModel
 from transformers.utils.logging import set_tqdm_hook
 
-from loramux.bundle import SamplingDefaults
+from loramux.common.bundle import SamplingDefaults
 from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.execution.quantized_checkpoint import (
     format_of,

@@ -36,7 +36,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from loramux.engine.execution.runner import Decode, Forward, PackedStep, StepInputs
 from loramux.engine.scheduling.sequence import PENDING
 from loramux_adapters.bank import StepExtras
-from loramux_kernels import AttentionBatch, Segments
 from loramux_kernels.cuda.work_lists import (
     DECODE_SHAPES,
     AttentionShape,
@@ -49,6 +48,7 @@ from loramux_kernels.cuda.work_lists import (
     reserve_attention,
 )
 from loramux_kernels.device import stage, to_device
+from loramux_kernels.tables import AttentionBatch, Segments
 
 logger = logging.getLogger(__name__)
 

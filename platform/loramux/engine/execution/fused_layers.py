@@ -26,19 +26,10 @@ from transformers.activations import ACT2FN
 from loramux.engine.execution.attention import AttentionStep, LayerShape
 from loramux_adapters.bank import AdapterBank
 from loramux_adapters.modules import AdaptedNorm, GroupedLinear, LoraLinear, replace_module
-from loramux_kernels import (
-    Activation,
-    DecoderLayer,
-    DecoderLayers,
-    LayerAdapters,
-    Norm,
-    OwnWeights,
-    Rotation,
-    gated,
-    paged_attention,
-    rms_norm,
-    rope_write_kv,
-)
+from loramux_kernels.decoder_layer import DecoderLayer, DecoderLayers, LayerAdapters
+from loramux_kernels.layer_operators import Activation, gated, rms_norm, rope_write_kv
+from loramux_kernels.paged_attention import paged_attention
+from loramux_kernels.tables import Norm, OwnWeights, Rotation
 
 FUSED = frozenset(
     f"{family}DecoderLayer"

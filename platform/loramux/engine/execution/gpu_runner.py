@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from loramux.common.settings.serving import EngineSettings
 from loramux.engine.execution.constraints import Constraints, TokenMasks
 from loramux.engine.execution.cuda_graphs import (
     DecodeGraphs,
@@ -36,9 +37,7 @@ from loramux.engine.execution.runner import NONE_POOLED, Forward, PackedStep, Po
 from loramux.engine.execution.sampler import NO_SCORES, PromptScores, split_scored
 from loramux.engine.messages import Request, SamplingParams, TokenEvent
 from loramux.engine.scheduling.sequence import PENDING, Sequence, Step
-from loramux.settings import EngineSettings
 from loramux_adapters.bank import StepExtras
-from loramux_kernels import Segments
 from loramux_kernels.cuda.work_lists import (
     AttentionShape,
     TileMap,
@@ -47,6 +46,7 @@ from loramux_kernels.cuda.work_lists import (
     attention_shapes,
     reserve_attention,
 )
+from loramux_kernels.tables import Segments
 
 
 @dataclass(slots=True)

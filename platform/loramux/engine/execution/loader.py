@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from loramux.bundle import SamplingDefaults
+from loramux.common.bundle import SamplingDefaults
+from loramux.common.settings.file import Settings
 from loramux.engine.execution.assembly import (
     AssembledModel,
     assemble_share,
@@ -43,8 +44,7 @@ from loramux.engine.execution.runner import CpuRunner, Forward, Runner
 from loramux.engine.execution.sampler import Sampler
 from loramux.engine.execution.sharded_checkpoint import empty_model, holds_safetensors, sharded_tensors
 from loramux.engine.messages import ModelFacts
-from loramux.settings import Settings
-from loramux_adapters import BaseDescription, describe_base
+from loramux_adapters.base import BaseDescription, describe_base
 from loramux_adapters.base_weights import BaseWeights
 from loramux_adapters.sharding import Sharding
 from loramux_kernels.device import runs_triton

@@ -30,8 +30,7 @@ from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.execution.sharded_checkpoint import CheckpointShare, module_of, safetensors_of
 from loramux_adapters.base import LinearShape
 from loramux_adapters.base_weights import QuantizedLinear
-from loramux_kernels import QuantizedWeight
-from loramux_kernels.quantized_weight import Coding, blocks_of_rows, pack_nibbles
+from loramux_kernels.quantized_weight import Coding, QuantizedWeight, blocks_of_rows, pack_nibbles
 
 Stored = Mapping[str, torch.Tensor]
 """What is stored of one linear, by the last part of its name."""

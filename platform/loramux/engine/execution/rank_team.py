@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from loramux.common.settings.file import Settings
 from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.execution.rank_worker import (
     DropAdapter,
@@ -50,7 +51,6 @@ from loramux.engine.execution.rank_worker import (
 )
 from loramux.engine.execution.runner import PackedStep
 from loramux.engine.memory.host_memory import HostPages
-from loramux.settings import Settings
 from loramux_adapters.bank import AdapterBank
 from loramux_adapters.base import BaseDescription
 from loramux_adapters.base_weights import BaseMatrix, BaseWeights, FittedLinear

@@ -24,13 +24,13 @@ from typing import Any
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from loramux import logs
+from loramux.common import logs
+from loramux.common.settings.file import Settings
 from loramux.engine.execution.assembly import AssembledModel, freeze_garbage, load_share
 from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.execution.runner import PackedStep, run_forward
 from loramux.engine.memory.host_memory import HostPages
-from loramux.settings import Settings
-from loramux_adapters import BaseUnusable
+from loramux_adapters.errors import BaseUnusable
 from loramux_adapters.weights import AdapterWeights, LoraWeights
 
 logger = logging.getLogger(__name__)

@@ -34,8 +34,8 @@ from loramux.engine.execution.sampler import NO_SCORES, PromptScores, Sampler, S
 from loramux.engine.messages import EngineFault, TokenEvent
 from loramux.engine.scheduling.sequence import BASE_SLOT, Chunk, Step
 from loramux_adapters.bank import AdapterBank, PagedRows, StepExtras
-from loramux_kernels import AttentionBatch, KvLayer, Segments
 from loramux_kernels.device import to_host
+from loramux_kernels.tables import AttentionBatch, KvLayer, Segments
 
 Ints = NDArray[np.signedinteger[Any]]
 HeadOf = Callable[[int], PagedRows | None]

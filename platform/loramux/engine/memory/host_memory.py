@@ -28,8 +28,10 @@ import torch
 from loramux.engine.memory.ranking import NEVER_USED, used_at
 from loramux.engine.memory.residency import Inspected, StoreJob
 from loramux.engine.messages import AdapterRef
-from loramux_adapters import AdapterPlan, BaseDescription, Limits, inspect_adapter
+from loramux_adapters.base import BaseDescription
 from loramux_adapters.base_weights import BaseWeights, fit_to_base
+from loramux_adapters.components import AdapterPlan
+from loramux_adapters.plan import Limits, inspect_adapter
 from loramux_adapters.weights import AdapterLayout, AdapterWeights, load_adapter
 
 R = TypeVar("R")

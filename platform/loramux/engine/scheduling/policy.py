@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 from itertools import islice
 from operator import itemgetter
 
+from loramux.common.settings.file import Settings
+from loramux.common.settings.serving import EngineSettings
+from loramux.common.units import QUIET_SECONDS
 from loramux.engine.memory.pages import CachedPage
 from loramux.engine.messages import ServiceClass
 from loramux.engine.scheduling.sequence import Sequence
-from loramux.settings import EngineSettings, Settings
-from loramux.units import QUIET_SECONDS
 
 CPU_MIXED_PREFILL_TOKENS = 256
 """On a CPU so many rows are multiplied as fast as ever, by adapters too, and take a third of a second of a 0.5B."""

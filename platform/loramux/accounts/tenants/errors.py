@@ -1,0 +1,178 @@
+"""Refusals of tenancy.
+
+TenantsError(code, field, message)
+├── InvalidKey           the secret or the token is not valid, or not any more: 401
+├── TooManyFailures      the address has sent too many invalid credentials: 429
+├── TenantSuspended      the key is right, and its tenant may not go on: 403
+├── SignInRefused        a person cannot be signed in to the console: 403
+│   ├── SignInExpired    this browser has not begun the sign-in, or too long ago
+│   ├── SignInDenied     the identity provider says no
+│   ├── IssuerDown       the identity provider does not answer: 503
+│   ├── NotAMember       no tenant has the person as a member
+│   └── SeveralTenants   the person has to choose
+├── NotPermitted         the caller may not give away what it does not have itself: 403
+├── InvalidTenant        a name, scope, role or number that cannot be: 400
+├── AlreadyExists        the name is taken: 409
+│   └── TenantExists
+├── StillNeeded          the last owner, the default project: 409
+├── NotFound             no such thing, or not the caller's: 404
+│   ├── TenantNotFound
+│   ├── ProjectNotFound
+│   ├── MemberNotFound
+│   ├── TierNotFound
+│   └── KeyNotFound
+└── PepperError          the file with the pepper cannot be used
+"""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+
+from loramux.common.errors import LoramuxError
+
+
+class TenantsError(LoramuxError):
+    """Base of what tenancy refuses."""
+
+    code = "invalid_request"
+
+
+class InvalidKey(TenantsError):
+    """The key is unknown, revoked or expired; the first two give the same answer."""
+
+    code = "invalid_api_key"
+    status = HTTPStatus.UNAUTHORIZED
+
+
+class TooManyFailures(TenantsError):
+    """The credential is invalid, and so were many before it from the same address."""
+
+    code = "too_many_failed_authentications"
+    status = HTTPStatus.TOO_MANY_REQUESTS
+    retry_after = 10
+
+
+class TenantSuspended(TenantsError):
+    """The operator has suspended the tenant."""
+
+    code = "tenant_suspended"
+    status = HTTPStatus.FORBIDDEN
+
+
+class SignInRefused(TenantsError):
+    """The identity provider's answer does not identify a person."""
+
+    code = "sign_in_refused"
+    status = HTTPStatus.FORBIDDEN
+
+
+class SignInExpired(SignInRefused):
+    """This browser has not begun the sign-in, or too long ago."""
+
+    code = "sign_in_expired"
+
+
+class SignInDenied(SignInRefused):
+    """The identity provider, or the person there, has refused."""
+
+    code = "sign_in_denied"
+
+
+class IssuerDown(SignInRefused):
+    """The identity provider does not answer."""
+
+    code = "issuer_unreachable"
+    status = HTTPStatus.SERVICE_UNAVAILABLE
+
+
+class NotAMember(SignInRefused):
+    """No tenant has the person as a member."""
+
+    code = "not_a_member"
+
+
+class SeveralTenants(SignInRefused):
+    """The person is a member of several tenants and has to choose one."""
+
+    code = "several_tenants"
+
+    def __init__(self, issuer: str, tenants: list[str]) -> None:
+        super().__init__(f"you are a member of {', '.join(tenants)[:200]}: choose one", "tenant")
+        self.issuer = issuer
+        self.tenants = tenants
+
+
+class NotPermitted(TenantsError):
+    """The caller may not pass on, or give and take, so much."""
+
+    code = "insufficient_permissions"
+    status = HTTPStatus.FORBIDDEN
+
+
+class InvalidTenant(TenantsError):
+    """A name, scope, role or number is not valid."""
+
+    code = "invalid_value"
+
+
+class AlreadyExists(TenantsError):
+    """The name is taken."""
+
+    code = "already_exists"
+    status = HTTPStatus.CONFLICT
+
+
+class TenantExists(AlreadyExists):
+    """The name of a tenant is taken."""
+
+    code = "tenant_exists"
+
+
+class StillNeeded(TenantsError):
+    """The object is still in use; the message says what to do first."""
+
+    code = "still_needed"
+    status = HTTPStatus.CONFLICT
+
+
+class NotFound(TenantsError):
+    """There is no such object, or it is another tenant's: the answer is the same."""
+
+    code = "not_found"
+    status = HTTPStatus.NOT_FOUND
+
+
+class TenantNotFound(NotFound):
+    """No tenant has that name."""
+
+    code = "tenant_not_found"
+
+
+class ProjectNotFound(NotFound):
+    """No project of the tenant has that name."""
+
+    code = "project_not_found"
+
+
+class MemberNotFound(NotFound):
+    """No member of the tenant has that id."""
+
+    code = "member_not_found"
+
+
+class TierNotFound(NotFound):
+    """No tier has that name."""
+
+    code = "tier_not_found"
+
+
+class KeyNotFound(NotFound):
+    """No key has that id."""
+
+    code = "key_not_found"
+
+
+class PepperError(TenantsError):
+    """The message names the file."""
+
+    code = "pepper_unusable"

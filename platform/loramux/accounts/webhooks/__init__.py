@@ -1,0 +1,1 @@
+"""Tenants' webhooks: their endpoints, the events, and the delivery of the one to the other."""

@@ -1,0 +1,259 @@
+"""Delivers events to webhook endpoints: at least once, in order while all goes well, with retries while it does not.
+
+Each endpoint's deliveries run in a task of their own, so that one endpoint's slowness or failure delays no other's. An
+endpoint that fails is not called for a while that grows with its failures in a row, or for as long as its `Retry-After`
+says; one that has taken nothing for DISABLED_AFTER, or answers 410 Gone, is disabled. A delivery that cannot even be
+attempted (its row is damaged) is marked as failed: it is set aside and stops nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import logging
+import time
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from datetime import UTC
+from itertools import groupby
+from typing import Any
+
+import httpx
+import msgspec
+
+from loramux.accounts.webhooks.messages import EventMessage, endpoint_secret, event_message, rfc3339, sign
+from loramux.common.public_http import ANYWHERE, TENANT, NotPublic, PublicTransport, Resolver
+from loramux.common.settings.server import WebhookSettings
+from loramux.common.units import DAY, SECOND
+from loramux.data.records.database import Database
+from loramux.data.records.webhooks import DeliveryRepository, DueDelivery, forget_events
+
+logger = logging.getLogger(__name__)
+
+TIMEOUT_S = 10.0
+"""Seconds that an endpoint may take for a message."""
+LEASE = 300 * SECOND
+"""Longer than PER_ENDPOINT messages can take."""
+RETRIES = tuple(seconds * SECOND for seconds in (5, 300, 1800, 7200, 18000, 36000, 50400, 72000, 86400))
+"""Delays before the attempts after the first; the example of Standard Webhooks."""
+MAX_PAUSE = 3600 * SECOND
+"""The longest pause of an endpoint after failures in a row."""
+MAX_RETRY_AFTER = DAY
+"""The longest `Retry-After` that is honoured in full."""
+DISABLED_AFTER = 5 * DAY
+RETENTION = 90 * DAY
+"""The age at which events, and the log of their deliveries, are deleted."""
+MAX_VISITS = 64
+"""Endpoints that one server delivers to at the same time."""
+MAX_VISITS_PER_TENANT = 8
+POLL_S = 0.5
+"""Seconds between two looks for due deliveries while slow endpoints are still being served."""
+TEST = "webhook.test"
+
+
+class Attempt(msgspec.Struct, frozen=True, kw_only=True):
+    """The outcome of one delivery attempt."""
+
+    status: int | None = None
+    error: str | None = None
+    milliseconds: int
+    retry_after: int | None = None
+    """Microseconds that the endpoint asked to wait."""
+    is_final: bool = False
+    """Another attempt cannot succeed: the delivery itself is damaged, and the endpoint is not at fault."""
+
+    @property
+    def delivered(self) -> bool:
+        """Return whether the endpoint has taken the message."""
+        return self.error is None
+
+
+def webhook_client(settings: WebhookSettings, resolver: Resolver) -> httpx.AsyncClient:
+    """Make the client for endpoints: no redirects, and public addresses only unless the operator allows others."""
+    transport = PublicTransport(resolver, ANYWHERE if settings.allow_private_addresses else ())
+    return httpx.AsyncClient(transport=transport, timeout=TIMEOUT_S, follow_redirects=False, trust_env=False)
+
+
+class WebhookDispatcher:
+    """Delivers for one server, to the endpoints of every tenant. `pepper`: the key that their secrets derive from."""
+
+    def __init__(self, database: Database, client: httpx.AsyncClient, pepper: bytes) -> None:
+        self._database = database
+        self._client = client
+        self._pepper = pepper
+
+    async def run(self) -> int:
+        """Deliver everything that is due; return the number of messages that were taken.
+
+        While some endpoints are slow, new deliveries to others go out all the same.
+        """
+        delivered = 0
+        visits: dict[asyncio.Task[int], list[DueDelivery]] = {}
+        try:
+            while True:
+                for dues in await self._lease([dues[0] for dues in visits.values()]):
+                    visits[asyncio.create_task(self._visit(dues))] = dues
+                if not visits:
+                    return delivered
+                done, _ = await asyncio.wait(visits, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
+                for visit in done:
+                    endpoint = visits.pop(visit)[0].endpoint
+                    if error := visit.exception():
+                        # its deliveries stay leased, so that it is not tried again at once
+                        logger.error("webhook %s could not be served", endpoint, exc_info=error)
+                    else:
+                        delivered += visit.result()
+        finally:
+            await self._give_up(visits)
+
+    async def _give_up(self, visits: Mapping[asyncio.Task[int], list[DueDelivery]]) -> None:
+        """Cancel visits and their leases, so that after a restart nothing waits until the leases expire."""
+        if not visits:
+            return
+        for visit in visits:
+            visit.cancel()
+        await asyncio.gather(*visits, return_exceptions=True)
+        async with self._database.begin() as session:
+            await DeliveryRepository(session).release([due for dues in visits.values() for due in dues])
+
+    async def forget(self) -> None:
+        """Delete events that are older than RETENTION, with the log of their deliveries."""
+        async with self._database.begin() as session:
+            await forget_events(session, self._database.now() - RETENTION)
+
+    async def test(self, endpoint_id: str, url: str, tenant: str) -> Attempt:
+        """Send a test message to an endpoint; nothing is recorded and nothing is retried."""
+        now = self._database.now()
+        content = EventMessage(type=TEST, timestamp=rfc3339(now), data={"webhook": endpoint_id})
+        return await self._send(url, endpoint_id, tenant, f"msg_test_{now}", content)
+
+    async def _lease(self, active: Collection[DueDelivery]) -> list[list[DueDelivery]]:
+        """Lease due deliveries, by endpoint; none of endpoints that are being served, nor beyond a tenant's places."""
+        busy = {due.endpoint for due in active}
+        tenants = Counter(due.tenant_id for due in active)
+        if len(busy) >= MAX_VISITS:
+            return []
+        full = [tenant for tenant, number in tenants.items() if number >= MAX_VISITS_PER_TENANT]
+        now = self._database.now()
+        # A read first: a look that finds nothing locks nothing.
+        async with self._database.read() as session:
+            keys = await DeliveryRepository(session).due(now, busy, full)
+        chosen: set[str] = set()
+        for key in keys:
+            if key.endpoint in chosen:
+                continue
+            if len(busy) + len(chosen) < MAX_VISITS and tenants[key.tenant_id] < MAX_VISITS_PER_TENANT:
+                chosen.add(key.endpoint)
+                tenants[key.tenant_id] += 1
+        if not chosen:
+            return []
+        async with self._database.begin() as session:
+            repository = DeliveryRepository(session)
+            dues = await repository.lease([key for key in keys if key.endpoint in chosen], now, now + LEASE)
+        # deliveries that never failed first
+        ordered = sorted(dues, key=lambda due: (due.endpoint, due.attempts))
+        return [list(group) for _, group in groupby(ordered, lambda due: due.endpoint)]
+
+    async def _visit(self, dues: Sequence[DueDelivery]) -> int:
+        """Send one endpoint's messages until it fails to take one; return the number that it took."""
+        taken = 0
+        for place, due in enumerate(dues):
+            attempt = await self._attempt(due)
+            # a message that was taken during this visit ended the endpoint's failures in a row
+            last = msgspec.structs.replace(due, failures=0, failing_since=None) if taken else due
+            async with self._database.begin() as session:
+                deliveries = DeliveryRepository(session)
+                if attempt.delivered:
+                    await deliveries.note(due, *_taken(attempt, self._database.now()))
+                    taken += 1
+                    continue
+                if attempt.is_final:
+                    await deliveries.note(due, _final(due, attempt, self._database.now()), {})
+                    continue
+                await deliveries.note(due, *_failed(last, attempt, self._database.now()))
+                await deliveries.release(dues[place + 1 :])
+            logger.warning("webhook %s failed %d times in a row", due.endpoint, last.failures + 1)
+            break
+        return taken
+
+    async def _attempt(self, due: DueDelivery) -> Attempt:
+        try:
+            content = event_message(due.event, due.tenant_name)
+        except (msgspec.MsgspecError, ValueError, OverflowError) as error:
+            logger.error("webhook delivery %s to %s cannot be read: %s", due.event_id, due.endpoint, error)
+            return Attempt(error="the event cannot be read", milliseconds=0, is_final=True)
+        return await self._send(due.url, due.endpoint, due.tenant_id, f"msg_{due.event_id}", content)
+
+    async def _send(self, url: str, endpoint: str, tenant: str, id: str, content: EventMessage) -> Attempt:
+        message = sign(endpoint_secret(self._pepper, endpoint), id, content, self._database.now())
+        started = time.monotonic()
+        status, error, retry_after = None, None, None
+        try:
+            request = self._client.build_request(
+                "POST", url, content=message.body, headers=message.headers, extensions={TENANT: tenant}
+            )
+            async with asyncio.timeout(TIMEOUT_S):
+                response = await self._client.send(request, stream=True)
+                try:
+                    status = response.status_code  # the body is not read, however long it is
+                    error = None if response.is_success else f"answered {status}"
+                    retry_after = _retry_after(response, self._database.now())
+                finally:
+                    await response.aclose()
+        except (httpx.TimeoutException, TimeoutError):
+            error = f"no answer within {TIMEOUT_S:g} s"
+        except NotPublic as refused:
+            error = str(refused)
+        except Exception as failure:  # the address is the tenant's: whatever it provokes must not end the dispatcher
+            error = f"cannot be reached ({type(failure).__name__})"
+            if not isinstance(failure, httpx.HTTPError | httpx.InvalidURL | OSError | ValueError | OverflowError):
+                logger.exception("webhook %s", endpoint)
+        milliseconds = int((time.monotonic() - started) * 1000)
+        return Attempt(status=status, error=error, milliseconds=milliseconds, retry_after=retry_after)
+
+
+def _retry_after(response: httpx.Response, now: int) -> int | None:
+    """Return the microseconds of a `Retry-After` header, seconds or a date; None without a usable one (RFC 9110)."""
+    text = response.headers.get("retry-after", "").strip()
+    if not text or response.is_success:
+        return None
+    if text.isascii() and text.isdigit():
+        return min(int(text[:12]) * SECOND, MAX_RETRY_AFTER)
+    try:
+        moment = email.utils.parsedate_to_datetime(text)
+    except (ValueError, TypeError):
+        return None
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=UTC)
+    return max(0, min(int(moment.timestamp()) * SECOND - now, MAX_RETRY_AFTER))
+
+
+def _taken(attempt: Attempt, now: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    delivery = {"state": "delivered", "status": attempt.status, "error": None, "updated_at": now}
+    return delivery, {"failures": 0, "failing_since": None, "quiet_until": 0}
+
+
+def _final(due: DueDelivery, attempt: Attempt, now: int) -> dict[str, Any]:
+    return {"state": "failed", "attempts": due.attempts + 1, "error": attempt.error, "updated_at": now}
+
+
+def _failed(due: DueDelivery, attempt: Attempt, now: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the new columns of the delivery and of its endpoint."""
+    since = due.failing_since or now
+    asked = attempt.retry_after or 0
+    pause = max(asked, min(RETRIES[min(due.failures, len(RETRIES) - 1)], MAX_PAUSE))
+    endpoint: dict[str, Any] = {"failures": due.failures + 1, "failing_since": since, "quiet_until": now + pause}
+    if attempt.status == 410:
+        endpoint |= {"disabled_at": now, "disabled_because": "it answered 410 Gone"}
+    elif now - since >= DISABLED_AFTER:
+        endpoint |= {"disabled_at": now, "disabled_because": "it took nothing for 5 days"}
+    is_over = due.attempts >= len(RETRIES)
+    delivery = {
+        "state": "failed" if is_over else "pending",
+        "attempts": due.attempts + 1,
+        "next_attempt_at": now if is_over else now + max(asked, RETRIES[due.attempts]),
+        "status": attempt.status,
+        "error": attempt.error,
+        "updated_at": now,
+    }
+    return delivery, endpoint

@@ -1,0 +1,106 @@
+"""Webhook messages: an event as the API shows it, signed as standardwebhooks.com says.
+
+A message has an id, a time, and an HMAC-SHA256 over both and the body; the receiver recognises repetitions by the id.
+"""
+
+from __future__ import annotations
+
+import base64
+import hmac
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+from loramux.common.units import SECOND
+from loramux.data.records.webhooks import CanaryNumbers, Event, Refusal, ShadowNumbers
+
+PREFIX = "whsec_"
+
+
+class EventData(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The event's data; fields that do not apply are absent."""
+
+    adapter: str | None = None
+    """`tenant/adapter`."""
+    revision: int | None = None
+    model: str | None = None
+    """The revision's name in a request: `tenant/adapter@3`."""
+    digest: str | None = None
+    upload: str | None = None
+    id: str | None = None
+    """The batch's, as OpenAI's events have it."""
+    canary: CanaryNumbers | None = None
+    shadow: ShadowNumbers | None = None
+    error: Refusal | None = None
+
+
+class EventMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of a message to a webhook."""
+
+    type: str
+    timestamp: str
+    """RFC 3339, the time of the event."""
+    data: EventData | dict[str, str]
+
+
+class SignedMessage(msgspec.Struct, frozen=True):
+    """A body and the headers that sign it."""
+
+    body: bytes
+    headers: dict[str, str]
+
+
+def event_data(event: Event, tenant_name: str) -> EventData:
+    """Return the event's data, with the names that its tenant's callers use."""
+    detail = event.detail
+    adapter = f"{tenant_name}/{event.adapter}" if event.adapter else None
+    return EventData(
+        adapter=adapter,
+        revision=detail.revision,
+        model=None if detail.revision is None else f"{adapter}@{detail.revision}",
+        digest=detail.digest,
+        upload=detail.upload,
+        id=detail.batch,
+        canary=detail.canary,
+        shadow=detail.shadow,
+        error=detail.error,
+    )
+
+
+def event_message(event: Event, tenant_name: str) -> EventMessage:
+    """Return the body of the event's message."""
+    return EventMessage(type=event.kind, timestamp=rfc3339(event.created_at), data=event_data(event, tenant_name))
+
+
+def rfc3339(microseconds: int) -> str:
+    """Format a time in UTC."""
+    return datetime.fromtimestamp(microseconds / SECOND, UTC).isoformat().replace("+00:00", "Z")
+
+
+def sign(secret: bytes, id: str, content: Any, now: int) -> SignedMessage:
+    """Encode `content` as JSON and sign it; `now` in microseconds since the epoch."""
+    body, timestamp = msgspec.json.encode(content), now // SECOND
+    digest = hmac.digest(secret, f"{id}.{timestamp}.".encode() + body, "sha256")
+    headers = {
+        "Content-Type": "application/json",
+        "webhook-id": id,
+        "webhook-timestamp": str(timestamp),
+        "webhook-signature": "v1," + base64.b64encode(digest).decode(),
+    }
+    return SignedMessage(body, headers)
+
+
+def read_secret(text: str) -> bytes:
+    """Decode `whsec_...`. Raises ValueError."""
+    return base64.b64decode(text.removeprefix(PREFIX), validate=True)
+
+
+def write_secret(secret: bytes) -> str:
+    """Encode as `whsec_...`, which every library of Standard Webhooks reads."""
+    return PREFIX + base64.b64encode(secret).decode()
+
+
+def endpoint_secret(pepper: bytes, endpoint_id: str) -> bytes:
+    """Derive an endpoint's secret: 256 bits that the database alone does not reveal."""
+    return hmac.digest(pepper, f"webhook endpoint {endpoint_id}".encode(), "sha256")

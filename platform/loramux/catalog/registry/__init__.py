@@ -1,0 +1,1 @@
+"""Names of adapters and their meaning: resolve, release, share, pin, delete."""

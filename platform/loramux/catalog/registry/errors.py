@@ -1,0 +1,120 @@
+"""Refusals of the registry. Faults of an adapter's *files* are loramux_adapters.AdapterRejected instead.
+
+RegistryError(message, field)
+├── InvalidName            400  a malformed name, or one that the caller may not use
+├── InvalidChange          400  a change whose own fields are invalid
+├── TooManyAdapters        400  a limit on adapters, revisions, aliases, grants or pins is reached
+├── ModelNotFound          404  no such model; the same answer for another tenant's model
+│   ├── AdapterNotFound    404  likewise, by the adapter's name
+│   └── PartNotFound       404  the caller's own adapter has no such revision, alias, pin or grant
+├── ChangeConflict         409  impossible in the present state; the message says what to change first
+├── PreconditionFailed     412  the adapter was changed after its ETag was read
+├── ValidationUnavailable  503  uploads cannot be checked at present
+├── RevisionUnavailable    503  the files are damaged, or were made for another base model
+└── BaseRetired            410  the base model is not served any more
+"""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+
+from loramux.common.errors import LoramuxError
+
+SHOWN = 160
+"""Characters of the caller's input that a message repeats at most."""
+RETRY_SECONDS = 10
+
+
+class RegistryError(LoramuxError):
+    """Base of the registry's refusals."""
+
+    code = "invalid_request"
+
+
+class InvalidName(RegistryError):
+    """The message states the grammar of names."""
+
+    code = "invalid_adapter_name"
+
+
+class InvalidChange(RegistryError):
+    """The message states the limits."""
+
+    code = "invalid_value"
+
+
+class ModelNotFound(RegistryError):
+    """The same answer for a model that does not exist and for one of another tenant."""
+
+    code = "model_not_found"
+    status = HTTPStatus.NOT_FOUND
+
+    def __init__(self, model: str) -> None:
+        super().__init__(f"The model `{model[:SHOWN]}` does not exist or you do not have access to it.", "model")
+
+
+class AdapterNotFound(ModelNotFound):
+    """The same, by the name of an adapter."""
+
+    code = "adapter_not_found"
+
+    def __init__(self, name: str) -> None:
+        RegistryError.__init__(
+            self, f"The adapter `{name[:SHOWN]}` does not exist or you do not have access to it.", "name"
+        )
+
+
+class PartNotFound(ModelNotFound):
+    """`part` is `revision`, `alias`, `pin` or `grant`."""
+
+    def __init__(self, part: str, name: str, message: str) -> None:
+        RegistryError.__init__(self, f"`{name[:SHOWN]}` {message}", part)
+        self.code = f"{part}_not_found"
+
+
+class TooManyAdapters(RegistryError):
+    """The message names the limit. `what` is `adapters`, `revisions`, `aliases`, `grants` or `pins`."""
+
+    def __init__(self, message: str, field: str | None = None, what: str = "adapters") -> None:
+        super().__init__(message, field)
+        self.code = f"too_many_{what}"
+
+
+class ChangeConflict(RegistryError):
+    """`code` names the conflict."""
+
+    status = HTTPStatus.CONFLICT
+
+    def __init__(self, code: str, message: str, field: str | None = None) -> None:
+        super().__init__(message, field)
+        self.code = code
+
+
+class PreconditionFailed(RegistryError):
+    """The message contains the present ETag."""
+
+    code = "precondition_failed"
+    status = HTTPStatus.PRECONDITION_FAILED
+
+
+class RevisionUnavailable(RegistryError):
+    """The operator's side has changed since the upload; the message says how."""
+
+    code = "adapter_unavailable"
+    status = HTTPStatus.SERVICE_UNAVAILABLE
+    retry_after = RETRY_SECONDS
+
+
+class BaseRetired(RegistryError):
+    """The message names what to use instead."""
+
+    code = "base_model_retired"
+    status = HTTPStatus.GONE
+
+
+class ValidationUnavailable(RegistryError):
+    """The process that checks uploads does not start; the server's log has the reason."""
+
+    code = "validation_unavailable"
+    status = HTTPStatus.SERVICE_UNAVAILABLE
+    retry_after = RETRY_SECONDS

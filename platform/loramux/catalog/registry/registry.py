@@ -1,0 +1,302 @@
+"""The registry's services over one database and one blob store, those for queries, grants and pins among them.
+
+`AdapterQueries` shows adapters to their owner. A grant lets another tenant call an adapter. A pin keeps a revision in
+the adapter pool at its owner's cost; the gateway applies pins to the engine. Resolving names, moving aliases and
+deletion are modules of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import msgspec
+
+from loramux.accounts.tenants.tenants import system_principal
+from loramux.catalog.registry.aliases import AliasService
+from loramux.catalog.registry.changes import UNCONDITIONAL, AdapterChange, ChangeService, Preconditions
+from loramux.catalog.registry.deletion import BlobCollector, DeletionService
+from loramux.catalog.registry.entities import (
+    AdapterInfo,
+    AliasVersion,
+    CallableAdapter,
+    GrantInfo,
+    RevisionInfo,
+    adapter_info,
+    grant_info,
+    revision_info,
+    version_info,
+)
+from loramux.catalog.registry.errors import AdapterNotFound, InvalidChange, PartNotFound, TooManyAdapters
+from loramux.catalog.registry.resolver import BaseModels, ModelResolver, own_adapter
+from loramux.common.bundle import decode_bundle
+from loramux.common.settings.serving import AdapterLimits
+from loramux.common.units import SECOND
+from loramux.data.records.access import AccessRepository, GrantRepository
+from loramux.data.records.adapters import AdapterRepository, AdapterRow, name_bases
+from loramux.data.records.aliases import AliasRepository
+from loramux.data.records.database import Database
+from loramux.data.records.identity import GRAMMAR_IN_WORDS, Principal, is_name
+from loramux.data.records.pins import IDLE, UNPINNED, ActivePin, ActivePinRepository, PinRepository
+from loramux.data.storage.blobs import BlobStore
+
+
+class AdapterQueries:
+    """Read-only questions about adapters. Each raises AdapterNotFound where the caller has no such adapter."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def all(self, principal: Principal) -> list[AdapterInfo]:
+        """List the caller's adapters by name: those that its allow-list permits."""
+        return (await self.page(principal))[0]
+
+    async def page(
+        self, principal: Principal, after: str | None = None, limit: int | None = None, search: str | None = None
+    ) -> tuple[list[AdapterInfo], bool]:
+        """List at most `limit` of them, beginning after the adapter with that id; return whether more follow.
+
+        `search`: only those with it in their name.
+        """
+        async with self._database.read() as session:
+            adapters = AdapterRepository(session, principal.tenant)
+            found = await adapters.page(after, None if limit is None else limit + 1, principal.own_adapters(), search)
+            shown = found[:limit]
+            aliases = await AliasRepository(session, principal.tenant).all(*(adapter.id for adapter in shown))
+        infos = [adapter_info(principal.tenant_name, adapter, aliases[adapter.id]) for adapter in shown]
+        return infos, len(found) > len(shown)
+
+    async def get(self, principal: Principal, name: str) -> AdapterInfo:
+        """Describe one adapter, given as `adapter` or `tenant/adapter`."""
+        async with self._database.read() as session:
+            adapter = await _adapter(AdapterRepository(session, principal.tenant), principal, name)
+            aliases = await AliasRepository(session, principal.tenant).all(adapter.id)
+        return adapter_info(principal.tenant_name, adapter, aliases[adapter.id])
+
+    async def revisions(self, principal: Principal, name: str) -> list[RevisionInfo]:
+        """List an adapter's revisions, newest first; deleted ones as long as they can be undeleted."""
+        async with self._database.read() as session:
+            adapters = AdapterRepository(session, principal.tenant)
+            adapter = await _adapter(adapters, principal, name)
+            rows = await adapters.revisions(adapter.id)
+            aliases = await AliasRepository(session, principal.tenant).all(adapter.id)
+            pins = await PinRepository(session, principal.tenant).of(adapter.id)
+        full = f"{principal.tenant_name}/{adapter.name}"
+        return [revision_info(full, row, aliases[adapter.id], pins.get(row.id)) for row in rows]
+
+    async def revision(self, principal: Principal, name: str, number: int) -> RevisionInfo:
+        """Describe one of those, and its bundle. Raises PartNotFound."""
+        found = [one for one in await self.revisions(principal, name) if one.number == number]
+        if not found:
+            raise PartNotFound("revision", name, f"has no revision {number}; list them with GET .../revisions.")
+        async with self._database.read() as session:
+            bundle = await AdapterRepository(session, principal.tenant).bundle(found[0].id)
+        return msgspec.structs.replace(found[0], bundle=None if bundle is None else decode_bundle(bundle))
+
+    async def history(self, principal: Principal, name: str, alias: str) -> list[AliasVersion]:
+        """List the versions of an alias, newest first. Raises PartNotFound."""
+        async with self._database.read() as session:
+            adapter = await _adapter(AdapterRepository(session, principal.tenant), principal, name)
+            rows = await AliasRepository(session, principal.tenant).history(adapter.id, alias)
+        if not rows:
+            raise PartNotFound("alias", name, f"never had an alias {alias[:80]!r}; list them with GET .../aliases.")
+        return [version_info(row) for row in rows]
+
+    async def grants(self, principal: Principal, name: str) -> list[GrantInfo]:
+        """List the tenants that may call the adapter, by name."""
+        async with self._database.read() as session:
+            adapter = await _adapter(AdapterRepository(session, principal.tenant), principal, name)
+            rows = await GrantRepository(session, principal.tenant).all(adapter.id)
+        return [grant_info(row) for row in rows]
+
+    async def own(
+        self, principal: Principal, search: str | None = None, limit: int | None = None
+    ) -> list[CallableAdapter]:
+        """List at most `limit` of the caller's own adapters that it may call, by name; there may be ten thousand.
+
+        `search`: only those with it in their name.
+        """
+        async with self._database.read() as session:
+            access = AccessRepository(session, principal.tenant, principal.tenant_name)
+            found = await access.own(principal.own_adapters(), search, limit)
+        return [CallableAdapter(**row._mapping) for row in found]
+
+    async def granted(self, principal: Principal) -> list[CallableAdapter]:
+        """List other tenants' adapters that the caller may call, by name."""
+        async with self._database.read() as session:
+            found = await AccessRepository(session, principal.tenant, principal.tenant_name).granted()
+        return [CallableAdapter(**row._mapping) for row in found if principal.may_use(row.name)]
+
+
+async def _adapter(adapters: AdapterRepository, principal: Principal, name: str) -> AdapterRow:
+    adapter = await adapters.get(own_adapter(principal, name))
+    if adapter is None:
+        raise AdapterNotFound(name)
+    return adapter
+
+
+class GrantService:
+    """Grants and revokes access. Every change also raises the errors of `ChangeService.change`."""
+
+    def __init__(self, changes: ChangeService, max_grants: int) -> None:
+        self._changes = changes
+        self._max_grants = max_grants
+
+    async def grant(
+        self, principal: Principal, name: str, grantee: str, preconditions: Preconditions = UNCONDITIONAL
+    ) -> GrantInfo:
+        """Let the tenant of that name call the adapter, at its own cost.
+
+        The answer is the same whether or not such a tenant exists.
+
+        Raises InvalidChange, TooManyAdapters.
+        """
+        if not is_name(grantee) or grantee == principal.tenant_name:
+            raise InvalidChange(
+                f"a grant is for another tenant, by its name: {GRAMMAR_IN_WORDS}; got {grantee[:80]!r}", "tenant"
+            )
+
+        async def act(change: AdapterChange) -> GrantInfo:
+            grants = {row.grantee: row for row in await change.grants.all(change.adapter.id)}
+            if grantee in grants:
+                return grant_info(grants[grantee])
+            if len(grants) >= self._max_grants:
+                raise TooManyAdapters(
+                    f"`{change.name}` has {len(grants)} grants, the most that an adapter may have "
+                    "(adapters.max_grants); take one back first",
+                    "tenant",
+                    "grants",
+                )
+            made = grant_info(await change.grants.add(change.adapter.id, grantee, change.stamp))
+            await change.record("grant.put", f" {grantee}", after=made)
+            return made
+
+        return await self._changes.change(principal, name, preconditions, act, GrantInfo)
+
+    async def revoke(
+        self, principal: Principal, name: str, grantee: str, preconditions: Preconditions = UNCONDITIONAL
+    ) -> GrantInfo:
+        """Refuse that tenant's requests from now on; running ones finish. Raises PartNotFound."""
+
+        async def act(change: AdapterChange) -> GrantInfo:
+            rows = [row for row in await change.grants.all(change.adapter.id) if row.grantee == grantee]
+            if not rows:
+                raise PartNotFound("grant", change.name, f"has no grant for {grantee[:80]!r}.")
+            before = grant_info(rows[0])
+            await change.grants.remove(rows[0])
+            await change.record("grant.remove", f" {grantee}", before=before)
+            return before
+
+        return await self._changes.change(principal, name, preconditions, act, GrantInfo)
+
+
+class PinService:
+    """Records pins, which the gateway applies to the engine. Changes raise the errors of `ChangeService.change` too."""
+
+    def __init__(self, database: Database, changes: ChangeService, limits: AdapterLimits) -> None:
+        self._database = database
+        self._changes = changes
+        self._max_pins = limits.pins_per_tenant
+        self._idle_seconds = limits.pin_idle_seconds
+
+    async def pin(
+        self, principal: Principal, name: str, number: int, preconditions: Preconditions = UNCONDITIONAL
+    ) -> RevisionInfo:
+        """Record a pin of this revision. Raises PartNotFound, TooManyAdapters."""
+
+        async def act(change: AdapterChange) -> RevisionInfo:
+            revision = await change.revision(number)
+            if revision.id not in await change.pins.of(change.adapter.id):
+                if await change.pins.count() >= self._max_pins:
+                    raise TooManyAdapters(
+                        f"you have {self._max_pins} pins, the most that a tenant may have (adapters.pins_per_tenant); "
+                        "unpin one first",
+                        "revision",
+                        "pins",
+                    )
+                await change.pins.add(revision, change.stamp)
+                await change.record("pin.put", f"@{number}", after=await change.revision_info(revision))
+            return await change.revision_info(revision)
+
+        return await self._changes.change(principal, name, preconditions, act, RevisionInfo)
+
+    async def unpin(
+        self,
+        principal: Principal,
+        name: str,
+        number: int,
+        preconditions: Preconditions = UNCONDITIONAL,
+        why: str = UNPINNED,
+    ) -> RevisionInfo:
+        """Record the end of a pin. Raises PartNotFound."""
+
+        async def act(change: AdapterChange) -> RevisionInfo:
+            revision = await change.revision(number)
+            if revision.id not in await change.pins.of(change.adapter.id):
+                raise PartNotFound("pin", f"{change.name}@{number}", "is not pinned.")
+            before = await change.revision_info(revision)
+            await change.pins.end([revision.id], why, change.now)
+            await change.record("pin.remove", f"@{number}", before=before)
+            return await change.revision_info(revision)
+
+        return await self._changes.change(principal, name, preconditions, act, RevisionInfo)
+
+    async def active(self, used: Collection[str]) -> list[ActivePin]:
+        """List every tenant's pins; idle ones end. `used` are the revisions that requests ran with since last time."""
+        now = self._database.now()
+        if used:
+            async with self._database.begin() as session:
+                await ActivePinRepository(session).touch(used, now)
+        async with self._database.read() as session:
+            pins = await ActivePinRepository(session).all()
+        idle = [pin for pin in pins if self._is_idle(pin, now)]
+        for pin in idle:
+            await self.end(pin, IDLE)
+        return [pin for pin in pins if pin not in idle]
+
+    async def end(self, pin: ActivePin, why: str) -> None:
+        """End a pin in the system's name; it may have ended already."""
+        system = system_principal(pin.tenant, pin.tenant_name)
+        try:
+            await self.unpin(system, pin.adapter, pin.number, why=why)
+        except (AdapterNotFound, PartNotFound):
+            return  # the owner has ended it meanwhile
+
+    def _is_idle(self, pin: ActivePin, now: int) -> bool:
+        return self._idle_seconds is not None and pin.used_at < now - self._idle_seconds * SECOND
+
+
+@dataclass(frozen=True, slots=True)
+class Registry:
+    """The services for the adapters of every tenant."""
+
+    queries: AdapterQueries
+    aliases: AliasService
+    deletion: DeletionService
+    grants: GrantService
+    pins: PinService
+    resolver: ModelResolver
+    blob_gc: BlobCollector
+    database: Database
+
+    async def name_bases(self, bases: BaseModels) -> int:
+        """Record the base of revisions of a release that served one base; return their number."""
+        names = {base.description.fingerprint: base.name for base in reversed(list(bases))}
+        async with self.database.begin() as session:
+            return await name_bases(session, names)
+
+
+def open_registry(database: Database, blobs: BlobStore, bases: BaseModels, limits: AdapterLimits) -> Registry:
+    """Build the services."""
+    changes = ChangeService(database)
+    aliases = AliasService(changes, limits.max_aliases)
+    return Registry(
+        queries=AdapterQueries(database),
+        aliases=aliases,
+        deletion=DeletionService(database, changes, aliases, limits),
+        grants=GrantService(changes, limits.max_grants),
+        pins=PinService(database, changes, limits),
+        resolver=ModelResolver(database, blobs, bases),
+        blob_gc=BlobCollector(database, blobs),
+        database=database,
+    )

@@ -1,0 +1,1 @@
+"""Uploads: in parts, through any server, checked in the background; every adapter comes in this way."""

@@ -1,0 +1,271 @@
+"""Adapters that the server fetches by itself, from places that the settings list.
+
+A source is checked when the upload is opened and again when it is fetched, because the settings may have changed in
+between. Fetches are bounded in bytes and in time; a hub may redirect only to hosts that the settings name, and every
+address called must be public or in a network of the settings (`loramux.common.public_http`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import re
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import msgspec
+
+from loramux.catalog.uploads.errors import InvalidUpload, UploadRejected, UploadTooSlow, rejected
+from loramux.catalog.uploads.parts import FileTooLarge, paced, read_off_loop, write_file
+from loramux.common.bundle import SOURCES
+from loramux.common.jobs import ThreadPool, run_blocking
+from loramux.common.public_http import NotPublic, PublicTransport, Resolver
+from loramux.common.settings.serving import BucketSettings, HubSettings, UploadSettings
+from loramux.data.records.identity import Principal
+from loramux.data.storage.blobs import FILES
+from loramux.data.storage.objects import StorageUnavailable, open_objects
+
+SILENCE_SECONDS = 30.0
+"""The time for which a hub may send nothing."""
+LONGEST_SECONDS = 3600.0
+MIN_BYTES_PER_SECOND = 16 << 10
+"""The least rate of a transfer from a hub or an object store."""
+WINDOW_SECONDS = 30.0
+"""The time of waiting over which the least rate is measured."""
+THREADS = 16
+MAX_REDIRECTS = 3
+COMMIT_HEADER = "x-repo-commit"
+"""The header in which hubs name the commit that they have resolved."""
+CHUNK_BYTES = 8 << 20
+NAMES = (*FILES, *SOURCES)
+
+_path = re.compile(r"(?:[A-Za-z0-9_=-][A-Za-z0-9._=-]*/)*")
+_repo = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,95}(?:/[A-Za-z0-9_-][A-Za-z0-9._-]{0,95})?")
+_commit = re.compile("[0-9a-f]{40}")
+
+
+class BucketSource(msgspec.Struct, frozen=True, kw_only=True, tag="bucket"):
+    """A folder in an object store."""
+
+    url: str
+    """s3://bucket/path/"""
+
+
+class HubSource(msgspec.Struct, frozen=True, kw_only=True, tag="hub"):
+    """A repository of a model hub, at one commit."""
+
+    hub: str
+    repo: str
+    commit: str
+
+
+class FolderSource(msgspec.Struct, frozen=True, kw_only=True, tag="folder"):
+    """A folder of the server's own machine, below `adapters.local_root`. Only operators make one."""
+
+    path: str
+
+
+Source = BucketSource | HubSource | FolderSource
+
+
+class Importer:
+    """Fetches the files of an adapter; those of a bundle where they exist."""
+
+    def __init__(self, settings: UploadSettings, max_bytes: Mapping[str, int], local_root: str | None = None) -> None:
+        """`max_bytes` by file name; folders are read below `local_root` only."""
+        self._settings = settings
+        self._max_bytes = max_bytes
+        self._resolver = Resolver("imports")
+        self._threads = ThreadPool("imports", THREADS)
+        self._local_root = Path(local_root).resolve() if local_root else None
+
+    async def fetch(self, source: Source, tenant_name: str, folder: Path) -> None:
+        """Write the files into `folder`. Raises UploadRejected, whose message is for the tenant."""
+        try:
+            async with asyncio.timeout(LONGEST_SECONDS):
+                match source:
+                    case BucketSource():
+                        await self._from_bucket(source, tenant_name, folder)
+                    case HubSource():
+                        await self._from_hub(source, tenant_name, folder)
+                    case FolderSource():
+                        await self._from_folder(source, folder)
+        except TimeoutError:
+            raise _unavailable("it took too long") from None
+
+    async def _from_bucket(self, source: BucketSource, tenant_name: str, folder: Path) -> None:
+        bucket = bucket_of(source, tenant_name, self._settings)
+        if bucket is None:
+            raise _not_listed()
+        for name in NAMES:
+            try:
+                objects = open_objects(source.url.removesuffix("/"), bucket.options)
+                await self._write(folder, name, read_off_loop(self._threads, objects.read(name)))
+            except FileNotFoundError:
+                _demand_optional(folder, name)
+            except StorageUnavailable:
+                raise _unavailable("the object store does not answer, or refuses") from None
+
+    async def _from_hub(self, source: HubSource, tenant_name: str, folder: Path) -> None:
+        hub = hub_of(source, self._settings)
+        if hub is None:
+            raise _not_listed()
+        networks = [ipaddress.ip_network(network) for network in hub.networks]
+        transport = PublicTransport(self._resolver, networks, tenant_name)
+        async with httpx.AsyncClient(transport=transport, timeout=SILENCE_SECONDS, trust_env=False) as client:
+            for name in NAMES:
+                try:
+                    async with _hub_response(client, hub, source, await _token(hub), name) as response:
+                        await self._write(folder, name, response.aiter_raw())
+                except FileNotFoundError:
+                    _demand_optional(folder, name)
+                except NotPublic as why:
+                    raise rejected("source_not_allowed", "source", f"The hub is not called: {why}.") from None
+                except (httpx.HTTPError, httpx.InvalidURL):  # a redirect may lead to nonsense
+                    raise _unavailable("the hub does not answer") from None
+
+    async def _from_folder(self, source: FolderSource, folder: Path) -> None:
+        for name in NAMES:
+            try:
+                await self._write(
+                    folder, name, read_off_loop(self._threads, _chunks_of(Path(source.path, name), self._local_root))
+                )
+            except FileNotFoundError:
+                _demand_optional(folder, name)
+
+    async def _write(self, folder: Path, name: str, chunks: AsyncIterator[bytes]) -> None:
+        limit = self._max_bytes[name]
+        try:
+            await write_file(self._threads, folder / name, paced(chunks, MIN_BYTES_PER_SECOND, WINDOW_SECONDS), limit)
+        except UploadTooSlow:
+            raise _unavailable("the bytes came too slowly") from None
+        except FileTooLarge:
+            raise rejected("too_large", name, f"'{name}' has more than the {limit} bytes that are taken.") from None
+
+
+@asynccontextmanager
+async def _hub_response(
+    client: httpx.AsyncClient, hub: HubSettings, source: HubSource, token: str | None, name: str
+) -> AsyncIterator[httpx.Response]:
+    """Request the file; follow redirects only to hosts that the settings name, and never with the hub's token."""
+    url = httpx.URL(f"{hub.url}/{source.repo}/resolve/{source.commit}/{name}")
+    headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {token}"} if token else {})
+    for _ in range(MAX_REDIRECTS + 1):
+        async with client.stream("GET", url, headers=headers) as response:
+            if response.headers.get(COMMIT_HEADER, source.commit) != source.commit:
+                raise rejected("commit_mismatch", "source.commit", "The hub answered with another commit.")
+            if not response.is_redirect:
+                _check_response(response, name)
+                yield response
+                return
+            url = url.join(response.headers.get("location", ""))
+        if not _is_listed_redirect(url, hub):
+            raise rejected(
+                "source_not_allowed",
+                "source",
+                f"The hub redirects to {url.host[:120]}, which the operator has not listed.",
+            )
+        headers.pop("Authorization", None)
+    raise _unavailable("the hub redirects again and again")
+
+
+def _is_listed_redirect(url: httpx.URL, hub: HubSettings) -> bool:
+    """Return whether the settings name the host, and its scheme and port are the hub's or the scheme's own."""
+    own = httpx.URL(hub.url)
+    return url.scheme == own.scheme and url.host in hub.redirects and url.port in (None, own.port) and not url.userinfo
+
+
+def _check_response(response: httpx.Response, name: str) -> None:
+    if response.status_code == 404:
+        raise FileNotFoundError(name)
+    if response.status_code != 200 or "content-encoding" in response.headers:
+        raise _unavailable(f"the hub answered '{name}' with the status {response.status_code}")
+
+
+async def _token(hub: HubSettings) -> str | None:
+    if hub.token_file is None:
+        return None
+    return (await run_blocking(Path(hub.token_file).read_text)).strip()
+
+
+def _chunks_of(file: Path, root: Path | None) -> Iterator[bytes]:
+    """Read a file whose real path is below `root`: a link may have been changed since the upload was opened."""
+    real = file.resolve()
+    if root is None or not real.is_relative_to(root):
+        raise _not_listed()
+    with real.open("rb") as opened:
+        while data := opened.read(CHUNK_BYTES):
+            yield data
+
+
+def _demand_optional(folder: Path, name: str) -> None:
+    """Forget a file that is not there. Raises UploadRejected for one that every adapter has."""
+    if name in FILES:
+        raise _absent(name)
+    (folder / name).unlink(missing_ok=True)
+
+
+def _absent(name: str) -> UploadRejected:
+    return rejected("source_not_found", "source", f"There is no '{name}' there, or it is not public.")
+
+
+def _unavailable(why: str) -> UploadRejected:
+    return rejected("source_unavailable", "source", f"The files could not be fetched: {why}. Try again later.")
+
+
+def _not_listed() -> UploadRejected:
+    """The settings have changed since the upload was opened."""
+    return rejected("source_not_allowed", "source", "Adapters are not fetched from there any more.")
+
+
+def check_source(source: Source, principal: Principal, settings: UploadSettings) -> Source:
+    """Return the source as it will be fetched. Raises InvalidUpload where the settings do not allow it."""
+    if isinstance(source, FolderSource):
+        return source  # the importer checks the path when it reads
+    if isinstance(source, BucketSource):
+        source = BucketSource(url=source.url.removesuffix("/") + "/")
+        if bucket_of(source, principal.tenant_name, settings) is None:
+            raise InvalidUpload(
+                "adapters are not fetched from there; the operator lists the places (uploads.buckets), and a path "
+                "is folders of letters, digits, '.', '_', '=' and '-'",
+                "source.url",
+            )
+        return source
+    if hub_of(source, settings) is None:
+        known = ", ".join(hub.name for hub in settings.hubs) or "none at present"
+        raise InvalidUpload(f"no such hub; the operator has listed: {known} (uploads.hubs)", "source.hub")
+    if not _repo.fullmatch(source.repo) or ".." in source.repo:
+        raise InvalidUpload("a repository is NAME or OWNER/NAME", "source.repo")
+    if not _commit.fullmatch(source.commit):
+        raise InvalidUpload(
+            "a commit is its 40 hexadecimal digits: branches and tags move, and what is served must not",
+            "source.commit",
+        )
+    return source
+
+
+def bucket_of(source: BucketSource, tenant_name: str, settings: UploadSettings) -> BucketSettings | None:
+    """Find the listed place that contains the folder."""
+    for bucket in settings.buckets:
+        place = bucket.url.replace("{tenant}", tenant_name)
+        path = source.url.removeprefix(place)
+        if source.url.startswith(place) and _path.fullmatch(path) and ".." not in path:
+            return bucket
+    return None
+
+
+def hub_of(source: HubSource, settings: UploadSettings) -> HubSettings | None:
+    """Find the listed hub of that name."""
+    return next((hub for hub in settings.hubs if hub.name == source.hub), None)
+
+
+def encode_source(source: Source) -> str:
+    """Encode a source for the records."""
+    return msgspec.json.encode(source).decode()
+
+
+def decode_source(text: str) -> Source:
+    """Decode what `encode_source` wrote."""
+    return msgspec.json.decode(text, type=Source)

@@ -1,0 +1,187 @@
+"""The process of the files stage, and that of the choice of a base. Small, because neither imports torch.
+
+The files stage checks both files of an adapter against the base's description (`prepare`). Where a server has several
+bases and an upload names none, the choice finds the one that the files are for by the same checks (`prepare_choice`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from loramux.catalog.validation.jobs import (
+    AdapterSummary,
+    Check,
+    ChoiceJob,
+    FilesJob,
+    FilesSetup,
+    ReportWarning,
+    ValidationReport,
+)
+from loramux.common.errors import Rejection
+from loramux_adapters.base import BaseDescription, LinearShape, ParameterShape, parameter_of
+from loramux_adapters.config import HARMLESS, OTHER_TOOLS, converted_kind, is_on, parse_document
+from loramux_adapters.errors import AdapterRejected, WeightsFileRejected, shown
+from loramux_adapters.names import TensorNames
+from loramux_adapters.plan import CHECKS, WEIGHTS_NAME, ExaminedAdapter, examine_adapter, read_config_file
+from loramux_adapters.weights_file import ITEM_BYTES, read_header
+
+CHECK = "base_model"
+
+
+def prepare(setup: bytes) -> Callable[[bytes], bytes]:
+    """Return the function that does one job; the fork server calls this once."""
+    served = msgspec.json.decode(setup, type=FilesSetup)
+    return lambda job: msgspec.json.encode(examine(msgspec.json.decode(job, type=FilesJob), served))
+
+
+def examine(job: FilesJob, served: FilesSetup) -> ValidationReport:
+    """Check one folder and report; a refusal is part of the report."""
+    folder, passed = Path(job.folder), list[str]()
+    try:
+        if _is_converted_first(folder, served.base):
+            return ValidationReport(checks=(), to_convert=True)
+        examined = examine_adapter(folder, served.base, job.limits, served.serving, passed.append)
+    except AdapterRejected as rejected:
+        failed = Check(name=CHECKS[len(passed)], outcome="failed", detail=rejected.message)
+        return ValidationReport(
+            checks=(*_passed(passed), failed),
+            refusal=Rejection(code=rejected.code, field=rejected.field, message=rejected.message),
+        )
+    document = parse_document(read_config_file(folder))
+    return ValidationReport(
+        checks=_passed(passed),
+        found=_found(examined, document, served.base),
+        warnings=tuple(_warnings(examined, served)),
+    )
+
+
+def _is_converted_first(folder: Path, base: BaseDescription) -> bool:
+    document = parse_document(read_config_file(folder))
+    if converted_kind(document) is not None:
+        return True
+    if document.get("peft_type") != "LORA":
+        return False
+    try:
+        header = read_header(folder / WEIGHTS_NAME)
+    except WeightsFileRejected:
+        return False  # the checks report it in their order
+    return TensorNames(base).are_other(header.tensors)
+
+
+def _passed(names: list[str]) -> tuple[Check, ...]:
+    return tuple(Check(name=name, outcome="passed") for name in names)
+
+
+def _found(examined: ExaminedAdapter, document: Mapping[str, Any], base: BaseDescription) -> AdapterSummary:
+    plan, tensors = examined.plan, examined.header.tensors.values()
+    modules = dict.fromkeys(parameter_of(part.module) for part in plan.components)
+    places: dict[str, LinearShape | ParameterShape] = {**base.modules, **base.parameters}
+    version = document.get("peft_version")
+    return AdapterSummary(
+        peft_type=document["peft_type"],
+        peft_version=version if isinstance(version, str) else None,
+        base_model_name_or_path=examined.config.base_model_name_or_path,
+        task=examined.config.task_type or "CAUSAL_LM",
+        labels=0 if plan.classifier is None else plan.classifier.num_labels,
+        architecture=base.architecture,
+        rank=plan.max_rank,
+        ranks=dict(sorted(Counter(pair.rank for pair in plan.pairs).items())),
+        targets=dict(Counter(module.rpartition(".")[2] for module in modules)),
+        layers=len({places[module].layer for module in modules if module in places}),
+        tensors=len(tensors),
+        parameters=sum((tensor.end - tensor.start) // ITEM_BYTES[tensor.dtype] for tensor in tensors),
+        dtypes=dict(Counter(tensor.dtype for tensor in tensors)),
+        weights_bytes=examined.header.file_bytes,
+        tokens=plan.num_tokens or (base.vocab_size if base.vocabulary is None else base.vocabulary.num_tokens),
+        ignored_fields={
+            field: reason for field, reason in {**HARMLESS, **OTHER_TOOLS}.items() if is_on(document.get(field))
+        },
+    )
+
+
+def _warnings(examined: ExaminedAdapter, served: FilesSetup) -> Iterator[ReportWarning]:
+    claimed = examined.config.base_model_name_or_path
+    if claimed and not is_name_of(served.base_names, claimed):
+        yield ReportWarning(
+            code="base_name_differs",
+            field="base_model_name_or_path",
+            message=(
+                f"The adapter says it was trained on {claimed[:120]!r}; the base that is served is called "
+                f"{' or '.join(served.base_names)}. Its modules fit; only you know whether it is the same base."
+            ),
+        )
+    if absent := examined.plan.absent:
+        targeted = {part.module for part in examined.plan.components} | set(absent)
+        yield ReportWarning(
+            code="modules_absent",
+            field="target_modules",
+            message=(
+                f"The file has no tensors for {len(absent)} of the {len(targeted)} modules that the configuration "
+                f"targets: {shown(absent)}. They keep the base's result, as in PEFT."
+            ),
+        )
+    if any(dtype != served.serving for dtype in (tensor.dtype for tensor in examined.header.tensors.values())):
+        yield ReportWarning(
+            code="dtype_converted",
+            field=None,
+            message=f"The weights are converted to {served.serving} when they are served.",
+        )
+
+
+def claimed_base(folder: Path) -> str | None:
+    """Return the base that the adapter's configuration names, if it can be read."""
+    try:
+        claimed = parse_document(read_config_file(folder)).get("base_model_name_or_path")
+    except AdapterRejected:
+        return None
+    return claimed if isinstance(claimed, str) else None
+
+
+def is_name_of(names: Iterable[str], claimed: str | None) -> bool:
+    """Is `claimed` one of these names of a base, whatever folder or organisation is before it?"""
+    return claimed is not None and _last(claimed) in map(_last, names)
+
+
+def _last(name: str) -> str:
+    return name.rstrip("/").rpartition("/")[2].lower()
+
+
+def prepare_choice(_: bytes) -> Callable[[bytes], bytes]:
+    """Return the function that does one job; the fork server calls this once."""
+    return lambda job: msgspec.json.encode(choose(msgspec.json.decode(job, type=ChoiceJob)))
+
+
+def choose(job: ChoiceJob) -> ValidationReport:
+    """Report the one base that the files fit and, where they fit several, that they name; or refuse them.
+
+    An adapter that is converted before it is checked can only be matched by the name that it states.
+    """
+    claimed, served = claimed_base(Path(job.files.folder)), job.bases
+    named = [name for name, setup in served.items() if is_name_of(setup.base_names, claimed)]
+    if len(named) == 1:
+        return ValidationReport(checks=(), base_model=named[0])
+    retired = None if named else next((base for base in job.retired if is_name_of(base.names, claimed)), None)
+    if retired is not None:
+        return _refused("base_model_retired", retired.message)
+    reports = {name: examine(job.files, served[name]) for name in named or served}
+    fitting = [name for name, report in reports.items() if report.refusal is None]
+    if len(fitting) == 1:
+        return ValidationReport(checks=(), base_model=fitting[0])
+    if fitting:
+        return _refused(
+            "base_ambiguous",
+            f"The adapter fits more than one base model of this server: {', '.join(fitting)}. Name its own in "
+            "'base_model'.",
+        )
+    reasons = "; ".join(f"{name}: {report.refusal.message}" for name, report in reports.items() if report.refusal)
+    return _refused("base_not_found", f"The adapter fits no base model of this server. {reasons}")
+
+
+def _refused(code: str, message: str) -> ValidationReport:
+    check = Check(name=CHECK, outcome="failed", detail=message)
+    return ValidationReport(checks=(check,), refusal=Rejection(code=code, field="base_model", message=message))

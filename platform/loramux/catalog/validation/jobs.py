@@ -1,0 +1,230 @@
+"""Messages between the server and its limited processes: setups, jobs and the report on an upload. Plain data, as JSON.
+
+The stages are files, choice of a base, conversion, bundle, parity and the rendering of templates. An upload's
+`ValidationReport` is read by its owner: what was found, what was checked, and why it was refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from loramux.common.errors import Rejection
+from loramux.common.sandbox.sandbox import ResourceUsage
+from loramux.common.settings.serving import AdapterLimits, Quantization
+from loramux_adapters.base import BaseDescription
+from loramux_adapters.plan import Limits
+
+
+class FilesSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """The base that uploads are checked against."""
+
+    base: BaseDescription
+    base_names: tuple[str, ...]
+    """Names of the base on this server, to compare with the name in an adapter's configuration."""
+    serving: str
+    """The dtype that weights are converted to when they are served: F32, F16 or BF16."""
+
+
+class FilesJob(msgspec.Struct, frozen=True, kw_only=True):
+    """One folder, by its absolute path."""
+
+    folder: str
+    limits: Limits
+
+
+class RetiredBase(msgspec.Struct, frozen=True, kw_only=True):
+    """A base that adapters may name and that takes no more of them."""
+
+    names: tuple[str, ...]
+    message: str
+    """Says what to upload instead."""
+
+
+class ChoiceJob(msgspec.Struct, frozen=True, kw_only=True):
+    """One folder, and the bases among which one is chosen for it, because its owner has named none."""
+
+    files: FilesJob
+    bases: dict[str, FilesSetup]
+    """By the name in requests."""
+    retired: tuple[RetiredBase, ...] = ()
+
+
+class ConversionSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """The base that adapters of other kinds are converted for."""
+
+    model_dir: str
+    base: BaseDescription
+    quantization: Quantization = "none"
+    """How the base's weights are quantized when it is loaded."""
+
+
+class ConversionJob(msgspec.Struct, frozen=True, kw_only=True):
+    """One folder and an empty one for the converted adapter, by their absolute paths."""
+
+    folder: str
+    into: str
+    limits: Limits
+
+
+class BundleSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """The base that bundles are made for."""
+
+    model_dir: str
+
+
+class BundleJob(msgspec.Struct, frozen=True, kw_only=True):
+    """A folder with files of a bundle, by its absolute path."""
+
+    folder: str
+    num_tokens: int
+    """Rows of the embedding that the revision is served with."""
+    task: str = "CAUSAL_LM"
+    num_labels: int = 0
+
+
+class RenderJob(msgspec.Struct, frozen=True, kw_only=True):
+    """A template and its variables: messages, special tokens, and whatever the request passes on."""
+
+    template: str
+    variables: dict[str, Any]
+    max_characters: int
+
+
+Fault = Literal["too_long", "too_expensive", "forbidden", "invalid", "refused"]
+"""`refused`: by the template itself, or by an error in it on these messages."""
+
+
+class RenderedText(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A rendered conversation, or the reason why there is none."""
+
+    text: str = ""
+    fault: Fault | None = None
+    reason: str = ""
+
+
+class ParitySetup(msgspec.Struct, frozen=True, kw_only=True):
+    """The base and the limits of a parity check."""
+
+    model_dir: str
+    base: BaseDescription
+    adapters: AdapterLimits
+    memory_bytes: int
+    """Memory that one job may use."""
+    whole_model_bytes: int
+    """The most bytes of float32 weights of a base that is run whole."""
+    engine_bytes: int = 0
+    """The most bytes of float32 weights of a larger base whose serving engine answers the check's prompts."""
+    serving: str = "float32"
+    """The serving engine's dtype."""
+    quantization: Quantization = "none"
+    """How the base's weights are quantized when it is loaded."""
+
+
+class EngineAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """The serving engine's greedy answer to one prompt of a check."""
+
+    prompt: list[int]
+    tokens: list[int]
+    logprobs: list[float]
+
+
+class ParityJob(msgspec.Struct, frozen=True, kw_only=True):
+    """One adapter that has passed the files' checks."""
+
+    uploaded: str
+    """The folder that PEFT reads."""
+    served: str
+    """The folder that is served: the same, unless the adapter was converted."""
+    limits: Limits
+    answers: tuple[EngineAnswer, ...] = ()
+    """The serving engine's answers to the report's `to_answer`, and last the base's own to the first of them. With
+    answers only these are compared."""
+
+
+TOKENS_CHECK = "parity_of_tokens"
+NAMES_CHECK = "names"
+"""The check of an adapter whose tensors got other names. PEFT then reads what is served, not what was uploaded."""
+
+Outcome = Literal["passed", "failed", "not_run"]
+
+
+class Check(msgspec.Struct, frozen=True, kw_only=True):
+    """One check of the files."""
+
+    name: str
+    outcome: Outcome
+    detail: str = ""
+    """The reason that it failed or was not run; the method of a parity check."""
+    figures: dict[str, float] = {}
+
+
+class ReportWarning(msgspec.Struct, frozen=True, kw_only=True):
+    """A fact that is no fault, and that the owner may not have intended."""
+
+    code: str
+    field: str | None
+    message: str
+
+
+class AdapterSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """Contents of the files."""
+
+    peft_type: str
+    peft_version: str | None
+    base_model_name_or_path: str | None
+    """The base that the adapter claims to be trained on. Nothing in the files can prove it."""
+    task: str = "CAUSAL_LM"
+    """PEFT's task type; an adapter that names none generates text."""
+    labels: int = 0
+    """Rows of a classifier's head."""
+    architecture: str
+    """Architecture of the served base, which the files were checked against."""
+    rank: int
+    """The largest rank."""
+    ranks: dict[int, int]
+    """Number of modules by rank."""
+    targets: dict[str, int]
+    """Number of modules by the last part of their names."""
+    layers: int
+    """Decoder layers with at least one of them."""
+    tensors: int
+    parameters: int
+    dtypes: dict[str, int]
+    """Number of tensors by dtype."""
+    weights_bytes: int
+    tokens: int
+    """Rows of the embedding and the head that it is served with."""
+    ignored_fields: dict[str, str]
+    """Fields of adapter_config.json that have no effect here, and why."""
+
+
+class ValidationReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The outcome of an upload's validation. Its JSON is part of the HTTP API."""
+
+    checks: tuple[Check, ...]
+    base_model: str | None = None
+    """The base that the files were checked against; None where none was found for them."""
+    found: AdapterSummary | None = None
+    """None where the files were refused before they were understood."""
+    converted: str | None = None
+    """The conversion's kind and method, where the served adapter is not the uploaded one."""
+    to_convert: bool = False
+    """The adapter is of a kind, or in a spelling, that is converted first; nothing was checked yet."""
+    to_answer: tuple[list[int], ...] = ()
+    """Prompts that the serving engine is to answer before tokens can be compared; empty in a report that is shown."""
+    warnings: tuple[ReportWarning, ...] = ()
+    refusal: Rejection | None = None
+    usage: ResourceUsage | None = None
+
+    def followed_by(self, later: ValidationReport) -> ValidationReport:
+        """Join this report with that of the checks that ran after it."""
+        return msgspec.structs.replace(
+            self,
+            checks=self.checks + later.checks,
+            found=later.found or self.found,
+            warnings=self.warnings + later.warnings,
+            refusal=self.refusal or later.refusal,
+            usage=later.usage if self.usage is None else self.usage.plus(later.usage),
+        )

@@ -1,0 +1,1 @@
+"""What every area may use: settings, errors, units, logs, jobs, sandboxes."""

@@ -1,0 +1,1 @@
+"""Work on untrusted input, in processes without rights."""

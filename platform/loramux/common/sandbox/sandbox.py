@@ -1,0 +1,361 @@
+"""Sandboxes: jobs on hostile bytes, each in a limited process that is forked from a warm one.
+
+    server: Sandbox.run ── a socket for each job ──> warm process: serve ── fork ──> limits, jail (`jail`), one job
+
+`Sandbox` is the server's end. `main` is the warm process, with the arguments MODULE, FD and NICENESS. MODULE has
+`prepare(setup)`: it loads what every job needs, once, and returns the function that does one job. The setup comes on
+standard input. Each job comes as a socket of its own over the Unix socket FD; when FD closes, the process ends.
+multiprocessing's fork server is no alternative: it runs the parent's main module again in every child, limits nothing,
+and answers with pickles. What crosses here is JSON, never a pickle: a process that was taken over may answer anything.
+
+SandboxError
+├── SandboxDied     the warm process ended or never started: the operator's side
+├── JobEnded        the kernel ended the job at one of its time limits
+├── JobOutOfMemory  the job asked for more memory than it may have
+└── JobCrashed      the job raised an unexpected exception; the message says where
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import logging
+import math
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from loramux.common.sandbox.jail import code_paths, enter_jail, leave_network
+
+START_SECONDS = 120.0
+"""Time for a warm process to start on a busy machine."""
+MAX_ANSWER_BYTES = 16 << 20
+_START = (
+    # Before anything else: an interrupt from the terminal is for the server, which closes the socket when it ends.
+    "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+    "from loramux.common.sandbox.sandbox import main; main()"
+)
+_PASSED_ON = ("PATH", "HOME", "TMPDIR", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "CXX", "LORAMUX_CACHE_DIR")
+"""Environment variables that are passed on; any other may hold a secret of the server."""
+_OWN = {
+    # One thread each: forking leaves the others of a pool behind, and serving needs the cores.
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+PR_SET_CHILD_SUBREAPER = 36
+"""Of linux/prctl.h."""
+OPEN_FILES = 256
+IDLE_SECONDS = 900.0
+"""The time after which an idle warm process ends and frees its memory; the next job starts another."""
+Work = Callable[[bytes], bytes]
+
+logger = logging.getLogger(__name__)
+
+
+class ResourceUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """Resources that the checks' processes used."""
+
+    cpu_seconds: float
+    peak_bytes: int
+    """Peak resident memory, including pages shared with the warm process."""
+
+    def plus(self, other: ResourceUsage | None) -> ResourceUsage:
+        """Return the usage of two processes that ran one after the other."""
+        if other is None:
+            return self
+        seconds = round(self.cpu_seconds + other.cpu_seconds, 3)
+        return ResourceUsage(cpu_seconds=seconds, peak_bytes=max(self.peak_bytes, other.peak_bytes))
+
+
+class JobLimits(msgspec.Struct, frozen=True):
+    """Limits of one job's process, enforced by the kernel."""
+
+    memory_bytes: int
+    """Private memory beyond that of the warm process."""
+    cpu_seconds: float
+    wall_seconds: float
+    file_bytes: int = 0
+    """Size of the largest file that the job may write."""
+    readable: tuple[str, ...] = ()
+    """Folders that the job may read, by absolute paths; all others but Python's own are closed to it."""
+    writable: tuple[str, ...] = ()
+    """Folders that it may read and write."""
+
+
+class Job(msgspec.Struct, frozen=True):
+    """One job, as it is sent."""
+
+    limits: JobLimits
+    payload: msgspec.Raw
+
+
+class JobResult(msgspec.Struct, frozen=True):
+    """A job's `value`, or its `fault`: out_of_memory or crashed. A process that the kernel ended sends nothing."""
+
+    usage: ResourceUsage
+    value: msgspec.Raw = msgspec.Raw(b"null")
+    fault: str | None = None
+    trace: str = ""
+    """The place at which a crash was raised."""
+
+
+class SandboxError(Exception):
+    """Root of the sandbox's errors."""
+
+
+class SandboxDied(SandboxError):
+    """No job can run."""
+
+
+class JobEnded(SandboxError):
+    """The job ended without an answer."""
+
+
+class JobOutOfMemory(SandboxError):
+    """The job ran out of memory. The message is empty: nothing more is known."""
+
+
+class JobCrashed(SandboxError):
+    """A fault of our own, met on uploaded bytes."""
+
+
+class Sandbox:
+    """Runs the jobs of one module, each in a process of its own that is forked from a warm one.
+
+    The warm process starts with the first job. It has no secrets, no connections and one thread, and a low priority
+    (`niceness`). Threads may share a Sandbox; `run` blocks.
+    """
+
+    def __init__(self, module: str, setup: bytes, niceness: int = 10) -> None:
+        self._module = module
+        self._setup = setup
+        self._niceness = niceness
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+
+    def run(self, payload: bytes, limits: JobLimits) -> JobResult:
+        """Run one job; `payload` and the result's value are JSON. Raises SandboxError."""
+        with suppress(SandboxDied):
+            return self._run(payload, limits)
+        return self._run(payload, limits)  # the warm process left as idle, or was ended, just now
+
+    def _run(self, payload: bytes, limits: JobLimits) -> JobResult:
+        ours, theirs = socket.socketpair()
+        with ours:
+            with theirs:
+                self._hand_over(theirs)
+            ours.settimeout(limits.wall_seconds + START_SECONDS)
+            reason = "it gave no answer"
+            try:
+                ours.sendall(msgspec.json.encode(Job(limits, msgspec.Raw(payload))))
+                ours.shutdown(socket.SHUT_WR)
+                data = _read(ours)
+            except (OSError, ValueError) as error:
+                reason, data = str(error), b""
+        if data:
+            return _checked(_decoded(data))
+        with self._lock:
+            if self._died:
+                raise SandboxDied(f"the process for {self._module} ended")
+        raise JobEnded(reason)
+
+    def close(self) -> None:
+        """Stop the warm process. Running jobs continue to their end."""
+        with self._lock:
+            self._stop()
+
+    def _hand_over(self, connection: socket.socket) -> None:
+        with self._lock:
+            if self._died:
+                self._stop()
+                self._start()
+            assert self._control is not None
+            try:
+                socket.send_fds(self._control, [b"j"], [connection.fileno()])
+            except OSError as error:
+                raise SandboxDied(f"the process for {self._module} ended: {error}") from None
+
+    def _start(self) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ} | _OWN
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        command = [sys.executable, "-P", "-c", _START, self._module, str(theirs.fileno()), str(self._niceness)]
+        with theirs:
+            self._process = subprocess.Popen(  # noqa: S603 - our own module
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                cwd="/",
+                env=environment,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        # Waits for its end at once, so that an idle process that left is no zombie until the next job.
+        threading.Thread(target=self._process.wait, name=f"{self._module} ends", daemon=True).start()
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError), self._process.stdin as standard_input:
+            standard_input.write(self._setup)
+
+    def _stop(self) -> None:
+        if self._control is not None:
+            self._control.close()
+        if self._process is not None:
+            self._process.kill()  # it holds no state that could be left half-written
+            self._process.wait()
+        self._control = self._process = None
+
+    @property
+    def _died(self) -> bool:
+        """True once the warm process is gone: its end of the control socket is then closed."""
+        if self._control is None:
+            return True
+        try:
+            return self._control.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+
+def _read(connection: socket.socket) -> bytes:
+    data = bytearray()
+    while chunk := connection.recv(1 << 16):
+        data += chunk
+        if len(data) > MAX_ANSWER_BYTES:
+            raise ValueError(f"an answer of more than {MAX_ANSWER_BYTES} bytes")
+    return bytes(data)
+
+
+def _decoded(data: bytes) -> JobResult:
+    try:
+        return msgspec.json.decode(data, type=JobResult)
+    except msgspec.MsgspecError as error:
+        raise JobCrashed(f"its answer is not a job result: {error}") from None
+
+
+def _checked(answer: JobResult) -> JobResult:
+    if answer.fault == "out_of_memory":
+        raise JobOutOfMemory
+    if answer.fault is not None:
+        raise JobCrashed(answer.trace)
+    return answer
+
+
+def main() -> NoReturn:
+    """Serve the stage and descriptor of the command line, then end at once."""
+    stage, descriptor, niceness = sys.argv[1:]
+    serve(stage, int(descriptor), int(niceness))
+    os._exit(0)  # without the finalisation of libraries, which write to standard error about leaks
+
+
+def serve(stage: str, descriptor: int, niceness: int) -> None:
+    """Fork a child for each job until the socket closes or no job has come for IDLE_SECONDS.
+
+    `stage` names what makes the work: a module with a `prepare`, or `module:function`.
+    """
+    os.nice(niceness)
+    _adopt_orphans()
+    leave_network()
+    module, _, function = stage.partition(":")
+    work: Work = getattr(importlib.import_module(module), function or "prepare")(sys.stdin.buffer.read())
+    code_paths()  # collected once, with the modules that every job has
+    gc.collect()
+    gc.freeze()  # a collection in a child must not copy shared pages
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children leave no zombies
+    with socket.socket(fileno=descriptor) as control, suppress(TimeoutError, ConnectionError):
+        control.settimeout(IDLE_SECONDS)
+        while True:
+            _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+            if not descriptors:
+                return
+            if os.fork() == 0:
+                control.close()
+                _serve(descriptors[0], work)
+            os.close(descriptors[0])
+
+
+def _adopt_orphans() -> None:
+    """Become the parent of processes whose job was ended, so that they are reaped here and not left to process 1."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _serve(descriptor: int, work: Work) -> NoReturn:
+    """Run one job, in the child."""
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a job may wait for children of its own
+        with socket.socket(fileno=descriptor) as connection, connection.makefile("rb") as incoming:
+            job = msgspec.json.decode(incoming.read(), type=Job)
+            _limit(job.limits)
+            connection.sendall(msgspec.json.encode(_answer(work, bytes(job.payload))))
+    finally:
+        os._exit(0)
+
+
+def _answer(work: Work, payload: bytes) -> JobResult:
+    try:
+        result = work(payload)
+    except MemoryError:
+        return JobResult(_usage(), fault="out_of_memory")
+    except Exception as error:
+        return JobResult(_usage(), fault="crashed", trace=_trace(error))
+    return JobResult(_usage(), msgspec.Raw(result))
+
+
+def _limit(limits: JobLimits) -> None:
+    _set(resource.RLIMIT_DATA, _private_bytes() + limits.memory_bytes)
+    _set(resource.RLIMIT_CPU, math.ceil(limits.cpu_seconds))
+    _set(resource.RLIMIT_FSIZE, limits.file_bytes)
+    _set(resource.RLIMIT_NOFILE, OPEN_FILES)
+    _set(resource.RLIMIT_CORE, 0)
+    enter_jail(limits.readable, limits.writable)
+    # RLIMIT_CPU counts whole seconds. Both timers end the process.
+    for timer, ends, seconds in (
+        (signal.ITIMER_PROF, signal.SIGPROF, limits.cpu_seconds),
+        (signal.ITIMER_REAL, signal.SIGALRM, limits.wall_seconds),
+    ):
+        signal.signal(ends, signal.SIG_DFL)
+        signal.setitimer(timer, seconds)
+
+
+def _set(which: int, value: int) -> None:
+    _, hard = resource.getrlimit(which)
+    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(which, (value, value))
+
+
+def _private_bytes() -> int:
+    """Return the bytes of this process that RLIMIT_DATA counts now."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmData:")[2].split()[0]) * 1024
+
+
+def _trace(error: Exception) -> str:
+    """Name where `error` was raised, without its message, which may quote a tenant's file."""
+    frames = traceback.extract_tb(error.__traceback__)
+    places = " > ".join(f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames)
+    return f"{type(error).__name__} at {places}"
+
+
+def _usage() -> ResourceUsage:
+    """Return the usage of this process and of the children that it waited for."""
+    both = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return ResourceUsage(
+        cpu_seconds=round(sum(used.ru_utime + used.ru_stime for used in both), 3),
+        peak_bytes=max(used.ru_maxrss for used in both) * 1024,
+    )

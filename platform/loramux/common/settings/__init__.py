@@ -1,0 +1,1 @@
+"""Every setting, read once from one TOML file, checked, and frozen."""

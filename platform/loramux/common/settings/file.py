@@ -1,0 +1,254 @@
+"""Reading the settings file: checked, renamed settings accepted, paths made absolute."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tomllib
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from loramux.common.settings.server import (
+    BatchSettings,
+    BillingSettings,
+    ConsoleSettings,
+    IssuerSettings,
+    LogSettings,
+    PrivacySettings,
+    RecordsSettings,
+    ServerSettings,
+    SinkSettings,
+    TracingSettings,
+    WebhookSettings,
+)
+from loramux.common.settings.serving import (
+    AdapterLimits,
+    BaseSettings,
+    EngineSettings,
+    FleetSettings,
+    ModelSettings,
+    SchedulerSettings,
+    UploadSettings,
+    ValidationSettings,
+)
+
+logger = logging.getLogger(__name__)
+
+RENAMED_SETTINGS: dict[str, str] = {
+    "records.idempotency_seconds": "privacy.idempotency_seconds",
+    "scheduler.tau": "scheduler.max_service_lead",
+    "scheduler.quantum": "scheduler.affinity_window",
+    "scheduler.overhead_target": "scheduler.adapter_overhead_target",
+}
+"""Old spelling -> new one, as `section.field`. The old one is accepted, with a warning, for one release."""
+
+FONT_MAGIC = (b"\0\1\0\0", b"true", b"OTTO", b"ttcf")
+"""The beginnings of font files."""
+
+
+class SettingsError(ValueError):
+    """A setting is missing or out of range; the message names the file, the field and the limit."""
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The whole file."""
+
+    model: ModelSettings
+    """Of a file with `[[bases]]`: the first of them."""
+    bases: tuple[BaseSettings, ...] = ()
+    server: ServerSettings = ServerSettings()
+    console: ConsoleSettings = ConsoleSettings()
+    logging: LogSettings = LogSettings()
+    tracing: TracingSettings = TracingSettings()
+    engine: EngineSettings = EngineSettings()
+    fleet: FleetSettings = FleetSettings()
+    scheduler: SchedulerSettings = SchedulerSettings()
+    records: RecordsSettings = RecordsSettings()
+    adapters: AdapterLimits = AdapterLimits()
+    validation: ValidationSettings = ValidationSettings()
+    uploads: UploadSettings = UploadSettings()
+    batches: BatchSettings = BatchSettings()
+    privacy: PrivacySettings = PrivacySettings()
+    issuers: tuple[IssuerSettings, ...] = ()
+    """People's; keys need none."""
+    sinks: tuple[SinkSettings, ...] = ()
+    billing: BillingSettings = BillingSettings()
+    webhooks: WebhookSettings = WebhookSettings()
+
+    @property
+    def served_bases(self) -> tuple[BaseSettings, ...]:
+        """The bases: those of `[[bases]]`, or the one of `[model]` with one engine."""
+        model = self.model
+        return self.bases or (
+            BaseSettings(
+                name=model.served_model_name,
+                path=model.path,
+                dtype=model.dtype,
+                quantization=model.quantization,
+                generation_config=model.generation_config,
+                tool_parser=model.tool_parser,
+                engine=self.engine,
+            ),
+        )
+
+    def of_base(self, base: BaseSettings) -> Settings:
+        """Return the settings of a process that serves `base` alone."""
+        return msgspec.structs.replace(self, model=base.model, engine=base.engine, bases=())
+
+    def __post_init__(self) -> None:
+        for place, names in (
+            ("sinks", [sink.name for sink in self.sinks]),
+            ("uploads.hubs", [hub.name for hub in self.uploads.hubs]),
+            ("issuers", [issuer.issuer for issuer in self.issuers]),
+        ):
+            if twice := sorted({name for name in names if names.count(name) > 1}):
+                raise ValueError(f"{place}: {twice[0]!r} is there twice; give each a name of its own")
+        if self.console.url is None and any(issuer.sign_in is not None for issuer in self.issuers):
+            raise ValueError("console.url is missing: sign-in at an issuer returns to this address of the server")
+
+
+def ensure_files(settings: Settings) -> None:
+    """Raise SettingsError unless the files and folders that a server needs later are there now."""
+    for issuer in settings.issuers:
+        if issuer.sign_in is not None and issuer.sign_in.secret_file is not None:
+            _ensure_readable(f"issuers.{issuer.issuer}.sign_in.secret_file", Path(issuer.sign_in.secret_file))
+    for hub in settings.uploads.hubs:
+        if hub.token_file is not None:
+            _ensure_readable(f"uploads.hubs.{hub.name}.token_file", Path(hub.token_file))
+    font, root = settings.billing.font, settings.adapters.local_root
+    if font is not None and _ensure_readable("billing.font", Path(font)) not in FONT_MAGIC:
+        raise SettingsError(f"billing.font: {font} is no TrueType or OpenType font")
+    if root is not None and not Path(root).is_dir():
+        raise SettingsError(f"adapters.local_root: {root} is no folder; create it, or leave the setting out")
+
+
+def _ensure_readable(setting: str, path: Path) -> bytes:
+    """Return the first four bytes. Raises SettingsError."""
+    try:
+        with path.open("rb") as file:
+            return file.read(4)
+    except OSError as error:
+        raise SettingsError(f"{setting}: {path} cannot be read: {error.strerror}") from None
+
+
+def load_settings(path: Path) -> Settings:
+    """Read and check a settings file; relative paths in it come back absolute.
+
+    Raises SettingsError naming the file and the field.
+    """
+    try:
+        data = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise SettingsError(f"settings file {path} does not exist; `loramux init` writes one") from None
+    except OSError as error:
+        raise SettingsError(f"settings file {path} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path} is not valid TOML: {error}") from None
+    _accept_old_spellings(data, path)
+    _complete_bases(data, path)
+    try:
+        settings = msgspec.convert(data, Settings)
+    except msgspec.ValidationError as error:
+        raise SettingsError(f"{path}: {error}") from None
+    _check_names(settings, path)
+    return resolve_paths(settings, path.resolve().parent)
+
+
+def _complete_bases(data: dict[str, Any], path: Path) -> None:
+    """Give each base the settings of `[engine]` that its own table leaves out, and `model` the first base, in place."""
+    bases = data.get("bases")
+    if not isinstance(bases, list) or not all(isinstance(base, dict) for base in bases) or not bases:
+        return  # the conversion names it
+    if "model" in data:
+        raise SettingsError(f"{path}: [model] is the short form of one [[bases]], and both are set; remove [model]")
+    for base in bases:
+        if isinstance(common := data.get("engine", {}), dict) and isinstance(own := base.get("engine", {}), dict):
+            base["engine"] = common | own
+    first = {"served_model_name" if key == "name" else key: value for key, value in bases[0].items()}
+    data["model"] = {key: value for key, value in first.items() if key in ModelSettings.__struct_fields__}
+
+
+def _check_names(settings: Settings, path: Path) -> None:
+    """Raise SettingsError where a name means two bases."""
+    names = Counter(name for base in settings.bases for name in {base.name, *base.former_names})
+    for name, count in names.items():
+        if count > 1:
+            raise SettingsError(f"{path}: bases: {name!r} is the name, or a former name, of {count} bases; rename one")
+
+
+def _accept_old_spellings(data: dict[str, Any], path: Path) -> None:
+    """Move every value under an old spelling to its new one, in place, and log where. Raises SettingsError for both."""
+    for old, new in RENAMED_SETTINGS.items():
+        *sections, field = old.split(".")
+        table = _table(data, sections)
+        if table is None or field not in table:
+            continue
+        *new_sections, new_field = new.split(".")
+        target = _table(data, new_sections, create=True)
+        if target is None:
+            continue  # a section that is no table: the conversion names it
+        if new_field in target:
+            raise SettingsError(f"{path}: {old} is the old spelling of {new}, and both are set; remove {old}")
+        target[new_field] = table.pop(field)
+        logger.warning("%s: the setting %s is now called %s; the next release refuses the old spelling", path, old, new)
+
+
+def _table(data: dict[str, Any], sections: list[str], *, create: bool = False) -> dict[str, Any] | None:
+    table: Any = data
+    for section in sections:
+        table = table.setdefault(section, {}) if create else table.get(section)
+        if not isinstance(table, dict):
+            return None
+    return table
+
+
+def resolve_paths(settings: Settings, root: Path) -> Settings:
+    """Return the settings with every relative path made absolute, starting at `root`."""
+
+    def at(value: str) -> str:
+        return os.path.normpath(root / Path(value).expanduser())
+
+    url, root_of_adapters = settings.records.url, settings.adapters.local_root
+    if url.startswith("sqlite:///"):
+        url = "sqlite:///" + at(url.removeprefix("sqlite:///"))
+    font, server = settings.billing.font, settings.server
+    return msgspec.structs.replace(
+        settings,
+        server=msgspec.structs.replace(
+            server,
+            tls_certificate=server.tls_certificate and at(server.tls_certificate),
+            tls_key=server.tls_key and at(server.tls_key),
+        ),
+        fleet=msgspec.structs.replace(settings.fleet, keys=at(settings.fleet.keys)),
+        billing=msgspec.structs.replace(settings.billing, font=font and at(font)),
+        uploads=msgspec.structs.replace(
+            settings.uploads,
+            hubs=tuple(
+                msgspec.structs.replace(hub, token_file=hub.token_file and at(hub.token_file))
+                for hub in settings.uploads.hubs
+            ),
+        ),
+        issuers=tuple(_issuer_at(issuer, at) for issuer in settings.issuers),
+        sinks=tuple(msgspec.structs.replace(sink, secret_file=at(sink.secret_file)) for sink in settings.sinks),
+        adapters=msgspec.structs.replace(settings.adapters, local_root=root_of_adapters and at(root_of_adapters)),
+        model=msgspec.structs.replace(settings.model, path=at(settings.model.path)),
+        bases=tuple(msgspec.structs.replace(base, path=at(base.path)) for base in settings.bases),
+        records=msgspec.structs.replace(
+            settings.records,
+            url=url,
+            blobs=settings.records.blobs if "://" in settings.records.blobs else at(settings.records.blobs),
+            cache=at(settings.records.cache),
+            pepper_file=at(settings.records.pepper_file),
+        ),
+    )
+
+
+def _issuer_at(issuer: IssuerSettings, at: Callable[[str], str]) -> IssuerSettings:
+    client = issuer.sign_in
+    if client is None or client.secret_file is None:
+        return issuer
+    return msgspec.structs.replace(issuer, sign_in=msgspec.structs.replace(client, secret_file=at(client.secret_file)))

@@ -1,0 +1,340 @@
+"""Adapters and their revisions: rows and statements, and the ones that have expired."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import msgspec
+from sqlalchemy import (
+    CheckConstraint,
+    ColumnElement,
+    ForeignKey,
+    ForeignKeyConstraint,
+    Index,
+    UniqueConstraint,
+    func,
+    or_,
+    select,
+    text,
+    update,
+)
+from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import Mapped, deferred, mapped_column
+
+from loramux.data.records import webhooks
+from loramux.data.records.base import Base, Repository, TenantScoped, among, index_where_set
+from loramux.data.records.identity import TenantId, new_id
+from loramux.data.records.tenants import TenantRow
+from loramux.data.records.webhooks import EventDetail, EventRepository
+
+READY = "ready"
+DELETED = "deleted"
+
+
+class AdapterRow(Base):
+    """A name that a tenant owns; it survives deletion so that a revision number names one content for ever."""
+
+    __tablename__ = "adapters"
+    __table_args__ = (
+        UniqueConstraint("tenant_id", "name"),
+        UniqueConstraint("tenant_id", "id"),
+        index_where_set("adapters", "expires_at"),
+    )
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    tenant_id: Mapped[TenantId] = mapped_column(ForeignKey("tenants.id"))
+    name: Mapped[str]
+    created_at: Mapped[int]
+    deleted_at: Mapped[int | None]
+    version: Mapped[int] = mapped_column(server_default=text("1"))
+    """Counts every change of the adapter or of anything under its name: its ETag."""
+    expires_at: Mapped[int | None]
+    """The time of its automatic deletion."""
+
+
+class RevisionRow(Base):
+    """An adapter's immutable, content-addressed weights; what is not its content may change."""
+
+    __tablename__ = "revisions"
+    __table_args__ = (
+        ForeignKeyConstraint(["tenant_id", "adapter_id"], ["adapters.tenant_id", "adapters.id"]),
+        UniqueConstraint("adapter_id", "number"),
+        UniqueConstraint("adapter_id", "digest", "base_model"),
+        UniqueConstraint("tenant_id", "adapter_id", "id"),
+        CheckConstraint("state IN ('ready', 'deleted')", name="state"),
+        CheckConstraint("number >= 1 AND rank >= 0 AND size_bytes >= 0", name="quantities"),
+        Index("ix_revisions_digest", "digest"),
+        *(index_where_set("revisions", moment) for moment in ("deleted_at", "purge_at", "expires_at")),
+    )
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    tenant_id: Mapped[TenantId]
+    adapter_id: Mapped[str]
+    number: Mapped[int]
+    digest: Mapped[str]
+    """`sha256:` and 64 hexadecimal digits, over its files (`loramux.data.storage`)."""
+    rank: Mapped[int]
+    size_bytes: Mapped[int]
+    base: Mapped[str]
+    """Fingerprint of the base model that it was last validated against."""
+    base_model: Mapped[str] = mapped_column(server_default=text("''"))
+    """That base's name; empty for revisions of releases with one base. The same files may be revisions of two bases."""
+    bundle: Mapped[str | None] = deferred(mapped_column())
+    """JSON: a `loramux.common.bundle.Bundle`; null where there is none. Not read with the row."""
+    state: Mapped[str]
+    created_at: Mapped[int]
+    deleted_at: Mapped[int | None]
+    """The end of its storage charge."""
+    counted_until: Mapped[int | None]
+    """Up to when its storage is on the bill; None: not at all yet."""
+    purge_at: Mapped[int | None]
+    """The time at which a deleted one's content goes; until then it can be undeleted. None: not deleted, or gone."""
+    expires_at: Mapped[int | None]
+    """The time of its automatic deletion."""
+
+
+KEPT = or_(RevisionRow.state == READY, RevisionRow.purge_at.is_not(None))
+"""Revisions whose content is kept: they can be called, or undeleted."""
+
+
+class RevisionContent(msgspec.Struct, frozen=True):
+    """The facts of a revision apart from its name."""
+
+    digest: str
+    rank: int
+    size_bytes: int
+    base: str
+    base_model: str = ""
+    bundle: str | None = None
+    """JSON, as the content's file has it."""
+
+
+class Stamp(msgspec.Struct, frozen=True):
+    """The time of a change, in microseconds since the epoch, and its author: a key, a member, or `system`."""
+
+    at: int
+    by: str
+
+
+class AdapterRepository(TenantScoped):
+    """One tenant's adapters; a deleted one is visible to `lock_deleted` only, until its name is uploaded again."""
+
+    async def count(self) -> int:
+        """Count the tenant's adapters."""
+        statement = select(func.count()).select_from(AdapterRow)
+        return await self._session.scalar(statement.where(*self._visible())) or 0
+
+    async def bytes_besides(self, digest: str) -> int:
+        """Sum the bytes of the tenant's kept revisions, those with this very content left out."""
+        statement = select(func.sum(RevisionRow.size_bytes)).where(
+            RevisionRow.tenant_id == self._tenant, KEPT, RevisionRow.digest != digest
+        )
+        return int(await self._session.scalar(statement) or 0)
+
+    async def version(self, name: str) -> int:
+        """Return the adapter's version, the count of its changes; 0 where there is none."""
+        statement = select(AdapterRow.version).where(*self._visible(), AdapterRow.name == name)
+        return await self._session.scalar(statement) or 0
+
+    async def exists(self, name: str) -> bool:
+        """Return whether the tenant has an adapter of that name."""
+        return await self.get(name) is not None
+
+    async def get(self, name: str) -> AdapterRow | None:
+        """Find the adapter of that name."""
+        return await self._session.scalar(select(AdapterRow).where(*self._visible(), AdapterRow.name == name))
+
+    async def lock(self, name: str) -> AdapterRow | None:
+        """Find the adapter of that name and lock it until this transaction ends: every change of it begins here.
+
+        An adapter is locked before the rows that belong to it, and after the lock CONTENTS.
+        """
+        statement = select(AdapterRow).where(*self._visible(), AdapterRow.name == name)
+        return await self._session.scalar(statement.with_for_update())
+
+    async def lock_deleted(self, name: str) -> AdapterRow | None:
+        """Find and lock a deleted adapter of that name."""
+        statement = select(AdapterRow).where(
+            AdapterRow.tenant_id == self._tenant, AdapterRow.name == name, AdapterRow.deleted_at.is_not(None)
+        )
+        return await self._session.scalar(statement.with_for_update())
+
+    async def page(
+        self,
+        after: str | None = None,
+        limit: int | None = None,
+        names: Collection[str] | None = None,
+        search: str | None = None,
+    ) -> Sequence[AdapterRow]:
+        """List at most `limit` adapters by name: those after the adapter with that id, of these names or of all.
+
+        `search`: only those with it in their name.
+
+        The id may be that of an adapter deleted meanwhile, so that a deletion does not break a listing in progress.
+        """
+        statement = select(AdapterRow).where(*self._visible()).order_by(AdapterRow.name).limit(limit)
+        if after is not None:
+            last = select(AdapterRow.name).where(AdapterRow.tenant_id == self._tenant, AdapterRow.id == after)
+            statement = statement.where(AdapterRow.name > last.scalar_subquery())
+        if names is not None:
+            statement = statement.where(among(self._session, AdapterRow.name, names))
+        if search is not None:
+            statement = statement.where(AdapterRow.name.contains(search, autoescape=True))
+        return (await self._session.scalars(statement)).all()
+
+    async def revisions(self, adapter_id: str) -> Sequence[RevisionRow]:
+        """List the adapter's kept revisions, newest first."""
+        statement = select(RevisionRow).where(
+            RevisionRow.tenant_id == self._tenant, RevisionRow.adapter_id == adapter_id, KEPT
+        )
+        return (await self._session.scalars(statement.order_by(RevisionRow.number.desc()))).all()
+
+    async def revision(self, adapter_id: str, number: int) -> RevisionRow | None:
+        """Find one of those."""
+        statement = select(RevisionRow).where(
+            RevisionRow.tenant_id == self._tenant,
+            RevisionRow.adapter_id == adapter_id,
+            RevisionRow.number == number,
+            KEPT,
+        )
+        return await self._session.scalar(statement)
+
+    async def bundle(self, revision_id: str) -> str | None:
+        """Return a revision's bundle as JSON; None where it has none."""
+        statement = select(RevisionRow.bundle).where(
+            RevisionRow.tenant_id == self._tenant, RevisionRow.id == revision_id
+        )
+        return await self._session.scalar(statement)
+
+    async def count_revisions(self, name: str) -> int:
+        """Count the callable revisions of `name`."""
+        statement = select(func.count()).select_from(RevisionRow).join(AdapterRow).where(AdapterRow.name == name)
+        return await self._session.scalar(statement.where(*self._visible(), RevisionRow.state == READY)) or 0
+
+    async def delete(self, adapter: AdapterRow, at: int, purge_at: int) -> Sequence[RevisionRow]:
+        """Delete the adapter and its revisions, whose contents stay until `purge_at`; return the callable ones."""
+        adapter.deleted_at = at
+        ready = [revision for revision in await self.revisions(adapter.id) if revision.state == READY]
+        for revision in ready:
+            await self.retire(adapter, revision, at, purge_at)
+        return ready
+
+    async def retire(self, adapter: AdapterRow, revision: RevisionRow, at: int, purge_at: int) -> None:
+        """Delete a revision; its content stays until `purge_at`."""
+        revision.state, revision.deleted_at, revision.purge_at = DELETED, at, purge_at
+        await self._record_event(webhooks.RETIRED, adapter, revision, at)
+
+    async def undelete(self, adapter: AdapterRow, at: int) -> int:
+        """Undo `delete`; return the number of restored revisions, 0 where their contents are gone."""
+        statement = select(RevisionRow).where(
+            RevisionRow.adapter_id == adapter.id,
+            RevisionRow.deleted_at == adapter.deleted_at,
+            RevisionRow.purge_at.is_not(None),
+        )
+        revisions = (await self._session.scalars(statement.with_for_update())).all()
+        for revision in revisions:
+            await self.restore(adapter, revision, at)
+        if revisions:
+            adapter.deleted_at = adapter.expires_at = None
+            await self._session.flush()
+        return len(revisions)
+
+    async def restore(self, adapter: AdapterRow, revision: RevisionRow, at: int) -> None:
+        """Restore a deleted revision; its storage is charged from now on."""
+        assert revision.deleted_at is not None
+        uncounted = revision.deleted_at - (revision.counted_until or revision.created_at)
+        revision.counted_until = at - max(0, uncounted)
+        revision.state, revision.deleted_at, revision.purge_at, revision.expires_at = READY, None, None, None
+        await self._record_event(webhooks.READY, adapter, revision, at)
+
+    def _visible(self) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
+        return AdapterRow.tenant_id == self._tenant, AdapterRow.deleted_at.is_(None)
+
+    async def with_content(self, adapter_id: str, content: RevisionContent) -> RevisionRow | None:
+        """Find the adapter's revision with this content for this base, deleted or not."""
+        statement = select(RevisionRow).where(
+            RevisionRow.adapter_id == adapter_id,
+            RevisionRow.digest == content.digest,
+            RevisionRow.base_model == content.base_model,
+        )
+        return await self._session.scalar(statement)
+
+    async def add_revision(self, adapter: AdapterRow, content: RevisionContent, at: int) -> RevisionRow:
+        """Insert the adapter's next revision."""
+        last = select(func.max(RevisionRow.number)).where(RevisionRow.adapter_id == adapter.id)
+        revision = RevisionRow(
+            id=new_id("revision"),
+            tenant_id=self._tenant,
+            adapter_id=adapter.id,
+            number=(await self._session.scalar(last) or 0) + 1,
+            digest=content.digest,
+            rank=content.rank,
+            size_bytes=content.size_bytes,
+            base=content.base,
+            base_model=content.base_model,
+            bundle=content.bundle,
+            state=READY,
+            created_at=at,
+        )
+        self._session.add(revision)
+        await self._record_event(webhooks.READY, adapter, revision, at)
+        return revision
+
+    async def _record_event(self, kind: str, adapter: AdapterRow, revision: RevisionRow, at: int) -> None:
+        detail = EventDetail(revision=revision.number, digest=revision.digest)
+        await EventRepository(self._session, self._tenant).add(kind, adapter.name, detail, at)
+
+
+async def name_bases(session: AsyncSession, names: Mapping[str, str]) -> int:
+    """Give every tenant's revisions without a base's name the one that `names` has for their fingerprint."""
+    named = 0
+    for fingerprint, name in names.items():
+        nameless = update(RevisionRow).where(RevisionRow.base_model == "", RevisionRow.base == fingerprint)
+        named += len((await session.execute(nameless.values(base_model=name).returning(RevisionRow.id))).all())
+    return named
+
+
+class Overdue(msgspec.Struct, frozen=True, kw_only=True):
+    """An expired adapter, or an expired revision of one."""
+
+    tenant: TenantId
+    tenant_name: str
+    adapter: str
+    number: int | None = None
+    """The revision's number; None: the whole adapter."""
+
+
+class ExpiryRepository(Repository):
+    """Every tenant's adapters and revisions that have expired and are not deleted yet."""
+
+    async def overdue(self, now: int, limit: int) -> list[Overdue]:
+        """List at most `limit` adapters, and as many revisions."""
+        names = (TenantRow.id.label("tenant"), TenantRow.name.label("tenant_name"), AdapterRow.name.label("adapter"))
+        adapters = (
+            select(*names)
+            .join(TenantRow, TenantRow.id == AdapterRow.tenant_id)
+            .where(AdapterRow.deleted_at.is_(None), AdapterRow.expires_at <= now)
+            .limit(limit)
+        )
+        revisions = (
+            select(*names, RevisionRow.number)
+            .join(AdapterRow, AdapterRow.id == RevisionRow.adapter_id)
+            .join(TenantRow, TenantRow.id == AdapterRow.tenant_id)
+            .where(RevisionRow.state == READY, RevisionRow.expires_at <= now)
+            .limit(limit)
+        )
+        found = [Overdue(**row._mapping) for row in await self._session.execute(adapters)]
+        return found + [Overdue(**row._mapping) for row in await self._session.execute(revisions)]
+
+
+async def names_of_digests(session: AsyncSession, digests: Collection[str]) -> dict[tuple[str, TenantId], str]:
+    """Return `tenant/adapter@3` for each digest and owner, the first name of several: for operators only."""
+    statement = (
+        select(RevisionRow.digest, RevisionRow.tenant_id, TenantRow.name, AdapterRow.name, RevisionRow.number)
+        .join(AdapterRow, AdapterRow.id == RevisionRow.adapter_id)
+        .join(TenantRow, TenantRow.id == RevisionRow.tenant_id)
+        .where(among(session, RevisionRow.digest, digests))
+        .order_by(TenantRow.name.desc(), AdapterRow.name.desc(), RevisionRow.number)
+    )
+    rows = (await session.execute(statement)).all() if digests else []
+    return {(digest, owner): f"{tenant}/{adapter}@{number}" for digest, owner, tenant, adapter, number in rows}

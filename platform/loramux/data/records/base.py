@@ -1,0 +1,205 @@
+"""The bases of every table and every repository, the types that rows are made of, and the SQL that several share.
+
+Times are integer microseconds since the epoch, UTC; tokens and bytes are integers; money is in nano-units of the
+tenant's currency. Foreign keys carry the tenant along, so the database itself refuses a row that joins two tenants.
+
+A settlement's cost is mostly its round trips and their parsing, so rows are written in bulk. A terabyte held for four
+months is 10^19 byte-seconds, more than a 64-bit column holds, so a sum is taken in two halves.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from functools import cache
+from typing import Any, ClassVar, TypeVar
+
+import msgspec
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    Select,
+    SQLColumnExpression,
+    Table,
+    Text,
+    any_,
+    cast,
+    func,
+    literal,
+    select,
+    text,
+    tuple_,
+)
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.dialects.postgresql import ARRAY
+from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import DeclarativeBase
+
+from loramux.data.records.database import is_postgresql
+from loramux.data.records.identity import ProjectId, TenantId
+
+Struct = TypeVar("Struct", bound=msgspec.Struct)
+Found = TypeVar("Found", bound="Base")
+
+BigInt = BigInteger().with_variant(Integer(), "sqlite")
+"""64 bits on both; SQLite calls every integer so, and makes an INTEGER primary key the row's own address."""
+
+
+class Base(DeclarativeBase):
+    """Common to every table: the names of constraints and the types of columns."""
+
+    metadata = MetaData(
+        naming_convention={
+            "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+            "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+            "ck": "ck_%(table_name)s_%(constraint_name)s",
+            "fk": "fk_%(table_name)s_%(column_0_N_name)s",
+            "pk": "pk_%(table_name)s",
+        }
+    )
+    type_annotation_map: ClassVar = {
+        str: Text(),
+        TenantId: Text(),
+        ProjectId: Text(),
+        int: BigInt,
+        bytes: LargeBinary(),
+    }
+
+
+def index_where_set(table: str, column: str) -> Index:
+    """Index `column` over the few rows that have a value in it."""
+    is_set = text(f"{column} IS NOT NULL")
+    return Index(f"ix_{table}_{column}", column, sqlite_where=is_set, postgresql_where=is_set)
+
+
+class Repository:
+    """Statements over some tables in one session; its owner commits."""
+
+    def __init__(self, session: AsyncSession) -> None:
+        self._session = session
+
+    async def _insert(self, row: Base) -> None:
+        """Insert the row at once, so that a violated constraint is raised here."""
+        self._session.add(row)
+        await self._session.flush()
+
+    async def _put(self, row: Base) -> None:
+        """Insert the row, or replace the one with its primary key."""
+        await self._session.merge(row)
+        await self._session.flush()
+
+    async def _delete(self, row: Base) -> None:
+        await self._session.delete(row)
+        await self._session.flush()
+
+
+class TenantScoped(Repository):
+    """A repository that sees the rows of one verified tenant only."""
+
+    def __init__(self, session: AsyncSession, tenant: TenantId) -> None:
+        super().__init__(session)
+        self._tenant = tenant
+
+
+def table_of(model: type[DeclarativeBase]) -> Table:
+    """Return the table behind a model: statements over it bypass the session, whose identity map keeps every row."""
+    assert isinstance(model.__table__, Table)
+    return model.__table__
+
+
+def to_struct(kind: type[Struct], row: Any, **others: Any) -> Struct:
+    """Return a struct of the row's columns that have the names of its fields; `others` are the fields that differ."""
+    columns = {name: getattr(row, name) for name in kind.__struct_fields__ if name not in others}
+    return kind(**columns, **others)
+
+
+async def insert_rows(session: AsyncSession, model: type[DeclarativeBase], rows: Sequence[dict[str, Any]]) -> None:
+    """Insert `rows`, which all have the same keys; texts, integers and booleans only."""
+    await _insert(session, model, rows, "")
+
+
+async def insert_new(session: AsyncSession, model: type[DeclarativeBase], rows: Sequence[dict[str, Any]]) -> int:
+    """Insert the rows whose keys are not there already; return their number."""
+    return await _insert(session, model, rows, "ON CONFLICT DO NOTHING")
+
+
+def insert_sums(session: AsyncSession, table: Table, sums: Collection[str]) -> postgresql.Insert | sqlite.Insert:
+    """Return an INSERT that adds its columns `sums` to those of the row with the same primary key, if there is one."""
+    dialect = postgresql if is_postgresql(session) else sqlite
+    insert = dialect.insert(table)
+    added = {name: table.c[name] + insert.excluded[name] for name in sums}
+    return insert.on_conflict_do_update(index_elements=list(table.primary_key.columns), set_=added)
+
+
+def newest_first(statement: Select[Found], row: Any, tenant: TenantId, before: str | None, limit: int) -> Select[Found]:
+    """Return at most `limit` rows of the tenant, newest first, that are older than the one with the id `before`."""
+    place = tuple_(row.created_at, row.id)
+    if before is not None:
+        last = select(row.created_at, row.id).where(row.tenant_id == tenant, row.id == before)
+        statement = statement.where(place < last.scalar_subquery())
+    return statement.where(row.tenant_id == tenant).order_by(row.created_at.desc(), row.id.desc()).limit(limit)
+
+
+def among(session: AsyncSession, column: SQLColumnExpression[str], values: Collection[str]) -> ColumnElement[bool]:
+    """Return `column IN values` with one parameter, so that it is compiled once whatever their number."""
+    if is_postgresql(session):
+        return column == any_(literal(list(values), ARRAY(Text)))
+    return column.in_(select(func.json_each(literal(json.dumps(list(values)))).table_valued("value").c.value))
+
+
+def model_name(session: AsyncSession, column: SQLColumnExpression[str]) -> SQLColumnExpression[str]:
+    """Return a resolved model without its revision: `tenant/adapter` of `tenant/adapter@3`."""
+    if is_postgresql(session):
+        return func.split_part(column, "@", 1)
+    return func.substr(column, 1, func.instr(column + "@", "@") - 1)
+
+
+async def _insert(
+    session: AsyncSession, model: type[DeclarativeBase], rows: Sequence[dict[str, Any]], conflict: str
+) -> int:
+    if not rows:
+        return 0
+    connection, names = await session.connection(), tuple(rows[0])
+    if is_postgresql(session):
+        document = msgspec.json.encode(rows).decode()
+        result = await connection.exec_driver_sql(_records(model, names, conflict), (document,))
+    else:
+        values = [tuple(map(row.__getitem__, names)) for row in rows]
+        result = await connection.exec_driver_sql(_placeholders(model, names, conflict), values)
+    return result.rowcount
+
+
+@cache
+def _records(model: type[DeclarativeBase], names: tuple[str, ...], conflict: str) -> str:
+    """Pass the rows as one JSON text: the driver would look at every item of an array."""
+    columns = model.__table__.c
+    kinds = ", ".join(f"{name} {columns[name].type.compile(postgresql.dialect())}" for name in names)
+    source = f"SELECT * FROM json_to_recordset(CAST(%s AS json)) AS one({kinds})"  # noqa: S608  our own names
+    return f"{_into(model, names)} {source} {conflict}"
+
+
+@cache
+def _placeholders(model: type[DeclarativeBase], names: tuple[str, ...], conflict: str) -> str:
+    return f"{_into(model, names)} VALUES ({', '.join('?' * len(names))}) {conflict}"
+
+
+def _into(model: type[DeclarativeBase], names: tuple[str, ...]) -> str:
+    return f"INSERT INTO {model.__tablename__} ({', '.join(names)})"
+
+
+HALF = 1 << 31
+
+
+def exact_sum(column: SQLColumnExpression[int]) -> tuple[ColumnElement[int], ColumnElement[int]]:
+    """Return two columns for a SELECT, whose values `exact_value` puts together; both 0 over no rows."""
+    high, low = func.sum(column // HALF), func.sum(column % HALF)
+    return cast(func.coalesce(high, 0), BigInt), cast(func.coalesce(low, 0), BigInt)
+
+
+def exact_value(high: Any, low: Any) -> int:
+    """Return the sum."""
+    return int(high) * HALF + int(low)

@@ -1,0 +1,210 @@
+"""Plans, prices, subscriptions, closed periods, invoices and billing profiles: the operator's tables.
+
+All but the profiles are append-only, by trigger; a subscription may be deleted while its month is not closed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sqlalchemy import CheckConstraint, ForeignKey, Index, UniqueConstraint, delete, func, select
+from sqlalchemy.orm import Mapped, mapped_column
+
+from loramux.data.records.base import Base, Repository
+from loramux.data.records.identity import TenantId
+from loramux.data.records.ledger import GENESIS, LedgerRow
+
+CHUNK = 500
+"""Values in one statement."""
+
+
+class PlanRow(Base):
+    """A price list in one currency."""
+
+    __tablename__ = "plans"
+    __table_args__ = (CheckConstraint("minimum >= 0", name="minimum"),)
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    name: Mapped[str] = mapped_column(unique=True)
+    currency: Mapped[str]
+    """ISO 4217."""
+    minimum: Mapped[int]
+    """The least that a period costs, in minor units."""
+    created_at: Mapped[int]
+
+
+class PriceRow(Base):
+    """One price of a plan; a later one for the same takes its place from its `valid_from` on."""
+
+    __tablename__ = "prices"
+    __table_args__ = (
+        UniqueConstraint("plan_id", "meter", "base_model", "tier", "valid_from"),
+        CheckConstraint("per >= 1", name="per"),
+    )
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    plan_id: Mapped[str] = mapped_column(ForeignKey("plans.id"))
+    meter: Mapped[str]
+    base_model: Mapped[str]
+    tier: Mapped[str]
+    valid_from: Mapped[int]
+    valid_until: Mapped[int | None]
+    per: Mapped[int]
+    steps: Mapped[str]
+    """JSON: [[above, nanos], ...]."""
+    created_at: Mapped[int]
+
+
+class SubscriptionRow(Base):
+    """The plan that a tenant has from a moment on."""
+
+    __tablename__ = "subscriptions"
+
+    tenant_id: Mapped[TenantId] = mapped_column(ForeignKey("tenants.id"), primary_key=True)
+    valid_from: Mapped[int] = mapped_column(primary_key=True)
+    plan_id: Mapped[str] = mapped_column(ForeignKey("plans.id"))
+    created_at: Mapped[int]
+
+
+class PeriodRow(Base):
+    """A closed period: the ledger's entries from first_sequence to last_sequence, whatever their date, for ever."""
+
+    __tablename__ = "periods"
+    __table_args__ = (
+        UniqueConstraint("first_sequence", "ends_at"),
+        CheckConstraint("last_sequence >= first_sequence - 1", name="range"),
+    )
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    """`2026-11`."""
+    starts_at: Mapped[int]
+    ends_at: Mapped[int]
+    first_sequence: Mapped[int]
+    last_sequence: Mapped[int]
+    """first_sequence - 1 for a period without entries."""
+    digest: Mapped[str]
+    """The hash of the last entry, and with it of every entry before."""
+    closed_at: Mapped[int]
+
+
+class InvoiceRow(Base):
+    """An invoice as it was sent."""
+
+    __tablename__ = "invoices"
+    __table_args__ = (Index("ix_invoices_period_id", "period_id"),)
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    """`INV-2026-11-acme`."""
+    tenant_id: Mapped[TenantId] = mapped_column(ForeignKey("tenants.id"))
+    period_id: Mapped[str] = mapped_column(ForeignKey("periods.id"))
+    currency: Mapped[str]
+    total: Mapped[int]
+    """Minor units."""
+    document: Mapped[str]
+    """The invoice as JSON, from which every other form is made."""
+    digest: Mapped[str]
+    """sha256 of the document."""
+    created_at: Mapped[int]
+
+
+class BillingProfileRow(Base):
+    """A tenant's name, address and tax id on invoices."""
+
+    __tablename__ = "billing_profiles"
+
+    tenant_id: Mapped[TenantId] = mapped_column(ForeignKey("tenants.id"), primary_key=True)
+    name: Mapped[str]
+    address: Mapped[str]
+    """Lines, separated by newlines."""
+    tax_id: Mapped[str | None]
+    tax_exempt: Mapped[bool]
+    updated_at: Mapped[int]
+
+
+class PriceRepository(Repository):
+    """Plans, prices and subscriptions."""
+
+    async def plans(self) -> Sequence[PlanRow]:
+        """List every plan by name."""
+        return (await self._session.scalars(select(PlanRow).order_by(PlanRow.name))).all()
+
+    async def plan_named(self, name: str) -> PlanRow | None:
+        """Return the plan of that name."""
+        return await self._session.scalar(select(PlanRow).where(PlanRow.name == name))
+
+    async def prices(self, plan_ids: Sequence[str]) -> Sequence[PriceRow]:
+        """List all prices that these plans ever had, oldest first."""
+        statement = select(PriceRow).where(PriceRow.plan_id.in_(plan_ids))
+        return (await self._session.scalars(statement.order_by(PriceRow.valid_from, PriceRow.id))).all()
+
+    async def subscriptions(self, tenant: TenantId) -> Sequence[SubscriptionRow]:
+        """List a tenant's subscriptions, oldest first."""
+        statement = select(SubscriptionRow).where(SubscriptionRow.tenant_id == tenant)
+        return (await self._session.scalars(statement.order_by(SubscriptionRow.valid_from))).all()
+
+    async def remove_subscription(self, tenant: TenantId, valid_from: int) -> None:
+        """Delete a subscription; a trigger refuses it where the month is closed."""
+        statement = delete(SubscriptionRow).where(
+            SubscriptionRow.tenant_id == tenant, SubscriptionRow.valid_from == valid_from
+        )
+        await self._session.execute(statement)
+
+    async def add(self, row: PlanRow | PriceRow | SubscriptionRow) -> None:
+        """Insert a row; a violated constraint is raised here."""
+        await self._insert(row)
+
+
+class ProfileRepository(Repository):
+    """Billing profiles."""
+
+    async def get(self, tenant: TenantId) -> BillingProfileRow | None:
+        """Return a tenant's profile."""
+        return await self._session.get(BillingProfileRow, tenant)
+
+    async def put(self, row: BillingProfileRow) -> None:
+        """Insert or replace a tenant's profile."""
+        await self._put(row)
+
+
+class PeriodRepository(Repository):
+    """Closed periods and their invoices."""
+
+    async def all(self) -> Sequence[PeriodRow]:
+        """Every closed period, oldest first."""
+        return (await self._session.scalars(select(PeriodRow).order_by(PeriodRow.starts_at))).all()
+
+    async def latest(self) -> PeriodRow | None:
+        """The period that was closed last."""
+        return await self._session.scalar(select(PeriodRow).order_by(PeriodRow.starts_at.desc()).limit(1))
+
+    async def last_before(self, at: int) -> int:
+        """The last sequence whose entry was written before `at`; 0 when there is none."""
+        statement = select(func.max(LedgerRow.sequence)).where(LedgerRow.created_at < at)
+        return await self._session.scalar(statement) or 0
+
+    async def hash_at(self, sequence: int) -> str:
+        """The hash of that entry; of the ledger's beginning for 0."""
+        statement = select(LedgerRow.hash).where(LedgerRow.sequence == sequence)
+        return await self._session.scalar(statement) or GENESIS
+
+    async def hashes_at(self, sequences: Sequence[int]) -> dict[int, str]:
+        """Return the hashes of these entries, of those that exist."""
+        found: dict[int, str] = {}
+        for start in range(0, len(sequences), CHUNK):
+            statement = select(LedgerRow.sequence, LedgerRow.hash)
+            rows = statement.where(LedgerRow.sequence.in_(sequences[start : start + CHUNK]))
+            found |= {sequence: hash for sequence, hash in await self._session.execute(rows)}
+        return found
+
+    async def add(self, row: PeriodRow | InvoiceRow) -> None:
+        """Insert a row."""
+        await self._insert(row)
+
+    async def invoices(self) -> Sequence[InvoiceRow]:
+        """List every frozen invoice, in the order of their ids."""
+        return (await self._session.scalars(select(InvoiceRow).order_by(InvoiceRow.id))).all()
+
+    async def invoice(self, tenant: TenantId, period_id: str) -> InvoiceRow | None:
+        """A tenant's invoice for a closed period."""
+        statement = select(InvoiceRow).where(InvoiceRow.tenant_id == tenant, InvoiceRow.period_id == period_id)
+        return await self._session.scalar(statement)

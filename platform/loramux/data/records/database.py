@@ -1,0 +1,360 @@
+"""One database, embedded SQLite or PostgreSQL: its transactions, its locks, and the leases of rows.
+
+A transaction is read-only over one snapshot, or writes. A lock is held for the length of a transaction
+(`advisory_lock`) or of a server's process (`server_liveness`). A lease is a server's hold on a row of unfinished work:
+a server is alive for as long as its process is, so a lease needs no clock, and the rows of one that has died are
+adopted by the others. Work that commits checks in the same transaction that its row is still this server's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import URL, ColumnElement, Engine, event, func, make_url, select, update
+from sqlalchemy.exc import (
+    ArgumentError,
+    DataError,
+    DBAPIError,
+    IntegrityError,
+    InterfaceError,
+    OperationalError,
+    SQLAlchemyError,
+)
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, create_async_engine
+from sqlalchemy.orm import Mapped
+
+from loramux.data.records.errors import RecordsUnavailable, RowRefused, UnsupportedUrl, ValueRefused
+
+Clock = Callable[[], int]
+"""Microseconds since the epoch, UTC: the unit of every time in the records."""
+
+BUSY_SECONDS = 30
+"""Seconds that a transaction waits for a lock: the only writer's on SQLite, a row's on PostgreSQL."""
+
+READERS = 4
+
+CONNECT_SECONDS = 5
+"""PostgreSQL: how long a connection may take, and how long a transaction waits for a free one while no other gets one.
+With both, every transaction on a database that does not answer ends in about ten seconds."""
+REACHABLE_SECONDS = 2.0
+POSTGRESQL = {
+    "connect_timeout": CONNECT_SECONDS,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 20_000,
+}
+"""A peer that has gone without a word is noticed after 20 to 25 seconds."""
+
+MIGRATIONS = 7_401_001
+CONTENTS = 7_401_002
+"""Held while stored contents and the rows that need them change together, so that none goes while another comes."""
+
+PRICES = 7_401_004
+"""Held while prices are added, and while a period is closed that they would be in."""
+
+PEPPER = 7_401_005
+"""Held while a server compares or replaces the pepper, so that servers that start together agree on one."""
+
+BASES = 7_401_006
+"""Held while the set of bases is compared and changed."""
+
+DAILY_USAGE = 7_401_007
+"""Held while entries are added to the daily sums, so that servers add each once."""
+
+SERVERS = 7_401_003
+"""The class of PostgreSQL's two-part locks that living servers hold, each under the hash of its id."""
+
+
+def unix_microseconds() -> int:
+    """Return the wall clock in the unit of the records."""
+    return time.time_ns() // 1000
+
+
+def parse_url(url: str) -> URL:
+    """Return `url` with the driver that loramux uses for it.
+
+    Raises UnsupportedUrl for another database, or for SQLite in memory (the migrations could not reach it).
+    """
+    try:
+        parsed = make_url(url)
+    except (ArgumentError, ValueError):  # ValueError: a port that is no number
+        raise UnsupportedUrl("the records url cannot be parsed; write sqlite:///PATH or postgresql://...") from None
+    backend = parsed.get_backend_name()
+    if backend == "sqlite" and parsed.database not in (None, "", ":memory:"):
+        return parsed.set(drivername="sqlite")
+    if backend in ("postgresql", "postgres"):
+        return parsed.set(drivername="postgresql+psycopg")
+    raise UnsupportedUrl(f"records url {parsed!r} is not supported; write sqlite:///PATH or postgresql://...")
+
+
+def sqlite_file(url: URL) -> Path | None:
+    """Return the file of an embedded database; None for PostgreSQL."""
+    return Path(url.database) if url.get_backend_name() == "sqlite" and url.database else None
+
+
+def is_postgresql(session: AsyncSession) -> bool:
+    """Return whether the session's database is PostgreSQL; else it is SQLite."""
+    return session.get_bind().dialect.name == "postgresql"
+
+
+def prepare_sqlite(engine: Engine, *, begin: str, **pragmas: str) -> None:
+    """Make every connection of `engine` durable and strict, and let SQLAlchemy start transactions with `begin`.
+
+    `pragmas` add to those that are always set, or take their place.
+    """
+    chosen = {"journal_mode": "WAL", "synchronous": "FULL", "foreign_keys": "ON", "recursive_triggers": "ON"} | pragmas
+
+    @event.listens_for(engine, "connect")
+    def configure(connection: Any, _record: object) -> None:
+        connection.isolation_level = None  # the driver starts no transactions of its own
+        cursor = connection.cursor()
+        for pragma, value in chosen.items():
+            cursor.execute(f"PRAGMA {pragma}={value}")
+        cursor.close()
+
+    @event.listens_for(engine, "begin")
+    def start(connection: Any) -> None:
+        connection.exec_driver_sql(begin)
+
+
+class Database:
+    """Transactions over one database: `begin()` writes, `read()` sees one snapshot and cannot write.
+
+    Both raise RowRefused for a broken constraint, ValueRefused for a value that no column holds, and RecordsUnavailable
+    for a database that does not answer.
+
+    SQLite knows one writer at a time, so writers of this process share one connection and queue for it in
+    order; another process's writer is waited for BUSY_SECONDS.
+    """
+
+    def __init__(self, url: str, *, clock: Clock = unix_microseconds) -> None:
+        self.url = parse_url(url)
+        self.now = clock
+        self._writer, self._reader = _engines(self.url)
+        self._probe = _probe_engine(self.url)
+        self._pool_wait = PoolWait(self.is_reachable)
+
+    @asynccontextmanager
+    async def begin(self) -> AsyncIterator[AsyncSession]:
+        """Open one transaction: committed when the block ends, rolled back when it raises."""
+        async with _transaction(self._writer, self._pool_wait) as session:
+            yield session
+
+    @asynccontextmanager
+    async def read(self) -> AsyncIterator[AsyncSession]:
+        """Open one read-only transaction over one snapshot."""
+        async with _transaction(self._reader, self._pool_wait) as session:
+            yield session
+
+    def connect(self) -> AsyncConnection:
+        """Return a connection for state that outlives a transaction (`server_liveness`); use it as a context."""
+        return self._writer.connect()
+
+    async def is_reachable(self) -> bool:
+        """Return whether the database answers now, within REACHABLE_SECONDS.
+
+        On a connection of its own: a pool whose connections are all in use is load, not an outage.
+        """
+        try:
+            async with asyncio.timeout(REACHABLE_SECONDS), _transaction(self._probe) as session:
+                await session.execute(select(1))
+        except (RecordsUnavailable, TimeoutError):
+            return False
+        return True
+
+    async def close(self) -> None:
+        """Close every connection; the database can be used again afterwards."""
+        await self._probe.dispose()
+        await self._reader.dispose()
+        await self._writer.dispose()
+
+
+class PoolWait:
+    """The wait for a connection of PostgreSQL's pool: its end tells load from an outage.
+
+    A connection is tried when it is taken (`pool_pre_ping`). So where others get theirs while a transaction waits, or
+    the probe on a connection of its own is answered, the database has much to do; otherwise it does not answer.
+    """
+
+    def __init__(self, probe: Callable[[], Coroutine[Any, Any, bool]]) -> None:
+        self._probe = probe
+        self._probing: asyncio.Task[bool] | None = None
+        self._num_taken = 0
+
+    async def connect(self, session: AsyncSession) -> None:
+        """Take the session's connection. Raises RecordsUnavailable, or PoolTimeout after BUSY_SECONDS of load."""
+        loop = asyncio.get_running_loop()
+        ends = loop.time() + BUSY_SECONDS
+        while True:
+            taken_before = self._num_taken
+            try:
+                async with asyncio.timeout(2 * CONNECT_SECONDS):
+                    await session.connection()
+            except PoolTimeout:
+                is_load = self._num_taken != taken_before or await self._is_answered()
+                if not is_load or loop.time() >= ends:
+                    raise
+            except TimeoutError:  # a server that is paused keeps its connections open and never answers on them
+                raise RecordsUnavailable(f"the database did not answer within {2 * CONNECT_SECONDS} s") from None
+            else:
+                self._num_taken += 1
+                return
+
+    async def _is_answered(self) -> bool:
+        """Probe the database, once for all that wait."""
+        if self._probing is None or self._probing.done():
+            self._probing = asyncio.create_task(self._probe())
+        return await asyncio.shield(self._probing)
+
+
+@asynccontextmanager
+async def _transaction(engine: AsyncEngine, pool_wait: PoolWait | None = None) -> AsyncIterator[AsyncSession]:
+    try:
+        async with AsyncSession(engine, expire_on_commit=False) as session, session.begin():
+            if pool_wait is not None and is_postgresql(session):
+                await pool_wait.connect(session)
+            yield session
+    except IntegrityError as error:
+        raise RowRefused(str(error.orig)) from error
+    except DataError as error:
+        raise ValueRefused(str(error.orig)) from error
+    except (OperationalError, PoolTimeout) as error:
+        raise RecordsUnavailable(f"the database does not answer: {_first_line(error)}") from error
+    except DBAPIError as error:
+        if error.connection_invalidated or isinstance(error, InterfaceError):
+            raise RecordsUnavailable(f"the connection to the database broke: {_first_line(error)}") from error
+        raise
+
+
+def _first_line(error: SQLAlchemyError) -> str:
+    """Return the driver's own sentence, without the statement and the hints that follow it."""
+    lines = str(getattr(error, "orig", None) or error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _probe_engine(url: URL) -> AsyncEngine:
+    if sqlite_file(url) is None:
+        return create_async_engine(
+            url, pool_pre_ping=True, pool_size=1, max_overflow=0, connect_args=_connect_args(url)
+        )
+    engine = create_async_engine(url.set(drivername="sqlite+aiosqlite"), pool_size=1, max_overflow=0)
+    _prepare_aiosqlite(engine.sync_engine, begin="BEGIN", query_only="ON")
+    return engine
+
+
+def _prepare_aiosqlite(engine: Engine, *, begin: str, **pragmas: str) -> None:
+    """Prepare an engine of aiosqlite, whose connections SQLAlchemy closes when the task that uses one is cancelled."""
+    prepare_sqlite(engine, begin=begin, **pragmas)
+
+    @event.listens_for(engine, "invalidate")
+    def roll_back(connection: Any, _record: object, _error: object) -> None:
+        """End the cancelled task's transaction before the connection is closed.
+
+        SQLite keeps a connection that is closed, and its write lock, for as long as a cursor lives (sqlite3_close_v2),
+        and one lives in the traceback of the cancelled task. aiosqlite's own stop() enters its queue like this.
+        """
+        driver = connection.driver_connection
+
+        def on_its_thread() -> None:  # where a connection that is gone is no error of this task
+            driver._conn.rollback()
+
+        driver._tx.put_nowait((None, on_its_thread))
+
+
+def _connect_args(url: URL) -> dict[str, int]:
+    return {name: value for name, value in POSTGRESQL.items() if name not in url.query}
+
+
+def _bound_lock_waits(engine: Engine) -> None:
+    """Set lock_timeout on every connection; as a statement, since poolers such as PgBouncer refuse it at the start."""
+
+    @event.listens_for(engine, "connect")
+    def configure(connection: Any, _record: object) -> None:
+        cursor = connection.cursor()
+        cursor.execute(f"SET lock_timeout = '{BUSY_SECONDS}s'")
+        cursor.close()
+        connection.commit()
+
+
+def _engines(url: URL) -> tuple[AsyncEngine, AsyncEngine]:
+    if sqlite_file(url) is None:
+        engine = create_async_engine(
+            url,
+            pool_pre_ping=True,
+            pool_size=10,
+            max_overflow=10,
+            pool_timeout=CONNECT_SECONDS,
+            connect_args=_connect_args(url),
+        )
+        _bound_lock_waits(engine.sync_engine)
+        return engine, engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
+    aiosqlite = url.set(drivername="sqlite+aiosqlite")
+    timeout = {"timeout": BUSY_SECONDS}
+    writer = create_async_engine(aiosqlite, connect_args=timeout, pool_size=1, max_overflow=0, pool_timeout=60)
+    reader = create_async_engine(aiosqlite, connect_args=timeout, pool_size=READERS, max_overflow=0, pool_timeout=60)
+    _prepare_aiosqlite(writer.sync_engine, begin="BEGIN IMMEDIATE")
+    _prepare_aiosqlite(reader.sync_engine, begin="BEGIN", query_only="ON")
+    return writer, reader
+
+
+async def advisory_lock(session: AsyncSession, lock: int) -> None:
+    """Hold `lock` until this transaction ends; other transactions with the same number wait here.
+
+    SQLite needs nothing: a writing transaction is alone already.
+    """
+    if is_postgresql(session):
+        await session.execute(select(func.pg_advisory_xact_lock(lock)))
+
+
+@asynccontextmanager
+async def server_liveness(database: Database, server_id: str) -> AsyncIterator[None]:
+    """While the block runs, `dead_servers` does not name this server; however the process ends, it does afterwards."""
+    if sqlite_file(database.url) is not None:
+        yield
+        return
+    key = SERVERS, func.hashtext(server_id)
+    async with database.connect() as connection:
+        await connection.execute(select(func.pg_advisory_lock(*key)))
+        await connection.commit()
+        try:
+            yield
+        finally:
+            with suppress(DBAPIError):  # a broken connection has let go already
+                await connection.execute(select(func.pg_advisory_unlock(*key)))
+                await connection.commit()
+
+
+async def dead_servers(session: AsyncSession, server_ids: Sequence[str]) -> list[str]:
+    """Return the other servers that have ended. On SQLite all of them: an embedded database has one server."""
+    if not is_postgresql(session):
+        return list(server_ids)
+    free = func.pg_try_advisory_xact_lock
+    return [id for id in server_ids if await session.scalar(select(free(SERVERS, func.hashtext(id))))]
+
+
+class LeasedRow:
+    """The columns of a row that servers hold."""
+
+    server_id: Mapped[str | None]
+    """The server that works on it; when that server dies, another one adopts the row."""
+    attempts: Mapped[int]
+    """Servers that have started the work."""
+
+
+async def adopt_abandoned(
+    session: AsyncSession, row: type[LeasedRow], unfinished: ColumnElement[bool], server_id: str
+) -> bool:
+    """Move the unfinished rows of dead servers to this one; return whether some server is dead."""
+    others = select(row.server_id).where(unfinished, row.server_id != server_id).distinct()
+    dead = await dead_servers(session, [server for server in await session.scalars(others) if server is not None])
+    if dead:
+        values: dict[Any, Any] = {row.server_id: server_id, row.attempts: row.attempts + 1}
+        await session.execute(update(row).where(unfinished, row.server_id.in_(dead)).values(values))
+    return bool(dead)

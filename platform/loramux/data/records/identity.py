@@ -1,0 +1,85 @@
+"""Verified identities as types, and the grammar of names; tenant-scoped repositories take them."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from typing import NewType
+
+import msgspec
+
+TenantId = NewType("TenantId", str)
+"""A *verified* tenant. Only `loramux.accounts.tenants` makes one from a key; a row's own tenant_id is already one."""
+
+ProjectId = NewType("ProjectId", str)
+"""One of a verified tenant's projects, made in the same places."""
+
+
+class Origin(msgspec.Struct, frozen=True):
+    """The network address and the request id of a caller, for the audit log."""
+
+    source: str = "local"
+    """A network address, or `local` for commands on the server's own machine."""
+    request_id: str = ""
+
+
+class Principal(msgspec.Struct, frozen=True):
+    """An authenticated caller: a key or a member."""
+
+    tenant: TenantId
+    tenant_name: str
+    key_id: str
+    """The API key, or the member behind a token of an identity provider."""
+    scopes: frozenset[str]
+    """Some of `loramux.accounts.tenants.SCOPES`, with all that they imply."""
+    project: ProjectId
+    role: str | None = None
+    """A member's, some `loramux.accounts.tenants.Role`; None for a key."""
+    tier: str = "standard"
+    service_class: str = "standard"
+    weight: int = 1
+    """The tenant's share within its class."""
+    service_tiers: frozenset[str] = frozenset()
+    """The service tiers beside `default` that its requests may ask for."""
+    zero_retention: bool = False
+    """Nothing that its requests say or get is stored."""
+    models: frozenset[str] | None = None
+    """The only models that may be named: `tenant/adapter`, or the base's name. None: all of the tenant's."""
+    origin: Origin = Origin()
+    expires_at: int | None = None
+    """The key's expiry in microseconds since the epoch; None: never, or a member."""
+    lineage: tuple[str, ...] = ()
+    """The key and its makers, or the member: limits on any of them count this caller's requests."""
+
+    @property
+    def bound_project(self) -> ProjectId | None:
+        """The only project that a key without the scope `projects` sees and manages; None: all of the tenant's."""
+        is_bound = self.role is None and self.project and "projects" not in self.scopes
+        return self.project if is_bound else None
+
+    def may_use(self, model: str) -> bool:
+        """Return whether the key's allow-list has `model`, given as `tenant/adapter` or as the base's name."""
+        return self.models is None or model in self.models
+
+    def own_adapters(self) -> list[str] | None:
+        """Return the own names of the tenant's adapters that the key's allow-list has; None: all."""
+        if self.models is None:
+            return None
+        own = f"{self.tenant_name}/"
+        return [model.removeprefix(own) for model in self.models if model.startswith(own)]
+
+
+def new_id(kind: str) -> str:
+    """Return an identifier that cannot be guessed: `kind_` and 96 random bits."""
+    return f"{kind}_{secrets.token_hex(12)}"
+
+
+GRAMMAR = "[a-z0-9][a-z0-9._-]{0,62}"
+GRAMMAR_IN_WORDS = "1 to 63 of a-z, 0-9, '.', '_' and '-', the first a letter or a digit"
+
+_name = re.compile(GRAMMAR)
+
+
+def is_name(text: str) -> bool:
+    """Return whether `text` is a well-formed name."""
+    return _name.fullmatch(text) is not None

@@ -1,0 +1,326 @@
+"""Limits, budgets, their counters, and the holds of open requests: rows and statements.
+
+A *subject* is what a limit is on: the id of a tenant, a project, a key or a member, or `tier:NAME`.
+
+Counters and spendings are locked in the order of their keys, after the ledger's head and before anything else, so that
+no two transactions wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from sqlalchemy import (
+    CheckConstraint,
+    ForeignKey,
+    Index,
+    UniqueConstraint,
+    bindparam,
+    delete,
+    select,
+    text,
+    tuple_,
+    union_all,
+    update,
+)
+from sqlalchemy.orm import Mapped, mapped_column
+
+from loramux.data.records.base import Base, Repository, among, insert_new, insert_rows, table_of
+from loramux.data.records.billing import PlanRow, PriceRow, SubscriptionRow
+from loramux.data.records.credentials import KeyRow
+from loramux.data.records.identity import TenantId
+from loramux.data.records.tenants import MemberRow, ProjectRow, TierRow
+
+UNDELIVERED = text("delivered_at IS NULL")
+
+Rows = Sequence[Any]
+"""Rows of the named columns."""
+Spending = tuple[str, int]
+"""A budget and the start of a period."""
+
+COUNTED = ("requests_free", "requests_at", "tokens_free", "tokens_at", "running")
+
+
+class LimitRow(Base):
+    """One limit of a subject; `tenant_id` is null for a tier's."""
+
+    __tablename__ = "limits"
+    __table_args__ = (CheckConstraint("value >= 0", name="value"),)
+
+    subject: Mapped[str] = mapped_column(primary_key=True)
+    name: Mapped[str] = mapped_column(primary_key=True)
+    tenant_id: Mapped[TenantId | None] = mapped_column(ForeignKey("tenants.id"))
+    value: Mapped[int]
+
+
+class CounterRow(Base):
+    """A subject's token buckets (`limits.definitions`) and the number of its running requests."""
+
+    __tablename__ = "limit_counters"
+    __table_args__ = (CheckConstraint("running >= 0", name="running"),)
+
+    subject: Mapped[str] = mapped_column(primary_key=True)
+    requests_free: Mapped[int]
+    requests_at: Mapped[int]
+    tokens_free: Mapped[int]
+    tokens_at: Mapped[int]
+    running: Mapped[int]
+
+
+class HoldRow(Base):
+    """One open request's hold on a subject: one concurrent request, and tokens of the minute."""
+
+    __tablename__ = "limit_holds"
+
+    request_id: Mapped[str] = mapped_column(primary_key=True)
+    subject: Mapped[str] = mapped_column(primary_key=True)
+    tokens: Mapped[int]
+
+
+class BudgetRow(Base):
+    """The most money that a subject may spend in a period."""
+
+    __tablename__ = "budgets"
+    __table_args__ = (
+        UniqueConstraint("subject", "period"),
+        CheckConstraint("period IN ('day', 'month', 'total')", name="period"),
+        CheckConstraint("amount >= 0", name="amount"),
+    )
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    tenant_id: Mapped[TenantId] = mapped_column(ForeignKey("tenants.id"))
+    subject: Mapped[str]
+    period: Mapped[str]
+    amount: Mapped[int]
+    thresholds: Mapped[str]
+    """Percentages of the amount at which an alert is sent, ascending, separated by spaces."""
+
+
+class SpendingRow(Base):
+    """Money spent of a budget in one period, and the most that open requests may still cost."""
+
+    __tablename__ = "budget_spendings"
+    __table_args__ = (CheckConstraint("spent >= 0 AND held >= 0", name="quantities"),)
+
+    budget_id: Mapped[str] = mapped_column(ForeignKey("budgets.id", ondelete="CASCADE"), primary_key=True)
+    start: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    """The period's start in microseconds."""
+    spent: Mapped[int]
+    held: Mapped[int]
+
+
+class BudgetHoldRow(Base):
+    """The most that an open request can cost, held of a budget."""
+
+    __tablename__ = "budget_holds"
+
+    request_id: Mapped[str] = mapped_column(primary_key=True)
+    budget_id: Mapped[str] = mapped_column(ForeignKey("budgets.id", ondelete="CASCADE"), primary_key=True)
+    start: Mapped[int]
+    amount: Mapped[int]
+    base_model: Mapped[str] = mapped_column(server_default=text("''"))
+    tier: Mapped[str]
+    """The base and the tier at which it will be charged."""
+
+
+class AlertRow(Base):
+    """A budget that has passed a threshold: written once, with the settlement that passed it, for sinks to deliver."""
+
+    __tablename__ = "budget_alerts"
+    __table_args__ = (
+        Index("ix_budget_alerts_undelivered", "created_at", sqlite_where=UNDELIVERED, postgresql_where=UNDELIVERED),
+    )
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    """`BUDGET:START:PERCENT`: the same alert is never written twice."""
+    tenant_id: Mapped[TenantId] = mapped_column(ForeignKey("tenants.id"))
+    budget_id: Mapped[str]
+    subject: Mapped[str]
+    period: Mapped[str]
+    start: Mapped[int]
+    percent: Mapped[int]
+    amount: Mapped[int]
+    spent: Mapped[int]
+    created_at: Mapped[int]
+    delivered_at: Mapped[int | None]
+
+
+BUDGET = (
+    BudgetRow.id,
+    BudgetRow.tenant_id,
+    BudgetRow.subject,
+    BudgetRow.period,
+    BudgetRow.amount,
+    BudgetRow.thresholds,
+)
+
+
+class LimitRepository(Repository):
+    """Limits and budgets."""
+
+    async def limits(self, subjects: Collection[str]) -> Rows:
+        """Return subject, name and value of these subjects' limits."""
+        statement = select(LimitRow.subject, LimitRow.name, LimitRow.value).where(
+            among(self._session, LimitRow.subject, subjects)
+        )
+        return (await self._session.execute(statement.order_by(LimitRow.subject, LimitRow.name))).all()
+
+    async def budgets(self, subjects: Collection[str], ids: Collection[str] = ()) -> Rows:
+        """Return the columns of BUDGET of these subjects' budgets and of those with these ids."""
+        of_subject = among(self._session, BudgetRow.subject, subjects)
+        statement = select(*BUDGET).where(of_subject | among(self._session, BudgetRow.id, ids))
+        return (await self._session.execute(statement.order_by(BudgetRow.id))).all()
+
+    async def subject(self, tenant: TenantId | None, id: str) -> str | None:
+        """Return the subject that `id` names: the tenant, its project or member, or for a key the head of its lineage.
+
+        None where the tenant has no such thing. Without a tenant: the tier.
+        """
+        if tenant is None:
+            return id if await self._session.get(TierRow, id.removeprefix("tier:")) is not None else None
+        owned = ((ProjectRow, ProjectRow.id), (MemberRow, MemberRow.id), (KeyRow, KeyRow.lineage))
+        found = union_all(*(select(name).where(row.tenant_id == tenant, row.id == id) for row, name in owned))
+        subject = id if id == tenant else await self._session.scalar(found)
+        return None if subject is None else str(subject).split()[0]
+
+    async def currencies(self, tenants: Collection[TenantId]) -> dict[TenantId, str]:
+        """Return the currency of each tenant that has, or had, a plan; it never changes."""
+        statement = (
+            select(SubscriptionRow.tenant_id, PlanRow.currency)
+            .join(PlanRow, PlanRow.id == SubscriptionRow.plan_id)
+            .where(SubscriptionRow.tenant_id.in_(tenants))
+            .distinct()
+        )
+        return {tenant: currency for tenant, currency in await self._session.execute(statement)}
+
+    async def has_prices(self, tenant: TenantId) -> bool:
+        """Return whether a plan that the tenant has, or had, has a price."""
+        statement = (
+            select(PriceRow.id)
+            .join(SubscriptionRow, SubscriptionRow.plan_id == PriceRow.plan_id)
+            .where(SubscriptionRow.tenant_id == tenant)
+        )
+        return await self._session.scalar(statement.limit(1)) is not None
+
+    async def limit(self, subject: str, name: str) -> LimitRow | None:
+        """Return one limit, locked."""
+        return await self._session.get(LimitRow, (subject, name), with_for_update=True)
+
+    async def budget(self, subject: str, period: str) -> BudgetRow | None:
+        """Return one budget, locked."""
+        statement = select(BudgetRow).where(BudgetRow.subject == subject, BudgetRow.period == period)
+        return await self._session.scalar(statement.with_for_update())
+
+    async def add(self, row: LimitRow | BudgetRow) -> None:
+        """Insert the row."""
+        await self._insert(row)
+
+    async def remove(self, row: LimitRow | BudgetRow) -> None:
+        """Delete the row; a budget takes along what was counted of it."""
+        await self._delete(row)
+
+    async def spendings(self, budgets: Collection[Spending]) -> Rows:
+        """Return budget_id, start, spent and held of those that exist."""
+        return (await self._session.execute(_spendings(budgets))).all()
+
+
+class CounterRepository(Repository):
+    """Counters, spendings and holds, locked until the transaction ends."""
+
+    async def holds(self, request_ids: Collection[str]) -> Rows:
+        """Return the holds of these requests on subjects."""
+        statement = select(*table_of(HoldRow).c).where(among(self._session, HoldRow.request_id, request_ids))
+        return (await self._session.execute(statement)).all()
+
+    async def budget_holds(self, request_ids: Collection[str]) -> Rows:
+        """Return the holds of these requests on budgets."""
+        statement = select(*table_of(BudgetHoldRow).c).where(
+            among(self._session, BudgetHoldRow.request_id, request_ids)
+        )
+        return (await self._session.execute(statement)).all()
+
+    async def peek(self, subjects: Collection[str]) -> Rows:
+        """Return the subjects' counters where there are any, without a lock."""
+        return (
+            await self._session.execute(select(*table_of(CounterRow).c).where(CounterRow.subject.in_(subjects)))
+        ).all()
+
+    async def counters(self, subjects: Collection[str]) -> Rows:
+        """Return the subjects' counters, inserted where there are none."""
+        statement = select(*table_of(CounterRow).c).where(CounterRow.subject.in_(subjects)).order_by(CounterRow.subject)
+        found = (await self._session.execute(statement.with_for_update())).all()
+        missing = sorted(set(subjects) - {row.subject for row in found})
+        if not missing:
+            return found
+        zero = dict.fromkeys(COUNTED, 0)
+        await insert_new(self._session, CounterRow, [{"subject": subject} | zero for subject in missing])
+        return (await self._session.execute(statement.with_for_update())).all()
+
+    async def spendings(self, budgets: Collection[Spending]) -> Rows:
+        """Return the budgets' spendings in these periods, inserted where there are none."""
+        statement = _spendings(budgets).with_for_update()
+        found = (await self._session.execute(statement)).all()
+        missing = sorted(set(budgets) - {(row.budget_id, row.start) for row in found})
+        if not missing:
+            return found
+        fresh = [{"budget_id": budget, "start": start, "spent": 0, "held": 0} for budget, start in missing]
+        await insert_new(self._session, SpendingRow, fresh)
+        return (await self._session.execute(statement)).all()
+
+    async def write_counters(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Update whole rows, which are locked."""
+        values: dict[str, Any] = {name: bindparam(f"new_{name}") for name in COUNTED}
+        statement = update(table_of(CounterRow)).where(CounterRow.subject == bindparam("new_subject")).values(values)
+        await self._execute(statement, [{f"new_{name}": value for name, value in row.items()} for row in rows])
+
+    async def write_spendings(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Update whole rows, which are locked."""
+        key = (SpendingRow.budget_id == bindparam("new_budget_id"), SpendingRow.start == bindparam("new_start"))
+        values: dict[str, Any] = {"spent": bindparam("new_spent"), "held": bindparam("new_held")}
+        statement = update(table_of(SpendingRow)).where(*key).values(values)
+        await self._execute(statement, [{f"new_{name}": value for name, value in row.items()} for row in rows])
+
+    async def add_holds(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Insert holds on subjects."""
+        await insert_rows(self._session, HoldRow, rows)
+
+    async def add_budget_holds(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Insert holds on budgets."""
+        await insert_rows(self._session, BudgetHoldRow, rows)
+
+    async def remove_holds(self, request_ids: Collection[str]) -> None:
+        """Delete the holds of ended requests."""
+        for model in (HoldRow, BudgetHoldRow):
+            held = table_of(model)
+            await self._session.execute(delete(held).where(among(self._session, held.c.request_id, request_ids)))
+
+    async def add_alerts(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Insert the alerts that are not there already."""
+        await insert_new(self._session, AlertRow, rows)
+
+    async def _execute(self, statement: Any, rows: Sequence[dict[str, Any]]) -> None:
+        if rows:
+            await (await self._session.connection()).execute(statement, rows)
+
+
+def _spendings(budgets: Collection[Spending]) -> Any:
+    key = tuple_(SpendingRow.budget_id, SpendingRow.start)
+    return (
+        select(*table_of(SpendingRow).c)
+        .where(key.in_(list(budgets)))
+        .order_by(SpendingRow.budget_id, SpendingRow.start)
+    )
+
+
+class AlertRepository(Repository):
+    """The outbox of budget alerts."""
+
+    async def undelivered(self, limit: int) -> Sequence[AlertRow]:
+        """Return the oldest alerts that are not delivered."""
+        statement = select(AlertRow).where(AlertRow.delivered_at.is_(None)).order_by(AlertRow.created_at, AlertRow.id)
+        return (await self._session.scalars(statement.limit(limit))).all()
+
+    async def delivered(self, id: str, at: int) -> None:
+        """Mark an alert as delivered to every sink."""
+        await self._session.execute(update(table_of(AlertRow)).where(AlertRow.id == id).values(delivered_at=at))

@@ -1,0 +1,370 @@
+"""Requests: opened before the engine sees them, closed with the ledger entry that bills them; and idempotency keys.
+
+Requests go by their id, which only the server makes; the tenant of a settlement is read from the row, never given. An
+idempotency key is claimed with its request's row and answered with its settlement.
+
+A request is charged at its tenant's tier, and behind a slash at its service tier where it has another than `default`:
+`standard`, `standard/flex`, `gold/priority`, `standard/batch`. The ledger, holds, prices and invoices carry this one
+text, so a price for `standard` covers all of that tier's requests unless one for `standard/batch` or `*/batch` exists.
+
+`shadow` is the server's own: a request that it repeats on another revision. It meets no limit, and all of it is waived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+from sqlalchemy import (
+    CheckConstraint,
+    ForeignKey,
+    ForeignKeyConstraint,
+    Index,
+    bindparam,
+    delete,
+    select,
+    text,
+    true,
+    tuple_,
+    update,
+)
+from sqlalchemy.orm import Mapped, mapped_column
+
+from loramux.data.records.adapters import AdapterRow, RevisionRow
+from loramux.data.records.base import Base, Repository, among, insert_new, newest_first, table_of, to_struct
+from loramux.data.records.identity import ProjectId, TenantId
+from loramux.data.records.tenants import TenantRow
+
+OPEN = "open"
+SETTLED = "settled"
+INTERRUPTED = "interrupted"
+
+
+class RequestRow(Base):
+    """One request, written before the engine sees it, with the most tokens that it can use."""
+
+    __tablename__ = "requests"
+    __table_args__ = (
+        ForeignKeyConstraint(["tenant_id", "project_id"], ["projects.tenant_id", "projects.id"]),
+        CheckConstraint("status IN ('open', 'settled', 'interrupted')", name="status"),
+        CheckConstraint("prompt_tokens >= 0 AND max_tokens >= 0", name="quantities"),
+        Index(
+            "ix_requests_open",
+            "server_id",
+            sqlite_where=text("status = 'open'"),
+            postgresql_where=text("status = 'open'"),
+        ),
+        Index(
+            "ix_requests_adapter_digest_created_at",
+            "adapter_digest",
+            "created_at",
+            sqlite_where=text("adapter_digest IS NOT NULL"),
+            postgresql_where=text("adapter_digest IS NOT NULL"),
+        ),
+    )
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    tenant_id: Mapped[TenantId]
+    key_id: Mapped[str]
+    """The API key, or the member that asked in person."""
+    project_id: Mapped[ProjectId | None]
+    server_id: Mapped[str]
+    """The server process that runs it; when that process is gone, a sweep closes the request."""
+    model: Mapped[str]
+    adapter_digest: Mapped[str | None]
+    base_model: Mapped[str] = mapped_column(server_default=text("''"))
+    tier: Mapped[str] = mapped_column(server_default=text("''"))
+    tags: Mapped[str] = mapped_column(server_default=text("''"))
+    user_id: Mapped[str | None]
+    prompt_tokens: Mapped[int]
+    max_tokens: Mapped[int]
+    has_holds: Mapped[bool] = mapped_column(server_default=true())
+    """False where it surely holds nothing of limits and budgets: their tables are then not read at settlement."""
+    has_claim: Mapped[bool] = mapped_column(server_default=true())
+    """False where it surely has no idempotency key."""
+    status: Mapped[str]
+    created_at: Mapped[int]
+    settled_at: Mapped[int | None]
+
+
+class OpenedRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request before it is queued: limits admit it, the database has a row of it, the ledger entry inherits from it.
+
+    `prompt_tokens` and `max_tokens` are the most that it can use.
+    """
+
+    id: str
+    tenant_id: TenantId
+    key_id: str
+    """The API key, or the member behind a token of an identity provider."""
+    project_id: ProjectId | None = None
+    model: str
+    """The resolved model: `tenant/adapter@3`, or the base model's name."""
+    adapter_digest: str | None
+    base_model: str = ""
+    tier: str = ""
+    tags: str = ""
+    """A JSON object of texts with sorted keys; empty without tags."""
+    user_id: str | None = None
+    """The caller's name for its end user; None: it has none, or nothing of its requests may be stored."""
+    prompt_tokens: int
+    max_tokens: int
+    waiting: int = 0
+    """Requests of the tenant that wait for their first token on this server already."""
+    lineage: tuple[str, ...] = ()
+    """The key and its makers (`Principal.lineage`), whose limits it meets; empty: `key_id` alone."""
+    claim: IdempotencyClaim | None = None
+
+    @property
+    def max_total(self) -> int:
+        """The most tokens that it can use, prompt and output together."""
+        return self.prompt_tokens + self.max_tokens
+
+
+class BilledRequest(msgspec.Struct, frozen=True):
+    """The fields of a closed request that its ledger entry inherits, and whether it may hold anything."""
+
+    id: str
+    tenant_id: TenantId
+    key_id: str
+    project_id: ProjectId | None
+    model: str
+    adapter_digest: str | None
+    base_model: str
+    tier: str
+    tags: str
+    user_id: str | None
+    has_holds: bool
+    has_claim: bool
+
+
+REQUESTS = table_of(RequestRow)
+BILLED = tuple(REQUESTS.c[name] for name in BilledRequest.__struct_fields__)
+
+
+class AnsweredRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request to an adapter's revision. Times in microseconds since the epoch."""
+
+    id: str
+    model: str
+    adapter_digest: str
+    key_id: str
+    status: str
+    prompt_tokens: int
+    created_at: int
+    settled_at: int | None
+
+
+OPENED = tuple(name for name in OpenedRequest.__struct_fields__ if name in REQUESTS.c)
+
+
+class RequestRepository(Repository):
+    """Requests."""
+
+    async def add(self, opened: Sequence[OpenedRequest], holders: Collection[str], server_id: str, now: int) -> bool:
+        """Insert the rows of these requests; False when some id was there already, and then only the others are added.
+
+        `holders` are the ids of those that hold something of limits or budgets.
+        """
+        rows = [_row(one, one.id in holders, server_id, now) for one in opened]
+        return await insert_new(self._session, RequestRow, rows) == len(rows)
+
+    async def owners(self, ids: Collection[str]) -> dict[str, str]:
+        """Return the server that opened each of these requests, for those that exist."""
+        statement = select(RequestRow.id, RequestRow.server_id).where(among(self._session, RequestRow.id, ids))
+        return {id: server for id, server in await self._session.execute(statement)}
+
+    async def note_holds(self, ids: Collection[str]) -> None:
+        """Mark these requests as holding something."""
+        statement = update(REQUESTS).where(among(self._session, RequestRow.id, ids)).values(has_holds=True)
+        await self._session.execute(statement)
+
+    async def servers_with_open(self, *, besides: str) -> list[str]:
+        """List the other servers that have open requests."""
+        statement = select(RequestRow.server_id).where(RequestRow.status == OPEN, RequestRow.server_id != besides)
+        return list(await self._session.scalars(statement.distinct()))
+
+    async def left_open(self, servers: Collection[str], limit: int) -> list[str]:
+        """List ids of requests that these servers have open, at most `limit`."""
+        statement = select(RequestRow.id).where(RequestRow.status == OPEN, RequestRow.server_id.in_(servers))
+        return list(await self._session.scalars(statement.order_by(RequestRow.id).limit(limit)))
+
+    async def close(self, ids: Collection[str], status: str, at: int) -> dict[str, BilledRequest]:
+        """Close these requests; return those that were not settled before, by id."""
+        statement = (
+            update(REQUESTS)
+            .where(among(self._session, RequestRow.id, ids), REQUESTS.c.status != SETTLED)
+            .values(status=status, settled_at=at)
+            .returning(*BILLED)
+        )
+        return {row[0]: BilledRequest(*row) for row in await self._session.execute(statement)}
+
+    async def answered_by(
+        self,
+        tenant: TenantId,
+        owner: str,
+        adapter: str,
+        before: str | None,
+        limit: int,
+        project: ProjectId | None = None,
+    ) -> list[AnsweredRequest]:
+        """List the tenant's requests to `owner`'s adapter, which may be another tenant's, newest first.
+
+        `before` is a request's id; `project` is the only one whose requests are listed, None: all.
+        """
+        digests = (
+            select(RevisionRow.digest)
+            .join(AdapterRow, AdapterRow.id == RevisionRow.adapter_id)
+            .join(TenantRow, TenantRow.id == AdapterRow.tenant_id)
+            .where(TenantRow.name == owner, AdapterRow.name == adapter)
+        )
+        statement = select(RequestRow).where(
+            RequestRow.adapter_digest.in_(digests),
+            RequestRow.model.startswith(f"{owner}/{adapter}@", autoescape=True),
+        )
+        if project is not None:
+            statement = statement.where(RequestRow.project_id == project)
+        newest = newest_first(statement, RequestRow, tenant, before, limit)
+        return [to_struct(AnsweredRequest, row) for row in await self._session.scalars(newest)]
+
+
+def _row(request: OpenedRequest, has_holds: bool, server_id: str, now: int) -> dict[str, Any]:
+    columns: dict[str, Any] = {name: getattr(request, name) for name in OPENED}
+    return columns | {
+        "server_id": server_id,
+        "has_holds": has_holds,
+        "has_claim": request.claim is not None,
+        "status": OPEN,
+        "created_at": now,
+    }
+
+
+class ClaimRow(Base):
+    """One idempotency key of one caller; deleted when its request ends without an answer."""
+
+    __tablename__ = "idempotency_claims"
+    __table_args__ = (
+        Index("ix_idempotency_claims_request_id", "request_id"),
+        Index("ix_idempotency_claims_expires_at", "expires_at"),
+    )
+
+    tenant_id: Mapped[TenantId] = mapped_column(ForeignKey("tenants.id"), primary_key=True)
+    key_id: Mapped[str] = mapped_column(primary_key=True)
+    """The API key, the member or the batch: another caller's idempotency keys are its own."""
+    name: Mapped[str] = mapped_column(primary_key=True)
+    """The idempotency key."""
+    fingerprint: Mapped[str]
+    """Digest of the request's body: the same key with another body is refused."""
+    request_id: Mapped[str]
+    answer: Mapped[bytes | None]
+    """None while it runs."""
+    expires_at: Mapped[int]
+
+
+class IdempotencyClaim(msgspec.Struct, frozen=True):
+    """The caller's name for one request, and a digest of the body that came with it."""
+
+    name: str
+    fingerprint: str
+    holder: str = ""
+    """Whose name it is, where that is not the caller: a batch that names its lines."""
+    expires_at: int | None = None
+    """Microseconds since the epoch; None: after the time for which answers are kept."""
+
+
+Claimed = tuple[str, str, str]
+"""Tenant, caller and idempotency key."""
+
+CLAIMS = table_of(ClaimRow)
+KEY = (CLAIMS.c.tenant_id, CLAIMS.c.key_id, CLAIMS.c.name)
+
+
+class ClaimRepository(Repository):
+    """Idempotency keys."""
+
+    async def claim(self, rows: Sequence[dict[str, Any]], now: int) -> Mapping[Claimed, Any]:
+        """Insert the claims that are free; afterwards, all of them as they stand.
+
+        Waits for another transaction that claims the same at this moment.
+        """
+        keys = sorted({(row["tenant_id"], row["key_id"], row["name"]) for row in rows})
+        await self._session.execute(delete(CLAIMS).where(tuple_(*KEY).in_(keys), CLAIMS.c.expires_at <= now))
+        # in one order, so that two transactions that claim the same keys do not wait for each other
+        ordered = sorted(rows, key=lambda row: (row["tenant_id"], row["key_id"], row["name"]))
+        await insert_new(self._session, ClaimRow, ordered)
+        found = await self._session.execute(select(*CLAIMS.c).where(tuple_(*KEY).in_(keys)))
+        return {(row.tenant_id, row.key_id, row.name): row for row in found}
+
+    async def answer(self, answers: Mapping[str, bytes]) -> None:
+        """Store the answers of these requests."""
+        statement = update(CLAIMS).where(CLAIMS.c.request_id == bindparam("request")).values(answer=bindparam("said"))
+        rows = [{"request": request, "said": answer} for request, answer in sorted(answers.items())]
+        await (await self._session.connection()).execute(statement, rows)
+
+    async def free(self, request_ids: Collection[str]) -> None:
+        """Delete the claims of requests that have ended without an answer."""
+        await self._session.execute(delete(CLAIMS).where(among(self._session, CLAIMS.c.request_id, request_ids)))
+
+    async def remove_before(self, tenant: TenantId, holder: str, name: str | None) -> None:
+        """Delete the holder's claims with names before `name`, or all of them."""
+        mine = (CLAIMS.c.tenant_id == tenant, CLAIMS.c.key_id == holder)
+        before = () if name is None else (CLAIMS.c.name < name,)
+        await self._session.execute(delete(CLAIMS).where(*mine, *before))
+
+    async def remove_all(self, tenant: TenantId) -> None:
+        """Delete every claim of a tenant, with its answer; a request that still runs stores none."""
+        await self._session.execute(delete(CLAIMS).where(CLAIMS.c.tenant_id == tenant))
+
+    async def remove_expired(self, now: int) -> None:
+        """Delete claims past their expiry."""
+        await self._session.execute(delete(CLAIMS).where(CLAIMS.c.expires_at <= now))
+
+
+ServiceTier = Literal["default", "flex", "priority", "batch", "shadow"]
+CHOSEN: tuple[ServiceTier, ...] = ("flex", "priority", "batch")
+"""Service tiers that a tenant's tier may allow; `default` needs no permission."""
+ALLOWED_AT_FIRST = ("batch", "flex")
+"""Those that a new tier allows: they are never before anything else."""
+SHADOW: ServiceTier = "shadow"
+BACKGROUND: tuple[ServiceTier, ...] = ("batch", SHADOW)
+"""Service tiers without a waiting caller: they begin when there is room, and say nothing of latency."""
+ANY = "*"
+"""Any base model, or any tier."""
+
+
+def charged_tier(tier: str, service_tier: ServiceTier) -> str:
+    """Return the tier that a request is charged at."""
+    return tier if service_tier == "default" else f"{tier}/{service_tier}"
+
+
+def tenant_tier(charged: str) -> str:
+    """Return the tenant's part of a charged tier."""
+    return charged.partition("/")[0]
+
+
+def service_tier(charged: str) -> str:
+    """Return the request's part of a charged tier."""
+    return charged.partition("/")[2] or "default"
+
+
+def is_shadow(charged: str) -> bool:
+    """Return whether a request of this charged tier is a shadow."""
+    return service_tier(charged) == SHADOW
+
+
+def tier_match(priced: str, charged: str) -> int | None:
+    """Return how closely a price's tier fits a charged one, larger is closer; None: it does not.
+
+    In this order: `gold/batch`, `*/batch`, `gold`, `*`.
+    """
+    of_tenant, _, of_request = priced.partition("/")
+    if of_tenant not in (ANY, tenant_tier(charged)) or of_request not in ("", charged.partition("/")[2]):
+        return None
+    return 2 * bool(of_request) + (of_tenant != ANY)
+
+
+def is_priced_tier(text: str) -> bool:
+    """Return whether a price may have this tier."""
+    of_tenant, slash, of_request = text.partition("/")
+    return bool(of_tenant) and (not slash or of_request in CHOSEN)

@@ -1,0 +1,176 @@
+"""The schema: its tables, the revision that the code needs, the revision of a database, and the migration between them.
+
+All functions here are synchronous and open their own connection; call them from a thread inside an event loop.
+Those that take a url raise UnsupportedUrl and RecordsUnavailable besides what they say.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from alembic import command
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from alembic.util import CommandError
+from sqlalchemy import URL, Column, Connection, Table, Text, create_engine, inspect, select, text
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.pool import NullPool
+
+import loramux
+from loramux.data.records import (  # noqa: F401 - each declares tables
+    access,
+    adapters,
+    aliases,
+    bases,
+    batches,
+    billing,
+    comparisons,
+    credentials,
+    ledger,
+    limits,
+    pins,
+    requests,
+    revision_metrics,
+    sinks,
+    tenants,
+    uploads,
+    usage,
+    webhooks,
+)
+from loramux.data.records.base import Base
+from loramux.data.records.database import BUSY_SECONDS, MIGRATIONS, parse_url, prepare_sqlite, sqlite_file
+from loramux.data.records.errors import RecordsUnavailable, SchemaOutOfDate, SchemaTooNew
+
+METADATA = Base.metadata
+"""Every table: a module that declares some is imported above for this."""
+FLOOR = Table("schema_floor", METADATA, Column("revision", Text, primary_key=True, nullable=False))
+"""One row: the oldest revision whose release may use this database. A migration that breaks older releases moves it."""
+
+
+def migrations_folder() -> Path:
+    """Return `loramux/migrations` of an installed wheel, or `migrations` of the repository."""
+    package = Path(loramux.__file__).parent
+    installed = package / "migrations"
+    return installed if installed.is_dir() else package.parents[1] / "migrations"
+
+
+def head_revision() -> str:
+    """Return the revision that this release works with."""
+    head = ScriptDirectory.from_config(_config()).get_current_head()
+    assert head is not None, "the migration history is empty"
+    return head
+
+
+def current_revision(url: str) -> str | None:
+    """Return the revision of the database; None for an empty or absent one. Creates nothing."""
+    parsed = parse_url(url)
+    file = sqlite_file(parsed)
+    if file is not None and not file.exists():
+        return None
+    with _connect(parsed) as connection:
+        return MigrationContext.configure(connection).get_current_revision()
+
+
+def check(url: str) -> None:
+    """Raise unless the database is at this release's revision, or at a newer one with a floor that it knows.
+
+    Raises SchemaOutOfDate (with the command to run) or SchemaTooNew.
+    """
+    current, head = current_revision(url), head_revision()
+    if current == head:
+        return
+    if current is not None and not _known(current):
+        with _connect(parse_url(url)) as connection:
+            _ensure_floor(connection, current)
+        return
+    has = "has no tables yet" if current is None else f"is at schema {current}"
+    raise SchemaOutOfDate(
+        f"the database {parse_url(url)!r} {has} and this release needs {head}; run: loramux migrate --config FILE"
+    )
+
+
+def migrate(url: str) -> str:
+    """Bring the database to this release's revision and return the one it has then.
+
+    Does nothing where it is there already, or at a newer one that this release may use. Makes a SQLite file and its
+    folder where they are absent. All steps run in one transaction. Raises SchemaTooNew.
+    """
+    parsed = parse_url(url)
+    file = sqlite_file(parsed)
+    if file is not None:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RecordsUnavailable(f"the database {parsed!r} cannot be used: {error.strerror}") from None
+        _make_private(file)
+    with _connect(parsed) as connection, connection.begin():
+        if connection.dialect.name == "postgresql":
+            connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": MIGRATIONS})
+        config = _config()
+        config.attributes["connection"] = connection
+        try:
+            command.upgrade(config, "head")
+        except CommandError:
+            current = MigrationContext.configure(connection).get_current_revision()
+            if current is None or _known(current):
+                raise
+            _ensure_floor(connection, current)
+            return current
+        if file is not None:
+            broken = connection.execute(text("PRAGMA foreign_key_check")).all()
+            assert not broken, f"the migration broke foreign keys: {broken}"
+    return head_revision()
+
+
+def _make_private(file: Path) -> None:
+    """Create an absent database file with mode 0600, and take other users' access to an existing one away.
+
+    SQLite gives `-wal` and `-shm` beside it the same mode. A mode that cannot be changed stays as it is.
+    """
+    with suppress(OSError):  # connecting says what is wrong with the path
+        os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+    for each in (file, *(file.with_name(file.name + end) for end in ("-wal", "-shm"))):
+        with suppress(OSError):
+            mode = each.stat().st_mode
+            if mode & 0o077:
+                each.chmod(mode & 0o700)
+
+
+def _config() -> Config:
+    config = Config()
+    config.set_main_option("script_location", str(migrations_folder()).replace("%", "%%"))
+    return config
+
+
+def _known(revision: str) -> bool:
+    return any(script.revision == revision for script in ScriptDirectory.from_config(_config()).walk_revisions())
+
+
+def _ensure_floor(connection: Connection, revision: str) -> None:
+    """Raise SchemaTooNew where the newer `revision` may not be used by a release as old as this one."""
+    floor = connection.scalar(select(FLOOR.c.revision)) if inspect(connection).has_table(FLOOR.name) else None
+    if floor is None or not _known(floor):
+        raise SchemaTooNew(
+            f"the database {connection.engine.url!r} is at schema {revision}, which this release does not know; "
+            "run a loramux at least as new as the one that migrated it"
+        )
+
+
+@contextmanager
+def _connect(url: URL) -> Iterator[Connection]:
+    is_sqlite = sqlite_file(url) is not None
+    engine = create_engine(url, poolclass=NullPool, connect_args={"timeout": BUSY_SECONDS} if is_sqlite else {})
+    if is_sqlite:
+        # a table that is rebuilt is dropped while others point at it; `migrate` checks the keys at its end
+        prepare_sqlite(engine, begin="BEGIN IMMEDIATE", foreign_keys="OFF")
+    try:
+        with engine.connect() as connection:
+            yield connection
+    except DBAPIError as error:
+        raise RecordsUnavailable(f"the database {url!r} cannot be used: {error.orig}") from error
+    finally:
+        engine.dispose()

@@ -1,0 +1,244 @@
+"""Tenants, their tiers, projects and members, and the audit log of all changes: rows and statements.
+
+The audit log is append-only: triggers refuse every UPDATE and DELETE.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sqlalchemy import CheckConstraint, ForeignKey, Index, UniqueConstraint, false, func, select, text
+from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import Mapped, mapped_column
+
+from loramux.data.records.base import Base, Repository, TenantScoped, insert_new
+from loramux.data.records.identity import ProjectId, TenantId
+
+
+class TierRow(Base):
+    """A level of service: the scheduler's class, the tenant's weight in it, and the service tiers that it allows."""
+
+    __tablename__ = "tiers"
+    __table_args__ = (
+        CheckConstraint("service_class IN ('interactive', 'standard', 'batch')", name="service_class"),
+        CheckConstraint("weight BETWEEN 1 AND 1000", name="weight"),
+    )
+
+    name: Mapped[str] = mapped_column(primary_key=True)
+    service_class: Mapped[str]
+    weight: Mapped[int]
+    service_tiers: Mapped[str] = mapped_column(server_default=text("'batch flex'"))
+    """Those of `records.requests.CHOSEN` that requests may ask for, sorted, separated by spaces."""
+    created_at: Mapped[int]
+
+
+class TenantRow(Base):
+    """A tenant: the boundary of isolation, fairness and billing."""
+
+    __tablename__ = "tenants"
+
+    id: Mapped[TenantId] = mapped_column(primary_key=True)
+    name: Mapped[str] = mapped_column(unique=True)
+    tier: Mapped[str] = mapped_column(ForeignKey("tiers.name"))
+    created_at: Mapped[int]
+    suspended_at: Mapped[int | None]
+    zero_retention: Mapped[bool] = mapped_column(server_default=false())
+    """Nothing that its requests say or get is stored."""
+    allow_judges: Mapped[bool] = mapped_column(server_default=false())
+    """Its evaluations may show prompts and answers to judges, which are third parties."""
+
+
+class ProjectRow(Base):
+    """A tenant's own grouping, for limits and cost attribution."""
+
+    __tablename__ = "projects"
+    __table_args__ = (UniqueConstraint("tenant_id", "name"), UniqueConstraint("tenant_id", "id"))
+
+    id: Mapped[ProjectId] = mapped_column(primary_key=True)
+    tenant_id: Mapped[TenantId] = mapped_column(ForeignKey("tenants.id"))
+    name: Mapped[str]
+    created_at: Mapped[int]
+    archived_at: Mapped[int | None]
+
+
+class MemberRow(Base):
+    """A person in a tenant, by the identity that an OIDC issuer gives; the audit log keeps removed ones."""
+
+    __tablename__ = "members"
+    __table_args__ = (
+        UniqueConstraint("tenant_id", "issuer", "subject"),
+        CheckConstraint("role IN ('owner', 'admin', 'developer', 'billing', 'viewer')", name="role"),
+        Index("ix_members_issuer_subject", "issuer", "subject"),
+    )
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    tenant_id: Mapped[TenantId] = mapped_column(ForeignKey("tenants.id"))
+    issuer: Mapped[str]
+    subject: Mapped[str]
+    role: Mapped[str]
+    created_at: Mapped[int]
+
+
+class TierRepository(Repository):
+    """Tiers."""
+
+    async def put(self, row: TierRow) -> None:
+        """Insert the row, or replace the one of its name."""
+        await self._put(row)
+
+    async def named(self, name: str) -> TierRow | None:
+        """Return the tier of that name."""
+        return await self._session.get(TierRow, name)
+
+    async def all(self) -> Sequence[TierRow]:
+        """Return every tier, by name."""
+        return (await self._session.scalars(select(TierRow).order_by(TierRow.name))).all()
+
+    async def used(self, name: str) -> int:
+        """Return the number of tenants that have it."""
+        statement = select(func.count()).select_from(TenantRow).where(TenantRow.tier == name)
+        return await self._session.scalar(statement) or 0
+
+    async def remove(self, row: TierRow) -> None:
+        """Delete the row."""
+        await self._delete(row)
+
+
+class TenantRepository(Repository):
+    """Tenants."""
+
+    async def add(self, row: TenantRow) -> bool:
+        """Insert the row; return False when the name is taken, also by a concurrent transaction."""
+        values = {"id": row.id, "name": row.name, "tier": row.tier, "created_at": row.created_at}
+        return await insert_new(self._session, TenantRow, [values]) == 1
+
+    async def named(self, name: str) -> TenantRow | None:
+        """Return the tenant of that name."""
+        return await self._session.scalar(select(TenantRow).where(TenantRow.name == name))
+
+    async def locked(self, name: str) -> TenantRow | None:
+        """Return the tenant of that name, locked until this transaction ends."""
+        return await self._session.scalar(select(TenantRow).where(TenantRow.name == name).with_for_update())
+
+    async def has_zero_retention(self, id: TenantId) -> bool:
+        """Return whether nothing that the tenant's requests say or get is stored."""
+        return bool(await self._session.scalar(select(TenantRow.zero_retention).where(TenantRow.id == id)))
+
+    async def may_use_judges(self, id: TenantId) -> bool:
+        """Return whether the tenant's evaluations may show prompts and answers to judges."""
+        return bool(await self._session.scalar(select(TenantRow.allow_judges).where(TenantRow.id == id)))
+
+    async def all(self) -> Sequence[TenantRow]:
+        """Return every tenant, by name."""
+        return (await self._session.scalars(select(TenantRow).order_by(TenantRow.name))).all()
+
+
+async def lock_tenant(session: AsyncSession, tenant: TenantId) -> None:
+    """Lock the tenant until this transaction ends: who counts its rows under this lock before adding one is exact."""
+    await session.execute(select(TenantRow.id).where(TenantRow.id == tenant).with_for_update(key_share=True))
+
+
+class ProjectRepository(TenantScoped):
+    """One tenant's projects."""
+
+    async def add(self, row: ProjectRow) -> None:
+        """Insert the row."""
+        await self._insert(row)
+
+    async def count(self) -> int:
+        """Return the number of projects, archived ones too."""
+        statement = select(func.count()).where(ProjectRow.tenant_id == self._tenant)
+        return await self._session.scalar(statement) or 0
+
+    async def named(self, name: str) -> ProjectRow | None:
+        """Return the project of that name, archived or not."""
+        statement = select(ProjectRow).where(ProjectRow.tenant_id == self._tenant, ProjectRow.name == name)
+        return await self._session.scalar(statement)
+
+    async def get(self, id: ProjectId) -> ProjectRow | None:
+        """Return the project of that id."""
+        statement = select(ProjectRow).where(ProjectRow.tenant_id == self._tenant, ProjectRow.id == id)
+        return await self._session.scalar(statement)
+
+    async def all(self) -> Sequence[ProjectRow]:
+        """Return every project, by name."""
+        statement = select(ProjectRow).where(ProjectRow.tenant_id == self._tenant).order_by(ProjectRow.name)
+        return (await self._session.scalars(statement)).all()
+
+
+class MemberRepository(TenantScoped):
+    """One tenant's members."""
+
+    async def add(self, row: MemberRow) -> None:
+        """Insert the row."""
+        await self._insert(row)
+
+    async def known(self, issuer: str, subject: str) -> MemberRow | None:
+        """Return the member of that issuer and subject."""
+        statement = select(MemberRow).where(
+            MemberRow.tenant_id == self._tenant, MemberRow.issuer == issuer, MemberRow.subject == subject
+        )
+        return await self._session.scalar(statement)
+
+    async def get(self, id: str) -> MemberRow | None:
+        """Return the member of that id."""
+        return await self._session.scalar(
+            select(MemberRow).where(MemberRow.tenant_id == self._tenant, MemberRow.id == id)
+        )
+
+    async def all(self) -> Sequence[MemberRow]:
+        """Return every member, oldest first."""
+        statement = select(MemberRow).where(MemberRow.tenant_id == self._tenant)
+        return (await self._session.scalars(statement.order_by(MemberRow.created_at, MemberRow.id))).all()
+
+    async def count(self) -> int:
+        """Return the number of members."""
+        statement = select(func.count()).where(MemberRow.tenant_id == self._tenant)
+        return await self._session.scalar(statement) or 0
+
+    async def lock_owners(self) -> Sequence[str]:
+        """Return the owners' ids, locked until this transaction ends, so that two cannot leave at once."""
+        statement = select(MemberRow).where(MemberRow.tenant_id == self._tenant, MemberRow.role == "owner")
+        return [row.id for row in await self._session.scalars(statement.order_by(MemberRow.id).with_for_update())]
+
+    async def remove(self, row: MemberRow) -> None:
+        """Delete the row."""
+        await self._delete(row)
+
+
+class AuditRow(Base):
+    """One change: its actor, where it came from, before, after. Triggers refuse every UPDATE and DELETE."""
+
+    __tablename__ = "audit_entries"
+    __table_args__ = (Index("ix_audit_entries_tenant_id_sequence", "tenant_id", "sequence"),)
+
+    sequence: Mapped[int] = mapped_column(primary_key=True, autoincrement=True)
+    at: Mapped[int]
+    tenant_id: Mapped[TenantId | None] = mapped_column(ForeignKey("tenants.id"))
+    """The tenant that was changed; null for what belongs to none, such as a tier."""
+    actor: Mapped[str]
+    """A key's or a member's id, or `local:USER`."""
+    source: Mapped[str]
+    request_id: Mapped[str]
+    action: Mapped[str]
+    object_id: Mapped[str]
+    before: Mapped[str | None]
+    """JSON."""
+    after: Mapped[str | None]
+
+
+class AuditRepository(Repository):
+    """The audit log, read newest first."""
+
+    async def add(self, row: AuditRow) -> None:
+        """Append the row."""
+        await self._insert(row)
+
+    async def before(self, sequence: int | None, limit: int, tenant: TenantId | None) -> Sequence[AuditRow]:
+        """Return at most `limit` entries older than `sequence`; of one tenant, or of all."""
+        statement = select(AuditRow).order_by(AuditRow.sequence.desc()).limit(limit)
+        if sequence is not None:
+            statement = statement.where(AuditRow.sequence < sequence)
+        if tenant is not None:
+            statement = statement.where(AuditRow.tenant_id == tenant)
+        return (await self._session.scalars(statement)).all()

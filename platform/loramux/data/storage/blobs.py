@@ -1,0 +1,279 @@
+"""Adapters' files under their digest: kept in an object store, served from a cache on this machine.
+
+    StorageError
+    ├── BlobMissing          503  no such content is stored
+    ├── BlobCorrupt          503  the stored files have another digest than their name
+    └── StorageUnavailable   503  the object store does not answer, or refuses, or a disk is full
+
+A content's digest is the SHA-256 of the lines that `sha256sum adapter_config.json adapter_model.safetensors` prints,
+so it can be computed in a shell. A content with a bundle has a third line, for `bundle.json`.
+
+The engine reads from the cache, which is verified, bounded, and shared by this machine's processes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import NamedTuple
+
+from loramux.common.bundle import BUNDLE_FILE
+from loramux.data.storage.objects import Objects, Staging, StorageError, open_objects
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+FILES = (CONFIG_FILE, WEIGHTS_FILE)
+"""The files that every content has."""
+
+_digest = re.compile("sha256:[0-9a-f]{64}")
+
+
+class BlobMissing(StorageError):
+    """The store has no content of this digest, which the message names."""
+
+
+class BlobCorrupt(StorageError):
+    """The stored files have another digest than their name. Uploading the same files again repairs it."""
+
+
+def digest_of(hashes: Mapping[str, str]) -> str:
+    """Compute the digest of a content from its files' SHA-256s in hexadecimal, by name in the files' order."""
+    lines = "".join(f"{hashed}  {name}\n" for name, hashed in hashes.items())
+    return "sha256:" + hashlib.sha256(lines.encode()).hexdigest()
+
+
+def files_of(folder: Path) -> tuple[str, ...]:
+    """Name the files of the content in `folder`: its bundle too, if it has one."""
+    return (*FILES, BUNDLE_FILE) if (folder / BUNDLE_FILE).exists() else FILES
+
+
+def content_digest(folder: Path) -> str:
+    """Compute the digest of the folder's files, which are read whole. Raises FileNotFoundError."""
+    hashes = {}
+    for name in files_of(folder):
+        with (folder / name).open("rb") as file:
+            hashes[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return digest_of(hashes)
+
+
+def is_digest(text: str) -> bool:
+    """Return whether `text` has the form of a digest."""
+    return _digest.fullmatch(text) is not None
+
+
+def place_of(digest: str) -> str:
+    """Return a content's path in the store and in the cache: `sha256/ab/cdef...`."""
+    assert is_digest(digest), f"not a digest: {digest!r}"
+    hexadecimal = digest.removeprefix("sha256:")
+    return f"sha256/{hexadecimal[:2]}/{hexadecimal[2:]}"
+
+
+def digest_at(place: str) -> str | None:
+    """Return the digest of the content at this path, or of which this is a file; None for any other path."""
+    parts = place.split("/")
+    digest = f"sha256:{''.join(parts[1:3])}"
+    return digest if is_digest(digest) and place_of(digest) == "/".join(parts[:3]) else None
+
+
+class BlobStore:
+    """The contents of one store, shared by any number of processes on any number of machines.
+
+    A content is complete once FILES are stored, each of which is complete or absent; a bundle is stored before them. An
+    object's name is the digest of its content, so nothing is ever renamed or locked. Everything here blocks: call it
+    from a thread.
+    """
+
+    def __init__(self, objects: Objects, cache: Path) -> None:
+        """`cache` is a folder on this machine's disk, shared by its processes only."""
+        self.objects = objects
+        """Store of objects that are no contents: parts of uploads."""
+        self._staging = Staging(cache / "incoming")
+        self._cache = ContentCache(cache, self._staging)
+
+    def staging(self) -> AbstractContextManager[Path]:
+        """Return an empty folder to receive files in, removed when the block ends."""
+        return self._staging.folder()
+
+    def seal(self, folder: Path) -> str:
+        """Make a folder's files read-only and return their digest."""
+        for name in files_of(folder):
+            (folder / name).chmod(0o400)
+        return content_digest(folder)
+
+    def publish(self, folder: Path, digest: str) -> None:
+        """Store copies of a sealed folder's files, durably.
+
+        A content that is there already is stored again, which repairs damage. The registration asks `is_stored` once
+        more, under the lock that removals hold.
+        """
+        for name in reversed(files_of(folder)):
+            self.objects.put_file(f"{place_of(digest)}/{name}", folder / name)
+
+    def adopt(self, folder: Path, digest: str) -> None:
+        """Move a sealed folder into the cache, so that it is not fetched and read again."""
+        self._cache.adopt(folder, digest)
+
+    def is_stored(self, digest: str) -> bool:
+        """Return whether the store has the content."""
+        place = place_of(digest)
+        return {f"{place}/{name}" for name in FILES} <= set(self.objects.names(place))
+
+    def directory(self, digest: str) -> Path:
+        """Return a local folder with the content's files, whose digest was compared when they were fetched.
+
+        Raises BlobMissing, BlobCorrupt or StorageUnavailable.
+        """
+        folder = self._cache.verified(digest)
+        while folder is None:
+            with self.staging() as fetched:
+                self._fetch(digest, fetched)
+                self._cache.adopt(fetched, digest)
+            folder = self._cache.known(digest)
+        return folder
+
+    def known_directory(self, digest: str) -> Path | None:
+        """Return the same folder where no file needs to be read, else None; fast enough for an event loop."""
+        return self._cache.known(digest)
+
+    def digests(self) -> list[str]:
+        """List the digests of which any file is stored."""
+        places = (digest_at(name) for name in self.objects.names("sha256"))
+        return sorted({digest for digest in places if digest is not None})
+
+    def cached(self) -> list[Cached]:
+        """List the contents of this machine's cache, the longest unused first."""
+        return self._cache.contents()
+
+    def evict(self, digest: str) -> None:
+        """Remove a content from this machine's cache."""
+        self._cache.discard(digest)
+
+    def remove(self, digest: str) -> None:
+        """Remove a content from the store and the cache; does nothing where it is absent."""
+        self.objects.delete_under(place_of(digest))
+        self._cache.discard(digest)
+
+    def sweep_incoming(self) -> int:
+        """Remove the staging areas of dead processes of this machine; return how many."""
+        return self._staging.sweep() + self.objects.sweep()
+
+    def close(self) -> None:
+        """Remove this process's staging areas."""
+        self._staging.close()
+        self.objects.close()
+
+    def _fetch(self, digest: str, folder: Path) -> None:
+        try:
+            place = place_of(digest)
+            has_bundle = f"{place}/{BUNDLE_FILE}" in self.objects.names(place)
+            for name in (*FILES, BUNDLE_FILE) if has_bundle else FILES:
+                self.objects.fetch(f"{place}/{name}", folder / name)
+        except FileNotFoundError:
+            raise BlobMissing(f"{digest} is not stored") from None
+        found = found_in(folder)
+        if found != digest:
+            raise BlobCorrupt(f"what is stored as {digest} is now {found}; upload the adapter again")
+
+
+def open_blobs(where: str, cache: str, options: Mapping[str, str]) -> BlobStore:
+    """Open the store at `where`, a folder or a URL, with a cache on this machine. Raises StorageUnavailable."""
+    return BlobStore(open_objects(where, options), Path(cache))
+
+
+_Signature = tuple[tuple[int, int, int], ...]
+
+
+class Cached(NamedTuple):
+    """A content in the cache: its bytes, and the seconds since it was last requested."""
+
+    digest: str
+    size: int
+    idle: float
+
+
+class ContentCache:
+    """Folders named after the digest of their content; one under its final name is complete.
+
+    Each process computes a folder's digest once, and again when the size, time or inode of a file has changed.
+    """
+
+    def __init__(self, root: Path, staging: Staging) -> None:
+        self._root = root
+        self._staging = staging
+        self._verified: dict[str, _Signature] = {}
+
+    def known(self, digest: str) -> Path | None:
+        """Return the content's folder where this process has verified it; no file is read."""
+        folder = self._root / place_of(digest)
+        signature = self._verified.get(digest)
+        if signature is None or signature != _signature(folder):
+            return None
+        try:
+            os.utime(folder)
+        except FileNotFoundError:  # evicted at this moment
+            return None
+        return folder
+
+    def verified(self, digest: str) -> Path | None:
+        """Return the content's folder, its files read if need be; a folder with another content is removed."""
+        folder = self.known(digest)
+        if folder is not None:
+            return folder
+        folder = self._root / place_of(digest)
+        signature = _signature(folder)
+        if signature is None or found_in(folder) != digest:
+            self.discard(digest)
+            return None
+        self._verified[digest] = signature
+        return self.known(digest)
+
+    def adopt(self, folder: Path, digest: str) -> None:
+        """Move a folder with this content to its place, unless another process has done so."""
+        signature = _signature(folder)
+        assert signature is not None, "only a complete folder is adopted"
+        place = self._root / place_of(digest)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        while self.verified(digest) is None:
+            try:
+                folder.rename(place)
+            except OSError:
+                if not place.is_dir():
+                    raise
+            else:
+                self._verified[digest] = signature
+
+    def discard(self, digest: str) -> None:
+        """Remove a content; does nothing where it is absent."""
+        self._verified.pop(digest, None)
+        self._staging.discard(self._root / place_of(digest))
+
+    def contents(self) -> list[Cached]:
+        """List the contents, the longest unused first."""
+        found = []
+        for folder in self._root.glob("sha256/??/*"):
+            digest, signature = digest_at(folder.relative_to(self._root).as_posix()), _signature(folder)
+            if digest is not None and signature is not None:
+                idle = max(0.0, time.time() - folder.stat().st_mtime)
+                found.append(Cached(digest, sum(size for size, _, _ in signature), idle))
+        return sorted(found, key=lambda cached: -cached.idle)
+
+
+def found_in(folder: Path) -> str | None:
+    """Return the digest of the folder's files; None where a file is missing."""
+    try:
+        return content_digest(folder)
+    except FileNotFoundError:
+        return None
+
+
+def _signature(folder: Path) -> _Signature | None:
+    try:
+        stats = [(folder / name).stat() for name in files_of(folder)]
+    except FileNotFoundError:
+        return None
+    return tuple((stat.st_size, stat.st_mtime_ns, stat.st_ino) for stat in stats)

@@ -1,0 +1,289 @@
+"""Objects: named bytes in a folder or in an object store. Each is complete or absent, and never changed in place.
+
+Unfinished files are in staging areas, one for each process, which holds a lock on its area while it lives. An area
+without a holder therefore belongs to a dead process, and is safe to remove.
+
+Everything here blocks: call it from a thread.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from http import HTTPStatus
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import obstore
+from obstore.exceptions import BaseError
+from obstore.store import LocalStore, from_url
+
+from loramux.common.errors import LoramuxError
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, ObjectStore, RetryConfig, S3Config
+
+
+PART = 8 << 20
+"""Bytes of a large object that are sent or read at a time."""
+PARTS_AT_ONCE = 4
+"""Parts that are sent at a time; times PART, the memory that a large object takes."""
+RETRIES: RetryConfig = {"max_retries": 5, "retry_timeout": timedelta(seconds=30)}
+SILENCE = timedelta(seconds=30)
+"""The time for which a store may send nothing; a transfer that makes progress may take LONGEST."""
+LONGEST = timedelta(hours=1)
+
+
+class StorageError(LoramuxError):
+    """Base of storage's errors; the messages are for operators."""
+
+    code = "storage_unavailable"
+    status = HTTPStatus.SERVICE_UNAVAILABLE
+    retry_after = 1
+    public_message = "The storage of adapters does not answer; what was confirmed before is kept. Please retry."
+
+
+class StorageUnavailable(StorageError):
+    """The store does not answer, or refuses. The message repeats its answer, for the operator and not for a tenant."""
+
+
+_SHORTAGES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE})
+"""Errors of a machine that lacks something which it may have again: space, files, a disk that answers."""
+
+
+@contextmanager
+def shortages_are_outages() -> Iterator[None]:
+    """Raise StorageUnavailable for a full or failing disk: it is the operator's to mend, and a retry may help."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _SHORTAGES:
+            raise
+        raise StorageUnavailable(f"this machine's disk: {error}") from error
+
+
+class Objects:
+    """Any object store that obstore supports: readers see a put completely or not at all."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+
+    def put(self, name: str, data: bytes) -> None:
+        """Store `data` durably, replacing an object of that name."""
+        with _store_errors():
+            obstore.put(self._store, name, data, use_multipart=False)
+
+    def put_file(self, name: str, file: Path) -> None:
+        """Store a file that is not written to any more, durably, replacing an object of that name."""
+        with _store_errors():
+            obstore.put(self._store, name, file, chunk_size=PART, max_concurrency=PARTS_AT_ONCE)
+
+    def read(self, name: str) -> Iterator[bytes]:
+        """Yield the object's bytes, PART or more at a time. Raises FileNotFoundError."""
+        with _store_errors():
+            for data in obstore.get(self._store, name).stream(PART):
+                yield bytes(data)
+
+    def fetch(self, name: str, target: Path) -> None:
+        """Copy the object into a file that is not there yet. Raises FileNotFoundError."""
+        with target.open("xb") as file:
+            for data in self.read(name):
+                file.write(data)
+
+    def names(self, prefix: str) -> list[str]:
+        """List the objects under `prefix/`."""
+        with _store_errors():
+            return sorted(found["path"] for page in obstore.list(self._store, prefix) for found in page)
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Remove objects; absent ones are ignored."""
+        with _store_errors():
+            try:
+                obstore.delete(self._store, names)
+            except FileNotFoundError:  # some stores stop at the first that is not there
+                for name in names:
+                    with suppress(FileNotFoundError):
+                        obstore.delete(self._store, name)
+
+    def delete_under(self, prefix: str) -> None:
+        """Remove everything under `prefix/`."""
+        self.delete(self.names(prefix))
+
+    def sweep(self) -> int:
+        """Remove the leftovers of killed writers; return how many. In a bucket, a lifecycle rule does so."""
+        return 0
+
+    def close(self) -> None:
+        """Remove this process's own leftovers."""
+
+
+class Folder(Objects):
+    """A folder of this machine, shared by its processes: an object is on the disk before it gets its name.
+
+    obstore's own writer for folders neither syncs nor tidies up after a kill, so this class writes by itself.
+    """
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(LocalStore(root, mkdir=True))
+        self._root = root
+        self._staging = Staging(root / "incoming")
+
+    def put(self, name: str, data: bytes) -> None:
+        """Store `data`; return when it is on the disk."""
+        with self._staging.folder() as folder:
+            (folder / "data").write_bytes(data)
+            self._place(folder / "data", name)
+
+    def put_file(self, name: str, file: Path) -> None:
+        """Store a file, as a link where it is on the same disk; return when it is on the disk."""
+        with self._staging.folder() as folder:
+            _link_or_copy(file, folder / "data")
+            self._place(folder / "data", name)
+
+    def fetch(self, name: str, target: Path) -> None:
+        """Link the object, or copy it on to another disk. Raises FileNotFoundError."""
+        _link_or_copy(self._root / name, target)
+
+    def delete_under(self, prefix: str) -> None:
+        """Remove the folder."""
+        self._staging.discard(self._root / prefix)
+
+    def sweep(self) -> int:
+        """Remove the staging areas of dead processes; return how many."""
+        return self._staging.sweep()
+
+    def close(self) -> None:
+        """Remove this process's staging area."""
+        self._staging.close()
+
+    def _place(self, file: Path, name: str) -> None:
+        _sync(file)
+        target = self._root / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        file.replace(target)
+        for folder in target.relative_to(self._root).parents:
+            _sync(self._root / folder)
+
+
+def open_objects(where: str, options: Mapping[str, str]) -> Objects:
+    """Open the folder `where`, or the object store at a URL like s3://bucket/prefix with obstore's options.
+
+    Raises StorageUnavailable where obstore does not know the URL or an option.
+    """
+    if "://" not in where:
+        return Folder(Path(where))
+    client: ClientConfig = {"timeout": LONGEST, "read_timeout": SILENCE}
+    if any(value.startswith("http://") for value in options.values()):
+        client["allow_http"] = True
+    config = cast("S3Config", dict(options))  # or Google's, or Azure's: obstore checks the names
+    with _store_errors():
+        made = from_url(where, config=config, client_options=client, retry_config=RETRIES)
+    return Objects(made)
+
+
+@contextmanager
+def _store_errors() -> Iterator[None]:
+    try:
+        yield
+    except (BaseError, ValueError) as error:
+        raise StorageUnavailable(f"the object store: {error}") from error
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of obstore's Rust; it derives from BaseException
+            raise
+        raise StorageUnavailable(f"the object store: its options do not fit together: {error}") from error
+
+
+def _link_or_copy(file: Path, target: Path) -> None:
+    try:
+        os.link(file, target)
+    except FileNotFoundError:
+        raise
+    except OSError:  # another disk, or one without links
+        shutil.copyfile(file, target)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class Staging:
+    """This process's area in a folder shared by any number of processes."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        root.mkdir(parents=True, exist_ok=True)
+        self._area = root / secrets.token_hex(8)
+        self._lock = _claim(self._area)
+
+    @contextmanager
+    def folder(self) -> Iterator[Path]:
+        """Yield an empty folder, removed when the block ends; finished files are renamed out of it.
+
+        A disk that is full in the block raises StorageUnavailable: all that is written to disks goes this way.
+        """
+        with shortages_are_outages():
+            folder = self._area / secrets.token_hex(8)
+            folder.mkdir()
+            try:
+                yield folder
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def discard(self, path: Path) -> None:
+        """Remove a folder of the same file system in one step for all readers; does nothing where it is absent."""
+        doomed = self._area / secrets.token_hex(8)
+        try:
+            path.rename(doomed)
+        except FileNotFoundError:
+            return
+        shutil.rmtree(doomed, ignore_errors=True)
+
+    def sweep(self) -> int:
+        """Remove the areas of dead processes; return how many."""
+        swept = 0
+        for area in self._root.iterdir():
+            lock = _try_claim(area)
+            if lock is not None:
+                shutil.rmtree(area, ignore_errors=True)
+                os.close(lock)
+                swept += 1
+        return swept
+
+    def close(self) -> None:
+        """Remove this process's area."""
+        shutil.rmtree(self._area, ignore_errors=True)
+        os.close(self._lock)
+
+
+def _claim(area: Path) -> int:
+    """Create the area and lock it; again where another process's sweep removed it in between."""
+    while True:
+        area.mkdir(exist_ok=True)
+        descriptor = _try_claim(area)
+        if descriptor is not None and area.exists():
+            return descriptor
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _try_claim(area: Path) -> int | None:
+    try:
+        descriptor = os.open(area, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor

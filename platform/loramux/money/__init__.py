@@ -1,0 +1,1 @@
+"""What usage costs: prices, limits and budgets, the ledger, invoices, exports."""

@@ -1,0 +1,1 @@
+"""Money: plans and prices, periods and invoices, costs and margins, and the proof that engines and ledger agree."""

@@ -1,0 +1,191 @@
+"""Bills divided: costs by day and group for OpenAI's costs endpoint, and margins for the operator.
+
+A margin is a model's revenue beside its share of the GPUs' cost. Shares are counted in the scheduler's service units:
+a computed prompt token is one, a generated one two. A share counts waived work, revenue does not.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from decimal import Decimal
+from typing import ClassVar
+
+import msgspec
+
+from loramux.common.units import DAY, SECONDS_PER_DAY
+from loramux.data.records.usage import DailyQuantities
+from loramux.money.billing.invoices import MINIMUM, Bill
+from loramux.money.pricing import NANO_DIGITS, allocate, to_decimal
+from loramux.money.usage.errors import InvalidQuery
+from loramux.money.usage.query import MAX_FILTER, BucketQuery, BucketWidth, Page
+
+SERVICE_UNITS = {"input_uncached": 1, "waived_input_uncached": 1, "output": 2, "waived_output": 2}
+
+
+class CostsQuery(BucketQuery, frozen=True, kw_only=True):
+    """A query of costs by day (UTC)."""
+
+    widths: ClassVar[Mapping[str, BucketWidth]] = {"1d": BucketWidth(SECONDS_PER_DAY, 7, 180)}
+    groups: ClassVar[tuple[str, ...]] = ("project_id", "line_item", "api_key_id", "model", "tags")
+
+    project_ids: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.project_ids) > MAX_FILTER:
+            raise InvalidQuery(f"project_ids takes at most {MAX_FILTER} ids", "project_ids")
+
+    @property
+    def divided_by(self) -> tuple[str, ...]:
+        """The columns that bills must be divided by."""
+        asked = [name for name in self.group_by if name != "line_item"]
+        return tuple(dict.fromkeys([*asked, *(["project_id"] if self.project_ids else [])]))
+
+    def cut(self, start: int, end: int) -> tuple[int, int]:
+        """Extend to whole days."""
+        return start // SECONDS_PER_DAY * SECONDS_PER_DAY, -(-end // SECONDS_PER_DAY) * SECONDS_PER_DAY
+
+
+class Amount(msgspec.Struct, frozen=True):
+    """An amount of money. The value is a JSON number with all its digits."""
+
+    value: Decimal
+    currency: str
+    """ISO 4217 in small letters, as OpenAI writes it."""
+
+
+class CostResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One sum. Columns that it is not grouped by are null."""
+
+    object: str = "organization.costs.result"
+    amount: Amount
+    quantity: int | None = None
+    """Units of the meter, where grouped by line_item."""
+    line_item: str | None = None
+    project_id: str | None = None
+    api_key_id: str | None = None
+    model: str | None = None
+    tags: str | None = None
+
+
+CostPage = Page[CostResult]
+
+
+class Cost(msgspec.Struct, frozen=True, kw_only=True):
+    """One part of one line, on one day, with its groups."""
+
+    day: int
+    line_item: str
+    keys: dict[str, str | None]
+    quantity: int
+    nanos: int
+    currency: str
+
+
+def costs_of(bills: Iterable[Bill], group_by: Sequence[str]) -> list[Cost]:
+    """List every part of these bills, which were divided by `group_by`; a minimum falls on its period's last day."""
+    costs = []
+    for bill in bills:
+        for line, part in bill.charges():
+            item = ", ".join(what for what in (line.meter, line.base_model, line.tier) if what not in ("", "*"))
+            keys = dict(zip(group_by, part.group, strict=True))
+            costs.append(_cost(bill, part.day, item, keys, part.quantity, part.nanos))
+        if bill.shortfall:
+            last_day = bill.period.month.ends_at // DAY - 1
+            costs.append(_cost(bill, last_day, MINIMUM, {}, 1, bill.shortfall * bill.currency.nanos))
+    return costs
+
+
+def cost_page(query: CostsQuery, costs: Iterable[Cost], now: int) -> CostPage:
+    """Return the page of days that `query` asks for; `now` in seconds."""
+    plan = query.plan(now)
+    by_day: dict[int, dict[tuple[str | None, ...], list[Cost]]] = {day: {} for day in plan.indices}
+    for cost in costs:
+        wanted = not query.project_ids or cost.keys.get("project_id") in query.project_ids
+        if wanted and cost.day in by_day:
+            key = tuple(_key(cost, name) for name in query.group_by)
+            by_day[cost.day].setdefault(key, []).append(cost)
+    return plan.page(
+        {day: [_result(query, key, groups[key]) for key in sorted(groups, key=repr)] for day, groups in by_day.items()}
+    )
+
+
+def _cost(bill: Bill, day: int, item: str, keys: dict[str, str | None], quantity: int, nanos: int) -> Cost:
+    return Cost(day=day, line_item=item, keys=keys, quantity=quantity, nanos=nanos, currency=bill.currency.code)
+
+
+def _key(cost: Cost, name: str) -> str | None:
+    return cost.line_item if name == "line_item" else cost.keys.get(name)
+
+
+def _result(query: CostsQuery, key: tuple[str | None, ...], costs: list[Cost]) -> CostResult:
+    value = to_decimal(sum(cost.nanos for cost in costs), NANO_DIGITS)
+    quantity = sum(cost.quantity for cost in costs) if "line_item" in query.group_by else None
+    result = CostResult(amount=Amount(value, costs[0].currency.lower()), quantity=quantity)
+    return msgspec.structs.replace(result, **dict(zip(query.group_by, key, strict=True)))
+
+
+class Margin(msgspec.Struct, frozen=True, kw_only=True):
+    """One tenant's model in one period, in one currency."""
+
+    tenant_name: str
+    model: str
+    currency: str
+    units: int
+    """The share of the GPUs, in service units."""
+    price: Decimal
+    cost: Decimal
+    margin: Decimal
+
+
+class Revenue(msgspec.Struct, frozen=True, kw_only=True):
+    """One tenant's period: its bill and its quantities, both divided by model alone."""
+
+    tenant_name: str
+    bill: Bill
+    quantities: Sequence[DailyQuantities]
+
+
+def margins(revenues: Sequence[Revenue], gpu_nanos: int) -> list[Margin]:
+    """Return every model's margin; `gpu_nanos` is the cost of the GPUs in the period, in nano-units.
+
+    The whole cost is divided exactly over everything that ran: idle time is shared by what ran.
+    """
+    units, prices = _units(revenues), _prices(revenues)
+    currencies = {one.tenant_name: one.bill.currency for one in revenues}
+    keys = sorted(units.keys() | prices.keys())
+    costs = allocate(gpu_nanos, [units[key] for key in keys])
+    return [
+        Margin(
+            tenant_name=tenant,
+            model=model,
+            currency=currencies[tenant].code,
+            units=units[tenant, model],
+            price=_money(prices[tenant, model]),
+            cost=_money(cost),
+            margin=_money(prices[tenant, model] - cost),
+        )
+        for (tenant, model), cost in zip(keys, costs, strict=True)
+    ]
+
+
+def _units(revenues: Sequence[Revenue]) -> Counter[tuple[str, str]]:
+    units: Counter[tuple[str, str]] = Counter()
+    for one in revenues:
+        for quantity in one.quantities:
+            done = sum(weight * quantity.quantities.get(meter, 0) for meter, weight in SERVICE_UNITS.items())
+            units[one.tenant_name, quantity.group[0] or ""] += done
+    return units
+
+
+def _prices(revenues: Sequence[Revenue]) -> Counter[tuple[str, str]]:
+    prices: Counter[tuple[str, str]] = Counter()
+    for one in revenues:
+        for _, part in one.bill.charges():
+            prices[one.tenant_name, part.group[0] or ""] += part.nanos
+    return prices
+
+
+def _money(nanos: int) -> Decimal:
+    return to_decimal(nanos, NANO_DIGITS)

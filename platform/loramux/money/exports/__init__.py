@@ -1,0 +1,1 @@
+"""The ledger and its costs in the formats that finance and metering systems take."""

@@ -1,0 +1,264 @@
+"""Budgets: the most money in a period, what open requests hold of it, and the alerts at its thresholds.
+
+Money is in nano-units of the tenant's currency. A request holds the most that it can cost from admission to settlement,
+so requests that arrive together cannot overspend together.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from datetime import UTC, datetime, timedelta
+from itertools import chain
+from typing import Any, Protocol
+
+import msgspec
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from loramux.common.units import SECOND, TokenCounts
+from loramux.data.records.identity import TenantId
+from loramux.data.records.limits import CounterRepository, LimitRepository, Spending
+from loramux.data.records.requests import OpenedRequest
+from loramux.money.limits.definitions import subjects_of
+from loramux.money.limits.errors import BudgetSpent
+from loramux.money.pricing import NANO
+
+
+class ChargedUsage(msgspec.Struct, frozen=True):
+    """Tokens and adapter loads that a request is charged for."""
+
+    tokens: TokenCounts = TokenCounts()
+    adapter_loads: int = 0
+
+
+class Tariff(Protocol):
+    """The prices of some tenants at one moment."""
+
+    def most_it_can_cost(self, request: OpenedRequest) -> int:
+        """Return a bound that `cost` never exceeds for this request, also where it is settled a day later."""
+
+    def cost(self, tenant: TenantId, base_model: str, tier: str, used: ChargedUsage) -> int:
+        """Return the cost of a request that used so much."""
+
+
+class Prices(Protocol):
+    """The source of tariffs."""
+
+    async def tariff(self, session: AsyncSession, tenants: Collection[TenantId]) -> Tariff:
+        """Return the tariff of these tenants; called only where one of them has a budget."""
+
+
+class NoPrices:
+    """Prices and tariff of a server without price plans: everything is free."""
+
+    async def tariff(self, *_: object, **__: object) -> Tariff:
+        """Return itself."""
+        return self
+
+    def most_it_can_cost(self, *_: object, **__: object) -> int:
+        """Return 0."""
+        return 0
+
+    def cost(self, *_: object, **__: object) -> int:
+        """Return 0."""
+        return 0
+
+
+class Budget(msgspec.Struct, frozen=True, kw_only=True):
+    """The most money that a subject may spend in a period; `thresholds` in percent, ascending."""
+
+    id: str
+    tenant: TenantId
+    subject: str
+    period: str
+    amount: int
+    thresholds: tuple[int, ...]
+
+
+class BudgetState(msgspec.Struct, frozen=True, kw_only=True):
+    """A budget with what the current period has spent and holds, in nano-units."""
+
+    budget: Budget
+    currency: str
+    """The tenant's, ISO 4217; empty for a tenant without a plan."""
+    start: int
+    spent: int
+    held: int
+
+
+class Spent(msgspec.Struct, frozen=True):
+    """The cost of one period so far, and the most that its open requests may still cost."""
+
+    spent: int
+    held: int
+
+
+def budget_of(row: Any) -> Budget:
+    """Return the budget of a row of `records.limits.BUDGET`."""
+    return Budget(
+        id=row.id,
+        tenant=row.tenant_id,
+        subject=row.subject,
+        period=row.period,
+        amount=row.amount,
+        thresholds=tuple(map(int, row.thresholds.split())),
+    )
+
+
+def period_start(period: str, now: int) -> int:
+    """Return the start of the period that `now` lies in, UTC; 0 for `total`. Both in microseconds."""
+    if period == "total":
+        return 0
+    today = datetime.fromtimestamp(now // SECOND, UTC).replace(hour=0, minute=0, second=0)
+    start = today.replace(day=1) if period == "month" else today
+    return int(start.timestamp()) * SECOND
+
+
+def period_end(period: str, start: int) -> int | None:
+    """Return the start of the next period; None for `total`."""
+    if period == "total":
+        return None
+    begun = datetime.fromtimestamp(start // SECOND, UTC)
+    later = begun + timedelta(days=1 if period == "day" else 32)
+    return int((later.replace(day=1) if period == "month" else later).timestamp()) * SECOND
+
+
+class BudgetBatch:
+    """The budgets that a batch touches, locked by `read`, changed in memory, written once."""
+
+    def __init__(self, session: AsyncSession, now: int) -> None:
+        self._session = session
+        self._counter_rows = CounterRepository(session)
+        self._now = now
+        self._of_subject: dict[str, list[Budget]] = defaultdict(list)
+        self._by_id: dict[str, Budget] = {}
+        self._spendings: dict[Spending, Spent] = {}
+        self._held: dict[str, list[Any]] = defaultdict(list)
+        self._new: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        self._alerts: list[dict[str, Any]] = []
+        self._tariff: Tariff | None = None
+        self._currencies: dict[TenantId, str] = {}
+
+    async def read(self, opened: Sequence[OpenedRequest], ended: Collection[str], prices: Prices) -> None:
+        """Look up and lock the budgets of these requests, and those that ended requests hold something of."""
+        limits = LimitRepository(self._session)
+        subjects = {subject for request in opened for subject in subjects_of(request)}
+        self._know(await limits.budgets(subjects) if subjects else ())
+        requests = {*ended, *(request.id for request in opened if self._budgets_of(request))}
+        for row in await self._counter_rows.budget_holds(requests) if requests else ():
+            self._held[row.request_id].append(row)
+        held = {row.budget_id for rows in self._held.values() for row in rows} - self._by_id.keys()
+        self._know(await limits.budgets((), held) if held else ())
+        if not self._by_id:
+            return
+        tenants = {budget.tenant for budget in self._by_id.values()}
+        self._tariff = await prices.tariff(self._session, tenants)
+        self._currencies = await limits.currencies(tenants) if opened else {}
+        periods = {(row.budget_id, row.start) for rows in self._held.values() for row in rows}
+        periods |= {self._period(budget) for request in opened for budget in self._budgets_of(request)}
+        for row in await self._counter_rows.spendings(periods):
+            self._spendings[row.budget_id, row.start] = Spent(row.spent, row.held)
+
+    def holds(self, request_id: str) -> bool:
+        """Return whether the request holds anything, now or before."""
+        return request_id in self._held or request_id in self._new
+
+    def ensure_affordable(self, request: OpenedRequest) -> int:
+        """Return the most that the request can cost. Raises BudgetSpent unless each of its budgets has so much left."""
+        budgets = self._budgets_of(request)
+        if not budgets or self._tariff is None:
+            return 0
+        cost = self._tariff.most_it_can_cost(request)
+        for budget in budgets:
+            owner = subjects_of(request)[budget.subject]
+            period = self._period(budget)
+            spent, currency = self._spendings[period], self._currencies.get(budget.tenant, "")
+            state = BudgetState(budget=budget, currency=currency, start=period[1], spent=spent.spent, held=spent.held)
+            ensure_affordable(owner, state, cost, self._now)
+        return cost
+
+    def hold(self, request: OpenedRequest, cost: int) -> None:
+        """Hold so much of every budget of the request."""
+        for budget in self._budgets_of(request):
+            period = self._period(budget)
+            spent = self._spendings[period]
+            self._spendings[period] = Spent(spent.spent, spent.held + cost)
+            hold = {"request_id": request.id, "budget_id": budget.id, "start": period[1], "amount": cost}
+            self._new[request.id].append(hold | {"base_model": request.base_model, "tier": request.tier})
+
+    def release(self, request_id: str, used: ChargedUsage) -> None:
+        """Spend what was used and give back the rest, in the period in which the request began."""
+        for row in self._held.pop(request_id, ()):
+            assert self._tariff is not None
+            budget, period = self._by_id[row.budget_id], (row.budget_id, row.start)
+            before = self._spendings[period]
+            cost = self._tariff.cost(budget.tenant, row.base_model, row.tier, used)
+            after = self._spendings[period] = Spent(before.spent + cost, before.held - row.amount)
+            for percent in crossed_thresholds(budget, before.spent, after.spent):
+                self._alerts.append(alert_row(budget, row.start, percent, after.spent, self._now))
+
+    async def write(self) -> None:
+        """Write what has changed; `AdmissionBatch` removes the holds of ended requests."""
+        rows = [
+            {"budget_id": budget, "start": start, "spent": spent.spent, "held": spent.held}
+            for (budget, start), spent in sorted(self._spendings.items())
+        ]
+        await self._counter_rows.write_spendings(rows)
+        await self._counter_rows.add_budget_holds(list(chain.from_iterable(self._new.values())))
+        await self._counter_rows.add_alerts(self._alerts)
+
+    def _know(self, rows: Iterable[Any]) -> None:
+        for row in rows:
+            budget = self._by_id[row.id] = budget_of(row)
+            self._of_subject[budget.subject].append(budget)
+
+    def _budgets_of(self, request: OpenedRequest) -> list[Budget]:
+        return [budget for subject in subjects_of(request) for budget in self._of_subject.get(subject, ())]
+
+    def _period(self, budget: Budget) -> Spending:
+        return budget.id, period_start(budget.period, self._now)
+
+
+def ensure_affordable(owner: str, state: BudgetState, cost: int, now: int) -> None:
+    """Raise BudgetSpent unless a request that may cost so much fits into what is left."""
+    budget = state.budget
+    left = budget.amount - state.spent - state.held
+    if cost <= left and left > 0:
+        return
+    end = period_end(budget.period, state.start)
+    total, gone, held, more = (
+        format_money(nanos, state.currency) for nanos in (budget.amount, state.spent, state.held, cost)
+    )
+    raise BudgetSpent(
+        f"The {budget.period} budget of your {owner} is {total}: {gone} is spent, {held} is held by running requests, "
+        f"and this request may cost {more}. Lower max_tokens, or raise the budget.",
+        wait=None if end is None else end - now,
+    )
+
+
+def crossed_thresholds(budget: Budget, before: int, after: int) -> list[int]:
+    """Return the thresholds, in percent, that spending reaches by going from `before` to `after`."""
+    return [percent for percent in budget.thresholds if before * 100 < budget.amount * percent <= after * 100]
+
+
+def alert_row(budget: Budget, start: int, percent: int, spent: int, now: int) -> dict[str, Any]:
+    """Return the row of the alert for the outbox."""
+    return {
+        "id": f"{budget.id}:{start}:{percent}",
+        "tenant_id": budget.tenant,
+        "budget_id": budget.id,
+        "subject": budget.subject,
+        "period": budget.period,
+        "start": start,
+        "percent": percent,
+        "amount": budget.amount,
+        "spent": spent,
+        "created_at": now,
+        "delivered_at": None,
+    }
+
+
+def format_money(nanos: int, currency: str) -> str:
+    """Return an amount for people, exact and with two decimals at least: `12.50 USD`, `0.00005 USD`."""
+    whole, part = divmod(nanos, NANO)
+    return f"{whole}.{f'{part:09d}'.rstrip('0').ljust(2, '0')} {currency}".rstrip()

@@ -1,0 +1,186 @@
+"""The limits by name, the subjects that they are on, and the token bucket that counts those by the minute.
+
+A bucket refills evenly, in exact integers. It counts in parts of a minute's microseconds: a limit of L a minute adds L
+parts every microsecond, and one request (or token) costs PART parts. Nothing is ever rounded, so the bucket is exact
+to the token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from loramux.common.settings.serving import AdapterLimits
+from loramux.common.units import MINUTE
+from loramux.data.records.identity import Principal
+from loramux.data.records.limits import LimitRepository
+from loramux.data.records.requests import OpenedRequest, is_shadow, service_tier
+
+PART = MINUTE
+"""Parts of one request or token: the microseconds of a minute."""
+
+MAX_INTEGER = 2**63 - 1
+"""The largest value of a database column."""
+
+BATCH_POOL = "batch:"
+"""Prefix of the counters of batches."""
+BATCH_LIMIT = "batch_"
+"""Prefix of the limits of batches."""
+
+
+class TokenBucket(msgspec.Struct, frozen=True):
+    """`free` parts as of the microsecond `at`. A clock that goes back refills nothing."""
+
+    free: int
+    at: int
+
+    @classmethod
+    def full(cls, limit: int, now: int) -> TokenBucket:
+        """Return a bucket with a whole minute's worth."""
+        return cls(limit * PART, now)
+
+    def refilled(self, limit: int, now: int) -> TokenBucket:
+        """Return the bucket as of `now`."""
+        elapsed = max(0, now - self.at)
+        return TokenBucket(min(limit * PART, self.free + elapsed * limit), self.at + elapsed)
+
+    @property
+    def whole(self) -> int:
+        """The whole units that can be taken."""
+        return max(0, self.free) // PART
+
+    def minus(self, quantity: int) -> TokenBucket:
+        """Return the bucket after taking `quantity`; the caller has checked that they are there."""
+        return TokenBucket(self.free - quantity * PART, self.at)
+
+    def plus(self, quantity: int) -> TokenBucket:
+        """Return the bucket after giving back `quantity`; `refilled` cuts what exceeds the limit."""
+        return TokenBucket(self.free + quantity * PART, self.at)
+
+    def wait(self, quantity: int, limit: int) -> int | None:
+        """Return the microseconds until `quantity` can be taken; None for never."""
+        if quantity > limit:
+            return None
+        missing = quantity * PART - self.free
+        return max(0, -(-missing // limit)) if limit else 0
+
+
+class RateLimit(msgspec.Struct, frozen=True):
+    """One limit by the minute: its value, what is left, and the microseconds until all of it is there again."""
+
+    limit: int
+    remaining: int
+    reset: int
+
+
+class RateLimitStatus(msgspec.Struct, frozen=True):
+    """The tightest limits by the minute that a request met, for the x-ratelimit headers; None where there is none."""
+
+    requests: RateLimit | None = None
+    tokens: RateLimit | None = None
+
+    def tightest(self, other: RateLimitStatus) -> RateLimitStatus:
+        """Return, for requests and for tokens, the limit with less left."""
+        return RateLimitStatus(_tighter(self.requests, other.requests), _tighter(self.tokens, other.tokens))
+
+
+def _tighter(one: RateLimit | None, other: RateLimit | None) -> RateLimit | None:
+    if one is None or other is None:
+        return one or other
+    return min(one, other, key=lambda rate: rate.remaining)
+
+
+class LimitDefinition(msgspec.Struct, frozen=True):
+    """The meaning of one limit."""
+
+    meaning: str
+    max_value: int
+    everywhere: bool
+    """Also on a project, a key or a member; else on a tier and a tenant only."""
+
+
+LIMITS = {
+    "requests_per_minute": LimitDefinition("requests begun in a minute", MAX_INTEGER // PART, True),
+    "tokens_per_minute": LimitDefinition("prompt and answer tokens in a minute", MAX_INTEGER // PART, True),
+    "concurrent_requests": LimitDefinition("requests at the same time, over all servers", 10**9, True),
+    "queued_requests": LimitDefinition("requests that wait for their first token, on one server", 10**9, False),
+    "batch_requests_per_minute": LimitDefinition("lines of batches begun in a minute", MAX_INTEGER // PART, True),
+    "batch_tokens_per_minute": LimitDefinition("their prompt and answer tokens in a minute", MAX_INTEGER // PART, True),
+    "batch_concurrent_requests": LimitDefinition("lines of batches at the same time, over all servers", 10**9, True),
+    "file_bytes": LimitDefinition("bytes of all files together, those that batches write too", 2**62, False),
+    "adapters": LimitDefinition("adapters that exist", 10**9, False),
+    "adapter_bytes": LimitDefinition("bytes of all adapters together", 2**62, False),
+    "adapter_rank": LimitDefinition("the largest rank of an adapter", 10**6, False),
+    "adapter_file_bytes": LimitDefinition("bytes of one adapter's weights", 2**62, False),
+    "adapter_modules": LimitDefinition("modules that one adapter changes", 10**6, False),
+}
+
+
+def tier_subject(tier: str) -> str:
+    """Return the subject of a tier's limits, which hold for tenants that have none of their own."""
+    return f"tier:{tier}"
+
+
+def subjects_of(request: OpenedRequest) -> dict[str, str]:
+    """Return the subjects whose limits the request meets, each with its word in messages.
+
+    The key's subject is the head of its lineage, which a rotation keeps. The keys and members that made the key follow:
+    a key cannot escape its own limits by making others. A shadow meets no limit: its caller did not ask for it.
+    """
+    if is_shadow(request.tier):
+        return {}
+    return subjects_of_caller(request.tenant_id, request.project_id, request.lineage or (request.key_id,))
+
+
+def subjects_of_caller(tenant: str, project: str | None, lineage: Sequence[str]) -> dict[str, str]:
+    """Return the same of a caller. `lineage`: its key, then the makers of the key."""
+    of_project = {} if project is None else {str(project): "project"}
+    key, *makers = lineage
+    above = dict.fromkeys(makers, "key's maker")
+    return {str(tenant): "organization"} | of_project | above | {key: "key"}
+
+
+def pools_of(request: OpenedRequest) -> dict[str, str]:
+    """Return the counters that the request takes from, each with the word of its subject in messages.
+
+    Lines of batches have counters of their own, so that a batch never uses up what interactive requests need. Money is
+    one: budgets are on the subjects themselves.
+    """
+    subjects = subjects_of(request)
+    if service_tier(request.tier) != "batch":
+        return subjects
+    return {f"{BATCH_POOL}{subject}": word for subject, word in subjects.items()}
+
+
+class AdapterQuota(msgspec.Struct, frozen=True):
+    """A tenant's limits on the number and size of its adapters; None: no limit of its own."""
+
+    adapters: int
+    rank: int
+    file_bytes: int
+    """Bytes of one adapter's weights."""
+    modules: int | None
+    """Modules that one adapter changes."""
+    total_bytes: int | None
+
+
+async def tenant_limits(session: AsyncSession, principal: Principal) -> dict[str, int]:
+    """Return the tenant's limits by name, its own before its tier's."""
+    tier = tier_subject(principal.tier)
+    rows = await LimitRepository(session).limits({principal.tenant, tier})
+    values = {row.name: row.value for row in rows if row.subject == tier}
+    return values | {row.name: row.value for row in rows if row.subject == principal.tenant}
+
+
+async def adapter_quota(session: AsyncSession, principal: Principal, server: AdapterLimits) -> AdapterQuota:
+    """Return the tenant's own limits, else its tier's, and never more than the server accepts from any tenant."""
+    values = await tenant_limits(session, principal)
+    return AdapterQuota(
+        adapters=min(values.get("adapters", server.max_adapters_per_tenant), server.max_adapters_per_tenant),
+        rank=min(values.get("adapter_rank", server.max_rank), server.max_rank),
+        file_bytes=min(values.get("adapter_file_bytes", server.max_bytes), server.max_bytes),
+        modules=values.get("adapter_modules"),
+        total_bytes=values.get("adapter_bytes"),
+    )

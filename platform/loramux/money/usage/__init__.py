@@ -1,0 +1,1 @@
+"""Usage: requests opened and settled in the ledger, and sums over it."""

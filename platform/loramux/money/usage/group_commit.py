@@ -1,0 +1,139 @@
+"""One writer, many waiters: operations that arrive during a commit are committed together by the next.
+
+A durable commit costs a sync of the disk however little it holds. An idle writer commits a lone operation at once, a
+busy one takes everything that was queued meanwhile: so an operation waits for one commit before its own.
+
+Lines of a batch, whose caller does not wait, would make that the rule with theirs. They are *patient*: until
+QUIET_SECONDS after another operation they wait PATIENCE to be committed together, apart from the others, and after
+those that wait by then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Generic, TypeVar
+
+from loramux.common.units import QUIET_SECONDS
+from loramux.data.records.errors import RecordsUnavailable
+from loramux.money.usage.errors import UsageClosed
+
+Operation = TypeVar("Operation")
+Outcome = TypeVar("Outcome")
+
+MAX_BATCH = 1024
+
+PATIENCE = 0.25
+"""Seconds that patient operations wait for more of them."""
+PAUSES = (0.05, 0.25, 1.0, 3.0)
+"""Seconds between attempts while the database does not answer."""
+
+Commit = Callable[[Sequence[Operation]], Awaitable[Sequence[Outcome | Exception]]]
+"""Commit all of a batch and return each operation's outcome in order, or raise and have committed nothing."""
+
+
+class GroupCommit(Generic[Operation, Outcome]):
+    """Commits operations in batches. A batch that fails is split and tried again, so that only bad operations fail."""
+
+    def __init__(self, commit: Commit[Operation, Outcome], max_batch: int = MAX_BATCH) -> None:
+        self._commit = commit
+        self._max_batch = max_batch
+        self._waiting: deque[tuple[Operation, asyncio.Future[Outcome]]] = deque()
+        self._patient: deque[tuple[Operation, asyncio.Future[Outcome]]] = deque()
+        self._patience: asyncio.TimerHandle | None = None
+        """Runs while the patient ones wait for more."""
+        self._last_at = -math.inf
+        """When the latest operation came that is not patient, in the loop's time."""
+        self._wake = asyncio.Event()
+        self._writer: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Start the writer task; needs a running event loop."""
+        if self._writer is None:
+            self._writer = asyncio.create_task(self._write(), name="group-commit")
+
+    async def stop(self) -> None:
+        """Commit everything that was submitted, then end."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            self._end_patience()
+            await writer
+
+    async def submit(self, operation: Operation, *, patient: bool = False) -> Outcome:
+        """Commit the operation and return its outcome; raises what it failed with, or UsageClosed.
+
+        A caller that is cancelled stops waiting; the operation is committed all the same.
+        """
+        return await self.post(operation, patient=patient)
+
+    def post(self, operation: Operation, *, patient: bool = False) -> asyncio.Future[Outcome]:
+        """Queue the operation for the next commit, or `patient` for one soon; the future has its outcome. Raises
+        UsageClosed."""
+        if self._writer is None:
+            raise UsageClosed("usage is not being written: start() has not run, or stop() has")
+        loop = asyncio.get_running_loop()
+        outcome: asyncio.Future[Outcome] = loop.create_future()
+        if patient and (self._patient or loop.time() - self._last_at < QUIET_SECONDS):  # in order among themselves
+            if not self._patient:
+                self._patience = loop.call_later(PATIENCE, self._end_patience)
+            self._patient.append((operation, outcome))
+        else:
+            self._waiting.append((operation, outcome))
+            self._wake.set()
+        if not patient:
+            self._last_at = loop.time()
+        return outcome
+
+    def _end_patience(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+        self._wake.set()
+
+    async def _write(self) -> None:
+        """Commit what waits until the end, which is when `stop` has forgotten the writer and nothing waits."""
+        while self._writer is not None or self._waiting or self._patient:
+            await self._wake.wait()
+            self._wake.clear()
+            await self._commit_some(self._waiting)
+            if self._patience is None:
+                await self._commit_some(self._patient)
+            if self._waiting or (self._patient and self._patience is None):
+                self._wake.set()
+
+    async def _commit_some(self, queue: deque[tuple[Operation, asyncio.Future[Outcome]]]) -> None:
+        taken = [queue.popleft() for _ in range(min(len(queue), self._max_batch))]
+        if taken:
+            outcomes = await self._commit_or_split([operation for operation, _ in taken])
+            for (_, future), outcome in zip(taken, outcomes, strict=True):
+                _answer(future, outcome)
+
+    async def _commit_or_split(self, batch: Sequence[Operation]) -> Sequence[Outcome | Exception]:
+        try:
+            return await self._attempt(batch)
+        except RecordsUnavailable as error:
+            return [error] * len(batch)
+        except Exception as error:  # the caller gets any failure; the writer must live on
+            if len(batch) == 1:
+                return [error]
+        half = len(batch) // 2
+        return [*await self._commit_or_split(batch[:half]), *await self._commit_or_split(batch[half:])]
+
+    async def _attempt(self, batch: Sequence[Operation]) -> Sequence[Outcome | Exception]:
+        for pause in PAUSES:
+            try:
+                return await self._commit(batch)
+            except RecordsUnavailable:
+                await asyncio.sleep(pause)
+        return await self._commit(batch)
+
+
+def _answer(future: asyncio.Future[Outcome], outcome: Outcome | Exception) -> None:
+    if future.cancelled():
+        return
+    if isinstance(outcome, Exception):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)

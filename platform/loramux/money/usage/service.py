@@ -1,0 +1,259 @@
+"""Usage: requests are opened and settled, adapters' storage and pins are metered, and tenants' use is summed.
+
+The storage meter writes bytes times seconds of stored and of pinned revisions, as one ledger entry a day for each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack, suppress
+from typing import Literal
+
+import msgspec
+
+from loramux.common.units import DAY, SECOND
+from loramux.data.records.contents import PINNED, STORED, StorageMeterRepository, UnbilledSpan
+from loramux.data.records.database import Database, server_liveness
+from loramux.data.records.identity import Principal, TenantId, new_id
+from loramux.data.records.ledger import EntryContent, LedgerEntry, LedgerRepository
+from loramux.data.records.requests import (
+    BACKGROUND,
+    AnsweredRequest,
+    ClaimRepository,
+    IdempotencyClaim,
+    OpenedRequest,
+    RequestRepository,
+    service_tier,
+)
+from loramux.data.records.usage import DailyUsageRepository, UsageRepository, UsageTotals
+from loramux.money.limits.admission import check_request_rate
+from loramux.money.limits.budgets import NoPrices, Prices
+from loramux.money.limits.definitions import RateLimitStatus
+from loramux.money.usage.errors import InvalidQuery, UsageClosed
+from loramux.money.usage.group_commit import GroupCommit
+from loramux.money.usage.idempotency import AnswerStorage, IdempotencyGuard, StoredAnswer
+from loramux.money.usage.query import UsagePage, UsageQuery
+from loramux.money.usage.settlement import Operation, Outcome, Settlement, SettlementWriter, unused
+
+SUM_BATCH = 1_000
+"""Entries that one transaction adds to the daily sums: a settlement on SQLite waits for it, some 10 ms."""
+MAX_ROWS = 50_000
+"""Sums in one answer: more would keep the server busy for other callers."""
+
+Kind = Literal["storage", "residency"]
+METERED = {"storage": STORED, "residency": PINNED}
+STATUS = {"storage": "stored", "residency": "pinned"}
+GRACE = 600 * SECOND
+"""Microseconds between a day's end and its entries: by then, every row that began on that day is committed."""
+BATCH = 500
+
+
+class UsageService:
+    """Opens and settles requests, and sums what tenants used. `open` and `settle` need start(); queries do not."""
+
+    def __init__(self, database: Database, prices: Prices | None = None, answers: AnswerStorage | None = None) -> None:
+        """`prices` price the requests of tenants with a budget; None: nothing costs anything.
+
+        `answers` stores those of requests with an idempotency key; None: no other process can read them.
+        """
+        self._database = database
+        self.server_id = new_id("server")
+        """Between `start` and `stop`, other servers see that it is alive (`records.database.dead_servers`)."""
+        self._answers = answers or AnswerStorage.temporary()
+        self._operations = SettlementWriter(database, self.server_id, prices or NoPrices(), self._answers)
+        self._writer: GroupCommit[Operation, Outcome] = GroupCommit(self._operations.commit)
+        self._life = AsyncExitStack()
+        self.drift_tokens = 0
+        """Tokens by which what this server settled differs from what its engine counted for it."""
+
+    def guard(self, principal: Principal, claim: IdempotencyClaim) -> IdempotencyGuard:
+        """Return what makes a change once under the caller's idempotency key."""
+        return IdempotencyGuard(principal, claim, self._answers)
+
+    async def start(self) -> None:
+        """Start the writer, and hold the lock by which other servers see this one alive."""
+        await self._life.enter_async_context(server_liveness(self._database, self.server_id))
+        self._writer.start()
+
+    async def stop(self) -> None:
+        """Write what was submitted, then release the lock."""
+        await self._writer.stop()
+        await self._life.aclose()
+
+    async def ensure_rate(self, principal: Principal) -> None:
+        """Raise RateReached where the caller's limits leave no request in this minute."""
+        async with self._database.read() as session:
+            await check_request_rate(session, principal, self._database.now())
+
+    async def open(self, request: OpenedRequest) -> RateLimitStatus | StoredAnswer:
+        """Admit the request and write its row, durably, before the engine sees it.
+
+        Returns StoredAnswer where its idempotency key was answered before; then nothing is opened. A caller that is
+        cancelled while it waits leaves no open row: the request is settled with nothing used. Raises what
+        `AdmissionBatch.admit` raises, IdempotencyMismatch, StillRunning, RequestRefused, UsageClosed.
+        """
+        try:
+            outcome = await self._writer.submit(request, patient=_is_patient(request))
+        except asyncio.CancelledError:
+            self._abandon(request)
+            raise
+        assert isinstance(outcome, RateLimitStatus | StoredAnswer)
+        return outcome
+
+    async def settle(self, settlement: Settlement, *, patient: bool = False) -> LedgerEntry:
+        """Append the request's entry to the ledger, durably, before its client sees the usage.
+
+        Once per request: settling again returns the existing entry. A caller that is cancelled while it waits has
+        settled all the same; one that is `patient` lets others go first. Raises UnknownRequest, RequestRefused,
+        UsageClosed.
+        """
+        entry = await self._writer.submit(settlement, patient=patient)
+        assert isinstance(entry, LedgerEntry)
+        if settlement.engine_count is not None:
+            self.drift_tokens += settlement.engine_count.drift(entry.billed + entry.waived)
+        return entry
+
+    def _abandon(self, request: OpenedRequest) -> None:
+        with suppress(UsageClosed):  # then the next boot's sweep closes it
+            end = self._writer.post(unused(request.id, "caller"), patient=_is_patient(request))
+            end.add_done_callback(_retrieve_exception)
+
+    async def sweep(self) -> int:
+        """Close the requests that dead servers left open, as interrupted and free of charge; return their number.
+
+        Runs at start-up. A server that was thought dead and settles later is billed all the same.
+        """
+        return await self._operations.sweep()
+
+    async def accrue(self) -> int:
+        """Bill adapters' storage and pins up to the last day that is over; return the number of entries."""
+        stored = await StorageMeter(self._database, "storage").accrue()
+        return stored + await StorageMeter(self._database, "residency").accrue()
+
+    async def sum_days(self) -> int:
+        """Add the entries that are new to the daily sums; return their number."""
+        summed = 0
+        while batch := await self._sum_batch():
+            summed += batch
+        return summed
+
+    async def rebuild_days(self) -> int:
+        """Make the daily sums again from the ledger; return the number of entries."""
+        async with self._database.begin() as session:
+            await DailyUsageRepository(session).clear()
+        return await self.sum_days()
+
+    async def _sum_batch(self) -> int:
+        async with self._database.begin() as session:
+            return await DailyUsageRepository(session).advance(SUM_BATCH)
+
+    async def forget_answers(self) -> None:
+        """Delete the stored answers whose idempotency keys have expired."""
+        async with self._database.begin() as session:
+            await ClaimRepository(session).remove_expired(self._database.now())
+
+    async def completions(self, principal: Principal, query: UsageQuery) -> UsagePage:
+        """Sum the caller's usage in buckets of time. Raises InvalidQuery."""
+        now = self._database.now() // SECOND
+        async with self._database.read() as session:
+            usage = UsageRepository(session, principal.tenant)
+            window = query.window(now, principal.models, principal.bound_project)
+            if query.top_models is not None:
+                named = await usage.top_models(query.whole_window(window, now), query.top_models)
+                window = msgspec.structs.replace(window, named=tuple(named))
+            totals = await usage.by_bucket(window, query.recorded_groups, MAX_ROWS + 1)
+        if len(totals) > MAX_ROWS:
+            raise InvalidQuery(f"the page has more than {MAX_ROWS} sums; ask for fewer buckets or groups", "limit")
+        return await asyncio.to_thread(query.answer, totals, now)
+
+    async def answered_by(
+        self, principal: Principal, adapter: str, before: str | None = None, limit: int = 100
+    ) -> list[AnsweredRequest]:
+        """List the caller's requests to `adapter` of its own, or to `tenant/adapter`, newest first.
+
+        `before`: the id of the last page's last request.
+        """
+        owner, _, name = adapter.rpartition("/")
+        owner = owner or principal.tenant_name
+        if not principal.may_use(f"{owner}/{name}"):
+            return []
+        async with self._database.read() as session:
+            return await RequestRepository(session).answered_by(
+                principal.tenant, owner, name, before, limit, principal.bound_project
+            )
+
+    async def rows(self, tenant: TenantId) -> list[UsageTotals]:
+        """Sum everything that the tenant used, by model."""
+        async with self._database.read() as session:
+            return await UsageRepository(session, tenant).by_model()
+
+    async def verify_chain(self) -> int:
+        """Recompute the ledger's hash chain and return the number of entries. Raises ChainBroken."""
+        async with self._database.read() as session:
+            return (await LedgerRepository(session).verify()).sequence
+
+
+def _is_patient(request: OpenedRequest) -> bool:
+    return service_tier(request.tier) in BACKGROUND
+
+
+def _retrieve_exception(outcome: asyncio.Future[Outcome]) -> None:
+    """Mark the exception as seen: nothing awaits this future, and asyncio would log it."""
+    if not outcome.cancelled():
+        outcome.exception()
+
+
+class StorageMeter:
+    """Brings the ledger up to the last day that is over. Idempotent, and safe on several servers at once."""
+
+    def __init__(self, database: Database, kind: Kind) -> None:
+        self._database = database
+        self._kind = kind
+
+    async def accrue(self) -> int:
+        """Append the missing entries and return their number."""
+        written = 0
+        while batch := await self._accrue_batch():
+            written += batch
+        return written
+
+    async def _accrue_batch(self) -> int:
+        async with self._database.begin() as session:
+            ledger, meter = LedgerRepository(session), StorageMeterRepository(session, METERED[self._kind])
+            head = await ledger.lock()
+            now = self._database.now()
+            due = await meter.due((now - GRACE) // DAY * DAY, BATCH)
+            await ledger.append(head, [_content(self._kind, one, now) for one in due if _byte_seconds(one)])
+            await meter.counted({one.id: _end(one) for one in due})
+            return len(due)
+
+
+def _end(span: UnbilledSpan) -> int:
+    """The end of its first day that is not billed yet."""
+    return min((span.counted_until // DAY + 1) * DAY, span.until)
+
+
+def _byte_seconds(span: UnbilledSpan) -> int:
+    return span.size_bytes * (_end(span) // SECOND - span.counted_until // SECOND)
+
+
+def _content(kind: Kind, span: UnbilledSpan, now: int) -> EntryContent:
+    start = span.counted_until
+    return EntryContent(
+        kind=kind,
+        tenant_id=span.tenant_id,
+        key_id="",
+        request_id=f"{span.id}:{start}",
+        model=span.model,
+        adapter_digest=span.digest,
+        base_model="",
+        input_tokens=0,
+        cached_tokens=0,
+        output_tokens=0,
+        finish_reason=None,
+        status=STATUS[kind],
+        created_at=now,
+        occurred_at=start // DAY * DAY,
+        adapter_byte_seconds=_byte_seconds(span) if kind == "storage" else 0,
+        adapter_resident_byte_seconds=_byte_seconds(span) if kind == "residency" else 0,
+    )

@@ -1,0 +1,376 @@
+"""The server's parts, put together from its settings: records, tenants, registry, usage, engine, gateway and chores."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import httpx
+
+from loramux.accounts.tenants.entities import Changes
+from loramux.accounts.tenants.errors import TenantsError
+from loramux.accounts.tenants.secrets import open_pepper, replace_pepper
+from loramux.accounts.tenants.tenants import Tenants
+from loramux.accounts.webhooks.dispatcher import webhook_client
+from loramux.accounts.webhooks.endpoints import WebhookService
+from loramux.catalog.registry.errors import RegistryError
+from loramux.catalog.registry.registry import Registry, open_registry
+from loramux.catalog.registry.resolver import BaseModels, engine_key
+from loramux.catalog.uploads.imports import Importer
+from loramux.catalog.uploads.ingest import Ingest, UploadWorker
+from loramux.catalog.uploads.sessions import UploadSessions, max_bytes
+from loramux.catalog.validation.rendering import TemplateRenderer
+from loramux.common.public_http import Resolver
+from loramux.common.settings.file import Settings, SettingsError, ensure_files
+from loramux.common.settings.server import RecordsSettings
+from loramux.common.units import SECOND
+from loramux.data.records import schema
+from loramux.data.records.adapters import names_of_digests
+from loramux.data.records.database import Database
+from loramux.data.records.errors import RecordsUnavailable
+from loramux.data.storage.blobs import BlobStore, open_blobs
+from loramux.data.storage.objects import Objects, StorageUnavailable, open_objects
+from loramux.fleet.member import EngineStatus, Launch, UnknownEngine
+from loramux.money.billing.catalog import Catalog, PlanPrices
+from loramux.money.billing.reconcile import Checkpoints, LedgerProof
+from loramux.money.billing.service import BillingService
+from loramux.money.exports.delivery import AlertDelivery, Sink, SinkDelivery
+from loramux.money.exports.sinks import WebhookSink, make_sink
+from loramux.money.usage.idempotency import AnswerStorage
+from loramux.money.usage.service import UsageService
+from loramux.serving.adapters import AdapterService, LocalFolders
+from loramux.serving.engine_questions import EngineQuestions
+from loramux.serving.lifecycle import RECONCILE_SECONDS, BaseLifecycle
+from loramux.serving.service import CompletionService, ServedBase
+
+MAINTENANCE_SECONDS = 10.0
+SETTLE_SECONDS = 5.0
+STORAGE_SECONDS = 3600.0
+SUM_SECONDS = 15.0
+FORGET_SECONDS = 3600.0
+CACHE_SECONDS = 60.0
+UPLOAD_SECONDS = 15.0
+UPLOAD_SWEEP_SECONDS = 3600.0
+DELIVERY_SECONDS = 10.0
+CHECKPOINT_SECONDS = 3600.0
+SINK_SECONDS = 20.0
+WEBHOOK_SECONDS = 1.0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Platform:
+    """Everything that a server serves from."""
+
+    settings: Settings
+    started_at: int
+    """Unix seconds."""
+    tenants: Tenants
+    adapters: AdapterService
+    lifecycle: BaseLifecycle
+    ingest: Ingest
+    uploads: UploadSessions
+    usage: UsageService
+    billing: BillingService
+    completions: CompletionService
+    webhooks: WebhookService
+    local_folders: LocalFolders
+    database: Database
+    blobs: BlobStore
+    sinks: SinkDelivery
+    ledger_proof: LedgerProof
+
+    @property
+    def bases(self) -> Mapping[str, ServedBase]:
+        """The bases by name, each with its engine; the first is the default."""
+        return self.completions.bases
+
+    def base_of(self, recorded: str) -> ServedBase | None:
+        """Return the base that serves what was uploaded for the base `recorded`."""
+        return next((b for b in self.bases.values() if recorded in (b.name, *b.former_names)), None)
+
+    def engines(self) -> list[EngineStatus]:
+        """Describe the engines of every base."""
+        return [status for base in self.bases.values() for status in base.engines.statuses()]
+
+    def order_engine(self, name: str, *, restart: bool, seconds: float) -> EngineStatus:
+        """Begin to drain or restart the engine of that name. Raises UnknownEngine or EngineBusy."""
+        for base in self.bases.values():
+            if name in base.engines.names:
+                return base.engines.order(name, restart=restart, seconds=seconds)
+        names = [engine for base in self.bases.values() for engine in base.engines.names]
+        raise UnknownEngine(f"there is no engine {name[:80]!r}; there are {', '.join(names)}", "engine")
+
+    @property
+    def are_engines_alive(self) -> bool:
+        """Does every base have an engine that serves?"""
+        return all(base.engines.alive for base in self.bases.values())
+
+    @property
+    def has_lost_engines(self) -> bool:
+        """Has a base of the settings no engine, and will get none by itself? Added ones are loaded again."""
+        own = {base.name for base in self.settings.served_bases}
+        return any(base.engines.has_ended for name, base in self.bases.items() if name in own)
+
+    async def model_names(self, engine_keys: Collection[str]) -> dict[str, str]:
+        """Return the names of revisions by their names in the engine, for operators: `tenant/adapter@3`."""
+        digests = {key.partition("/")[0] for key in engine_keys}
+        async with self.database.read() as session:
+            names = await names_of_digests(session, digests)
+        return {engine_key(owner, digest): name for (digest, owner), name in names.items()}
+
+    async def is_database_reachable(self) -> bool:
+        """Return whether the database answers."""
+        return await self.database.is_reachable()
+
+
+@dataclass(frozen=True, slots=True)
+class BillingServices:
+    """The parts that an operator's billing commands need."""
+
+    database: Database
+    usage: UsageService
+    billing: BillingService
+    catalog: Catalog
+    settings: Settings
+    stack: AsyncExitStack
+
+    async def open_checkpoints(self) -> Checkpoints:
+        """Open the object storage with the ledger's checkpoints; it needs the pepper, which other commands do not."""
+        pepper = await open_pepper(self.database, Path(self.settings.records.pepper_file))
+        objects = _open_objects(self.settings.records)
+        self.stack.callback(objects.close)
+        return Checkpoints(self.database, objects, pepper)
+
+
+def migrate(settings: Settings) -> str:
+    """Bring the database to this release's schema, and return its revision."""
+    return schema.migrate(settings.records.url)
+
+
+@asynccontextmanager
+async def open_tenants(settings: Settings) -> AsyncIterator[Tenants]:
+    """Tenants and keys alone, for the command line: no model is loaded."""
+    async with _open_database(settings) as database, aclosing(await _open_tenants(settings, database)) as tenants:
+        yield tenants
+
+
+@asynccontextmanager
+async def open_billing(settings: Settings) -> AsyncIterator[BillingServices]:
+    """The ledger and the money alone, for the command line: no model is loaded."""
+    async with AsyncExitStack() as stack:
+        database = await stack.enter_async_context(_open_database(settings))
+        yield BillingServices(
+            database=database,
+            usage=UsageService(database),
+            billing=BillingService(database, settings.billing),
+            catalog=Catalog(database),
+            settings=settings,
+            stack=stack,
+        )
+
+
+async def open_sinks(settings: Settings, stack: AsyncExitStack) -> list[Sink]:
+    """The sinks of the settings, whose connections close with `stack`. Raises ExportError."""
+    clients = [await stack.enter_async_context(httpx.AsyncClient(timeout=SINK_SECONDS)) for _ in settings.sinks]
+    return [make_sink(sink, client) for sink, client in zip(settings.sinks, clients, strict=True)]
+
+
+@asynccontextmanager
+async def open_platform(settings: Settings, launch: Launch | None = None) -> AsyncIterator[Platform]:
+    """Open everything, swept and serving; at the end it drains, and stops everything in reverse order.
+
+    `launch` makes each engine, None: as the settings say. Raises RecordsError, SettingsError, TenantsError, or
+    EngineDied where a model cannot be loaded.
+    """
+    ensure_files(settings)
+    async with AsyncExitStack() as stack:
+        sinks = await open_sinks(settings, stack)
+        database = await stack.enter_async_context(_open_database(settings))
+        tenants = await stack.enter_async_context(aclosing(await _open_tenants(settings, database)))
+        tenants.last_use.start()
+        blobs = _open_blobs(settings.records)
+        stack.callback(blobs.close)
+        answers = AnswerStorage(tenants.pepper, settings.privacy.idempotency_seconds * SECOND)
+        usage = UsageService(database, PlanPrices(database), answers)
+        await usage.start()
+        stack.push_async_callback(usage.stop)
+        questions = EngineQuestions(settings.validation.parity_engine_seconds)
+        lifecycle = BaseLifecycle(settings, database, questions, launch)
+        stack.push_async_callback(lifecycle.close)
+        await lifecycle.start()
+        registry = open_registry(database, blobs, lifecycle.models, settings.adapters)
+        await _sweep(registry, usage, lifecycle.models)
+        ingest = Ingest(database, blobs, registry.blob_gc, lifecycle.models, settings.adapters, lifecycle.validators)
+        uploads = _open_uploads(settings, database, blobs, ingest, tenants, usage.server_id)
+        stack.push_async_callback(uploads.worker.jobs.stop)
+        stack.callback(questions.stop)
+        adapters = AdapterService(registry, lifecycle.engines)
+        await _preload(settings, tenants, adapters)
+        renderer = TemplateRenderer()
+        stack.callback(renderer.close)
+        completions = CompletionService(
+            bases=lifecycle.serving, resolver=registry.resolver, usage=usage, renderer=renderer
+        )
+        lifecycle.drain_with(completions.drain_base)
+        stack.push_async_callback(completions.drain, settings.server.drain_seconds)
+        chores = (
+            (RECONCILE_SECONDS, lifecycle.reconcile),
+            (SETTLE_SECONDS, completions.settle_late),
+            (STORAGE_SECONDS, usage.accrue),
+            (SUM_SECONDS, usage.sum_days),
+            (FORGET_SECONDS, usage.forget_answers),
+            (UPLOAD_SECONDS, uploads.worker.tend),
+            (UPLOAD_SWEEP_SECONDS, uploads.worker.sweep),
+            (CACHE_SECONDS, partial(registry.blob_gc.trim_cache, settings.records.cache_bytes)),
+            (MAINTENANCE_SECONDS, adapters.run_maintenance),
+        )
+        for seconds, chore in chores:
+            await stack.enter_async_context(run_periodically(seconds, chore))
+        webhooks, delivery, proof = await _open_deliveries(settings, sinks, database, blobs, tenants.pepper, stack)
+        yield Platform(
+            settings=settings,
+            started_at=int(time.time()),
+            tenants=tenants,
+            adapters=adapters,
+            lifecycle=lifecycle,
+            ingest=ingest,
+            uploads=uploads,
+            usage=usage,
+            billing=BillingService(database, settings.billing),
+            completions=completions,
+            webhooks=webhooks,
+            local_folders=LocalFolders(adapters, uploads, settings.adapters.local_root),
+            database=database,
+            blobs=blobs,
+            sinks=delivery,
+            ledger_proof=proof,
+        )
+
+
+async def _open_deliveries(
+    settings: Settings,
+    sinks: Sequence[Sink],
+    database: Database,
+    blobs: BlobStore,
+    pepper: bytes,
+    stack: AsyncExitStack,
+) -> tuple[WebhookService, SinkDelivery, LedgerProof]:
+    """Deliver usage and alerts to the operator's sinks, and events to the tenants' own webhooks, until `stack` ends."""
+    listening = [sink for sink in sinks if isinstance(sink, WebhookSink)]
+    checkpoints = Checkpoints(database, blobs.objects, pepper, listening)
+    await stack.enter_async_context(run_periodically(CHECKPOINT_SECONDS, checkpoints.write))
+    if listening:
+        await stack.enter_async_context(run_periodically(DELIVERY_SECONDS, AlertDelivery(database, listening).run))
+    delivery = SinkDelivery(database)
+    for sink in sinks:
+        await stack.enter_async_context(run_periodically(DELIVERY_SECONDS, partial(delivery.run, sink)))
+    resolver = Resolver("webhooks")
+    client = await stack.enter_async_context(webhook_client(settings.webhooks, resolver))
+    webhooks = WebhookService(database, client, pepper, settings.webhooks, resolver)
+    await stack.enter_async_context(run_periodically(FORGET_SECONDS, webhooks.dispatcher.forget))
+    await stack.enter_async_context(run_periodically(WEBHOOK_SECONDS, webhooks.dispatcher.run))
+    return webhooks, delivery, LedgerProof(database, checkpoints)
+
+
+def _open_uploads(
+    settings: Settings, database: Database, blobs: BlobStore, ingest: Ingest, tenants: Tenants, server_id: str
+) -> UploadSessions:
+    importer = Importer(settings.uploads, max_bytes(settings.adapters), settings.adapters.local_root)
+    worker = UploadWorker(database, blobs, ingest, importer, tenants, server_id)
+    return UploadSessions(database, blobs, ingest, worker, settings.uploads, settings.adapters)
+
+
+def _open_objects(settings: RecordsSettings) -> Objects:
+    with _storage_refusals(settings):
+        return open_objects(settings.blobs, settings.blob_options)
+
+
+def _open_blobs(settings: RecordsSettings) -> BlobStore:
+    with _storage_refusals(settings):
+        return open_blobs(settings.blobs, settings.cache, settings.blob_options)
+
+
+@contextmanager
+def _storage_refusals(settings: RecordsSettings) -> Iterator[None]:
+    """Name the settings in what the storage refuses. Raises SettingsError."""
+    try:
+        yield
+    except StorageUnavailable as error:
+        raise SettingsError(f"records.blobs: {error}") from None
+    except OSError as error:
+        raise SettingsError(
+            f"records.blobs ({settings.blobs}) and records.cache ({settings.cache}) must be folders that this server "
+            f"may write to: {error}"
+        ) from None
+
+
+async def renew_pepper(settings: Settings) -> int:
+    """Replace a lost pepper and revoke every key; return their number. Servers must be restarted afterwards."""
+    async with _open_database(settings) as database:
+        return await replace_pepper(Changes.local(database), Path(settings.records.pepper_file))
+
+
+async def _open_tenants(settings: Settings, database: Database) -> Tenants:
+    pepper = await open_pepper(database, Path(settings.records.pepper_file))
+    return Tenants(database, pepper, settings.issuers, settings.console)
+
+
+@asynccontextmanager
+async def _open_database(settings: Settings) -> AsyncIterator[Database]:
+    """The database at this release's schema: an embedded one is brought there, another must be there already."""
+    url = settings.records.url
+    await asyncio.to_thread(schema.migrate if url.startswith("sqlite:") else schema.check, url)
+    database = Database(url)
+    try:
+        yield database
+    finally:
+        await database.close()
+
+
+async def _preload(settings: Settings, tenants: Tenants, adapters: AdapterService) -> None:
+    """Preload adapters; one that cannot be is loaded when it is first requested, so that a warning is enough."""
+    for model in settings.adapters.preload:
+        try:
+            refused = await adapters.preload(await tenants.system_principal(model.partition("/")[0]), model)
+        except (TenantsError, RegistryError) as error:
+            refused = error.message
+        if refused:
+            logger.warning("adapters.preload: an adapter is not preloaded: %s", refused)
+
+
+async def _sweep(registry: Registry, usage: UsageService, models: BaseModels) -> None:
+    await registry.name_bases(models)
+    interrupted, contents = await usage.sweep(), await registry.blob_gc.sweep()
+    if interrupted or contents:
+        logger.info("after a crash: %d requests closed as interrupted, %d contents removed", interrupted, contents)
+
+
+@asynccontextmanager
+async def run_periodically(seconds: float, act: Callable[[], Awaitable[object]]) -> AsyncIterator[None]:
+    """Run `act` at once, then every `seconds` seconds while the block runs; its exceptions are logged."""
+    task = asyncio.create_task(_repeat(seconds, act))
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def _repeat(seconds: float, act: Callable[[], Awaitable[object]]) -> None:
+    while True:
+        try:
+            await act()
+        except RecordsUnavailable as error:
+            logger.warning("a background job waits for the database; it is tried again in %g s: %s", seconds, error)
+        except Exception:
+            logger.exception("a background job failed; it is tried again in %g s", seconds)
+        await asyncio.sleep(seconds)

@@ -1,0 +1,273 @@
+"""Checks of a request before it is admitted: context, vocabulary, sizes of the answer, tags, storage, and the task.
+
+A revision answers the requests that it was trained for (PEFT's task types):
+
+    trained for                    chat, completions   embeddings   classify   score, rerank
+    text (CAUSAL_LM), the base     yes                 yes          -          cosine of two vectors
+    vectors (FEATURE_EXTRACTION)   -                   yes          -          cosine of two vectors
+    classes (SEQ_CLS)              -                   -            yes        with one label: of both texts together
+
+Any other request is refused with the endpoint that would answer it: a head that was not trained gives numbers that mean
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+import msgspec
+
+from loramux.common.bundle import Bundle
+from loramux.data.records.identity import Principal
+from loramux.engine.messages import Constraint
+from loramux.serving.errors import InvalidRequest, NotAllowed
+from loramux.serving.messages import GenerationRequest, Prompt, TextPair
+
+MAX_TAGS = 16
+MAX_TAG_KEY = 64
+MAX_TAG_VALUE = 512
+"""Bounds of OpenAI's `metadata`."""
+DEFAULT_MAX_TOKENS = 16
+"""OpenAI's default for text completions."""
+MAX_LOGPROBS = 4_000_000
+"""The most log probabilities in an answer, over all choices; each takes about 65 bytes."""
+MAX_PROMPT_LOGPROBS = 200_000
+"""The most log probabilities of prompts in an answer, which come in one piece."""
+MAX_KEPT_LOGPROBS = 400_000
+"""The most log probabilities in an answer that is kept for an idempotency key."""
+MAX_DEPTH = 100
+"""Lists and objects inside each other in the values that a template gets: what reads them calls itself for each."""
+MAX_NUMBERS = 2_000_000
+"""The most numbers in the vectors of an answer; each takes up to 22 bytes."""
+MAX_KEPT_NUMBERS = 1_000_000
+"""The most in those of an answer that is kept for an idempotency key, four bytes each."""
+TOO_LONG = "context_length_exceeded"
+UNSUPPORTED_TASK = "unsupported_task"
+_encode = msgspec.json.Encoder(order="sorted").encode
+
+
+def check_depth(asked: GenerationRequest) -> None:
+    """Refuse tools, arguments of calls and template variables that are nested too deeply. Raises InvalidRequest."""
+    messages = [one.fields for prompt in asked.prompts if isinstance(prompt, tuple) for one in prompt]
+    given = [("messages", messages), *asked.chat.template.items()]
+    for name, value in given:
+        level = [value] if isinstance(value, Mapping | list | tuple) else []
+        for _ in range(MAX_DEPTH + 1):
+            items = (one.values() if isinstance(one, Mapping) else one for one in level)
+            level = [item for inner in items for item in inner if isinstance(item, Mapping | list | tuple)]
+            if not level:
+                break
+        else:
+            field = name if name in ("messages", "tools") else "chat_template_kwargs"
+            raise InvalidRequest(
+                f"'{field}' is nested more than {MAX_DEPTH} levels deep; send something flatter.", field=field
+            )
+
+
+def as_answered_by(asked: GenerationRequest, bundle: Bundle, width: int) -> GenerationRequest:
+    """Return the request as a model with this bundle answers it; `width`: of its vectors. Raises InvalidRequest."""
+    if asked.pairs and bundle.task == "SEQ_CLS":
+        return _pairs_for_classifier(asked, bundle)
+    if asked.pooling == "classify" and bundle.task != "SEQ_CLS":
+        raise _unsupported_task(
+            "is no classifier (task type SEQ_CLS). Call /v1/embeddings, or name an adapter that is one."
+        )
+    if asked.pooling != "classify" and bundle.task == "SEQ_CLS":
+        raise _unsupported_task(
+            "was trained for classes (task type SEQ_CLS). Call /v1/classify, or /v1/score and /v1/rerank where it has "
+            "one label; or name another model."
+        )
+    if asked.pooling is None and bundle.task == "FEATURE_EXTRACTION":
+        raise _unsupported_task(
+            "was trained for vectors (task type FEATURE_EXTRACTION). Call /v1/embeddings, /v1/score or /v1/rerank; or "
+            "name another model."
+        )
+    _check_dimensions(asked.dimensions, bundle, width)
+    return replace(asked, pooling=bundle.pooling or "last") if asked.pooling == "own" else asked
+
+
+def _pairs_for_classifier(asked: GenerationRequest, bundle: Bundle) -> GenerationRequest:
+    if bundle.num_labels != 1:
+        raise _unsupported_task(
+            f"is a classifier with {bundle.num_labels} labels, and texts are scored by one. Call /v1/classify, or "
+            "train it with num_labels=1."
+        )
+    return replace(asked, prompts=asked.pairs, pairs=(), pooling="classify")
+
+
+def _check_dimensions(dimensions: int | None, bundle: Bundle, width: int) -> None:
+    if dimensions in (None, width, *bundle.matryoshka_dimensions):
+        return
+    known = ", ".join(map(str, (*bundle.matryoshka_dimensions, width)))
+    raise InvalidRequest(
+        f"'dimensions' is {dimensions}, and this model's vectors have {known} numbers: leave it out. Of an adapter "
+        "that was trained for shorter ones, loramux.toml lists them (matryoshka_dimensions).",
+        field="dimensions",
+        code="unsupported_parameter",
+    )
+
+
+def _unsupported_task(why: str) -> InvalidRequest:
+    return InvalidRequest(f"This 'model' {why}", field="model", code=UNSUPPORTED_TASK)
+
+
+def check_token_ids(field: str, token_ids: Collection[int], vocab_size: int) -> None:
+    """Raise InvalidRequest for a token id that the model does not have."""
+    for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(
+                f"'{field}' names token {token_id}, which is out of vocabulary: this model has {vocab_size} tokens, "
+                f"0 to {vocab_size - 1}.",
+                field=field,
+            )
+
+
+def check_text_length(prompt: Prompt, longest_token: int, context: int) -> None:
+    """Refuse a text that cannot fit however well it is cut into tokens, before time is spent on cutting it.
+
+    `longest_token` in characters. Raises InvalidRequest.
+    """
+    if isinstance(prompt, list):
+        return
+    length = len(prompt) if isinstance(prompt, str | TextPair) else sum(len(m.content) + m.size for m in prompt)
+    if length > longest_token * context:
+        why = f"your prompt has {length} characters and no token has more than {longest_token}. Please shorten it."
+        raise _too_long(prompt, context, why)
+
+
+def resolve_max_tokens(
+    asked: GenerationRequest, prompt: Prompt, num_prompt_tokens: int, context: int, of_revision: int | None = None
+) -> int:
+    """Return how many tokens a choice may generate after `prompt`; `of_revision` is the revision's own default.
+
+    Raises InvalidRequest (code context_length_exceeded) where prompt and answer do not fit in `context` tokens.
+    """
+    if num_prompt_tokens == 0:
+        raise InvalidRequest(f"'{_field(prompt)}' holds no token; send at least one.", field=_field(prompt))
+    left = context - num_prompt_tokens
+    if asked.pooling is not None and left >= 0:
+        return 1  # the engine asks for a number, and generates nothing
+    if left < 1:
+        raise _too_long(prompt, context, f"your prompt has {num_prompt_tokens} tokens. Please shorten it.")
+    if asked.max_tokens is not None and asked.max_tokens > left and not asked.lowers_max_tokens:
+        raise _too_long(
+            prompt,
+            context,
+            f"you requested {num_prompt_tokens + asked.max_tokens} tokens ({num_prompt_tokens} in the prompt, "
+            f"{asked.max_tokens} for the completion). Please shorten the prompt or lower 'max_tokens'.",
+        )
+    default = min(of_revision or (left if isinstance(prompt, tuple) else DEFAULT_MAX_TOKENS), left)
+    max_tokens = min(asked.max_tokens or default, left)
+    if asked.sampling.min_tokens > max_tokens:
+        raise InvalidRequest(
+            f"'min_tokens' is {asked.sampling.min_tokens}, more than the {max_tokens} tokens that may be generated; "
+            "lower it or raise 'max_tokens'.",
+            field="min_tokens",
+        )
+    return max_tokens
+
+
+def _too_long(prompt: Prompt, context: int, why: str) -> InvalidRequest:
+    message = f"This model's maximum context length is {context} tokens. However, {why}"
+    return InvalidRequest(message, field=_field(prompt), code=TOO_LONG)
+
+
+def _field(prompt: Prompt) -> str:
+    return "messages" if isinstance(prompt, tuple) else "prompt"
+
+
+def check_allowed_tokens(asked: GenerationRequest, constraint: Constraint | None) -> None:
+    """Refuse `allowed_token_ids` beside a format: together they may leave no token. Raises InvalidRequest."""
+    if constraint is not None and asked.sampling.allowed_token_ids:
+        raise InvalidRequest(
+            f"'allowed_token_ids' is not available together with '{constraint.field}', whose format decides which "
+            "tokens are allowed; leave one of them out.",
+            field="allowed_token_ids",
+        )
+
+
+def check_vectors(asked: GenerationRequest, size: int) -> None:
+    """Raise InvalidRequest where vectors of `size` numbers are more than a server can hold for an answer."""
+    if asked.pooling is None:
+        return
+    limit = MAX_NUMBERS if asked.claim is None else MAX_KEPT_NUMBERS
+    if len(asked.prompts) * size > limit:
+        kept = "" if asked.claim is None else " with an Idempotency-Key"
+        raise InvalidRequest(
+            f"This request has {len(asked.prompts)} inputs, each with a vector of {size} numbers, and the most{kept} "
+            f"is {limit} numbers, {limit // size} inputs. Send several requests.",
+            field="prompt",
+        )
+
+
+def check_logprobs(asked: GenerationRequest, max_tokens: int) -> None:
+    """Raise InvalidRequest where an answer of `max_tokens` has more log probabilities than a server can hold for it."""
+    if asked.sampling.logprobs is None:
+        return
+    alternatives = max(asked.sampling.logprobs, len(asked.sampling.logprob_token_ids))
+    count = max_tokens * (1 + alternatives)
+    limit = MAX_LOGPROBS if asked.claim is None else MAX_KEPT_LOGPROBS
+    if count > limit:
+        kept = "" if asked.claim is None else " with an Idempotency-Key"
+        raise InvalidRequest(
+            f"This request may return {count} log probabilities ({max_tokens} tokens of all choices, "
+            f"{alternatives} alternatives each), and the most{kept} is {limit}. Lower 'max_tokens', 'n' or "
+            "the number of log probabilities.",
+            field="logprobs",
+        )
+
+
+def check_prompt_logprobs(asked: GenerationRequest, num_tokens: int) -> None:
+    """Raise InvalidRequest where prompts of `num_tokens` have more log probabilities than an answer may hold."""
+    if asked.sampling.prompt_logprobs is None:
+        return
+    count = num_tokens * (1 + asked.sampling.prompt_logprobs)
+    if count > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"This request asks for {count} log probabilities of its prompts ({num_tokens} tokens, "
+            f"{asked.sampling.prompt_logprobs} alternatives each), and the most is {MAX_PROMPT_LOGPROBS}. Send shorter "
+            "prompts, or ask for fewer alternatives.",
+            field="prompt_logprobs",
+        )
+
+
+def ensure_storage_allowed(principal: Principal, field: str) -> None:
+    """Raise NotAllowed where nothing that the caller sends or gets may be stored."""
+    if principal.zero_retention:
+        raise storage_refused(field)
+
+
+def storage_refused(field: str) -> NotAllowed:
+    """Return the refusal of a tenant with zero retention to have anything stored."""
+    return NotAllowed(
+        "Your organization has zero retention: nothing that its requests say or get is stored, so it has no "
+        "Idempotency-Key, no files, no batches and no outputs of shadows. Leave it out, or ask your operator.",
+        field,
+        code="zero_retention",
+    )
+
+
+def recorded_user(principal: Principal, user: str | None) -> str | None:
+    """Return the end user for the bill; None where nothing of the caller may be stored. Raises InvalidRequest."""
+    if user is not None and not user.isprintable():
+        raise InvalidRequest("Invalid value for 'user': all its characters must be printable.", field="user")
+    return None if principal.zero_retention else user
+
+
+def canonical_tags(tags: Mapping[str, str] | None) -> str:
+    """Return the tags as a JSON object with sorted keys; empty where there are none. Raises InvalidRequest."""
+    if not tags:
+        return ""
+    if len(tags) > MAX_TAGS:
+        raise _invalid_tags(f"a request has at most {MAX_TAGS} and this one has {len(tags)}; send fewer.")
+    for key, value in tags.items():
+        if not (1 <= len(key) <= MAX_TAG_KEY and key.isprintable()):
+            raise _invalid_tags(f"a name has 1 to {MAX_TAG_KEY} printable characters; got {key[:MAX_TAG_KEY]!r}.")
+        if not (len(value) <= MAX_TAG_VALUE and value.isprintable()):
+            raise _invalid_tags(f"the value of {key!r} has at most {MAX_TAG_VALUE} characters, all printable.")
+    return _encode(dict(tags)).decode()
+
+
+def _invalid_tags(why: str) -> InvalidRequest:
+    return InvalidRequest(f"Invalid value for 'metadata': {why}", field="metadata", code="invalid_value")

@@ -1,0 +1,142 @@
+"""The gateway's part of the error tree.
+
+GatewayError(message, field, code)
+├── InvalidRequest       the caller can correct it: `field` names what is wrong: 400
+├── FolderNotFound       a folder of the server's machine is absent, or not below its root: 404
+├── NotAllowed           the credential is valid and does not allow this: 403
+├── Unavailable          not now: try again after `retry_after` seconds: 503
+│   ├── Draining         this server is being stopped
+│   ├── EngineDown       the engine has died
+│   └── OverCapacity     it would miss its deadline, or has missed it: 429
+├── InvalidBase          a base model that cannot be added as it is described: 400
+├── UnknownBase          no base model has this name: 404
+├── BaseConflict         the set of base models, or what is on one, stands against a change: 409
+└── GenerationFailed     the server failed after it had accepted the request; nothing is charged: 500
+    └── AdapterNotLoaded     the adapter cannot be loaded; once a choice has begun, it ends only the others
+"""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+
+from loramux.common.errors import LoramuxError
+from loramux.engine.messages import EngineFault
+
+
+class GatewayError(LoramuxError):
+    """Base of what the gateway raises."""
+
+    def __init__(self, message: str, field: str | None = None, *, code: str | None = None) -> None:
+        super().__init__(message, field)
+        self.code = code or type(self).code
+
+
+class InvalidRequest(GatewayError):
+    """The request can never be served as it stands."""
+
+
+class InvalidBase(GatewayError):
+    """The message says what is wrong with it, and what to change."""
+
+    code = "invalid_base_model"
+
+
+class UnknownBase(GatewayError):
+    """The message lists the base models."""
+
+    code = "base_model_not_found"
+    status = HTTPStatus.NOT_FOUND
+
+
+class BaseConflict(GatewayError):
+    """`code` names the conflict."""
+
+    status = HTTPStatus.CONFLICT
+
+    def __init__(self, code: str, message: str, field: str | None = None) -> None:
+        super().__init__(message, field, code=code)
+
+
+class FolderNotFound(GatewayError):
+    """The folder is absent, holds no adapter, or is not below the operator's root; the caller cannot tell which."""
+
+    code = "adapter_files_missing"
+    status = HTTPStatus.NOT_FOUND
+
+
+class NotAllowed(GatewayError):
+    """The key or token lacks the scope."""
+
+    code = "insufficient_permissions"
+    status = HTTPStatus.FORBIDDEN
+
+
+class Unavailable(GatewayError):
+    """The request is valid; the server cannot serve it at this moment."""
+
+    status = HTTPStatus.SERVICE_UNAVAILABLE
+    retry_after = 1
+
+
+class Draining(Unavailable):
+    """The server is being stopped; another one, or this one after its restart, will serve."""
+
+    code = "server_draining"
+    retry_after = 5
+
+    def __init__(self) -> None:
+        super().__init__("This server is shutting down. Please retry in a few seconds.")
+
+
+class EngineDown(Unavailable):
+    """The engine ended under the request, or before it."""
+
+    code = "engine_unavailable"
+    retry_after = 10
+
+    def __init__(self) -> None:
+        super().__init__("The engine has stopped and is being restarted. Please retry.")
+
+
+class OverCapacity(Unavailable):
+    """The server cannot send the first token within the request's deadline."""
+
+    status = HTTPStatus.TOO_MANY_REQUESTS
+
+    def __init__(self, fault: EngineFault) -> None:
+        super().__init__(fault.message, code=fault.code)
+        self.retry_after = fault.retry_after or 1
+
+
+class GenerationFailed(GatewayError):
+    """The tokens generated until then are lost."""
+
+    code = "internal_error"
+    status = HTTPStatus.INTERNAL_SERVER_ERROR
+
+
+class AdapterNotLoaded(GenerationFailed):
+    """The adapter's files are gone or cannot be read: its owner may have deleted it while the request waited."""
+
+    code = "adapter_failed"
+
+
+def from_fault(fault: EngineFault | None) -> GatewayError:
+    """Translate the engine's fault into the error that the caller gets."""
+    if fault is None:
+        return GenerationFailed("The engine gave the request up without a reason.")
+    match fault.code:
+        case (
+            "context_length_exceeded"
+            | "adapter_not_finite"
+            | "invalid_constraint"
+            | "constraint_too_complex"
+            | "not_a_classifier"
+        ):
+            return InvalidRequest(fault.message, fault.field, code=fault.code)
+        case "adapter_failed":
+            return AdapterNotLoaded(fault.message)
+        case "engine_overloaded" | "deadline_exceeded":
+            return OverCapacity(fault)
+        case _:
+            return GenerationFailed(fault.message, code=fault.code)

@@ -1,0 +1,303 @@
+"""The text side of a model: its tokenizer, chat template and defaults, and the grammars that its answers follow.
+
+A revision with a bundle has a `Format` of its own; `Formats` makes them when they are first used, and renders
+conversations. A template of a revision is a customer's code: it is rendered in limited processes, of which each tenant
+may have few at a time, so that one tenant's templates do not delay another's. The base's own template is rendered here.
+
+`GrammarTrials` turns the answer format and the tools that a request asks for into a `Constraint` of the engine. Each
+new one is compiled in a limited process first, one at a time for a tenant; results are kept by tenant.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from loramux.catalog.registry.resolver import Revision
+from loramux.catalog.validation.rendering import TemplateFailed, TemplateRenderer, template_variables
+from loramux.common.bundle import NO_BUNDLE, Bundle, SamplingDefaults, read_bundle
+from loramux.common.jobs import TenantSlots, ThreadPool
+from loramux.common.sandbox.sandbox import JobLimits, Sandbox, SandboxDied, SandboxError
+from loramux.constraints.grammars import ToolGrammar, TrialJob, TrialResult, TrialSetup
+from loramux.constraints.tools import ToolUse
+from loramux.engine.messages import Constraint, ModelFacts
+from loramux.serving.errors import InvalidRequest, Unavailable
+from loramux.serving.messages import ChatOptions, Classes, Conversation, GenerationRequest, Message
+from loramux.serving.output import AnswerReader, Dialect, dialect_of
+from loramux.serving.tokenizer import TAIL_CHARACTERS, RenderedChat, Tokenizer, open_last_message, template_messages
+
+RENDERINGS, RENDERINGS_PER_TENANT = 16, 2
+"""Templates that are rendered at a time; each is a process."""
+KEPT_FORMATS = 1024
+"""Formats that are kept; one takes its bundle's size, since its tokenizer shares the base's model."""
+MAX_CONSTRAINT_BYTES = 256 << 10
+"""The largest format or set of tools that a request asks for, as JSON."""
+MAX_KEPT_OF_TENANT, MAX_KEPT = 64, 2048
+"""Results of trials that are kept, of one tenant and over all."""
+TRIAL_PROCESSES = 2
+TRIAL_LIMITS = JobLimits(memory_bytes=256 << 20, cpu_seconds=0.75, wall_seconds=2.0)
+INVALID_CONSTRAINT = "invalid_constraint"
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """What one revision, or the base, makes of text."""
+
+    tokenizer: Tokenizer
+    bundle: Bundle = NO_BUNDLE
+    tool_parser: str | None = None
+    """How the base writes calls of tools; None: as its template says. The bundle's choice goes before it."""
+
+    @property
+    def dialect(self) -> Dialect:
+        """How the model writes thoughts and calls."""
+        template = self.bundle.chat_template or self.tokenizer.chat_template
+        return dialect_of(template, self.bundle.tool_parser or self.tool_parser)
+
+    def chat_options(self, asked: GenerationRequest) -> ChatOptions:
+        """Return a conversation's options with what the template knows of effort. Raises InvalidRequest."""
+        try:
+            effort = self.dialect.effort_fields(asked.chat.effort)
+        except ValueError as error:
+            message = f"'reasoning_effort' is not supported: {error}; leave it out."
+            raise InvalidRequest(message, field="reasoning_effort", code="unsupported_parameter") from None
+        return replace(asked.chat, template={**effort, **asked.chat.template})
+
+    def tool_grammar(self, use: ToolUse) -> ToolGrammar:
+        """Return the tools as the model calls them. Raises InvalidRequest."""
+        style = self.dialect.tools
+        if style is None:
+            message = (
+                "'tools' is not supported: the model's chat template takes none that this server can read. "
+                "Leave it out; model.tool_parser, or an adapter's tool_parser, may name the way it calls."
+            )
+            raise InvalidRequest(message, field="tools", code="unsupported_parameter")
+        return ToolGrammar(use=use, style=style, special=self.tokenizer.grammar_tokens(style.markers))
+
+    def behind_thought(self, constraint: Constraint, prompt_tail: str | None) -> Constraint:
+        """Return a constraint that begins behind the answer's thought, where it may have one. Raises InvalidRequest."""
+        dialect, field = self.dialect, constraint.field
+        if prompt_tail is None or dialect.thought is None or not dialect.may_think(prompt_tail):
+            return constraint
+        opening, after = map(self.tokenizer.token_id, dialect.thought)
+        if dialect.begins_in_thought(prompt_tail):
+            if after is None:
+                end = dialect.thought[1]
+                message = f"'{field}' is not supported while the model thinks: '{end}' is no single token."
+                raise InvalidRequest(message, field=field, code="unsupported_parameter")
+            return msgspec.structs.replace(constraint, after=after)
+        if opening is None or after is None:
+            return constraint  # it answers without a thought
+        return msgspec.structs.replace(constraint, opening=opening, after=after)
+
+    def reader(self, asked: GenerationRequest, prompt_tail: str | None) -> AnswerReader | None:
+        """Return the reader of one answer; None: all of it is text."""
+        dialect, may_call = self.dialect, asked.chat.tools is not None
+        if prompt_tail is None or not (may_call or dialect.thought):
+            return None
+        return AnswerReader(
+            dialect,
+            in_thought=dialect.begins_in_thought(prompt_tail),
+            may_think=dialect.may_think(prompt_tail),
+            may_call=may_call,
+            use=asked.chat.tools,
+            special={token: text for text, token in self.tokenizer.special_tokens(dialect.markers).items()},
+        )
+
+    @property
+    def classes(self) -> Classes:
+        """The classes of a classifier."""
+        return Classes(self.bundle.labels, self.bundle.problem_type)
+
+    @property
+    def num_tokens(self) -> int:
+        """One more than the largest token id that the revision has added; 0 where it has added none."""
+        return max((token.id + 1 for token in self.bundle.added_tokens), default=0)
+
+    def apply_defaults(self, asked: GenerationRequest, of_base: SamplingDefaults) -> GenerationRequest:
+        """Fill in what the caller left out: from the bundle, or else from the base's recommendations `of_base`."""
+        own, recommended = msgspec.structs.asdict(self.bundle.sampling), msgspec.structs.asdict(of_base)
+        values = {name: recommended[name] if own[name] is None else own[name] for name in own}
+        found = {name: value for name, value in values.items() if name in asked.left_out and value is not None}
+        sampling = msgspec.structs.replace(asked.sampling, **found) if found else asked.sampling
+        return replace(
+            asked,
+            sampling=sampling,
+            stop=asked.stop or self.bundle.stop,
+            prompts=tuple(map(self._with_system_prompt, asked.prompts)),
+        )
+
+    def _with_system_prompt(self, prompt: Any) -> Any:
+        first = self.bundle.system_prompt
+        if first is None or not isinstance(prompt, tuple) or (prompt and prompt[0].role in ("system", "developer")):
+            return prompt
+        return (Message("system", first), *prompt)
+
+
+class Formats:
+    """Makes formats when they are first used, and renders conversations in them."""
+
+    def __init__(self, renderer: TemplateRenderer) -> None:
+        self._renderer = renderer
+        self._kept: OrderedDict[tuple[str, str], Format] = OrderedDict()
+        """By base and digest."""
+        self._slots = TenantSlots(RENDERINGS, RENDERINGS_PER_TENANT)
+        self._threads = ThreadPool("templates", RENDERINGS)
+
+    async def of(self, base: str, of_base: Format, revision: Revision | None) -> Format:
+        """Return the format of a revision, or of the base, whose own is given."""
+        if revision is None:
+            return of_base
+        key = base, revision.digest
+        found = self._kept.get(key)
+        if found is None:
+            found = self._kept[key] = await self._threads.run(_read, of_base, revision)
+            if len(self._kept) > KEPT_FORMATS:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(key)
+        return found
+
+    def forget_base(self, base: str) -> None:
+        """Keep no format of a base that is unloaded: another one may come under its name."""
+        for key in [key for key in self._kept if key[0] == base]:
+            del self._kept[key]
+
+    async def encode_chat(
+        self, format: Format, conversation: Conversation, options: ChatOptions, limit: int, tenant: str
+    ) -> RenderedChat:
+        """Return the conversation's token ids up to the assistant's answer.
+
+        `limit` and `tenant` as in `Tokenizer.encode`. Raises InvalidRequest where the template refuses the
+        conversation, Unavailable where no process can be started.
+        """
+        bundle, tokenizer = format.bundle, format.tokenizer
+        if bundle.chat_template is None:
+            return await tokenizer.encode_chat(conversation, limit, tenant, options)
+        messages, ends_with_prompt = template_messages(conversation), options.ending == "generation_prompt"
+        variables = template_variables(
+            bundle.special_tokens, messages, **options.template, add_generation_prompt=ends_with_prompt
+        )
+        characters = tokenizer.longest_token * limit
+        try:
+            async with self._slots.slot(tenant):
+                text = await self._threads.run(self._renderer.render, bundle.chat_template, variables, characters)
+        except TemplateFailed as failed:
+            raise InvalidRequest(
+                f"The adapter's chat template gives no prompt for these messages: {failed.reason}.",
+                field="messages",
+                code="chat_template_failed",
+            ) from None
+        except SandboxDied as error:
+            raise Unavailable("Chat templates cannot be rendered at present. Please retry.") from error
+        if options.ending == "open_message":
+            text = open_last_message(text, conversation)
+        token_ids = await tokenizer.encode(text, limit, tenant, add_special_tokens=options.add_special_tokens)
+        return RenderedChat(token_ids, text[-TAIL_CHARACTERS:])
+
+    def close(self) -> None:
+        """End the threads."""
+        self._threads.close()
+
+
+def _read(of_base: Format, revision: Revision) -> Format:
+    bundle, tokenizer = read_bundle(Path(revision.directory)), of_base.tokenizer
+    extended = tokenizer.extended(bundle.added_tokens) if bundle.added_tokens else tokenizer
+    return Format(extended, bundle, of_base.tool_parser)
+
+
+class _Key(NamedTuple):
+    tenant: str
+    job: bytes
+
+
+class GrammarTrials:
+    """Turns asked formats into constraints. Each new one is tried first, one at a time for a tenant."""
+
+    def __init__(self, tokenizer: Tokenizer, facts: ModelFacts) -> None:
+        self._setup = _setup(tokenizer, facts)
+        self._sandbox = Sandbox("loramux.constraints.grammars", self._setup or b"")
+        self._threads = ThreadPool("grammars", TRIAL_PROCESSES)
+        self._slots = TenantSlots(TRIAL_PROCESSES, 1)
+        self._kept: OrderedDict[_Key, TrialResult] = OrderedDict()
+        """Results, the latest used last."""
+
+    async def constraint(self, tenant: str, asked: TrialJob, field: str) -> Constraint:
+        """Return the constraint that `field` asks for. Raises InvalidRequest where the limits do not allow it."""
+        if self._setup is None:
+            raise InvalidRequest(
+                f"'{field}' is not supported with this model's tokenizer; leave it out.",
+                field=field,
+                code="unsupported_parameter",
+            )
+        job = msgspec.json.encode(asked)
+        if len(job) > MAX_CONSTRAINT_BYTES:
+            raise InvalidRequest(
+                f"'{field}' has {len(job)} bytes, and at most {MAX_CONSTRAINT_BYTES} are allowed. Send a smaller one.",
+                field=field,
+                code=INVALID_CONSTRAINT,
+            )
+        result = await self._result(_Key(tenant, job))
+        if result.refusal is not None:
+            raise InvalidRequest(
+                f"'{field}' cannot be enforced: {result.refusal}. Simplify it, or leave it out.",
+                field=field,
+                code=INVALID_CONSTRAINT,
+            )
+        return Constraint(grammar=result.grammar, field=field)
+
+    async def constraint_of(
+        self, tenant: str, format: Format, asked: GenerationRequest, prompt_tail: str | None
+    ) -> Constraint | None:
+        """Return what every answer of a request follows; None: nothing. Raises InvalidRequest."""
+        use = asked.chat.tools
+        if use is None and asked.format is None:
+            return None
+        job = TrialJob(
+            format=asked.format.format if asked.format else None,
+            tools=format.tool_grammar(use) if use else None,
+        )
+        field = asked.format.field if asked.format else "tools"
+        return format.behind_thought(await self.constraint(tenant, job, field), prompt_tail)
+
+    def close(self) -> None:
+        """End the process and the threads."""
+        self._sandbox.close()
+        self._threads.close()
+
+    async def _result(self, key: _Key) -> TrialResult:
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        async with self._slots.slot(key.tenant):
+            if key not in self._kept:  # a request beside this one may have tried the same
+                self._keep(key, await self._threads.run(self._try, key.job))
+        return self._kept[key]
+
+    def _try(self, job: bytes) -> TrialResult:
+        try:
+            return msgspec.json.decode(self._sandbox.run(job, TRIAL_LIMITS).value, type=TrialResult)
+        except SandboxDied:
+            raise Unavailable("Formats cannot be checked at this moment. Please retry.", code="server_busy") from None
+        except SandboxError:
+            limit = f"{TRIAL_LIMITS.cpu_seconds} seconds"
+            return TrialResult(refusal=f"it takes more than {limit} or too much memory to compile")
+
+    def _keep(self, key: _Key, result: TrialResult) -> None:
+        self._kept[key] = result
+        own = [one for one in self._kept if one.tenant == key.tenant]
+        if len(own) > MAX_KEPT_OF_TENANT:
+            del self._kept[own[0]]
+        elif len(self._kept) > MAX_KEPT:
+            self._kept.popitem(last=False)
+
+
+def _setup(tokenizer: Tokenizer, facts: ModelFacts) -> bytes | None:
+    """Return the vocabulary for the trials; None where grammars cannot read it."""
+    if (serialized := tokenizer.serialized) is None:
+        return None
+    vocabulary = TrialSetup(tokenizer=serialized, vocab_size=facts.vocab_size, eos_token_ids=facts.eos_token_ids)
+    return msgspec.json.encode(vocabulary)

@@ -1,0 +1,377 @@
+"""One admitted API request under way.
+
+    CompletionService.begin ── usage.open ──> Generation ── engine.submit, once a choice ──> engine
+    SSE writer <── one queue of Deltas <── OutputProcessor.push <── on_event, on the event loop <── engine
+
+The events of all choices are processed in the engine client's callback and meet in one queue; the request's only task
+waits for the last of them, settles the usage, and then gives out the deltas with the finish reasons.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
+from http import HTTPStatus
+
+import msgspec
+
+from loramux.common.errors import LoramuxError
+from loramux.common.units import TokenCounts
+from loramux.data.records.errors import RecordsUnavailable
+from loramux.data.records.requests import BACKGROUND, OpenedRequest, service_tier
+from loramux.engine.client import ENGINE_DIED, EngineDied
+from loramux.engine.messages import TokenEvent
+from loramux.engine.metrics import SECONDS, Histogram
+from loramux.fleet.group import EngineGroup
+from loramux.money.limits.definitions import RateLimitStatus
+from loramux.money.usage.service import UsageService
+from loramux.money.usage.settlement import Settlement
+from loramux.serving.errors import AdapterNotLoaded, EngineDown, GatewayError, GenerationFailed, InvalidRequest
+from loramux.serving.messages import Classes, Delta, FinishReason, PromptText, Timing, encode_answer
+from loramux.serving.output import Choice, OutputProcessor, delivered_tokens, settlement_of
+
+logger = logging.getLogger(__name__)
+
+CANCEL_TIMEOUT_S = 30.0
+"""The time that an engine has to end a request that was cancelled; one that takes longer hangs."""
+
+TOKENS_A_TURN = 20_000
+"""Prompt tokens that are encoded for the engine before other requests get their turn."""
+TOKENS_A_CHOICE = 200
+"""Prompt tokens whose encoding takes as long as the rest of a submission."""
+MAX_UNREAD = 65_536
+"""Deltas that may wait for their reader; one that falls further behind is treated as one that has left."""
+
+
+class Generation:
+    """A request's choices, running in the engine; iterate for their deltas.
+
+    It outlives its reader, so that the usage is always recorded. The row is open before the engine sees
+    anything, and it is settled before the reader gets the deltas with the finish reasons. The last token comes with
+    one of them: clients that measure would count an empty event as a token. A reader that leaves calls
+    abandon(); only a request with an idempotency key runs on then, for the reader that comes again.
+
+    The tokens that the caller could read are billed, unless the server itself failed; the rest is waived. Of an answer
+    that is sent whole a reader that leaves before its end could read nothing. Some faults
+    concern one choice: a prompt too long for the pool, an adapter that cannot be loaded or gives no finite numbers.
+    Before the request's first token such a fault ends the whole request, and nothing is billed. After it, the fault
+    ends its choice only. A deadline is no such fault: the engine decides it before the first choice begins
+    (`engine.scheduling.deadlines`), and a late one would be handled like the others, as a safety net.
+
+    When a choice ends early (stop string, disconnect) it is cancelled in the engine, and its final event is awaited, so
+    that billed and engine-counted tokens agree.
+    """
+
+    replayed = False
+
+    def __init__(
+        self,
+        opened: OpenedRequest,
+        rate_limits: RateLimitStatus,
+        choices: list[Choice],
+        engines: EngineGroup,
+        usage: UsageService,
+        *,
+        is_streamed: bool,
+        prompt_texts: list[PromptText] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.id = opened.id
+        self.model = opened.model
+        self.base_model = opened.base_model
+        self.created = int(time.time())
+        """Unix seconds."""
+        self.rate_limits = rate_limits
+        self.service_tier = service_tier(opened.tier)
+        self.status = "running"
+        """Then completed, cancelled or failed."""
+        self.prompt_token_ids = list({c.prompt: c.request.prompt_token_ids for c in choices}.values())
+        """Every prompt's tokens, in order."""
+        self.prompt_texts = prompt_texts or []
+        self.classes = next((choice.output.classes for choice in choices), Classes())
+        self.seconds_to_first_token: float | None = None
+        self.token_gaps = Histogram(SECONDS)
+        """Seconds between one token of a choice and its next."""
+        self.seconds: float | None = None
+        """Seconds from the beginning to the end."""
+        self.unsettled: Settlement | None = None
+        """The end that the database did not take: it is on the server's account, and is to be settled later."""
+        self.opened = opened
+        """The request as it was admitted."""
+        self._is_streamed = is_streamed
+        self._choices = choices
+        self._engines = engines
+        self._usage = usage
+        self._clock = clock
+        self.began = clock()
+        """The moment after its admission, by a clock that never goes back."""
+        self._keeps_answer = opened.claim is not None
+        self._kept: list[Delta] = []
+        """All deltas, for an idempotency key or an observer that wants the answer."""
+        self._deltas: asyncio.Queue[Delta | LoramuxError | None] = asyncio.Queue()
+        self._started = asyncio.Event()
+        self._num_running = len(choices)
+        self._submitted = False
+        self._ended = asyncio.Event()
+        """Every choice has had its last event, or the engine did not send it in time."""
+        self._left = False
+        """The reader has left."""
+        self._stopped = False
+        """Events are counted and no longer read."""
+        self._timeout: asyncio.TimerHandle | None = None
+        self._failure: LoramuxError | None = None
+        self._abort_reason: LoramuxError | None = None
+        self.task = asyncio.create_task(self._run(), name=self.id)
+
+    @property
+    def tenant(self) -> str:
+        """The owner's id."""
+        return self.opened.tenant_id
+
+    @property
+    def is_background(self) -> bool:
+        """Is it a line of a batch or a shadow?"""
+        return self.service_tier in BACKGROUND
+
+    @property
+    def answer(self) -> Sequence[Delta]:
+        """The deltas of an answer that was kept; those with the finish reasons come last, once it is settled."""
+        return self._kept
+
+    @property
+    def is_waiting(self) -> bool:
+        """Is the first token still to come?"""
+        return self.seconds_to_first_token is None and not self.task.done()
+
+    @property
+    def finish_reasons(self) -> list[FinishReason]:
+        """The finish reasons of the choices that have one."""
+        return [choice.output.finish_reason for choice in self._choices if choice.output.finish_reason is not None]
+
+    @property
+    def seconds_waited(self) -> float:
+        """Seconds in the engine's queue, until the first step of the first choice that ran."""
+        return min((choice.waited_s for choice in self._choices if choice.is_computed), default=0.0)
+
+    @property
+    def load(self) -> tuple[float, float] | None:
+        """Seconds after `began` from which, and to which, its adapter was loaded; None: it was in the pool."""
+        return next((choice.load for choice in self._choices if choice.load is not None), None)
+
+    @property
+    def timing(self) -> Timing | None:
+        """How long it took, once it has ended; None: no token came."""
+        if self.seconds is None or self.seconds_to_first_token is None:
+            return None
+        waited = min(self.seconds_waited, self.seconds_to_first_token)
+        return Timing(
+            queue_seconds=round(waited, 6),
+            first_token_seconds=round(self.seconds_to_first_token - waited, 6),
+            seconds=round(self.seconds - waited, 6),
+        )
+
+    @property
+    def adapter_loads(self) -> int:
+        """Loads of its adapter that it caused."""
+        return sum(choice.count.adapter_loads for choice in self._choices if choice.count is not None)
+
+    @property
+    def usage(self) -> TokenCounts:
+        """The tokens that the caller could read so far, and the prompts that the engine has answered at all."""
+        return TokenCounts() if self._is_lost else delivered_tokens(self._choices)
+
+    async def started(self) -> None:
+        """Wait for the first delta or the end; raises the error that the request failed with."""
+        await self._started.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        while (item := await self._deltas.get()) is not None:
+            if isinstance(item, LoramuxError):
+                raise item
+            yield item
+
+    def keep_answer(self) -> None:
+        """Keep all deltas for `answer`; called before the first of them."""
+        self._keeps_answer = True
+
+    def abandon(self) -> None:
+        """Free the engine's pages and settle with the tokens so far: the reader has left. Does nothing at the end."""
+        self._left = True
+        if self.opened.claim is None:
+            self._stop()
+
+    def abort(self, reason: LoramuxError) -> None:
+        """End the request on the server's behalf: the reader gets `reason`, and pays nothing."""
+        self._abort_reason = reason
+        self._stop()
+
+    async def _run(self) -> None:
+        await self._submit()
+        await self._ended.wait()
+        if self._timeout is not None:
+            self._timeout.cancel()
+        if self._failure is None and not self._finished:
+            self._failure = self._abort_reason
+        self.seconds = self._clock() - self.began
+        await self._settle()
+        if self._failure is None:
+            for delta in self._ends():
+                self._put(delta)
+        self._put(self._failure)
+
+    async def _submit(self) -> None:
+        """Submit every choice; long prompts give way to other requests in between, for each is encoded anew."""
+        num_tokens = 0
+        for number, choice in enumerate(self._choices):
+            num_tokens += TOKENS_A_CHOICE + len(choice.request.prompt_token_ids)
+            if num_tokens > TOKENS_A_TURN:
+                num_tokens = 0
+                await asyncio.sleep(0)
+            if self._stopped:
+                self._num_running -= len(self._choices) - number
+                break
+            try:
+                self._engines.submit(choice.request, partial(self._on_event, choice))
+            except Exception as error:
+                self._num_running -= len(self._choices) - number
+                self._fail(error)
+                break
+        self._submitted = True
+        if not self._num_running:
+            self._ended.set()
+
+    def _on_event(self, choice: Choice, event: TokenEvent) -> None:
+        """Process one event of one choice; called by the engine client, on the event loop."""
+        choice.count_event(event)
+        if not self._stopped and choice.output.finish_reason is None:
+            try:
+                self._read(choice, event)
+            except Exception as error:
+                self._fail(error)
+        if event.finish_reason is not None:
+            self._num_running -= 1
+            if self._num_running == 0 and self._submitted:
+                self._ended.set()
+
+    def _read(self, choice: Choice, event: TokenEvent) -> None:
+        """Give the reader the news of an event; the engine runs on behind a choice that has ended early."""
+        if event.fault is not None and event.fault.code == ENGINE_DIED:
+            raise EngineDown
+        if event.prompt_logprobs is not None:
+            assert isinstance(choice.output, OutputProcessor), "only answers have them"
+            choice.output.add_prompt_logprobs(event.prompt_logprobs)
+            return
+        try:
+            delta = choice.output.push(event)
+        except GatewayError as error:
+            ours = error.status >= HTTPStatus.INTERNAL_SERVER_ERROR and not isinstance(error, AdapterNotLoaded)
+            if ours or self.seconds_to_first_token is None or not choice.output.fails_alone:
+                raise
+            choice.output.abort()
+            return
+        self._note_token(choice)
+        if self._finished:
+            choice.last = delta  # it goes out with the finish reason
+        elif delta.token_ids or delta.text or delta.pooled:
+            self._put(delta)
+        if choice.output.finish_reason is not None and event.finish_reason is None:
+            self._engines.cancel(choice.request.id)
+            if self._finished:
+                self._limit_wait()
+
+    def _note_token(self, choice: Choice) -> None:
+        now = self._clock()
+        if self.seconds_to_first_token is None:
+            self.seconds_to_first_token = now - self.began
+        if choice.last_token_at is not None:
+            self.token_gaps.observe(now - choice.last_token_at)
+        choice.last_token_at = now
+
+    def _fail(self, error: Exception) -> None:
+        """End every choice; the first error is the request's."""
+        if isinstance(error, EngineDied):
+            error = EngineDown()
+        if not isinstance(error, LoramuxError):
+            logger.error("request %s failed", self.id, exc_info=error)
+            error = GenerationFailed("The server failed while it generated the answer.")
+        self._failure = self._failure or error
+        self._stop()
+
+    def _stop(self) -> None:
+        """Have the engine end the choices that it still runs; one that does not is no longer waited for."""
+        if self._stopped or self._ended.is_set():
+            return
+        self._stopped = True
+        for choice in self._choices:
+            if choice.count is None:
+                self._engines.cancel(choice.request.id)
+        self._limit_wait()
+
+    def _limit_wait(self) -> None:
+        if self._timeout is None:
+            self._timeout = asyncio.get_running_loop().call_later(CANCEL_TIMEOUT_S, self._give_up)
+
+    def _give_up(self) -> None:
+        for choice in self._choices:
+            if choice.count is None:
+                self._engines.forget(choice.request.id)
+        self._ended.set()
+
+    async def _settle(self) -> None:
+        """Record the end; an answer that cannot be recorded is not finished."""
+        self.status = self._outcome()
+        end = settlement_of(self.id, self._choices, self.status, self.usage)
+        try:
+            end = msgspec.structs.replace(end, answer=self._encoded_answer())
+            await self._usage.settle(end, patient=self.is_background)
+        except Exception as error:
+            self.status = "failed"
+            if isinstance(error, RecordsUnavailable):
+                logger.error("request %s is settled when the database answers again: %s", self.id, error)
+                self.unsettled = msgspec.structs.replace(end, ended_by="platform", finish_reason="error")
+                self._failure = error
+            else:
+                logger.exception("request %s could not be recorded", self.id)
+                self._failure = GenerationFailed("The request could not be recorded.")
+
+    def _outcome(self) -> str:
+        if self._failure is not None:
+            return "failed"
+        return "completed" if self._finished and not self._is_lost else "cancelled"
+
+    def _put(self, item: Delta | LoramuxError | None) -> None:
+        if self._keeps_answer and isinstance(item, Delta):
+            self._kept.append(item)
+        if not self._left or not isinstance(item, Delta):
+            self._deltas.put_nowait(item)
+        self._started.set()
+        if self._deltas.qsize() > MAX_UNREAD and not self._left:
+            self.abandon()
+            message = f"The answer is not read as fast as it is generated: {MAX_UNREAD} parts of it wait."
+            self._deltas.put_nowait(InvalidRequest(message, code="client_too_slow"))
+
+    @property
+    def _is_lost(self) -> bool:
+        """Return whether the reader left before an answer that is sent whole was recorded."""
+        is_kept = self._is_streamed or self.opened.claim is not None
+        return self._left and not is_kept and self.status != "completed"
+
+    @property
+    def _finished(self) -> bool:
+        return all(choice.output.finish_reason for choice in self._choices)
+
+    def _ends(self) -> list[Delta]:
+        return [
+            msgspec.structs.replace(c.last or Delta(index=c.output.index), finish_reason=c.output.finish_reason)
+            for c in self._choices
+        ]
+
+    def _encoded_answer(self) -> bytes | None:
+        if self.opened.claim is None or self.status != "completed":
+            return None
+        return encode_answer(self, [*self._kept, *self._ends()])

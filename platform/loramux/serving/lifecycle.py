@@ -1,0 +1,604 @@
+"""The base models of a running server: those of its settings file and those that operators added, without retired ones.
+
+The rows of `records.bases` and the settings file together say which bases are wanted (`known_bases`). `reconcile`
+compares them with what this server has loaded, every few seconds and after each change that it made itself, so that all
+servers of one database come to serve the same bases, and still do after a restart:
+
+    wanted and not loaded ──> loading ──> serving          its engines are started; everything else is served meanwhile
+                                 └──────> failed           the reason is listed; it is tried again after a pause
+    retired and loaded ─────> draining ──> retired         no new request; running ones end, then its engines stop
+
+A base of the settings file that does not load ends the server's start, as ever. One that was added does not.
+`check_base` looks, before one is added, at what would otherwise fail only when it is loaded: its name, its folder, its
+architecture, its tokenizer and its memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import re
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from loramux.accounts.tenants.entities import Changes
+from loramux.catalog.registry.resolver import AbsentBase, BaseModel, BaseModels
+from loramux.catalog.validation.jobs import RetiredBase
+from loramux.catalog.validation.validator import BaseValidators, Validator
+from loramux.common.bundle import SamplingDefaults
+from loramux.common.errors import LoramuxError
+from loramux.common.settings.file import Settings, SettingsError
+from loramux.common.settings.serving import BaseSettings
+from loramux.data.records.bases import BaseMigrationRepository, BaseRecord, BaseRepository
+from loramux.data.records.database import Database
+from loramux.engine.client import EngineDied
+from loramux.fleet.group import EngineGroup
+from loramux.fleet.launching import launcher_of
+from loramux.fleet.member import Launch
+from loramux.serving.engine_questions import EngineQuestions
+from loramux.serving.errors import BaseConflict, InvalidBase, UnknownBase
+from loramux.serving.formats import GrammarTrials
+from loramux.serving.service import ServedBase
+from loramux.serving.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from loramux_adapters.base import BaseDescription
+
+RECONCILE_SECONDS = 5.0
+FIRST_PAUSE, LONGEST_PAUSE = 30.0, 600.0
+"""Seconds between a load that failed and the next one."""
+LISTED = 10
+"""Adapters that a refusal names."""
+DEFAULT_POOL = 2 << 30
+"""Bytes of a pool on a CPU whose size is not set."""
+MEMORY = Path("/proc/meminfo")
+BaseState = Literal["loading", "serving", "failed", "draining", "retired"]
+Drain = Callable[[ServedBase, float], Awaitable[None]]
+"""Waits until no request of the base runs, and ends those that still do after so many seconds."""
+
+logger = logging.getLogger(__name__)
+_name = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
+
+
+@dataclass(frozen=True, slots=True)
+class KnownBase:
+    """A base of the settings file or of the records."""
+
+    settings: BaseSettings
+    is_added: bool
+    retired_at: int | None = None
+    successor: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Its name in requests."""
+        return self.settings.name
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its name and those that it had."""
+        return (self.name, *self.settings.former_names)
+
+    @property
+    def is_retired(self) -> bool:
+        """Has an operator retired it?"""
+        return self.retired_at is not None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedBase:
+    """A base with its engines."""
+
+    settings: BaseSettings
+    served: ServedBase
+    model: BaseModel
+    validator: Validator
+    stack: AsyncExitStack
+    """Stops the engines, and closes what belongs to the base."""
+
+
+@dataclass(slots=True)
+class Failure:
+    """Loads of a base that failed, one after the other."""
+
+    message: str
+    count: int
+    retry_at: float
+    """By the event loop's clock."""
+
+
+class BaseStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One base as this server has it, for operators."""
+
+    base_model: str
+    path: str
+    state: BaseState
+    problem: str | None
+    """The reason why it did not load."""
+    is_added: bool
+    engines_ready: int
+    engines_min: int
+    engines_max: int
+    seconds: float
+    """Time since this state began; 0 where it is not known."""
+    retired_at: int | None
+    successor: str | None
+
+
+class BaseLifecycle:
+    """Loads and unloads the bases of one server. `serving` and `engines` are read by others and changed here only."""
+
+    def __init__(
+        self, settings: Settings, database: Database, questions: EngineQuestions, launch: Launch | None = None
+    ) -> None:
+        """`launch` makes each engine; None: as the settings say."""
+        self.serving: dict[str, ServedBase] = {}
+        """By name; the first is the default."""
+        self.engines: dict[str, EngineGroup] = {}
+        self.models = BaseModels()
+        self.validators = BaseValidators(settings, {})
+        self._settings = settings
+        self._database = database
+        self._questions = questions
+        self._launch = launch
+        self._drain: Drain | None = None
+        self._known: dict[str, KnownBase] = {}
+        self._loaded: dict[str, LoadedBase] = {}
+        self._groups: dict[str, EngineGroup] = {}
+        """Engines that are being started, or stopped."""
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        """Loads and unloads under way, by base."""
+        self._failures: dict[str, Failure] = {}
+        self._since: dict[str, float] = {}
+        self._lock = asyncio.Lock()
+        self._describing = asyncio.Lock()
+        """The first description imports transformers, which two threads cannot do at the same time."""
+
+    # the life of the server
+
+    async def start(self) -> None:
+        """Load the wanted bases together; return once each serves or has failed to.
+
+        Raises what a base of the settings file raises, and EngineDied where no base serves.
+        """
+        await self._read()
+        wanted = [known for known in self._known.values() if not known.is_retired]
+        loads = [asyncio.create_task(self._load_at_start(known)) for known in wanted]
+        try:
+            loaded = await asyncio.gather(*loads)
+        except BaseException:
+            await asyncio.gather(*(group.stop() for group in self._groups.values()))
+            for outcome in await asyncio.gather(*loads, return_exceptions=True):
+                if isinstance(outcome, LoadedBase):
+                    await outcome.stack.aclose()
+            raise
+        for one in loaded:
+            if one is not None:
+                self._serve(one)
+        self._note_absent()
+        if not self.serving:
+            problems = [failure.message for failure in self._failures.values()]
+            raise EngineDied("no base model serves: " + ("; ".join(problems) or "all of them are retired"))
+
+    def drain_with(self, drain: Drain) -> None:
+        """Have `drain` end the requests of a base before its engines stop."""
+        self._drain = drain
+
+    async def close(self) -> None:
+        """Stop every engine."""
+        async with self._lock:
+            for name, task in self._tasks.items():
+                if name not in self._groups and name not in self.serving:  # a load that has not started engines yet
+                    task.cancel()
+            await asyncio.gather(*(group.stop() for group in self._groups.values()))
+            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+            self.validators.close()
+            await asyncio.gather(*(loaded.stack.aclose() for loaded in self._loaded.values()))
+
+    async def reconcile(self) -> None:
+        """Begin to load and to unload what the records want otherwise than this server has it."""
+        async with self._lock:
+            await self._read()
+            for name, loaded in list(self._loaded.items()):
+                known = self._known.get(name)
+                if known is None or known.is_retired or known.settings != loaded.settings:
+                    self._begin_unload(loaded, self._settings.server.drain_seconds)
+                elif known.is_added and loaded.served.engines.has_ended:
+                    self._note_failure(name, await loaded.served.engines.wait_end())
+                    self._begin_unload(loaded, 0.0)
+            for name, known in self._known.items():
+                if not known.is_retired and name not in self._loaded and name not in self._tasks and self._is_due(name):
+                    self._begin(name, partial(self._load_and_serve, known))
+            self._note_absent()
+
+    # changes by operators
+
+    async def add(self, changes: Changes, table: dict[str, Any]) -> BaseStatus:
+        """Add a base, or serve a retired one again; its engines are started in the background.
+
+        `table`: as one of `[[bases]]`. Raises InvalidBase, BaseConflict.
+        """
+        try:
+            base = complete(table, self._settings)
+        except msgspec.ValidationError as error:
+            raise InvalidBase(str(error), "engine") from None
+        await check_base(base, self._settings)
+        async with changes.begin() as change:
+            repository = BaseRepository(change.session)
+            known = known_bases(self._settings, await repository.lock())
+            before = known.get(base.name)
+            if before is None and await repository.has_adapter(base.name):
+                raise BaseConflict("base_exists", f"{base.name!r} is an adapter's name; choose another", "name")
+            if before is not None and not before.is_retired and before.settings != base:
+                raise BaseConflict(
+                    "base_exists",
+                    f"there is a base model {base.name!r} already, with other settings; retire it first, or choose "
+                    "another name",
+                    "name",
+                )
+            ensure_unambiguous(base, known.values())
+            if before is None or before.is_retired:
+                row = row_of(table, before, change.now)
+                await repository.put(row)
+                await change.note("base.add", base.name, tenant=None, after=row)
+        self._failures.pop(base.name, None)
+        await self.reconcile()
+        return self.status(base.name)
+
+    async def retire(
+        self, changes: Changes, name: str, successor: str | None = None, *, force: bool = False
+    ) -> BaseStatus:
+        """Take no more uploads for a base and no more requests to it, and stop its engines once none runs.
+
+        Without `force` no alias may point at an adapter for it. Raises UnknownBase, BaseConflict, InvalidBase.
+        """
+        async with changes.begin() as change:
+            repository = BaseRepository(change.session)
+            known = known_bases(self._settings, await repository.lock())
+            base = named(known, name)
+            others = [other.name for other in known.values() if other.name != name and not other.is_retired]
+            if not base.is_retired:
+                if not others:
+                    raise BaseConflict("last_base", f"{name!r} is the only base model; add another one first", "name")
+                if not force:
+                    await ensure_unused(repository, base)
+            if successor is not None and successor not in others:
+                raise InvalidBase(f"successor is one of {', '.join(others)}; got {successor[:80]!r}", "successor")
+            if successor is None:
+                target = await BaseMigrationRepository(change.session).target_of(name)
+                successor = target if target in others else None
+            row = next((row for row in await repository.all() if row.name == name), None)
+            row = row or BaseRecord(name=name, changed_at=change.now)
+            retired = msgspec.structs.replace(
+                row,
+                successor=successor or row.successor,
+                retired_at=row.retired_at or change.now,
+                changed_at=change.now,
+            )
+            await repository.put(retired)
+            await change.note("base.retire", name, tenant=None, before=row, after=retired)
+        await self.reconcile()
+        return self.status(name)
+
+    # descriptions
+
+    def statuses(self) -> list[BaseStatus]:
+        """Describe every known base."""
+        return [self.status(name) for name in self._known]
+
+    def status(self, name: str) -> BaseStatus:
+        """Describe a base. Raises UnknownBase."""
+        known = named(self._known, name)
+        group = self.engines.get(name) or self._groups.get(name)
+        failure = self._failures.get(name)
+        began = self._since.get(name)
+        return BaseStatus(
+            base_model=name,
+            path=known.settings.path,
+            state=self._state(known),
+            problem=None if failure is None or name in self._loaded else failure.message,
+            is_added=known.is_added,
+            engines_ready=0 if group is None else sum(one.state.value == "ready" for one in group.statuses()),
+            engines_min=known.settings.engines.min,
+            engines_max=known.settings.engines.most,
+            seconds=0.0 if began is None else asyncio.get_running_loop().time() - began,
+            retired_at=known.retired_at,
+            successor=known.successor,
+        )
+
+    def knows(self, name: str) -> bool:
+        """Is there a base of that name, served or not?"""
+        return name in self._known
+
+    def names_of(self, name: str) -> tuple[str, ...]:
+        """Return the names that adapters for a base may be recorded under."""
+        return self._known[name].names if self.knows(name) else (name,)
+
+    def _state(self, known: KnownBase) -> BaseState:
+        if known.name in self._loaded:
+            return "serving"
+        if known.name in self._tasks:
+            return "draining" if known.is_retired else "loading"
+        if known.is_retired:
+            return "retired"
+        return "failed" if known.name in self._failures else "loading"
+
+    # the wanted set
+
+    async def _read(self) -> None:
+        async with self._database.read() as session:
+            self._known = known_bases(self._settings, await BaseRepository(session).all())
+
+    def _note_absent(self) -> None:
+        absent = [known for known in self._known.values() if known.name not in self._loaded]
+        gone_bases = [
+            AbsentBase(known.name, known.settings.former_names, known.is_retired, known.successor) for known in absent
+        ]
+        self.models.set_absent(gone_bases)
+        self.validators.set_retired(
+            RetiredBase(
+                names=(*known.names, Path(known.settings.path).name),
+                message=(
+                    f"The adapter names the base model `{known.name}`, which is retired and takes no more adapters; "
+                    f"train and upload one for {self.models.way_out(gone)}."
+                ),
+            )
+            for known, gone in zip(absent, gone_bases, strict=True)
+            if known.is_retired
+        )
+
+    # loading and unloading
+
+    def _begin(self, name: str, work: Callable[[], Awaitable[None]]) -> None:
+        async def run() -> None:
+            try:
+                await work()
+            finally:
+                del self._tasks[name]
+                self._since[name] = asyncio.get_running_loop().time()
+                self._note_absent()
+
+        self._since[name] = asyncio.get_running_loop().time()
+        self._tasks[name] = asyncio.create_task(run(), name=f"base {name}")
+
+    async def _load_at_start(self, known: KnownBase) -> LoadedBase | None:
+        return await self._try_load(known) if known.is_added else await self._load(known.settings)
+
+    async def _load_and_serve(self, known: KnownBase) -> None:
+        loaded = await self._try_load(known)
+        if loaded is not None:
+            logger.info("the base model %s serves", known.name)
+            self._failures.pop(known.name, None)
+            self._serve(loaded)
+
+    async def _try_load(self, known: KnownBase) -> LoadedBase | None:
+        """Load an added base; a failure is noted, and everything else goes on."""
+        try:
+            return await self._load(known.settings)
+        except (EngineDied, SettingsError, LoramuxError) as error:
+            self._note_failure(known.name, " ".join(str(error).split()))
+        except Exception as error:
+            logger.exception("the base model %s could not be loaded", known.name)
+            self._note_failure(known.name, f"{type(error).__name__}: {error}")
+        return None
+
+    async def _load(self, base: BaseSettings) -> LoadedBase:
+        """Start the engines of a base, and describe it meanwhile."""
+        settings = self._settings
+        async with AsyncExitStack() as stack:
+            alone = msgspec.structs.replace(settings, model=base.model, bases=(base,))
+            group = EngineGroup(base, settings.of_base(base), self._launch or launcher_of(alone))
+            self._groups[base.name] = group
+            stack.push_async_callback(self._stop, base.name, group)
+            # Its module replaces itself at its end: a thread that imports it for the first time beside another may
+            # get the one that is not ready.
+            await asyncio.to_thread(importlib.import_module, "transformers")
+            (description, tokenizer), facts = await asyncio.gather(self._describe(base), group.start())
+            trials = GrammarTrials(tokenizer, facts)
+            stack.callback(tokenizer.close)
+            stack.callback(trials.close)
+            if base.generation_config == "none":
+                facts = msgspec.structs.replace(facts, sampling_defaults=SamplingDefaults())
+            share = base.engine.share_base_cache_between_projects
+            served = ServedBase(base.name, group, facts, tokenizer, trials, base.former_names, share, base.tool_parser)
+            ask = partial(self._questions.ask, group)
+            validator = Validator(settings.of_base(base), description, facts.dtype, ask)
+            model = BaseModel(base.name, description, base.former_names)
+            del self._groups[base.name]
+            return LoadedBase(base, served, model, validator, stack.pop_all())
+
+    async def _describe(self, base: BaseSettings) -> tuple[BaseDescription, Tokenizer]:
+        async with self._describing:
+            return await describe(Path(base.path))
+
+    async def _stop(self, name: str, group: EngineGroup) -> None:
+        self._groups[name] = group
+        await group.stop()
+        del self._groups[name]
+
+    def _serve(self, loaded: LoadedBase) -> None:
+        name = loaded.settings.name
+        self._loaded[name] = loaded
+        self.engines[name] = loaded.served.engines
+        self.validators.put(name, loaded.validator)
+        self.models.add(loaded.model)
+        self.serving[name] = loaded.served
+
+    def _begin_unload(self, loaded: LoadedBase, seconds: float) -> None:
+        """Let no new request find the base from now on; its running ones end, for `seconds` at most."""
+        name = loaded.settings.name
+        del self._loaded[name]
+        self.models.remove(name)
+        logger.info("the base model %s is drained", name)
+        self._begin(name, partial(self._unload, loaded, seconds))
+
+    async def _unload(self, loaded: LoadedBase, seconds: float) -> None:
+        """Wait for the base's requests, and stop its engines."""
+        name = loaded.settings.name
+        if self._drain is not None:
+            await self._drain(loaded.served, seconds)
+        self.validators.remove(name)
+        del self.engines[name], self.serving[name]
+        await loaded.stack.aclose()
+        logger.info("the base model %s is unloaded", name)
+
+    def _note_failure(self, name: str, message: str) -> None:
+        failure = self._failures.get(name)
+        count = 1 if failure is None else failure.count + 1
+        pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** (count - 1))
+        logger.error("the base model %s cannot be loaded, the next try is in %g s: %s", name, pause, message)
+        self._failures[name] = Failure(message, count, asyncio.get_running_loop().time() + pause)
+
+    def _is_due(self, name: str) -> bool:
+        failure = self._failures.get(name)
+        return failure is None or failure.retry_at <= asyncio.get_running_loop().time()
+
+
+async def describe(model_dir: Path) -> tuple[BaseDescription, Tokenizer]:
+    """Describe a base, and load its tokenizer. Raises SettingsError."""
+    return await asyncio.to_thread(_describe_base, model_dir), await asyncio.to_thread(Tokenizer.load, model_dir)
+
+
+def _describe_base(model_dir: Path) -> BaseDescription:
+    from loramux_adapters.base import describe_base
+    from loramux_adapters.errors import BaseUnusable
+
+    try:
+        return describe_base(model_dir)
+    except BaseUnusable as error:
+        raise SettingsError(f"model.path: {error}") from None
+
+
+def known_bases(settings: Settings, rows: Sequence[BaseRecord]) -> dict[str, KnownBase]:
+    """Join the settings file and the rows, by name; of a base in both, the file has the settings."""
+    found = {row.name: row for row in rows}
+    known = {}
+    for base in settings.served_bases:
+        row = found.pop(base.name, None)
+        retired = (None, None) if row is None else (row.retired_at, row.successor)
+        known[base.name] = KnownBase(base, False, *retired)
+    for row in found.values():
+        if row.settings is None:
+            continue  # a retired base that has left the file
+        try:
+            base = complete(msgspec.json.decode(row.settings), settings)
+        except msgspec.ValidationError as error:
+            logger.error("the added base model %s is left out: this release refuses its settings: %s", row.name, error)
+            continue
+        known[row.name] = KnownBase(base, True, row.retired_at, row.successor)
+    return known
+
+
+def complete(base: dict[str, Any], settings: Settings) -> BaseSettings:
+    """Convert a table of a base; what its `engine` leaves out is as in `[engine]`. Raises msgspec.ValidationError."""
+    own = base.get("engine", {})
+    engine = msgspec.to_builtins(settings.engine) | own if isinstance(own, dict) else own
+    return msgspec.convert({**base, "engine": engine}, BaseSettings)
+
+
+def row_of(table: dict[str, Any], before: KnownBase | None, now: int) -> BaseRecord:
+    """Return the row of a base that is added; the settings file keeps those that it has."""
+    if before is not None and not before.is_added:
+        return BaseRecord(name=table["name"], changed_at=now)
+    return BaseRecord(name=table["name"], settings=msgspec.json.encode(table).decode(), changed_at=now)
+
+
+def named(known: dict[str, KnownBase], name: str) -> KnownBase:
+    """Return the base of that name. Raises UnknownBase."""
+    if name not in known:
+        raise UnknownBase(f"there is no base model {name[:80]!r}; there are {', '.join(known)}", "name")
+    return known[name]
+
+
+def ensure_unambiguous(base: BaseSettings, known: Iterable[KnownBase]) -> None:
+    """Raise BaseConflict where a name of `base` is another base's."""
+    for other in known:
+        if other.name != base.name and (same := {base.name, *base.former_names} & set(other.names)):
+            raise BaseConflict(
+                "base_exists",
+                f"{min(same)!r} is the name, or a former name, of the base model {other.name!r}; choose another",
+                "name",
+            )
+
+
+async def ensure_unused(repository: BaseRepository, base: KnownBase) -> None:
+    """Raise BaseConflict where an alias points at an adapter for the base; the message lists some of them."""
+    found = await repository.aliased_adapters(base.names, LISTED + 1)
+    if found:
+        listed = ", ".join(found[:LISTED]) + (", and more" if len(found) > LISTED else "")
+        raise BaseConflict(
+            "base_in_use",
+            f"aliases point at adapters for {base.name!r}: {listed}. Migrate and promote them first (`loramux base "
+            "migrate`), or retire it all the same with force: their requests are answered 410 then",
+            "name",
+        )
+
+
+async def check_base(base: BaseSettings, settings: Settings) -> None:
+    """Raise InvalidBase for a base that could not be served, with the field and the way out."""
+    if not _name.fullmatch(base.name) or len(base.name) > 200:
+        raise InvalidBase(
+            f"a base model's name has letters, digits, '.', '_' and '-', with one '/' at most; got {base.name[:80]!r}",
+            "name",
+        )
+    if not Path(base.path).is_absolute():
+        raise InvalidBase(f"path is absolute, for every server reads it; got {base.path[:200]!r}", "path")
+    await asyncio.to_thread(_check_folder, Path(base.path))
+    if settings.fleet.launcher == "local" and not base.engines.addresses:
+        await asyncio.to_thread(_check_memory, base)
+
+
+def _check_folder(folder: Path) -> None:
+    from loramux_adapters.base import describe_base
+    from loramux_adapters.errors import BaseUnusable
+
+    if not (folder / "config.json").is_file():
+        problem = "does not exist on this server" if not folder.exists() else "has no config.json"
+        raise InvalidBase(
+            f"{folder} {problem}; give the folder of a transformers checkpoint (config.json, *.safetensors and the "
+            "tokenizer)",
+            "path",
+        )
+    if not any(folder.glob("*.safetensors")):
+        raise InvalidBase(f"{folder} has no *.safetensors; save the weights with save_pretrained", "path")
+    try:
+        describe_base(folder)
+    except BaseUnusable as error:
+        raise InvalidBase(str(error), "path") from None
+    try:
+        Tokenizer.load(folder).close()
+    except Exception as error:  # transformers raises whatever its readers raise
+        raise InvalidBase(f"the tokenizer in {folder} cannot be loaded: {error}", "path") from None
+
+
+def _check_memory(base: BaseSettings) -> None:
+    """Raise InvalidBase where the engines of a base on CPUs need more memory than is free; GPUs tell at the load."""
+    import torch  # only where a model is served
+
+    devices = base.engines.devices or (base.engine.device,)
+    if any(device != "cpu" for device in devices) and torch.cuda.is_available():
+        return
+    weights = sum(file.stat().st_size for file in Path(base.path).glob("*.safetensors"))
+    needed = max(1, base.engines.min) * (weights + (base.engine.pool_bytes or DEFAULT_POOL))
+    free = _free_bytes()
+    if free is not None and needed > free:
+        raise InvalidBase(
+            f"{max(1, base.engines.min)} engines of {base.name!r} need at least {needed >> 20} MiB for weights and "
+            f"pools, and {free >> 20} MiB are free on this machine; set fewer engines or a smaller engine.pool_bytes",
+            "engines",
+        )
+
+
+def _free_bytes() -> int | None:
+    try:
+        lines = MEMORY.read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), None)

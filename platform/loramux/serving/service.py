@@ -1,0 +1,559 @@
+"""The way of a GenerationRequest to a running Generation: resolve, tokenize, check, open the usage, submit."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+import time
+import uuid
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from http import HTTPStatus
+from importlib.metadata import version
+from typing import Any, NamedTuple
+
+import msgspec
+
+from loramux.catalog.registry.resolver import ModelResolver, ResolvedModel
+from loramux.catalog.validation.rendering import TemplateRenderer
+from loramux.common.errors import LoramuxError
+from loramux.common.units import TokenCounts
+from loramux.data.records.errors import RecordsUnavailable
+from loramux.data.records.identity import Principal
+from loramux.data.records.requests import BACKGROUND, SHADOW, OpenedRequest, ServiceTier, charged_tier, service_tier
+from loramux.engine.messages import AdapterRef, Constraint, ModelFacts, Request, SamplingParams, ServiceClass
+from loramux.engine.metrics import SECONDS, Histogram
+from loramux.fleet.group import EngineGroup
+from loramux.money.limits.definitions import RateLimitStatus
+from loramux.money.usage.errors import UnknownRequest
+from loramux.money.usage.idempotency import StoredAnswer
+from loramux.money.usage.service import UsageService
+from loramux.money.usage.settlement import Settlement
+from loramux.serving.checks import (
+    as_answered_by,
+    check_allowed_tokens,
+    check_depth,
+    check_logprobs,
+    check_prompt_logprobs,
+    check_text_length,
+    check_token_ids,
+    check_vectors,
+    ensure_storage_allowed,
+    recorded_user,
+    resolve_max_tokens,
+)
+from loramux.serving.errors import Draining, EngineDown, NotAllowed
+from loramux.serving.formats import Format, Formats, GrammarTrials
+from loramux.serving.generation import Generation
+from loramux.serving.messages import Answer, GenerationRequest, Prompt, PromptText, Replay, TextPair
+from loramux.serving.output import Choice, OutputProcessor, PooledOutput
+from loramux.serving.tokenizer import StopAutomaton, Tokenizer
+
+TOKENS_A_TURN = 512
+"""Tokens of short prompts that are made on the event loop before other requests get their turn."""
+ENDS = ("completed", "cancelled", "failed", "refused", "replayed")
+_SEEDS = 2**63
+"""Seeds wrap round at this."""
+
+
+@dataclass(slots=True)
+class CompletionCounters:
+    """Counters since the server's start, over all tenants."""
+
+    requests: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ENDS, 0))
+    """Requests by their end."""
+    tokens: TokenCounts = field(default_factory=TokenCounts)
+    token_gaps: dict[tuple[str, str], Histogram] = field(default_factory=dict)
+    """Seconds between one token and the next, by base model and service tier, of requests that have ended."""
+
+
+class TokenizedPrompt(NamedTuple):
+    """A prompt's tokens, and how many each of its answers may have."""
+
+    token_ids: list[int]
+    max_tokens: int
+    tail: str | None = None
+    """The end of a conversation's text; None: it is none."""
+
+
+class TokenizedText(NamedTuple):
+    """The tokens of a text or a conversation."""
+
+    token_ids: list[int]
+    context: int
+    """The most tokens that the model takes."""
+    tokenizer: Tokenizer
+
+    @property
+    def pieces(self) -> list[str]:
+        """The tokens as the vocabulary writes them."""
+        return self.tokenizer.pieces(self.token_ids)
+
+
+@dataclass(frozen=True)
+class ServedBase:
+    """A base model as requests meet it."""
+
+    name: str
+    """In requests."""
+    engines: EngineGroup
+    facts: ModelFacts
+    tokenizer: Tokenizer
+    trials: GrammarTrials
+    former_names: tuple[str, ...] = ()
+    share_cache: bool = False
+    """A tenant's projects find each other's KV of the base model; tenants never do."""
+    tool_parser: str | None = None
+    """How it writes calls of tools; None: as its chat template says."""
+
+    @cached_property
+    def format(self) -> Format:
+        """What it makes of text."""
+        return Format(self.tokenizer, tool_parser=self.tool_parser)
+
+    @property
+    def context(self) -> int:
+        """The most tokens, prompt and answer, of a request."""
+        return self.facts.context
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A name for the backend, which changes when the backend does."""
+        facts = self.facts
+        backend = f"{version('loramux')} {facts.dtype} {facts.kv_cache_dtype} {facts.vocab_size} {facts.max_model_len}"
+        return "fp_" + hashlib.sha256(backend.encode()).hexdigest()[:12]
+
+
+class ReadRequest(NamedTuple):
+    """A request that may be admitted: its model found, its defaults applied, its prompts tokenized and checked."""
+
+    asked: GenerationRequest
+    model: ResolvedModel
+    base: ServedBase
+    format: Format
+    prompts: list[TokenizedPrompt]
+    stop: StopAutomaton
+    constraint: Constraint | None
+    echoed: list[PromptText]
+    """The prompts' texts where the request asks for them; else none."""
+
+
+Recorder = Callable[[Generation], None]
+ChooseRecorder = Callable[[Principal, GenerationRequest, OpenedRequest], Recorder | None]
+"""Called with a request as it came and as it was admitted; the recorder gets the generation with its kept answer."""
+
+
+class CompletionService:
+    """Answers GenerationRequests from the engines of their bases, for every tenant."""
+
+    def __init__(
+        self,
+        *,
+        bases: Mapping[str, ServedBase],
+        resolver: ModelResolver,
+        usage: UsageService,
+        renderer: TemplateRenderer | None = None,
+    ) -> None:
+        """`bases` by name; they may change while the service runs."""
+        self.bases = bases
+        self.counters = CompletionCounters()
+        self.draining = False
+        """New requests are refused because the server is being stopped."""
+        self._resolver = resolver
+        self._usage = usage
+        self._formats = Formats(renderer or TemplateRenderer())
+        self._running: set[Generation] = set()
+        self._opening: Counter[str] = Counter()
+        """Requests whose admission is awaited, by tenant; lines of batches and shadows under no tenant."""
+        self._idle = asyncio.Event()
+        """Set whenever a request ends and no other is under way."""
+        self._unsettled: deque[Settlement] = deque()
+        self._begun_observers: list[Callable[[Generation], None]] = []
+        self._ended_observers: list[Callable[[Generation], None]] = []
+        self._refused_observers: list[Callable[[OpenedRequest], None]] = []
+        self._choose_recorder: ChooseRecorder = lambda *_: None
+        self._cut_off = False
+        self._last_other_at = -math.inf
+        """The end of the last request that was no line of a batch and no shadow."""
+
+    @property
+    def context(self) -> int:
+        """The most tokens that a request to any base may have."""
+        return max((base.context for base in self.bases.values()), default=0)
+
+    @property
+    def running(self) -> int:
+        """Requests under way."""
+        return len(self._running) + self._opening.total()
+
+    @property
+    def unsettled(self) -> int:
+        """Requests whose end the database has not taken yet."""
+        return len(self._unsettled)
+
+    def others_waiting(self) -> bool:
+        """Does any request wait for its first token that is no line of a batch and no shadow?"""
+        opening = any(tenant for tenant in self._opening)
+        return opening or any(one.is_waiting and not one.is_background for one in self._running)
+
+    def quiet_seconds(self) -> float:
+        """Return the seconds since the last such request ended; 0 while some run."""
+        if any(not one.is_background for one in self._running):
+            return 0.0
+        return time.monotonic() - self._last_other_at
+
+    async def begin(self, principal: Principal, asked: GenerationRequest) -> Answer:
+        """Admit the request and start it.
+
+        Raises ModelNotFound or RevisionUnavailable (registry), InvalidRequest, NotAllowed, Draining, EngineDown,
+        LimitsError, RecordsUnavailable, and where its idempotency key stands against it IdempotencyMismatch or
+        StillRunning.
+        """
+        self.ensure_accepting()
+        service_class = service_class_of(principal, asked.service_tier)
+        check_depth(asked)
+        if asked.claim is not None:
+            ensure_storage_allowed(principal, "Idempotency-Key")
+        id = f"{asked.kind}{uuid.uuid4().hex}"
+        read = await self._read(principal, asked, id)
+        opened = self._opened(principal, read, id)
+        outcome = await self._open(opened)
+        if isinstance(outcome, StoredAnswer):
+            return Replay(outcome, read.base.name)
+        generation = Generation(
+            opened,
+            outcome,
+            _choices(read, _template(principal, read, id, service_class)),
+            read.base.engines,
+            self._usage,
+            is_streamed=asked.is_streamed,
+            prompt_texts=read.echoed,
+        )
+        self._watch(generation)
+        recorder = None if asked.pooling else self._choose_recorder(principal, asked, opened)
+        if recorder is not None:
+            generation.keep_answer()
+            generation.task.add_done_callback(lambda _: recorder(generation))
+        return generation
+
+    async def _read(self, principal: Principal, asked: GenerationRequest, id: str) -> ReadRequest:
+        """Find the model, apply its defaults, and tokenize and check everything. Raises what `begin` does."""
+        model = await self._resolver.resolve(principal, asked.model, asked.user or id)
+        base = self._base_of(model)
+        self._ensure_serving(base)
+        format = await self._formats.of(base.name, base.format, model.revision)
+        asked = format.apply_defaults(asked, base.facts.sampling_defaults)
+        asked = as_answered_by(asked, format.bundle, base.facts.hidden_size)
+        num_tokens = max(base.facts.vocab_size, format.num_tokens)
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids"):
+            check_token_ids(name, getattr(asked.sampling, name), num_tokens)
+        prompts = await self._tokenize_all(base, format, asked, principal.tenant)
+        stop = await base.tokenizer.run(partial(StopAutomaton, asked.stop), sum(map(len, asked.stop)), principal.tenant)
+        constraint = await base.trials.constraint_of(principal.tenant, format, asked, prompts[0].tail)
+        check_allowed_tokens(asked, constraint)
+        check_vectors(asked, format.bundle.num_labels if asked.pooling == "classify" else base.facts.hidden_size)
+        check_logprobs(asked, sum(prompt.max_tokens for prompt in prompts) * asked.n)
+        check_prompt_logprobs(asked, sum(len(prompt.token_ids) for prompt in prompts))
+        texts = [await format.tokenizer.spell(p.token_ids, principal.tenant) for p in prompts] if asked.echo else []
+        self._ensure_serving(base)
+        return ReadRequest(asked, model, base, format, prompts, stop, constraint, texts)
+
+    async def _tokenize_all(
+        self, base: ServedBase, format: Format, asked: GenerationRequest, tenant: str
+    ) -> list[TokenizedPrompt]:
+        """Tokenize every prompt; many short ones give way to other requests in between."""
+        found, size = [], 0
+        for prompt in asked.prompts:
+            found.append(await self._tokenize(base, format, asked, prompt, tenant))
+            size += 1 + len(found[-1].token_ids)
+            if size > TOKENS_A_TURN:
+                size = 0
+                await asyncio.sleep(0)
+        return found
+
+    async def _tokenize(
+        self, base: ServedBase, format: Format, asked: GenerationRequest, prompt: Prompt, tenant: str
+    ) -> TokenizedPrompt:
+        longest = base.context if asked.truncation is None else format.tokenizer.longest_token * base.context
+        token_ids, tail = await self._encode(base, format, asked, prompt, tenant, longest)
+        if asked.truncation is not None:
+            room = base.context - (0 if asked.pooling else asked.max_tokens or 1)
+            token_ids = asked.truncation.shorten(token_ids, room)
+        max_tokens = resolve_max_tokens(asked, prompt, len(token_ids), base.context, format.bundle.max_tokens)
+        if isinstance(prompt, list):
+            check_token_ids("prompt", token_ids, max(base.facts.vocab_size, format.num_tokens))
+        return TokenizedPrompt(token_ids, max_tokens, tail)
+
+    async def _encode(
+        self, base: ServedBase, format: Format, asked: GenerationRequest, prompt: Prompt, tenant: str, longest: int
+    ) -> tuple[list[int], str | None]:
+        """Return a prompt's tokens and the end of a conversation's text; of more than `longest` maybe a beginning."""
+        check_text_length(prompt, format.tokenizer.longest_token, base.context)
+        if isinstance(prompt, str | TextPair):
+            special = asked.add_special_tokens
+            return await format.tokenizer.encode(prompt, longest, tenant, add_special_tokens=special), None
+        if isinstance(prompt, tuple):
+            options = format.chat_options(asked)
+            return await self._formats.encode_chat(format, prompt, options, longest, tenant)
+        return prompt, None
+
+    def _opened(self, principal: Principal, read: ReadRequest, id: str) -> OpenedRequest:
+        """Return what the request's row in the database says of it."""
+        asked, model, prompts = read.asked, read.model, read.prompts
+        return OpenedRequest(
+            id=id,
+            tenant_id=principal.tenant,
+            lineage=principal.lineage,
+            key_id=principal.key_id,
+            project_id=principal.project,
+            model=model.name,
+            adapter_digest=model.revision.digest if model.revision else None,
+            base_model=model.base_model,
+            tier=charged_tier(principal.tier, asked.service_tier),
+            tags=asked.tags,
+            user_id=recorded_user(principal, asked.user),
+            prompt_tokens=sum(len(prompt.token_ids) for prompt in prompts),
+            max_tokens=0 if asked.pooling else sum(prompt.max_tokens for prompt in prompts) * asked.n,
+            waiting=0 if asked.service_tier in BACKGROUND else self._num_waiting(principal.tenant),
+            claim=asked.claim,
+        )
+
+    def _num_waiting(self, tenant: str) -> int:
+        """Count the tenant's requests that wait for their first token; lines of batches and shadows do not count."""
+        waiting = (one for one in self._running if one.tenant == tenant and not one.is_background)
+        return self._opening[tenant] + sum(one.is_waiting for one in waiting)
+
+    async def _open(self, opened: OpenedRequest) -> RateLimitStatus | StoredAnswer:
+        """Await the admission. Usage settles a request whose caller is cancelled meanwhile."""
+        tenant = "" if service_tier(opened.tier) in BACKGROUND else opened.tenant_id
+        self._opening[tenant] += 1
+        try:
+            outcome = await self._usage.open(opened)
+        except LoramuxError as error:
+            if isinstance(error, RecordsUnavailable):  # whether the row was committed is not known
+                self._unsettled.append(Settlement(request_id=opened.id, ended_by="platform", finish_reason=None))
+            is_refused = error.status < HTTPStatus.INTERNAL_SERVER_ERROR
+            self.counters.requests["refused" if is_refused else "failed"] += 1
+            for observer in self._refused_observers if is_refused else ():
+                observer(opened)
+            raise
+        finally:
+            self._opening[tenant] -= 1
+            if not self._opening[tenant]:
+                del self._opening[tenant]
+            self._note_idle()
+        if isinstance(outcome, StoredAnswer):
+            self.counters.requests["replayed"] += 1
+        return outcome
+
+    def _watch(self, generation: Generation) -> None:
+        self._running.add(generation)
+        for observer in self._begun_observers:
+            observer(generation)
+        generation.task.add_done_callback(lambda _: self._count(generation))
+        if self._cut_off or (self.draining and generation.service_tier == SHADOW):
+            generation.abort(Draining())
+
+    def _count(self, generation: Generation) -> None:
+        self._running.discard(generation)
+        if not generation.is_background:
+            self._last_other_at = time.monotonic()
+        self.counters.requests[generation.status] += 1
+        self.counters.tokens += generation.usage
+        gaps = self.counters.token_gaps.setdefault((generation.base_model, generation.service_tier), Histogram(SECONDS))
+        gaps.add(generation.token_gaps)
+        if generation.unsettled is not None:
+            self._unsettled.append(generation.unsettled)
+        for observer in self._ended_observers:
+            observer(generation)
+        self._note_idle()
+
+    def _note_idle(self) -> None:
+        if not self.running:
+            self._idle.set()
+
+    async def tokenize(self, principal: Principal, asked: GenerationRequest) -> TokenizedText:
+        """Return the tokens of the request's first prompt, of any number. Raises as `begin` does before it admits."""
+        base, format = await self._format_of(principal, asked.model)
+        asked = format.apply_defaults(asked, base.facts.sampling_defaults)
+        longest = format.tokenizer.longest_token * base.context
+        token_ids, _ = await self._encode(base, format, asked, asked.prompts[0], principal.tenant, longest)
+        return TokenizedText(token_ids, base.context, format.tokenizer)
+
+    async def detokenize(self, principal: Principal, model: str, token_ids: list[int]) -> str:
+        """Return the text of tokens, special ones too. Raises as `tokenize` does."""
+        base, format = await self._format_of(principal, model)
+        check_token_ids("tokens", token_ids, max(base.facts.vocab_size, format.num_tokens))
+        return await format.tokenizer.decode_all(token_ids, principal.tenant)
+
+    async def describe_tokenizer(self, principal: Principal, model: str | None) -> dict[str, Any]:
+        """Return what a client may know of a tokenizer; None: that of the first base. Raises as `tokenize` does."""
+        base, format = await self._format_of(principal, model or "")
+        template = format.bundle.chat_template or format.tokenizer.chat_template
+        return format.tokenizer.describe() | {"chat_template": template or None, "model_max_length": base.context}
+
+    async def _format_of(self, principal: Principal, model: str) -> tuple[ServedBase, Format]:
+        """Return the base and the format of a model; empty: of the first base."""
+        self.ensure_accepting()
+        await self._usage.ensure_rate(principal)
+        resolved = await self._resolver.resolve(principal, model or next(iter(self.bases)))
+        base = self._base_of(resolved)
+        return base, await self._formats.of(base.name, base.format, resolved.revision)
+
+    def _base_of(self, model: ResolvedModel) -> ServedBase:
+        """Return the base that serves a model. Raises EngineDown where it was unloaded while the model was resolved."""
+        base = self.bases.get(model.base_model)
+        if base is None:
+            raise EngineDown
+        return base
+
+    async def ensure_model(self, principal: Principal, model: str) -> None:
+        """Raise ModelNotFound or RevisionUnavailable unless this caller may ask for the model."""
+        await self._resolver.resolve(principal, model)
+
+    def fingerprint_of(self, answer: Answer) -> str:
+        """Return the name of the backend that an answer comes from."""
+        return self.bases[answer.base_model].fingerprint
+
+    def on_begun(self, observer: Callable[[Generation], None]) -> None:
+        """Call `observer` with every generation that has begun, in the context of its request."""
+        self._begun_observers.append(observer)
+
+    def on_ended(self, observer: Callable[[Generation], None]) -> None:
+        """Call `observer` with every generation that has ended, in the context of its request."""
+        self._ended_observers.append(observer)
+
+    def on_refused(self, observer: Callable[[OpenedRequest], None]) -> None:
+        """Call `observer` with every request that its limits have refused."""
+        self._refused_observers.append(observer)
+
+    def record_with(self, choose: ChooseRecorder) -> None:
+        """Ask `choose` of every admitted request whether its answer is wanted, and by which function at its end."""
+        self._choose_recorder = choose
+
+    def ensure_accepting(self) -> None:
+        """Raise Draining when the server is being stopped."""
+        if self.draining:
+            raise Draining
+
+    def _ensure_serving(self, base: ServedBase) -> None:
+        """Raise Draining or EngineDown unless a request to `base` would be taken now."""
+        self.ensure_accepting()
+        if base.engines.has_ended:
+            raise EngineDown
+
+    def stop_accepting(self) -> None:
+        """Refuse new requests from now on."""
+        self.draining = True
+
+    async def drain(self, seconds: float) -> None:
+        """Refuse new requests; let the running ones end, and abort those that still run after `seconds`."""
+        self.stop_accepting()
+        for generation in tuple(self._running):
+            if generation.service_tier == SHADOW:
+                generation.abort(Draining())
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._until_idle(), seconds)
+        self._cut_off = True
+        for generation in tuple(self._running):
+            generation.abort(Draining())
+        await self._until_idle()
+
+    async def drain_base(self, base: ServedBase, seconds: float) -> None:
+        """Let the running requests of a base end that takes no new ones; abort those that still run after `seconds`."""
+        running = [one.task for one in self._running if one.base_model == base.name]
+        if running:
+            await asyncio.wait(running, timeout=seconds)
+        late = [one for one in self._running if one.base_model == base.name]
+        for generation in late:
+            generation.abort(EngineDown())
+        await asyncio.gather(*(one.task for one in late), return_exceptions=True)
+        self._formats.forget_base(base.name)
+
+    async def _until_idle(self) -> None:
+        while self.running:
+            self._idle.clear()
+            await self._idle.wait()
+
+    async def settle_late(self) -> None:
+        """Settle the requests whose end the database did not take. Raises RecordsUnavailable if it still does not."""
+        while self._unsettled:
+            settlement = self._unsettled.popleft()
+            try:
+                await self._usage.settle(settlement)
+            except RecordsUnavailable:
+                self._unsettled.appendleft(settlement)
+                raise
+            except UnknownRequest:  # its opening was not committed either
+                continue
+
+
+def service_class_of(principal: Principal, service_tier: ServiceTier) -> ServiceClass:
+    """Return the scheduler's class of a request. Raises NotAllowed where the tenant's tier lacks the service tier."""
+    if service_tier == "default":
+        return ServiceClass(principal.service_class)
+    if service_tier == SHADOW:
+        return ServiceClass.BATCH
+    if service_tier not in principal.service_tiers:
+        allowed = ", ".join(["auto", "default", *sorted(principal.service_tiers - {"batch"})])
+        raise NotAllowed(
+            f"Your plan has no service tier '{service_tier}'; it has {allowed}. Leave 'service_tier' out, or ask your "
+            "operator for it.",
+            "service_tier",
+            code="service_tier_not_allowed",
+        )
+    return ServiceClass.INTERACTIVE if service_tier == "priority" else ServiceClass.BATCH
+
+
+def _template(principal: Principal, read: ReadRequest, id: str, service_class: ServiceClass) -> Request:
+    """Return the engine's request as all choices have it."""
+    asked, revision, format = read.asked, read.model.revision, read.format
+    return Request(
+        id="",
+        tenant=principal.tenant,
+        prompt_token_ids=[],
+        sampling=asked.sampling,
+        pooling=None if asked.pooling == "own" else asked.pooling,
+        adapter=AdapterRef(revision.engine_key, str(revision.directory)) if revision else None,
+        deadline_ms=asked.deadline_ms,
+        group_id=id,
+        service_class=service_class,
+        weight=float(principal.weight),
+        cache_scope="" if read.base.share_cache else principal.project,
+        constraint=read.constraint,
+        num_tokens=format.num_tokens,
+        eos_token_ids=format.bundle.eos_token_ids,
+    )
+
+
+def _choices(read: ReadRequest, template: Request) -> list[Choice]:
+    """Build `n` choices a prompt, numbered through."""
+    asked, format = read.asked, read.format
+    min_tokens = asked.sampling.min_tokens
+    choices = []
+    for index in range(len(read.prompts) * asked.n):
+        number, i = divmod(index, asked.n)
+        token_ids, max_tokens, tail = read.prompts[number]
+        sampling = _seeded(msgspec.structs.replace(asked.sampling, max_tokens=max_tokens), i)
+        if i and not asked.is_streamed:  # an answer in one piece needs a prompt's scores once
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
+        request = msgspec.structs.replace(
+            template, id=f"{template.group_id}-{index}", prompt_token_ids=token_ids, sampling=sampling
+        )
+        output: OutputProcessor | PooledOutput = PooledOutput(index, format.classes)
+        if asked.pooling is None:
+            reader = format.reader(asked, tail)
+            output = OutputProcessor(index, format.tokenizer, token_ids, read.stop, min_tokens, reader)
+        choices.append(Choice(number, request, output))
+    return choices
+
+
+def _seeded(sampling: SamplingParams, i: int) -> SamplingParams:
+    """Give choice i of a seeded request a seed of its own."""
+    if sampling.seed is None:
+        return sampling
+    return msgspec.structs.replace(sampling, seed=(sampling.seed + i) % _SEEDS)

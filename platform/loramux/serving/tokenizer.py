@@ -1,0 +1,459 @@
+"""Text to token ids and back: the base model's own tokenizer and chat template, and the text of tokens as they come.
+
+`Tokenizer` wraps what transformers loads. `Detokenizer` gives out the text of a generation token by token, and
+`StopMatcher` passes it on up to a stop string: text that is given out never has to be taken back.
+
+`StopAutomaton` is Aho and Corasick's (Efficient string matching, CACM 18(6), 1975): a trie of the stop strings in which
+every state knows its longest proper suffix that is a state too. A text is read once, in constant time a character
+(amortised), however many and however long the stop strings are; the state's depth says how much must be held back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import re
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+from weakref import WeakValueDictionary
+
+from loramux.common.bundle import AddedToken, extend_tokenizer
+from loramux.common.settings.file import SettingsError
+from loramux.serving.errors import InvalidRequest
+from loramux.serving.messages import ChatOptions, Conversation, PromptText, TextPair, Token
+
+T = TypeVar("T")
+TAIL_CHARACTERS = 64
+"""The end of a prompt that says whether the answer begins within a thought."""
+_LONG = 1024
+"""Characters from which a text is tokenised on a thread: about a millisecond's work."""
+_MESSAGE_CHARACTERS = 64
+"""A message's share of a template's work, in characters."""
+_CHARACTERS_PER_TOKEN = 4
+"""Characters per token of the first part of a long text that is tokenized."""
+_CUT_TOKENS = 64
+"""The cut at the end of a beginning changes fewer tokens than this."""
+_THREADS = 4
+Decode = Callable[[list[int]], str]
+REPLACEMENT = "\ufffd"
+_CUTS = range(4, 9)
+"""Window lengths tried when cutting: a character is at most four byte tokens, so one of five cuts falls on an edge."""
+_WINDOW = 24
+"""Tokens of context before a cut is tried."""
+_LONGEST_WINDOW = 96
+"""Tokens before a text that ends in no whole character is given out all the same: it is no UTF-8, and never will be."""
+_UNFINISHED = 3
+"""The characters of such a text that may still become one: a lead byte and two more."""
+_CHARACTERS = 0x110000
+"""Unicode's code points: an edge of a StopAutomaton is the integer `state * _CHARACTERS + code point`."""
+
+_byte_piece = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class RenderedChat(NamedTuple):
+    """A conversation in a model's chat template."""
+
+    token_ids: list[int]
+    tail: str
+    """The end of its text: TAIL_CHARACTERS."""
+
+
+class Tokenizer:
+    """Converts texts and conversations to token ids, and back. Safe to use from threads."""
+
+    def __init__(self, tokenizer: Any, base: Tokenizer | None = None) -> None:
+        """`tokenizer` is a transformers PreTrainedTokenizerBase; one that extends `base` shares its threads."""
+        self._tokenizer = tokenizer
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._bytes_of = _byte_alphabet() if "ByteLevel" in repr(getattr(backend, "decoder", None)) else None
+        self._special_ids = _special_ids(tokenizer)
+        self.decode = _fast_decode(tokenizer)
+        """Returns the text of tokens, without special ones."""
+        self.longest_token: int = base.longest_token if base else max(map(len, tokenizer.get_vocab()))
+        """Characters that a token stands for, at most."""
+        self.serialized: str | None = base.serialized if base else _serialized(tokenizer)
+        """The vocabulary as the `tokenizers` library writes it; None where the tokenizer is not one of its."""
+        self._threads: ThreadPoolExecutor = (
+            base._threads if base else ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenizer")
+        )
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = base._turns if base else WeakValueDictionary()
+        self.token: Callable[[int], Token] = lru_cache(maxsize=1 << 18)(self._token)
+
+    @classmethod
+    def load(cls, model_dir: Path) -> Tokenizer:
+        """Load the tokenizer beside the model's weights; raises SettingsError where there is none."""
+        from transformers import AutoTokenizer  # takes seconds: only where a model is served
+
+        try:
+            return cls(AutoTokenizer.from_pretrained(model_dir, local_files_only=True))
+        except (OSError, ValueError) as error:
+            raise SettingsError(
+                f"model.path: {model_dir} holds no tokenizer that transformers can load: {error}"
+            ) from None
+
+    def extended(self, added: Sequence[AddedToken]) -> Tokenizer:
+        """Return this tokenizer with the `added` tokens; both share one model and the same threads."""
+        extended = copy.copy(self._tokenizer)
+        extended._tokenizer = extend_tokenizer(self._tokenizer.backend_tokenizer, added)
+        tokenizer = Tokenizer(extended, self)
+        tokenizer.longest_token = max(self.longest_token, *(len(token.content) for token in added))
+        return tokenizer
+
+    def describe(self) -> dict[str, Any]:
+        """Return the class and the special tokens, under the names of a tokenizer_config.json."""
+        special = {
+            name: str(text) for name, text in self._tokenizer.special_tokens_map.items() if isinstance(text, str)
+        }
+        return {"tokenizer_class": type(self._tokenizer).__name__} | special
+
+    async def encode(
+        self, text: str | TextPair, limit: int, tenant: str = "", *, add_special_tokens: bool = True
+    ) -> list[int]:
+        """Return the token ids of a text to continue, with the special tokens that the model expects around it.
+
+        Of a text of more than `limit` tokens it may be those of a beginning with more than `limit`. One text of
+        `tenant` at a time is worked on beside the event loop.
+        """
+        work = partial(self._encode, text, limit, add_special_tokens=add_special_tokens)
+        return await self.run(work, len(text), tenant)
+
+    async def encode_chat(
+        self, conversation: Conversation, limit: int, tenant: str = "", options: ChatOptions | None = None
+    ) -> RenderedChat:
+        """Return the conversation's token ids in the model's chat template, up to the assistant's answer.
+
+        `limit` and `tenant` as above. Raises InvalidRequest where the model has no template, or where the template
+        refuses the conversation.
+        """
+        if not self._tokenizer.chat_template:
+            raise InvalidRequest(
+                "The base model has no chat template; send the text itself to /v1/completions.",
+                field="messages",
+                code="chat_not_supported",
+            )
+        options = options or ChatOptions()
+        size = sum(len(message.content) + message.size for message in conversation) + options.size
+        work = partial(self._encode_chat, conversation, limit, options)
+        return await self.run(work, size + _MESSAGE_CHARACTERS * len(conversation), tenant)
+
+    @property
+    def chat_template(self) -> str:
+        """The chat template, or several of them joined; empty where there is none."""
+        template = self._tokenizer.chat_template or ""
+        return template if isinstance(template, str) else "\n".join(template.values())
+
+    def token_id(self, text: str) -> int | None:
+        """Return the one token that stands for `text`; None where there is none."""
+        found = self._tokenizer.get_added_vocab().get(text)
+        return found if found is None else int(found)
+
+    def special_tokens(self, texts: Iterable[str]) -> dict[str, int]:
+        """Return those of `texts` that are special tokens, which `decode` leaves out."""
+        found = {text: self.token_id(text) for text in texts}
+        return {text: token for text, token in found.items() if token is not None and token in self._special_ids}
+
+    def grammar_tokens(self, texts: Iterable[str]) -> dict[str, int]:
+        """Return those of `texts` that a grammar names by their token, because the token has no text there.
+
+        For llguidance these are special tokens, and added ones in angle brackets whether special or not: Qwen's
+        `<tool_call>` is none for `decode`.
+        """
+        found = {text: self.token_id(text) for text in texts}
+        return {
+            text: token
+            for text, token in found.items()
+            if token is not None and (token in self._special_ids or (text.startswith("<") and text.endswith(">")))
+        }
+
+    async def spell(self, token_ids: list[int], tenant: str = "") -> PromptText:
+        """Return the text of tokens, without special ones, and where each begins. `tenant` as above."""
+        return await self.run(partial(self._spell_all, token_ids), len(token_ids) * _CHARACTERS_PER_TOKEN, tenant)
+
+    def pieces(self, token_ids: list[int]) -> list[str]:
+        """Return tokens as the vocabulary writes them."""
+        return [piece or "" for piece in self._tokenizer.convert_ids_to_tokens(token_ids)]
+
+    async def decode_all(self, token_ids: list[int], tenant: str = "") -> str:
+        """Return the text of tokens, special ones too. `tenant` as above."""
+        decode = partial(self._tokenizer.decode, token_ids, clean_up_tokenization_spaces=False)
+        return await self.run(decode, len(token_ids) * _CHARACTERS_PER_TOKEN, tenant)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def run(self, work: Callable[[], T], size: int, tenant: str) -> T:
+        """Run short work at once and long work on a thread; a tenant has one thread, so that others find theirs.
+
+        `size`: of the work, in characters to tokenize.
+        """
+        if size <= _LONG:
+            return work()
+        turn = self._turns.setdefault(tenant, asyncio.Lock())
+        async with turn:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def _encode_chat(self, conversation: Conversation, limit: int, options: ChatOptions) -> RenderedChat:
+        text = self._render(conversation, options)
+        token_ids = self._encode(text, limit, add_special_tokens=options.add_special_tokens)
+        return RenderedChat(token_ids, text[-TAIL_CHARACTERS:])
+
+    def _encode(self, text: str | TextPair, limit: int, *, add_special_tokens: bool) -> list[int]:
+        """Tokenize ever longer beginnings, so that a text that cannot fit costs what the longest that fits does."""
+        if isinstance(text, TextPair):
+            pair: list[int] = self._tokenizer.encode(text.first, text.second, add_special_tokens=add_special_tokens)
+            return pair
+        length = _CHARACTERS_PER_TOKEN * (limit + _CUT_TOKENS)
+        while length < len(text):
+            beginning: list[int] = self._tokenizer.encode(text[:length], add_special_tokens=add_special_tokens)
+            if len(beginning) > limit + _CUT_TOKENS:
+                return beginning
+            length *= 2
+        token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return token_ids
+
+    def _render(self, conversation: Conversation, options: ChatOptions) -> str:
+        from jinja2 import TemplateError
+
+        messages = template_messages(conversation)
+        ends_with_prompt = options.ending == "generation_prompt"
+        try:
+            text = self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=ends_with_prompt, **options.template
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            raise InvalidRequest(
+                f"The base model's chat template refuses these messages: {error}", field="messages"
+            ) from None
+        return open_last_message(text, conversation) if options.ending == "open_message" else text
+
+    def _spell_all(self, token_ids: list[int]) -> PromptText:
+        detokenizer, parts, offsets, length = Detokenizer(self.decode), [], [], 0
+        for token_id in token_ids:
+            offsets.append(length)
+            parts.append(detokenizer.push(token_id))
+            length += len(parts[-1])
+        parts.append(detokenizer.flush())
+        return PromptText("".join(parts), [self.token(token_id) for token_id in token_ids], offsets)
+
+    def _token(self, token_id: int) -> Token:
+        data = self._spell(token_id)
+        try:
+            return Token(data.decode(), data, token_id)
+        except UnicodeDecodeError:
+            return Token("bytes:" + "".join(f"\\x{byte:02x}" for byte in data), data, token_id)
+
+    def _spell(self, token_id: int) -> bytes:
+        piece: str | None = self._tokenizer.convert_ids_to_tokens(token_id)
+        if piece is None or token_id in self._special_ids:
+            return (piece or "").encode()
+        if self._bytes_of and all(character in self._bytes_of for character in piece):
+            return bytes(self._bytes_of[character] for character in piece)
+        if match := _byte_piece.fullmatch(piece):
+            return bytes.fromhex(match[1])
+        return piece.replace("▁", " ").encode()
+
+
+def _serialized(tokenizer: Any) -> str | None:
+    from transformers import PreTrainedTokenizerFast
+
+    return tokenizer.backend_tokenizer.to_str() if isinstance(tokenizer, PreTrainedTokenizerFast) else None
+
+
+def template_messages(conversation: Conversation) -> list[dict[str, Any]]:
+    """Return the messages as chat templates expect them."""
+    return [{"role": message.role, "content": message.content, **message.fields} for message in conversation]
+
+
+def open_last_message(text: str, conversation: Conversation) -> str:
+    """Return a rendered conversation up to the end of its last message's content, as transformers does it.
+
+    Raises InvalidRequest where the template does not show that content.
+    """
+    content = conversation[-1].content
+    begin = text.rfind(content.strip())
+    if begin < 0 or not content.strip():
+        raise InvalidRequest(
+            "'continue_final_message' continues a text that the chat template shows, and it shows none of the last "
+            "message; leave it out.",
+            field="continue_final_message",
+        )
+    whole = content.lstrip()  # a template may strip the blanks at its end
+    end = begin + len(whole if text.startswith(whole, begin) else content.strip())
+    return text[:end]
+
+
+def _special_ids(tokenizer: Any) -> frozenset[int]:
+    """Return the tokens that decoding leaves out: those with a role, and added ones that are marked as special.
+
+    transformers lists the former only; markers such as Mistral's `[TOOL_CALLS]` have no role.
+    """
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return frozenset(tokenizer.all_special_ids) | {token for token, content in added.items() if content.special}
+
+
+def _fast_decode(tokenizer: Any) -> Callable[[list[int]], str]:
+    """Return transformers' decoding without its wrappers, which take three quarters of its time."""
+    from transformers import PreTrainedTokenizerFast
+
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or type(tokenizer)._decode is not PreTrainedTokenizerFast._decode:
+        return partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return partial(backend.decode, skip_special_tokens=True)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable character for every byte, inverted (`bytes_to_unicode`)."""
+    printable: Sequence[int] = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+class Detokenizer:
+    """The text of one generation, token by token.
+
+    It decodes a short window of the latest tokens instead of single ones, because a token's text depends on its
+    neighbours: a character may span tokens, and a sentencepiece decoder drops the space of the first token it sees.
+    The window begins with the end of the prompt, so that a continuation keeps its leading space. `decode` is the
+    tokenizer's own and skips special tokens.
+
+    A text that ends in U+FFFD waits for more: with byte fallback one unfinished character turns every character
+    of its run of byte tokens into U+FFFD, so nothing about that moment's text can be trusted.
+    """
+
+    def __init__(self, decode: Decode, prompt_token_ids: Sequence[int] = ()) -> None:
+        self._decode = decode
+        self._ids = _end_of_prompt(decode, list(prompt_token_ids[-_LONGEST_WINDOW:]))
+        self._text = decode(self._ids)
+        self._num_given = len(self._text)
+
+    def push(self, token_id: int) -> str:
+        """Return the text that became certain with this token; empty in the middle of a character."""
+        self._ids.append(token_id)
+        before, self._text = self._text, self._decode(self._ids)
+        if not self._text.endswith(REPLACEMENT):
+            return self._push_whole(before)
+        if len(self._ids) < _LONGEST_WINDOW:
+            return ""
+        given = self._give(len(self._text) - _UNFINISHED)
+        self._cut()
+        return given
+
+    def flush(self) -> str:
+        """Return the rest at the end: an unfinished character comes out as U+FFFD."""
+        return self._give(len(self._text))
+
+    def _push_whole(self, before: str) -> str:
+        if self._text and self._text == before:
+            self._ids.pop()  # a special token: no text, so no context either
+        given = self.flush()
+        if len(self._ids) >= _WINDOW:
+            self._cut()
+        return given
+
+    def _give(self, end: int) -> str:
+        delta = self._text[self._num_given : end]
+        self._num_given = max(self._num_given, end)
+        return delta
+
+    def _cut(self) -> None:
+        """Forget old tokens, where the rest decodes to exactly the end of the same text."""
+        num_left = len(self._text) - self._num_given
+        for keep in _CUTS:
+            text = self._decode(self._ids[-keep:])
+            if self._text.endswith(text) and len(text) >= num_left and (text or not self._text):
+                self._ids, self._text, self._num_given = self._ids[-keep:], text, len(text) - num_left
+                return
+
+
+def _end_of_prompt(decode: Decode, ids: list[int]) -> list[int]:
+    """The shortest end that reads as text; all of it where none does."""
+    ends = (ids[-keep:] for keep in _CUTS)
+    return next((end for end in ends if (text := decode(end)) and REPLACEMENT not in text), ids)
+
+
+class StopAutomaton:
+    """The stop strings of a request; its choices share it, each with a StopMatcher of its own."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.next: dict[int, int] = {}
+        """The next state by state and character. One flat dict: thousands of small ones would wake the collector."""
+        self.fallback: list[int] = [0]
+        """Every state's longest proper suffix that is a state; state 0 is the empty text."""
+        self.depth: list[int] = [0]
+        """Characters of every state."""
+        self.stop: list[str | None] = [None]
+        """The longest stop string that every state ends with."""
+        edges: list[tuple[int, int, str]] = []
+        for stop in stops:
+            self._add(stop, edges)
+        self._link(edges)
+
+    def _add(self, stop: str, edges: list[tuple[int, int, str]]) -> None:
+        state = 0
+        for depth, character in enumerate(stop, start=1):
+            following = self.next.get(state * _CHARACTERS + ord(character))
+            if following is None:
+                following = self.next[state * _CHARACTERS + ord(character)] = len(self.depth)
+                edges.append((depth, state, character))
+                self.fallback.append(0)
+                self.depth.append(depth)
+                self.stop.append(None)
+            state = following
+        self.stop[state] = stop or None
+
+    def _link(self, edges: list[tuple[int, int, str]]) -> None:
+        """Set the fallbacks breadth first: a state's fallback is shorter, and therefore linked already."""
+        edges.sort()
+        for _, state, character in edges:
+            following = self.next[state * _CHARACTERS + ord(character)]
+            if state:
+                self.fallback[following] = self.advance(self.fallback[state], character)
+            self.stop[following] = self.stop[following] or self.stop[self.fallback[following]]
+
+    def advance(self, state: int, character: str) -> int:
+        """Return the state after one more character."""
+        code = ord(character)
+        while state and state * _CHARACTERS + code not in self.next:
+            state = self.fallback[state]
+        return self.next.get(state * _CHARACTERS + code, 0)
+
+
+class StopMatcher:
+    """Passes text on until a stop string is complete, and never any part of one.
+
+    The text ends at the first moment at which it ends with a stop string; where two end there, the longer one counts.
+    That moment depends on the text alone, never on how it was cut into pieces.
+    """
+
+    def __init__(self, stops: StopAutomaton) -> None:
+        self._stops = stops
+        self._state = 0
+        self._held = ""
+        """The end of the text that may be the beginning of a stop string: as long as the state is deep."""
+        self.matched: str | None = None
+        """The stop string that ended the text."""
+
+    def push(self, text: str) -> str:
+        """Return the part of the text that can be shown and was not yet; call no more once `matched` is set."""
+        if not self._stops.next:
+            return text
+        for end, character in enumerate(text, start=len(self._held) + 1):
+            self._state = self._stops.advance(self._state, character)
+            self.matched = self._stops.stop[self._state]
+            if self.matched is not None:
+                shown = (self._held + text)[: end - len(self.matched)]
+                self._held = ""
+                return shown
+        text = self._held + text
+        shown_until = len(text) - self._stops.depth[self._state]
+        self._held = text[shown_until:]
+        return text[:shown_until]
+
+    def flush(self) -> str:
+        """Return the text held back when no more comes: it only looked like the beginning of a stop string."""
+        held, self._held = self._held, ""
+        return held
