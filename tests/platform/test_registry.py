@@ -634,10 +634,12 @@ async def test_a_cancelled_upload_leaves_nothing(
 KILL = """
 import asyncio, os, pickle, signal, sys
 from pathlib import Path
-from loramux.data.records import Database, Principal
-from loramux.common.settings import ModelSettings, Settings, ValidationSettings
-from loramux.data.storage import open_blobs
-from loramux.catalog.validation import BaseValidators, Validator
+from loramux.data.records.database import Database
+from loramux.data.records.identity import Principal
+from loramux.common.settings.serving import ModelSettings, ValidationSettings
+from loramux.common.settings.file import Settings
+from loramux.data.storage.blobs import open_blobs
+from loramux.catalog.validation.validator import BaseValidators, Validator
 
 url, tenant, key, root, support = sys.argv[1:]
 sys.path.append(support)

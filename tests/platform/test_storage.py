@@ -267,7 +267,7 @@ def test_the_living_keep_their_area(store: BlobStore, opened: Open, tmp_path: Pa
 
 KILLED = """
 import os, signal, sys
-from loramux.data.storage import open_blobs, WEIGHTS_FILE
+from loramux.data.storage.blobs import open_blobs, WEIGHTS_FILE
 store = open_blobs(sys.argv[1], sys.argv[2], {})
 os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)
 with store.staging() as folder:

@@ -21,8 +21,10 @@ PROCESSES, REQUESTS = 8, 60
 
 SERVER = """
 import asyncio, sys
-from loramux.data.records import Database
-from loramux.money.usage import OpenedRequest, Settlement, UsageService
+from loramux.data.records.database import Database
+from loramux.data.records.requests import OpenedRequest
+from loramux.money.usage.settlement import Settlement
+from loramux.money.usage.service import UsageService
 from loramux.common.units import TokenCounts
 
 async def main(url, tenant, key, name, requests):

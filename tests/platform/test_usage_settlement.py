@@ -320,9 +320,11 @@ async def test_settlement_with_a_lost_commit_answer_is_billed_once(
 
 CRASH = """
 import asyncio, os, signal, sys
-from loramux.data.records import Database
+from loramux.data.records.database import Database
 from loramux.common.units import TokenCounts
-from loramux.money.usage import OpenedRequest, Settlement, UsageService
+from loramux.data.records.requests import OpenedRequest
+from loramux.money.usage.settlement import Settlement
+from loramux.money.usage.service import UsageService
 
 async def main(url, tenant, key):
     usage = UsageService(Database(url))

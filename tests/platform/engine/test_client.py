@@ -279,8 +279,9 @@ def test_request_that_the_model_cannot_take_is_refused_alone(settings: Settings,
 
 PARENT = """
 import asyncio, sys
-from loramux.engine import spawn_engine
-from loramux.common.settings import EngineSettings, ModelSettings, Settings
+from loramux.engine.client import spawn_engine
+from loramux.common.settings.serving import EngineSettings, ModelSettings
+from loramux.common.settings.file import Settings
 
 async def main():
     engine = spawn_engine(Settings(
