@@ -22,9 +22,9 @@ from pathlib import Path
 import click
 
 from loramux.accounts.tenants.tenants import Tenants
+from loramux.common.identity import Principal
 from loramux.common.units import TokenCounts
 from loramux.data.records.database import Database
-from loramux.data.records.identity import Principal
 from loramux.data.records.requests import OpenedRequest
 from loramux.data.records.schema import migrate
 from loramux.money.limits.limits import Limits

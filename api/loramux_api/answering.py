@@ -20,8 +20,8 @@ from litestar.types import ASGIApp, Receive, Scope, Send
 from msgspec import UNSET, UnsetType
 
 from loramux.common.errors import LoramuxError
+from loramux.common.identity import Principal
 from loramux.common.units import TokenCounts
-from loramux.data.records.identity import Principal
 from loramux.serving.calls import CallDelta
 from loramux.serving.messages import (
     Answer,

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,13 +27,15 @@ from loramux.accounts.tenants.account import Account
 from loramux.accounts.tenants.tenants import Tenants
 from loramux.accounts.webhooks.endpoints import Endpoints
 from loramux.common.errors import LoramuxError
+from loramux.common.identity import Principal
 from loramux.common.settings.file import Settings, SettingsError, load_settings
-from loramux.data.records.identity import Principal
 from loramux.engine.client import EngineClient, EngineDied
 from loramux.money.limits.limits import Limits
 from loramux.server.platform import Platform, open_platform
+from loramux.server.programs import Programs, open_programs
 from loramux_api.answering import inference
 from loramux_api.auth import platform_of, principal_of
+from loramux_api.batch_endpoints import batch_endpoints
 from loramux_api.bodies import AnyRequest, ApiRequest, StrictJSON
 from loramux_api.controllers import routes_of
 from loramux_api.controllers.console import ConsoleFiles
@@ -43,17 +45,11 @@ from loramux_api.metrics import Metrics
 from loramux_api.openapi import openapi_config
 from loramux_api.problems import EXCEPTION_HANDLERS
 from loramux_api.request_log import Tracer, logged, note_begun, note_ended, note_response
-from loramux_api.services import open_services, services_of
 
 logger = logging.getLogger(__name__)
 
 MAX_JSON_BYTES = 16 << 20
 CONFIG_VARIABLE = "LORAMUX_CONFIG"
-
-
-def platform(request: AnyRequest) -> Platform:
-    """The open platform."""
-    return platform_of(request)
 
 
 def principal(request: AnyRequest) -> Principal:
@@ -89,12 +85,29 @@ def _part(of: Callable[[AnyRequest], object], name: str) -> Callable[[AnyRequest
     return part
 
 
-OF_SERVICES = ("batches", "files", "evaluations", "guards", "shadows", "policies", "migrations", "revision_metrics")
+def database_is_reachable(request: AnyRequest) -> Callable[[], Awaitable[bool]]:
+    """Asks whether the database answers."""
+    return platform_of(request).database.is_reachable
+
+
+def _programs_of(request: AnyRequest) -> Programs:
+    programs = request.app.state.programs
+    assert isinstance(programs, Programs)
+    return programs
+
+
+PARTS = (
+    *("adapters", "bases", "billing", "completions", "ledger_proof", "lifecycle", "local_folders", "settings"),
+    *("sinks", "started_at", "tenants", "uploads", "usage", "webhooks"),
+)
+"""Attributes of `Platform` that a handler may name as parameters."""
+PROGRAMS = ("batches", "files", "evaluations", "guards", "shadows", "policies", "migrations", "revision_metrics")
+"""Attributes of `Programs`, likewise."""
 PROVIDERS: dict[str, Callable[..., Any]] = {
-    "platform": platform,
+    "database_is_reachable": database_is_reachable,
     **{provider.__name__: provider for provider in (principal, inference, account, limits, endpoints, operators)},
-    **{name: _part(platform_of, name) for name in ("completions", "uploads", "adapters")},
-    **{name: _part(services_of, name) for name in OF_SERVICES},
+    **{name: _part(platform_of, name) for name in PARTS},
+    **{name: _part(_programs_of, name) for name in PROGRAMS},
 }
 DEPENDENCIES = {name: Provide(provider, sync_to_thread=False) for name, provider in PROVIDERS.items()}
 
@@ -155,14 +168,14 @@ def create_app(settings: Settings, engine: EngineClient | None = None) -> Applic
 @asynccontextmanager
 async def attached(app: Application, platform: Platform) -> AsyncIterator[None]:
     """Serve from an open platform, and run its batches, while the block runs; then send the last traces."""
-    async with open_services(platform) as services:
-        app.state.platform, app.state.services = platform, services
+    async with open_programs(platform, batch_endpoints(platform.completions)) as programs:
+        app.state.platform, app.state.programs = platform, programs
         app.state.metrics.watch(platform)
         platform.completions.on_begun(note_begun)
         platform.completions.on_ended(note_ended)
         if app.tracer is not None:
             platform.uploads.worker.jobs.on_ended(app.tracer.export_job)
-            services.jobs.on_ended(app.tracer.export_job)
+            programs.batch_jobs.on_ended(app.tracer.export_job)
         yield
     if app.tracer is not None:
         await asyncio.to_thread(app.tracer.close)

@@ -16,7 +16,7 @@ from loramux.accounts.tenants.authentication import Credential
 from loramux.accounts.tenants.authority import SCOPES
 from loramux.accounts.tenants.errors import InvalidKey
 from loramux.accounts.tenants.sessions import Session
-from loramux.data.records.identity import Origin, Principal
+from loramux.common.identity import Origin, Principal
 from loramux.server.platform import Platform
 from loramux.serving.errors import NotAllowed
 from loramux_api.bodies import SMALL_BODY_BYTES

@@ -24,8 +24,8 @@ from litestar.dto import AbstractDTO
 from litestar.exceptions import InternalServerException
 from litestar.exceptions.http_exceptions import RequestEntityTooLarge
 
-from loramux.server.platform import Platform
 from loramux.serving.errors import GatewayError, InvalidRequest, Unavailable
+from loramux.serving.service import CompletionService
 
 MIN_BODY_BYTES = 1 << 20
 MAX_BODY_BYTES = 16 << 20
@@ -125,7 +125,7 @@ class InferenceRequest(ApiRequest):
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """Yield the body's parts. Raises BodyTooLarge."""
-        limit, length, tenant = body_limit(self.app.state.platform), 0, self.auth.tenant
+        limit, length, tenant = body_limit(self.app.state.platform.completions), 0, self.auth.tenant
         incoming: IncomingBytes = self.app.state.setdefault("incoming_bytes", IncomingBytes())
         if (self.content_length or 0) > limit:
             raise _too_large(limit)
@@ -153,9 +153,9 @@ class InferenceRequest(ApiRequest):
         return data
 
 
-def body_limit(platform: Platform) -> int:
+def body_limit(completions: CompletionService) -> int:
     """Return the most bytes that a request for completions may have."""
-    return min(max(MIN_BODY_BYTES, BYTES_PER_TOKEN * platform.completions.context), MAX_BODY_BYTES)
+    return min(max(MIN_BODY_BYTES, BYTES_PER_TOKEN * completions.context), MAX_BODY_BYTES)
 
 
 async def check_shape(data: bytes) -> None:

@@ -11,7 +11,7 @@ from litestar import Request
 from litestar.params import HeaderParameter
 from litestar.types import Message, Scope
 
-from loramux.data.records.requests import IdempotencyClaim
+from loramux.data.entities import IdempotencyClaim
 from loramux.money.limits.definitions import RateLimitStatus
 from loramux.server.platform import Platform
 from loramux.serving.errors import InvalidRequest

@@ -16,7 +16,7 @@ from litestar.params import FromPath, PathParameter, QueryParameter
 from loramux.catalog.registry.changes import Preconditions
 from loramux.catalog.registry.entities import MAX_REVISION, AdapterInfo, etag
 from loramux.catalog.registry.errors import PartNotFound
-from loramux.data.records.identity import Principal
+from loramux.common.identity import Principal
 from loramux.money.billing.costs import CostsQuery
 from loramux.money.usage.query import LATEST, MAX_FILTER, UsageQuery
 from loramux.serving.errors import InvalidRequest

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any, cast
 import structlog
 from litestar.types import Message, Scope
 
+from loramux.common.identity import Principal
 from loramux.common.jobs import JobRun
 from loramux.common.settings.file import SettingsError
 from loramux.common.settings.server import TracingSettings
-from loramux.data.records.identity import Principal
 from loramux.serving.generation import Generation
 from loramux_api.headers import traceable_id
 

@@ -165,5 +165,5 @@ async def _lame_duck(address: ServerSettings, signals: _Signals, died: asyncio.T
 
 
 async def _until_dead(platform: Platform) -> None:
-    while not platform.has_lost_engines:  # noqa: ASYNC110  a poll watches all bases at once
+    while not platform.lifecycle.has_lost_engines:  # noqa: ASYNC110  a poll watches all bases at once
         await asyncio.sleep(ENGINE_POLL_SECONDS)

@@ -413,7 +413,7 @@ def test_files_expire_and_count_against_a_quota(site: Site, client: openai.OpenA
         file=("b.jsonl", b"x" * 100), purpose="batch", expires_after={"anchor": "created_at", "seconds": 3600}
     )
     assert short.expires_at == short.created_at + 3600
-    files = site.server.app.state.services.files
+    files = site.server.app.state.programs.files
     with later(site, 3601):
         on_loop(site, files.expire())
     assert [one.id for one in client.files.list()] == [kept.id]

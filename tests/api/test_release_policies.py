@@ -67,7 +67,7 @@ def promoted(gated: Gated, revision: int = 2) -> httpx.Response:
 
 def flush(gated: Site) -> None:
     """Write what was counted of revisions."""
-    writing = gated.site.server.app.state.services.revision_metrics.flush()
+    writing = gated.site.server.app.state.programs.revision_metrics.flush()
     asyncio.run_coroutine_threadsafe(writing, gated.site.server.loop).result(20)
 
 
@@ -79,7 +79,7 @@ def evaluated(gated: Gated, questions: int) -> dict[str, Any]:
     id = gated.http.post("/v1/evaluations", json=asked).json()["id"]
     deadline = time.monotonic() + 60
     while True:
-        tending = gated.site.server.app.state.services.evaluations.tend()
+        tending = gated.site.server.app.state.programs.evaluations.tend()
         asyncio.run_coroutine_threadsafe(tending, gated.site.server.loop).result(20)
         found: dict[str, Any] = gated.http.get(f"/v1/evaluations/{id}").json()
         if found["status"] != "running":

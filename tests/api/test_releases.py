@@ -19,13 +19,9 @@ from peft_uploads import form, make_adapter
 from scripted_engine import EOS
 from site_fixture import Site
 
-from loramux.data.records.identity import TenantId
-from loramux.data.records.revision_metrics import (
-    FIRST_TOKEN_BOUNDS,
-    FIRST_TOKENS,
-    RevisionHour,
-    RevisionMetricsRepository,
-)
+from loramux.common.identity import TenantId
+from loramux.data.entities import FIRST_TOKEN_BOUNDS
+from loramux.data.records.revision_metrics import FIRST_TOKENS, RevisionHour, RevisionMetricsRepository
 from loramux.engine.messages import EngineFault, Request, ServiceClass
 from loramux.money.billing.catalog import Plan, PlanPrices, PlanTariff, Subscriptions
 from loramux.money.pricing import Currency, Price, Step
@@ -48,7 +44,7 @@ def client(site: Site, base_dir: Path, tmp_path_factory: pytest.TempPathFactory)
 
 def reports(site: Site, client: httpx.Client, **params: str) -> dict[str, dict[str, Any]]:
     """What is reported once everything that was counted is written."""
-    flushed = site.server.app.state.services.revision_metrics.flush()
+    flushed = site.server.app.state.programs.revision_metrics.flush()
     asyncio.run_coroutine_threadsafe(flushed, site.server.loop).result(120)
     answer = client.get(f"{RATED}/metrics", params=params)
     assert answer.status_code == 200, answer.text
@@ -156,7 +152,7 @@ def digest_of(request: Request) -> str:
 def ended(site: Site, client: httpx.Client, id: str) -> dict[str, Any]:
     deadline = time.monotonic() + 120
     while True:
-        asyncio.run_coroutine_threadsafe(site.server.app.state.services.evaluations.tend(), site.server.loop).result(
+        asyncio.run_coroutine_threadsafe(site.server.app.state.programs.evaluations.tend(), site.server.loop).result(
             120
         )
         found: dict[str, Any] = client.get(f"/v1/evaluations/{id}").json()
@@ -333,7 +329,7 @@ def test_evaluation_is_the_tenants_alone(site: Site, client: httpx.Client) -> No
 def watched(site: Site, client: httpx.Client) -> list[dict[str, Any]]:
     """Let the guards look, and return the targets of the alias `stage`."""
     reports(site, client)
-    asyncio.run_coroutine_threadsafe(site.server.app.state.services.guards.watch(), site.server.loop).result(120)
+    asyncio.run_coroutine_threadsafe(site.server.app.state.programs.guards.watch(), site.server.loop).result(120)
     aliases = client.get(f"{RATED}/aliases").json()["data"]
     return next(alias["targets"] for alias in aliases if alias["name"] == "stage")
 

@@ -16,7 +16,7 @@ PATH = "/v1/organization/service_levels"
 
 
 def service_levels(site: Site, tenant: str, **params: Any) -> dict[str, dict[str, Any]]:
-    flushed = site.server.app.state.services.revision_metrics.flush()
+    flushed = site.server.app.state.programs.revision_metrics.flush()
     asyncio.run_coroutine_threadsafe(flushed, site.server.loop).result(120)
     with site.http(tenant) as client:
         answer = client.get(PATH, params=params)

@@ -55,7 +55,7 @@ class Shadowed:
             time.sleep(0.05)
 
     def tend(self) -> None:
-        tending = self.site.server.app.state.services.shadows.tend()
+        tending = self.site.server.app.state.programs.shadows.tend()
         asyncio.run_coroutine_threadsafe(tending, self.site.server.loop).result(PATIENCE)
 
     def requests_of(self, revision: int) -> list[Request]:

@@ -23,9 +23,9 @@ from upload_harness import upload_folder
 
 from loramux.catalog.registry.entities import WeightedRevision
 from loramux.catalog.registry.errors import ChangeConflict, PartNotFound, TooManyAdapters
+from loramux.common.identity import Principal
 from loramux.common.settings.file import Settings
 from loramux.common.settings.serving import AdapterLimits, EngineSettings
-from loramux.data.records.identity import Principal
 from loramux.engine.messages import EngineStats, SamplingParams
 from loramux.server.platform import Platform, open_platform
 from loramux.serving.messages import GenerationRequest

@@ -16,8 +16,8 @@ from s3_server import S3, s3_server
 
 from loramux.accounts.tenants.authority import CUSTOMER_SCOPES
 from loramux.accounts.tenants.tenants import Tenants
+from loramux.common.identity import Principal
 from loramux.data.records.database import Clock, Database, parse_url, unix_microseconds
-from loramux.data.records.identity import Principal
 from loramux.data.records.schema import migrate
 
 PEPPER = b"p" * 32

@@ -12,9 +12,9 @@ import sqlalchemy as sa
 from billing_harness import DAY, DECEMBER, NOVEMBER, PLANS, SECOND, Clock, give_plan, use
 
 from loramux.accounts.tenants.tenants import Tenants
+from loramux.common.identity import Principal
 from loramux.common.units import TokenCounts
 from loramux.data.records.database import Database, parse_url
-from loramux.data.records.identity import Principal
 from loramux.data.records.ledger import LedgerRepository
 from loramux.data.records.requests import OpenedRequest
 from loramux.money.billing.catalog import Catalog, read_plans

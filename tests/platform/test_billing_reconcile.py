@@ -11,9 +11,9 @@ import pytest
 import sqlalchemy as sa
 from billing_harness import DECEMBER, NOVEMBER, Clock, give_plan, use
 
+from loramux.common.identity import Principal
 from loramux.data.records.billing import InvoiceRow, PeriodRow, PriceRow
 from loramux.data.records.database import Database, parse_url
-from loramux.data.records.identity import Principal
 from loramux.data.records.ledger import LedgerEntry, LedgerHeadRow, LedgerRow, chain_hash
 from loramux.data.storage.objects import Objects, StorageUnavailable, open_objects
 from loramux.money.billing.errors import LedgerAltered

@@ -12,9 +12,9 @@ import pytest
 import standardwebhooks
 
 from loramux.accounts.tenants.tenants import Tenants
+from loramux.common.identity import Principal
 from loramux.common.units import TokenCounts
 from loramux.data.records.database import Database
-from loramux.data.records.identity import Principal
 from loramux.data.records.requests import OpenedRequest
 from loramux.money.billing.catalog import Catalog, PlanPrices, PlanSpec, PriceSpec
 from loramux.money.billing.periods import Month

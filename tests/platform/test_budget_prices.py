@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loramux.common.identity import TenantId
 from loramux.common.units import DAY, TokenCounts
-from loramux.data.records.identity import TenantId
 from loramux.data.records.requests import OpenedRequest
 from loramux.money.billing.catalog import Plan, PlanTariff, Subscriptions
 from loramux.money.limits.budgets import ChargedUsage

@@ -10,8 +10,8 @@ import pytest
 import sqlalchemy as sa
 from billing_harness import DAY, DECEMBER, NOVEMBER, SECOND, Clock, give_plan, use
 
+from loramux.common.identity import Principal
 from loramux.data.records.database import Database
-from loramux.data.records.identity import Principal
 from loramux.data.records.usage import DailyUsageRepository, DailyUsageRow, UsageSegmentRow
 from loramux.money.billing.costs import CostPage, CostsQuery
 from loramux.money.billing.errors import LedgerAltered

@@ -14,9 +14,9 @@ import pypdf
 import pytest
 from billing_harness import DECEMBER, NOVEMBER, PLANS, SECOND, Clock, give_plan, use
 
+from loramux.common.identity import Principal
 from loramux.common.settings.server import BillingSettings
 from loramux.data.records.database import Database
-from loramux.data.records.identity import Principal
 from loramux.data.records.ledger import EntryContent, LedgerRepository
 from loramux.data.records.usage import Span
 from loramux.money.billing.catalog import Catalog, read_plans

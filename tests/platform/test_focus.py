@@ -15,8 +15,8 @@ import duckdb
 import pytest
 from billing_harness import DAY, DECEMBER, NOVEMBER, SECOND, Clock, give_plan, use
 
+from loramux.common.identity import Principal
 from loramux.data.records.database import Database
-from loramux.data.records.identity import Principal
 from loramux.money.billing.service import BillingService
 from loramux.money.exports.focus import FOCUS_COLUMNS, GROUP_BY, Seller, focus_rows
 from loramux.money.exports.tables import Row, write_table

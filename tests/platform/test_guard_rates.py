@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from loramux.data.records.revision_metrics import COUNTED, FIRST_TOKEN_BOUNDS, FIRST_TOKENS
+from loramux.data.entities import FIRST_TOKEN_BOUNDS
+from loramux.data.records.revision_metrics import COUNTED, FIRST_TOKENS
 from loramux.releases.policies import ALPHA, ERRORS, LATENCY, compared
 from loramux.releases.statistics import drop_found
 

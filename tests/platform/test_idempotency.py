@@ -9,10 +9,11 @@ import pytest
 import sqlalchemy as sa
 
 from loramux.accounts.tenants.tenants import Tenants
+from loramux.common.identity import Principal
 from loramux.common.units import SECOND, TokenCounts
+from loramux.data.entities import IdempotencyClaim
 from loramux.data.records.database import Database
-from loramux.data.records.identity import Principal
-from loramux.data.records.requests import ClaimRow, IdempotencyClaim, OpenedRequest
+from loramux.data.records.requests import ClaimRow, OpenedRequest
 from loramux.money.limits.definitions import RateLimitStatus
 from loramux.money.limits.errors import RateReached
 from loramux.money.limits.limits import Limits

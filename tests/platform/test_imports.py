@@ -14,9 +14,9 @@ from loramux.catalog.uploads.errors import InvalidUpload, UploadRejected
 from loramux.catalog.uploads.imports import BucketSource, HubSource, Importer, Source, check_source
 from loramux.catalog.uploads.sessions import UploadRequest
 from loramux.common.bundle import SOURCES
+from loramux.common.identity import Principal
 from loramux.common.settings.serving import BucketSettings, HubSettings, UploadSettings
 from loramux.data.records.database import Database
-from loramux.data.records.identity import Principal
 from loramux.data.storage.blobs import CONFIG_FILE, WEIGHTS_FILE, open_blobs
 from loramux.data.storage.objects import open_objects
 

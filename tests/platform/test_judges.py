@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
+from loramux.common.identity import TenantId
 from loramux.common.public_http import PublicTransport, Resolver
 from loramux.common.settings.server import BatchSettings
-from loramux.data.records.identity import TenantId
 from loramux.releases import judges as judges_module
 from loramux.releases.comparison import Answered, Question
 from loramux.releases.graders import InvalidGrader, Judge

@@ -32,13 +32,13 @@ from loramux.catalog.registry.resolver import BaseModel, BaseModels, engine_key
 from loramux.catalog.uploads.errors import InvalidUpload, UploadRejected
 from loramux.catalog.uploads.sessions import UploadSessions
 from loramux.catalog.validation.validator import BaseValidators, Validator
+from loramux.common.identity import Principal
 from loramux.common.settings.file import Settings
 from loramux.common.settings.serving import AdapterLimits, ModelSettings, ValidationSettings
 from loramux.common.units import TokenCounts
 from loramux.data.records.adapters import AdapterRow, RevisionRow
 from loramux.data.records.aliases import AliasRow
 from loramux.data.records.database import Database
-from loramux.data.records.identity import Principal
 from loramux.data.records.requests import OpenedRequest
 from loramux.data.storage.blobs import CONFIG_FILE, WEIGHTS_FILE, BlobStore, content_digest, open_blobs
 from loramux.money.usage.service import UsageService
@@ -635,7 +635,7 @@ KILL = """
 import asyncio, os, pickle, signal, sys
 from pathlib import Path
 from loramux.data.records.database import Database
-from loramux.data.records.identity import Principal
+from loramux.common.identity import Principal
 from loramux.common.settings.serving import ModelSettings, ValidationSettings
 from loramux.common.settings.file import Settings
 from loramux.data.storage.blobs import open_blobs

@@ -6,15 +6,10 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from loramux.common.identity import Principal, ProjectId
+from loramux.data.entities import FIRST_TOKEN_BOUNDS
 from loramux.data.records.database import Database
-from loramux.data.records.identity import Principal, ProjectId
-from loramux.data.records.revision_metrics import (
-    COUNTED,
-    FIRST_TOKEN_BOUNDS,
-    Caller,
-    RevisionHour,
-    RevisionMetricsRepository,
-)
+from loramux.data.records.revision_metrics import COUNTED, Caller, RevisionHour, RevisionMetricsRepository
 from loramux.releases.metrics import HOUR, quantile
 
 

@@ -9,9 +9,9 @@ import pytest
 from billing_harness import NOVEMBER, Clock, use
 
 from loramux.accounts.tenants.tenants import Tenants
+from loramux.common.identity import Principal
 from loramux.common.settings.server import BillingSettings
 from loramux.data.records.database import Database
-from loramux.data.records.identity import Principal
 from loramux.data.records.requests import OpenedRequest, charged_tier, service_tier, tenant_tier
 from loramux.money.billing.catalog import Catalog, read_plans
 from loramux.money.billing.errors import InvalidPlan

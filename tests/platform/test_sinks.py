@@ -14,9 +14,9 @@ import standardwebhooks
 from billing_harness import SECOND, Clock, use
 from cloudevents.v1.http import from_json
 
+from loramux.common.identity import Principal
 from loramux.common.settings.server import SinkSettings
 from loramux.data.records.database import Database
-from loramux.data.records.identity import Principal
 from loramux.money.billing.service import BillingService
 from loramux.money.exports.delivery import LEASE, SinkDelivery
 from loramux.money.exports.sinks import make_sink

@@ -28,10 +28,10 @@ from loramux.catalog.uploads.imports import FolderSource, Source
 from loramux.catalog.uploads.parts import paced
 from loramux.catalog.uploads.sessions import UploadRequest
 from loramux.catalog.validation.jobs import ValidationReport
+from loramux.common.identity import Principal
 from loramux.common.sandbox.sandbox import SandboxDied
 from loramux.common.settings.serving import UploadSettings
 from loramux.data.records.database import Database, server_liveness
-from loramux.data.records.identity import Principal
 from loramux.data.records.uploads import UploadJobs
 from loramux.data.storage.blobs import CONFIG_FILE, WEIGHTS_FILE, BlobStore, open_blobs
 from loramux.data.storage.objects import StorageUnavailable

@@ -13,9 +13,9 @@ from openai.types.admin.organization import UsageCompletionsResponse
 
 from loramux.accounts.tenants.authority import CUSTOMER_SCOPES
 from loramux.accounts.tenants.tenants import Tenants
+from loramux.common.identity import Principal
 from loramux.common.units import TokenCounts
 from loramux.data.records.database import Database
-from loramux.data.records.identity import Principal
 from loramux.data.records.requests import OpenedRequest
 from loramux.data.records.usage import DailyUsageRepository
 from loramux.money.usage.errors import InvalidQuery

@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from loramux.common.identity import Principal
 from loramux.data.records.database import Database
-from loramux.data.records.identity import Principal
 from loramux.data.records.usage import Span
 from loramux.money.exports.tables import ledger_pages
 from loramux.money.usage.service import UsageService

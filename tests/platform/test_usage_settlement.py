@@ -11,10 +11,10 @@ import msgspec
 import pytest
 import sqlalchemy as sa
 
+from loramux.common.identity import Principal
 from loramux.common.units import TokenCounts
 from loramux.data.records.database import Database
 from loramux.data.records.errors import RecordsUnavailable
-from loramux.data.records.identity import Principal
 from loramux.data.records.ledger import LedgerRow
 from loramux.data.records.requests import OpenedRequest, RequestRow
 from loramux.money.usage.errors import RequestRefused, UnknownRequest, UsageClosed

@@ -6,10 +6,10 @@ from collections.abc import Awaitable, Callable
 import pytest
 from billing_harness import DAY, NOVEMBER, SECOND, Clock
 
+from loramux.common.identity import Principal
 from loramux.data.records.adapters import AdapterRepository, RevisionContent, RevisionRow, Stamp
 from loramux.data.records.contents import register_revision
 from loramux.data.records.database import Database
-from loramux.data.records.identity import Principal
 from loramux.data.records.ledger import LedgerEntry, LedgerRepository
 from loramux.data.records.pins import UNPINNED, PinRepository
 from loramux.money.usage.service import GRACE, StorageMeter, UsageService

@@ -28,12 +28,13 @@ from loramux.accounts.webhooks.endpoints import (
     WebhookService,
 )
 from loramux.accounts.webhooks.messages import endpoint_secret, write_secret
+from loramux.common.identity import Principal
 from loramux.common.public_http import Resolver
 from loramux.common.settings.server import WebhookSettings
+from loramux.data.entities import EventDetail, Refusal
 from loramux.data.records.adapters import AdapterRepository, RevisionContent, Stamp
 from loramux.data.records.contents import register_revision
 from loramux.data.records.database import Database
-from loramux.data.records.identity import Principal
 from loramux.data.records.webhooks import (
     KINDS,
     READY,
@@ -41,10 +42,8 @@ from loramux.data.records.webhooks import (
     RETIRED,
     DeliveryRepository,
     EndpointRow,
-    EventDetail,
     EventRepository,
     EventRow,
-    Refusal,
 )
 
 pytestmark = pytest.mark.anyio

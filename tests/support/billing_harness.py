@@ -6,9 +6,9 @@ from pathlib import Path
 
 import msgspec
 
+from loramux.common.identity import Principal
 from loramux.common.units import TokenCounts
 from loramux.data.records.database import Database
-from loramux.data.records.identity import Principal
 from loramux.data.records.requests import OpenedRequest
 from loramux.money.billing.catalog import Catalog, read_plans
 from loramux.money.billing.periods import Month

@@ -12,11 +12,11 @@ from loramux.catalog.registry.entities import WeightedRevision
 from loramux.catalog.registry.registry import open_registry
 from loramux.catalog.registry.resolver import BaseModel, BaseModels
 from loramux.catalog.uploads.ingest import Ingest
+from loramux.common.identity import Principal
 from loramux.common.settings.serving import AdapterLimits
 from loramux.data.records.adapters import RevisionContent, Stamp
 from loramux.data.records.contents import register_revision
 from loramux.data.records.database import Database
-from loramux.data.records.identity import Principal
 
 BASES = BaseModels([BaseModel("tiny", SimpleNamespace(fingerprint="base"))])
 SECOND = 1_000_000

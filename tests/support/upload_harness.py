@@ -23,10 +23,10 @@ from loramux.catalog.uploads.ingest import Ingest, UploadWorker
 from loramux.catalog.uploads.sessions import AnnouncedFile, UploadRequest, UploadSessions, max_bytes
 from loramux.catalog.validation.jobs import AdapterSummary, ValidationReport
 from loramux.common.errors import Rejection
+from loramux.common.identity import Principal
 from loramux.common.settings.serving import AdapterLimits, UploadSettings
+from loramux.data.entities import Upload
 from loramux.data.records.database import Database
-from loramux.data.records.identity import Principal
-from loramux.data.records.uploads import Upload
 from loramux.data.storage.blobs import CONFIG_FILE, WEIGHTS_FILE, BlobStore
 
 PEPPER = b"p" * 32

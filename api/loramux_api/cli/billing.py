@@ -15,7 +15,7 @@ import click
 import msgspec
 
 from loramux.common.settings.file import load_settings
-from loramux.data.records.sinks import ParkedEvent
+from loramux.data.entities import ParkedEvent
 from loramux.money.billing.catalog import read_plans
 from loramux.money.billing.errors import LedgerDrift, PeriodNotOpen
 from loramux.money.billing.invoices import Invoice, InvoiceParty, display_quantity

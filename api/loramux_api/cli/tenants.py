@@ -8,7 +8,7 @@ import click
 
 from loramux.accounts.tenants.entities import Tenant
 from loramux.accounts.tenants.tenants import SERVICE_CLASSES
-from loramux.data.records.requests import ALLOWED_AT_FIRST, CHOSEN
+from loramux.data.entities import ALLOWED_AT_FIRST, CHOSEN
 from loramux.money.limits.budgets import BudgetState, format_money
 from loramux.money.limits.definitions import LIMITS
 from loramux.money.limits.limits import PERIODS, Limit, Limits

@@ -7,8 +7,8 @@ from litestar.di import NamedDependency
 from litestar.params import FromPath, JSONBody
 
 from loramux.accounts.tenants.account import Account
-from loramux.data.records.identity import Principal
-from loramux.server.platform import Platform
+from loramux.accounts.tenants.tenants import Tenants
+from loramux.common.identity import Principal
 from loramux_api.auth import requires
 from loramux_api.openapi import ApiController
 from loramux_api.parameters import BeforeSequence, PageLimit
@@ -123,10 +123,10 @@ class AuditController(ApiController):
     async def read(
         self,
         principal: NamedDependency[Principal],
-        platform: NamedDependency[Platform],
+        tenants: NamedDependency[Tenants],
         before: BeforeSequence = None,
         limit: PageLimit = 100,
     ) -> Listing[AuditObject]:
         """List changes, newest first. `before` is the last sequence number of the previous page."""
-        entries = await platform.tenants.audit.read(tenant=principal.tenant, before=before, limit=limit)
+        entries = await tenants.audit.read(tenant=principal.tenant, before=before, limit=limit)
         return Listing(data=[audit_object(entry) for entry in entries])

@@ -14,7 +14,7 @@ from litestar.params import FromPath, FromQuery, JSONBody, QueryParameter
 from loramux.catalog.registry.changes import Preconditions
 from loramux.catalog.registry.entities import etag
 from loramux.catalog.uploads.sessions import UploadSessions
-from loramux.data.records.identity import Principal
+from loramux.common.identity import Principal
 from loramux.serving.adapters import AdapterService
 from loramux_api.auth import requires
 from loramux_api.bodies import AnyRequest

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Awaitable, Callable
 
 from litestar import delete, get, patch, post, put
 from litestar.di import NamedDependency
@@ -15,7 +16,12 @@ from litestar.params import FromPath, FromQuery, JSONBody
 from loramux.accounts.tenants.entities import Tenant
 from loramux.accounts.tenants.tenants import Tenants
 from loramux.common.logs import set_level
-from loramux.server.platform import Platform
+from loramux.money.billing.reconcile import LedgerProof
+from loramux.money.exports.delivery import SinkDelivery
+from loramux.money.usage.service import UsageService
+from loramux.serving.adapters import AdapterService
+from loramux.serving.bases import ServedBases
+from loramux.serving.service import CompletionService
 from loramux_api.openapi import OperatorController
 from loramux_api.parameters import BeforeSequence, PageLimit
 from loramux_api.schemas.admin import (
@@ -102,19 +108,19 @@ class AdminEngineController(OperatorController):
     path = "/admin/engines"
 
     @get(summary="List engines")
-    async def list_engines(self, platform: NamedDependency[Platform]) -> Listing[EngineObject]:
+    async def list_engines(self, bases: NamedDependency[ServedBases]) -> Listing[EngineObject]:
         """List the engines of every base with their state."""
-        return Listing(data=[engine_object(status) for status in platform.engines()])
+        return Listing(data=[engine_object(status) for status in bases.engines()])
 
     @post("/drain", status_code=202, summary="Drain an engine")
-    async def drain(self, data: JSONBody[EngineOrderBody], platform: NamedDependency[Platform]) -> EngineObject:
+    async def drain(self, data: JSONBody[EngineOrderBody], bases: NamedDependency[ServedBases]) -> EngineObject:
         """Give an engine no more requests, and stop it once it has none. It stays stopped until it is restarted."""
-        return engine_object(platform.order_engine(data.engine, restart=False, seconds=data.seconds))
+        return engine_object(bases.order_engine(data.engine, restart=False, seconds=data.seconds))
 
     @post("/restart", status_code=202, summary="Restart an engine")
-    async def restart(self, data: JSONBody[EngineOrderBody], platform: NamedDependency[Platform]) -> EngineObject:
+    async def restart(self, data: JSONBody[EngineOrderBody], bases: NamedDependency[ServedBases]) -> EngineObject:
         """Drain an engine and start it again. The list shows it `ready`, with one more start, when it serves."""
-        return engine_object(platform.order_engine(data.engine, restart=True, seconds=data.seconds))
+        return engine_object(bases.order_engine(data.engine, restart=True, seconds=data.seconds))
 
 
 class AdminTierController(OperatorController):
@@ -147,7 +153,13 @@ class AdminController(OperatorController):
 
     @get("/overview", summary="Overview")
     async def overview(
-        self, platform: NamedDependency[Platform], operators: NamedDependency[Tenants]
+        self,
+        completions: NamedDependency[CompletionService],
+        usage: NamedDependency[UsageService],
+        sinks: NamedDependency[SinkDelivery],
+        started_at: NamedDependency[int],
+        database_is_reachable: NamedDependency[Callable[[], Awaitable[bool]]],
+        operators: NamedDependency[Tenants],
     ) -> OverviewObject:
         """Return health, queues, pools, and service by tenant, of all engines of this server at this moment."""
         weights = {tier.name: tier.weight for tier in await operators.tiers.all()}
@@ -155,8 +167,15 @@ class AdminController(OperatorController):
             str(tenant.id): ServedTenant(tenant.name, weights.get(tenant.tier, 1))
             for tenant in await operators.list_tenants()
         }
-        reachable = await platform.is_database_reachable()
-        return overview_object(platform, tenants, at=time.time(), reachable=reachable)
+        return overview_object(
+            completions,
+            usage,
+            sinks,
+            tenants,
+            started_at=started_at,
+            at=time.time(),
+            reachable=await database_is_reachable(),
+        )
 
     @delete("/keys/{key_id:str}", status_code=200, summary="Revoke a key")
     async def revoke_key(self, key_id: FromPath[str], operators: NamedDependency[Tenants]) -> KeyObject:
@@ -192,14 +211,15 @@ class AdminActivityController(OperatorController):
 
     @get("/activity", summary="Activity of the engines")
     async def activity(
-        self, platform: NamedDependency[Platform], operators: NamedDependency[Tenants]
+        self,
+        bases: NamedDependency[ServedBases],
+        adapters: NamedDependency[AdapterService],
+        operators: NamedDependency[Tenants],
     ) -> Listing[ActivityObject]:
         """Return each engine's steps of the last minute in which any ran, by model and class, and what leaves its pool
         next.
         """
-        stats = [
-            (base.name, one, found) for base in platform.bases.values() for one, found in base.engines.stats().items()
-        ]
+        stats = [(base.name, one, found) for base in bases.values() for one, found in base.engines.stats().items()]
         digests = {
             digest
             for _, _, found in stats
@@ -209,19 +229,19 @@ class AdminActivityController(OperatorController):
             )
             if digest is not None
         }
-        models = await platform.model_names(digests)
+        models = await adapters.queries.names_of(digests)
         tenants = {str(tenant.id): tenant.name for tenant in await operators.list_tenants()}
         return Listing(data=[activity_object(one, base, found.meters, models, tenants) for base, one, found in stats])
 
     @get("/ledger", summary="The ledger's proof")
-    async def ledger(self, platform: NamedDependency[Platform]) -> LedgerObject:
+    async def ledger(self, ledger_proof: NamedDependency[LedgerProof]) -> LedgerObject:
         """Return the head of the hash chain, its newest checkpoint, how far the sinks are, and parked events."""
-        return ledger_object(await platform.ledger_proof.state())
+        return ledger_object(await ledger_proof.state())
 
     @post("/ledger/reconcile", status_code=200, summary="Reconcile the ledger")
-    async def reconcile(self, platform: NamedDependency[Platform]) -> ReconciliationObject:
+    async def reconcile(self, ledger_proof: NamedDependency[LedgerProof]) -> ReconciliationObject:
         """Compute the whole chain again and compare it with the engines' counts, closed months and checkpoints.
 
         409 while another one is under way.
         """
-        return reconciliation_object(await platform.ledger_proof.reconcile())
+        return reconciliation_object(await ledger_proof.reconcile())

@@ -12,9 +12,9 @@ from litestar.di import NamedDependency
 from litestar.params import FromPath, FromQuery, JSONBody
 
 from loramux.accounts.tenants.tenants import Tenants
-from loramux.data.records.identity import Principal
+from loramux.common.identity import Principal
 from loramux.releases.migrations import BaseMigrations, Shifted
-from loramux.server.platform import Platform
+from loramux.serving.lifecycle import BaseLifecycle
 from loramux_api.auth import requires
 from loramux_api.openapi import ApiController, OperatorController
 from loramux_api.parameters import AfterPosition, PageLimit
@@ -45,31 +45,29 @@ class AdminBaseController(OperatorController):
     path = "/admin/bases"
 
     @get(summary="List base models")
-    async def list_bases(self, platform: NamedDependency[Platform]) -> Listing[BaseObject]:
+    async def list_bases(self, lifecycle: NamedDependency[BaseLifecycle]) -> Listing[BaseObject]:
         """List the base models of the settings file and those that were added, with their state on this server."""
-        return Listing(data=[base_object(status) for status in platform.lifecycle.statuses()])
+        return Listing(data=[base_object(status) for status in lifecycle.statuses()])
 
     @post(status_code=202, summary="Add a base model")
     async def add(
-        self, data: JSONBody[BaseBody], platform: NamedDependency[Platform], operators: NamedDependency[Tenants]
+        self, data: JSONBody[BaseBody], lifecycle: NamedDependency[BaseLifecycle], operators: NamedDependency[Tenants]
     ) -> BaseObject:
         """Check a base model and start its engines on every server; the list shows when it serves.
 
         A retired base model is served again. Everything else is served meanwhile, and if it does not load.
         """
-        return base_object(await platform.lifecycle.add(operators.changes, msgspec.to_builtins(data)))
+        return base_object(await lifecycle.add(operators.changes, msgspec.to_builtins(data)))
 
     @post("/retire", status_code=202, summary="Retire a base model")
     async def retire(
-        self, data: JSONBody[RetireBody], platform: NamedDependency[Platform], operators: NamedDependency[Tenants]
+        self, data: JSONBody[RetireBody], lifecycle: NamedDependency[BaseLifecycle], operators: NamedDependency[Tenants]
     ) -> BaseObject:
         """Take no more uploads for it and no more requests, and stop its engines once none runs.
 
         Requests to its adapters are answered 410 then, with what to use instead.
         """
-        return base_object(
-            await platform.lifecycle.retire(operators.changes, data.name, data.successor, force=data.force)
-        )
+        return base_object(await lifecycle.retire(operators.changes, data.name, data.successor, force=data.force))
 
 
 class AdminMigrationController(OperatorController):

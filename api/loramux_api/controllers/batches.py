@@ -14,9 +14,9 @@ from litestar.response import Stream
 from loramux.batches.errors import FileTooLarge
 from loramux.batches.files import Files
 from loramux.batches.service import Batches
-from loramux.data.records.batches import StoredFile
-from loramux.data.records.identity import Principal
-from loramux.server.platform import Platform
+from loramux.common.identity import Principal
+from loramux.common.settings.file import Settings
+from loramux.data.entities import StoredFile
 from loramux.serving.errors import InvalidRequest
 from loramux_api.auth import requires
 from loramux_api.bodies import AnyRequest
@@ -93,10 +93,10 @@ class FileController(ApiController):
         request: AnyRequest,
         principal: NamedDependency[Principal],
         files: NamedDependency[Files],
-        platform: NamedDependency[Platform],
+        settings: NamedDependency[Settings],
     ) -> FileObject:
         """Upload a file of JSON lines, as multipart/form-data: `file`, `purpose` (batch), perhaps `expires_after`."""
-        limit = platform.settings.batches.max_file_bytes
+        limit = settings.batches.max_file_bytes
         announced = request.headers.get("content-length", "")
         async with files.receiving(principal, int(announced[:20]) if announced.isdigit() else None) as folder:
             form = FileForm(folder / "file", ("purpose", ANCHOR, SECONDS), limit, lambda: FileTooLarge(limit))

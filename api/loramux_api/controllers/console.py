@@ -27,10 +27,11 @@ from litestar.params import FromPath, FromQuery, JSONBody, QueryParameter
 from loramux.accounts.tenants.authentication import Credential
 from loramux.accounts.tenants.errors import InvalidKey, SeveralTenants, SignInRefused
 from loramux.accounts.tenants.sessions import SIGN_IN_SECONDS, Callback, Session
+from loramux.accounts.tenants.tenants import Tenants
 from loramux.common.errors import LoramuxError
+from loramux.common.identity import Principal
 from loramux.common.units import SECOND
-from loramux.data.records.identity import Principal
-from loramux.server.platform import Platform
+from loramux.serving.bases import ServedBases
 from loramux.serving.errors import InvalidRequest
 from loramux_api.auth import ensure_same_origin, origin_of, requires, session_of
 from loramux_api.bodies import AnyRequest, Body
@@ -290,56 +291,69 @@ class ConsoleSessionController(Controller):
 
     @post("/session", status_code=201, summary="Sign in", responses=REFUSALS)
     async def sign_in(
-        self, request: AnyRequest, data: JSONBody[SignInBody], platform: NamedDependency[Platform]
+        self,
+        request: AnyRequest,
+        data: JSONBody[SignInBody],
+        tenants: NamedDependency[Tenants],
+        bases: NamedDependency[ServedBases],
     ) -> Response[SessionObject]:
         """Open a session with an API key or a sign-in link, and set its cookie."""
         ensure_same_origin(request)
-        sessions = platform.tenants.sessions
+        sessions = tenants.sessions
         if (data.key is None) == (data.link is None):
             raise InvalidRequest("Send either 'key' or 'link'.", field="key", code="invalid_value")
         if data.link is not None:
             caller = await sessions.holder_of_link(data.link, origin_of(request))
         else:
             credential = Credential(secret=(data.key or "").strip(), origin=origin_of(request))
-            caller = await platform.tenants.authenticator.authenticate(credential)
+            caller = await tenants.authenticator.authenticate(credential)
             if caller.role is not None:
                 raise InvalidKey("that is a token, and the console wants an API key, which begins with sk-lm-", "key")
         secret = await sessions.open(caller)
         session = await sessions.find(secret, origin_of(request))
         return Response(
-            _described(platform, session, secret),
+            _described(tenants, bases, session, secret),
             cookies=[session_cookie(request, secret)],
             headers=NO_STORE,
             status_code=201,
         )
 
     @get("/session", summary="Describe the session", responses=REFUSALS)
-    async def describe(self, request: AnyRequest, platform: NamedDependency[Platform]) -> Response[SessionObject]:
+    async def describe(
+        self,
+        request: AnyRequest,
+        tenants: NamedDependency[Tenants],
+        bases: NamedDependency[ServedBases],
+    ) -> Response[SessionObject]:
         """Return the session of the browser's cookie, with the token that changes need."""
         session = await session_of(request)
-        return Response(_described(platform, session, request.cookies[SESSION_COOKIE]), headers=NO_STORE)
+        return Response(_described(tenants, bases, session, request.cookies[SESSION_COOKIE]), headers=NO_STORE)
 
     @delete("/session", status_code=200, summary="Sign out", responses=REFUSALS)
     async def sign_out(
-        self, request: AnyRequest, platform: NamedDependency[Platform], everywhere: FromQuery[bool] = False
+        self, request: AnyRequest, tenants: NamedDependency[Tenants], everywhere: FromQuery[bool] = False
     ) -> Response[None]:
         """End the session, or with `everywhere` all sessions of the same key or member, and remove the cookie."""
         await session_of(request)
         secret = request.cookies[SESSION_COOKIE]
-        await platform.tenants.sessions.end(secret, origin_of(request), all_of_holder=everywhere)
+        await tenants.sessions.end(secret, origin_of(request), all_of_holder=everywhere)
         gone = session_cookie(request, "", max_age=0)
         return Response(None, status_code=HTTPStatus.OK, cookies=[gone], headers=NO_STORE)
 
     @post("/views", status_code=200, summary="Look at a tenant's pages", responses=REFUSALS)
     async def view(
-        self, request: AnyRequest, data: JSONBody[ViewBody], platform: NamedDependency[Platform]
+        self,
+        request: AnyRequest,
+        data: JSONBody[ViewBody],
+        tenants: NamedDependency[Tenants],
+        bases: NamedDependency[ServedBases],
     ) -> SessionObject:
         """Let an operator's session read a tenant's pages, with the header X-View-Tenant. The audit log says so."""
         session = await session_of(request)
         if "operator" not in session.principal.scopes:
             raise InvalidRequest("Only operators look at other tenants' pages.", field="tenant", code="not_allowed")
-        session = await platform.tenants.sessions.view(session, data.tenant)
-        return _described(platform, session, request.cookies[SESSION_COOKIE])
+        session = await tenants.sessions.view(session, data.tenant)
+        return _described(tenants, bases, session, request.cookies[SESSION_COOKIE])
 
 
 class ConsoleSignInController(Controller):
@@ -349,21 +363,21 @@ class ConsoleSignInController(Controller):
     tags = ("Console",)
 
     @get("/providers", summary="List identity providers")
-    async def providers(self, platform: NamedDependency[Platform]) -> ProviderList:
+    async def providers(self, tenants: NamedDependency[Tenants]) -> ProviderList:
         """Return the identity providers at which members sign in to the console."""
-        found = platform.tenants.sign_ins.providers
+        found = tenants.sign_ins.providers
         return ProviderList(data=[ProviderObject(issuer=one.issuer, label=one.label) for one in found])
 
     @post(status_code=201, summary="Begin to sign in at a provider", responses=REFUSALS)
     async def begin(
-        self, request: AnyRequest, data: JSONBody[BeginBody], platform: NamedDependency[Platform]
+        self, request: AnyRequest, data: JSONBody[BeginBody], tenants: NamedDependency[Tenants]
     ) -> Response[BegunObject]:
         """Return the provider's page to go to, and set the cookie that binds the sign-in to this browser."""
         ensure_same_origin(request)
-        url = platform.tenants.sign_ins.url
+        url = tenants.sign_ins.url
         if url.partition("://")[2] != request.headers.get("host"):
             raise InvalidRequest(f"Open the console at {url}/console to sign in there.", field="host")
-        begun = await platform.tenants.sign_ins.begin(data.issuer, data.tenant)
+        begun = await tenants.sign_ins.begin(data.issuer, data.tenant)
         cookie = sign_in_cookie(request, begun.secret, SIGN_IN_SECONDS)
         return Response(BegunObject(location=begun.location), cookies=[cookie], headers=NO_STORE, status_code=201)
 
@@ -371,7 +385,7 @@ class ConsoleSignInController(Controller):
     async def callback(
         self,
         request: AnyRequest,
-        platform: NamedDependency[Platform],
+        tenants: NamedDependency[Tenants],
         answered_state: Annotated[str, QueryParameter(name="state")] = "",
         code: FromQuery[str] = "",
         iss: FromQuery[str | None] = None,
@@ -382,8 +396,8 @@ class ConsoleSignInController(Controller):
         secret = request.cookies.get(SIGN_IN_COOKIE, "")
         cookies = [sign_in_cookie(request, "", 0)]
         try:
-            caller, is_operator = await platform.tenants.sign_ins.finish(secret, callback, origin_of(request))
-            opened = await platform.tenants.sessions.open(caller, is_operator=is_operator)
+            caller, is_operator = await tenants.sign_ins.finish(secret, callback, origin_of(request))
+            opened = await tenants.sessions.open(caller, is_operator=is_operator)
             cookies.append(session_cookie(request, opened))
             fragment = ""
         except SeveralTenants as choice:
@@ -402,9 +416,9 @@ class ConsoleLinkController(Controller):
     tags = ("Console",)
 
     @post(guards=[requires("read")], status_code=201, summary="Make a sign-in link", responses=REFUSALS)
-    async def make(self, principal: NamedDependency[Principal], platform: NamedDependency[Platform]) -> LinkObject:
+    async def make(self, principal: NamedDependency[Principal], tenants: NamedDependency[Tenants]) -> LinkObject:
         """Return a link that opens one session with the rights of this key, within an hour."""
-        link = await platform.tenants.sessions.open_link(principal)
+        link = await tenants.sessions.open_link(principal)
         return LinkObject(path=f"/console/#sign-in={link.secret}", ends_at=link.ends_at // SECOND)
 
 
@@ -442,6 +456,6 @@ def _is_local(request: AnyRequest) -> bool:
     return request.scope["scheme"] == "http" and host in LOCAL_HOSTS
 
 
-def _described(platform: Platform, session: Session, secret: str) -> SessionObject:
-    token = platform.tenants.sessions.csrf_token(secret)
-    return session_object(session, token, list(platform.bases), version("loramux"))
+def _described(tenants: Tenants, bases: ServedBases, session: Session, secret: str) -> SessionObject:
+    token = tenants.sessions.csrf_token(secret)
+    return session_object(session, token, list(bases), version("loramux"))

@@ -10,9 +10,9 @@ from litestar.di import NamedDependency
 from litestar.params import FromPath, FromQuery, JSONBody
 from msgspec import Meta
 
+from loramux.common.identity import Principal
 from loramux.common.units import SECOND
-from loramux.data.records.comparisons import Evaluation
-from loramux.data.records.identity import Principal
+from loramux.data.entities import Evaluation
 from loramux.releases.comparison import EvaluationResult
 from loramux.releases.evaluations import Evaluations
 from loramux.releases.graders import Grader

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Literal
 
 import msgspec
@@ -10,7 +11,7 @@ from litestar.datastructures import State
 from litestar.di import NamedDependency
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from loramux.server.platform import Platform
+from loramux.serving.service import CompletionService
 from loramux_api.metrics import Metrics
 
 Status = Literal["live", "ready", "draining", "engine_down", "database_unreachable"]
@@ -20,6 +21,9 @@ class Health(msgspec.Struct):
     """The state of the server."""
 
     status: Status
+
+
+DatabaseProbe = Callable[[], Awaitable[bool]]
 
 
 class HealthController(Controller):
@@ -33,19 +37,29 @@ class HealthController(Controller):
         return Health("live")
 
     @get("/health", summary="Would a request be served?", media_type=MediaType.TEXT)
-    async def health(self, platform: NamedDependency[Platform], state: State) -> Response[None]:
+    async def health(
+        self,
+        completions: NamedDependency[CompletionService],
+        database_is_reachable: NamedDependency[DatabaseProbe],
+        state: State,
+    ) -> Response[None]:
         """Answer as /health/ready does, with its status alone: the probe of vLLM's deployments."""
-        status = await _readiness(platform, state)
+        status = await _readiness(completions, database_is_reachable, state)
         return Response(None, status_code=200 if status == "ready" else 503)
 
     @get("/health/ready", summary="Would a request be served?")
-    async def ready(self, platform: NamedDependency[Platform], state: State) -> Response[Health]:
+    async def ready(
+        self,
+        completions: NamedDependency[CompletionService],
+        database_is_reachable: NamedDependency[DatabaseProbe],
+        state: State,
+    ) -> Response[Health]:
         """Answer 200 if a request would be served now.
 
         503 means: the server is stopping (`draining`), a base has no engine (`engine_down`), or its database does not
         answer (`database_unreachable`).
         """
-        status = await _readiness(platform, state)
+        status = await _readiness(completions, database_is_reachable, state)
         return Response(Health(status), status_code=200 if status == "ready" else 503)
 
     @get("/metrics", summary="Prometheus metrics", media_type=MediaType.TEXT)
@@ -54,10 +68,10 @@ class HealthController(Controller):
         return Response(metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
-async def _readiness(platform: Platform, state: State) -> Status:
+async def _readiness(completions: CompletionService, database_is_reachable: DatabaseProbe, state: State) -> Status:
     """Return `ready`, or why a request would not be served now."""
-    if state.stopping or platform.completions.draining:
+    if state.stopping or completions.draining:
         return "draining"
-    if not platform.are_engines_alive:
+    if not completions.bases.are_alive:
         return "engine_down"
-    return "ready" if await platform.is_database_reachable() else "database_unreachable"
+    return "ready" if await database_is_reachable() else "database_unreachable"

@@ -11,7 +11,7 @@ from litestar.params import FromPath, JSONBody
 
 from loramux.accounts.tenants.account import Account
 from loramux.accounts.tenants.tenants import Tenants
-from loramux.data.records.identity import Principal
+from loramux.common.identity import Principal
 from loramux.money.limits.errors import LimitNotFound
 from loramux.money.limits.limits import Limits
 from loramux.serving.errors import NotAllowed

@@ -18,10 +18,10 @@ from litestar.params import JSONBody
 from msgspec import Meta
 
 from loramux.common.errors import LoramuxError
+from loramux.common.identity import Principal
+from loramux.common.settings.file import Settings
 from loramux.common.units import TokenCounts
-from loramux.data.records.identity import Principal
 from loramux.engine.messages import SamplingParams
-from loramux.server.platform import Platform
 from loramux.serving.errors import InvalidRequest
 from loramux.serving.messages import Answer, Delta, FinishReason, GenerationRequest
 from loramux.serving.service import CompletionService
@@ -207,10 +207,11 @@ class LoraxController(Controller):
         data: JSONBody[GenerateBody],
         request: AnyRequest,
         principal: NamedDependency[Principal],
-        platform: NamedDependency[Platform],
+        completions: NamedDependency[CompletionService],
+        settings: NamedDependency[Settings],
     ) -> Response[Any]:
         """One answer; with `stream`, token by token."""
-        return await _answered(data, request, principal, platform)
+        return await _answered(data, request, principal, completions, settings)
 
     @post(
         "/generate_stream",
@@ -223,10 +224,11 @@ class LoraxController(Controller):
         data: JSONBody[GenerateBody],
         request: AnyRequest,
         principal: NamedDependency[Principal],
-        platform: NamedDependency[Platform],
+        completions: NamedDependency[CompletionService],
+        settings: NamedDependency[Settings],
     ) -> Response[Any]:
         """One event a token; the last one has the whole text and the details."""
-        return await _answered(msgspec.structs.replace(data, stream=True), request, principal, platform)
+        return await _answered(msgspec.structs.replace(data, stream=True), request, principal, completions, settings)
 
     @post(
         "/",
@@ -240,18 +242,24 @@ class LoraxController(Controller):
         data: JSONBody[GenerateBody],
         request: AnyRequest,
         principal: NamedDependency[Principal],
-        platform: NamedDependency[Platform],
+        completions: NamedDependency[CompletionService],
+        settings: NamedDependency[Settings],
     ) -> Response[Any]:
         """Generate as /generate does; an answer in one piece is in a list."""
-        whole = await _answered(data, request, principal, platform)
+        whole = await _answered(data, request, principal, completions, settings)
         if isinstance(whole.content, bytes):
             whole.content = b"[" + whole.content + b"]"
         return whole
 
 
-async def _answered(data: GenerateBody, request: AnyRequest, principal: Principal, platform: Platform) -> Response[Any]:
-    completions: CompletionService = platform.completions
-    answer = await completions.begin(principal, to_request(data, platform.settings.model.served_model_name))
+async def _answered(
+    data: GenerateBody,
+    request: AnyRequest,
+    principal: Principal,
+    completions: CompletionService,
+    settings: Settings,
+) -> Response[Any]:
+    answer = await completions.begin(principal, to_request(data, settings.model.served_model_name))
     writer = LoraxWriter(data, answer, completions.bases[answer.base_model].facts.eos_token_ids)
     return await respond(request, answer, writer, stream=data.stream)
 

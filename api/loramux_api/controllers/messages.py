@@ -19,8 +19,8 @@ from litestar.params import JSONBody
 from msgspec import UNSET, UnsetType
 
 from loramux.common.errors import LoramuxError
+from loramux.common.identity import Principal
 from loramux.common.units import TokenCounts
-from loramux.data.records.identity import Principal
 from loramux.serving.messages import Answer, Delta, FinishReason
 from loramux.serving.service import CompletionService
 from loramux_api.answering import AnswerPart, AnswerParts, Inference, NamedEvent, PartChange, Writer, named_frame

@@ -10,10 +10,10 @@ from litestar.di import NamedDependency
 from litestar.params import FromPath, QueryParameter
 
 from loramux.catalog.registry.errors import AdapterNotFound, ModelNotFound
+from loramux.common.identity import Principal
 from loramux.common.units import SECOND
-from loramux.data.records.identity import Principal
-from loramux.server.platform import Platform
-from loramux.serving.service import ServedBase
+from loramux.serving.adapters import AdapterService
+from loramux.serving.bases import ServedBase, ServedBases
 from loramux_api.auth import requires
 from loramux_api.openapi import ApiController
 
@@ -53,7 +53,9 @@ class ModelController(ApiController):
     async def list_models(
         self,
         principal: NamedDependency[Principal],
-        platform: NamedDependency[Platform],
+        adapters: NamedDependency[AdapterService],
+        bases: NamedDependency[ServedBases],
+        started_at: NamedDependency[int],
         search: Annotated[str | None, QueryParameter(min_length=1, max_length=64)] = None,
         limit: Annotated[int | None, QueryParameter(ge=1, le=MAX_PAGE)] = None,
     ) -> ModelList:
@@ -61,40 +63,43 @@ class ModelController(ApiController):
 
         `search`: only those with this text in their name. `limit`: at most so many of them; without one, all.
         """
-        reading, wanted = platform.adapters.queries, (search or "").lower()
-        models = [_base(platform, base) for name, base in platform.bases.items() if principal.may_use(name)]
+        reading, wanted = adapters.queries, (search or "").lower()
+        models = [_base(base, started_at) for name, base in bases.items() if principal.may_use(name)]
         own = await reading.own(principal, wanted.rpartition("/")[2] or None, limit)
-        adapters = [*own, *await reading.granted(principal)]
-        models += [_adapter(platform, one.name, one.created_at, one.base_model) for one in adapters]
+        found = [*own, *await reading.granted(principal)]
+        models += [_adapter(bases, one.name, one.created_at, one.base_model) for one in found]
         models = [one for one in models if wanted in one.id.lower()]
         return ModelList(data=models[:limit])
 
     @get("/{name:path}", summary="Describe a model")
     async def get_model(
-        self, name: FromPath[str], principal: NamedDependency[Principal], platform: NamedDependency[Platform]
+        self,
+        name: FromPath[str],
+        principal: NamedDependency[Principal],
+        adapters: NamedDependency[AdapterService],
+        bases: NamedDependency[ServedBases],
+        started_at: NamedDependency[int],
     ) -> Model:
         """One model, by the name that the list gives it."""
         name = name.removeprefix("/")
-        if (base := platform.bases.get(name)) and principal.may_use(name):
-            return _base(platform, base)
-        for granted in await platform.adapters.queries.granted(principal):
+        if (base := bases.get(name)) and principal.may_use(name):
+            return _base(base, started_at)
+        for granted in await adapters.queries.granted(principal):
             if granted.name == name:
-                return _adapter(platform, name, granted.created_at, granted.base_model)
+                return _adapter(bases, name, granted.created_at, granted.base_model)
         try:
-            info = await platform.adapters.queries.get(principal, name)
+            info = await adapters.queries.get(principal, name)
         except AdapterNotFound:
             raise ModelNotFound(name) from None
-        return _adapter(platform, info.name, info.created_at, info.base_model)
+        return _adapter(bases, info.name, info.created_at, info.base_model)
 
 
-def _base(platform: Platform, base: ServedBase) -> Model:
-    return Model(
-        id=base.name, created=platform.started_at, owned_by="loramux", root=base.name, max_model_len=base.context
-    )
+def _base(base: ServedBase, started_at: int) -> Model:
+    return Model(id=base.name, created=started_at, owned_by="loramux", root=base.name, max_model_len=base.context)
 
 
-def _adapter(platform: Platform, name: str, created_at: int, base_model: str) -> Model:
-    base = platform.base_of(base_model)
+def _adapter(bases: ServedBases, name: str, created_at: int, base_model: str) -> Model:
+    base = bases.of_record(base_model)
     return Model(
         id=name,
         created=created_at // SECOND,

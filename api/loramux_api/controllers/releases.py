@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from loramux.catalog.registry.changes import Preconditions
 from loramux.catalog.registry.entities import RevisionNumber
-from loramux.data.records.identity import Principal
+from loramux.common.identity import Principal
 from loramux.releases.metrics import RevisionMetrics, RevisionReport, VersionReport
 from loramux.releases.policies import CanaryGuards, Guard, PolicyCheck, ReleasePolicies, ReleasePolicy
 from loramux.releases.shadows import ShadowReport, Shadows

@@ -11,7 +11,7 @@ from litestar.di import NamedDependency
 from litestar.params import FromPath, FromQuery, JSONBody
 
 from loramux.catalog.uploads.sessions import UploadSessions
-from loramux.data.records.identity import Principal
+from loramux.common.identity import Principal
 from loramux_api.auth import requires
 from loramux_api.bodies import AnyRequest, ClientDisconnected
 from loramux_api.openapi import ApiController, PartOperation

@@ -10,14 +10,16 @@ from litestar.di import NamedDependency, Provide
 from litestar.openapi import ResponseSpec
 from litestar.params import FromPath, FromQuery
 
-from loramux.data.records.identity import Principal
-from loramux.data.records.revision_metrics import FIRST_TOKEN_BOUNDS
+from loramux.common.identity import Principal
+from loramux.common.settings.file import Settings
+from loramux.data.entities import FIRST_TOKEN_BOUNDS
 from loramux.money.billing.costs import CostPage, CostsQuery
+from loramux.money.billing.service import BillingService
 from loramux.money.exports.invoice_render import InvoiceFormat, write_invoice
 from loramux.money.pricing import encode_money
 from loramux.money.usage.query import UsagePage, UsageQuery
+from loramux.money.usage.service import UsageService
 from loramux.releases.metrics import RevisionMetrics, ServiceLevel
-from loramux.server.platform import Platform
 from loramux.serving.errors import InvalidRequest
 from loramux_api.auth import requires
 from loramux_api.bodies import AnyRequest
@@ -96,7 +98,7 @@ class UsageController(ApiController):
         self,
         query_of_usage: NamedDependency[UsageQuery],
         principal: NamedDependency[Principal],
-        platform: NamedDependency[Platform],
+        usage: NamedDependency[UsageService],
     ) -> UsagePage:
         """Return tokens and requests in buckets of time, in the format of OpenAI's usage API.
 
@@ -105,7 +107,7 @@ class UsageController(ApiController):
         only lines of batches, or everything else. Times are Unix seconds. With `top_models` only so many models are
         named, those with the most tokens in the whole time; the others are added up under null.
         """
-        return await platform.usage.completions(principal, query_of_usage)
+        return await usage.completions(principal, query_of_usage)
 
     @get(
         "/costs",
@@ -117,7 +119,7 @@ class UsageController(ApiController):
         self,
         query_of_costs: NamedDependency[CostsQuery],
         principal: NamedDependency[Principal],
-        platform: NamedDependency[Platform],
+        billing: NamedDependency[BillingService],
     ) -> Response[bytes]:
         """Return the costs by day (UTC), in the format of OpenAI's costs API.
 
@@ -125,7 +127,7 @@ class UsageController(ApiController):
         `[]`. Days of an open period can still change. Fields that are not grouped by are null. With `top_models` only
         so many models are named, those with the most tokens in the whole time; the others are added up under null.
         """
-        page = await platform.billing.costs(principal, query_of_costs)
+        page = await billing.costs(principal, query_of_costs)
         content = await asyncio.to_thread(encode_money, page, as_numbers=True)
         return Response(content, media_type=MediaType.JSON)
 
@@ -168,15 +170,16 @@ class InvoiceController(ApiController):
         self,
         month: FromPath[str],
         principal: NamedDependency[Principal],
-        platform: NamedDependency[Platform],
+        billing: NamedDependency[BillingService],
+        settings: NamedDependency[Settings],
         format: FromQuery[InvoiceFormat] = "json",
     ) -> Response[bytes]:
         """Return the invoice of a closed month (UTC, such as 2026-11), or the draft of the open month.
 
         `format` is json, html or pdf. Amounts are strings in the invoice's currency.
         """
-        made = await platform.billing.own_invoice(principal, month)
-        content = await asyncio.to_thread(write_invoice, made, format, platform.settings.billing)
+        made = await billing.own_invoice(principal, month)
+        content = await asyncio.to_thread(write_invoice, made, format, settings.billing)
         named = {"Content-Disposition": f'inline; filename="{made.id}.{format}"'}
         return Response(content, media_type=MEDIA_TYPES[format], headers=named)
 
@@ -192,7 +195,7 @@ class RequestController(ApiController):
     async def list_requests(
         self,
         principal: NamedDependency[Principal],
-        platform: NamedDependency[Platform],
+        usage: NamedDependency[UsageService],
         adapter: FromQuery[str],
         before: FromQuery[str | None] = None,
         limit: PageLimit = 100,
@@ -201,7 +204,7 @@ class RequestController(ApiController):
 
         `before` is the id of the last request of the previous page.
         """
-        found = await platform.usage.answered_by(principal, adapter, before, limit)
+        found = await usage.answered_by(principal, adapter, before, limit)
         return Listing(data=[request_object(request) for request in found])
 
 

@@ -20,11 +20,12 @@ from litestar.params import FromQuery, JSONBody
 from msgspec import Meta
 
 from loramux.accounts.tenants.errors import NotFound, NotPermitted
+from loramux.accounts.tenants.tenants import Tenants
 from loramux.catalog.registry.errors import RegistryError
 from loramux.common.errors import LoramuxError
-from loramux.data.records.identity import Principal
+from loramux.common.identity import Principal
 from loramux.engine.messages import SamplingParams
-from loramux.server.platform import Platform
+from loramux.serving.adapters import LocalFolders
 from loramux.serving.errors import FolderNotFound, InvalidRequest
 from loramux.serving.messages import GenerationRequest
 from loramux.serving.service import CompletionService
@@ -253,7 +254,8 @@ class VllmController(Controller):
         self,
         data: JSONBody[LoadLoraBody],
         principal: NamedDependency[Principal],
-        platform: NamedDependency[Platform],
+        tenants: NamedDependency[Tenants],
+        local_folders: NamedDependency[LocalFolders],
     ) -> str:
         """Make the folder `lora_path` of the server's machine what `lora_name` means."""
         if not data.lora_name or not data.lora_path:
@@ -261,8 +263,8 @@ class VllmController(Controller):
                 "Both 'lora_name' and 'lora_path' must be provided.",
                 field="lora_path" if data.lora_name else "lora_name",
             )
-        owner = await _owner(platform, principal, data.lora_name)
-        await platform.local_folders.load(owner, data.lora_name, data.lora_path, data.load_inplace)
+        owner = await _owner(tenants, principal, data.lora_name)
+        await local_folders.load(owner, data.lora_name, data.lora_path, data.load_inplace)
         return f"Success: LoRA adapter '{data.lora_name}' added successfully."
 
     @post(
@@ -276,19 +278,20 @@ class VllmController(Controller):
         self,
         data: JSONBody[UnloadLoraBody],
         principal: NamedDependency[Principal],
-        platform: NamedDependency[Platform],
+        tenants: NamedDependency[Tenants],
+        local_folders: NamedDependency[LocalFolders],
     ) -> str:
         """Delete `lora_name`; requests that run finish."""
         if not data.lora_name:
             raise InvalidRequest("'lora_name' needs to be provided to unload a LoRA adapter.", field="lora_name")
-        owner = await _owner(platform, principal, data.lora_name)
-        await platform.local_folders.unload(owner, data.lora_name)
+        owner = await _owner(tenants, principal, data.lora_name)
+        await local_folders.unload(owner, data.lora_name)
         return f"Success: LoRA adapter '{data.lora_name}' removed successfully."
 
 
-async def _owner(platform: Platform, principal: Principal, lora_name: str) -> Principal:
+async def _owner(tenants: Tenants, principal: Principal, lora_name: str) -> Principal:
     """Return the owner: the operator's own tenant, or the one that the name begins with. Raises TenantNotFound."""
     tenant, slash, _ = lora_name.partition("/")
     if not slash or tenant == principal.tenant_name:
         return principal
-    return await platform.tenants.system_principal(tenant)
+    return await tenants.system_principal(tenant)

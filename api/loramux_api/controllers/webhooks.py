@@ -6,9 +6,8 @@ from litestar import delete, get, patch, post
 from litestar.di import NamedDependency
 from litestar.params import FromPath, FromQuery, JSONBody
 
-from loramux.accounts.webhooks.endpoints import Endpoints
-from loramux.data.records.identity import Principal
-from loramux.server.platform import Platform
+from loramux.accounts.webhooks.endpoints import Endpoints, WebhookService
+from loramux.common.identity import Principal
 from loramux_api.auth import requires
 from loramux_api.openapi import ApiController
 from loramux_api.parameters import PageLimit
@@ -40,11 +39,11 @@ class WebhookController(ApiController):
         self,
         data: JSONBody[WebhookBody],
         endpoints: NamedDependency[Endpoints],
-        platform: NamedDependency[Platform],
+        webhooks: NamedDependency[WebhookService],
     ) -> WebhookObject:
         """Create a webhook for events from now on. Only this answer has its `secret`."""
         made = await (endpoints.create(data.url) if data.events is None else endpoints.create(data.url, data.events))
-        return webhook_object(made, platform.webhooks.secret(made))
+        return webhook_object(made, webhooks.secret(made))
 
     @get(summary="List webhooks")
     async def list_webhooks(self, endpoints: NamedDependency[Endpoints]) -> Listing[WebhookObject]:
@@ -75,10 +74,10 @@ class WebhookController(ApiController):
         webhook_id: FromPath[str],
         endpoints: NamedDependency[Endpoints],
         principal: NamedDependency[Principal],
-        platform: NamedDependency[Platform],
+        webhooks: NamedDependency[WebhookService],
     ) -> WebhookTest:
         """Send one signed `webhook.test` event now, and return the result."""
-        return outcome_object(await platform.webhooks.test(await endpoints.get(webhook_id), principal))
+        return outcome_object(await webhooks.test(await endpoints.get(webhook_id), principal))
 
     @get("/{webhook_id:str}/deliveries", summary="List a webhook's deliveries")
     async def deliveries(
@@ -104,7 +103,7 @@ class EventController(ApiController):
     async def list_events(
         self,
         principal: NamedDependency[Principal],
-        platform: NamedDependency[Platform],
+        webhooks: NamedDependency[WebhookService],
         adapter: FromQuery[str | None] = None,
         before: FromQuery[str | None] = None,
         limit: PageLimit = 100,
@@ -113,5 +112,5 @@ class EventController(ApiController):
 
         `before` is the id of the last event of the previous page.
         """
-        found = await platform.webhooks.events(principal, adapter, before, limit)
+        found = await webhooks.events(principal, adapter, before, limit)
         return Listing(data=[event_object(event, principal.tenant_name) for event in found])

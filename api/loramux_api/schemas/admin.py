@@ -13,10 +13,12 @@ from msgspec import UNSET, Meta, UnsetType
 
 from loramux.accounts.tenants.entities import Tenant, Tier
 from loramux.common.logs import Level
-from loramux.data.records.requests import ALLOWED_AT_FIRST
+from loramux.data.entities import ALLOWED_AT_FIRST
 from loramux.engine.messages import EngineStats, TenantService
 from loramux.fleet.member import EngineStatus
-from loramux.server.platform import Platform
+from loramux.money.exports.delivery import SinkDelivery
+from loramux.money.usage.service import UsageService
+from loramux.serving.service import CompletionService
 from loramux_api.bodies import Body
 from loramux_api.schemas.tenancy import seconds
 
@@ -235,27 +237,35 @@ class ServedTenant(msgspec.Struct, frozen=True):
 
 
 def overview_object(
-    platform: Platform, tenants: Mapping[str, ServedTenant], *, at: float, reachable: bool
+    completions: CompletionService,
+    usage: UsageService,
+    sinks: SinkDelivery,
+    tenants: Mapping[str, ServedTenant],
+    *,
+    started_at: int,
+    at: float,
+    reachable: bool,
 ) -> OverviewObject:
     """Return the server's state; `tenants` by id."""
-    stats = {(name, one): found for name, base in platform.bases.items() for one, found in base.engines.stats().items()}
-    unclaimed = sum(base.engines.unclaimed_tokens for base in platform.bases.values())
+    bases = completions.bases
+    stats = {(name, one): found for name, base in bases.items() for one, found in base.engines.stats().items()}
+    unclaimed = sum(base.engines.unclaimed_tokens for base in bases.values())
     return OverviewObject(
         at=at,
-        started_at=platform.started_at,
-        draining=platform.completions.draining,
+        started_at=started_at,
+        draining=completions.draining,
         database_reachable=reachable,
-        requests_running=platform.completions.running,
-        requests_unsettled=platform.completions.unsettled,
-        completed=dict(platform.completions.counters.requests),
-        ledger_drift_tokens=platform.usage.drift_tokens + unclaimed,
+        requests_running=completions.running,
+        requests_unsettled=completions.unsettled,
+        completed=dict(completions.counters.requests),
+        ledger_drift_tokens=usage.drift_tokens + unclaimed,
         sinks=[
             SinkCountObject(sink=sink, outcome=outcome, count=count)  # type: ignore[arg-type]  # delivery.py's three
-            for (sink, outcome), count in sorted(platform.sinks.counters.items())
+            for (sink, outcome), count in sorted(sinks.counters.items())
         ],
         engines=[
             _engine_load(status, stats.get((status.base_model, status.engine), EngineStats()), tenants)
-            for status in platform.engines()
+            for status in bases.engines()
         ],
     )
 

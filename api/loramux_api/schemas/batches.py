@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from loramux.common.units import SECOND
-from loramux.data.records.batches import Batch, LineError, StoredFile
+from loramux.data.entities import Batch, LineError, StoredFile
 from loramux_api.bodies import Body
 from loramux_api.schemas.tenancy import seconds
 

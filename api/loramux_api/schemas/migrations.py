@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from loramux.common.units import SECOND
-from loramux.data.records.bases import BaseMigration, MigrationItem
+from loramux.data.entities import BaseMigration, MigrationItem
 from loramux.releases.migrations import Migration, Shifted
 from loramux_api.bodies import Body
 from loramux_api.schemas.tenancy import seconds

@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from loramux.common.units import SECOND
-from loramux.data.records.requests import AnsweredRequest
+from loramux.data.entities import AnsweredRequest
 from loramux_api.schemas.tenancy import seconds
 
 

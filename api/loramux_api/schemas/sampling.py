@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from loramux.common.bundle import SamplingDefaults
 from loramux.constraints.formats import AnswerFormat, Choice, Grammar, JsonObject, JsonSchema, Regex
-from loramux.data.records.requests import ServiceTier
+from loramux.data.entities import ServiceTier
 from loramux.engine.messages import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY, SamplingParams
 from loramux.serving.errors import InvalidRequest
 from loramux.serving.messages import AskedFormat, Prompt, Truncation

@@ -10,7 +10,7 @@ from msgspec import Meta
 from loramux.catalog.uploads.imports import BucketSource, HubSource, Source
 from loramux.catalog.uploads.sessions import AnnouncedFile, UploadRequest
 from loramux.common.units import SECOND
-from loramux.data.records.uploads import Upload
+from loramux.data.entities import Upload
 from loramux.serving.errors import InvalidRequest
 from loramux_api.bodies import Body
 

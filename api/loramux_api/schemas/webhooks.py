@@ -11,7 +11,7 @@ from loramux.accounts.webhooks.dispatcher import Attempt
 from loramux.accounts.webhooks.endpoints import Endpoint
 from loramux.accounts.webhooks.messages import EventData, event_data
 from loramux.common.units import SECOND
-from loramux.data.records.webhooks import Event, LoggedDelivery
+from loramux.data.entities import Event, LoggedDelivery
 from loramux_api.bodies import Body
 from loramux_api.schemas.tenancy import seconds
 

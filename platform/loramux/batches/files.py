@@ -15,20 +15,20 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from loramux.batches.errors import FileInUse, FileNotFound, FileTooLarge, InvalidFile, StorageQuotaReached
 from loramux.common.errors import LoramuxError
+from loramux.common.identity import Principal, new_id
 from loramux.common.jobs import TenantSlots, ThreadPool
 from loramux.common.settings.server import BatchSettings
 from loramux.common.units import SECOND
+from loramux.data.entities import StoredFile
 from loramux.data.records.batches import (
     BatchJobs,
     BatchRepository,
     FileRepository,
-    StoredFile,
     Viewpoint,
     expired_files,
     known_files,
 )
 from loramux.data.records.database import Database
-from loramux.data.records.identity import Principal, new_id
 from loramux.data.records.tenants import TenantRepository
 from loramux.data.storage.blobs import BlobStore
 from loramux.money.limits.definitions import tenant_limits

@@ -20,7 +20,7 @@ import msgspec
 
 from loramux.common.errors import LoramuxError
 from loramux.common.units import TokenCounts
-from loramux.data.records.batches import LineError
+from loramux.data.entities import LineError
 from loramux.serving.messages import Answer, Delta, GenerationRequest
 
 MAX_ERRORS = 100

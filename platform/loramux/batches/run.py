@@ -54,9 +54,11 @@ from loramux.batches.lines import (
     read_line,
 )
 from loramux.common.errors import LoramuxError
+from loramux.common.identity import Principal
 from loramux.common.jobs import TenantSlots
 from loramux.common.settings.server import BatchSettings
 from loramux.common.units import DAY, QUIET_SECONDS, SECOND
+from loramux.data.entities import Batch, EventDetail, IdempotencyClaim, LineError, StoredFile
 from loramux.data.records.batches import (
     CANCELLED,
     CANCELLING,
@@ -66,18 +68,14 @@ from loramux.data.records.batches import (
     FINALIZING,
     IN_PROGRESS,
     VALIDATING,
-    Batch,
     BatchJobs,
     BatchRepository,
     FileRepository,
-    LineError,
-    StoredFile,
 )
 from loramux.data.records.database import Database
-from loramux.data.records.identity import Principal
-from loramux.data.records.requests import ClaimRepository, IdempotencyClaim
+from loramux.data.records.requests import ClaimRepository
 from loramux.data.records.tenants import TenantRepository
-from loramux.data.records.webhooks import EventDetail, EventRepository
+from loramux.data.records.webhooks import EventRepository
 from loramux.data.storage.blobs import BlobStore
 from loramux.serving.errors import InvalidRequest
 from loramux.serving.messages import Answer, Timing

@@ -17,21 +17,13 @@ from loramux.batches.files import owner_of, viewpoint
 from loramux.batches.lines import Endpoints
 from loramux.batches.run import BatchRun, BatchServer, LeaseLost, chunk_folder
 from loramux.common.errors import LoramuxError
+from loramux.common.identity import Principal, new_id
 from loramux.common.jobs import JobRunner
 from loramux.common.settings.server import BatchSettings
 from loramux.common.units import DAY, SECOND
-from loramux.data.records.batches import (
-    CANCELLING,
-    IN_PROGRESS,
-    VALIDATING,
-    Batch,
-    BatchJobs,
-    BatchRepository,
-    FileRepository,
-    LineError,
-)
+from loramux.data.entities import Batch, LineError
+from loramux.data.records.batches import CANCELLING, IN_PROGRESS, VALIDATING, BatchJobs, BatchRepository, FileRepository
 from loramux.data.records.database import Database
-from loramux.data.records.identity import Principal, new_id
 from loramux.money.usage.service import UsageService
 from loramux.serving.checks import canonical_tags, ensure_storage_allowed
 from loramux.serving.service import service_class_of

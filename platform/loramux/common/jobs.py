@@ -1,4 +1,4 @@
-"""Work off a request's path: jobs of one server, blocking work on threads, and a tenant's share of them.
+"""Work off a request's path: jobs of one server, periodic work, blocking work on threads, and tenants' shares of them.
 
 A `JobRunner` runs each of its jobs once at a time, and all of them end with the server.
 
@@ -15,7 +15,7 @@ import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from contextvars import Context
 from dataclasses import dataclass
 from functools import partial
@@ -192,6 +192,32 @@ class TenantSlots:
                 self._free -= 1
                 self._held[tenant] += 1
                 granted.set_result(None)
+
+
+@asynccontextmanager
+async def run_periodically(seconds: float, act: Callable[[], Awaitable[object]]) -> AsyncIterator[None]:
+    """Run `act` at once, then every `seconds` seconds while the block runs; its exceptions are logged."""
+    task = asyncio.create_task(_repeat(seconds, act))
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def _repeat(seconds: float, act: Callable[[], Awaitable[object]]) -> None:
+    while True:
+        try:
+            await act()
+        except LoramuxError as error:
+            if error.retry_after is None:
+                logger.exception("a background job failed; it is tried again in %g s", seconds)
+            else:  # the database or the storage does not answer at present
+                logger.warning("a background job waits; it is tried again in %g s: %s", seconds, error)
+        except Exception:
+            logger.exception("a background job failed; it is tried again in %g s", seconds)
+        await asyncio.sleep(seconds)
 
 
 async def _ended(running: asyncio.Future[T]) -> T:

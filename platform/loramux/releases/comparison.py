@@ -15,8 +15,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from loramux.common.identity import TenantId
 from loramux.common.units import TokenCounts
-from loramux.data.records.identity import TenantId
 from loramux.data.records.ledger import LedgerEntry
 from loramux.money.billing.catalog import PlanTariff
 from loramux.money.limits.budgets import ChargedUsage

@@ -7,23 +7,23 @@ output when it has ended. So it costs what a batch costs, waits as a batch waits
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from http import HTTPStatus
 
 import msgspec
 
-from loramux.batches import BatchServices
 from loramux.batches.files import Files
 from loramux.batches.lines import Pauses
 from loramux.batches.service import Batches
+from loramux.catalog.registry.registry import AdapterQueries
 from loramux.common.errors import LoramuxError
+from loramux.common.identity import Principal, TenantId, new_id
 from loramux.common.jobs import JobRunner
-from loramux.data.records.batches import UNFINISHED, Batch, BatchRepository, FileRepository, StoredFile, Viewpoint
-from loramux.data.records.comparisons import RUNNING, Evaluation, EvaluationJobs, EvaluationRepository
+from loramux.data.entities import Batch, Evaluation, StoredFile
+from loramux.data.records.batches import UNFINISHED, BatchRepository, FileRepository, Viewpoint
+from loramux.data.records.comparisons import RUNNING, EvaluationJobs, EvaluationRepository
 from loramux.data.records.database import Database
 from loramux.data.records.errors import RecordsError
-from loramux.data.records.identity import Principal, TenantId, new_id
 from loramux.data.records.ledger import LedgerRepository
 from loramux.data.records.tenants import TenantRepository
 from loramux.data.storage.blobs import BlobStore
@@ -41,11 +41,9 @@ from loramux.releases.comparison import (
     write_input,
 )
 from loramux.releases.graders import Grader, InvalidGrader, Judge, LocalGrader, grade_with
-from loramux.releases.judges import Judges, KeyVault, open_judges
-from loramux.server.platform import Platform, run_periodically
+from loramux.releases.judges import Judges, KeyVault
 from loramux.serving.errors import NotAllowed
-
-TEND_SECONDS = 5.0
+from loramux.serving.service import CompletionService
 
 logger = logging.getLogger(__name__)
 _encode = msgspec.json.Encoder().encode
@@ -64,15 +62,28 @@ class EvaluationNotFound(LoramuxError):
 class Evaluations:
     """Evaluations of every tenant; each caller sees those of its project."""
 
-    def __init__(self, platform: Platform, services: BatchServices, judges: Judges) -> None:
-        self._platform = platform
-        self._database: Database = platform.database
-        self._blobs: BlobStore = platform.blobs
-        self._files: Files = services.files
-        self._batches: Batches = services.batches
-        self._server_id = platform.usage.server_id
+    def __init__(  # noqa: PLR0913  each is a part that it uses
+        self,
+        *,
+        database: Database,
+        blobs: BlobStore,
+        files: Files,
+        batches: Batches,
+        queries: AdapterQueries,
+        completions: CompletionService,
+        server_id: str,
+        judges: Judges,
+        keys: KeyVault,
+    ) -> None:
+        self._database = database
+        self._blobs = blobs
+        self._files = files
+        self._batches = batches
+        self._queries = queries
+        self._completions = completions
+        self._server_id = server_id
         self._judges = judges
-        self._keys = KeyVault(platform.tenants.pepper)
+        self._keys = keys
         self._jobs: JobRunner[Evaluation] = JobRunner("evaluation", self._ready, self._finish)
 
     async def create(
@@ -91,12 +102,12 @@ class Evaluations:
         Raises InvalidGrader, NotAllowed for a judge without the operator's leave, AdapterNotFound, and as a batch does.
         """
         await self._check_grader(principal, grader, judge_api_key)
-        info = await self._platform.adapters.queries.get(principal, adapter)
+        info = await self._queries.get(principal, adapter)
         models = (f"{info.name}@{revision}", f"{info.name}@{against}")
         if revision == against:
             raise InvalidGrader("'against' is another revision.", "against")
         for model in models:
-            await self._platform.completions.ensure_model(principal, model)
+            await self._completions.ensure_model(principal, model)
         file = await self._files.get(principal, file_id)
         with self._blobs.staging() as folder:
             path = await self._files.fetch(file, folder)
@@ -245,18 +256,6 @@ class Evaluations:
             entries = await LedgerRepository(session).of_requests(USAGE, ids)
             tariff = await PlanPrices(self._database).tariff(session, [tenant])
         return Bill(tenant=tenant, entries=entries, tariff=tariff, currency=tariff.currency(tenant))
-
-
-@asynccontextmanager
-async def open_evaluations(platform: Platform, services: BatchServices) -> AsyncIterator[Evaluations]:
-    """Grade evaluations while the block runs."""
-    async with open_judges(platform.settings.batches) as judges:
-        evaluations = Evaluations(platform, services, judges)
-        try:
-            async with run_periodically(TEND_SECONDS, evaluations.tend):
-                yield evaluations
-        finally:
-            await evaluations.stop()
 
 
 def _grade(grader: LocalGrader, questions: Sequence[Question], sides: Sequence[Answers]) -> list[list[float]]:

@@ -22,10 +22,10 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from msgspec import UNSET, Meta
 
 from loramux.common.errors import LoramuxError
+from loramux.common.identity import TenantId
 from loramux.common.jobs import TenantSlots
 from loramux.common.public_http import ANYWHERE, TENANT, NotPublic, PublicTransport, Resolver
 from loramux.common.settings.server import BatchSettings
-from loramux.data.records.identity import TenantId
 from loramux.releases.comparison import Answered, Answers, Question
 from loramux.releases.graders import InvalidGrader, Judge
 

@@ -20,13 +20,14 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from loramux.catalog.registry.entities import AliasVersion
 from loramux.common.errors import LoramuxError
+from loramux.common.identity import Principal
+from loramux.common.jobs import run_periodically
 from loramux.common.units import DAY, SECOND
+from loramux.data.entities import FIRST_TOKEN_BOUNDS
 from loramux.data.records.database import Database
 from loramux.data.records.errors import RecordsUnavailable
-from loramux.data.records.identity import Principal
 from loramux.data.records.requests import OpenedRequest, is_shadow, service_tier
 from loramux.data.records.revision_metrics import (
-    FIRST_TOKEN_BOUNDS,
     FIRST_TOKENS,
     Caller,
     Counts,
@@ -36,8 +37,8 @@ from loramux.data.records.revision_metrics import (
     RevisionHour,
     RevisionMetricsRepository,
 )
-from loramux.server.platform import Platform, run_periodically
 from loramux.serving.generation import Generation
+from loramux.serving.service import CompletionService
 
 HOUR = 3600 * SECOND
 WINDOWS = {"1h": HOUR, "24h": DAY, "7d": 7 * DAY, "30d": 30 * DAY}
@@ -313,11 +314,11 @@ def quantile(counts: list[int], share: float) -> float | None:
 
 
 @asynccontextmanager
-async def open_revision_metrics(platform: Platform) -> AsyncIterator[RevisionMetrics]:
+async def open_revision_metrics(database: Database, completions: CompletionService) -> AsyncIterator[RevisionMetrics]:
     """Count while the block runs; at its end, write what is left."""
-    metrics = RevisionMetrics(platform.database)
-    platform.completions.on_ended(metrics.note_ended)
-    platform.completions.on_refused(metrics.note_refused)
+    metrics = RevisionMetrics(database)
+    completions.on_ended(metrics.note_ended)
+    completions.on_refused(metrics.note_refused)
     async with run_periodically(FLUSH_SECONDS, metrics.flush), run_periodically(FORGET_SECONDS, metrics.forget):
         yield metrics
     try:

@@ -5,7 +5,7 @@
               registered without moving any alias, in the transaction that writes the item
     evaluate  where its owner has evaluated the adapter before: the same questions to both revisions, as a batch
     decide    fits, needs retraining, or refused, each with the reason
-    shift     an operator moves aliases of what fits, by weight, adapter by adapter, and back (`move_aliases`)
+    shift     an operator moves aliases of what fits, by weight, adapter by adapter, and back (`BaseMigrations.shift`)
 
 A server that dies leaves its migration to another one, which goes on behind the last decided item. Nothing that is
 served changes before `shift`, which moves aliases as their owners do: release policies and canary guards hold.
@@ -16,8 +16,7 @@ from __future__ import annotations
 import logging
 import math
 import shutil
-from collections.abc import AsyncIterator, Collection, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Collection, Sequence
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
@@ -26,14 +25,17 @@ import msgspec
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from loramux.accounts.tenants.entities import Changes
+from loramux.accounts.tenants.tenants import Tenants
 from loramux.catalog.registry.aliases import MAX_WEIGHT
 from loramux.catalog.registry.changes import Preconditions
 from loramux.catalog.registry.entities import AdapterInfo, AliasInfo, WeightedRevision, etag
 from loramux.catalog.registry.errors import InvalidChange, PreconditionFailed, ValidationUnavailable
 from loramux.catalog.uploads.errors import UploadSuperseded
-from loramux.catalog.uploads.ingest import StagedUpload
+from loramux.catalog.uploads.ingest import Ingest, StagedUpload
 from loramux.common.errors import LoramuxError
+from loramux.common.identity import Principal, new_id
 from loramux.common.jobs import JobRunner, ThreadPool
+from loramux.data.entities import BaseMigration, Evaluation, MigrationItem
 from loramux.data.records.adapters import AdapterRepository, RevisionRow
 from loramux.data.records.aliases import DEFAULT_ALIAS, ReleasePolicyRepository
 from loramux.data.records.bases import (
@@ -47,27 +49,23 @@ from loramux.data.records.bases import (
     PENDING,
     REFUSED,
     RUNNING,
-    BaseMigration,
     BaseMigrationRepository,
-    MigrationItem,
     MigrationReports,
 )
 from loramux.data.records.comparisons import RUNNING as EVALUATION_RUNNING
-from loramux.data.records.comparisons import Evaluation, EvaluationRepository
-from loramux.data.records.database import BASES, advisory_lock
+from loramux.data.records.comparisons import EvaluationRepository
+from loramux.data.records.database import BASES, Database, advisory_lock
 from loramux.data.records.errors import RecordsError
-from loramux.data.records.identity import Principal, new_id
 from loramux.data.storage.blobs import BlobCorrupt, BlobMissing, BlobStore, files_of
 from loramux.data.storage.objects import StorageError
 from loramux.releases.comparison import EvaluationResult
 from loramux.releases.evaluations import Evaluations
 from loramux.releases.graders import Grader, Judge
 from loramux.releases.policies import EvaluationRule, ReleasePolicy, evaluated
-from loramux.server.platform import Platform, run_periodically
 from loramux.serving.adapters import AdapterService
 from loramux.serving.errors import BaseConflict, InvalidBase, UnknownBase
+from loramux.serving.lifecycle import BaseLifecycle
 
-TEND_SECONDS = 5.0
 MAX_ATTEMPTS = 5
 """Servers that may die under a migration."""
 PAGE = 500
@@ -104,11 +102,26 @@ class Migration(msgspec.Struct, frozen=True, kw_only=True):
 class BaseMigrations:
     """Migrations of every tenant's adapters. A tenant reads what they found about its own."""
 
-    def __init__(self, platform: Platform, evaluations: Evaluations) -> None:
-        self._platform = platform
-        self._database = platform.database
+    def __init__(
+        self,
+        *,
+        database: Database,
+        blobs: BlobStore,
+        tenants: Tenants,
+        lifecycle: BaseLifecycle,
+        ingest: Ingest,
+        adapters: AdapterService,
+        evaluations: Evaluations,
+        server_id: str,
+    ) -> None:
+        self._database = database
+        self._blobs = blobs
+        self._tenants = tenants
+        self._lifecycle = lifecycle
+        self._ingest = ingest
+        self._adapters = adapters
         self._evaluations = evaluations
-        self._server_id = platform.usage.server_id
+        self._server_id = server_id
         self._threads = ThreadPool("migrations", 1)
         self._jobs: JobRunner[BaseMigration] = JobRunner("base migration", self._held, self._run)
 
@@ -149,7 +162,7 @@ class BaseMigrations:
             )
             found = await repository.running(migration)
             if found is None:
-                if not await repository.begin(migration, names) and not self._platform.lifecycle.knows(source):
+                if not await repository.begin(migration, names) and not self._lifecycle.knows(source):
                     raise UnknownBase(f"there is no base model {source[:80]!r}, and no adapter for one", "from")
                 await change.note("base.migrate", migration.id, tenant=None, after=migration)
         self._jobs.look()
@@ -212,7 +225,29 @@ class BaseMigrations:
             items = await BaseMigrationRepository(session).items(
                 id, outcomes=(FITS,), tenant=tenant, adapter=own, after=after, limit=PAGE
             )
-        return [await move_aliases(self._platform, operator, item, weight) for item in items]
+        return [await self._move_aliases(operator, item, weight) for item in items]
+
+    async def _move_aliases(self, operator: Principal, item: MigrationItem, weight: int) -> Shifted:
+        """Give the new revision of an item `weight` percent of the old one's share of every alias; 0 rolls back."""
+        system = await self._tenants.system_principal(item.tenant_name)
+        principal = msgspec.structs.replace(system, key_id=operator.key_id, origin=operator.origin)
+        moved: tuple[str, ...] = ()
+        try:
+            for tried in range(1, TRIES + 1):
+                try:
+                    moved += await _move(self._adapters, principal, item, weight)
+                    break
+                except PreconditionFailed:
+                    if tried == TRIES:
+                        raise
+        except LoramuxError as error:
+            if isinstance(error, RecordsError):
+                raise
+            return Shifted(item=item, aliases=moved, error=error)
+        item = msgspec.structs.replace(item, weight=weight)
+        async with self._database.begin() as session:
+            await BaseMigrationRepository(session).change(item)
+        return Shifted(item=item, aliases=moved)
 
     # tenants
 
@@ -242,7 +277,7 @@ class BaseMigrations:
         """Decide what is not decided. What may pass leaves the rest as it is: it is found again."""
         try:
             problem = self._problem(migration)
-            if problem is None and self._platform.lifecycle.models.named(migration.target) is None:
+            if problem is None and self._lifecycle.models.named(migration.target) is None:
                 return  # it is being loaded
             if problem is None:
                 while items := await self._open_items(migration, PENDING):
@@ -266,7 +301,7 @@ class BaseMigrations:
         """Return why a migration cannot go on, ever."""
         if migration.attempts > MAX_ATTEMPTS:
             return f"{MAX_ATTEMPTS} servers have died under it"
-        known = {base.base_model: base for base in self._platform.lifecycle.statuses()}
+        known = {base.base_model: base for base in self._lifecycle.statuses()}
         target = known.get(migration.target)
         if target is None or target.state in ("draining", "retired"):
             return f"the base model {migration.target} was retired"
@@ -295,22 +330,21 @@ class BaseMigrations:
 
     async def _registered(self, migration: BaseMigration, item: MigrationItem) -> MigrationItem | None:
         """Register the revision for the target; return the refusal where it does not fit, else the item is written."""
-        platform = self._platform
         async with self._database.read() as session:
             is_callable = await BaseMigrationRepository(session).is_callable(item.revision_id)
         if not is_callable:
             return _refused(item, "revision_deleted", "It was deleted meanwhile.")
-        principal = await platform.tenants.system_principal(item.tenant_name)
+        principal = await self._tenants.system_principal(item.tenant_name)
         is_evaluated = bool(migration.evaluates) and await self._template(item) is not None
-        with platform.blobs.staging() as folder:
-            await self._threads.run(_copy, platform.blobs, item.digest, folder)
-            report, quota = await platform.ingest.check_files(principal, folder, migration.target)
+        with self._blobs.staging() as folder:
+            await self._threads.run(_copy, self._blobs, item.digest, folder)
+            report, quota = await self._ingest.check_files(principal, folder, migration.target)
             if (refusal := report.refusal) is not None:
                 outcome = NEEDS_RETRAINING if refusal.code in MAY_BE_RETRAINED else REFUSED
                 return msgspec.structs.replace(item, outcome=outcome, code=refusal.code, reason=refusal.message)
             staged = StagedUpload(item.adapter, False, folder, report, quota)
             passed = msgspec.structs.replace(item, outcome=EVALUATING if is_evaluated else FITS)
-            await platform.ingest.register(principal, staged, partial(self._accept, passed))
+            await self._ingest.register(principal, staged, partial(self._accept, passed))
         return None
 
     async def _accept(self, item: MigrationItem, session: AsyncSession, revision: RevisionRow) -> None:
@@ -384,7 +418,7 @@ class BaseMigrations:
         grader = msgspec.json.decode(template.grader, type=Grader)
         if isinstance(grader, Judge):
             raise InvalidChange("its grader is a judge, whose key is not kept; evaluate it yourself")
-        principal = await self._platform.tenants.authenticator.principal_behind(
+        principal = await self._tenants.authenticator.principal_behind(
             item.tenant_id, template.owner, template.project_id
         )
         return await self._evaluations.create(
@@ -400,7 +434,7 @@ class BaseMigrations:
 
     def _names(self, source: str, target: str) -> tuple[str, ...]:
         """Return the names that the source has and had. Raises UnknownBase, InvalidBase, BaseConflict."""
-        lifecycle = self._platform.lifecycle
+        lifecycle = self._lifecycle
         status = lifecycle.status(target)
         known = lifecycle.models.named(target)
         if source == target:
@@ -425,19 +459,8 @@ class BaseMigrations:
                 raise InvalidChange("adapter is `tenant/adapter`, of the tenant if one is named", "adapter")
             tenant = owner
         if tenant is not None:
-            await self._platform.tenants.named(tenant)
+            await self._tenants.named(tenant)
         return tenant, own
-
-
-@asynccontextmanager
-async def open_base_migrations(platform: Platform, evaluations: Evaluations) -> AsyncIterator[BaseMigrations]:
-    """Run migrations while the block runs."""
-    migrations = BaseMigrations(platform, evaluations)
-    try:
-        async with run_periodically(TEND_SECONDS, migrations.tend):
-            yield migrations
-    finally:
-        await migrations.stop()
 
 
 def _copy(blobs: BlobStore, digest: str, folder: Path) -> None:
@@ -487,29 +510,6 @@ class Shifted(msgspec.Struct, frozen=True, kw_only=True):
     """Those that were moved."""
     error: LoramuxError | None = None
     """The reason why none, or not all, were moved."""
-
-
-async def move_aliases(platform: Platform, operator: Principal, item: MigrationItem, weight: int) -> Shifted:
-    """Give the new revision of an item `weight` percent of the old one's share of every alias; 0 rolls back."""
-    system = await platform.tenants.system_principal(item.tenant_name)
-    principal = msgspec.structs.replace(system, key_id=operator.key_id, origin=operator.origin)
-    moved: tuple[str, ...] = ()
-    try:
-        for tried in range(1, TRIES + 1):
-            try:
-                moved += await _move(platform.adapters, principal, item, weight)
-                break
-            except PreconditionFailed:
-                if tried == TRIES:
-                    raise
-    except LoramuxError as error:
-        if isinstance(error, RecordsError):
-            raise
-        return Shifted(item=item, aliases=moved, error=error)
-    item = msgspec.structs.replace(item, weight=weight)
-    async with platform.database.begin() as session:
-        await BaseMigrationRepository(session).change(item)
-    return Shifted(item=item, aliases=moved)
 
 
 async def _move(adapters: AdapterService, principal: Principal, item: MigrationItem, weight: int) -> tuple[str, ...]:

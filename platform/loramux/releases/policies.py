@@ -29,7 +29,10 @@ from loramux.catalog.registry.changes import AdapterChange, ChangeService, Preco
 from loramux.catalog.registry.entities import AliasInfo, WeightedRevision, etag
 from loramux.catalog.registry.errors import PartNotFound
 from loramux.common.errors import LoramuxError
+from loramux.common.identity import Principal
+from loramux.common.jobs import run_periodically
 from loramux.common.units import DAY, SECOND
+from loramux.data.entities import FIRST_TOKEN_BOUNDS, CanaryNumbers, EventDetail
 from loramux.data.records.aliases import (
     CanaryGuardRepository,
     CanaryGuardRow,
@@ -38,13 +41,13 @@ from loramux.data.records.aliases import (
     ReleasePolicyRow,
 )
 from loramux.data.records.comparisons import EvaluationRepository
-from loramux.data.records.identity import Principal
-from loramux.data.records.revision_metrics import FIRST_TOKEN_BOUNDS, FIRST_TOKENS, Counts, FeedbackSums, sums_of_models
-from loramux.data.records.webhooks import CANARY_ROLLED_BACK, CanaryNumbers, EventDetail, EventRepository
+from loramux.data.records.database import Database
+from loramux.data.records.revision_metrics import FIRST_TOKENS, Counts, FeedbackSums, sums_of_models
+from loramux.data.records.webhooks import CANARY_ROLLED_BACK, EventRepository
 from loramux.releases.comparison import EvaluationResult
 from loramux.releases.metrics import HOUR, THOUSAND, quantile
 from loramux.releases.statistics import drop_found
-from loramux.server.platform import Platform, run_periodically
+from loramux.serving.adapters import AdapterService
 
 OBSERVED = 30 * DAY
 """The requests of a revision that count: those of the last 30 days, of all tenants."""
@@ -121,11 +124,11 @@ class ReleaseRefused(LoramuxError):
 class ReleasePolicies:
     """Policies of every tenant's aliases. Once made, they are asked before an alias moves."""
 
-    def __init__(self, platform: Platform) -> None:
-        self._database = platform.database
-        self._queries = platform.adapters.queries
-        self._changes = ChangeService(platform.database)
-        platform.adapters.aliases.require(self.ensure_allowed)
+    def __init__(self, database: Database, adapters: AdapterService) -> None:
+        self._database = database
+        self._queries = adapters.queries
+        self._changes = ChangeService(database)
+        adapters.aliases.require(self.ensure_allowed)
 
     async def put(
         self, principal: Principal, adapter: str, alias: str, policy: ReleasePolicy, preconditions: Preconditions
@@ -289,9 +292,9 @@ NO_GUARD = Guard(measures=())
 class CanaryGuards:
     """Guards of every tenant's aliases."""
 
-    def __init__(self, platform: Platform) -> None:
-        self._database = platform.database
-        self._adapters = platform.adapters
+    def __init__(self, database: Database, adapters: AdapterService) -> None:
+        self._database = database
+        self._adapters = adapters
 
     async def put(
         self,
@@ -418,8 +421,8 @@ def compared(
 
 
 @asynccontextmanager
-async def open_canary_guards(platform: Platform) -> AsyncIterator[CanaryGuards]:
+async def open_canary_guards(database: Database, adapters: AdapterService) -> AsyncIterator[CanaryGuards]:
     """Watch guarded canaries while the block runs."""
-    guards = CanaryGuards(platform)
+    guards = CanaryGuards(database, adapters)
     async with run_periodically(WATCH_SECONDS, guards.watch):
         yield guards

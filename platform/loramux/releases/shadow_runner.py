@@ -23,18 +23,20 @@ import msgspec
 from loramux.batches.files import SHADOW_OUTPUT, Files
 from loramux.catalog.registry.errors import ModelNotFound
 from loramux.common.errors import LoramuxError
+from loramux.common.identity import Principal
 from loramux.common.units import DAY, QUIET_SECONDS
 from loramux.constraints.formats import AnswerFormat
 from loramux.data.records.comparisons import RunningShadow, ShadowRepository
+from loramux.data.records.database import Database
 from loramux.data.records.errors import RecordsUnavailable
-from loramux.data.records.identity import Principal
 from loramux.data.records.requests import SHADOW
+from loramux.data.storage.blobs import BlobStore
 from loramux.data.storage.objects import StorageError
 from loramux.releases.likeness import ChoiceAnswer, compare_answers, join_answer, sums_of
-from loramux.server.platform import Platform
 from loramux.serving.errors import Draining
 from loramux.serving.generation import Generation
 from loramux.serving.messages import Delta, GenerationRequest
+from loramux.serving.service import CompletionService
 
 Dropped = Literal["queue_full", "too_old", "day_limit", "stopped"]
 
@@ -136,10 +138,10 @@ class ShadowQueue:
 class ShadowRunner:
     """Runs the shadows of this server, and adds up what they show."""
 
-    def __init__(self, platform: Platform, files: Files) -> None:
-        self._database = platform.database
-        self._completions = platform.completions
-        self._blobs = platform.blobs
+    def __init__(self, database: Database, blobs: BlobStore, completions: CompletionService, files: Files) -> None:
+        self._database = database
+        self._completions = completions
+        self._blobs = blobs
         self._files = files
         self._queue = ShadowQueue()
         self._arrived = asyncio.Event()

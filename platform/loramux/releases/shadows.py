@@ -24,20 +24,24 @@ from loramux.accounts.tenants.tenants import system_principal
 from loramux.batches.files import Files
 from loramux.catalog.registry.changes import AdapterChange, ChangeService, Preconditions
 from loramux.catalog.registry.errors import ChangeConflict, InvalidChange, PartNotFound
+from loramux.catalog.registry.registry import AdapterQueries
 from loramux.catalog.registry.resolver import parse_model
+from loramux.common.identity import Principal, new_id
+from loramux.common.jobs import run_periodically
 from loramux.common.units import DAY, SECOND
+from loramux.data.entities import EventDetail, ShadowNumbers
 from loramux.data.records.aliases import DEFAULT_ALIAS
 from loramux.data.records.comparisons import MILLION, RunningShadow, Shadow, ShadowEnd, ShadowRepository
-from loramux.data.records.identity import Principal, new_id
+from loramux.data.records.database import Database
 from loramux.data.records.requests import BACKGROUND, OpenedRequest
-from loramux.data.records.webhooks import SHADOW_ENDED, SHADOW_STARTED, EventDetail, EventRepository, ShadowNumbers
+from loramux.data.records.webhooks import SHADOW_ENDED, SHADOW_STARTED, EventRepository
+from loramux.data.storage.blobs import BlobStore
 from loramux.releases.likeness import Measure, measures_of
 from loramux.releases.shadow_runner import DROPPED, ShadowRunner, ShadowTask, shadow_request
-from loramux.server.platform import Platform, run_periodically
 from loramux.serving.checks import ensure_storage_allowed
 from loramux.serving.generation import Generation
 from loramux.serving.messages import GenerationRequest
-from loramux.serving.service import Recorder
+from loramux.serving.service import CompletionService, Recorder
 
 TEND_SECONDS = 5.0
 MAX_HISTORY = 20
@@ -83,10 +87,10 @@ class ShadowReport(msgspec.Struct, frozen=True, kw_only=True):
 class Shadows:
     """Shadows of every tenant's adapters."""
 
-    def __init__(self, platform: Platform, runner: ShadowRunner) -> None:
-        self._database = platform.database
-        self._queries = platform.adapters.queries
-        self._changes = ChangeService(platform.database)
+    def __init__(self, database: Database, queries: AdapterQueries, runner: ShadowRunner) -> None:
+        self._database = database
+        self._queries = queries
+        self._changes = ChangeService(database)
         self._runner = runner
         self._running: Mapping[str, RunningShadow] = {}
         """By `tenant/adapter`."""
@@ -305,11 +309,13 @@ def _numbers(id: str, because: ShadowEnd, sums: Mapping[str, int]) -> ShadowNumb
 
 
 @asynccontextmanager
-async def open_shadows(platform: Platform, files: Files) -> AsyncIterator[Shadows]:
+async def open_shadows(
+    database: Database, blobs: BlobStore, completions: CompletionService, queries: AdapterQueries, files: Files
+) -> AsyncIterator[Shadows]:
     """Run shadows while the block runs; at its end, what waits is dropped."""
-    runner = ShadowRunner(platform, files)
-    shadows = Shadows(platform, runner)
-    platform.completions.record_with(shadows.choose)
+    runner = ShadowRunner(database, blobs, completions, files)
+    shadows = Shadows(database, queries, runner)
+    completions.record_with(shadows.choose)
     running = asyncio.create_task(runner.run(), name="shadows")
     try:
         async with run_periodically(TEND_SECONDS, shadows.tend):

@@ -1,12 +1,16 @@
-"""The server's parts, put together from its settings: records, tenants, registry, usage, engine, gateway and chores."""
+"""The parts of the request path, put together from the settings: records, tenants, registry, usage, engines, chores.
+
+`open_platform` is the composition root: it makes each part from the parts that it needs, and closes them in reverse
+order. No part sees the container. `programs` adds what runs over the request path: batches and releases.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,22 +25,21 @@ from loramux.accounts.webhooks.dispatcher import webhook_client
 from loramux.accounts.webhooks.endpoints import WebhookService
 from loramux.catalog.registry.errors import RegistryError
 from loramux.catalog.registry.registry import Registry, open_registry
-from loramux.catalog.registry.resolver import BaseModels, engine_key
+from loramux.catalog.registry.resolver import BaseModels
 from loramux.catalog.uploads.imports import Importer
 from loramux.catalog.uploads.ingest import Ingest, UploadWorker
 from loramux.catalog.uploads.sessions import UploadSessions, max_bytes
 from loramux.catalog.validation.rendering import TemplateRenderer
+from loramux.common.jobs import run_periodically
 from loramux.common.public_http import Resolver
 from loramux.common.settings.file import Settings, SettingsError, ensure_files
 from loramux.common.settings.server import RecordsSettings
 from loramux.common.units import SECOND
 from loramux.data.records import schema
-from loramux.data.records.adapters import names_of_digests
 from loramux.data.records.database import Database
-from loramux.data.records.errors import RecordsUnavailable
 from loramux.data.storage.blobs import BlobStore, open_blobs
 from loramux.data.storage.objects import Objects, StorageUnavailable, open_objects
-from loramux.fleet.member import EngineStatus, Launch, UnknownEngine
+from loramux.fleet.member import Launch
 from loramux.money.billing.catalog import Catalog, PlanPrices
 from loramux.money.billing.reconcile import Checkpoints, LedgerProof
 from loramux.money.billing.service import BillingService
@@ -45,9 +48,10 @@ from loramux.money.exports.sinks import WebhookSink, make_sink
 from loramux.money.usage.idempotency import AnswerStorage
 from loramux.money.usage.service import UsageService
 from loramux.serving.adapters import AdapterService, LocalFolders
+from loramux.serving.bases import ServedBases
 from loramux.serving.engine_questions import EngineQuestions
 from loramux.serving.lifecycle import RECONCILE_SECONDS, BaseLifecycle
-from loramux.serving.service import CompletionService, ServedBase
+from loramux.serving.service import CompletionService
 
 MAINTENANCE_SECONDS = 10.0
 SETTLE_SECONDS = 5.0
@@ -88,47 +92,9 @@ class Platform:
     ledger_proof: LedgerProof
 
     @property
-    def bases(self) -> Mapping[str, ServedBase]:
-        """The bases by name, each with its engine; the first is the default."""
-        return self.completions.bases
-
-    def base_of(self, recorded: str) -> ServedBase | None:
-        """Return the base that serves what was uploaded for the base `recorded`."""
-        return next((b for b in self.bases.values() if recorded in (b.name, *b.former_names)), None)
-
-    def engines(self) -> list[EngineStatus]:
-        """Describe the engines of every base."""
-        return [status for base in self.bases.values() for status in base.engines.statuses()]
-
-    def order_engine(self, name: str, *, restart: bool, seconds: float) -> EngineStatus:
-        """Begin to drain or restart the engine of that name. Raises UnknownEngine or EngineBusy."""
-        for base in self.bases.values():
-            if name in base.engines.names:
-                return base.engines.order(name, restart=restart, seconds=seconds)
-        names = [engine for base in self.bases.values() for engine in base.engines.names]
-        raise UnknownEngine(f"there is no engine {name[:80]!r}; there are {', '.join(names)}", "engine")
-
-    @property
-    def are_engines_alive(self) -> bool:
-        """Does every base have an engine that serves?"""
-        return all(base.engines.alive for base in self.bases.values())
-
-    @property
-    def has_lost_engines(self) -> bool:
-        """Has a base of the settings no engine, and will get none by itself? Added ones are loaded again."""
-        own = {base.name for base in self.settings.served_bases}
-        return any(base.engines.has_ended for name, base in self.bases.items() if name in own)
-
-    async def model_names(self, engine_keys: Collection[str]) -> dict[str, str]:
-        """Return the names of revisions by their names in the engine, for operators: `tenant/adapter@3`."""
-        digests = {key.partition("/")[0] for key in engine_keys}
-        async with self.database.read() as session:
-            names = await names_of_digests(session, digests)
-        return {engine_key(owner, digest): name for (digest, owner), name in names.items()}
-
-    async def is_database_reachable(self) -> bool:
-        """Return whether the database answers."""
-        return await self.database.is_reachable()
+    def bases(self) -> ServedBases:
+        """The served bases by name; the first is the default."""
+        return self.lifecycle.serving
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,26 +317,3 @@ async def _sweep(registry: Registry, usage: UsageService, models: BaseModels) ->
     interrupted, contents = await usage.sweep(), await registry.blob_gc.sweep()
     if interrupted or contents:
         logger.info("after a crash: %d requests closed as interrupted, %d contents removed", interrupted, contents)
-
-
-@asynccontextmanager
-async def run_periodically(seconds: float, act: Callable[[], Awaitable[object]]) -> AsyncIterator[None]:
-    """Run `act` at once, then every `seconds` seconds while the block runs; its exceptions are logged."""
-    task = asyncio.create_task(_repeat(seconds, act))
-    try:
-        yield
-    finally:
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
-
-
-async def _repeat(seconds: float, act: Callable[[], Awaitable[object]]) -> None:
-    while True:
-        try:
-            await act()
-        except RecordsUnavailable as error:
-            logger.warning("a background job waits for the database; it is tried again in %g s: %s", seconds, error)
-        except Exception:
-            logger.exception("a background job failed; it is tried again in %g s", seconds)
-        await asyncio.sleep(seconds)

@@ -23,7 +23,7 @@ from loramux.catalog.registry.resolver import engine_key
 from loramux.catalog.uploads.imports import FolderSource
 from loramux.catalog.uploads.sessions import UploadRequest, UploadSessions
 from loramux.common.bundle import SOURCES
-from loramux.data.records.identity import Principal, TenantId
+from loramux.common.identity import Principal, TenantId
 from loramux.data.records.pins import ActivePin
 from loramux.data.storage.blobs import FILES
 from loramux.engine.messages import AdapterRef, EngineFault

@@ -19,7 +19,7 @@ from dataclasses import replace
 import msgspec
 
 from loramux.common.bundle import Bundle
-from loramux.data.records.identity import Principal
+from loramux.common.identity import Principal
 from loramux.engine.messages import Constraint
 from loramux.serving.errors import InvalidRequest, NotAllowed
 from loramux.serving.messages import GenerationRequest, Prompt, TextPair

@@ -42,10 +42,10 @@ from loramux.engine.client import EngineDied
 from loramux.fleet.group import EngineGroup
 from loramux.fleet.launching import launcher_of
 from loramux.fleet.member import Launch
+from loramux.serving.bases import ServedBase, ServedBases
 from loramux.serving.engine_questions import EngineQuestions
 from loramux.serving.errors import BaseConflict, InvalidBase, UnknownBase
 from loramux.serving.formats import GrammarTrials
-from loramux.serving.service import ServedBase
 from loramux.serving.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -139,8 +139,7 @@ class BaseLifecycle:
         self, settings: Settings, database: Database, questions: EngineQuestions, launch: Launch | None = None
     ) -> None:
         """`launch` makes each engine; None: as the settings say."""
-        self.serving: dict[str, ServedBase] = {}
-        """By name; the first is the default."""
+        self.serving = ServedBases()
         self.engines: dict[str, EngineGroup] = {}
         self.models = BaseModels()
         self.validators = BaseValidators(settings, {})
@@ -312,6 +311,12 @@ class BaseLifecycle:
             retired_at=known.retired_at,
             successor=known.successor,
         )
+
+    @property
+    def has_lost_engines(self) -> bool:
+        """Has a base of the settings no engine, and will get none by itself? Added ones are loaded again."""
+        own = {base.name for base in self._settings.served_bases}
+        return any(base.engines.has_ended for name, base in self.serving.items() if name in own)
 
     def knows(self, name: str) -> bool:
         """Is there a base of that name, served or not?"""

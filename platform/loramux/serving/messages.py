@@ -17,7 +17,7 @@ from loramux.common.bundle import ProblemType
 from loramux.common.units import TokenCounts
 from loramux.constraints.formats import AnswerFormat
 from loramux.constraints.tools import ToolUse
-from loramux.data.records.requests import IdempotencyClaim, ServiceTier
+from loramux.data.entities import IdempotencyClaim, ServiceTier
 from loramux.engine.messages import Pooling, SamplingParams
 from loramux.money.limits.definitions import RateLimitStatus
 from loramux.money.usage.idempotency import StoredAnswer

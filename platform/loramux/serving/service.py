@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import math
 import time
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from http import HTTPStatus
-from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import msgspec
@@ -21,18 +19,19 @@ import msgspec
 from loramux.catalog.registry.resolver import ModelResolver, ResolvedModel
 from loramux.catalog.validation.rendering import TemplateRenderer
 from loramux.common.errors import LoramuxError
+from loramux.common.identity import Principal
 from loramux.common.units import TokenCounts
+from loramux.data.entities import ServiceTier
 from loramux.data.records.errors import RecordsUnavailable
-from loramux.data.records.identity import Principal
-from loramux.data.records.requests import BACKGROUND, SHADOW, OpenedRequest, ServiceTier, charged_tier, service_tier
-from loramux.engine.messages import AdapterRef, Constraint, ModelFacts, Request, SamplingParams, ServiceClass
+from loramux.data.records.requests import BACKGROUND, SHADOW, OpenedRequest, charged_tier, service_tier
+from loramux.engine.messages import AdapterRef, Constraint, Request, SamplingParams, ServiceClass
 from loramux.engine.metrics import SECONDS, Histogram
-from loramux.fleet.group import EngineGroup
 from loramux.money.limits.definitions import RateLimitStatus
 from loramux.money.usage.errors import UnknownRequest
 from loramux.money.usage.idempotency import StoredAnswer
 from loramux.money.usage.service import UsageService
 from loramux.money.usage.settlement import Settlement
+from loramux.serving.bases import ServedBase, ServedBases
 from loramux.serving.checks import (
     as_answered_by,
     check_allowed_tokens,
@@ -47,7 +46,7 @@ from loramux.serving.checks import (
     resolve_max_tokens,
 )
 from loramux.serving.errors import Draining, EngineDown, NotAllowed
-from loramux.serving.formats import Format, Formats, GrammarTrials
+from loramux.serving.formats import Format, Formats
 from loramux.serving.generation import Generation
 from loramux.serving.messages import Answer, GenerationRequest, Prompt, PromptText, Replay, TextPair
 from loramux.serving.output import Choice, OutputProcessor, PooledOutput
@@ -94,40 +93,6 @@ class TokenizedText(NamedTuple):
         return self.tokenizer.pieces(self.token_ids)
 
 
-@dataclass(frozen=True)
-class ServedBase:
-    """A base model as requests meet it."""
-
-    name: str
-    """In requests."""
-    engines: EngineGroup
-    facts: ModelFacts
-    tokenizer: Tokenizer
-    trials: GrammarTrials
-    former_names: tuple[str, ...] = ()
-    share_cache: bool = False
-    """A tenant's projects find each other's KV of the base model; tenants never do."""
-    tool_parser: str | None = None
-    """How it writes calls of tools; None: as its chat template says."""
-
-    @cached_property
-    def format(self) -> Format:
-        """What it makes of text."""
-        return Format(self.tokenizer, tool_parser=self.tool_parser)
-
-    @property
-    def context(self) -> int:
-        """The most tokens, prompt and answer, of a request."""
-        return self.facts.context
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """A name for the backend, which changes when the backend does."""
-        facts = self.facts
-        backend = f"{version('loramux')} {facts.dtype} {facts.kv_cache_dtype} {facts.vocab_size} {facts.max_model_len}"
-        return "fp_" + hashlib.sha256(backend.encode()).hexdigest()[:12]
-
-
 class ReadRequest(NamedTuple):
     """A request that may be admitted: its model found, its defaults applied, its prompts tokenized and checked."""
 
@@ -153,12 +118,12 @@ class CompletionService:
     def __init__(
         self,
         *,
-        bases: Mapping[str, ServedBase],
+        bases: ServedBases,
         resolver: ModelResolver,
         usage: UsageService,
         renderer: TemplateRenderer | None = None,
     ) -> None:
-        """`bases` by name; they may change while the service runs."""
+        """`bases` may change while the service runs."""
         self.bases = bases
         self.counters = CompletionCounters()
         self.draining = False

@@ -11,7 +11,7 @@ import pytest
 from gateway_harness import Harness, in_harness, read
 from scripted_engine import FACTS
 
-from loramux.data.records.requests import IdempotencyClaim
+from loramux.data.entities import IdempotencyClaim
 from loramux.engine.messages import SamplingParams
 from loramux.serving import generation as generations
 from loramux.serving.checks import MAX_KEPT_LOGPROBS, MAX_LOGPROBS, check_logprobs

@@ -14,9 +14,9 @@ from sqlalchemy import select
 
 from loramux.common.errors import LoramuxError
 from loramux.common.units import TokenCounts
+from loramux.data.entities import IdempotencyClaim
 from loramux.data.records.errors import RecordsUnavailable
 from loramux.data.records.ledger import LedgerRow
-from loramux.data.records.requests import IdempotencyClaim
 from loramux.engine.client import ENGINE_DIED, EngineDied, OnEvent
 from loramux.engine.messages import EngineCount, EngineFault, Request, TokenEvent
 from loramux.serving import generation as generations

@@ -11,8 +11,8 @@ from scripted_engine import ScriptedEngine
 from loramux.catalog.registry.changes import Preconditions
 from loramux.catalog.registry.errors import ChangeConflict, PreconditionFailed
 from loramux.catalog.registry.resolver import engine_key
+from loramux.common.identity import Principal
 from loramux.data.records.database import Database
-from loramux.data.records.identity import Principal
 from loramux.engine.messages import EngineFault
 from loramux.serving.adapters import AdapterService
 

@@ -8,8 +8,8 @@ import pytest
 from gateway_harness import Harness, in_harness, read
 
 from loramux.common.units import TokenCounts
+from loramux.data.entities import IdempotencyClaim
 from loramux.data.records.ledger import LedgerEntry, LedgerRepository
-from loramux.data.records.requests import IdempotencyClaim
 from loramux.money.billing.reconcile import reconcile
 from loramux.serving.checks import canonical_tags
 from loramux.serving.errors import GatewayError

@@ -5,8 +5,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 from fake_registry import Shelf
 
+from loramux.common.identity import Principal
 from loramux.data.records.database import Database
-from loramux.data.records.identity import Principal
 
 Enrol = Callable[[str], Awaitable[Principal]]
 

@@ -18,10 +18,10 @@ from fake_registry import Shelf, digest_of
 
 from loramux.accounts.tenants.tenants import Tenants
 from loramux.catalog.registry.entities import WeightedRevision
+from loramux.common.identity import Principal
 from loramux.data.records.adapters import AdapterRow, RevisionRow
 from loramux.data.records.aliases import AliasRow, AliasTargetRow, AliasVersionRow
 from loramux.data.records.database import Database
-from loramux.data.records.identity import Principal
 from loramux.data.records.pins import PinRow
 from loramux.data.records.tenants import AuditRow
 from loramux.data.records.webhooks import EventRow

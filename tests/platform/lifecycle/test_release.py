@@ -20,9 +20,9 @@ from loramux.catalog.registry.errors import (
     PreconditionFailed,
     TooManyAdapters,
 )
+from loramux.common.identity import Principal
+from loramux.data.entities import IdempotencyClaim
 from loramux.data.records.database import Database
-from loramux.data.records.identity import Principal
-from loramux.data.records.requests import IdempotencyClaim
 from loramux.money.usage.errors import IdempotencyMismatch
 from loramux.money.usage.idempotency import AnswerStorage, IdempotencyGuard
 

@@ -18,8 +18,8 @@ from loramux.catalog.registry.errors import (
     TooManyAdapters,
 )
 from loramux.catalog.registry.resolver import engine_key
+from loramux.common.identity import Principal
 from loramux.data.records.database import Database
-from loramux.data.records.identity import Principal
 
 pytestmark = pytest.mark.anyio
 

@@ -12,7 +12,7 @@ from fake_registry import Shelf
 from loramux.accounts.tenants.tenants import Tenants
 from loramux.catalog.registry.entities import WeightedRevision
 from loramux.catalog.registry.errors import AdapterNotFound, InvalidChange, ModelNotFound, PartNotFound, TooManyAdapters
-from loramux.data.records.identity import Principal
+from loramux.common.identity import Principal
 
 pytestmark = pytest.mark.anyio
 

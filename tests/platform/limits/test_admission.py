@@ -12,9 +12,9 @@ from flat_prices import FlatPrices, give_flat_plan
 
 from loramux.accounts.tenants.account import KeyRequest
 from loramux.accounts.tenants.tenants import Tenants
+from loramux.common.identity import Principal
 from loramux.common.units import SECOND, TokenCounts
 from loramux.data.records.database import Database
-from loramux.data.records.identity import Principal
 from loramux.data.records.limits import AlertRow, BudgetHoldRow, CounterRow, HoldRow
 from loramux.data.records.requests import OpenedRequest
 from loramux.money.limits.definitions import RateLimitStatus

@@ -15,8 +15,8 @@ import pytest
 import sqlalchemy as sa
 from flat_prices import give_flat_plan
 
+from loramux.common.identity import Principal
 from loramux.data.records.database import Database
-from loramux.data.records.identity import Principal
 from loramux.data.records.limits import CounterRow
 from loramux.money.limits.definitions import PART
 from loramux.money.limits.limits import Limits

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loramux.data.records.identity import TenantId
+from loramux.common.identity import TenantId
 from loramux.data.records.requests import OpenedRequest
 from loramux.money.limits.admission import SubjectCounter, SubjectLimits, ensure_admits
 from loramux.money.limits.budgets import (

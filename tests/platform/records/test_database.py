@@ -5,10 +5,10 @@ import asyncio
 import pytest
 import sqlalchemy as sa
 
+from loramux.common.identity import ProjectId, TenantId
 from loramux.data.records import database as database_module
 from loramux.data.records.database import Database
 from loramux.data.records.errors import RecordsUnavailable, RowRefused, ValueRefused
-from loramux.data.records.identity import ProjectId, TenantId
 from loramux.data.records.tenants import ProjectRow, TenantRow
 
 pytestmark = pytest.mark.anyio

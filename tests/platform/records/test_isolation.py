@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from loramux.common.identity import ProjectId, TenantId, new_id
 from loramux.data.records.access import AccessRepository, GrantRow
 from loramux.data.records.adapters import AdapterRepository, AdapterRow, RevisionContent, RevisionRow, Stamp
 from loramux.data.records.aliases import AliasRepository, AliasRow, AliasTargetRow
@@ -15,7 +16,6 @@ from loramux.data.records.contents import register_revision
 from loramux.data.records.credentials import KeyRepository, KeyRow
 from loramux.data.records.database import Database
 from loramux.data.records.errors import RowRefused
-from loramux.data.records.identity import ProjectId, TenantId, new_id
 from loramux.data.records.ledger import EntryContent, LedgerRepository
 from loramux.data.records.pins import PinRow
 from loramux.data.records.tenants import ProjectRepository, ProjectRow, TenantRow

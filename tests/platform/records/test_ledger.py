@@ -9,9 +9,9 @@ import msgspec
 import pytest
 import sqlalchemy as sa
 
+from loramux.common.identity import Principal, TenantId
 from loramux.data.records.database import Database
 from loramux.data.records.errors import ChainBroken
-from loramux.data.records.identity import Principal, TenantId
 from loramux.data.records.ledger import GENESIS, EntryContent, LedgerEntry, LedgerHeadRow, LedgerRepository
 
 pytestmark = pytest.mark.anyio

@@ -11,9 +11,9 @@ from loramux.accounts.tenants.authority import TENANT_SCOPES, Role
 from loramux.accounts.tenants.entities import Key
 from loramux.accounts.tenants.errors import InvalidKey, InvalidTenant, KeyNotFound, NotPermitted, ProjectNotFound
 from loramux.accounts.tenants.tenants import Tenants
+from loramux.common.identity import Principal
 from loramux.common.units import SECOND
 from loramux.data.records.database import Database
-from loramux.data.records.identity import Principal
 
 pytestmark = pytest.mark.anyio
 

@@ -24,10 +24,10 @@ from loramux.accounts.tenants.secrets import (
     mac,
 )
 from loramux.accounts.tenants.tenants import Tenants
+from loramux.common.identity import Origin
 from loramux.common.units import SECOND
 from loramux.data.records.credentials import KeyRow
 from loramux.data.records.database import Database
-from loramux.data.records.identity import Origin
 
 pytestmark = pytest.mark.anyio
 

@@ -18,7 +18,7 @@ from loramux.accounts.tenants.errors import (
     TierNotFound,
 )
 from loramux.accounts.tenants.tenants import Tenants
-from loramux.data.records.identity import Principal
+from loramux.common.identity import Principal
 
 pytestmark = pytest.mark.anyio
 

@@ -18,9 +18,9 @@ from unittest import mock
 import aiosqlite.core
 
 from loramux.accounts.tenants.tenants import Tenants
+from loramux.common.identity import Principal
 from loramux.data.records import schema
 from loramux.data.records.database import BUSY_SECONDS, Database
-from loramux.data.records.identity import Principal
 from simulation.loop import Queue, Thread, current_loop, sleep
 from simulation.plan import TENANTS, Plan
 

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from loramux.data.records.requests import ServiceTier
+from loramux.data.entities import ServiceTier
 
 TENANTS = 3
 ADAPTERS = 6

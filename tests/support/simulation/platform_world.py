@@ -24,9 +24,9 @@ from loramux.accounts.tenants.tenants import Tenants
 from loramux.catalog.registry.resolver import engine_key
 from loramux.catalog.uploads.sessions import CHECK_SECONDS, AnnouncedFile, UploadRequest
 from loramux.common.errors import LoramuxError
+from loramux.common.identity import Principal
 from loramux.common.settings.file import Settings
 from loramux.data.records.database import Database
-from loramux.data.records.identity import Principal
 from loramux.data.storage.blobs import CONFIG_FILE, FILES, WEIGHTS_FILE, BlobStore, place_of
 from loramux.server import platform as platform_module
 from loramux.serving import lifecycle as lifecycle_module

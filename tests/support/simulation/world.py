@@ -30,8 +30,8 @@ from tiny_base import byte_tokenizer
 from loramux.catalog.registry.resolver import ResolvedModel
 from loramux.common.settings.file import Settings
 from loramux.common.settings.serving import BaseSettings, EngineRange
+from loramux.data.entities import IdempotencyClaim
 from loramux.data.records.database import Database
-from loramux.data.records.requests import IdempotencyClaim
 from loramux.engine import worker as worker_module
 from loramux.engine.client import EngineClient
 from loramux.engine.engine import Engine, EngineParts

@@ -31,9 +31,9 @@ from loramux.accounts.tenants.errors import (
     StillNeeded,
 )
 from loramux.accounts.tenants.secrets import mac, new_secret
+from loramux.common.identity import GRAMMAR_IN_WORDS, ProjectId, TenantId, is_name, new_id
 from loramux.common.units import SECOND, SECONDS_PER_DAY
 from loramux.data.records.credentials import CredentialRepository, KeyRepository, KeyRow, keys_made_by
-from loramux.data.records.identity import GRAMMAR_IN_WORDS, ProjectId, TenantId, is_name, new_id
 from loramux.data.records.tenants import MemberRepository, MemberRow, ProjectRepository, ProjectRow
 
 MAX_LIVE_KEYS = 10_000

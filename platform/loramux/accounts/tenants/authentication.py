@@ -28,11 +28,11 @@ from loramux.accounts.tenants.account import DEFAULT_PROJECT
 from loramux.accounts.tenants.authority import ROLE_SCOPES, Role, closure, effective_scopes
 from loramux.accounts.tenants.errors import InvalidKey, TenantSuspended
 from loramux.accounts.tenants.secrets import FailedAttempts, KnownKeys
+from loramux.common.identity import Origin, Principal, ProjectId, TenantId, is_name
 from loramux.common.settings.server import IssuerSettings
 from loramux.data.records.credentials import CredentialRepository, KeyRow
 from loramux.data.records.database import Database
 from loramux.data.records.errors import RecordsUnavailable
-from loramux.data.records.identity import Origin, Principal, ProjectId, TenantId, is_name
 from loramux.data.records.tenants import MemberRow, ProjectRow, TenantRow, TierRow
 
 Membership = Row[MemberRow, TenantRow, TierRow, ProjectRow]

@@ -15,7 +15,7 @@ from enum import StrEnum
 import msgspec
 
 from loramux.accounts.tenants.errors import InvalidTenant, NotPermitted
-from loramux.data.records.identity import Origin, Principal, ProjectId
+from loramux.common.identity import Origin, Principal, ProjectId
 
 CUSTOMER_SCOPES = frozenset({"inference", "adapters", "usage"})
 """Scopes of a key that is made without naming any."""

@@ -13,10 +13,10 @@ import msgspec
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from loramux.accounts.tenants.authority import UNLIMITED, Actor, Role
+from loramux.common.identity import Origin, ProjectId, TenantId
 from loramux.data.records.base import to_struct
 from loramux.data.records.credentials import KeyRow
 from loramux.data.records.database import Database
-from loramux.data.records.identity import Origin, ProjectId, TenantId
 from loramux.data.records.tenants import AuditRepository, AuditRow, MemberRow, ProjectRow, TenantRow, TierRow
 
 MAX_PAGE = 500

@@ -48,12 +48,12 @@ from loramux.accounts.tenants.errors import (
     StillNeeded,
     TenantNotFound,
 )
+from loramux.common.identity import Origin, Principal, is_name, new_id
 from loramux.common.settings.file import SettingsError
 from loramux.common.settings.server import ConsoleSettings, IssuerSettings, SignInSettings
 from loramux.common.units import MINUTE, SECOND
 from loramux.data.records.credentials import CredentialRepository, SessionRepository, SessionRow
 from loramux.data.records.database import Database
-from loramux.data.records.identity import Origin, Principal, is_name, new_id
 
 SESSION, LINK = "session", "link"
 LINK_SECONDS = 3600

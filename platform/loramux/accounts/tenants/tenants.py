@@ -28,12 +28,13 @@ from loramux.accounts.tenants.errors import (
     TierNotFound,
 )
 from loramux.accounts.tenants.sessions import Sessions, SignIns
+from loramux.common.identity import GRAMMAR_IN_WORDS, Principal, ProjectId, TenantId, is_name, new_id
 from loramux.common.settings.server import ConsoleSettings, IssuerSettings
+from loramux.data.entities import ALLOWED_AT_FIRST, CHOSEN
 from loramux.data.records.batches import BatchRepository, FileRepository
 from loramux.data.records.credentials import owner_of_key
 from loramux.data.records.database import Database
-from loramux.data.records.identity import GRAMMAR_IN_WORDS, Principal, ProjectId, TenantId, is_name, new_id
-from loramux.data.records.requests import ALLOWED_AT_FIRST, CHOSEN, ClaimRepository
+from loramux.data.records.requests import ClaimRepository
 from loramux.data.records.tenants import (
     ProjectRepository,
     ProjectRow,

@@ -21,12 +21,13 @@ from loramux.accounts.tenants.errors import NotPermitted
 from loramux.accounts.webhooks.dispatcher import Attempt, WebhookDispatcher
 from loramux.accounts.webhooks.messages import endpoint_secret, write_secret
 from loramux.common.errors import LoramuxError
+from loramux.common.identity import Principal, TenantId, new_id
 from loramux.common.public_http import NotPublic, Resolver
 from loramux.common.settings.server import WebhookSettings
+from loramux.data.entities import Event, LoggedDelivery
 from loramux.data.records.base import to_struct
 from loramux.data.records.database import Database
-from loramux.data.records.identity import Principal, TenantId, new_id
-from loramux.data.records.webhooks import KINDS, EndpointRepository, EndpointRow, Event, EventRepository, LoggedDelivery
+from loramux.data.records.webhooks import KINDS, EndpointRepository, EndpointRow, EventRepository
 
 MAX_URL = 2048
 MAX_PORT = 65535

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from loramux.common.units import SECOND
-from loramux.data.records.webhooks import CanaryNumbers, Event, Refusal, ShadowNumbers
+from loramux.data.entities import CanaryNumbers, Event, Refusal, ShadowNumbers
 
 PREFIX = "whsec_"
 

@@ -8,8 +8,8 @@ from collections.abc import Set as AbstractSet
 from loramux.catalog.registry.changes import UNCONDITIONAL, AdapterChange, ChangeService, Preconditions
 from loramux.catalog.registry.entities import AdapterInfo, AliasInfo, WeightedRevision
 from loramux.catalog.registry.errors import ChangeConflict, InvalidChange, PartNotFound, TooManyAdapters
+from loramux.common.identity import GRAMMAR_IN_WORDS, Principal, is_name
 from loramux.data.records.aliases import DEFAULT_ALIAS, WHOLE, AliasVersionRow, Target, targets_of
-from loramux.data.records.identity import GRAMMAR_IN_WORDS, Principal, is_name
 
 MAX_TARGETS = 10
 """The most targets of an alias: all of them occupy the adapter pool at the same time."""

@@ -19,11 +19,11 @@ from loramux.accounts.tenants.entities import Change
 from loramux.catalog.registry.entities import AdapterInfo, RevisionInfo, adapter_info, etag, revision_info
 from loramux.catalog.registry.errors import AdapterNotFound, PartNotFound, PreconditionFailed
 from loramux.catalog.registry.resolver import own_adapter
+from loramux.common.identity import Principal
 from loramux.data.records.access import GrantRepository
 from loramux.data.records.adapters import AdapterRepository, AdapterRow, RevisionRow, Stamp
 from loramux.data.records.aliases import AliasRepository
 from loramux.data.records.database import Database
-from loramux.data.records.identity import Principal
 from loramux.data.records.pins import PinRepository
 
 T = TypeVar("T")

@@ -23,6 +23,7 @@ from loramux.catalog.registry.errors import (
 )
 from loramux.catalog.registry.resolver import engine_key
 from loramux.common.errors import LoramuxError
+from loramux.common.identity import Principal, TenantId
 from loramux.common.jobs import run_blocking
 from loramux.common.settings.serving import AdapterLimits
 from loramux.common.units import SECOND
@@ -30,7 +31,6 @@ from loramux.data.records.adapters import AdapterRepository, ExpiryRepository, O
 from loramux.data.records.aliases import DEFAULT_ALIAS, WHOLE, Target
 from loramux.data.records.contents import ContentRepository
 from loramux.data.records.database import CONTENTS, Database, advisory_lock
-from loramux.data.records.identity import Principal, TenantId
 from loramux.data.records.pins import BY_DELETION
 from loramux.data.storage.blobs import BlobStore, Cached
 from loramux.money.limits.definitions import adapter_quota

@@ -28,15 +28,15 @@ from loramux.catalog.registry.entities import (
     version_info,
 )
 from loramux.catalog.registry.errors import AdapterNotFound, InvalidChange, PartNotFound, TooManyAdapters
-from loramux.catalog.registry.resolver import BaseModels, ModelResolver, own_adapter
+from loramux.catalog.registry.resolver import BaseModels, ModelResolver, engine_key, own_adapter
 from loramux.common.bundle import decode_bundle
+from loramux.common.identity import GRAMMAR_IN_WORDS, Principal, is_name
 from loramux.common.settings.serving import AdapterLimits
 from loramux.common.units import SECOND
 from loramux.data.records.access import AccessRepository, GrantRepository
-from loramux.data.records.adapters import AdapterRepository, AdapterRow, name_bases
+from loramux.data.records.adapters import AdapterRepository, AdapterRow, name_bases, names_of_digests
 from loramux.data.records.aliases import AliasRepository
 from loramux.data.records.database import Database
-from loramux.data.records.identity import GRAMMAR_IN_WORDS, Principal, is_name
 from loramux.data.records.pins import IDLE, UNPINNED, ActivePin, ActivePinRepository, PinRepository
 from loramux.data.storage.blobs import BlobStore
 
@@ -65,6 +65,12 @@ class AdapterQueries:
             aliases = await AliasRepository(session, principal.tenant).all(*(adapter.id for adapter in shown))
         infos = [adapter_info(principal.tenant_name, adapter, aliases[adapter.id]) for adapter in shown]
         return infos, len(found) > len(shown)
+
+    async def names_of(self, engine_keys: Collection[str]) -> dict[str, str]:
+        """Return the names of revisions by their keys in the engines, for operators: `tenant/adapter@3`."""
+        async with self._database.read() as session:
+            names = await names_of_digests(session, {key.partition("/")[0] for key in engine_keys})
+        return {engine_key(owner, digest): name for (digest, owner), name in names.items()}
 
     async def get(self, principal: Principal, name: str) -> AdapterInfo:
         """Describe one adapter, given as `adapter` or `tenant/adapter`."""

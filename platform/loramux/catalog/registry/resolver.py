@@ -29,11 +29,11 @@ from loramux.catalog.registry.errors import (
     RegistryError,
     RevisionUnavailable,
 )
+from loramux.common.identity import GRAMMAR, GRAMMAR_IN_WORDS, Principal, TenantId, is_name
 from loramux.common.jobs import TenantSlots, ThreadPool
 from loramux.data.records.access import AccessibleRevision, AccessRepository, same_content
 from loramux.data.records.aliases import DEFAULT_ALIAS
 from loramux.data.records.database import Database
-from loramux.data.records.identity import GRAMMAR, GRAMMAR_IN_WORDS, Principal, TenantId, is_name
 from loramux.data.storage.blobs import BlobStore
 from loramux.data.storage.objects import StorageError
 

@@ -20,10 +20,10 @@ import msgspec
 from loramux.catalog.uploads.errors import InvalidUpload, UploadRejected, UploadTooSlow, rejected
 from loramux.catalog.uploads.parts import FileTooLarge, paced, read_off_loop, write_file
 from loramux.common.bundle import SOURCES
+from loramux.common.identity import Principal
 from loramux.common.jobs import ThreadPool, run_blocking
 from loramux.common.public_http import NotPublic, PublicTransport, Resolver
 from loramux.common.settings.serving import BucketSettings, HubSettings, UploadSettings
-from loramux.data.records.identity import Principal
 from loramux.data.storage.blobs import FILES
 from loramux.data.storage.objects import StorageUnavailable, open_objects
 

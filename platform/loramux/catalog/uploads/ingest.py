@@ -46,18 +46,19 @@ from loramux.catalog.validation.jobs import ReportWarning, ValidationReport
 from loramux.catalog.validation.validator import BaseValidators
 from loramux.common.bundle import BUNDLE_FILE
 from loramux.common.errors import Rejection
+from loramux.common.identity import Principal
 from loramux.common.jobs import JobRunner, TenantSlots, ThreadPool
 from loramux.common.sandbox.sandbox import SandboxDied
 from loramux.common.settings.serving import AdapterLimits
 from loramux.common.units import DAY
+from loramux.data.entities import EventDetail, Outcome, Upload
 from loramux.data.records.adapters import AdapterRepository, RevisionContent, RevisionRow, Stamp
 from loramux.data.records.aliases import AliasRepository
 from loramux.data.records.contents import register_revision
 from loramux.data.records.database import CONTENTS, Database, advisory_lock
 from loramux.data.records.errors import RecordsError
-from loramux.data.records.identity import Principal
-from loramux.data.records.uploads import VALIDATING, Outcome, Part, Upload, UploadJob, UploadJobs, UploadRepository
-from loramux.data.records.webhooks import REJECTED, EventDetail, EventRepository, stored
+from loramux.data.records.uploads import VALIDATING, Part, UploadJob, UploadJobs, UploadRepository
+from loramux.data.records.webhooks import REJECTED, EventRepository, stored
 from loramux.data.storage.blobs import BlobStore, files_of
 from loramux.data.storage.objects import StorageError
 from loramux.money.limits.definitions import AdapterQuota, adapter_quota

@@ -25,12 +25,13 @@ from loramux.catalog.uploads.errors import (
     WrongOffset,
     rejected,
 )
+from loramux.common.identity import Principal
 from loramux.common.jobs import TenantSlots, ThreadPool
 from loramux.common.settings.serving import UploadSettings
 from loramux.common.units import SECOND
+from loramux.data.entities import Upload, UploadFile
 from loramux.data.records.database import Database
-from loramux.data.records.identity import Principal
-from loramux.data.records.uploads import UPLOADING, Part, Upload, UploadFile, UploadRepository
+from loramux.data.records.uploads import UPLOADING, Part, UploadRepository
 from loramux.data.storage.blobs import BlobStore
 from loramux.data.storage.objects import Objects
 

@@ -24,22 +24,13 @@ from loramux.catalog.uploads.imports import Source, check_source, encode_source
 from loramux.catalog.uploads.ingest import Ingest, UploadWorker
 from loramux.catalog.uploads.parts import PartReceiver, folder_of, visible
 from loramux.common.bundle import SOURCES, is_ignored, is_pickled
+from loramux.common.identity import Principal, new_id
 from loramux.common.jobs import run_blocking
 from loramux.common.settings.serving import AdapterLimits, UploadSettings
 from loramux.common.units import SECOND
+from loramux.data.entities import Outcome, Submitter, Upload, UploadFile
 from loramux.data.records.database import Database
-from loramux.data.records.identity import Principal, new_id
-from loramux.data.records.uploads import (
-    EXPIRED,
-    OPEN,
-    UPLOADING,
-    VALIDATING,
-    Outcome,
-    Submitter,
-    Upload,
-    UploadFile,
-    UploadRepository,
-)
+from loramux.data.records.uploads import EXPIRED, OPEN, UPLOADING, VALIDATING, UploadRepository
 from loramux.data.storage.blobs import CONFIG_FILE, FILES, WEIGHTS_FILE, BlobStore
 
 MAX_CONFIG_BYTES = 1 << 20

@@ -13,10 +13,10 @@ from sqlalchemy import ColumnElement, ForeignKeyConstraint, Index, Row, Select, 
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
+from loramux.common.identity import TenantId
 from loramux.data.records.adapters import READY, AdapterRow, RevisionRow, Stamp
 from loramux.data.records.aliases import DEFAULT_ALIAS, AliasRow, AliasTargetRow
 from loramux.data.records.base import Base, TenantScoped, among
-from loramux.data.records.identity import TenantId
 from loramux.data.records.tenants import TenantRow
 
 

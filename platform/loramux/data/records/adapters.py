@@ -21,11 +21,12 @@ from sqlalchemy import (
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, deferred, mapped_column
 
+from loramux.common.identity import TenantId, new_id
+from loramux.data.entities import EventDetail
 from loramux.data.records import webhooks
 from loramux.data.records.base import Base, Repository, TenantScoped, among, index_where_set
-from loramux.data.records.identity import TenantId, new_id
 from loramux.data.records.tenants import TenantRow
-from loramux.data.records.webhooks import EventDetail, EventRepository
+from loramux.data.records.webhooks import EventRepository
 
 READY = "ready"
 DELETED = "deleted"

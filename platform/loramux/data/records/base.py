@@ -39,8 +39,8 @@ from sqlalchemy.dialects.postgresql import ARRAY
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import DeclarativeBase
 
+from loramux.common.identity import ProjectId, TenantId
 from loramux.data.records.database import is_postgresql
-from loramux.data.records.identity import ProjectId, TenantId
 
 Struct = TypeVar("Struct", bound=msgspec.Struct)
 Found = TypeVar("Found", bound="Base")

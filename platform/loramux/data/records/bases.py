@@ -12,11 +12,12 @@ import msgspec
 from sqlalchemy import CheckConstraint, ForeignKey, Index, func, select, update
 from sqlalchemy.orm import Mapped, mapped_column
 
+from loramux.common.identity import TenantId
+from loramux.data.entities import BaseMigration, MigrationItem
 from loramux.data.records.adapters import READY, AdapterRow, RevisionRow
 from loramux.data.records.aliases import AliasTargetRow
 from loramux.data.records.base import Base, Repository, TenantScoped, to_struct
 from loramux.data.records.database import BASES, LeasedRow, adopt_abandoned, advisory_lock
-from loramux.data.records.identity import TenantId
 from loramux.data.records.tenants import TenantRow
 
 RUNNING, COMPLETED, CANCELLED, FAILED = "running", "completed", "cancelled", "failed"
@@ -143,48 +144,6 @@ class BaseMigrationItemRow(Base):
     evaluation_id: Mapped[str | None]
     weight: Mapped[int]
     """Percent of its share of aliases that was moved to the new revision last."""
-
-
-class BaseMigration(msgspec.Struct, frozen=True, kw_only=True):
-    """A migration. Times in microseconds since the epoch."""
-
-    id: str
-    source: str
-    target: str
-    tenant: str | None
-    adapter: str | None
-    evaluates: int
-    created_by: str
-    state: str
-    error: str | None = None
-    server_id: str | None
-    attempts: int
-    created_at: int
-    finished_at: int | None = None
-
-
-class MigrationItem(msgspec.Struct, frozen=True, kw_only=True):
-    """One revision of a migration."""
-
-    migration_id: str
-    position: int
-    tenant_id: TenantId
-    tenant_name: str
-    adapter: str
-    revision_id: str
-    number: int
-    digest: str
-    outcome: str
-    code: str | None = None
-    reason: str | None = None
-    new_number: int | None = None
-    evaluation_id: str | None = None
-    weight: int = 0
-
-    @property
-    def name(self) -> str:
-        """`tenant/adapter`."""
-        return f"{self.tenant_name}/{self.adapter}"
 
 
 class BaseMigrationRepository(Repository):

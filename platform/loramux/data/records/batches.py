@@ -25,9 +25,10 @@ from sqlalchemy import (
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
+from loramux.common.identity import ProjectId, TenantId
+from loramux.data.entities import Batch, LineError, StoredFile
 from loramux.data.records.base import Base, Repository, TenantScoped, newest_first, to_struct
 from loramux.data.records.database import LeasedRow, adopt_abandoned
-from loramux.data.records.identity import ProjectId, TenantId
 from loramux.data.records.tenants import lock_tenant
 
 VALIDATING, IN_PROGRESS, FINALIZING, CANCELLING = "validating", "in_progress", "finalizing", "cancelling"
@@ -56,19 +57,6 @@ class FileRow(Base):
     size: Mapped[int]
     created_at: Mapped[int]
     expires_at: Mapped[int]
-
-
-class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A file. Times in microseconds since the epoch."""
-
-    id: str
-    project_id: ProjectId
-    owner: str
-    purpose: str
-    filename: str
-    size: int
-    created_at: int
-    expires_at: int
 
 
 class Viewpoint(msgspec.Struct, frozen=True):
@@ -195,45 +183,6 @@ class BatchChunkRow(Base):
     start: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     """The first line, counted from 0."""
     object: Mapped[str]
-
-
-class LineError(msgspec.Struct, frozen=True, kw_only=True):
-    """What is wrong with a line of a batch's input, or with the batch as a whole."""
-
-    code: str
-    message: str
-    param: str | None = None
-    line: int | None = None
-    """Counted from 1."""
-
-
-class Batch(msgspec.Struct, frozen=True, kw_only=True):
-    """A batch. Times in microseconds since the epoch."""
-
-    id: str
-    tenant_id: TenantId
-    project_id: ProjectId
-    owner: str
-    endpoint: str
-    input_file_id: str
-    completion_window: str
-    tags: str
-    state: str
-    server_id: str | None
-    attempts: int
-    lines: int = 0
-    flushed: int = 0
-    completed: int = 0
-    failed: int = 0
-    errors: tuple[LineError, ...] = ()
-    output_file_id: str | None = None
-    error_file_id: str | None = None
-    created_at: int
-    expires_at: int
-    in_progress_at: int | None = None
-    finalizing_at: int | None = None
-    cancelling_at: int | None = None
-    finished_at: int | None = None
 
 
 class BatchRepository(TenantScoped):

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from sqlalchemy import CheckConstraint, ForeignKey, Index, UniqueConstraint, delete, func, select
 from sqlalchemy.orm import Mapped, mapped_column
 
+from loramux.common.identity import TenantId
 from loramux.data.records.base import Base, Repository
-from loramux.data.records.identity import TenantId
 from loramux.data.records.ledger import GENESIS, LedgerRow
 
 CHUNK = 500

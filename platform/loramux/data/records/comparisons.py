@@ -13,6 +13,8 @@ import msgspec
 from sqlalchemy import CheckConstraint, ColumnElement, ForeignKey, ForeignKeyConstraint, Index, select, text, update
 from sqlalchemy.orm import Mapped, mapped_column
 
+from loramux.common.identity import ProjectId, TenantId
+from loramux.data.entities import Evaluation
 from loramux.data.records.adapters import AdapterRow, RevisionRow
 from loramux.data.records.aliases import DEFAULT_ALIAS, AliasTargetRow
 from loramux.data.records.base import (
@@ -27,7 +29,6 @@ from loramux.data.records.base import (
 )
 from loramux.data.records.batches import BatchRow
 from loramux.data.records.database import LeasedRow, adopt_abandoned
-from loramux.data.records.identity import ProjectId, TenantId
 from loramux.data.records.tenants import TenantRow
 
 RUNNING, COMPLETED, FAILED = "running", "completed", "failed"
@@ -70,28 +71,6 @@ class EvaluationRow(LeasedRow, Base):
     error: Mapped[str | None]
     created_at: Mapped[int]
     finished_at: Mapped[int | None]
-
-
-class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """An evaluation. Times in microseconds since the epoch."""
-
-    id: str
-    tenant_id: TenantId
-    project_id: ProjectId
-    owner: str
-    adapter: str
-    models: str
-    file_id: str
-    batch_id: str
-    grader: str
-    judge_key: bytes | None = None
-    state: str
-    server_id: str | None
-    attempts: int
-    result: str | None = None
-    error: str | None = None
-    created_at: int
-    finished_at: int | None = None
 
 
 class EvaluationRepository(TenantScoped):

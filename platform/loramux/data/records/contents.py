@@ -15,6 +15,7 @@ from sqlalchemy import delete, exists, func, literal, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import InstrumentedAttribute, aliased
 
+from loramux.common.identity import TenantId, new_id
 from loramux.data.records.access import GrantRow
 from loramux.data.records.adapters import (
     KEPT,
@@ -35,7 +36,6 @@ from loramux.data.records.aliases import (
     Target,
 )
 from loramux.data.records.base import Repository, among
-from loramux.data.records.identity import TenantId, new_id
 from loramux.data.records.pins import PinRow
 from loramux.data.records.requests import RequestRow
 from loramux.data.records.tenants import TenantRow

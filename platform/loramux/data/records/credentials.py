@@ -29,8 +29,8 @@ from sqlalchemy.engine import Row
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
+from loramux.common.identity import ProjectId, TenantId
 from loramux.data.records.base import Base, Repository, TenantScoped, table_of
-from loramux.data.records.identity import ProjectId, TenantId
 from loramux.data.records.tenants import MemberRow, ProjectRow, TenantRow, TierRow
 
 

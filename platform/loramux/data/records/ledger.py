@@ -19,6 +19,7 @@ import msgspec
 from sqlalchemy import CheckConstraint, ForeignKey, Index, Row, func, select, text, update
 from sqlalchemy.orm import Mapped, mapped_column
 
+from loramux.common.identity import ProjectId, TenantId
 from loramux.common.units import TokenCounts
 from loramux.data.records.base import (
     Base,
@@ -31,7 +32,6 @@ from loramux.data.records.base import (
     table_of,
 )
 from loramux.data.records.errors import ChainBroken
-from loramux.data.records.identity import ProjectId, TenantId
 
 GENESIS = "0" * 64
 """The hash before the first entry."""

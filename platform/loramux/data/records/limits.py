@@ -26,10 +26,10 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import Mapped, mapped_column
 
+from loramux.common.identity import TenantId
 from loramux.data.records.base import Base, Repository, among, insert_new, insert_rows, table_of
 from loramux.data.records.billing import PlanRow, PriceRow, SubscriptionRow
 from loramux.data.records.credentials import KeyRow
-from loramux.data.records.identity import TenantId
 from loramux.data.records.tenants import MemberRow, ProjectRow, TierRow
 
 UNDELIVERED = text("delivered_at IS NULL")

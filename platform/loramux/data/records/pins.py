@@ -8,9 +8,9 @@ import msgspec
 from sqlalchemy import CheckConstraint, ForeignKeyConstraint, Index, func, select, text, update
 from sqlalchemy.orm import Mapped, mapped_column
 
+from loramux.common.identity import TenantId, new_id
 from loramux.data.records.adapters import AdapterRow, RevisionRow, Stamp
 from loramux.data.records.base import Base, Repository, TenantScoped, among
-from loramux.data.records.identity import TenantId, new_id
 from loramux.data.records.tenants import TenantRow
 
 ACTIVE = text("until IS NULL")

@@ -13,7 +13,7 @@ text, so a price for `standard` covers all of that tier's requests unless one fo
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from sqlalchemy import (
@@ -31,9 +31,10 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import Mapped, mapped_column
 
+from loramux.common.identity import ProjectId, TenantId
+from loramux.data.entities import CHOSEN, AnsweredRequest, IdempotencyClaim, ServiceTier
 from loramux.data.records.adapters import AdapterRow, RevisionRow
 from loramux.data.records.base import Base, Repository, among, insert_new, newest_first, table_of, to_struct
-from loramux.data.records.identity import ProjectId, TenantId
 from loramux.data.records.tenants import TenantRow
 
 OPEN = "open"
@@ -143,19 +144,6 @@ REQUESTS = table_of(RequestRow)
 BILLED = tuple(REQUESTS.c[name] for name in BilledRequest.__struct_fields__)
 
 
-class AnsweredRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request to an adapter's revision. Times in microseconds since the epoch."""
-
-    id: str
-    model: str
-    adapter_digest: str
-    key_id: str
-    status: str
-    prompt_tokens: int
-    created_at: int
-    settled_at: int | None
-
-
 OPENED = tuple(name for name in OpenedRequest.__struct_fields__ if name in REQUESTS.c)
 
 
@@ -262,17 +250,6 @@ class ClaimRow(Base):
     expires_at: Mapped[int]
 
 
-class IdempotencyClaim(msgspec.Struct, frozen=True):
-    """The caller's name for one request, and a digest of the body that came with it."""
-
-    name: str
-    fingerprint: str
-    holder: str = ""
-    """Whose name it is, where that is not the caller: a batch that names its lines."""
-    expires_at: int | None = None
-    """Microseconds since the epoch; None: after the time for which answers are kept."""
-
-
 Claimed = tuple[str, str, str]
 """Tenant, caller and idempotency key."""
 
@@ -321,11 +298,6 @@ class ClaimRepository(Repository):
         await self._session.execute(delete(CLAIMS).where(CLAIMS.c.expires_at <= now))
 
 
-ServiceTier = Literal["default", "flex", "priority", "batch", "shadow"]
-CHOSEN: tuple[ServiceTier, ...] = ("flex", "priority", "batch")
-"""Service tiers that a tenant's tier may allow; `default` needs no permission."""
-ALLOWED_AT_FIRST = ("batch", "flex")
-"""Those that a new tier allows: they are never before anything else."""
 SHADOW: ServiceTier = "shadow"
 BACKGROUND: tuple[ServiceTier, ...] = ("batch", SHADOW)
 """Service tiers without a waiting caller: they begin when there is room, and say nothing of latency."""

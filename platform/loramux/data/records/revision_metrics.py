@@ -13,12 +13,11 @@ from sqlalchemy import Column, ColumnElement, ForeignKey, Index, Row, Select, Ta
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
+from loramux.common.identity import ProjectId, TenantId
+from loramux.data.entities import FIRST_TOKEN_BOUNDS
 from loramux.data.records.base import Base, BigInt, Repository, insert_sums
-from loramux.data.records.identity import ProjectId, TenantId
 from loramux.data.records.requests import RequestRow
 
-FIRST_TOKEN_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0)
-"""Seconds; a first token is counted by the first bound that it does not exceed, the last count is of those above."""
 FIRST_TOKENS = tuple(f"first_token_{number}" for number in range(len(FIRST_TOKEN_BOUNDS) + 1))
 COUNTED = (
     "completed",

@@ -9,6 +9,7 @@ from sqlalchemy import ColumnElement, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
+from loramux.data.entities import ParkedEvent
 from loramux.data.records.base import Base, Repository, insert_new, to_struct
 
 
@@ -46,16 +47,6 @@ class SinkState(msgspec.Struct, frozen=True, kw_only=True):
     cursor: int
     trying_until: int | None
     trying_since: int | None
-
-
-class ParkedEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """An event that an operator must decide about."""
-
-    sink: str
-    event_id: str
-    sequence: int
-    reason: str
-    parked_at: int
 
 
 class SinkRepository(Repository):

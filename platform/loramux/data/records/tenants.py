@@ -11,8 +11,8 @@ from sqlalchemy import CheckConstraint, ForeignKey, Index, UniqueConstraint, fal
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
+from loramux.common.identity import ProjectId, TenantId
 from loramux.data.records.base import Base, Repository, TenantScoped, insert_new
-from loramux.data.records.identity import ProjectId, TenantId
 
 
 class TierRow(Base):

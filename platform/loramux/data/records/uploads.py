@@ -18,11 +18,11 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import Mapped, mapped_column
 
+from loramux.common.identity import TenantId
+from loramux.data.entities import Outcome, Refusal, Submitter, Upload, UploadFile
 from loramux.data.records.base import Base, Repository, TenantScoped, newest_first, to_struct
 from loramux.data.records.database import LeasedRow, adopt_abandoned
-from loramux.data.records.identity import Origin, TenantId
 from loramux.data.records.tenants import TenantRow, lock_tenant
-from loramux.data.records.webhooks import Refusal
 
 UPLOADING, VALIDATING, READY, REJECTED, EXPIRED = "uploading", "validating", "ready", "rejected", "expired"
 OPEN = (UPLOADING, VALIDATING)
@@ -105,15 +105,6 @@ class UploadPartRow(Base):
     """Its name in the store."""
 
 
-class UploadFile(msgspec.Struct, frozen=True, kw_only=True):
-    """An announced file, and the number of its bytes that are stored."""
-
-    name: str
-    size: int
-    sha256: str
-    received: int = 0
-
-
 class Part(msgspec.Struct, frozen=True, kw_only=True):
     """A range of a file, and the object that holds it."""
 
@@ -121,43 +112,6 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     start: int
     size: int
     object: str
-
-
-class Submitter(msgspec.Struct, frozen=True):
-    """The caller that handed an upload over to the checks: the author of its revision in the audit log."""
-
-    actor: str
-    """A key or a member."""
-    origin: Origin = Origin()
-
-
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of an upload: a revision or a refusal."""
-
-    revision: int | None = None
-    digest: str | None = None
-    error: Refusal | None = None
-    report: str | None = None
-    """JSON."""
-
-
-class Upload(msgspec.Struct, frozen=True, kw_only=True):
-    """An upload and its files, by name. Times in microseconds since the epoch."""
-
-    id: str
-    adapter: str
-    """The adapter's own name."""
-    promote: bool
-    source: str | None
-    base_model: str | None
-    state: str
-    files: tuple[UploadFile, ...]
-    submitter: Submitter | None = None
-    ignored: tuple[str, ...] = ()
-    """Files that were announced and are not taken, because they mean nothing for serving."""
-    outcome: Outcome
-    created_at: int
-    expires_at: int
 
 
 class UploadRepository(TenantScoped):

@@ -35,6 +35,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import Mapped, mapped_column
 
+from loramux.common.identity import TenantId
 from loramux.common.units import DAY, TokenCounts
 from loramux.data.records.base import (
     Base,
@@ -49,7 +50,6 @@ from loramux.data.records.base import (
     table_of,
 )
 from loramux.data.records.database import DAILY_USAGE, advisory_lock
-from loramux.data.records.identity import TenantId
 from loramux.data.records.ledger import LedgerHeadRow, LedgerRow
 from loramux.data.records.requests import SHADOW
 

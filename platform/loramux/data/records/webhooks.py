@@ -27,8 +27,9 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
 from loramux.common.errors import Rejection
+from loramux.common.identity import TenantId, new_id
+from loramux.data.entities import Event, EventDetail, LoggedDelivery, Refusal
 from loramux.data.records.base import Base, Repository, TenantScoped, newest_first, to_struct
-from loramux.data.records.identity import TenantId, new_id
 from loramux.data.records.tenants import TenantRow, lock_tenant
 
 READY = "adapter.revision.ready"
@@ -125,62 +126,9 @@ class DeliveryRow(Base):
     updated_at: Mapped[int]
 
 
-class Refusal(msgspec.Struct, frozen=True):
-    """The reason why an upload was rejected."""
-
-    code: str
-    message: str
-    param: str | None = None
-
-
 def stored(rejection: Rejection) -> Refusal:
     """Convert a rejection for the records."""
     return Refusal(rejection.code, rejection.message, rejection.field)
-
-
-class CanaryNumbers(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a canary was taken back: good outcomes and all of them, of the canary and of the revisions before."""
-
-    measure: str
-    candidate: tuple[float, int]
-    before: tuple[float, int]
-
-
-class ShadowNumbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a shadow has shown when it ended."""
-
-    id: str
-    ended_because: str | None = None
-    """`stopped` by a caller, or `promoted`, `revision_deleted` or `adapter_deleted`; None: it has begun."""
-    compared: int = 0
-    """Requests whose two answers were compared."""
-    exact: tuple[float, float, float] | None = None
-    """The share of equal answers, with its 95% confidence interval."""
-
-
-class EventDetail(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The details of an event beside its kind, adapter and time."""
-
-    revision: int | None = None
-    digest: str | None = None
-    upload: str | None = None
-    """The upload session's id."""
-    batch: str | None = None
-    """The batch's id."""
-    canary: CanaryNumbers | None = None
-    shadow: ShadowNumbers | None = None
-    error: Refusal | None = None
-
-
-class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """An event of an adapter. `created_at` in microseconds since the epoch."""
-
-    id: str
-    kind: str
-    adapter: str
-    """The adapter's own name."""
-    detail: EventDetail
-    created_at: int
 
 
 class EventRepository(TenantScoped):
@@ -268,18 +216,6 @@ class DueDelivery(msgspec.Struct, frozen=True, kw_only=True):
         """The event. Raises msgspec.MsgspecError where its row is damaged."""
         detail = msgspec.json.decode(self.detail, type=EventDetail)
         return Event(id=self.event_id, kind=self.kind, adapter=self.adapter, detail=detail, created_at=self.created_at)
-
-
-class LoggedDelivery(msgspec.Struct, frozen=True, kw_only=True):
-    """A delivery as the endpoint's log shows it."""
-
-    event: Event
-    state: str
-    attempts: int
-    status: int | None
-    error: str | None
-    next_attempt_at: int | None
-    updated_at: int
 
 
 class EndpointRepository(TenantScoped):

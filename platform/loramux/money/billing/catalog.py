@@ -17,12 +17,13 @@ from msgspec import Meta
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from loramux.accounts.tenants.entities import Change, Changes
+from loramux.common.identity import GRAMMAR_IN_WORDS, TenantId, is_name, new_id
 from loramux.common.units import DAY, SECOND
+from loramux.data.entities import CHOSEN
 from loramux.data.records.base import to_struct
 from loramux.data.records.billing import PeriodRepository, PlanRow, PriceRepository, PriceRow, SubscriptionRow
 from loramux.data.records.database import PRICES, Database, advisory_lock
-from loramux.data.records.identity import GRAMMAR_IN_WORDS, TenantId, is_name, new_id
-from loramux.data.records.requests import ANY, CHOSEN, OpenedRequest, is_priced_tier
+from loramux.data.records.requests import ANY, OpenedRequest, is_priced_tier
 from loramux.data.records.tenants import TenantRepository, TenantRow
 from loramux.money.billing.errors import BillingError, InvalidPlan
 from loramux.money.billing.periods import Month

@@ -8,8 +8,8 @@ from decimal import Context, Decimal
 
 import msgspec
 
+from loramux.common.identity import TenantId
 from loramux.common.units import SECOND
-from loramux.data.records.identity import TenantId
 from loramux.data.records.usage import DailyQuantities
 from loramux.money.billing.catalog import Subscriptions
 from loramux.money.billing.periods import Period

@@ -29,11 +29,12 @@ import msgspec
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from loramux.common.units import TokenCounts
+from loramux.data.entities import ParkedEvent
 from loramux.data.records.billing import InvoiceRow, PeriodRepository, PeriodRow
 from loramux.data.records.database import Database
 from loramux.data.records.errors import ChainBroken
 from loramux.data.records.ledger import EngineCountRepository, LedgerRepository
-from loramux.data.records.sinks import ParkedEvent, SinkProgress, newest_parked, sink_progress
+from loramux.data.records.sinks import SinkProgress, newest_parked, sink_progress
 from loramux.data.records.usage import DailyUsageRepository, QuantityRepository
 from loramux.data.storage.objects import Objects, StorageUnavailable
 from loramux.money.billing.catalog import subscriptions_of

@@ -11,11 +11,11 @@ import msgspec
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from loramux.accounts.tenants.entities import Changes
+from loramux.common.identity import Principal, TenantId
 from loramux.common.settings.server import BillingSettings
 from loramux.common.units import DAY, SECOND, SECONDS_PER_DAY
 from loramux.data.records.billing import BillingProfileRow, InvoiceRow, PeriodRepository, PeriodRow, ProfileRepository
 from loramux.data.records.database import PRICES, Database, advisory_lock
-from loramux.data.records.identity import Principal, TenantId
 from loramux.data.records.ledger import EntryContent, LedgerEntry, LedgerRepository
 from loramux.data.records.tenants import TenantRepository, TenantRow
 from loramux.data.records.usage import (

@@ -14,13 +14,14 @@ from typing import Any, Protocol
 
 import msgspec
 
+from loramux.common.identity import TenantId, new_id
 from loramux.common.units import SECOND
+from loramux.data.entities import ParkedEvent
 from loramux.data.records.base import to_struct
 from loramux.data.records.database import Database
-from loramux.data.records.identity import TenantId, new_id
 from loramux.data.records.ledger import LedgerEntry, LedgerRepository
 from loramux.data.records.limits import AlertRepository, AlertRow
-from loramux.data.records.sinks import ParkedEvent, SinkRepository, SinkState
+from loramux.data.records.sinks import SinkRepository, SinkState
 from loramux.data.records.tenants import TenantRepository
 from loramux.data.records.usage import meters_of
 from loramux.money.pricing import METERS

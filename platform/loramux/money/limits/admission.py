@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from loramux.common.identity import Principal
 from loramux.common.units import SECOND
-from loramux.data.records.identity import Principal
 from loramux.data.records.limits import CounterRepository, LimitRepository
 from loramux.data.records.requests import OpenedRequest, tenant_tier
 from loramux.money.limits.budgets import BudgetBatch, ChargedUsage, Prices

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import msgspec
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from loramux.common.identity import TenantId
 from loramux.common.units import SECOND, TokenCounts
-from loramux.data.records.identity import TenantId
 from loramux.data.records.limits import CounterRepository, LimitRepository, Spending
 from loramux.data.records.requests import OpenedRequest
 from loramux.money.limits.definitions import subjects_of

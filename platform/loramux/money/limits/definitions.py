@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import msgspec
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from loramux.common.identity import Principal
 from loramux.common.settings.serving import AdapterLimits
 from loramux.common.units import MINUTE
-from loramux.data.records.identity import Principal
 from loramux.data.records.limits import LimitRepository
 from loramux.data.records.requests import OpenedRequest, is_shadow, service_tier
 

@@ -8,7 +8,7 @@ import msgspec
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from loramux.accounts.tenants.entities import Changes
-from loramux.data.records.identity import TenantId, new_id
+from loramux.common.identity import TenantId, new_id
 from loramux.data.records.limits import BudgetRow, LimitRepository, LimitRow
 from loramux.money.limits.budgets import Budget, BudgetState, Spent, budget_of, period_start
 from loramux.money.limits.definitions import LIMITS, tier_subject

@@ -19,9 +19,10 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from loramux.common.identity import Principal, TenantId, new_id
 from loramux.common.units import DAY
-from loramux.data.records.identity import Principal, TenantId, new_id
-from loramux.data.records.requests import ClaimRepository, IdempotencyClaim
+from loramux.data.entities import IdempotencyClaim
+from loramux.data.records.requests import ClaimRepository
 from loramux.money.usage.errors import IdempotencyMismatch, StillRunning
 
 ENCRYPTED = b"\x01"

@@ -12,8 +12,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from loramux.common.identity import ProjectId
 from loramux.common.units import DAY, SECOND
-from loramux.data.records.identity import ProjectId
 from loramux.data.records.requests import service_tier
 from loramux.data.records.usage import UsageTotals, UsageWindow
 from loramux.money.usage.errors import InvalidQuery

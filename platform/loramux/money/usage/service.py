@@ -11,20 +11,13 @@ from typing import Literal
 
 import msgspec
 
+from loramux.common.identity import Principal, TenantId, new_id
 from loramux.common.units import DAY, SECOND
+from loramux.data.entities import AnsweredRequest, IdempotencyClaim
 from loramux.data.records.contents import PINNED, STORED, StorageMeterRepository, UnbilledSpan
 from loramux.data.records.database import Database, server_liveness
-from loramux.data.records.identity import Principal, TenantId, new_id
 from loramux.data.records.ledger import EntryContent, LedgerEntry, LedgerRepository
-from loramux.data.records.requests import (
-    BACKGROUND,
-    AnsweredRequest,
-    ClaimRepository,
-    IdempotencyClaim,
-    OpenedRequest,
-    RequestRepository,
-    service_tier,
-)
+from loramux.data.records.requests import BACKGROUND, ClaimRepository, OpenedRequest, RequestRepository, service_tier
 from loramux.data.records.usage import DailyUsageRepository, UsageRepository, UsageTotals
 from loramux.money.limits.admission import check_request_rate
 from loramux.money.limits.budgets import NoPrices, Prices

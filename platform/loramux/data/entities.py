@@ -1,0 +1,282 @@
+"""Plain structs of records that leave this area: what repositories return and callers pass on. No SQL.
+
+Structs that only repositories and their services exchange are in the module of their aggregate (`records`).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from loramux.common.identity import Origin, ProjectId, TenantId
+
+
+class BaseMigration(msgspec.Struct, frozen=True, kw_only=True):
+    """A migration. Times in microseconds since the epoch."""
+
+    id: str
+    source: str
+    target: str
+    tenant: str | None
+    adapter: str | None
+    evaluates: int
+    created_by: str
+    state: str
+    error: str | None = None
+    server_id: str | None
+    attempts: int
+    created_at: int
+    finished_at: int | None = None
+
+
+class MigrationItem(msgspec.Struct, frozen=True, kw_only=True):
+    """One revision of a migration."""
+
+    migration_id: str
+    position: int
+    tenant_id: TenantId
+    tenant_name: str
+    adapter: str
+    revision_id: str
+    number: int
+    digest: str
+    outcome: str
+    code: str | None = None
+    reason: str | None = None
+    new_number: int | None = None
+    evaluation_id: str | None = None
+    weight: int = 0
+
+    @property
+    def name(self) -> str:
+        """`tenant/adapter`."""
+        return f"{self.tenant_name}/{self.adapter}"
+
+
+class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A file. Times in microseconds since the epoch."""
+
+    id: str
+    project_id: ProjectId
+    owner: str
+    purpose: str
+    filename: str
+    size: int
+    created_at: int
+    expires_at: int
+
+
+class LineError(msgspec.Struct, frozen=True, kw_only=True):
+    """What is wrong with a line of a batch's input, or with the batch as a whole."""
+
+    code: str
+    message: str
+    param: str | None = None
+    line: int | None = None
+    """Counted from 1."""
+
+
+class Batch(msgspec.Struct, frozen=True, kw_only=True):
+    """A batch. Times in microseconds since the epoch."""
+
+    id: str
+    tenant_id: TenantId
+    project_id: ProjectId
+    owner: str
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    tags: str
+    state: str
+    server_id: str | None
+    attempts: int
+    lines: int = 0
+    flushed: int = 0
+    completed: int = 0
+    failed: int = 0
+    errors: tuple[LineError, ...] = ()
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    created_at: int
+    expires_at: int
+    in_progress_at: int | None = None
+    finalizing_at: int | None = None
+    cancelling_at: int | None = None
+    finished_at: int | None = None
+
+
+class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
+    """An evaluation. Times in microseconds since the epoch."""
+
+    id: str
+    tenant_id: TenantId
+    project_id: ProjectId
+    owner: str
+    adapter: str
+    models: str
+    file_id: str
+    batch_id: str
+    grader: str
+    judge_key: bytes | None = None
+    state: str
+    server_id: str | None
+    attempts: int
+    result: str | None = None
+    error: str | None = None
+    created_at: int
+    finished_at: int | None = None
+
+
+class AnsweredRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request to an adapter's revision. Times in microseconds since the epoch."""
+
+    id: str
+    model: str
+    adapter_digest: str
+    key_id: str
+    status: str
+    prompt_tokens: int
+    created_at: int
+    settled_at: int | None
+
+
+class IdempotencyClaim(msgspec.Struct, frozen=True):
+    """The caller's name for one request, and a digest of the body that came with it."""
+
+    name: str
+    fingerprint: str
+    holder: str = ""
+    """Whose name it is, where that is not the caller: a batch that names its lines."""
+    expires_at: int | None = None
+    """Microseconds since the epoch; None: after the time for which answers are kept."""
+
+
+ServiceTier = Literal["default", "flex", "priority", "batch", "shadow"]
+CHOSEN: tuple[ServiceTier, ...] = ("flex", "priority", "batch")
+"""Service tiers that a tenant's tier may allow; `default` needs no permission."""
+ALLOWED_AT_FIRST = ("batch", "flex")
+"""Those that a new tier allows: they are never before anything else."""
+FIRST_TOKEN_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0)
+"""Seconds; a first token is counted by the first bound that it does not exceed, the last count is of those above."""
+
+
+class ParkedEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """An event that an operator must decide about."""
+
+    sink: str
+    event_id: str
+    sequence: int
+    reason: str
+    parked_at: int
+
+
+class UploadFile(msgspec.Struct, frozen=True, kw_only=True):
+    """An announced file, and the number of its bytes that are stored."""
+
+    name: str
+    size: int
+    sha256: str
+    received: int = 0
+
+
+class Submitter(msgspec.Struct, frozen=True):
+    """The caller that handed an upload over to the checks: the author of its revision in the audit log."""
+
+    actor: str
+    """A key or a member."""
+    origin: Origin = Origin()
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of an upload: a revision or a refusal."""
+
+    revision: int | None = None
+    digest: str | None = None
+    error: Refusal | None = None
+    report: str | None = None
+    """JSON."""
+
+
+class Upload(msgspec.Struct, frozen=True, kw_only=True):
+    """An upload and its files, by name. Times in microseconds since the epoch."""
+
+    id: str
+    adapter: str
+    """The adapter's own name."""
+    promote: bool
+    source: str | None
+    base_model: str | None
+    state: str
+    files: tuple[UploadFile, ...]
+    submitter: Submitter | None = None
+    ignored: tuple[str, ...] = ()
+    """Files that were announced and are not taken, because they mean nothing for serving."""
+    outcome: Outcome
+    created_at: int
+    expires_at: int
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """The reason why an upload was rejected."""
+
+    code: str
+    message: str
+    param: str | None = None
+
+
+class CanaryNumbers(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a canary was taken back: good outcomes and all of them, of the canary and of the revisions before."""
+
+    measure: str
+    candidate: tuple[float, int]
+    before: tuple[float, int]
+
+
+class ShadowNumbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a shadow has shown when it ended."""
+
+    id: str
+    ended_because: str | None = None
+    """`stopped` by a caller, or `promoted`, `revision_deleted` or `adapter_deleted`; None: it has begun."""
+    compared: int = 0
+    """Requests whose two answers were compared."""
+    exact: tuple[float, float, float] | None = None
+    """The share of equal answers, with its 95% confidence interval."""
+
+
+class EventDetail(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The details of an event beside its kind, adapter and time."""
+
+    revision: int | None = None
+    digest: str | None = None
+    upload: str | None = None
+    """The upload session's id."""
+    batch: str | None = None
+    """The batch's id."""
+    canary: CanaryNumbers | None = None
+    shadow: ShadowNumbers | None = None
+    error: Refusal | None = None
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True):
+    """An event of an adapter. `created_at` in microseconds since the epoch."""
+
+    id: str
+    kind: str
+    adapter: str
+    """The adapter's own name."""
+    detail: EventDetail
+    created_at: int
+
+
+class LoggedDelivery(msgspec.Struct, frozen=True, kw_only=True):
+    """A delivery as the endpoint's log shows it."""
+
+    event: Event
+    state: str
+    attempts: int
+    status: int | None
+    error: str | None
+    next_attempt_at: int | None
+    updated_at: int
