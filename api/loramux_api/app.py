@@ -37,7 +37,6 @@ from loramux_api.answering import inference
 from loramux_api.auth import platform_of, principal_of
 from loramux_api.batch_endpoints import batch_endpoints
 from loramux_api.bodies import AnyRequest, ApiRequest, StrictJSON
-from loramux_api.controllers import routes_of
 from loramux_api.controllers.console import ConsoleFiles
 from loramux_api.controllers.plans import WhatIf
 from loramux_api.headers import send_console_policy, send_request_id
@@ -45,6 +44,7 @@ from loramux_api.metrics import Metrics
 from loramux_api.openapi import openapi_config
 from loramux_api.problems import EXCEPTION_HANDLERS
 from loramux_api.request_log import Tracer, logged, note_begun, note_ended, note_response
+from loramux_api.routes import routes_of
 
 logger = logging.getLogger(__name__)
 

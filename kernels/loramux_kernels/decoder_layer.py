@@ -19,7 +19,6 @@ import torch
 
 from loramux_kernels.device import runs_triton
 from loramux_kernels.layer_operators import Activation
-from loramux_kernels.native import native_for
 from loramux_kernels.native.abi import (
     ACTIVATIONS,
     DTYPES,
@@ -29,6 +28,7 @@ from loramux_kernels.native.abi import (
     LayerStepAbi,
     NormAbi,
 )
+from loramux_kernels.native.loader import native_for
 from loramux_kernels.packed_linear import PackedLinear
 from loramux_kernels.tables import AttentionBatch, KvLayer, LoraGroup, LoraTable, Norm, Rotation, Segments
 

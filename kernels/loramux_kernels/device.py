@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from loramux_kernels.native import multiplies_bf16_pairs
+from loramux_kernels.native.loader import multiplies_bf16_pairs
 
 LARGE_PAGE = 2 << 20
 

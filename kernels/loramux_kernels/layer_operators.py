@@ -20,8 +20,8 @@ import torch
 from torch.nn import functional
 
 from loramux_kernels.device import runs_triton
-from loramux_kernels.native import native_for
 from loramux_kernels.native.abi import ACTIVATIONS, DTYPES, MAX_HEAD_DIM, NormAbi, RmsNormAbi, RopeAbi
+from loramux_kernels.native.loader import native_for
 from loramux_kernels.paged_attention import write_kv_reference
 from loramux_kernels.tables import KvLayer, Norm, OwnWeights, Rotation
 

@@ -20,8 +20,8 @@ import ctypes
 import torch
 
 from loramux_kernels.device import runs_triton
-from loramux_kernels.native import native_for
 from loramux_kernels.native.abi import DTYPES
+from loramux_kernels.native.loader import native_for
 from loramux_kernels.tables import NO_VECTORS, RANK_TILE, LoraGroup, LoraTable, Segments
 
 

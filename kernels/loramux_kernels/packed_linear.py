@@ -20,8 +20,8 @@ import torch
 from torch.nn import functional
 
 from loramux_kernels.device import has_bf16_tiles, runs_triton, zeros_in_large_pages
-from loramux_kernels.native import multiplies_bf16_pairs, native_for, native_library
 from loramux_kernels.native.abi import CODINGS, DTYPES, CodedWeightsAbi, LayerLinearAbi
+from loramux_kernels.native.loader import multiplies_bf16_pairs, native_for, native_library
 from loramux_kernels.quantized_weight import MIN_GROUP, TABLES, Quantization, QuantizedWeight, is_nibbles, quantize
 
 

@@ -18,8 +18,8 @@ import torch
 
 from loramux_kernels.device import runs_triton
 from loramux_kernels.e4m3 import decode, encode, scale_for
-from loramux_kernels.native import native_for
 from loramux_kernels.native.abi import DTYPES, AttentionAbi
+from loramux_kernels.native.loader import native_for
 from loramux_kernels.tables import AttentionBatch, KvLayer
 
 

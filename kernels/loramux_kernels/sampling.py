@@ -23,8 +23,8 @@ from dataclasses import dataclass
 import torch
 
 from loramux_kernels.device import runs_triton
-from loramux_kernels.native import native_for
 from loramux_kernels.native.abi import DTYPES, DrawAbi
+from loramux_kernels.native.loader import native_for
 from loramux_kernels.tables import SamplingBatch
 
 WORD_BITS = 32

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from peft_uploads import make_adapter
 from site_fixture import Site
 
-from loramux_api.cli import main
+from loramux_api.cli.main import main
 from loramux_client import Client
 
 DOCS = (Path(__file__).parents[2] / "docs" / "adapters.md").read_text()

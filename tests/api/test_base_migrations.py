@@ -21,7 +21,7 @@ from tiny_base import make_base
 from loramux.common.settings.file import Settings
 from loramux.common.settings.serving import BaseSettings
 from loramux_api.app import create_app
-from loramux_api.cli import main
+from loramux_api.cli.main import main
 
 
 @pytest.fixture(scope="module")

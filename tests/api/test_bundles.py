@@ -14,7 +14,7 @@ from peft_uploads import form, make_adapter
 from site_fixture import Site
 from tiny_base import byte_tokenizer
 
-from loramux_api.cli import main
+from loramux_api.cli.main import main
 from loramux_client import Client, UploadRejected
 
 TEMPLATE = "{% for m in messages %}<|call|>{{ m.role }}={{ m.content }};{% endfor %}{{ bos_token }}"

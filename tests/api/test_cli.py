@@ -15,7 +15,7 @@ from peft_uploads import make_adapter
 from site_fixture import Site
 
 from loramux.common.settings.file import load_settings
-from loramux_api.cli import COMMANDS, main
+from loramux_api.cli.main import COMMANDS, main
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

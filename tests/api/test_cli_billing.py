@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 from site_fixture import Site
 
-from loramux_api.cli import main
+from loramux_api.cli.main import main
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 MONTH = datetime.now(UTC).strftime("%Y-%m")

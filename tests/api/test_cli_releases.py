@@ -16,7 +16,7 @@ from peft_uploads import form, make_adapter
 from scripted_engine import EOS, echo
 from site_fixture import Site
 
-from loramux_api.cli import main
+from loramux_api.cli.main import main
 from loramux_client import AsyncClient, Client, Conflict, InvalidRequest, NotFound
 
 numbers = itertools.count()

@@ -18,7 +18,7 @@ from running_server import free_port
 from server_process import Place, served
 from site_fixture import Site
 
-from loramux_api.dashboards import DASHBOARDS, EMPTY_AT_FIRST, text
+from dashboards import DASHBOARDS, EMPTY_AT_FIRST, text
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "configs/dashboards"
@@ -36,9 +36,7 @@ def queries(name: str) -> list[tuple[str, str]]:
 def test_files_are_what_the_script_writes() -> None:
     assert {file.stem for file in FOLDER.glob("*.json")} == set(NAMES)
     for name in NAMES:
-        assert (FOLDER / f"{name}.json").read_text() == text(name), (
-            "run: python -m loramux_api.dashboards configs/dashboards"
-        )
+        assert (FOLDER / f"{name}.json").read_text() == text(name), "run: python tools/dashboards.py configs/dashboards"
 
 
 def test_dashboard_queries_use_exported_metrics(site: Site) -> None:

@@ -16,7 +16,7 @@ from site_fixture import Site
 from loramux.engine.messages import EngineMeters, EngineStats, RoutingFacts
 from loramux_api import vllm_metrics
 from loramux_api.metrics import ENGINE_FAMILIES, FAMILIES
-from loramux_api.reference import PAGES
+from reference import PAGES
 
 DOCS = Path(__file__).parents[2] / "docs"
 UNITS = re.compile(r"_(ms|milliseconds|minutes|hours|kb|mb|gb|kilobytes|megabytes|gigabytes|percent|secs?|s)(_total)?$")
@@ -143,7 +143,7 @@ def test_every_statistic_of_the_engine_has_a_family() -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_generated_page_is_current(page: str) -> None:
-    assert (DOCS / page).read_text() == PAGES[page](), "run: python -m loramux_api.reference docs"
+    assert (DOCS / page).read_text() == PAGES[page](), "run: python tools/reference.py docs"
 
 
 def test_every_setting_is_documented() -> None:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def build_console() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("build_console", ROOT / "scripts" / "build_console.py")
+    spec = importlib.util.spec_from_file_location("build_console", ROOT / "tools" / "build_console.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from loramux_kernels.native import compiler, native_library
+from loramux_kernels.native import compiler
+from loramux_kernels.native.loader import native_library
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -17,9 +18,11 @@ SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
+TOOL = Path(__file__).parents[2] / "tools" / "compile_check.py"
+
 
 def compile_check(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "loramux_kernels.compile_check", *arguments]
+    command = [sys.executable, str(TOOL), *arguments]
     without = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run(command, env=without | environment, capture_output=True, text=True, check=False)
 
@@ -70,13 +73,13 @@ SASS = """
     ids=["none", "another", "its own", "half of a pair"],
 )
 def test_unset_registers_are_those_that_nothing_has_written(base: int, pair: int, unset: list[str]) -> None:
-    from loramux_kernels.compile_check import unset_registers
+    from compile_check import unset_registers
 
     assert list(unset_registers(SASS.format(base=base, pair=pair))) == unset
 
 
 def test_unset_registers_of_a_product_are_those_of_its_second_operand() -> None:
-    from loramux_kernels.compile_check import unset_registers
+    from compile_check import unset_registers
 
     product = SASS.splitlines()[8]
     assert list(unset_registers(product)) == ["UR18", "UR19"]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from lora_cases import Case, make_case
 
 from loramux_kernels.lora import lora_expand, lora_expand_reference, lora_shrink, lora_shrink_reference
-from loramux_kernels.native import native_for
+from loramux_kernels.native.loader import native_for
 from loramux_kernels.tables import LoraTable, Segments
 
 pytestmark = pytest.mark.usefixtures("native")

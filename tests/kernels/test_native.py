@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from loramux_kernels.native import NativeLoader, compiler
+from loramux_kernels.native import compiler
+from loramux_kernels.native.loader import NativeLoader
 from loramux_kernels.packed_linear import PackedLinear, packed_linear_reference
 
 LORA = """

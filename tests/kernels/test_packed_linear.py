@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from loramux_kernels import packed_linear
-from loramux_kernels.native import multiplies_bf16_pairs, native_for
+from loramux_kernels.native.loader import multiplies_bf16_pairs, native_for
 from loramux_kernels.packed_linear import (
     Coded,
     PackedLinear,

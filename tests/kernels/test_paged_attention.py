@@ -8,7 +8,7 @@ from attention_cases import Case, Shape, expected, make_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loramux_kernels.native import native_for
+from loramux_kernels.native.loader import native_for
 from loramux_kernels.paged_attention import paged_attention, paged_attention_reference
 from loramux_kernels.tables import AttentionBatch
 

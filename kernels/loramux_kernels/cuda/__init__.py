@@ -5,5 +5,5 @@ host cuts once a step (`work_lists`). Every layer reads the same list, whose len
 graph serves steps of any mix. The others have one program for each token, row or block.
 
 Importable where triton is. Every launcher first makes `Launch`es, plain data, and then runs them: the same data is
-what `loramux_kernels.compile_check` compiles where no GPU is.
+what `tools/compile_check.py` compiles where no GPU is.
 """

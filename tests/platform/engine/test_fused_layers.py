@@ -11,7 +11,7 @@ from loramux.engine.execution.attention import KvLayout, probe_layers
 from loramux.engine.execution.checkpoint import load_checkpoint
 from loramux.engine.execution.fused_layers import FusedFeedForward, FusedLayer, FusedNorm, FusedStack, fuse_layers
 from loramux.engine.execution.runner import Forward, StepInputs
-from loramux_kernels.native import native_library
+from loramux_kernels.native.loader import native_library
 from loramux_kernels.packed_linear import Panels, choose_format
 from loramux_kernels.tables import AttentionBatch
 

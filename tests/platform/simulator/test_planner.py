@@ -14,7 +14,7 @@ from loramux.simulator.hardware import DEVICES, MODELS
 from loramux.simulator.planner import Goals, Planner
 from loramux.simulator.scenario import ScenarioError, model_of
 from loramux.simulator.traffic import read_workload
-from loramux_api.cli import main
+from loramux_api.cli.main import main
 
 TRAFFIC = """
 duration_s = 4

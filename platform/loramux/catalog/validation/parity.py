@@ -50,7 +50,7 @@ from loramux_adapters.modules import install_linears
 from loramux_adapters.plan import WEIGHTS_NAME, inspect_adapter, plan_adapter, read_config
 from loramux_adapters.weights import AdapterWeights, lay_out, matrices_of, read_tensor, read_weights
 from loramux_adapters.weights_file import SafetensorsHeader, read_header
-from loramux_kernels.native import native_library
+from loramux_kernels.native.loader import native_library
 from loramux_kernels.tables import RANK_TILE, Segments
 
 ROWS = 5

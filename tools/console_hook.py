@@ -20,7 +20,7 @@ class ConsoleHook(BuildHookInterface):
         """Build, unless this is an editable install."""
         if version == "editable":
             return
-        build_console = _load(Path(self.root) / "scripts" / "build_console.py")
+        build_console = _load(Path(self.root) / "tools" / "build_console.py")
         try:
             build_console.build()
         except build_console.Unbuildable as error:

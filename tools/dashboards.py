@@ -1,4 +1,4 @@
-"""Write the Grafana dashboards: `python -m loramux_api.dashboards configs/dashboards`. A test compares the files."""
+"""Write the Grafana dashboards: `python tools/dashboards.py configs/dashboards`. A test compares the files."""
 
 from __future__ import annotations
 

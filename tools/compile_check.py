@@ -1,6 +1,6 @@
 """Compile every GPU kernel for given architectures where no GPU is, and refuse register spills.
 
-    python -m loramux_kernels.compile_check --arch 80 --arch 90 [--only NAME] [--jobs N] [--json]
+    python tools/compile_check.py --arch 80 --arch 90 [--only NAME] [--jobs N] [--json]
 
 Prints, for each variant and architecture: registers a thread, bytes of shared memory, bytes spilled, programs that fit
 one multiprocessor, buffers that loops copy ahead into, copies under way at a wait, tensor-core instructions, and
@@ -31,8 +31,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from kernel_variants import all_variants
 from loramux_kernels.cuda.launch import Launch
-from loramux_kernels.cuda.variants import all_variants
 
 POINTERS = {
     torch.bfloat16: "*bf16",
@@ -159,7 +159,7 @@ def _dump(cubin: bytes, option: str) -> str:
         file.write(cubin)
         file.flush()
         command = [triton.knobs.nvidia.cuobjdump.path, option, file.name]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout  # noqa: S603 - triton's own
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([\w.]+)\s*(.*?)\s*;", re.MULTILINE)
@@ -211,7 +211,7 @@ def variants_by_name() -> dict[str, Launch]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m loramux_kernels.compile_check", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python tools/compile_check.py", description=__doc__.split("\n")[0])
     parser.add_argument("--arch", type=int, action="append", help="80 (A100), 90 (H100, H200), ...; repeatable")
     parser.add_argument("--only", default="", help="variants whose name contains this")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes that compile")

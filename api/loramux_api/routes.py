@@ -1,0 +1,95 @@
+"""The routes of a server: every controller, with those of the console if the settings serve it."""
+
+from __future__ import annotations
+
+from litestar import Controller, Router
+
+from loramux.common.settings.file import Settings
+from loramux_api.controllers import (
+    account,
+    adapters,
+    admin,
+    bases,
+    batches,
+    chat,
+    completions,
+    console,
+    evaluations,
+    health,
+    limits,
+    lorax,
+    messages,
+    models,
+    plans,
+    pooling,
+    releases,
+    responses,
+    uploads,
+    usage,
+    vllm,
+    webhooks,
+)
+
+CONTROLLERS: tuple[type[Controller], ...] = (
+    chat.ChatController,
+    completions.CompletionController,
+    responses.ResponseController,
+    pooling.PoolingController,
+    messages.MessageController,
+    vllm.TokenController,
+    lorax.LoraxController,
+    models.ModelController,
+    adapters.RevisionController,
+    adapters.AliasController,
+    adapters.PinController,
+    adapters.GrantController,
+    usage.UsageController,
+    usage.ServiceLevelController,
+    usage.InvoiceController,
+    account.KeyController,
+    account.ProjectController,
+    account.MemberController,
+    account.AuditController,
+    limits.LimitController,
+    limits.BudgetController,
+    admin.AdminTenantController,
+    admin.AdminTierController,
+    admin.AdminEngineController,
+    bases.AdminBaseController,
+    bases.AdminMigrationController,
+    bases.MigrationController,
+    admin.AdminController,
+    admin.AdminActivityController,
+    plans.AdminPlanController,
+    limits.AdminTierLimitController,
+    limits.AdminTenantLimitController,
+    webhooks.EventController,
+    usage.RequestController,
+    webhooks.WebhookController,
+    vllm.VllmController,
+    vllm.VllmInformationController,
+    health.HealthController,
+    batches.BatchController,
+    evaluations.EvaluationController,
+    releases.RevisionMetricsController,
+    releases.FeedbackController,
+    releases.GuardController,
+    releases.PolicyController,
+    releases.ShadowController,
+)
+CONSOLE = (
+    console.ConsoleController,
+    console.ConsoleSessionController,
+    console.ConsoleSignInController,
+    console.ConsoleLinkController,
+)
+
+
+def routes_of(settings: Settings) -> list[type[Controller] | Router]:
+    """Return what a server of these settings answers; uploads and files may have larger bodies than other routes."""
+    uploading = [adapters.AdapterController, uploads.UploadController]
+    routers = (
+        Router("/", route_handlers=uploading, request_max_body_size=settings.server.max_upload_bytes),
+        Router("/", route_handlers=[batches.FileController], request_max_body_size=settings.batches.max_body_bytes),
+    )
+    return [*CONTROLLERS, *(CONSOLE if settings.console.enabled else ()), *routers]

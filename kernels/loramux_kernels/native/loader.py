@@ -1,0 +1,127 @@
+"""The C++ twins of the operators: compiled at first use, called through ctypes, absent where nothing compiles them.
+
+A failure is not remembered for ever: a full disk or a compiler that was killed may be gone a minute later, and a server
+without these operators is several times slower. A later call tries again in the background, at growing intervals.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from loramux_kernels.native.abi import DTYPES, SIGNATURES, RuntimeAbi
+from loramux_kernels.native.compiler import NativeUnavailable, compiled_library
+
+logger = logging.getLogger(__name__)
+
+FIRST_RETRY_SECONDS = 10.0
+MAX_RETRY_SECONDS = 600.0
+
+
+class NativeLoader:
+    """Compiles and loads the operators; where that fails, tries again later without holding up a caller."""
+
+    def __init__(self, find: Callable[[], Path], clock: Callable[[], float] = time.monotonic) -> None:
+        """`find` returns the compiled library, compiling it if need be; raises NativeUnavailable."""
+        self._find = find
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._library: ctypes.CDLL | None = None
+        self._failures = 0
+        self._retry_at = 0.0
+        self.retrying: threading.Thread | None = None
+
+    def library(self) -> ctypes.CDLL | None:
+        """Return the operators, or None; only the first call waits for the compiler."""
+        if self._library is not None:
+            return self._library
+        with self._lock:
+            if self._library is None and self._clock() >= self._retry_at:
+                if self._failures == 0:
+                    self._try()
+                else:
+                    self._retry_at = float("inf")  # until this try has ended
+                    self.retrying = threading.Thread(target=self._try, daemon=True, name="native-operators")
+                    self.retrying.start()
+        return self._library
+
+    def _try(self) -> None:
+        try:
+            library = _load(self._find())
+        except (NativeUnavailable, OSError) as error:
+            wait = min(FIRST_RETRY_SECONDS * 2**self._failures, MAX_RETRY_SECONDS)
+            level = logging.WARNING if self._failures else logging.ERROR
+            logger.log(
+                level,
+                "the CPU is served by torch's operators alone, several times slower: %s; trying again in %.0f seconds",
+                error,
+                wait,
+            )
+            self._failures += 1
+            self._retry_at = self._clock() + wait
+            return
+        if self._failures:
+            logger.warning(
+                "the C++ operators are there now and serve LoRA and attention; restart to have linears use them too"
+            )
+        self._library = library
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    """Load the library and hand it torch's OpenMP runtime."""
+    library = ctypes.CDLL(str(path))
+    runtime = _runtime_of_torch()
+    for name, argtypes in SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = argtypes, None
+    library.loramux_use_runtime(runtime)
+    return library
+
+
+_loader = NativeLoader(compiled_library)
+
+
+def native_library() -> ctypes.CDLL | None:
+    """Return the compiled operators, or None; the reason is logged."""
+    return _loader.library()
+
+
+def native_for(tensor: torch.Tensor) -> ctypes.CDLL | None:
+    """The compiled operators where they serve tensors of this device and dtype, else None."""
+    if tensor.device.type != "cpu" or (library := native_library()) is None:
+        return None
+    return library if tensor.dtype in _served_dtypes(library) else None
+
+
+def multiplies_bf16_pairs() -> bool:
+    """Return whether the compiled operators use this processor's bf16 dot products."""
+    library = native_library()
+    return library is not None and bool(library.loramux_multiplies_bf16_pairs())
+
+
+@functools.cache
+def _served_dtypes(library: ctypes.CDLL) -> frozenset[torch.dtype]:
+    bits = library.loramux_dtypes()
+    return frozenset(dtype for dtype, code in DTYPES.items() if bits >> code & 1)
+
+
+def _runtime_of_torch() -> RuntimeAbi:
+    """The OpenMP functions as torch sees them: a second runtime would bring threads that fight torch's for the cores.
+
+    Raises NativeUnavailable where torch runs its threads by other means.
+    """
+    for loaded in (None, "libgomp.so.1"):
+        try:
+            library = ctypes.CDLL(loaded)
+            names = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+            return RuntimeAbi(*(ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in names))
+        except (AttributeError, OSError):
+            continue
+    raise NativeUnavailable("this build of torch does not run its threads by OpenMP")
