@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from s3_server import S3
 
-PROGRAM = Path(__file__).parents[1] / "support" / "upload_memory.py"
+PROGRAM = Path(__file__).parents[2] / "support" / "upload_memory.py"
 MIB = 1 << 20
 
 

@@ -132,7 +132,7 @@ def test_old_scheduler_settings_are_accepted_with_a_warning(tmp_path: Path, capl
     assert len(caplog.records) == 3
 
 
-@pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "configs").glob("*.toml")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", sorted((Path(__file__).parents[3] / "configs").glob("*.toml")), ids=lambda p: p.stem)
 def test_shipped_settings_are_valid(path: Path) -> None:
     assert isinstance(load_settings(path), Settings)
 

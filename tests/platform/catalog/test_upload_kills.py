@@ -22,7 +22,7 @@ from loramux.catalog.registry.errors import ModelNotFound
 from loramux.data.records.database import Database
 from loramux.data.storage.blobs import CONFIG_FILE, WEIGHTS_FILE, open_blobs
 
-PROGRAM = Path(__file__).parents[1] / "support" / "upload_kills.py"
+PROGRAM = Path(__file__).parents[2] / "support" / "upload_kills.py"
 Fresh = Callable[[], AbstractContextManager[tuple[Path, str]]]
 RECEIVED = {CONFIG_FILE: CONFIG, WEIGHTS_FILE: WEIGHTS}
 

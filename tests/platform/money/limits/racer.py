@@ -19,7 +19,7 @@ from loramux.money.limits.errors import LimitReached
 from loramux.money.usage.service import UsageService
 from loramux.money.usage.settlement import Settlement
 
-sys.path.append(str(Path(__file__).parents[2] / "support"))
+sys.path.append(str(Path(__file__).parents[3] / "support"))
 from flat_prices import FlatPrices
 
 T0 = 1_700_000_000_000_000

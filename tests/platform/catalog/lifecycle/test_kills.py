@@ -1,6 +1,6 @@
 """kill -9 at every await of what changes an adapter: afterwards it was made whole, or not at all.
 
-pytest tests/platform/lifecycle/test_kills.py -m slow      # at every one; the quick test takes some
+pytest tests/platform/catalog/lifecycle/test_kills.py -m slow      # at every one; the quick test takes some
 """
 
 from __future__ import annotations

@@ -681,7 +681,7 @@ async def test_after_a_kill_nothing_is_half_registered(
     """Killed when the files have their final name and no row names them yet."""
     (tmp_path / "base").write_bytes(pickle.dumps(base))
     write_adapter(tmp_path / "source")
-    support = str(Path(__file__).parents[1] / "support")
+    support = str(Path(__file__).parents[2] / "support")
     command = [sys.executable, "-c", KILL, url, acme.tenant, acme.key_id, str(tmp_path), support]
     killed = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)
     assert killed.returncode == -9, killed.stderr
