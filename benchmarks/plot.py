@@ -26,6 +26,16 @@ def draw(measurements: Sequence[Measurement], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def draw_throughput(measurements: Sequence[Measurement], path: Path) -> None:
+    """Tokens a second alone, wide and low: the chart of the README."""
+    columns = cells(measurements)
+    figure = Figure(figsize=(8 * len(columns), 3.2), layout="constrained")
+    for axes, cell in zip(figure.subplots(1, len(columns), squeeze=False)[0], columns, strict=True):
+        _throughput(axes, cell)
+        axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    figure.savefig(path, dpi=110)
+
+
 def _ways(cell: Cell) -> list[tuple[str, str]]:
     """(system, mode) in order of appearance."""
     return list(dict.fromkeys((m.case.system, m.case.mode) for m in cell.measurements))

@@ -1,6 +1,6 @@
 """A comparison for reading: Markdown tables and a plot, from the lines that compare.py wrote.
 
-python benchmarks/report.py benchmarks/results/NAME
+python benchmarks/report.py benchmarks/results/NAME [CHART.png]     # the chart of tokens a second alone, too
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from statistics import median
 import msgspec
 from machine import Machine
 from measurements import Agreement, Failure, Measurement, Spread, spread
-from plot import draw
+from plot import draw, draw_throughput
 from questions import answers
 
 LINES, REPORT, PLOT = "results.jsonl", "report.md", "plot.png"
@@ -165,4 +165,7 @@ def _failures(results: Results) -> str:
 
 
 if __name__ == "__main__":
-    print(write(Path(sys.argv[1])))
+    folder = Path(sys.argv[1])
+    print(write(folder))
+    for chart in sys.argv[2:]:
+        draw_throughput(read(folder).measurements, Path(chart))
