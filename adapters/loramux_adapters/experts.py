@@ -187,7 +187,7 @@ class GroupedExperts(_GatedExperts[GroupedExpertLinear]):
         return combine(rows, routes, top_k_weights)
 
 
-class Router(nn.Module):
+class ExpertRouter(nn.Module):
     """Replaces a mixture's router: its linear with the adapters added, and then the family's own choice of experts.
 
     Each family scores and normalises in its own way, in a module that owns the linear's weight. That module is called
@@ -252,7 +252,7 @@ def install_mixtures(
         module, experts = mixture.module, mixture.module.experts
         if mixture.router is not None:
             site = bank.sites[expert_name(mixture.router_parameter, 0)]
-            setattr(module, mixture.router, Router(getattr(module, mixture.router), site, bank))
+            setattr(module, mixture.router, ExpertRouter(getattr(module, mixture.router), site, bank))
         gate: Callable[[torch.Tensor], torch.Tensor] = experts._apply_gate
         is_grouped = quantization == "none" and runs_triton(expert_weights(experts, EXPERT_PARAMETERS[0]))
         # One after the other: the weights of the first are freed before the second's are packed.

@@ -18,7 +18,7 @@ from torch.nn import functional
 from loramux_adapters.bank import AdapterBank, Site
 from loramux_adapters.base import BaseDescription, input_of, is_expert
 from loramux_adapters.base_weights import BaseLinear, BaseWeights, LocalMatrix, QuantizedLinear, base_linear, weight_of
-from loramux_adapters.experts import Experts, GroupedExperts, Router, install_mixtures
+from loramux_adapters.experts import ExpertRouter, Experts, GroupedExperts, install_mixtures
 from loramux_adapters.ranks import Ranks, Shard
 from loramux_kernels.decoder_layer import LayerLinear
 from loramux_kernels.lora import lora_expand, lora_shrink, rescale
@@ -295,7 +295,7 @@ def _packed_bytes(model: nn.Module) -> int:
     """Return the bytes of the weights that were packed; members of a group share one."""
     modules = list(model.modules())
     linears = {module.group.linear for module in modules if isinstance(module, LoraLinear)}
-    linears |= {module.packed_linear for module in modules if isinstance(module, Router)}
+    linears |= {module.packed_linear for module in modules if isinstance(module, ExpertRouter)}
     experts = (module for module in modules if isinstance(module, Experts | GroupedExperts))
     return sum(linear.num_bytes for linear in linears) + sum(module.num_bytes for module in experts)
 

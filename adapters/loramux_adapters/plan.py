@@ -56,7 +56,7 @@ MAX_LABELS = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class PlanLimits:
     """Limits that the operator sets."""
 
     max_rank: int = 256
@@ -77,13 +77,13 @@ class ExaminedAdapter:
     plan: AdapterPlan
 
 
-def inspect_adapter(directory: Path, base: BaseDescription, limits: Limits) -> AdapterPlan:
+def inspect_adapter(directory: Path, base: BaseDescription, limits: PlanLimits) -> AdapterPlan:
     """Run every check that does not read the weights; takes milliseconds. Raises AdapterRejected."""
     config = read_config(directory)
     return plan_adapter(config, read_header(directory / WEIGHTS_NAME), base, limits)
 
 
-def validate_adapter(directory: Path, base: BaseDescription, limits: Limits) -> AdapterPlan:
+def validate_adapter(directory: Path, base: BaseDescription, limits: PlanLimits) -> AdapterPlan:
     """Run every check and return the plan of the adapter in `directory`. Raises AdapterRejected.
 
     Memory: the two headers and a few MiB, whatever the files' sizes.
@@ -92,7 +92,7 @@ def validate_adapter(directory: Path, base: BaseDescription, limits: Limits) -> 
 
 
 def examine_adapter(
-    directory: Path, base: BaseDescription, limits: Limits, serving: str, passed: Callable[[str], None]
+    directory: Path, base: BaseDescription, limits: PlanLimits, serving: str, passed: Callable[[str], None]
 ) -> ExaminedAdapter:
     """Run validate_adapter and call `passed` with the name of each check that passes. Raises AdapterRejected.
 
@@ -126,7 +126,7 @@ def read_config_file(directory: Path) -> bytes:
 
 
 def plan_adapter(
-    config: AdapterConfig, header: SafetensorsHeader, base: BaseDescription, limits: Limits
+    config: AdapterConfig, header: SafetensorsHeader, base: BaseDescription, limits: PlanLimits
 ) -> AdapterPlan:
     """Plan an adapter whose tensors are exactly those that `config` implies on `base`.
 
@@ -152,7 +152,7 @@ def plan_adapter(
     return plan
 
 
-def _plan_lora(config: LoraConfig, header: SafetensorsHeader, base: BaseDescription, limits: Limits) -> AdapterPlan:
+def _plan_lora(config: LoraConfig, header: SafetensorsHeader, base: BaseDescription, limits: PlanLimits) -> AdapterPlan:
     wide = resized(base, header, _trained(config))
     _check_invocation(config, wide)
     matches = _matches(config, base)
@@ -264,7 +264,7 @@ def _biases(
             )
 
 
-def _check_modules(plan: AdapterPlan, limits: Limits) -> None:
+def _check_modules(plan: AdapterPlan, limits: PlanLimits) -> None:
     count = len({part.module for part in plan.components})
     if count > limits.max_modules:
         raise ConfigRejected(
@@ -275,7 +275,7 @@ def _check_modules(plan: AdapterPlan, limits: Limits) -> None:
         )
 
 
-def check_size(num_bytes: int, limits: Limits) -> None:
+def check_size(num_bytes: int, limits: PlanLimits) -> None:
     """Raise WeightsFileRejected (`weights_too_large`)."""
     if num_bytes > limits.max_bytes:
         raise WeightsFileRejected(
@@ -330,7 +330,7 @@ def _matches(config: LoraConfig, base: BaseDescription) -> list[Match]:
     return match_targets(config, base, tuple(config.rank_pattern), tuple(config.alpha_pattern))
 
 
-def _parameter_pairs(config: LoraConfig, base: BaseDescription, limits: Limits) -> Iterator[LoraPair]:
+def _parameter_pairs(config: LoraConfig, base: BaseDescription, limits: PlanLimits) -> Iterator[LoraPair]:
     matches = match_parameters(config, base)
     targeted = [match.module for match in matches]
     for match in matches:
@@ -338,7 +338,7 @@ def _parameter_pairs(config: LoraConfig, base: BaseDescription, limits: Limits) 
         yield from expert_pairs(match.module, targeted, rank, scale, base.parameters[match.module])
 
 
-def rank_and_scale(match: Match, config: LoraConfig, limits: Limits) -> tuple[int, float]:
+def rank_and_scale(match: Match, config: LoraConfig, limits: PlanLimits) -> tuple[int, float]:
     """Return the rank and scale of one target. Raises ConfigRejected (`rank_too_large`)."""
     rank = config.rank_pattern.get(match.rank_key, config.r)
     alpha = config.alpha_pattern.get(match.alpha_key, config.lora_alpha)
@@ -352,7 +352,7 @@ def rank_and_scale(match: Match, config: LoraConfig, limits: Limits) -> tuple[in
     return rank, alpha / (math.sqrt(rank) if config.use_rslora else rank)
 
 
-def _pair(match: Match, config: LoraConfig, base: BaseDescription, limits: Limits) -> LoraPair:
+def _pair(match: Match, config: LoraConfig, base: BaseDescription, limits: PlanLimits) -> LoraPair:
     rank, scale = rank_and_scale(match, config, limits)
     if (shape := base.modules.get(match.module)) is not None:
         return LoraPair(match.module, rank, scale, shape.in_features, shape.out_features)
@@ -371,7 +371,7 @@ def _vectors(pairs: tuple[LoraPair, ...], config: LoraConfig) -> Iterator[Linear
             yield LinearVector(pair.module, VectorKind.LORA_BIAS, pair.out_features, pair.scale)
 
 
-def _check_vocabulary(plan: AdapterPlan, header: SafetensorsHeader, base: BaseDescription, limits: Limits) -> None:
+def _check_vocabulary(plan: AdapterPlan, header: SafetensorsHeader, base: BaseDescription, limits: PlanLimits) -> None:
     """Bound the tensors for the embedding and the head by a quota of their own."""
     if (vocabulary := base.vocabulary) is None:
         return

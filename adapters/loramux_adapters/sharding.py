@@ -48,7 +48,7 @@ class CannotShard(BaseUnusable):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ShardPart:
     """`units` blocks of `width` neighbouring indices of a dimension; a block is never divided."""
 
     units: int
@@ -81,7 +81,7 @@ class Part:
 
 Shares = tuple[range, ...]
 """A rank's indices of a dimension, in order."""
-Parts = tuple[Part, ...]
+Parts = tuple[ShardPart, ...]
 Dimension = Callable[[int], Parts]
 """From a dimension's length to its parts."""
 
@@ -122,9 +122,9 @@ class Sharding:
         for field in NARROWED:
             value = getattr(text, field, None)
             if isinstance(value, int):
-                part = Part(value, repeats=field == "num_key_value_heads")
+                part = ShardPart(value, repeats=field == "num_key_value_heads")
                 setattr(text, field, part.share_length(self.size, f"config.json's {field}"))
-        text.vocab_size = Part(text.vocab_size, pads=True).share_length(self.size, "vocab_size")
+        text.vocab_size = ShardPart(text.vocab_size, pads=True).share_length(self.size, "vocab_size")
         for whole in (narrowed, text):  # an embedding refuses a padding token beyond its rows; it matters in training
             whole.pad_token_id = None
         return narrowed
@@ -183,7 +183,7 @@ class Sharding:
 
     def length_of(self, key: str, length: int) -> int:
         """Return the rows of the vocabulary's share, of `length` rows."""
-        return Part(length, pads=True).share_length(self.size, key)
+        return ShardPart(length, pads=True).share_length(self.size, key)
 
     def is_vocabulary(self, key: str) -> bool:
         """Is this the embedding's or the head's weight?"""
@@ -229,29 +229,29 @@ def _is_transposed(config: PretrainedConfig) -> bool:
 
 
 def _plain(length: int) -> Parts:
-    return (Part(length),)
+    return (ShardPart(length),)
 
 
 def _halves(length: int) -> Parts:
     """Gate and up, one behind the other."""
-    return (Part(length // 2), Part(length // 2))
+    return (ShardPart(length // 2), ShardPart(length // 2))
 
 
 def _pairs(length: int) -> Parts:
     """Gate and up in turns (gpt-oss)."""
-    return (Part(length // 2, 2),)
+    return (ShardPart(length // 2, 2),)
 
 
 def VOCABULARY(length: int) -> Parts:  # noqa: N802 - a constant of the table
     """A row for each token."""
-    return (Part(length, pads=True),)
+    return (ShardPart(length, pads=True),)
 
 
 def _units(width: int, *, repeats: bool = False) -> Dimension:
-    return lambda length: (Part(length // width, width, repeats=repeats),)
+    return lambda length: (ShardPart(length // width, width, repeats=repeats),)
 
 
-def _joined(*parts: Part) -> Dimension:
+def _joined(*parts: ShardPart) -> Dimension:
     return lambda _length: parts
 
 
@@ -286,7 +286,7 @@ def rules_of(text: Any) -> dict[str, Rule]:
         "v_proj": Rule(outputs=kv),
         "o_proj": Rule(inputs=_units(width)),
         "sinks": Rule(outputs=_plain),
-        "qkv_proj": Rule(outputs=_joined(Part(heads, width), *[Part(kv_heads, width, repeats=True)] * 2)),
+        "qkv_proj": Rule(outputs=_joined(ShardPart(heads, width), *[ShardPart(kv_heads, width, repeats=True)] * 2)),
     }
     return rules | FAMILY_RULES.get(text.model_type, lambda _text: {})(text)
 
@@ -322,8 +322,8 @@ def _hybrid(text: Any) -> dict[str, Rule]:
     """Qwen3-Next and Qwen3.5: queries come with a gate of the same width; linear attention is cut by its key heads."""
     keys, values = text.linear_num_key_heads, text.linear_num_value_heads
     key_dim, value_dim, each = text.linear_key_head_dim, text.linear_value_head_dim, values // keys
-    mixed = _joined(Part(keys, key_dim), Part(keys, key_dim), Part(keys, each * value_dim))
-    by_value = Rule(outputs=lambda length: (Part(keys, length // keys),))
+    mixed = _joined(ShardPart(keys, key_dim), ShardPart(keys, key_dim), ShardPart(keys, each * value_dim))
+    by_value = Rule(outputs=lambda length: (ShardPart(keys, length // keys),))
     return {
         "q_proj": Rule(outputs=_units(2 * text.head_dim)),
         "in_proj_qkvz": Rule(outputs=_units(2 * key_dim + 2 * each * value_dim)),

@@ -17,7 +17,7 @@ import torch
 from loramux_adapters.base import BaseDescription, VocabularyShape
 from loramux_adapters.components import AdapterPlan, LinearVector, LoraPair, TokenRows, VectorKind
 from loramux_adapters.errors import AdapterRejected, WeightsFileRejected
-from loramux_adapters.plan import WEIGHTS_NAME, Limits, plan_adapter, read_config
+from loramux_adapters.plan import WEIGHTS_NAME, PlanLimits, plan_adapter, read_config
 from loramux_adapters.weights_file import SafetensorsHeader, TensorInfo, read_header
 from loramux_kernels.tables import RANK_TILE
 
@@ -237,7 +237,7 @@ class AdapterWeights:
         return found.T if matrix.transposed else found
 
 
-def load_adapter(directory: Path, base: BaseDescription, limits: Limits, dtype: torch.dtype) -> AdapterWeights:
+def load_adapter(directory: Path, base: BaseDescription, limits: PlanLimits, dtype: torch.dtype) -> AdapterWeights:
     """Read the adapter in `directory` as `dtype`, after everything that can be checked without reading its weights.
 
     validate_adapter proved at upload that the weights are finite. Here only an overflow of the conversion to `dtype` is

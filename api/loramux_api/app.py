@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from loramux.accounts.tenants.account import Account
 from loramux.accounts.tenants.tenants import Tenants
-from loramux.accounts.webhooks.endpoints import Endpoints
+from loramux.accounts.webhooks.endpoints import WebhookEndpoints
 from loramux.common.errors import LoramuxError
 from loramux.common.identity import Principal
 from loramux.common.settings.file import Settings, SettingsError, load_settings
@@ -67,7 +67,7 @@ def limits(request: AnyRequest) -> Limits:
     return Limits(platform_of(request).tenants.changes_by(principal_of(request)))
 
 
-def endpoints(request: AnyRequest) -> Endpoints:
+def endpoints(request: AnyRequest) -> WebhookEndpoints:
     """The caller's webhook endpoints."""
     platform, caller = platform_of(request), principal_of(request)
     return platform.webhooks.endpoints(platform.tenants.changes_by(caller), caller)

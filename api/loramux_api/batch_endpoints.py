@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from loramux.batches.lines import AnswerWriter, Endpoints, ParsedBody
+from loramux.batches.lines import AnswerWriter, BatchEndpoints, ParsedBody
 from loramux.serving.errors import InvalidRequest
 from loramux.serving.messages import Answer, GenerationRequest
 from loramux.serving.service import CompletionService
@@ -22,7 +22,7 @@ LINE_BYTES = 1 << 10
 """Bytes of a line beside its body."""
 
 
-def batch_endpoints(completions: CompletionService) -> Endpoints:
+def batch_endpoints(completions: CompletionService) -> BatchEndpoints:
     """Return what the lines of batches may ask for."""
     fingerprint_of = completions.fingerprint_of
 
@@ -41,7 +41,7 @@ def batch_endpoints(completions: CompletionService) -> Endpoints:
 
         return parse
 
-    return Endpoints(
+    return BatchEndpoints(
         parsers={
             "/v1/chat/completions": parser(chat.ChatBody, chat.to_request, ChatWriter),
             "/v1/completions": parser(

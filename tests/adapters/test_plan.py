@@ -16,10 +16,10 @@ from tiny_peft import FAMILIES, tiny_model
 from loramux_adapters.components import AdapterPlan
 from loramux_adapters.config import parse_adapter_config
 from loramux_adapters.errors import AdapterRejected, BaseMismatch, ConfigRejected, WeightsFileRejected
-from loramux_adapters.plan import Limits, plan_adapter
+from loramux_adapters.plan import PlanLimits, plan_adapter
 from loramux_adapters.weights_file import SafetensorsHeader, TensorInfo
 
-LIMITS = Limits(max_rank=64, max_bytes=1 << 20)
+LIMITS = PlanLimits(max_rank=64, max_bytes=1 << 20)
 SERVED = [family for family in FAMILIES if family != "gpt2"]
 
 RECIPES: dict[str, dict[str, Any]] = {

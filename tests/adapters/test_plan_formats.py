@@ -18,10 +18,10 @@ from tiny_peft import tiny_model
 from loramux_adapters.base import BaseDescription
 from loramux_adapters.config import parse_adapter_config
 from loramux_adapters.errors import AdapterRejected
-from loramux_adapters.plan import Limits, plan_adapter
+from loramux_adapters.plan import PlanLimits, plan_adapter
 from loramux_adapters.weights_file import SafetensorsHeader, TensorInfo
 
-LIMITS = Limits(max_rank=64, max_bytes=1 << 20, max_vocabulary_bytes=40_000)
+LIMITS = PlanLimits(max_rank=64, max_bytes=1 << 20, max_vocabulary_bytes=40_000)
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -195,8 +195,8 @@ def test_plan_vocabulary_tensors_have_a_quota(llama) -> None:
         tensors[key] = TensorInfo("F32", shape, 0, size)
     document, header = parse_adapter_config(written(config)), SafetensorsHeader(tensors, {}, 100_000)
     needed = 2 * 97 * 64 * 4
-    assert plan_adapter(document, header, llama, Limits(max_vocabulary_bytes=needed)).rows
+    assert plan_adapter(document, header, llama, PlanLimits(max_vocabulary_bytes=needed)).rows
     with pytest.raises(AdapterRejected, match=str(needed)) as caught:
-        plan_adapter(document, header, llama, Limits(max_vocabulary_bytes=needed - 1))
+        plan_adapter(document, header, llama, PlanLimits(max_vocabulary_bytes=needed - 1))
     assert caught.value.code == "vocabulary_too_large"
     assert "adapters.max_vocabulary_bytes" in caught.value.message

@@ -17,10 +17,10 @@ from safetensors.torch import load, save_file
 from tiny_peft import raw_safetensors, save_adapter, tiny_model, write_adapter
 
 from loramux_adapters.errors import AdapterRejected
-from loramux_adapters.plan import CONFIG_NAME, WEIGHTS_NAME, Limits, validate_adapter
+from loramux_adapters.plan import CONFIG_NAME, WEIGHTS_NAME, PlanLimits, validate_adapter
 from loramux_adapters.weights_file import CHUNK_BYTES
 
-LIMITS = Limits(max_rank=64, max_bytes=64 << 20)
+LIMITS = PlanLimits(max_rank=64, max_bytes=64 << 20)
 
 
 def refusal_of(directory: Path, base: Any) -> AdapterRejected:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tiny_peft import FAMILIES, save_adapter, tiny_model, write_adapter
 
 from loramux_adapters.errors import AdapterRejected
-from loramux_adapters.plan import Limits
+from loramux_adapters.plan import PlanLimits
 from loramux_adapters.weights import AdapterWeights, load_adapter
 
 RECIPES: dict[str, dict[str, Any]] = {
@@ -41,7 +41,7 @@ def assert_computes_what_peft_computes(model: peft.PeftModel, weights: AdapterWe
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_weights_equal_pefts(recipe: str, family: str, base_of, tmp_path: Path) -> None:
     model = save_adapter(family, tmp_path, **RECIPES[recipe])
-    weights = load_adapter(tmp_path, base_of(family), Limits(), torch.float32)
+    weights = load_adapter(tmp_path, base_of(family), PlanLimits(), torch.float32)
     theirs = peft.load_peft_weights(tmp_path, device="cpu")
     ours = {key: tensor for pair in weights.plan.pairs for key, tensor in both(weights, pair).items()}
     assert ours.keys() == theirs.keys()
@@ -62,7 +62,7 @@ def test_weights_are_loaded_in_the_serving_dtype(
     saved: torch.dtype, served: torch.dtype, good_config, good_tensors, llama, tmp_path: Path
 ) -> None:
     tensors = {key: tensor.to(saved) for key, tensor in good_tensors.items()}
-    weights = load_adapter(write_adapter(tmp_path, good_config, tensors), llama, Limits(), served)
+    weights = load_adapter(write_adapter(tmp_path, good_config, tensors), llama, PlanLimits(), served)
     for pair in weights.plan.pairs:
         for key, tensor in both(weights, pair).items():
             assert tensor.dtype == served
@@ -74,9 +74,9 @@ def test_weights_overflow_in_the_serving_dtype_is_refused(good_config, good_tens
     good_tensors[key] = good_tensors[key].clone()
     good_tensors[key][0, 0] = 1e6
     directory = write_adapter(tmp_path, good_config, good_tensors)
-    assert load_adapter(directory, llama, Limits(), torch.bfloat16).modules
+    assert load_adapter(directory, llama, PlanLimits(), torch.bfloat16).modules
     with pytest.raises(AdapterRejected) as caught:
-        load_adapter(directory, llama, Limits(), torch.float16)
+        load_adapter(directory, llama, PlanLimits(), torch.float16)
     assert (caught.value.code, caught.value.field) == ("weights_overflow", key)
 
 
@@ -88,7 +88,7 @@ def test_weights_scales_equal_pefts(
     fields: dict[str, Any], scale: float, good_config, good_tensors, llama, tmp_path: Path
 ) -> None:
     directory = write_adapter(tmp_path, good_config | fields, good_tensors)
-    weights = load_adapter(directory, llama, Limits(), torch.float32)
+    weights = load_adapter(directory, llama, PlanLimits(), torch.float32)
     assert weights.modules["model.layers.0.self_attn.q_proj"].scale == scale
 
 
@@ -109,9 +109,9 @@ def test_weights_of_a_converted_pissa_fit_the_unchanged_base(tmp_path: Path, bas
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(tmp_path / "raw")
     with pytest.raises(AdapterRejected, match="path_initial_model_for_weight_conversion"):
-        load_adapter(tmp_path / "raw", base_of("llama"), Limits(), torch.float32)
+        load_adapter(tmp_path / "raw", base_of("llama"), PlanLimits(), torch.float32)
     model.save_pretrained(tmp_path / "plain", path_initial_model_for_weight_conversion=str(tmp_path / "initial"))
-    lora = load_adapter(tmp_path / "plain", base_of("llama"), Limits(), torch.float32).modules[
+    lora = load_adapter(tmp_path / "plain", base_of("llama"), PlanLimits(), torch.float32).modules[
         "model.layers.0.self_attn.q_proj"
     ]
     x = torch.randn(3, 64)
@@ -123,7 +123,7 @@ def test_weights_of_a_converted_pissa_fit_the_unchanged_base(tmp_path: Path, bas
 
 def test_weights_loaded_equal_the_file(good_folder: Path, llama) -> None:
     raw = load_file(good_folder / "adapter_model.safetensors")
-    weights = load_adapter(good_folder, llama, Limits(), torch.float32)
+    weights = load_adapter(good_folder, llama, PlanLimits(), torch.float32)
     assert sum(lora.a.numel() + lora.b.numel() for lora in weights.modules.values()) == sum(
         tensor.numel() for tensor in raw.values()
     )

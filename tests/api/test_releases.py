@@ -23,8 +23,8 @@ from loramux.common.identity import TenantId
 from loramux.data.entities import FIRST_TOKEN_BOUNDS
 from loramux.data.records.revision_metrics import FIRST_TOKENS, RevisionHour, RevisionMetricsRepository
 from loramux.engine.messages import EngineFault, Request, ServiceClass
-from loramux.money.billing.catalog import Plan, PlanPrices, PlanTariff, Subscriptions
-from loramux.money.pricing import Currency, Price, Step
+from loramux.money.billing.catalog import PlanPrices, PlanTariff, PricePlan, Subscriptions
+from loramux.money.pricing import Currency, Price, PriceStep
 from loramux.releases import judges
 from loramux.releases.metrics import HOUR
 
@@ -196,12 +196,12 @@ def test_evaluation_has_latency_of_answers_and_their_exact_cost(
     site: Site, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def price(meter: str, tier: str, nanos: int) -> Price:
-        steps = (Step(0, nanos),)
+        steps = (PriceStep(0, nanos),)
         return Price(id=f"{meter}-{tier}", plan_id="plan", meter=meter, tier=tier, valid_from=0, steps=steps)
 
     batch = [price("input_uncached", "*/batch", 10**6), price("input_cached", "*/batch", 10**6)]
     prices = (*batch, price("output", "*/batch", 10**7), price("output", "*", 10**9))
-    plan = Plan(id="plan", name="measured", currency=Currency.of("EUR"), minimum=0, prices=prices)
+    plan = PricePlan(id="plan", name="measured", currency=Currency.of("EUR"), minimum=0, prices=prices)
 
     async def tariff(_: PlanPrices, session: object, tenants: list[TenantId]) -> PlanTariff:
         return PlanTariff({tenant: Subscriptions(((0, plan),)) for tenant in tenants}, time.time_ns() // 1000)

@@ -17,9 +17,9 @@ from safetensors.torch import load
 
 from loramux_adapters.base import BaseDescription, describe_base
 from loramux_adapters.errors import AdapterRejected
-from loramux_adapters.plan import Limits, validate_adapter
+from loramux_adapters.plan import PlanLimits, validate_adapter
 
-LIMITS = Limits(max_rank=64, max_bytes=1 << 20)
+LIMITS = PlanLimits(max_rank=64, max_bytes=1 << 20)
 NAMES = st.sampled_from(["q_proj", "v_proj", "all-linear", "lm_head", "model.layers.0.self_attn.q_proj", "x", ""])
 """Without regular expressions, each of which takes a process to match."""
 VALUES = st.recursive(

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from loramux_adapters.base import describe_base
-from loramux_adapters.plan import Limits, validate_adapter
+from loramux_adapters.plan import PlanLimits, validate_adapter
 from loramux_demo.assets import ASSETS, MODEL_NAME, OWNERS, TOOLS, adapter_folder, base_folder, load_prompts
 from loramux_demo.train.dataset import STYLES
 from loramux_demo.train.models import RECIPES, exact, greedy_answers, load, write_questions
@@ -53,7 +53,9 @@ def test_adapters_mix_ranks_targets_and_rslora():
 
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_server_accepts_every_adapter(name):
-    plan = validate_adapter(adapter_folder(name), describe_base(base_folder()), Limits(max_rank=64, max_bytes=1 << 20))
+    plan = validate_adapter(
+        adapter_folder(name), describe_base(base_folder()), PlanLimits(max_rank=64, max_bytes=1 << 20)
+    )
     assert {pair.rank for pair in plan.pairs} == {RECIPES[name].r}
 
 

@@ -25,7 +25,7 @@ from loramux.engine.execution.loader import LoadedModel, load_model
 from loramux.engine.messages import AdapterRef, Request, SamplingParams
 from loramux_adapters.base import describe_base
 from loramux_adapters.convert.renaming import rename_adapter
-from loramux_adapters.plan import Limits
+from loramux_adapters.plan import PlanLimits
 
 transformers.logging.set_verbosity_error()
 
@@ -316,7 +316,10 @@ class Zoo:
     def rename_adapter(self, name: str) -> None:
         """Do what an upload does where the served text model has other names than the trained one."""
         with tempfile.TemporaryDirectory() as into:
-            if rename_adapter(self.adapters / name, Path(into), describe_base(self.base), Limits(max_rank=64)) is None:
+            if (
+                rename_adapter(self.adapters / name, Path(into), describe_base(self.base), PlanLimits(max_rank=64))
+                is None
+            ):
                 return
             shutil.copytree(into, self.adapters / name, dirs_exist_ok=True)
 

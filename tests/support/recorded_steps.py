@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from loramux.engine.execution.cuda_graphs import DecodeGraphs, DecoderGraphs, Recorder, ReservedAttention
+from loramux.engine.execution.cuda_graphs import DecodeGraphs, DecoderGraphs, GraphRecorder, ReservedAttention
 from loramux.engine.execution.gpu_runner import GpuRunner
 from loramux_kernels.cuda.work_lists import attention_shapes
 
 
-def recorded(runner: GpuRunner, record: Recorder) -> tuple[DecodeGraphs, DecoderGraphs]:
+def recorded(runner: GpuRunner, record: GraphRecorder) -> tuple[DecodeGraphs, DecoderGraphs]:
     """Record all steps of `runner` once more."""
     forward, buffers = runner._forward, runner._buffers
     hidden_size = forward.model.config.get_text_config().hidden_size

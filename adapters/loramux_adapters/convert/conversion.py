@@ -36,7 +36,7 @@ from loramux_adapters.convert.self_contained import (
     Vera,
 )
 from loramux_adapters.errors import ConfigRejected, WeightsFileRejected
-from loramux_adapters.plan import CONFIG_NAME, WEIGHTS_NAME, Limits, check_size, read_config_file
+from loramux_adapters.plan import CONFIG_NAME, WEIGHTS_NAME, PlanLimits, check_size, read_config_file
 from loramux_adapters.targets import check_linears, check_tensors, describe_context, match_targets
 from loramux_adapters.weights import read_tensor
 from loramux_adapters.weights_file import ITEM_BYTES, SafetensorsHeader, build_header, check_finite, read_header
@@ -153,7 +153,7 @@ class PlainLora:
 
 
 def convert_adapter(
-    folder: Path, into: Path, base: BaseDescription, limits: Limits, read_weight: ReadWeight = lambda _: None
+    folder: Path, into: Path, base: BaseDescription, limits: PlanLimits, read_weight: ReadWeight = lambda _: None
 ) -> Conversion | None:
     """Write to `into` the LoRA that computes the same as the adapter in `folder`; None if there is nothing to convert.
 
@@ -208,7 +208,7 @@ def _read(document: Mapping[str, Any], peft_type: str) -> ConvertibleKind:
 
 
 def _check_file(
-    shared: Mapping[str, Shape], linears: list[_Linear], header: SafetensorsHeader, limits: Limits, where: str
+    shared: Mapping[str, Shape], linears: list[_Linear], header: SafetensorsHeader, limits: PlanLimits, where: str
 ) -> None:
     check_size(header.file_bytes, limits)
     own = {linear.key(name): shape for linear in linears for name, shape in linear.factors.shapes.items()}
@@ -227,7 +227,7 @@ def _check_file(
         )
 
 
-def _check_ranks(linears: list[_Linear], config: ConvertibleKind, peft_type: str, limits: Limits) -> None:
+def _check_ranks(linears: list[_Linear], config: ConvertibleKind, peft_type: str, limits: PlanLimits) -> None:
     worst = max(linears, key=lambda linear: linear.rank)
     if worst.rank == 0:
         raise ConfigRejected("rank_pattern_empty", "rank_pattern", "rank_pattern leaves no rank to any module.")

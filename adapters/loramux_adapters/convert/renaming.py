@@ -28,7 +28,7 @@ from loramux_adapters.names import DOWN, TensorNames, TensorPlace
 from loramux_adapters.plan import (
     CONFIG_NAME,
     WEIGHTS_NAME,
-    Limits,
+    PlanLimits,
     check_size,
     expert_holder,
     match_parameters,
@@ -102,7 +102,7 @@ class _Stack:
         return next(iter(self.experts.values()))[0].scale
 
 
-def rename_adapter(folder: Path, into: Path, base: BaseDescription, limits: Limits) -> Renaming | None:
+def rename_adapter(folder: Path, into: Path, base: BaseDescription, limits: PlanLimits) -> Renaming | None:
     """Write to `into` the files that PEFT 0.21 would have written; None if the names are already those.
 
     The result must still be validated. Raises AdapterRejected.

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TimeRemainingColumn, TransferSpeedColumn
 
 from loramux_api.cli.releases import evaluate, metrics, policy, shadow
-from loramux_api.cli.remote import AdapterType, Remote, Revision, RevisionType, on_server
+from loramux_api.cli.remote import AdapterType, Remote, RemoteRevision, RevisionType, on_server
 from loramux_client import Progress as Step
 from loramux_client import UploadRejected
 from loramux_client.objects import (
@@ -250,7 +250,7 @@ def show(remote: Remote, name: str) -> None:
 @click.argument("revision", type=RevisionType())
 @alias_option
 @on_server
-def promote(remote: Remote, revision: Revision, alias: str) -> None:
+def promote(remote: Remote, revision: RemoteRevision, alias: str) -> None:
     """Send all requests of an adapter to REVISION, such as support@4.
 
     \b
@@ -267,7 +267,7 @@ def promote(remote: Remote, revision: Revision, alias: str) -> None:
 @click.argument("percent", type=click.IntRange(1, 99))
 @alias_option
 @on_server
-def canary(remote: Remote, revision: Revision, percent: int, alias: str) -> None:
+def canary(remote: Remote, revision: RemoteRevision, percent: int, alias: str) -> None:
     """Send PERCENT of an adapter's requests to REVISION, the others to its present main revision.
 
     Requests with the same `user` always get the same revision.
@@ -311,7 +311,7 @@ def rollback(remote: Remote, name: str, alias: str, version: int | None) -> None
 @click.argument("revision", type=RevisionType())
 @click.option("--off", is_flag=True, help="Unpin it: the engine may evict it again.")
 @on_server
-def pin(remote: Remote, revision: Revision, off: bool) -> None:
+def pin(remote: Remote, revision: RemoteRevision, off: bool) -> None:
     """Load REVISION into the engine's memory and keep it there.
 
     \b
@@ -327,7 +327,7 @@ def pin(remote: Remote, revision: Revision, off: bool) -> None:
 @adapter.command("rm")
 @click.argument("what", type=AdapterType())
 @on_server
-def remove(remote: Remote, what: Revision) -> None:
+def remove(remote: Remote, what: RemoteRevision) -> None:
     """Delete an adapter, or one of its revisions that no alias targets. Running requests finish.
 
     \b
@@ -345,7 +345,7 @@ def remove(remote: Remote, what: Revision) -> None:
 @adapter.command("undelete")
 @click.argument("what", type=AdapterType())
 @on_server
-def undelete(remote: Remote, what: Revision) -> None:
+def undelete(remote: Remote, what: RemoteRevision) -> None:
     """Restore a deleted adapter or revision.
 
     \b

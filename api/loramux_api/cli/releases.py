@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from loramux_api.cli.remote import AdapterType, Remote, Revision, RevisionType, on_server
+from loramux_api.cli.remote import AdapterType, Remote, RemoteRevision, RevisionType, on_server
 from loramux_client.objects import EvaluatedRevision, Evaluation, Interval, Policy, RevisionReport, Shadow
 
 GRADERS = ("exact", "contains", "regex", "number", "label")
@@ -33,7 +33,7 @@ policy_alias = click.option("--alias", default="default", show_default=True, hel
 @on_server
 def evaluate(
     remote: Remote,
-    revision: Revision,
+    revision: RemoteRevision,
     *,
     against: str,
     questions: Path,
@@ -121,7 +121,7 @@ def metrics(remote: Remote, name: str, window: str) -> None:
 @on_server
 def shadow(
     remote: Remote,
-    revision: Revision,
+    revision: RemoteRevision,
     *,
     share: float | None,
     max_tokens_per_day: int,

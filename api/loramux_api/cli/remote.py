@@ -33,7 +33,7 @@ class Remote:
         put(self.as_json, data, text)
 
 
-class Revision(NamedTuple):
+class RemoteRevision(NamedTuple):
     """An adapter and a revision number, `support@3`. The number is None for `support`."""
 
     name: str
@@ -43,17 +43,17 @@ class Revision(NamedTuple):
         return self.name if self.number is None else f"{self.name}@{self.number}"
 
 
-class RevisionType(click.ParamType[Revision]):
+class RevisionType(click.ParamType[RemoteRevision]):
     """`ADAPTER@REVISION`."""
 
     name = "revision"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Revision:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> RemoteRevision:
         """Parse it."""
         found = _revision.fullmatch(str(value))
         if found is None:
             self.fail(f"{value!r} is not a revision; write ADAPTER@NUMBER, such as support@3", param, ctx)
-        return Revision(found["name"], int(found["number"]))
+        return RemoteRevision(found["name"], int(found["number"]))
 
 
 class AdapterType(RevisionType):
@@ -61,9 +61,9 @@ class AdapterType(RevisionType):
 
     name = "adapter"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Revision:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> RemoteRevision:
         """Parse it."""
-        return super().convert(value, param, ctx) if "@" in str(value) else Revision(str(value), None)
+        return super().convert(value, param, ctx) if "@" in str(value) else RemoteRevision(str(value), None)
 
 
 def on_server(command: Callable[..., None]) -> Callable[..., None]:

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 
 from loramux.simulator.hardware import DEVICES, MODELS, WEIGHT_BITS
 from loramux.simulator.planner import ADAPTER_RANK, Goals, Plan, Planner, Trial
-from loramux.simulator.report import Report, plot_report
+from loramux.simulator.report import SimulationReport, plot_report
 from loramux.simulator.scenario import Scenario, ScenarioError, load_scenario, model_of, scenario_names
 from loramux.simulator.simulation import Simulation
 from loramux.simulator.traffic import read_workload
@@ -55,7 +55,7 @@ def simulate(
     put(as_json, report, _report_text(loaded, report))
 
 
-def _simulate(simulation: Simulation) -> Report:
+def _simulate(simulation: Simulation) -> SimulationReport:
     console = Console(stderr=True)
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -63,7 +63,7 @@ def _simulate(simulation: Simulation) -> Report:
         return simulation.run(lambda answered: progress.advance(task, answered))
 
 
-def _report_text(scenario: Scenario, report: Report) -> str:
+def _report_text(scenario: Scenario, report: SimulationReport) -> str:
     lines = [
         scenario.description,
         f"throughput     {report.throughput_tokens_per_s:,.1f} tokens/s",

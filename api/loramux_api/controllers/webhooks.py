@@ -6,7 +6,7 @@ from litestar import delete, get, patch, post
 from litestar.di import NamedDependency
 from litestar.params import FromPath, FromQuery, JSONBody
 
-from loramux.accounts.webhooks.endpoints import Endpoints, WebhookService
+from loramux.accounts.webhooks.endpoints import WebhookEndpoints, WebhookService
 from loramux.common.identity import Principal
 from loramux_api.auth import requires
 from loramux_api.openapi import ApiController
@@ -38,7 +38,7 @@ class WebhookController(ApiController):
     async def create(
         self,
         data: JSONBody[WebhookBody],
-        endpoints: NamedDependency[Endpoints],
+        endpoints: NamedDependency[WebhookEndpoints],
         webhooks: NamedDependency[WebhookService],
     ) -> WebhookObject:
         """Create a webhook for events from now on. Only this answer has its `secret`."""
@@ -46,25 +46,27 @@ class WebhookController(ApiController):
         return webhook_object(made, webhooks.secret(made))
 
     @get(summary="List webhooks")
-    async def list_webhooks(self, endpoints: NamedDependency[Endpoints]) -> Listing[WebhookObject]:
+    async def list_webhooks(self, endpoints: NamedDependency[WebhookEndpoints]) -> Listing[WebhookObject]:
         """List the tenant's webhooks, oldest first."""
         return Listing(data=[webhook_object(endpoint) for endpoint in await endpoints.all()])
 
     @get("/{webhook_id:str}", summary="Describe a webhook")
-    async def get_webhook(self, webhook_id: FromPath[str], endpoints: NamedDependency[Endpoints]) -> WebhookObject:
+    async def get_webhook(
+        self, webhook_id: FromPath[str], endpoints: NamedDependency[WebhookEndpoints]
+    ) -> WebhookObject:
         """Return one webhook."""
         return webhook_object(await endpoints.get(webhook_id))
 
     @patch("/{webhook_id:str}", summary="Disable or enable a webhook")
     async def change(
-        self, webhook_id: FromPath[str], data: JSONBody[WebhookChange], endpoints: NamedDependency[Endpoints]
+        self, webhook_id: FromPath[str], data: JSONBody[WebhookChange], endpoints: NamedDependency[WebhookEndpoints]
     ) -> WebhookObject:
         """Disable or enable a webhook. After enabling it first receives the events that were pending."""
         changed = await (endpoints.enable(webhook_id) if data.enabled else endpoints.disable(webhook_id))
         return webhook_object(changed)
 
     @delete("/{webhook_id:str}", status_code=200, summary="Delete a webhook")
-    async def remove(self, webhook_id: FromPath[str], endpoints: NamedDependency[Endpoints]) -> WebhookDeleted:
+    async def remove(self, webhook_id: FromPath[str], endpoints: NamedDependency[WebhookEndpoints]) -> WebhookDeleted:
         """Delete a webhook and its pending deliveries."""
         return WebhookDeleted(id=(await endpoints.remove(webhook_id)).id)
 
@@ -72,7 +74,7 @@ class WebhookController(ApiController):
     async def test(
         self,
         webhook_id: FromPath[str],
-        endpoints: NamedDependency[Endpoints],
+        endpoints: NamedDependency[WebhookEndpoints],
         principal: NamedDependency[Principal],
         webhooks: NamedDependency[WebhookService],
     ) -> WebhookTest:
@@ -83,7 +85,7 @@ class WebhookController(ApiController):
     async def deliveries(
         self,
         webhook_id: FromPath[str],
-        endpoints: NamedDependency[Endpoints],
+        endpoints: NamedDependency[WebhookEndpoints],
         principal: NamedDependency[Principal],
         limit: PageLimit = 100,
     ) -> Listing[DeliveryObject]:

@@ -1,7 +1,7 @@
 """A batch's input: JSONL, found line by line, checked before anything runs, and the endpoints that lines may go to.
 
-A batch reads and writes the same JSON as its endpoint does, so the API brings both ends along (`Endpoints`: bodies in,
-answers out) and this package knows no wire format.
+A batch reads and writes the same JSON as its endpoint does, so the API brings both ends along (`BatchEndpoints`: bodies
+in, answers out) and this package knows no wire format.
 
 The file is on this machine while a batch is checked or runs; memory holds where its lines begin, and the lines that are
 looked at. Checking is pure Python over untrusted text, so it runs on a thread and gives way every few milliseconds.
@@ -52,7 +52,7 @@ class ParsedBody:
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoints:
+class BatchEndpoints:
     """What lines may ask for."""
 
     parsers: Mapping[str, Callable[[bytes], ParsedBody]]
@@ -63,7 +63,7 @@ class Endpoints:
     """The largest line."""
 
 
-class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class BatchLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One line of the input."""
 
     custom_id: str
@@ -120,10 +120,10 @@ def open_input(path: Path, max_lines: int) -> Input:
     return Input(path, starts)
 
 
-def read_line(data: bytes, endpoint: str) -> Line:
+def read_line(data: bytes, endpoint: str) -> BatchLine:
     """Decode a line, but not its body. Raises BadLine."""
     try:
-        line = msgspec.json.decode(data, type=Line)
+        line = msgspec.json.decode(data, type=BatchLine)
     except msgspec.ValidationError as error:
         raise BadLine("invalid_line", f"{str(error)[:200]}. A line is {{custom_id, method, url, body}}.") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -137,7 +137,7 @@ def read_line(data: bytes, endpoint: str) -> Line:
     return line
 
 
-def parse_body(line: Line, endpoints: Endpoints) -> ParsedBody:
+def parse_body(line: BatchLine, endpoints: BatchEndpoints) -> ParsedBody:
     """Parse a line's body as its endpoint does. Raises BadLine."""
     try:
         parsed = endpoints.parsers[line.url](bytes(line.body))
@@ -156,7 +156,7 @@ class Findings(msgspec.Struct, kw_only=True):
     """The models that lines name, each with the first line that does, counted from 1."""
 
 
-def check_lines(source: Input, endpoint: str, endpoints: Endpoints, max_lines: int) -> Findings:
+def check_lines(source: Input, endpoint: str, endpoints: BatchEndpoints, max_lines: int) -> Findings:
     """Check every line; stop at MAX_ERRORS. Runs on a thread."""
     found, pauses = Findings(), Pauses()
     seen: dict[str, int] = {}
@@ -178,7 +178,7 @@ def check_lines(source: Input, endpoint: str, endpoints: Endpoints, max_lines: i
 
 
 def _check_line(
-    source: Input, number: int, endpoint: str, endpoints: Endpoints, seen: dict[str, int], models: dict[str, int]
+    source: Input, number: int, endpoint: str, endpoints: BatchEndpoints, seen: dict[str, int], models: dict[str, int]
 ) -> None:
     if source.size(number) > endpoints.max_line_bytes:
         raise BadLine(

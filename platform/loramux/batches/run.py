@@ -43,9 +43,9 @@ from loramux.accounts.tenants.tenants import Tenants
 from loramux.batches.files import FOLDER, OUTPUT, Files, new_file_id, object_name
 from loramux.batches.lines import (
     BadLine,
-    Endpoints,
+    BatchEndpoints,
+    BatchLine,
     Input,
-    Line,
     ParsedBody,
     check_lines,
     model_error,
@@ -114,7 +114,7 @@ class LeaseLost(Exception):
     """Another server has adopted the batch, or it was removed."""
 
 
-class Outcome(NamedTuple):
+class LineOutcome(NamedTuple):
     """A line of the output or error file."""
 
     answered: bool
@@ -208,7 +208,7 @@ class BatchServer:
     files: Files
     tenants: Tenants
     completions: CompletionService
-    endpoints: Endpoints
+    endpoints: BatchEndpoints
     settings: BatchSettings
     window: Window
 
@@ -289,8 +289,8 @@ class BatchRun:
     async def _answer_lines(self, source: Input) -> None:
         """Run the lines that are in no chunk, and write their outcomes in order."""
         first, total = self._batch.flushed, self._batch.lines
-        begun, ready = first, dict[int, Outcome]()
-        running: dict[asyncio.Task[Outcome], int] = {}
+        begun, ready = first, dict[int, LineOutcome]()
+        running: dict[asyncio.Task[LineOutcome], int] = {}
         flush_at = time.monotonic() + CHUNK_SECONDS
         try:
             while first < total:
@@ -319,7 +319,7 @@ class BatchRun:
         within = self._server.settings.max_in_flight_per_tenant
         return running < within and ahead < MAX_AHEAD and buffered < MAX_BUFFERED
 
-    async def _line(self, source: Input, number: int) -> Outcome:
+    async def _line(self, source: Input, number: int) -> LineOutcome:
         """Run a line until it has an answer or an error that stays."""
         line, parsed = await self._server.files.threads.run(self._read, source, number)
         if isinstance(parsed, BadLine):
@@ -342,7 +342,7 @@ class BatchRun:
                 pause = min(2 * pause, MAX_PAUSE)
         return self._written(number, line, False, error=OutputError(self._stopped, REASONS[self._stopped]))
 
-    def _read(self, source: Input, number: int) -> tuple[Line, ParsedBody | BadLine]:
+    def _read(self, source: Input, number: int) -> tuple[BatchLine, ParsedBody | BadLine]:
         line = read_line(source.read(number), self._batch.endpoint)
         try:
             return line, parse_body(line, self._server.endpoints)
@@ -350,8 +350,8 @@ class BatchRun:
             return line, bad
 
     async def _answered(
-        self, principal: Principal, number: int, line: Line, parsed: ParsedBody, place: Place
-    ) -> Outcome:
+        self, principal: Principal, number: int, line: BatchLine, parsed: ParsedBody, place: Place
+    ) -> LineOutcome:
         claim = IdempotencyClaim(_claim_name(number), "", holder=self._batch.id, expires_at=self._claims_expire_at)
         tags = parsed.request.tags or self._batch.tags
         request = replace(parsed.request, service_tier="batch", claim=claim, tags=tags)
@@ -369,7 +369,7 @@ class BatchRun:
         response = OutputResponse(status_code=HTTPStatus.OK, request_id=answer.id, body=body)
         return self._written(number, line, True, response=response, timing=answer.timing)
 
-    def _refused(self, number: int, line: Line, error: LoramuxError) -> Outcome:
+    def _refused(self, number: int, line: BatchLine, error: LoramuxError) -> LineOutcome:
         body = self._server.endpoints.error_body(error)
         return self._written(
             number, line, False, response=OutputResponse(status_code=error.status, request_id="", body=body)
@@ -378,20 +378,20 @@ class BatchRun:
     def _written(
         self,
         number: int,
-        line: Line,
+        line: BatchLine,
         answered: bool,
         *,
         response: OutputResponse | None = None,
         error: OutputError | None = None,
         timing: Timing | None = None,
-    ) -> Outcome:
+    ) -> LineOutcome:
         id = f"batch_req_{self._batch.id.removeprefix('batch_')}_{number + 1}"
         if response is not None and not response.request_id:
             response.request_id = id
         made = OutputLine(id=id, custom_id=line.custom_id, response=response, error=error, timing=timing)
-        return Outcome(answered, _encode(made) + b"\n")
+        return LineOutcome(answered, _encode(made) + b"\n")
 
-    async def _flush(self, first: int, outcomes: Sequence[Outcome]) -> None:
+    async def _flush(self, first: int, outcomes: Sequence[LineOutcome]) -> None:
         """Write consecutive outcomes as a chunk."""
         name = f"{chunk_folder(self._batch.id)}/{first:08d}-{secrets.token_hex(4)}"
         data = b"".join((b"+" if one.answered else b"-") + one.line for one in outcomes)
@@ -543,9 +543,9 @@ def chunk_folder(batch_id: str) -> str:
     return f"batches/{batch_id}"
 
 
-def _front(ready: dict[int, Outcome], first: int) -> list[Outcome]:
+def _front(ready: dict[int, LineOutcome], first: int) -> list[LineOutcome]:
     """Return the outcomes that follow one another from line `first` on."""
-    front: list[Outcome] = []
+    front: list[LineOutcome] = []
     number = first
     while number in ready and not _is_chunk(front):
         front.append(ready[number])
@@ -553,7 +553,7 @@ def _front(ready: dict[int, Outcome], first: int) -> list[Outcome]:
     return front
 
 
-def _is_chunk(outcomes: Sequence[Outcome]) -> bool:
+def _is_chunk(outcomes: Sequence[LineOutcome]) -> bool:
     return len(outcomes) >= CHUNK_LINES or sum(len(one.line) for one in outcomes) >= CHUNK_BYTES
 
 

@@ -14,7 +14,7 @@ import msgspec
 
 from loramux.batches.errors import BatchNotFound, FileNotFound, InvalidBatch, TooManyBatches
 from loramux.batches.files import owner_of, viewpoint
-from loramux.batches.lines import Endpoints
+from loramux.batches.lines import BatchEndpoints
 from loramux.batches.run import BatchRun, BatchServer, LeaseLost, chunk_folder
 from loramux.common.errors import LoramuxError
 from loramux.common.identity import Principal, new_id
@@ -41,7 +41,9 @@ logger = logging.getLogger(__name__)
 class Batches:
     """Batches of every tenant; each caller sees those of its project."""
 
-    def __init__(self, database: Database, worker: BatchWorker, endpoints: Endpoints, settings: BatchSettings) -> None:
+    def __init__(
+        self, database: Database, worker: BatchWorker, endpoints: BatchEndpoints, settings: BatchSettings
+    ) -> None:
         self.worker = worker
         self._database = database
         self._endpoints = endpoints

@@ -188,7 +188,7 @@ class Submitter(msgspec.Struct, frozen=True):
     origin: Origin = Origin()
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class UploadOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """The end of an upload: a revision or a refusal."""
 
     revision: int | None = None
@@ -212,7 +212,7 @@ class Upload(msgspec.Struct, frozen=True, kw_only=True):
     submitter: Submitter | None = None
     ignored: tuple[str, ...] = ()
     """Files that were announced and are not taken, because they mean nothing for serving."""
-    outcome: Outcome
+    outcome: UploadOutcome
     created_at: int
     expires_at: int
 

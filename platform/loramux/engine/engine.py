@@ -52,8 +52,8 @@ from loramux.engine.metrics import Counters
 from loramux.engine.scheduling.policy import PageBudget, Policy, SchedulerLimits
 from loramux.engine.scheduling.scheduler import Scheduler
 from loramux.engine.scheduling.sequence import PENDING, Chunk, Step
-from loramux.engine.statistics import RequestAccounting, ServiceMeter, Timeline, count_step, snapshot
-from loramux_adapters.plan import Limits
+from loramux.engine.statistics import RequestAccounting, ServiceMeter, StepTimeline, count_step, snapshot
+from loramux_adapters.plan import PlanLimits
 
 STATS_INTERVAL_S = 1.0
 """Seconds between two reports with statistics while the engine is busy."""
@@ -98,7 +98,7 @@ class EngineParts:
 def build_engine(loaded: LoadedModel, settings: Settings, wake: Callable[[], None]) -> Engine:
     """Make the engine of a loaded model, with adapters from disk; for `wake` see Engine."""
     bank, adapters = loaded.runner.bank, settings.adapters
-    limits = Limits(adapters.max_rank, adapters.max_bytes, adapters.max_vocabulary_bytes)
+    limits = PlanLimits(adapters.max_rank, adapters.max_bytes, adapters.max_vocabulary_bytes)
     source = AdapterSource(loaded.base, loaded.weights, limits, bank.pool.dtype)
     host_kv: HostKv | None = None
     if not loaded.facts.state_pages:
@@ -169,7 +169,7 @@ class Engine:
         self._pipeline = pipeline(self.scheduler, self._runner)
         self._accounting = RequestAccounting()
         self._meter = ServiceMeter(self.scheduler.queue)
-        self._timeline = Timeline(self._counters, time.time() - parts.clock())
+        self._timeline = StepTimeline(self._counters, time.time() - parts.clock())
         self._was_commanded = False
         """A command that may change the next step has come since the last one."""
         self._stats_sent_at = float("-inf")

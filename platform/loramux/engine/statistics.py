@@ -122,7 +122,7 @@ class RequestAccounting:
         return msgspec.structs.replace(event, count=count)
 
 
-class Timeline:
+class StepTimeline:
     """Steps for people to watch: one a second, with its rows by revision and class."""
 
     def __init__(self, counters: Counters, unix_offset: float) -> None:

@@ -46,7 +46,7 @@ from loramux.engine.messages import (
     TokenEvent,
 )
 from loramux.fleet.autoscaling import Autoscaler, ScalingPolicy
-from loramux.fleet.member import EngineBusy, EngineStatus, Launch, Member, UnknownEngine, conflict_of
+from loramux.fleet.member import EngineBusy, EngineStatus, FleetEngine, LaunchEngine, UnknownEngine, conflict_of
 from loramux.fleet.router import Router, RoutingRequest, place_pins, prefix_hashes
 from loramux.fleet.shares import ShareExchange
 from loramux.fleet.view import EngineState
@@ -91,7 +91,7 @@ class Run:
     def __init__(self, request: Request, on_event: OnEvent, now: float) -> None:
         self.request = request
         self.on_event = on_event
-        self.engine: Member | None = None
+        self.engine: FleetEngine | None = None
         """None while it waits for one."""
         self.token_ids: list[int] = []
         """The answer so far."""
@@ -169,11 +169,11 @@ class Run:
 class EngineGroup:
     """The engines of one base, with the methods of an `EngineClient`; `stats` has those of each engine."""
 
-    def __init__(self, base: BaseSettings, settings: Settings, launch: Launch) -> None:
+    def __init__(self, base: BaseSettings, settings: Settings, launch: LaunchEngine) -> None:
         """`settings` are those of an engine of `base`."""
         num_at_start = max(1, base.engines.min)
         self._members = {
-            name: Member(name, base.name, own, self._heard(launch), is_wanted=number < num_at_start)
+            name: FleetEngine(name, base.name, own, self._heard(launch), is_wanted=number < num_at_start)
             for number, (name, own) in enumerate(settings_of_engines(base, settings).items())
         }
         self._base = base.name
@@ -188,7 +188,7 @@ class EngineGroup:
         """The one suspect that an engine has."""
         self._groups: dict[str, dict[str, Run]] = {}
         """The requests by their group: choices of one API request, which share a prompt and a deadline."""
-        self._pins: dict[tuple[str, str], tuple[AdapterRef, Member]] = {}
+        self._pins: dict[tuple[str, str], tuple[AdapterRef, FleetEngine]] = {}
         self._router = Router()
         self._exchange = ShareExchange()
         self._next_exchange: asyncio.TimerHandle | None = None
@@ -198,7 +198,7 @@ class EngineGroup:
         self._ended = asyncio.Event()
         self._is_stopping = False
 
-    def _heard(self, launch: Launch) -> Launch:
+    def _heard(self, launch: LaunchEngine) -> LaunchEngine:
         """Return `launch` for engines whose service is heard."""
 
         def launch_heard(name: str, settings: Settings) -> EngineClient:
@@ -263,7 +263,7 @@ class EngineGroup:
         return bool(self._ready) or all(m.state is EngineState.RESTING for m in self._members.values())
 
     @property
-    def _ready(self) -> list[Member]:
+    def _ready(self) -> list[FleetEngine]:
         """The engines that may be given requests."""
         return [member for member in self._members.values() if member.is_ready]
 
@@ -285,7 +285,7 @@ class EngineGroup:
         """Tokens of requests that ended without a listener, so that no bill can hold them."""
         return sum(member.unclaimed_tokens for member in self._members.values())
 
-    async def _serve_with(self, member: Member) -> None:
+    async def _serve_with(self, member: FleetEngine) -> None:
         """Give an engine that serves again what waits for one, and the pins that it should hold."""
         self._router.forget(member.name)
         if self._scaler is not None:
@@ -394,7 +394,7 @@ class EngineGroup:
     def _routed(self, request: Request) -> RoutingRequest:
         return RoutingRequest.of(request, prefix_hashes(request.kv_identity, request.prompt_token_ids))
 
-    def _choose(self, request: Request) -> Member | None:
+    def _choose(self, request: Request) -> FleetEngine | None:
         """Return the engine for a request: that of its group's other choices, or the router's choice."""
         for choice in self._groups.get(request.group_id, {}).values():
             if choice.engine is not None and choice.engine.is_ready:
@@ -407,7 +407,7 @@ class EngineGroup:
         assert chosen is not None, "an engine is ready"
         return self._members[chosen]
 
-    def _on_event(self, run: Run, engine: Member, event: TokenEvent) -> None:
+    def _on_event(self, run: Run, engine: FleetEngine, event: TokenEvent) -> None:
         if event.token_id is not None:
             run.token_ids.append(event.token_id)
         elif event.is_worked_on is not None:
@@ -463,7 +463,7 @@ class EngineGroup:
         for other in [waiting for waiting in self._waiting.values() if waiting.is_suspect]:
             self._place(other)
 
-    def _leave(self, run: Run, engine: Member) -> None:
+    def _leave(self, run: Run, engine: FleetEngine) -> None:
         engine.requests.discard(run.request.id)
         self._router.ended(run.request.id, self._now())
         if not engine.requests:
@@ -513,7 +513,7 @@ class EngineGroup:
         if (pinned := self._pins.pop((digest, owner), None)) is not None:
             pinned[1].client.unpin(digest, owner)
 
-    async def _pin_on(self, member: Member, ref: AdapterRef, owner: str) -> EngineFault | None:
+    async def _pin_on(self, member: FleetEngine, ref: AdapterRef, owner: str) -> EngineFault | None:
         self._pins[ref.digest, owner] = ref, member
         return await member.client.pin(ref, owner)
 
@@ -588,7 +588,7 @@ class EngineGroup:
             logger.info("%s; engines that change: %s", decision.reason, ", ".join(member.name for member in changed))
             self._scaler.changed(now)
 
-    async def _revive(self, member: Member) -> EngineStatus:
+    async def _revive(self, member: FleetEngine) -> EngineStatus:
         await member.revive()
         return member.status()
 
@@ -617,13 +617,13 @@ class EngineGroup:
         await member.revive()
         return member.status()
 
-    def _member(self, name: str) -> Member:
+    def _member(self, name: str) -> FleetEngine:
         if (member := self._members.get(name)) is None:
             raise UnknownEngine(f"there is no engine {name[:80]!r}; there are {', '.join(self._members)}", "engine")
         return member
 
 
-async def _until_idle(member: Member) -> None:
+async def _until_idle(member: FleetEngine) -> None:
     while member.requests:
         member.idle.clear()
         await member.idle.wait()

@@ -27,7 +27,7 @@ from loramux.common.settings.file import Settings, SettingsError
 from loramux.common.settings.server import RecordsSettings
 from loramux.common.settings.serving import RaySettings
 from loramux.engine.client import EngineClient, EngineDied, spawn_engine
-from loramux.fleet.member import Launch
+from loramux.fleet.member import LaunchEngine
 from loramux.fleet.remote import EnginePlace, Locate, Placement, RemoteChannel
 from loramux.fleet.wire import ENGINE_PUBLIC, FRONT_SECRET, KeyPair, new_pair, read_pair, read_public
 
@@ -43,7 +43,7 @@ WARN_S = 60.0
 """Time between two warnings that Ray has no room for an engine."""
 
 
-def launcher_of(settings: Settings) -> Launch:
+def launcher_of(settings: Settings) -> LaunchEngine:
     """Return what makes the engines of these settings. Raises SettingsError."""
     addresses = {
         f"{base.name}-{number}": address
@@ -64,7 +64,7 @@ def launch_here(_: str, settings: Settings) -> EngineClient:
     return spawn_engine(settings)
 
 
-def attaching(settings: Settings, addresses: Mapping[str, str]) -> Launch:
+def attaching(settings: Settings, addresses: Mapping[str, str]) -> LaunchEngine:
     """Return what attaches this server to the engines at `addresses`, by their names. Raises SettingsError."""
     folder = Path(settings.fleet.keys)
     pair, engine_key = read_pair(folder / FRONT_SECRET), read_public(folder / ENGINE_PUBLIC)
@@ -146,7 +146,7 @@ class RayDriver:
         return self._connection
 
 
-def launching_on_ray(settings: Settings) -> Launch:
+def launching_on_ray(settings: Settings) -> LaunchEngine:
     """Join the cluster, and return what attaches this server to its engines. Raises SettingsError."""
     if importlib.util.find_spec("ray") is None:
         raise SettingsError(

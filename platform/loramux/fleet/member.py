@@ -42,7 +42,7 @@ SOUND_SECONDS = 60.0
 """An engine that has served for so long has recovered: its next pause is the first one again."""
 DRAINED = "drained"
 
-Launch = Callable[[str, Settings], EngineClient]
+LaunchEngine = Callable[[str, Settings], EngineClient]
 """Makes the client of one life of an engine, by the engine's name; it is not yet started."""
 
 
@@ -78,10 +78,12 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The reason why it does not serve, or did not before its last start."""
 
 
-class Member:
+class FleetEngine:
     """One engine of a group; every life has a client of its own."""
 
-    def __init__(self, name: str, base: str, settings: Settings, launch: Launch, *, is_wanted: bool = True) -> None:
+    def __init__(
+        self, name: str, base: str, settings: Settings, launch: LaunchEngine, *, is_wanted: bool = True
+    ) -> None:
         """`is_wanted`: it should serve from the group's start on; else it rests until `revive`."""
         self.name = name
         self.state = EngineState.LOST if is_wanted else EngineState.RESTING
@@ -175,7 +177,7 @@ class Member:
         self._note_failed_start(conflict)
 
     async def supervise(
-        self, others: ModelFacts, on_ready: Callable[[Member], Awaitable[None]], on_failing: Callable[[], None]
+        self, others: ModelFacts, on_ready: Callable[[FleetEngine], Awaitable[None]], on_failing: Callable[[], None]
     ) -> None:
         """Watch the life that `start` began, and begin another one whenever it ends; runs until it is cancelled.
 

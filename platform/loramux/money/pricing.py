@@ -137,7 +137,7 @@ def allocate(total: int, weights: Sequence[int]) -> list[int]:
     return parts
 
 
-class Step(msgspec.Struct, frozen=True):
+class PriceStep(msgspec.Struct, frozen=True):
     """One step of a price: from `above` units in a period on, `Price.per` units cost `nanos` nano-units of currency."""
 
     above: int
@@ -159,7 +159,7 @@ class Price(msgspec.Struct, frozen=True, kw_only=True):
     valid_from: int
     valid_until: int | None = None
     per: int = 1
-    steps: tuple[Step, ...]
+    steps: tuple[PriceStep, ...]
 
     def applies_to(self, meter: str, base_model: str, tier: str, at: int) -> bool:
         """Return whether this price is for that usage at that time."""
@@ -200,7 +200,7 @@ class Charge(msgspec.Struct, frozen=True):
     nanos: int
 
 
-class Line(msgspec.Struct, frozen=True, kw_only=True):
+class PricedLine(msgspec.Struct, frozen=True, kw_only=True):
     """A meter's usage at one price, or at none; `amount`, in minor units, is the only number that is rounded."""
 
     meter: str
@@ -214,7 +214,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
 
 def charge(
     usages: Iterable[DailyQuantities], prices_at: Callable[[int], Sequence[Price]], currency: Currency
-) -> list[Line]:
+) -> list[PricedLine]:
     """Return the lines of one period: one for each price that applies, and one for each usage without a price.
 
     `prices_at` returns the price list of a moment, in microseconds. Volume steps count everything that the price is for
@@ -242,7 +242,7 @@ def _scope(price: Price | None, usage: DailyQuantities) -> tuple[str, str, str]:
 
 def _line(
     scope: tuple[str, str, str], price: Price | None, parts: list[tuple[int, Group, int]], currency: Currency
-) -> Line:
+) -> PricedLine:
     meter, base_model, tier = scope
     by_day: dict[int, list[tuple[int, Group, int]]] = {}
     for part in sorted(parts, key=lambda part: (part[0], repr(part[1]))):
@@ -251,7 +251,7 @@ def _line(
     quantity = sum(quantities.values())
     amount = minor_units(cost(price, quantity), price.per, currency) if price else 0
     nanos = allocate(amount * currency.nanos, _weights(price, list(quantities.values())))
-    return Line(
+    return PricedLine(
         meter=meter,
         base_model=base_model,
         tier=tier,

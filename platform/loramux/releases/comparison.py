@@ -175,7 +175,7 @@ class EvaluationResult(msgspec.Struct, frozen=True, kw_only=True):
     worse: int
 
 
-class Bill(msgspec.Struct, frozen=True, kw_only=True):
+class EvaluationBill(msgspec.Struct, frozen=True, kw_only=True):
     """What an evaluation's requests are charged by."""
 
     tenant: TenantId
@@ -204,7 +204,7 @@ def compare(
     questions: Sequence[Question],
     answers: Sequence[Answers],
     scores: Sequence[Sequence[float]],
-    bill: Bill,
+    bill: EvaluationBill,
 ) -> EvaluationResult:
     """Return the result; `models`, `answers` and `scores` have the candidate first."""
     candidate, against = (
@@ -223,7 +223,12 @@ def compare(
 
 
 def _side(
-    model: str, grader: Grader, questions: Sequence[Question], answers: Answers, scores: Sequence[float], bill: Bill
+    model: str,
+    grader: Grader,
+    questions: Sequence[Question],
+    answers: Answers,
+    scores: Sequence[float],
+    bill: EvaluationBill,
 ) -> Side:
     entries = [bill.entries[one.request_id] for one in answers if one is not None and one.request_id in bill.entries]
     used = sum((entry.billed for entry in entries), TokenCounts())
@@ -244,7 +249,7 @@ def _side(
     )
 
 
-def _latency(answers: Answers, bill: Bill) -> Latency | None:
+def _latency(answers: Answers, bill: EvaluationBill) -> Latency | None:
     timed = [(one.request_id, one.timing) for one in answers if one is not None and one.timing is not None]
     if not timed:
         return None

@@ -32,7 +32,7 @@ from loramux.money.billing.catalog import PlanPrices
 from loramux.money.usage.settlement import USAGE
 from loramux.releases.comparison import (
     Answers,
-    Bill,
+    EvaluationBill,
     EvaluationResult,
     Question,
     compare,
@@ -249,13 +249,13 @@ class Evaluations:
         key = None if stored is None else self._keys.decrypt(stored, evaluation.id)
         return [await self._judges.scores(judge, key, evaluation.tenant_id, questions, side) for side in sides]
 
-    async def _bill(self, evaluation: Evaluation, sides: Sequence[Answers]) -> Bill:
+    async def _bill(self, evaluation: Evaluation, sides: Sequence[Answers]) -> EvaluationBill:
         ids = [answer.request_id for side in sides for answer in side if answer is not None]
         tenant = evaluation.tenant_id
         async with self._database.read() as session:
             entries = await LedgerRepository(session).of_requests(USAGE, ids)
             tariff = await PlanPrices(self._database).tariff(session, [tenant])
-        return Bill(tenant=tenant, entries=entries, tariff=tariff, currency=tariff.currency(tenant))
+        return EvaluationBill(tenant=tenant, entries=entries, tariff=tariff, currency=tariff.currency(tenant))
 
 
 def _grade(grader: LocalGrader, questions: Sequence[Question], sides: Sequence[Answers]) -> list[list[float]]:

@@ -39,7 +39,7 @@ from loramux.data.records import schema
 from loramux.data.records.database import Database
 from loramux.data.storage.blobs import BlobStore, open_blobs
 from loramux.data.storage.objects import Objects, StorageUnavailable, open_objects
-from loramux.fleet.member import Launch
+from loramux.fleet.member import LaunchEngine
 from loramux.money.billing.catalog import Catalog, PlanPrices
 from loramux.money.billing.reconcile import Checkpoints, LedgerProof
 from loramux.money.billing.service import BillingService
@@ -150,7 +150,7 @@ async def open_sinks(settings: Settings, stack: AsyncExitStack) -> list[Sink]:
 
 
 @asynccontextmanager
-async def open_platform(settings: Settings, launch: Launch | None = None) -> AsyncIterator[Platform]:
+async def open_platform(settings: Settings, launch: LaunchEngine | None = None) -> AsyncIterator[Platform]:
     """Open everything, swept and serving; at the end it drains, and stops everything in reverse order.
 
     `launch` makes each engine, None: as the settings say. Raises RecordsError, SettingsError, TenantsError, or

@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from loramux.batches.files import Files
-from loramux.batches.lines import Endpoints
+from loramux.batches.lines import BatchEndpoints
 from loramux.batches.run import BatchServer, Window
 from loramux.batches.service import Batches, BatchWorker
 from loramux.common.jobs import JobRunner, run_periodically
@@ -46,7 +46,7 @@ class Programs:
 
 
 @asynccontextmanager
-async def open_programs(platform: Platform, endpoints: Endpoints) -> AsyncIterator[Programs]:
+async def open_programs(platform: Platform, endpoints: BatchEndpoints) -> AsyncIterator[Programs]:
     """Run the programs of `platform` while the block runs; what is unfinished at its end is another server's."""
     database, blobs, completions, adapters = platform.database, platform.blobs, platform.completions, platform.adapters
     server_id = platform.usage.server_id
@@ -99,7 +99,7 @@ async def open_programs(platform: Platform, endpoints: Endpoints) -> AsyncIterat
         )
 
 
-def _batch_worker(platform: Platform, files: Files, endpoints: Endpoints) -> BatchWorker:
+def _batch_worker(platform: Platform, files: Files, endpoints: BatchEndpoints) -> BatchWorker:
     completions, settings = platform.completions, platform.settings.batches
     server = BatchServer(
         server_id=platform.usage.server_id,

@@ -41,7 +41,7 @@ from loramux.data.records.database import Database
 from loramux.engine.client import EngineDied
 from loramux.fleet.group import EngineGroup
 from loramux.fleet.launching import launcher_of
-from loramux.fleet.member import Launch
+from loramux.fleet.member import LaunchEngine
 from loramux.serving.bases import ServedBase, ServedBases
 from loramux.serving.engine_questions import EngineQuestions
 from loramux.serving.errors import BaseConflict, InvalidBase, UnknownBase
@@ -136,7 +136,7 @@ class BaseLifecycle:
     """Loads and unloads the bases of one server. `serving` and `engines` are read by others and changed here only."""
 
     def __init__(
-        self, settings: Settings, database: Database, questions: EngineQuestions, launch: Launch | None = None
+        self, settings: Settings, database: Database, questions: EngineQuestions, launch: LaunchEngine | None = None
     ) -> None:
         """`launch` makes each engine; None: as the settings say."""
         self.serving = ServedBases()

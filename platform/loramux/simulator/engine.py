@@ -28,7 +28,7 @@ from loramux.engine.scheduling.scheduler import Scheduler
 from loramux.engine.scheduling.sequence import BASE_SLOT, Step
 from loramux.engine.statistics import ServiceMeter, snapshot
 from loramux.fleet.view import EngineState, EngineView, view_of
-from loramux.simulator.hardware import Device, StepTime, Work
+from loramux.simulator.hardware import Device, StepTime, StepWork
 from loramux.simulator.report import Meter, ServiceGap, Share
 from loramux.simulator.scenario import Scenario, ScenarioError
 
@@ -371,7 +371,7 @@ class SimulatedEngine:
                 self.order.end(event.request_id)
                 del self.opened[event.request_id]
 
-    def _work(self, step: Step) -> Work:
+    def _work(self, step: Step) -> StepWork:
         """The bytes that a step reads and the operations that it computes."""
         tokens = contexts = pairs = 0
         for chunk in step.chunks:
@@ -385,7 +385,7 @@ class SimulatedEngine:
                 digest = self.store.digest_of(slot)
                 adapter_bytes += self._bytes[digest]
                 ranks += rows * self._ranks[digest]
-        return Work(tokens, contexts, pairs, adapter_bytes, ranks)
+        return StepWork(tokens, contexts, pairs, adapter_bytes, ranks)
 
     def _observe_pool(self, seconds: float) -> None:
         share = self.pool_use
@@ -413,8 +413,8 @@ class SimulatedEngine:
     def most_units_per_s(self) -> float:
         """The most that an engine charges one tenant in a second: prefill, decode and loads, each at its fastest."""
         tokens, rows = self.scenario.max_num_batched_tokens, self.scenario.max_num_seqs
-        prefill = tokens / self._step_time.seconds(Work(tokens, tokens, tokens, 0, 0))
-        decode = 2 * rows / self._step_time.seconds(Work(rows, rows, rows, 0, 0))
+        prefill = tokens / self._step_time.seconds(StepWork(tokens, tokens, tokens, 0, 0))
+        decode = 2 * rows / self._step_time.seconds(StepWork(rows, rows, rows, 0, 0))
         loads = self.scenario.device.link_bandwidth / self.scenario.page_bytes
         return prefill + decode + loads * self.scenario.policy.load_units_per_page
 

@@ -257,7 +257,7 @@ MODELS = {
 """Models by name."""
 
 
-class Work(msgspec.Struct, frozen=True, gc=False):
+class StepWork(msgspec.Struct, frozen=True, gc=False):
     """The work of one step."""
 
     num_tokens: int
@@ -287,7 +287,7 @@ class StepTime:
         self._peer_bandwidth = device.peer_bandwidth
         self._reductions_s = model.num_reductions * device.reduction_latency_s
 
-    def seconds(self, work: Work, link_bandwidth: float = 0.0) -> float:
+    def seconds(self, work: StepWork, link_bandwidth: float = 0.0) -> float:
         """Seconds that `work` takes while adapters arrive at `link_bandwidth`, which the memory must write as well."""
         read = self._active_bytes + self._kv_bytes * work.context_tokens + work.adapter_bytes
         flops = (

@@ -27,7 +27,7 @@ class Goals(msgspec.Struct, frozen=True, kw_only=True):
     itl_ms: float = 100.0
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
+class PlannedSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings that a trial simulates."""
 
     max_num_batched_tokens: int = 2048
@@ -41,7 +41,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
     """Settings, and what the simulator says of them."""
 
-    settings: Settings
+    settings: PlannedSettings
     ttft_ms_p50: float
     ttft_ms_p99: float
     itl_ms_p50: float
@@ -90,7 +90,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "block_size": (8, 32),
     "class_shares": ((4.0, 2.0, 1.0), (16.0, 4.0, 1.0)),
 }
-"""Beside what `Settings` begins with."""
+"""Beside what `PlannedSettings` begins with."""
 
 
 class Planner:
@@ -101,14 +101,14 @@ class Planner:
         self._model = model
         self._arrivals = arrivals
         self._goals = goals
-        self._tried: dict[Settings, Trial] = {}
+        self._tried: dict[PlannedSettings, Trial] = {}
         """One engine each, with its part of the traffic."""
         self._fleets: list[Trial] = []
         """All engines, behind the router."""
         classes = {source.service_class for source in arrivals.sources}
         self._choices = {knob: c for knob, c in _CHOICES.items() if knob != "class_shares" or len(classes) > 1}
         least = model.least_block_size
-        self._first = Settings(block_size=max(Settings().block_size, 1 << (least - 1).bit_length()))
+        self._first = PlannedSettings(block_size=max(PlannedSettings().block_size, 1 << (least - 1).bit_length()))
         self._choices["block_size"] = tuple(
             size for size in _CHOICES["block_size"] if size >= least and size != self._first.block_size
         )
@@ -174,7 +174,7 @@ class Planner:
             best = min([best, *others], key=self._rank)
         return best
 
-    def _variants(self, settings: Settings, knob: str) -> Iterator[Settings]:
+    def _variants(self, settings: PlannedSettings, knob: str) -> Iterator[PlannedSettings]:
         for choice in self._choices[knob]:
             yield msgspec.structs.replace(settings, **{knob: choice})
 
@@ -183,14 +183,14 @@ class Planner:
         excess = trial.excess(self._goals)
         return max(excess, 1.0), excess + trial.preemption_rate
 
-    def _try(self, settings: Settings, on_trial: Callable[[Trial], None]) -> Trial:
+    def _try(self, settings: PlannedSettings, on_trial: Callable[[Trial], None]) -> Trial:
         if settings not in self._tried:
             simulation = Simulation(self._scenario(settings, 1), self._arrivals.on_engine(0, settings.gpus))
             trial = self._tried[settings] = self._trial(settings, simulation, 1)
             on_trial(trial)
         return self._tried[settings]
 
-    def _scenario(self, settings: Settings, engines: int) -> Scenario:
+    def _scenario(self, settings: PlannedSettings, engines: int) -> Scenario:
         scenario = Scenario(
             duration_s=max(1e-3, float(self._arrivals.at[-1])),
             device=self._device,
@@ -206,7 +206,7 @@ class Planner:
             raise ScenarioError(_refusal(scenario))
         return scenario
 
-    def _trial(self, settings: Settings, simulation: Simulation, simulated: int) -> Trial:
+    def _trial(self, settings: PlannedSettings, simulation: Simulation, simulated: int) -> Trial:
         report = simulation.run()
         tokens_per_s = report.throughput_tokens_per_s * settings.gpus / simulated
         dollars = self._device.dollars_per_hour * settings.gpus

@@ -2,8 +2,8 @@
 
 Times are counted to the microsecond, so every quantile is exact, in memory that does not grow with the tokens. VTC
 (OSDI 2024) calls the service gap the accumulated service difference of backlogged clients: the largest difference, over
-any interval in which two parties both waited, between what they received. A `Timeline` samples the pool, the queue and
-the tenants' tokens; `plot_report` draws it.
+any interval in which two parties both waited, between what they received. A `SimulatedTimeline` samples the pool, the
+queue and the tenants' tokens; `plot_report` draws it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from loramux.engine.scheduling.fairness import VirtualTokenCounter
 from loramux.engine.scheduling.queue import RequestQueue
 from loramux.engine.scheduling.sequence import Step
 from loramux.simulator.scenario import ScenarioError
-from loramux.simulator.traffic import Source
+from loramux.simulator.traffic import TrafficSource
 
 
 class Quantiles(msgspec.Struct, frozen=True):
@@ -123,7 +123,7 @@ class Meter:
         self.last_token_at = 0.0
         self._runs: dict[str, _Run] = {}
 
-    def arrive(self, request_id: str, at: float, source: Source, output_tokens: int) -> None:
+    def arrive(self, request_id: str, at: float, source: TrafficSource, output_tokens: int) -> None:
         """A request that will generate `output_tokens` came `at`, which may be before the loop saw it."""
         token = TokenEvent(request_id=request_id, token_id=0)
         self._runs[request_id] = _Run(self.tallies[source.tenant], at, source.deadline_s, output_tokens, token)
@@ -257,7 +257,7 @@ class TenantReport(msgspec.Struct, frozen=True, kw_only=True):
     in_deadline: float | None
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of one simulation; the same scenario gives the same ones."""
 
     throughput_tokens_per_s: float
@@ -343,7 +343,7 @@ class TimelinePoint:
 
 
 @dataclass(slots=True)
-class Timeline:
+class SimulatedTimeline:
     """Looks at least `interval` seconds of simulated time apart."""
 
     interval: float
@@ -364,7 +364,7 @@ class Timeline:
         self.moments.append(TimelinePoint(now, pool_use, *counts, tokens))
 
 
-def plot_report(course: Timeline, title: str, path: Path) -> None:
+def plot_report(course: SimulatedTimeline, title: str, path: Path) -> None:
     """Tokens by tenant, requests and the pool over time, as a picture file.
 
     Raises ScenarioError where matplotlib is missing or the file's kind is unknown.

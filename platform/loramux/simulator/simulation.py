@@ -19,7 +19,7 @@ from loramux.fleet.router import Router, RoutingRequest, place_pins
 from loramux.fleet.shares import ShareExchange
 from loramux.fleet.view import EngineState, EngineView
 from loramux.simulator.engine import NEVER, SimulatedEngine
-from loramux.simulator.report import FleetGap, Meter, Report, Share, Timeline, overall, tenant_report
+from loramux.simulator.report import FleetGap, Meter, Share, SimulatedTimeline, SimulationReport, overall, tenant_report
 from loramux.simulator.scenario import Loss, Scenario
 from loramux.simulator.traffic import Arrivals, draw_arrivals
 
@@ -96,7 +96,7 @@ class Simulation:
         self._ranks = {ref.digest: rank for ref, rank in drawn.adapters.items()}
         self.engines = [self._start(f"engine-{number}", 0.0) for number in range(scenario.engines)]
         self.routers = [ROUTERS[scenario.routing]() for _ in range(scenario.fronts)]
-        self.timeline = Timeline(interval=scenario.duration_s / 500)
+        self.timeline = SimulatedTimeline(interval=scenario.duration_s / 500)
         self.sent_to: list[int] = []
         """The engine of every request, in order of arrival; of those that were sent twice, the first."""
         self._coming = drawn.requests()
@@ -116,7 +116,7 @@ class Simulation:
         """The first engine; in most scenarios it is the only one."""
         return self.engines[0]
 
-    def run(self, progress: Callable[[int], None] = lambda _: None) -> Report:
+    def run(self, progress: Callable[[int], None] = lambda _: None) -> SimulationReport:
         """Run to the end; `progress` gets the number of newly answered requests. Raises Stalled if an engine stops."""
         self.preload()
         reported = 0
@@ -265,7 +265,7 @@ class Simulation:
         """Loads of adapters on all engines, those that died included."""
         return self._past_loads + sum(sum(engine.store.num_loads.values()) for engine in self.engines)
 
-    def report(self) -> Report:
+    def report(self) -> SimulationReport:
         """The figures so far."""
         tallies = self.meter.tallies
         everyone = overall(tallies.values())
@@ -275,7 +275,7 @@ class Simulation:
         counters = [engine.scheduler.state.counters for engine in self.engines]
         preemptions = self._past_preemptions + sum(counter.preemptions for counter in counters)
         swapped = self._past_swapped + sum(counter.kv_pages_swapped_out for counter in counters)
-        return Report(
+        return SimulationReport(
             throughput_tokens_per_s=(everyone.prompt_tokens + everyone.output_tokens) / seconds if seconds else 0.0,
             ttft_ms=everyone.ttft_ms,
             itl_ms=everyone.itl_ms,

@@ -24,7 +24,7 @@ from loramux.simulator.scenario import Client, ScenarioError, arrival_times, cho
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class TrafficSource:
     """The properties that requests of one tenant and adapter share."""
 
     tenant: str
@@ -40,7 +40,7 @@ class Source:
 class Arrivals:
     """Requests in order of arrival, as columns."""
 
-    sources: list[Source]
+    sources: list[TrafficSource]
     source: np.ndarray
     """int64[n], index into `sources`."""
     at: np.ndarray
@@ -90,7 +90,7 @@ class Arrivals:
         place = before[sources] + counts[sources] * (turn * 0.6180339887498949 % 1.0)
         return self.only(place * engines // len(self) == engine)
 
-    def requests(self) -> Iterator[tuple[float, Source, int, Request]]:
+    def requests(self) -> Iterator[tuple[float, TrafficSource, int, Request]]:
         """(arrival, source, tokens it will generate, request); no two prompts begin alike: none hits a cache."""
         columns = (self.source, self.at, self.prompt_tokens, self.output_tokens, self.max_tokens)
         rows = zip(*(column.tolist() for column in columns), strict=True)
@@ -115,7 +115,7 @@ def draw_arrivals(clients: Iterable[Client], duration_s: float, seed: int) -> Ar
     Raises ScenarioError where none arrives.
     """
     parts = [_draw(client, duration_s, np.random.default_rng([seed, index])) for index, client in enumerate(clients)]
-    sources: list[Source] = []
+    sources: list[TrafficSource] = []
     offsets = []
     for part in parts:
         offsets.append(len(sources))
@@ -161,14 +161,15 @@ def _times(client: Client, duration: float, rng: np.random.Generator) -> np.ndar
     return at[at < duration]
 
 
-def _sources(client: Client) -> list[Source]:
+def _sources(client: Client) -> list[TrafficSource]:
     names = [client.tenant] if client.tenants == 1 else [f"{client.tenant}-{i}" for i in range(client.tenants)]
     common = (client.service_class, client.weight, client.deadline_s, client.preload)
     if not client.adapters:
-        return [Source(name, None, 0, *common) for name in names]
+        return [TrafficSource(name, None, 0, *common) for name in names]
     refs = [AdapterRef(f"{client.tenant}/{i}", "") for i in range(client.adapters)]
     return [
-        Source(names[i % len(names)], ref, client.ranks[i % len(client.ranks)], *common) for i, ref in enumerate(refs)
+        TrafficSource(names[i % len(names)], ref, client.ranks[i % len(client.ranks)], *common)
+        for i, ref in enumerate(refs)
     ]
 
 
@@ -245,7 +246,7 @@ def _lines(path: Path, rows: Iterator[Any], *, strict: bool) -> list[LoggedReque
 
 
 def _of_log(requests: list[LoggedRequest]) -> Arrivals:
-    numbers: dict[Source, int] = {}
+    numbers: dict[TrafficSource, int] = {}
     first = min(request.arrival_s for request in requests)
     ordered = sorted(requests, key=lambda request: request.arrival_s)
     columns = [
@@ -262,6 +263,6 @@ def _of_log(requests: list[LoggedRequest]) -> Arrivals:
     return Arrivals(list(numbers), source, at, prompts, outputs, most)
 
 
-def _source(request: LoggedRequest) -> Source:
+def _source(request: LoggedRequest) -> TrafficSource:
     adapter = AdapterRef(f"{request.tenant}/{request.adapter}", "") if request.adapter else None
-    return Source(request.tenant, adapter, request.rank, request.service_class, request.weight, None, False)
+    return TrafficSource(request.tenant, adapter, request.rank, request.service_class, request.weight, None, False)

@@ -22,10 +22,10 @@ from loramux_adapters.convert.base_dependent import nearest_divisor
 from loramux_adapters.convert.conversion import CONVERTERS, convert_adapter
 from loramux_adapters.convert.self_contained import factorization
 from loramux_adapters.errors import AdapterRejected
-from loramux_adapters.plan import Limits, validate_adapter
+from loramux_adapters.plan import PlanLimits, validate_adapter
 from loramux_adapters.weights import AdapterWeights, load_adapter
 
-LIMITS = Limits(max_rank=96, max_bytes=64 << 20)
+LIMITS = PlanLimits(max_rank=96, max_bytes=64 << 20)
 
 
 def converted(base: Path, folder: Path, into: Path) -> AdapterWeights:

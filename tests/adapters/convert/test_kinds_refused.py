@@ -21,9 +21,9 @@ from loramux_adapters.config import CONVERTED, UNSUPPORTED_KINDS, parse_adapter_
 from loramux_adapters.convert import conversion
 from loramux_adapters.convert.conversion import CONVERTERS, convert_adapter, known_fields
 from loramux_adapters.errors import AdapterRejected
-from loramux_adapters.plan import Limits
+from loramux_adapters.plan import PlanLimits
 
-LIMITS = Limits(max_rank=96, max_bytes=1 << 30)
+LIMITS = PlanLimits(max_rank=96, max_bytes=1 << 30)
 SERVED = ("LORA", "IA3")
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -83,7 +83,7 @@ def spoiled(folder: Path, into: Path, fields: dict[str, Any], change: Callable[[
     return into
 
 
-def refusal_of(folder: Path, described: BaseDescription, limits: Limits = LIMITS) -> AdapterRejected:
+def refusal_of(folder: Path, described: BaseDescription, limits: PlanLimits = LIMITS) -> AdapterRejected:
     (folder / "into").mkdir()
     with pytest.raises(AdapterRejected) as caught:
         convert_adapter(folder, folder / "into", described, limits)
@@ -187,13 +187,13 @@ def test_kinds_copies_of_shared_tensors_are_optional(saved, described, tmp_path:
 
 
 def test_kinds_rank_above_the_limit_names_the_way_out(saved, described, tmp_path: Path) -> None:
-    refusal = refusal_of(spoiled(saved["loha"], tmp_path / "x", {}), described, Limits(max_rank=8))
+    refusal = refusal_of(spoiled(saved["loha"], tmp_path / "x", {}), described, PlanLimits(max_rank=8))
     assert refusal.code == "rank_too_large"
     assert all(part in refusal.message for part in ("LOHA", "rank 9", "up to 8", "peft.save_as_lora"))
 
 
 def test_kinds_rotation_of_a_large_linear_names_its_rank_and_the_way_out(saved, described, tmp_path: Path) -> None:
-    refusal = refusal_of(spoiled(saved["oft"], tmp_path / "x", {}), described, Limits(max_rank=32))
+    refusal = refusal_of(spoiled(saved["oft"], tmp_path / "x", {}), described, PlanLimits(max_rank=32))
     assert refusal.code == "rank_too_large"
     parts = ("OFT", "rank 64", "up to 32", "a side of at most 32", "peft.LoraConfig")
     assert all(part in refusal.message for part in parts)
@@ -201,7 +201,7 @@ def test_kinds_rotation_of_a_large_linear_names_its_rank_and_the_way_out(saved, 
 
 def test_kinds_lora_larger_than_the_limit_is_not_written(saved, described, tmp_path: Path) -> None:
     limit = (saved["loha"] / WEIGHTS).stat().st_size
-    refusal = refusal_of(spoiled(saved["loha"], tmp_path / "x", {}), described, Limits(max_bytes=limit))
+    refusal = refusal_of(spoiled(saved["loha"], tmp_path / "x", {}), described, PlanLimits(max_bytes=limit))
     assert refusal.code == "weights_too_large"
 
 
@@ -239,4 +239,4 @@ def test_kinds_any_configuration_is_converted_or_refused(
     (folder / WEIGHTS).write_bytes((saved["loha"] / WEIGHTS).read_bytes())
     (folder / "into").mkdir()
     with pytest.raises(AdapterRejected):
-        convert_adapter(folder, folder / "into", described, Limits(max_rank=2))
+        convert_adapter(folder, folder / "into", described, PlanLimits(max_rank=2))

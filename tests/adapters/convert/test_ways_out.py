@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from loramux_adapters.config import UNSUPPORTED_KINDS
 from loramux_adapters.errors import AdapterRejected
-from loramux_adapters.plan import Limits, validate_adapter
+from loramux_adapters.plan import PlanLimits, validate_adapter
 
-LIMITS = Limits(max_rank=96, max_bytes=1 << 30)
+LIMITS = PlanLimits(max_rank=96, max_bytes=1 << 30)
 
 
 @pytest.mark.parametrize("init", ["pissa", "olora"])

@@ -21,10 +21,10 @@ from loramux.accounts.webhooks.dispatcher import LEASE, MAX_VISITS_PER_TENANT, _
 from loramux.accounts.webhooks.endpoints import (
     Endpoint,
     EndpointNotFound,
-    Endpoints,
     InvalidEndpoint,
     TooManyEndpoints,
     TooManyTests,
+    WebhookEndpoints,
     WebhookService,
 )
 from loramux.accounts.webhooks.messages import endpoint_secret, write_secret
@@ -96,7 +96,7 @@ class Harness:
         client = httpx.AsyncClient(transport=httpx.MockTransport(self.receiver))
         self.webhooks = WebhookService(database, client, PEPPER, OPEN)
 
-    def endpoints(self, who: Principal) -> Endpoints:
+    def endpoints(self, who: Principal) -> WebhookEndpoints:
         return self.webhooks.endpoints(self.tenants.changes_by(who), who)
 
     async def listen(self, who: Principal, host: str, *kinds: str) -> Endpoint:
@@ -323,7 +323,7 @@ REFUSED = {
 
 async def test_webhook_address_that_is_not_public_is_refused(harness: Harness, enrol: Enrol) -> None:
     acme = await enrol("acme")
-    endpoints = Endpoints(harness.tenants.changes_by(acme), acme.tenant, WebhookSettings(), Resolver("test"))
+    endpoints = WebhookEndpoints(harness.tenants.changes_by(acme), acme.tenant, WebhookSettings(), Resolver("test"))
     for address, told in REFUSED.items():
         with pytest.raises(InvalidEndpoint, match=told):
             await endpoints.create(address)

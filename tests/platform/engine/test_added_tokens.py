@@ -16,7 +16,7 @@ from loramux.catalog.validation.files import examine
 from loramux.catalog.validation.jobs import FilesJob, FilesSetup
 from loramux_adapters.base import describe_base
 from loramux_adapters.errors import AdapterRejected
-from loramux_adapters.plan import CONFIG_NAME, WEIGHTS_NAME, Limits, validate_adapter
+from loramux_adapters.plan import CONFIG_NAME, WEIGHTS_NAME, PlanLimits, validate_adapter
 
 BASE_TOKENS, ADDED = 97, 8
 NEW = tuple(range(BASE_TOKENS, BASE_TOKENS + ADDED))
@@ -119,7 +119,7 @@ def test_added_tokens_never_come_out_of_another_s_rows(zoo: ResizedZoo) -> None:
 def test_added_tokens_are_counted_by_the_report(zoo: ResizedZoo) -> None:
     setup = FilesSetup(base=describe_base(zoo.base), base_names=("base",), serving="F32")
     for name in ("saved", "copied", "trained tokens", "cut", "plain"):
-        report = examine(FilesJob(folder=str(zoo.adapters / name), limits=Limits()), setup)
+        report = examine(FilesJob(folder=str(zoo.adapters / name), limits=PlanLimits()), setup)
         assert report.refusal is None, report.refusal
         assert report.found is not None
         assert report.found.tokens == zoo.sizes.get(name, BASE_TOKENS)
@@ -127,7 +127,7 @@ def test_added_tokens_are_counted_by_the_report(zoo: ResizedZoo) -> None:
 
 def _refusal(zoo: ResizedZoo, folder: Path) -> AdapterRejected:
     with pytest.raises(AdapterRejected) as caught:
-        validate_adapter(folder, describe_base(zoo.base), Limits())
+        validate_adapter(folder, describe_base(zoo.base), PlanLimits())
     return caught.value
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from scheduler_harness import Harness
 
-from loramux.engine.memory.ranking import Ranking
+from loramux.engine.memory.ranking import RankedItems
 from loramux.engine.messages import ServiceClass
 from loramux.engine.scheduling.fairness import FairQueue, VirtualTokenCounter
 from loramux.engine.scheduling.policy import Policy
@@ -19,7 +19,7 @@ PAGES_OF_BOTH_ADAPTERS = 5
 
 def test_ranking_repairs_grown_ranks_and_keeps_order_among_equals() -> None:
     a, b, c = VirtualTokenCounter(), VirtualTokenCounter(), VirtualTokenCounter()
-    ranking: Ranking[VirtualTokenCounter, float] = Ranking(lambda account: account.served)
+    ranking: RankedItems[VirtualTokenCounter, float] = RankedItems(lambda account: account.served)
     for account in (a, b, c):
         ranking.put(account)
     assert ranking.first() is a

@@ -19,7 +19,7 @@ from loramux.catalog.validation.checkpoint_files import read_parameter
 from loramux_adapters.base import describe_base
 from loramux_adapters.convert.conversion import convert_adapter
 from loramux_adapters.errors import AdapterRejected
-from loramux_adapters.plan import CONFIG_NAME, WEIGHTS_NAME, Limits, validate_adapter
+from loramux_adapters.plan import CONFIG_NAME, WEIGHTS_NAME, PlanLimits, validate_adapter
 
 Tensors = dict[str, torch.Tensor]
 EMBEDDING, HEAD = "base_model.model.model.embed_tokens.weight", "base_model.model.lm_head.weight"
@@ -68,7 +68,7 @@ def test_copies_of_the_base_beside_a_lora_are_dropped(zoo: FormatZoo) -> None:
 def test_copies_that_differ_from_the_base_are_refused(zoo: FormatZoo) -> None:
     other = copies(zoo)[EMBEDDING] * 1.01
     folder = variant(zoo, "plain", "resaved", lambda tensors: tensors | {EMBEDDING: other})
-    validate_adapter(folder, describe_base(zoo.base), Limits(max_rank=64))  # the files alone cannot tell
+    validate_adapter(folder, describe_base(zoo.base), PlanLimits(max_rank=64))  # the files alone cannot tell
     with pytest.raises(AssertionError, match=r"embed_tokens.* not this base's"):
         served(zoo, "resaved")
 
@@ -102,7 +102,7 @@ def test_pair_with_one_missing_tensor_is_refused(zoo: FormatZoo) -> None:
     key = "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"
     folder = variant(zoo, "plain", "half", lambda tensors: {k: v for k, v in tensors.items() if k != key})
     with pytest.raises(AdapterRejected) as caught:
-        validate_adapter(folder, describe_base(zoo.base), Limits(max_rank=64))
+        validate_adapter(folder, describe_base(zoo.base), PlanLimits(max_rank=64))
     assert (caught.value.code, caught.value.field) == ("tensors_missing", key)
 
 
@@ -115,7 +115,7 @@ def test_factors_taken_from_the_base_as_saved_are_served(zoo: FormatZoo, init: s
         zoo.adapters / init,
         into,
         describe_base(zoo.base),
-        Limits(max_rank=64),
+        PlanLimits(max_rank=64),
         lambda module: read_parameter(str(zoo.base), f"{module}.weight"),
     )
     assert served(zoo, into.name) == of_peft(zoo, init) != of_peft(zoo, None)
@@ -124,7 +124,7 @@ def test_factors_taken_from_the_base_as_saved_are_served(zoo: FormatZoo, init: s
 def test_random_start_of_pissa_is_refused_with_the_way_out(zoo: FormatZoo) -> None:
     folder = variant(zoo, "plain", "random", lambda tensors: tensors, {"init_lora_weights": "pissa_niter_4"})
     with pytest.raises(AdapterRejected, match="path_initial_model_for_weight_conversion") as caught:
-        validate_adapter(folder, describe_base(zoo.base), Limits(max_rank=64))
+        validate_adapter(folder, describe_base(zoo.base), PlanLimits(max_rank=64))
     assert caught.value.field == "init_lora_weights"
 
 

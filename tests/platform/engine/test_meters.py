@@ -8,7 +8,7 @@ from scheduler_harness import Harness
 from loramux.engine.messages import ServiceClass
 from loramux.engine.metrics import Histogram
 from loramux.engine.scheduling.policy import Policy
-from loramux.engine.statistics import LABELLED_TENANTS, OTHERS, ServiceMeter, Timeline
+from loramux.engine.statistics import LABELLED_TENANTS, OTHERS, ServiceMeter, StepTimeline
 
 PACE = (1.0, 0.0)
 
@@ -108,7 +108,7 @@ def test_service_gap_is_between_tenants_that_wait() -> None:
 def test_timeline_has_a_step_a_second_by_revision_and_class(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("loramux.engine.statistics.LABELLED_ROWS", 2)
     harness = Harness(num_pages=40, max_num_seqs=8, max_tokens=64, pace=PACE)
-    timeline = Timeline(harness.scheduler.state.counters, 1_000.0)
+    timeline = StepTimeline(harness.scheduler.state.counters, 1_000.0)
     for adapter in ("a", "b", "c"):
         harness.submit(f"of {adapter}", 4, 8, adapter=adapter)
     harness.submit("base", 5, 8, service_class=ServiceClass.BATCH)

@@ -25,8 +25,8 @@ from loramux.engine.execution.cuda_graphs import host_syncs_of
 from loramux_adapters.bank import AdapterBank, Site
 from loramux_adapters.base import describe_base
 from loramux_adapters.errors import AdapterRejected
-from loramux_adapters.experts import ExpertLinear, ExpertRuns, Experts, Router
-from loramux_adapters.plan import CONFIG_NAME, Limits, validate_adapter
+from loramux_adapters.experts import ExpertLinear, ExpertRouter, ExpertRuns, Experts
+from loramux_adapters.plan import CONFIG_NAME, PlanLimits, validate_adapter
 from loramux_kernels.mixture import route
 from loramux_kernels.tables import Segments
 
@@ -167,7 +167,7 @@ def test_mixture_router_finds_its_dtype_wherever_logits_stand(tmp_path: Path, or
     forward = gate.forward
     gate.forward = lambda hidden: tuple(forward(hidden)[place] for place in order)
     bank = AdapterBank(torch.empty(64), 64, {}, max_rank=1, max_slots=1)
-    got = Router(gate, Site(0, 64, len(gate.weight)), bank)(x)
+    got = ExpertRouter(gate, Site(0, 64, len(gate.weight)), bank)(x)
     for place, part in zip(order, got, strict=True):
         torch.testing.assert_close(part, wanted[place])
 
@@ -223,7 +223,7 @@ def test_mixture_adapter_that_does_not_fit_is_refused_by_its_field(zoo: FormatZo
     document = json.loads((tmp_path / CONFIG_NAME).read_text())
     (tmp_path / CONFIG_NAME).write_text(json.dumps(document | fields))
     with pytest.raises(AdapterRejected) as caught:
-        validate_adapter(tmp_path, describe_base(zoo.base), Limits(max_rank=64))
+        validate_adapter(tmp_path, describe_base(zoo.base), PlanLimits(max_rank=64))
     assert (caught.value.code, caught.value.field) == (code, field)
 
 
@@ -232,7 +232,7 @@ def test_mixture_adapter_of_experts_passes_the_parity_check(zoo: FormatZoo, tmp_
     shutil.copytree(zoo.adapters / "all-linear", tmp_path / "upload")
     settings = Settings(model=ModelSettings(path=str(zoo.base), served_model_name="base"))
     with closing(Validator(settings, describe_base(zoo.base), "float32")) as validator:
-        report = validator.examine(tmp_path / "upload", Limits(max_rank=64))
+        report = validator.examine(tmp_path / "upload", PlanLimits(max_rank=64))
     assert report.refusal is None
     assert {check.name: check.outcome for check in report.checks}["parity_of_tokens"] == "passed"
     assert report.found is not None

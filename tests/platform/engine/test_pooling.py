@@ -25,7 +25,7 @@ from loramux.engine.messages import Request, SamplingParams, TokenEvent
 from loramux.engine.scheduling.sequence import Chunk, Sequence
 from loramux_adapters.bank import PagedRows
 from loramux_adapters.convert.renaming import rename_adapter
-from loramux_adapters.plan import Limits
+from loramux_adapters.plan import PlanLimits
 from loramux_adapters.weights import Matrix, MatrixKind
 
 TOLERANCE = 1e-5
@@ -179,7 +179,7 @@ def test_adapter_for_vectors_is_renamed_and_pefts(zoo: Zoo) -> None:
     adapter = TaskAdapter(zoo.base, uploaded, 5)
     served.mkdir()
     loaded, settings = load(zoo.base, max_num_batched_tokens=16)
-    assert rename_adapter(uploaded, served, loaded.base, Limits()).renamed == len(list(adapter_tensors(uploaded)))
+    assert rename_adapter(uploaded, served, loaded.base, PlanLimits()).renamed == len(list(adapter_tensors(uploaded)))
     (text,) = prompts(1, (40,))
     asked = [pooled(zoo, how, "vectors", text, how) for how in ("last", "mean")]
     events = run(build_engine(loaded, settings, wake=lambda: None), asked)

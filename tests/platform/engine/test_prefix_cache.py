@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from scheduler_harness import INVOCATION, Harness, ManualHost
 
 from loramux.engine.memory.pages import PageUse
-from loramux.engine.memory.ranking import Ranking
+from loramux.engine.memory.ranking import RankedItems
 from loramux.engine.messages import ServiceClass
 from loramux.engine.scheduling.policy import Policy
 
@@ -408,7 +408,7 @@ def test_eviction_preview_names_what_goes_next_and_changes_nothing() -> None:
 
 def test_ranking_peek_is_what_first_would_give_in_turn() -> None:
     ranks = {item: (item * 37) % 101 for item in range(101)}
-    ranking: Ranking[int, int] = Ranking(ranks.__getitem__)
+    ranking: RankedItems[int, int] = RankedItems(ranks.__getitem__)
     for item in ranks:
         ranking.put(item)
     for item in range(0, 100, 3):

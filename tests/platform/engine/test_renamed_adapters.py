@@ -19,12 +19,12 @@ from loramux_adapters.base import describe_base, expert_weights
 from loramux_adapters.convert.renaming import Renaming, rename_adapter
 from loramux_adapters.errors import AdapterRejected
 from loramux_adapters.names import TensorNames
-from loramux_adapters.plan import CONFIG_NAME, WEIGHTS_NAME, Limits
+from loramux_adapters.plan import CONFIG_NAME, WEIGHTS_NAME, PlanLimits
 
 Tensors = dict[str, torch.Tensor]
 PREFIX = "base_model.model."
 PROMPTS = (tuple(range(5, 22)), (40, 7, 7, 91, 3))
-LIMITS = Limits(max_rank=64)
+LIMITS = PlanLimits(max_rank=64)
 OLD = {
     "gpt_oss": ("mlp", {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}),
     "mixtral": ("block_sparse_moe", {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}),

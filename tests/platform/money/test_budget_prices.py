@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from loramux.common.identity import TenantId
 from loramux.common.units import DAY, TokenCounts
 from loramux.data.records.requests import OpenedRequest
-from loramux.money.billing.catalog import Plan, PlanTariff, Subscriptions
+from loramux.money.billing.catalog import PlanTariff, PricePlan, Subscriptions
 from loramux.money.limits.budgets import ChargedUsage
-from loramux.money.pricing import METERS, Currency, Price, Step
+from loramux.money.pricing import METERS, Currency, Price, PriceStep
 from loramux.money.usage.settlement import Settlement
 
 TENANT = TenantId("t")
@@ -18,10 +18,10 @@ TENANT = TenantId("t")
 
 def subscriptions(nanos: list[int], per: int, valid_from: int = 0) -> Subscriptions:
     prices = tuple(
-        Price(id=m, plan_id="p", meter=m, valid_from=valid_from, per=per, steps=(Step(0, 0), Step(10, n)))
+        Price(id=m, plan_id="p", meter=m, valid_from=valid_from, per=per, steps=(PriceStep(0, 0), PriceStep(10, n)))
         for m, n in zip(METERS, nanos, strict=False)
     )
-    return Subscriptions(((0, Plan(id="p", name="p", currency=Currency.of("USD"), minimum=0, prices=prices)),))
+    return Subscriptions(((0, PricePlan(id="p", name="p", currency=Currency.of("USD"), minimum=0, prices=prices)),))
 
 
 def request(prompt: int = 10, most: int = 5, adapter: str | None = "sha256:a") -> OpenedRequest:

@@ -13,7 +13,7 @@ from loramux.money.billing.invoices import Tax
 from loramux.money.pricing import (
     Currency,
     Price,
-    Step,
+    PriceStep,
     UnknownCurrency,
     allocate,
     charge,
@@ -31,7 +31,7 @@ NANO = Decimal(10) ** -9
 
 def price(*steps: tuple[int, int], **changes: object) -> Price:
     facts = {"id": "p", "plan_id": "plan", "meter": "output", "valid_from": 0, "per": 1_000_000}
-    return Price(**facts | changes, steps=tuple(Step(*step) for step in steps or ((0, 200_000_000),)))
+    return Price(**facts | changes, steps=tuple(PriceStep(*step) for step in steps or ((0, 200_000_000),)))
 
 
 @st.composite

@@ -18,7 +18,7 @@ from loramux.money.billing.errors import InvalidPlan
 from loramux.money.billing.service import BillingService
 from loramux.money.limits.errors import RequestTooLarge, TooManyRunning
 from loramux.money.limits.limits import Limits
-from loramux.money.pricing import Price, Step, price_for
+from loramux.money.pricing import Price, PriceStep, price_for
 from loramux.money.usage.service import UsageService
 from loramux.money.usage.settlement import Settlement
 
@@ -67,7 +67,7 @@ def test_charged_tier_names_the_tenants_tier_and_the_requests() -> None:
 )
 def test_price_of_the_closest_tier_applies(charged: str, priced: str) -> None:
     prices = [
-        Price(id=tier, plan_id="p", meter="output", tier=tier, valid_from=0, steps=(Step(0, 1),))
+        Price(id=tier, plan_id="p", meter="output", tier=tier, valid_from=0, steps=(PriceStep(0, 1),))
         for tier in ("gold/batch", "*", "*/batch", "gold")
     ]
     assert price_for(prices, "output", "base", charged, 0).id == priced

@@ -19,7 +19,7 @@ from loramux.data.records.ledger import LedgerRow
 from loramux.data.records.requests import OpenedRequest, RequestRow
 from loramux.money.usage.errors import RequestRefused, UnknownRequest, UsageClosed
 from loramux.money.usage.service import UsageService
-from loramux.money.usage.settlement import EndedBy, Operation, Outcome, Settlement, SettlementWriter
+from loramux.money.usage.settlement import EndedBy, Settlement, SettlementOutcome, SettlementWriter, UsageOperation
 
 pytestmark = pytest.mark.anyio
 
@@ -302,7 +302,9 @@ async def test_settlement_with_a_lost_commit_answer_is_billed_once(
     """The connection breaks after the commit: the writer cannot know, and tries the whole batch again."""
     commit, lost = SettlementWriter.commit, []
 
-    async def commit_and_lose(self: SettlementWriter, batch: Sequence[Operation]) -> list[Outcome | Exception]:
+    async def commit_and_lose(
+        self: SettlementWriter, batch: Sequence[UsageOperation]
+    ) -> list[SettlementOutcome | Exception]:
         outcomes = await commit(self, batch)
         if len(lost) < 2:
             lost.append(batch)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from loramux.simulator.report import Report
+from loramux.simulator.report import SimulationReport
 from loramux.simulator.scenario import load_scenario
 from loramux.simulator.simulation import Simulation
 
 
-def simulate(name: str, *overrides: str) -> Report:
+def simulate(name: str, *overrides: str) -> SimulationReport:
     return Simulation(load_scenario(name, overrides)).run()
 
 

@@ -13,7 +13,7 @@ from loramux.engine.memory.pages import PageUse
 from loramux.engine.messages import AdapterRef
 from loramux.engine.scheduling.fairness import VirtualTokenCounter
 from loramux.simulator.engine import SimulatedStore, VirtualClock
-from loramux.simulator.hardware import DEVICES, MODELS, WEIGHT_BITS, StepTime, Work
+from loramux.simulator.hardware import DEVICES, MODELS, WEIGHT_BITS, StepTime, StepWork
 from loramux.simulator.report import ServiceGap, Times, plot_report
 from loramux.simulator.scenario import load_scenario, make_scenario
 from loramux.simulator.simulation import Simulation
@@ -103,9 +103,9 @@ def test_the_cpu_model_agrees_with_the_measured_steps() -> None:
     """Decision 0002: 41 ms, 63 ms with adapters of 0.58 of the base's bytes; 1.3 s for 1,024 tokens of prefill."""
     model = MODELS["qwen2.5-0.5b"]
     time = StepTime(DEVICES["cpu"], model)
-    base = time.seconds(Work(16, 1600, 1600, 0, 0))
-    mixed = time.seconds(Work(16, 1600, 1600, int(0.58 * model.weight_bytes), 16 * 30))
-    prefill = time.seconds(Work(1024, 1024, 1024 * 512, 0, 0))
+    base = time.seconds(StepWork(16, 1600, 1600, 0, 0))
+    mixed = time.seconds(StepWork(16, 1600, 1600, int(0.58 * model.weight_bytes), 16 * 30))
+    prefill = time.seconds(StepWork(1024, 1024, 1024 * 512, 0, 0))
     assert base == pytest.approx(0.041, rel=0.05)
     assert mixed == pytest.approx(0.063, rel=0.05)
     assert prefill == pytest.approx(1.3, rel=0.05)

@@ -79,7 +79,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     disabled_because: str | None
 
 
-class Endpoints:
+class WebhookEndpoints:
     """One tenant's endpoints, changed by one caller."""
 
     def __init__(self, changes: Changes, tenant: TenantId, settings: WebhookSettings, resolver: Resolver) -> None:
@@ -226,9 +226,9 @@ class WebhookService:
         self._tests: Counter[TenantId] = Counter()
         self.dispatcher = WebhookDispatcher(database, client, pepper)
 
-    def endpoints(self, changes: Changes, principal: Principal) -> Endpoints:
+    def endpoints(self, changes: Changes, principal: Principal) -> WebhookEndpoints:
         """Return the caller's own endpoints."""
-        return Endpoints(changes, principal.tenant, self._settings, self._resolver)
+        return WebhookEndpoints(changes, principal.tenant, self._settings, self._resolver)
 
     def secret(self, endpoint: Endpoint) -> str:
         """Return the key that an endpoint's messages are signed with, as `whsec_...`."""

@@ -18,7 +18,7 @@ import httpx
 import msgspec
 
 from loramux.catalog.uploads.errors import InvalidUpload, UploadRejected, UploadTooSlow, rejected
-from loramux.catalog.uploads.parts import FileTooLarge, paced, read_off_loop, write_file
+from loramux.catalog.uploads.parts import UploadFileTooLarge, paced, read_off_loop, write_file
 from loramux.common.bundle import SOURCES
 from loramux.common.identity import Principal
 from loramux.common.jobs import ThreadPool, run_blocking
@@ -141,7 +141,7 @@ class Importer:
             await write_file(self._threads, folder / name, paced(chunks, MIN_BYTES_PER_SECOND, WINDOW_SECONDS), limit)
         except UploadTooSlow:
             raise _unavailable("the bytes came too slowly") from None
-        except FileTooLarge:
+        except UploadFileTooLarge:
             raise rejected("too_large", name, f"'{name}' has more than the {limit} bytes that are taken.") from None
 
 

@@ -51,13 +51,13 @@ from loramux.common.jobs import JobRunner, TenantSlots, ThreadPool
 from loramux.common.sandbox.sandbox import SandboxDied
 from loramux.common.settings.serving import AdapterLimits
 from loramux.common.units import DAY
-from loramux.data.entities import EventDetail, Outcome, Upload
+from loramux.data.entities import EventDetail, Upload, UploadOutcome
 from loramux.data.records.adapters import AdapterRepository, RevisionContent, RevisionRow, Stamp
 from loramux.data.records.aliases import AliasRepository
 from loramux.data.records.contents import register_revision
 from loramux.data.records.database import CONTENTS, Database, advisory_lock
 from loramux.data.records.errors import RecordsError
-from loramux.data.records.uploads import VALIDATING, Part, UploadJob, UploadJobs, UploadRepository
+from loramux.data.records.uploads import VALIDATING, UploadJob, UploadJobs, UploadPart, UploadRepository
 from loramux.data.records.webhooks import REJECTED, EventRepository, stored
 from loramux.data.storage.blobs import BlobStore, files_of
 from loramux.data.storage.objects import StorageError
@@ -154,12 +154,12 @@ class Ingest:
         `base_model`: the base that the caller has named; None: the files decide. The report names the `ignored` files,
         which were announced and not taken.
         """
-        from loramux_adapters.plan import Limits
+        from loramux_adapters.plan import PlanLimits
 
         self.check_base(base_model)
         async with self._database.read() as session:
             quota = await adapter_quota(session, principal, self._limits)
-        limits = Limits(quota.rank, quota.file_bytes, self._limits.max_vocabulary_bytes)
+        limits = PlanLimits(quota.rank, quota.file_bytes, self._limits.max_vocabulary_bytes)
         if quota.modules is not None:
             limits = replace(limits, max_modules=quota.modules)
         try:
@@ -389,7 +389,7 @@ class UploadWorker:
             return system
         return msgspec.structs.replace(system, key_id=upload.submitter.actor, origin=upload.submitter.origin)
 
-    async def _read(self, job: UploadJob) -> tuple[Upload, list[Part]]:
+    async def _read(self, job: UploadJob) -> tuple[Upload, list[UploadPart]]:
         async with self._database.read() as session:
             uploads = UploadRepository(session, job.tenant)
             upload, parts = await uploads.get(job.id), await uploads.parts(job.id)
@@ -401,18 +401,20 @@ class UploadWorker:
         self, job: UploadJob, report: ValidationReport, session: AsyncSession, revision: RevisionRow
     ) -> None:
         """Write the upload's revision, in the transaction that registers it."""
-        outcome = Outcome(revision=revision.number, digest=revision.digest, report=msgspec.json.encode(report).decode())
+        outcome = UploadOutcome(
+            revision=revision.number, digest=revision.digest, report=msgspec.json.encode(report).decode()
+        )
         await self._finish(UploadRepository(session, job.tenant), job.id, outcome)
 
     async def _reject(self, job: UploadJob, refusal: Rejection, report: ValidationReport | None) -> None:
         encoded = None if report is None else msgspec.json.encode(report).decode()
         async with self._database.begin() as session:
             uploads = UploadRepository(session, job.tenant)
-            upload = await self._finish(uploads, job.id, Outcome(error=stored(refusal), report=encoded))
+            upload = await self._finish(uploads, job.id, UploadOutcome(error=stored(refusal), report=encoded))
             detail = EventDetail(upload=job.id, error=stored(refusal))
             await EventRepository(session, job.tenant).add(REJECTED, upload.adapter, detail, self._database.now())
 
-    async def _finish(self, uploads: UploadRepository, id: str, outcome: Outcome) -> Upload:
+    async def _finish(self, uploads: UploadRepository, id: str, outcome: UploadOutcome) -> Upload:
         upload = await uploads.locked(id)
         if upload is None or upload.state != VALIDATING:
             raise UploadSuperseded(f"upload {id} is owned by another server or already finished")

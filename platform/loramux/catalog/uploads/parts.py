@@ -31,7 +31,7 @@ from loramux.common.settings.serving import UploadSettings
 from loramux.common.units import SECOND
 from loramux.data.entities import Upload, UploadFile
 from loramux.data.records.database import Database
-from loramux.data.records.uploads import UPLOADING, Part, UploadRepository
+from loramux.data.records.uploads import UPLOADING, UploadPart, UploadRepository
 from loramux.data.storage.blobs import BlobStore
 from loramux.data.storage.objects import Objects
 
@@ -108,19 +108,19 @@ class PartReceiver:
     async def append_file(self, principal: Principal, upload: Upload, path: Path) -> None:
         """Store a whole local file as the one part of the upload's file of that name."""
         file = _file_at(upload, path.name, 0)
-        part = Part(file=file.name, start=0, size=file.size, object=object_name(upload.id))
+        part = UploadPart(file=file.name, start=0, size=file.size, object=object_name(upload.id))
         await self._threads.run(self._objects.put_file, part.object, path)
         await self._record(principal, upload.id, part)
 
     async def _append(self, principal: Principal, id: str, file: UploadFile, spool: Spool) -> UploadFile:
         path, size = await spool.take()
-        part = Part(file=file.name, start=file.received, size=size, object=object_name(id))
+        part = UploadPart(file=file.name, start=file.received, size=size, object=object_name(id))
         await self._threads.run(self._objects.put_file, part.object, path)
         await self._threads.run(path.unlink)
         await self._record(principal, id, part)
         return UploadFile(name=file.name, size=file.size, sha256=file.sha256, received=part.start + part.size)
 
-    async def _record(self, principal: Principal, id: str, part: Part) -> None:
+    async def _record(self, principal: Principal, id: str, part: UploadPart) -> None:
         try:
             async with self._database.begin() as session:
                 uploads = UploadRepository(session, principal.tenant)
@@ -224,7 +224,7 @@ def visible(principal: Principal, id: str, upload: Upload | None) -> Upload:
 
 
 async def assemble(
-    threads: ThreadPool, objects: Objects, file: UploadFile, parts: Sequence[Part], folder: Path
+    threads: ThreadPool, objects: Objects, file: UploadFile, parts: Sequence[UploadPart], folder: Path
 ) -> None:
     """Write the file into `folder`. Raises UploadRejected where it differs from the announcement."""
     try:
@@ -249,7 +249,7 @@ class WrittenFile(NamedTuple):
     sha256: str
 
 
-class FileTooLarge(Exception):
+class UploadFileTooLarge(Exception):
     """More bytes came than were allowed."""
 
 
@@ -266,7 +266,7 @@ async def write_file(threads: ThreadPool, target: Path, chunks: AsyncIterator[by
         async for data in chunks:
             size += len(data)
             if size > limit:
-                raise FileTooLarge
+                raise UploadFileTooLarge
             await threads.run(append, file, data)
     return WrittenFile(size, running.hexdigest())
 
@@ -277,7 +277,7 @@ async def read_off_loop(threads: ThreadPool, chunks: Iterator[bytes]) -> AsyncIt
         yield data
 
 
-async def _read_parts(threads: ThreadPool, objects: Objects, parts: Sequence[Part]) -> AsyncIterator[bytes]:
+async def _read_parts(threads: ThreadPool, objects: Objects, parts: Sequence[UploadPart]) -> AsyncIterator[bytes]:
     for part in parts:
         async for data in read_off_loop(threads, objects.read(part.object)):
             yield data

@@ -28,7 +28,7 @@ from loramux.common.identity import Principal, new_id
 from loramux.common.jobs import run_blocking
 from loramux.common.settings.serving import AdapterLimits, UploadSettings
 from loramux.common.units import SECOND
-from loramux.data.entities import Outcome, Submitter, Upload, UploadFile
+from loramux.data.entities import Submitter, Upload, UploadFile, UploadOutcome
 from loramux.data.records.database import Database
 from loramux.data.records.uploads import EXPIRED, OPEN, UPLOADING, VALIDATING, UploadRepository
 from loramux.data.storage.blobs import CONFIG_FILE, FILES, WEIGHTS_FILE, BlobStore
@@ -197,7 +197,7 @@ class UploadSessions:
             files=self._checked_files(taken) if source is None else (),
             submitter=None if source is None else _submitter(principal),
             ignored=(*ignored, *request.ignored),
-            outcome=Outcome(),
+            outcome=UploadOutcome(),
             created_at=now,
             expires_at=now + (self._settings.session_seconds if source is None else CHECK_SECONDS) * SECOND,
         )

@@ -18,7 +18,7 @@ from loramux_adapters.weights_file import ITEM_BYTES, TensorInfo
 from loramux_kernels.quantized_weight import Quantization, quantize
 
 if TYPE_CHECKING:
-    from loramux.engine.execution.quantized_checkpoint import Format
+    from loramux.engine.execution.quantized_checkpoint import WeightFormat
 
 _ONE_FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -38,7 +38,7 @@ class BaseFiles:
     modules: Mapping[str, LinearShape]
     quantization: Quantization = "none"
     """How linears are quantized when the base is loaded."""
-    form: Format | None = None
+    form: WeightFormat | None = None
     """How the checkpoint's own linears are quantized."""
 
     @classmethod

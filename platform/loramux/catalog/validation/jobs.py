@@ -14,7 +14,7 @@ from loramux.common.errors import Rejection
 from loramux.common.sandbox.sandbox import ResourceUsage
 from loramux.common.settings.serving import AdapterLimits, Quantization
 from loramux_adapters.base import BaseDescription
-from loramux_adapters.plan import Limits
+from loramux_adapters.plan import PlanLimits
 
 
 class FilesSetup(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,7 +31,7 @@ class FilesJob(msgspec.Struct, frozen=True, kw_only=True):
     """One folder, by its absolute path."""
 
     folder: str
-    limits: Limits
+    limits: PlanLimits
 
 
 class RetiredBase(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,7 +65,7 @@ class ConversionJob(msgspec.Struct, frozen=True, kw_only=True):
 
     folder: str
     into: str
-    limits: Limits
+    limits: PlanLimits
 
 
 class BundleSetup(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,7 +137,7 @@ class ParityJob(msgspec.Struct, frozen=True, kw_only=True):
     """The folder that PEFT reads."""
     served: str
     """The folder that is served: the same, unless the adapter was converted."""
-    limits: Limits
+    limits: PlanLimits
     answers: tuple[EngineAnswer, ...] = ()
     """The serving engine's answers to the report's `to_answer`, and last the base's own to the first of them. With
     answers only these are compared."""
@@ -147,14 +147,14 @@ TOKENS_CHECK = "parity_of_tokens"
 NAMES_CHECK = "names"
 """The check of an adapter whose tensors got other names. PEFT then reads what is served, not what was uploaded."""
 
-Outcome = Literal["passed", "failed", "not_run"]
+CheckOutcome = Literal["passed", "failed", "not_run"]
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
     """One check of the files."""
 
     name: str
-    outcome: Outcome
+    outcome: CheckOutcome
     detail: str = ""
     """The reason that it failed or was not run; the method of a parity check."""
     figures: dict[str, float] = {}

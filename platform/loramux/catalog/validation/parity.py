@@ -3,7 +3,7 @@
 `compare_layers` always runs: PEFT's own linears against ours, in float32, for the adapted linears of three sampled
 layers, on the same inputs and the checkpoint's weights. Then a few greedy tokens are compared (`parity_tokens`): those
 of an engine of the check's own where the base is small enough to be held twice, else those of the serving engine.
-`Comparison` joins both to a report.
+`ParityComparison` joins both to a report.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ def prepare(setup: bytes) -> Callable[[bytes], bytes]:
     disable_progress_bar()
     # PEFT would build a CUDA extension here, for forms of BOFT that are refused. False: there is none.
     boft._FBD_CUDA = False
-    comparison = Comparison.over(msgspec.json.decode(setup, type=ParitySetup))
+    comparison = ParityComparison.over(msgspec.json.decode(setup, type=ParitySetup))
     return lambda job: msgspec.json.encode(comparison.report(msgspec.json.decode(job, type=ParityJob)))
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class ParityComparison:
     """A base, loaded and ready to compare adapters on."""
 
     setup: ParitySetup
@@ -93,7 +93,7 @@ class Comparison:
     """Where the serving engine's answers are compared. It has no weights, so that a job's copy costs nothing."""
 
     @classmethod
-    def over(cls, setup: ParitySetup) -> Comparison:
+    def over(cls, setup: ParitySetup) -> ParityComparison:
         """Load the base whole if it is small enough; layers are read from the checkpoint job by job."""
         files = BaseFiles.of(setup.model_dir, setup.base, setup.quantization)
         if (size := files.float32_bytes) <= setup.whole_model_bytes:

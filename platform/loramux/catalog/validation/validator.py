@@ -16,13 +16,13 @@ from loramux.catalog.validation.jobs import (
     BundleJob,
     BundleSetup,
     Check,
+    CheckOutcome,
     ChoiceJob,
     ConversionJob,
     ConversionSetup,
     EngineAnswer,
     FilesJob,
     FilesSetup,
-    Outcome,
     ParityJob,
     ParitySetup,
     RetiredBase,
@@ -35,7 +35,7 @@ from loramux.common.sandbox.jail import landlock_abi, may_leave_network
 from loramux.common.sandbox.sandbox import JobCrashed, JobEnded, JobLimits, JobOutOfMemory, Sandbox, SandboxDied
 from loramux.common.settings.file import Settings
 from loramux_adapters.base import BaseDescription
-from loramux_adapters.plan import Limits
+from loramux_adapters.plan import PlanLimits
 
 HEADER_ALLOWANCE = 8 << 20
 """Bytes of the two files that are not matrices."""
@@ -73,7 +73,7 @@ class Validator:
         engine_bytes = settings.validation.parity_engine_bytes if ask_engine else 0
         self._parity = _parity_stage(settings, base, dtype, engine_bytes) if settings.validation.parity else None
 
-    def examine(self, folder: Path, limits: Limits) -> ValidationReport:
+    def examine(self, folder: Path, limits: PlanLimits) -> ValidationReport:
         """Report on the adapter in `folder`. Raises SandboxDied while no check can run.
 
         An adapter of another kind, or with other names, is replaced in `folder` by the LoRA that computes the same; the
@@ -114,7 +114,7 @@ class Validator:
             tokens = msgspec.structs.replace(_without_tokens(tokens.refusal.message), usage=tokens.usage)
         return report.followed_by(tokens)
 
-    def _check_files(self, folder: Path, aside: Path, limits: Limits) -> ValidationReport:
+    def _check_files(self, folder: Path, aside: Path, limits: PlanLimits) -> ValidationReport:
         """Report on the files as they will be served. The originals of a converted adapter are moved to `aside`."""
         job = FilesJob(folder=str(folder), limits=limits)
         report = self._files.report(job, readable=(folder,))
@@ -142,7 +142,7 @@ class Validator:
             return made
         return made.followed_by(try_template(self._renderer, bundle.chat_template, bundle.special_tokens))
 
-    def _convert(self, folder: Path, aside: Path, limits: Limits) -> ValidationReport:
+    def _convert(self, folder: Path, aside: Path, limits: PlanLimits) -> ValidationReport:
         with TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}-") as into:
             job = ConversionJob(folder=str(folder), into=into, limits=limits)
             largest = limits.max_bytes + HEADER_ALLOWANCE
@@ -183,7 +183,7 @@ class BaseValidators:
         """Refuse uploads whose files name one of these bases."""
         self._retired = tuple(bases)
 
-    def examine(self, folder: Path, limits: Limits, base_model: str | None) -> ValidationReport:
+    def examine(self, folder: Path, limits: PlanLimits, base_model: str | None) -> ValidationReport:
         """Report on the adapter in `folder` and on the base that it was checked against. Raises SandboxDied."""
         validators, retired = self._validators, self._retired
         if base_model is None and len(validators) == 1 and not retired:
@@ -222,7 +222,7 @@ def _warn_of_what_the_kernel_lacks() -> None:
 
 
 def _without_tokens(reason: str, refusal: Rejection | None = None) -> ValidationReport:
-    outcome: Outcome = "not_run" if refusal is None else "failed"
+    outcome: CheckOutcome = "not_run" if refusal is None else "failed"
     return ValidationReport(checks=(Check(name=TOKENS_CHECK, outcome=outcome, detail=reason),), refusal=refusal)
 
 

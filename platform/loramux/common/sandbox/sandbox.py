@@ -97,7 +97,7 @@ class JobLimits(msgspec.Struct, frozen=True):
     """Folders that it may read and write."""
 
 
-class Job(msgspec.Struct, frozen=True):
+class SandboxJob(msgspec.Struct, frozen=True):
     """One job, as it is sent."""
 
     limits: JobLimits
@@ -163,7 +163,7 @@ class Sandbox:
             ours.settimeout(limits.wall_seconds + START_SECONDS)
             reason = "it gave no answer"
             try:
-                ours.sendall(msgspec.json.encode(Job(limits, msgspec.Raw(payload))))
+                ours.sendall(msgspec.json.encode(SandboxJob(limits, msgspec.Raw(payload))))
                 ours.shutdown(socket.SHUT_WR)
                 data = _read(ours)
             except (OSError, ValueError) as error:
@@ -300,7 +300,7 @@ def _serve(descriptor: int, work: Work) -> NoReturn:
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a job may wait for children of its own
         with socket.socket(fileno=descriptor) as connection, connection.makefile("rb") as incoming:
-            job = msgspec.json.decode(incoming.read(), type=Job)
+            job = msgspec.json.decode(incoming.read(), type=SandboxJob)
             _limit(job.limits)
             connection.sendall(msgspec.json.encode(_answer(work, bytes(job.payload))))
     finally:

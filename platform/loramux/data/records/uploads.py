@@ -19,7 +19,7 @@ from sqlalchemy import (
 from sqlalchemy.orm import Mapped, mapped_column
 
 from loramux.common.identity import TenantId
-from loramux.data.entities import Outcome, Refusal, Submitter, Upload, UploadFile
+from loramux.data.entities import Refusal, Submitter, Upload, UploadFile, UploadOutcome
 from loramux.data.records.base import Base, Repository, TenantScoped, newest_first, to_struct
 from loramux.data.records.database import LeasedRow, adopt_abandoned
 from loramux.data.records.tenants import TenantRow, lock_tenant
@@ -105,7 +105,7 @@ class UploadPartRow(Base):
     """Its name in the store."""
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True):
+class UploadPart(msgspec.Struct, frozen=True, kw_only=True):
     """A range of a file, and the object that holds it."""
 
     file: str
@@ -170,7 +170,7 @@ class UploadRepository(TenantScoped):
         )
         return count or 0, int(size or 0)
 
-    async def parts(self, id: str) -> list[Part]:
+    async def parts(self, id: str) -> list[UploadPart]:
         """List the parts of the upload's files, in order."""
         statement = (
             select(UploadPartRow)
@@ -178,7 +178,7 @@ class UploadRepository(TenantScoped):
             .where(UploadRow.tenant_id == self._tenant, UploadRow.id == id)
             .order_by(UploadPartRow.file, UploadPartRow.start)
         )
-        return [to_struct(Part, row) for row in await self._session.scalars(statement)]
+        return [to_struct(UploadPart, row) for row in await self._session.scalars(statement)]
 
     async def part_count(self, id: str, file: str) -> int:
         """Count the parts of one of its files."""
@@ -187,7 +187,7 @@ class UploadRepository(TenantScoped):
             await self._session.scalar(statement.where(UploadPartRow.upload_id == id, UploadPartRow.file == file)) or 0
         )
 
-    async def add_part(self, id: str, part: Part, expires_at: int) -> None:
+    async def add_part(self, id: str, part: UploadPart, expires_at: int) -> None:
         """Append a part to its file. The caller has the upload `locked`; the part begins where the file ends."""
         self._session.add(UploadPartRow(upload_id=id, **msgspec.structs.asdict(part)))
         await self._session.execute(
@@ -204,7 +204,7 @@ class UploadRepository(TenantScoped):
         handed_over = {"submitter": _encoded(submitter), "server_id": server_id}
         await self._change(id, state=VALIDATING, attempts=1, expires_at=expires_at, **handed_over)
 
-    async def finish(self, id: str, outcome: Outcome, at: int) -> None:
+    async def finish(self, id: str, outcome: UploadOutcome, at: int) -> None:
         """Write the upload's end. The caller has the upload `locked`."""
         await self._change(
             id,
@@ -309,7 +309,7 @@ def _upload(row: UploadRow, files: tuple[UploadFile, ...]) -> Upload:
         files=files,
         submitter=None if row.submitter is None else msgspec.json.decode(row.submitter, type=Submitter),
         ignored=() if row.ignored is None else msgspec.json.decode(row.ignored, type=tuple[str, ...]),
-        outcome=Outcome(revision=row.revision, digest=row.digest, error=error, report=row.report),
+        outcome=UploadOutcome(revision=row.revision, digest=row.digest, error=error, report=row.report),
         created_at=row.created_at,
         expires_at=row.expires_at,
     )

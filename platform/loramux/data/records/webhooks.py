@@ -46,7 +46,7 @@ PER_ENDPOINT = 16
 AT_ONCE = 256
 
 
-class Key(NamedTuple):
+class DeliveryKey(NamedTuple):
     """A delivery's primary key, and the tenant that it belongs to."""
 
     endpoint: str
@@ -262,12 +262,12 @@ class DeliveryRepository(Repository):
 
     async def due(
         self, now: int, busy_endpoints: Collection[str] = (), full_tenants: Collection[str] = ()
-    ) -> list[Key]:
+    ) -> list[DeliveryKey]:
         """List the keys of due deliveries, at most PER_ENDPOINT of each endpoint, without those that are named."""
         statement = _due(now, list(busy_endpoints), list(full_tenants))
-        return [Key(*row) for row in await self._session.execute(statement)]
+        return [DeliveryKey(*row) for row in await self._session.execute(statement)]
 
-    async def lease(self, keys: Sequence[Key], now: int, until: int) -> list[DueDelivery]:
+    async def lease(self, keys: Sequence[DeliveryKey], now: int, until: int) -> list[DueDelivery]:
         """Lease those of `keys` that no other server has leased or delivered meanwhile."""
         leased = update(DeliveryRow).where(
             tuple_(DeliveryRow.endpoint_id, DeliveryRow.event_id).in_([key[:2] for key in keys]),

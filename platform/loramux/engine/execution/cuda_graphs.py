@@ -172,7 +172,7 @@ class Recording:
     """The owners of everything that the recorded launches read, the model's own weights aside; held, never read."""
 
 
-class Recorder(Protocol):
+class GraphRecorder(Protocol):
     """Records functions that read and write the same addresses at every call."""
 
     def __call__(self, function: Callable[[], object], inputs: object) -> Recording:
@@ -209,7 +209,7 @@ def record_calls(function: Callable[[], object], inputs: object) -> Recording:
     return Recording(function, inputs)
 
 
-def choose_recorder(function: Callable[[], object], device: torch.device) -> Recorder:
+def choose_recorder(function: Callable[[], object], device: torch.device) -> GraphRecorder:
     """Return what records functions like `function` on `device`: calls where it syncs, which no graph can hold."""
     syncs = host_syncs_of(function)
     if syncs:
@@ -217,7 +217,7 @@ def choose_recorder(function: Callable[[], object], device: torch.device) -> Rec
     return or_calls(CudaGraphs(device)) if device.type == "cuda" and not syncs else record_calls
 
 
-def or_calls(record: Recorder) -> Recorder:
+def or_calls(record: GraphRecorder) -> GraphRecorder:
     """Record by `record`, and by calls from the first function on that it fails for (memory, a new driver)."""
     failed = False
 
@@ -256,7 +256,7 @@ class DecodeGraphs:
         forward: Forward,
         buffers: StepBuffers,
         attention: ReservedAttention,
-        record: Recorder,
+        record: GraphRecorder,
         logits: torch.Tensor,
     ) -> None:
         """`logits`: any row's, `[1, vocab]`."""
@@ -282,7 +282,7 @@ class DecodeGraphs:
         graph.replay(packed, ranks)
         return self._logits[:count]
 
-    def _record(self, record: Recorder, rows: int, kind: TileShape | None) -> _Graph:
+    def _record(self, record: GraphRecorder, rows: int, kind: TileShape | None) -> _Graph:
         inputs, output, bank = self._buffers.padded(rows), self._logits[:rows], self._forward.bank
         self._attention.attach(inputs.batch, heights=1)
         tile_map = None if kind is None else TileMap.reserve(rows, bank.max_rank, kind, bank.pool.device)
@@ -300,7 +300,12 @@ class DecoderGraphs:
     """Recordings of the decoder over `buffers` for steps of any chunks, all made at construction."""
 
     def __init__(
-        self, forward: Forward, buffers: StepBuffers, attention: ReservedAttention, record: Recorder, hidden_size: int
+        self,
+        forward: Forward,
+        buffers: StepBuffers,
+        attention: ReservedAttention,
+        record: GraphRecorder,
+        hidden_size: int,
     ) -> None:
         self._forward, self._buffers, self._attention = forward, buffers, attention
         self._buckets = step_buckets(min(buffers.max_rows, MOST_RECORDED_ROWS))
@@ -328,7 +333,7 @@ class DecoderGraphs:
 
         return decode
 
-    def _record(self, record: Recorder, rows: int, kind: DecoderKind) -> _Graph:
+    def _record(self, record: GraphRecorder, rows: int, kind: DecoderKind) -> _Graph:
         inputs, bank = self._buffers.padded(rows), self._forward.bank
         embeddings, hidden = self._embeddings[:rows], self._hidden[:rows]
         self._attention.attach(inputs.batch, heights=2)

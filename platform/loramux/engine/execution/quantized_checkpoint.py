@@ -48,7 +48,7 @@ ZEROS = frozenset(("qzeros", "weight_zero_point"))
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
+class WeightFormat:
     """A format of quantized checkpoints."""
 
     name: str
@@ -59,7 +59,7 @@ class Format:
     """From what is stored, in_features and out_features. Raises ValueError with a reason."""
 
 
-def format_of(config: Mapping[str, Any]) -> Format | None:
+def format_of(config: Mapping[str, Any]) -> WeightFormat | None:
     """Return the format that `quantization_config` of config.json names; None where there is none.
 
     Raises UnsupportedModel for one that no test has held to PEFT's answers.
@@ -89,7 +89,7 @@ def _require(is_so: bool, otherwise: str) -> None:
         raise ValueError(otherwise)
 
 
-def _gptq(fields: dict[str, Any]) -> Format:
+def _gptq(fields: dict[str, Any]) -> WeightFormat:
     bits: int = fields.get("bits", 0)
     _require(bits in (4, 8), f"bits = {bits}")
     form = fields.get("checkpoint_format") or "gptq"
@@ -107,10 +107,10 @@ def _gptq(fields: dict[str, Any]) -> Format:
             codes = codes[:, order]
         return _integers(codes, bits, scales.T, zeros.T, group, order)
 
-    return Format(f"gptq-int{bits}", ("qweight",), read)
+    return WeightFormat(f"gptq-int{bits}", ("qweight",), read)
 
 
-def _awq(fields: dict[str, Any]) -> Format:
+def _awq(fields: dict[str, Any]) -> WeightFormat:
     bits, version = fields.get("bits", fields.get("w_bit")), str(fields.get("version", "gemm")).lower()
     _require(bits == 4, f"bits = {bits}")
     _require(version == "gemm", f"version = {version!r}")
@@ -125,16 +125,16 @@ def _awq(fields: dict[str, Any]) -> Format:
         group = _group_of(in_features, len(scales), fields.get("group_size", fields.get("q_group_size")))
         return _integers(codes, 4, scales.T, zeros.T, group)
 
-    return Format("awq-int4", ("qweight",), read)
+    return WeightFormat("awq-int4", ("qweight",), read)
 
 
-def _bitsandbytes(fields: dict[str, Any]) -> Format:
+def _bitsandbytes(fields: dict[str, Any]) -> WeightFormat:
     if fields.get("load_in_8bit"):
-        return Format("bitsandbytes-int8", ("SCB",), _read_bitsandbytes_int8)
+        return WeightFormat("bitsandbytes-int8", ("SCB",), _read_bitsandbytes_int8)
     _require(bool(fields.get("load_in_4bit")), "neither load_in_4bit nor load_in_8bit")
     kind = fields.get("bnb_4bit_quant_type", "fp4")
     _require(kind in ("nf4", "fp4"), f"bnb_4bit_quant_type = {kind!r}")
-    return Format(f"bitsandbytes-{kind}", (f"weight.quant_state.bitsandbytes__{kind}",), _read_bitsandbytes_4bit)
+    return WeightFormat(f"bitsandbytes-{kind}", (f"weight.quant_state.bitsandbytes__{kind}",), _read_bitsandbytes_4bit)
 
 
 def _read_bitsandbytes_int8(stored: Stored, in_features: int, out_features: int) -> QuantizedWeight:
@@ -158,7 +158,7 @@ def _read_bitsandbytes_4bit(stored: Stored, in_features: int, out_features: int)
     return blocks_of_rows(coding, rows, scales.float(), state["blocksize"], in_features)
 
 
-def _compressed_tensors(fields: dict[str, Any]) -> Format:
+def _compressed_tensors(fields: dict[str, Any]) -> WeightFormat:
     form = fields.get("format")
     _require(form in ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"), f"format = {form!r}")
     _require(not fields.get("kv_cache_scheme"), "a kv_cache_scheme; engine.kv_cache_dtype is served")
@@ -186,7 +186,7 @@ def _compressed_tensors(fields: dict[str, Any]) -> Format:
         return _signed_bytes(weight, scales, group, offsets)
 
     names = ", ".join(sorted(f"{kind}{bits}" for kind, bits in kinds))
-    return Format(f"compressed-tensors {names}", ("weight_packed", "weight_scale"), read)
+    return WeightFormat(f"compressed-tensors {names}", ("weight_packed", "weight_scale"), read)
 
 
 def _read_packed(stored: Stored, in_features: int, out_features: int, size: int | None) -> QuantizedWeight:
@@ -209,7 +209,7 @@ def _read_packed(stored: Stored, in_features: int, out_features: int, size: int 
     return _integers(codes, bits, scales, zeros, group, order)
 
 
-def _fp8(fields: dict[str, Any]) -> Format:
+def _fp8(fields: dict[str, Any]) -> WeightFormat:
     block: list[int] = fields.get("weight_block_size") or []
     _require(len(block) == 2, f"weight_block_size = {block}")
     kind = fields.get("fmt", "e4m3")
@@ -220,10 +220,10 @@ def _fp8(fields: dict[str, Any]) -> Format:
         _require(weight.dtype == torch.float8_e4m3fn, f"weights of {weight.dtype}")
         return _floats(weight, *_expanded(scales, in_features, out_features, None, tuple(block)))
 
-    return Format("fp8", ("weight_scale_inv",), read)
+    return WeightFormat("fp8", ("weight_scale_inv",), read)
 
 
-METHODS: dict[str, Callable[[dict[str, Any]], Format]] = {
+METHODS: dict[str, Callable[[dict[str, Any]], WeightFormat]] = {
     "gptq": _gptq,
     "awq": _awq,
     "bitsandbytes": _bitsandbytes,
@@ -336,7 +336,7 @@ class _Replacing(HfQuantizer):
         return False
 
 
-def quantized_linears(directory: Path, form: Format) -> list[str]:
+def quantized_linears(directory: Path, form: WeightFormat) -> list[str]:
     """Return the names of the linears that the checkpoint in `directory` has as codes. Raises UnsupportedModel."""
     endings = tuple(f".{marker}" for marker in form.markers)
     keys = _files_by_key(directory)
@@ -353,7 +353,7 @@ def loading_config(config: PretrainedConfig, linears: list[str]) -> PretrainedCo
 
 
 def read_quantized(
-    model: PreTrainedModel, directory: Path, form: Format, share: CheckpointShare | None, track: Track
+    model: PreTrainedModel, directory: Path, form: WeightFormat, share: CheckpointShare | None, track: Track
 ) -> set[str]:
     """Fill the empty linears of `model` from the files in `directory`; returns the names of the tensors that were read.
 

@@ -31,7 +31,7 @@ from loramux.engine.messages import AdapterRef
 from loramux_adapters.base import BaseDescription
 from loramux_adapters.base_weights import BaseWeights, fit_to_base
 from loramux_adapters.components import AdapterPlan
-from loramux_adapters.plan import Limits, inspect_adapter
+from loramux_adapters.plan import PlanLimits, inspect_adapter
 from loramux_adapters.weights import AdapterLayout, AdapterWeights, load_adapter
 
 R = TypeVar("R")
@@ -144,7 +144,7 @@ class AdapterSource:
 
     base: BaseDescription
     weights: BaseWeights
-    limits: Limits
+    limits: PlanLimits
     dtype: torch.dtype
 
     def inspect(self, ref: AdapterRef) -> AdapterPlan:

@@ -12,7 +12,7 @@ import math
 from operator import attrgetter
 
 from loramux.engine.memory.pages import CachedPage, PageCosts, PagePool, PageUse, PrefixTree, SequenceKv
-from loramux.engine.memory.ranking import Ranking, used_at
+from loramux.engine.memory.ranking import RankedItems, used_at
 from loramux.engine.memory.residency import Residency
 from loramux.engine.messages import KvIdentity
 from loramux.engine.metrics import Counters
@@ -33,7 +33,7 @@ class PrefixCache:
         self._costs = costs
         self._counters = counters
         self._trees: dict[KvIdentity, PrefixTree] = {}
-        self._leaves: Ranking[CachedPage, float] = Ranking(attrgetter("recency"))
+        self._leaves: RankedItems[CachedPage, float] = RankedItems(attrgetter("recency"))
 
     # questions
 

@@ -1,7 +1,7 @@
 """A priority queue whose ranks change under it, and a measure of recent use that never has to be refreshed.
 
-`Ranking` is a binary heap with lazy repair. An entry whose rank has grown since it was pushed is pushed down again when
-it reaches the top; an entry that was dropped is discarded there. So a change of rank costs nothing, and `first` is
+`RankedItems` is a binary heap with lazy repair. An entry whose rank has grown since it was pushed is pushed down again
+when it reaches the top; an entry that was dropped is discarded there. So a change of rank costs nothing, and `first` is
 O(log n) amortised. A rank that falls must be announced by `put`.
 
 `recency` is the logarithm of a use count that decays by half every half-life (the "aging" of
@@ -29,7 +29,7 @@ ItemT = TypeVar("ItemT")
 RankT = TypeVar("RankT", bound=Ordered)
 
 
-class Ranking(Generic[ItemT, RankT]):
+class RankedItems(Generic[ItemT, RankT]):
     """Items by a rank that mostly grows, the lowest first."""
 
     def __init__(self, rank: Callable[[ItemT], RankT]) -> None:

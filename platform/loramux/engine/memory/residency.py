@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeVar
 
 from loramux.engine.memory.pages import PagePool, PageUse
-from loramux.engine.memory.ranking import NEVER_USED, Ranking, used_at
+from loramux.engine.memory.ranking import NEVER_USED, RankedItems, used_at
 from loramux.engine.messages import AdapterRef
 from loramux.engine.metrics import Counters
 
@@ -175,7 +175,7 @@ class Residency:
         """Those of them that no request waits for either."""
         self._kept: dict[str, int] = {}
         self._dormant: OrderedDict[str, Resident] = OrderedDict()
-        self._by_score: Ranking[Resident, tuple[bool, bool, float]] = Ranking(
+        self._by_score: RankedItems[Resident, tuple[bool, bool, float]] = RankedItems(
             lambda resident: (resident.num_trees > 0, resident.wanted_by > 0, self.retention_score(resident))
         )
 

@@ -43,7 +43,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Generic, TypeVar
 
-from loramux.engine.memory.ranking import Ranking
+from loramux.engine.memory.ranking import RankedItems
 from loramux.engine.scheduling.estimates import QueuedWork, WaitBias
 
 
@@ -138,8 +138,8 @@ class FairQueue(Generic[CounterT]):
     """Parties with eligible work waiting: `enter` when it comes, `leave` when there is none."""
 
     def __init__(self) -> None:
-        self._by_served: Ranking[CounterT, float] = Ranking(attrgetter("served"))
-        self._by_projected: Ranking[CounterT, float] = Ranking(attrgetter("projected_service"))
+        self._by_served: RankedItems[CounterT, float] = RankedItems(attrgetter("served"))
+        self._by_projected: RankedItems[CounterT, float] = RankedItems(attrgetter("projected_service"))
         self._skipped: list[CounterT] = []
         self.peak = 0.0
         """No counter of a party is, or ever was, higher."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from itertools import islice
 from operator import attrgetter
 
-from loramux.engine.memory.ranking import Ranking
+from loramux.engine.memory.ranking import RankedItems
 from loramux.engine.messages import Request, ServiceClass, TenantService
 from loramux.engine.scheduling.estimates import QueuedWork
 from loramux.engine.scheduling.fairness import ClassCounter, CounterT, FairQueue, Flow
@@ -48,8 +48,8 @@ class RequestQueue:
         self._waiting: dict[Flow, OrderedDict[Sequence, None]] = {}
         self._by_digest: defaultdict[str, dict[Sequence, None]] = defaultdict(dict)
         self._parked: defaultdict[Hashable, dict[Flow, None]] = defaultdict(dict)
-        self._inactive: dict[ServiceClass, Ranking[Flow, float]] = {
-            service_class: Ranking(attrgetter("counted")) for service_class in self.classes
+        self._inactive: dict[ServiceClass, RankedItems[Flow, float]] = {
+            service_class: RankedItems(attrgetter("counted")) for service_class in self.classes
         }
         """Flows without requests, the lowest counter, with its pending lift, first."""
         self._length = 0

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from operator import attrgetter
 
 from loramux.engine.memory.memory import Memory
-from loramux.engine.memory.ranking import Ranking
+from loramux.engine.memory.ranking import RankedItems
 from loramux.engine.memory.residency import AdapterState
 from loramux.engine.messages import EngineFault, Request, TokenEvent
 from loramux.engine.metrics import Counters
@@ -72,7 +72,7 @@ class SchedulerState:
         self.most_pages = 0
         """Pages that the running sequences could ever hold, each at its longest."""
         self.groups: dict[str, RequestGroup] = {}
-        self.deadlines: Ranking[RequestGroup, float] = Ranking(attrgetter("start_by"))
+        self.deadlines: RankedItems[RequestGroup, float] = RankedItems(attrgetter("start_by"))
         """Groups that have a deadline and have not begun, the next deadline first."""
         self._ended_groups: OrderedDict[str, RequestGroup] = OrderedDict()
 

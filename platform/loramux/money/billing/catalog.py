@@ -28,7 +28,7 @@ from loramux.data.records.tenants import TenantRepository, TenantRow
 from loramux.money.billing.errors import BillingError, InvalidPlan
 from loramux.money.billing.periods import Month
 from loramux.money.limits.budgets import ChargedUsage
-from loramux.money.pricing import METERS, Currency, Price, Step, UnknownCurrency, nanos_of, price_for
+from loramux.money.pricing import METERS, Currency, Price, PriceStep, UnknownCurrency, nanos_of, price_for
 from loramux.money.usage.settlement import MAX_BILLED_LOADS
 
 Count = Annotated[int, Meta(ge=1, le=2**62)]
@@ -70,14 +70,14 @@ class PriceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             raise InvalidPlan(f"{where}.steps begin above 0 and rise", "steps")
         self.graduated(where)
 
-    def graduated(self, where: str) -> tuple[Step, ...]:
+    def graduated(self, where: str) -> tuple[PriceStep, ...]:
         """Return the steps, with a free quota as the first of them. Raises InvalidPlan."""
         given = self.steps or (StepSpec(0, self.price or "0"),)
         try:
-            priced = [Step(self.free + step.above, nanos_of(step.price, f"{where}.price")) for step in given]
+            priced = [PriceStep(self.free + step.above, nanos_of(step.price, f"{where}.price")) for step in given]
         except ValueError as error:
             raise InvalidPlan(str(error), "price") from None
-        return (Step(0, 0), *priced) if self.free else tuple(priced)
+        return (PriceStep(0, 0), *priced) if self.free else tuple(priced)
 
 
 class PlanSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -144,7 +144,7 @@ LONGEST_REQUEST = DAY
 """No request runs longer: its settlement finds the prices of its opening, or those of the next day."""
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class PricePlan(msgspec.Struct, frozen=True, kw_only=True):
     """A plan with all its prices. `minimum` in minor units of the currency."""
 
     id: str
@@ -157,9 +157,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 class Subscriptions(msgspec.Struct, frozen=True):
     """The plans that one tenant had, each with the moment that it began at, oldest first."""
 
-    plans: tuple[tuple[int, Plan], ...]
+    plans: tuple[tuple[int, PricePlan], ...]
 
-    def plan_at(self, at: int) -> Plan | None:
+    def plan_at(self, at: int) -> PricePlan | None:
         """Return the plan of that moment."""
         return next((plan for since, plan in reversed(self.plans) if since <= at), None)
 
@@ -183,7 +183,7 @@ class Catalog:
         self._database = database
         self._changes = Changes.local(database)
 
-    async def plans(self) -> list[Plan]:
+    async def plans(self) -> list[PricePlan]:
         """List every plan by name."""
         async with self._database.read() as session:
             repository = PriceRepository(session)
@@ -395,12 +395,12 @@ async def _subscriptions(prices: PriceRepository, tenant: TenantId) -> Subscript
     return Subscriptions(tuple((row.valid_from, plans[row.plan_id]) for row in rows))
 
 
-async def _plans(prices: PriceRepository, rows: Sequence[PlanRow]) -> list[Plan]:
+async def _plans(prices: PriceRepository, rows: Sequence[PlanRow]) -> list[PricePlan]:
     by_plan: dict[str, list[Price]] = {row.id: [] for row in rows}
     for row in await prices.prices(list(by_plan)):
         by_plan[row.plan_id].append(_price(row))
     return [
-        Plan(
+        PricePlan(
             id=row.id,
             name=row.name,
             currency=Currency.of(row.currency),
@@ -440,4 +440,4 @@ def _place(row: PriceRow) -> tuple[str, str, str, int]:
 
 
 def _price(row: PriceRow) -> Price:
-    return to_struct(Price, row, steps=tuple(Step(above, nanos) for above, nanos in json.loads(row.steps)))
+    return to_struct(Price, row, steps=tuple(PriceStep(above, nanos) for above, nanos in json.loads(row.steps)))

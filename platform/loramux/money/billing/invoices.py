@@ -17,8 +17,8 @@ from loramux.money.pricing import (
     NANO_DIGITS,
     Charge,
     Currency,
-    Line,
     Price,
+    PricedLine,
     charge,
     encode_money,
     minor_units,
@@ -145,7 +145,7 @@ class Bill(msgspec.Struct, frozen=True, kw_only=True):
     period: Period
     subscriptions: Subscriptions
     currency: Currency
-    lines: tuple[Line, ...]
+    lines: tuple[PricedLine, ...]
     waived: dict[str, int]
     tax: Tax | None = None
 
@@ -181,7 +181,7 @@ class Bill(msgspec.Struct, frozen=True, kw_only=True):
         """Minor units as a number in the currency."""
         return to_decimal(minor, self.currency.digits)
 
-    def charges(self) -> list[tuple[Line, Charge]]:
+    def charges(self) -> list[tuple[PricedLine, Charge]]:
         """List every part of every line."""
         return [(line, part) for line in self.lines for part in line.charges]
 
@@ -304,7 +304,7 @@ def _steps(price: Price | None) -> tuple[InvoiceStep, ...]:
     )
 
 
-def _description(line: Line) -> str:
+def _description(line: PricedLine) -> str:
     where = ", ".join(part for part in (line.base_model, line.tier) if part not in ("", "*"))
     description = MEANINGS[line.meter] + (f" ({where})" if where else "")
     return description if line.price else f"{description}, without a price"

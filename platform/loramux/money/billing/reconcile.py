@@ -151,7 +151,7 @@ class Checkpoints:
         return hmac.compare_digest(expected, one.signature)
 
 
-class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+class LedgerComparison(msgspec.Struct, frozen=True, kw_only=True):
     """One set of weights, by both counts."""
 
     base_model: str
@@ -173,7 +173,7 @@ class Reconciliation(msgspec.Struct, frozen=True, kw_only=True):
     checkpoints: int
     """Outside the database; 0 where none was written yet, and then a rewritten open month is not noticed."""
     drift_tokens: int
-    weights: tuple[Comparison, ...]
+    weights: tuple[LedgerComparison, ...]
 
 
 async def reconcile(database: Database, checkpoints: Checkpoints | None = None) -> Reconciliation:
@@ -196,7 +196,7 @@ async def reconcile(database: Database, checkpoints: Checkpoints | None = None) 
     if problems:
         raise LedgerAltered(problems)
     weights = tuple(
-        Comparison(
+        LedgerComparison(
             base_model=key[0],
             adapter_digest=key[1],
             engine=(engine := engines.get(key, TokenCounts())),

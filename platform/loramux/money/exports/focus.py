@@ -17,7 +17,7 @@ import msgspec
 from loramux.common.units import DAY, SECOND, SECONDS_PER_DAY
 from loramux.money.billing.invoices import MEANINGS, Bill, Tax
 from loramux.money.exports.tables import Column, Row
-from loramux.money.pricing import NANO_DIGITS, Charge, Line, to_decimal
+from loramux.money.pricing import NANO_DIGITS, Charge, PricedLine, to_decimal
 
 GROUP_BY = ("model", "adapter_digest", "project_id", "api_key_id", "tags")
 """The columns that a bill is divided by for these rows."""
@@ -83,7 +83,7 @@ def focus_rows(bill: Bill, seller: Seller) -> list[Row]:
     return rows
 
 
-def _usage(bill: Bill, seller: Seller, line: Line, part: Charge) -> Row:
+def _usage(bill: Bill, seller: Seller, line: PricedLine, part: Charge) -> Row:
     model, digest, project, key, tags = part.group
     cost = to_decimal(part.nanos, NANO_DIGITS)
     is_late = part.day < bill.period.month.starts_at // DAY
@@ -108,7 +108,7 @@ def _usage(bill: Bill, seller: Seller, line: Line, part: Charge) -> Row:
     return row | (_priced(line, part, cost) if line.price else {})
 
 
-def _priced(line: Line, part: Charge, cost: Decimal) -> Row:
+def _priced(line: PricedLine, part: Charge, cost: Decimal) -> Row:
     """A blended unit price for the part, since one price's steps meet in it."""
     assert line.price is not None
     unit = (cost / part.quantity).quantize(Decimal(1).scaleb(-NANO_DIGITS)) if part.quantity else Decimal(0)

@@ -26,7 +26,7 @@ from loramux.money.usage.errors import InvalidQuery, UsageClosed
 from loramux.money.usage.group_commit import GroupCommit
 from loramux.money.usage.idempotency import AnswerStorage, IdempotencyGuard, StoredAnswer
 from loramux.money.usage.query import UsagePage, UsageQuery
-from loramux.money.usage.settlement import Operation, Outcome, Settlement, SettlementWriter, unused
+from loramux.money.usage.settlement import Settlement, SettlementOutcome, SettlementWriter, UsageOperation, unused
 
 SUM_BATCH = 1_000
 """Entries that one transaction adds to the daily sums: a settlement on SQLite waits for it, some 10 ms."""
@@ -54,7 +54,7 @@ class UsageService:
         """Between `start` and `stop`, other servers see that it is alive (`records.database.dead_servers`)."""
         self._answers = answers or AnswerStorage.temporary()
         self._operations = SettlementWriter(database, self.server_id, prices or NoPrices(), self._answers)
-        self._writer: GroupCommit[Operation, Outcome] = GroupCommit(self._operations.commit)
+        self._writer: GroupCommit[UsageOperation, SettlementOutcome] = GroupCommit(self._operations.commit)
         self._life = AsyncExitStack()
         self.drift_tokens = 0
         """Tokens by which what this server settled differs from what its engine counted for it."""
@@ -190,7 +190,7 @@ def _is_patient(request: OpenedRequest) -> bool:
     return service_tier(request.tier) in BACKGROUND
 
 
-def _retrieve_exception(outcome: asyncio.Future[Outcome]) -> None:
+def _retrieve_exception(outcome: asyncio.Future[SettlementOutcome]) -> None:
     """Mark the exception as seen: nothing awaits this future, and asyncio would log it."""
     if not outcome.cancelled():
         outcome.exception()

@@ -101,8 +101,8 @@ class Settlement(msgspec.Struct, frozen=True, kw_only=True):
         return min(self.adapter_loads, MAX_BILLED_LOADS) if self.billed.prompt else 0
 
 
-Operation = OpenedRequest | Settlement
-Outcome = LedgerEntry | RateLimitStatus | StoredAnswer
+UsageOperation = OpenedRequest | Settlement
+SettlementOutcome = LedgerEntry | RateLimitStatus | StoredAnswer
 """The ledger entry of a settlement; the rate limits' state, or a stored answer, of an opened request."""
 
 
@@ -120,7 +120,7 @@ class SettlementWriter:
         self._prices = prices
         self._answers = answers
 
-    async def commit(self, batch: Sequence[Operation]) -> list[Outcome | Exception]:
+    async def commit(self, batch: Sequence[UsageOperation]) -> list[SettlementOutcome | Exception]:
         """Write the whole batch in one transaction, and settlements of requests that it opens in a second one.
 
         Raises RequestRefused, and then nothing was written and the batch can be written again.
@@ -148,8 +148,8 @@ class SettlementWriter:
 
     async def _commit(
         self, opened: Sequence[OpenedRequest], settled: dict[str, Settlement]
-    ) -> tuple[dict[str, Outcome | Exception], dict[str, LedgerEntry | Exception]]:
-        outcomes: dict[str, Outcome | Exception] = {}
+    ) -> tuple[dict[str, SettlementOutcome | Exception], dict[str, LedgerEntry | Exception]]:
+        outcomes: dict[str, SettlementOutcome | Exception] = {}
         entries: dict[str, LedgerEntry | Exception] = {}
         async with self._database.begin() as session:
             # Lock order: the ledger's head first, then limits and budgets. Everything that locks both keeps it.
@@ -168,13 +168,13 @@ class SettlementWriter:
 
     async def _open(
         self, session: AsyncSession, opened: Sequence[OpenedRequest], admission: AdmissionBatch
-    ) -> dict[str, Outcome | Exception]:
+    ) -> dict[str, SettlementOutcome | Exception]:
         """Insert the rows of admitted requests.
 
         A row that is there already is this server's own after a lost connection; another server's is refused.
         """
         requests, now = RequestRepository(session), self._database.now()
-        outcomes: dict[str, Outcome | Exception] = {**await claim_keys(session, opened, now, self._answers)}
+        outcomes: dict[str, SettlementOutcome | Exception] = {**await claim_keys(session, opened, now, self._answers)}
         fresh = [request for request in opened if request.id not in outcomes]
         outcomes |= {request.id: _admit(admission, request) for request in fresh}
         if refused := [one.id for one in fresh if one.claim and isinstance(outcomes[one.id], Exception)]:

@@ -18,9 +18,9 @@ from loramux.common.settings.file import Settings
 from loramux.common.settings.serving import ModelSettings
 from loramux_adapters.base import describe_base
 from loramux_adapters.config import UNSUPPORTED_KINDS
-from loramux_adapters.plan import CONFIG_NAME, Limits
+from loramux_adapters.plan import CONFIG_NAME, PlanLimits
 
-LIMITS = Limits(max_rank=16)
+LIMITS = PlanLimits(max_rank=16)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def test_conversion_stores_the_lora_and_reports_the_original(validator, loha, tm
 def test_conversion_refused_leaves_the_files_unchanged(validator, loha, tmp_path: Path) -> None:
     shutil.copytree(loha[1], tmp_path / "upload")
     before = {path.name: path.read_bytes() for path in (tmp_path / "upload").iterdir()}
-    report = validator.examine(tmp_path / "upload", Limits(max_rank=8))
+    report = validator.examine(tmp_path / "upload", PlanLimits(max_rank=8))
     assert report.refusal is not None
     assert report.refusal.code == "rank_too_large"
     assert {path.name: path.read_bytes() for path in (tmp_path / "upload").iterdir()} == before

@@ -22,7 +22,7 @@ from loramux.catalog.validation import parity_tokens
 from loramux.catalog.validation.checkpoint_files import BaseFiles
 from loramux.catalog.validation.conversion import convert
 from loramux.catalog.validation.jobs import ConversionJob, EngineAnswer, ParityJob, ParitySetup, ValidationReport
-from loramux.catalog.validation.parity import Comparison
+from loramux.catalog.validation.parity import ParityComparison
 from loramux.catalog.validation.validator import Unanswered
 from loramux.common.settings.file import Settings
 from loramux.common.settings.serving import AdapterLimits, EngineSettings, ModelSettings, ValidationSettings
@@ -31,7 +31,7 @@ from loramux.fleet.launching import launch_here
 from loramux.server.platform import open_platform
 from loramux.serving.engine_questions import EngineQuestions
 from loramux_adapters.base import describe_base
-from loramux_adapters.plan import WEIGHTS_NAME, Limits
+from loramux_adapters.plan import WEIGHTS_NAME, PlanLimits
 
 
 def setup_of(zoo: FormatZoo) -> ParitySetup:
@@ -77,8 +77,8 @@ def report_on(
     **changes: object,
 ) -> ValidationReport:
     """Compare in two jobs, as a validator does; the engine has `answered_with`, or what is served."""
-    comparison = Comparison.over(msgspec.structs.replace(setup_of(zoo), serving=dtype, **changes))
-    job = ParityJob(uploaded=str(uploaded), served=str(served or uploaded), limits=Limits())
+    comparison = ParityComparison.over(msgspec.structs.replace(setup_of(zoo), serving=dtype, **changes))
+    job = ParityJob(uploaded=str(uploaded), served=str(served or uploaded), limits=PlanLimits())
     first = comparison.report(job)
     assert ([check.name for check in first.checks], first.refusal) == (["parity_of_layers"], None)
     answers = answers_of(zoo, answered_with or served or uploaded, first.to_answer, dtype)
@@ -107,7 +107,7 @@ def test_layer_by_layer_a_converted_kind_is_compared_with_the_original(zoo: Form
     uploaded, served = tmp_path / "uploaded", tmp_path / "served"
     served.mkdir()
     make_kind(zoo.base, uploaded, SERVED["hra"])
-    job = ConversionJob(folder=str(uploaded), into=str(served), limits=Limits())
+    job = ConversionJob(folder=str(uploaded), into=str(served), limits=PlanLimits())
     base = describe_base(zoo.base)
     assert convert(job, base, BaseFiles.of(str(zoo.base), base)).refusal is None
     [check] = report_on(zoo, uploaded, served).checks
@@ -140,8 +140,8 @@ def test_layer_by_layer_adapter_with_tokens_of_its_own_is_not_run(zoo: FormatZoo
     model = zoo._base()
     model.resize_token_embeddings(105)
     peft.get_peft_model(model, peft.LoraConfig(**LORA | {"target_modules": ["q_proj"]})).save_pretrained(tmp_path)
-    report = Comparison.over(setup_of(zoo)).report(
-        ParityJob(uploaded=str(tmp_path), served=str(tmp_path), limits=Limits())
+    report = ParityComparison.over(setup_of(zoo)).report(
+        ParityJob(uploaded=str(tmp_path), served=str(tmp_path), limits=PlanLimits())
     )
     assert report.to_answer == ()
     assert (report.checks[-1].outcome, "adds tokens" in report.checks[-1].detail) == ("not_run", True)
@@ -150,8 +150,8 @@ def test_layer_by_layer_adapter_with_tokens_of_its_own_is_not_run(zoo: FormatZoo
 def test_layer_by_layer_layers_beyond_the_memory_are_not_run(zoo: FormatZoo) -> None:
     folder = zoo.make_format("plain", FORMATS["plain"], seed=1)
     answer = EngineAnswer(prompt=[5, 6], tokens=[1], logprobs=[-1.0])
-    job = ParityJob(uploaded=str(folder), served=str(folder), limits=Limits(), answers=(answer, answer))
-    [check] = Comparison.over(msgspec.structs.replace(setup_of(zoo), memory_bytes=10_000)).report(job).checks
+    job = ParityJob(uploaded=str(folder), served=str(folder), limits=PlanLimits(), answers=(answer, answer))
+    [check] = ParityComparison.over(msgspec.structs.replace(setup_of(zoo), memory_bytes=10_000)).report(job).checks
     assert (check.outcome, "parity_memory_bytes" in check.detail) == ("not_run", True)
 
 

@@ -17,7 +17,7 @@ from loramux.catalog.validation.validator import Validator
 from loramux.common.settings.file import Settings
 from loramux.common.settings.serving import ModelSettings
 from loramux_adapters.base import describe_base
-from loramux_adapters.plan import CONFIG_NAME, WEIGHTS_NAME, Limits
+from loramux_adapters.plan import CONFIG_NAME, WEIGHTS_NAME, PlanLimits
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_names_of_a_multimodal_checkpoint_are_renamed_and_pass(
 ) -> None:
     stem = "base_model.model."
     folder = upload(zoo, tmp_path / "upload", lambda key: key.replace(f"{stem}model.", f"{stem}{prefix}"))
-    report = validator.examine(folder, Limits(max_rank=64))
+    report = validator.examine(folder, PlanLimits(max_rank=64))
     assert report.refusal is None
     assert outcomes(report) == dict.fromkeys(("names", *CHECKS), "passed")
     assert report.converted is not None
@@ -69,7 +69,7 @@ def test_names_that_cannot_be_renamed_are_refused(zoo: FormatZoo, validator: Val
     folder = upload(
         zoo, tmp_path / "upload", lambda key: key.replace("lora_A.", "lora_A.default.").replace("q_pr", "x_pr")
     )
-    report = validator.examine(folder, Limits(max_rank=64))
+    report = validator.examine(folder, PlanLimits(max_rank=64))
     assert report.refusal is not None
     assert report.refusal.code == "tensors_unexpected"
 
@@ -80,12 +80,12 @@ def test_targets_without_tensors_pass_with_random_initialisation(
     folder = upload(zoo, tmp_path / "upload", lambda key: None if ".layers.1." in key else key)
     document = json.loads((folder / CONFIG_NAME).read_text()) | {"init_lora_weights": False}
     (folder / CONFIG_NAME).write_text(json.dumps(document))
-    assert outcomes(validator.examine(folder, Limits(max_rank=64))) == dict.fromkeys(CHECKS, "passed")
+    assert outcomes(validator.examine(folder, PlanLimits(max_rank=64))) == dict.fromkeys(CHECKS, "passed")
 
 
 def test_targets_without_tensors_are_reported(zoo: FormatZoo, validator: Validator, tmp_path: Path) -> None:
     folder = upload(zoo, tmp_path / "upload", lambda key: None if ".layers.1." in key else key)
-    report = validator.examine(folder, Limits(max_rank=64))
+    report = validator.examine(folder, PlanLimits(max_rank=64))
     assert report.refusal is None
     assert outcomes(report) == dict.fromkeys(CHECKS, "passed")
     (warning,) = (warning for warning in report.warnings if warning.code == "modules_absent")

@@ -17,7 +17,7 @@ from task_adapters import TaskAdapter
 
 from loramux.catalog.validation import parity
 from loramux.catalog.validation.jobs import ParityJob, ParitySetup, ValidationReport
-from loramux.catalog.validation.parity import Comparison
+from loramux.catalog.validation.parity import ParityComparison
 from loramux.catalog.validation.parity_tokens import compare_tokens
 from loramux.catalog.validation.validator import Validator
 from loramux.common.settings.file import Settings
@@ -26,10 +26,10 @@ from loramux.engine.memory import host_memory
 from loramux_adapters.bank import PagedRows
 from loramux_adapters.base import describe_base
 from loramux_adapters.convert.renaming import rename_adapter
-from loramux_adapters.plan import WEIGHTS_NAME, Limits
+from loramux_adapters.plan import WEIGHTS_NAME, PlanLimits
 from loramux_adapters.weights import AdapterWeights
 
-LIMITS = Limits(max_rank=64)
+LIMITS = PlanLimits(max_rank=64)
 
 
 @pytest.fixture(scope="module")
@@ -51,11 +51,11 @@ def setup_of(zoo: Zoo, whole_model_bytes: int, memory_bytes: int = 1 << 30) -> P
 
 
 @pytest.fixture(scope="module")
-def comparison(zoo: Zoo) -> Comparison:
-    return Comparison.over(setup_of(zoo, 1 << 30))
+def comparison(zoo: Zoo) -> ParityComparison:
+    return ParityComparison.over(setup_of(zoo, 1 << 30))
 
 
-def report_on(comparison: Comparison, folder: Path) -> ValidationReport:
+def report_on(comparison: ParityComparison, folder: Path) -> ValidationReport:
     """Compare as a job does: PEFT modifies a copy of the reference model."""
     if comparison.whole is not None:
         whole = dataclasses.replace(comparison.whole, reference=copy.deepcopy(comparison.whole.reference))
@@ -77,7 +77,7 @@ def rewritten(folder: Path, target: Path, change: Callable[[str, torch.Tensor], 
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_parity_of_a_sound_adapter_passes(comparison: Comparison, zoo: Zoo, recipe: str) -> None:
+def test_parity_of_a_sound_adapter_passes(comparison: ParityComparison, zoo: Zoo, recipe: str) -> None:
     report = report_on(comparison, zoo.adapters / recipe)
     assert report.refusal is None
     assert outcomes(report) == {"parity_of_layers": "passed", "parity_of_tokens": "passed"}
@@ -90,7 +90,9 @@ def test_parity_of_a_sound_adapter_passes(comparison: Comparison, zoo: Zoo, reci
     assert figures["parity_of_tokens"]["mean_divergence_from_base"] > 1e-3
 
 
-def test_parity_of_an_activated_lora_is_compared_after_its_invocation(comparison: Comparison, tmp_path: Path) -> None:
+def test_parity_of_an_activated_lora_is_compared_after_its_invocation(
+    comparison: ParityComparison, tmp_path: Path
+) -> None:
     zoo = Zoo("llama", tmp_path)
     recipe = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear", "alora_invocation_tokens": [9, 8]}
     zoo.make_adapter("activated", recipe, seed=3)
@@ -102,17 +104,17 @@ def test_parity_of_an_activated_lora_is_compared_after_its_invocation(comparison
 
 
 def test_parity_on_a_large_base_compares_layers_alone(zoo: Zoo) -> None:
-    report = report_on(Comparison.over(setup_of(zoo, 0)), zoo.adapters / "patterns")
+    report = report_on(ParityComparison.over(setup_of(zoo, 0)), zoo.adapters / "patterns")
     assert outcomes(report) == {"parity_of_layers": "passed", "parity_of_tokens": "not_run"}
     assert "too large" in report.checks[1].detail
 
 
 def test_parity_linears_beyond_the_memory_are_left_out_and_counted(zoo: Zoo) -> None:
     a_square = 3 * 4 * 64 * 64
-    some = report_on(Comparison.over(setup_of(zoo, 0, a_square)), zoo.adapters / "patterns").checks[0]
+    some = report_on(ParityComparison.over(setup_of(zoo, 0, a_square)), zoo.adapters / "patterns").checks[0]
     assert (some.outcome, some.figures["linears"]) == ("passed", 3)
     assert "3 of 6 linears" in some.detail
-    none = report_on(Comparison.over(setup_of(zoo, 0, a_square - 1)), zoo.adapters / "patterns").checks[0]
+    none = report_on(ParityComparison.over(setup_of(zoo, 0, a_square - 1)), zoo.adapters / "patterns").checks[0]
     assert (none.outcome, "parity_memory_bytes" in none.detail) == ("not_run", True)
 
 
@@ -122,7 +124,7 @@ def wrongly_scaled(weights: AdapterWeights) -> AdapterWeights:
 
 
 def test_parity_wrong_scale_is_found_in_layers(
-    comparison: Comparison, zoo: Zoo, monkeypatch: pytest.MonkeyPatch
+    comparison: ParityComparison, zoo: Zoo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = parity.read_weights
     monkeypatch.setattr(parity, "read_weights", lambda *args: wrongly_scaled(read(*args)))
@@ -134,7 +136,7 @@ def test_parity_wrong_scale_is_found_in_layers(
 
 
 def test_parity_wrong_scale_is_found_in_tokens(
-    comparison: Comparison, zoo: Zoo, monkeypatch: pytest.MonkeyPatch
+    comparison: ParityComparison, zoo: Zoo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load = host_memory.load_adapter
     monkeypatch.setattr(host_memory, "load_adapter", lambda *args: wrongly_scaled(load(*args)))
@@ -145,14 +147,16 @@ def test_parity_wrong_scale_is_found_in_tokens(
     assert "log probabilities are up to" in report.refusal.message
 
 
-def test_parity_products_that_are_not_finite_are_refused(comparison: Comparison, zoo: Zoo, tmp_path: Path) -> None:
+def test_parity_products_that_are_not_finite_are_refused(
+    comparison: ParityComparison, zoo: Zoo, tmp_path: Path
+) -> None:
     folder = rewritten(zoo.adapters / "attention", tmp_path / "huge", lambda _, tensor: tensor * 1e25)
     report = report_on(comparison, folder)
     assert report.refusal is not None
     assert report.refusal.code == "outputs_not_finite"
 
 
-def test_parity_of_an_adapter_without_effect_warns(comparison: Comparison, zoo: Zoo, tmp_path: Path) -> None:
+def test_parity_of_an_adapter_without_effect_warns(comparison: ParityComparison, zoo: Zoo, tmp_path: Path) -> None:
     def untrained(name: str, tensor: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(tensor) if "lora_B" in name else tensor
 
@@ -192,7 +196,7 @@ def test_parity_is_part_of_an_uploads_validation(zoo: Zoo, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("num_labels", [1, 3])
 def test_parity_of_a_classifier_compares_its_numbers(
-    comparison: Comparison, zoo: Zoo, tmp_path: Path, num_labels: int
+    comparison: ParityComparison, zoo: Zoo, tmp_path: Path, num_labels: int
 ) -> None:
     report = report_on(comparison, TaskAdapter(zoo.base, tmp_path / "c", 1, num_labels).folder)
     assert report.refusal is None, report.refusal
@@ -202,7 +206,7 @@ def test_parity_of_a_classifier_compares_its_numbers(
 
 
 def test_parity_of_a_classifier_served_wrong_fails(
-    comparison: Comparison, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    comparison: ParityComparison, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = TaskAdapter(zoo.base, tmp_path / "c", 1, 3).folder
     right = PagedRows.times_rows
@@ -212,12 +216,12 @@ def test_parity_of_a_classifier_served_wrong_fails(
     assert report.refusal.code == "parity_failed"
 
 
-def test_parity_of_an_adapter_for_vectors_compares_them(comparison: Comparison, zoo: Zoo, tmp_path: Path) -> None:
+def test_parity_of_an_adapter_for_vectors_compares_them(comparison: ParityComparison, zoo: Zoo, tmp_path: Path) -> None:
     uploaded, served = TaskAdapter(zoo.base, tmp_path / "up", 1).folder, tmp_path / "served"
     served.mkdir()
     rename_adapter(uploaded, served, comparison.setup.base, LIMITS)
     report = report_on(comparison, served)
     assert report.refusal is None, report.refusal
     assert report.checks[1].figures["largest_error"] < 0.1
-    large = report_on(Comparison.over(setup_of(zoo, 0)), served)
+    large = report_on(ParityComparison.over(setup_of(zoo, 0)), served)
     assert "FEATURE_EXTRACTION" in large.checks[1].detail

@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 from loramux.catalog.validation.checkpoint_files import BaseFiles
 from loramux.catalog.validation.conversion import convert
 from loramux.catalog.validation.jobs import ConversionJob, ParityJob, ParitySetup, ValidationReport
-from loramux.catalog.validation.parity import Comparison
+from loramux.catalog.validation.parity import ParityComparison
 from loramux.common.settings.serving import AdapterLimits
 from loramux_adapters.base import describe_base
-from loramux_adapters.plan import WEIGHTS_NAME, Limits
+from loramux_adapters.plan import WEIGHTS_NAME, PlanLimits
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +29,9 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> FormatZoo:
 
 
 @pytest.fixture(scope="module")
-def comparison(zoo: FormatZoo) -> Comparison:
+def comparison(zoo: FormatZoo) -> ParityComparison:
     base = describe_base(zoo.base)
-    return Comparison.over(
+    return ParityComparison.over(
         ParitySetup(
             model_dir=str(zoo.base),
             base=base,
@@ -42,16 +42,16 @@ def comparison(zoo: FormatZoo) -> Comparison:
     )
 
 
-def compared(comparison: Comparison, uploaded: Path, served: Path) -> ValidationReport:
+def compared(comparison: ParityComparison, uploaded: Path, served: Path) -> ValidationReport:
     """Compare as a job does: PEFT modifies a copy of the reference model."""
     assert comparison.whole is not None
     whole = dataclasses.replace(comparison.whole, reference=copy.deepcopy(comparison.whole.reference))
-    job = ParityJob(uploaded=str(uploaded), served=str(served), limits=Limits())
+    job = ParityJob(uploaded=str(uploaded), served=str(served), limits=PlanLimits())
     return dataclasses.replace(comparison, whole=whole).report(job)
 
 
 @pytest.mark.parametrize("name", ["dora", "ia3", "both", "saved", "saved_norms", "head_tokens"])
-def test_parity_of_every_format_passes(comparison: Comparison, zoo: FormatZoo, name: str) -> None:
+def test_parity_of_every_format_passes(comparison: ParityComparison, zoo: FormatZoo, name: str) -> None:
     folder = zoo.make_format(name, FORMATS[name], seed=1)
     report = compared(comparison, folder, folder)
     assert report.refusal is None
@@ -61,7 +61,7 @@ def test_parity_of_every_format_passes(comparison: Comparison, zoo: FormatZoo, n
 
 @pytest.mark.parametrize("size", [105, 90])
 def test_parity_of_a_resized_embedding_passes(
-    comparison: Comparison, zoo: FormatZoo, size: int, tmp_path: Path
+    comparison: ParityComparison, zoo: FormatZoo, size: int, tmp_path: Path
 ) -> None:
     model = zoo._base()
     model.resize_token_embeddings(size)
@@ -78,12 +78,12 @@ def test_parity_of_a_resized_embedding_passes(
 
 @pytest.mark.parametrize("name", ["loha", "vera", "pissa", "oft", "boft", "hra"])
 def test_parity_of_a_converted_kind_passes_against_the_original(
-    comparison: Comparison, zoo: FormatZoo, name: str, tmp_path: Path
+    comparison: ParityComparison, zoo: FormatZoo, name: str, tmp_path: Path
 ) -> None:
     uploaded, served = tmp_path / "uploaded", tmp_path / "served"
     served.mkdir()
     make_kind(zoo.base, uploaded, SERVED[name])
-    job = ConversionJob(folder=str(uploaded), into=str(served), limits=Limits())
+    job = ConversionJob(folder=str(uploaded), into=str(served), limits=PlanLimits())
     base = describe_base(zoo.base)
     convert(job, base, BaseFiles.of(str(zoo.base), base))
     report = compared(comparison, uploaded, served)
@@ -92,7 +92,7 @@ def test_parity_of_a_converted_kind_passes_against_the_original(
     assert report.checks[-1].figures["mean_divergence_from_base"] > 1e-3
 
 
-def test_parity_copy_of_another_base_is_refused(comparison: Comparison, zoo: FormatZoo) -> None:
+def test_parity_copy_of_another_base_is_refused(comparison: ParityComparison, zoo: FormatZoo) -> None:
     folder = zoo.make_format("embedding", FORMATS["embedding"], seed=1)
     tensors = load_file(folder / WEIGHTS_NAME)
     key = "base_model.model.model.embed_tokens.base_layer.weight"

@@ -12,13 +12,13 @@ from formats import FormatZoo
 from quantized_zoo import QuantizedZoo
 
 from loramux.catalog.validation.jobs import ParityJob, ParitySetup
-from loramux.catalog.validation.parity import Comparison
+from loramux.catalog.validation.parity import ParityComparison
 from loramux.common.settings.serving import AdapterLimits
 from loramux_adapters.base import describe_base
-from loramux_adapters.plan import Limits
+from loramux_adapters.plan import PlanLimits
 
 
-def comparison_on(base: Path, quantization: str = "none") -> Comparison:
+def comparison_on(base: Path, quantization: str = "none") -> ParityComparison:
     setup = ParitySetup(
         model_dir=str(base),
         base=describe_base(base),
@@ -27,7 +27,7 @@ def comparison_on(base: Path, quantization: str = "none") -> Comparison:
         whole_model_bytes=1 << 30,
         quantization=quantization,
     )
-    return Comparison.over(setup)
+    return ParityComparison.over(setup)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_adapter_on_a_quantized_base_passes_and_the_report_names_the_weights(
     whole = dataclasses.replace(comparison.whole, reference=copy.deepcopy(comparison.whole.reference))
     folder = str(zoo.adapters / "dora")
     report = dataclasses.replace(comparison, whole=whole).report(
-        ParityJob(uploaded=folder, served=folder, limits=Limits(max_rank=64))
+        ParityJob(uploaded=folder, served=folder, limits=PlanLimits(max_rank=64))
     )
     assert {check.name: check.outcome for check in report.checks} == {
         "parity_of_layers": "passed",

@@ -22,9 +22,9 @@ from loramux.common.sandbox.sandbox import Sandbox
 from loramux.common.settings.file import Settings
 from loramux.common.settings.serving import ModelSettings, ValidationSettings
 from loramux_adapters.base import BaseDescription, describe_base
-from loramux_adapters.plan import CONFIG_NAME, WEIGHTS_NAME, Limits
+from loramux_adapters.plan import CONFIG_NAME, WEIGHTS_NAME, PlanLimits
 
-LIMITS = Limits(max_rank=16)
+LIMITS = PlanLimits(max_rank=16)
 
 
 def checked(**validation: Any) -> Settings:
