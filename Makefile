@@ -3,8 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
+# LOCKED=1 installs the versions of requirements-dev.lock (made with Python 3.11), not the newest that pyproject.toml allows.
+CONSTRAINTS := $(if $(LOCKED),-c requirements-dev.lock)
 
-.PHONY: console simulate demo test test-slow lint format docs bench clean
+.PHONY: console simulate demo check test test-all lint format docs bench lock clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -13,11 +15,14 @@ help:  ## this list
 demo: $(VENV)/.run $(VENV)/.console  ## start the real server, and send requests to six adapters and the base model (ARGS="--once --json")
 	@$(BIN)/loramux demo $(ARGS)
 
-test: $(VENV)/.dev $(VENV)/.console  ## every test but the slow ones, on every core
+check: lint  ## lint, and the tests that need no server, browser, PostgreSQL, interpreter or trained model: a few minutes
+	$(BIN)/python -m pytest -n auto --dist loadfile -m "not slow and not server and not browser and not postgres and not interpreter and not families" $(ARGS)
+
+test: $(VENV)/.dev $(VENV)/.console  ## every kind of test, on every core; without those that are for a nightly run
 	$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
 
-test-slow: $(VENV)/.dev  ## the tests that take minutes
-	$(BIN)/python -m pytest -m slow $(ARGS)
+test-all: $(VENV)/.dev $(VENV)/.console  ## everything: nightly tests too, which take an hour or two
+	$(BIN)/python -m pytest -n auto --dist loadfile -m "" $(ARGS)
 
 simulate: $(VENV)/.dev  ## the whole server on a virtual clock, many seeds (ARGS="0:100000 --jobs 2", ARGS=42 for one)
 	@PYTHONPATH=tests/support $(BIN)/python -m simulation $(if $(ARGS),$(ARGS),0:2000)
@@ -37,6 +42,9 @@ bench: $(VENV)/.dev  ## ours against PEFT, in one run, with ratios and a plot
 console: $(VENV)/.node  ## build the web console, after checking it against the API (node and packages come from PyPI and npm)
 	$(BIN)/python tools/build_console.py --check
 
+lock: $(VENV)/.dev  ## write the versions of this environment to requirements-dev.lock
+	@$(BIN)/python -m pip freeze --exclude-editable | sed -E 's/\+[a-z0-9.]+$$//' > requirements-dev.lock
+
 clean:  ## remove the virtual environment
 	rm -rf $(VENV)
 
@@ -48,12 +56,12 @@ $(VENV)/.pip: tools/check_python.sh
 
 $(VENV)/.run: $(VENV)/.pip pyproject.toml client/pyproject.toml
 	@echo "loramux: installing into $(VENV) (the first time takes a few minutes)" >&2
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ./client -e ".[demo]" >&2
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) -e ./client -e ".[demo]" >&2
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run
 	@echo "loramux: installing the test and lint tools into $(VENV)" >&2
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ./client -e ".[dev]" >&2
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) -e ./client -e ".[dev]" >&2
 	@touch $@
 
 # Without access to npm the server starts all the same, and /console says what is missing.
