@@ -153,17 +153,6 @@ def test_init_without_a_model_says_what_to_do(tmp_path: Path, monkeypatch: pytes
     assert "no config.json" in loramux("init", "--force", "--model", "empty", code=1).stderr
 
 
-def test_renamed_option_accepts_its_old_spelling_with_a_warning(config: Path) -> None:
-    of_acme = ("--tenant", "acme", "--config", str(config))
-    loramux("tenant", "create", "acme", "--config", str(config))
-    web = read("project", "create", "web", *of_acme)["id"]
-    result = loramux("limit", "set", "concurrent_requests", "2", "--on", web, "--json", *of_acme)
-    assert json.loads(result.stdout)["subject"] == web
-    assert "--on is now called --subject" in result.stderr
-    assert loramux("limit", "set", "concurrent_requests", "2", "--subject", web, *of_acme).stderr == ""
-    assert "--on" not in loramux("limit", "set", "--help").stdout
-
-
 def test_key_create_prints_only_the_key_on_stdout(config: Path) -> None:
     loramux("tenant", "create", "acme", "--config", str(config))
     result = loramux("key", "create", "--tenant", "acme", LORAMUX_CONFIG=str(config))

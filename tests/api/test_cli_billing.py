@@ -46,11 +46,8 @@ def test_price_and_usage_commands_cover_a_month(config: Path, tmp_path: Path) ->
     loramux(config, "price", "assign", "standard", "--tenant", "acme", "--from", MONTH)
     assert (
         "already; use --replace or a later"
-        in loramux(config, "price", "give", "standard", "--tenant", "acme", "--from", MONTH, code=1).stderr
+        in loramux(config, "price", "assign", "standard", "--tenant", "acme", "--from", MONTH, code=1).stderr
     )
-    old = loramux(config, "price", "give", "standard", "--tenant", "acme", "--from", MONTH, code=1).stderr
-    assert "price give is now called price assign" in old
-    assert "give" not in CliRunner().invoke(main, ["price", "--help"]).stdout
     draft = read(
         config,
         "usage",

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from typing import Any
 
 import click
 import msgspec
@@ -32,7 +31,6 @@ from loramux_api.cli.common import (
     period_option,
     put,
     tenant_option,
-    warn_of_old_name,
     with_billing,
 )
 
@@ -113,19 +111,6 @@ def unassign(tenant_name: str, month: str, config: Path, as_json: bool) -> None:
     """
     with_billing(config, lambda desk: desk.catalog.unsubscribe(tenant_name, Month.parse(month)))
     put(as_json, {"tenant": tenant_name, "from": month}, f"{tenant_name} has no plan of its own from {month} on.")
-
-
-@price.command("give", hidden=True, params=assign.params)
-def give(**arguments: Any) -> None:
-    """Run `loramux price assign`, under its old name.
-
-    \b
-    Example:
-      loramux price give standard --tenant acme --from 2026-11 --config configs/single-node.toml
-    """
-    warn_of_old_name("price give", "price assign")
-    assert assign.callback is not None
-    assign.callback(**arguments)
 
 
 class Delivered(msgspec.Struct, frozen=True):

@@ -63,31 +63,6 @@ def day(microseconds: int | None) -> str:
     return "-" if microseconds is None else datetime.fromtimestamp(microseconds / 1e6, UTC).date().isoformat()
 
 
-def option_with_old_name(new: str, old: str, **attributes: Any) -> Callable[[Command], Command]:
-    """Return the option `new`; its old spelling is accepted for one release, hidden and with a warning."""
-
-    def remember(context: click.Context, _: click.Parameter, value: Any) -> None:
-        if value is not None:
-            warn_of_old_name(old, new)
-            context.meta[f"loramux{old}"] = value
-
-    def resolve(context: click.Context, _: click.Parameter, value: Any) -> Any:
-        return context.meta.get(f"loramux{old}") if value is None else value
-
-    def decorate(command: Command) -> Command:
-        hidden = click.option(
-            old, f"old_{new.strip('-')}", hidden=True, expose_value=False, is_eager=True, callback=remember
-        )
-        return click.option(new, callback=resolve, **attributes)(hidden(command))
-
-    return decorate
-
-
-def warn_of_old_name(old: str, new: str) -> None:
-    """Print on stderr that an old spelling was used."""
-    click.echo(f"Warning: {old} is now called {new}; the old spelling goes with the next release.", file=sys.stderr)
-
-
 def with_tenants(config: Path, act: Callable[[Tenants], Awaitable[T]]) -> T:
     """Open the records of `config`, run `act` and close them. Operators' commands need no running server."""
     from loramux.server.platform import open_tenants

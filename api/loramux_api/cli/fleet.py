@@ -48,7 +48,7 @@ def base() -> None:
     \b
     Example:
       loramux base add qwen3-8b-v2 --path /models/Qwen3-8B-v2 --key-file operator.key
-      loramux base list --key-file operator.key
+      loramux base ls --key-file operator.key
     """
 
 
@@ -100,14 +100,14 @@ def add(
         raise SystemExit(1)
 
 
-@base.command("list")
+@base.command("ls")
 @on_server
 def list_bases(remote: Remote) -> None:
     """List the base models, with their state on the server that answers.
 
     \b
     Example:
-      loramux base list --key-file operator.key
+      loramux base ls --key-file operator.key
     """
     bases = remote.client.bases.list()
     remote.put(bases, "\n".join(map(_base_line, bases)))

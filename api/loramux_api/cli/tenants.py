@@ -17,7 +17,6 @@ from loramux_api.cli.common import (
     config_option,
     day,
     json_option,
-    option_with_old_name,
     put,
     tenant_option,
     with_account,
@@ -26,9 +25,7 @@ from loramux_api.cli.common import (
 )
 
 _name = click.argument("name", type=click.Choice(list(LIMITS)))
-_subject_option = option_with_old_name(
-    "--subject", "--on", help="Id of a project, key or member; default: the whole tenant."
-)
+_subject_option = click.option("--subject", help="Id of a project, key or member; default: the whole tenant.")
 
 
 @click.group()
