@@ -33,7 +33,7 @@ from loramux_adapters.weights import (
     matrices_of,
     rows_per_page,
 )
-from loramux_kernels.device import SideStream, host_memory, stage
+from loramux_kernels.device import SideStream, host_memory, kept_for_steps, stage
 from loramux_kernels.tables import NO_VECTORS, RANK_TILE, LoraTable, OwnWeights, Segments
 
 TABLE_SHARE = 0.02
@@ -51,7 +51,7 @@ class PagedRows:
         used = pool.view(-1, page_elements)[:, : self._height * self.width]
         self._by_page = used.unflatten(1, (self._height, self.width))
         self._numbers = tuple(pages)
-        self._pages = torch.tensor(pages, dtype=torch.int64, device=pool.device)
+        self._pages = kept_for_steps(torch.tensor(pages, dtype=torch.int64, device=pool.device))
 
     def gather(self, index: torch.Tensor) -> torch.Tensor:
         """Return the rows `index` int64`[n]`: `[n, width]`."""
@@ -300,6 +300,9 @@ class AdapterBank:
             *(torch.empty(one, dtype=torch.int64, device=device) for one in (shape, shape, norms))
         )
         self._free_slots = list(range(max_slots - 1, -1, -1))
+        self._last_readers: dict[int, torch.cuda.Event] = {}
+        """Ends of the last steps that read a slot's rows, for slots that were dropped. An adapter may be dropped while
+        the step of its last token runs, after the fence of a load that then takes its slot."""
         self.least_pages = max(1, -(-len(pool) // self.page_elements // max(max_slots, 1)))
         """Pages that an adapter takes at least."""
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -420,7 +423,7 @@ class AdapterBank:
         slot = self._take_slot() if slot is None else slot
         try:
             image = self._image(weights, layout) if self._stream is not None else None
-            with self._beside_steps(fence):
+            with self._beside_steps(fence, self._last_readers.pop(slot, None)):
                 if image is None:
                     self._copy_blocks(weights, layout, pages)
                 else:
@@ -522,7 +525,7 @@ class AdapterBank:
             if MatrixKind.A in found
             else None,
             rows=found.get(MatrixKind.ROWS),
-            token_ids=None if ids is None else torch.tensor(sorted(ids), device=self.pool.device),
+            token_ids=None if ids is None else kept_for_steps(torch.tensor(sorted(ids), device=self.pool.device)),
             columns=found.get(MatrixKind.COLUMNS),
         )
 
@@ -530,8 +533,11 @@ class AdapterBank:
         return pages[block.page] * self.page_elements + block.offset
 
     @contextmanager
-    def _beside_steps(self, fence: torch.cuda.Event | None) -> Iterator[None]:
-        """Copy on a stream of its own, after the steps that may still read the freed pages, and wait for the end."""
+    def _beside_steps(self, fence: torch.cuda.Event | None, reader: torch.cuda.Event | None) -> Iterator[None]:
+        """Copy on a separate stream and wait for the end.
+
+        The copy begins after the steps that may still read the freed pages (`fence`) and the slot's rows (`reader`).
+        """
         if self._stream is None:
             yield
             return
@@ -539,6 +545,8 @@ class AdapterBank:
             self._stream.wait_stream(torch.cuda.default_stream(self.pool.device))
         else:
             self._stream.wait_event(fence)
+        if reader is not None:
+            self._stream.wait_event(reader)
         try:
             with torch.cuda.stream(self._stream):
                 yield
@@ -546,9 +554,12 @@ class AdapterBank:
             self._stream.synchronize()
 
     def drop(self, slot: int) -> None:
-        """Forget a slot; its pages may be overwritten as soon as this returns."""
+        """Forget a slot; its pages may be overwritten as soon as this returns, after a fence that is taken then."""
+        reader = self.fence()
         with self._lock:
             del self._held[slot]
+            if reader is not None:
+                self._last_readers[slot] = reader
         self._return_slot(slot)
 
     def _return_slot(self, slot: int) -> None:

@@ -7,6 +7,7 @@ adapter to them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -202,10 +203,16 @@ def _aside(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    stream = torch.cuda.Stream(device)
+    stream = _stream_aside(device)
     with torch.cuda.stream(stream):
         yield
     stream.synchronize()
+
+
+@functools.cache
+def _stream_aside(device: torch.device) -> torch.cuda.Stream:
+    """Return the one stream for such work: cuBLAS keeps a workspace of 32 MiB for every stream that it has seen."""
+    return torch.cuda.Stream(device)
 
 
 def _with_bias(columns: torch.Tensor | None, bias: torch.Tensor, linear: FittedLinear, module: str) -> torch.Tensor:

@@ -75,6 +75,17 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     return host_memory(tensor.shape, tensor.dtype, tensor.device).copy_(tensor, non_blocking=True)
 
 
+def kept_for_steps(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor`, which another stream than the steps' has made and the steps read.
+
+    The allocator gives freed memory back to the stream that it came from, at once. With this it waits until the steps
+    that were launched by then have ended.
+    """
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.default_stream(tensor.device))
+    return tensor
+
+
 MOST_ROWS_BESIDE = 128
 """Rows of a base's product that leaves multiprocessors room for another launch: with 512 rows nothing was won."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import numpy as np
@@ -9,11 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from loramux_adapters.bank import AdapterBank, Site, StepExtras
+from loramux_adapters import bank as bank_module
+from loramux_adapters.bank import AdapterBank, PagedRows, Site, StepExtras
 from loramux_adapters.components import AdapterPlan, LinearVector, LoraPair, VectorKind
 from loramux_adapters.errors import AdapterRejected
 from loramux_adapters.modules import LoraLinear, install_linears
-from loramux_adapters.weights import AdapterWeights, LoraWeights
+from loramux_adapters.weights import AdapterWeights, LoraWeights, Matrix, MatrixKind
+from loramux_kernels.device import kept_for_steps
 from loramux_kernels.tables import NO_VECTORS, Segments
 
 PAGE = 16 * 48
@@ -174,3 +177,69 @@ def test_bank_rank_above_the_tables_is_refused() -> None:
     with pytest.raises(AdapterRejected, match="up to 64") as caught:
         bank.plan_layout(random_adapter(bank, {"q_proj": 65}, 1).plan)
     assert caught.value.code == "rank_too_large"
+
+
+class FakeStream:
+    """A copy stream that notes the launched steps whose end it waits for."""
+
+    def __init__(self) -> None:
+        self.waited_for: list[int] = []
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.waited_for.append(event.steps)
+
+    def synchronize(self) -> None:
+        pass
+
+
+class FakeEvent:
+    """An event at the end of the steps that were launched before it was recorded."""
+
+    launched = 0
+
+    def record(self, _: object) -> None:
+        self.steps = FakeEvent.launched
+
+
+@pytest.fixture
+def copy_stream(monkeypatch: pytest.MonkeyPatch) -> FakeStream:
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(FakeEvent, "launched", 0)
+    return FakeStream()
+
+
+def test_install_waits_for_the_last_step_that_read_its_slot(copy_stream: FakeStream) -> None:
+    """The slot is freed after the fence of the load that takes it, by a step that still runs."""
+    bank = bank_for(Attention())
+    bank._stream = copy_stream  # type: ignore[assignment]
+    first, second = (random_adapter(bank, {"q_proj": 5}, seed) for seed in (1, 2))
+    layout = bank.plan_layout(first.plan)
+    slot = bank.install(first, layout, [0, 1, 2][: layout.num_pages], bank.fence())
+    fence = bank.fence()  # of the load of `second`, into pages that are free
+    FakeEvent.launched = 7  # a step of `first`
+    bank.drop(slot)  # its last token is planned; the step still runs
+    copy_stream.waited_for.clear()
+    assert bank.install(second, layout, [9, 10, 11][: layout.num_pages], fence) == slot
+    assert copy_stream.waited_for == [0, 7]
+
+
+def test_index_tensors_of_an_adapter_outlive_the_steps_that_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[torch.Tensor] = []
+    monkeypatch.setattr(bank_module, "kept_for_steps", lambda tensor: kept.append(tensor) or tensor)
+    pages = PagedRows(torch.zeros(4 * 64), 64, [3, 1], Matrix("head", MatrixKind.ROWS, 5, 16))
+    assert [tensor for tensor in kept if tensor is pages._pages]
+
+
+def test_freed_memory_waits_for_the_steps_that_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnCard:
+        is_cuda, device, recorded = True, torch.device("cuda", 0), ()
+
+        def record_stream(self, stream: object) -> None:
+            self.recorded = (stream,)
+
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: f"steps of {device}")
+    tensor = OnCard()
+    assert kept_for_steps(tensor) is tensor  # type: ignore[arg-type]
+    assert tensor.recorded == ("steps of cuda:0",)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import pytest
 import torch
 from torch import nn
 
+from loramux_adapters import base_weights
 from loramux_adapters.base_weights import BaseWeights, LocalMatrix, base_linear, dora_columns, fit_to_base
 from loramux_adapters.components import AdapterPlan, BaseCopy
 from loramux_adapters.errors import AdapterRejected
@@ -55,3 +57,23 @@ def test_base_copy_that_differs_is_refused() -> None:
     with pytest.raises(AdapterRejected, match="save_embedding_layers=False") as caught:
         fit_to_base(other, base)
     assert (caught.value.code, caught.value.field) == ("base_differs", "embed.base_layer.weight")
+
+
+def test_work_aside_of_one_device_has_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuBLAS keeps a workspace for every stream that it has seen, and a load has hundreds of linears."""
+    made: list[torch.device] = []
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            made.append(device)
+
+        def synchronize(self) -> None:
+            pass
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    card = torch.device("cuda", 7)
+    for _ in range(3):
+        with base_weights._aside(card):
+            pass
+    assert made == [card]
