@@ -1,11 +1,27 @@
-"""Options for the tests that can be made longer."""
+"""Markers by cost, and options for the tests that can be made longer.
+
+`make check` leaves out every marker of COSTS, `make test` leaves out `slow` alone, `make test-all` nothing.
+"""
 
 import os
+from pathlib import Path
 
 import pytest
 
 # Before torch is imported: threads that spin as they wait make a test on a busy machine take a hundred times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+COSTS = {
+    "server": ("tests/api/", "tests/attacks/", "tests/e2e/", "tests/demo/test_demo", "tests/simulation/"),
+    "browser": ("tests/console/",),
+    "interpreter": (
+        *("tests/kernels/cuda/", "tests/kernels/test_cuda_interpreted", "tests/kernels/test_compile_check"),
+        "tests/platform/engine/cuda/",
+    ),
+    "families": ("tests/platform/engine/", "tests/platform/catalog/validation/", "tests/adapters/convert/"),
+    "slow": ("tests/benchmarks/", "tests/console/test_screenshots"),
+}
+"""Markers of whole files, by the beginnings of their paths. A test that runs on PostgreSQL is `postgres`, too."""
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -20,3 +36,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--kills", type=int, default=1, help="kill -9 each database's server so often (tests/e2e/test_kills.py)"
     )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import files whose marker the run leaves out: that takes longer than the tests of `make check`."""
+    place = collection_path.relative_to(config.rootpath).as_posix()
+    expression = config.option.markexpr
+    return any(f"not {marker}" in expression and place.startswith(places) for marker, places in COSTS.items()) or None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark each test by what it costs."""
+    for item in items:
+        for marker, places in COSTS.items():
+            if item.nodeid.startswith(places):
+                item.add_marker(marker)
+        callspec = getattr(item, "callspec", None)
+        uses_postgres = "postgres" in getattr(item, "fixturenames", ()) and callspec is None
+        if uses_postgres or (callspec is not None and "postgresql" in callspec.params.values()):
+            item.add_marker("postgres")
