@@ -101,7 +101,7 @@ PARTS = (
     *("sinks", "started_at", "tenants", "uploads", "usage", "webhooks"),
 )
 """Attributes of `Platform` that a handler may name as parameters."""
-PROGRAMS = ("batches", "files", "evaluations", "guards", "shadows", "policies", "migrations", "revision_metrics")
+PROGRAMS = ("batches", "files", "evaluations", "guards", "shadows", "policies", "base_upgrades", "revision_metrics")
 """Attributes of `Programs`, likewise."""
 PROVIDERS: dict[str, Callable[..., Any]] = {
     "database_is_reachable": database_is_reachable,

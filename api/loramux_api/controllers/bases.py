@@ -13,7 +13,7 @@ from litestar.params import FromPath, FromQuery, JSONBody
 
 from loramux.accounts.tenants.tenants import Tenants
 from loramux.common.identity import Principal
-from loramux.releases.migrations import BaseMigrations, Shifted
+from loramux.releases.base_upgrades import BaseUpgrades, Shifted
 from loramux.serving.lifecycle import BaseLifecycle
 from loramux_api.auth import requires
 from loramux_api.openapi import ApiController, OperatorController
@@ -36,7 +36,7 @@ from loramux_api.schemas.migrations import (
 from loramux_api.schemas.tenancy import Listing
 
 PAGE = 500
-"""Adapters that one call moves at most: as in `releases.migrations`."""
+"""Adapters that one call moves at most: as in `releases.base_upgrades`."""
 
 
 class AdminBaseController(OperatorController):
@@ -77,20 +77,20 @@ class AdminMigrationController(OperatorController):
 
     @get(summary="List migrations")
     async def list_migrations(
-        self, migrations: NamedDependency[BaseMigrations], limit: PageLimit = 100
+        self, base_upgrades: NamedDependency[BaseUpgrades], limit: PageLimit = 100
     ) -> Listing[MigrationObject]:
         """List migrations of adapters between base models, newest first."""
-        return Listing(data=[migration_object(one) for one in await migrations.newest(limit)])
+        return Listing(data=[migration_object(one) for one in await base_upgrades.newest(limit)])
 
     @post(status_code=202, summary="Begin a migration")
     async def begin(
         self,
         data: JSONBody[MigrationBody],
         operators: NamedDependency[Tenants],
-        migrations: NamedDependency[BaseMigrations],
+        base_upgrades: NamedDependency[BaseUpgrades],
     ) -> MigrationObject:
         """Check the adapters of one base model on another one in the background; nothing that is served changes."""
-        made = await migrations.begin(
+        made = await base_upgrades.begin(
             operators.changes,
             source=data.source,
             target=data.target,
@@ -102,23 +102,23 @@ class AdminMigrationController(OperatorController):
 
     @get("/{migration_id:str}", summary="Describe a migration")
     async def get_migration(
-        self, migration_id: FromPath[str], migrations: NamedDependency[BaseMigrations]
+        self, migration_id: FromPath[str], base_upgrades: NamedDependency[BaseUpgrades]
     ) -> MigrationObject:
         """Return one migration with its counts."""
-        return migration_object(await migrations.get(migration_id))
+        return migration_object(await base_upgrades.get(migration_id))
 
     @get("/{migration_id:str}/items", summary="List a migration's adapters")
     async def list_items(
         self,
         migration_id: FromPath[str],
-        migrations: NamedDependency[BaseMigrations],
+        base_upgrades: NamedDependency[BaseUpgrades],
         outcome: FromQuery[Outcome | None] = None,
         after: AfterPosition = None,
         limit: PageLimit = 100,
     ) -> Listing[MigrationItemObject]:
         """List the adapters with what was found; `after` is the last position of the page before."""
         wanted = {} if outcome is None else {"outcomes": (outcome,)}
-        found = await migrations.items(migration_id, after=-1 if after is None else after, limit=limit, **wanted)
+        found = await base_upgrades.items(migration_id, after=-1 if after is None else after, limit=limit, **wanted)
         return Listing(data=[item_object(item) for item in found])
 
     @post("/{migration_id:str}/cancel", status_code=200, summary="Cancel a migration")
@@ -126,10 +126,10 @@ class AdminMigrationController(OperatorController):
         self,
         migration_id: FromPath[str],
         operators: NamedDependency[Tenants],
-        migrations: NamedDependency[BaseMigrations],
+        base_upgrades: NamedDependency[BaseUpgrades],
     ) -> MigrationObject:
         """End a migration under way. What is decided stays so; a further migration goes on."""
-        return migration_object(await migrations.cancel(operators.changes, migration_id))
+        return migration_object(await base_upgrades.cancel(operators.changes, migration_id))
 
     @post("/{migration_id:str}/promote", status_code=200, summary="Move adapters to the target")
     async def promote(
@@ -137,14 +137,14 @@ class AdminMigrationController(OperatorController):
         migration_id: FromPath[str],
         data: JSONBody[MigrationPromoteBody],
         principal: NamedDependency[Principal],
-        migrations: NamedDependency[BaseMigrations],
+        base_upgrades: NamedDependency[BaseUpgrades],
     ) -> ShiftedList:
         """Give the new revisions of adapters that fit a share of their aliases: a canary, or all.
 
         Release policies hold. At most 500 adapters a call; `next` goes on.
         """
         return _shifted(
-            await migrations.shift(
+            await base_upgrades.shift(
                 principal, migration_id, data.weight, tenant=data.tenant, adapter=data.adapter, after=data.after
             )
         )
@@ -155,11 +155,11 @@ class AdminMigrationController(OperatorController):
         migration_id: FromPath[str],
         data: JSONBody[MigrationRollbackBody],
         principal: NamedDependency[Principal],
-        migrations: NamedDependency[BaseMigrations],
+        base_upgrades: NamedDependency[BaseUpgrades],
     ) -> ShiftedList:
         """Point the aliases at what they pointed at before the new revisions."""
         return _shifted(
-            await migrations.shift(
+            await base_upgrades.shift(
                 principal, migration_id, 0, tenant=data.tenant, adapter=data.adapter, after=data.after
             )
         )
@@ -176,11 +176,11 @@ class MigrationController(ApiController):
     async def list_reports(
         self,
         principal: NamedDependency[Principal],
-        migrations: NamedDependency[BaseMigrations],
+        base_upgrades: NamedDependency[BaseUpgrades],
         limit: PageLimit = 100,
     ) -> Listing[ReportObject]:
         """List what migrations to another base model found about your adapters, newest migration first."""
-        found = await migrations.reports(principal, limit)
+        found = await base_upgrades.reports(principal, limit)
         return Listing(data=[report_object(migration, item) for migration, item in found])
 
 

@@ -8,8 +8,8 @@ import msgspec
 from msgspec import Meta
 
 from loramux.common.units import SECOND
-from loramux.data.entities import BaseMigration, MigrationItem
-from loramux.releases.migrations import Migration, Shifted
+from loramux.data.entities import BaseUpgrade, UpgradeItem
+from loramux.releases.base_upgrades import Shifted, Upgrade
 from loramux_api.bodies import Body
 from loramux_api.schemas.tenancy import seconds
 
@@ -117,9 +117,9 @@ class ShiftedList(msgspec.Struct, kw_only=True):
     """`after` of the call that goes on; null: these were all."""
 
 
-def migration_object(found: Migration) -> MigrationObject:
+def migration_object(found: Upgrade) -> MigrationObject:
     """Return the migration as a JSON object."""
-    one = found.migration
+    one = found.upgrade
     return MigrationObject(
         id=one.id,
         source=one.source,
@@ -135,7 +135,7 @@ def migration_object(found: Migration) -> MigrationObject:
     )
 
 
-def item_object(item: MigrationItem) -> MigrationItemObject:
+def item_object(item: UpgradeItem) -> MigrationItemObject:
     """Return one revision's part as a JSON object."""
     return MigrationItemObject(
         position=item.position,
@@ -150,7 +150,7 @@ def item_object(item: MigrationItem) -> MigrationItemObject:
     )
 
 
-def report_object(migration: BaseMigration, item: MigrationItem) -> ReportObject:
+def report_object(migration: BaseUpgrade, item: UpgradeItem) -> ReportObject:
     """Return what a migration found about one revision of a tenant."""
     return ReportObject(
         **msgspec.structs.asdict(item_object(item)),

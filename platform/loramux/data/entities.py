@@ -12,7 +12,7 @@ import msgspec
 from loramux.common.identity import Origin, ProjectId, TenantId
 
 
-class BaseMigration(msgspec.Struct, frozen=True, kw_only=True):
+class BaseUpgrade(msgspec.Struct, frozen=True, kw_only=True):
     """A migration. Times in microseconds since the epoch."""
 
     id: str
@@ -30,7 +30,7 @@ class BaseMigration(msgspec.Struct, frozen=True, kw_only=True):
     finished_at: int | None = None
 
 
-class MigrationItem(msgspec.Struct, frozen=True, kw_only=True):
+class UpgradeItem(msgspec.Struct, frozen=True, kw_only=True):
     """One revision of a migration."""
 
     migration_id: str

@@ -15,10 +15,10 @@ from loramux.batches.run import BatchServer, Window
 from loramux.batches.service import Batches, BatchWorker
 from loramux.common.jobs import JobRunner, run_periodically
 from loramux.data.entities import Batch
+from loramux.releases.base_upgrades import BaseUpgrades
 from loramux.releases.evaluations import Evaluations
 from loramux.releases.judges import KeyVault, open_judges
 from loramux.releases.metrics import RevisionMetrics, open_revision_metrics
-from loramux.releases.migrations import BaseMigrations
 from loramux.releases.policies import CanaryGuards, ReleasePolicies, open_canary_guards
 from loramux.releases.shadows import Shadows, open_shadows
 from loramux.server.platform import Platform
@@ -41,7 +41,7 @@ class Programs:
     guards: CanaryGuards
     shadows: Shadows
     policies: ReleasePolicies
-    migrations: BaseMigrations
+    base_upgrades: BaseUpgrades
     revision_metrics: RevisionMetrics
 
 
@@ -74,7 +74,7 @@ async def open_programs(platform: Platform, endpoints: BatchEndpoints) -> AsyncI
         await stack.enter_async_context(run_periodically(EVALUATION_SECONDS, evaluations.tend))
         guards = await stack.enter_async_context(open_canary_guards(database, adapters))
         shadows = await stack.enter_async_context(open_shadows(database, blobs, completions, adapters.queries, files))
-        migrations = BaseMigrations(
+        base_upgrades = BaseUpgrades(
             database=database,
             blobs=blobs,
             tenants=platform.tenants,
@@ -84,8 +84,8 @@ async def open_programs(platform: Platform, endpoints: BatchEndpoints) -> AsyncI
             evaluations=evaluations,
             server_id=server_id,
         )
-        stack.push_async_callback(migrations.stop)
-        await stack.enter_async_context(run_periodically(MOVE_SECONDS, migrations.tend))
+        stack.push_async_callback(base_upgrades.stop)
+        await stack.enter_async_context(run_periodically(MOVE_SECONDS, base_upgrades.tend))
         yield Programs(
             batches=batches,
             files=files,
@@ -94,7 +94,7 @@ async def open_programs(platform: Platform, endpoints: BatchEndpoints) -> AsyncI
             guards=guards,
             shadows=shadows,
             policies=ReleasePolicies(database, adapters),
-            migrations=migrations,
+            base_upgrades=base_upgrades,
             revision_metrics=revision_metrics,
         )
 

@@ -36,7 +36,7 @@ from loramux.common.bundle import SamplingDefaults
 from loramux.common.errors import LoramuxError
 from loramux.common.settings.file import Settings, SettingsError
 from loramux.common.settings.serving import BaseSettings
-from loramux.data.records.bases import BaseMigrationRepository, BaseRecord, BaseRepository
+from loramux.data.records.bases import BaseRecord, BaseRepository, BaseUpgradeRepository
 from loramux.data.records.database import Database
 from loramux.engine.client import EngineDied
 from loramux.fleet.group import EngineGroup
@@ -271,7 +271,7 @@ class BaseLifecycle:
             if successor is not None and successor not in others:
                 raise InvalidBase(f"successor is one of {', '.join(others)}; got {successor[:80]!r}", "successor")
             if successor is None:
-                target = await BaseMigrationRepository(change.session).target_of(name)
+                target = await BaseUpgradeRepository(change.session).target_of(name)
                 successor = target if target in others else None
             row = next((row for row in await repository.all() if row.name == name), None)
             row = row or BaseRecord(name=name, changed_at=change.now)

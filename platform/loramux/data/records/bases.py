@@ -13,7 +13,7 @@ from sqlalchemy import CheckConstraint, ForeignKey, Index, func, select, update
 from sqlalchemy.orm import Mapped, mapped_column
 
 from loramux.common.identity import TenantId
-from loramux.data.entities import BaseMigration, MigrationItem
+from loramux.data.entities import BaseUpgrade, UpgradeItem
 from loramux.data.records.adapters import READY, AdapterRow, RevisionRow
 from loramux.data.records.aliases import AliasTargetRow
 from loramux.data.records.base import Base, Repository, TenantScoped, to_struct
@@ -146,10 +146,10 @@ class BaseMigrationItemRow(Base):
     """Percent of its share of aliases that was moved to the new revision last."""
 
 
-class BaseMigrationRepository(Repository):
+class BaseUpgradeRepository(Repository):
     """Migrations of every tenant's adapters, for operators and for the servers that run them."""
 
-    async def begin(self, migration: BaseMigration, names: Collection[str]) -> int:
+    async def begin(self, migration: BaseUpgrade, names: Collection[str]) -> int:
         """Insert a migration with every revision for the bases `names` that an alias points at; return their number."""
         await self._insert(BaseMigrationRow(**msgspec.structs.asdict(migration)))
         aliased = select(AliasTargetRow.revision_id)
@@ -188,25 +188,25 @@ class BaseMigrationRepository(Repository):
         await self._session.flush()
         return len(rows)
 
-    async def get(self, id: str) -> BaseMigration | None:
+    async def get(self, id: str) -> BaseUpgrade | None:
         """Find a migration."""
         row = await self._session.get(BaseMigrationRow, id)
-        return None if row is None else to_struct(BaseMigration, row)
+        return None if row is None else to_struct(BaseUpgrade, row)
 
-    async def newest(self, limit: int) -> list[BaseMigration]:
+    async def newest(self, limit: int) -> list[BaseUpgrade]:
         """List at most `limit` migrations, newest first."""
         newest = select(BaseMigrationRow).order_by(BaseMigrationRow.created_at.desc(), BaseMigrationRow.id.desc())
-        return [to_struct(BaseMigration, row) for row in await self._session.scalars(newest.limit(limit))]
+        return [to_struct(BaseUpgrade, row) for row in await self._session.scalars(newest.limit(limit))]
 
     async def target_of(self, source: str) -> str | None:
         """Return the target of the newest migration from this base."""
         statement = select(BaseMigrationRow.target).where(BaseMigrationRow.source == source)
         return await self._session.scalar(statement.order_by(BaseMigrationRow.created_at.desc()).limit(1))
 
-    async def running(self, like: BaseMigration) -> BaseMigration | None:
+    async def running(self, like: BaseUpgrade) -> BaseUpgrade | None:
         """Find a migration under way with the same bases, tenant and adapter."""
         rows = await self._session.scalars(select(BaseMigrationRow).where(BaseMigrationRow.state == RUNNING))
-        found = (to_struct(BaseMigration, row) for row in rows)
+        found = (to_struct(BaseUpgrade, row) for row in rows)
         return next((one for one in found if _scope(one) == _scope(like)), None)
 
     async def counts(self, ids: Collection[str]) -> dict[str, dict[str, int]]:
@@ -230,7 +230,7 @@ class BaseMigrationRepository(Repository):
         adapter: str | None = None,
         after: int = -1,
         limit: int = 1,
-    ) -> list[MigrationItem]:
+    ) -> list[UpgradeItem]:
         """List at most `limit` revisions of a migration with these outcomes by position, those behind `after`."""
         statement = select(BaseMigrationItemRow).where(
             BaseMigrationItemRow.migration_id == id,
@@ -242,23 +242,23 @@ class BaseMigrationRepository(Repository):
         if adapter is not None:
             statement = statement.where(BaseMigrationItemRow.adapter == adapter)
         rows = await self._session.scalars(statement.order_by(BaseMigrationItemRow.position).limit(limit))
-        return [to_struct(MigrationItem, row) for row in rows]
+        return [to_struct(UpgradeItem, row) for row in rows]
 
     async def adopt_abandoned(self, server_id: str) -> None:
         """Move the unfinished migrations of dead servers to this one."""
         await adopt_abandoned(self._session, BaseMigrationRow, BaseMigrationRow.state == RUNNING, server_id)
 
-    async def held(self, server_id: str) -> list[BaseMigration]:
+    async def held(self, server_id: str) -> list[BaseUpgrade]:
         """List the server's unfinished migrations, oldest first."""
         statement = select(BaseMigrationRow).where(
             BaseMigrationRow.state == RUNNING, BaseMigrationRow.server_id == server_id
         )
         return [
-            to_struct(BaseMigration, row)
+            to_struct(BaseUpgrade, row)
             for row in await self._session.scalars(statement.order_by(BaseMigrationRow.created_at))
         ]
 
-    async def decide(self, item: MigrationItem, server_id: str) -> bool:
+    async def decide(self, item: UpgradeItem, server_id: str) -> bool:
         """Write an outcome where this server still holds the migration; return whether it does."""
         held = select(BaseMigrationRow.id).where(
             BaseMigrationRow.id == item.migration_id,
@@ -270,7 +270,7 @@ class BaseMigrationRepository(Repository):
         await self.change(item)
         return True
 
-    async def change(self, item: MigrationItem) -> None:
+    async def change(self, item: UpgradeItem) -> None:
         """Write what may change of a revision's part."""
         names = ("outcome", "code", "reason", "new_number", "evaluation_id", "weight")
         place = (
@@ -297,10 +297,10 @@ class BaseMigrationRepository(Repository):
         return state == READY
 
 
-class MigrationReports(TenantScoped):
+class UpgradeReports(TenantScoped):
     """What migrations found about one tenant's adapters."""
 
-    async def newest(self, limit: int) -> list[tuple[BaseMigration, MigrationItem]]:
+    async def newest(self, limit: int) -> list[tuple[BaseUpgrade, UpgradeItem]]:
         """List at most `limit` revisions of the tenant, of the newest migration first."""
         statement = (
             select(BaseMigrationRow, BaseMigrationItemRow)
@@ -310,10 +310,10 @@ class MigrationReports(TenantScoped):
             .limit(limit)
         )
         return [
-            (to_struct(BaseMigration, row), to_struct(MigrationItem, item))
+            (to_struct(BaseUpgrade, row), to_struct(UpgradeItem, item))
             for row, item in await self._session.execute(statement)
         ]
 
 
-def _scope(migration: BaseMigration) -> tuple[str, str, str | None, str | None]:
+def _scope(migration: BaseUpgrade) -> tuple[str, str, str | None, str | None]:
     return migration.source, migration.target, migration.tenant, migration.adapter

@@ -1,13 +1,13 @@
-"""Migrations of adapters from base to base: every revision that an alias points at is checked on the other base.
+"""Base upgrades, moves of adapters from base to base: every revision that an alias points at is checked on the other base.
 
     begin     row in `base_migrations`, one item a revision; held by this server (a lease)
     check     the stored files against the target: shapes, limits, parity ──> a further revision of the same files,
               registered without moving any alias, in the transaction that writes the item
     evaluate  where its owner has evaluated the adapter before: the same questions to both revisions, as a batch
     decide    fits, needs retraining, or refused, each with the reason
-    shift     an operator moves aliases of what fits, by weight, adapter by adapter, and back (`BaseMigrations.shift`)
+    shift     an operator moves aliases of what fits, by weight, adapter by adapter, and back (`BaseUpgrades.shift`)
 
-A server that dies leaves its migration to another one, which goes on behind the last decided item. Nothing that is
+A server that dies leaves its upgrade to another one, which goes on after the last decided item. Nothing that is
 served changes before `shift`, which moves aliases as their owners do: release policies and canary guards hold.
 """
 
@@ -35,7 +35,7 @@ from loramux.catalog.uploads.ingest import Ingest, StagedUpload
 from loramux.common.errors import LoramuxError
 from loramux.common.identity import Principal, new_id
 from loramux.common.jobs import JobRunner, ThreadPool
-from loramux.data.entities import BaseMigration, Evaluation, MigrationItem
+from loramux.data.entities import BaseUpgrade, Evaluation, UpgradeItem
 from loramux.data.records.adapters import AdapterRepository, RevisionRow
 from loramux.data.records.aliases import DEFAULT_ALIAS, ReleasePolicyRepository
 from loramux.data.records.bases import (
@@ -49,8 +49,8 @@ from loramux.data.records.bases import (
     PENDING,
     REFUSED,
     RUNNING,
-    BaseMigrationRepository,
-    MigrationReports,
+    BaseUpgradeRepository,
+    UpgradeReports,
 )
 from loramux.data.records.comparisons import RUNNING as EVALUATION_RUNNING
 from loramux.data.records.comparisons import EvaluationRepository
@@ -67,7 +67,7 @@ from loramux.serving.errors import BaseConflict, InvalidBase, UnknownBase
 from loramux.serving.lifecycle import BaseLifecycle
 
 MAX_ATTEMPTS = 5
-"""Servers that may die under a migration."""
+"""Servers that may die under an upgrade."""
 PAGE = 500
 """Adapters that one call shifts at most."""
 MAY_BE_RETRAINED = frozenset(
@@ -81,8 +81,8 @@ MAY_BE_RETRAINED = frozenset(
 logger = logging.getLogger(__name__)
 
 
-class MigrationNotFound(LoramuxError):
-    """No such migration."""
+class UpgradeNotFound(LoramuxError):
+    """No such base upgrade."""
 
     code = "base_migration_not_found"
     status = HTTPStatus.NOT_FOUND
@@ -91,15 +91,15 @@ class MigrationNotFound(LoramuxError):
         super().__init__(f"there is no migration {id[:80]!r}; `loramux base migrations` lists them", "migration_id")
 
 
-class Migration(msgspec.Struct, frozen=True, kw_only=True):
-    """A migration and how far it is."""
+class Upgrade(msgspec.Struct, frozen=True, kw_only=True):
+    """A base upgrade and its progress."""
 
-    migration: BaseMigration
+    upgrade: BaseUpgrade
     counts: dict[str, int]
     """Revisions by outcome."""
 
 
-class BaseMigrations:
+class BaseUpgrades:
     """Migrations of every tenant's adapters. A tenant reads what they found about its own."""
 
     def __init__(
@@ -123,7 +123,7 @@ class BaseMigrations:
         self._evaluations = evaluations
         self._server_id = server_id
         self._threads = ThreadPool("migrations", 1)
-        self._jobs: JobRunner[BaseMigration] = JobRunner("base migration", self._held, self._run)
+        self._jobs: JobRunner[BaseUpgrade] = JobRunner("base migration", self._held, self._run)
 
     # operators
 
@@ -136,18 +136,18 @@ class BaseMigrations:
         tenant: str | None = None,
         adapter: str | None = None,
         evaluates: bool = True,
-    ) -> Migration:
+    ) -> Upgrade:
         """Check the revisions for `source` on `target` in the background: of a tenant, of a `tenant/adapter`, or all.
 
-        A repeated call while such a migration runs returns that one. Raises UnknownBase, InvalidBase, BaseConflict,
+        A repeated call while such an upgrade runs returns that one. Raises UnknownBase, InvalidBase, BaseConflict,
         TenantNotFound.
         """
         names = self._names(source, target)
         tenant, own = await self._scope(tenant, adapter)
         async with changes.begin() as change:
             await advisory_lock(change.session, BASES)
-            repository = BaseMigrationRepository(change.session)
-            migration = BaseMigration(
+            repository = BaseUpgradeRepository(change.session)
+            upgrade = BaseUpgrade(
                 id=new_id("migration"),
                 source=source,
                 target=target,
@@ -160,44 +160,44 @@ class BaseMigrations:
                 attempts=1,
                 created_at=change.now,
             )
-            found = await repository.running(migration)
+            found = await repository.running(upgrade)
             if found is None:
-                if not await repository.begin(migration, names) and not self._lifecycle.knows(source):
+                if not await repository.begin(upgrade, names) and not self._lifecycle.knows(source):
                     raise UnknownBase(f"there is no base model {source[:80]!r}, and no adapter for one", "from")
-                await change.note("base.migrate", migration.id, tenant=None, after=migration)
+                await change.note("base.migrate", upgrade.id, tenant=None, after=upgrade)
         self._jobs.look()
-        return await self.get((found or migration).id)
+        return await self.get((found or upgrade).id)
 
-    async def get(self, id: str) -> Migration:
-        """Return a migration. Raises MigrationNotFound."""
+    async def get(self, id: str) -> Upgrade:
+        """Return an upgrade. Raises UpgradeNotFound."""
         async with self._database.read() as session:
-            repository = BaseMigrationRepository(session)
+            repository = BaseUpgradeRepository(session)
             found = await repository.get(id)
             if found is None:
-                raise MigrationNotFound(id)
-            return Migration(migration=found, counts=(await repository.counts([id]))[id])
+                raise UpgradeNotFound(id)
+            return Upgrade(upgrade=found, counts=(await repository.counts([id]))[id])
 
-    async def newest(self, limit: int) -> list[Migration]:
-        """List at most `limit` migrations, newest first."""
+    async def newest(self, limit: int) -> list[Upgrade]:
+        """List at most `limit` upgrades, newest first."""
         async with self._database.read() as session:
-            repository = BaseMigrationRepository(session)
+            repository = BaseUpgradeRepository(session)
             found = await repository.newest(limit)
             counts = await repository.counts([one.id for one in found])
-        return [Migration(migration=one, counts=counts[one.id]) for one in found]
+        return [Upgrade(upgrade=one, counts=counts[one.id]) for one in found]
 
     async def items(
         self, id: str, outcomes: Sequence[str] = OUTCOMES, after: int = -1, limit: int = 100
-    ) -> list[MigrationItem]:
-        """List at most `limit` revisions of a migration by position, from behind `after`. Raises MigrationNotFound."""
+    ) -> list[UpgradeItem]:
+        """List at most `limit` revisions of an upgrade by position, after `after`. Raises UpgradeNotFound."""
         await self.get(id)
         async with self._database.read() as session:
-            return await BaseMigrationRepository(session).items(id, outcomes=outcomes, after=after, limit=limit)
+            return await BaseUpgradeRepository(session).items(id, outcomes=outcomes, after=after, limit=limit)
 
-    async def cancel(self, changes: Changes, id: str) -> Migration:
-        """End a migration under way; what was registered stays. Raises MigrationNotFound."""
+    async def cancel(self, changes: Changes, id: str) -> Upgrade:
+        """End an upgrade under way; what was registered stays. Raises UpgradeNotFound."""
         await self.get(id)
         async with changes.begin() as change:
-            if await BaseMigrationRepository(change.session).end(id, CANCELLED, change.now):
+            if await BaseUpgradeRepository(change.session).end(id, CANCELLED, change.now):
                 await change.note("base.migrate.cancel", id, tenant=None)
         self._jobs.cancel(id)
         return await self.get(id)
@@ -215,19 +215,19 @@ class BaseMigrations:
         """Give new revisions that fit `weight` percent of their old ones' share of every alias; 0 rolls back.
 
         At most PAGE revisions, those behind `after`. One that cannot be moved does not hold up the others. Raises
-        MigrationNotFound, InvalidChange, TenantNotFound.
+        UpgradeNotFound, InvalidChange, TenantNotFound.
         """
         await self.get(id)
         if not 0 <= weight <= 100:
             raise InvalidChange(f"weight is a percentage, 1 to 100; got {weight}", "weight")
         tenant, own = await self._scope(tenant, adapter)
         async with self._database.read() as session:
-            items = await BaseMigrationRepository(session).items(
+            items = await BaseUpgradeRepository(session).items(
                 id, outcomes=(FITS,), tenant=tenant, adapter=own, after=after, limit=PAGE
             )
         return [await self._move_aliases(operator, item, weight) for item in items]
 
-    async def _move_aliases(self, operator: Principal, item: MigrationItem, weight: int) -> Shifted:
+    async def _move_aliases(self, operator: Principal, item: UpgradeItem, weight: int) -> Shifted:
         """Give the new revision of an item `weight` percent of the old one's share of every alias; 0 rolls back."""
         system = await self._tenants.system_principal(item.tenant_name)
         principal = msgspec.structs.replace(system, key_id=operator.key_id, origin=operator.origin)
@@ -246,76 +246,76 @@ class BaseMigrations:
             return Shifted(item=item, aliases=moved, error=error)
         item = msgspec.structs.replace(item, weight=weight)
         async with self._database.begin() as session:
-            await BaseMigrationRepository(session).change(item)
+            await BaseUpgradeRepository(session).change(item)
         return Shifted(item=item, aliases=moved)
 
     # tenants
 
-    async def reports(self, principal: Principal, limit: int) -> list[tuple[BaseMigration, MigrationItem]]:
-        """List what migrations found about the caller's adapters, at most `limit` revisions, newest migration first."""
+    async def reports(self, principal: Principal, limit: int) -> list[tuple[BaseUpgrade, UpgradeItem]]:
+        """List what upgrades found about the caller's adapters, at most `limit` revisions, newest upgrade first."""
         async with self._database.read() as session:
-            found = await MigrationReports(session, principal.tenant).newest(limit)
-        return [(migration, item) for migration, item in found if principal.may_use(item.name)]
+            found = await UpgradeReports(session, principal.tenant).newest(limit)
+        return [(upgrade, item) for upgrade, item in found if principal.may_use(item.name)]
 
     # the job
 
     async def tend(self) -> None:
-        """Adopt migrations of dead servers, and go on with this server's own."""
+        """Adopt upgrades of dead servers, and go on with this server's own."""
         async with self._database.begin() as session:
-            await BaseMigrationRepository(session).adopt_abandoned(self._server_id)
+            await BaseUpgradeRepository(session).adopt_abandoned(self._server_id)
         self._jobs.look()
 
     async def stop(self) -> None:
         """Stop; this server's next life, or another server, goes on."""
         await self._jobs.stop()
 
-    async def _held(self) -> Sequence[BaseMigration]:
+    async def _held(self) -> Sequence[BaseUpgrade]:
         async with self._database.read() as session:
-            return await BaseMigrationRepository(session).held(self._server_id)
+            return await BaseUpgradeRepository(session).held(self._server_id)
 
-    async def _run(self, migration: BaseMigration) -> None:
+    async def _run(self, upgrade: BaseUpgrade) -> None:
         """Decide what is not decided. What may pass leaves the rest as it is: it is found again."""
         try:
-            problem = self._problem(migration)
-            if problem is None and self._lifecycle.models.named(migration.target) is None:
+            problem = self._problem(upgrade)
+            if problem is None and self._lifecycle.models.named(upgrade.target) is None:
                 return  # it is being loaded
             if problem is None:
-                while items := await self._open_items(migration, PENDING):
-                    await self._check(migration, items[0])
-                if not await self._judge_all(migration):
+                while items := await self._open_items(upgrade, PENDING):
+                    await self._check(upgrade, items[0])
+                if not await self._judge_all(upgrade):
                     return
             async with self._database.begin() as session:
-                await BaseMigrationRepository(session).end(
-                    migration.id,
+                await BaseUpgradeRepository(session).end(
+                    upgrade.id,
                     COMPLETED if problem is None else FAILED,
                     self._database.now(),
                     server_id=self._server_id,
                     error=problem,
                 )
         except (RecordsError, StorageError, ValidationUnavailable) as failure:
-            logger.warning("the migration %s waits: %s", migration.id, failure)
+            logger.warning("the migration %s waits: %s", upgrade.id, failure)
         except UploadSuperseded as ended:
             logger.info("%s", ended)
 
-    def _problem(self, migration: BaseMigration) -> str | None:
-        """Return why a migration cannot go on, ever."""
-        if migration.attempts > MAX_ATTEMPTS:
+    def _problem(self, upgrade: BaseUpgrade) -> str | None:
+        """Return why an upgrade cannot go on, ever."""
+        if upgrade.attempts > MAX_ATTEMPTS:
             return f"{MAX_ATTEMPTS} servers have died under it"
         known = {base.base_model: base for base in self._lifecycle.statuses()}
-        target = known.get(migration.target)
+        target = known.get(upgrade.target)
         if target is None or target.state in ("draining", "retired"):
-            return f"the base model {migration.target} was retired"
+            return f"the base model {upgrade.target} was retired"
         return None
 
-    async def _open_items(self, migration: BaseMigration, outcome: str, after: int = -1) -> list[MigrationItem]:
+    async def _open_items(self, upgrade: BaseUpgrade, outcome: str, after: int = -1) -> list[UpgradeItem]:
         async with self._database.read() as session:
-            repository = BaseMigrationRepository(session)
-            return await repository.items(migration.id, outcomes=(outcome,), after=after)
+            repository = BaseUpgradeRepository(session)
+            return await repository.items(upgrade.id, outcomes=(outcome,), after=after)
 
-    async def _check(self, migration: BaseMigration, item: MigrationItem) -> None:
+    async def _check(self, upgrade: BaseUpgrade, item: UpgradeItem) -> None:
         """Check one revision on the target and register it there, or write why not."""
         try:
-            decided = await self._registered(migration, item)
+            decided = await self._registered(upgrade, item)
         except (BlobMissing, BlobCorrupt) as error:
             decided = _refused(item, "files_damaged", f"its stored files are damaged: {error.message}")
         except (RecordsError, StorageError, ValidationUnavailable, UploadSuperseded):
@@ -323,22 +323,22 @@ class BaseMigrations:
         except LoramuxError as refusal:
             decided = _refused(item, refusal.code, refusal.message)
         except Exception:
-            logger.exception("%s@%d could not be checked for %s", item.name, item.number, migration.target)
+            logger.exception("%s@%d could not be checked for %s", item.name, item.number, upgrade.target)
             decided = _refused(item, "internal_error", "The server failed while it checked the files.")
         if decided is not None:
             await self._decide(decided)
 
-    async def _registered(self, migration: BaseMigration, item: MigrationItem) -> MigrationItem | None:
+    async def _registered(self, upgrade: BaseUpgrade, item: UpgradeItem) -> UpgradeItem | None:
         """Register the revision for the target; return the refusal where it does not fit, else the item is written."""
         async with self._database.read() as session:
-            is_callable = await BaseMigrationRepository(session).is_callable(item.revision_id)
+            is_callable = await BaseUpgradeRepository(session).is_callable(item.revision_id)
         if not is_callable:
             return _refused(item, "revision_deleted", "It was deleted meanwhile.")
         principal = await self._tenants.system_principal(item.tenant_name)
-        is_evaluated = bool(migration.evaluates) and await self._template(item) is not None
+        is_evaluated = bool(upgrade.evaluates) and await self._template(item) is not None
         with self._blobs.staging() as folder:
             await self._threads.run(_copy, self._blobs, item.digest, folder)
-            report, quota = await self._ingest.check_files(principal, folder, migration.target)
+            report, quota = await self._ingest.check_files(principal, folder, upgrade.target)
             if (refusal := report.refusal) is not None:
                 outcome = NEEDS_RETRAINING if refusal.code in MAY_BE_RETRAINED else REFUSED
                 return msgspec.structs.replace(item, outcome=outcome, code=refusal.code, reason=refusal.message)
@@ -347,24 +347,24 @@ class BaseMigrations:
             await self._ingest.register(principal, staged, partial(self._accept, passed))
         return None
 
-    async def _accept(self, item: MigrationItem, session: AsyncSession, revision: RevisionRow) -> None:
+    async def _accept(self, item: UpgradeItem, session: AsyncSession, revision: RevisionRow) -> None:
         """Write the item in the transaction that registers its revision; roll both back where they come too late."""
-        repository = BaseMigrationRepository(session)
+        repository = BaseUpgradeRepository(session)
         if not await repository.is_callable(item.revision_id):
             raise UploadSuperseded(f"{item.name}@{item.number} was deleted while it was migrated")
         await self._write(repository, msgspec.structs.replace(item, new_number=revision.number))
 
-    async def _decide(self, item: MigrationItem) -> None:
+    async def _decide(self, item: UpgradeItem) -> None:
         async with self._database.begin() as session:
-            await self._write(BaseMigrationRepository(session), item)
+            await self._write(BaseUpgradeRepository(session), item)
 
-    async def _write(self, repository: BaseMigrationRepository, item: MigrationItem) -> None:
+    async def _write(self, repository: BaseUpgradeRepository, item: UpgradeItem) -> None:
         if not await repository.decide(item, self._server_id):
             raise UploadSuperseded(f"the migration {item.migration_id} was cancelled, or is another server's")
 
     # evaluations
 
-    async def _template(self, item: MigrationItem) -> Evaluation | None:
+    async def _template(self, item: UpgradeItem) -> Evaluation | None:
         """Return the tenant's evaluation whose questions are asked: those of the release policy, or the newest."""
         policy = await self._policy(item)
         rule = None if policy is None else policy.evaluation
@@ -372,21 +372,21 @@ class BaseMigrations:
             repository = EvaluationRepository(session, item.tenant_id)
             return await repository.newest_of(item.name, None if rule is None else rule.file_id)
 
-    async def _policy(self, item: MigrationItem) -> ReleasePolicy | None:
+    async def _policy(self, item: UpgradeItem) -> ReleasePolicy | None:
         async with self._database.read() as session:
             adapter = await AdapterRepository(session, item.tenant_id).get(item.adapter)
             row = None if adapter is None else await ReleasePolicyRepository(session).get(adapter.id, DEFAULT_ALIAS)
         return None if row is None else msgspec.json.decode(row.policy, type=ReleasePolicy)
 
-    async def _judge_all(self, migration: BaseMigration) -> bool:
+    async def _judge_all(self, upgrade: BaseUpgrade) -> bool:
         """Begin the evaluations that are missing, and judge those that have ended; return whether all are judged."""
         is_done, after = True, -1
-        while items := await self._open_items(migration, EVALUATING, after):
+        while items := await self._open_items(upgrade, EVALUATING, after):
             after = items[0].position
             is_done &= await self._judge(items[0])
         return is_done
 
-    async def _judge(self, item: MigrationItem) -> bool:
+    async def _judge(self, item: UpgradeItem) -> bool:
         assert item.new_number is not None, "it is registered"
         models = f"{item.name}@{item.new_number} {item.name}@{item.number}"
         async with self._database.read() as session:
@@ -410,7 +410,7 @@ class BaseMigrations:
             await self._decide(_judged(item, result, None if policy is None else policy.evaluation))
         return True
 
-    async def _evaluate(self, item: MigrationItem, number: int) -> Evaluation:
+    async def _evaluate(self, item: UpgradeItem, number: int) -> Evaluation:
         """Ask the owner's questions of both revisions, in the owner's name. Raises LoramuxError."""
         template = await self._template(item)
         if template is None:
@@ -470,16 +470,16 @@ def _copy(blobs: BlobStore, digest: str, folder: Path) -> None:
         shutil.copyfile(source / name, folder / name)
 
 
-def _refused(item: MigrationItem, code: str, reason: str) -> MigrationItem:
+def _refused(item: UpgradeItem, code: str, reason: str) -> UpgradeItem:
     return msgspec.structs.replace(item, outcome=REFUSED, code=code, reason=reason)
 
 
-def _unevaluated(item: MigrationItem, reason: str) -> MigrationItem:
+def _unevaluated(item: UpgradeItem, reason: str) -> UpgradeItem:
     text = f"It fits by its shapes; its evaluation was not possible: {reason}"
     return msgspec.structs.replace(item, outcome=FITS, code="not_evaluated", reason=text)
 
 
-def _judged(item: MigrationItem, result: EvaluationResult, rule: EvaluationRule | None) -> MigrationItem:
+def _judged(item: UpgradeItem, result: EvaluationResult, rule: EvaluationRule | None) -> UpgradeItem:
     """Decide by the owner's rule; without one a revision needs retraining where it is certainly worse."""
     assert item.new_number is not None, "it was evaluated"
     if rule is not None:
@@ -505,14 +505,14 @@ TRIES = 3
 class Shifted(msgspec.Struct, frozen=True, kw_only=True):
     """What a shift did with one revision."""
 
-    item: MigrationItem
+    item: UpgradeItem
     aliases: tuple[str, ...] = ()
     """Those that were moved."""
     error: LoramuxError | None = None
     """The reason why none, or not all, were moved."""
 
 
-async def _move(adapters: AdapterService, principal: Principal, item: MigrationItem, weight: int) -> tuple[str, ...]:
+async def _move(adapters: AdapterService, principal: Principal, item: UpgradeItem, weight: int) -> tuple[str, ...]:
     moved = []
     info = await adapters.queries.get(principal, item.name)
     for alias in info.aliases:
@@ -529,7 +529,7 @@ async def _move(adapters: AdapterService, principal: Principal, item: MigrationI
 
 
 async def _roll_back(
-    adapters: AdapterService, principal: Principal, item: MigrationItem, alias: AliasInfo, same: Preconditions
+    adapters: AdapterService, principal: Principal, item: UpgradeItem, alias: AliasInfo, same: Preconditions
 ) -> AdapterInfo:
     """Point an alias at its last targets without the new revision."""
     for version in await adapters.queries.history(principal, item.name, alias.name):
@@ -539,7 +539,7 @@ async def _roll_back(
     raise InvalidChange(f"`{alias.name}` has had no targets without @{item.new_number}; point it yourself", "alias")
 
 
-def _shares(alias: AliasInfo, item: MigrationItem, weight: int) -> tuple[WeightedRevision, ...]:
+def _shares(alias: AliasInfo, item: UpgradeItem, weight: int) -> tuple[WeightedRevision, ...]:
     """Return an alias's targets after the new revision has got `weight` percent of the share of the two.
 
     All others keep theirs. Raises InvalidChange where no whole numbers up to MAX_WEIGHT say so.
