@@ -1,4 +1,4 @@
-"""Base upgrades, moves of adapters from base to base: every revision that an alias points at is checked on the other base.
+"""Base upgrades, moves of adapters from base to base: every revision of an alias is checked on the other base.
 
     begin     row in `base_migrations`, one item a revision; held by this server (a lease)
     check     the stored files against the target: shapes, limits, parity ──> a further revision of the same files,
