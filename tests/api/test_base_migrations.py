@@ -275,7 +275,7 @@ def loramux(server: Operated, *arguments: str, code: int = 0) -> str:
 
 
 def test_commands_migrate_report_move_and_retire(server: Operated, migration: str, bases: dict[str, Path]) -> None:
-    assert "amber  serving, 1 of 1 engines ready, from the settings" in loramux(server, "list")
+    assert "amber  serving, 1 of 1 engines ready, from the settings" in loramux(server, "ls")
     told = loramux(server, "migrate", "--from", "amber", "--to", "birch", "--adapter", "acme/wide", "--wait")
     assert "completed, amber to birch, 1 needs retraining" in told
     assert "acme/wide@1  needs retraining: " in told
