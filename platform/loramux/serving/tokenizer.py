@@ -437,6 +437,11 @@ class StopMatcher:
         self.matched: str | None = None
         """The stop string that ended the text."""
 
+    @property
+    def num_held(self) -> int:
+        """Characters that are held back."""
+        return len(self._held)
+
     def push(self, text: str) -> str:
         """Return the part of the text that can be shown and was not yet; call no more once `matched` is set."""
         if not self._stops.next:
