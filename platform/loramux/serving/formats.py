@@ -78,8 +78,11 @@ class Format:
             raise InvalidRequest(message, field="tools", code="unsupported_parameter")
         return ToolGrammar(use=use, style=style, special=self.tokenizer.grammar_tokens(style.markers))
 
-    def behind_thought(self, constraint: Constraint, prompt_tail: str | None) -> Constraint:
-        """Return a constraint that begins behind the answer's thought, where it may have one. Raises InvalidRequest."""
+    def behind_thought(self, constraint: Constraint, prompt_tail: str | None, *, may_call: bool) -> Constraint:
+        """Return a constraint that begins behind the answer's thought, where it may have one. Raises InvalidRequest.
+
+        A call within the thought ends it.
+        """
         dialect, field = self.dialect, constraint.field
         if prompt_tail is None or dialect.thought is None or not dialect.may_think(prompt_tail):
             return constraint
@@ -89,10 +92,15 @@ class Format:
                 end = dialect.thought[1]
                 message = f"'{field}' is not supported while the model thinks: '{end}' is no single token."
                 raise InvalidRequest(message, field=field, code="unsupported_parameter")
-            return msgspec.structs.replace(constraint, after=after)
+            return msgspec.structs.replace(constraint, after=after, entry=self._entry(may_call=may_call))
         if opening is None or after is None:
             return constraint  # it answers without a thought
-        return msgspec.structs.replace(constraint, opening=opening, after=after)
+        return msgspec.structs.replace(constraint, opening=opening, after=after, entry=self._entry(may_call=may_call))
+
+    def _entry(self, *, may_call: bool) -> int | None:
+        """Return the token that begins a call; None where calls are not wanted, or begin with no token of their own."""
+        style = self.dialect.tools
+        return self.tokenizer.token_id(style.begin) if may_call and style is not None else None
 
     def reader(self, asked: GenerationRequest, prompt_tail: str | None) -> AnswerReader | None:
         """Return the reader of one answer; None: all of it is text."""
@@ -261,7 +269,8 @@ class GrammarTrials:
             tools=format.tool_grammar(use) if use else None,
         )
         field = asked.format.field if asked.format else "tools"
-        return format.behind_thought(await self.constraint(tenant, job, field), prompt_tail)
+        constraint = await self.constraint(tenant, job, field)
+        return format.behind_thought(constraint, prompt_tail, may_call=use is not None)
 
     def close(self) -> None:
         """End the process and the threads."""
