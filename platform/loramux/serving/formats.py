@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +29,8 @@ from loramux.engine.messages import Constraint, ModelFacts
 from loramux.serving.errors import InvalidRequest, Unavailable
 from loramux.serving.messages import ChatOptions, Classes, Conversation, GenerationRequest, Message
 from loramux.serving.output import AnswerReader, Dialect, dialect_of
-from loramux.serving.tokenizer import TAIL_CHARACTERS, RenderedChat, Tokenizer, open_last_message, template_messages
+from loramux.serving.templates import TemplateRefusal, open_last_message, render_accepted, template_messages
+from loramux.serving.tokenizer import TAIL_CHARACTERS, RenderedChat, Tokenizer
 
 RENDERINGS, RENDERINGS_PER_TENANT = 16, 2
 """Templates that are rendered at a time; each is a process."""
@@ -185,26 +187,35 @@ class Formats:
         bundle, tokenizer = format.bundle, format.tokenizer
         if bundle.chat_template is None:
             return await tokenizer.encode_chat(conversation, limit, tenant, options)
-        messages, ends_with_prompt = template_messages(conversation), options.ending == "generation_prompt"
-        variables = template_variables(
-            bundle.special_tokens, messages, **options.template, add_generation_prompt=ends_with_prompt
-        )
-        characters = tokenizer.longest_token * limit
+        render = partial(self._render, bundle, options=options, characters=tokenizer.longest_token * limit)
         try:
             async with self._slots.slot(tenant):
-                text = await self._threads.run(self._renderer.render, bundle.chat_template, variables, characters)
+                text, form = await self._threads.run(render_accepted, conversation, render)
+        except SandboxDied as error:
+            raise Unavailable("Chat templates cannot be rendered at present. Please retry.") from error
+        if options.ending == "open_message":
+            text = open_last_message(text, form)
+        token_ids = await tokenizer.encode(text, limit, tenant, add_special_tokens=options.add_special_tokens)
+        return RenderedChat(token_ids, text[-TAIL_CHARACTERS:])
+
+    def _render(self, bundle: Bundle, conversation: Conversation, options: ChatOptions, characters: int) -> str:
+        """Render a revision's own template. Raises InvalidRequest, or SandboxDied while no process can be started."""
+        assert bundle.chat_template is not None, "the revision has a template"
+        variables = template_variables(
+            bundle.special_tokens,
+            template_messages(conversation),
+            **options.template,
+            add_generation_prompt=options.ending == "generation_prompt",
+        )
+        try:
+            return self._renderer.render(bundle.chat_template, variables, characters)
         except TemplateFailed as failed:
-            raise InvalidRequest(
+            kind = TemplateRefusal if failed.fault == "refused" else InvalidRequest
+            raise kind(
                 f"The adapter's chat template gives no prompt for these messages: {failed.reason}.",
                 field="messages",
                 code="chat_template_failed",
             ) from None
-        except SandboxDied as error:
-            raise Unavailable("Chat templates cannot be rendered at present. Please retry.") from error
-        if options.ending == "open_message":
-            text = open_last_message(text, conversation)
-        token_ids = await tokenizer.encode(text, limit, tenant, add_special_tokens=options.add_special_tokens)
-        return RenderedChat(token_ids, text[-TAIL_CHARACTERS:])
 
     def close(self) -> None:
         """End the threads."""

@@ -210,8 +210,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """On the last delta: those of the tokens at the end that have no text in the answer, such as a stop string's. With
     `logprobs` they are as many as `token_ids`, where log probabilities are wanted."""
     is_unended_thought: bool = False
-    """The text repeats the thoughts of earlier deltas, which were none: the model has ended its answer without an end of
-    the thought that the prompt had opened. A whole answer has no thought then."""
+    """The text repeats the thoughts of earlier deltas, which were none: the model has ended its answer without an end
+    of the thought that the prompt had opened. A whole answer has no thought then."""
 
     @property
     def has_news(self) -> bool:

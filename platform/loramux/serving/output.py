@@ -195,7 +195,11 @@ class AnswerReader:
     def _read_as_text(self, text: str, *, may_call: bool = True) -> AnswerParts:
         """Return the parts of an answer that has no thought."""
         reader = AnswerReader(
-            self._dialect, in_thought=False, may_think=False, may_call=may_call and self._calls is not None, use=self._use
+            self._dialect,
+            in_thought=False,
+            may_think=False,
+            may_call=may_call and self._calls is not None,
+            use=self._use,
         )
         reader._is_behind_thought = True
         parts = _joined([reader.push(text), reader.flush(is_stopped=True)])
@@ -493,9 +497,7 @@ class OutputProcessor:
         top = tuple((self._tokenizer.token(one.token_id), one.logprob) for one in event.top_logprobs or ())
         return TokenLogprob(token=self._tokenizer.token(event.token_id), logprob=logprob, top=top, offset=offset)
 
-    def _release(
-        self, event: TokenEvent
-    ) -> tuple[tuple[int, ...], tuple[TokenLogprob, ...], tuple[TokenLogprob, ...]]:
+    def _release(self, event: TokenEvent) -> tuple[tuple[int, ...], tuple[TokenLogprob, ...], tuple[TokenLogprob, ...]]:
         """Return the ids of tokens, their logprobs, and at the end those of the tokens that have no text."""
         if event.token_id is not None and event.logprob is None:
             return (event.token_id,), (), ()

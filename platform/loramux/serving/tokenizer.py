@@ -24,6 +24,7 @@ from loramux.common.bundle import AddedToken, extend_tokenizer
 from loramux.common.settings.file import SettingsError
 from loramux.serving.errors import InvalidRequest
 from loramux.serving.messages import ChatOptions, Conversation, PromptText, TextPair, Token
+from loramux.serving.templates import TemplateRefusal, open_last_message, render_accepted, template_messages
 
 T = TypeVar("T")
 TAIL_CHARACTERS = 64
@@ -216,19 +217,23 @@ class Tokenizer:
         return token_ids
 
     def _render(self, conversation: Conversation, options: ChatOptions) -> str:
+        text, form = render_accepted(conversation, partial(self._apply_template, options=options))
+        return open_last_message(text, form) if options.ending == "open_message" else text
+
+    def _apply_template(self, conversation: Conversation, options: ChatOptions) -> str:
         from jinja2 import TemplateError
 
         messages = template_messages(conversation)
         ends_with_prompt = options.ending == "generation_prompt"
         try:
-            text = self._tokenizer.apply_chat_template(
+            text: str = self._tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=ends_with_prompt, **options.template
             )
         except (TemplateError, TypeError, ValueError) as error:
-            raise InvalidRequest(
+            raise TemplateRefusal(
                 f"The base model's chat template refuses these messages: {error}", field="messages"
             ) from None
-        return open_last_message(text, conversation) if options.ending == "open_message" else text
+        return text
 
     def _spell_all(self, token_ids: list[int]) -> PromptText:
         detokenizer, parts, offsets, length = Detokenizer(self.decode), [], [], 0
@@ -261,29 +266,6 @@ def _serialized(tokenizer: Any) -> str | None:
     from transformers import PreTrainedTokenizerFast
 
     return tokenizer.backend_tokenizer.to_str() if isinstance(tokenizer, PreTrainedTokenizerFast) else None
-
-
-def template_messages(conversation: Conversation) -> list[dict[str, Any]]:
-    """Return the messages as chat templates expect them."""
-    return [{"role": message.role, "content": message.content, **message.fields} for message in conversation]
-
-
-def open_last_message(text: str, conversation: Conversation) -> str:
-    """Return a rendered conversation up to the end of its last message's content, as transformers does it.
-
-    Raises InvalidRequest where the template does not show that content.
-    """
-    content = conversation[-1].content
-    begin = text.rfind(content.strip())
-    if begin < 0 or not content.strip():
-        raise InvalidRequest(
-            "'continue_final_message' continues a text that the chat template shows, and it shows none of the last "
-            "message; leave it out.",
-            field="continue_final_message",
-        )
-    whole = content.lstrip()  # a template may strip the blanks at its end
-    end = begin + len(whole if text.startswith(whole, begin) else content.strip())
-    return text[:end]
 
 
 def _special_ids(tokenizer: Any) -> frozenset[int]:
