@@ -475,12 +475,13 @@ class OutputProcessor:
         if is_unended:
             return -self._thought_tokens
         if self._reader.is_thinking:
-            found = len(self._undecided)
+            end = self._reader.position
         elif self._reader.part is _Part.OPEN and self._reader.thought_end is None:
             return 0
         else:
-            found = sum(offset < (self._reader.thought_end or 0) for offset in self._undecided)
-        self._undecided.clear()
+            end = self._reader.thought_end or 0
+        found = sum(offset < end for offset in self._undecided)
+        self._undecided = [offset for offset in self._undecided if offset >= end] if self._reader.is_thinking else []
         self._thought_tokens += found
         return found
 
