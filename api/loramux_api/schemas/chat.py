@@ -241,6 +241,10 @@ def _add_answer(turns: ConversationBuilder, message: ChatMessage, where: str) ->
     turns.add_text(_content(message, f"{where}.content"))
     for i, call in enumerate(message.tool_calls or ()):
         at = f"{where}.tool_calls[{i}]"
+        if call.custom is not None:
+            name = required(call.custom, "name", f"{at}.custom")
+            turns.add_call(call.id or "", name, {"input": call.custom.input or ""})
+            continue
         function = required(call, "function", at)
         turns.add_call(call.id or "", required(function, "name", f"{at}.function"), function.arguments)
 

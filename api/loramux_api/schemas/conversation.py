@@ -91,12 +91,21 @@ class SentFunction(msgspec.Struct):
     """JSON as a text, maybe only a beginning; an object is taken too."""
 
 
+class SentCustom(msgspec.Struct):
+    """A custom tool in a call that is sent back."""
+
+    name: str | None = None
+    input: str | None = None
+
+
 class SentCall(msgspec.Struct):
     """A call that is sent back, or that another server has made."""
 
     id: str | None = None
     type: str | None = None
     function: SentFunction | None = None
+    custom: SentCustom | None = None
+    """Called in place of a function: its arguments are `input` alone."""
 
 
 class CalledFunctionDelta(msgspec.Struct, kw_only=True):

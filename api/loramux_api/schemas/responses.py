@@ -66,13 +66,15 @@ class InputItem(msgspec.Struct):
     """
 
     type: str = "message"
-    """`message`, `reasoning`, `function_call` or `function_call_output`."""
+    """`message`, `reasoning`, `function_call`, `custom_tool_call`, or an output of one of these."""
     role: str | None = None
     content: str | list[Part] | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: Any = None
     """A call's arguments: JSON, written as a text."""
+    input: str | None = None
+    """The input of a custom tool's call."""
     output: str | list[Part] | None = None
     """A call's result."""
 
@@ -336,7 +338,10 @@ def _add(turns: ConversationBuilder, item: InputItem, where: str) -> None:
                 turns.add_thought(read_text(item.content, f"{where}.content"))
         case "function_call":
             turns.add_call(required(item, "call_id", where), required(item, "name", where), item.arguments)
-        case "function_call_output":
+        case "custom_tool_call":
+            given = {"input": item.input or ""}
+            turns.add_call(required(item, "call_id", where), required(item, "name", where), given)
+        case "function_call_output" | "custom_tool_call_output":
             turns.add_result(required(item, "call_id", where), read_text(item.output, f"{where}.output"))
         case "item_reference":
             raise InvalidRequest(
@@ -348,7 +353,7 @@ def _add(turns: ConversationBuilder, item: InputItem, where: str) -> None:
         case other:
             raise InvalidRequest(
                 f"Invalid value for '{where}.type': '{other[:40]}'. This server reads message, reasoning, "
-                "function_call and function_call_output.",
+                "function_call, custom_tool_call, and their outputs.",
                 field=f"{where}.type",
                 code="invalid_value",
             )
