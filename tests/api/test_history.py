@@ -27,11 +27,8 @@ STRICT_TEMPLATE = (
 )
 """Refuses what strict templates refuse: late instructions, turns that do not alternate, empty answers, arguments that
 are no object."""
-CALLS = (
-    '<tool_call>{"name": "now", "arguments": {"zone": "UTC", "n": [1, {"a": null}]}}</tool_call>\n'
-    '<tool_call>{"name": "weather", "arguments": {}}</tool_call>'
-)
-ANSWERS = ["hi é\\", f"<think>hm, é</think>\n\nLook: {CALLS}", f"<think>so</think>{CALLS}"]
+CALL = '<tool_call>{"name": "now", "arguments": {"z": [1]}}</tool_call>'
+ANSWERS = ["é\\", f"<think>hm</think>\n\nSo {CALL}", f"<think>s</think>{CALL}"]
 PARAMETERS = {"type": "object", "properties": {"zone": {"type": "string"}}}
 HELLO = {"role": "user", "content": "hello"}
 NEXT = {"role": "user", "content": "and?"}

@@ -32,6 +32,7 @@ def render_accepted(conversation: Conversation, render: Callable[[Conversation],
 
     Raises the refusal of the conversation as it came if all its forms are refused.
     """
+    later = [turn.content.strip() for turn in _later_instructions(conversation)]
     refusal: TemplateRefusal | None = None
     incomplete: tuple[str, Conversation] | None = None
     for form in _forms(conversation):
@@ -40,7 +41,7 @@ def render_accepted(conversation: Conversation, render: Callable[[Conversation],
         except TemplateRefusal as error:
             refusal = refusal or error
             continue
-        if all(turn.content.strip() in text for turn in _later_instructions(form)):
+        if all(instructions in text for instructions in later):
             return text, form
         incomplete = incomplete or (text, form)
     if incomplete is not None:
