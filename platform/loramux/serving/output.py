@@ -27,7 +27,7 @@ from loramux.engine.messages import EngineCount, PromptLogprobs, Request, TokenE
 from loramux.money.usage.settlement import EndedBy, Settlement
 from loramux.serving.calls import CallDelta, overlap, scanner_of
 from loramux.serving.errors import from_fault
-from loramux.serving.messages import Classes, Delta, FinishReason, PromptTokenLogprob, TokenLogprob
+from loramux.serving.messages import Classes, Delta, FinishReason, PromptTokenLogprob, TokenLogprob, join_calls
 from loramux.serving.tokenizer import Detokenizer, StopAutomaton, StopMatcher, Tokenizer
 
 _THOUGHTS = (
@@ -393,7 +393,7 @@ class OutputProcessor:
             index=self.index,
             text=text,
             thought=parts.thought,
-            calls=() if is_cut else parts.calls,
+            calls=() if is_cut else join_calls(parts.calls),
             thought_tokens=self._count_thought(is_unended=parts.is_unended_thought),
             token_ids=token_ids,
             logprobs=logprobs,

@@ -255,3 +255,15 @@ def test_logprobs_say_which_tokens_are_of_the_text() -> None:
 def test_stop_strings_wait_for_min_tokens_in_the_text_too() -> None:
     answer = Answer(["t", "</think>", "x", "y", "x", "z"], stop=("x",), min_tokens=4)
     assert (answer.text, answer.stop_string) == ("xy", "x")
+
+
+@pytest.mark.parametrize("style", ["hermes", "pythonic"])
+def test_delta_has_one_entry_for_each_call(style: str) -> None:
+    """Clients put a call together by its index, and take one entry of a chunk for each."""
+    written = {"hermes": CALL + CALL, "pythonic": '[f(v="a;b"), f(v="a;b")]'}[style]
+    for pieces in cuts(written):
+        answer = Answer(pieces, style=style, thinks=False, in_thought=False)
+        for delta in answer.deltas:
+            indexes = [call.index for call in delta.calls]
+            assert len(indexes) == len(set(indexes)), pieces
+        assert answer.calls == 'f{"v": "a;b"}' * 2, pieces
