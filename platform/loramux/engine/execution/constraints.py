@@ -218,7 +218,7 @@ class Constraints:
         for _, sequence, proposed in constrained:
             progress = self._progress[sequence.id]
             progress.read(sequence.token_ids[sequence.num_prompt_tokens :])
-            for matcher, row, drafts in self._rows(sequence, progress, proposed, words[place:]):
+            for matcher, row, drafts in self._rows(progress, proposed, words[place:]):
                 if drafts:
                     several.append((matcher, place + row, drafts))
                 else:
@@ -242,7 +242,7 @@ class Constraints:
         return faults
 
     def _rows(
-        self, sequence: Sequence, progress: _Progress, proposed: list[int], words: NDArray[np.int32]
+        self, progress: _Progress, proposed: list[int], words: NDArray[np.int32]
     ) -> list[tuple[LLMatcher, int, list[int]]]:
         """Fill a sequence's rows that the grammar does not concern; return matcher, first row and drafts of others."""
         opens = progress.may_open and proposed[:1] == [progress.constraint.opening]
