@@ -29,8 +29,15 @@ from loramux.engine.messages import Constraint, ModelFacts
 from loramux.serving.errors import InvalidRequest, Unavailable
 from loramux.serving.messages import ChatOptions, Classes, Conversation, GenerationRequest, Message
 from loramux.serving.output import AnswerReader, Dialect, dialect_of
-from loramux.serving.templates import TemplateRefusal, open_last_message, render_accepted, template_messages
-from loramux.serving.tokenizer import TAIL_CHARACTERS, RenderedChat, Tokenizer
+from loramux.serving.tokenizer import (
+    TAIL_CHARACTERS,
+    RenderedChat,
+    TemplateRefusal,
+    Tokenizer,
+    open_last_message,
+    render_accepted,
+    template_messages,
+)
 
 RENDERINGS, RENDERINGS_PER_TENANT = 16, 2
 """Templates that are rendered at a time; each is a process."""

@@ -8,7 +8,7 @@ import pytest
 
 from loramux.serving.errors import InvalidRequest
 from loramux.serving.messages import Conversation, Message
-from loramux.serving.templates import TemplateRefusal, render_accepted
+from loramux.serving.tokenizer import TemplateRefusal, render_accepted
 
 CALLS = {"tool_calls": [{"id": "a"}]}
 
