@@ -12,7 +12,7 @@ the engine's tokens into text, has it read, and ends the answer's text at a stop
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -21,10 +21,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from loramux.common.units import TokenCounts
 from loramux.constraints.tools import ToolStyle, ToolUse, choose_style
 from loramux.engine.messages import EngineCount, PromptLogprobs, Request, TokenEvent
-from loramux.money.usage.settlement import EndedBy, Settlement
 from loramux.serving.calls import CallDelta, overlap, scanner_of
 from loramux.serving.errors import from_fault
 from loramux.serving.messages import Classes, Delta, FinishReason, PromptTokenLogprob, TokenLogprob, join_calls
@@ -520,14 +518,10 @@ class OutputProcessor:
 
     def _certain_until(self) -> int:
         """Return the offset up to which nothing that was written can still fall to a stop string or a marker."""
+        reader = self._reader
         if self._matcher.matched is not None:
-            return self._text_begin + self._num_shown
-        position = self._num_read if self._reader is None else self._reader.position
-        return position - self._matcher.num_held
-
-    @property
-    def _text_begin(self) -> int:
-        return 0 if self._reader is None else self._reader.text_begin or 0
+            return (0 if reader is None else reader.text_begin or 0) + self._num_shown
+        return (self._num_read if reader is None else reader.position) - self._matcher.num_held
 
     def _of_part(self, held: _HeldToken) -> TokenLogprob:
         """Return a token's logprob, marked where its text is not of the answer's text."""
@@ -601,45 +595,3 @@ class Choice:
         self.waited_s = max(self.waited_s, event.waited_s)
         self.load = self.load or event.load
         self.count = event.count or self.count
-
-
-def delivered_tokens(choices: Sequence[Choice]) -> TokenCounts:
-    """Count the prompts that have been answered at all, each once, and the tokens of the outputs."""
-    answered = [choice for choice in choices if choice.output.is_answered]
-    firsts = {choice.prompt: choice for choice in reversed(answered)}.values()
-    return TokenCounts(
-        prompt=sum(len(choice.request.prompt_token_ids) for choice in firsts),
-        cached=sum(choice.cached_tokens for choice in firsts),
-        output=sum(choice.output.num_tokens for choice in answered),
-    )
-
-
-ENDED_BY: dict[str, EndedBy] = {"completed": "completion", "cancelled": "caller", "failed": "platform"}
-REASONS = {"failed": "error", "cancelled": "cancelled"}
-
-
-def settlement_of(request_id: str, choices: Sequence[Choice], status: str, delivered: TokenCounts) -> Settlement:
-    """Return the end of a request with what was delivered, and what the engine computed beyond it.
-
-    Where the engine did not end every choice itself (it died), its count is lost: nothing is billed.
-    """
-    counts = [choice.count for choice in choices if choice.count is not None]
-    reasons = {choice.output.finish_reason for choice in choices}
-    reason = REASONS.get(status) or next(one for one in ("abort", "length", "stop") if one in reasons)
-    end = Settlement(request_id=request_id, ended_by=ENDED_BY[status], finish_reason=reason)
-    if len(counts) < len(choices):
-        return end
-    answered = [choice for choice in choices if choice.is_computed]
-    count = sum(counts, EngineCount())
-    computed = TokenCounts(
-        prompt=sum(len(choice.request.prompt_token_ids) for choice in answered),
-        cached=sum(choice.cached_tokens for choice in answered),
-        output=sum(choice.num_generated for choice in answered),
-    )
-    return msgspec.structs.replace(
-        end,
-        delivered=delivered,
-        undelivered=computed - delivered,
-        adapter_loads=count.adapter_loads,
-        engine_count=count.tokens,
-    )
