@@ -9,7 +9,7 @@ call as an object of its own.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -214,8 +214,12 @@ class CollectedChoice:
     finish_reason: FinishReason | None = None
     prompt_logprobs: tuple[PromptTokenLogprob, ...] = ()
 
-    def add(self, delta: Delta, encode: Callable[[TokenLogprob], object] | None) -> None:
-        """Add a delta; `encode` returns what is written of a logprob."""
+    def add(
+        self, delta: Delta, encode: Callable[[TokenLogprob], object] | None, logprobs: Sequence[TokenLogprob]
+    ) -> None:
+        """Add a delta; `encode` returns what is written of each of `logprobs`."""
+        if delta.is_unended_thought:
+            self.thoughts.clear()
         self.texts.append(delta.text)
         self.thoughts.append(delta.thought)
         self.calls.extend(delta.calls)
@@ -223,8 +227,13 @@ class CollectedChoice:
         self.finish_reason = delta.finish_reason or self.finish_reason
         self.prompt_logprobs += delta.prompt_logprobs
         if encode is not None:
-            self.logprobs.extend(msgspec.structs.replace(one, top=()) for one in delta.logprobs)
-            self.encoded.extend(msgspec.Raw(_encode(encode(one))) for one in delta.logprobs)
+            self.logprobs.extend(msgspec.structs.replace(one, top=()) for one in logprobs)
+            self.encoded.extend(msgspec.Raw(_encode(encode(one))) for one in logprobs)
+
+
+def asked_logprobs(delta: Delta, body: SamplingBody) -> tuple[TokenLogprob, ...]:
+    """Return the logprobs of the answer's text; next to token ids, those of all tokens, one for each id."""
+    return delta.logprobs + delta.unshown_logprobs if body.return_token_ids else delta.logprobs
 
 
 def usage_of_chunk(body: SamplingBody, answer: Answer, num_tokens: int) -> UsageObject | UnsetType | None:

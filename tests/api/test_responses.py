@@ -213,7 +213,7 @@ def test_logprobs_are_given_for_the_messages_tokens_only(chats: Site) -> None:
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
-        ({"input": [{"type": "function_call", "call_id": "c", "name": "n", "arguments": "["}]}, "input[0].arguments"),
+        ({"input": [{"type": "function_call", "call_id": "c", "arguments": "["}]}, "input[0].name"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
         ({"input": "x" * 300_000}, "input"),
         ({"max_output_tokens": 9_999}, "input"),

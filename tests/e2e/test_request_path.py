@@ -35,8 +35,8 @@ from operated_server import PATIENCE, make_keys, make_settings
 from peft_uploads import form, make_adapter
 from running_server import running
 
+from loramux.common import jobs
 from loramux.engine.engine import Engine
-from loramux.server import platform
 from loramux_api.app import create_app
 from loramux_kernels.tables import Segments
 
@@ -166,7 +166,7 @@ async def run_once(_: float, act: Callable[[], Awaitable[object]]) -> None:
     """Run a periodic job at the server's start only.
 
     Maintenance, statistics and deliveries are no part of a request, and on a slow machine one that is due each second
-    runs during every request. All of them are repeated by `gateway.platform._repeat`, in whose place this stands.
+    runs during every request. All of them are repeated by `common.jobs._repeat`, in whose place this stands.
     """
     await act()
 
@@ -184,7 +184,7 @@ def site(base_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     profile, before = Profile(), threading.getprofile()
     threading.setprofile(profile)  # for threads that start from now on: the server's
     patch = pytest.MonkeyPatch()
-    patch.setattr(platform, "_repeat", run_once)
+    patch.setattr(jobs, "_repeat", run_once)
     try:
         with running(create_app(settings), "granian") as server:
             headers = {"Authorization": f"Bearer {key}"}

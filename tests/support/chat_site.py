@@ -11,14 +11,19 @@ from constrained_site import TOOLS_TEMPLATE
 from running_server import running
 from scripted_engine import EOS, FACTS, ScriptedEngine
 from site_fixture import Site, make_keys, make_settings
-from tiny_base import make_base
+from tiny_base import byte_tokenizer, make_base
 
 from loramux_api.app import create_app
 
 
 @contextmanager
-def chat_site(folder: Path) -> Iterator[Site]:
-    base = make_base(folder / "base", TOOLS_TEMPLATE, context=4096)
+def chat_site(folder: Path, chat_template: str = TOOLS_TEMPLATE, *, thinks: bool = False) -> Iterator[Site]:
+    """`thinks`: the vocabulary has a token each for the ends of a thought."""
+    base = make_base(folder / "base", chat_template, context=4096)
+    if thinks:
+        tokenizer = byte_tokenizer(chat_template)
+        tokenizer.add_tokens(["<think>", "</think>"])
+        tokenizer.save_pretrained(base)
     settings = make_settings(base, folder)
     engine = ScriptedEngine(facts=msgspec.structs.replace(FACTS, max_model_len=4096, pages_total=1024))
     with running(create_app(settings, engine), "granian") as server:

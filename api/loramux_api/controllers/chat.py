@@ -15,7 +15,15 @@ from msgspec import UNSET, UnsetType
 from loramux.common.units import TokenCounts
 from loramux.serving.calls import CallDelta
 from loramux.serving.messages import Answer, Delta, FinishReason, TokenLogprob, join_calls
-from loramux_api.answering import CollectedChoice, Inference, Writer, prompt_logprob_list, spelled, usage_of_chunk
+from loramux_api.answering import (
+    CollectedChoice,
+    Inference,
+    Writer,
+    asked_logprobs,
+    prompt_logprob_list,
+    spelled,
+    usage_of_chunk,
+)
 from loramux_api.auth import requires
 from loramux_api.bodies import InferenceRequest
 from loramux_api.openapi import ApiController, StreamingOperation
@@ -97,15 +105,15 @@ class ChatWriter(Writer):
     def chunk(self, delta: Delta) -> Iterable[ChatChunk]:
         """Return the event for a delta; none where it has nothing that the client asked for."""
         self._note(delta)
-        logprobs, token_ids = self._logprobs(delta), self._token_ids(delta)
+        logprobs, token_ids = asked_logprobs(delta, self._body), self._token_ids(delta)
         news = delta.text or delta.thought or delta.calls
-        if not (news or delta.finish_reason or delta.logprobs or token_ids):
+        if not (news or delta.finish_reason or logprobs or token_ids):
             return
         yield self._chunk(
             ChatChunkChoice(
                 index=delta.index,
                 delta=_chat_delta(delta) if news or not delta.finish_reason else ChatDelta(),
-                logprobs=logprobs if delta.logprobs else None,
+                logprobs=ChatLogprobs([self._logprob(one) for one in logprobs]) if logprobs else None,
                 finish_reason=self._finish_reason(delta.index, delta.finish_reason),
                 token_ids=token_ids,
             )
@@ -121,7 +129,8 @@ class ChatWriter(Writer):
     def collect(self, delta: Delta) -> None:
         """Take a delta of an answer that is sent in one piece."""
         self._note(delta)
-        self._collected[delta.index].add(delta, self._logprob if self._body.logprobs else None)
+        encode = self._logprob if self._body.logprobs else None
+        self._collected[delta.index].add(delta, encode, asked_logprobs(delta, self._body))
 
     def whole(self, usage: TokenCounts) -> ChatCompletion:
         """Return the collected answer in one piece."""
@@ -187,9 +196,6 @@ class ChatWriter(Writer):
 
     def _token_ids(self, delta: Delta) -> list[int] | UnsetType:
         return list(delta.token_ids) if self._body.return_token_ids else UNSET
-
-    def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
-        return ChatLogprobs([self._logprob(one) for one in delta.logprobs]) if self._body.logprobs else None
 
     def _logprob(self, one: TokenLogprob) -> ChatLogprob:
         return ChatLogprob(

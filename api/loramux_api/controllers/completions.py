@@ -25,7 +25,15 @@ from loramux.serving.messages import (
     Token,
     TokenLogprob,
 )
-from loramux_api.answering import CollectedChoice, Inference, Writer, prompt_logprob_list, spelled, usage_of_chunk
+from loramux_api.answering import (
+    CollectedChoice,
+    Inference,
+    Writer,
+    asked_logprobs,
+    prompt_logprob_list,
+    spelled,
+    usage_of_chunk,
+)
 from loramux_api.auth import requires
 from loramux_api.bodies import InferenceRequest, Unsupported
 from loramux_api.openapi import ApiController, StreamingOperation
@@ -170,6 +178,7 @@ class CompletionWriter(Writer):
         """Return the event for a delta; none where it has nothing that the client asked for."""
         self._num_tokens += len(delta.token_ids)
         self._prompt_scores[delta.index] += delta.prompt_logprobs
+        delta = msgspec.structs.replace(delta, logprobs=asked_logprobs(delta, self._body))
         if not (delta.text or delta.finish_reason or delta.logprobs or self._body.return_token_ids):
             return
         choice = self._choice(delta, None if not delta.logprobs else self._logprobs(delta))
@@ -187,7 +196,8 @@ class CompletionWriter(Writer):
 
     def collect(self, delta: Delta) -> None:
         """Take a delta of an answer that is sent in one piece."""
-        self._collected[delta.index].add(delta, self._alternatives_of if self._body.logprobs is not None else None)
+        encode = self._alternatives_of if self._body.logprobs is not None else None
+        self._collected[delta.index].add(delta, encode, asked_logprobs(delta, self._body))
 
     def whole(self, usage: TokenCounts) -> TextCompletion:
         """Return the collected answer in one piece."""

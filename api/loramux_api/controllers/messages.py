@@ -39,7 +39,6 @@ class TextBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="text"):
     """The answer's text."""
 
     text: str
-    citations: None = None
 
 
 class ThinkingBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="thinking"):
@@ -292,6 +291,8 @@ class MessageWriter(Writer):
         """Take a delta of an answer that is sent in one piece."""
         for _ in self.chunk(delta):
             pass
+        if delta.is_unended_thought:
+            self._ended = [part for part in self._ended if part.kind != "thought"]
 
     def whole(self, usage: TokenCounts) -> MessageObject:
         """Return the collected answer in one piece."""

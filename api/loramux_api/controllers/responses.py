@@ -282,6 +282,8 @@ class ResponseWriter(Writer):
         """Take a delta of an answer that is sent in one piece."""
         for _ in self.chunk(delta):
             pass
+        if delta.is_unended_thought:
+            self._items.drop_thoughts()
 
     def whole(self, usage: TokenCounts) -> ResponseObject:
         """Return the answer, of whose end the finish reason tells."""
@@ -350,16 +352,37 @@ class OutputItems:
         self._suffix = suffix
         self._with_logprobs = with_logprobs
         self._held: list[ChatLogprob] = []
-        """Those of tokens whose text is held back; it may yet turn out to be none of the message's."""
+        """Those of the message's tokens that no event has brought yet."""
+        self._of_thought: list[tuple[TokenLogprob, ChatLogprob]] = []
+        """Those of a thought, without alternatives and encoded, while it may turn out to be the message."""
         self._logprobs: list[ChatLogprob] = []
         """Those of the message under way."""
 
     def push(self, delta: Delta) -> Iterator[ResponseEvent]:
         """Yield the events of a delta."""
-        if self._with_logprobs and not delta.thought_tokens:
-            self._held += [_encoded(one) for one in delta.logprobs]
+        if self._with_logprobs:
+            self._take_logprobs(delta)
         for change in self._parts.push(delta):
             yield from self._events(change)
+
+    def drop_thoughts(self) -> None:
+        """Drop thoughts that the answer's text has repeated."""
+        self.ended = [item for item in self.ended if not isinstance(item, ReasoningItem)]
+        if not self.ended:
+            self.ended.append(self._item(AnswerPart("text", 0), "completed"))
+
+    def _take_logprobs(self, delta: Delta) -> None:
+        """Keep the logprobs of the message's tokens."""
+        if delta.is_unended_thought:
+            first = next((one.offset for one, _ in self._of_thought if not one.token.text.isspace()), 0)
+            shown = range(first, first + len(delta.text))
+            self._held += [encoded for one, encoded in self._of_thought if one.offset in shown]
+            self._of_thought.clear()
+        for one in delta.logprobs:
+            if one.is_text:
+                self._held.append(_encoded(one))
+            else:
+                self._of_thought.append((msgspec.structs.replace(one, top=()), _encoded(one)))
 
     def finish(self, status: ItemStatus) -> Iterator[ResponseEvent]:
         """End the item under way; an answer without any has an empty message."""
@@ -371,8 +394,8 @@ class OutputItems:
 
     def _events(self, change: PartChange, status: ItemStatus = "completed") -> Iterator[ResponseEvent]:
         part = change.part
-        if part.kind != "text" and change.step != "ends":
-            self._held.clear()  # they were markers
+        if part.kind == "text":
+            self._of_thought.clear()
         match change.step:
             case "begins":
                 item = self._item(part, "in_progress")

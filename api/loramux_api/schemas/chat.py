@@ -14,19 +14,24 @@ from msgspec import UNSET, Meta, UnsetType
 from loramux.common.units import TokenCounts
 from loramux.serving.checks import canonical_tags
 from loramux.serving.errors import InvalidRequest
-from loramux.serving.messages import ChatEnding, ChatOptions, Conversation, FinishReason, GenerationRequest, Message
+from loramux.serving.messages import ChatEnding, ChatOptions, Conversation, FinishReason, GenerationRequest
 from loramux_api.bodies import Unsupported
 from loramux_api.schemas.conversation import (
     MAX_MESSAGES,
     MAX_TOOLS,
+    THOUGHTS,
+    ConversationBuilder,
+    Part,
+    SentCall,
     ToolCall,
     ToolCallDelta,
     ToolChoice,
     ToolDefinition,
-    call_fields,
     caller_variables,
-    decode_arguments,
     json_size,
+    read_text,
+    read_thought,
+    required,
     tool_use,
 )
 from loramux_api.schemas.sampling import (
@@ -43,15 +48,6 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 """Accepted roles, with their names in chat templates."""
 _NO_TOOLS = "send 'tools' and 'tool_choice'."
 _TEXT_ONLY = "this server reads and writes text."
-_MEDIA = frozenset({"image_url", "image", "input_image", "input_audio", "audio_url", "video_url", "file", "input_file"})
-"""Types of parts that are no text."""
-
-
-class ContentPart(msgspec.Struct):
-    """A part of a message; only texts are read."""
-
-    type: str
-    text: str | None = None
 
 
 class ChatMessage(msgspec.Struct):
@@ -61,21 +57,25 @@ class ChatMessage(msgspec.Struct):
     """
 
     role: str
-    content: str | list[ContentPart] | None = None
+    content: str | list[Part] | None = None
     name: str | None = None
     """Accepted and without effect: chat templates know no names."""
     refusal: str | None = None
     annotations: list[Any] | None = None
     audio: Any = None
     function_call: Any = None
-    tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_calls: Annotated[list[SentCall], Meta(max_length=MAX_MESSAGES)] | None = None
     """The calls that an assistant has made."""
     tool_call_id: str | None = None
     """The call that a tool's message answers."""
-    reasoning_content: str | None = None
+    reasoning_content: Any = None
     """An assistant's thought, for templates that repeat it."""
-    reasoning: str | None = None
+    reasoning: Any = None
     """Another name of `reasoning_content`."""
+    thinking: Any = None
+    """Another name of `reasoning_content`."""
+    thinking_blocks: Any = None
+    """The same as a list of Anthropic's blocks."""
 
 
 class ChatBody(SamplingBody, kw_only=True):
@@ -194,10 +194,14 @@ def _ending(body: ChatBody) -> ChatEnding:
 
 
 def _conversation(messages: list[ChatMessage]) -> Conversation:
-    return tuple(_message(message, f"messages[{i}]") for i, message in enumerate(messages))
+    turns = ConversationBuilder()
+    for i, message in enumerate(messages):
+        _add(turns, message, f"messages[{i}]")
+    return turns.conversation()
 
 
-def _message(message: ChatMessage, where: str) -> Message:
+def _add(turns: ConversationBuilder, message: ChatMessage, where: str) -> None:
+    """Add a message to the conversation. Raises InvalidRequest."""
     if message.role not in ROLES:
         raise InvalidRequest(
             f"Invalid value for '{where}.role': '{message.role[:40]}'. This server reads the roles {', '.join(ROLES)}.",
@@ -211,61 +215,53 @@ def _message(message: ChatMessage, where: str) -> Message:
                 field=f"{where}.{name}",
                 code="unsupported_parameter",
             )
-    fields = _fields(message, where)
-    return Message(ROLES[message.role], _content(message, f"{where}.content"), fields, json_size(fields))
-
-
-def _fields(message: ChatMessage, where: str) -> dict[str, Any]:
-    """Return what a template finds in a message besides its text. Raises InvalidRequest."""
-    fields: dict[str, Any] = {}
+    if message.role == "assistant":
+        _add_answer(turns, message, where)
+        return
     if message.tool_calls:
-        if message.role != "assistant":
-            raise InvalidRequest(
-                f"'{where}.tool_calls' belongs to an assistant's message.", field=f"{where}.tool_calls"
-            )
-        fields["tool_calls"] = [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)]
+        raise InvalidRequest(f"'{where}.tool_calls' belongs to an assistant's message.", field=f"{where}.tool_calls")
+    text = _content(message, f"{where}.content")
     if message.role == "tool":
         if not message.tool_call_id:
             field = f"{where}.tool_call_id"
             message_ = f"Missing required parameter: '{field}'; it is the id of the call that this message answers."
             raise InvalidRequest(message_, field=field, code="missing_required_parameter")
-        fields["tool_call_id"] = message.tool_call_id
-        fields |= {"name": message.name} if message.name else {}
-    if thought := message.reasoning_content or message.reasoning:
-        fields["reasoning_content"] = thought
-    return fields
+        turns.add_result(message.tool_call_id, text, message.name)
+    else:
+        turns.add_turn(ROLES[message.role], text)
 
 
-def _call(call: ToolCall, where: str) -> dict[str, Any]:
-    """Return a call as templates read it. Raises InvalidRequest."""
-    arguments = decode_arguments(call.function.arguments, f"{where}.function.arguments")
-    return call_fields(call.id, call.function.name, arguments)
+def _add_answer(turns: ConversationBuilder, message: ChatMessage, where: str) -> None:
+    """Add an assistant's message, which may be cut off anywhere. Raises InvalidRequest."""
+    turns.begin_answer()
+    of_parts = "".join(read_thought(part.thinking, part.text) for part in _thoughts(message))
+    fields = (message.reasoning_content, message.reasoning, message.thinking, message.thinking_blocks)
+    if thought := read_thought(*fields, of_parts):
+        turns.add_thought(thought)
+    turns.add_text(_content(message, f"{where}.content"))
+    for i, call in enumerate(message.tool_calls or ()):
+        at = f"{where}.tool_calls[{i}]"
+        if call.custom is not None:
+            name = required(call.custom, "name", f"{at}.custom")
+            turns.add_call(call.id or "", name, {"input": call.custom.input or ""})
+            continue
+        function = required(call, "function", at)
+        turns.add_call(call.id or "", required(function, "name", f"{at}.function"), function.arguments)
+
+
+def _thoughts(message: ChatMessage) -> list[Part]:
+    content = message.content if isinstance(message.content, list) else []
+    return [part for part in content if message.role == "assistant" and part.type in THOUGHTS]
 
 
 def _content(message: ChatMessage, where: str) -> str:
-    if message.content is None:
-        if message.tool_calls:
-            return ""
+    """Return a message's text. Raises InvalidRequest."""
+    if message.content is None and message.role not in ("assistant", "tool"):
         raise InvalidRequest(f"'{where}' is missing; send a text, even if it is empty.", field=where)
-    if isinstance(message.content, str):
-        return message.content
-    return "".join(_part(part, f"{where}[{i}]") for i, part in enumerate(message.content))
-
-
-def _part(part: ContentPart, where: str) -> str:
-    if part.type == "text" and part.text is not None:
-        return part.text
-    if part.type in _MEDIA:
-        raise InvalidRequest(
-            f"'{where}' is of type '{part.type}', and this model reads text only; leave it out.",
-            field=where,
-            code="unsupported_parameter",
-        )
-    raise InvalidRequest(
-        f"Invalid value for '{where}': this server reads parts of type 'text' with a 'text'; got '{part.type[:40]}'.",
-        field=where,
-        code="invalid_value",
-    )
+    if isinstance(message.content, list):
+        thoughts = _thoughts(message)
+        return read_text([part for part in message.content if part not in thoughts], where)
+    return message.content or message.refusal or ""
 
 
 ChatFinishReason = FinishReason | Literal["tool_calls"]

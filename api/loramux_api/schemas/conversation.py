@@ -3,12 +3,16 @@
 OpenAI's Responses and Anthropic's Messages have a list of items or blocks where a chat template has turns: one turn of
 the assistant holds its thought, its text and its calls, and the result of a call is a turn of its own
 (`ConversationBuilder`). Their refusals name fields in the words of their own API (`renamed_fields`).
+
+Clients send answers back as they came and cannot edit them, those that were cut among them: calls with half of their
+arguments, empty texts, refusals, thoughts. What this server can say, it takes back (`Part`, `read_text`,
+`read_arguments`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
@@ -79,6 +83,31 @@ class ToolCall(msgspec.Struct, kw_only=True):
     function: CalledFunction
 
 
+class SentFunction(msgspec.Struct):
+    """A function in a call that is sent back."""
+
+    name: str | None = None
+    arguments: Any = None
+    """JSON as a text, maybe only a beginning; an object is taken too."""
+
+
+class SentCustom(msgspec.Struct):
+    """A custom tool in a call that is sent back."""
+
+    name: str | None = None
+    input: str | None = None
+
+
+class SentCall(msgspec.Struct):
+    """A call that is sent back, or that another server has made."""
+
+    id: str | None = None
+    type: str | None = None
+    function: SentFunction | None = None
+    custom: SentCustom | None = None
+    """Called in place of a function: its arguments are `input` alone."""
+
+
 class CalledFunctionDelta(msgspec.Struct, kw_only=True):
     """The news of a call's function."""
 
@@ -121,6 +150,79 @@ def _tool(function: FunctionDefinition) -> Tool:
     return Tool(name=function.name, parameters=function.parameters, strict=bool(function.strict))
 
 
+_TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text")
+THOUGHTS = ("thinking", "redacted_thinking", "reasoning")
+"""Types of parts that are thoughts."""
+_MEDIA = frozenset({"image_url", "image", "input_image", "input_audio", "audio_url", "video_url", "file", "input_file"})
+"""Types of parts that are no text."""
+
+
+class Part(msgspec.Struct, kw_only=True):
+    """A part of a turn. Parts of an answer can be sent back as they are: other fields of theirs are ignored."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+    """The text of a part of the type `refusal`."""
+    thinking: Any = None
+    """The thought of a part of the type `thinking`: a text, or parts."""
+    tool_name: str | None = None
+    """The tool that a part of the type `tool_reference` names."""
+
+
+def read_text(content: str | Sequence[Part] | None, where: str, between: str = "") -> str:
+    """Return the text of a turn, or of a call's result. Raises InvalidRequest."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return between.join(read_part(part, f"{where}[{i}]") for i, part in enumerate(content))
+
+
+def read_part(part: Part, where: str) -> str:
+    """Return the text of a part. Raises InvalidRequest."""
+    if part.type in _TEXTS and part.text is not None:
+        return part.text
+    if part.type == "refusal" and part.refusal is not None:
+        return part.refusal
+    if part.type == "tool_reference":
+        return msgspec.json.encode({"type": part.type, "tool_name": required(part, "tool_name", where)}).decode()
+    if part.type in _MEDIA:
+        raise InvalidRequest(
+            f"'{where}' is of the type '{part.type}', and this model reads text only; leave it out.",
+            field=where,
+            code="unsupported_parameter",
+        )
+    raise InvalidRequest(
+        f"Invalid value for '{where}': this server reads texts, parts with a 'text'; got the type '{part.type[:40]}'.",
+        field=where,
+        code="invalid_value",
+    )
+
+
+def read_thought(*given: Any) -> str:
+    """Return the first thought in what clients send back. What is no text, such as an encrypted one, is ignored."""
+    for one in given:
+        if isinstance(one, str) and one:
+            return one
+        if isinstance(one, list):
+            texts = [item.get("thinking") or item.get("text") for item in one if isinstance(item, dict)]
+            if any(isinstance(text, str) for text in texts):
+                return "".join(text for text in texts if isinstance(text, str))
+    return ""
+
+
+def read_arguments(given: Any) -> dict[str, Any]:
+    """Return the arguments of a call as an object: empty if they are none, such as those of a call that was cut off.
+
+    A template reads an object; some cannot read a text.
+    """
+    if isinstance(given, str):
+        try:
+            given = msgspec.json.decode(given)
+        except (msgspec.DecodeError, RecursionError):
+            return {}
+    return given if isinstance(given, dict) else {}
+
+
 class ConversationBuilder:
     """Collects parts in their order and joins them into turns."""
 
@@ -132,11 +234,21 @@ class ConversationBuilder:
         """Names of the called functions, by the ids of their calls."""
 
     def add_turn(self, role: str, text: str) -> None:
-        """Add a turn of `role`. Instructions at the beginning are one turn: many templates take no more."""
+        """Add a turn of `role`."""
         self._end_answer()
-        if role == "system" and len(self._turns) == 1 and self._turns[0].role == "system":
-            text = f"{self._turns.pop().content}\n\n{text}"
         self._turns.append(Message(role, text))
+
+    def add_instructions(self, text: str) -> None:
+        """Add a system turn; at the beginning it joins one that is there: many templates take no more."""
+        self._end_answer()
+        if len(self._turns) == 1 and self._turns[0].role == "system":
+            text = f"{self._turns.pop().content}\n\n{text}"
+        self._turns.append(Message("system", text))
+
+    def begin_answer(self) -> None:
+        """Begin a turn of the assistant's, which may be empty."""
+        self._end_answer()
+        self._answer = _AssistantTurn()
 
     def add_thought(self, text: str) -> None:
         """Add a thought of the assistant's, which begins a turn behind a text or a call."""
@@ -150,17 +262,17 @@ class ConversationBuilder:
             self._end_answer()
         self._open_answer().texts.append(text)
 
-    def add_call(self, id: str, name: str, arguments: dict[str, Any]) -> None:
-        """Add a call of a function to the assistant's turn."""
+    def add_call(self, id: str, name: str, arguments: Any) -> None:
+        """Add a call of a function to the assistant's turn; `arguments` as `read_arguments` takes them."""
         self._called[id] = name
-        self._open_answer().calls.append(call_fields(id, name, arguments))
+        self._open_answer().calls.append(call_fields(id, name, read_arguments(arguments)))
 
-    def add_result(self, call_id: str, text: str) -> None:
-        """Add the result of a call."""
+    def add_result(self, call_id: str, text: str, name: str | None = None) -> None:
+        """Add the result of a call; `name`: of the function, if it is given."""
         self._end_answer()
         fields = {"tool_call_id": call_id}
-        if call_id in self._called:
-            fields["name"] = self._called[call_id]
+        if found := name or self._called.get(call_id):
+            fields["name"] = found
         self._turns.append(Message("tool", text, fields, json_size(fields)))
 
     def conversation(self) -> Conversation:
@@ -206,14 +318,6 @@ def required(part: msgspec.Struct, name: str, where: str) -> Any:
         field = f"{where}.{name}"
         raise InvalidRequest(f"Missing required parameter: '{field}'.", field=field, code="missing_required_parameter")
     return value
-
-
-def decode_arguments(text: str, field: str) -> dict[str, Any]:
-    """Return the arguments of a call, which are a text on the wire. Raises InvalidRequest."""
-    try:
-        return msgspec.json.decode(text or "{}", type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError):
-        raise InvalidRequest(f"'{field}' is a JSON object, written as a text.", field=field) from None
 
 
 def caller_variables(given: Mapping[str, Any] | None) -> dict[str, Any]:

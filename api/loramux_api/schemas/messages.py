@@ -21,10 +21,14 @@ from loramux_api.schemas.conversation import (
     FunctionDefinition,
     FunctionName,
     NamedToolChoice,
+    Part,
     ToolChoice,
     ToolDefinition,
     caller_variables,
     json_size,
+    read_part,
+    read_text,
+    read_thought,
     renamed_fields,
     required,
     tool_use,
@@ -45,17 +49,13 @@ FIELDS = {"stop": "stop_sequences", "user": "metadata.user_id", "continue_final_
 _TEXT_ONLY = "this server reads and writes text."
 
 
-class ContentBlock(msgspec.Struct):
-    """A part of a turn. Blocks of an answer can be sent back as they are: other fields of theirs are ignored."""
+class ContentBlock(Part, kw_only=True):
+    """A part of a turn: `text`, `thinking`, `tool_use` or `tool_result`, and `tool_reference` in a result."""
 
-    type: str
-    """`text`, `thinking`, `tool_use` or `tool_result`."""
-    text: str | None = None
-    thinking: str | None = None
     id: str | None = None
     name: str | None = None
-    input: dict[str, Any] | None = None
-    """A call's arguments."""
+    input: Any = None
+    """A call's arguments: an object."""
     tool_use_id: str | None = None
     content: str | list[ContentBlock] | None = None
     """A call's result."""
@@ -172,19 +172,19 @@ class CountBody(PromptBody, kw_only=True):
 def to_request(body: MessageBody) -> GenerationRequest:
     """Return the request as the gateway takes it. Raises InvalidRequest."""
     with renamed_fields(renamed(body)):
-        shared = _shared(body)
+        shared, turns = _shared(body), conversation(body)
         format = body.output_config.format if body.output_config else None
         return GenerationRequest(
             kind="msg_",
             model=body.model,
             is_streamed=bool(body.stream),
-            prompts=(conversation(body),),
+            prompts=(turns,),
             sampling=sampling_params(shared, None),
             left_out=left_out(shared),
             max_tokens=body.max_tokens,
             lowers_max_tokens=True,
             stop=tuple(body.stop_sequences or ()),
-            chat=options(body),
+            chat=options(body, turns),
             format=AskedFormat(JsonSchema(format.schema), "output_config.format") if format else None,
             user=(body.metadata.user_id if body.metadata else None) or None,
             service_tier=shared.chosen_tier,
@@ -194,14 +194,15 @@ def to_request(body: MessageBody) -> GenerationRequest:
 def to_counted(body: CountBody) -> GenerationRequest:
     """Return a request whose prompt is counted. Raises InvalidRequest."""
     with renamed_fields(renamed(body)):
+        turns = conversation(body)
         return GenerationRequest(
             kind="msg_",
             model=body.model,
             is_streamed=False,
-            prompts=(conversation(body),),
+            prompts=(turns,),
             sampling=sampling_params(SamplingBody(model=body.model), None),
             lowers_max_tokens=True,
-            chat=options(body),
+            chat=options(body, turns),
         )
 
 
@@ -225,7 +226,7 @@ def _shared(body: MessageBody) -> SamplingBody:
     )
 
 
-def options(body: PromptBody) -> ChatOptions:
+def options(body: PromptBody, turns: Conversation) -> ChatOptions:
     """Return what the chat template and the answer are told besides the messages. Raises InvalidRequest."""
     template = caller_variables(body.chat_template_kwargs)
     tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or [])]
@@ -237,7 +238,7 @@ def options(body: PromptBody) -> ChatOptions:
         size=json_size(template),
         tools=use,
         effort=_effort(body),
-        ending="open_message" if body.messages[-1].role == "assistant" else "generation_prompt",
+        ending="open_message" if turns[-1].role == "assistant" else "generation_prompt",
     )
 
 
@@ -280,13 +281,14 @@ def conversation(body: PromptBody) -> Conversation:
     """Return the turns. Raises InvalidRequest."""
     turns = ConversationBuilder()
     if body.system:
-        turns.add_turn("system", _texts(body.system, "system"))
+        turns.add_instructions(read_text(body.system, "system", "\n"))
     for i, message in enumerate(body.messages):
         _add(turns, message, f"messages[{i}]")
-    turn = turns.conversation()
-    if turn[-1].role == "assistant" and "tool_calls" in turn[-1].fields:
+    found = turns.conversation()
+    if found[-1].role == "assistant" and "tool_calls" in found[-1].fields:
         raise InvalidRequest("'messages' ends with calls of tools; send their results behind them.", field="messages")
-    return turn
+    is_empty = found[-1].role == "assistant" and not found[-1].content
+    return found[:-1] if is_empty and len(found) > 1 else found  # nothing to continue: the answer begins anew
 
 
 def _add(turns: ConversationBuilder, message: MessageParam, where: str) -> None:
@@ -297,7 +299,7 @@ def _add(turns: ConversationBuilder, message: MessageParam, where: str) -> None:
         case "assistant":
             _add_assistant(turns, message.content, f"{where}.content")
         case "system":
-            turns.add_turn("system", _texts(message.content, f"{where}.content"))
+            turns.add_instructions(read_text(message.content, f"{where}.content", "\n"))
         case role:
             raise InvalidRequest(
                 f"Invalid value for '{where}.role': '{role[:40]}'. This server reads user, assistant and system.",
@@ -315,9 +317,9 @@ def _add_user(turns: ConversationBuilder, content: str | list[ContentBlock], whe
     for i, block in enumerate(content):
         if block.type == "tool_result":
             id = required(block, "tool_use_id", f"{where}[{i}]")
-            turns.add_result(id, _texts(block.content or "", f"{where}[{i}].content"))
+            turns.add_result(id, read_text(block.content, f"{where}[{i}].content", "\n"))
         else:
-            texts.append(_text(block, f"{where}[{i}]"))
+            texts.append(read_part(block, f"{where}[{i}]"))
     if texts or not content:
         turns.add_turn("user", "\n".join(texts))
 
@@ -327,30 +329,15 @@ def _add_assistant(turns: ConversationBuilder, content: str | list[ContentBlock]
     if isinstance(content, str):
         turns.add_text(content, begins_turn=True)
         return
+    if not content:
+        turns.begin_answer()
     for i, block in enumerate(content):
         at = f"{where}[{i}]"
         match block.type:
-            case "thinking":
-                turns.add_thought(required(block, "thinking", at))
-            case "redacted_thinking":
-                continue
+            case "thinking" | "redacted_thinking":
+                if thought := read_thought(block.thinking):
+                    turns.add_thought(thought)
             case "tool_use":
-                turns.add_call(required(block, "id", at), required(block, "name", at), required(block, "input", at))
+                turns.add_call(required(block, "id", at), required(block, "name", at), block.input)
             case _:
-                turns.add_text(_text(block, at))
-
-
-def _texts(content: str | list[ContentBlock], where: str) -> str:
-    if isinstance(content, str):
-        return content
-    return "\n".join(_text(block, f"{where}[{i}]") for i, block in enumerate(content))
-
-
-def _text(block: ContentBlock, where: str) -> str:
-    if block.type == "text":
-        return str(required(block, "text", where))
-    raise InvalidRequest(
-        f"Invalid value for '{where}': a block of the type '{block.type[:40]}' cannot be read here; {_TEXT_ONLY}",
-        field=where,
-        code="invalid_value",
-    )
+                turns.add_text(read_part(block, at))

@@ -21,10 +21,11 @@ from loramux_api.schemas.conversation import (
     FunctionDefinition,
     FunctionName,
     NamedToolChoice,
+    Part,
     ToolDefinition,
     caller_variables,
-    decode_arguments,
     json_size,
+    read_text,
     renamed_fields,
     required,
     tool_use,
@@ -57,15 +58,6 @@ FIELDS = {
 """The names of a chat's fields here."""
 LOGPROBS = "message.output_text.logprobs"
 _STATELESS = "nothing is kept between requests; send the whole conversation as 'input'."
-_TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
-
-
-class ItemPart(msgspec.Struct):
-    """A part of an item; only texts are read."""
-
-    type: str
-    text: str | None = None
-    refusal: str | None = None
 
 
 class InputItem(msgspec.Struct):
@@ -74,14 +66,16 @@ class InputItem(msgspec.Struct):
     """
 
     type: str = "message"
-    """`message`, `reasoning`, `function_call` or `function_call_output`."""
+    """`message`, `reasoning`, `function_call`, `custom_tool_call`, or an output of one of these."""
     role: str | None = None
-    content: str | list[ItemPart] | None = None
+    content: str | list[Part] | None = None
     call_id: str | None = None
     name: str | None = None
-    arguments: str | None = None
+    arguments: Any = None
     """A call's arguments: JSON, written as a text."""
-    output: str | list[ItemPart] | None = None
+    input: str | None = None
+    """The input of a custom tool's call."""
+    output: str | list[Part] | None = None
     """A call's result."""
 
 
@@ -325,7 +319,7 @@ def _tool(tool: ResponseTool, where: str) -> ToolDefinition:
 def _conversation(body: ResponseBody) -> Conversation:
     turns = ConversationBuilder()
     if body.instructions:
-        turns.add_turn("system", body.instructions)
+        turns.add_instructions(body.instructions)
     if isinstance(body.input, str):
         turns.add_turn("user", body.input)
     else:
@@ -341,14 +335,14 @@ def _add(turns: ConversationBuilder, item: InputItem, where: str) -> None:
             _add_message(turns, item, where)
         case "reasoning":
             if item.content:  # one that another server has encrypted, or only summarized, says nothing here
-                turns.add_thought(_text(item.content, f"{where}.content"))
+                turns.add_thought(read_text(item.content, f"{where}.content"))
         case "function_call":
-            name, arguments = required(item, "name", where), required(item, "arguments", where)
-            decoded = decode_arguments(arguments, f"{where}.arguments")
-            turns.add_call(required(item, "call_id", where), name, decoded)
-        case "function_call_output":
-            result = _text(required(item, "output", where), f"{where}.output")
-            turns.add_result(required(item, "call_id", where), result)
+            turns.add_call(required(item, "call_id", where), required(item, "name", where), item.arguments)
+        case "custom_tool_call":
+            given = {"input": item.input or ""}
+            turns.add_call(required(item, "call_id", where), required(item, "name", where), given)
+        case "function_call_output" | "custom_tool_call_output":
+            turns.add_result(required(item, "call_id", where), read_text(item.output, f"{where}.output"))
         case "item_reference":
             raise InvalidRequest(
                 f"'{where}' refers to an item of an earlier answer, and answers are not stored: send the item itself "
@@ -359,17 +353,19 @@ def _add(turns: ConversationBuilder, item: InputItem, where: str) -> None:
         case other:
             raise InvalidRequest(
                 f"Invalid value for '{where}.type': '{other[:40]}'. This server reads message, reasoning, "
-                "function_call and function_call_output.",
+                "function_call, custom_tool_call, and their outputs.",
                 field=f"{where}.type",
                 code="invalid_value",
             )
 
 
 def _add_message(turns: ConversationBuilder, item: InputItem, where: str) -> None:
-    text = _text(required(item, "content", where), f"{where}.content")
-    match required(item, "role", where):
+    role = required(item, "role", where)
+    content = item.content if role == "assistant" else required(item, "content", where)
+    text = read_text(content, f"{where}.content")
+    match role:
         case "system" | "developer":
-            turns.add_turn("system", text)
+            turns.add_instructions(text)
         case "user":
             turns.add_turn("user", text)
         case "assistant":
@@ -381,21 +377,3 @@ def _add_message(turns: ConversationBuilder, item: InputItem, where: str) -> Non
                 field=f"{where}.role",
                 code="invalid_value",
             )
-
-
-def _text(content: str | list[ItemPart], where: str) -> str:
-    if isinstance(content, str):
-        return content
-    return "".join(_part(part, f"{where}[{i}]") for i, part in enumerate(content))
-
-
-def _part(part: ItemPart, where: str) -> str:
-    if part.type in _TEXTS and part.text is not None:
-        return part.text
-    if part.type == "refusal" and part.refusal is not None:
-        return part.refusal
-    raise InvalidRequest(
-        f"Invalid value for '{where}': this server reads texts (input_text, output_text); got '{part.type[:40]}'.",
-        field=where,
-        code="invalid_value",
-    )

@@ -77,10 +77,12 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True):
     field: str
     """The field of the request that asked for it; errors name it."""
     after: int | None = None
-    """The token that ends a part in front which the grammar does not concern, such as a thought; the answer cannot end
-    within it. None: the grammar begins with the answer."""
+    """The token that ends a part in front which the grammar does not concern, such as a thought. The answer may end
+    within that part: a model that does not think ends it there. None: the grammar begins with the answer."""
     opening: int | None = None
     """The token that begins that part, where the answer may begin with it or with the grammar; None: it is open."""
+    entry: int | None = None
+    """A token of the grammar's own that ends that part too, such as the mark of a call; the grammar reads it."""
 
 
 Pooling = Literal["last", "mean", "classify"]

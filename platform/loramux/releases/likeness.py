@@ -80,7 +80,7 @@ def _joined(deltas: Sequence[Delta]) -> ChoiceAnswer:
     calls = join_calls(call for delta in deltas for call in delta.calls)
     return ChoiceAnswer(
         text="".join(delta.text for delta in deltas),
-        thought="".join(delta.thought for delta in deltas),
+        thought="" if any(delta.is_unended_thought for delta in deltas) else "".join(d.thought for d in deltas),
         calls=tuple((call.name or "", call.arguments) for call in calls),
         token_ids=tuple(token for delta in deltas for token in delta.token_ids),
         finish_reason=next((one.finish_reason for one in deltas if one.finish_reason is not None), None),

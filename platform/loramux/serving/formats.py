@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +29,15 @@ from loramux.engine.messages import Constraint, ModelFacts
 from loramux.serving.errors import InvalidRequest, Unavailable
 from loramux.serving.messages import ChatOptions, Classes, Conversation, GenerationRequest, Message
 from loramux.serving.output import AnswerReader, Dialect, dialect_of
-from loramux.serving.tokenizer import TAIL_CHARACTERS, RenderedChat, Tokenizer, open_last_message, template_messages
+from loramux.serving.tokenizer import (
+    TAIL_CHARACTERS,
+    RenderedChat,
+    TemplateRefusal,
+    Tokenizer,
+    open_last_message,
+    render_accepted,
+    template_messages,
+)
 
 RENDERINGS, RENDERINGS_PER_TENANT = 16, 2
 """Templates that are rendered at a time; each is a process."""
@@ -78,8 +87,11 @@ class Format:
             raise InvalidRequest(message, field="tools", code="unsupported_parameter")
         return ToolGrammar(use=use, style=style, special=self.tokenizer.grammar_tokens(style.markers))
 
-    def behind_thought(self, constraint: Constraint, prompt_tail: str | None) -> Constraint:
-        """Return a constraint that begins behind the answer's thought, where it may have one. Raises InvalidRequest."""
+    def behind_thought(self, constraint: Constraint, prompt_tail: str | None, *, may_call: bool) -> Constraint:
+        """Return a constraint that begins behind the answer's thought, where it may have one. Raises InvalidRequest.
+
+        A call within the thought ends it.
+        """
         dialect, field = self.dialect, constraint.field
         if prompt_tail is None or dialect.thought is None or not dialect.may_think(prompt_tail):
             return constraint
@@ -89,10 +101,15 @@ class Format:
                 end = dialect.thought[1]
                 message = f"'{field}' is not supported while the model thinks: '{end}' is no single token."
                 raise InvalidRequest(message, field=field, code="unsupported_parameter")
-            return msgspec.structs.replace(constraint, after=after)
+            return msgspec.structs.replace(constraint, after=after, entry=self._entry(may_call=may_call))
         if opening is None or after is None:
             return constraint  # it answers without a thought
-        return msgspec.structs.replace(constraint, opening=opening, after=after)
+        return msgspec.structs.replace(constraint, opening=opening, after=after, entry=self._entry(may_call=may_call))
+
+    def _entry(self, *, may_call: bool) -> int | None:
+        """Return the token that begins a call; None where calls are not wanted, or begin with no token of their own."""
+        style = self.dialect.tools
+        return self.tokenizer.token_id(style.begin) if may_call and style is not None else None
 
     def reader(self, asked: GenerationRequest, prompt_tail: str | None) -> AnswerReader | None:
         """Return the reader of one answer; None: all of it is text."""
@@ -177,26 +194,35 @@ class Formats:
         bundle, tokenizer = format.bundle, format.tokenizer
         if bundle.chat_template is None:
             return await tokenizer.encode_chat(conversation, limit, tenant, options)
-        messages, ends_with_prompt = template_messages(conversation), options.ending == "generation_prompt"
-        variables = template_variables(
-            bundle.special_tokens, messages, **options.template, add_generation_prompt=ends_with_prompt
-        )
-        characters = tokenizer.longest_token * limit
+        render = partial(self._render, bundle, options=options, characters=tokenizer.longest_token * limit)
         try:
             async with self._slots.slot(tenant):
-                text = await self._threads.run(self._renderer.render, bundle.chat_template, variables, characters)
+                text, form = await self._threads.run(render_accepted, conversation, render)
+        except SandboxDied as error:
+            raise Unavailable("Chat templates cannot be rendered at present. Please retry.") from error
+        if options.ending == "open_message":
+            text = open_last_message(text, form)
+        token_ids = await tokenizer.encode(text, limit, tenant, add_special_tokens=options.add_special_tokens)
+        return RenderedChat(token_ids, text[-TAIL_CHARACTERS:])
+
+    def _render(self, bundle: Bundle, conversation: Conversation, options: ChatOptions, characters: int) -> str:
+        """Render a revision's own template. Raises InvalidRequest, or SandboxDied while no process can be started."""
+        assert bundle.chat_template is not None, "the revision has a template"
+        variables = template_variables(
+            bundle.special_tokens,
+            template_messages(conversation),
+            **options.template,
+            add_generation_prompt=options.ending == "generation_prompt",
+        )
+        try:
+            return self._renderer.render(bundle.chat_template, variables, characters)
         except TemplateFailed as failed:
-            raise InvalidRequest(
+            kind = TemplateRefusal if failed.fault == "refused" else InvalidRequest
+            raise kind(
                 f"The adapter's chat template gives no prompt for these messages: {failed.reason}.",
                 field="messages",
                 code="chat_template_failed",
             ) from None
-        except SandboxDied as error:
-            raise Unavailable("Chat templates cannot be rendered at present. Please retry.") from error
-        if options.ending == "open_message":
-            text = open_last_message(text, conversation)
-        token_ids = await tokenizer.encode(text, limit, tenant, add_special_tokens=options.add_special_tokens)
-        return RenderedChat(token_ids, text[-TAIL_CHARACTERS:])
 
     def close(self) -> None:
         """End the threads."""
@@ -261,7 +287,8 @@ class GrammarTrials:
             tools=format.tool_grammar(use) if use else None,
         )
         field = asked.format.field if asked.format else "tools"
-        return format.behind_thought(await self.constraint(tenant, job, field), prompt_tail)
+        constraint = await self.constraint(tenant, job, field)
+        return format.behind_thought(constraint, prompt_tail, may_call=use is not None)
 
     def close(self) -> None:
         """End the process and the threads."""

@@ -23,15 +23,15 @@ from loramux.common.units import TokenCounts
 from loramux.data.records.errors import RecordsUnavailable
 from loramux.data.records.requests import BACKGROUND, OpenedRequest, service_tier
 from loramux.engine.client import ENGINE_DIED, EngineDied
-from loramux.engine.messages import TokenEvent
+from loramux.engine.messages import EngineCount, TokenEvent
 from loramux.engine.metrics import SECONDS, Histogram
 from loramux.fleet.group import EngineGroup
 from loramux.money.limits.definitions import RateLimitStatus
 from loramux.money.usage.service import UsageService
-from loramux.money.usage.settlement import Settlement
+from loramux.money.usage.settlement import EndedBy, Settlement
 from loramux.serving.errors import AdapterNotLoaded, EngineDown, GatewayError, GenerationFailed, InvalidRequest
 from loramux.serving.messages import Classes, Delta, FinishReason, PromptText, Timing, encode_answer
-from loramux.serving.output import Choice, OutputProcessor, delivered_tokens, settlement_of
+from loramux.serving.output import Choice, OutputProcessor
 
 logger = logging.getLogger(__name__)
 
@@ -277,7 +277,7 @@ class Generation:
         self._note_token(choice)
         if self._finished:
             choice.last = delta  # it goes out with the finish reason
-        elif delta.token_ids or delta.text or delta.pooled:
+        elif delta.has_news:
             self._put(delta)
         if choice.output.finish_reason is not None and event.finish_reason is None:
             self._engines.cancel(choice.request.id)
@@ -375,3 +375,45 @@ class Generation:
         if self.opened.claim is None or self.status != "completed":
             return None
         return encode_answer(self, [*self._kept, *self._ends()])
+
+
+def delivered_tokens(choices: Sequence[Choice]) -> TokenCounts:
+    """Count the prompts that have been answered at all, each once, and the tokens of the outputs."""
+    answered = [choice for choice in choices if choice.output.is_answered]
+    firsts = {choice.prompt: choice for choice in reversed(answered)}.values()
+    return TokenCounts(
+        prompt=sum(len(choice.request.prompt_token_ids) for choice in firsts),
+        cached=sum(choice.cached_tokens for choice in firsts),
+        output=sum(choice.output.num_tokens for choice in answered),
+    )
+
+
+ENDED_BY: dict[str, EndedBy] = {"completed": "completion", "cancelled": "caller", "failed": "platform"}
+REASONS = {"failed": "error", "cancelled": "cancelled"}
+
+
+def settlement_of(request_id: str, choices: Sequence[Choice], status: str, delivered: TokenCounts) -> Settlement:
+    """Return the end of a request with what was delivered, and what the engine computed beyond it.
+
+    Where the engine did not end every choice itself (it died), its count is lost: nothing is billed.
+    """
+    counts = [choice.count for choice in choices if choice.count is not None]
+    reasons = {choice.output.finish_reason for choice in choices}
+    reason = REASONS.get(status) or next(one for one in ("abort", "length", "stop") if one in reasons)
+    end = Settlement(request_id=request_id, ended_by=ENDED_BY[status], finish_reason=reason)
+    if len(counts) < len(choices):
+        return end
+    answered = [choice for choice in choices if choice.is_computed]
+    count = sum(counts, EngineCount())
+    computed = TokenCounts(
+        prompt=sum(len(choice.request.prompt_token_ids) for choice in answered),
+        cached=sum(choice.cached_tokens for choice in answered),
+        output=sum(choice.num_generated for choice in answered),
+    )
+    return msgspec.structs.replace(
+        end,
+        delivered=delivered,
+        undelivered=computed - delivered,
+        adapter_loads=count.adapter_loads,
+        engine_count=count.tokens,
+    )

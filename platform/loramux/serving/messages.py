@@ -170,7 +170,9 @@ class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
     logprob: float
     top: tuple[tuple[Token, float], ...]
     offset: int
-    """The beginning of the token's text, in characters of its choice's text."""
+    """The beginning of the token's text, in characters of what its choice wrote."""
+    is_text: bool = True
+    """The token belongs to the answer's text, and not to a thought, a call or a marker."""
 
 
 class PromptTokenLogprob(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -193,7 +195,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     calls: tuple[CallDelta, ...] = ()
     """Calls of tools, behind the text."""
     thought_tokens: int = 0
-    """Those of the tokens that belong to the thought."""
+    """Tokens by which the thought has grown; negative on the delta that takes it back."""
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
@@ -204,6 +206,17 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """The stop string that ends the choice, on the delta with its last token."""
     pooled: bytes = b""
     """A prompt's vector, or a classifier's numbers for it, as float32s, in place of an answer."""
+    unshown_logprobs: tuple[TokenLogprob, ...] = ()
+    """On the last delta: those of the tokens at the end that have no text in the answer, such as a stop string's. With
+    `logprobs` they are as many as `token_ids`, where log probabilities are wanted."""
+    is_unended_thought: bool = False
+    """The text repeats the thoughts of earlier deltas, which were none: the model has ended its answer without an end
+    of the thought that the prompt had opened. A whole answer has no thought then."""
+
+    @property
+    def has_news(self) -> bool:
+        """Is there anything for the reader in it?"""
+        return bool(self.token_ids or self.text or self.thought or self.calls or self.pooled)
 
 
 class Classes(msgspec.Struct, frozen=True):

@@ -3,29 +3,29 @@
     answer = [thought] [text] [calls]
 
 A `Dialect` is how a model writes these parts. `AnswerReader` splits a text into them, character by character: a part is
-given out as soon as it is certain, and never taken back. A call's grammar has its name before its arguments
-(`constraints.tools`), so that reading one needs no second look at anything (`gateway.calls`). `OutputProcessor` turns
-the engine's tokens into text, has it read, and ends it at a stop string.
+given out as soon as it is certain. One thing is known at the end only: a thought that the prompt has opened, and that
+the model never ends, was the answer's text. A call's grammar has its name before its arguments
+(`constraints.tools`), so that reading one needs no second look at anything (`serving.calls`). `OutputProcessor` turns
+the engine's tokens into text, has it read, and ends the answer's text at a stop string.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 from types import MappingProxyType
+from typing import NamedTuple
 
 import msgspec
 
-from loramux.common.units import TokenCounts
 from loramux.constraints.tools import ToolStyle, ToolUse, choose_style
 from loramux.engine.messages import EngineCount, PromptLogprobs, Request, TokenEvent
-from loramux.money.usage.settlement import EndedBy, Settlement
 from loramux.serving.calls import CallDelta, overlap, scanner_of
 from loramux.serving.errors import from_fault
-from loramux.serving.messages import Classes, Delta, FinishReason, PromptTokenLogprob, TokenLogprob
+from loramux.serving.messages import Classes, Delta, FinishReason, PromptTokenLogprob, TokenLogprob, join_calls
 from loramux.serving.tokenizer import Detokenizer, StopAutomaton, StopMatcher, Tokenizer
 
 _THOUGHTS = (
@@ -91,6 +91,8 @@ class AnswerParts(msgspec.Struct, frozen=True):
     text: str = ""
     thought: str = ""
     calls: tuple[CallDelta, ...] = ()
+    is_unended_thought: bool = False
+    """The text repeats the thought that was given out before: see `AnswerReader.flush`."""
 
 
 class _Part(Enum):
@@ -102,7 +104,10 @@ class _Part(Enum):
 
 
 class AnswerReader:
-    """Splits one answer into its thought, its text and its calls."""
+    """Splits one answer into its thought, its text and its calls.
+
+    Offsets are characters of the answer as the model wrote it, with its markers.
+    """
 
     def __init__(
         self,
@@ -117,9 +122,18 @@ class AnswerReader:
         self.special = special
         """The dialect's markers that are special tokens, which have no text otherwise."""
         self.part = _Part.THOUGHT if in_thought else _Part.OPEN
+        self.position = 0
+        """The offset up to which the parts are certain."""
+        self.thought_end: int | None = None
+        """The offset of the first character after a thought and its marker."""
+        self.text_begin: int | None = None
+        """The offset of the text's first character, once one was given out."""
+        self.text_end: int | None = None
+        """The offset of the text's end, once calls have begun."""
         self._dialect = dialect
         self._thought = dialect.thought if in_thought or may_think else None
         style = dialect.tools if may_call else None
+        self._use = use
         self._calls = scanner_of(style, use) if style else None
         self._begin, self._first = (style.begin, style.first) if style else ("", "")
         """The text before the calls, and the character that begins an answer of calls where there is none."""
@@ -131,11 +145,20 @@ class AnswerReader:
         """Blanks at the beginning of a text that may be calls alone: given out with the first other character."""
         self._is_behind_thought = in_thought
         """A thought came first: its own blanks, and those behind it, are not given out."""
+        self._unended: list[str] | None = [] if in_thought else None
+        """Pieces of a thought that the prompt has opened, while it has no end; else None."""
+        self._uncalled: list[str] | None = []
+        """Text from the mark of a call on, while no call has a name; else None."""
 
     @property
     def is_thinking(self) -> bool:
         """Is the answer within its thought?"""
         return self.part is _Part.THOUGHT
+
+    @property
+    def is_calling(self) -> bool:
+        """Is the answer within its calls?"""
+        return self.part is _Part.CALLS
 
     def push(self, text: str) -> AnswerParts:
         """Return what `text` makes certain."""
@@ -145,10 +168,43 @@ class AnswerReader:
             found.append(parts)
         return _joined(found)
 
-    def flush(self) -> AnswerParts:
-        """Return the rest at the end of the answer."""
-        held, self._held = self._held, ""
-        return AnswerParts() if self.part is _Part.CALLS else self._give(held)
+    def flush(self, *, is_stopped: bool = False) -> AnswerParts:
+        """Return the rest at the end of the answer; `is_stopped`: the model ended it.
+
+        A thought that the prompt has opened, and that the model did not end before it ended its answer, was none: the
+        model does not think. Its text is the answer's, and is read as one.
+        """
+        if self.part is _Part.CALLS:
+            return self._flush_calls(is_stopped=is_stopped)
+        if is_stopped and self.is_thinking and self._unended is not None:
+            return self._read_as_text("".join(self._unended) + self._take(len(self._held)))
+        return self._give(self._take(len(self._held)))
+
+    def _flush_calls(self, *, is_stopped: bool) -> AnswerParts:
+        """Return text that begins as calls do, where a finished answer has no call in it."""
+        if not is_stopped or self._uncalled is None:
+            return AnswerParts()
+        written = "".join(self._uncalled)
+        if self._unended is not None:
+            return self._read_as_text("".join(self._unended) + written, may_call=False)
+        self._enter(_Part.TEXT)
+        return self._give(written)
+
+    def _read_as_text(self, text: str, *, may_call: bool = True) -> AnswerParts:
+        """Return the parts of an answer that has no thought."""
+        reader = AnswerReader(
+            self._dialect,
+            in_thought=False,
+            may_think=False,
+            may_call=may_call and self._calls is not None,
+            use=self._use,
+        )
+        reader._is_behind_thought = True
+        parts = _joined([reader.push(text), reader.flush(is_stopped=True)])
+        self._enter(reader.part)
+        self.thought_end = 0
+        self.text_begin = self.position - len(text.lstrip())
+        return msgspec.structs.replace(parts, is_unended_thought=True)
 
     def _advance(self) -> AnswerParts | None:
         """Give out what is certain up to the next marker; None where more text is needed."""
@@ -159,13 +215,18 @@ class AnswerReader:
                 return self._open()
             case _Part.THOUGHT:
                 assert self._thought is not None, "a thought has an end"
-                return self._until(self._thought[1], _Part.OPEN)
+                return self._until({self._thought[1]: _Part.OPEN, self._begin: _Part.CALLS})
             case _Part.TEXT:
-                return self._until(self._begin, _Part.CALLS)
+                return self._until({self._begin: _Part.CALLS})
             case _Part.CALLS:
                 assert self._calls is not None, "the answer may call"
-                held, self._held = self._held, ""
-                return AnswerParts(calls=self._calls.push(held))
+                written = self._take(len(self._held))
+                calls = self._calls.push(written)
+                if calls:
+                    self._uncalled = self._unended = None
+                elif self._uncalled is not None:
+                    self._uncalled.append(written)
+                return AnswerParts(calls=calls)
 
     def _open(self) -> AnswerParts | None:
         """Decide with which part the answer begins, or goes on behind a thought."""
@@ -173,7 +234,8 @@ class AnswerReader:
         if self._thought is not None:
             begin = self._thought[0]
             if begun.startswith(begin):
-                self._enter(_Part.THOUGHT, begun[len(begin) :])
+                self._take(len(self._held) - len(begun) + len(begin))
+                self._enter(_Part.THOUGHT)
                 return AnswerParts()
             if begin.startswith(begun):
                 return None
@@ -181,31 +243,50 @@ class AnswerReader:
             return None
         self._thought = None
         if self._calls is not None and not self._begin and begun.startswith(self._first):
-            self._enter(_Part.CALLS, begun)
+            self._take(len(self._held) - len(begun))
+            self._enter(_Part.CALLS)
         else:
-            self._enter(_Part.TEXT, self._held)
+            self._enter(_Part.TEXT)
         return AnswerParts()
 
-    def _until(self, marker: str, following: _Part) -> AnswerParts | None:
-        """Give out the part's text up to `marker`, and never the beginning of one."""
-        if not marker:
-            held, self._held = self._held, ""
-            return self._give(held)
-        end = self._held.find(marker)
-        if end >= 0:
-            given = self._give(self._held[:end])
-            self._is_behind_thought |= self.is_thinking
-            self._thought = None
-            self._enter(following, self._held[end + len(marker) :])
-            return given
-        certain = len(self._held) - overlap(self._held, marker)
-        if not certain:
-            return None
-        given, self._held = self._give(self._held[:certain]), self._held[certain:]
-        return given
+    def _until(self, following: Mapping[str, _Part]) -> AnswerParts | None:
+        """Give out the part's text up to the first marker, and never the beginning of one.
 
-    def _enter(self, part: _Part, rest: str) -> None:
-        self.part, self._held, self._is_blank = part, rest, True
+        `following`: the parts that markers begin; an empty marker is none.
+        """
+        markers = [marker for marker in following if marker]
+        ends = [(end, marker) for marker in markers if (end := self._held.find(marker)) >= 0]
+        if ends:
+            end, marker = min(ends)
+            given = self._give(self._take(end))
+            begun = self._take(len(marker))
+            self._end(marker)
+            self._enter(following[marker])
+            if self.is_calling:
+                self._uncalled = [begun]
+            return given
+        certain = len(self._held) - max((overlap(self._held, marker) for marker in markers), default=0)
+        return self._give(self._take(certain)) if certain else None
+
+    def _end(self, marker: str) -> None:
+        """Note the end of a part at `marker`, which was read."""
+        if not self.is_thinking:
+            self.text_end = self.position - len(marker)
+            return
+        is_call = marker == self._begin
+        self.thought_end = self.position - (len(marker) if is_call else 0)
+        self._is_behind_thought, self._thought = True, None
+        if not is_call:
+            self._unended = None
+
+    def _take(self, length: int) -> str:
+        """Take text that is certain from what is held."""
+        taken, self._held = self._held[:length], self._held[length:]
+        self.position += len(taken)
+        return taken
+
+    def _enter(self, part: _Part) -> None:
+        self.part, self._is_blank = part, True
 
     def _give(self, text: str) -> AnswerParts:
         if self._is_blank and (self._dialect.thought or self._calls):
@@ -217,21 +298,44 @@ class AnswerReader:
             else:
                 text, self._blanks = "", self._blanks + text
         self._is_blank &= not text
-        return AnswerParts(thought=text) if self.is_thinking else AnswerParts(text=text)
+        if not self.is_thinking:
+            if text and self.text_begin is None:
+                self.text_begin = self.position - len(text)
+            return AnswerParts(text=text)
+        if self._unended is not None:
+            self._unended.append(text)
+        return AnswerParts(thought=text)
 
 
 def _joined(found: list[AnswerParts]) -> AnswerParts:
     if len(found) == 1:
         return found[0]
-    calls = tuple(call for parts in found for call in parts.calls)
-    return AnswerParts("".join(p.text for p in found), "".join(p.thought for p in found), calls)
+    return AnswerParts(
+        text="".join(parts.text for parts in found),
+        thought="".join(parts.thought for parts in found),
+        calls=tuple(call for parts in found for call in parts.calls),
+        is_unended_thought=any(parts.is_unended_thought for parts in found),
+    )
+
+
+class _HeldToken(NamedTuple):
+    """A token that waits with its log probability for its text."""
+
+    end: int
+    """The offset of the end of its text."""
+    token_id: int
+    logprob: TokenLogprob
 
 
 class OutputProcessor:
-    """Counts the tokens that the engine generates for one choice, reads them as text, and ends it at a stop string.
+    """Counts the tokens that the engine generates for one choice, splits their text, and ends it at a stop string.
 
-    A token's logprob is given out with the last of its text, so that joined tokens and joined text are the same;
-    those of tokens that reach into a stop string are never given out.
+    The answer is split into its parts first; stop strings are looked for in its text alone, never in a thought, a call
+    or a marker. A part's tokens are counted by their offsets in what the model wrote.
+
+    A token's logprob is given out with the last of its text, so that joined tokens and joined text are the same; those
+    of tokens that reach into a stop string, and of the end token, are given out apart. Where tokens have logprobs their
+    ids come with them.
     """
 
     classes = Classes()
@@ -263,31 +367,42 @@ class OutputProcessor:
         self._num_read = 0
         """Characters that have been read, shown or held back."""
         self._num_shown = 0
+        """Characters of the text that have been given out."""
         self._unread: list[tuple[int, TokenEvent]] = []
         """Tokens of a character that is not complete, each with the offset of its text."""
-        self._held: deque[tuple[int, TokenLogprob]] = deque()
-        """Logprobs, each with the end of its token's text."""
+        self._held: deque[_HeldToken] = deque()
+        self._undecided: list[int] = []
+        """Offsets of tokens that may or may not belong to a thought."""
+        self._thought_tokens = 0
+        """Tokens of the thought that have been counted."""
 
     def push(self, event: TokenEvent) -> Delta:
         """Return the news of `event`; sets finish_reason at the end. Raises the engine's fault as a GatewayError."""
         if event.finish_reason in ("error", "cancelled"):
             raise from_fault(event.fault)
         self.num_tokens += event.token_id is not None
-        text = self._match(self._read(event), last=event.finish_reason is not None)
-        self.finish_reason = self._ending(event)
+        parts = self._split(self._read(event), event.finish_reason)
+        text = self._match(parts.text, is_over=event.finish_reason is not None or self._is_calling)
+        is_cut = self._matcher.matched is not None
         self._num_shown += len(text)
-        token_ids = () if event.token_id is None else (event.token_id,)
+        self.finish_reason = self._ending(event)
+        token_ids, logprobs, unshown = self._release(event)
         delta = Delta(
             index=self.index,
             text=text,
+            thought=parts.thought,
+            calls=() if is_cut else join_calls(parts.calls),
+            thought_tokens=self._count_thought(is_unended=parts.is_unended_thought),
             token_ids=token_ids,
-            logprobs=tuple(self._release()),
+            logprobs=logprobs,
+            unshown_logprobs=unshown,
             stop_string=self._matcher.matched,
+            is_unended_thought=parts.is_unended_thought,
         )
         if self._prompt_logprobs:
             delta = msgspec.structs.replace(delta, prompt_logprobs=tuple(self._prompt_logprobs))
             self._prompt_logprobs = []
-        return delta if self._reader is None else self._split(delta, self._reader)
+        return delta
 
     def add_prompt_logprobs(self, found: PromptLogprobs) -> None:
         """Keep log probabilities of the prompt for the first delta; an engine that begins anew replaces them."""
@@ -311,26 +426,17 @@ class OutputProcessor:
         """End the choice where it is."""
         self.finish_reason = "abort"
 
-    def _split(self, delta: Delta, reader: AnswerReader) -> Delta:
-        """Divide a delta's text into thought, text and calls."""
-        was_thinking = reader.is_thinking
-        found = [reader.push(delta.text)]
-        is_thought = was_thinking or reader.is_thinking
-        if self.finish_reason is not None:
-            found.append(reader.flush())
-        return msgspec.structs.replace(
-            delta,
-            text="".join(parts.text for parts in found),
-            thought="".join(parts.thought for parts in found),
-            calls=tuple(call for parts in found for call in parts.calls),
-            thought_tokens=len(delta.token_ids) if is_thought else 0,
-        )
+    @property
+    def _is_calling(self) -> bool:
+        return self._reader is not None and self._reader.is_calling
 
     def _read(self, event: TokenEvent) -> str:
         """Return the text that became certain; the token that the engine stopped at is counted and never read."""
         text = ""
         if event.token_id is not None and event.finish_reason != "stop":
             self._unread.append((self._num_read, event))
+            if self._reader is not None:
+                self._undecided.append(self._num_read)
             text = self._detokenizer.push(event.token_id)
             if self._reader is not None and event.token_id in self._reader.special:
                 text += self._detokenizer.flush() + self._reader.special[event.token_id]
@@ -341,32 +447,93 @@ class OutputProcessor:
             self._hold()
         return text
 
-    def _match(self, text: str, *, last: bool) -> str:
-        """Return the part that may be shown. Stop strings count once more than min_tokens are out."""
+    def _split(self, text: str, ending: str | None) -> AnswerParts:
+        """Divide text into thought, text and calls."""
+        if self._reader is None:
+            return AnswerParts(text=text)
+        parts = self._reader.push(text)
+        return parts if ending is None else _joined([parts, self._reader.flush(is_stopped=ending == "stop")])
+
+    def _match(self, text: str, *, is_over: bool) -> str:
+        """Return the part of the text that may be shown. Stop strings count once more than min_tokens are out."""
         if self.num_tokens <= self._min_tokens:
             return text
         shown = self._matcher.push(text)
-        return shown + self._matcher.flush() if last and self._matcher.matched is None else shown
+        return shown + self._matcher.flush() if is_over and self._matcher.matched is None else shown
 
     def _ending(self, event: TokenEvent) -> FinishReason | None:
         if event.finish_reason == "stop" or self._matcher.matched is not None:
             return "stop"
         return "length" if event.finish_reason is not None else None
 
+    def _count_thought(self, *, is_unended: bool) -> int:
+        """Return the tokens by which the thought has grown; negative where it turns out to be none."""
+        if self._reader is None:
+            return 0
+        if is_unended:
+            return -self._thought_tokens
+        if self._reader.is_thinking:
+            end = self._reader.position
+        elif self._reader.part is _Part.OPEN and self._reader.thought_end is None:
+            return 0
+        else:
+            end = self._reader.thought_end or 0
+        found = sum(offset < end for offset in self._undecided)
+        self._undecided = [offset for offset in self._undecided if offset >= end] if self._reader.is_thinking else []
+        self._thought_tokens += found
+        return found
+
     def _hold(self) -> None:
-        for offset, event in self._unread:
-            if event.token_id is not None and event.logprob is not None:
-                token = self._tokenizer.token(event.token_id)
-                top = tuple((self._tokenizer.token(one.token_id), one.logprob) for one in event.top_logprobs or ())
-                logprob = TokenLogprob(token=token, logprob=event.logprob, top=top, offset=offset)
-                self._held.append((self._num_read, logprob))
+        self._held.extend(
+            _HeldToken(self._num_read, event.token_id, self._logprob(event, event.logprob, offset))
+            for offset, event in self._unread
+            if event.token_id is not None and event.logprob is not None
+        )
         self._unread.clear()
 
-    def _release(self) -> list[TokenLogprob]:
-        released = []
-        while self._held and self._held[0][0] <= self._num_shown:
-            released.append(self._held.popleft()[1])
-        return released
+    def _logprob(self, event: TokenEvent, logprob: float, offset: int) -> TokenLogprob:
+        assert event.token_id is not None, "a token has a log probability"
+        top = tuple((self._tokenizer.token(one.token_id), one.logprob) for one in event.top_logprobs or ())
+        return TokenLogprob(token=self._tokenizer.token(event.token_id), logprob=logprob, top=top, offset=offset)
+
+    def _release(self, event: TokenEvent) -> tuple[tuple[int, ...], tuple[TokenLogprob, ...], tuple[TokenLogprob, ...]]:
+        """Return the ids of tokens, their logprobs, and at the end those of the tokens that have no text."""
+        if event.token_id is not None and event.logprob is None:
+            return (event.token_id,), (), ()
+        until = self._certain_until()
+        released: list[_HeldToken] = []
+        while self._held and self._held[0].end <= until:
+            released.append(self._held.popleft())
+        token_ids = [one.token_id for one in released]
+        logprobs = tuple(self._of_part(one) for one in released)
+        if self.finish_reason is None:
+            return tuple(token_ids), logprobs, ()
+        unshown = [one.logprob for one in self._held]
+        token_ids += [one.token_id for one in self._held]
+        if event.finish_reason == "stop" and event.token_id is not None and event.logprob is not None:
+            token_ids.append(event.token_id)
+            unshown.append(self._logprob(event, event.logprob, self._num_read))
+        self._held.clear()
+        return tuple(token_ids), logprobs, tuple(unshown)
+
+    def _certain_until(self) -> int:
+        """Return the offset up to which nothing that was written can still fall to a stop string or a marker."""
+        reader = self._reader
+        if self._matcher.matched is not None:
+            return (0 if reader is None else reader.text_begin or 0) + self._num_shown
+        return (self._num_read if reader is None else reader.position) - self._matcher.num_held
+
+    def _of_part(self, held: _HeldToken) -> TokenLogprob:
+        """Return a token's logprob, marked where its text is not of the answer's text."""
+        reader, offset = self._reader, held.logprob.offset
+        if reader is None:
+            return held.logprob
+        is_text = (
+            reader.text_begin is not None
+            and held.end > max(offset, reader.text_begin)
+            and (reader.text_end is None or offset < reader.text_end)
+        )
+        return held.logprob if is_text else msgspec.structs.replace(held.logprob, is_text=False)
 
 
 class PooledOutput:
@@ -428,45 +595,3 @@ class Choice:
         self.waited_s = max(self.waited_s, event.waited_s)
         self.load = self.load or event.load
         self.count = event.count or self.count
-
-
-def delivered_tokens(choices: Sequence[Choice]) -> TokenCounts:
-    """Count the prompts that have been answered at all, each once, and the tokens of the outputs."""
-    answered = [choice for choice in choices if choice.output.is_answered]
-    firsts = {choice.prompt: choice for choice in reversed(answered)}.values()
-    return TokenCounts(
-        prompt=sum(len(choice.request.prompt_token_ids) for choice in firsts),
-        cached=sum(choice.cached_tokens for choice in firsts),
-        output=sum(choice.output.num_tokens for choice in answered),
-    )
-
-
-ENDED_BY: dict[str, EndedBy] = {"completed": "completion", "cancelled": "caller", "failed": "platform"}
-REASONS = {"failed": "error", "cancelled": "cancelled"}
-
-
-def settlement_of(request_id: str, choices: Sequence[Choice], status: str, delivered: TokenCounts) -> Settlement:
-    """Return the end of a request with what was delivered, and what the engine computed beyond it.
-
-    Where the engine did not end every choice itself (it died), its count is lost: nothing is billed.
-    """
-    counts = [choice.count for choice in choices if choice.count is not None]
-    reasons = {choice.output.finish_reason for choice in choices}
-    reason = REASONS.get(status) or next(one for one in ("abort", "length", "stop") if one in reasons)
-    end = Settlement(request_id=request_id, ended_by=ENDED_BY[status], finish_reason=reason)
-    if len(counts) < len(choices):
-        return end
-    answered = [choice for choice in choices if choice.is_computed]
-    count = sum(counts, EngineCount())
-    computed = TokenCounts(
-        prompt=sum(len(choice.request.prompt_token_ids) for choice in answered),
-        cached=sum(choice.cached_tokens for choice in answered),
-        output=sum(choice.num_generated for choice in answered),
-    )
-    return msgspec.structs.replace(
-        end,
-        delivered=delivered,
-        undelivered=computed - delivered,
-        adapter_loads=count.adapter_loads,
-        engine_count=count.tokens,
-    )

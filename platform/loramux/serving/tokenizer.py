@@ -3,6 +3,10 @@
 `Tokenizer` wraps what transformers loads. `Detokenizer` gives out the text of a generation token by token, and
 `StopMatcher` passes it on up to a stop string: text that is given out never has to be taken back.
 
+A template may refuse a conversation that clients cannot write in another way: system and developer turns that come
+later, two turns of one role, an empty answer. `render_accepted` tries the conversation as it came first, and then with
+ever more of it rewritten; no word of a turn's text is lost.
+
 `StopAutomaton` is Aho and Corasick's (Efficient string matching, CACM 18(6), 1975): a trie of the stop strings in which
 every state knows its longest proper suffix that is a state too. A text is read once, in constant time a character
 (amortised), however many and however long the stop strings are; the state's depth says how much must be held back.
@@ -13,8 +17,9 @@ from __future__ import annotations
 import asyncio
 import copy
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -23,7 +28,7 @@ from weakref import WeakValueDictionary
 from loramux.common.bundle import AddedToken, extend_tokenizer
 from loramux.common.settings.file import SettingsError
 from loramux.serving.errors import InvalidRequest
-from loramux.serving.messages import ChatOptions, Conversation, PromptText, TextPair, Token
+from loramux.serving.messages import ChatOptions, Conversation, Message, PromptText, TextPair, Token
 
 T = TypeVar("T")
 TAIL_CHARACTERS = 64
@@ -49,6 +54,9 @@ _UNFINISHED = 3
 """The characters of such a text that may still become one: a lead byte and two more."""
 _CHARACTERS = 0x110000
 """Unicode's code points: an edge of a StopAutomaton is the integer `state * _CHARACTERS + code point`."""
+
+_BETWEEN_TURNS = "\n\n"
+"""Between texts of turns that become one."""
 
 _byte_piece = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -216,19 +224,23 @@ class Tokenizer:
         return token_ids
 
     def _render(self, conversation: Conversation, options: ChatOptions) -> str:
+        text, form = render_accepted(conversation, partial(self._apply_template, options=options))
+        return open_last_message(text, form) if options.ending == "open_message" else text
+
+    def _apply_template(self, conversation: Conversation, options: ChatOptions) -> str:
         from jinja2 import TemplateError
 
         messages = template_messages(conversation)
         ends_with_prompt = options.ending == "generation_prompt"
         try:
-            text = self._tokenizer.apply_chat_template(
+            text: str = self._tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=ends_with_prompt, **options.template
             )
         except (TemplateError, TypeError, ValueError) as error:
-            raise InvalidRequest(
+            raise TemplateRefusal(
                 f"The base model's chat template refuses these messages: {error}", field="messages"
             ) from None
-        return open_last_message(text, conversation) if options.ending == "open_message" else text
+        return text
 
     def _spell_all(self, token_ids: list[int]) -> PromptText:
         detokenizer, parts, offsets, length = Detokenizer(self.decode), [], [], 0
@@ -263,9 +275,75 @@ def _serialized(tokenizer: Any) -> str | None:
     return tokenizer.backend_tokenizer.to_str() if isinstance(tokenizer, PreTrainedTokenizerFast) else None
 
 
+class TemplateRefusal(InvalidRequest):
+    """A template refuses a conversation, and may take another form of it."""
+
+
 def template_messages(conversation: Conversation) -> list[dict[str, Any]]:
     """Return the messages as chat templates expect them."""
     return [{"role": message.role, "content": message.content, **message.fields} for message in conversation]
+
+
+def render_accepted(conversation: Conversation, render: Callable[[Conversation], str]) -> tuple[str, Conversation]:
+    """Return the text of the first form that `render` takes and that shows all instructions, and the form.
+
+    Raises the refusal of the conversation as it came if all its forms are refused.
+    """
+    later = [turn.content.strip() for turn in _later_instructions(conversation)]
+    refusal: TemplateRefusal | None = None
+    incomplete: tuple[str, Conversation] | None = None
+    for form in _forms(conversation):
+        try:
+            text = render(form)
+        except TemplateRefusal as error:
+            refusal = refusal or error
+            continue
+        if all(instructions in text for instructions in later):
+            return text, form
+        incomplete = incomplete or (text, form)
+    if incomplete is not None:
+        return incomplete
+    assert refusal is not None, "there is one form at least"
+    raise refusal
+
+
+def _forms(conversation: Conversation) -> Iterator[Conversation]:
+    """Yield the conversation as it came; with its later instructions in its first turn; with turns joined, too."""
+    yield conversation
+    folded = _fold_instructions(conversation)
+    if folded != conversation:
+        yield folded
+    joined = _join_turns(folded)
+    if joined != folded:
+        yield joined
+
+
+def _later_instructions(conversation: Conversation) -> Iterable[Message]:
+    return (turn for turn in conversation[1:] if turn.role == "system")
+
+
+def _fold_instructions(conversation: Conversation) -> Conversation:
+    later = [turn.content for turn in _later_instructions(conversation)]
+    if not later:
+        return conversation
+    others = [turn for turn in conversation if turn.role != "system"]
+    first = [conversation[0].content] if conversation[0].role == "system" else []
+    return (Message("system", _BETWEEN_TURNS.join(first + later)), *others)
+
+
+def _join_turns(conversation: Conversation) -> Conversation:
+    """Join neighbouring turns of the user's, and of the assistant's without calls; leave out empty answers."""
+    turns: list[Message] = []
+    for number, turn in enumerate(conversation, start=1):
+        is_empty = turn.role == "assistant" and not turn.content and "tool_calls" not in turn.fields
+        if is_empty and number < len(conversation):
+            continue
+        last = turns[-1] if turns else None
+        if last and last.role == turn.role and turn.role in ("user", "assistant") and not (last.fields or turn.fields):
+            turns[-1] = replace(last, content=_BETWEEN_TURNS.join(filter(None, (last.content, turn.content))))
+        else:
+            turns.append(turn)
+    return tuple(turns)
 
 
 def open_last_message(text: str, conversation: Conversation) -> str:
@@ -436,6 +514,11 @@ class StopMatcher:
         """The end of the text that may be the beginning of a stop string: as long as the state is deep."""
         self.matched: str | None = None
         """The stop string that ended the text."""
+
+    @property
+    def num_held(self) -> int:
+        """Characters that are held back."""
+        return len(self._held)
 
     def push(self, text: str) -> str:
         """Return the part of the text that can be shown and was not yet; call no more once `matched` is set."""

@@ -45,10 +45,13 @@ def request(
     *,
     after: int | None = None,
     opening: int | None = None,
+    entry: int | None = None,
     eos_token_ids: tuple[int, ...] = (),
     **params,
 ) -> Request:
-    constraint = Constraint(grammar=regex(pattern), field="f", after=after, opening=opening) if pattern else None
+    constraint = None
+    if pattern:
+        constraint = Constraint(grammar=regex(pattern), field="f", after=after, opening=opening, entry=entry)
     return Request(
         id=name,
         tenant="t",
@@ -118,11 +121,11 @@ def test_masks_let_an_answer_begin_with_a_thought_or_with_the_grammar(constraint
     assert allowed(constraints.masks([opened])) == allowed(constraints.masks([direct])) == [97, 258]
     masks = constraints.masks([opened], {opened: [258, 7, THOUGHT, 97]})
     assert [allowed(masks, n) for n in (0, 3, 4)] == [[97, 258], [97], [98]]
-    assert [len(allowed(masks, n)) for n in (1, 2)] == [VOCAB - 1] * 2
+    assert [len(allowed(masks, n)) for n in (1, 2)] == [VOCAB] * 2
     assert [allowed(constraints.masks([direct], {direct: [97]}), n) for n in range(2)] == [[97, 258], [98]]
     opened.token_ids += [258, 5]
     direct.token_ids += [97]
-    assert allowed(constraints.masks([opened])) == [t for t in range(VOCAB) if t != EOS]
+    assert allowed(constraints.masks([opened])) == list(range(VOCAB))
     assert allowed(constraints.masks([direct])) == [98]
     opened.token_ids += [THOUGHT]
     assert allowed(constraints.masks([opened])) == [97]
@@ -138,14 +141,35 @@ def test_masks_give_a_row_to_every_drafted_token(constraints: Constraints) -> No
     assert allowed(constraints.masks([drafted])) == [100]
 
 
-def test_masks_leave_a_thought_free_but_for_its_end(constraints: Constraints) -> None:
+def test_masks_leave_a_thought_free_and_let_the_answer_end_in_it(constraints: Constraints) -> None:
     s = sequence(constraints, "ab", "thinking", after=THOUGHT)
-    assert allowed(constraints.masks([s])) == [t for t in range(VOCAB) if t != EOS]
+    assert allowed(constraints.masks([s])) == list(range(VOCAB))
     masks = constraints.masks([s], {s: [100, THOUGHT, 97]})
-    assert [len(allowed(masks, n)) for n in range(2)] == [VOCAB - 1] * 2
+    assert [len(allowed(masks, n)) for n in range(2)] == [VOCAB] * 2
     assert [allowed(masks, n) for n in (2, 3)] == [[97], [98]]
     s.token_ids += [THOUGHT, 97]
     assert allowed(constraints.masks([s])) == [98]
+
+
+def test_masks_in_a_thought_have_a_revisions_ends_in_place_of_the_bases_and_none_before_min_tokens(
+    constraints: Constraints,
+) -> None:
+    s = sequence(constraints, "ab", "x", after=THOUGHT, eos_token_ids=(258,))
+    assert allowed(constraints.masks([s])) == [t for t in range(VOCAB) if t != EOS]
+    s = sequence(constraints, "ab", "x", after=THOUGHT, min_tokens=3)
+    assert allowed(constraints.masks([s])) == [t for t in range(VOCAB) if t != EOS]
+
+
+def test_entry_of_the_grammar_ends_a_thought_and_is_read_by_the_grammar(constraints: Constraints) -> None:
+    """So a call that begins within a thought has the form of a call, drafted or not."""
+    s = sequence(constraints, "kab", "thin", after=THOUGHT, entry=ord("k"))
+    masks = constraints.masks([s], {s: [100, ord("k"), 97]})
+    assert [len(allowed(masks, n)) for n in range(2)] == [VOCAB] * 2
+    assert [allowed(masks, n) for n in (2, 3)] == [[97], [98]]
+    s.token_ids += [ord("k")]
+    assert allowed(constraints.masks([s])) == [97]
+    s.token_ids += [97, THOUGHT]
+    assert constraints.masks([s]).faults
 
 
 def test_masks_of_a_state_built_from_tokens_equal_those_of_one_that_followed_them(constraints: Constraints) -> None:

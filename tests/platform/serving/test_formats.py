@@ -12,6 +12,7 @@ from tiny_base import byte_tokenizer
 
 from loramux.catalog.validation.rendering import TemplateFailed
 from loramux.common.bundle import Bundle
+from loramux.engine.messages import Constraint
 from loramux.serving.errors import InvalidRequest
 from loramux.serving.formats import RENDERINGS_PER_TENANT, Format, Formats
 from loramux.serving.messages import ChatOptions, Message
@@ -34,6 +35,11 @@ class Renderer:
             assert self.may_end.wait(30)
         if template == "broken":
             raise TemplateFailed("refused", "it wants another role")
+        if template == "dear":
+            self.waiting += 1
+            raise TemplateFailed("too_expensive", "it takes long")
+        if template == "strict" and any(one["role"] == "system" for one in variables["messages"][1:]):
+            raise TemplateFailed("refused", "system first")
         return f"{template}: {variables['messages'][0]['content']}"
 
 
@@ -67,3 +73,34 @@ def test_formats_template_that_refuses_is_the_caller_s_error() -> None:
         asyncio.run(formats.encode_chat(format_with("broken"), HELLO, ChatOptions(), 100, "acme"))
     assert (refused.value.field, refused.value.code) == ("messages", "chat_template_failed")
     formats.close()
+
+
+LATE = (*HELLO, Message("system", "late"))
+
+
+def test_formats_late_instructions_are_folded_where_a_revisions_template_refuses_them() -> None:
+    formats = Formats(Renderer())  # type: ignore[arg-type]
+    rendered = asyncio.run(formats.encode_chat(format_with("strict"), LATE, ChatOptions(), 100, "acme"))
+    assert bytes(rendered.token_ids) == b"strict: late"
+    formats.close()
+
+
+def test_formats_template_that_costs_too_much_is_rendered_once() -> None:
+    renderer = Renderer()
+    formats = Formats(renderer)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="takes long"):
+        asyncio.run(formats.encode_chat(format_with("dear"), LATE, ChatOptions(), 100, "acme"))
+    assert renderer.waiting == 1
+    formats.close()
+
+
+@pytest.mark.parametrize("tail", ["assistant: <think>\n", "assistant: "])
+def test_formats_constraint_begins_after_a_thought_or_with_a_call_in_it(tail: str) -> None:
+    tokenizer = byte_tokenizer("{% if tools %}<tool_call>{% endif %}<think></think>")
+    tokenizer.add_tokens(["<think>", "</think>", "<tool_call>"])
+    format, asked = Format(Tokenizer(tokenizer)), Constraint(grammar="g", field="tools")
+    free = format.behind_thought(asked, tail, may_call=False)
+    assert (free.after, free.entry) == (259, None)
+    assert free.opening == (None if "<think>" in tail else 258)
+    assert format.behind_thought(asked, tail, may_call=True).entry == 260
+    assert format.behind_thought(asked, "<think></think>", may_call=True) == asked

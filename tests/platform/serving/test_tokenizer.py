@@ -55,9 +55,12 @@ def test_without_a_template_the_refusal_names_the_way_out() -> None:
 
 
 def test_template_error_is_repeated_in_the_refusal() -> None:
-    tokenizer = Tokenizer(byte_tokenizer())
-    with pytest.raises(InvalidRequest, match="a system message comes first"):
-        asyncio.run(tokenizer.encode_chat((Message("user", "hi"), Message("system", "late")), 256))
+    template = (
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}"
+    )
+    tokenizer = Tokenizer(byte_tokenizer(template))
+    with pytest.raises(InvalidRequest, match="no tools"):
+        asyncio.run(tokenizer.encode_chat((Message("user", "hi"), Message("tool", "late")), 256))
 
 
 def test_a_folder_without_a_tokenizer_is_refused_by_the_setting(tmp_path: Path) -> None:

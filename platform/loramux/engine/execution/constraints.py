@@ -142,11 +142,16 @@ class _Progress:
             return  # it has ended with a fault, and its token never came; one more row of it was under way
         self.is_free |= self.may_open and fresh[:1] == [self.constraint.opening]
         self.num_read += len(fresh)
-        if self.is_free and self.constraint.after in fresh:
-            fresh = fresh[fresh.index(self.constraint.after) + 1 :]
+        if self.is_free and (end := self.end_of_free_part(fresh)) is not None:
             self.is_free = False
+            fresh = fresh[end if fresh[end] == self.constraint.entry else end + 1 :]
         if fresh and not self.is_free:
             self.matcher.consume_tokens(fresh)
+
+    def end_of_free_part(self, token_ids: list[int]) -> int | None:
+        """Return the place of the token that ends the part in front; None where none does."""
+        ends = (self.constraint.after, self.constraint.entry)
+        return next((place for place, token_id in enumerate(token_ids) if token_id in ends), None)
 
 
 class Constraints:
@@ -213,7 +218,7 @@ class Constraints:
         for _, sequence, proposed in constrained:
             progress = self._progress[sequence.id]
             progress.read(sequence.token_ids[sequence.num_prompt_tokens :])
-            for matcher, row, drafts in self._rows(sequence, progress, proposed, words[place:]):
+            for matcher, row, drafts in self._rows(progress, proposed, words[place:]):
                 if drafts:
                     several.append((matcher, place + row, drafts))
                 else:
@@ -237,19 +242,22 @@ class Constraints:
         return faults
 
     def _rows(
-        self, sequence: Sequence, progress: _Progress, proposed: list[int], words: NDArray[np.int32]
+        self, progress: _Progress, proposed: list[int], words: NDArray[np.int32]
     ) -> list[tuple[LLMatcher, int, list[int]]]:
         """Fill a sequence's rows that the grammar does not concern; return matcher, first row and drafts of others."""
-        after, opens = progress.constraint.after, progress.may_open and proposed[:1] == [progress.constraint.opening]
+        opens = progress.may_open and proposed[:1] == [progress.constraint.opening]
         if not (progress.is_free or opens):
             return [(progress.matcher, 0, proposed)]
         first = 1 if opens else 0  # the row before which the thought is open
-        thought = proposed[first:]
-        behind = first + (thought.index(after) if after in thought else len(thought)) + 1
-        words[first:behind] = self._unended & _all_but(sequence.request.eos_token_ids, self._num_words)
+        end = progress.end_of_free_part(proposed[first:])
+        behind = first + (len(proposed[first:]) if end is None else end) + 1
+        words[first:behind] = -1
         rows: list[tuple[LLMatcher, int, list[int]]] = [(progress.matcher, 0, [])] if opens else []
-        if behind <= len(proposed):
-            rows.append((progress.matcher.deep_copy(), behind, proposed[behind:]))
+        if end is not None:
+            matcher = progress.matcher.deep_copy()
+            if proposed[first + end] == progress.constraint.entry:
+                matcher.consume_token(proposed[first + end])
+            rows.append((matcher, behind, proposed[behind:]))
         return rows
 
     def _settle_ends(self, sequence: Sequence, words: NDArray[np.int32]) -> None:
