@@ -100,7 +100,7 @@ class Unwritable(ValueError):
 
 def quote(text: str) -> str:
     """Write a text as a literal of a Lark grammar."""
-    return json.dumps(text, ensure_ascii=False)
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def as_regex(text: str) -> str:

@@ -284,12 +284,17 @@ class LiteralCalls(ConvertingScanner):
         """Signs that end the call and what is open within it."""
         self._is_key = False
         """A name comes next, or the end of an object."""
+        self._is_named = False
+        """The text under way, or the last one, is a name: its sign follows."""
 
     def _advance(self) -> bool:
         if not self._in_call:
             return self._read_name()
         if self._quote:
             return self._read_marked() if self._quote == self._style.mark else self._read_quoted()
+        if self._is_key and not (held := self._held.lstrip()):
+            return False
+        self._held = held if self._is_key else self._held
         if self._style.mark and self._style.mark.startswith(self._held[: len(self._style.mark)]):
             if len(self._held) < len(self._style.mark):
                 return False
@@ -322,10 +327,10 @@ class LiteralCalls(ConvertingScanner):
                 return self._take_key(name, name + sign)
             if (name + sign).startswith(self._held):
                 return False
-        match = re.match(rf"\s*([^\s\"'{re.escape(sign)},()\[\]{{}}][^{re.escape(sign)},()\[\]{{}}]*)(.?)", self._held)
+        match = re.match(rf"([^\s\"'{re.escape(sign)},()\[\]{{}}][^{re.escape(sign)},()\[\]{{}}]*)(.?)", self._held)
         if not is_name or match is None or (match[2] and match[2] != sign):
             return None
-        return self._take_key(match[1].strip(), match[0]) if match[2] else False
+        return self._take_key(match[1].strip(), match[0]) if match[2] else False  # a name that may go on
 
     def _take_key(self, name: str, text: str) -> bool:
         self._arguments += f"{json.dumps(name)}: "
@@ -337,9 +342,9 @@ class LiteralCalls(ConvertingScanner):
         character, self._held = self._held[0], self._held[1:]
         if character in self._notation.quotes and not self._word.strip():
             self._begin_text(character, length=0)
-        elif character == ":" and self._is_key:
+        elif character == ":" and self._is_named:
             self._arguments += ": "
-            self._is_key = False
+            self._is_named = False
         elif character in ",[]{}()":
             self._arguments += self._written(self._word.strip())
             self._word = ""
@@ -365,6 +370,7 @@ class LiteralCalls(ConvertingScanner):
     def _begin_text(self, end: str, length: int | None = None) -> None:
         self._held = self._held[len(end) if length is None else length :]
         self._quote, self._word = end, ""
+        self._is_named, self._is_key = self._is_key, False
         self._arguments += '"'
 
     def _end_text(self) -> None:
