@@ -4,10 +4,13 @@
     gemma     city:<|"|>Paris<|"|>,days:3,where:{lat:1.5},exact:true
     xml       <parameter=city>\\nParis\\n</parameter>\\n<parameter=days>\\n3\\n</parameter>
 
-A writer makes the grammar of a tool's arguments. `serving.calls` reads what a model wrote with the same description: the
-signs of `LiteralNotation`; the names that are no plain keys (`special_names`), which a reader can only find by knowing
-them; and the types of an XML argument (`argument_kinds`), which say whether its content is a text, JSON, or either. What
-a notation has no text for, such as an argument's name with an end of its name in it, is refused.
+A writer makes the grammar of a tool's arguments. `serving.calls` reads what a model wrote by the same description:
+
+- the signs of `LiteralNotation`;
+- the names that are no plain keys (`special_names`), which a reader can find only if it knows them;
+- the types of an XML argument (`argument_kinds`), which say whether its content is a text, JSON, or either.
+
+What a notation has no text for, such as a text with the notation's own mark in it, is refused.
 """
 
 from __future__ import annotations
@@ -141,6 +144,10 @@ def argument_kinds(parameters: Any, name: str) -> frozenset[str]:
 class ArgumentsWriter(ValueWriter):
     """Writes the arguments of a call, without the texts around them."""
 
+    def around(self, name: str) -> tuple[str, str]:
+        """Return the texts before and after the arguments of the tool `name`."""
+        raise NotImplementedError
+
     def arguments(self) -> str:
         """Return the expression of all arguments. Raises SchemaFault."""
         schema, path = self._top()
@@ -158,8 +165,7 @@ class ArgumentsWriter(ValueWriter):
             schema = found if isinstance(found, dict) else {}
         assert isinstance(schema, dict), "arguments are an object"
         known = {"type", "properties", "required", "additionalProperties", "$ref"}
-        for keyword in sorted(schema.keys() - known):
-            self.leave_out((*path, keyword), f"'{keyword}' cannot be enforced in the way that this model writes calls")
+        self.leave_all_out(schema.keys() - known, path)
         return schema, path
 
 
@@ -167,6 +173,10 @@ class LiteralWriter(ArgumentsWriter):
     """Arguments as names and literals."""
 
     notation: ClassVar[LiteralNotation]
+
+    def around(self, name: str) -> tuple[str, str]:
+        """Return the name and what opens the arguments, and what closes them."""
+        return f"{self.notation.before_name}{name}{self.notation.opening}", self.notation.closing
 
     def key(self, name: str, *, is_top: bool) -> str:
         """Return a name and the sign after it. Raises Unwritable."""
@@ -178,7 +188,7 @@ class LiteralWriter(ArgumentsWriter):
             raise Unwritable(f"the name '{name[:80]}' has the text of a token in it")
         return quote(name + self.notation.sign)
 
-    def free_key(self, names: Iterable[str], *, is_top: bool) -> str:
+    def free_key(self, names: Iterable[str], *, is_top: bool) -> str:  # noqa: ARG002
         """Return a plain name, or a text."""
         if is_top:
             return f"PLAIN_KEY {quote(self.notation.sign)}"
@@ -219,7 +229,7 @@ class GemmaWriter(LiteralWriter):
         self._is_token = mark in special
         self._mark = f"<[{special[mark]}]>" if mark in special else quote(mark)
 
-    def text(self, schema: dict[str, Any]) -> str:
+    def text(self, schema: dict[str, Any]) -> str:  # noqa: ARG002
         """Return a text between marks."""
         if self._is_token:
             return f"{self._mark} {self.terminal(without(self._mark_text))} {self._mark}"
@@ -228,7 +238,9 @@ class GemmaWriter(LiteralWriter):
     def literal_text(self, text: str) -> str:
         """Return one text between marks. Raises Unwritable."""
         if self._mark_text in text or self.spelling.breaks(text):
-            raise Unwritable(f"'{text[:80]}' has a mark of this model's calls in it, and cannot be written")
+            raise Unwritable(
+                f"'{text[:80]}' has a mark of this model's calls in it, and cannot be written in the way that this model writes calls"
+            )
         return f"{self._mark} {quote(text)} {self._mark}" if text else f"{self._mark} {self._mark}"
 
 
@@ -251,6 +263,10 @@ class XmlWriter(JsonWriter, ArgumentsWriter):
     def __init__(self, prefix: str, schema: Any, spelling: Spelling, *, strict: bool) -> None:
         super().__init__(prefix, schema, spelling, strict=strict)
         self._asked = schema
+
+    def around(self, name: str) -> tuple[str, str]:
+        """Return the tags of the function."""
+        return f"{FUNCTION}{name}>", END_OF_FUNCTION
 
     def arguments(self) -> str:
         """Return the elements in the schema's order. Raises SchemaFault."""
@@ -302,7 +318,9 @@ class XmlWriter(JsonWriter, ArgumentsWriter):
             kind = says.get("type")
             beside = OF_NUMBERS | OF_TEXTS | {"anyOf", "allOf", "$ref"}
             for keyword in sorted(says.keys() & beside if kind not in ("array", "object") else ()):
-                self.leave_out((*here, keyword), f"'{keyword}' cannot be enforced in the way that this model writes calls")
+                self.leave_out(
+                    (*here, keyword), f"'{keyword}' cannot be enforced in the way that this model writes calls"
+                )
             allowed = found if kind is None else {"number" if kind == "integer" else str(kind)} & found
             raw |= "string" in allowed
             scalars += ["STRING"] if "string" in allowed and not is_text else []
@@ -324,7 +342,7 @@ class XmlWriter(JsonWriter, ArgumentsWriter):
             elif found != {"string"} and re.fullmatch(_read_as_json(found), value):
                 written.append(quoted(value, self.spelling))
             elif self.END in value + self.END[:-1] or self.spelling.breaks(value):
-                reason = f"'{value[:80]}' has a mark of this model's calls in it, and cannot be written"
+                reason = f"'{value[:80]}' has a mark of this model's calls in it, and cannot be written in the way that this model writes calls"
                 self.leave_out(path, reason)
             else:
                 written.append(quote(value) if value else '""')
@@ -332,7 +350,9 @@ class XmlWriter(JsonWriter, ArgumentsWriter):
             raise SchemaFault(path, reason)
         return written
 
-    def _branches(self, schema: Schema, path: Path, seen: frozenset[str] = frozenset()) -> Iterator[tuple[Schema, Path]]:
+    def _branches(
+        self, schema: Schema, path: Path, seen: frozenset[str] = frozenset()
+    ) -> Iterator[tuple[Schema, Path]]:
         """Yield the alternatives of a schema, each with one type, an enumeration, or nothing said of either."""
         if isinstance(schema, bool):
             yield schema, path

@@ -37,8 +37,9 @@ OF_OBJECTS = frozenset(
 )
 OF_ANY = frozenset({"type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref"})
 UNENFORCED = frozenset(
-    "not if then else contains minContains maxContains uniqueItems dependencies dependentRequired dependentSchemas "
-    "unevaluatedProperties unevaluatedItems $dynamicRef $recursiveRef".split()
+    {"not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems"}
+    | {"dependencies", "dependentRequired", "dependentSchemas", "unevaluatedProperties", "unevaluatedItems"}
+    | {"$dynamicRef", "$recursiveRef"}
 )
 """Keywords that say something of a value, and that no grammar here holds. Any other name says nothing of a value."""
 TRIED = OF_NUMBERS | OF_TEXTS | {"minItems", "maxItems", "minProperties", "maxProperties", "type"}
@@ -299,31 +300,32 @@ class Sieve:
                 self._leave_out(path, f"'{str(value)[:80]}' is no part of this schema")
             else:
                 found[keyword] = f"#/$defs/{self._name(target, path)}"
-        elif keyword == "oneOf":
-            branches = [self._part(one, (*path, str(place))) for place, one in enumerate(value)]
-            self._exclusive.append((path, branches))
-            found["allOf"] = [*found.get("allOf", ()), {"anyOf": branches}]
-        elif keyword == "allOf":
-            parts = [self._part(one, (*path, str(place))) for place, one in enumerate(value)]
-            found["allOf"] = [*found.get("allOf", ()), *parts]
         elif keyword in _LISTS or (keyword == "items" and isinstance(value, list)):
-            found[keyword] = [self._part(one, (*path, str(place))) for place, one in enumerate(value)]
+            parts = [self._part(one, (*path, str(place))) for place, one in enumerate(value)]
+            if keyword == "oneOf":
+                self._exclusive.append((path, parts))
+                parts = [{"anyOf": parts}]
+            keyword = "allOf" if keyword == "oneOf" else keyword
+            found[keyword] = [*found.get(keyword, ()), *parts]
         elif keyword == "patternProperties":
-            kept = {}
-            for pattern, one in value.items():
-                if (reason := json_fault({"patternProperties": {pattern: True}})) is None:
-                    kept[pattern] = self._part(one, (*path, pattern))
-                else:
-                    self._leave_out((*path, pattern), reason)
-            found |= {keyword: kept} if kept else {}
-            if len(kept) < len(value):
-                found["additionalProperties"] = True  # those of the pattern that is left out
+            self._take_patterns(value, path, found)
         elif keyword == "properties":
             found[keyword] = {name: self._part(one, (*path, name)) for name, one in value.items()}
         elif keyword in ("items", "additionalItems", "additionalProperties"):
             found.setdefault(keyword, self._part(value, path))
         else:
             found[keyword] = value
+
+    def _take_patterns(self, value: dict[str, Any], path: Path, found: dict[str, Any]) -> None:
+        kept = {}
+        for pattern, one in value.items():
+            if (reason := json_fault({"patternProperties": {pattern: True}})) is None:
+                kept[pattern] = self._part(one, (*path, pattern))
+            else:
+                self._leave_out((*path, pattern), reason)
+        found |= {"patternProperties": kept} if kept else {}
+        if len(kept) < len(value):
+            found["additionalProperties"] = True  # those of the pattern that is left out
 
     def _name(self, target: Any, path: Path) -> str:
         if isinstance(target, bool):

@@ -21,13 +21,12 @@ the order of the schema. What a notation cannot enforce of a schema is left out,
 """
 
 from __future__ import annotations
+
 from typing import Any, Literal
 
 import msgspec
 
 from loramux.constraints.notations import (
-    END_OF_FUNCTION,
-    FUNCTION,
     ArgumentsWriter,
     GemmaWriter,
     PythonWriter,
@@ -220,25 +219,22 @@ def _write_call(rule: str, tool: Tool, style: ToolStyle, special: dict[str, int]
             f'arguments_{rule} WS? "}}" WS?'
         )
         return [*rules, call]
-    writer, begin, end = _notation(rule, tool, parameters, style, special, spelling)
+    writer = _arguments_writer(rule, parameters, tool, style, special, spelling)
     arguments = writer.arguments()
-    return [*writer.finish(), f"{rule}: WS? {quote(begin)} WS? {arguments} WS? {quote(end)} WS?"]
+    begin, end = map(quote, writer.around(tool.name))
+    return [*writer.finish(), f"{rule}: WS? {begin} WS? {arguments} WS? {end} WS?"]
 
 
-def _notation(
-    rule: str, tool: Tool, parameters: dict[str, Any], style: ToolStyle, special: dict[str, int], spelling: Spelling
-) -> tuple[ArgumentsWriter, str, str]:
-    """Return the writer of a tool's arguments, and the texts around them."""
+def _arguments_writer(
+    rule: str, parameters: dict[str, Any], tool: Tool, style: ToolStyle, special: dict[str, int], spelling: Spelling
+) -> ArgumentsWriter:
     match style.notation:
         case "python":
-            writer: ArgumentsWriter = PythonWriter(rule, parameters, spelling, strict=tool.strict)
+            return PythonWriter(rule, parameters, spelling, strict=tool.strict)
         case "gemma":
-            writer = GemmaWriter(rule, parameters, spelling, style.mark, special, strict=tool.strict)
+            return GemmaWriter(rule, parameters, spelling, style.mark, special, strict=tool.strict)
         case _:
-            writer = XmlWriter(rule, parameters, spelling, strict=tool.strict)
-            return writer, f"{FUNCTION}{tool.name}>", END_OF_FUNCTION
-    notation = writer.notation
-    return writer, f"{notation.before_name}{tool.name}{notation.opening}", notation.closing
+            return XmlWriter(rule, parameters, spelling, strict=tool.strict)
 
 
 def _repeated(style: ToolStyle, special: dict[str, int]) -> str:

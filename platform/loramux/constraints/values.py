@@ -1,15 +1,15 @@
 """Grammars of values: JSON of a schema, and the base of the notations that write values in another way.
 
-A `ValueWriter` writes objects, lists and choices by rules of its own, in Lark's notation, and literals as texts, so that
-numbers keep their digits and texts the escapes that JSON allows. `JsonWriter` leaves to llguidance's `%json` what it
-does not write itself: patterns, formats, ranges of numbers, intersections.
+A `ValueWriter` writes objects, lists and choices by rules of its own, in Lark's notation, and literals as texts, so
+that numbers keep their digits and texts the escapes that JSON allows. `JsonWriter` leaves to llguidance's `%json` what
+it does not write itself: patterns, formats, ranges of numbers, intersections.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any, ClassVar
 
 import msgspec
@@ -113,13 +113,13 @@ def quoted(text: str, spelling: Spelling, mark: str = '"') -> str:
 
     Where a token of the vocabulary begins, its first character has two spellings, so that the token is not forced.
     """
-    if text.isascii() and not spelling.breaks(text) and mark == '"':
+    if text.isascii() and "\x7f" not in text and not spelling.breaks(text) and mark == '"':
         return quote(json.dumps(text))
     begins = {match.start() for token in spelling.tokens for match in re.finditer(re.escape(token), text)}
     parts = []
     for place, character in enumerate(text):
         escaped = as_regex(json.dumps(character)[1:-1])
-        if not character.isascii():
+        if character >= "\x7f":
             parts.append(f"({as_regex(character)}|{escaped})")
         elif place in begins:
             parts.append(f"({escaped}|\\\\u{ord(character):04x})")
@@ -174,6 +174,11 @@ class ValueWriter:
         if self.strict:
             raise SchemaFault(path, reason)
 
+    def leave_all_out(self, keywords: Iterable[str], path: Path) -> None:
+        """Go on without keywords that the notation cannot enforce. Raises SchemaFault if it is strict."""
+        for keyword in sorted(keywords):
+            self.leave_out((*path, keyword), f"'{keyword}' cannot be enforced in the way that this model writes calls")
+
     # ---- what notations differ in
 
     def key(self, name: str, *, is_top: bool) -> str:
@@ -192,10 +197,9 @@ class ValueWriter:
         """Return the expression of one text. Raises Unwritable."""
         raise NotImplementedError
 
-    def beyond(self, schema: dict[str, Any], others: frozenset[str], path: Path) -> str | None:
+    def beyond(self, schema: dict[str, Any], others: frozenset[str], path: Path) -> str | None:  # noqa: ARG002
         """Return the expression of a schema with keywords that have no rules; None: they are left out."""
-        for keyword in sorted(others):
-            self.leave_out((*path, keyword), f"'{keyword}' cannot be enforced in the way that this model writes calls")
+        self.leave_all_out(others, path)
         return None
 
     def may_add(self, names: Iterable[str]) -> bool:
@@ -337,16 +341,7 @@ class ValueWriter:
 
     def _of_type(self, kind: str, schema: dict[str, Any], path: Path) -> str:
         says = {name: schema[name] for name in schema if name in _KEYWORDS[kind] | _COMBINED}
-        known = {
-            "string": self.of_texts,
-            "array": {"items", "minItems", "maxItems"},
-            "object": {"properties", "required", "additionalProperties"},
-        }.get(kind, OF_NUMBERS)
-        if isinstance(says.get("items"), list) or says.get("minItems", 0) > MAX_ITEMS:
-            known = known - {"items", "minItems"}
-        if says.get("maxItems", 0) > MAX_ITEMS:
-            known = known - {"maxItems"}
-        if others := frozenset(says.keys() - known):
+        if others := frozenset(says.keys() - self._known(kind, says)):
             if (whole := self.beyond({"type": kind, **says}, others, path)) is not None:
                 return whole
             says = {name: says[name] for name in says if name not in others}
@@ -354,17 +349,22 @@ class ValueWriter:
             case "string":
                 return self.text(says)
             case "integer" | "number":
-                if says:
-                    return self.percent_json({"type": kind, **says})
-                return kind.upper()
+                return self.percent_json({"type": kind, **says}) if says else kind.upper()
             case "array":
                 return self._list(says, path)
             case "object":
                 return f'"{{" B? {self.members(says, path)} B? "}}"'
             case _:
-                return self._alternatives(
-                    [quote(self.words[word]) for word in ((True, False) if kind == "boolean" else (None,))]
-                )
+                words = (True, False) if kind == "boolean" else (None,)
+                return self._alternatives([quote(self.words[word]) for word in words])
+
+    def _known(self, kind: str, says: dict[str, Any]) -> Set[str]:
+        """Return the keywords of a type that have rules."""
+        if kind != "array":
+            objects = {"properties", "required", "additionalProperties"}
+            return {"string": self.of_texts, "object": objects}.get(kind, OF_NUMBERS)
+        known = {keyword for keyword in ("minItems", "maxItems") if says.get(keyword, 0) <= MAX_ITEMS}
+        return known if isinstance(says.get("items"), list) else known | {"items"}
 
     def _list(self, schema: dict[str, Any], path: Path) -> str:
         least, most = schema.get("minItems", 0), schema.get("maxItems")
@@ -408,11 +408,11 @@ class JsonWriter(ValueWriter):
 
     of_texts = frozenset({"minLength", "maxLength"})
 
-    def key(self, name: str, *, is_top: bool) -> str:
+    def key(self, name: str, *, is_top: bool) -> str:  # noqa: ARG002
         """Return `"name":`."""
         return f'{quoted(name, self.spelling)} B? ":"'
 
-    def free_key(self, names: Iterable[str], *, is_top: bool) -> str:
+    def free_key(self, names: Iterable[str], *, is_top: bool) -> str:  # noqa: ARG002
         """Return any other text and `:`."""
         taken = " | ".join(quoted(name, self.spelling) for name in names)
         return f'{self.terminal(f"STRING & ~({taken})") if taken else "STRING"} B? ":"'
@@ -426,11 +426,11 @@ class JsonWriter(ValueWriter):
         """Return one text in quotes."""
         return quoted(text, self.spelling)
 
-    def may_add(self, names: Iterable[str]) -> bool:
+    def may_add(self, names: Iterable[str]) -> bool:  # noqa: ARG002
         """Return that any object may."""
         return True
 
-    def beyond(self, schema: dict[str, Any], others: frozenset[str], path: Path) -> str | None:
+    def beyond(self, schema: dict[str, Any], others: frozenset[str], path: Path) -> str | None:  # noqa: ARG002
         """Return the schema as llguidance reads it, without what it cannot hold. Raises SchemaFault."""
         kept: dict[str, Any] = {}
         for keyword, value in sorted(schema.items(), key=lambda item: item[0] != "type"):
@@ -465,7 +465,9 @@ class JsonWriter(ValueWriter):
             return part
         if isinstance(part, dict):
             inner = {
-                name: self._held(one, (*path, name), is_value=name in ("const", "enum") and path[-1:] != ("properties",))
+                name: self._held(
+                    one, (*path, name), is_value=name in ("const", "enum") and path[-1:] != ("properties",)
+                )
                 for name, one in part.items()
             }
             return {name: one for name, one in inner.items() if one is not None}

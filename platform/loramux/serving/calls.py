@@ -292,17 +292,23 @@ class LiteralCalls(ConvertingScanner):
             return self._read_name()
         if self._quote:
             return self._read_marked() if self._quote == self._style.mark else self._read_quoted()
-        if self._is_key and not (held := self._held.lstrip()):
+        if self._is_key:
+            self._held = self._held.lstrip()
+        read = self._read_mark()
+        if read is None and self._is_key:
+            read = self._read_key()
+        if read is None:
+            self._read_value()
+        return read is not False
+
+    def _read_mark(self) -> bool | None:
+        """Read the mark that begins a text; False where more text is needed, None where something else comes."""
+        mark = self._style.mark
+        if self._held and not (mark and mark.startswith(self._held[: len(mark)])):
+            return None
+        if len(self._held) < max(len(mark), 1):
             return False
-        self._held = held if self._is_key else self._held
-        if self._style.mark and self._style.mark.startswith(self._held[: len(self._style.mark)]):
-            if len(self._held) < len(self._style.mark):
-                return False
-            self._begin_text(self._style.mark)
-            return True
-        if self._is_key and (read := self._read_key()) is not None:
-            return read
-        self._read_value()
+        self._begin_text(mark)
         return True
 
     def _read_name(self) -> bool:
