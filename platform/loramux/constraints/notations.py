@@ -49,6 +49,9 @@ from loramux.constraints.values import (
 FUNCTION, END_OF_FUNCTION = "<function=", "</function>"
 """Around the name and the arguments of a call in XML."""
 
+MARKED = "'{}' has a mark of calls in it, and cannot be written in the way that this model writes calls"
+UNNAMED = "the name '{}' cannot be written in the way that this model writes calls"
+
 _PLAIN = re.compile(PLAIN_KEY)
 
 
@@ -182,10 +185,8 @@ class LiteralWriter(ArgumentsWriter):
         """Return a name and the sign after it. Raises Unwritable."""
         if not (is_top or self.notation.nested_names):
             return f'{self.literal_text(name)} B? ":"'
-        if not is_plain(name) and self.notation.is_ambiguous(name):
-            raise Unwritable(f"the name '{name[:80]}' cannot be written in the way that this model writes calls")
-        if self.spelling.breaks(name):
-            raise Unwritable(f"the name '{name[:80]}' has the text of a token in it")
+        if (not is_plain(name) and self.notation.is_ambiguous(name)) or self.spelling.breaks(name):
+            raise Unwritable(UNNAMED.format(name[:80]))
         return quote(name + self.notation.sign)
 
     def free_key(self, names: Iterable[str], *, is_top: bool) -> str:  # noqa: ARG002
@@ -238,9 +239,7 @@ class GemmaWriter(LiteralWriter):
     def literal_text(self, text: str) -> str:
         """Return one text between marks. Raises Unwritable."""
         if self._mark_text in text or self.spelling.breaks(text):
-            raise Unwritable(
-                f"'{text[:80]}' has a mark of this model's calls in it, and cannot be written in the way that this model writes calls"
-            )
+            raise Unwritable(MARKED.format(text[:80]))
         return f"{self._mark} {quote(text)} {self._mark}" if text else f"{self._mark} {self._mark}"
 
 
@@ -278,7 +277,7 @@ class XmlWriter(JsonWriter, ArgumentsWriter):
             here = (*path, "properties", name)
             if self.AFTER_NAME in name or self.spelling.breaks(name):
                 if self.strict or name in required:
-                    raise SchemaFault(here, "the name cannot be written in the way that this model writes calls")
+                    raise SchemaFault(here, UNNAMED.format(name[:80]))
                 continue
             element = self._element(quote(f"{self.BEGIN}{name}{self.AFTER_NAME}"), name, one, here)
             rule = self.rule(element)
@@ -342,7 +341,7 @@ class XmlWriter(JsonWriter, ArgumentsWriter):
             elif found != {"string"} and re.fullmatch(_read_as_json(found), value):
                 written.append(quoted(value, self.spelling))
             elif self.END in value + self.END[:-1] or self.spelling.breaks(value):
-                reason = f"'{value[:80]}' has a mark of this model's calls in it, and cannot be written in the way that this model writes calls"
+                reason = MARKED.format(value[:80])
                 self.leave_out(path, reason)
             else:
                 written.append(quote(value) if value else '""')

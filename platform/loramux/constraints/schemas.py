@@ -264,7 +264,7 @@ class Sieve:
                 if value is not (keyword.startswith("unevaluated")) and not (keyword == "uniqueItems" and not value):
                     self._leave_out(here, "cannot be enforced")
             elif not has_shape(keyword, value):
-                self._leave_out(here, _SHAPES[keyword][1])
+                self._leave_out(here, f"{json.dumps(value)[:80]} {_SHAPES[keyword][1]}")
             elif keyword in OF_ANY | OF_NUMBERS | OF_TEXTS | OF_LISTS | OF_OBJECTS:
                 shaped[keyword] = value
         if "propertyNames" in schema:

@@ -1,4 +1,4 @@
-"""Schemas part by part: what a grammar can hold is enforced, what it cannot costs only itself, or is refused by path."""
+"""Schemas part by part: each is enforced, or left out alone, or refused by its path."""
 
 from __future__ import annotations
 
@@ -72,7 +72,9 @@ def test_integers_beyond_2_53_are_written_with_all_digits(number: int, strict: b
 def test_bounds_that_a_double_cannot_hold_are_left_out_or_refused(keyword: str) -> None:
     schema = member({"type": "integer", keyword: 2**53 + 1})
     assert allows(of(schema), '{"e":7}')
-    with pytest.raises(ValueError, match=f"^/properties/e/{keyword}: is no number that can be held exactly"):
+    with pytest.raises(
+        ValueError, match=f"^/properties/e/{keyword}: {2**53 + 1} is no number that can be held exactly"
+    ):
         of(schema, strict=True)
 
 
@@ -218,7 +220,7 @@ def test_property_names_are_enforced_under_strict(names: Any, right: Any, wrong:
 def test_property_names_that_have_no_other_words_are_left_out_or_refused() -> None:
     schema = {**member({"type": "integer"}), "propertyNames": {"pattern": "^e"}}
     assert allows(of(schema), '{"e":1}')
-    with pytest.raises(ValueError, match="^/propertyNames: "):
+    with pytest.raises(ValueError, match=r"^/propertyNames: "):
         of(schema, strict=True)
 
 
