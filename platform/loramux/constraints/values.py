@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
-
-import msgspec
 
 from loramux.constraints.schemas import (
     EXACT,
@@ -65,7 +65,8 @@ _KEYWORDS: dict[str, frozenset[str]] = {
 _COMBINED = frozenset({"anyOf", "allOf", "$ref"})
 
 
-class Spelling(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class Spelling:
     """What the grammars of a model depend on, next to what is asked for."""
 
     white_space: str = "bounded"
@@ -88,7 +89,12 @@ class Spelling(msgspec.Struct, frozen=True, kw_only=True):
 
     def breaks(self, text: str) -> bool:
         """Return whether a grammar cannot force `text`: its tokens would be others."""
-        return any(token in text for token in self.tokens)
+        return not self._beginnings.isdisjoint(text) and any(token in text for token in self.tokens)
+
+    @cached_property
+    def _beginnings(self) -> frozenset[str]:
+        """The first characters of tokens: a vocabulary may have thousands, and most texts have none of these."""
+        return frozenset(token[0] for token in self.tokens)
 
 
 DEFAULT = Spelling()
@@ -115,7 +121,9 @@ def quoted(text: str, spelling: Spelling, mark: str = '"') -> str:
     """
     if text.isascii() and "\x7f" not in text and not spelling.breaks(text) and mark == '"':
         return quote(json.dumps(text))
-    begins = {match.start() for token in spelling.tokens for match in re.finditer(re.escape(token), text)}
+    begins = {
+        match.start() for token in spelling.tokens if token in text for match in re.finditer(re.escape(token), text)
+    }
     parts = []
     for place, character in enumerate(text):
         escaped = as_regex(json.dumps(character)[1:-1])
