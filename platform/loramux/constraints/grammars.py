@@ -27,7 +27,7 @@ from loramux.constraints.formats import (
     write_content,
     write_format,
 )
-from loramux.constraints.schemas import fault, gist
+from loramux.constraints.schemas import gist
 from loramux.constraints.tools import Tool, ToolStyle, ToolUse, write_tools
 from loramux.constraints.values import DEFAULT, Spelling
 
@@ -112,7 +112,7 @@ class TrialJob(msgspec.Struct, frozen=True, kw_only=True):
             content = write_content(self.format, spelling)
         return to_grammar(write_tools(self.tools.use, self.tools.style, self.tools.special, content, spelling))
 
-    def loosened(self, spelling: Spelling) -> TrialJob:
+    def loosened(self, spelling: Spelling, compiles: Callable[[GrammarText], bool]) -> TrialJob:
         """Return the job with any JSON object as arguments of each tool that is not strict and cannot be compiled."""
         assert self.tools is not None, "it has tools"
 
@@ -120,7 +120,7 @@ class TrialJob(msgspec.Struct, frozen=True, kw_only=True):
             assert self.tools is not None, "it has tools"
             alone = msgspec.structs.replace(self.tools.use, tools=(tool,))
             grammar = to_grammar(write_tools(alone, self.tools.style, self.tools.special, None, spelling))
-            return tool if tool.strict or fault(grammar) is None else tool.loosened()
+            return tool if tool.strict or compiles(grammar) else tool.loosened()
 
         use = msgspec.structs.replace(self.tools.use, tools=tuple(map(loosened, self.tools.use.tools)))
         return msgspec.structs.replace(self, tools=msgspec.structs.replace(self.tools, use=use))
@@ -158,7 +158,7 @@ def _try(tokenizer: LLTokenizer, spelling: Spelling, job: TrialJob) -> TrialResu
         grammar = job.write(spelling)
         matcher = compile_grammar(tokenizer, grammar)
         if matcher.is_error() and job.tools is not None:
-            grammar = job.loosened(spelling).write(spelling)
+            grammar = job.loosened(spelling, lambda one: not compile_grammar(tokenizer, one).is_error()).write(spelling)
             matcher = compile_grammar(tokenizer, grammar)
     except ValueError as error:
         return TrialResult(refusal=str(error))

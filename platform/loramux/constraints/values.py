@@ -333,6 +333,9 @@ class ValueWriter:
             values = [value for value in values if value == schema["const"]]
         if "type" in schema:
             values = [value for value in values if is_of(value, schema["type"])]
+        if not values:
+            self.leave_out((*path, keyword), "no value of it has the schema's type")
+            return self.value({"type": schema["type"]} if "type" in schema else True, path)
         return self.enumeration(values, (*path, keyword))
 
     def _combined(self, keyword: str, value: Any, path: Path) -> str:

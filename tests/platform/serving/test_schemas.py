@@ -322,13 +322,24 @@ def test_tool_without_properties_takes_any_object(style: str) -> None:
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_tool_that_cannot_be_compiled_takes_any_object(style: str) -> None:
-    contradiction = {"allOf": [{"type": "string", "pattern": "^a$"}, {"type": "string", "pattern": "^b$"}]}
-    never = {"allOf": [{"type": "string"}, {"type": "integer"}]}
-    tools = tuple(Tool(name=name, parameters=member(one)) for name, one in {"f": contradiction, "g": never}.items())
+def test_tool_that_cannot_be_compiled_takes_any_object_unless_it_is_strict(style: str) -> None:
+    schema = {"type": "object", "properties": {"e": {"const": 5}}, "required": ["e"]}
+    tools = (Tool(name="f", parameters=schema), Tool(name="g", parameters=schema, strict=True))
     job = TrialJob(tools=ToolGrammar(use=ToolUse(tools=tools, is_required=True), style=STYLES[style], special={}))
-    spelling = Spelling()
-    assert not LLMatcher(vocabulary(), job.loosened(spelling).write(spelling), log_level=0).is_error()
+    assert job.loosened(Spelling(), lambda _: True) == job
+    found = job.loosened(Spelling(), lambda _: False)
+    assert found.tools is not None
+    loose, strict = found.tools.use.tools
+    assert (loose.parameters, strict) == ({"properties": {"e": {"type": ["number"]}}}, tools[1])
+    assert not LLMatcher(vocabulary(), found.write(Spelling()), log_level=0).is_error()
+
+
+@pytest.mark.parametrize(
+    "never", [{"allOf": [{"type": "string"}, {"type": "integer"}]}, {"type": "integer", "const": "a"}]
+)
+def test_contradiction_within_a_tool_leaves_the_request_whole(never: Any) -> None:
+    tool = Tool(name="f", parameters={"type": "object", "properties": {"e": never, "n": {"type": "null"}}})
+    assert allows(of_tools("hermes", tool), '<tool_call>{"name": "f", "arguments": {"n": null}}</tool_call>')
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -382,3 +393,35 @@ def test_what_a_notation_cannot_write_is_refused(style: str, parameters: Any, pa
 def test_names_that_a_reader_must_know_are_those_that_are_no_plain_keys() -> None:
     schema = {"properties": {"a b": {"properties": {"c:d": {}}}, "e": {"const": {"f,g": 1}}}}
     assert set(special_names(schema)) == {"a b", "c:d", "f,g"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "content", "value"),
+    [
+        ({"type": "string"}, "12", "12"),
+        ({"enum": ["12", "true"]}, "true", "true"),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"type": ["string", "null"]}, '"null"', "null"),
+        ({"type": ["string", "null"]}, "12", "12"),
+        ({"type": ["string", "null"], "enum": ["null"]}, "null", "null"),
+        ({"anyOf": [{"type": "integer"}, {"type": "string"}]}, "12 apples", "12 apples"),
+        ({}, "[1]", [1]),
+        ({}, '"[1]"', "[1]"),
+    ],
+)
+def test_argument_in_xml_is_a_text_as_it_is_unless_its_schema_allows_what_it_looks_like(
+    schema: Any, content: str, value: Any
+) -> None:
+    tool = Tool(name="f", parameters=member(schema))
+    written = f"<tool_call><function=f><parameter=e>\n{content}\n</parameter></function></tool_call>"
+    assert allows(of_tools("qwen3_coder", tool), written)
+    (call,) = scanner_of(STYLES["qwen3_coder"], ToolUse(tools=(tool,))).push(written)
+    assert json.loads(call.arguments) == {"e": value}
+
+
+def test_mark_that_is_a_token_cannot_be_spelled_in_a_text() -> None:
+    """A reader sees the text of tokens, and takes it for a call."""
+    use = ToolUse(tools=(Tool(name="f"),))
+    grammar = to_grammar(write_tools(use, STYLES["hermes"], {"<tool_call>": 257}))
+    assert allows(grammar, "so <tool_call")
+    assert not allows(grammar, "so <tool_call>")
