@@ -276,7 +276,8 @@ def decode_body(data: bytes, body: type[T]) -> T:
 
 @cache
 def _decoder(body: type[T]) -> msgspec.json.Decoder[T]:
-    return msgspec.json.Decoder(_closed(body))
+    # Numbers beyond any float come in schemas' bounds; the fields that have a type of their own still refuse them.
+    return msgspec.json.Decoder(_closed(body), float_hook=float)
 
 
 def _closed(body: type[T]) -> type[T]:

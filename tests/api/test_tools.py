@@ -181,3 +181,37 @@ def test_prompt_that_has_closed_the_thought_leaves_none(tools_site: Site) -> Non
 def test_template_gets_tools_as_they_were_sent() -> None:
     body = decode_body(json.dumps({"model": "tiny", "messages": HELLO, "tools": TOOLS}).encode(), ChatBody)
     assert to_request(body).chat.template["tools"] == TOOLS
+
+
+def with_argument(schema: str, *, strict: bool) -> str:
+    """The body of a chat with one tool, as text: some numbers have no other form."""
+    parameters = (
+        f'{{"type": "object", "properties": {{"e": {schema}}}, "required": ["e"], "additionalProperties": false}}'
+    )
+    function = f'{{"name": "lookup", "strict": {json.dumps(strict)}, "parameters": {parameters}}}'
+    return (
+        f'{{"model": "acme/a0", "messages": {json.dumps(HELLO)}, "max_tokens": 2, "enable_thinking": false, '
+        f'"tools": [{{"type": "function", "function": {function}}}]}}'
+    )
+
+
+@pytest.mark.parametrize(
+    ("schema", "path"),
+    [
+        ('{"type": "string", "pattern": "^(?!x)"}', "/properties/e/pattern"),
+        ('{"type": "number", "maximum": 1.8e308}', "/properties/e/maximum"),
+        ('{"type": "integer", "maximum": 18446744073709551616}', "/properties/e/maximum"),
+        ('{"type": null}', "/properties/e/type"),
+        ('{"$ref": "#/$defs/gone"}', "/properties/e/$ref"),
+    ],
+)
+def test_part_of_a_tool_that_cannot_be_enforced_is_left_out_or_named(tools_site: Site, schema: str, path: str) -> None:
+    with tools_site.http() as http:
+        sent = {"headers": {"content-type": "application/json"}}
+        taken = http.post("/v1/chat/completions", content=with_argument(schema, strict=False), **sent)
+        assert taken.status_code == 200, taken.text
+        refused = http.post("/v1/chat/completions", content=with_argument(schema, strict=True), **sent)
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert (error["param"], error["code"]) == ("tools", "invalid_constraint")
+    assert error["message"].startswith(f"'tools' cannot be enforced: tool 'lookup', {path}: ")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import msgspec
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
 
-WHITESPACE = r"[ \n\r\t]{0,40}"
-"""Between the tokens of JSON: enough for indentation, and no endless run of blanks."""
+from loramux.constraints.values import DEFAULT, Spelling, quote, write_value
 
 GrammarText = str
 """A grammar in llguidance's own JSON."""
@@ -50,14 +48,18 @@ class Grammar(msgspec.Struct, frozen=True, tag=True):
 AnswerFormat = JsonObject | JsonSchema | Regex | Choice | Grammar
 
 
-def write_format(asked: AnswerFormat) -> GrammarText:
-    """Write the grammar of a format. Raises ValueError with a sentence where that is not possible."""
+def write_format(asked: AnswerFormat, spelling: Spelling = DEFAULT) -> GrammarText:
+    """Write the grammar of a format. Raises ValueError with a sentence if that is not possible."""
     match asked:
         case JsonObject() | JsonSchema():
-            return to_grammar(f"start: {write_content(asked)}")
+            expression, rules = write_content(asked, spelling)
+            return to_grammar("\n".join(["%llguidance {}", f"start: {expression}", *spelling.prelude(), *rules]))
         case Regex(pattern):
             return LLMatcher.grammar_from_regex(pattern)
         case Choice(texts):
+            for text in texts:
+                if spelling.breaks(text):
+                    raise ValueError(f"the choice '{text[:80]}' has the text of a token of this model in it")
             return to_grammar("start: CHOICE\nCHOICE: " + " | ".join(map(quote, texts)))
         case Grammar(text):
             try:
@@ -66,15 +68,15 @@ def write_format(asked: AnswerFormat) -> GrammarText:
                 raise ValueError(f"the grammar cannot be read: {str(error)[:200]}") from None
 
 
-def write_content(asked: JsonObject | JsonSchema) -> str:
-    """Write the part of a Lark grammar that stands for the format. Raises ValueError."""
+def write_content(asked: JsonObject | JsonSchema, spelling: Spelling = DEFAULT) -> tuple[str, list[str]]:
+    """Return the expression of JSON of the format, and its rules. Raises ValueError."""
     if isinstance(asked, JsonObject):
-        return write_json({"type": "object"}, strict=True)
-    return write_json(read_schema(asked.schema), strict=asked.strict)
+        return write_value({"type": "object"}, spelling, strict=True)
+    return write_value(read_schema(asked.schema), spelling, strict=asked.strict)
 
 
 def read_schema(schema: Any) -> dict[str, Any] | bool:
-    """Return a schema, decoded where it is a text that holds one. Raises ValueError."""
+    """Return a schema, decoded if it is a text that holds one. Raises ValueError."""
     if isinstance(schema, str):
         try:
             schema = msgspec.json.decode(schema)
@@ -83,19 +85,6 @@ def read_schema(schema: Any) -> dict[str, Any] | bool:
     if not isinstance(schema, dict | bool):
         raise ValueError("a schema is a JSON object")
     return schema
-
-
-def write_json(schema: dict[str, Any] | bool, *, strict: bool) -> str:
-    """Write the part of a Lark grammar that stands for JSON of `schema`."""
-    if isinstance(schema, bool):
-        schema = {} if schema else {"enum": []}
-    options = {"whitespace_pattern": WHITESPACE, "lenient": not strict}
-    return f"%json {json.dumps({**schema, 'x-guidance': options})}"
-
-
-def quote(text: str) -> str:
-    """Write a text as a literal of a Lark grammar."""
-    return json.dumps(text, ensure_ascii=False)
 
 
 def to_grammar(text: str) -> GrammarText:

@@ -27,7 +27,9 @@ from loramux.constraints.formats import (
     write_content,
     write_format,
 )
-from loramux.constraints.tools import ToolStyle, ToolUse, write_tools
+from loramux.constraints.schemas import gist
+from loramux.constraints.tools import Tool, ToolStyle, ToolUse, write_tools
+from loramux.constraints.values import DEFAULT, Spelling
 
 STACK_BYTES = 1 << 20
 COMPILE_SECONDS = 0.5
@@ -61,6 +63,26 @@ class TrialSetup(msgspec.Struct, frozen=True, kw_only=True):
     """The `tokenizers` library's JSON."""
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    white_space: str = "bounded"
+    """Between the tokens of JSON (`values.WHITE_SPACE`)."""
+
+    def spelling(self) -> Spelling:
+        """Return what the grammars of this vocabulary depend on.
+
+        A grammar does not take special tokens for their text, nor added ones in angle brackets.
+        """
+        added = msgspec.json.decode(self.tokenizer, type=_Tokens).added_tokens
+        tokens = {one.content for one in added if one.special or one.content[:1] + one.content[-1:] == "<>"}
+        return Spelling(white_space=self.white_space, tokens=tuple(sorted(tokens - {""})))
+
+
+class _Token(msgspec.Struct, frozen=True):
+    content: str
+    special: bool = False
+
+
+class _Tokens(msgspec.Struct, frozen=True):
+    added_tokens: tuple[_Token, ...] = ()
 
 
 class ToolGrammar(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,17 +100,30 @@ class TrialJob(msgspec.Struct, frozen=True, kw_only=True):
     format: AnswerFormat | None = None
     tools: ToolGrammar | None = None
 
-    def write(self) -> GrammarText:
-        """Write the grammar. Raises ValueError with a sentence where that is not possible."""
+    def write(self, spelling: Spelling = DEFAULT) -> GrammarText:
+        """Write the grammar. Raises ValueError with a sentence if that is not possible."""
         if self.tools is None:
             assert self.format is not None, "a job has something to try"
-            return write_format(self.format)
+            return write_format(self.format, spelling)
         content = None
         if self.format is not None and not self.tools.use.is_required:
             if not isinstance(self.format, JsonObject | JsonSchema):
                 raise ValueError("with tools an answer has a JSON format or none; leave one of them out")
-            content = write_content(self.format)
-        return to_grammar(write_tools(self.tools.use, self.tools.style, self.tools.special, content))
+            content = write_content(self.format, spelling)
+        return to_grammar(write_tools(self.tools.use, self.tools.style, self.tools.special, content, spelling))
+
+    def loosened(self, spelling: Spelling, compiles: Callable[[GrammarText], bool]) -> TrialJob:
+        """Return the job with any JSON object as arguments of each tool that is not strict and cannot be compiled."""
+        assert self.tools is not None, "it has tools"
+
+        def loosened(tool: Tool) -> Tool:
+            assert self.tools is not None, "it has tools"
+            alone = msgspec.structs.replace(self.tools.use, tools=(tool,))
+            grammar = to_grammar(write_tools(alone, self.tools.style, self.tools.special, None, spelling))
+            return tool if tool.strict or compiles(grammar) else tool.loosened()
+
+        use = msgspec.structs.replace(self.tools.use, tools=tuple(map(loosened, self.tools.use.tools)))
+        return msgspec.structs.replace(self, tools=msgspec.structs.replace(self.tools, use=use))
 
 
 class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,12 +138,13 @@ def prepare(setup: bytes) -> Callable[[bytes], bytes]:
     vocabulary = msgspec.json.decode(setup, type=TrialSetup)
     eos = list(vocabulary.eos_token_ids) or None
     tokenizer = LLTokenizer(vocabulary.tokenizer, n_vocab=vocabulary.vocab_size, eos_token=eos)
+    spelling = vocabulary.spelling()
     decoder = msgspec.json.Decoder(TrialJob)
 
     def run(payload: bytes) -> bytes:
         results: list[TrialResult] = []
         threading.stack_size(STACK_BYTES)
-        trial = threading.Thread(target=lambda: results.append(_try(tokenizer, decoder.decode(payload))))
+        trial = threading.Thread(target=lambda: results.append(_try(tokenizer, spelling, decoder.decode(payload))))
         trial.start()
         trial.join()
         return msgspec.json.encode(results[0])
@@ -116,13 +152,16 @@ def prepare(setup: bytes) -> Callable[[bytes], bytes]:
     return run
 
 
-def _try(tokenizer: LLTokenizer, job: TrialJob) -> TrialResult:
+def _try(tokenizer: LLTokenizer, spelling: Spelling, job: TrialJob) -> TrialResult:
     began = time.process_time()
     try:
-        grammar = job.write()
+        grammar = job.write(spelling)
+        matcher = compile_grammar(tokenizer, grammar)
+        if matcher.is_error() and job.tools is not None:
+            grammar = job.loosened(spelling, lambda one: not compile_grammar(tokenizer, one).is_error()).write(spelling)
+            matcher = compile_grammar(tokenizer, grammar)
     except ValueError as error:
         return TrialResult(refusal=str(error))
-    matcher = compile_grammar(tokenizer, grammar)
     seconds = time.process_time() - began
     if seconds > COMPILE_SECONDS:
         return TrialResult(refusal=f"it takes {seconds:.1f} seconds to compile, and {COMPILE_SECONDS} are allowed")
@@ -138,15 +177,5 @@ def _try(tokenizer: LLTokenizer, job: TrialJob) -> TrialResult:
         if not len(allowed) or not matcher.consume_token(int(chance.choice(allowed))):
             break
     if matcher.is_error():
-        return TrialResult(refusal=_sentence(matcher.get_error()))
+        return TrialResult(refusal=gist(matcher.get_error()))
     return TrialResult(grammar=grammar)
-
-
-def _sentence(error: str) -> str:
-    """Return the gist of llguidance's error: its first line and, of a regular expression's, the last one."""
-    lines = [line.strip() for line in error.partition("<non-verbose/>")[0].strip().splitlines()]
-    if not lines or lines[0] in ("NoExtension", "NoExtensionBias"):
-        return "no answer satisfies it"
-    gist = lines[0].partition("failed to compile JSON schema: ")[2] or lines[0]
-    details = [line.removeprefix("error: ") for line in lines[1:] if line.startswith("error: ")]
-    return " ".join([gist, *details])[:300]

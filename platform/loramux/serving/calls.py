@@ -1,24 +1,36 @@
 """Calls of tools in an answer's text, read as they come: a name first, then arguments as JSON, however written.
 
 A scanner never takes back what it has given out, and does the same work for every character, however an answer is cut
-into pieces. What a model writes without a grammar may be malformed: a scanner then gives out what it can make of it.
+into pieces. It reads a notation by the description that its grammar is made of (`constraints.notations`). What a model
+writes without a grammar may be malformed: a scanner then gives out what it can make of it.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import string
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable
 from enum import Enum
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
+from loramux.constraints.notations import (
+    END_OF_FUNCTION,
+    FUNCTION,
+    GEMMA,
+    PYTHON,
+    LiteralNotation,
+    XmlWriter,
+    argument_kinds,
+    special_names,
+)
+from loramux.constraints.schemas import KINDS, kind_of
 from loramux.constraints.tools import ToolStyle, ToolUse
 
 _ALPHABET = string.ascii_letters + string.digits
-_WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
 class CallDelta(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,6 +41,17 @@ class CallDelta(msgspec.Struct, frozen=True, kw_only=True):
     """Set, with the name, on the call's first delta."""
     name: str | None = None
     arguments: str = ""
+
+
+def joined(news: Iterable[CallDelta]) -> tuple[CallDelta, ...]:
+    """Return the news of calls with one entry for each, as a chunk of a stream must have: clients add up by index."""
+    calls: dict[int, CallDelta] = {}
+    for one in news:
+        if (first := calls.get(one.index)) is None:
+            calls[one.index] = one
+        else:
+            calls[one.index] = msgspec.structs.replace(first, arguments=first.arguments + one.arguments)
+    return tuple(calls.values())
 
 
 class CallScanner(Protocol):
@@ -46,11 +69,11 @@ def scanner_of(style: ToolStyle, use: ToolUse | None) -> CallScanner:
         case "bare":
             return BareCalls(style)
         case "python":
-            return PythonCalls(style)
+            return LiteralCalls(style, PYTHON, use)
         case "xml":
-            return XmlCalls(style, _texts(use))
+            return XmlCalls(style, use)
         case "gemma":
-            return GemmaCalls(style)
+            return LiteralCalls(style, GEMMA, use)
 
 
 def new_id(style: ToolStyle) -> str:
@@ -106,7 +129,7 @@ class JsonCalls:
                 self._num_calls += 1
         if arguments:
             calls.append(CallDelta(index=self._num_calls - 1, arguments=arguments))
-        return tuple(calls)
+        return joined(calls)
 
     def _belongs(self, character: str) -> bool:
         """Advance within the arguments; is the character part of them?"""
@@ -160,13 +183,6 @@ class JsonCalls:
         return False
 
 
-def _decoded(token: str) -> str:
-    try:
-        return msgspec.json.decode(token, type=str)
-    except msgspec.DecodeError:
-        return token.strip('"')
-
-
 class ConvertingScanner:
     """The base of scanners that write arguments anew as JSON."""
 
@@ -187,7 +203,7 @@ class ConvertingScanner:
             pass
         self._give()
         news, self._news = self._news, []
-        return tuple(news)
+        return joined(news)
 
     def _advance(self) -> bool:
         """Read on; False where more text is needed."""
@@ -251,35 +267,140 @@ class BareCalls(ConvertingScanner):
         return False
 
 
-class PythonCalls(ConvertingScanner):
-    """`name(key="value", ...), ...`: keyword arguments with literals of Python or of JSON."""
+class LiteralCalls(ConvertingScanner):
+    """`name(key="value", ...)` and `call:name{key:value, ...}`: names, each with a literal."""
 
-    def __init__(self, style: ToolStyle) -> None:
+    def __init__(self, style: ToolStyle, notation: LiteralNotation, use: ToolUse | None) -> None:
         super().__init__(style)
+        self._notation = notation
+        self._names = {tool.name: _known_names(tool.parameters) for tool in (use.tools if use else ())}
+        self._known: list[str] = []
+        """The names of the call's tool that are no plain keys, the longest first."""
         self._word = ""
         self._quote = ""
-        """The quote of the text under way."""
+        """The text that ends the text under way."""
         self._is_escaped = False
-        self._depth = 0
+        self._open_signs: list[str] = []
+        """Signs that end the call and what is open within it."""
+        self._is_key = False
+        """A name comes next, or the end of an object."""
+        self._is_named = False
+        """The text under way, or the last one, is a name: its sign follows."""
 
     def _advance(self) -> bool:
-        character, self._held = self._held[0], self._held[1:]
         if not self._in_call:
-            self._read_name(character)
-        elif self._quote:
-            self._read_text(character)
-        else:
-            self._read_value(character)
+            return self._read_name()
+        if self._quote:
+            return self._read_marked() if self._quote == self._style.mark else self._read_quoted()
+        if self._is_key:
+            self._held = self._held.lstrip()
+        read = self._read_mark()
+        if read is None and self._is_key:
+            read = self._read_key()
+        if read is None:
+            self._read_value()
+        return read is not False
+
+    def _read_mark(self) -> bool | None:
+        """Read the mark that begins a text; False where more text is needed, None where something else comes."""
+        mark = self._style.mark
+        if self._held and not (mark and mark.startswith(self._held[: len(mark)])):
+            return None
+        if len(self._held) < max(len(mark), 1):
+            return False
+        self._begin_text(mark)
         return True
 
-    def _read_name(self, character: str) -> None:
-        if character == "(" and self._word:
-            self._open(self._word)
-            self._word, self._depth, self._arguments = "", 0, "{"
+    def _read_name(self) -> bool:
+        character, self._held = self._held[0], self._held[1:]
+        if character == self._notation.opening and self._word:
+            name, self._word = self._word, ""
+            self._open(name)
+            self._known = self._names.get(name, [])
+            self._arguments, self._open_signs, self._is_key = "{", [self._notation.closing], True
+        elif character.isalnum() or character in "_.-":
+            self._word += character
         else:
-            self._word = self._word + character if character.isalnum() or character in "_.-" else ""
+            self._word = ""
+        return True
 
-    def _read_text(self, character: str) -> None:
+    def _read_key(self) -> bool | None:
+        """Read a name and its sign; False where more text is needed, None where something else comes."""
+        is_name = len(self._open_signs) == 1 or self._notation.nested_names
+        sign = self._notation.sign if is_name else ":"
+        for name in self._known if is_name else ():
+            if self._held.startswith(name + sign):
+                return self._take_key(name, name + sign)
+            if (name + sign).startswith(self._held):
+                return False
+        match = re.match(rf"([^\s\"'{re.escape(sign)},()\[\]{{}}][^{re.escape(sign)},()\[\]{{}}]*)(.?)", self._held)
+        if not is_name or match is None or (match[2] and match[2] != sign):
+            return None
+        return self._take_key(match[1].strip(), match[0]) if match[2] else False  # a name that may go on
+
+    def _take_key(self, name: str, text: str) -> bool:
+        self._arguments += f"{json.dumps(name)}: "
+        self._held = self._held[len(text) :]
+        self._is_key = False
+        return True
+
+    def _read_value(self) -> None:
+        character, self._held = self._held[0], self._held[1:]
+        if character in self._notation.quotes and not self._word.strip():
+            self._begin_text(character, length=0)
+        elif character == ":" and self._is_named:
+            self._arguments += ": "
+            self._is_named = False
+        elif character in ",[]{}()":
+            self._arguments += self._written(self._word.strip())
+            self._word = ""
+            self._read_sign(character)
+        else:
+            self._word += character
+
+    def _read_sign(self, character: str) -> None:
+        if character in "[{(":
+            self._arguments += "{" if character == "{" else "["
+            self._open_signs.append("}" if character == "{" else "]")
+            self._is_key = character == "{"
+        elif character == ",":
+            self._arguments += ", "
+            self._is_key = len(self._open_signs) == 1 or self._open_signs[-1] == "}"
+        elif len(self._open_signs) > 1:
+            self._arguments += self._open_signs.pop()
+            self._is_key = False
+        elif character == self._notation.closing:
+            self._arguments += "}"
+            self._close()
+
+    def _begin_text(self, end: str, length: int | None = None) -> None:
+        self._held = self._held[len(end) if length is None else length :]
+        self._quote, self._word = end, ""
+        self._is_named, self._is_key = self._is_key, False
+        self._arguments += '"'
+
+    def _end_text(self) -> None:
+        self._quote = ""
+        self._arguments += '"'
+
+    def _read_marked(self) -> bool:
+        """Read on in a text that is written as it is: up to a mark that something other than a text follows."""
+        text, self._held, is_marked = _until(self._held, self._quote)
+        self._arguments += _escaped(text)
+        if not is_marked:
+            return False
+        if not (following := self._held.lstrip()):
+            self._held = self._quote + self._held
+            return False
+        if following[0] in ",:]}":
+            self._end_text()
+        else:
+            self._arguments += _escaped(self._quote)
+        return True
+
+    def _read_quoted(self) -> bool:
+        """Read on in a text with escapes."""
+        character, self._held = self._held[0], self._held[1:]
         if self._is_escaped:
             self._is_escaped = False
             escape = character if character in '"\\/bfnrtu' else ""
@@ -287,172 +408,101 @@ class PythonCalls(ConvertingScanner):
         elif character == "\\":
             self._is_escaped = True
         elif character == self._quote:
-            self._quote = ""
-            self._arguments += '"'
+            self._end_text()
         else:
             self._arguments += _escaped(character)
-
-    def _read_value(self, character: str) -> None:
-        if character in "\"'":
-            self._quote = character
-            self._arguments += '"'
-        elif character.isalnum() or character in "_.-+":
-            self._word += character
-        elif character == "=" and not self._depth:
-            self._arguments += f"{json.dumps(self._word)}: "
-            self._word = ""
-        else:
-            self._arguments += _written(self._word)
-            self._word = ""
-            self._read_sign(character)
-
-    def _read_sign(self, character: str) -> None:
-        if character == ")" and not self._depth:
-            self._arguments += "}"
-            self._close()
-        elif character in "[{(":
-            self._depth += 1
-            self._arguments += "[" if character == "(" else character
-        elif character in "]})":
-            self._depth -= 1
-            self._arguments += "]" if character == ")" else character
-        elif character in ",:":
-            self._arguments += f"{character} "
-
-
-class GemmaCalls(ConvertingScanner):
-    """`call:name{key:value, ...}`, with texts between two marks."""
-
-    def __init__(self, style: ToolStyle) -> None:
-        super().__init__(style)
-        self._word = ""
-        self._in_text = False
-        self._depth = 0
-
-    def _advance(self) -> bool:
-        mark = self._style.mark
-        if self._in_text:
-            end = self._held.find(mark)
-            length = end if end >= 0 else len(self._held) - overlap(self._held, mark)
-            self._arguments += _escaped(self._held[:length])
-            self._held = self._held[length:]
-            if end >= 0:
-                self._held, self._in_text = self._held[len(mark) :], False
-                self._arguments += '"'
-            return end >= 0
-        if self._in_call and self._held.startswith(mark):
-            self._held, self._in_text = self._held[len(mark) :], True
-            self._arguments += '"'
-            return True
-        if self._in_call and mark.startswith(self._held):
-            return False
-        character, self._held = self._held[0], self._held[1:]
-        if self._in_call:
-            self._read(character)
-        elif character == "{":
-            self._open(self._word.rpartition("call:")[2].strip())
-            self._word, self._depth, self._arguments = "", 0, "{"
-        else:
-            self._word += character
         return True
 
-    def _read(self, character: str) -> None:
-        if character == ":":
-            self._arguments += f"{json.dumps(self._word.strip())}: "
-            self._word = ""
-            return
-        if character not in ",{}[]":
-            self._word += character
-            return
-        self._arguments += _written(self._word.strip())
-        self._word = ""
-        if character == ",":
-            self._arguments += ", "
-            return
-        self._arguments += character
-        self._depth += {"{": 1, "[": 1}.get(character, -1)
-        if self._depth < 0:
-            self._close()
+    def _written(self, word: str) -> str:
+        """Return a bare word as JSON: a literal, a number, or a text."""
+        if not word:
+            return ""
+        if word in self._notation.words:
+            return json.dumps(self._notation.words[word])
+        return word if _json_kind(word) is not None else json.dumps(word, ensure_ascii=False)
 
 
 class XmlCalls(ConvertingScanner):
     """`<function=name><parameter=key>value</parameter>...</function>`."""
 
-    END = "</parameter>"
-
-    def __init__(self, style: ToolStyle, texts: Mapping[str, frozenset[str]]) -> None:
-        """`texts`: the arguments of each tool that are texts whatever they look like."""
+    def __init__(self, style: ToolStyle, use: ToolUse | None) -> None:
         super().__init__(style)
-        self._texts = texts
+        self._schemas = {tool.name: tool.parameters for tool in (use.tools if use else ())}
         self._name = ""
-        self._key: str | None = None
-        """The argument under way."""
+        self._kinds: frozenset[str] | None = None
+        """The types of JSON that the argument under way may have; None: between arguments."""
+        self._is_begun = False
+        """A part of the argument's text has been given out."""
         self._is_first = True
 
     def _advance(self) -> bool:
         if not self._in_call:
-            return self._read_tag("<function=", self._begin)
-        if self._key is not None:
-            return self._read_content(self._key)
-        parameter, end = self._held.find("<parameter="), self._held.find("</function>")
+            return self._read_tag(FUNCTION, ">", self._begin)
+        if self._kinds is not None:
+            return self._read_content(self._kinds)
+        parameter, end = self._held.find(XmlWriter.BEGIN), self._held.find(END_OF_FUNCTION)
         if end >= 0 and (parameter < 0 or end < parameter):
-            self._held = self._held[end + len("</function>") :]
+            self._held = self._held[end + len(END_OF_FUNCTION) :]
             self._arguments += "}"
             self._close()
             return True
-        return self._read_tag("<parameter=", self._begin_argument)
+        return self._read_tag(XmlWriter.BEGIN, XmlWriter.AFTER_NAME, self._begin_argument)
 
-    def _read_tag(self, opening: str, begin: Any) -> bool:
+    def _read_tag(self, opening: str, closing: str, begin: Callable[[str], None]) -> bool:
         start = self._held.find(opening)
-        end = self._held.find(">", start)
+        end = self._held.find(closing, start)
         if start < 0 or end < 0:
             return False
-        name, self._held = self._held[start + len(opening) : end], self._held[end + 1 :]
-        begin(name.strip())
+        name, self._held = self._held[start + len(opening) : end], self._held[end + len(closing) :]
+        begin(name)
         return True
 
     def _begin(self, name: str) -> None:
-        self._name, self._is_first = name, True
-        self._open(name)
+        self._name, self._is_first = name.strip(), True
+        self._open(self._name)
         self._arguments = "{"
 
     def _begin_argument(self, name: str) -> None:
-        self._key = name
+        known = self._name in self._schemas
+        self._kinds = argument_kinds(self._schemas[self._name], name) if known else KINDS
         self._arguments += f"{'' if self._is_first else ', '}{json.dumps(name)}: "
         self._is_first = False
 
-    def _read_content(self, key: str) -> bool:
-        end = self._held.find(self.END)
-        if end < 0:
-            return False
-        content, self._held = self._held[:end], self._held[end + len(self.END) :]
-        content = content.removeprefix("\n").removesuffix("\n")
-        self._arguments += _as_json(content, is_text=key in self._texts.get(self._name, ()))
-        self._key = None
-        return True
+    def _read_content(self, kinds: frozenset[str]) -> bool:
+        if kinds != {"string"}:
+            content, end, rest = self._held.partition(XmlWriter.END)
+            if end:
+                is_json = _json_kind(content) in kinds
+                self._arguments += content.strip(" \t\r\n") if is_json else json.dumps(content, ensure_ascii=False)
+                self._held, self._kinds = rest, None
+            return bool(end)
+        text, self._held, is_ended = _until(self._held, XmlWriter.END)
+        self._arguments += ("" if self._is_begun else '"') + _escaped(text) + ('"' if is_ended else "")
+        self._is_begun = not is_ended
+        self._kinds = None if is_ended else kinds
+        return is_ended
 
 
-def _texts(use: ToolUse | None) -> dict[str, frozenset[str]]:
-    """Return the arguments of each tool that are texts."""
-    return {tool.name: frozenset(_text_names(tool.parameters)) for tool in (use.tools if use else ())}
+def _known_names(schema: object) -> list[str]:
+    """Return the names of a tool's arguments that are no plain keys, the longest first."""
+    return sorted(set(special_names(schema)), key=len, reverse=True)
 
 
-def _text_names(schema: object) -> list[str]:
-    properties = schema.get("properties") if isinstance(schema, dict) else None
-    if not isinstance(properties, dict):
-        return []
-    return [name for name, one in properties.items() if isinstance(one, dict) and one.get("type") == "string"]
+def _until(text: str, mark: str) -> tuple[str, str, bool]:
+    """Return what is certain of a text up to `mark`, what follows, and whether the mark was there."""
+    end = text.find(mark)
+    if end >= 0:
+        return text[:end], text[end + len(mark) :], True
+    length = len(text) - overlap(text, mark)
+    return text[:length], text[length:], False
 
 
-def _as_json(content: str, *, is_text: bool) -> str:
-    if not is_text:
-        try:
-            msgspec.json.decode(content)
-        except (msgspec.DecodeError, RecursionError):
-            pass
-        else:
-            return content.strip()
-    return json.dumps(content, ensure_ascii=False)
+def _json_kind(text: str) -> str | None:
+    """Return the type of the JSON that a text is; None: it is none."""
+    try:
+        return kind_of(msgspec.json.decode(text))
+    except (msgspec.DecodeError, RecursionError):
+        return None
 
 
 def _escaped(text: str) -> str:
@@ -460,14 +510,8 @@ def _escaped(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def _written(word: str) -> str:
-    """Return a bare word as JSON: a literal, a number, or a text."""
-    if not word or word in ("true", "false", "null"):
-        return word
-    if word in _WORDS:
-        return _WORDS[word]
+def _decoded(token: str) -> str:
     try:
-        msgspec.json.decode(word)
+        return msgspec.json.decode(token, type=str)
     except msgspec.DecodeError:
-        return json.dumps(word, ensure_ascii=False)
-    return word
+        return token.strip('"')

@@ -23,6 +23,7 @@ from loramux.catalog.validation.rendering import TemplateFailed, TemplateRendere
 from loramux.common.bundle import NO_BUNDLE, Bundle, SamplingDefaults, read_bundle
 from loramux.common.jobs import TenantSlots, ThreadPool
 from loramux.common.sandbox.sandbox import JobLimits, Sandbox, SandboxDied, SandboxError
+from loramux.common.settings.serving import WhiteSpace
 from loramux.constraints.grammars import ToolGrammar, TrialJob, TrialResult, TrialSetup
 from loramux.constraints.tools import ToolUse
 from loramux.engine.messages import Constraint, ModelFacts
@@ -243,8 +244,8 @@ class _Key(NamedTuple):
 class GrammarTrials:
     """Turns asked formats into constraints. Each new one is tried first, one at a time for a tenant."""
 
-    def __init__(self, tokenizer: Tokenizer, facts: ModelFacts) -> None:
-        self._setup = _setup(tokenizer, facts)
+    def __init__(self, tokenizer: Tokenizer, facts: ModelFacts, white_space: WhiteSpace = "bounded") -> None:
+        self._setup = _setup(tokenizer, facts, white_space)
         self._sandbox = Sandbox("loramux.constraints.grammars", self._setup or b"")
         self._threads = ThreadPool("grammars", TRIAL_PROCESSES)
         self._slots = TenantSlots(TRIAL_PROCESSES, 1)
@@ -322,9 +323,14 @@ class GrammarTrials:
             self._kept.popitem(last=False)
 
 
-def _setup(tokenizer: Tokenizer, facts: ModelFacts) -> bytes | None:
+def _setup(tokenizer: Tokenizer, facts: ModelFacts, white_space: WhiteSpace) -> bytes | None:
     """Return the vocabulary for the trials; None where grammars cannot read it."""
     if (serialized := tokenizer.serialized) is None:
         return None
-    vocabulary = TrialSetup(tokenizer=serialized, vocab_size=facts.vocab_size, eos_token_ids=facts.eos_token_ids)
+    vocabulary = TrialSetup(
+        tokenizer=serialized,
+        vocab_size=facts.vocab_size,
+        eos_token_ids=facts.eos_token_ids,
+        white_space=white_space,
+    )
     return msgspec.json.encode(vocabulary)

@@ -406,7 +406,7 @@ class BaseLifecycle:
             # get the one that is not ready.
             await asyncio.to_thread(importlib.import_module, "transformers")
             (description, tokenizer), facts = await asyncio.gather(self._describe(base), group.start())
-            trials = GrammarTrials(tokenizer, facts)
+            trials = GrammarTrials(tokenizer, facts, base.json_white_space)
             stack.callback(tokenizer.close)
             stack.callback(trials.close)
             if base.generation_config == "none":

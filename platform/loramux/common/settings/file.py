@@ -91,6 +91,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
                 quantization=model.quantization,
                 generation_config=model.generation_config,
                 tool_parser=model.tool_parser,
+                json_white_space=model.json_white_space,
                 engine=self.engine,
             ),
         )

@@ -26,6 +26,7 @@ ToolParser = Literal[
     "gemma4",
     "none",
 ]
+WhiteSpace = Literal["bounded", "free"]
 Quantization = Literal["none", "int8", "nf4", "nf4-double"]
 Address = Annotated[str, Meta(pattern=r"^tcp://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}$")]
 
@@ -47,6 +48,9 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     none: the API's own defaults do (temperature 1, top_p 1, all tokens, no penalty)."""
     tool_parser: ToolParser | None = None
     """How the base writes calls of tools, where its chat template does not show it; none refuses `tools`."""
+    json_white_space: WhiteSpace = "bounded"
+    """White space that constrained answers may have between two tokens of JSON. bounded: one blank, or a line break and
+    two. free: up to 40 of any."""
 
 
 class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -143,6 +147,8 @@ class BaseSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """As in `[model]`."""
     tool_parser: ToolParser | None = None
     """As in `[model]`."""
+    json_white_space: WhiteSpace = "bounded"
+    """As in `[model]`."""
     former_names: tuple[str, ...] = ()
     """Names that this base had: adapters uploaded under them are served on it."""
     engines: EngineRange = EngineRange()
@@ -160,6 +166,7 @@ class BaseSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             quantization=self.quantization,
             generation_config=self.generation_config,
             tool_parser=self.tool_parser,
+            json_white_space=self.json_white_space,
         )
 
 
