@@ -13,8 +13,8 @@ from litestar.params import JSONBody
 from msgspec import UNSET, UnsetType
 
 from loramux.common.units import TokenCounts
-from loramux.serving.calls import CallDelta
-from loramux.serving.messages import Answer, Delta, FinishReason, TokenLogprob, join_calls
+from loramux.serving.calls import CallDelta, join_calls
+from loramux.serving.messages import Answer, Delta, FinishReason, TokenLogprob
 from loramux_api.answering import (
     CollectedChoice,
     Inference,

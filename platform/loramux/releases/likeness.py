@@ -18,7 +18,8 @@ import msgspec
 from loramux.constraints.formats import AnswerFormat, JsonObject, JsonSchema, read_schema
 from loramux.releases.graders import InvalidGrader, Schema, grade_with
 from loramux.releases.statistics import Interval, interval_of_sums
-from loramux.serving.messages import Delta, FinishReason, join_calls
+from loramux.serving.calls import join_calls
+from loramux.serving.messages import Delta, FinishReason
 
 MILLION = 1_000_000
 LARGEST_RATIO = 100.0

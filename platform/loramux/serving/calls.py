@@ -43,15 +43,14 @@ class CallDelta(msgspec.Struct, frozen=True, kw_only=True):
     arguments: str = ""
 
 
-def joined(news: Iterable[CallDelta]) -> tuple[CallDelta, ...]:
-    """Return the news of calls with one entry for each, as a chunk of a stream must have: clients add up by index."""
+def join_calls(news: Iterable[CallDelta]) -> tuple[CallDelta, ...]:
+    """Join the news of each call into one, calls in order: clients add up the entries of a chunk by index."""
     calls: dict[int, CallDelta] = {}
-    for one in news:
-        if (first := calls.get(one.index)) is None:
-            calls[one.index] = one
-        else:
-            calls[one.index] = msgspec.structs.replace(first, arguments=first.arguments + one.arguments)
-    return tuple(calls.values())
+    arguments: dict[int, list[str]] = {}
+    for delta in news:
+        calls.setdefault(delta.index, delta)
+        arguments.setdefault(delta.index, []).append(delta.arguments)
+    return tuple(msgspec.structs.replace(calls[index], arguments="".join(arguments[index])) for index in sorted(calls))
 
 
 class CallScanner(Protocol):
@@ -129,7 +128,7 @@ class JsonCalls:
                 self._num_calls += 1
         if arguments:
             calls.append(CallDelta(index=self._num_calls - 1, arguments=arguments))
-        return joined(calls)
+        return join_calls(calls)
 
     def _belongs(self, character: str) -> bool:
         """Advance within the arguments; is the character part of them?"""
@@ -203,7 +202,7 @@ class ConvertingScanner:
             pass
         self._give()
         news, self._news = self._news, []
-        return joined(news)
+        return join_calls(news)
 
     def _advance(self) -> bool:
         """Read on; False where more text is needed."""

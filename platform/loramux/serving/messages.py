@@ -364,13 +364,3 @@ def encode_answer(answer: Answer, deltas: Iterable[Delta]) -> bytes:
         classes=answer.classes,
     )
     return msgspec.msgpack.encode(kept)
-
-
-def join_calls(deltas: Iterable[CallDelta]) -> tuple[CallDelta, ...]:
-    """Join the deltas of each call into one; the calls in order."""
-    calls: dict[int, CallDelta] = {}
-    arguments: dict[int, list[str]] = {}
-    for delta in deltas:
-        calls.setdefault(delta.index, delta)
-        arguments.setdefault(delta.index, []).append(delta.arguments)
-    return tuple(msgspec.structs.replace(calls[index], arguments="".join(arguments[index])) for index in sorted(calls))

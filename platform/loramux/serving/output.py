@@ -23,9 +23,9 @@ import msgspec
 
 from loramux.constraints.tools import ToolStyle, ToolUse, choose_style
 from loramux.engine.messages import EngineCount, PromptLogprobs, Request, TokenEvent
-from loramux.serving.calls import CallDelta, overlap, scanner_of
+from loramux.serving.calls import CallDelta, join_calls, overlap, scanner_of
 from loramux.serving.errors import from_fault
-from loramux.serving.messages import Classes, Delta, FinishReason, PromptTokenLogprob, TokenLogprob, join_calls
+from loramux.serving.messages import Classes, Delta, FinishReason, PromptTokenLogprob, TokenLogprob
 from loramux.serving.tokenizer import Detokenizer, StopAutomaton, StopMatcher, Tokenizer
 
 _THOUGHTS = (
