@@ -47,6 +47,22 @@ FORMATS: dict[str, peft.PeftConfig] = {
         **LORA | {"target_modules": ["o_proj"]},
         trainable_token_indices={"embed_tokens": [20, 7], "lm_head": [50, 8, 30, 31, 32, 33, 34]},
     ),
+    # On a tied base one matrix, or one pair, serves in both places.
+    "tied_saved": peft.LoraConfig(
+        **LORA | {"target_modules": ["o_proj"]}, modules_to_save=["embed_tokens"], ensure_weight_tying=True
+    ),
+    "tied_head": peft.LoraConfig(
+        **LORA | {"target_modules": ["down_proj"]}, modules_to_save=["lm_head"], ensure_weight_tying=True
+    ),
+    "tied_pair": peft.LoraConfig(
+        **LORA | {"target_modules": ["embed_tokens", "o_proj"]}, ensure_weight_tying=True, alpha_pattern={"lm_head": 7}
+    ),
+    "tied_expression": peft.LoraConfig(
+        **LORA | {"target_modules": r".*\.o_proj|(.*\.)?(lm_head|down_proj)"}, ensure_weight_tying=True, use_rslora=True
+    ),
+    "tied_of_another_name": peft.LoraConfig(  # PEFT looks for the bare name, so that this is not tied
+        **LORA | {"target_modules": r"model\.(embed_tokens|norm_of_nothing)"}, ensure_weight_tying=True
+    ),
 }
 
 
