@@ -213,8 +213,8 @@ def _shares(dimension: Dimension | None, length: int, rank: int, size: int, name
         start += part.units * part.width
     if start != length:
         raise CannotShard(
-            f"{name} has a dimension of {length}, which is not made of whole parts (heads, experts' halves) of the sizes "
-            "that config.json says: the two do not fit each other. Correct config.json, or give another checkpoint."
+            f"{name} has a dimension of {length}, which is not made of whole parts (heads, experts' halves) of the "
+            "sizes that config.json says: the two do not fit each other. Correct config.json, or give another checkpoint."
         )
     return tuple(shares)
 

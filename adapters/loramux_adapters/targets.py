@@ -172,7 +172,7 @@ def check_tensors(
             "tensors_missing",
             missing[0],
             f"{len(missing)} of the {len(expected)} tensors that adapter_config.json implies on this base are not in "
-            f"the file: {shown(missing)}. {context}",
+            f"the file: {shown(missing)}. {_wrapped(missing[0], header)}{context}",
         )
     if unexpected := [key for key in header.tensors if key not in expected and key not in optional]:
         raise BaseMismatch(
@@ -192,6 +192,16 @@ def check_tensors(
             wrong[0],
             f"{len(wrong)} of {len(found)} tensors have another shape than rank and base imply: {listed}. {context}",
         )
+
+
+def _wrapped(missing: str, header: SafetensorsHeader) -> str:
+    """Name the prefix under which the file holds a missing tensor, if it does."""
+    name = missing.removeprefix(PREFIX)
+    found = next((key for key in header.tensors if key.endswith(f".{name}")), None)
+    if found is None:
+        return ""
+    prefix = found.removesuffix(name)
+    return f"The file has {found!r}: under {prefix[:120]!r} in place of {PREFIX!r}, a module that wraps it. "
 
 
 def resized(base: BaseDescription, header: SafetensorsHeader, trained: Iterable[int]) -> BaseDescription:

@@ -179,7 +179,7 @@ def test_plan_unsupported_format_is_refused_by_field(name: str, llama) -> None:
     [
         ({"trainable_token_indices": {"lm_head": [3]}}, "target_unsupported", "trainable_token_indices"),
         (
-            {"target_modules": ["lm_head"], "exclude_modules": ["embed_tokens"], "ensure_weight_tying": True},
+            {"target_modules": ["lm_head", "q_proj"], "exclude_modules": ["embed_tokens"], "ensure_weight_tying": True},
             "config_invalid",
             "ensure_weight_tying",
         ),
@@ -188,7 +188,11 @@ def test_plan_unsupported_format_is_refused_by_field(name: str, llama) -> None:
             "config_invalid",
             "modules_to_save",
         ),
-        ({"target_modules": ["embed_tokens"], "ensure_weight_tying": True, "use_dora": True}, "field_unsupported", "use_dora"),
+        (
+            {"target_modules": ["embed_tokens"], "ensure_weight_tying": True, "use_dora": True},
+            "field_unsupported",
+            "use_dora",
+        ),
     ],
 )
 def test_plan_on_a_tied_base_refuses_what_peft_cannot_tie(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 import warnings
 from collections.abc import Sequence
@@ -84,7 +85,7 @@ class FormatZoo(Zoo):
         torch.manual_seed(seed)
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
-            model = peft.get_peft_model(self._base(), config)
+            model = peft.get_peft_model(self._base(), copy.deepcopy(config))  # tying changes it
             for parameter in (p for p in model.parameters() if p.requires_grad):
                 parameter.add_(torch.randn_like(parameter) * 0.3 * parameter.std(correction=0).clamp(min=0.5))
             shutil.rmtree(self.adapters / name, ignore_errors=True)

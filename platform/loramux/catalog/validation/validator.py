@@ -32,7 +32,15 @@ from loramux.catalog.validation.rendering import TemplateRenderer, try_template
 from loramux.common.bundle import MAX_BUNDLE_BYTES, NO_BUNDLE, SOURCES, read_bundle
 from loramux.common.errors import Rejection
 from loramux.common.sandbox.jail import landlock_abi, may_leave_network
-from loramux.common.sandbox.sandbox import JobCrashed, JobEnded, JobLimits, JobOutOfMemory, Sandbox, SandboxDied, SandboxUnusable
+from loramux.common.sandbox.sandbox import (
+    JobCrashed,
+    JobEnded,
+    JobLimits,
+    JobOutOfMemory,
+    Sandbox,
+    SandboxDied,
+    SandboxUnusable,
+)
 from loramux.common.settings.file import Settings
 from loramux_adapters.base import BaseDescription
 from loramux_adapters.plan import PlanLimits

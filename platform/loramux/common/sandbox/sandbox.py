@@ -111,7 +111,10 @@ class SandboxJob(msgspec.Struct, frozen=True):
 
 
 class JobResult(msgspec.Struct, frozen=True):
-    """A job's `value`, or its `fault`: out_of_memory, crashed or unusable. A process that the kernel ended sends nothing."""
+    """A job's `value`, or its `fault`: out_of_memory, crashed or unusable.
+
+    A process that the kernel ended sends nothing.
+    """
 
     usage: ResourceUsage
     value: msgspec.Raw = msgspec.Raw(b"null")

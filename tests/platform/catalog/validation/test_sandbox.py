@@ -18,7 +18,15 @@ import msgspec
 import pytest
 
 from loramux.common.sandbox.jail import may_leave_network
-from loramux.common.sandbox.sandbox import JobCrashed, JobEnded, JobLimits, JobOutOfMemory, Sandbox, SandboxDied, SandboxUnusable
+from loramux.common.sandbox.sandbox import (
+    JobCrashed,
+    JobEnded,
+    JobLimits,
+    JobOutOfMemory,
+    Sandbox,
+    SandboxDied,
+    SandboxUnusable,
+)
 
 LIMITS = JobLimits(memory_bytes=32 << 20, cpu_seconds=20, wall_seconds=60)
 
