@@ -214,7 +214,7 @@ def _shares(dimension: Dimension | None, length: int, rank: int, size: int, name
     if start != length:
         raise CannotShard(
             f"{name} has a dimension of {length}, which is not made of whole parts (heads, experts' halves) of the "
-            "sizes that config.json says: the two do not fit each other. Correct config.json, or give another checkpoint."
+            "sizes that config.json says: they do not fit each other. Correct config.json, or give another base."
         )
     return tuple(shares)
 

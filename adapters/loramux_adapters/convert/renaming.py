@@ -219,8 +219,8 @@ def _stacks(
         raise ConfigRejected(
             "field_unsupported",
             field,
-            f"{field} is set, and the file has pairs on single experts or on parts of a linear that the base joins, where "
-            "it is not served. Train without one of them.",
+            f"{field} is set, and the file has pairs on single experts or on parts of a linear that the base joins: "
+            "there it is not served. Train without one of them.",
         )
     experts: dict[str, dict[int, list[_Pair]]] = defaultdict(lambda: defaultdict(list))
     for (name, expert, part), tensors in sorted(keys.items()):

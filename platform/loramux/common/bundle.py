@@ -161,8 +161,8 @@ def misplaced(names: Iterable[str]) -> str | None:
         shown = f"'{name[:80]}'"
         if _SHARD.fullmatch(name) is not None:
             return (
-                f"{shown} is a part of a sharded adapter, and an adapter is one file here: load it with PEFT and save it "
-                "with save_pretrained, which writes one adapter_model.safetensors."
+                f"{shown} is a part of a sharded adapter, and an adapter is one file here: load it with PEFT and "
+                "save it with save_pretrained, which writes one adapter_model.safetensors."
             )
         if (found := _OF_ADAPTER.fullmatch(name)) is not None:
             return (

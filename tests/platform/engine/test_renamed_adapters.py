@@ -76,7 +76,7 @@ class OldMixtureAdapter:
         self._leave_out, self._tensors = leave_out, {}
         torch.manual_seed(len(name))
         mixture, parameters = OLD[zoo.family]
-        parameters = linears or parameters
+        divided = linears or parameters
         for index, layer in enumerate(self.merged.model.layers):
             self._add(f"model.layers.{index}.self_attn.q_proj", layer.self_attn.q_proj.weight.data)
             if not hasattr(layer.mlp, "experts"):
@@ -84,9 +84,9 @@ class OldMixtureAdapter:
             stem = f"model.layers.{index}.{mixture}"
             router = "router" if zoo.family == "gpt_oss" else "gate"
             self._add(f"{stem}.{router}", getattr(layer.mlp, router).weight.data)
-            for parameter, linears in parameters.items():
+            for parameter, names in divided.items():
                 for expert, weight in enumerate(expert_weights(layer.mlp.experts, parameter)):
-                    for linear, rows in zip(linears, self._divided(weight, len(linears)), strict=True):
+                    for linear, rows in zip(names, self._divided(weight, len(names)), strict=True):
                         self._add(f"{stem}.experts.{expert}.{linear}", rows)
         self.folder.mkdir(parents=True, exist_ok=True)
         document = self._config.to_dict() | {"target_modules": sorted({key.split(".")[-3] for key in self._tensors})}
@@ -320,7 +320,7 @@ def test_parts_of_joined_linears_answer_as_merged(family: str, leave_out: str, t
                 rank = ranks.get(leaf, 3)
                 a, b = torch.randn(rank, part.shape[-1]) * 0.3, torch.randn(part[..., 0].numel(), rank) * 0.3
                 tensors |= {f"{PREFIX}{name}.{leaf}.lora_A.weight": a, f"{PREFIX}{name}.{leaf}.lora_B.weight": b}
-                part += (alphas.get(leaf, 6) / rank * b @ a).view(part.shape)
+                part.add_((alphas.get(leaf, 6) / rank * b @ a).view(part.shape))
     folder.mkdir(parents=True)
     targets = sorted({key.split(".")[-3] for key in tensors})
     fields = {"r": 3, "lora_alpha": 6, "target_modules": targets, "rank_pattern": ranks, "alpha_pattern": alphas}

@@ -7,6 +7,7 @@ import random
 import signal
 import time
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 from adapter_zoo import FAMILIES, LINEARS, RECIPES, SERVED, SMALL, Asked, Zoo, serve, to_request

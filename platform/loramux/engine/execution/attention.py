@@ -270,7 +270,7 @@ def probe_layers(model: PreTrainedModel, num_tokens: int = 2) -> tuple[LayerShap
         )
     if probe.uneven is not None:
         raise UnsupportedModel(
-            f"{_kind(model)} has {probe.uneven[0]} heads and {probe.uneven[1]} key-value heads, which are no divisor of "
+            f"{_kind(model)} has {probe.uneven[0]} heads and {probe.uneven[1]} key-value heads, which do not divide "
             "them; correct num_attention_heads and num_key_value_heads in its config.json."
         )
     config = model.config.get_text_config()

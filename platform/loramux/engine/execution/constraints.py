@@ -26,8 +26,8 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
-from loramux.constraints.grammars import compile_grammar
 from loramux.common.tokenizer_file import load_tokenizer
+from loramux.constraints.grammars import compile_grammar
 from loramux.engine.messages import Constraint, EngineFault, Request
 from loramux.engine.scheduling.sequence import PENDING, Sequence
 
