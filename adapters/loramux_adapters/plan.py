@@ -371,7 +371,7 @@ def _pair(match: Match, config: LoraConfig, base: BaseDescription, limits: PlanL
     return LoraPair(match.module, rank, scale, width, tokens)
 
 
-def _tied_pair(pairs: Iterable[LoraPair], config: LoraConfig, base: BaseDescription, limits: Limits) -> TiedPair:
+def _tied_pair(pairs: Iterable[LoraPair], config: LoraConfig, base: BaseDescription, limits: PlanLimits) -> TiedPair:
     """Return the head's pair: the embedding's at the head's own scale."""
     vocabulary, by_module = base.vocabulary, {pair.module: pair for pair in pairs}
     assert vocabulary is not None, "tied"

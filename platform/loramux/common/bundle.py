@@ -60,6 +60,8 @@ _IGNORED = re.compile(
     | (optimizer|scheduler|scaler)\.(pt|bin) | rng_state(_\d+)?\.pth | latest | events\.out\.tfevents\..*
     | (global_step\d+|checkpoint-\d+|runs|logs|wandb)(/.*)?
     | special_tokens_map\.json | vocab\.json | merges\.txt | tokenizer\.model
+    | additional_config\.json | args\.json | configuration\.json | Modelfile | checkpoint_complete
+    | (video_)?(pre)?processor_config\.json
     """,
     re.VERBOSE,
 )
