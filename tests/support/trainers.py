@@ -110,12 +110,13 @@ def _fill(model: object) -> None:
             parameter.add_(torch.randn_like(parameter) * 0.2)
 
 
+_DATA = ("accelerate", "datasets", "dill", "multiprocess", "xxhash", "pyarrow", "pandas")
 TRAINERS: dict[str, tuple[Callable[[Path, Path], None], tuple[str, ...]]] = {
-    "trl": (trl, ("trl", "accelerate", "datasets", "dill", "multiprocess", "xxhash", "pyarrow", "pandas")),
-    "unsloth": (unsloth, ("unsloth", "unsloth_zoo", "trl", "accelerate", "datasets", "torchao", "dill", "xxhash")),
-    "swift": (swift, ("ms-swift", "accelerate", "datasets", "modelscope", "modelscope_hub", "einops", "json_repair", "dill", "xxhash"))
-    "tinker": (tinker, ("tinker-cookbook", "tinker", "pyrage", "distro", "orjson", "anyio", "sniffio")),
-    "mlx": (mlx, ("mlx", "mlx-cpu", "mlx-lm")),
+    "trl": (trl, ("trl", *_DATA)),
+    "unsloth": (unsloth, ("unsloth", "unsloth_zoo", "trl", "torchao", *_DATA)),
+    "swift": (swift, ("ms-swift", "modelscope", "modelscope_hub", "einops", "json_repair", "addict", *_DATA)),
+    "tinker": (tinker, ("tinker-cookbook", "tinker", "pyrage", "distro", "orjson", "termcolor", "chz")),
+    "mlx": (mlx, ("mlx", "mlx-cpu", "mlx-lm", "sentencepiece")),
 }
 """Each trainer's maker, and what it needs beside the packages of the tests."""
 
