@@ -5,6 +5,7 @@ Each trainer is installed at its newest version into a folder of its own, next t
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -39,10 +40,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory):
             command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(packages)]
             subprocess.run([*command, *trainers.TRAINERS[trainer][1]], check=True, timeout=INSTALL_SECONDS)
         folder = tmp_path_factory.mktemp("saved") / trainer
-        script = f"import sys, runpy; sys.path.insert(0, {str(installed[trainer])!r}); sys.argv = sys.argv[1:]; "
-        script += "runpy.run_path(sys.argv[0], run_name='__main__')"
-        command = [sys.executable, "-c", script, trainers.__file__, trainer, str(base), str(folder)]
-        ran = subprocess.run(command, check=False, capture_output=True, text=True, timeout=RUN_SECONDS)
+        command = [sys.executable, trainers.__file__, trainer, str(base), str(folder)]
+        environment = os.environ | {"PYTHONPATH": str(installed[trainer])}
+        ran = subprocess.run(command, check=False, capture_output=True, text=True, timeout=RUN_SECONDS, env=environment)
         assert ran.returncode == 0, ran.stderr[-2000:]
         return folder
 
